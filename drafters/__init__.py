@@ -1,0 +1,54 @@
+"""Drafters by name: `load("ngram", context)`, or `load("path/to/mine.py:MyDrafter", context)` for one's own."""
+
+import importlib
+import importlib.util
+from pathlib import Path
+
+from .base import Context, Draft, Drafter, Sampling, Verdict
+
+__all__ = ["NAMES", "Context", "Draft", "Drafter", "Sampling", "Verdict", "load"]
+
+# name -> (module, class); a module is imported when its drafter is first asked for
+_REGISTRY = {
+    "ngram": ("drafters.ngram", "NgramDrafter"),
+    "draft_model": ("drafters.small_model", "SmallModelDrafter"),
+    "mtp": ("drafters.mtp_head", "MtpHeadDrafter"),
+}
+NAMES = tuple(_REGISTRY)
+
+
+def load(name: str, context: Context) -> Drafter:
+    """Build the drafter `name`, or the class after the colon of `file.py:Class`.
+
+    Raises ValueError with one line that says what to do: an unknown name, a file or class that is not there,
+    a class that is no drafter, or one that does not fit the target.
+    """
+    if ":" in name:
+        drafter_class = _class_from_file(name)
+    elif name in _REGISTRY:
+        module, attribute = _REGISTRY[name]
+        drafter_class = getattr(importlib.import_module(module), attribute)
+    else:
+        raise ValueError(f"unknown drafter {name!r}: choose {', '.join(NAMES)} or file.py:Class")
+    return drafter_class.build(context)
+
+
+def _class_from_file(name: str) -> type[Drafter]:
+    path_text, _, attribute = name.rpartition(":")
+    path = Path(path_text)
+    if not path.is_file():
+        raise ValueError(f"drafter file {path_text!r} not found (expected file.py:Class)")
+    spec = importlib.util.spec_from_file_location(f"own_drafter_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"drafter file {path_text!r} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"drafter file {path_text!r} failed to load: {error}") from error
+    found = getattr(module, attribute, None)
+    if not (isinstance(found, type) and issubclass(found, Drafter)):
+        raise ValueError(f"{path_text!r} has no Drafter class {attribute!r}")
+    if not isinstance(getattr(found, "name", None), str):
+        found.name = attribute
+    return found

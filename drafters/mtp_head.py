@@ -1,0 +1,126 @@
+"""Multi-token prediction: one extra decoder layer of the target's own, run K times (DeepSeek-V3, arXiv 2412.19437).
+
+The head reads a pair (hidden state the target had at position j, embedding of token j + 1) and predicts token
+j + 2. Fed its own output it predicts on: one layer serves every draft step, as vLLM and SGLang do.
+
+    true pairs      (h₀,x₁) (h₁,x₂) … (hₙ₋₂,xₙ₋₁)           kept: n known tokens give n − 1 pairs
+    recursive rows                                (g,d₁) (g,d₂) …   truncated before the next draft
+
+Its KV cache is of the core's kind with a single layer. The hidden states come with each verdict, at no extra
+forward of the target. Weights: transformers' MtpModel, from the target's own checkpoint.
+
+Not covered: checkpoints whose several MTP layers are meant for one draft step each (the first one is reused).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Generator, Tensor
+from transformers.modeling_layers import MtpModel
+
+from .base import Context, Draft, Drafter, Sampling, Verdict
+
+
+@dataclass(slots=True)
+class _State:
+    row: int  # in the head's KV cache
+    prompt: list[int]  # until the prefill's verdict brings its hidden states
+    hidden: list[Tensor] = field(default_factory=list)  # of the true pairs not fed yet, [pairs, D] each
+    tokens: list[int] = field(default_factory=list)  # of the same pairs
+
+
+class MtpHeadDrafter(Drafter):
+    """Drafts with the target's MTP head, batched over requests."""
+
+    name: ClassVar[str] = "mtp"
+    needs_hidden: ClassVar[bool] = True
+
+    def __init__(self, head: MtpModel, cache: Any) -> None:
+        self._head = head
+        self._layer = head.layers[0]
+        self._cache = cache
+
+    @classmethod
+    def build(cls, context: Context) -> "MtpHeadDrafter":
+        model = context.target.model
+        text = model.config.get_text_config()
+        count = getattr(text, "num_mtp_layers", None) or getattr(text, "mtp_num_hidden_layers", None)
+        if not count:
+            raise ValueError(
+                f"the target {context.target.name} has no MTP head (its config names no num_mtp_layers): "
+                "use --drafter ngram or draft_model, or a checkpoint that has one"
+            )
+        if not getattr(text, "num_mtp_layers", None):  # Qwen3-Next and Qwen3.5 spell it otherwise
+            text.num_mtp_layers = count
+            text.mtp_layer_types = ["full_attention"] * count
+        try:
+            head = MtpModel.from_pretrained(model)
+        except (RuntimeError, ValueError, OSError) as error:
+            reason = str(error).splitlines()[0]
+            raise ValueError(f"the MTP head of {context.target.name} could not be loaded: {reason}") from error
+        head.to(model.device).eval().set_attn_implementation(model.config._attn_implementation)
+        return cls(head, context.target.new_cache(num_layers=1, num_rows=context.num_rows))
+
+    def open(self, prompt: Sequence[int], sampling: Sampling, rng: Generator | None) -> _State:
+        return _State(self._cache.open_row(), list(prompt))
+
+    def propose(self, state: _State, max_tokens: int) -> Draft:
+        return self.propose_batch([state], [max_tokens])[0]
+
+    @torch.inference_mode()
+    def propose_batch(self, states: list[_State], max_tokens: list[int]) -> list[Draft]:
+        drafts: list[list[int]] = [[] for _ in states]
+        pairs = [(torch.cat(state.hidden), state.tokens) for state in states]
+        known = [self._cache.lengths[state.row] + len(state.tokens) for state in states]
+        for step in range(max(max_tokens)):
+            active = [i for i, limit in enumerate(max_tokens) if limit > step]
+            outputs = self._forward([states[i].row for i in active], [pairs[i] for i in active])
+            tokens = self._head._project_to_logits(outputs)[:, 0].argmax(-1).tolist()
+            for b, i in enumerate(active):
+                drafts[i].append(tokens[b])
+                pairs[i] = (outputs[b], [tokens[b]])
+        for state, length, limit in zip(states, known, max_tokens, strict=True):
+            if limit:  # the true pairs are cached now; the recursive rows behind them go
+                self._cache.truncate(state.row, length)
+                state.hidden, state.tokens = [], []
+        return [Draft(tokens) for tokens in drafts]
+
+    def _forward(self, rows: list[int], pairs: list[tuple[Tensor, list[int]]]) -> Tensor:
+        """Run the layer over each row's pairs; returns the last pair's output, [B, 1, D].
+
+        Row b's pair j stands at position j + 1, behind what its cache row holds: the head's cache slot j
+        belongs to position j + 1.
+        """
+        counts = [len(tokens) for _, tokens in pairs]
+        place = self._cache.place(rows, counts)
+        ids = place.pad([tokens for _, tokens in pairs])  # [B, T]
+        hidden = place.pad_states([states for states, _ in pairs])  # [B, T, D]
+        embeds = self._head.embed_tokens(ids)
+        positions = place.positions + 1
+        rope_options = {"layer_type": self._head.config.layer_types[0]} if self._head.has_per_layer_rope else {}
+        rope = self._head.rotary_emb(embeds, position_ids=positions, **rope_options)
+        output = self._layer(
+            embeds,
+            hidden.to(embeds.dtype),
+            position_embeddings=rope,
+            attention_mask=place.mask(embeds.dtype),
+            position_ids=positions,
+            past_key_values=self._cache,
+        )
+        if self._head.use_shared_post_norm:
+            output = self._head.shared_post_norm(output)
+        self._cache.advance(place)
+        return output[:, -1:]
+
+    def observe(self, state: _State, verdict: Verdict) -> None:
+        assert verdict.hidden is not None, "the engine hands hidden states to a drafter that needs them"
+        following = state.prompt[1:] + verdict.tokens  # what came after each newly cached position
+        assert len(following) == len(verdict.hidden)
+        state.hidden.append(verdict.hidden)
+        state.tokens.extend(following)
+        state.prompt = []
+
+    def close(self, state: _State) -> None:
+        self._cache.close_row(state.row)

@@ -1,0 +1,89 @@
+"""Prompt lookup: propose what followed the last time the text ended like this (Saxena 2023).
+
+    text:     … the quick brown fox … the quick brown
+    suffix:                             the quick brown       (longest of prompt_lookup_max … min tokens)
+    match:      the quick brown                               (the most recent one)
+    draft:                      fox …                         (what followed it, continued into itself)
+
+No model, no probabilities: where the text repeats itself the draft is nearly free and often right; where it
+does not, the drafter proposes nothing and the cycle is plain decoding.
+
+A hash index per request keeps a lookup O(1) in the length of the text: each committed token adds one entry per
+suffix length. Drafts never enter the index, so a refused draft needs no rollback.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from torch import Generator
+
+from .base import Context, Draft, Drafter, Sampling, Verdict
+
+
+class NgramIndex:
+    """A request's tokens, and for each n-gram in them where its latest continuation stands.
+
+    Example (sizes 1 to 2): after extend([5, 6, 7, 5]) the suffix (5,) was last followed at position 1, so
+    continuation(3) is [6, 7, 5].
+    """
+
+    def __init__(self, smallest: int, largest: int) -> None:
+        self.tokens: list[int] = []
+        self._sizes = range(largest, smallest - 1, -1)
+        self._followed_at: dict[tuple[int, ...], int] = {}
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens, entering each n-gram only when its continuation is known (so a suffix never finds itself)."""
+        text = self.tokens
+        for token in tokens:
+            end = len(text)
+            for size in self._sizes:
+                if size <= end:
+                    self._followed_at[tuple(text[end - size : end])] = end
+            text.append(token)
+
+    def continuation(self, max_tokens: int) -> list[int]:
+        """The tokens after the latest earlier occurrence of the longest known suffix; [] if there is none.
+
+        A match near the end runs out of text after a few tokens; the draft then reads on in itself, which is
+        what periodic text does.
+        """
+        text = self.tokens
+        for size in self._sizes:
+            start = self._followed_at.get(tuple(text[-size:])) if size <= len(text) else None
+            if start is not None:
+                draft = text[start : start + max_tokens]
+                period = len(text) - start
+                while len(draft) < max_tokens:
+                    draft.append(draft[len(draft) - period])
+                return draft
+        return []
+
+
+class NgramDrafter(Drafter):
+    """Proposes from the request's own text."""
+
+    name: ClassVar[str] = "ngram"
+
+    def __init__(self, prompt_lookup_max: int, prompt_lookup_min: int) -> None:
+        if not 1 <= prompt_lookup_min <= prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min ({prompt_lookup_min}) must be at least 1 and at most "
+                f"prompt_lookup_max ({prompt_lookup_max})"
+            )
+        self._sizes = prompt_lookup_min, prompt_lookup_max
+
+    @classmethod
+    def build(cls, context: Context) -> "NgramDrafter":
+        return cls(context.prompt_lookup_max, context.prompt_lookup_min)
+
+    def open(self, prompt: Sequence[int], sampling: Sampling, rng: Generator | None) -> NgramIndex:
+        index = NgramIndex(*self._sizes)
+        index.extend(prompt)
+        return index
+
+    def propose(self, state: NgramIndex, max_tokens: int) -> Draft:
+        return Draft(state.continuation(max_tokens))
+
+    def observe(self, state: NgramIndex, verdict: Verdict) -> None:
+        state.extend(verdict.tokens)

@@ -1,0 +1,2 @@
+import importlib,sys
+sys.modules["speculative_decoding"] = importlib.import_module("08_speculative_decoding")
