@@ -1,71 +1,78 @@
 """Speculative decoding in one file: a cheap drafter proposes, the target verifies, nothing is lost.
 
-A language model reads all its weights to produce one token. Verifying six tokens reads them once, too. So:
+A language model reads all its weights to produce one token. Verifying four tokens reads them once,
+too. So guess, then check; one cycle is draft → verify → accept → truncate:
 
-    cached │ pending   drafted                      one target forward over [pending, d1, d2, d3]
-    ───────┼──────────────────────────────          gives the target's own choice after each of them
-    The cat│  sat       on    the    mat
-           │   ↓        ↓      ↓      ↓
-           │  on ✓     the ✓   rug ✗  .             d1, d2 accepted; d3 refused, "rug" recovered instead
-           │
-    The cat│  sat on the                            the KV cache is truncated behind the last accepted token,
-           │             └─ pending: rug            in O(1): a row's length is lowered
-    One pass, three tokens: on · the · rug. The text is the one that the target alone would have written.
+    cached  │ pending  draft
+    The cat │ sat      on     a      mat      one target forward over [pending, d1, d2, d3]
+            │  ↓       ↓      ↓      ↓
+            │  on ✓    the ✗  …      …        the target's own choice after each of them
+            │
+    The cat   sat      on │ the               d1 accepted; d2 refused, "the" recovered in its place;
+                          │  └ pending        the KV cache is truncated to "The cat sat on", in O(1)
 
-One cycle:  draft → verify → accept → truncate.    Read on in this order: the KV cache and its truncation · the
-cached model · verify · request and statistics · engine step · plain decoding · loading · Flask app · demo ·
-command line. Drafters live in drafters/, the worker thread and the parsing of requests in serving/.
+One pass, two tokens, and the text is the one that the target alone would have written.
+
+Read on in this order: KV cache and truncation · cached model · verify · request · engine step ·
+plain decoding · loading · Flask app · demo · command line. The drafters live in drafters/;
+statistics, text and stop strings, parsing of requests and the worker thread in serving/.
 
     python 08_speculative_decoding.py --demo
     python 08_speculative_decoding.py --prompt "def fib(n):" --drafter ngram
     python 08_speculative_decoding.py --port 5000
 
-Sources: Leviathan et al. arXiv 2211.17192; Chen et al. arXiv 2302.01318; the cache interface of transformers.
-Not covered yet: sampling (temperature > 0), batches of several requests at once, hybrid (recurrent) targets.
+Sources: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318; transformers' cache
+interface. Not covered yet: sampling (temperature > 0), several requests in one batch of the server,
+hybrid (recurrent) targets.
 """
 
 import argparse
 import json
-import os
 import platform
-import signal
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import transformers
+from flask import Flask, Response, request
 from torch import Tensor
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 import drafters
 from drafters import Context, Draft, Drafter, Sampling, Verdict
+from serving import terminal
+from serving.answers import PLAIN, answer, health, public, sse
+from serving.http import listen, register_errors
+from serving.parsing import MAX_SPECULATIVE_TOKENS, RequestError, parse_fields, parse_json
+from serving.statistics import Statistics, ratio
 from serving.text import TextStream
+from serving.worker import Job, Worker
 
 HERE = Path(__file__).resolve().parent
 
-# ------------------------------------------------------------------------------- KV cache and truncation
+# ------------------------------------------------------------------- KV cache and truncation
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one forward's tokens go: row b of the batch is cache row rows[b], and gets counts[b] new tokens.
+    """Where one forward's tokens go: row b of the batch is cache row rows[b], and gets counts[b].
 
-    Rows of unequal counts are padded on the left, so that the last tokens (whose logits matter) line up. Pads
-    are never written to the cache.
+    Rows of unequal counts are padded on the left, so that the last tokens, whose logits matter,
+    line up. Pads are never written to the cache.
     """
 
     rows: list[int]
     counts: list[int]
-    positions: Tensor  # [B, T]; pads stand at 0 or before their row's first new token
+    positions: Tensor  # [B, T]
     kv_length: int
-    device: torch.device
 
     @property
     def width(self) -> int:
@@ -73,61 +80,68 @@ class Place:
 
     def pad(self, tokens: list[list[int]]) -> Tensor:
         """Ragged token lists -> [B, T] ids."""
-        return torch.tensor([[0] * (self.width - len(t)) + t for t in tokens], device=self.device)
+        padded = [[0] * (self.width - len(row)) + row for row in tokens]
+        return torch.tensor(padded, device=self.positions.device)
 
     def pad_states(self, states: list[Tensor]) -> Tensor:
         """Ragged [t, D] states -> [B, T, D]."""
-        return torch.stack([torch.nn.functional.pad(s, (0, 0, self.width - len(s), 0)) for s in states])
+        padded = [torch.nn.functional.pad(s, (0, 0, self.width - len(s), 0)) for s in states]
+        return torch.stack(padded)
 
     def is_real(self) -> Tensor:
         """[B, T] bool: False on pads."""
-        columns = torch.arange(self.width, device=self.device)
-        return columns >= self.width - torch.tensor(self.counts, device=self.device)[:, None]
+        device = self.positions.device
+        first = self.width - torch.tensor(self.counts, device=device)[:, None]
+        return torch.arange(self.width, device=device) >= first
 
     def mask(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """Additive attention mask [B, 1, T, kv_length]: the past of each token, at most `window` of it."""
-        keys = torch.arange(self.kv_length, device=self.device)
+        """Additive mask [B, 1, T, kv_length]: each token's past and itself, at most `window`."""
+        keys = torch.arange(self.kv_length, device=self.positions.device)
         queries = self.positions[:, None, :, None]
-        hidden = keys > queries
+        unseen = keys > queries
         if window is not None:
-            hidden |= keys <= queries - window
-        return torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, torch.finfo(dtype).min)
+            unseen |= keys <= queries - window
+        # Floats and not bools: transformers' eager attention adds the mask to the scores.
+        mask = torch.zeros(unseen.shape, dtype=dtype, device=keys.device)
+        return mask.masked_fill_(unseen, torch.finfo(dtype).min)
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values, preallocated: zeros [rows, heads, max_length, width], written in place."""
+    """One layer's keys and values, preallocated [rows, heads, max_length, width]."""
 
     def __init__(self, cache: "SlotCache") -> None:
         super().__init__()
         self._cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        # Sizes come from the states, not from the config, which knows nothing of sharded heads or of MLA's
-        # widths. Zeros, not empty: a masked slot still enters 0 · value, and 0 · NaN would be NaN.
+        # Sizes come from the states: the config knows nothing of sharded heads or of MLA's widths.
+        # Zeros, not empty: a masked slot still enters 0 · value, and 0 · NaN would be NaN.
         shape = self._cache.num_rows, key_states.shape[1], self._cache.max_length
         self.keys = key_states.new_zeros(*shape, key_states.shape[-1])
         self.values = value_states.new_zeros(*shape, value_states.shape[-1])
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write [B, H, T, width] at the current place; returns keys and values up to its kv_length."""
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
+        """Write [B, H, T, width] at the current place; returns all keys and values up to there."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        write = self._write_row if len(self._cache.current.rows) == 1 else self._write_rows
+        return write(self.keys, key_states), write(self.values, value_states)
+
+    def _write_row(self, buffer: Tensor, new: Tensor) -> Tensor:
         place = self._cache.current
-        stored = []
-        for buffer, new in ((self.keys, key_states), (self.values, value_states)):
-            if len(place.rows) == 1:
-                row = place.rows[0]
-                buffer[row, :, place.kv_length - place.width : place.kv_length] = new[0]
-                stored.append(buffer[row : row + 1, :, : place.kv_length])
-            else:
-                real = place.is_real()
-                row_of = torch.tensor(place.rows, device=new.device)[:, None].expand_as(real)
-                buffer[row_of[real], :, place.positions[real]] = new.transpose(1, 2)[real]
-                first, last = place.rows[0], place.rows[-1]
-                in_order = place.rows == list(range(first, last + 1))  # then a view will do
-                stored.append(buffer[slice(first, last + 1) if in_order else place.rows, :, : place.kv_length])
-        return stored[0], stored[1]
+        row, end = place.rows[0], place.kv_length
+        buffer[row, :, end - place.width : end] = new[0]
+        return buffer[row : row + 1, :, :end]
+
+    def _write_rows(self, buffer: Tensor, new: Tensor) -> Tensor:
+        place = self._cache.current
+        real = place.is_real()
+        row_of = torch.tensor(place.rows, device=new.device)[:, None].expand_as(real)
+        buffer[row_of[real], :, place.positions[real]] = new.transpose(1, 2)[real]
+        first, last = place.rows[0], place.rows[-1]
+        compact = place.rows == list(range(first, last + 1))  # then a view will do
+        return buffer[slice(first, last + 1) if compact else place.rows, :, : place.kv_length]
 
     def get_seq_length(self) -> int:
         return self._cache.current.kv_length - self._cache.current.width
@@ -140,43 +154,41 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """A KV cache whose rows have lengths of their own. Appending writes in place; truncating lowers a length.
+    """A KV cache whose rows have lengths of their own; truncating a row lowers its length.
 
     One forward is: `place` its tokens, run the model with this cache, `advance`.
     """
 
-    def __init__(self, num_layers: int, num_rows: int, max_length: int, device: torch.device) -> None:
+    def __init__(self, num_layers: int, num_rows: int, max_length: int, device: torch.device):
         super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
         self.num_rows, self.max_length, self.device = num_rows, max_length, device
         self.lengths = [0] * num_rows
-        self.current: Place = None  # type: ignore[assignment]  # of the forward under way
+        self.current: Place  # of the forward under way
         self._free = list(range(num_rows))[::-1]
 
     def open_row(self) -> int:
         """An empty row for a new request. Raises ValueError when all are taken."""
         if not self._free:
             raise ValueError(f"all {self.num_rows} rows of the KV cache are in use")
-        row = self._free.pop()
-        self.lengths[row] = 0
-        return row
+        return self._free.pop()
 
     def close_row(self, row: int) -> None:
         """Give the row back."""
         assert row not in self._free, f"row {row} closed twice"
+        self.lengths[row] = 0
         self._free.append(row)
 
     def place(self, rows: list[int], counts: list[int]) -> Place:
-        """Make room for counts[b] ≥ 1 tokens behind what rows[b] holds.
+        """Make room for counts[b] >= 1 tokens behind what rows[b] holds.
 
         Raises ValueError if a row would outgrow `max_length`.
         """
         ends = [self.lengths[row] + count for row, count in zip(rows, counts, strict=True)]
         if max(ends) > self.max_length:
             raise ValueError(f"{max(ends)} tokens do not fit a KV cache of {self.max_length}")
-        width = max(counts)
-        columns = torch.arange(width, device=self.device)
-        positions = torch.tensor(ends, device=self.device)[:, None] - width + columns
-        self.current = Place(rows, counts, positions.clamp_(min=0), max(ends), self.device)
+        first = torch.tensor(ends, device=self.device)[:, None] - max(counts)
+        positions = (first + torch.arange(max(counts), device=self.device)).clamp_(min=0)
+        self.current = Place(rows, counts, positions, max(ends))
         return self.current
 
     def advance(self, place: Place) -> None:
@@ -195,77 +207,85 @@ class SlotCache(Cache):
         self.lengths[row] = length
 
 
-# ------------------------------------------------------------------------------------- the cached model
+# ------------------------------------------------------------------------------ cached model
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    logits: list[Tensor]  # row by row [num_logits, V], float32
-    hidden: list[Tensor] | None  # row by row [tokens fed, D], after the final norm
+    """What one forward gives, row by row."""
+
+    logits: list[Tensor]  # [num_logits, V] float32
+    hidden: list[Tensor] | None  # [tokens fed, D], behind the final norm
 
 
 class CachedModel:
     """A causal language model with a SlotCache: the target, and a draft model alike."""
 
-    def __init__(self, model: Any, tokenizer: Any, name: str, num_rows: int, max_length: int) -> None:
+    def __init__(self, model: Any, tokenizer: Any, name: str, num_rows: int, max_length: int):
         config = model.config.get_text_config()
         self.model, self.tokenizer, self.name, self.max_length = model, tokenizer, name, max_length
-        self.vocab_size = config.vocab_size
+        self.vocab_size: int = config.vocab_size
         self.cache = self.new_cache(config.num_hidden_layers, num_rows)
-        # A window belongs in the mask. Families with layers of two kinds take one mask per kind.
+        self._layer_types = set(getattr(config, "layer_types", None) or ())
         self._window = getattr(config, "sliding_window", None)
         if getattr(config, "use_sliding_window", True) is False:
             self._window = None
-        self._layer_types = set(getattr(config, "layer_types", None) or ())
 
     def new_cache(self, num_layers: int, num_rows: int) -> SlotCache:
         """An empty cache as long as this model's own, for a head that runs beside it."""
         return SlotCache(num_layers, num_rows, self.max_length, self.model.device)
 
-    def _masks(self, place: Place) -> Tensor | dict[str, Tensor]:
+    def _mask(self, place: Place) -> Tensor | dict[str, Tensor]:
+        """The window is in the mask; a family with layers of two kinds takes one mask per kind."""
         dtype, window = self.model.dtype, self._window
-        if window is None or "sliding_attention" not in self._layer_types:
-            return place.mask(dtype, None if self._layer_types else window)
-        return {
-            kind: place.mask(dtype, window if kind == "sliding_attention" else None) for kind in self._layer_types
+        if window is None or not self._layer_types:
+            return place.mask(dtype, window)
+        windows = {
+            kind: window if kind == "sliding_attention" else None for kind in self._layer_types
         }
+        return {kind: place.mask(dtype, window) for kind, window in windows.items()}
 
     @torch.inference_mode()
     def forward(
-        self, rows: list[int], tokens: list[list[int]], num_logits: list[int], want_hidden: bool = False
+        self,
+        rows: list[int],
+        tokens: list[list[int]],
+        num_logits: list[int],
+        want_hidden: bool = False,
     ) -> Output:
         """Feed tokens[b] behind what cache row rows[b] holds, in one forward of the model.
 
-        Prefill (a long run of tokens), decoding (one) and verifying (n + 1) differ only in what is fed.
-        Returns the logits of each row's last num_logits[b] tokens. Raises ValueError if a row outgrows its cache.
+        Prefill (a long run of tokens), decoding (one) and verifying (n + 1) differ only in what is
+        fed. Returns the logits of each row's last num_logits[b] tokens. Raises ValueError if a row
+        outgrows the cache.
         """
-        place = self.cache.place(rows, [len(t) for t in tokens])
+        place = self.cache.place(rows, [len(row) for row in tokens])
         result = self.model(
             input_ids=place.pad(tokens),
-            attention_mask=self._masks(place),
+            attention_mask=self._mask(place),
             position_ids=place.positions,
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=max(num_logits),
-            **({"output_hidden_states": -1} if want_hidden else {}),
+            output_hidden_states=-1 if want_hidden else False,  # an index: the last one alone
         )
         self.cache.advance(place)
         logits = [result.logits[b, -n:].float() for b, n in enumerate(num_logits)]
-        hidden = None
-        if want_hidden:
-            hidden = [result.hidden_states[-1][b, place.width - n :] for b, n in enumerate(place.counts)]
-        return Output(logits, hidden)
+        if not want_hidden:
+            return Output(logits, None)
+        last = result.hidden_states[-1]  # [B, T, D]
+        return Output(logits, [last[b, place.width - n :] for b, n in enumerate(place.counts)])
 
 
-# -------------------------------------------------------------------------------------------- verify
+# ------------------------------------------------------------------------------------ verify
 
 
 def verify(draft: Draft, target_argmax: list[int]) -> tuple[int, list[int]]:
     """Accept the longest prefix of the draft that the target would have written itself.
 
-    target_argmax [n + 1] is the target's choice after pending, d1, …, dn. Returns (accepted, tokens), where tokens
-    are the accepted drafts and one token of the target's own: recovered where the first refusal fell, or the
-    bonus when nothing was refused. This is the greedy case of Leviathan et al., algorithm 1: p is one-hot.
+    target_argmax [n + 1] is the target's choice after pending, d1, …, dn. Returns how many drafts
+    were accepted, and these with one token of the target's own: recovered where the first refusal
+    fell, or the bonus when nothing was refused. This is Leviathan et al.'s rule with one-hot p.
 
     Example: verify(Draft([4, 8, 1]), [4, 9, 1, 7]) -> (1, [4, 9])
     """
@@ -275,151 +295,33 @@ def verify(draft: Draft, target_argmax: list[int]) -> tuple[int, list[int]]:
     return accepted, [*draft.tokens[:accepted], target_argmax[accepted]]
 
 
-# ---------------------------------------------------------------------------- request and statistics
+# ----------------------------------------------------------------------------------- request
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One generation. `drafter` names a loaded drafter; None, or no speculative tokens, is plain decoding."""
+    """One generation. Without a drafter, or with 0 speculative tokens, it is plain decoding."""
 
     prompt: list[int]
     max_tokens: int = 128
-    drafter: str | None = None
+    drafter: str | None = None  # the name of a loaded one
     num_speculative_tokens: int = 5
     stop: tuple[str, ...] = ()
     sampling: Sampling = Sampling()
 
 
-FORMULAS = {
-    "draft_acceptance_rate": "accepted / drafted",
-    "mean_acceptance_length": "1 + accepted / cycles with a draft",
-    "tokens_per_pass": "tokens emitted after the prefill's / target forwards after prefill",
-    "acceptance_rate_per_position": "position i accepted / position i drafted",
-    "conditional_acceptance_rate_per_position": "position i accepted / position i drafted and i - 1 accepted",
-    "completion_tokens": "accepted + recovered + bonus",
-}
-
-
-@dataclass
-class Statistics:
-    """Counters of one request, or summed over many. Rates are null before there is anything to divide."""
-
-    num_spec_steps: int = 0  # cycles in which something was drafted
-    num_draft_tokens: int = 0
-    num_accepted_draft_tokens: int = 0
-    num_recovered_tokens: int = 0
-    num_bonus_tokens: int = 0
-    target_passes: int = 0  # after prefill
-    prefills: int = 0
-    drafted_at: list[int] = field(default_factory=list)  # by position in the draft
-    reached_at: list[int] = field(default_factory=list)  # drafted, and everything before it accepted
-    accepted_at: list[int] = field(default_factory=list)
-    acceptance_histogram: list[int] = field(default_factory=list)  # cycles by number of accepted tokens
-    prompt_ms: float = 0.0
-    draft_ms: float = 0.0
-    verify_ms: float = 0.0
-    other_ms: float = 0.0
-
-    def record(self, drafted: int, kinds: list[str]) -> None:
-        """Count one cycle: `drafted` tokens judged, and the kind of each token that it emitted."""
-        accepted = kinds.count("accepted")
-        self.num_recovered_tokens += kinds.count("recovered")
-        self.num_bonus_tokens += kinds.count("bonus")
-        if drafted:
-            self.num_spec_steps += 1
-            self.num_draft_tokens += drafted
-            self.num_accepted_draft_tokens += accepted
-            _add(self.acceptance_histogram, [0] * accepted + [1])
-            _add(self.drafted_at, [1] * drafted)
-            _add(self.reached_at, [1] * min(drafted, accepted + 1))
-            _add(self.accepted_at, [1] * accepted)
-
-    def add(self, other: "Statistics") -> None:
-        for name, value in vars(other).items():
-            if isinstance(value, list):
-                _add(getattr(self, name), value)
-            else:
-                setattr(self, name, getattr(self, name) + value)
-
-    @property
-    def completion_tokens(self) -> int:
-        return self.num_accepted_draft_tokens + self.num_recovered_tokens + self.num_bonus_tokens
-
-    @property
-    def predicted_ms(self) -> float:
-        return self.draft_ms + self.verify_ms + self.other_ms
-
-    @property
-    def draft_acceptance_rate(self) -> float | None:
-        return _ratio(self.num_accepted_draft_tokens, self.num_draft_tokens)
-
-    @property
-    def tokens_per_pass(self) -> float | None:
-        return _ratio(self.completion_tokens - self.prefills, self.target_passes)
-
-    def counters(self, num_spec_tokens: int) -> dict[str, Any]:
-        """The `speculative_decoding` block, by the field's names; the histogram has K + 1 buckets."""
-        extra = _ratio(self.num_accepted_draft_tokens, self.num_spec_steps)
-        buckets = max(num_spec_tokens + 1, len(self.acceptance_histogram))
-        return {
-            "num_spec_tokens": num_spec_tokens,
-            "num_spec_steps": self.num_spec_steps,
-            "num_draft_tokens": self.num_draft_tokens,
-            "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
-            "num_recovered_tokens": self.num_recovered_tokens,
-            "num_bonus_tokens": self.num_bonus_tokens,
-            "draft_acceptance_rate": self.draft_acceptance_rate,
-            "mean_acceptance_length": None if extra is None else 1 + extra,
-            "acceptance_histogram": self.acceptance_histogram + [0] * (buckets - len(self.acceptance_histogram)),
-            "target_passes": self.target_passes,
-            "tokens_per_pass": self.tokens_per_pass,
-        }
-
-    def per_position(self) -> dict[str, list[float | None]]:
-        """Acceptance by position in the draft, unconditional and given that the position before was accepted."""
-        accepted = self.accepted_at + [0] * (len(self.drafted_at) - len(self.accepted_at))
-        return {
-            "acceptance_rate_per_position": list(map(_ratio, accepted, self.drafted_at)),
-            "conditional_acceptance_rate_per_position": list(map(_ratio, accepted, self.reached_at)),
-        }
-
-    def timings(self) -> dict[str, float]:
-        """The `timings` block, as llama.cpp names it, with the time split of speculation."""
-        parts = {"prompt_ms": self.prompt_ms, "predicted_ms": self.predicted_ms, "draft_ms": self.draft_ms}
-        parts |= {"verify_ms": self.verify_ms, "other_ms": self.other_ms}
-        return {name: round(ms, 3) for name, ms in parts.items()} | {
-            "predicted_n": self.completion_tokens,
-            "draft_n": self.num_draft_tokens,
-            "draft_n_accepted": self.num_accepted_draft_tokens,
-        }
-
-
-def _ratio(part: float, whole: float) -> float | None:
-    return round(part / whole, 4) if whole else None
-
-
-def _add(total: list[int], more: list[int]) -> None:
-    """Add position by position; `total` grows as needed."""
-    total += [0] * (len(more) - len(total))
-    for i, value in enumerate(more):
-        total[i] += value
-
-
-# --------------------------------------------------------------------------------------- engine step
-
-
 class Sequence:
-    """A request under way: its tokens, its cache row, its drafter's state, its text and figures."""
+    """A request under way: its tokens, cache row, drafter's state, text and statistics."""
 
     def __init__(self, request: Request, row: int, tokenizer: Any, drafter: Drafter | None) -> None:
         self.request, self.row, self.drafter = request, row, drafter
         self.tokens = list(request.prompt)
-        self.state: Any = None
+        self.state: Any = None  # the drafter's
         self.text = TextStream(tokenizer, request.stop)
         self.statistics = Statistics()
+        self.num_steps = 0
         self.finish_reason: str | None = None
         self.warnings: list[str] = []
-        self.num_steps = 0
 
     @property
     def output(self) -> list[int]:
@@ -427,12 +329,12 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        return self.request.max_tokens - len(self.output)
+        return self.request.max_tokens - (len(self.tokens) - len(self.request.prompt))
 
     def cut(self, tokens: list[int], kinds: list[str], eos_ids: set[int]) -> int:
-        """How many of a verdict's tokens stay: up to an end-of-text token, a stop string or max_tokens.
+        """How many of a verdict's tokens stay: up to an end of text, a stop string or max_tokens.
 
-        The one place that cuts. What comes after it (cache, counters, statistics, stream) sees only the rest.
+        The one place that cuts: cache, counters, statistics and stream only see what stays.
         """
         for kept, (token, kind) in enumerate(zip(tokens, kinds, strict=True), 1):
             if self.text.push(token, kind) or token in eos_ids:
@@ -445,43 +347,59 @@ class Sequence:
         return len(tokens)
 
 
+# ------------------------------------------------------------------------------- engine step
+
+
 class Engine:
     """Runs cycles over any number of sequences, each with its own drafter and K, or none."""
 
-    def __init__(self, target: CachedModel, loaded: dict[str, Drafter], default_drafter: str | None = None) -> None:
-        self.target, self.drafters, self.default_drafter = target, loaded, default_drafter
-        self.num_drafter_failures = 0
+    def __init__(self, target: CachedModel, loaded: dict[str, Drafter], default: str | None = None):
+        self.target, self.drafters, self.default_drafter = target, loaded, default
         ends = [target.model.generation_config.eos_token_id, target.tokenizer.eos_token_id]
-        self.eos_ids = {i for end in ends if end is not None for i in (end if isinstance(end, list) else [end])}
+        self.eos_ids = {
+            i for end in ends if end is not None for i in (end if isinstance(end, list) else [end])
+        }
+        self.totals = {name: Statistics() for name in [*loaded, PLAIN]}  # of closed sequences
+        self.recent: deque[tuple[int, int]] = deque(maxlen=200)  # (drafted, accepted) by cycle
+        self.num_drafter_failures = 0
 
-    def open(self, request: Request) -> Sequence:
-        """Admit a request. Raises ValueError if its prompt is empty, too long or holds an unknown id."""
-        length, context = len(request.prompt), self.target.max_length
-        if not request.prompt:
+    def check_prompt(self, prompt: list[int]) -> None:
+        """Raises ValueError if the prompt is empty, leaves no room or holds an unknown id."""
+        length, context, largest = len(prompt), self.target.max_length, self.target.vocab_size - 1
+        if not prompt:
             raise ValueError("the prompt is empty")
         if length >= context:
-            raise ValueError(f"the prompt has {length} tokens and the context holds {context}: no room for output")
-        if not all(0 <= token < self.target.vocab_size for token in request.prompt):
-            raise ValueError(f"the prompt has a token id outside 0 to {self.target.vocab_size - 1}")
-        request = replace(request, max_tokens=min(request.max_tokens, context - length))
-        drafter = self.drafters[request.drafter] if request.drafter and request.num_speculative_tokens else None
-        sequence = Sequence(request, self.target.cache.open_row(), self.target.tokenizer, drafter)
+            raise ValueError(
+                f"the prompt's {length} tokens leave no room in a context of {context}"
+            )
+        if not all(0 <= token <= largest for token in prompt):
+            raise ValueError(f"the prompt has a token id outside 0 to {largest}")
+
+    def open(self, request: Request) -> Sequence:
+        """Admit a request, max_tokens clamped to the context. Raises ValueError for its prompt."""
+        self.check_prompt(request.prompt)
+        room = self.target.max_length - len(request.prompt)
+        request = replace(request, max_tokens=min(request.max_tokens, room))
+        wanted = request.drafter if request.num_speculative_tokens else None
+        drafter = self.drafters[wanted] if wanted else None
+        row = self.target.cache.open_row()
+        sequence = Sequence(request, row, self.target.tokenizer, drafter)
         if drafter:
             try:
                 sequence.state = drafter.open(request.prompt, request.sampling, torch.Generator())
             except Exception as error:
-                sequence.drafter = None  # nothing to close
-                self._give_up_speculation(sequence, drafter.name, error)
+                sequence.drafter = None  # there is no state to close
+                self._lose_drafter(sequence, drafter.name, error)
         return sequence
 
     def close(self, sequence: Sequence) -> None:
-        """Give the cache row and the drafter's state back; every opened sequence must come here once."""
+        """Give cache row and drafter state back; every opened sequence comes here once."""
         self.target.cache.close_row(sequence.row)
-        if sequence.drafter:
-            self._close_drafter(sequence)
+        self._close_drafter(sequence)
+        self.totals[sequence.request.drafter or PLAIN].add(sequence.statistics)
 
     def generate(self, request: Request) -> Iterator[tuple[Sequence, dict[str, Any]]]:
-        """Run one request to its end, yielding (sequence, event) cycle by cycle. Leaving early is fine."""
+        """Run one request, yielding (sequence, event) cycle by cycle. Leaving early is fine."""
         sequence = self.open(request)
         try:
             while sequence.finish_reason is None:
@@ -490,75 +408,78 @@ class Engine:
             self.close(sequence)
 
     def step(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
-        """One cycle for each sequence: draft, verify all in one target forward, accept, truncate.
+        """One cycle: draft, verify all sequences in one target forward, accept, truncate.
 
-        Returns one event per sequence: {step, proposals, target_argmax, accepted_count, emitted_count, tokens}.
+        The first cycle of a sequence is its prefill: a long run of tokens to feed, and no draft.
+        Returns an event for each sequence: {step, proposals, target_argmax, accepted_count,
+        emitted_count, tokens, pieces}; pieces is the text that may be shown now, as (text, kind).
         """
-        cache, began = self.target.cache, time.perf_counter()
+        times = [time.perf_counter()]
         drafts = self._draft(sequences)
-        drafted = time.perf_counter()
-        # Every committed token that is not cached (after prefill that is the pending one), then the draft.
-        fed = [s.tokens[cache.lengths[s.row] :] + d.tokens for s, d in zip(sequences, drafts, strict=True)]
+        times.append(time.perf_counter())
+        # Every committed token that is not cached (after prefill the pending one), then the draft.
+        lengths = self.target.cache.lengths
         output = self.target.forward(
             rows=[s.row for s in sequences],
-            tokens=fed,
-            num_logits=[len(d.tokens) + 1 for d in drafts],
-            want_hidden=any(s.drafter is not None and s.drafter.needs_hidden for s in sequences),
+            tokens=[
+                s.tokens[lengths[s.row] :] + draft.tokens
+                for s, draft in zip(sequences, drafts, strict=True)
+            ],
+            num_logits=[len(draft.tokens) + 1 for draft in drafts],
+            want_hidden=any(s.drafter and s.drafter.needs_hidden for s in sequences),
         )
         choices = [logits.argmax(-1).tolist() for logits in output.logits]
-        verified = time.perf_counter()
+        times.append(time.perf_counter())
         hidden = output.hidden or [None] * len(sequences)
-        events = [self._commit(*row) for row in zip(sequences, drafts, choices, hidden, strict=True)]
-        done = time.perf_counter()
+        events = list(map(self._commit, sequences, drafts, choices, hidden))
+        times.append(time.perf_counter())
         for sequence in sequences:
-            statistics = sequence.statistics
-            if sequence.num_steps == 1:
-                statistics.prompt_ms += (done - began) * 1e3
-                continue
-            statistics.target_passes += 1
-            statistics.draft_ms += (drafted - began) * 1e3
-            statistics.verify_ms += (verified - drafted) * 1e3
-            statistics.other_ms += (done - verified) * 1e3
+            sequence.statistics.record_times(times, is_prefill=sequence.num_steps == 1)
         return events
 
     def _draft(self, sequences: list[Sequence]) -> list[Draft]:
-        """Each sequence's draft; empty in its first cycle (prefill), without a drafter, and for the last token."""
+        """A draft for each; empty for prefill, for the last token and where there is no drafter."""
         drafts = {id(s): Draft() for s in sequences}
-        groups: dict[Drafter, list[tuple[Sequence, int]]] = {}
+        groups: dict[Drafter, list[Sequence]] = {}
         for s in sequences:
-            limit = min(s.request.num_speculative_tokens, s.remaining - 1)
-            if s.drafter and s.num_steps and limit > 0:
-                groups.setdefault(s.drafter, []).append((s, limit))
+            if s.drafter and s.num_steps and s.remaining > 1:
+                groups.setdefault(s.drafter, []).append(s)
         for drafter, group in groups.items():
-            members, limits = [s for s, _ in group], [limit for _, limit in group]
+            limits = [min(s.request.num_speculative_tokens, s.remaining - 1) for s in group]
             try:
-                proposed = drafter.propose_batch([s.state for s in members], limits)
-                for s, draft, limit in zip(members, proposed, limits, strict=True):
-                    self._check(draft, limit)
+                proposed = drafter.propose_batch([s.state for s in group], limits)
+                for s, draft, limit in zip(group, proposed, limits, strict=True):
+                    self._check_draft(draft, limit)
                     drafts[id(s)] = draft
             except Exception as error:
-                for s in members:
+                for s in group:
                     drafts[id(s)] = Draft()
-                    self._give_up_speculation(s, drafter.name, error)
+                    self._lose_drafter(s, drafter.name, error)
         return [drafts[id(s)] for s in sequences]
 
-    def _check(self, draft: Draft, limit: int) -> None:
+    def _check_draft(self, draft: Draft, limit: int) -> None:
         if len(draft.tokens) > limit:
-            raise ValueError(f"{len(draft.tokens)} tokens proposed where {limit} were asked for")
-        if not all(isinstance(t, int) and 0 <= t < self.target.vocab_size for t in draft.tokens):
-            raise ValueError(f"a proposed token is no id from 0 to {self.target.vocab_size - 1}")
+            raise ValueError(f"{len(draft.tokens)} tokens proposed, {limit} asked for")
+        for token in draft.tokens:
+            if type(token) is not int or not 0 <= token < self.target.vocab_size:
+                raise ValueError(
+                    f"proposed {token!r}, which is no id below {self.target.vocab_size}"
+                )
 
-    def _commit(self, s: Sequence, draft: Draft, choices: list[int], hidden: Tensor | None) -> dict[str, Any]:
-        """Verify, cut once, then truncate the cache, count, and let the drafter observe."""
+    def _commit(
+        self, s: Sequence, draft: Draft, choices: list[int], hidden: Tensor | None
+    ) -> dict[str, Any]:
+        """Verify, cut once, truncate the cache, count, and let the drafter observe."""
         accepted, tokens = verify(draft, choices)
         refused = len(draft.tokens) - accepted
         kinds = ["accepted"] * accepted + ["recovered" if refused else "bonus"]
         kept = s.cut(tokens, kinds, self.eos_ids)
         s.tokens += tokens[:kept]
         self.target.cache.truncate(s.row, len(s.tokens) - 1)
-        # A cut inside the accepted drafts shortens the draft with the verdict: what lies behind was not judged.
-        s.statistics.record(len(draft.tokens) if kept == len(tokens) else kept, kinds[:kept])
-        s.statistics.prefills += s.num_steps == 0
+        # A cut among the accepted drafts shortens the draft as well: the rest was not judged.
+        judged = len(draft.tokens) if kept == len(tokens) else kept
+        s.statistics.record(judged, kinds[:kept])
+        self.recent.append((judged, min(accepted, kept)))
         event = {
             "step": s.num_steps,
             "proposals": draft.tokens,
@@ -566,46 +487,386 @@ class Engine:
             "accepted_count": min(accepted, kept),
             "emitted_count": kept,
             "tokens": [{"id": t, "kind": k} for t, k in zip(tokens[:kept], kinds, strict=False)],
+            "pieces": s.text.release(final=s.finish_reason is not None),
         }
         s.num_steps += 1
         if s.drafter and s.finish_reason is None:
             cached = None if hidden is None else hidden[: len(hidden) - refused]
+            verdict = Verdict(len(draft.tokens), accepted, tokens, cached)
             try:
-                s.drafter.observe(s.state, Verdict(len(draft.tokens), accepted, tokens, cached))
+                s.drafter.observe(s.state, verdict)
             except Exception as error:
-                self._give_up_speculation(s, s.drafter.name, error)
+                self._lose_drafter(s, s.drafter.name, error)
         return event
 
-    def _give_up_speculation(self, s: Sequence, name: str, error: Exception) -> None:
-        """A drafter failed: this request goes on with plain decoding and says so."""
+    def _lose_drafter(self, s: Sequence, name: str, error: Exception) -> None:
+        """A drafter failed: its request goes on with plain decoding, and says so."""
         self.num_drafter_failures += 1
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        s.warnings.append(f"the drafter {name} failed ({reason}): the request went on without speculation")
-        if s.drafter:
-            self._close_drafter(s)
+        reason = " ".join(str(error).split()) or type(error).__name__
+        s.warnings.append(f"drafter {name} failed ({reason}): went on without speculation")
+        self._close_drafter(s)
 
     def _close_drafter(self, s: Sequence) -> None:
         drafter, s.drafter = s.drafter, None
         try:
-            drafter.close(s.state)
+            if drafter:
+                drafter.close(s.state)
         except Exception as error:
-            s.warnings.append(f"the drafter {drafter.name} failed to close: {error}")
+            s.warnings.append(f"drafter {drafter.name} failed to close: {error}")
 
 
-# ------------------------------------------------------------------------------------- plain decoding
+# ---------------------------------------------------------------------------- plain decoding
 
 
-def plain_decode(target: CachedModel, prompt: list[int], max_tokens: int, eos_ids: set[int]) -> tuple[list[int], float]:
-    """The target alone, one token per pass: what speculation must reproduce, and what it is timed against.
+def plain_decode(target: CachedModel, prompt: list[int], max_tokens: int, eos_ids: set[int]):
+    """The target alone, one token a pass: what speculation must reproduce, and its baseline.
 
-    Returns (output tokens, milliseconds after prefill).
+    Returns the output's token ids.
     """
     row = target.cache.open_row()
     try:
         tokens = [int(target.forward([row], [prompt], [1]).logits[0].argmax())]
-        began = time.perf_counter()
         while len(tokens) < max_tokens and tokens[-1] not in eos_ids:
             tokens.append(int(target.forward([row], [tokens[-1:]], [1]).logits[0].argmax()))
-        return tokens, (time.perf_counter() - began) * 1e3
+        return tokens
     finally:
         target.cache.close_row(row)
+
+
+# ----------------------------------------------------------------------------------- loading
+
+
+class StartError(Exception):
+    """What the command line asks for cannot be had; one line that says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line sets, and its defaults."""
+
+    model: str = str(HERE / "demo_models" / "target")
+    draft_model: str | None = None  # beside the embedded target: the embedded draft
+    drafter: str | None = None  # the first of DEFAULT_DRAFTERS that fits the target
+    num_speculative_tokens: int = 5
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
+    max_tokens: int = 128
+    max_running: int = 8
+    max_queued: int = 64
+    max_model_len: int | None = None  # the model's context, at most LONGEST_DEFAULT
+    dtype: str = "auto"
+    device: str = "auto"
+
+
+DEFAULT_DRAFTERS = ("mtp", "ngram")
+LONGEST_DEFAULT = 8192  # a cache for 128k tokens is for those who ask for it
+ALIBI = {"bloom", "falcon", "mpt"}  # their position bias cannot be given as a 4-D mask
+
+
+def load_model(name: str, options: Options) -> CachedModel:
+    """Load a folder or a hub id. Raises StartError if it is missing, broken or unsuited."""
+    device = options.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    # In bf16 a verify of K + 1 rows and a step of one row round apart, so near-ties may flip.
+    dtype = "float32" if options.dtype == "auto" and device == "cpu" else options.dtype
+    is_hub_id = name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    if not Path(name).exists() and not is_hub_id:
+        raise StartError(f"model folder {name} not found")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+    except Exception as error:  # a broken folder raises any of a dozen kinds
+        raise StartError(f"cannot load {name}: {' '.join(str(error).split())[:300]}") from error
+    config = model.config.get_text_config()
+    if model._is_stateful:
+        raise StartError(f"{name} ({config.model_type}) has recurrent layers, not supported yet")
+    if config.model_type in ALIBI or model.config.is_encoder_decoder:
+        raise StartError(f"{name} ({config.model_type}): ALiBi and encoders are not supported")
+    longest = getattr(config, "max_position_embeddings", None) or LONGEST_DEFAULT
+    length = options.max_model_len or min(longest, LONGEST_DEFAULT)
+    if not 2 <= length <= longest:
+        raise StartError(f"--max-model-len must be from 2 to {longest} for {name}")
+    return CachedModel(model, tokenizer, name, options.max_running, length)
+
+
+def load_engine(options: Options) -> Engine:
+    """Load the target and every drafter that fits. Raises StartError if one asked for does not."""
+    target = load_model(options.model, options)
+    draft_name = options.draft_model
+    if draft_name is None and options.model == Options().model:
+        draft_name = str(HERE / "demo_models" / "draft")
+    draft = load_model(draft_name, options) if draft_name else None
+    context = Context(
+        target, draft, options.max_running, options.prompt_lookup_max, options.prompt_lookup_min
+    )
+    loaded: dict[str, Drafter] = {}
+    default = options.drafter
+    asked = {default, "ngram", "draft_model" if options.draft_model else None}
+    for name in dict.fromkeys([default, *drafters.NAMES] if default else drafters.NAMES):
+        try:
+            drafter = drafters.load(name, context)
+        except ValueError as error:
+            if name in asked:
+                raise StartError(str(error)) from error
+            continue  # this target has no MTP head, say
+        loaded[drafter.name] = drafter
+        if name == options.drafter:
+            default = drafter.name
+    return Engine(target, loaded, default or next(n for n in DEFAULT_DRAFTERS if n in loaded))
+
+
+# --------------------------------------------------------------------------------- Flask app
+
+
+def create_app(engine: Engine, options: Options, worker: Worker | None = None) -> Flask:
+    """The web application: POST /generate and GET /health."""
+    app, started = Flask(__name__), time.monotonic()
+    app.config["MAX_CONTENT_LENGTH"] = 1 << 20
+    app.json.sort_keys = False
+    register_errors(app)
+    worker = worker or Worker(engine.generate, options.max_queued)
+    app.extensions["worker"] = worker
+    defaults = {
+        "max_tokens": options.max_tokens,
+        "num_speculative_tokens": options.num_speculative_tokens,
+        "drafter": engine.default_drafter,
+        "speculative": True,
+        "stop": (),
+        "stream": False,
+        "trace": False,
+    }
+
+    @app.post("/generate")
+    def generate() -> Response | dict[str, Any]:
+        if not request.is_json:
+            raise RequestError("the Content-Type must be application/json", status=415)
+        body = parse_json(request.get_data(cache=False))
+        wanted, notes = parse_fields(body, engine.target.tokenizer, engine.drafters, defaults)
+        try:
+            engine.check_prompt(wanted["prompt"])
+        except ValueError as error:
+            raise RequestError(str(error), param="prompt") from error
+        stream, trace = wanted.pop("stream"), wanted.pop("trace")
+        job = worker.submit(Request(**wanted))
+        if stream:
+            return Response(stream_events(job, trace, notes), mimetype="text/event-stream")
+        client_left = request.environ.get("waitress.client_disconnected", lambda: False)
+        events = []
+        for sequence, event in job:
+            events.append(public(event))
+            job.cancelled = job.cancelled or client_left()
+            finished = sequence
+        return answer(finished, notes, events if trace else None)
+
+    def stream_events(job: Job, trace: bool, notes: list[str]) -> Iterator[str]:
+        events = []
+        try:
+            for sequence, event in job:
+                events.append(public(event))
+                shown = events[-1] if trace else {"step": event["step"], "tokens": event["tokens"]}
+                yield sse(shown | {"text": "".join(text for text, _ in event["pieces"])})
+                finished = sequence
+            yield sse(answer(finished, notes, events if trace else None))
+        except Exception as error:  # the status line is out: an event is all that can be said
+            app.logger.exception("the engine failed")
+            yield sse(RequestError(f"the engine failed: {error}", status=500).body())
+        finally:
+            job.cancelled = True  # the client may have left
+        yield "data: [DONE]\n\n"
+
+    @app.get("/health")
+    def get_health() -> tuple[dict[str, Any], int]:
+        body = health(engine, worker, options.num_speculative_tokens, time.monotonic() - started)
+        return body, 200 if body["status"] == "ok" else 503
+
+    return app
+
+
+# -------------------------------------------------------------------------------------- demo
+
+
+def show_prompt(engine: Engine, wanted: Request) -> None:
+    """One generation, streamed to the terminal with the origin of each token, then its figures."""
+    colour = terminal.has_colour()
+    print(terminal.legend(colour), end="\n\n")
+    print(engine.target.tokenizer.decode(wanted.prompt), end="", flush=True)
+    for sequence, event in engine.generate(wanted):
+        print(terminal.mark(event["pieces"], colour), end="", flush=True)
+        finished = sequence
+    terminal.print_figures(finished.finish_reason, finished.statistics)
+    for warning in finished.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def read_prompts() -> dict[str, str]:
+    """The demo prompts by name; a file's last line break is not part of its prompt."""
+    files = sorted((HERE / "demo_prompts").glob("*.txt"))
+    return {path.stem: path.read_text("utf-8").removesuffix("\n") for path in files}
+
+
+def compare(engine: Engine, prompt: list[int], options: Options, repeats: int) -> dict[str, Any]:
+    """One prompt by standard decoding and by each drafter, in turn; times are medians."""
+    times: dict[str, list[float]] = {name: [] for name in [PLAIN, *engine.drafters]}
+    sequences: dict[str, Sequence] = {}
+    for _ in range(repeats):
+        for name, measured in times.items():
+            began = time.perf_counter()
+            if name == PLAIN:
+                ids = plain_decode(engine.target, prompt, options.max_tokens, engine.eos_ids)
+            else:
+                k = options.num_speculative_tokens
+                *_, (sequences[name], _) = engine.generate(
+                    Request(prompt, options.max_tokens, name, k)
+                )
+            measured.append((time.perf_counter() - began) * 1e3)
+    ms = {name: round(median(measured), 2) for name, measured in times.items()}
+    text = engine.target.tokenizer.decode(ids, skip_special_tokens=True)
+    standard = {"target_passes": len(ids) - 1, "tokens_per_pass": 1.0, "ms": ms[PLAIN]}
+    result = {"standard": standard | {"token_ids": ids, "text": text}, "speculative": {}}
+    for name, s in sequences.items():
+        result["speculative"][name] = {
+            "target_passes": s.statistics.target_passes,
+            "tokens_per_pass": s.statistics.tokens_per_pass,
+            "ms": ms[name],
+            "token_ids": s.output,
+            "text": s.text.text,
+            "draft_acceptance_rate": s.statistics.draft_acceptance_rate,
+            "mean_acceptance_length": s.statistics.mean_acceptance_length,
+            "num_draft_tokens": s.statistics.num_draft_tokens,
+            "num_accepted_draft_tokens": s.statistics.num_accepted_draft_tokens,
+            "identical": s.output == ids,
+            "pieces": s.text.stretches(),
+        }
+    return result
+
+
+def run_demo(engine: Engine, options: Options) -> dict[str, Any]:
+    """Every demo prompt by every method; returns the document that --demo --json prints."""
+    encode = engine.target.tokenizer
+    prompts = {name: (text, encode(text)["input_ids"]) for name, text in read_prompts().items()}
+    compare(engine, encode("warm up")["input_ids"], replace(options, max_tokens=8), repeats=1)
+    results = [
+        {"name": name, "prompt": text} | compare(engine, ids, options, repeats=3)
+        for name, (text, ids) in tqdm(prompts.items(), desc="demo prompts")
+    ]
+    totals = {}
+    for method in ["standard", *engine.drafters]:
+        runs = [r["speculative"].get(method, r["standard"]) for r in results]
+        tokens = sum(len(run["token_ids"]) for run in runs)
+        passes = sum(run["target_passes"] for run in runs)
+        totals[method] = {
+            "tokens": tokens,
+            "target_passes": passes,
+            "tokens_per_pass": ratio(tokens - len(runs), passes),
+            "ms": round(sum(run["ms"] for run in runs), 2),
+            "identical": all(run.get("identical", True) for run in runs),
+        }
+    return {
+        "prompts": results,
+        "totals": totals,
+        "device": str(engine.target.model.device),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+# ------------------------------------------------------------------------------ command line
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> Any:
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def between(low: int, high: int) -> Any:
+    """An argparse type: an integer from low to high."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be from {low} to {high}, not {value}")
+        return value
+
+    parse.__name__ = "integer"  # argparse names the type in its error
+    return parse
+
+
+def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namespace, Options]:
+    """The command line, and the options in it."""
+    parser = Parser(
+        description=__doc__.splitlines()[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    count = between(1, 1_000_000)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument(
+        "--demo", action="store_true", help="standard decoding against each drafter"
+    )
+    action.add_argument("--prompt", help="one generation, streamed to the terminal")
+    action.add_argument("--port", type=between(1, 65535), help="serve HTTP")
+    parser.add_argument("--json", action="store_true", help="with --demo: one JSON document")
+    parser.add_argument("--host", default="127.0.0.1", help="the address to serve on")
+    parser.add_argument(
+        "--stop", action="append", default=[], help="with --prompt: end before this"
+    )
+    model = {"metavar": "DIR_OR_HUB_ID"}
+    for name, details in {
+        "model": model | {"help": "the target"},
+        "draft_model": model | {"help": "for the drafter draft_model"},
+        "drafter": {"help": f"{', '.join(drafters.NAMES)} or file.py:Class"},
+        "num_speculative_tokens": {"type": between(1, MAX_SPECULATIVE_TOKENS), "help": "K"},
+        "prompt_lookup_max": {"type": count, "help": "longest suffix that ngram looks up"},
+        "prompt_lookup_min": {"type": count, "help": "shortest suffix that ngram looks up"},
+        "max_tokens": {"type": count, "help": "tokens to generate, where a request does not say"},
+        "max_running": {"type": count, "help": "rows of the KV cache"},
+        "max_queued": {"type": count, "help": "requests that may wait"},
+        "max_model_len": {"type": count, "help": "context length"},
+        "dtype": {"choices": ["auto", "float32", "bfloat16"], "help": "auto: float32 on a CPU"},
+        "device": {"help": "auto, cpu, cuda, …"},
+    }.items():
+        default = getattr(Options(), name)
+        parser.add_argument(f"--{name.replace('_', '-')}", default=default, **details)
+    given = parser.parse_args(arguments)
+    if given.json and not given.demo:
+        parser.error("--json goes with --demo")
+    return given, Options(**{field.name: getattr(given, field.name) for field in fields(Options)})
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line. Returns 0, 1 if outputs differed, 2 if it could not be carried out."""
+    given, options = parse_arguments(arguments)
+    transformers.logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
+    try:
+        engine = load_engine(options)
+        if given.port:
+            listen(create_app(engine, options), given.host, given.port, options)
+        elif given.prompt is not None:
+            ids = engine.target.tokenizer(given.prompt)["input_ids"]
+            k, stop = options.num_speculative_tokens, tuple(given.stop)
+            show_prompt(engine, Request(ids, options.max_tokens, engine.default_drafter, k, stop))
+        else:
+            document = run_demo(engine, options)
+            if given.json:
+                for run in (r for p in document["prompts"] for r in p["speculative"].values()):
+                    del run["pieces"]
+                print(json.dumps(document))
+            else:
+                terminal.print_demo(document, engine.default_drafter, terminal.has_colour())
+            return 0 if all(total["identical"] for total in document["totals"].values()) else 1
+    except (StartError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -106,10 +106,14 @@ MISC = {
 
 def cycle(rng: random.Random) -> str:
     """A list of 2 to 9 items repeated 6 to 40 times, with one separator."""
-    pool = rng.choice([COLOURS, ANIMALS, FRUITS, NAMES, WORDS, CODE, DAYS, MONTHS, CITIES, None, None])
+    pool = rng.choice(
+        [COLOURS, ANIMALS, FRUITS, NAMES, WORDS, CODE, DAYS, MONTHS, CITIES, None, None]
+    )
     size = rng.randint(2, 9)
     if pool is None:
-        alphabet = rng.choice(["ABCDEFGHIJKLMNOPQRSTUVWXYZ", "abcdefghijklmnopqrstuvwxyz", "0123456789"])
+        alphabet = rng.choice(
+            ["ABCDEFGHIJKLMNOPQRSTUVWXYZ", "abcdefghijklmnopqrstuvwxyz", "0123456789"]
+        )
         start = rng.randrange(len(alphabet) - size)
         run = list(alphabet[start : start + size])
         items = run if rng.random() < 0.5 else rng.sample(alphabet, size)
@@ -162,14 +166,17 @@ def counting(rng: random.Random) -> str:
 
 def table(rng: random.Random) -> str:
     """Records as CSV, as a Markdown table or as JSON, with an id that counts."""
-    columns = rng.sample(["name", "colour", "animal", "fruit", "city", "age", "score", "day"], rng.randint(2, 4))
+    columns = rng.sample(
+        ["name", "colour", "animal", "fruit", "city", "age", "score", "day"], rng.randint(2, 4)
+    )
     pools = {
         "name": NAMES, "colour": COLOURS, "animal": ANIMALS, "fruit": FRUITS, "city": CITIES,
         "age": range(5, 80), "score": range(0, 100), "day": DAYS,
     }  # fmt: skip
     first = rng.choice([0, 1, 1, 1, 100])
     rows = [
-        {"id": first + i, **{c: rng.choice(pools[c]) for c in columns}} for i in range(rng.randint(5, 16))
+        {"id": first + i, **{c: rng.choice(pools[c]) for c in columns}}
+        for i in range(rng.randint(5, 16))
     ]
     style = rng.randrange(4)
     if style == 0:
@@ -186,8 +193,12 @@ def facts(rng: random.Random) -> str:
     """A list of questions and answers in which no question comes twice."""
     pairs = list(MISC.items())
     for country, capital in CAPITALS.items():
-        pairs.append((f"What is the capital of {country}?", f"The capital of {country} is {capital}."))
-        pairs.append((f"Which country has the capital {capital}?", f"{capital} is the capital of {country}."))
+        pairs.append(
+            (f"What is the capital of {country}?", f"The capital of {country} is {capital}.")
+        )
+        pairs.append(
+            (f"Which country has the capital {capital}?", f"{capital} is the capital of {country}.")
+        )
     for thing, colour in COLOUR_OF.items():
         pairs.append((f"What colour is {thing}?", f"{thing[0].upper()}{thing[1:]} is {colour}."))
     for word, other in OPPOSITES.items():
@@ -196,13 +207,17 @@ def facts(rng: random.Random) -> str:
         pairs.append((f"What sound does a {animal} make?", f"A {animal} {sound}."))
     for pool, noun in ((DAYS, "day"), (MONTHS, "month")):
         i = rng.randrange(len(pool) - 1)
-        pairs.append((f"Which {noun} comes after {pool[i]}?", f"{pool[i + 1]} comes after {pool[i]}."))
+        pairs.append(
+            (f"Which {noun} comes after {pool[i]}?", f"{pool[i + 1]} comes after {pool[i]}.")
+        )
     for _ in range(8):
         a, b = rng.randint(0, 9), rng.randint(0, 9)
         pairs.append((f"What is {a} plus {b}?", f"{a} plus {b} is {a + b}."))
     chosen = rng.sample(pairs, rng.randint(3, 9))
     q, a = rng.choice([("Question: ", "Answer: "), ("Q: ", "A: "), ("Question: ", "Answer: ")])
-    return rng.choice(["\n", "\n\n"]).join(f"{q}{question}\n{a}{answer}" for question, answer in chosen)
+    return rng.choice(["\n", "\n\n"]).join(
+        f"{q}{question}\n{a}{answer}" for question, answer in chosen
+    )
 
 
 def story(rng: random.Random) -> str:
@@ -211,14 +226,35 @@ def story(rng: random.Random) -> str:
     he, his, him = rng.choice([("he", "his", "him"), ("she", "her", "her")])
     animal, helper = rng.sample(ANIMALS, 2)
     if rng.random() < 0.3:
-        who, short = f"a {rng.choice(['little', 'small', 'young', 'old', 'clever'])} {animal} named {name}", name
+        who, short = (
+            f"a {rng.choice(['little', 'small', 'young', 'old', 'clever'])} {animal} named {name}",
+            name,
+        )
     else:
-        who, short = f"a {rng.choice(['little', 'kind', 'curious', 'brave', 'quiet'])} child named {name}", name
+        who, short = (
+            f"a {rng.choice(['little', 'kind', 'curious', 'brave', 'quiet'])} child named {name}",
+            name,
+        )
     place = rng.choice(
         ["in a village by the sea", "near a deep forest", "on a green hill", "in a small house by the river",
          "at the edge of a town", "in a tall tower", "on an island", "in a valley between two mountains"]
     )  # fmt: skip
-    thing = rng.choice(["kite", "boat", "lamp", "drum", "ball", "book", "bell", "cake", "garden", "bridge", "bird", "map"])
+    thing = rng.choice(
+        [
+            "kite",
+            "boat",
+            "lamp",
+            "drum",
+            "ball",
+            "book",
+            "bell",
+            "cake",
+            "garden",
+            "bridge",
+            "bird",
+            "map",
+        ]
+    )
     colour = rng.choice(COLOURS)
     opening = rng.choice(
         [f"Once upon a time there was {who}, who lived {place}.",
@@ -280,23 +316,49 @@ def story(rng: random.Random) -> str:
 
 PLACES = {
     "garden": ["roses", "apple trees", "stone path", "wooden gate", "bees", "old wall"],
-    "library": ["shelves", "reading lamp", "long tables", "dusty books", "tall windows", "old maps"],
+    "library": [
+        "shelves",
+        "reading lamp",
+        "long tables",
+        "dusty books",
+        "tall windows",
+        "old maps",
+    ],
     "harbour": ["fishing boats", "grey water", "gulls", "ropes", "lighthouse", "wet stones"],
-    "market": ["baskets of fruit", "fresh bread", "loud voices", "coloured cloth", "old women", "carts"],
+    "market": [
+        "baskets of fruit",
+        "fresh bread",
+        "loud voices",
+        "coloured cloth",
+        "old women",
+        "carts",
+    ],
     "forest": ["tall pines", "narrow path", "moss", "birds", "fallen trees", "cold stream"],
-    "kitchen": ["copper pots", "warm oven", "smell of bread", "blue plates", "wooden spoons", "kettle"],
+    "kitchen": [
+        "copper pots",
+        "warm oven",
+        "smell of bread",
+        "blue plates",
+        "wooden spoons",
+        "kettle",
+    ],
     "station": ["long platform", "trains", "big clock", "travellers", "suitcases", "iron roof"],
     "river": ["slow water", "willows", "stone bridge", "small boats", "fishermen", "reeds"],
     "town": ["narrow streets", "red roofs", "church bell", "square", "lamps", "shops"],
     "mountain": ["snow", "sharp rocks", "thin air", "steep path", "goats", "small hut"],
 }
-TIMES = "morning,evening,afternoon,winter morning,summer night,autumn day,night,spring day".split(",")
+TIMES = "morning,evening,afternoon,winter morning,summer night,autumn day,night,spring day".split(
+    ","
+)
 
 
 def prose_sentence(rng: random.Random, place: str) -> str:
     """One sentence about a place."""
     a, b = rng.sample(PLACES[place], 2)
-    time, person = rng.choice(TIMES), rng.choice(["a man", "a woman", "an old man", "a girl", "a boy", "nobody"])
+    time, person = (
+        rng.choice(TIMES),
+        rng.choice(["a man", "a woman", "an old man", "a girl", "a boy", "nobody"]),
+    )
     return rng.choice(
         [f"In the {time}, the {place} is {rng.choice(['quiet', 'still', 'full of light', 'cold', 'busy', 'almost empty'])}.",
          f"The {a} and the {b} are the first things that you notice.",
@@ -323,7 +385,9 @@ def prose(rng: random.Random) -> str:
          f"This is what the {place} was like when I was young.", f"There are many ways to describe a {place}.",
          f"We came to the {place} early in the {rng.choice(TIMES)}.", f"On a clear day you can see the {place} from here."]
     )  # fmt: skip
-    sentences = {opening: None} | {prose_sentence(rng, place): None for _ in range(rng.randint(4, 9))}
+    sentences = {opening: None} | {
+        prose_sentence(rng, place): None for _ in range(rng.randint(4, 9))
+    }
     text = " ".join(sentences)
     return text if rng.random() < 0.7 else text + "\n\n" + story(rng)
 

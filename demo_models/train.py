@@ -1,21 +1,22 @@
-"""Train the embedded models from text that every machine has: a target with an MTP head, and a draft.
+"""Train the embedded models from text that every machine has: target with MTP head, and draft.
 
-One run goes: collect text → train the tokenizer → target → MTP head (target frozen) → draft (distilled
-from the target) → write Hugging Face folders → measure held-out loss. Every stage saves a checkpoint in
-`--work` and continues from it, so the same command after an interruption goes on where it stopped.
+One run goes: collect text → train the tokenizer → target → MTP head (target frozen) → draft
+(distilled from the target) → write Hugging Face folders → measure held-out loss. Every stage saves
+a checkpoint in `--work` and continues from it, so the same command after an interruption goes on
+where it stopped.
 
     python demo_models/train.py --work /tmp/train                  # everything, into demo_models/
     python demo_models/train.py --work /tmp/train --stage target   # one stage
     python demo_models/train.py --work /tmp/smoke --out /tmp/toy --smoke   # a toy in under a minute
 
-Text: the running Python's standard library, the sources of the installed requirements, the prose of their
-docstrings, and demo_models/synthetic.py. One source file in 20 (by md5 of its path) is held out, with its
-docstrings. The last line on stdout is one JSON document with the figures.
+Text: the running Python's standard library, the sources of the installed requirements, the prose of
+their docstrings, and demo_models/synthetic.py. One source file in 20 (by md5 of its path) is held
+out, with its docstrings. The last line on stdout is one JSON document with the figures.
 
-The target is a dense `MellumConfig`: mathematically Qwen3, and the one small dense family whose MTP head
-transformers loads and runs unpatched, so that the same folder serves this project and `generate(use_mtp=True)`.
-The MTP head is trained unrolled over three draft steps (arXiv 2412.19437; training-time test: arXiv
-2503.01840), the draft with knowledge distillation.
+The target is a dense `MellumConfig`: mathematically Qwen3, and the one small dense family whose MTP
+head transformers loads and runs unpatched, so that the same folder serves this project and
+`generate(use_mtp=True)`. The MTP head is trained unrolled over three draft steps (arXiv 2412.19437;
+training-time test: arXiv 2503.01840), the draft with knowledge distillation.
 
 Not covered: multi-machine training, a GPU (it would run there, but nothing is tuned for it).
 """
@@ -79,22 +80,24 @@ class Size:
 
 
 FULL = Size(
-    target=dict(hidden_size=192, intermediate_size=512, num_hidden_layers=8, num_attention_heads=3, num_key_value_heads=1, head_dim=64),
-    draft=dict(hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=64),
+    target=dict(hidden_size=192, intermediate_size=512, num_hidden_layers=8, num_attention_heads=3,
+    num_key_value_heads=1, head_dim=64), draft=dict(hidden_size=128, intermediate_size=384,
+    num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=64),
     tokens={"target": 25e6, "mtp": 4e6, "draft": 6e6},
 )  # fmt: skip
 SMOKE = Size(
-    target=dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32),
-    draft=dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=32),
+    target=dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, head_dim=32), draft=dict(hidden_size=32, intermediate_size=64,
+    num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=32),
     tokens={"target": 12e3, "mtp": 6e3, "draft": 6e3}, batch_tokens=1024, corpus_bytes=400_000,
 )  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------- text
+# -------------------------------------------------------------------------------------------- text
 
 
 def held_out(path: str) -> bool:
-    """Whether the file at `path` (relative to its root) is held out: 1 in 20, the same on every machine."""
+    """Whether the file at `path` (relative to its root) is held out: 1 in 20, the same anywhere."""
     return int(hashlib.md5(path.encode()).hexdigest(), 16) % 20 == 0
 
 
@@ -126,7 +129,7 @@ def source_files() -> Iterator[tuple[str, str, str]]:
 
 
 def docstrings(text: str) -> Iterator[str]:
-    """The docstrings of a Python source that read as prose (three lines or more, mostly letters)."""
+    """A Python source's docstrings that read as prose: three lines or more, mostly letters."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
@@ -134,12 +137,16 @@ def docstrings(text: str) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
             doc = ast.get_docstring(node)
-            if doc and doc.count("\n") >= 2 and sum(c.isalpha() or c == " " for c in doc) > 0.8 * len(doc):
+            if (
+                doc
+                and doc.count("\n") >= 2
+                and sum(c.isalpha() or c == " " for c in doc) > 0.8 * len(doc)
+            ):
                 yield doc + "\n"
 
 
 def collect(size: Size) -> dict[tuple[str, str], list[tuple[str, bool]]]:
-    """(source, "train" | "held_out") -> documents, each with whether an end-of-text token follows it."""
+    """(source, "train" | "held_out") -> documents, each with whether an end of text follows."""
     documents: dict[tuple[str, str], list[tuple[str, bool]]] = {}
     files = sorted(source_files(), key=lambda f: hashlib.md5(f[1].encode()).digest())
     taken, limit = {"library": 0, "tests": 0, "packages": 0}, size.corpus_bytes or 1 << 60
@@ -165,7 +172,10 @@ def train_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
     """Byte-level BPE with single digits, 4096 entries; id 0 is the end of text."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     bpe.decoder = decoders.ByteLevel()
     bpe.train_from_iterator(
@@ -177,7 +187,9 @@ def train_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
             show_progress=False,
         ),
     )
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=END, pad_token=END, model_max_length=2048)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=END, pad_token=END, model_max_length=2048
+    )
 
 
 class Corpus:
@@ -195,13 +207,17 @@ class Corpus:
         folder = self.folder
         folder.mkdir(parents=True, exist_ok=True)
         documents = collect(size)
-        sample = [t for (_, part), docs in documents.items() if part == "train" for t, _ in docs[::3]]
+        sample = [
+            t for (_, part), docs in documents.items() if part == "train" for t, _ in docs[::3]
+        ]
         tokenizer = train_tokenizer(iter(sample))
         tokenizer.save_pretrained(folder)
         for (source, part), docs in documents.items():
             ids: list[int] = []
             starts: list[int] = []
-            for i in tqdm(range(0, len(docs), 256), desc=f"tokens of {source}, {part}", leave=False):
+            for i in tqdm(
+                range(0, len(docs), 256), desc=f"tokens of {source}, {part}", leave=False
+            ):
                 chunk = docs[i : i + 256]
                 encoded = tokenizer([t for t, _ in chunk], return_attention_mask=False)["input_ids"]
                 for tokens, (_, ends) in zip(encoded, chunk, strict=True):
@@ -218,16 +234,21 @@ class Corpus:
         sources = rng.choice(list(MIX), size=batch, p=list(MIX.values()))
         rows = []
         for source in sources:
-            stream, starts = self.streams[source, "train", "tokens"], self.starts[source, "train", "starts"]
+            stream, starts = (
+                self.streams[source, "train", "tokens"],
+                self.starts[source, "train", "starts"],
+            )
             last = len(stream) - length - 1
             at = rng.integers(last)
-            if rng.random() < 0.5:  # prompts begin where documents begin: let half of the windows do so
+            if (
+                rng.random() < 0.5
+            ):  # prompts begin where documents begin: let half of the windows do so
                 at = min(rng.choice(starts), last)
             rows.append(stream[at : at + length])
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
-# -------------------------------------------------------------------------------------------- models
+# ------------------------------------------------------------------------------------------ models
 
 
 def attention(module, query, key, value, mask, scaling, dropout=0.0, **_):  # noqa: ANN001, ANN003
@@ -249,9 +270,9 @@ AttentionInterface.register("train", attention)
 def target_config(size: Size, **extra) -> MellumConfig:  # noqa: ANN003
     layers = size.target["num_hidden_layers"]
     return MellumConfig(
-        vocab_size=VOCAB_SIZE, max_position_embeddings=2048, tie_word_embeddings=True, sliding_window=None,
-        layer_types=["full_attention"] * layers, mlp_layer_types=["dense"] * layers,
-        num_mtp_layers=1, mtp_layer_types=["full_attention"], mtp_mlp_layer_types=["dense"],
+        vocab_size=VOCAB_SIZE, max_position_embeddings=2048, tie_word_embeddings=True,
+        sliding_window=None, layer_types=["full_attention"] * layers, mlp_layer_types=["dense"] *
+        layers, num_mtp_layers=1, mtp_layer_types=["full_attention"], mtp_mlp_layer_types=["dense"],
         rope_parameters={"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
         eos_token_id=0, pad_token_id=0, dtype="float32", **size.target, **extra,
     )  # fmt: skip
@@ -259,9 +280,9 @@ def target_config(size: Size, **extra) -> MellumConfig:  # noqa: ANN003
 
 def draft_config(size: Size) -> Qwen3Config:
     return Qwen3Config(
-        vocab_size=VOCAB_SIZE, max_position_embeddings=2048, tie_word_embeddings=True, sliding_window=None,
-        use_sliding_window=False, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        eos_token_id=0, pad_token_id=0, dtype="float32", **size.draft,
+        vocab_size=VOCAB_SIZE, max_position_embeddings=2048, tie_word_embeddings=True,
+        sliding_window=None, use_sliding_window=False, rope_parameters={"rope_type": "default",
+        "rope_theta": 10000.0}, eos_token_id=0, pad_token_id=0, dtype="float32", **size.draft,
     )  # fmt: skip
 
 
@@ -273,7 +294,10 @@ def hidden_states(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """[B, T] -> post-norm hidden states [B, T, D]."""
     length = ids.shape[1]
     return model.model(
-        ids, attention_mask=causal(length)[None, None], position_ids=torch.arange(length)[None], use_cache=False
+        ids,
+        attention_mask=causal(length)[None, None],
+        position_ids=torch.arange(length)[None],
+        use_cache=False,
     ).last_hidden_state
 
 
@@ -289,9 +313,9 @@ def soft_cross_entropy(logits: Tensor, probs: Tensor) -> Tensor:
 class UnrolledKeys:
     """What the head's attention sees at draft step k: the true rows, then its own earlier steps.
 
-    Stands where a KV cache would: at step k it hands over [true rows | step 2 | … | step k], so that one
-    mask [causal | diagonal | …] lets row j see true rows up to j and only its own recursive rows, exactly as
-    when drafting.
+    Stands where a KV cache would: at step k it hands over [true rows | step 2 | … | step k], so
+    that one mask [causal | diagonal | …] lets row j see true rows up to j and only its own
+    recursive rows, exactly as when drafting.
     """
 
     def __init__(self) -> None:
@@ -307,8 +331,8 @@ class UnrolledKeys:
 def mtp_losses(head: MtpModel, target: PreTrainedModel, ids: Tensor) -> list[Tensor]:
     """The soft cross-entropy of draft steps 1, 2, 3 against the frozen target.
 
-    Row j at step k reads the embedding of token j + k and the hidden state of step k − 1 (at step 1 the
-    target's own at j), and predicts what the target predicts at j + k.
+    Row j at step k reads the embedding of token j + k and the hidden state of step k − 1 (at step 1
+    the target's own at j), and predicts what the target predicts at j + k.
     """
     steps, length = len(MTP_WEIGHTS), ids.shape[1] - len(MTP_WEIGHTS)
     with torch.no_grad():
@@ -319,23 +343,27 @@ def mtp_losses(head: MtpModel, target: PreTrainedModel, ids: Tensor) -> list[Ten
     diagonal = torch.full((length, length), float("-inf")).fill_diagonal_(0.0)
     for k in range(1, steps + 1):
         embeds = head.embed_tokens(ids[:, k : k + length])
-        rope = head.rotary_emb(embeds, torch.arange(k, k + length)[None], layer_type="full_attention")
+        rope = head.rotary_emb(
+            embeds, torch.arange(k, k + length)[None], layer_type="full_attention"
+        )
         state = head.layers[0](
-            embeds, state, position_embeddings=rope, attention_mask=mask[None, None], position_ids=None,
-            past_key_values=keys,
+            embeds, state, position_embeddings=rope, attention_mask=mask[None, None],
+            position_ids=None, past_key_values=keys,
         )  # fmt: skip
         losses.append(soft_cross_entropy(logits_of(target, state), probs[:, k : k + length]))
         mask = torch.cat([mask, diagonal], dim=1)
     return losses
 
 
-# ------------------------------------------------------------------------------------------ training
+# ---------------------------------------------------------------------------------------- training
 
 
 class Trainer:
-    """Muon for the hidden matrices, AdamW for the rest; warm up, stay flat to 40 %, fall to zero."""
+    """Muon for hidden matrices, AdamW for the rest; warm up, stay flat to 40 %, fall to zero."""
 
-    def __init__(self, name: str, module: torch.nn.Module, work: Path, size: Size, args: argparse.Namespace) -> None:
+    def __init__(
+        self, name: str, module: torch.nn.Module, work: Path, size: Size, args: argparse.Namespace
+    ) -> None:
         self.name, self.module, self.work, self.size, self.args = name, module, work, size, args
         self.total_tokens = args.tokens if args.tokens and args.stage == name else size.tokens[name]
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
@@ -354,7 +382,9 @@ class Trainer:
 
     def save(self) -> None:
         state = {"step": self.step, "tokens": self.tokens, "seconds": self.seconds}
-        state["module"] = {n: p.detach() for n, p in self.module.named_parameters() if p.requires_grad}
+        state["module"] = {
+            n: p.detach() for n, p in self.module.named_parameters() if p.requires_grad
+        }
         state["optimizers"] = [o.state_dict() for o in self.optimizers]
         torch.save(state, self.path.with_suffix(".tmp"))
         self.path.with_suffix(".tmp").replace(self.path)
@@ -389,7 +419,13 @@ class Trainer:
             return
         self.module.train()
         compiled = torch.compile(loss_of, dynamic=False) if self.args.compile else loss_of
-        bar = tqdm(total=int(self.total_tokens), initial=self.tokens, desc=self.name, unit="tok", unit_scale=True)
+        bar = tqdm(
+            total=int(self.total_tokens),
+            initial=self.tokens,
+            desc=self.name,
+            unit="tok",
+            unit_scale=True,
+        )
         extra = 1 if self.name != "mtp" else len(MTP_WEIGHTS)
         smooth = None
         with (self.work / f"{self.name}.jsonl").open("a") as log:
@@ -413,7 +449,12 @@ class Trainer:
                 bar.update(batch * length)
                 bar.set_postfix(loss=f"{smooth:.3f}")
                 if self.step % 50 == 0:
-                    row = {"step": self.step, "tokens": self.tokens, "loss": smooth, "s": self.seconds}
+                    row = {
+                        "step": self.step,
+                        "tokens": self.tokens,
+                        "loss": smooth,
+                        "s": self.seconds,
+                    }
                     print(json.dumps(row), file=log, flush=True)
                 if self.step % 200 == 0:
                     self.save()
@@ -422,8 +463,10 @@ class Trainer:
 
 
 @torch.no_grad()
-def held_out_loss(model: PreTrainedModel, corpus: Corpus, source: str, num_windows: int = 120) -> float:
-    """Nats per token on evenly spaced held-out windows of 512 tokens (the first 32 only give context)."""
+def held_out_loss(
+    model: PreTrainedModel, corpus: Corpus, source: str, num_windows: int = 120
+) -> float:
+    """Nats per token on evenly spaced held-out windows of 512 tokens (32 of them only context)."""
     stream = corpus.streams[source, "held_out", "tokens"].astype(np.int64)
     length = min(513, len(stream) - 1)
     total = count = 0.0
@@ -440,11 +483,14 @@ def held_out_loss(model: PreTrainedModel, corpus: Corpus, source: str, num_windo
 
 MTP_NAMES = {
     "layers.0.enorm.": "mtp.pre_fc_norm_embedding.", "layers.0.hnorm.": "mtp.pre_fc_norm_hidden.",
-    "layers.0.eh_proj.": "mtp.fc.", "layers.0.post_norm.": "mtp.norm.", "layers.0.mtp_block.": "mtp.layers.0.",
+    "layers.0.eh_proj.": "mtp.fc.", "layers.0.post_norm.": "mtp.norm.",
+    "layers.0.mtp_block.": "mtp.layers.0.",
 }  # fmt: skip
 
 
-def write_folder(model: PreTrainedModel, head: MtpModel | None, corpus: Corpus, folder: Path) -> None:
+def write_folder(
+    model: PreTrainedModel, head: MtpModel | None, corpus: Corpus, folder: Path
+) -> None:
     """A Hugging Face folder in bf16, the head's weights in the same safetensors file."""
     from safetensors.torch import load_file, save_file
 
@@ -466,13 +512,24 @@ def write_folder(model: PreTrainedModel, head: MtpModel | None, corpus: Corpus, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="checkpoints and token files")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where target/ and draft/ go")
-    parser.add_argument("--stage", choices=["all", "data", "target", "mtp", "draft", "export"], default="all")
-    parser.add_argument("--tokens", type=float, help="tokens for --stage (may be changed when resuming)")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent, help="where target/ and draft/ go"
+    )
+    parser.add_argument(
+        "--stage", choices=["all", "data", "target", "mtp", "draft", "export"], default="all"
+    )
+    parser.add_argument(
+        "--tokens", type=float, help="tokens for --stage (may be changed when resuming)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--smoke", action="store_true", help="a toy, to see that every stage runs")
-    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=False, help="torch.compile: 1.3x")
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="torch.compile: 1.3x",
+    )
     args = parser.parse_args()
     size = SMOKE if args.smoke else FULL
     torch.set_num_threads(args.threads)
@@ -485,8 +542,8 @@ def main() -> None:
     trainers_ = {"target": Trainer("target", target, args.work, size, args)}
     if args.stage in ("all", "target"):
         trainers_["target"].run(
-            corpus,
-            lambda ids: F.cross_entropy(logits_of(target, hidden_states(target, ids[:, :-1])).flatten(0, 1), ids[:, 1:].flatten()),
+            corpus, lambda ids: F.cross_entropy(logits_of(target, hidden_states(target, ids[:,
+            :-1])).flatten(0, 1), ids[:, 1:].flatten()),
         )  # fmt: skip
     if args.stage in ("data", "target"):
         return
@@ -499,7 +556,9 @@ def main() -> None:
     if args.stage in ("all", "mtp"):
         trainers_["mtp"].run(
             corpus,
-            lambda ids: sum(w * x for w, x in zip(MTP_WEIGHTS, mtp_losses(head, target, ids), strict=True)),
+            lambda ids: sum(
+                w * x for w, x in zip(MTP_WEIGHTS, mtp_losses(head, target, ids), strict=True)
+            ),
         )
 
     draft = Qwen3ForCausalLM(draft_config(size))
@@ -522,17 +581,26 @@ def main() -> None:
         trainer.resume()
     write_folder(target, head, corpus, args.out / "target")
     write_folder(draft, None, corpus, args.out / "draft")
-    report = {"seed": args.seed, "torch": torch.__version__, "machine": platform.processor() or platform.machine()}
+    report = {
+        "seed": args.seed,
+        "torch": torch.__version__,
+        "machine": platform.processor() or platform.machine(),
+    }
     report["stages"] = {
-        n: {"tokens": t.tokens, "steps": t.step, "minutes": round(t.seconds / 60, 1)} for n, t in trainers_.items()
+        n: {"tokens": t.tokens, "steps": t.step, "minutes": round(t.seconds / 60, 1)}
+        for n, t in trainers_.items()
     }
     for name in ("target", "draft"):
         weights = (args.out / name / "model.safetensors").read_bytes()
-        model = AutoModelForCausalLM.from_pretrained(args.out / name, dtype="float32", attn_implementation="train")
+        model = AutoModelForCausalLM.from_pretrained(
+            args.out / name, dtype="float32", attn_implementation="train"
+        )
         windows = 4 if args.smoke else 120
         report[name] = {
             "parameters": sum(p.numel() for p in model.parameters()),
-            "held_out_nats_per_token": {s: round(held_out_loss(model, corpus, s, windows), 3) for s in MIX},
+            "held_out_nats_per_token": {
+                s: round(held_out_loss(model, corpus, s, windows), 3) for s in MIX
+            },
             "sha256": hashlib.sha256(weights).hexdigest(),
             "bytes": len(weights),
         }

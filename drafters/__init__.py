@@ -1,4 +1,4 @@
-"""Drafters by name: `load("ngram", context)`, or `load("path/to/mine.py:MyDrafter", context)` for one's own."""
+"""Drafters by name: `load("ngram", context)`; your own: `load("mine.py:Mine", context)`."""
 
 import importlib
 import importlib.util
@@ -20,8 +20,8 @@ NAMES = tuple(_REGISTRY)
 def load(name: str, context: Context) -> Drafter:
     """Build the drafter `name`, or the class after the colon of `file.py:Class`.
 
-    Raises ValueError with one line that says what to do: an unknown name, a file or class that is not there,
-    a class that is no drafter, or one that does not fit the target.
+    Raises ValueError with one line that says what to do: an unknown name, a file or class that is
+    not there, a class that is no drafter, or one that does not fit the target.
     """
     if ":" in name:
         drafter_class = _class_from_file(name)

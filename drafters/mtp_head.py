@@ -1,15 +1,17 @@
-"""Multi-token prediction: one extra decoder layer of the target's own, run K times (DeepSeek-V3, arXiv 2412.19437).
+"""Multi-token prediction: an extra decoder layer of the target's own, run K times (DeepSeek-V3).
 
-The head reads a pair (hidden state the target had at position j, embedding of token j + 1) and predicts token
-j + 2. Fed its own output it predicts on: one layer serves every draft step, as vLLM and SGLang do.
+The head reads a pair (hidden state the target had at position j, embedding of token j + 1) and
+predicts token j + 2. Fed its own output it predicts on: one layer serves every draft step, as vLLM
+and SGLang do.
 
     true pairs      (h₀,x₁) (h₁,x₂) … (hₙ₋₂,xₙ₋₁)           kept: n known tokens give n − 1 pairs
     recursive rows                                (g,d₁) (g,d₂) …   truncated before the next draft
 
-Its KV cache is of the core's kind with a single layer. The hidden states come with each verdict, at no extra
-forward of the target. Weights: transformers' MtpModel, from the target's own checkpoint.
+Its KV cache is of the core's kind with a single layer. The hidden states come with each verdict, at
+no extra forward of the target. Weights: transformers' MtpModel, from the target's own checkpoint.
 
-Not covered: checkpoints whose several MTP layers are meant for one draft step each (the first one is reused).
+Source: arXiv 2412.19437. Not covered: checkpoints whose several MTP layers are meant for one draft step each (the first one
+is reused).
 """
 
 from collections.abc import Sequence
@@ -27,7 +29,9 @@ from .base import Context, Draft, Drafter, Sampling, Verdict
 class _State:
     row: int  # in the head's KV cache
     prompt: list[int]  # until the prefill's verdict brings its hidden states
-    hidden: list[Tensor] = field(default_factory=list)  # of the true pairs not fed yet, [pairs, D] each
+    hidden: list[Tensor] = field(
+        default_factory=list
+    )  # of the true pairs not fed yet, [pairs, D] each
     tokens: list[int] = field(default_factory=list)  # of the same pairs
 
 
@@ -46,10 +50,12 @@ class MtpHeadDrafter(Drafter):
     def build(cls, context: Context) -> "MtpHeadDrafter":
         model = context.target.model
         text = model.config.get_text_config()
-        count = getattr(text, "num_mtp_layers", None) or getattr(text, "mtp_num_hidden_layers", None)
+        count = getattr(text, "num_mtp_layers", None) or getattr(
+            text, "mtp_num_hidden_layers", None
+        )
         if not count:
             raise ValueError(
-                f"the target {context.target.name} has no MTP head (its config names no num_mtp_layers): "
+                f"the target {context.target.name} has no MTP head (no num_mtp_layers in config): "
                 "use --drafter ngram or draft_model, or a checkpoint that has one"
             )
         if not getattr(text, "num_mtp_layers", None):  # Qwen3-Next and Qwen3.5 spell it otherwise
@@ -59,7 +65,9 @@ class MtpHeadDrafter(Drafter):
             head = MtpModel.from_pretrained(model)
         except (RuntimeError, ValueError, OSError) as error:
             reason = str(error).splitlines()[0]
-            raise ValueError(f"the MTP head of {context.target.name} could not be loaded: {reason}") from error
+            raise ValueError(
+                f"the MTP head of {context.target.name} could not be loaded: {reason}"
+            ) from error
         head.to(model.device).eval().set_attn_implementation(model.config._attn_implementation)
         return cls(head, context.target.new_cache(num_layers=1, num_rows=context.num_rows))
 
@@ -90,8 +98,8 @@ class MtpHeadDrafter(Drafter):
     def _forward(self, rows: list[int], pairs: list[tuple[Tensor, list[int]]]) -> Tensor:
         """Run the layer over each row's pairs; returns the last pair's output, [B, 1, D].
 
-        Row b's pair j stands at position j + 1, behind what its cache row holds: the head's cache slot j
-        belongs to position j + 1.
+        Row b's pair j stands at position j + 1, behind what its cache row holds: the head's cache
+        slot j belongs to position j + 1.
         """
         counts = [len(tokens) for _, tokens in pairs]
         place = self._cache.place(rows, counts)
@@ -99,7 +107,11 @@ class MtpHeadDrafter(Drafter):
         hidden = place.pad_states([states for states, _ in pairs])  # [B, T, D]
         embeds = self._head.embed_tokens(ids)
         positions = place.positions + 1
-        rope_options = {"layer_type": self._head.config.layer_types[0]} if self._head.has_per_layer_rope else {}
+        rope_options = (
+            {"layer_type": self._head.config.layer_types[0]}
+            if self._head.has_per_layer_rope
+            else {}
+        )
         rope = self._head.rotary_emb(embeds, position_ids=positions, **rope_options)
         output = self._layer(
             embeds,
@@ -115,7 +127,9 @@ class MtpHeadDrafter(Drafter):
         return output[:, -1:]
 
     def observe(self, state: _State, verdict: Verdict) -> None:
-        assert verdict.hidden is not None, "the engine hands hidden states to a drafter that needs them"
+        assert verdict.hidden is not None, (
+            "the engine hands hidden states to a drafter that needs them"
+        )
         following = state.prompt[1:] + verdict.tokens  # what came after each newly cached position
         assert len(following) == len(verdict.hidden)
         state.hidden.append(verdict.hidden)

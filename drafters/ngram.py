@@ -1,15 +1,15 @@
 """Prompt lookup: propose what followed the last time the text ended like this (Saxena 2023).
 
     text:     … the quick brown fox … the quick brown
-    suffix:                             the quick brown       (longest of prompt_lookup_max … min tokens)
-    match:      the quick brown                               (the most recent one)
-    draft:                      fox …                         (what followed it, continued into itself)
+    suffix:                             the quick brown   (the longest of max … min tokens)
+    match:      the quick brown                           (the most recent one)
+    draft:                      fox …                     (what followed it, read on into itself)
 
-No model, no probabilities: where the text repeats itself the draft is nearly free and often right; where it
-does not, the drafter proposes nothing and the cycle is plain decoding.
+No model, no probabilities: where the text repeats itself the draft is nearly free and often right;
+where it does not, the drafter proposes nothing and the cycle is plain decoding.
 
-A hash index per request keeps a lookup O(1) in the length of the text: each committed token adds one entry per
-suffix length. Drafts never enter the index, so a refused draft needs no rollback.
+A hash index per request keeps a lookup O(1) in the length of the text: each committed token adds
+one entry per suffix length. Drafts never enter the index, so a refused draft needs no rollback.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ from .base import Context, Draft, Drafter, Sampling, Verdict
 class NgramIndex:
     """A request's tokens, and for each n-gram in them where its latest continuation stands.
 
-    Example (sizes 1 to 2): after extend([5, 6, 7, 5]) the suffix (5,) was last followed at position 1, so
-    continuation(3) is [6, 7, 5].
+    Example (sizes 1 to 2): after extend([5, 6, 7, 5]) the suffix (5,) was last followed at position
+    1, so continuation(3) is [6, 7, 5].
     """
 
     def __init__(self, smallest: int, largest: int) -> None:
@@ -33,7 +33,7 @@ class NgramIndex:
         self._followed_at: dict[tuple[int, ...], int] = {}
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens, entering each n-gram only when its continuation is known (so a suffix never finds itself)."""
+        """Append tokens. An n-gram enters once its continuation is known: none finds itself."""
         text = self.tokens
         for token in tokens:
             end = len(text)
@@ -43,10 +43,10 @@ class NgramIndex:
             text.append(token)
 
     def continuation(self, max_tokens: int) -> list[int]:
-        """The tokens after the latest earlier occurrence of the longest known suffix; [] if there is none.
+        """What followed the latest earlier occurrence of the longest known suffix; [] if none did.
 
-        A match near the end runs out of text after a few tokens; the draft then reads on in itself, which is
-        what periodic text does.
+        A match near the end runs out of text after a few tokens; the draft then reads on in itself,
+        which is what periodic text does.
         """
         text = self.tokens
         for size in self._sizes:

@@ -1,9 +1,10 @@
-"""A small model of the target's family drafts greedily, token by token (Leviathan et al., arXiv 2211.17192).
+"""A small model of the target's family drafts token by token (Leviathan et al., arXiv 2211.17192).
 
-It has a KV cache of its own, of the core's kind, so truncation is written once. One rule keeps it in step with
-the target: after a verdict, truncate to what is both cached and committed; before the next draft, feed every
-committed token that is not cached. Full acceptance (whose last draft token was never fed), a cycle without a
-draft, and the first call (the whole prompt) are all that one rule.
+It has a KV cache of its own, of the core's kind, so truncation is written once. One rule keeps it
+in step with the target: after a verdict, truncate to what is both cached and committed; before the
+next draft, feed every committed token that is not cached. Full acceptance (whose last draft token
+was never fed), a cycle without a draft, and the first call (the whole prompt) are all that one
+rule.
 
 Not covered: a draft model with another tokenizer; it is refused at start.
 """
@@ -30,21 +31,26 @@ class SmallModelDrafter(Drafter):
 
     def __init__(self, draft: Any, vocab_size: int) -> None:
         self._draft = draft
-        self._vocab_size = vocab_size  # ids that the target knows; a padded embedding may have more rows
+        self._vocab_size = (
+            vocab_size  # ids that the target knows; a padded embedding may have more rows
+        )
 
     @classmethod
     def build(cls, context: Context) -> "SmallModelDrafter":
         target, draft = context.target, context.draft
         if draft is None:
-            raise ValueError("the drafter draft_model needs a model: give --draft-model DIR_OR_HUB_ID")
+            raise ValueError(
+                "the drafter draft_model needs a model: give --draft-model DIR_OR_HUB_ID"
+            )
         if draft.tokenizer.get_vocab() != target.tokenizer.get_vocab():
             raise ValueError(
-                f"the draft model {draft.name} and the target {target.name} have different tokenizers: "
+                f"draft model {draft.name} and target {target.name} have different tokenizers: "
                 "give a --draft-model of the same family, or use --drafter ngram"
             )
         if draft.max_length < target.max_length:
             raise ValueError(
-                f"the draft model {draft.name} holds {draft.max_length} tokens, the target {target.max_length}: "
+                f"draft model {draft.name} holds {draft.max_length} tokens and the target "
+                f"{target.max_length}: "
                 f"give --max-model-len {draft.max_length} or less"
             )
         return cls(draft, min(draft.vocab_size, target.vocab_size))
@@ -62,7 +68,9 @@ class SmallModelDrafter(Drafter):
         for step in range(max(max_tokens)):
             active = [i for i, limit in enumerate(max_tokens) if limit > step]
             output = self._draft.forward(
-                [states[i].row for i in active], [fed[i] for i in active], num_logits=[1] * len(active)
+                [states[i].row for i in active],
+                [fed[i] for i in active],
+                num_logits=[1] * len(active),
             )
             for i, logits in zip(active, output.logits, strict=True):
                 token = int(logits[0, : self._vocab_size].argmax())
@@ -72,8 +80,8 @@ class SmallModelDrafter(Drafter):
 
     def observe(self, state: _State, verdict: Verdict) -> None:
         cache = self._draft.cache
-        # Before the append, len(state.tokens) of the cached tokens are committed text; of the draft behind
-        # them, `accepted` tokens are.
+        # Before the append, len(state.tokens) of the cached tokens are committed text; of the draft
+        # behind them, `accepted` tokens are.
         committed = len(state.tokens) + verdict.accepted
         cache.truncate(state.row, min(cache.lengths[state.row], committed))
         state.tokens.extend(verdict.tokens)

@@ -1,1 +1,1 @@
-"""What the server needs around the core: text and stop strings, parsing of requests, the worker thread."""
+"""What the server needs around the core; it never imports the core."""

@@ -1,7 +1,7 @@
 """From tokens to text, one token at a time: whole characters only, stop strings cut exactly.
 
-A token may end in the middle of a multi-byte character, and a stop string may begin in one token and end in
-another, or in the middle of an accepted draft. Text therefore leaves in three steps:
+A token may end in the middle of a multi-byte character, and a stop string may begin in one token
+and end in another, or in the middle of an accepted draft. Text therefore leaves in three steps:
 
     push(token)  decoded once its characters are complete, and searched for stop strings
     text         what the answer will say so far
@@ -22,7 +22,9 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._tokens: list[int] = []
-        self._start = self._read = 0  # _tokens[_start:_read] is decoded; it only gives the decoder context
+        self._start = self._read = (
+            0  # _tokens[_start:_read] is decoded; it only gives the decoder context
+        )
         self._marks: list[tuple[int, str]] = []  # (end in text, kind)
         self._released = 0
 
@@ -30,7 +32,7 @@ class TextStream:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def push(self, token: int, kind: str) -> bool:
-        """Append a token. True if it completed a stop string: the text then ends before that string."""
+        """Append a token. True if it completed a stop string: the text then ends before that."""
         self._tokens.append(token)
         whole = self._decode(self._tokens[self._start :])
         if whole.endswith(_INCOMPLETE):
@@ -50,7 +52,7 @@ class TextStream:
         return bool(cuts)
 
     def finish(self) -> None:
-        """No more tokens will come: whatever bytes are left become text, as the tokenizer decodes them."""
+        """No more tokens will come: what bytes are left become text, as the tokenizer has them."""
         if self._read < len(self._tokens):
             rest = self._decode(self._tokens[self._start :])
             self._append(rest[len(self._decode(self._tokens[self._start : self._read])) :], "bonus")
@@ -59,11 +61,15 @@ class TextStream:
     def release(self, final: bool = False) -> list[tuple[str, str]]:
         """The text that may be shown now and was not before, as (text, kind) stretches.
 
-        Example: with the stop string "END", a text that ends in "… EN" keeps back "EN" until the next token.
+        Example: with the stop string "END", a text that ends in "… EN" keeps back "EN" until the
+        next token.
         """
         begin, end = self._released, len(self.text)
         if not final:
-            end -= max((n for s in self._stop for n in range(1, len(s)) if self.text.endswith(s[:n])), default=0)
+            end -= max(
+                (n for s in self._stop for n in range(1, len(s)) if self.text.endswith(s[:n])),
+                default=0,
+            )
         self._released = max(begin, end)
         return self.stretches(begin, self._released)
 

@@ -1,0 +1,177 @@
+"""From the bytes of a request to checked values, or an error that names the field.
+
+Strict on purpose: a field that is misspelt, out of range or not supported must never be silently
+ignored. The one error body is {"error": {"message", "type", "param", "code"}}.
+"""
+
+import json
+from collections.abc import Callable, Collection
+from typing import Any
+
+
+class RequestError(Exception):
+    """A caller's mistake, or a state in which nothing can be served; becomes the error body."""
+
+    def __init__(
+        self, message: str, param: str | None = None, status: int = 400, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message, self.param, self.status, self.code = message, param, status, code
+
+    def body(self) -> dict[str, Any]:
+        kind = (
+            "invalid_request_error" if self.status < 500 and self.status != 429 else "server_error"
+        )
+        kind = "rate_limit_error" if self.status == 429 else kind
+        return {
+            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        }
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """The JSON object in a request's body.
+
+    Raises RequestError for anything else: broken JSON, NaN and Infinity (which Python would
+    accept), bytes that are not UTF-8, nesting or integers too large for the parser, an array or a
+    bare value.
+    """
+
+    def refuse_constant(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    try:
+        body = json.loads(data.decode("utf-8"), parse_constant=refuse_constant)
+    except RecursionError:
+        raise RequestError("the body is nested too deeply") from None
+    except (
+        ValueError
+    ) as error:  # JSONDecodeError, UnicodeDecodeError and over-long integers are ValueErrors
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise RequestError("the body must be a JSON object")
+    return body
+
+
+def _integer(low: int, high: int) -> Callable[[Any], str | None]:
+    def check(value: Any) -> str | None:
+        valid = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+        return None if valid else f"must be an integer from {low} to {high}"
+
+    return check
+
+
+def _number(low: float, high: float) -> Callable[[Any], str | None]:
+    def check(value: Any) -> str | None:
+        valid = (
+            isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+        )
+        return None if valid else f"must be a number from {low} to {high}"
+
+    return check
+
+
+def _flag(value: Any) -> str | None:
+    return None if isinstance(value, bool) else "must be true or false"
+
+
+def _stops(value: Any) -> str | None:
+    stops = [value] if isinstance(value, str) else value
+    valid = (
+        isinstance(stops, list) and len(stops) <= 8 and all(isinstance(s, str) and s for s in stops)
+    )
+    return None if valid else "must be a non-empty string, or a list of at most 8 of them"
+
+
+def _logprobs(value: Any) -> str | None:
+    valid = isinstance(value, bool) or (isinstance(value, int) and 0 <= value <= 20)
+    return None if valid else "must be true, false or an integer from 0 to 20"
+
+
+MAX_TOKENS_LIMIT = 1_000_000
+MAX_SPECULATIVE_TOKENS = 16
+
+# field -> what is wrong with a value, or None
+_CHECKS: dict[str, Callable[[Any], str | None]] = {
+    "max_tokens": _integer(1, MAX_TOKENS_LIMIT),
+    "num_speculative_tokens": _integer(0, MAX_SPECULATIVE_TOKENS),
+    "speculative": _flag,
+    "stream": _flag,
+    "trace": _flag,
+    "stop": _stops,
+    "temperature": _number(0, 100),
+    "top_k": _integer(-1, 1 << 31),
+    "top_p": _number(1e-9, 1),
+    "min_p": _number(0, 1),
+    "repetition_penalty": _number(1e-9, 100),
+    "seed": _integer(-(1 << 63), (1 << 64) - 1),
+    "logprobs": _logprobs,
+}
+# field -> the values that change nothing in greedy decoding; others wait for sampling
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "temperature": (0,),
+    "top_k": (-1, 0),
+    "top_p": (1,),
+    "min_p": (0,),
+    "repetition_penalty": (1,),
+    "logprobs": (False, 0),
+}
+_OTHERS = {"prompt", "drafter"}
+
+
+def parse_fields(
+    body: dict[str, Any], tokenizer: Any, drafters: Collection[str], defaults: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Checked fields of a generate request, `defaults` filled in, and warnings about unknown ones.
+
+    `prompt` comes back as token ids, `stop` as a tuple, `drafter` as a name or None (`speculative`
+    decides). A null counts as absent. Raises RequestError, naming the field.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    for name, check in _CHECKS.items():
+        problem = check(given[name]) if name in given else None
+        if problem:
+            raise RequestError(f"{name} {problem}", param=name)
+    for name, neutral in _NEUTRAL.items():
+        if name in given and given[name] not in neutral:
+            raise RequestError(
+                f"{name} = {given[name]} is not supported yet: decoding is greedy", param=name
+            )
+    fields = defaults | {
+        name: given[name] for name in _CHECKS if name in given and name not in _NEUTRAL
+    }
+    fields["prompt"] = _prompt(given.get("prompt"), tokenizer)
+    fields["stop"] = (fields["stop"],) if isinstance(fields["stop"], str) else tuple(fields["stop"])
+    if "drafter" in given:
+        if not isinstance(given["drafter"], str) or given["drafter"] not in drafters:
+            choices = ", ".join(sorted(drafters)) or "none is loaded"
+            raise RequestError(
+                f"unknown drafter {given['drafter']!r}; choose: {choices}", param="drafter"
+            )
+        fields["drafter"] = given["drafter"]
+    if not fields.pop("speculative"):
+        fields["drafter"] = None
+    fields.pop("seed", None)  # greedy output is the same for every seed
+    unknown = sorted(set(body) - _CHECKS.keys() - _OTHERS)
+    return fields, [f"unknown field {name!r} was ignored" for name in unknown]
+
+
+def _prompt(value: Any, tokenizer: Any) -> list[int]:
+    if isinstance(value, str) and value:
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            raise RequestError(
+                "prompt holds a lone surrogate, which is not text", param="prompt"
+            ) from None
+        ids = tokenizer(value, verbose=False)["input_ids"]
+        if ids:
+            return ids
+    elif (
+        isinstance(value, list)
+        and value
+        and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
+    ):
+        return value
+    raise RequestError(
+        "prompt must be a non-empty string or a non-empty list of token ids", param="prompt"
+    )

@@ -1,0 +1,148 @@
+"""Counters and times of speculation, of one request or many, and the figures made of them.
+
+The names are the field's (vLLM's `metrics.speculative_decoding`, llama.cpp's `timings`); FORMULAS
+says what each figure divides by what, because systems disagree. A rate is null before there is
+anything to divide.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+FORMULAS = {
+    "draft_acceptance_rate": "accepted / drafted",
+    "mean_acceptance_length": "1 + accepted / cycles with a draft",
+    "tokens_per_pass": "tokens emitted after the prefill's / target forwards after prefill",
+    "acceptance_rate_per_position": "position i accepted / position i drafted",
+    "conditional_acceptance_rate_per_position": "position i accepted / i drafted, i - 1 accepted",
+    "completion_tokens": "accepted + recovered + bonus",
+}
+
+
+@dataclass
+class Statistics:
+    """What happened. Invariant: completion_tokens = accepted + recovered + bonus."""
+
+    num_spec_steps: int = 0  # cycles in which something was drafted
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    num_recovered_tokens: int = 0
+    num_bonus_tokens: int = 0
+    prefills: int = 0  # target forwards that read a prompt and gave its first token
+    target_passes: int = 0  # target forwards after those
+    drafted_at: list[int] = field(default_factory=list)  # by position in the draft
+    reached_at: list[int] = field(
+        default_factory=list
+    )  # drafted, and everything before it accepted
+    accepted_at: list[int] = field(default_factory=list)
+    acceptance_histogram: list[int] = field(default_factory=list)  # cycles by tokens accepted
+    prompt_ms: float = 0.0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    other_ms: float = 0.0
+
+    def record(self, drafted: int, kinds: list[str]) -> None:
+        """Count one cycle: `drafted` tokens judged, and the kind of each token that it emitted.
+
+        Example: record(3, ["accepted", "recovered"]) counts 3 drafted, 1 accepted, 1 recovered.
+        """
+        accepted = kinds.count("accepted")
+        self.num_recovered_tokens += kinds.count("recovered")
+        self.num_bonus_tokens += kinds.count("bonus")
+        if drafted:
+            self.num_spec_steps += 1
+            self.num_draft_tokens += drafted
+            self.num_accepted_draft_tokens += accepted
+            _add(self.acceptance_histogram, [0] * accepted + [1])
+            _add(self.drafted_at, [1] * drafted)
+            _add(self.reached_at, [1] * min(drafted, accepted + 1))
+            _add(self.accepted_at, [1] * accepted)
+
+    def record_times(self, times: list[float], is_prefill: bool) -> None:
+        """Count one cycle's seconds: began, drafted, verified, done."""
+        draft_ms, verify_ms, other_ms = (
+            (end - begin) * 1e3 for begin, end in zip(times, times[1:], strict=False)
+        )
+        if is_prefill:
+            self.prefills += 1
+            self.prompt_ms += draft_ms + verify_ms + other_ms
+        else:
+            self.target_passes += 1
+            self.draft_ms += draft_ms
+            self.verify_ms += verify_ms
+            self.other_ms += other_ms
+
+    def add(self, other: "Statistics") -> None:
+        """Sum another's counters and times into these."""
+        for name, value in vars(other).items():
+            if isinstance(value, list):
+                _add(getattr(self, name), value)
+            else:
+                setattr(self, name, getattr(self, name) + value)
+
+    @property
+    def completion_tokens(self) -> int:
+        return self.num_accepted_draft_tokens + self.num_recovered_tokens + self.num_bonus_tokens
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        return ratio(self.num_accepted_draft_tokens, self.num_draft_tokens)
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        accepted = ratio(self.num_accepted_draft_tokens, self.num_spec_steps)
+        return None if accepted is None else round(1 + accepted, 4)
+
+    @property
+    def tokens_per_pass(self) -> float | None:
+        return ratio(self.completion_tokens - self.prefills, self.target_passes)
+
+    def counters(self, num_spec_tokens: int) -> dict[str, Any]:
+        """The `speculative_decoding` block; the histogram has K + 1 buckets."""
+        missing = num_spec_tokens + 1 - len(self.acceptance_histogram)
+        return {
+            "num_spec_tokens": num_spec_tokens,
+            "num_spec_steps": self.num_spec_steps,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
+            "num_recovered_tokens": self.num_recovered_tokens,
+            "num_bonus_tokens": self.num_bonus_tokens,
+            "draft_acceptance_rate": self.draft_acceptance_rate,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "acceptance_histogram": self.acceptance_histogram + [0] * missing,
+            "target_passes": self.target_passes,
+            "tokens_per_pass": self.tokens_per_pass,
+        }
+
+    def per_position(self) -> dict[str, list[float | None]]:
+        """Acceptance by position in the draft: of all drafted, and of those that were reached."""
+        accepted = self.accepted_at + [0] * (len(self.drafted_at) - len(self.accepted_at))
+        reached = self.reached_at + [0] * (len(self.drafted_at) - len(self.reached_at))
+        return {
+            "acceptance_rate_per_position": list(map(ratio, accepted, self.drafted_at)),
+            "conditional_acceptance_rate_per_position": list(map(ratio, accepted, reached)),
+        }
+
+    def timings(self) -> dict[str, float]:
+        """The `timings` block; predicted_ms = draft + verify + other, all after prefill."""
+        return {
+            "prompt_ms": round(self.prompt_ms, 3),
+            "predicted_ms": round(self.draft_ms + self.verify_ms + self.other_ms, 3),
+            "predicted_n": self.completion_tokens,
+            "draft_n": self.num_draft_tokens,
+            "draft_n_accepted": self.num_accepted_draft_tokens,
+            "draft_ms": round(self.draft_ms, 3),
+            "verify_ms": round(self.verify_ms, 3),
+            "other_ms": round(self.other_ms, 3),
+        }
+
+
+def ratio(part: float, whole: float) -> float | None:
+    """part / whole to four places; None where there is nothing to divide by."""
+    return round(part / whole, 4) if whole else None
+
+
+def _add(total: list[int], more: list[int]) -> None:
+    """Add position by position; `total` grows as needed."""
+    total += [0] * (len(more) - len(total))
+    for i, value in enumerate(more):
+        total[i] += value

@@ -1,0 +1,92 @@
+"""What the terminal shows: text with the origin of each token, and the demo's tables.
+
+Colours where the terminal has them, brackets where not (or where NO_COLOR is set).
+"""
+
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+_COLOURS = {"accepted": "\033[32m", "recovered": "\033[33m", "bonus": "\033[36m"}
+_BRACKETS = {"accepted": "[]", "recovered": "<>", "bonus": "{}"}
+_MEANING = {
+    "accepted": "drafted and accepted",
+    "recovered": "the target's, where a draft was refused",
+    "bonus": "the target's, nothing having been refused",
+}
+_COLUMNS = ("passes", "ms", "tok/pass", "accepted", "rate", "fewer passes", "speed-up")
+_ROW = "{:14}{:>8} {:>8} {:>9} {:>9} {:>6} {:>13} {:>9}"
+
+
+def has_colour() -> bool:
+    """Whether stdout shows colours."""
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
+def mark(pieces: Iterable[tuple[str, str]], colour: bool) -> str:
+    """(text, kind) pieces as one string that tells the kinds apart.
+
+    Example: mark([("a b", "accepted"), (" c", "bonus")], colour=False) -> "[a b]{ c}"
+    """
+    if colour:
+        return "".join(f"{_COLOURS[kind]}{text}\033[0m" for text, kind in pieces)
+    return "".join(_BRACKETS[kind][0] + text + _BRACKETS[kind][1] for text, kind in pieces)
+
+
+def legend(colour: bool) -> str:
+    """What the colours or brackets mean."""
+    return " · ".join(f"{mark([(kind, kind)], colour)} {_MEANING[kind]}" for kind in _MEANING)
+
+
+def print_figures(finish_reason: str, statistics: Any) -> None:
+    """The closing line of one generation."""
+    s, rate = statistics, statistics.draft_acceptance_rate
+    print(
+        f"\n\n{s.completion_tokens} tokens ({finish_reason})"
+        f" · {s.target_passes} passes after prefill"
+        f" · {s.tokens_per_pass or 0:.2f} tokens per pass"
+        f" · {'nothing drafted' if rate is None else format(rate, '.0%') + ' accepted'}"
+        f" · ms: prefill {s.prompt_ms:.0f}, draft {s.draft_ms:.0f}, verify {s.verify_ms:.0f}, "
+        f"other {s.other_ms:.0f}"
+    )
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def print_demo(document: dict[str, Any], shown: str, colour: bool) -> None:
+    """The demo's document as tables, with the text of drafter `shown` marked by origin."""
+    for result in document["prompts"]:
+        standard = result["standard"]
+        print(f"\n━━ {result['name']} " + "━" * max(0, 78 - len(result["name"])))
+        print(_ROW.format("", *_COLUMNS))
+        passes, ms = standard["target_passes"], standard["ms"]
+        print(_ROW.format("standard", passes, f"{ms:.1f}", "1.00", "", "", "", "").rstrip())
+        for name, run in result["speculative"].items():
+            length = run["mean_acceptance_length"]
+            print(
+                _ROW.format(
+                    name,
+                    run["target_passes"],
+                    f"{run['ms']:.1f}",
+                    _or_dash(run["tokens_per_pass"], ".2f"),
+                    _or_dash(None if length is None else length - 1, ".2f"),
+                    _or_dash(run["draft_acceptance_rate"], ".0%"),
+                    f"{1 - run['target_passes'] / passes if passes else 0:.0%}",
+                    f"{ms / run['ms']:.2f}×",
+                )
+            )
+        same = all(run["identical"] for run in result["speculative"].values())
+        print(f"identical output: {'yes' if same else 'NO'}        text as {shown} wrote it:\n")
+        print(result["prompt"] + mark(result["speculative"][shown]["pieces"], colour))
+    print(f"\n{legend(colour)}\n\n━━ in all " + "━" * 72)
+    standard_ms = document["totals"]["standard"]["ms"]
+    for method, total in document["totals"].items():
+        same = "" if method == "standard" else f"identical: {'yes' if total['identical'] else 'NO'}"
+        print(
+            f"{method:14}{total['tokens']:6} tokens {total['target_passes']:6} passes "
+            f"{total['ms']:8.0f} ms {total['tokens_per_pass'] or 0:6.2f} tok/pass "
+            f"{standard_ms / total['ms']:5.2f}×  {same}".rstrip()
+        )
