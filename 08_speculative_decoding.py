@@ -851,6 +851,7 @@ def main(arguments: list[str] | None = None) -> int:
             listen(create_app(engine, options), given.host, given.port, options)
         elif given.prompt is not None:
             ids = engine.target.tokenizer(given.prompt)["input_ids"]
+            engine.check_prompt(ids)
             k, stop = options.num_speculative_tokens, tuple(given.stop)
             show_prompt(engine, Request(ids, options.max_tokens, engine.default_drafter, k, stop))
         else:

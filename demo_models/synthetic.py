@@ -9,6 +9,7 @@ module writes what is missing, from a seeded generator, so that the training tex
     facts    short questions with factual answers
     stories  little stories from a grammar: a name, a wish, an obstacle, a helper, an end
     prose    descriptive paragraphs from a grammar
+    program  short Python modules: a class, functions, a unit test
 
 Look at samples:   python demo_models/synthetic.py
 """
@@ -119,7 +120,7 @@ def cycle(rng: random.Random) -> str:
         items = run if rng.random() < 0.5 else rng.sample(alphabet, size)
     else:
         items = rng.sample(pool, min(size, len(pool)))
-    sep = rng.choice([" ", " ", ", ", ", ", "\n", "; ", " - ", "-", ",", " | "])
+    sep = rng.choice([" ", " ", " ", ", ", ", ", ", ", "\n", "; ", " - ", "-", ",", " | "])
     repeats = rng.randint(6, 40)
     return sep.join(items * repeats)
 
@@ -174,10 +175,11 @@ def table(rng: random.Random) -> str:
         "age": range(5, 80), "score": range(0, 100), "day": DAYS,
     }  # fmt: skip
     first = rng.choice([0, 1, 1, 1, 100])
-    rows = [
-        {"id": first + i, **{c: rng.choice(pools[c]) for c in columns}}
-        for i in range(rng.randint(5, 16))
-    ]
+    length = rng.randint(5, 12)
+    # No value twice in a column, so that a model learns to go on rather than around.
+    drawn = {c: rng.sample(list(pools[c]), min(length, len(pools[c]))) for c in columns}
+    length = min(map(len, drawn.values()))
+    rows = [{"id": first + i} | {c: drawn[c][i] for c in columns} for i in range(length)]
     style = rng.randrange(4)
     if style == 0:
         return "\n".join([",".join(rows[0]), *(",".join(map(str, r.values())) for r in rows)])
@@ -392,15 +394,263 @@ def prose(rng: random.Random) -> str:
     return text if rng.random() < 0.7 else text + "\n\n" + story(rng)
 
 
+# attribute kind -> (class names, attribute names, initial value, methods as (signature, doc, body))
+_CONTAINER_METHODS = [
+    ("push(self, item)", "Add an item.", "self.{a}.append(item)"),
+    (
+        "pop(self)",
+        "Remove the last item and return it.",
+        "if not self.{a}:\n    raise IndexError('pop from an empty {c}')\nreturn self.{a}.pop()",
+    ),
+    ("peek(self)", "Return the last item without removing it.", "return self.{a}[-1]"),
+    ("is_empty(self)", "Return True if there are no items.", "return len(self.{a}) == 0"),
+    ("size(self)", "Return the number of items.", "return len(self.{a})"),
+    ("clear(self)", "Remove all items.", "self.{a}.clear()"),
+    ("__len__(self)", None, "return len(self.{a})"),
+    ("__iter__(self)", None, "return iter(self.{a})"),
+    ("__contains__(self, item)", None, "return item in self.{a}"),
+    ("__repr__(self)", None, "return f'{c}({{self.{a}!r}})'"),
+    ("extend(self, other)", "Add every item of other.", "for item in other:\n    self.push(item)"),
+    ("first(self)", "Return the first item, or None.", "return self.{a}[0] if self.{a} else None"),
+    (
+        "remove(self, item)",
+        "Remove an item if it is there.",
+        "if item in self.{a}:\n    self.{a}.remove(item)",
+    ),
+    ("count(self, item)", "Return how often the item occurs.", "return self.{a}.count(item)"),
+    ("copy(self)", "Return a copy.", "other = {c}()\nother.{a} = list(self.{a})\nreturn other"),
+]
+_MAPPING_METHODS = [
+    (
+        "get(self, key, default=None)",
+        "Return the value of a key.",
+        "return self.{a}.get(key, default)",
+    ),
+    ("set(self, key, value)", "Set the value of a key.", "self.{a}[key] = value"),
+    (
+        "delete(self, key)",
+        "Delete a key.",
+        "try:\n    del self.{a}[key]\nexcept KeyError:\n    raise ValueError('unknown key: %r' % key) from None",
+    ),
+    ("keys(self)", "Return the keys in order.", "return sorted(self.{a})"),
+    ("values(self)", "Return the values.", "return list(self.{a}.values())"),
+    (
+        "update(self, other)",
+        "Take over the entries of other.",
+        "for key, value in other.items():\n    self.set(key, value)",
+    ),
+    ("__getitem__(self, key)", None, "return self.{a}[key]"),
+    ("__setitem__(self, key, value)", None, "self.{a}[key] = value"),
+    ("__len__(self)", None, "return len(self.{a})"),
+    ("__contains__(self, key)", None, "return key in self.{a}"),
+    ("__repr__(self)", None, "return '{c}(%d entries)' % len(self.{a})"),
+    ("clear(self)", "Forget everything.", "self.{a} = {{}}"),
+    (
+        "save(self, path)",
+        "Write the entries to a file.",
+        "with open(path, 'w') as f:\n    json.dump(self.{a}, f)",
+    ),
+    (
+        "load(self, path)",
+        "Read the entries from a file.",
+        "with open(path) as f:\n    self.{a} = json.load(f)",
+    ),
+]
+_CLASSES = [
+    (
+        "Stack Queue Bag Deck Basket Pile History Playlist Inbox".split(),
+        "items data elements entries values".split(),
+        "[]",
+        _CONTAINER_METHODS,
+    ),
+    (
+        "Registry Cache Store Table Settings Catalog Index Phonebook".split(),
+        "data entries store table values".split(),
+        "{{}}",
+        _MAPPING_METHODS,
+    ),
+]
+_FUNCTIONS = [
+    (
+        'read_{n}(path, encoding="utf-8")',
+        "Read {n} from a file and return a dictionary.",
+        "result = {{}}\nwith open(path, encoding=encoding) as f:\n    for line in f:\n        line = line.strip()\n        if not line or line.startswith('#'):\n            continue\n        key, value = line.split('=', 1)\n        result[key.strip()] = value.strip()\nreturn result",
+    ),
+    (
+        "load_{n}(filename)",
+        "Load the {n} from a JSON file.",
+        "with open(filename) as f:\n    data = json.load(f)\nreturn data['{n}']",
+    ),
+    (
+        'read_lines(path, encoding="utf-8")',
+        "Return the lines of a file without line breaks.",
+        "lines = []\nwith open(path, encoding=encoding) as f:\n    for line in f:\n        lines.append(line.rstrip('\\n'))\nreturn lines",
+    ),
+    (
+        "write_{n}(path, {n})",
+        "Write the {n} to a file, one on each line.",
+        "with open(path, 'w') as f:\n    for item in {n}:\n        f.write(str(item) + '\\n')",
+    ),
+    (
+        "count_{n}(text)",
+        "Count how often each word occurs.",
+        "counts = {{}}\nfor word in text.split():\n    counts[word] = counts.get(word, 0) + 1\nreturn counts",
+    ),
+    (
+        "find_{n}({n}, target)",
+        "Return the index of the target, or -1.",
+        "for i, item in enumerate({n}):\n    if item == target:\n        return i\nreturn -1",
+    ),
+    (
+        "total({n})",
+        "Return the sum of the {n}.",
+        "result = 0\nfor value in {n}:\n    result += value\nreturn result",
+    ),
+    (
+        "mean({n})",
+        "Return the mean of the {n}.",
+        "if not {n}:\n    raise ValueError('mean of an empty list')\nreturn sum({n}) / len({n})",
+    ),
+    (
+        "fib(n)",
+        "Return the n-th Fibonacci number.",
+        "a, b = 0, 1\nfor _ in range(n):\n    a, b = b, a + b\nreturn a",
+    ),
+    ("factorial(n)", "Return n factorial.", "if n < 2:\n    return 1\nreturn n * factorial(n - 1)"),
+    ("gcd(a, b)", "Return the greatest common divisor.", "while b:\n    a, b = b, a % b\nreturn a"),
+    (
+        "is_prime(n)",
+        "Return True if n is a prime number.",
+        "if n < 2:\n    return False\nfor i in range(2, int(n ** 0.5) + 1):\n    if n % i == 0:\n        return False\nreturn True",
+    ),
+    ("reverse(text)", "Return the text backwards.", "return text[::-1]"),
+    (
+        "unique({n})",
+        "Return the {n} without repetitions, in order.",
+        "seen = set()\nresult = []\nfor item in {n}:\n    if item not in seen:\n        seen.add(item)\n        result.append(item)\nreturn result",
+    ),
+    (
+        "filter_{n}({n}, predicate)",
+        "Return the {n} for which the predicate holds.",
+        "return [item for item in {n} if predicate(item)]",
+    ),
+    (
+        "largest({n})",
+        "Return the largest of the {n}.",
+        "result = {n}[0]\nfor item in {n}[1:]:\n    if item > result:\n        result = item\nreturn result",
+    ),
+    (
+        "group_by({n}, key)",
+        "Group the {n} by a key function.",
+        "groups = {{}}\nfor item in {n}:\n    groups.setdefault(key(item), []).append(item)\nreturn groups",
+    ),
+    (
+        "parse_{n}(text)",
+        "Parse a comma-separated list of {n}.",
+        "return [part.strip() for part in text.split(',') if part.strip()]",
+    ),
+    (
+        "main(argv=None)",
+        "Run the command line.",
+        "parser = argparse.ArgumentParser()\nparser.add_argument('path', help='the file to read')\nparser.add_argument('--verbose', action='store_true')\nargs = parser.parse_args(argv)\nprint(args.path)\nreturn 0",
+    ),
+]
+_NOUNS = "config settings values names items words records users numbers lines options rows files".split()
+_ASSERTIONS = [
+    ("upper", "self.assertEqual('foo'.upper(), 'FOO')"),
+    ("lower", "self.assertEqual('FOO'.lower(), 'foo')"),
+    ("isupper", "self.assertTrue('FOO'.isupper())\nself.assertFalse('Foo'.isupper())"),
+    ("islower", "self.assertTrue('foo'.islower())\nself.assertFalse('Foo'.islower())"),
+    ("split", "s = 'hello world'\nself.assertEqual(s.split(), ['hello', 'world'])\nwith self.assertRaises(TypeError):\n    s.split(2)"),
+    ("join", "self.assertEqual(', '.join(['a', 'b']), 'a, b')"),
+    ("strip", "self.assertEqual('  foo '.strip(), 'foo')"),
+    ("replace", "self.assertEqual('foo'.replace('o', '0'), 'f00')"),
+    ("find", "self.assertEqual('hello'.find('l'), 2)\nself.assertEqual('hello'.find('x'), -1)"),
+    ("startswith", "self.assertTrue('hello'.startswith('he'))"),
+    ("empty", "self.assertEqual(len([]), 0)\nself.assertFalse([])"),
+    ("append", "items = [1, 2]\nitems.append(3)\nself.assertEqual(items, [1, 2, 3])"),
+    ("sort", "self.assertEqual(sorted([3, 1, 2]), [1, 2, 3])"),
+    ("sum", "self.assertEqual(sum([1, 2, 3]), 6)"),
+    ("missing_key", "with self.assertRaises(KeyError):\n    {}['missing']"),
+    ("division", "self.assertEqual(7 // 2, 3)\nself.assertRaises(ZeroDivisionError, lambda: 1 / 0)"),
+]  # fmt: skip
+
+
+def _indent(text: str, levels: int = 1) -> str:
+    return "\n".join("    " * levels + line if line else line for line in text.split("\n"))
+
+
+def _function(signature: str, doc: str | None, body: str) -> str:
+    inner = (f'"""{doc}"""\n' if doc else "") + body
+    return f"def {signature}:\n{_indent(inner)}"
+
+
+def program(rng: random.Random) -> str:
+    """A short Python module: a class, or a few functions, or a unit test. Nothing stands in it twice."""
+    kind = rng.random()
+    if kind < 0.4:
+        names, attributes, empty, methods = rng.choice(_CLASSES)
+        name, attribute = rng.choice(names), rng.choice(attributes)
+        doc = rng.choice(
+            [
+                f"A simple {name.lower()}.",
+                f"A {name.lower()} of {rng.choice(_NOUNS)}.",
+                "A last-in, first-out stack."
+                if name == "Stack"
+                else f"Keeps {rng.choice(_NOUNS)}.",
+            ]
+        )
+        chosen = rng.sample(methods, rng.randint(4, 8))
+        parts = [_function("__init__(self)", None, f"self.{attribute} = {empty.format()}")]
+        for signature, method_doc, body in chosen:
+            shown = method_doc if rng.random() < 0.5 else None
+            parts.append(_function(signature, shown, body.format(a=attribute, c=name)))
+        header = "import json\n\n\n" if "json" in "".join(parts) else ""
+        return (
+            f'{header}class {name}:\n    """{doc}"""\n\n' + "\n\n".join(map(_indent, parts)) + "\n"
+        )
+    if kind < 0.75:
+        noun = rng.choice(_NOUNS)
+        parts = []
+        for signature, doc, body in rng.sample(_FUNCTIONS, rng.randint(2, 5)):
+            if rng.random() < 0.25:
+                comments = "\n\nLines that begin with '#' are comments.\n"
+                doc += comments if "'#'" in body else ""
+            parts.append(
+                _function(signature.format(n=noun), doc.format(n=noun), body.format(n=noun))
+            )
+        modules = [m for m in ("argparse", "json") if any(m + "." in part for part in parts)]
+        header = "\n".join(f"import {m}" for m in modules) + "\n\n\n" if modules else ""
+        footer = (
+            "\n\n\nif __name__ == '__main__':\n    main()"
+            if any("def main" in p for p in parts)
+            else ""
+        )
+        return header + "\n\n\n".join(parts) + footer + "\n"
+    subject = rng.choice(["StringMethods", "Lists", "Basics", "Builtins", "Strings", "Methods"])
+    tests = [
+        _function(f"test_{name}(self)", None, body)
+        for name, body in rng.sample(_ASSERTIONS, rng.randint(3, 8))
+    ]
+    footer = "\n\n\nif __name__ == '__main__':\n    unittest.main()" if rng.random() < 0.7 else ""
+    return (
+        f"import unittest\n\n\nclass Test{subject}(unittest.TestCase):\n\n"
+        + "\n\n".join(map(_indent, tests))
+        + footer
+        + "\n"
+    )
+
+
 # kind -> (writer, share of the synthetic characters, ends with an end-of-text token)
 KINDS: dict[str, tuple[Callable[[random.Random], str], float, bool]] = {
-    "cycle": (cycle, 0.26, False),
-    "repeated": (repeated_sentence, 0.10, False),
-    "counting": (counting, 0.12, False),
-    "table": (table, 0.12, True),
+    "cycle": (cycle, 0.18, False),
+    "repeated": (repeated_sentence, 0.07, False),
+    "counting": (counting, 0.08, False),
+    "table": (table, 0.11, True),
     "facts": (facts, 0.12, True),
-    "story": (story, 0.20, True),
-    "prose": (prose, 0.08, True),
+    "story": (story, 0.14, True),
+    "prose": (prose, 0.12, True),
+    "program": (program, 0.18, True),
 }
 
 

@@ -62,7 +62,7 @@ PACKAGES = (
 ).split()
 MAX_PACKAGE_BYTES = 45_000_000  # the transformers sources repeat each other: a part is enough
 # Share of the training windows that each source gives.
-MIX = {"library": 0.42, "packages": 0.15, "tests": 0.09, "prose": 0.14, "synthetic": 0.20}
+MIX = {"library": 0.42, "packages": 0.13, "tests": 0.06, "prose": 0.14, "synthetic": 0.25}
 VOCAB_SIZE = 4096
 END = "<|endoftext|>"
 MTP_WEIGHTS = (1.0, 0.8, 0.6)  # the loss weight of draft step 1, 2, 3

@@ -10,8 +10,8 @@ and SGLang do.
 Its KV cache is of the core's kind with a single layer. The hidden states come with each verdict, at
 no extra forward of the target. Weights: transformers' MtpModel, from the target's own checkpoint.
 
-Source: arXiv 2412.19437. Not covered: checkpoints whose several MTP layers are meant for one draft step each (the first one
-is reused).
+Source: arXiv 2412.19437. Not covered: checkpoints with several MTP layers, meant for one draft step
+each; the first one is reused.
 """
 
 from collections.abc import Sequence

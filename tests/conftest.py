@@ -1,4 +1,135 @@
+"""The core under an importable name, the demo engine, and tiny models of several families."""
+
 import importlib
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
 sys.modules["speculative_decoding"] = importlib.import_module("08_speculative_decoding")
+
+import speculative_decoding as core  # noqa: E402
+
+transformers.logging.set_verbosity_error()
+torch.set_num_threads(1)  # the models here are small: a second thread costs more than it brings
+
+_COMMON = {
+    "vocab_size": 4096,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,  # large enough that the next token depends on the text
+}
+_GROUPED = _COMMON | {"num_key_value_heads": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": _GROUPED,
+    "qwen3": _GROUPED | {"head_dim": 16},
+    "gpt2": {
+        "vocab_size": 4096, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256,
+        "bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.3,
+    },
+    "mistral": _GROUPED | {"sliding_window": 12, "head_dim": 8},
+    "qwen2": _GROUPED | {
+        "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 12,
+        "max_window_layers": 2,
+    },
+    "gemma3_text": _GROUPED | {"num_hidden_layers": 6, "head_dim": 16, "sliding_window": 12},
+    "gpt_neox": _COMMON,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def demo_engine() -> Any:
+    """The embedded target with every drafter."""
+    return core.load_engine(core.Options())
+
+
+@pytest.fixture(scope="session")
+def prompts(demo_engine: Any) -> dict[str, list[int]]:
+    """The demo prompts as token ids."""
+    tokenizer = demo_engine.target.tokenizer
+    return {name: tokenizer(text)["input_ids"] for name, text in core.read_prompts().items()}
+
+
+@pytest.fixture(scope="session")
+def plain(demo_engine: Any) -> Callable[[list[int], int], list[int]]:
+    """Plain decoding on the demo target, remembered."""
+    known: dict[tuple[int, ...], list[int]] = {}
+
+    def decode(prompt: list[int], max_tokens: int) -> list[int]:
+        key = (max_tokens, *prompt)
+        if key not in known:
+            known[key] = core.plain_decode(
+                demo_engine.target, prompt, max_tokens, demo_engine.eos_ids
+            )
+        return known[key]
+
+    return decode
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folders of tiny random models, by family; `family:seed` gives another one."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            family, _, seed = name.partition(":")
+            torch.manual_seed(int(seed or 0))
+            config = transformers.AutoConfig.for_model(family, **FAMILIES[family])
+            folder = tmp_path_factory.mktemp(family)
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+            AutoTokenizer.from_pretrained(ROOT / "demo_models" / "target").save_pretrained(folder)
+            made[name] = folder
+        return made[name]
+
+    return make
+
+
+def run(engine: Any, prompt: list[int], **fields: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """One request to its end: the finished sequence and its events."""
+    events = []
+    for sequence, event in engine.generate(core.Request(prompt, **fields)):  # noqa: B007
+        events.append(event)
+    return sequence, events
+
+
+class ScriptedDrafter(core.Drafter):
+    """Proposes by a function of (tokens so far, limit); what it observes is kept for the test."""
+
+    name = "scripted"
+
+    def __init__(self, script: Callable[[list[int], int], list[int]]) -> None:
+        self.script = script
+        self.verdicts: list[Any] = []
+        self.num_open = 0
+
+    def open(self, prompt: Any, sampling: Any, rng: Any) -> list[int]:
+        self.num_open += 1
+        return list(prompt)
+
+    def propose(self, state: list[int], max_tokens: int) -> Any:
+        return core.Draft(self.script(state, max_tokens))
+
+    def observe(self, state: list[int], verdict: Any) -> None:
+        self.verdicts.append(verdict)
+        super().observe(state, verdict)
+
+    def close(self, state: list[int]) -> None:
+        self.num_open -= 1
+
+
+def scripted_engine(engine: Any, script: Callable[[list[int], int], list[int]]) -> Any:
+    """The engine's target with a scripted drafter of its own."""
+    return core.Engine(engine.target, {"scripted": ScriptedDrafter(script)}, "scripted")

@@ -1,0 +1,207 @@
+"""The command line as a user meets it, and README's commands as a reader would run them."""
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+
+import pytest
+import speculative_decoding as core
+from conftest import ROOT
+
+SCRIPT = "08_speculative_decoding.py"
+
+
+def call(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, SCRIPT, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+    )
+
+
+@pytest.fixture(scope="module")
+def demo():
+    result = call("--demo", "--json", "--max-tokens", "24")
+    assert result.returncode == 0, result.stderr
+    assert "demo prompts" in result.stderr  # progress
+    return json.loads(result.stdout)
+
+
+def test_the_demo_s_document_has_every_prompt_and_drafter(demo):
+    assert list(demo) == ["prompts", "totals", "device", "versions"]
+    assert [p["name"] for p in demo["prompts"]] == list(core.read_prompts())
+    for prompt in demo["prompts"]:
+        standard = prompt["standard"]
+        assert list(standard) == ["target_passes", "tokens_per_pass", "ms", "token_ids", "text"]
+        assert standard["target_passes"] == len(standard["token_ids"]) - 1
+        assert set(prompt["speculative"]) == {"ngram", "draft_model", "mtp"}
+        for run in prompt["speculative"].values():
+            assert set(run) == set(standard) | {
+                "draft_acceptance_rate", "mean_acceptance_length", "num_draft_tokens",
+                "num_accepted_draft_tokens", "identical",
+            }  # fmt: skip
+            assert run["identical"] is True
+            assert run["token_ids"] == standard["token_ids"] and run["text"] == standard["text"]
+            assert run["ms"] > 0
+    assert set(demo["totals"]) == {"standard", "ngram", "draft_model", "mtp"}
+
+
+def test_the_demo_prints_tables_and_marks_where_tokens_came_from():
+    result = call("--demo", "--max-tokens", "12", "--drafter", "ngram")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("identical output: yes") == len(core.read_prompts())
+    for word in ("passes", "tok/pass", "accepted", "rate", "fewer passes", "speed-up", "standard"):
+        assert word in result.stdout
+    assert "[, red, green,]" in result.stdout
+
+
+def test_a_difference_in_output_makes_the_demo_fail(monkeypatch, capsys):
+    """Identity is checked, not assumed: a broken verify must be reported."""
+    monkeypatch.setattr(
+        core, "verify", lambda draft, truth: (len(draft.tokens), [*draft.tokens, 5])
+    )
+    status = core.main(["--demo", "--max-tokens", "12"])
+    assert status == 1
+    assert "identical output: NO" in capsys.readouterr().out
+
+
+def test_a_prompt_is_continued_with_the_origin_of_its_tokens():
+    result = call(
+        "--prompt", "red, green, blue, red, green,", "--max-tokens", "20", "--drafter", "ngram"
+    )
+    assert result.returncode == 0, result.stderr
+    assert "red, green, blue, red, green,{ blue}[, red" in result.stdout
+    assert re.search(
+        r"20 tokens \(length\) · \d+ passes after prefill · \d\.\d\d tokens per pass", result.stdout
+    )
+
+
+def test_a_prompt_may_be_stopped():
+    result = call("--prompt", "1, 2, 3, 4, 5,", "--stop", "9", "--stop", "zz")
+    assert result.returncode == 0
+    assert "(stop)" in result.stdout and "8" in result.stdout and "9," not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "80000"], "must be from 1 to 65535"),
+        (["--port", "zero"], "invalid integer value"),
+        ([], "one of the arguments --demo --prompt --port is required"),
+        (["--demo", "--bogus"], "unrecognized arguments: --bogus"),
+        (["--prompt", "x", "--json"], "--json goes with --demo"),
+        (["--prompt", "x", "--num-speculative-tokens", "0"], "must be from 1 to 16"),
+        (["--prompt", "x", "--num-speculative-tokens", "99"], "must be from 1 to 16"),
+        (["--prompt", "x", "--model", "no/such/folder"], "model folder no/such/folder not found"),
+        (["--prompt", "x", "--model", "tests"], "cannot load tests"),
+        (["--prompt", "x", "--drafter", "zzz"], "unknown drafter 'zzz': choose ngram"),
+        (["--prompt", "x", "--drafter", "zzz.py:A"], "drafter file 'zzz.py' not found"),
+        (["--prompt", "x", "--max-model-len", "99999"], "--max-model-len must be from 2 to 2048"),
+        (["--prompt", "x " * 2100], "leave no room in a context of 2048"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "x", "--prompt-lookup-min", "9"], "prompt_lookup_min (9) must be"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_done_is_one_line_and_exit_2(arguments, message, capsys):
+    try:
+        status = core.main(arguments)
+    except SystemExit as stop:
+        status = stop.code
+    out, err = capsys.readouterr()
+    assert status == 2 and out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert message in err
+
+
+def test_a_taken_port_is_one_line_and_exit_2():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = call("--port", str(port))
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"error: cannot listen on 127.0.0.1:{port}")
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_corrupt_model_is_one_line(tiny_folder, tmp_path, capsys):
+    folder = tmp_path / "corrupt"
+    folder.mkdir()
+    for file in tiny_folder("llama").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert core.main(["--prompt", "x", "--model", str(folder)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_colours_are_used_where_wanted():
+    from serving import terminal
+
+    pieces = [("a b", "accepted"), (" c", "recovered"), (" d", "bonus")]
+    assert terminal.mark(pieces, colour=False) == "[a b]< c>{ d}"
+    coloured = terminal.mark(pieces, colour=True)
+    assert re.sub(r"\033\[\d+m", "", coloured) == "a b c d" and coloured.count("\033[0m") == 3
+
+
+# ------------------------------------------------------------------------------------- README
+
+
+def readme_commands():
+    text = (ROOT / "README.md").read_text("utf-8")
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line]
+
+
+def test_readme_commands_run():
+    """Every command of the script in README; the demo with fewer tokens, to keep the run short."""
+    commands = [c for c in readme_commands() if c.startswith(f"python {SCRIPT}")]
+    assert len(commands) >= 3
+    for command in commands:
+        arguments = shlex.split(command.split(" > ")[0])[2:]
+        if "--port" in arguments:
+            continue  # the server's are in the next test
+        if "--demo" in arguments:
+            arguments += ["--max-tokens", "4"]
+        result = call(*arguments)
+        assert result.returncode == 0, (command, result.stderr)
+
+
+def test_readme_s_curl_examples_are_answered(demo_engine):
+    """README's request bodies go through the app, and its shown answers have the same fields."""
+    from serving.worker import Worker
+
+    worker = Worker(demo_engine.generate)
+    client = core.create_app(demo_engine, core.Options(), worker).test_client()
+    bodies = [c for c in readme_commands() if c.startswith("curl") and "/generate" in c]
+    assert bodies
+    for command in bodies:
+        data = re.search(r"-d '(.*)'", command).group(1)
+        response = client.post("/generate", data=data, content_type="application/json")
+        assert response.status_code == 200, (command, response.text)
+    assert any(c.startswith("curl") and "/health" in c for c in readme_commands())
+    assert client.get("/health").status_code == 200
+    worker.drain(10)
+    assert client.get("/health").status_code == 503
+    refused = client.post("/generate", json={"prompt": "x"})
+    assert refused.status_code == 503 and refused.headers["Retry-After"]
+
+
+def test_readme_s_two_commands_make_their_own_environment():
+    commands = readme_commands()
+    demo, tests = commands[0], commands[1]
+    for command in (demo, tests):
+        assert command.startswith("python3 -m venv .venv && .venv/bin/pip install")
+        assert "-r requirements.txt" in command
+    assert demo.endswith(f".venv/bin/python {SCRIPT} --demo")
+    assert tests.endswith(".venv/bin/python -m pytest")
+    ci = (ROOT / ".ci" / "run").read_text()
+    assert tests in ci, "CI must run README's own test command"

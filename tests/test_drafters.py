@@ -1,0 +1,325 @@
+"""One contract for all drafters, and what is particular to each."""
+
+import random
+import re
+
+import drafters
+import pytest
+import speculative_decoding as core
+import torch
+from conftest import ROOT, run, scripted_engine
+from drafters.ngram import NgramDrafter, NgramIndex
+
+DRAFTERS = ("ngram", "draft_model", "mtp")
+
+
+@pytest.fixture(scope="module", params=DRAFTERS)
+def name(request):
+    return request.param
+
+
+# ---------------------------------------------------------------------------- the contract of all
+
+
+def test_drafts_are_known_ids_and_no_more_than_asked_for(demo_engine, prompts, name):
+    for k in (1, 3, 8):
+        sequence, events = run(
+            demo_engine,
+            prompts["repetitive_colours"],
+            max_tokens=30,
+            drafter=name,
+            num_speculative_tokens=k,
+        )
+        assert sequence.warnings == []
+        assert any(event["proposals"] for event in events)
+        for event in events:
+            assert len(event["proposals"]) <= k
+            assert all(0 <= token < 4096 for token in event["proposals"])
+
+
+def proposals_of_a_fresh_state(engine, drafter, tokens, limit):
+    """What the drafter proposes for `tokens` when it has seen no draft before."""
+    target = engine.target
+    row = target.cache.open_row()
+    state = drafter.open(tokens[:-1], core.Sampling(), None)
+    output = target.forward([row], [tokens[:-1]], [1], want_hidden=drafter.needs_hidden)
+    hidden = output.hidden[0] if drafter.needs_hidden else None
+    drafter.observe(state, core.Verdict(0, 0, tokens[-1:], hidden))
+    proposed = drafter.propose(state, limit).tokens
+    drafter.close(state)
+    target.cache.close_row(row)
+    return proposed
+
+
+def replay_differences(engine, prompt, name, k=4, max_tokens=40):
+    """Cycles in which a used state and a fresh one on the same text propose different tokens."""
+    drafter = engine.drafters[name]
+    compared = differences = 0
+    sequence = engine.open(core.Request(prompt, max_tokens, name, k))
+    while sequence.finish_reason is None:
+        limit = min(k, sequence.remaining - 1)
+        tokens = list(sequence.tokens)
+        event = engine.step([sequence])[0]
+        if event["step"] and limit:
+            fresh = proposals_of_a_fresh_state(engine, drafter, tokens, limit)
+            compared += 1
+            differences += fresh != event["proposals"]
+    engine.close(sequence)
+    assert compared > 5
+    return differences
+
+
+def test_a_rolled_back_state_proposes_like_a_fresh_one(demo_engine, prompts, name):
+    for prompt in ("repetitive_counting", "code_class", "hard_story", "easy_facts"):
+        assert replay_differences(demo_engine, prompts[prompt], name) == 0
+
+
+@pytest.mark.parametrize("name_", ["draft_model", "mtp"])
+def test_the_replay_test_notices_a_missing_rollback(demo_engine, prompts, monkeypatch, name_):
+    """A test of the test above: without truncation in the drafter's cache it must fail."""
+    drafter = demo_engine.drafters[name_]
+    cache = drafter._draft.cache if name_ == "draft_model" else drafter._cache
+    monkeypatch.setattr(cache, "truncate", lambda row, length: None)
+    if name_ == "draft_model":  # its state would also skip tokens: feed as many as were committed
+        with pytest.raises((AssertionError, IndexError)):
+            for prompt in ("code_class", "hard_story"):
+                assert replay_differences(demo_engine, prompts[prompt], name_) == 0
+    else:
+        assert replay_differences(demo_engine, prompts["hard_story"], name_) > 0
+
+
+def test_a_batch_of_states_proposes_like_each_alone(demo_engine, prompts, name):
+    """Unequal texts, unequal limits, one of them 0 while the engine leaves that request out."""
+    drafter, target = demo_engine.drafters[name], demo_engine.target
+    texts = [prompts[p] for p in ("repetitive_letters", "code_function", "hard_prose")]
+    limits = [3, 1, 6]
+    alone = [
+        proposals_of_a_fresh_state(demo_engine, drafter, text, limit)
+        for text, limit in zip(texts, limits, strict=True)
+    ]
+    states = []
+    for text in texts:
+        row = target.cache.open_row()
+        state = drafter.open(text[:-1], core.Sampling(), None)
+        output = target.forward([row], [text[:-1]], [1], want_hidden=drafter.needs_hidden)
+        hidden = output.hidden[0] if drafter.needs_hidden else None
+        drafter.observe(state, core.Verdict(0, 0, text[-1:], hidden))
+        target.cache.close_row(row)
+        states.append(state)
+    together = [draft.tokens for draft in drafter.propose_batch(states, limits)]
+    for state in states:
+        drafter.close(state)
+    assert together == alone
+
+
+def test_every_row_is_given_back(demo_engine, prompts, name):
+    caches = [demo_engine.target.cache]
+    caches += [getattr(demo_engine.drafters["draft_model"], "_draft").cache]  # noqa: B009
+    caches += [demo_engine.drafters["mtp"]._cache]
+    free = [len(cache._free) for cache in caches]
+    generation = demo_engine.generate(core.Request(prompts["code_class"], 30, name))
+    next(generation)
+    next(generation)
+    generation.close()  # the client left
+    run(demo_engine, prompts["code_class"], max_tokens=8, drafter=name)
+    assert [len(cache._free) for cache in caches] == free
+
+
+# ------------------------------------------------------------------------------- faults of drafters
+
+
+def raising(tokens, limit):
+    raise RuntimeError("out of ideas\nand of lines")
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (raising, "out of ideas and of lines"),
+        (lambda tokens, limit: [4096], "proposed 4096"),
+        (lambda tokens, limit: [-1], "proposed -1"),
+        (lambda tokens, limit: ["a"], "proposed 'a'"),
+        (lambda tokens, limit: [5] * (limit + 1), "tokens proposed"),
+        (lambda tokens, limit: None, "NoneType"),
+    ],
+)
+def test_a_drafter_that_fails_costs_its_request_the_speculation_never_the_answer(
+    demo_engine, prompts, plain, script, reason
+):
+    engine = scripted_engine(demo_engine, script)
+    sequence, _ = run(engine, prompts["easy_json"], max_tokens=20, drafter="scripted")
+    assert sequence.output == plain(prompts["easy_json"], 20)
+    assert len(sequence.warnings) == 1 and reason in sequence.warnings[0]
+    assert engine.num_drafter_failures == 1
+    assert engine.drafters["scripted"].num_open == 0
+
+
+@pytest.mark.parametrize("method", ["open", "observe", "close"])
+def test_a_drafter_may_fail_anywhere(demo_engine, prompts, plain, monkeypatch, method):
+    engine = scripted_engine(demo_engine, lambda tokens, limit: tokens[-limit:])
+
+    def fail(*args):
+        raise KeyError(method)
+
+    monkeypatch.setattr(engine.drafters["scripted"], method, fail)
+    sequence, _ = run(engine, prompts["easy_json"], max_tokens=20, drafter="scripted")
+    assert sequence.output == plain(prompts["easy_json"], 20)
+    assert method in sequence.warnings[0]
+
+
+# --------------------------------------------------------------------------------------- n-gram
+
+
+def brute_force(tokens, smallest, largest, limit):
+    """The longest suffix that stands earlier too, its latest place, read on into itself."""
+    for size in range(min(largest, len(tokens)), smallest - 1, -1):
+        for start in range(len(tokens) - 1, size - 1, -1):
+            if tokens[start - size : start] == tokens[-size:]:
+                grown = list(tokens)
+                for i in range(limit):
+                    grown.append(grown[start + i])
+                return grown[len(tokens) :]
+    return []
+
+
+def test_the_index_agrees_with_a_brute_force_search():
+    chance = random.Random(0)
+    for _ in range(300):
+        smallest = chance.randint(1, 3)
+        largest = smallest + chance.randint(0, 3)
+        index, tokens = NgramIndex(smallest, largest), []
+        for _ in range(chance.randint(1, 12)):
+            new = [chance.randrange(4) for _ in range(chance.randint(1, 5))]
+            tokens += new
+            index.extend(new)
+            limit = chance.randint(1, 8)
+            expected = brute_force(tokens, smallest, largest, limit)
+            assert index.continuation(limit) == expected
+
+
+def test_a_draft_reads_on_into_itself_in_periodic_text():
+    index = NgramIndex(1, 3)
+    index.extend([1, 2, 3, 1, 2])
+    assert index.continuation(7) == [3, 1, 2, 3, 1, 2, 3]
+
+
+def test_a_lookup_does_not_slow_down_with_the_text():
+    """Work, not time: at 100 times the text a lookup reads no more of it."""
+
+    class Counting(list):
+        reads = 0
+
+        def __getitem__(self, item):
+            Counting.reads += 1
+            return super().__getitem__(item)
+
+    counts = []
+    for length in (1_000, 100_000):
+        index = NgramIndex(2, 4)
+        chance = random.Random(1)
+        index.extend([chance.randrange(50) for _ in range(length)])
+        index.tokens = Counting(index.tokens)
+        Counting.reads = 0
+        for _ in range(20):
+            index.continuation(8)
+        counts.append(Counting.reads)
+    assert counts[1] <= counts[0] + 20 * 3
+
+
+def test_impossible_lookup_sizes_are_refused():
+    with pytest.raises(ValueError, match=r"prompt_lookup_min \(3\) must be at least 1 and at most"):
+        NgramDrafter(prompt_lookup_max=2, prompt_lookup_min=3)
+
+
+# ------------------------------------------------------------------------------ loading and fitting
+
+
+def context(engine):
+    return drafters.Context(engine.target, None, 8)
+
+
+def test_an_unknown_name_is_told_the_choices(demo_engine):
+    with pytest.raises(ValueError, match="choose ngram, draft_model, mtp or file.py:Class"):
+        drafters.load("telepathy", context(demo_engine))
+
+
+@pytest.mark.parametrize(
+    ("text", "name_", "message"),
+    [
+        (None, "nowhere.py:Mine", "not found"),
+        ("x = 1\n", "mine.py:Mine", "has no Drafter class 'Mine'"),
+        ("class Mine: pass\n", "mine.py:Mine", "has no Drafter class 'Mine'"),
+        ("def broken(:\n", "mine.py:Mine", "failed to load"),
+    ],
+)
+def test_a_drafter_file_that_will_not_do_is_one_clear_line(
+    demo_engine, tmp_path, monkeypatch, text, name_, message
+):
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        drafters.load(name_, context(demo_engine))
+
+
+def test_the_readme_s_own_drafter_loads_by_path_and_is_lossless(
+    demo_engine, prompts, plain, tmp_path
+):
+    readme = (ROOT / "README.md").read_text("utf-8")
+    source = re.search(r"```python\n(.*?class \w+\(Drafter\).*?)```", readme, re.DOTALL).group(1)
+    assert len(source.strip().splitlines()) <= 16
+    (tmp_path / "mine.py").write_text(source)
+    class_name = re.search(r"class (\w+)\(Drafter\)", source).group(1)
+    own = drafters.load(f"{tmp_path}/mine.py:{class_name}", context(demo_engine))
+    engine = core.Engine(demo_engine.target, {own.name: own}, own.name)
+    sequence, _ = run(engine, prompts["repetitive_colours"], max_tokens=40, drafter=own.name)
+    assert sequence.output == plain(prompts["repetitive_colours"], 40)
+    assert sequence.warnings == []
+    assert sequence.statistics.num_accepted_draft_tokens > 10
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused_at_start(demo_engine, tiny_folder):
+    folder = tiny_folder("llama:7")
+    tokenizer = core.load_model(str(folder), core.Options()).tokenizer
+    tokenizer.add_tokens(["<another>"])
+    tokenizer.save_pretrained(folder)
+    options = core.Options(draft_model=str(folder))
+    with pytest.raises(core.StartError, match="different tokenizers: give a --draft-model of the"):
+        core.load_engine(options)
+
+
+def test_a_target_without_an_mtp_head_is_refused_at_start(tiny_folder):
+    options = core.Options(model=str(tiny_folder("qwen3")), drafter="mtp")
+    with pytest.raises(core.StartError, match="has no MTP head .* use --drafter ngram"):
+        core.load_engine(options)
+
+
+def test_a_draft_model_shorter_than_the_target_s_context_is_refused(tiny_folder):
+    options = core.Options(draft_model=str(tiny_folder("llama:2")))
+    with pytest.raises(core.StartError, match="give --max-model-len 256 or less"):
+        core.load_engine(options)
+
+
+def test_the_mtp_head_is_the_one_that_transformers_loads(demo_engine):
+    """Position by position: our recursion's first draft equals MtpModel.forward's."""
+    from transformers.modeling_layers import MtpModel
+
+    target = demo_engine.target
+    ids = target.tokenizer("def main(argv):\n    parser =")["input_ids"]
+    drafter = demo_engine.drafters["mtp"]
+    ours = proposals_of_a_fresh_state(demo_engine, drafter, ids, 1)
+    head = MtpModel.from_pretrained(target.model)
+    with torch.inference_mode():
+        hidden = target.model.model(torch.tensor([ids[:-1]])).last_hidden_state
+        embeds = head.embed_tokens(torch.tensor([ids[1:]]))
+        positions = torch.arange(1, len(ids))[None]
+        mask = torch.full((len(ids) - 1,) * 2, float("-inf")).triu(1)[None, None]
+        output = head.layers[0](
+            embeds,
+            hidden,
+            position_embeddings=head.rotary_emb(embeds, positions, layer_type="full_attention"),
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=None,
+        )
+        assert ours == [int(head.shared_head(output)[0, -1].argmax())]

@@ -1,0 +1,256 @@
+"""Speculation changes nothing but the time: greedy output equals plain decoding, always."""
+
+import pytest
+import speculative_decoding as core
+import torch
+from conftest import FAMILIES, run, scripted_engine
+
+DRAFTERS = ("ngram", "draft_model", "mtp")
+NAMES = tuple(core.read_prompts())
+LENGTH = 48
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_greedy_output_equals_plain_decoding(demo_engine, prompts, plain, drafter, name, k):
+    sequence, _ = run(
+        demo_engine,
+        prompts[name],
+        max_tokens=LENGTH,
+        drafter=drafter,
+        num_speculative_tokens=k,
+    )
+    assert sequence.output == plain(prompts[name], LENGTH)
+    assert sequence.warnings == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plain_decoding_equals_transformers_generate(demo_engine, prompts, plain, name):
+    ids = torch.tensor([prompts[name]])
+    output = demo_engine.target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=LENGTH, do_sample=False
+    )
+    assert output[0, ids.shape[1] :].tolist() == plain(prompts[name], LENGTH)
+
+
+def test_requests_in_one_batch_with_their_own_drafters_equal_each_alone(
+    demo_engine, prompts, plain
+):
+    names = ("repetitive_colours", "code_class", "hard_story", "easy_facts", "code_function")
+    drafters = (*DRAFTERS, None, "mtp")
+    sequences = [
+        demo_engine.open(core.Request(prompts[n], LENGTH, drafter=d, num_speculative_tokens=2 + i))
+        for i, (n, d) in enumerate(zip(names, drafters, strict=True))
+    ]
+    running = sequences[:3]
+    late = sequences[3:]
+    while running:
+        demo_engine.step(running)
+        if late:  # the others join while these are decoding
+            running.append(late.pop())
+        running = [s for s in running if s.finish_reason is None]
+    for name, sequence in zip(names, sequences, strict=True):
+        demo_engine.close(sequence)
+        assert sequence.output == plain(prompts[name], LENGTH)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_causal_model_is_lossless_with_every_fitting_drafter(family, drafter, tiny_folder):
+    options = core.Options(
+        model=str(tiny_folder(family)),
+        draft_model=str(tiny_folder("llama:1")),
+        drafter=drafter,
+        prompt_lookup_min=1,
+    )
+    engine = core.load_engine(options)
+    assert "mtp" not in engine.drafters
+    for prompt in ([5, 6, 7, 5, 6, 7, 5], list(range(20, 60))):
+        expected = engine.target.model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=40,
+            do_sample=False,
+        )[0, len(prompt) :].tolist()
+        sequence, _ = run(engine, prompt, max_tokens=40, drafter=drafter)
+        assert sequence.output == expected
+
+
+def test_one_verify_of_k_plus_1_tokens_gives_the_tokens_of_k_plus_1_single_steps(
+    demo_engine, prompts, plain
+):
+    target, prompt = demo_engine.target, prompts["code_class"]
+    expected = plain(prompt, 9)
+    row = target.cache.open_row()
+    target.forward([row], [prompt], [1])
+    logits = target.forward([row], [expected[:8]], [8]).logits[0]
+    assert logits.argmax(-1).tolist() == expected[1:]
+    target.cache.close_row(row)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_the_kv_cache_advances_by_what_was_emitted_not_by_what_was_proposed(
+    demo_engine, prompts, drafter
+):
+    lengths = demo_engine.target.cache.lengths
+    request = core.Request(prompts["easy_table"], 40, drafter, 4)
+    cached, total = 0, len(request.prompt)
+    for sequence, event in demo_engine.generate(request):
+        total += event["emitted_count"]
+        assert lengths[sequence.row] == len(sequence.tokens) - 1 == total - 1
+        if event["step"]:
+            assert lengths[sequence.row] - cached == event["emitted_count"]
+        cached = lengths[sequence.row]
+
+
+def test_a_perfect_drafter_is_accepted_entirely(prompts):
+    """The target drafts for itself: every token of every draft is accepted."""
+    model = core.Options().model
+    engine = core.load_engine(core.Options(draft_model=model, drafter="draft_model"))
+    for name in ("code_function", "hard_story"):
+        sequence, _ = run(engine, prompts[name], max_tokens=61, drafter="draft_model")
+        statistics = sequence.statistics
+        assert statistics.draft_acceptance_rate == 1.0
+        assert statistics.num_recovered_tokens == 0
+        if sequence.finish_reason == "length":  # 1 by prefill, then 6 a pass
+            assert statistics.target_passes == 10
+
+
+def test_a_hostile_drafter_is_refused_and_changes_nothing(demo_engine, prompts, plain):
+    random = torch.Generator().manual_seed(0)
+    engine = scripted_engine(
+        demo_engine, lambda _, n: torch.randint(0, 4096, (n,), generator=random).tolist()
+    )
+    drafted = accepted = 0
+    for prompt in prompts.values():
+        sequence, _ = run(engine, prompt, max_tokens=24, drafter="scripted")
+        assert sequence.output == plain(prompt, 24)
+        drafted += sequence.statistics.num_draft_tokens
+        accepted += sequence.statistics.num_accepted_draft_tokens
+    assert drafted > 500 and accepted / drafted < 0.02
+
+
+def test_a_drafter_that_proposes_nothing_is_plain_decoding(demo_engine, prompts, plain):
+    engine = scripted_engine(demo_engine, lambda tokens, n: [])
+    sequence, events = run(engine, prompts["hard_prose"], max_tokens=20, drafter="scripted")
+    assert sequence.output == plain(prompts["hard_prose"], 20)
+    assert sequence.statistics.target_passes == 19
+    assert sequence.statistics.draft_acceptance_rate is None
+    assert all(event["proposals"] == [] for event in events)
+
+
+def oracle(prompt, truth, wrong_at=None):
+    """A script that knows the right continuation; its draft is wrong from `wrong_at` on."""
+
+    def script(tokens, limit):
+        done = len(tokens) - len(prompt)
+        draft = truth[done : done + limit]
+        if wrong_at is not None and len(draft) > wrong_at:
+            draft[wrong_at] = (draft[wrong_at] + 1) % 4096
+        return draft
+
+    return script
+
+
+def test_cycles_with_a_draft_alternate_with_empty_ones(demo_engine, prompts, plain):
+    prompt = prompts["code_class"]
+    truth = plain(prompt, 40)
+    full = oracle(prompt, truth)
+    calls = []
+
+    def script(tokens, limit):
+        calls.append(len(tokens))
+        return full(tokens, limit) if len(calls) % 2 else []
+
+    engine = scripted_engine(demo_engine, script)
+    sequence, events = run(engine, prompt, max_tokens=40, drafter="scripted")
+    assert sequence.output == truth
+    assert {0, 5} <= {len(event["proposals"]) for event in events[1:]}
+
+
+@pytest.mark.parametrize("wrong_at", [0, 1, 2, 3, 4, None])
+def test_exactly_the_prefix_before_the_first_wrong_token_is_kept(
+    demo_engine, prompts, plain, wrong_at
+):
+    prompt = prompts["hard_story"]
+    truth = plain(prompt, 30)
+    engine = scripted_engine(demo_engine, oracle(prompt, truth, wrong_at))
+    sequence, events = run(engine, prompt, max_tokens=30, drafter="scripted")
+    assert sequence.output == truth
+    for event in events[1:]:
+        if len(event["proposals"]) == 5:
+            assert event["accepted_count"] == (5 if wrong_at is None else wrong_at)
+            kinds = [token["kind"] for token in event["tokens"]]
+            last = "bonus" if wrong_at is None else "recovered"
+            assert kinds == ["accepted"] * event["accepted_count"] + [last]
+
+
+@pytest.mark.parametrize("offset", range(7))
+def test_end_of_text_is_cut_at_every_offset_of_a_block(demo_engine, prompts, plain, offset):
+    """The token at `offset` behind the prefill's is declared the end of text."""
+    position = 1 + offset
+    prompt, truth = next(
+        (prompt, truth)
+        for prompt in prompts.values()
+        if (truth := plain(prompt, 30))[position] not in truth[:position]
+    )
+    engine = scripted_engine(demo_engine, oracle(prompt, truth))
+    engine.eos_ids = {truth[position]}
+    sequence, events = run(engine, prompt, max_tokens=30, drafter="scripted")
+    assert sequence.output == truth[: position + 1]
+    assert sequence.finish_reason == "stop"
+    assert sum(event["emitted_count"] for event in events) == position + 1
+    statistics = sequence.statistics
+    assert statistics.completion_tokens == position + 1
+    assert statistics.draft_acceptance_rate == 1.0  # what lies behind the end was not judged
+    assert sum(statistics.acceptance_histogram) == statistics.num_spec_steps
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 14))
+def test_max_tokens_inside_a_block_is_met_exactly(demo_engine, prompts, plain, max_tokens):
+    prompt = prompts["repetitive_sentence"]
+    for drafter in DRAFTERS:
+        sequence, _ = run(demo_engine, prompt, max_tokens=max_tokens, drafter=drafter)
+        assert sequence.output == plain(prompt, 13)[:max_tokens]
+        assert sequence.finish_reason == "length"
+        assert sequence.statistics.completion_tokens == max_tokens
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_generation_ends_exactly_at_the_context_limit(drafter):
+    engine = core.load_engine(core.Options(max_model_len=64))
+    prompt = engine.target.tokenizer("red, green, blue, " * 8)["input_ids"][:50]
+    sequence, _ = run(engine, prompt, max_tokens=1000, drafter=drafter)
+    assert sequence.finish_reason == "length"
+    assert len(sequence.tokens) == 64
+    expected = core.plain_decode(engine.target, prompt, 14, engine.eos_ids)
+    assert sequence.output == expected
+
+
+def test_drafts_of_any_length_are_judged_alike():
+    for truth, draft, accepted in [
+        ([7], [], 0),
+        ([7, 8], [7], 1),
+        ([7, 8], [6], 0),
+        ([7, 8, 9], [7, 9], 1),
+        ([7, 7, 7], [7, 7], 2),
+    ]:
+        count, tokens = core.verify(core.Draft(draft), truth)
+        assert count == accepted
+        assert tokens == truth[: accepted + 1]
+
+
+# Measured on the embedded models (K = 5, 96 tokens); the ranges leave room for another machine's
+# rounding, not for a broken drafter.
+EXPECTED_ACCEPTANCE = {
+    ("ngram", "repetitive_colours"): (0.9, 1.0),
+    ("ngram", "repetitive_sentence"): (0.9, 1.0),
+}
+
+
+@pytest.mark.parametrize(("drafter", "name"), EXPECTED_ACCEPTANCE)
+def test_acceptance_is_in_the_expected_range(demo_engine, prompts, drafter, name):
+    sequence, _ = run(demo_engine, prompts[name], max_tokens=96, drafter=drafter)
+    low, high = EXPECTED_ACCEPTANCE[drafter, name]
+    assert low <= sequence.statistics.draft_acceptance_rate <= high

@@ -1,0 +1,344 @@
+"""The HTTP contract, against the real server process on a real socket."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from conftest import ROOT
+
+SCRIPT = "08_speculative_decoding.py"
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(*arguments):
+    """The server as a process, ready to answer: (process, port)."""
+    port = free_port()
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, "--port", str(port), *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    line = process.stdout.readline()
+    assert "serving on" in line, line + process.stdout.read()
+    return process, port
+
+
+@pytest.fixture(scope="module")
+def port():
+    process, port = start()
+    with process:
+        yield port
+        process.terminate()
+        assert process.wait(40) == 0
+        assert "Traceback" not in process.stdout.read()
+
+
+def call(port, method, path, body=None, headers=None):
+    """(status, headers, body) of one request; a dict goes out as JSON."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    if isinstance(body, dict):
+        body = json.dumps(body)
+    headers = {"Content-Type": "application/json"} if headers is None else headers
+    connection.request(method, path, body, headers)
+    response = connection.getresponse()
+    data = response.read()
+    connection.close()
+    return response.status, response.headers, data
+
+
+def generate(port, **fields):
+    status, _, data = call(port, "POST", "/generate", fields)
+    return status, json.loads(data)
+
+
+COLOURS = "red, green, blue, red, green,"
+
+
+def test_generate_answers_by_the_contract(port):
+    status, body = generate(port, prompt=COLOURS, max_tokens=30, drafter="ngram", trace=True)
+    assert status == 200
+    assert list(body) == [
+        "text", "token_ids", "finish_reason", "warnings", "usage", "metrics", "timings", "trace",
+    ]  # fmt: skip
+    assert body["finish_reason"] == "length" and body["warnings"] == []
+    assert body["text"].startswith(" blue, red, green, blue,")
+    usage = body["usage"]
+    assert usage["completion_tokens"] == len(body["token_ids"]) == 30
+    assert usage["total_tokens"] == usage["prompt_tokens"] + 30
+    metrics = body["metrics"]["speculative_decoding"]
+    assert metrics["drafter"] == "ngram" and metrics["num_spec_tokens"] == 5
+    assert len(metrics["acceptance_histogram"]) == 6
+    assert sum(metrics["acceptance_histogram"]) == metrics["num_spec_steps"]
+    drafted, accepted = metrics["num_draft_tokens"], metrics["num_accepted_draft_tokens"]
+    assert metrics["draft_acceptance_rate"] == pytest.approx(accepted / drafted, abs=1e-4)
+    length = 1 + accepted / metrics["num_spec_steps"]
+    assert metrics["mean_acceptance_length"] == pytest.approx(length, abs=1e-4)
+    assert metrics["tokens_per_pass"] == pytest.approx(29 / metrics["target_passes"], abs=1e-4)
+    timings = body["timings"]
+    assert timings["predicted_n"] == 30 and timings["draft_n"] == drafted
+    assert timings["draft_n_accepted"] == accepted
+    parts = timings["draft_ms"] + timings["verify_ms"] + timings["other_ms"]
+    assert timings["predicted_ms"] == pytest.approx(parts, abs=0.01)
+    assert len(body["trace"]) == metrics["target_passes"] + 1
+    for step, event in enumerate(body["trace"]):
+        assert event["step"] == step
+        assert len(event["target_argmax"]) == len(event["proposals"]) + 1
+        assert event["emitted_count"] == len(event["tokens"])
+        kinds = [token["kind"] for token in event["tokens"]]
+        assert kinds.count("accepted") == event["accepted_count"]
+    ids = [token["id"] for event in body["trace"] for token in event["tokens"]]
+    assert ids == body["token_ids"]
+
+
+def test_speculation_on_or_off_and_every_drafter_give_the_same_tokens(port):
+    _, off = generate(port, prompt="class Queue:\n", max_tokens=40, speculative=False)
+    assert off["metrics"]["speculative_decoding"]["drafter"] == "none"
+    assert off["metrics"]["speculative_decoding"]["tokens_per_pass"] == 1.0
+    for fields in [
+        {"drafter": "ngram"},
+        {"drafter": "draft_model", "num_speculative_tokens": 2},
+        {"drafter": "mtp", "num_speculative_tokens": 8},
+        {"num_speculative_tokens": 0},
+        {"temperature": 0, "top_p": 1.0, "top_k": -1, "seed": 3, "stop": None},
+    ]:
+        status, on = generate(port, prompt="class Queue:\n", max_tokens=40, **fields)
+        assert status == 200
+        assert on["token_ids"] == off["token_ids"] and on["text"] == off["text"]
+
+
+def events_of(data):
+    lines = [line for line in data.decode().split("\n\n") if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+@pytest.mark.parametrize("stop", [None, "15"])
+def test_a_stream_gives_an_event_per_cycle_then_the_answer_then_done(port, stop):
+    fields = {"prompt": "1, 2, 3, 4, 5,", "max_tokens": 40, "drafter": "ngram", "stop": stop}
+    _, plain = generate(port, **fields)
+    status, headers, data = call(port, "POST", "/generate", fields | {"stream": True})
+    assert status == 200 and headers["Content-Type"].startswith("text/event-stream")
+    *cycles, last = events_of(data)
+    assert [cycle["step"] for cycle in cycles] == list(range(len(cycles)))
+    assert "".join(cycle["text"] for cycle in cycles) == last["text"] == plain["text"]
+    assert last["token_ids"] == plain["token_ids"]
+    assert last["finish_reason"] == plain["finish_reason"]
+    assert last["metrics"] == plain["metrics"]
+
+
+def test_health_counts_what_was_generated(port):
+    before = json.loads(call(port, "GET", "/health")[2])
+    _, answer = generate(port, prompt=COLOURS, max_tokens=20, drafter="ngram")
+    status, _, data = call(port, "GET", "/health")
+    after = json.loads(data)
+    assert status == 200 and after["status"] == "ok"
+    mine = answer["metrics"]["speculative_decoding"]
+    for scope in (lambda h: h["speculative_decoding"],
+                  lambda h: h["speculative_decoding"]["per_drafter"]["ngram"]):  # fmt: skip
+        for name in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"):
+            assert scope(after)[name] - scope(before)[name] == mine[name]
+    assert after["num_requests_running"] == after["num_requests_waiting"] == 0
+    assert after["kv_cache_usage_perc"] == 0
+    assert {"model", "drafter", "uptime_s", "warnings"} <= after.keys()
+    block = after["speculative_decoding"]
+    assert 0 < block["recent_acceptance_rate"] <= 1
+    assert block["acceptance_rate_per_position"][0] <= 1
+    assert block["formulas"]["draft_acceptance_rate"] == "accepted / drafted"
+
+
+def test_concurrent_requests_all_answer_with_their_own_text(port):
+    prompts = [COLOURS, "1, 2, 3, 4, 5,", "def main():\n", "Once upon a time", "import os\n"] * 3
+    alone = {p: generate(port, prompt=p, max_tokens=24)[1]["token_ids"] for p in set(prompts)}
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(lambda p: generate(port, prompt=p, max_tokens=24), prompts))
+    for prompt, (status, body) in zip(prompts, answers, strict=True):
+        assert status == 200
+        assert body["token_ids"] == alone[prompt]
+
+
+GOOD = {"prompt": "x = 1", "max_tokens": 2}
+BAD_FIELDS = [
+    ({"prompt": None}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [4096]}, "prompt"),
+    ({"prompt": "\ud800"}, "prompt"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": 10**9}, "max_tokens"),
+    ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
+    ({"num_speculative_tokens": 1000}, "num_speculative_tokens"),
+    ({"num_speculative_tokens": "4"}, "num_speculative_tokens"),
+    ({"drafter": "zzz"}, "drafter"),
+    ({"drafter": 3}, "drafter"),
+    ({"speculative": "yes"}, "speculative"),
+    ({"stop": ""}, "stop"),
+    ({"stop": 5}, "stop"),
+    ({"stop": ["a"] * 20}, "stop"),
+    ({"stop": ["a", ""]}, "stop"),
+    ({"stream": "maybe"}, "stream"),
+    ({"trace": 1}, "trace"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": 0.7}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 0.9}, "top_p"),
+    ({"top_k": -5}, "top_k"),
+    ({"top_k": 40}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"min_p": 0.1}, "min_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1.1}, "repetition_penalty"),
+    ({"seed": "a"}, "seed"),
+    ({"seed": 2**70}, "seed"),
+    ({"logprobs": 999}, "logprobs"),
+    ({"logprobs": 2}, "logprobs"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD_FIELDS, ids=str)
+def test_a_bad_field_is_refused_by_name(port, fields, param):
+    status, body = generate(port, **(GOOD | fields))
+    assert status == 400
+    assert list(body) == ["error"] and list(body["error"]) == ["message", "type", "param", "code"]
+    assert body["error"]["param"] == param
+    assert param in body["error"]["message"] or param == "prompt"
+
+
+def test_fields_of_later_versions_say_that_they_are_not_supported_yet(port):
+    _, body = generate(port, **GOOD, temperature=0.7)
+    assert "not supported yet" in body["error"]["message"]
+
+
+def test_an_unknown_drafter_is_told_the_choices(port):
+    _, body = generate(port, **GOOD, drafter="zzz")
+    assert "draft_model, mtp, ngram" in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status"),
+    [
+        (b"{", None, 400),
+        (b"", None, 400),
+        (b"[1]", None, 400),
+        (b"3", None, 400),
+        (b'"text"', None, 400),
+        (b'{"prompt": "a", "max_tokens": NaN}', None, 400),
+        (b'{"prompt": "a", "temperature": Infinity}', None, 400),
+        (b"[" * 100_000, None, 400),
+        (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", None, 400),
+        (b'{"prompt": "\xff"}', None, 400),
+        (b'{"prompt": "a"}', {"Content-Type": "text/plain"}, 415),
+        (b'{"prompt": "' + b"a" * (2 << 20) + b'"}', None, 413),
+    ],
+    ids=lambda value: str(value)[:24],
+)
+def test_a_bad_body_is_a_json_error_and_the_server_goes_on(port, body, headers, status):
+    got, answer_headers, data = call(port, "POST", "/generate", body, headers)
+    assert got == status
+    assert answer_headers["Content-Type"] == "application/json"
+    assert json.loads(data)["error"]["message"]
+    assert b"Traceback" not in data
+    assert generate(port, **GOOD)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/nope", 404), ("GET", "/generate", 405)]
+)
+def test_a_wrong_path_or_method_is_a_json_error(port, method, path, status):
+    got, headers, data = call(port, method, path)
+    assert got == status and headers["Content-Type"] == "application/json"
+    assert json.loads(data)["error"]["type"] == "invalid_request_error"
+
+
+def test_a_prompt_beyond_the_context_is_refused_naming_both_numbers(port):
+    status, body = generate(port, prompt=[5] * 2048)
+    assert status == 400 and body["error"]["param"] == "prompt"
+    assert re.search(r"2048 tokens .* context of 2048", body["error"]["message"])
+
+
+def test_max_tokens_beyond_the_context_is_clamped(port):
+    status, body = generate(port, prompt=[5] * 2040, max_tokens=100, speculative=False)
+    assert status == 200 and body["finish_reason"] in ("length", "stop")
+    assert body["usage"]["total_tokens"] <= 2048
+
+
+def test_null_means_the_default_and_nul_is_text(port):
+    status, body = generate(port, prompt="a\0b", max_tokens=None)
+    assert status == 200 and 0 < body["usage"]["completion_tokens"] <= 128
+
+
+def test_an_unknown_field_is_named_in_the_warnings(port):
+    status, body = generate(port, **GOOD, n_predict=7)
+    assert status == 200
+    assert body["warnings"] == ["unknown field 'n_predict' was ignored"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_the_server(port, stream):
+    """Its request would run for 2 000 tokens; the next one is answered long before that."""
+    with socket.create_connection(("127.0.0.1", port)) as leaver:
+        body = json.dumps(
+            {"prompt": "x", "max_tokens": 2000, "stream": stream, "speculative": False}
+        )
+        leaver.sendall(
+            f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        if stream:
+            leaver.recv(100)
+        else:
+            while not json.loads(call(port, "GET", "/health")[2])["num_requests_running"]:
+                pass
+    emitted = lambda: json.loads(call(port, "GET", "/health")[2])["speculative_decoding"]  # noqa: E731
+    before = emitted()["num_bonus_tokens"]
+    status, _ = generate(port, **GOOD)
+    assert status == 200
+    assert emitted()["num_bonus_tokens"] - before < 1500
+
+
+def test_a_full_queue_answers_429_with_retry_after():
+    process, port = start("--max-queued", "1")
+    with process:
+        with ThreadPoolExecutor(8) as pool:
+            fields = {"prompt": "x", "max_tokens": 60, "speculative": False}
+            answers = list(pool.map(lambda _: call(port, "POST", "/generate", fields), range(8)))
+        statuses = [status for status, _, _ in answers]
+        assert set(statuses) == {200, 429}
+        refused = next(headers for status, headers, _ in answers if status == 429)
+        assert refused["Retry-After"] == "1"
+        process.kill()
+
+
+def test_sigterm_finishes_what_is_running_and_exits_0():
+    process, port = start()
+    with process, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(generate, port, prompt="x", max_tokens=150, speculative=False)
+        while not json.loads(call(port, "GET", "/health")[2])["num_requests_running"]:
+            pass
+        process.send_signal(signal.SIGTERM)
+        status, body = answer.result()
+        assert status == 200 and body["usage"]["completion_tokens"] == 150
+        assert process.wait(40) == 0
