@@ -3,11 +3,12 @@
 import random
 import re
 
-import drafters
 import pytest
 import speculative_decoding as core
 import torch
 from conftest import ROOT, run, scripted_engine
+
+import drafters
 from drafters.ngram import NgramDrafter, NgramIndex
 
 DRAFTERS = ("ngram", "draft_model", "mtp")

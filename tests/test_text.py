@@ -3,6 +3,7 @@
 import pytest
 import speculative_decoding as core
 from conftest import run, scripted_engine
+
 from serving.text import TextStream
 
 
