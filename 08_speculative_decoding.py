@@ -29,6 +29,7 @@ hybrid (recurrent) targets.
 import argparse
 import json
 import platform
+import re
 import sys
 import time
 from collections import deque
@@ -38,12 +39,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import huggingface_hub
 import torch
 import transformers
 from flask import Flask, Response, request
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 import drafters
@@ -51,10 +53,16 @@ from drafters import Context, Draft, Drafter, Sampling, Verdict
 from serving import terminal
 from serving.answers import PLAIN, answer, health, public, sse
 from serving.http import listen, register_errors
-from serving.parsing import MAX_SPECULATIVE_TOKENS, RequestError, parse_fields, parse_json
+from serving.parsing import (
+    MAX_SPECULATIVE_TOKENS,
+    SAMPLING_FIELDS,
+    RequestError,
+    parse_fields,
+    parse_json,
+)
 from serving.statistics import Statistics, ratio
 from serving.text import TextStream
-from serving.worker import Job, Worker
+from serving.worker import WAITING, Job, Worker
 
 HERE = Path(__file__).resolve().parent
 
@@ -298,7 +306,7 @@ def verify(draft: Draft, target_argmax: list[int]) -> tuple[int, list[int]]:
 # ----------------------------------------------------------------------------------- request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Request:
     """One generation. Without a drafter, or with 0 speculative tokens, it is plain decoding."""
 
@@ -342,7 +350,8 @@ class Sequence:
             elif kept == self.remaining:
                 self.finish_reason = "length"
             if self.finish_reason:
-                self.text.finish()
+                if self.text.finish():  # the last bytes completed a stop string
+                    self.finish_reason = "stop"
                 return kept
         return len(tokens)
 
@@ -379,8 +388,8 @@ class Engine:
         """Admit a request, max_tokens clamped to the context. Raises ValueError for its prompt."""
         self.check_prompt(request.prompt)
         room = self.target.max_length - len(request.prompt)
-        request = replace(request, max_tokens=min(request.max_tokens, room))
         wanted = request.drafter if request.num_speculative_tokens else None
+        request = replace(request, max_tokens=min(request.max_tokens, room), drafter=wanted)
         drafter = self.drafters[wanted] if wanted else None
         row = self.target.cache.open_row()
         sequence = Sequence(request, row, self.target.tokenizer, drafter)
@@ -396,7 +405,9 @@ class Engine:
         """Give cache row and drafter state back; every opened sequence comes here once."""
         self.target.cache.close_row(sequence.row)
         self._close_drafter(sequence)
-        self.totals[sequence.request.drafter or PLAIN].add(sequence.statistics)
+        # A new object each time: /health reads whole sums from another thread.
+        name = sequence.request.drafter or PLAIN
+        self.totals[name] = self.totals[name] + sequence.statistics
 
     def generate(self, request: Request) -> Iterator[tuple[Sequence, dict[str, Any]]]:
         """Run one request, yielding (sequence, event) cycle by cycle. Leaving early is fine."""
@@ -447,17 +458,24 @@ class Engine:
         for drafter, group in groups.items():
             limits = [min(s.request.num_speculative_tokens, s.remaining - 1) for s in group]
             try:
-                proposed = drafter.propose_batch([s.state for s in group], limits)
-                for s, draft, limit in zip(group, proposed, limits, strict=True):
-                    self._check_draft(draft, limit)
-                    drafts[id(s)] = draft
+                proposed = list(drafter.propose_batch([s.state for s in group], limits))
+                if len(proposed) != len(group):
+                    raise ValueError(f"{len(proposed)} drafts for {len(group)} requests")
             except Exception as error:
                 for s in group:
-                    drafts[id(s)] = Draft()
+                    self._lose_drafter(s, drafter.name, error)
+                continue
+            for s, draft, limit in zip(group, proposed, limits, strict=True):
+                try:
+                    self._check_draft(draft, limit)
+                    drafts[id(s)] = draft
+                except Exception as error:
                     self._lose_drafter(s, drafter.name, error)
         return [drafts[id(s)] for s in sequences]
 
     def _check_draft(self, draft: Draft, limit: int) -> None:
+        if not isinstance(draft.tokens, list):
+            raise TypeError(f"proposed a {type(draft.tokens).__name__}, not a list of tokens")
         if len(draft.tokens) > limit:
             raise ValueError(f"{len(draft.tokens)} tokens proposed, {limit} asked for")
         for token in draft.tokens:
@@ -479,7 +497,8 @@ class Engine:
         # A cut among the accepted drafts shortens the draft as well: the rest was not judged.
         judged = len(draft.tokens) if kept == len(tokens) else kept
         s.statistics.record(judged, kinds[:kept])
-        self.recent.append((judged, min(accepted, kept)))
+        if judged:
+            self.recent.append((judged, min(accepted, kept)))
         event = {
             "step": s.num_steps,
             "proposals": draft.tokens,
@@ -491,7 +510,9 @@ class Engine:
         }
         s.num_steps += 1
         if s.drafter and s.finish_reason is None:
-            cached = None if hidden is None else hidden[: len(hidden) - refused]
+            cached = None
+            if hidden is not None and s.drafter.needs_hidden:
+                cached = hidden[: len(hidden) - refused]
             verdict = Verdict(len(draft.tokens), accepted, tokens, cached)
             try:
                 s.drafter.observe(s.state, verdict)
@@ -518,11 +539,11 @@ class Engine:
 # ---------------------------------------------------------------------------- plain decoding
 
 
-def plain_decode(target: CachedModel, prompt: list[int], max_tokens: int, eos_ids: set[int]):
-    """The target alone, one token a pass: what speculation must reproduce, and its baseline.
-
-    Returns the output's token ids.
-    """
+def plain_decode(
+    target: CachedModel, prompt: list[int], max_tokens: int, eos_ids: set[int]
+) -> list[int]:
+    """The target alone, one token a pass: what speculation must reproduce, and its baseline."""
+    max_tokens = min(max_tokens, target.max_length - len(prompt))
     row = target.cache.open_row()
     try:
         tokens = [int(target.forward([row], [prompt], [1]).logits[0].argmax())]
@@ -547,10 +568,10 @@ class Options:
     model: str = str(HERE / "demo_models" / "target")
     draft_model: str | None = None  # beside the embedded target: the embedded draft
     drafter: str | None = None  # the first of DEFAULT_DRAFTERS that fits the target
-    num_speculative_tokens: int = 5
+    num_speculative_tokens: int = Request.num_speculative_tokens
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
-    max_tokens: int = 128
+    max_tokens: int = Request.max_tokens
     max_running: int = 8
     max_queued: int = 64
     max_model_len: int | None = None  # the model's context, at most LONGEST_DEFAULT
@@ -560,7 +581,11 @@ class Options:
 
 DEFAULT_DRAFTERS = ("mtp", "ngram")
 LONGEST_DEFAULT = 8192  # a cache for 128k tokens is for those who ask for it
-ALIBI = {"bloom", "falcon", "mpt"}  # their position bias cannot be given as a 4-D mask
+
+
+def is_embedded(name: str) -> bool:
+    """Whether `name` is the target that comes with this repository, however it is spelt."""
+    return Path(name).resolve() == (HERE / "demo_models" / "target").resolve()
 
 
 def load_model(name: str, options: Options) -> CachedModel:
@@ -568,12 +593,15 @@ def load_model(name: str, options: Options) -> CachedModel:
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = options.dtype
     # In bf16 a verify of K + 1 rows and a step of one row round apart, so near-ties may flip.
-    dtype = "float32" if options.dtype == "auto" and device == "cpu" else options.dtype
-    is_hub_id = name.count("/") == 1 and not name.startswith((".", "/", "~"))
+    if dtype == "auto" and (device == "cpu" or is_embedded(options.model)):
+        dtype = "float32"
+    is_hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
     if not Path(name).exists() and not is_hub_id:
         raise StartError(f"model folder {name} not found")
     try:
+        AutoConfig.from_pretrained(name)  # first: a wrong id fails here, after one small file
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
     except Exception as error:  # a broken folder raises any of a dozen kinds
@@ -581,8 +609,9 @@ def load_model(name: str, options: Options) -> CachedModel:
     config = model.config.get_text_config()
     if model._is_stateful:
         raise StartError(f"{name} ({config.model_type}) has recurrent layers, not supported yet")
-    if config.model_type in ALIBI or model.config.is_encoder_decoder:
-        raise StartError(f"{name} ({config.model_type}): ALiBi and encoders are not supported")
+    # ALiBi's position bias cannot be given as a 4-D mask.
+    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        raise StartError(f"{name} ({config.model_type}) uses ALiBi, which is not supported")
     longest = getattr(config, "max_position_embeddings", None) or LONGEST_DEFAULT
     length = options.max_model_len or min(longest, LONGEST_DEFAULT)
     if not 2 <= length <= longest:
@@ -594,7 +623,7 @@ def load_engine(options: Options) -> Engine:
     """Load the target and every drafter that fits. Raises StartError if one asked for does not."""
     target = load_model(options.model, options)
     draft_name = options.draft_model
-    if draft_name is None and options.model == Options().model:
+    if draft_name is None and is_embedded(options.model):
         draft_name = str(HERE / "demo_models" / "draft")
     draft = load_model(draft_name, options) if draft_name else None
     context = Context(
@@ -610,6 +639,8 @@ def load_engine(options: Options) -> Engine:
             if name in asked:
                 raise StartError(str(error)) from error
             continue  # this target has no MTP head, say
+        if drafter.name in loaded or drafter.name == PLAIN:
+            raise StartError(f"{name}: the name {drafter.name!r} is taken, give it another")
         loaded[drafter.name] = drafter
         if name == options.drafter:
             default = drafter.name
@@ -631,8 +662,6 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
         "max_tokens": options.max_tokens,
         "num_speculative_tokens": options.num_speculative_tokens,
         "drafter": engine.default_drafter,
-        "speculative": True,
-        "stop": (),
         "stream": False,
         "trace": False,
     }
@@ -653,26 +682,33 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
             return Response(stream_events(job, trace, notes), mimetype="text/event-stream")
         client_left = request.environ.get("waitress.client_disconnected", lambda: False)
         events = []
-        for sequence, event in job:
-            events.append(public(event))
-            job.cancelled = job.cancelled or client_left()
-            finished = sequence
+        for item in job:
+            if item is not WAITING:
+                finished, event = item
+                events.append(public(event))
+            if client_left():
+                job.cancel()
+        if job.cancelled:
+            return Response(status=499)  # nobody reads it
         return answer(finished, notes, events if trace else None)
 
     def stream_events(job: Job, trace: bool, notes: list[str]) -> Iterator[str]:
         events = []
         try:
-            for sequence, event in job:
+            for item in job:
+                if item is WAITING:
+                    yield ": ping\n\n"  # a client that has left is noticed by writing to it
+                    continue
+                finished, event = item
                 events.append(public(event))
                 shown = events[-1] if trace else {"step": event["step"], "tokens": event["tokens"]}
                 yield sse(shown | {"text": "".join(text for text, _ in event["pieces"])})
-                finished = sequence
             yield sse(answer(finished, notes, events if trace else None))
         except Exception as error:  # the status line is out: an event is all that can be said
             app.logger.exception("the engine failed")
             yield sse(RequestError(f"the engine failed: {error}", status=500).body())
         finally:
-            job.cancelled = True  # the client may have left
+            job.cancel()  # the client may have left
         yield "data: [DONE]\n\n"
 
     @app.get("/health")
@@ -708,6 +744,7 @@ def read_prompts() -> dict[str, str]:
 def compare(engine: Engine, prompt: list[int], options: Options, repeats: int) -> dict[str, Any]:
     """One prompt by standard decoding and by each drafter, in turn; times are medians."""
     times: dict[str, list[float]] = {name: [] for name in [PLAIN, *engine.drafters]}
+    identical = dict.fromkeys(engine.drafters, True)
     sequences: dict[str, Sequence] = {}
     for _ in range(repeats):
         for name, measured in times.items():
@@ -719,10 +756,16 @@ def compare(engine: Engine, prompt: list[int], options: Options, repeats: int) -
                 *_, (sequences[name], _) = engine.generate(
                     Request(prompt, options.max_tokens, name, k)
                 )
+                identical[name] &= sequences[name].output == ids
             measured.append((time.perf_counter() - began) * 1e3)
     ms = {name: round(median(measured), 2) for name, measured in times.items()}
     text = engine.target.tokenizer.decode(ids, skip_special_tokens=True)
-    standard = {"target_passes": len(ids) - 1, "tokens_per_pass": 1.0, "ms": ms[PLAIN]}
+    passes = len(ids) - 1
+    standard = {
+        "target_passes": passes,
+        "tokens_per_pass": ratio(len(ids) - 1, passes),
+        "ms": ms[PLAIN],
+    }
     result = {"standard": standard | {"token_ids": ids, "text": text}, "speculative": {}}
     for name, s in sequences.items():
         result["speculative"][name] = {
@@ -735,7 +778,8 @@ def compare(engine: Engine, prompt: list[int], options: Options, repeats: int) -
             "mean_acceptance_length": s.statistics.mean_acceptance_length,
             "num_draft_tokens": s.statistics.num_draft_tokens,
             "num_accepted_draft_tokens": s.statistics.num_accepted_draft_tokens,
-            "identical": s.output == ids,
+            "identical": identical[name],
+            "warnings": s.warnings,
             "pieces": s.text.stretches(),
         }
     return result
@@ -800,10 +844,7 @@ def between(low: int, high: int) -> Any:
 
 def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namespace, Options]:
     """The command line, and the options in it."""
-    parser = Parser(
-        description=__doc__.splitlines()[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = Parser(description=__doc__.splitlines()[0])
     count = between(1, 1_000_000)
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument(
@@ -812,10 +853,11 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     action.add_argument("--prompt", help="one generation, streamed to the terminal")
     action.add_argument("--port", type=between(1, 65535), help="serve HTTP")
     parser.add_argument("--json", action="store_true", help="with --demo: one JSON document")
-    parser.add_argument("--host", default="127.0.0.1", help="the address to serve on")
-    parser.add_argument(
-        "--stop", action="append", default=[], help="with --prompt: end before this"
-    )
+    parser.add_argument("--host", default="127.0.0.1", help="to serve on (default: %(default)s)")
+    parser.add_argument("--stop", action="append", help="with --prompt: end before this text")
+    for name in SAMPLING_FIELDS:
+        kind = int if name in ("top_k", "seed") else float
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help="not supported yet")
     model = {"metavar": "DIR_OR_HUB_ID"}
     for name, details in {
         "model": model | {"help": "the target"},
@@ -825,24 +867,42 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
         "prompt_lookup_max": {"type": count, "help": "longest suffix that ngram looks up"},
         "prompt_lookup_min": {"type": count, "help": "shortest suffix that ngram looks up"},
         "max_tokens": {"type": count, "help": "tokens to generate, where a request does not say"},
-        "max_running": {"type": count, "help": "rows of the KV cache"},
-        "max_queued": {"type": count, "help": "requests that may wait"},
+        "max_running": {"type": between(1, 256), "help": "rows of the KV cache"},
+        "max_queued": {"type": between(1, 1000), "help": "requests that may wait"},
         "max_model_len": {"type": count, "help": "context length"},
         "dtype": {"choices": ["auto", "float32", "bfloat16"], "help": "auto: float32 on a CPU"},
         "device": {"help": "auto, cpu, cuda, …"},
     }.items():
         default = getattr(Options(), name)
+        if default is not None:
+            details["help"] += " (default: %(default)s)"
         parser.add_argument(f"--{name.replace('_', '-')}", default=default, **details)
     given = parser.parse_args(arguments)
     if given.json and not given.demo:
         parser.error("--json goes with --demo")
+    if given.stop and given.prompt is None:
+        parser.error("--stop goes with --prompt (requests have a field for it)")
     return given, Options(**{field.name: getattr(given, field.name) for field in fields(Options)})
+
+
+def prompt_request(engine: Engine, given: argparse.Namespace, options: Options) -> Request:
+    """The request that --prompt and its companions make. Raises what a server would refuse."""
+    body = {name: getattr(given, name) for name in ("prompt", "stop", *SAMPLING_FIELDS)}
+    defaults = {
+        "max_tokens": options.max_tokens,
+        "num_speculative_tokens": options.num_speculative_tokens,
+        "drafter": engine.default_drafter,
+    }
+    wanted, _ = parse_fields(body, engine.target.tokenizer, engine.drafters, defaults)
+    engine.check_prompt(wanted["prompt"])
+    return Request(**wanted)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns 0, 1 if outputs differed, 2 if it could not be carried out."""
     given, options = parse_arguments(arguments)
     transformers.logging.set_verbosity_error()
+    huggingface_hub.logging.set_verbosity_error()
     if not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
     try:
@@ -850,10 +910,7 @@ def main(arguments: list[str] | None = None) -> int:
         if given.port:
             listen(create_app(engine, options), given.host, given.port, options)
         elif given.prompt is not None:
-            ids = engine.target.tokenizer(given.prompt)["input_ids"]
-            engine.check_prompt(ids)
-            k, stop = options.num_speculative_tokens, tuple(given.stop)
-            show_prompt(engine, Request(ids, options.max_tokens, engine.default_drafter, k, stop))
+            show_prompt(engine, prompt_request(engine, given, options))
         else:
             document = run_demo(engine, options)
             if given.json:
@@ -863,7 +920,7 @@ def main(arguments: list[str] | None = None) -> int:
             else:
                 terminal.print_demo(document, engine.default_drafter, terminal.has_colour())
             return 0 if all(total["identical"] for total in document["totals"].values()) else 1
-    except (StartError, ValueError, OSError) as error:
+    except (StartError, RequestError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

@@ -538,6 +538,8 @@ def main() -> None:
         help="torch.compile: 1.3x",
     )
     args = parser.parse_args()
+    if args.smoke and args.out == Path(__file__).parent:
+        parser.error("--smoke goes with --out: it would replace the trained models")
     size = SMOKE if args.smoke else FULL
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import sys
 from pathlib import Path
 
 from .base import Context, Draft, Drafter, Sampling, Verdict
@@ -30,7 +31,12 @@ def load(name: str, context: Context) -> Drafter:
         drafter_class = getattr(importlib.import_module(module), attribute)
     else:
         raise ValueError(f"unknown drafter {name!r}: choose {', '.join(NAMES)} or file.py:Class")
-    return drafter_class.build(context)
+    try:
+        return drafter_class.build(context)
+    except ValueError:
+        raise
+    except Exception as error:  # a drafter of one's own may fail in any way
+        raise ValueError(f"drafter {name} failed to start: {error}") from error
 
 
 def _class_from_file(name: str) -> type[Drafter]:
@@ -42,6 +48,7 @@ def _class_from_file(name: str) -> type[Drafter]:
     if spec is None or spec.loader is None:
         raise ValueError(f"drafter file {path_text!r} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -49,6 +56,6 @@ def _class_from_file(name: str) -> type[Drafter]:
     found = getattr(module, attribute, None)
     if not (isinstance(found, type) and issubclass(found, Drafter)):
         raise ValueError(f"{path_text!r} has no Drafter class {attribute!r}")
-    if not isinstance(getattr(found, "name", None), str):
+    if "name" not in vars(found):  # an inherited name is another drafter's
         found.name = attribute
     return found

@@ -63,8 +63,8 @@ class MtpHeadDrafter(Drafter):
             text.mtp_layer_types = ["full_attention"] * count
         try:
             head = MtpModel.from_pretrained(model)
-        except (RuntimeError, ValueError, OSError) as error:
-            reason = str(error).splitlines()[0]
+        except Exception as error:  # a family that registers no MTP weights fails in its own way
+            reason = " ".join(str(error).split())[:200]
             raise ValueError(
                 f"the MTP head of {context.target.name} could not be loaded: {reason}"
             ) from error
@@ -89,10 +89,10 @@ class MtpHeadDrafter(Drafter):
             for b, i in enumerate(active):
                 drafts[i].append(tokens[b])
                 pairs[i] = (outputs[b], [tokens[b]])
-        for state, length, limit in zip(states, known, max_tokens, strict=True):
-            if limit:  # the true pairs are cached now; the recursive rows behind them go
-                self._cache.truncate(state.row, length)
-                state.hidden, state.tokens = [], []
+        for state, length in zip(states, known, strict=True):
+            # The true pairs are cached now; the recursive rows behind them go.
+            self._cache.truncate(state.row, length)
+            state.hidden, state.tokens = [], []
         return [Draft(tokens) for tokens in drafts]
 
     def _forward(self, rows: list[int], pairs: list[tuple[Tensor, list[int]]]) -> Tensor:

@@ -47,13 +47,12 @@ def sse(data: dict[str, Any]) -> str:
 
 def health(engine: Any, worker: Worker, num_spec_tokens: int, uptime_s: float) -> dict[str, Any]:
     """The body of GET /health: state, load, and acceptance over the server's life."""
-    total = Statistics()
-    for statistics in engine.totals.values():
-        total.add(statistics)
+    totals = dict(engine.totals)
+    total = sum(totals.values(), Statistics())
     recent = list(engine.recent)
     cache = engine.target.cache
     per_drafter = {
-        name: s.counters(num_spec_tokens) | s.per_position() for name, s in engine.totals.items()
+        name: s.counters(num_spec_tokens) | s.per_position() for name, s in totals.items()
     }
     return {
         "status": "ok" if worker.alive and not worker.draining else "unavailable",

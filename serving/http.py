@@ -24,9 +24,11 @@ def register_errors(app: Flask) -> None:
         return error.body(), error.status, retry
 
     @app.errorhandler(HTTPException)
-    def refuse_http(error: HTTPException) -> tuple[dict[str, Any], int]:
+    def refuse_http(error: HTTPException) -> tuple[dict[str, Any], int, dict[str, str]]:
         status = error.code or 500
-        return RequestError(error.description or error.name, status=status).body(), status
+        allowed = getattr(error, "valid_methods", None)
+        body = RequestError(error.description or error.name, status=status).body()
+        return body, status, {"Allow": ", ".join(allowed)} if allowed else {}
 
     @app.errorhandler(Exception)
     def fail(error: Exception) -> tuple[dict[str, Any], int]:
@@ -47,6 +49,8 @@ def listen(app: Flask, host: str, port: int, options: Any) -> None:
             # More threads than requests can run and wait, so that /health always finds one.
             threads=options.max_running + options.max_queued + 8,
             channel_request_lookahead=1,  # notices a client that leaves
+            # Flask refuses from 1 MiB on, in JSON; this bounds what is read before it can.
+            max_request_body_size=64 << 20,
             channel_timeout=30,
             cleanup_interval=5,
             connection_limit=1000,
@@ -60,6 +64,8 @@ def listen(app: Flask, host: str, port: int, options: Any) -> None:
         time.sleep(0.2)  # the last answers leave
         os.kill(os.getpid(), signal.SIGINT)  # ends server.run()
 
+    # A shell starts background jobs with SIGINT ignored: without this they could not end.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=drain, daemon=True).start())
     print(f"serving on http://{host}:{port} (POST /generate, GET /health)", flush=True)
     server.run()

@@ -116,6 +116,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logprobs": (False, 0),
 }
 _OTHERS = {"prompt", "drafter"}
+SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
 def parse_fields(
@@ -134,13 +135,14 @@ def parse_fields(
     for name, neutral in _NEUTRAL.items():
         if name in given and given[name] not in neutral:
             raise RequestError(
-                f"{name} = {given[name]} is not supported yet: decoding is greedy", param=name
+                f"{name} = {given[name]} is not supported yet (decoding is greedy)", param=name
             )
     fields = defaults | {
         name: given[name] for name in _CHECKS if name in given and name not in _NEUTRAL
     }
     fields["prompt"] = _prompt(given.get("prompt"), tokenizer)
-    fields["stop"] = (fields["stop"],) if isinstance(fields["stop"], str) else tuple(fields["stop"])
+    stop = given.get("stop", ())
+    fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     if "drafter" in given:
         if not isinstance(given["drafter"], str) or given["drafter"] not in drafters:
             choices = ", ".join(sorted(drafters)) or "none is loaded"
@@ -148,7 +150,7 @@ def parse_fields(
                 f"unknown drafter {given['drafter']!r}; choose: {choices}", param="drafter"
             )
         fields["drafter"] = given["drafter"]
-    if not fields.pop("speculative"):
+    if not fields.pop("speculative", True):
         fields["drafter"] = None
     fields.pop("seed", None)  # greedy output is the same for every seed
     unknown = sorted(set(body) - _CHECKS.keys() - _OTHERS)

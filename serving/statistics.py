@@ -71,13 +71,17 @@ class Statistics:
             self.verify_ms += verify_ms
             self.other_ms += other_ms
 
-    def add(self, other: "Statistics") -> None:
-        """Sum another's counters and times into these."""
-        for name, value in vars(other).items():
-            if isinstance(value, list):
-                _add(getattr(self, name), value)
+    def __add__(self, other: "Statistics") -> "Statistics":
+        """The sum of both, as a new object."""
+        total = Statistics()
+        for name, mine in vars(self).items():
+            theirs = getattr(other, name)
+            if isinstance(mine, list):
+                _add(getattr(total, name), mine)
+                _add(getattr(total, name), theirs)
             else:
-                setattr(self, name, getattr(self, name) + value)
+                setattr(total, name, mine + theirs)
+        return total
 
     @property
     def completion_tokens(self) -> int:

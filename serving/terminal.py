@@ -78,6 +78,9 @@ def print_demo(document: dict[str, Any], shown: str, colour: bool) -> None:
                     f"{ms / run['ms']:.2f}×",
                 )
             )
+        for name, run in result["speculative"].items():
+            for warning in run["warnings"]:
+                print(f"{name}: {warning}")
         same = all(run["identical"] for run in result["speculative"].values())
         print(f"identical output: {'yes' if same else 'NO'}        text as {shown} wrote it:\n")
         print(result["prompt"] + mark(result["speculative"][shown]["pieces"], colour))

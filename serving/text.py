@@ -51,12 +51,14 @@ class TextStream:
         self._marks.append((len(self.text), kind))
         return bool(cuts)
 
-    def finish(self) -> None:
+    def finish(self) -> bool:
         """No more tokens will come: what bytes are left become text, as the tokenizer has them."""
-        if self._read < len(self._tokens):
-            rest = self._decode(self._tokens[self._start :])
-            self._append(rest[len(self._decode(self._tokens[self._start : self._read])) :], "bonus")
-            self._start = self._read = len(self._tokens)
+        if self._read == len(self._tokens):
+            return False
+        rest = self._decode(self._tokens[self._start :])
+        new = rest[len(self._decode(self._tokens[self._start : self._read])) :]
+        self._start = self._read = len(self._tokens)
+        return self._append(new, "bonus")
 
     def release(self, final: bool = False) -> list[tuple[str, str]]:
         """The text that may be shown now and was not before, as (text, kind) stretches.

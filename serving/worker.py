@@ -2,19 +2,22 @@
 
     handler thread                       worker thread
     submit(request) ── queue ──────────→ generate(request), one job after the other
-    for item in job: ← events ────────── (sequence, event) per cycle, then the end or an error
+    for item in job: ← items ─────────── (sequence, event) per cycle, then the end or an error
 
 Not covered yet: several requests in one batch; a deadline per request.
 """
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from .parsing import RequestError
 
+WAITING = object()  # what a job yields while nothing happens
 _END = object()
+_POLL_S = 0.25
 
 
 class Job:
@@ -22,17 +25,29 @@ class Job:
 
     def __init__(self, request: Any) -> None:
         self.request = request
-        self.cancelled = (
-            False  # set by a handler whose client has gone; the worker then stops at the next cycle
-        )
+        self.cancelled = False
         self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
+    def cancel(self) -> None:
+        """The client has gone: stop at the next cycle, or do not start."""
+        self.cancelled = True
+
     def put(self, item: Any) -> None:
+        """Hand an item, or the error that ends the job, to whoever iterates."""
         self._items.put(item)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the worker's items; re-raises its error, if one ended the job."""
-        while (item := self._items.get()) is not _END:
+        """The worker's items, and WAITING every 0.25 s without one; re-raises its error.
+
+        Ends at once when the job is cancelled.
+        """
+        while not self.cancelled:
+            try:
+                item = self._items.get(timeout=_POLL_S)
+            except queue.Empty:
+                item = WAITING
+            if item is _END:
+                return
             if isinstance(item, Exception):
                 raise item
             yield item
@@ -43,10 +58,9 @@ class Worker:
 
     def __init__(self, generate: Callable[[Any], Iterator[Any]], max_queued: int = 64) -> None:
         self._generate = generate
-        self._jobs: queue.Queue[Job | None] = queue.Queue()
-        self._lock = threading.Lock()
+        self._waiting: deque[Job] = deque()
+        self._changed = threading.Condition()
         self.max_queued = max_queued
-        self.num_waiting = 0
         self.num_running = 0
         self.draining = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -56,34 +70,47 @@ class Worker:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
+    @property
+    def num_waiting(self) -> int:
+        with self._changed:
+            return sum(not job.cancelled for job in self._waiting)
+
     def submit(self, request: Any) -> Job:
-        """Queue a request. Raises RequestError: 429 if the queue is full, 503 if shutting down."""
-        with self._lock:
-            if self.draining or not self.alive:
+        """Queue a request. Raises RequestError: 429 if the queue is full, 503 without engine."""
+        with self._changed:
+            if self.draining:
                 raise RequestError("the server is shutting down", status=503, code="unavailable")
-            if self.num_waiting >= self.max_queued:
+            if not self.alive:
+                raise RequestError("the engine has stopped", status=503, code="unavailable")
+            waiting = sum(not job.cancelled for job in self._waiting)
+            if waiting >= self.max_queued:
                 raise RequestError(
-                    f"{self.num_waiting} requests are waiting already",
-                    status=429,
-                    code="queue_full",
+                    f"{waiting} requests wait already", status=429, code="queue_full"
                 )
-            self.num_waiting += 1
             job = Job(request)
-            self._jobs.put(job)
+            self._waiting.append(job)
+            self._changed.notify()
         return job
 
     def drain(self, timeout_s: float) -> None:
         """Take nothing new, finish what was taken and stop; wait for that at most `timeout_s`."""
-        with self._lock:
+        with self._changed:
             self.draining = True
-            self._jobs.put(None)
+            self._changed.notify()
         self._thread.join(timeout_s)
 
+    def _next(self) -> Job | None:
+        """The next job, or None when draining is done."""
+        with self._changed:
+            while not self._waiting:
+                if self.draining:
+                    return None
+                self._changed.wait()
+            self.num_running = 1
+            return self._waiting.popleft()
+
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            with self._lock:
-                self.num_waiting -= 1
-                self.num_running = 1
+        while (job := self._next()) is not None:
             try:
                 self._run_one(job)
             except Exception as error:

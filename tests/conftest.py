@@ -1,6 +1,7 @@
 """The core under an importable name, the demo engine, and tiny models of several families."""
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ordinary run is on the CPU, in fp32
 ROOT = Path(__file__).resolve().parent.parent
 sys.modules["speculative_decoding"] = importlib.import_module("08_speculative_decoding")
 

@@ -45,7 +45,7 @@ def test_the_demo_s_document_has_every_prompt_and_drafter(demo):
         for run in prompt["speculative"].values():
             assert set(run) == set(standard) | {
                 "draft_acceptance_rate", "mean_acceptance_length", "num_draft_tokens",
-                "num_accepted_draft_tokens", "identical",
+                "num_accepted_draft_tokens", "identical", "warnings",
             }  # fmt: skip
             assert run["identical"] is True
             assert run["token_ids"] == standard["token_ids"] and run["text"] == standard["text"]
@@ -83,6 +83,17 @@ def test_a_prompt_is_continued_with_the_origin_of_its_tokens():
     )
 
 
+def test_the_embedded_target_is_recognised_however_it_is_spelt(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    engine = core.load_engine(core.Options(model="demo_models/target"))
+    assert set(engine.drafters) == {"ngram", "draft_model", "mtp"}
+
+
+def test_neutral_sampling_options_are_accepted():
+    result = call("--prompt", "x", "--temperature", "0", "--seed", "3", "--max-tokens", "2")
+    assert result.returncode == 0, result.stderr
+
+
 def test_a_prompt_may_be_stopped():
     result = call("--prompt", "1, 2, 3, 4, 5,", "--stop", "9", "--stop", "zz")
     assert result.returncode == 0
@@ -105,7 +116,11 @@ def test_a_prompt_may_be_stopped():
         (["--prompt", "x", "--drafter", "zzz.py:A"], "drafter file 'zzz.py' not found"),
         (["--prompt", "x", "--max-model-len", "99999"], "--max-model-len must be from 2 to 2048"),
         (["--prompt", "x " * 2100], "leave no room in a context of 2048"),
-        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", ""], "prompt must be a non-empty string"),
+        (["--prompt", "\udcff"], "lone surrogate"),
+        (["--prompt", "x", "--stop", ""], "stop must be a non-empty string"),
+        (["--demo", "--stop", "x"], "--stop goes with --prompt"),
+        (["--prompt", "x", "--temperature", "0.7"], "temperature = 0.7 is not supported yet"),
         (["--prompt", "x", "--prompt-lookup-min", "9"], "prompt_lookup_min (9) must be"),
     ],
     ids=str,

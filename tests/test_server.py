@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -46,6 +47,13 @@ def port():
         process.terminate()
         assert process.wait(40) == 0
         assert "Traceback" not in process.stdout.read()
+
+
+def wait_until_running(port):
+    """Until the server says that a request is running; fails after 20 s."""
+    deadline = time.monotonic() + 20
+    while not json.loads(call(port, "GET", "/health")[2])["num_requests_running"]:
+        assert time.monotonic() < deadline
 
 
 def call(port, method, path, body=None, headers=None):
@@ -296,13 +304,14 @@ def test_an_unknown_field_is_named_in_the_warnings(port):
     assert body["warnings"] == ["unknown field 'n_predict' was ignored"]
 
 
+ENDLESS = {"prompt": "1, 2, 3, 4, 5,", "speculative": False}  # counts on and on
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_the_server(port, stream):
     """Its request would run for 2 000 tokens; the next one is answered long before that."""
     with socket.create_connection(("127.0.0.1", port)) as leaver:
-        body = json.dumps(
-            {"prompt": "x", "max_tokens": 2000, "stream": stream, "speculative": False}
-        )
+        body = json.dumps(ENDLESS | {"max_tokens": 2000, "stream": stream})
         leaver.sendall(
             f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
@@ -310,8 +319,7 @@ def test_a_client_that_leaves_frees_the_server(port, stream):
         if stream:
             leaver.recv(100)
         else:
-            while not json.loads(call(port, "GET", "/health")[2])["num_requests_running"]:
-                pass
+            wait_until_running(port)
     emitted = lambda: json.loads(call(port, "GET", "/health")[2])["speculative_decoding"]  # noqa: E731
     before = emitted()["num_bonus_tokens"]
     status, _ = generate(port, **GOOD)
@@ -323,7 +331,7 @@ def test_a_full_queue_answers_429_with_retry_after():
     process, port = start("--max-queued", "1")
     with process:
         with ThreadPoolExecutor(8) as pool:
-            fields = {"prompt": "x", "max_tokens": 60, "speculative": False}
+            fields = ENDLESS | {"max_tokens": 60}
             answers = list(pool.map(lambda _: call(port, "POST", "/generate", fields), range(8)))
         statuses = [status for status, _, _ in answers]
         assert set(statuses) == {200, 429}
@@ -335,10 +343,45 @@ def test_a_full_queue_answers_429_with_retry_after():
 def test_sigterm_finishes_what_is_running_and_exits_0():
     process, port = start()
     with process, ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(generate, port, prompt="x", max_tokens=150, speculative=False)
-        while not json.loads(call(port, "GET", "/health")[2])["num_requests_running"]:
-            pass
+        answer = pool.submit(generate, port, **ENDLESS, max_tokens=150)
+        wait_until_running(port)
         process.send_signal(signal.SIGTERM)
         status, body = answer.result()
         assert status == 200 and body["usage"]["completion_tokens"] == 150
         assert process.wait(40) == 0
+
+
+def test_sigterm_ends_a_server_that_was_started_in_the_background_of_a_shell():
+    """Such a shell has SIGINT ignored in its jobs."""
+    ignore = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process, _ = start()
+    finally:
+        signal.signal(signal.SIGINT, ignore)
+    with process:
+        process.terminate()
+        assert process.wait(40) == 0
+
+
+def test_queued_clients_that_leave_give_their_place_up():
+    process, port = start("--max-queued", "2")
+    with process:
+        body = json.dumps(ENDLESS | {"max_tokens": 1500})
+        head = "POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n{body}"
+        clients = []
+        for _ in range(3):
+            clients.append(socket.create_connection(("127.0.0.1", port)))
+            clients[-1].sendall(head.encode())
+            wait_until_running(port)
+        waiting = lambda: json.loads(call(port, "GET", "/health")[2])["num_requests_waiting"]  # noqa: E731
+        deadline = time.monotonic() + 20
+        while waiting() != 2:
+            assert time.monotonic() < deadline
+        for client in clients[1:]:
+            client.close()
+        while waiting():
+            assert time.monotonic() < deadline
+        clients[0].close()
+        assert generate(port, **GOOD)[0] == 200
+        process.kill()
