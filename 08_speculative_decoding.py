@@ -57,6 +57,7 @@ from serving.parsing import (
     MAX_SPECULATIVE_TOKENS,
     SAMPLING_FIELDS,
     RequestError,
+    check_fields,
     parse_fields,
     parse_json,
 )
@@ -821,37 +822,16 @@ def run_demo(engine: Engine, options: Options) -> dict[str, Any]:
 # ------------------------------------------------------------------------------ command line
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
-
-    def error(self, message: str) -> Any:
-        print(f"error: {message}", file=sys.stderr)
-        raise SystemExit(2)
-
-
-def between(low: int, high: int) -> Any:
-    """An argparse type: an integer from low to high."""
-
-    def parse(text: str) -> int:
-        value = int(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be from {low} to {high}, not {value}")
-        return value
-
-    parse.__name__ = "integer"  # argparse names the type in its error
-    return parse
-
-
 def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namespace, Options]:
     """The command line, and the options in it."""
-    parser = Parser(description=__doc__.splitlines()[0])
-    count = between(1, 1_000_000)
+    parser = terminal.Parser(description=__doc__.splitlines()[0])
+    count = terminal.between(1, 1_000_000)
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument(
         "--demo", action="store_true", help="standard decoding against each drafter"
     )
     action.add_argument("--prompt", help="one generation, streamed to the terminal")
-    action.add_argument("--port", type=between(1, 65535), help="serve HTTP")
+    action.add_argument("--port", type=terminal.between(1, 65535), help="serve HTTP")
     parser.add_argument("--json", action="store_true", help="with --demo: one JSON document")
     parser.add_argument("--host", default="127.0.0.1", help="to serve on (default: %(default)s)")
     parser.add_argument("--stop", action="append", help="with --prompt: end before this text")
@@ -863,12 +843,15 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
         "model": model | {"help": "the target"},
         "draft_model": model | {"help": "for the drafter draft_model"},
         "drafter": {"help": f"{', '.join(drafters.NAMES)} or file.py:Class"},
-        "num_speculative_tokens": {"type": between(1, MAX_SPECULATIVE_TOKENS), "help": "K"},
+        "num_speculative_tokens": {
+            "type": terminal.between(1, MAX_SPECULATIVE_TOKENS),
+            "help": "K",
+        },
         "prompt_lookup_max": {"type": count, "help": "longest suffix that ngram looks up"},
         "prompt_lookup_min": {"type": count, "help": "shortest suffix that ngram looks up"},
         "max_tokens": {"type": count, "help": "tokens to generate, where a request does not say"},
-        "max_running": {"type": between(1, 256), "help": "rows of the KV cache"},
-        "max_queued": {"type": between(1, 1000), "help": "requests that may wait"},
+        "max_running": {"type": terminal.between(1, 256), "help": "rows of the KV cache"},
+        "max_queued": {"type": terminal.between(1, 1000), "help": "requests that may wait"},
         "max_model_len": {"type": count, "help": "context length"},
         "dtype": {"choices": ["auto", "float32", "bfloat16"], "help": "auto: float32 on a CPU"},
         "device": {"help": "auto, cpu, cuda, …"},
@@ -882,6 +865,10 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
         parser.error("--json goes with --demo")
     if given.stop and given.prompt is None:
         parser.error("--stop goes with --prompt (requests have a field for it)")
+    try:
+        check_fields({name: getattr(given, name) for name in SAMPLING_FIELDS})
+    except RequestError as error:
+        parser.error(str(error))
     return given, Options(**{field.name: getattr(given, field.name) for field in fields(Options)})
 
 

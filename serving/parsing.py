@@ -119,13 +119,10 @@ _OTHERS = {"prompt", "drafter"}
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
-def parse_fields(
-    body: dict[str, Any], tokenizer: Any, drafters: Collection[str], defaults: dict[str, Any]
-) -> tuple[dict[str, Any], list[str]]:
-    """Checked fields of a generate request, `defaults` filled in, and warnings about unknown ones.
+def check_fields(body: dict[str, Any]) -> dict[str, Any]:
+    """The fields that are given (a null counts as absent), each in range and supported.
 
-    `prompt` comes back as token ids, `stop` as a tuple, `drafter` as a name or None (`speculative`
-    decides). A null counts as absent. Raises RequestError, naming the field.
+    Raises RequestError, naming the first that is not.
     """
     given = {name: value for name, value in body.items() if value is not None}
     for name, check in _CHECKS.items():
@@ -137,6 +134,18 @@ def parse_fields(
             raise RequestError(
                 f"{name} = {given[name]} is not supported yet (decoding is greedy)", param=name
             )
+    return given
+
+
+def parse_fields(
+    body: dict[str, Any], tokenizer: Any, drafters: Collection[str], defaults: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Checked fields of a generate request, `defaults` filled in, and warnings about unknown ones.
+
+    `prompt` comes back as token ids, `stop` as a tuple, `drafter` as a name or None (`speculative`
+    decides). A null counts as absent. Raises RequestError, naming the field.
+    """
+    given = check_fields(body)
     fields = defaults | {
         name: given[name] for name in _CHECKS if name in given and name not in _NEUTRAL
     }
