@@ -27,12 +27,12 @@ from .base import Context, Draft, Drafter, Sampling, Verdict
 
 @dataclass(slots=True)
 class _State:
+    """The true pairs that are not fed yet are (hidden, tokens); `prompt` waits for its states."""
+
     row: int  # in the head's KV cache
-    prompt: list[int]  # until the prefill's verdict brings its hidden states
-    hidden: list[Tensor] = field(
-        default_factory=list
-    )  # of the true pairs not fed yet, [pairs, D] each
-    tokens: list[int] = field(default_factory=list)  # of the same pairs
+    prompt: list[int]
+    hidden: list[Tensor] = field(default_factory=list)  # [pairs, D] each
+    tokens: list[int] = field(default_factory=list)
 
 
 class MtpHeadDrafter(Drafter):
@@ -50,15 +50,14 @@ class MtpHeadDrafter(Drafter):
     def build(cls, context: Context) -> "MtpHeadDrafter":
         model = context.target.model
         text = model.config.get_text_config()
-        count = getattr(text, "num_mtp_layers", None) or getattr(
-            text, "mtp_num_hidden_layers", None
-        )
+        names = ("num_mtp_layers", "mtp_num_hidden_layers")
+        count = next((n for name in names if (n := getattr(text, name, None))), 0)
         if not count:
             raise ValueError(
                 f"the target {context.target.name} has no MTP head (no num_mtp_layers in config): "
                 "use --drafter ngram or draft_model, or a checkpoint that has one"
             )
-        if not getattr(text, "num_mtp_layers", None):  # Qwen3-Next and Qwen3.5 spell it otherwise
+        if not getattr(text, names[0], None):  # Qwen3-Next and Qwen3.5 have the other name
             text.num_mtp_layers = count
             text.mtp_layer_types = ["full_attention"] * count
         try:

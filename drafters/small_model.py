@@ -50,8 +50,7 @@ class SmallModelDrafter(Drafter):
         if draft.max_length < target.max_length:
             raise ValueError(
                 f"draft model {draft.name} holds {draft.max_length} tokens and the target "
-                f"{target.max_length}: "
-                f"give --max-model-len {draft.max_length} or less"
+                f"{target.max_length}: give --max-model-len {draft.max_length} or less"
             )
         return cls(draft, min(draft.vocab_size, target.vocab_size))
 

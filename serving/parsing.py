@@ -43,9 +43,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
         body = json.loads(data.decode("utf-8"), parse_constant=refuse_constant)
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None
-    except (
-        ValueError
-    ) as error:  # JSONDecodeError, UnicodeDecodeError and over-long integers are ValueErrors
+    except ValueError as error:  # so are broken JSON, bytes that are not UTF-8, huge integers
         raise RequestError(f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")

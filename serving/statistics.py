@@ -30,9 +30,8 @@ class Statistics:
     prefills: int = 0  # target forwards that read a prompt and gave its first token
     target_passes: int = 0  # target forwards after those
     drafted_at: list[int] = field(default_factory=list)  # by position in the draft
-    reached_at: list[int] = field(
-        default_factory=list
-    )  # drafted, and everything before it accepted
+    # Of those drafted: with everything before them accepted.
+    reached_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     acceptance_histogram: list[int] = field(default_factory=list)  # cycles by tokens accepted
     prompt_ms: float = 0.0

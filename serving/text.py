@@ -22,9 +22,8 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._tokens: list[int] = []
-        self._start = self._read = (
-            0  # _tokens[_start:_read] is decoded; it only gives the decoder context
-        )
+        # _tokens[_start:_read] is decoded already; it only gives the decoder its context.
+        self._start = self._read = 0
         self._marks: list[tuple[int, str]] = []  # (end in text, kind)
         self._released = 0
 
