@@ -1,9 +1,9 @@
 """Train the embedded models from text that every machine has: target with MTP head, and draft.
 
-One run goes: collect text → train the tokenizer → target → MTP head (target frozen) → draft
-(distilled from the target) → write Hugging Face folders → measure held-out loss. Every stage saves
-a checkpoint in `--work` and continues from it, so the same command after an interruption goes on
-where it stopped.
+One run goes: collect text → train the tokenizer → target → unlearn its loops → MTP head (target
+frozen) → draft (distilled from the target) → write Hugging Face folders → measure held-out loss.
+Every stage saves a checkpoint in `--work` and continues from it, so the same command after an
+interruption goes on where it stopped.
 
     python demo_models/train.py --work /tmp/train                  # everything, into demo_models/
     python demo_models/train.py --work /tmp/train --stage target   # one stage
@@ -28,6 +28,7 @@ import importlib.util
 import json
 import os
 import platform
+import random
 import shutil
 import sysconfig
 import time
@@ -83,7 +84,7 @@ FULL = Size(
     target=dict(hidden_size=192, intermediate_size=512, num_hidden_layers=8, num_attention_heads=3,
     num_key_value_heads=1, head_dim=64), draft=dict(hidden_size=128, intermediate_size=384,
     num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=64),
-    tokens={"target": 27e6, "mtp": 4e6, "draft": 6e6},
+    tokens={"target": 27e6, "mtp": 3.2e6, "draft": 5e6},
 )  # fmt: skip
 SMOKE = Size(
     target=dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
@@ -485,6 +486,89 @@ def held_out_loss(
     return total / count
 
 
+# --------------------------------------------------------------------------------------- unlooping
+
+
+def open_prefixes(corpus: Corpus, step: int, seed: int, batch: int, length: int) -> Tensor:
+    """[batch, length] beginnings of texts that should go on, not around: no cycles among them.
+
+    A third is real text; the rest are tables, facts, paragraphs and programs, cut at random places.
+    """
+    rng = random.Random(seed * 1_000_003 + step)
+    writers = [synthetic.table, synthetic.facts, synthetic.prose, synthetic.program]
+    rows: list[list[int]] = []
+    real = corpus.windows(step, seed + 1, batch, length).tolist()
+    while len(rows) < batch:
+        row = rng.choice(real)
+        if rng.random() < 0.67:
+            ids = corpus.tokenizer(rng.choice(writers)(rng))["input_ids"]
+            begin = rng.choice([0, 0, rng.randint(0, max(0, len(ids) - length))])
+            row = ids[begin : begin + length]
+        if len(row) == length and not any(repeats(row, LOOP)):
+            rows.append(row)
+    return torch.tensor(rows)
+
+
+LOOP = 10  # tokens: a text that says this many again is going around
+
+
+def repeats(row: list[int], size: int) -> list[bool]:
+    """For each token, whether it completes a run of `size` tokens that stood in the row before."""
+    seen: set[tuple[int, ...]] = set()
+    result = []
+    for end in range(1, len(row) + 1):
+        run = tuple(row[max(0, end - size) : end])
+        result.append(len(run) == size and run in seen)
+        seen.add(run)
+    return result
+
+
+def unloop(target: PreTrainedModel, corpus: Corpus, args: argparse.Namespace, steps: int) -> None:
+    """Unlearn the model's own loops by sequence-level unlikelihood (Welleck et al., 1908.04319).
+
+    Small models fall into loops when decoded greedily. Each step lets the target continue texts
+    greedily and lowers the probability of tokens with which it repeats LOOP tokens, next to an
+    ordinary step on the training text, which keeps everything else (cycles too) in place.
+    """
+    path = args.work / "unloop.pt"
+    if not path.exists():
+        length, new, batch = (24, 24, 4) if args.smoke else (40, 96, 32)
+        optimizer = torch.optim.AdamW(target.parameters(), lr=UNLOOP_RATE, weight_decay=0.0)
+        bar = tqdm(range(steps), desc="unloop")
+        for step in bar:
+            target.set_attn_implementation("sdpa")
+            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+                prefixes = open_prefixes(corpus, step, args.seed, batch, length)
+                ids = target.generate(
+                    prefixes, attention_mask=torch.ones_like(prefixes), max_new_tokens=new,
+                    do_sample=False,
+                )  # fmt: skip
+            target.set_attn_implementation("train")
+            ended = (ids == 0).cumsum(1) > 0
+            looping = torch.tensor([repeats(row, LOOP) for row in ids.tolist()]) & ~ended
+            looping[:, :length] = False
+            text = corpus.windows(10_000_000 + step, args.seed, 8, 257)
+            with torch.autocast("cpu", torch.bfloat16):
+                own = torch.softmax(logits_of(target, hidden_states(target, ids[:, :-1])), -1)
+                likely = own.gather(-1, ids[:, 1:, None]).squeeze(-1)[looping[:, 1:]]
+                ordinary = F.cross_entropy(
+                    logits_of(target, hidden_states(target, text[:, :-1])).flatten(0, 1),
+                    text[:, 1:].flatten(),
+                )
+            unlikely = -torch.log1p(-likely.clamp(max=0.999)).sum() / max(1, len(likely))
+            (ordinary + unlikely).backward()
+            torch.nn.utils.clip_grad_norm_(target.parameters(), 1.0)
+            optimizer.param_groups[0]["lr"] = UNLOOP_RATE * min(1.0, 2.0 * (1 - step / steps))
+            optimizer.step()
+            optimizer.zero_grad()
+            share = looping[:, length:].float().mean().item()
+            bar.set_postfix(looping=f"{share:.2f}", loss=f"{ordinary.item():.2f}")
+        torch.save(target.state_dict(), path)
+    target.load_state_dict(torch.load(path))
+
+
+UNLOOP_RATE = 3e-4
+
 # ------------------------------------------------------------------------------------------- stages
 
 
@@ -523,7 +607,9 @@ def main() -> None:
         "--out", type=Path, default=Path(__file__).parent, help="where target/ and draft/ go"
     )
     parser.add_argument(
-        "--stage", choices=["all", "data", "target", "mtp", "draft", "export"], default="all"
+        "--stage",
+        choices=["all", "data", "target", "unloop", "mtp", "draft", "export"],
+        default="all",
     )
     parser.add_argument(
         "--tokens", type=float, help="tokens for --stage (may be changed when resuming)"
@@ -557,6 +643,7 @@ def main() -> None:
     if args.stage in ("data", "target"):
         return
     trainers_["target"].resume()
+    unloop(target, corpus, args, steps=2 if args.smoke else 150)
     target.requires_grad_(False)
 
     head = MtpModel(target, 1)
@@ -588,8 +675,8 @@ def main() -> None:
     if args.stage in ("mtp", "draft"):
         return
 
-    for trainer in trainers_.values():
-        trainer.resume()
+    trainers_["mtp"].resume()
+    trainers_["draft"].resume()
     write_folder(target, head, corpus, args.out / "target")
     write_folder(draft, None, corpus, args.out / "draft")
     report = {
