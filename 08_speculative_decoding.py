@@ -606,7 +606,9 @@ def load_model(name: str, options: Options) -> CachedModel:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
     except Exception as error:  # a broken folder raises any of a dozen kinds
-        raise StartError(f"cannot load {name}: {' '.join(str(error).split())[:300]}") from error
+        kind = "" if Path(name).exists() else " (no such folder; tried as a hub id)"
+        reason = " ".join(str(error).split())[:300]
+        raise StartError(f"cannot load {name}{kind}: {reason}") from error
     config = model.config.get_text_config()
     if model._is_stateful:
         raise StartError(f"{name} ({config.model_type}) has recurrent layers, not supported yet")
