@@ -571,7 +571,7 @@ class Options:
     drafter: str | None = None  # the first of DEFAULT_DRAFTERS that fits the target
     num_speculative_tokens: int = Request.num_speculative_tokens
     prompt_lookup_max: int = 4
-    prompt_lookup_min: int = 2
+    prompt_lookup_min: int = 1
     max_tokens: int = Request.max_tokens
     max_running: int = 8
     max_queued: int = 64

@@ -66,7 +66,7 @@ class Context:
     draft: Any | None = None
     num_rows: int = 1
     prompt_lookup_max: int = 4
-    prompt_lookup_min: int = 2
+    prompt_lookup_min: int = 1
 
 
 class Drafter(ABC):

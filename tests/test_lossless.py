@@ -246,6 +246,12 @@ def test_drafts_of_any_length_are_judged_alike():
 EXPECTED_ACCEPTANCE = {
     ("ngram", "repetitive_colours"): (0.9, 1.0),
     ("ngram", "repetitive_sentence"): (0.9, 1.0),
+    ("ngram", "hard_story"): (0.0, 0.2),
+    ("draft_model", "code_function"): (0.5, 0.85),
+    ("draft_model", "repetitive_counting"): (0.6, 0.95),
+    ("mtp", "repetitive_letters"): (0.9, 1.0),
+    ("mtp", "code_class"): (0.3, 0.7),
+    ("mtp", "hard_story"): (0.55, 0.9),
 }
 
 
