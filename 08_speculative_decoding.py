@@ -28,6 +28,7 @@ hybrid (recurrent) targets.
 
 import argparse
 import json
+import logging
 import platform
 import re
 import sys
@@ -671,6 +672,7 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
 
     @app.post("/generate")
     def generate() -> Response | dict[str, Any]:
+        """Parse, queue, and answer when the job is done, or stream it."""
         if not request.is_json:
             raise RequestError("the Content-Type must be application/json", status=415)
         body = parse_json(request.get_data(cache=False))
@@ -695,31 +697,33 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
             return Response(status=499)  # nobody reads it
         return answer(finished, notes, events if trace else None)
 
-    def stream_events(job: Job, trace: bool, notes: list[str]) -> Iterator[str]:
-        events = []
-        try:
-            for item in job:
-                if item is WAITING:
-                    yield ": ping\n\n"  # a client that has left is noticed by writing to it
-                    continue
-                finished, event = item
-                events.append(public(event))
-                shown = events[-1] if trace else {"step": event["step"], "tokens": event["tokens"]}
-                yield sse(shown | {"text": "".join(text for text, _ in event["pieces"])})
-            yield sse(answer(finished, notes, events if trace else None))
-        except Exception as error:  # the status line is out: an event is all that can be said
-            app.logger.exception("the engine failed")
-            yield sse(RequestError(f"the engine failed: {error}", status=500).body())
-        finally:
-            job.cancel()  # the client may have left
-        yield "data: [DONE]\n\n"
-
     @app.get("/health")
     def get_health() -> tuple[dict[str, Any], int]:
         body = health(engine, worker, options.num_speculative_tokens, time.monotonic() - started)
         return body, 200 if body["status"] == "ok" else 503
 
     return app
+
+
+def stream_events(job: Job, trace: bool, notes: list[str]) -> Iterator[str]:
+    """A job as server-sent events: one per cycle, then the answer (or an error), then [DONE]."""
+    events = []
+    try:
+        for item in job:
+            if item is WAITING:
+                yield ": ping\n\n"  # a client that has left is noticed by writing to it
+                continue
+            finished, event = item
+            events.append(public(event))
+            shown = events[-1] if trace else {"step": event["step"], "tokens": event["tokens"]}
+            yield sse(shown | {"text": "".join(text for text, _ in event["pieces"])})
+        yield sse(answer(finished, notes, events if trace else None))
+    except Exception as error:  # the status line is out: an event is all that can be said
+        logging.getLogger(__name__).exception("the engine failed")
+        yield sse(RequestError(f"the engine failed: {error}", status=500).body())
+    finally:
+        job.cancel()  # the client may have left
+    yield "data: [DONE]\n\n"
 
 
 # -------------------------------------------------------------------------------------- demo

@@ -48,6 +48,7 @@ class MtpHeadDrafter(Drafter):
 
     @classmethod
     def build(cls, context: Context) -> "MtpHeadDrafter":
+        """Raises ValueError if the target has no MTP head, or one that cannot be loaded."""
         model = context.target.model
         text = model.config.get_text_config()
         names = ("num_mtp_layers", "mtp_num_hidden_layers")
@@ -78,6 +79,7 @@ class MtpHeadDrafter(Drafter):
 
     @torch.inference_mode()
     def propose_batch(self, states: list[_State], max_tokens: list[int]) -> list[Draft]:
+        """One batched run of the layer per draft step; the first feeds the true pairs."""
         drafts: list[list[int]] = [[] for _ in states]
         pairs = [(torch.cat(state.hidden), state.tokens) for state in states]
         known = [self._cache.lengths[state.row] + len(state.tokens) for state in states]

@@ -37,6 +37,7 @@ class SmallModelDrafter(Drafter):
 
     @classmethod
     def build(cls, context: Context) -> "SmallModelDrafter":
+        """Raises ValueError without a draft model, or with one of another vocabulary or context."""
         target, draft = context.target, context.draft
         if draft is None:
             raise ValueError(
@@ -61,6 +62,7 @@ class SmallModelDrafter(Drafter):
         return self.propose_batch([state], [max_tokens])[0]
 
     def propose_batch(self, states: list[_State], max_tokens: list[int]) -> list[Draft]:
+        """One batched forward per draft step; the first also feeds what is not cached yet."""
         cache = self._draft.cache
         drafts: list[list[int]] = [[] for _ in states]
         fed = [state.tokens[cache.lengths[state.row] :] for state in states]
