@@ -18,7 +18,7 @@ def answer(sequence: Any, notes: list[str], events: list[dict[str, Any]] | None)
     """What /generate returns for a finished sequence; `events` only where a trace was asked for."""
     request, statistics = sequence.request, sequence.statistics
     prompt, completion = len(request.prompt), len(sequence.output)
-    counters = statistics.counters(request.num_speculative_tokens)
+    counters = statistics.counters(request.num_speculative_tokens if request.drafter else 0)
     body = {
         "text": sequence.text.text,
         "token_ids": sequence.output,

@@ -117,6 +117,7 @@ def test_speculation_on_or_off_and_every_drafter_give_the_same_tokens(port):
     _, off = generate(port, prompt="class Queue:\n", max_tokens=40, speculative=False)
     assert off["metrics"]["speculative_decoding"]["drafter"] == "none"
     assert off["metrics"]["speculative_decoding"]["tokens_per_pass"] == 1.0
+    assert off["metrics"]["speculative_decoding"]["num_spec_tokens"] == 0
     for fields in [
         {"drafter": "ngram"},
         {"drafter": "draft_model", "num_speculative_tokens": 2},
