@@ -690,7 +690,8 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
         for item in job:
             if item is not WAITING:
                 finished, event = item
-                events.append(public(event))
+                if trace:
+                    events.append(public(event))
             if client_left():
                 job.cancel()
         if job.cancelled:
@@ -714,8 +715,10 @@ def stream_events(job: Job, trace: bool, notes: list[str]) -> Iterator[str]:
                 yield ": ping\n\n"  # a client that has left is noticed by writing to it
                 continue
             finished, event = item
-            events.append(public(event))
-            shown = events[-1] if trace else {"step": event["step"], "tokens": event["tokens"]}
+            shown = {"step": event["step"], "tokens": event["tokens"]}
+            if trace:
+                shown = public(event)
+                events.append(shown)
             yield sse(shown | {"text": "".join(text for text, _ in event["pieces"])})
         yield sse(answer(finished, notes, events if trace else None))
     except Exception as error:  # the status line is out: an event is all that can be said

@@ -306,6 +306,12 @@ def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     return F.linear(hidden, model.lm_head.weight).float()
 
 
+def next_token_loss(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Mean nats per token of ids[:, 1:], each given what stands before it."""
+    logits = logits_of(model, hidden_states(model, ids[:, :-1]))
+    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+
+
 def soft_cross_entropy(logits: Tensor, probs: Tensor) -> Tensor:
     """Mean over all positions of −Σ p log q; both [..., V]."""
     return -(probs * torch.log_softmax(logits, -1)).sum(-1).mean()
@@ -554,10 +560,7 @@ def unloop(target: PreTrainedModel, corpus: Corpus, args: argparse.Namespace, st
             with torch.autocast("cpu", torch.bfloat16):
                 own = torch.softmax(logits_of(target, hidden_states(target, ids[:, :-1])), -1)
                 likely = own.gather(-1, ids[:, 1:, None]).squeeze(-1)[looping[:, 1:]]
-                ordinary = F.cross_entropy(
-                    logits_of(target, hidden_states(target, text[:, :-1])).flatten(0, 1),
-                    text[:, 1:].flatten(),
-                )
+                ordinary = next_token_loss(target, text)
             unlikely = -torch.log1p(-likely.clamp(max=0.999)).sum() / max(1, len(likely))
             (ordinary + unlikely).backward()
             torch.nn.utils.clip_grad_norm_(target.parameters(), 1.0)
@@ -607,6 +610,7 @@ def write_folder(
 
 
 def main() -> None:
+    """Run the stages that are asked for; after the last, write folders and figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="checkpoints and token files")
     parser.add_argument(
@@ -642,14 +646,13 @@ def main() -> None:
     target = MellumForCausalLM(target_config(size, attn_implementation="train"))
     trainers_ = {"target": Trainer("target", target, args.work, size, args)}
     if args.stage in ("all", "target"):
-        trainers_["target"].run(
-            corpus, lambda ids: F.cross_entropy(logits_of(target, hidden_states(target, ids[:,
-            :-1])).flatten(0, 1), ids[:, 1:].flatten()),
-        )  # fmt: skip
+        trainers_["target"].run(corpus, lambda ids: next_token_loss(target, ids))
     if args.stage in ("data", "target"):
         return
     trainers_["target"].resume()
     unloop(target, corpus, args, steps=2 if args.smoke else 150)
+    if args.stage == "unloop":  # on its own it must not go on to write the folders
+        return
     target.requires_grad_(False)
 
     head = MtpModel(target, 1)

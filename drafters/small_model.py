@@ -31,9 +31,8 @@ class SmallModelDrafter(Drafter):
 
     def __init__(self, draft: Any, vocab_size: int) -> None:
         self._draft = draft
-        self._vocab_size = (
-            vocab_size  # ids that the target knows; a padded embedding may have more rows
-        )
+        # Ids that the target knows too: a padded embedding may have more rows.
+        self._vocab_size = vocab_size
 
     @classmethod
     def build(cls, context: Context) -> "SmallModelDrafter":
