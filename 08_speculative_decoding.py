@@ -36,23 +36,27 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import chain
+from math import nextafter
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import huggingface_hub
 import torch
 import transformers
 from flask import Flask, Response, request
-from torch import Tensor
+from torch import Generator, Tensor
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 import drafters
 from drafters import Context, Draft, Drafter, Sampling, Verdict
+from fastpath.sampling import truncated_softmax
 from serving import terminal
-from serving.answers import PLAIN, answer, health, public, sse
+from serving.answers import PLAIN, answer, brief, health, public, sse, token_logprobs
 from serving.http import listen, register_errors
 from serving.parsing import (
     MAX_SPECULATIVE_TOKENS,
@@ -287,22 +291,124 @@ class CachedModel:
         return Output(logits, [last[b, place.width - n :] for b, n in enumerate(place.counts)])
 
 
+# ----------------------------------------------------------------------------- probabilities
+
+
+def penalise(logits: Tensor, penalty: float, text: list[int], draft: list[int]) -> Tensor:
+    """Apply the repetition penalty to logits [n + 1, V].
+
+    Row i is judged as plain decoding would judge it: behind `text` and the first i drafts. 1 = off.
+    """
+    if penalty == 1:
+        return logits
+    # An id counts once however often it is read. Rows must read equally many ids, so in place of
+    # the drafts that it must not know yet a row reads an id of the text again.
+    rows = [draft[:i] + text[:1] * (len(draft) - i) for i in range(len(draft) + 1)]
+    read = [torch.tensor(list(set(text))).expand(len(rows), -1), torch.tensor(rows)]
+    ids = torch.cat(read, dim=1).to(logits.device, torch.long)
+    return RepetitionPenaltyLogitsProcessor(penalty)(ids, logits)
+
+
+def probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
+    """p (or q) [n, V] of penalised logits [n, V]: temperature, then top-k, top-p and min-p.
+
+    Greedy is the limit of low temperature: one-hot at the largest score.
+    """
+    if sampling.is_greedy:
+        return torch.zeros_like(scores).scatter_(1, scores.argmax(-1, keepdim=True), 1.0)
+    scores = scores - scores.amax(-1, keepdim=True)  # so that a low temperature cannot overflow
+    return truncated_softmax(
+        scores.div_(sampling.temperature), sampling.top_k, sampling.top_p, sampling.min_p
+    )
+
+
+def uniform(rng: Generator, count: int) -> list[float]:
+    """`count` numbers from [0, 1)."""
+    return torch.rand(count, generator=rng, dtype=torch.float64).tolist()
+
+
+def draw(weights: Tensor, u: float) -> int:
+    """The token drawn by u from weights [V], which need not sum to 1 (but not to 0).
+
+    Example: weights [.2, 0, .6], u = .5 -> 2: of the total .8, u points at .4.
+    """
+    cumulated = weights.cumsum(0, dtype=torch.float64)
+    total = float(cumulated[-1])
+    # Below the total whatever the rounding: then a token without weight is never found.
+    return int(torch.searchsorted(cumulated, min(u * total, nextafter(total, 0)), right=True))
+
+
+@torch.inference_mode()
+def sample(
+    logits: Tensor, text: list[int], sampling: Sampling, rng: Generator
+) -> tuple[int, Tensor | None]:
+    """How model drafters choose behind `text`: a token, and the exact q [V] it was drawn from.
+
+    Greedy draws nothing, so there q is None (one-hot).
+    """
+    scores = penalise(logits[None], sampling.repetition_penalty, text, [])
+    if sampling.is_greedy:
+        return int(scores[0].argmax()), None
+    q = probabilities(scores, sampling)[0]
+    return draw(q, uniform(rng, 1)[0]), q
+
+
 # ------------------------------------------------------------------------------------ verify
 
 
-def verify(draft: Draft, target_argmax: list[int]) -> tuple[int, list[int]]:
-    """Accept the longest prefix of the draft that the target would have written itself.
+class Judgement(NamedTuple):
+    """What became of one token, with the numbers that decided it."""
 
-    target_argmax [n + 1] is the target's choice after pending, d1, …, dn. Returns how many drafts
-    were accepted, and these with one token of the target's own: recovered where the first refusal
-    fell, or the bonus when nothing was refused. This is Leviathan et al.'s rule with one-hot p.
+    id: int
+    kind: str  # accepted | rejected | recovered | bonus
+    p: float  # the target's probability of it here
+    q: float | None  # the drafter's; None for a bonus, where nothing was drafted
+    u: float  # uniform in [0, 1): compared with p / q, or what drew the target's own token
 
-    Example: verify(Draft([4, 8, 1]), [4, 9, 1, 7]) -> (1, [4, 9])
+
+@torch.inference_mode()
+def verify(draft: Draft, p: Tensor, rng: Generator) -> list[Judgement]:
+    """Keep the longest prefix of the draft that lets the output be distributed exactly as p.
+
+    p [n + 1, V] is the target's distribution after pending, d1, …, dn. A drafted token is accepted
+    when u < p / q; the first rejection is replaced by a token drawn from norm(max(0, p - q)), and
+    when nothing was rejected a bonus token is drawn from the last row. The chance of a token x is
+    then q(x) min(1, p(x) / q(x)) + (1 - Σ min(p, q)) norm(max(0, p - q))(x) = p(x), whatever q is.
+    Greedy is the same rule with one-hot p: accept while the target's argmax is the drafted token.
+
+    Example, one-hot: p = argmax 4, 9, 1, 7 and Draft([4, 8, 1]) -> 4 accepted, 8 rejected,
+    9 recovered. Source: Leviathan et al., algorithm 1.
     """
-    accepted = 0
-    while accepted < len(draft.tokens) and draft.tokens[accepted] == target_argmax[accepted]:
-        accepted += 1
-    return accepted, [*draft.tokens[:accepted], target_argmax[accepted]]
+    n = len(draft.tokens)
+    ids = torch.tensor(draft.tokens, dtype=torch.long, device=p.device)[:, None]  # [n, 1]
+    ps = p[:n].gather(1, ids)[:, 0].tolist()
+    probs = None if draft.probs is None else draft.probs.to(p)
+    qs = [1.0] * n if probs is None else probs.gather(1, ids)[:, 0].tolist()
+    *us, last_u = uniform(rng, n + 1)
+
+    accepted = next((i for i in range(n) if us[i] * qs[i] >= ps[i]), n)
+    kinds = ["accepted"] * accepted + ["rejected"]
+    judged = list(map(Judgement, draft.tokens, kinds, ps, qs, us))  # up to the first rejection
+    if accepted == n:
+        token = draw(p[n], last_u)
+        return [*judged, Judgement(token, "bonus", float(p[n, token]), None, last_u)]
+    if probs is None:
+        q = torch.zeros_like(p[0]).index_fill_(0, ids[accepted], 1)
+    else:
+        q = probs[accepted]
+    token = draw(residual(p[accepted], q), last_u)
+    p_here, q_here = float(p[accepted, token]), float(q[token])
+    return [*judged, Judgement(token, "recovered", p_here, q_here, last_u)]
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """What p [V] has more than q [V], not normalised: draw() does that.
+
+    Example: p [.5, .5, 0], q [.2, .8, 0] -> [.3, 0, 0].
+    """
+    more = (p - q).clamp_(min=0)
+    # Nothing more: p = q but for rounding, and the rejection was rounding as well.
+    return more if more.sum() > 0 else p
 
 
 # ----------------------------------------------------------------------------------- request
@@ -318,14 +424,19 @@ class Request:
     num_speculative_tokens: int = 5
     stop: tuple[str, ...] = ()
     sampling: Sampling = Sampling()
+    seed: int = 0
+    logprobs: int | None = None  # of each token, and of this many likeliest ones; None = none
+    trace: bool = False  # events say what the target thought, too
 
 
 class Sequence:
     """A request under way: its tokens, cache row, drafter's state, text and statistics."""
 
     def __init__(self, request: Request, row: int, tokenizer: Any, drafter: Drafter | None) -> None:
-        self.request, self.row, self.drafter = request, row, drafter
+        self.request, self.row, self.drafter, self.tokenizer = request, row, drafter, tokenizer
+        self.rng = Generator().manual_seed(request.seed)  # its own: neighbours change nothing
         self.tokens = list(request.prompt)
+        self.logprobs: list[dict[str, Any]] = []  # see token_logprobs()
         self.state: Any = None  # the drafter's
         self.text = TextStream(tokenizer, request.stop)
         self.statistics = Statistics()
@@ -341,13 +452,13 @@ class Sequence:
     def remaining(self) -> int:
         return self.request.max_tokens - (len(self.tokens) - len(self.request.prompt))
 
-    def cut(self, tokens: list[int], kinds: list[str], eos_ids: set[int]) -> int:
-        """How many of a verdict's tokens stay: up to an end of text, a stop string or max_tokens.
+    def cut(self, emitted: list[Judgement], eos_ids: set[int]) -> int:
+        """How many of a cycle's tokens stay: up to an end of text, a stop string or max_tokens.
 
         The one place that cuts: cache, counters, statistics and stream only see what stays.
         """
-        for kept, (token, kind) in enumerate(zip(tokens, kinds, strict=True), 1):
-            if self.text.push(token, kind) or token in eos_ids:
+        for kept, token in enumerate(emitted, 1):
+            if self.text.push(token.id, token.kind) or token.id in eos_ids:
                 self.finish_reason = "stop"
             elif kept == self.remaining:
                 self.finish_reason = "length"
@@ -355,7 +466,7 @@ class Sequence:
                 if self.text.finish():  # the last bytes completed a stop string
                     self.finish_reason = "stop"
                 return kept
-        return len(tokens)
+        return len(emitted)
 
 
 # ------------------------------------------------------------------------------- engine step
@@ -391,13 +502,18 @@ class Engine:
         self.check_prompt(request.prompt)
         room = self.target.max_length - len(request.prompt)
         wanted = request.drafter if request.num_speculative_tokens else None
-        request = replace(request, max_tokens=min(request.max_tokens, room), drafter=wanted)
         drafter = self.drafters[wanted] if wanted else None
+        admitted = replace(request, max_tokens=min(request.max_tokens, room), drafter=wanted)
         row = self.target.cache.open_row()
-        sequence = Sequence(request, row, self.target.tokenizer, drafter)
+        sequence = Sequence(admitted, row, self.target.tokenizer, drafter)
+        if room < request.max_tokens:
+            sequence.warnings.append(
+                f"max_tokens was lowered from {request.max_tokens} to {room}: the context holds "
+                f"{self.target.max_length} tokens"
+            )
         if drafter:
             try:
-                sequence.state = drafter.open(request.prompt, request.sampling, torch.Generator())
+                sequence.state = drafter.open(request.prompt, request.sampling, sequence.rng)
             except Exception as error:
                 sequence.drafter = None  # there is no state to close
                 self._lose_drafter(sequence, drafter.name, error)
@@ -424,8 +540,9 @@ class Engine:
         """One cycle: draft, verify all sequences in one target forward, accept, truncate.
 
         The first cycle of a sequence is its prefill: a long run of tokens to feed, and no draft.
-        Returns an event for each sequence: {step, proposals, target_argmax, accepted_count,
-        emitted_count, tokens, pieces}; pieces is the text that may be shown now, as (text, kind).
+        Returns an event for each sequence: {step, proposals, accepted_count, emitted_count, tokens,
+        rejected, pieces} and what `details` adds. tokens and rejected (None where nothing was) are
+        Judgements; pieces is the text that may be shown now, as (text, kind).
         """
         times = [time.perf_counter()]
         drafts = self._draft(sequences)
@@ -441,10 +558,20 @@ class Engine:
             num_logits=[len(draft.tokens) + 1 for draft in drafts],
             want_hidden=any(s.drafter and s.drafter.needs_hidden for s in sequences),
         )
-        choices = [logits.argmax(-1).tolist() for logits in output.logits]
+        # As plain decoding would have it behind each of them: penalties grow with the draft.
+        scores = [
+            penalise(logits, s.request.sampling.repetition_penalty, s.tokens, draft.tokens)
+            for s, draft, logits in zip(sequences, drafts, output.logits, strict=True)
+        ]
+        judged = [
+            verify(draft, probabilities(score, s.request.sampling), s.rng)
+            for s, draft, score in zip(sequences, drafts, scores, strict=True)
+        ]
         times.append(time.perf_counter())
         hidden = output.hidden or [None] * len(sequences)
-        events = list(map(self._commit, sequences, drafts, choices, hidden))
+        events = list(map(self._commit, sequences, drafts, judged, hidden))
+        for s, event, logits, score in zip(sequences, events, output.logits, scores, strict=True):
+            event |= details(s, event["emitted_count"], logits, score)
         times.append(time.perf_counter())
         for sequence in sequences:
             sequence.statistics.record_times(times, is_prefill=sequence.num_steps == 1)
@@ -485,39 +612,47 @@ class Engine:
                 raise ValueError(
                     f"proposed {token!r}, which is no id below {self.target.vocab_size}"
                 )
+        if draft.tokens and draft.probs is not None:
+            if draft.probs.shape != (len(draft.tokens), self.target.vocab_size):
+                raise ValueError(
+                    f"probs of shape {list(draft.probs.shape)} for {len(draft.tokens)} tokens"
+                )
+            drawn = draft.probs.gather(1, draft.probs.new_tensor(draft.tokens).long()[:, None])
+            off = (draft.probs.sum(-1) - 1).abs().max()
+            if not (draft.probs.min() >= 0 and drawn.min() > 0 and off < 1e-3):  # nor with NaN
+                raise ValueError("probs are no distributions that the tokens can be drawn from")
 
     def _commit(
-        self, s: Sequence, draft: Draft, choices: list[int], hidden: Tensor | None
+        self, s: Sequence, draft: Draft, judged: list[Judgement], hidden: Tensor | None
     ) -> dict[str, Any]:
-        """Verify, cut once, truncate the cache, count, and let the drafter observe."""
-        accepted, tokens = verify(draft, choices)
-        refused = len(draft.tokens) - accepted
-        kinds = ["accepted"] * accepted + ["recovered" if refused else "bonus"]
-        kept = s.cut(tokens, kinds, self.eos_ids)
+        """Cut once, truncate the cache, count, and let the drafter observe."""
+        emitted = [j for j in judged if j.kind != "rejected"]
+        tokens, accepted = [j.id for j in emitted], len(emitted) - 1
+        kept = s.cut(emitted, self.eos_ids)
         s.tokens += tokens[:kept]
         self.target.cache.truncate(s.row, len(s.tokens) - 1)
         # A cut among the accepted drafts shortens the draft as well: the rest was not judged.
-        judged = len(draft.tokens) if kept == len(tokens) else kept
-        s.statistics.record(judged, kinds[:kept])
-        if judged:
-            self.recent.append((judged, min(accepted, kept)))
+        num_judged = len(draft.tokens) if kept == len(tokens) else kept
+        s.statistics.record(num_judged, [j.kind for j in emitted[:kept]])
+        if num_judged:
+            self.recent.append((num_judged, min(accepted, kept)))
+        rejected = [j._asdict() for j in judged if j.kind == "rejected"]
         event = {
             "step": s.num_steps,
             "proposals": draft.tokens,
-            "target_argmax": choices,
             "accepted_count": min(accepted, kept),
             "emitted_count": kept,
-            "tokens": [{"id": t, "kind": k} for t, k in zip(tokens[:kept], kinds, strict=False)],
+            "tokens": [j._asdict() for j in emitted[:kept]],
+            "rejected": rejected[0] if rejected else None,
             "pieces": s.text.release(final=s.finish_reason is not None),
         }
         s.num_steps += 1
         if s.drafter and s.finish_reason is None:
             cached = None
             if hidden is not None and s.drafter.needs_hidden:
-                cached = hidden[: len(hidden) - refused]
-            verdict = Verdict(len(draft.tokens), accepted, tokens, cached)
+                cached = hidden[: len(hidden) - len(draft.tokens) + accepted]
             try:
-                s.drafter.observe(s.state, verdict)
+                s.drafter.observe(s.state, Verdict(len(draft.tokens), accepted, tokens, cached))
             except Exception as error:
                 self._lose_drafter(s, s.drafter.name, error)
         return event
@@ -538,19 +673,48 @@ class Engine:
             s.warnings.append(f"drafter {drafter.name} failed to close: {error}")
 
 
+def details(s: Sequence, num_new: int, logits: Tensor, scores: Tensor) -> dict[str, Any]:
+    """What a request asked to know about the tokens that it just got, as parts of their event.
+
+    From logits and scores (penalised logits), [n + 1, V] both: `logprobs` of each new token; for a
+    trace `target_argmax` [n + 1] and `target_top`, the likeliest tokens and their scores where each
+    of them was chosen.
+    """
+    asked: dict[str, Any] = {}
+    if s.request.logprobs is not None:
+        new = s.tokens[len(s.tokens) - num_new :]
+        asked["logprobs"] = token_logprobs(logits, new, s.request.logprobs, s.tokenizer)
+        s.logprobs += asked["logprobs"]
+    if s.request.trace:
+        asked["target_argmax"] = scores.argmax(-1).tolist()
+        top = scores[:num_new].topk(min(5, scores.shape[-1]))
+        asked["target_top"] = [
+            [{"id": i, "score": score} for i, score in zip(ids, values, strict=True)]
+            for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        ]
+    return asked
+
+
 # ---------------------------------------------------------------------------- plain decoding
 
 
 def plain_decode(
-    target: CachedModel, prompt: list[int], max_tokens: int, eos_ids: set[int]
+    target: CachedModel,
+    prompt: list[int],
+    max_tokens: int,
+    eos_ids: set[int],
+    sampling: Sampling = Request.sampling,
+    seed: int = 0,
 ) -> list[int]:
     """The target alone, one token a pass: what speculation must reproduce, and its baseline."""
     max_tokens = min(max_tokens, target.max_length - len(prompt))
-    row = target.cache.open_row()
+    rng = Generator().manual_seed(seed)
+    row, fed, tokens = target.cache.open_row(), prompt, []
     try:
-        tokens = [int(target.forward([row], [prompt], [1]).logits[0].argmax())]
-        while len(tokens) < max_tokens and tokens[-1] not in eos_ids:
-            tokens.append(int(target.forward([row], [tokens[-1:]], [1]).logits[0].argmax()))
+        while len(tokens) < max_tokens and not (tokens and tokens[-1] in eos_ids):
+            logits = target.forward([row], [fed], [1]).logits[0]
+            tokens.append(sample(logits[0], prompt + tokens, sampling, rng)[0])
+            fed = tokens[-1:]
         return tokens
     finally:
         target.cache.close_row(row)
@@ -574,11 +738,22 @@ class Options:
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 1
     max_tokens: int = Request.max_tokens
+    repetition_penalty: float = Sampling.repetition_penalty
+    temperature: float = Sampling.temperature
+    top_k: int = Sampling.top_k
+    top_p: float = Sampling.top_p
+    min_p: float = Sampling.min_p
+    seed: int | None = None  # where a request names none: a new one by chance
     max_running: int = 8
     max_queued: int = 64
     max_model_len: int | None = None  # the model's context, at most LONGEST_DEFAULT
     dtype: str = "auto"
     device: str = "auto"
+
+    @property
+    def sampling(self) -> Sampling:
+        """Where a request does not say."""
+        return Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
 
 
 DEFAULT_DRAFTERS = ("mtp", "ngram")
@@ -631,7 +806,12 @@ def load_engine(options: Options) -> Engine:
         draft_name = str(HERE / "demo_models" / "draft")
     draft = load_model(draft_name, options) if draft_name else None
     context = Context(
-        target, draft, options.max_running, options.prompt_lookup_max, options.prompt_lookup_min
+        target,
+        sample,
+        draft,
+        options.max_running,
+        options.prompt_lookup_max,
+        options.prompt_lookup_min,
     )
     loaded: dict[str, Drafter] = {}
     default = options.drafter
@@ -662,41 +842,31 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
     register_errors(app)
     worker = worker or Worker(engine.generate, options.max_queued)
     app.extensions["worker"] = worker
-    defaults = {
-        "max_tokens": options.max_tokens,
-        "num_speculative_tokens": options.num_speculative_tokens,
-        "drafter": engine.default_drafter,
-        "stream": False,
-        "trace": False,
-    }
 
     @app.post("/generate")
     def generate() -> Response | dict[str, Any]:
-        """Parse, queue, and answer when the job is done, or stream it."""
+        """Parse, queue, and answer when all is done, or stream it."""
         if not request.is_json:
             raise RequestError("the Content-Type must be application/json", status=415)
         body = parse_json(request.get_data(cache=False))
-        wanted, notes = parse_fields(body, engine.target.tokenizer, engine.drafters, defaults)
-        try:
-            engine.check_prompt(wanted["prompt"])
-        except ValueError as error:
-            raise RequestError(str(error), param="prompt") from error
-        stream, trace = wanted.pop("stream"), wanted.pop("trace")
-        job = worker.submit(Request(**wanted))
+        wanted, stream, compare, notes = parse_request(body, engine, options)
+        jobs = [worker.submit(wanted)]
+        if compare:
+            try:
+                jobs.append(worker.submit(replace(wanted, drafter=None, trace=True)))
+            except RequestError:
+                jobs[0].cancel()
+                raise
+        dtype = engine.target.model.dtype
         if stream:
-            return Response(stream_events(job, trace, notes), mimetype="text/event-stream")
+            return Response(stream_events(jobs, notes, dtype), mimetype="text/event-stream")
         client_left = request.environ.get("waitress.client_disconnected", lambda: False)
-        events = []
-        for item in job:
-            if item is not WAITING:
-                finished, event = item
-                if trace:
-                    events.append(public(event))
+        for _ in chain.from_iterable(jobs):
             if client_left():
-                job.cancel()
-        if job.cancelled:
+                cancel(jobs)
+        if jobs[0].cancelled:
             return Response(status=499)  # nobody reads it
-        return answer(finished, notes, events if trace else None)
+        return answer(jobs, notes, dtype)
 
     @app.get("/health")
     def get_health() -> tuple[dict[str, Any], int]:
@@ -706,26 +876,49 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
     return app
 
 
-def stream_events(job: Job, trace: bool, notes: list[str]) -> Iterator[str]:
-    """A job as server-sent events: one per cycle, then the answer (or an error), then [DONE]."""
-    events = []
+def parse_request(
+    body: dict[str, Any], engine: Engine, options: Options
+) -> tuple[Request, bool, bool, list[str]]:
+    """A request's fields, defaults filled in: (request, stream, compare, warnings).
+
+    Raises RequestError, naming the field that is wrong.
+    """
+    defaults = {name: getattr(options, name) for name in (*SAMPLING_FIELDS, "max_tokens")}
+    defaults |= {
+        "num_speculative_tokens": options.num_speculative_tokens,
+        "drafter": engine.default_drafter,
+    }
+    given, notes = parse_fields(body, engine.target.tokenizer, engine.drafters, defaults)
     try:
-        for item in job:
-            if item is WAITING:
-                yield ": ping\n\n"  # a client that has left is noticed by writing to it
-                continue
-            finished, event = item
-            shown = {"step": event["step"], "tokens": event["tokens"]}
-            if trace:
-                shown = public(event)
-                events.append(shown)
-            yield sse(shown | {"text": "".join(text for text, _ in event["pieces"])})
-        yield sse(answer(finished, notes, events if trace else None))
+        engine.check_prompt(given["prompt"])
+    except ValueError as error:
+        raise RequestError(str(error), param="prompt") from error
+    stream, compare = given.pop("stream"), given.pop("compare")
+    sampling = Sampling(**{field.name: given.pop(field.name) for field in fields(Sampling)})
+    return Request(**given, sampling=sampling), stream, compare, notes
+
+
+def cancel(jobs: list[Job]) -> None:
+    for job in jobs:
+        job.cancel()
+
+
+def stream_events(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> Iterator[str]:
+    """Jobs as server-sent events: one per cycle of the first, the answer or an error, [DONE]."""
+    try:
+        for job in jobs:
+            for event in job:
+                if event is WAITING or job is not jobs[0]:
+                    yield ": ping\n\n"  # a client that has left is noticed by writing to it
+                    continue
+                shown = public(event) if job.request.trace else brief(event)
+                yield sse(shown | {"text": "".join(text for text, _ in event["pieces"])})
+        yield sse(answer(jobs, notes, dtype))
     except Exception as error:  # the status line is out: an event is all that can be said
         logging.getLogger(__name__).exception("the engine failed")
         yield sse(RequestError(f"the engine failed: {error}", status=500).body())
     finally:
-        job.cancel()  # the client may have left
+        cancel(jobs)  # the client may have left
     yield "data: [DONE]\n\n"
 
 
@@ -741,6 +934,8 @@ def show_prompt(engine: Engine, wanted: Request) -> None:
         print(terminal.mark(event["pieces"], colour), end="", flush=True)
         finished = sequence
     terminal.print_figures(finished.finish_reason, finished.statistics)
+    if not wanted.sampling.is_greedy:
+        print(f"seed {wanted.seed}")
     for warning in finished.warnings:
         print(f"warning: {warning}", file=sys.stderr)
 
@@ -752,21 +947,27 @@ def read_prompts() -> dict[str, str]:
 
 
 def compare(engine: Engine, prompt: list[int], options: Options, repeats: int) -> dict[str, Any]:
-    """One prompt by standard decoding and by each drafter, in turn; times are medians."""
+    """One prompt by standard decoding and by each drafter, in turn; times are medians.
+
+    Sampled outputs are draws of their own, so only greedy ones are compared (else identical: None).
+    """
+    sampling, seed = options.sampling, options.seed or 0
     times: dict[str, list[float]] = {name: [] for name in [PLAIN, *engine.drafters]}
-    identical = dict.fromkeys(engine.drafters, True)
+    identical = dict.fromkeys(engine.drafters, True if sampling.is_greedy else None)
     sequences: dict[str, Sequence] = {}
     for _ in range(repeats):
         for name, measured in times.items():
             began = time.perf_counter()
             if name == PLAIN:
-                ids = plain_decode(engine.target, prompt, options.max_tokens, engine.eos_ids)
+                ids = plain_decode(
+                    engine.target, prompt, options.max_tokens, engine.eos_ids, sampling, seed
+                )
             else:
                 k = options.num_speculative_tokens
-                *_, (sequences[name], _) = engine.generate(
-                    Request(prompt, options.max_tokens, name, k)
-                )
-                identical[name] &= sequences[name].output == ids
+                wanted = Request(prompt, options.max_tokens, name, k, sampling=sampling, seed=seed)
+                *_, (sequences[name], _) = engine.generate(wanted)
+                if sampling.is_greedy:
+                    identical[name] &= sequences[name].output == ids
             measured.append((time.perf_counter() - began) * 1e3)
     ms = {name: round(median(measured), 2) for name, measured in times.items()}
     text = engine.target.tokenizer.decode(ids, skip_special_tokens=True)
@@ -804,7 +1005,7 @@ def run_demo(engine: Engine, options: Options) -> dict[str, Any]:
         {"name": name, "prompt": text} | compare(engine, ids, options, repeats=3)
         for name, (text, ids) in tqdm(prompts.items(), desc="demo prompts")
     ]
-    totals = {}
+    totals, greedy = {}, options.sampling.is_greedy
     for method in ["standard", *engine.drafters]:
         runs = [r["speculative"].get(method, r["standard"]) for r in results]
         tokens = sum(len(run["token_ids"]) for run in runs)
@@ -814,7 +1015,7 @@ def run_demo(engine: Engine, options: Options) -> dict[str, Any]:
             "target_passes": passes,
             "tokens_per_pass": ratio(tokens - len(runs), passes),
             "ms": round(sum(run["ms"] for run in runs), 2),
-            "identical": all(run.get("identical", True) for run in runs),
+            "identical": all(r.get("identical", True) for r in runs) if greedy else None,
         }
     return {
         "prompts": results,
@@ -844,9 +1045,6 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     parser.add_argument("--json", action="store_true", help="with --demo: one JSON document")
     parser.add_argument("--host", default="127.0.0.1", help="to serve on (default: %(default)s)")
     parser.add_argument("--stop", action="append", help="with --prompt: end before this text")
-    for name in SAMPLING_FIELDS:
-        kind = int if name in ("top_k", "seed") else float
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help="not supported yet")
     model = {"metavar": "DIR_OR_HUB_ID"}
     for name, details in {
         "model": model | {"help": "the target"},
@@ -859,6 +1057,12 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
         "prompt_lookup_max": {"type": count, "help": "longest suffix that ngram looks up"},
         "prompt_lookup_min": {"type": count, "help": "shortest suffix that ngram looks up"},
         "max_tokens": {"type": count, "help": "tokens to generate, where a request does not say"},
+        "repetition_penalty": {"type": float, "help": "1 = off; so are all where a request says"},
+        "temperature": {"type": float, "help": "0 = greedy"},
+        "top_k": {"type": int, "help": "0 = off"},
+        "top_p": {"type": float, "help": "1 = off"},
+        "min_p": {"type": float, "help": "0 = off"},
+        "seed": {"type": int, "help": "where a request names none (default: by chance)"},
         "max_running": {"type": terminal.between(1, 256), "help": "rows of the KV cache"},
         "max_queued": {"type": terminal.between(1, 1000), "help": "requests that may wait"},
         "max_model_len": {"type": count, "help": "context length"},
@@ -883,15 +1087,7 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
 
 def prompt_request(engine: Engine, given: argparse.Namespace, options: Options) -> Request:
     """The request that --prompt and its companions make. Raises what a server would refuse."""
-    body = {name: getattr(given, name) for name in ("prompt", "stop", *SAMPLING_FIELDS)}
-    defaults = {
-        "max_tokens": options.max_tokens,
-        "num_speculative_tokens": options.num_speculative_tokens,
-        "drafter": engine.default_drafter,
-    }
-    wanted, _ = parse_fields(body, engine.target.tokenizer, engine.drafters, defaults)
-    engine.check_prompt(wanted["prompt"])
-    return Request(**wanted)
+    return parse_request({"prompt": given.prompt, "stop": given.stop}, engine, options)[0]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -915,7 +1111,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(json.dumps(document))
             else:
                 terminal.print_demo(document, engine.default_drafter, terminal.has_colour())
-            return 0 if all(total["identical"] for total in document["totals"].values()) else 1
+            return 1 if any(t["identical"] is False for t in document["totals"].values()) else 0
     except (StartError, RequestError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

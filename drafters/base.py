@@ -10,19 +10,31 @@ Not covered: trees of drafts; a draft here is one chain of tokens.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import Generator, Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Up to K proposed tokens; `probs` [n, V] float32 is what each was drawn from, None = sure."""
+    """Up to K proposed tokens, and the distribution that each was drawn from.
+
+    `probs` [n, V] float32 is q, exactly as it was when the token was drawn from it: recomputing it,
+    or drawing otherwise, bends the output's distribution. None says that nothing was drawn: the
+    drafter would propose the same again (q is one-hot).
+    """
 
     tokens: list[int] = field(default_factory=list)
     probs: Tensor | None = None
+
+    @classmethod
+    def of(cls, drawn: Sequence[tuple[int, Tensor | None]]) -> "Draft":
+        """From each token with the q [V] that it was drawn from, or None for all (greedy)."""
+        probs = [q for _, q in drawn if q is not None]
+        return cls([token for token, _ in drawn], torch.stack(probs) if probs else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +58,23 @@ class Verdict:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Sampling:
-    """How the request wants its tokens chosen. Greedy (temperature 0) is all there is so far."""
+    """How a request wants its tokens chosen: transforms of the logits, applied in this order.
 
+    At temperature 0 the likeliest token is taken (greedy), and what follows in the list is without
+    effect. Off are: repetition_penalty 1, top_k 0 or less, top_p 1, min_p 0.
+    """
+
+    repetition_penalty: float = 1.0
     temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < 1e-6  # softmax would be one-hot, but for overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +84,14 @@ class Context:
     `target` and `draft` are the core's cached models (`draft` is None where no draft model was
     named), with `.model`, `.tokenizer`, `.forward(rows, tokens, num_logits)`, `.cache` and
     `.new_cache(num_layers)`.
+
+    `sample(logits [V], text, sampling, rng)` is how a model drafter chooses: the token drawn after
+    the request's own transforms (`text`: the tokens before it, drafts included), and the exact q
+    [V] that it was drawn from, None when greedy.
     """
 
     target: Any
+    sample: Callable[[Tensor, list[int], Sampling, Generator], tuple[int, Tensor | None]]
     draft: Any | None = None
     num_rows: int = 1
     prompt_lookup_max: int = 4
@@ -80,8 +109,12 @@ class Drafter(ABC):
         """Make the drafter. Raises ValueError, saying what to do, if it does not fit the target."""
         return cls()
 
-    def open(self, prompt: Sequence[int], sampling: Sampling, rng: Generator | None) -> Any:
-        """A new request's state. By default the list of its tokens so far."""
+    def open(self, prompt: Sequence[int], sampling: Sampling, rng: Generator) -> Any:
+        """A new request's state. By default the list of its tokens so far.
+
+        A drafter that draws its tokens draws with `rng`, the request's own, and with nothing else:
+        the same seed then gives the same output.
+        """
         return list(prompt)
 
     @abstractmethod

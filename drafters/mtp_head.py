@@ -16,7 +16,7 @@ each; the first one is reused.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Generator, Tensor
@@ -27,12 +27,15 @@ from .base import Context, Draft, Drafter, Sampling, Verdict
 
 @dataclass(slots=True)
 class _State:
-    """The true pairs that are not fed yet are (hidden, tokens); `prompt` waits for its states."""
+    """The true pairs that are not fed yet are (hidden, tokens)."""
 
     row: int  # in the head's KV cache
-    prompt: list[int]
+    text: list[int]  # committed so far
+    sampling: Sampling
+    rng: Generator
     hidden: list[Tensor] = field(default_factory=list)  # [pairs, D] each
     tokens: list[int] = field(default_factory=list)
+    observed: int = 0  # positions of `text` whose hidden states have come
 
 
 class MtpHeadDrafter(Drafter):
@@ -41,10 +44,11 @@ class MtpHeadDrafter(Drafter):
     name: ClassVar[str] = "mtp"
     needs_hidden: ClassVar[bool] = True
 
-    def __init__(self, head: MtpModel, cache: Any) -> None:
+    def __init__(self, head: MtpModel, context: Context) -> None:
         self._head = head
         self._layer = head.layers[0]
-        self._cache = cache
+        self._cache = context.target.new_cache(num_layers=1, num_rows=context.num_rows)
+        self._sample = context.sample
 
     @classmethod
     def build(cls, context: Context) -> "MtpHeadDrafter":
@@ -69,10 +73,10 @@ class MtpHeadDrafter(Drafter):
                 f"the MTP head of {context.target.name} could not be loaded: {reason}"
             ) from error
         head.to(model.device).eval().set_attn_implementation(model.config._attn_implementation)
-        return cls(head, context.target.new_cache(num_layers=1, num_rows=context.num_rows))
+        return cls(head, context)
 
-    def open(self, prompt: Sequence[int], sampling: Sampling, rng: Generator | None) -> _State:
-        return _State(self._cache.open_row(), list(prompt))
+    def open(self, prompt: Sequence[int], sampling: Sampling, rng: Generator) -> _State:
+        return _State(self._cache.open_row(), list(prompt), sampling, rng)
 
     def propose(self, state: _State, max_tokens: int) -> Draft:
         return self.propose_batch([state], [max_tokens])[0]
@@ -80,21 +84,24 @@ class MtpHeadDrafter(Drafter):
     @torch.inference_mode()
     def propose_batch(self, states: list[_State], max_tokens: list[int]) -> list[Draft]:
         """One batched run of the layer per draft step; the first feeds the true pairs."""
-        drafts: list[list[int]] = [[] for _ in states]
+        drawn: list[list[tuple[int, Tensor | None]]] = [[] for _ in states]
+        texts = [list(state.text) for state in states]  # with the draft so far
         pairs = [(torch.cat(state.hidden), state.tokens) for state in states]
         known = [self._cache.lengths[state.row] + len(state.tokens) for state in states]
         for step in range(max(max_tokens)):
             active = [i for i, limit in enumerate(max_tokens) if limit > step]
             outputs = self._forward([states[i].row for i in active], [pairs[i] for i in active])
-            tokens = self._head._project_to_logits(outputs)[:, 0].argmax(-1).tolist()
+            logits = self._head._project_to_logits(outputs)[:, 0].float()  # [B, V]
             for b, i in enumerate(active):
-                drafts[i].append(tokens[b])
-                pairs[i] = (outputs[b], [tokens[b]])
+                token, q = self._sample(logits[b], texts[i], states[i].sampling, states[i].rng)
+                drawn[i].append((token, q))
+                texts[i].append(token)
+                pairs[i] = (outputs[b], [token])
         for state, length in zip(states, known, strict=True):
             # The true pairs are cached now; the recursive rows behind them go.
             self._cache.truncate(state.row, length)
             state.hidden, state.tokens = [], []
-        return [Draft(tokens) for tokens in drafts]
+        return [Draft.of(tokens) for tokens in drawn]
 
     def _forward(self, rows: list[int], pairs: list[tuple[Tensor, list[int]]]) -> Tensor:
         """Run the layer over each row's pairs; returns the last pair's output, [B, 1, D].
@@ -131,11 +138,12 @@ class MtpHeadDrafter(Drafter):
         assert verdict.hidden is not None, (
             "the engine hands hidden states to a drafter that needs them"
         )
-        following = state.prompt[1:] + verdict.tokens  # what came after each newly cached position
+        state.text.extend(verdict.tokens)
+        begin, state.observed = state.observed, state.observed + len(verdict.hidden)
+        following = state.text[begin + 1 :]  # what came after each newly cached position
         assert len(following) == len(verdict.hidden)
         state.hidden.append(verdict.hidden)
         state.tokens.extend(following)
-        state.prompt = []
 
     def close(self, state: _State) -> None:
         self._cache.close_row(state.row)

@@ -5,8 +5,9 @@
     match:      the quick brown                           (the most recent one)
     draft:                      fox …                     (what followed it, read on into itself)
 
-No model, no probabilities: where the text repeats itself the draft is nearly free and often right;
-where it does not, the drafter proposes nothing and the cycle is plain decoding.
+No model and nothing drawn: q is one-hot, so a token is accepted with probability p. Where the text
+repeats itself the draft is nearly free and often right; where it does not, the drafter proposes
+nothing and the cycle is plain decoding.
 
 A hash index per request keeps a lookup O(1) in the length of the text: each committed token adds
 one entry per suffix length. Drafts never enter the index, so a refused draft needs no rollback.
@@ -77,7 +78,7 @@ class NgramDrafter(Drafter):
     def build(cls, context: Context) -> "NgramDrafter":
         return cls(context.prompt_lookup_max, context.prompt_lookup_min)
 
-    def open(self, prompt: Sequence[int], sampling: Sampling, rng: Generator | None) -> NgramIndex:
+    def open(self, prompt: Sequence[int], sampling: Sampling, rng: Generator) -> NgramIndex:
         index = NgramIndex(*self._sizes)
         index.extend(prompt)
         return index

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Generator
+import torch
+from torch import Generator, Tensor
 
 from .base import Context, Draft, Drafter, Sampling, Verdict
 
@@ -22,6 +23,8 @@ from .base import Context, Draft, Drafter, Sampling, Verdict
 class _State:
     row: int  # in the draft model's KV cache
     tokens: list[int]  # committed so far
+    sampling: Sampling
+    rng: Generator
 
 
 class SmallModelDrafter(Drafter):
@@ -29,10 +32,12 @@ class SmallModelDrafter(Drafter):
 
     name: ClassVar[str] = "draft_model"
 
-    def __init__(self, draft: Any, vocab_size: int) -> None:
-        self._draft = draft
-        # Ids that the target knows too: a padded embedding may have more rows.
-        self._vocab_size = vocab_size
+    def __init__(self, context: Context) -> None:
+        self._draft: Any = context.draft
+        self._sample = context.sample
+        # An embedding may be padded: ids that only one of the two models has are never drafted.
+        self._vocab_size = context.target.vocab_size
+        self._shared = min(self._draft.vocab_size, self._vocab_size)
 
     @classmethod
     def build(cls, context: Context) -> "SmallModelDrafter":
@@ -42,9 +47,15 @@ class SmallModelDrafter(Drafter):
             raise ValueError(
                 "the drafter draft_model needs a model: give --draft-model DIR_OR_HUB_ID"
             )
-        if draft.tokenizer.get_vocab() != target.tokenizer.get_vocab():
+        # By content: vocabularies of one size may differ, and embeddings may be padded.
+        differing = set(draft.tokenizer.get_vocab().items()) ^ set(
+            target.tokenizer.get_vocab().items()
+        )
+        if differing:
+            token, i = min(differing, key=lambda entry: entry[1])
             raise ValueError(
-                f"draft model {draft.name} and target {target.name} have different tokenizers: "
+                f"draft model {draft.name} and target {target.name} have different tokenizers "
+                f"(only one of them has {token!r} as id {i}): "
                 "give a --draft-model of the same family, or use --drafter ngram"
             )
         if draft.max_length < target.max_length:
@@ -52,10 +63,10 @@ class SmallModelDrafter(Drafter):
                 f"draft model {draft.name} holds {draft.max_length} tokens and the target "
                 f"{target.max_length}: give --max-model-len {draft.max_length} or less"
             )
-        return cls(draft, min(draft.vocab_size, target.vocab_size))
+        return cls(context)
 
-    def open(self, prompt: Sequence[int], sampling: Sampling, rng: Generator | None) -> _State:
-        return _State(self._draft.cache.open_row(), list(prompt))
+    def open(self, prompt: Sequence[int], sampling: Sampling, rng: Generator) -> _State:
+        return _State(self._draft.cache.open_row(), list(prompt), sampling, rng)
 
     def propose(self, state: _State, max_tokens: int) -> Draft:
         return self.propose_batch([state], [max_tokens])[0]
@@ -63,7 +74,8 @@ class SmallModelDrafter(Drafter):
     def propose_batch(self, states: list[_State], max_tokens: list[int]) -> list[Draft]:
         """One batched forward per draft step; the first also feeds what is not cached yet."""
         cache = self._draft.cache
-        drafts: list[list[int]] = [[] for _ in states]
+        drawn: list[list[tuple[int, Tensor | None]]] = [[] for _ in states]
+        texts = [list(state.tokens) for state in states]  # with the draft so far
         fed = [state.tokens[cache.lengths[state.row] :] for state in states]
         for step in range(max(max_tokens)):
             active = [i for i, limit in enumerate(max_tokens) if limit > step]
@@ -73,10 +85,15 @@ class SmallModelDrafter(Drafter):
                 num_logits=[1] * len(active),
             )
             for i, logits in zip(active, output.logits, strict=True):
-                token = int(logits[0, : self._vocab_size].argmax())
-                drafts[i].append(token)
+                token, q = self._sample(
+                    logits[0, : self._shared], texts[i], states[i].sampling, states[i].rng
+                )
+                if q is not None and self._shared < self._vocab_size:
+                    q = torch.nn.functional.pad(q, (0, self._vocab_size - self._shared))
+                drawn[i].append((token, q))
+                texts[i].append(token)
                 fed[i] = [token]
-        return [Draft(tokens) for tokens in drafts]
+        return [Draft.of(tokens) for tokens in drawn]
 
     def observe(self, state: _State, verdict: Verdict) -> None:
         cache = self._draft.cache

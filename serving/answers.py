@@ -4,18 +4,32 @@ They read the core's sequences and engine, handed in; see README.md for examples
 """
 
 import json
+from itertools import zip_longest
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from .statistics import FORMULAS, Statistics, ratio
-from .worker import Worker
+from .worker import Job, Worker
 
 PLAIN = "none"  # the name under which requests without a drafter are counted
 _MIN_DRAFTS_TO_JUDGE = 100
 _POOR_FIRST_ACCEPTANCE = 0.2
 
 
-def answer(sequence: Any, notes: list[str], events: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """What /generate returns for a finished sequence; `events` only where a trace was asked for."""
+# Logits of one row and of several differ by 1e-5 in float32 and by 0.13 in bfloat16: a choice
+# between scores that close is decided by rounding.
+_NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
+
+
+def answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> dict[str, Any]:
+    """What /generate returns for a finished job of a target in `dtype`.
+
+    A second job, where a comparison was asked for, is the same by plain decoding, with a trace.
+    """
+    job, *twins = jobs
+    sequence = job.sequence
     request, statistics = sequence.request, sequence.statistics
     prompt, completion = len(request.prompt), len(sequence.output)
     counters = statistics.counters(request.num_speculative_tokens if request.drafter else 0)
@@ -23,6 +37,7 @@ def answer(sequence: Any, notes: list[str], events: list[dict[str, Any]] | None)
         "text": sequence.text.text,
         "token_ids": sequence.output,
         "finish_reason": sequence.finish_reason,
+        "seed": request.seed,
         "warnings": notes + sequence.warnings,
         "usage": {
             "prompt_tokens": prompt,
@@ -32,12 +47,99 @@ def answer(sequence: Any, notes: list[str], events: list[dict[str, Any]] | None)
         "metrics": {"speculative_decoding": {"drafter": request.drafter or PLAIN} | counters},
         "timings": statistics.timings(),
     }
-    return body if events is None else body | {"trace": events}
+    if request.logprobs is not None:
+        body["logprobs"] = sequence.logprobs
+    if request.trace:
+        body["trace"] = list(map(public, job.events))
+    for twin in twins:
+        body["compare"] = comparison(sequence, twin.sequence, twin.events, _NEAR_TIE[dtype])
+    return body
 
 
 def public(event: dict[str, Any]) -> dict[str, Any]:
-    """A cycle's event as a trace shows it, without the text (which the answer has)."""
-    return {name: value for name, value in event.items() if name != "pieces"}
+    """A cycle's event as a trace shows it, without what the answer has: text and logprobs."""
+    return {name: value for name, value in event.items() if name not in ("pieces", "logprobs")}
+
+
+def brief(event: dict[str, Any]) -> dict[str, Any]:
+    """A cycle's event as a stream shows it without a trace: what it committed."""
+    tokens = [{"id": token["id"], "kind": token["kind"]} for token in event["tokens"]]
+    shown = {"step": event["step"], "tokens": tokens}
+    return shown | {"logprobs": event["logprobs"]} if "logprobs" in event else shown
+
+
+def token_logprobs(
+    logits: Tensor, tokens: list[int], num_top: int, tokenizer: Any
+) -> list[dict[str, Any]]:
+    """Log-probabilities of `tokens` and of the `num_top` likeliest by the target's own logits.
+
+    logits [at least len(tokens), V]: row i is where token i was chosen. Before every transform, so
+    they do not depend on the request's sampling.
+    """
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        # JSON has no -inf: -9999 is what the field sends for it.
+        return {"id": token, "token": tokenizer.decode([token]), "logprob": max(logprob, -9999.0)}
+
+    logprobs = logits[: len(tokens)].log_softmax(-1)
+    top = logprobs.topk(min(num_top, logits.shape[-1]))
+    return [
+        entry(token, float(row[token])) | {"top_logprobs": list(map(entry, ids, values))}
+        for token, row, ids, values in zip(
+            tokens, logprobs, top.indices.tolist(), top.values.tolist(), strict=True
+        )
+    ]
+
+
+def comparison(
+    speculative: Any, plain: Any, events: list[dict[str, Any]], near_tie: float
+) -> dict[str, Any]:
+    """The `compare` block: what speculation changed, which should be the time alone.
+
+    `events` are the plain sequence's, with a trace; scores within `near_tie` may change places by
+    rounding. Sampled outputs are different draws from one
+    distribution, so only greedy ones are compared token by token (identical: null otherwise).
+    """
+    ours, theirs = speculative.statistics, plain.statistics
+    greedy = speculative.request.sampling.is_greedy
+    difference = _first_difference(speculative, plain, events, near_tie) if greedy else None
+    return {
+        "plain": {
+            "text": plain.text.text,
+            "token_ids": plain.output,
+            "finish_reason": plain.finish_reason,
+            "timings": theirs.timings(),
+        },
+        "identical": speculative.output == plain.output if greedy else None,
+        "first_difference": difference,
+        "measured_speedup": ratio(theirs.ms_per_token or 0, ours.ms_per_token or 0),
+        "predicted_speedup": ours.predicted_speedup(theirs),
+        "costs": ours.costs(theirs),
+    }
+
+
+def _first_difference(
+    speculative: Any, plain: Any, events: list[dict[str, Any]], near_tie: float
+) -> dict[str, Any] | None:
+    """Where two greedy outputs part, and whether rounding can have done that."""
+    both = list(zip_longest(speculative.output, plain.output))
+    position = next((i for i, (ours, theirs) in enumerate(both) if ours != theirs), None)
+    if position is None:
+        return None
+    ours, theirs = both[position]
+    # Where one of them ends, the other one went on: no tie explains that.
+    tops = [top for event in events for top in event["target_top"]]
+    top = tops[position] if position < len(tops) else []
+    scores = {choice["id"]: choice["score"] for choice in top}
+    is_tie = ours in scores and top[0]["score"] - scores[ours] <= near_tie
+    return {
+        "position": position,
+        "speculative_token": ours,
+        "plain_token": theirs,
+        "target_top": top,
+        "top_2_gap": top[0]["score"] - top[1]["score"] if top else None,
+        "verdict": "near-tie" if is_tie else "bug",
+    }
 
 
 def sse(data: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ ignored. The one error body is {"error": {"message", "type", "param", "code"}}.
 """
 
 import json
+import secrets
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -95,6 +96,7 @@ _CHECKS: dict[str, Callable[[Any], str | None]] = {
     "speculative": _flag,
     "stream": _flag,
     "trace": _flag,
+    "compare": _flag,
     "stop": _stops,
     "temperature": _number(0, 100),
     "top_k": _integer(-1, 1 << 31),
@@ -104,21 +106,12 @@ _CHECKS: dict[str, Callable[[Any], str | None]] = {
     "seed": _integer(-(1 << 63), (1 << 64) - 1),
     "logprobs": _logprobs,
 }
-# field -> the values that change nothing in greedy decoding; others wait for sampling
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "temperature": (0,),
-    "top_k": (-1, 0),
-    "top_p": (1,),
-    "min_p": (0,),
-    "repetition_penalty": (1,),
-    "logprobs": (False, 0),
-}
 _OTHERS = {"prompt", "drafter"}
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
 def check_fields(body: dict[str, Any]) -> dict[str, Any]:
-    """The fields that are given (a null counts as absent), each in range and supported.
+    """The fields that are given (a null counts as absent), each in range.
 
     Raises RequestError, naming the first that is not.
     """
@@ -127,11 +120,6 @@ def check_fields(body: dict[str, Any]) -> dict[str, Any]:
         problem = check(given[name]) if name in given else None
         if problem:
             raise RequestError(f"{name} {problem}", param=name)
-    for name, neutral in _NEUTRAL.items():
-        if name in given and given[name] not in neutral:
-            raise RequestError(
-                f"{name} = {given[name]} is not supported yet (decoding is greedy)", param=name
-            )
     return given
 
 
@@ -141,12 +129,12 @@ def parse_fields(
     """Checked fields of a generate request, `defaults` filled in, and warnings about unknown ones.
 
     `prompt` comes back as token ids, `stop` as a tuple, `drafter` as a name or None (`speculative`
-    decides). A null counts as absent. Raises RequestError, naming the field.
+    decides), `logprobs` as a number or None, and `seed` as a number, by chance if none was given.
+    A null counts as absent. Raises RequestError, naming the field.
     """
     given = check_fields(body)
-    fields = defaults | {
-        name: given[name] for name in _CHECKS if name in given and name not in _NEUTRAL
-    }
+    flags = {"stream": False, "trace": False, "compare": False}
+    fields = flags | defaults | {name: given[name] for name in _CHECKS if name in given}
     fields["prompt"] = _prompt(given.get("prompt"), tokenizer)
     stop = given.get("stop", ())
     fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -159,7 +147,11 @@ def parse_fields(
         fields["drafter"] = given["drafter"]
     if not fields.pop("speculative", True):
         fields["drafter"] = None
-    fields.pop("seed", None)  # greedy output is the same for every seed
+    if fields.get("seed") is None:
+        fields["seed"] = secrets.randbits(32)  # few enough bits for every JSON parser
+    logprobs = fields.get("logprobs", False)
+    if isinstance(logprobs, bool):
+        fields["logprobs"] = 0 if logprobs else None
     unknown = sorted(set(body) - _CHECKS.keys() - _OTHERS)
     return fields, [f"unknown field {name!r} was ignored" for name in unknown]
 

@@ -99,6 +99,39 @@ class Statistics:
     def tokens_per_pass(self) -> float | None:
         return ratio(self.completion_tokens - self.prefills, self.target_passes)
 
+    @property
+    def ms_per_token(self) -> float | None:
+        """Of the tokens after the prefill's."""
+        return ratio(
+            self.draft_ms + self.verify_ms + self.other_ms, self.completion_tokens - self.prefills
+        )
+
+    def costs(self, plain: "Statistics") -> dict[str, float | None]:
+        """What the formulas of speculative decoding are made of, as measured.
+
+        `plain` is the same request's plain decoding. alpha: the chance that a draft token is
+        accepted once those before it are; c: one draft token's time, and t_verify: one pass's, in
+        passes of plain decoding.
+        """
+        plain_pass_ms = _per(plain.verify_ms, plain.target_passes)
+        return {
+            "alpha": ratio(self.num_accepted_draft_tokens, sum(self.reached_at)),
+            "c": ratio(self.draft_ms, self.num_draft_tokens * plain_pass_ms),
+            "t_verify": ratio(self.verify_ms, self.target_passes * plain_pass_ms),
+        }
+
+    def predicted_speedup(self, plain: "Statistics") -> float | None:
+        """Expected tokens per cycle / (draft tokens per cycle · c + t_verify), by `costs`.
+
+        With one alpha for all positions a draft of n tokens gives 1 + α + … + αⁿ of them. The
+        engine's own time is left out, and so are differences between positions: measured against
+        predicted tells what those cost.
+        """
+        alpha = ratio(self.num_accepted_draft_tokens, sum(self.reached_at)) or 0.0
+        drafted = sum(count * alpha**i for i, count in enumerate(self.drafted_at, 1))
+        plain_ms = (self.target_passes + drafted) * _per(plain.verify_ms, plain.target_passes)
+        return ratio(plain_ms, self.draft_ms + self.verify_ms)
+
     def counters(self, num_spec_tokens: int) -> dict[str, Any]:
         """The `speculative_decoding` block; the histogram has K + 1 buckets."""
         missing = num_spec_tokens + 1 - len(self.acceptance_histogram)
@@ -137,6 +170,10 @@ class Statistics:
             "verify_ms": round(self.verify_ms, 3),
             "other_ms": round(self.other_ms, 3),
         }
+
+
+def _per(total: float, count: int) -> float:
+    return total / count if count else 0.0
 
 
 def ratio(part: float, whole: float) -> float | None:

@@ -57,6 +57,12 @@ def _or_dash(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
+def _verdict(identical: list[bool | None]) -> str:
+    if None in identical:
+        return "not compared (sampled)"
+    return "yes" if all(identical) else "NO"
+
+
 def print_demo(document: dict[str, Any], shown: str, colour: bool) -> None:
     """The demo's document as tables, with the text of drafter `shown` marked by origin."""
     for result in document["prompts"]:
@@ -67,6 +73,8 @@ def print_demo(document: dict[str, Any], shown: str, colour: bool) -> None:
         print(_ROW.format("standard", passes, f"{ms:.1f}", "1.00", "", "", "", "").rstrip())
         for name, run in result["speculative"].items():
             length = run["mean_acceptance_length"]
+            # Sampled texts may be of different lengths: ms and passes count per token.
+            share = len(run["token_ids"]) / len(standard["token_ids"])
             print(
                 _ROW.format(
                     name,
@@ -75,24 +83,25 @@ def print_demo(document: dict[str, Any], shown: str, colour: bool) -> None:
                     _or_dash(run["tokens_per_pass"], ".2f"),
                     _or_dash(None if length is None else length - 1, ".2f"),
                     _or_dash(run["draft_acceptance_rate"], ".0%"),
-                    f"{1 - run['target_passes'] / passes if passes else 0:.0%}",
-                    f"{ms / run['ms']:.2f}×",
+                    f"{1 - run['target_passes'] / (passes * share) if passes else 0:.0%}",
+                    f"{ms * share / run['ms']:.2f}×",
                 )
             )
         for name, run in result["speculative"].items():
             for warning in run["warnings"]:
                 print(f"{name}: {warning}")
-        same = all(run["identical"] for run in result["speculative"].values())
-        print(f"identical output: {'yes' if same else 'NO'}        text as {shown} wrote it:\n")
+        same = [run["identical"] for run in result["speculative"].values()]
+        print(f"identical output: {_verdict(same)}        text as {shown} wrote it:\n")
         print(result["prompt"] + mark(result["speculative"][shown]["pieces"], colour))
     print(f"\n{legend(colour)}\n\n━━ in all " + "━" * 72)
-    standard_ms = document["totals"]["standard"]["ms"]
+    standard = document["totals"]["standard"]
     for method, total in document["totals"].items():
-        same = "" if method == "standard" else f"identical: {'yes' if total['identical'] else 'NO'}"
+        same = "" if method == "standard" else f"identical: {_verdict([total['identical']])}"
+        speed_up = standard["ms"] / standard["tokens"] * total["tokens"] / total["ms"]
         print(
             f"{method:14}{total['tokens']:6} tokens {total['target_passes']:6} passes "
             f"{total['ms']:8.0f} ms {total['tokens_per_pass'] or 0:6.2f} tok/pass "
-            f"{standard_ms / total['ms']:5.2f}×  {same}".rstrip()
+            f"{speed_up:5.2f}×  {same}".rstrip()
         )
 
 

@@ -21,11 +21,13 @@ _POLL_S = 0.25
 
 
 class Job:
-    """One request on its way through the worker; iterate over it to receive what it yields."""
+    """One request on its way through the worker; iterate over it to receive its events."""
 
     def __init__(self, request: Any) -> None:
         self.request = request
         self.cancelled = False
+        self.sequence: Any = None  # the engine's, as of the last event
+        self.events: list[dict[str, Any]] = []  # kept for a trace
         self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def cancel(self) -> None:
@@ -37,7 +39,7 @@ class Job:
         self._items.put(item)
 
     def __iter__(self) -> Iterator[Any]:
-        """The worker's items, and WAITING every 0.25 s without one; re-raises its error.
+        """The engine's events, and WAITING every 0.25 s without one; re-raises its error.
 
         Ends at once when the job is cancelled.
         """
@@ -50,6 +52,10 @@ class Job:
                 return
             if isinstance(item, Exception):
                 raise item
+            if item is not WAITING:
+                self.sequence, item = item
+                if self.request.trace:
+                    self.events.append(item)
             yield item
 
 

@@ -107,13 +107,16 @@ def run(engine: Any, prompt: list[int], **fields: Any) -> tuple[Any, list[dict[s
     return sequence, events
 
 
+Script = Callable[[list[int], int], list[int]]
+
+
 class ScriptedDrafter(core.Drafter):
     """Proposes by a function of (tokens so far, limit); what it observes is kept for the test."""
 
     name = "scripted"
 
-    def __init__(self, script: Callable[[list[int], int], list[int]]) -> None:
-        self.script = script
+    def __init__(self, script: Script, probs: Callable[..., Any] | None = None) -> None:
+        self.script, self.probs = script, probs
         self.verdicts: list[Any] = []
         self.num_open = 0
 
@@ -122,7 +125,8 @@ class ScriptedDrafter(core.Drafter):
         return list(prompt)
 
     def propose(self, state: list[int], max_tokens: int) -> Any:
-        return core.Draft(self.script(state, max_tokens))
+        probs = self.probs(state, max_tokens) if self.probs else None
+        return core.Draft(self.script(state, max_tokens), probs)
 
     def observe(self, state: list[int], verdict: Any) -> None:
         self.verdicts.append(verdict)
@@ -132,6 +136,6 @@ class ScriptedDrafter(core.Drafter):
         self.num_open -= 1
 
 
-def scripted_engine(engine: Any, script: Callable[[list[int], int], list[int]]) -> Any:
-    """The engine's target with a scripted drafter of its own."""
-    return core.Engine(engine.target, {"scripted": ScriptedDrafter(script)}, "scripted")
+def scripted_engine(engine: Any, script: Script, probs: Callable[..., Any] | None = None) -> Any:
+    """The engine's target with a scripted drafter of its own, which may claim probs."""
+    return core.Engine(engine.target, {"scripted": ScriptedDrafter(script, probs)}, "scripted")

@@ -65,7 +65,12 @@ def test_the_demo_prints_tables_and_marks_where_tokens_came_from():
 def test_a_difference_in_output_makes_the_demo_fail(monkeypatch, capsys):
     """Identity is checked, not assumed: a broken verify must be reported."""
     monkeypatch.setattr(
-        core, "verify", lambda draft, truth: (len(draft.tokens), [*draft.tokens, 5])
+        core,
+        "verify",
+        lambda draft, p, rng: [
+            *(core.Judgement(token, "accepted", 1, 1, 0) for token in draft.tokens),
+            core.Judgement(5, "bonus", 1, None, 0),
+        ],
     )
     status = core.main(["--demo", "--max-tokens", "12"])
     assert status == 1
@@ -89,9 +94,23 @@ def test_the_embedded_target_is_recognised_however_it_is_spelt(monkeypatch):
     assert set(engine.drafters) == {"ngram", "draft_model", "mtp"}
 
 
-def test_neutral_sampling_options_are_accepted():
-    result = call("--prompt", "x", "--temperature", "0", "--seed", "3", "--max-tokens", "2")
-    assert result.returncode == 0, result.stderr
+SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01")
+
+
+def test_sampling_options_are_followed_and_the_seed_is_told():
+    fields = ("--prompt", "def f(", "--max-tokens", "12", *SAMPLED, "--repetition-penalty", "1.1")
+    chosen = [call(*fields) for _ in range(2)]
+    seeds = [re.search(r"^seed (\d+)$", r.stdout, re.MULTILINE).group(1) for r in chosen]
+    assert seeds[0] != seeds[1]
+    again = call(*fields, "--seed", seeds[0])
+    figures = re.compile(r"· ms: .*")
+    assert figures.sub("", again.stdout) == figures.sub("", chosen[0].stdout)
+
+
+def test_a_sampled_demo_compares_no_outputs(capsys):
+    assert core.main(["--demo", "--max-tokens", "4", *SAMPLED]) == 0
+    out = capsys.readouterr().out
+    assert out.count("identical output: not compared (sampled)") == len(core.read_prompts())
 
 
 def test_a_prompt_may_be_stopped():
@@ -120,7 +139,8 @@ def test_a_prompt_may_be_stopped():
         (["--prompt", "\udcff"], "lone surrogate"),
         (["--prompt", "x", "--stop", ""], "stop must be a non-empty string"),
         (["--demo", "--stop", "x"], "--stop goes with --prompt"),
-        (["--demo", "--temperature", "0.7"], "temperature = 0.7 is not supported yet"),
+        (["--demo", "--temperature", "nan"], "temperature must be a number from 0"),
+        (["--prompt", "x", "--seed", "99999999999999999999"], "seed must be an integer from"),
         (["--port", "5000", "--top-p", "7"], "top_p must be a number from"),
         (["--prompt", "x", "--prompt-lookup-min", "9"], "prompt_lookup_min (9) must be"),
     ],

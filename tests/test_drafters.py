@@ -1,5 +1,6 @@
 """One contract for all drafters, and what is particular to each."""
 
+import json
 import random
 import re
 
@@ -7,11 +8,13 @@ import pytest
 import speculative_decoding as core
 import torch
 from conftest import ROOT, run, scripted_engine
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import drafters
 from drafters.ngram import NgramDrafter, NgramIndex
 
 DRAFTERS = ("ngram", "draft_model", "mtp")
+GREEDY = core.Sampling()
 
 
 @pytest.fixture(scope="module", params=DRAFTERS)
@@ -38,11 +41,14 @@ def test_drafts_are_known_ids_and_no_more_than_asked_for(demo_engine, prompts, n
             assert all(0 <= token < 4096 for token in event["proposals"])
 
 
-def proposals_of_a_fresh_state(engine, drafter, tokens, limit):
+def proposals_of_a_fresh_state(engine, drafter, tokens, limit, sampling=GREEDY, rng_state=None):
     """What the drafter proposes for `tokens` when it has seen no draft before."""
     target = engine.target
     row = target.cache.open_row()
-    state = drafter.open(tokens[:-1], core.Sampling(), None)
+    rng = torch.Generator()
+    if rng_state is not None:
+        rng.set_state(rng_state)
+    state = drafter.open(tokens[:-1], sampling, rng)
     output = target.forward([row], [tokens[:-1]], [1], want_hidden=drafter.needs_hidden)
     hidden = output.hidden[0] if drafter.needs_hidden else None
     drafter.observe(state, core.Verdict(0, 0, tokens[-1:], hidden))
@@ -52,27 +58,33 @@ def proposals_of_a_fresh_state(engine, drafter, tokens, limit):
     return proposed
 
 
-def replay_differences(engine, prompt, name, k=4, max_tokens=40):
+REPLAYED = ("repetitive_counting", "code_class", "hard_story", "easy_facts", "hard_docs")
+
+
+def replay_differences(engine, prompts, name, sampling=GREEDY, k=4):
     """Cycles in which a used state and a fresh one on the same text propose different tokens."""
     drafter = engine.drafters[name]
     compared = differences = 0
-    sequence = engine.open(core.Request(prompt, max_tokens, name, k))
-    while sequence.finish_reason is None:
-        limit = min(k, sequence.remaining - 1)
-        tokens = list(sequence.tokens)
-        event = engine.step([sequence])[0]
-        if event["step"] and limit:
-            fresh = proposals_of_a_fresh_state(engine, drafter, tokens, limit)
-            compared += 1
-            differences += fresh != event["proposals"]
-    engine.close(sequence)
-    assert compared > 5
+    for prompt in REPLAYED:
+        sequence = engine.open(core.Request(prompts[prompt], 40, name, k, sampling=sampling))
+        while sequence.finish_reason is None:
+            limit = min(k, sequence.remaining - 1)
+            tokens, rng_state = list(sequence.tokens), sequence.rng.get_state()
+            event = engine.step([sequence])[0]
+            if event["step"] and limit:
+                fresh = proposals_of_a_fresh_state(
+                    engine, drafter, tokens, limit, sampling, rng_state
+                )
+                compared += 1
+                differences += fresh != event["proposals"]
+        engine.close(sequence)
+    assert compared > 25
     return differences
 
 
-def test_a_rolled_back_state_proposes_like_a_fresh_one(demo_engine, prompts, name):
-    for prompt in ("repetitive_counting", "code_class", "hard_story", "easy_facts"):
-        assert replay_differences(demo_engine, prompts[prompt], name) == 0
+@pytest.mark.parametrize("sampling", [GREEDY, core.Sampling(1.2, 1.0, 50)], ids=str)
+def test_a_rolled_back_state_proposes_like_a_fresh_one(demo_engine, prompts, name, sampling):
+    assert replay_differences(demo_engine, prompts, name, sampling) == 0
 
 
 @pytest.mark.parametrize("name_", ["draft_model", "mtp"])
@@ -81,7 +93,7 @@ def test_the_replay_test_notices_a_missing_rollback(demo_engine, prompts, monkey
     drafter = demo_engine.drafters[name_]
     cache = drafter._draft.cache if name_ == "draft_model" else drafter._cache
     monkeypatch.setattr(cache, "truncate", lambda row, length: None)
-    assert replay_differences(demo_engine, prompts["hard_docs"], name_) > 0
+    assert replay_differences(demo_engine, prompts, name_) > 0
 
 
 def test_a_batch_of_states_proposes_like_each_alone(demo_engine, prompts, name):
@@ -96,7 +108,7 @@ def test_a_batch_of_states_proposes_like_each_alone(demo_engine, prompts, name):
     states = []
     for text in texts:
         row = target.cache.open_row()
-        state = drafter.open(text[:-1], core.Sampling(), None)
+        state = drafter.open(text[:-1], GREEDY, torch.Generator())
         output = target.forward([row], [text[:-1]], [1], want_hidden=drafter.needs_hidden)
         hidden = output.hidden[0] if drafter.needs_hidden else None
         drafter.observe(state, core.Verdict(0, 0, text[-1:], hidden))
@@ -149,6 +161,47 @@ def test_a_drafter_that_fails_costs_its_request_the_speculation_never_the_answer
     assert len(sequence.warnings) == 1 and reason in sequence.warnings[0]
     assert engine.num_drafter_failures == 1
     assert engine.drafters["scripted"].num_open == 0
+
+
+def uniform(tokens, limit, vocab=4096):
+    return torch.full((limit, vocab), 1 / vocab)
+
+
+@pytest.mark.parametrize(
+    ("probs", "reason"),
+    [
+        (lambda tokens, limit: uniform(tokens, limit + 1), "probs of shape [6, 4096] for 5 tokens"),
+        (lambda tokens, limit: uniform(tokens, limit, 4000), "probs of shape [5, 4000]"),
+        (lambda tokens, limit: uniform(tokens, limit)[0], "probs of shape [4096]"),
+        (lambda tokens, limit: uniform(tokens, limit) * 2, "probs are no distributions"),
+        (lambda tokens, limit: uniform(tokens, limit) * torch.nan, "probs are no distributions"),
+        (lambda tokens, limit: -uniform(tokens, limit), "probs are no distributions"),
+        (lambda tokens, limit: uniform(tokens, limit).index_fill_(1, torch.tensor([7]), 0),
+         "probs are no distributions that the tokens can be drawn from"),
+        (lambda tokens, limit: uniform(tokens, limit).tolist(), "'list' object has no attribute"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_probs_that_cannot_be_are_a_failure_of_the_drafter(
+    demo_engine, prompts, probs, reason, temperature
+):
+    """Proposes token 7 with a q that it cannot have been drawn from."""
+    engine = scripted_engine(demo_engine, lambda tokens, limit: [7] * limit, probs)
+    sampling = core.Sampling(temperature=temperature)
+    sequence, _ = run(
+        engine, prompts["easy_json"], max_tokens=12, drafter="scripted", sampling=sampling
+    )
+    assert len(sequence.output) == 12
+    assert len(sequence.warnings) == 1 and reason in sequence.warnings[0]
+
+
+def test_a_drafter_s_honest_probs_are_taken(demo_engine, prompts, plain):
+    """Also in another precision, and in greedy decoding, where the target's argmax decides."""
+    for script in (uniform, lambda tokens, limit: uniform(tokens, limit).double()):
+        engine = scripted_engine(demo_engine, lambda tokens, limit: [7] * limit, script)
+        sequence, _ = run(engine, prompts["easy_json"], max_tokens=12, drafter="scripted")
+        assert sequence.warnings == []
+        assert sequence.output == plain(prompts["easy_json"], 12)
 
 
 @pytest.mark.parametrize("method", ["open", "observe", "close"])
@@ -232,7 +285,7 @@ def test_impossible_lookup_sizes_are_refused():
 
 
 def context(engine):
-    return drafters.Context(engine.target, None, 8)
+    return drafters.Context(engine.target, core.sample, num_rows=8)
 
 
 def test_an_unknown_name_is_told_the_choices(demo_engine):
@@ -349,8 +402,46 @@ def test_a_draft_model_with_another_tokenizer_is_refused_at_start(demo_engine, t
     tokenizer.add_tokens(["<another>"])
     tokenizer.save_pretrained(folder)
     options = core.Options(draft_model=str(folder))
-    with pytest.raises(core.StartError, match="different tokenizers: give a --draft-model of the"):
+    with pytest.raises(
+        core.StartError, match="different tokenizers .* give a --draft-model of the"
+    ):
         core.load_engine(options)
+
+
+def test_equal_size_is_not_an_equal_vocabulary(tiny_folder):
+    """Two tokens have changed places; ids are then other words to the draft model."""
+    folder = tiny_folder("llama:8")
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text("utf-8"))
+    vocab = tokenizer["model"]["vocab"]
+    words = {i: word for word, i in vocab.items()}
+    vocab[words[300]], vocab[words[301]] = 301, 300
+    path.write_text(json.dumps(tokenizer), "utf-8")
+    with pytest.raises(core.StartError, match="only one of them has .* as id 300"):
+        core.load_engine(core.Options(draft_model=str(folder)))
+
+
+@pytest.mark.parametrize(("target_rows", "draft_rows"), [(4096, 4160), (4160, 4096)])
+def test_padded_embeddings_are_no_mismatch(tiny_folder, tmp_path, target_rows, draft_rows):
+    """Either model may have rows that no token uses; q is as wide as the target either way."""
+    folders = []
+    for name, rows in (("llama:1", target_rows), ("qwen3:2", draft_rows)):
+        model = AutoModelForCausalLM.from_pretrained(tiny_folder(name))
+        model.resize_token_embeddings(rows, mean_resizing=False)
+        folders.append(tmp_path / name.replace(":", "_"))
+        model.save_pretrained(folders[-1])
+        AutoTokenizer.from_pretrained(tiny_folder(name)).save_pretrained(folders[-1])
+    target, draft = map(str, folders)
+    engine = core.load_engine(core.Options(model=target, draft_model=draft, drafter="draft_model"))
+    prompt = [5, 6, 7, 5, 6]
+    greedy, _ = run(engine, prompt, max_tokens=30, drafter="draft_model")
+    assert greedy.output == core.plain_decode(engine.target, prompt, 30, engine.eos_ids)
+    sampled, _ = run(
+        engine, prompt, max_tokens=30, drafter="draft_model",
+        sampling=core.Sampling(temperature=1.3),
+    )  # fmt: skip
+    assert greedy.warnings == sampled.warnings == []
+    assert sampled.statistics.num_draft_tokens > 10
 
 
 def test_a_target_without_an_mtp_head_is_refused_at_start(tiny_folder):

@@ -228,7 +228,7 @@ def test_generation_ends_exactly_at_the_context_limit(drafter):
     assert sequence.output == core.plain_decode(engine.target, prompt, room, engine.eos_ids)
 
 
-def test_drafts_of_any_length_are_judged_alike():
+def test_greedy_is_the_sampling_rule_with_one_hot_p():
     for truth, draft, accepted in [
         ([7], [], 0),
         ([7, 8], [7], 1),
@@ -236,9 +236,12 @@ def test_drafts_of_any_length_are_judged_alike():
         ([7, 8, 9], [7, 9], 1),
         ([7, 7, 7], [7, 7], 2),
     ]:
-        count, tokens = core.verify(core.Draft(draft), truth)
-        assert count == accepted
-        assert tokens == truth[: accepted + 1]
+        p = torch.zeros(len(truth), 10).scatter_(1, torch.tensor(truth)[:, None], 1)
+        judged = core.verify(core.Draft(draft), p, torch.Generator())
+        assert [j.id for j in judged if j.kind != "rejected"] == truth[: accepted + 1]
+        kinds = [j.kind for j in judged]
+        end = ["bonus"] if accepted == len(draft) else ["rejected", "recovered"]
+        assert kinds == ["accepted"] * accepted + end
 
 
 # Measured on the embedded models (K = 5, 96 tokens); the ranges leave room for another machine's

@@ -81,7 +81,8 @@ def test_generate_answers_by_the_contract(port):
     status, body = generate(port, prompt=COLOURS, max_tokens=30, drafter="ngram", trace=True)
     assert status == 200
     assert list(body) == [
-        "text", "token_ids", "finish_reason", "warnings", "usage", "metrics", "timings", "trace",
+        "text", "token_ids", "finish_reason", "seed", "warnings", "usage", "metrics", "timings",
+        "trace",
     ]  # fmt: skip
     assert body["finish_reason"] == "length" and body["warnings"] == []
     assert body["text"].startswith(" blue, red, green, blue,")
@@ -211,19 +212,23 @@ BAD_FIELDS = [
     ({"trace": 1}, "trace"),
     ({"temperature": -1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
-    ({"temperature": 0.7}, "temperature"),
+    ({"temperature": 1e9}, "temperature"),
+    ({"temperature": True}, "temperature"),
     ({"top_p": 0}, "top_p"),
-    ({"top_p": 0.9}, "top_p"),
+    ({"top_p": 2}, "top_p"),
     ({"top_k": -5}, "top_k"),
-    ({"top_k": 40}, "top_k"),
+    ({"top_k": 4.5}, "top_k"),
     ({"min_p": 2}, "min_p"),
-    ({"min_p": 0.1}, "min_p"),
+    ({"min_p": -0.1}, "min_p"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
-    ({"repetition_penalty": 1.1}, "repetition_penalty"),
+    ({"repetition_penalty": -1}, "repetition_penalty"),
     ({"seed": "a"}, "seed"),
     ({"seed": 2**70}, "seed"),
+    ({"seed": 1.5}, "seed"),
     ({"logprobs": 999}, "logprobs"),
-    ({"logprobs": 2}, "logprobs"),
+    ({"logprobs": -2}, "logprobs"),
+    ({"logprobs": "all"}, "logprobs"),
+    ({"compare": "yes"}, "compare"),
 ]
 
 
@@ -236,9 +241,121 @@ def test_a_bad_field_is_refused_by_name(port, fields, param):
     assert param in body["error"]["message"] or param == "prompt"
 
 
-def test_fields_of_later_versions_say_that_they_are_not_supported_yet(port):
-    _, body = generate(port, **GOOD, temperature=0.7)
-    assert "not supported yet" in body["error"]["message"]
+SAMPLED = {
+    "prompt": "def read(path):",
+    "max_tokens": 24,
+    "temperature": 0.9,
+    "top_k": 50,
+    "top_p": 0.95,
+    "min_p": 0.01,
+    "repetition_penalty": 1.1,
+}
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model", "mtp", None])
+def test_the_seed_that_was_used_is_returned_and_gives_the_same_output_again(port, drafter):
+    fields = SAMPLED | ({"drafter": drafter} if drafter else {"speculative": False})
+    status, first = generate(port, **fields)
+    assert status == 200 and isinstance(first["seed"], int)
+    _, other = generate(port, **fields)
+    assert other["seed"] != first["seed"] and other["token_ids"] != first["token_ids"]
+    _, again = generate(port, **fields, seed=first["seed"])
+    assert again["seed"] == first["seed"]
+    assert again["token_ids"] == first["token_ids"] and again["text"] == first["text"]
+
+
+def test_the_same_seed_gives_the_same_output_in_a_crowd(port):
+    alone = [generate(port, **SAMPLED, seed=i)[1]["token_ids"] for i in range(4)]
+    with ThreadPoolExecutor(12) as pool:
+        crowd = list(pool.map(lambda i: generate(port, **SAMPLED, seed=i % 4)[1], range(12)))
+    assert [body["token_ids"] for body in crowd] == alone * 3
+
+
+def test_each_parameter_of_sampling_has_its_effect(port):
+    """What a seed would draw is changed by every one of them, or made greedy by it."""
+    base = {"prompt": "Once upon a time", "max_tokens": 30, "temperature": 1.2, "seed": 4}
+    outputs = [generate(port, **base)[1]["token_ids"]]
+    for change in ({"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}, {"repetition_penalty": 1.8},
+                   {"temperature": 0.6}):  # fmt: skip
+        outputs.append(generate(port, **(base | change))[1]["token_ids"])
+    assert len(set(map(tuple, outputs))) == len(outputs)
+    _, greedy = generate(port, prompt="Once upon a time", max_tokens=30)
+    for change in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1}, {"temperature": 0}):
+        assert generate(port, **(base | change))[1]["token_ids"] == greedy["token_ids"]
+
+
+@pytest.mark.parametrize(("wanted", "num_top"), [(True, 0), (0, 0), (3, 3)])
+def test_logprobs_come_with_every_token(port, wanted, num_top):
+    _, body = generate(port, **SAMPLED, logprobs=wanted, seed=1)
+    assert [entry["id"] for entry in body["logprobs"]] == body["token_ids"]
+    for entry in body["logprobs"]:
+        assert entry["logprob"] <= 0 and isinstance(entry["token"], str)
+        tops = [top["logprob"] for top in entry["top_logprobs"]]
+        assert len(tops) == num_top and tops == sorted(tops, reverse=True)
+    _, without = generate(port, **SAMPLED, logprobs=False, seed=1)
+    assert "logprobs" not in without and without["token_ids"] == body["token_ids"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_comparison_runs_the_request_by_plain_decoding_too(port, stream):
+    fields = {"prompt": COLOURS, "max_tokens": 40, "drafter": "ngram", "compare": True}
+    status, _, data = call(port, "POST", "/generate", fields | {"stream": stream})
+    assert status == 200
+    if stream:  # its tokens are not streamed, pings are
+        lines = [line for line in data.decode().split("\n\n") if line and line != ": ping"]
+        body = json.loads(lines[-2].removeprefix("data: "))
+        assert len(lines) == body["metrics"]["speculative_decoding"]["target_passes"] + 3
+    else:
+        body = json.loads(data)
+    compare = body["compare"]
+    assert compare["identical"] is True and compare["first_difference"] is None
+    assert compare["plain"]["token_ids"] == body["token_ids"]
+    assert compare["plain"]["timings"]["draft_n"] == 0
+    assert compare["measured_speedup"] > 1 and compare["predicted_speedup"] > 1
+    assert set(compare["costs"]) == {"alpha", "c", "t_verify"}
+    assert "trace" not in body
+
+
+def test_a_sampled_comparison_compares_no_tokens(port):
+    _, body = generate(port, **SAMPLED, compare=True, trace=True)
+    assert body["compare"]["identical"] is None
+    assert body["compare"]["measured_speedup"] > 0
+    assert body["trace"][0]["target_top"]
+
+
+def test_a_sampled_stream_is_the_plain_answer_in_pieces(port):
+    fields = SAMPLED | {"seed": 9, "logprobs": 1, "stop": "return"}
+    _, whole = generate(port, **fields)
+    _, _, data = call(port, "POST", "/generate", fields | {"stream": True})
+    *cycles, last = events_of(data)
+    assert "".join(cycle["text"] for cycle in cycles) == last["text"] == whole["text"]
+    assert [t["id"] for cycle in cycles for t in cycle["tokens"]] == whole["token_ids"]
+    assert [e for cycle in cycles for e in cycle["logprobs"]] == last["logprobs"]
+    assert last["logprobs"] == whole["logprobs"] and last["seed"] == 9
+
+
+def test_a_trace_has_the_numbers_that_decided(port):
+    _, body = generate(port, **SAMPLED, trace=True, seed=3, drafter="draft_model")
+    kinds = set()
+    for event in body["trace"]:
+        for token in event["tokens"] + ([event["rejected"]] if event["rejected"] else []):
+            assert list(token) == ["id", "kind", "p", "q", "u"]
+            assert 0 <= token["p"] <= 1 + 1e-6 and 0 <= token["u"] < 1
+            kinds.add(token["kind"])
+    assert kinds == {"accepted", "rejected", "recovered", "bonus"}
+
+
+def test_server_wide_defaults_of_sampling_are_followed():
+    process, port = start("--temperature", "1.1", "--top-k", "30", "--seed", "5")
+    with process:
+        body = {"prompt": "Once upon a time", "max_tokens": 24}
+        first, second = (generate(port, **body)[1] for _ in range(2))
+        assert first["seed"] == 5 and first["token_ids"] == second["token_ids"]
+        _, said = generate(port, **body, temperature=1.1, top_k=30, seed=5, top_p=1, min_p=0)
+        assert said["token_ids"] == first["token_ids"]
+        _, greedy = generate(port, **body, temperature=0)
+        assert greedy["token_ids"] != first["token_ids"]
+        process.kill()
 
 
 def test_an_unknown_drafter_is_told_the_choices(port):
@@ -290,8 +407,9 @@ def test_a_prompt_beyond_the_context_is_refused_naming_both_numbers(port):
 
 def test_max_tokens_beyond_the_context_is_clamped(port):
     status, body = generate(port, prompt=[5] * 2040, max_tokens=100, speculative=False)
-    assert status == 200 and body["finish_reason"] in ("length", "stop")
-    assert body["usage"]["total_tokens"] <= 2048
+    assert status == 200 and body["finish_reason"] == "length"
+    assert body["usage"]["total_tokens"] == 2048
+    assert "max_tokens was lowered from 100 to 8" in body["warnings"][0]
 
 
 def test_null_means_the_default_and_nul_is_text(port):

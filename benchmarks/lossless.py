@@ -1,0 +1,157 @@
+"""Is sampled output distributed as without speculation? First three tokens, chi-squared tests.
+
+For each drafter and each kind of sampling the same prompt is continued many times with speculation
+and many times without, with seeds of their own, and the counts of the second token, of the third
+and of all three together are compared. A p-value says how often two samples of one distribution
+would differ by so much: below 1e-6 something is broken, and values spread over 0 … 1 are what
+lossless looks like.
+
+    python -m benchmarks.lossless [--samples 4096] [--json]
+
+Source: Leviathan et al., arXiv 2211.17192, appendix A.1, for what must hold; Pearson's chi-squared
+test of homogeneity for the comparison.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Hashable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from tqdm import tqdm
+
+core: Any = sys.modules.get("speculative_decoding") or importlib.import_module(
+    "08_speculative_decoding"
+)
+Sampling = core.Sampling
+
+PROMPT = "A B C A B"  # copying, the small model and the head all propose, and are often wrong
+SAMPLINGS = {
+    "temperature 0.7": Sampling(temperature=0.7),
+    "temperature 1.3": Sampling(temperature=1.3),
+    "top_k 8": Sampling(temperature=1.0, top_k=8),
+    "top_p 0.8": Sampling(temperature=1.0, top_p=0.8),
+    "min_p 0.05": Sampling(temperature=1.3, min_p=0.05),
+    "repetition_penalty 1.5": Sampling(temperature=0.7, repetition_penalty=1.5),
+    "all of them": Sampling(1.3, 0.9, 40, 0.95, 0.02),
+}
+VIEWS = {"2nd token": slice(1, 2), "3rd token": slice(2, 3), "all three": slice(0, 3)}
+K = 3
+BATCH = 64
+
+
+class ChiSquared(NamedTuple):
+    """A test's result; p_value is the odds of a statistic this large if nothing is wrong."""
+
+    statistic: float
+    degrees: int
+    p_value: float
+
+
+def chi_squared(observed: list[float], expected: list[float]) -> ChiSquared:
+    """Pearson's test of counts against the counts expected; both in all equally many.
+
+    Example: chi_squared([18, 22], [20, 20]) -> statistic 0.4, 1 degree, p_value 0.53.
+    """
+    statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
+    return _result(statistic, len(expected) - 1)
+
+
+def same_distribution(ours: Iterable[Hashable], theirs: Iterable[Hashable]) -> ChiSquared:
+    """Do two samples come from one distribution? Cells too rare to count (< 10) are pooled."""
+    counts, others = Counter(ours), Counter(theirs)
+    both = counts + others
+    cells = [[counts[x], others[x]] for x, n in both.items() if n >= 10]
+    rest = [counts.total() - sum(c for c, _ in cells), others.total() - sum(c for _, c in cells)]
+    cells += [rest] if sum(rest) else []
+    share = counts.total() / both.total()
+    statistic = sum((a - share * (a + b)) ** 2 / (share * (a + b)) for a, b in cells)
+    statistic += sum((b - (1 - share) * (a + b)) ** 2 / ((1 - share) * (a + b)) for a, b in cells)
+    return _result(statistic, len(cells) - 1)
+
+
+def _result(statistic: float, degrees: int) -> ChiSquared:
+    halves = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
+    p_value = float(torch.special.gammaincc(*halves)) if degrees else 1.0
+    return ChiSquared(statistic, degrees, p_value)
+
+
+def compare(ours: list[tuple], theirs: list[tuple]) -> dict[str, ChiSquared]:
+    """The test of each view of two samples of first tokens."""
+    return {
+        view: same_distribution([x[cut] for x in ours], [x[cut] for x in theirs])
+        for view, cut in VIEWS.items()
+    }
+
+
+def first_tokens(engine: Any, request: Any, num_samples: int, num_tokens: int = 3) -> list[tuple]:
+    """The first tokens of `num_samples` runs of a request, its seed counting up from run to run."""
+    outputs = []
+    for begin in range(0, num_samples, BATCH):
+        seeds = range(request.seed + begin, request.seed + min(begin + BATCH, num_samples))
+        running = [engine.open(core.replace(request, seed=seed)) for seed in seeds]
+        while running:
+            engine.step(running)
+            done = [s for s in running if s.finish_reason or len(s.output) >= num_tokens]
+            for sequence in done:
+                engine.close(sequence)
+                outputs.append(tuple(sequence.output[:num_tokens]))
+            running = [s for s in running if s not in done]
+    return outputs
+
+
+def load() -> Any:
+    """The embedded models with a short KV cache of many rows."""
+    return core.load_engine(core.Options(max_running=BATCH, max_model_len=32))
+
+
+def measure(engine: Any, num_samples: int) -> list[dict[str, Any]]:
+    """One row per sampling and drafter: acceptance, and the chi-squared test of each view."""
+    prompt = engine.target.tokenizer(PROMPT)["input_ids"]
+    rows = []
+    for name, sampling in tqdm(SAMPLINGS.items(), desc="samplings"):
+        plain = core.Request(prompt, 12, None, 0, sampling=sampling, seed=1_000_000)
+        theirs = first_tokens(engine, plain, num_samples)
+        for i, drafter in enumerate(engine.drafters, 1):
+            engine.totals[drafter] = core.Statistics()
+            request = core.Request(
+                prompt, 12, drafter, K, sampling=sampling, seed=1_000_000 * (i + 1)
+            )
+            ours = first_tokens(engine, request, num_samples)
+            row = {
+                "sampling": name,
+                "drafter": drafter,
+                "samples": num_samples,
+                "draft_acceptance_rate": engine.totals[drafter].draft_acceptance_rate,
+            }
+            tests = {view: test._asdict() for view, test in compare(ours, theirs).items()}
+            rows.append(row | tests)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=4096, help="per case (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="only the JSON line")
+    given = parser.parse_args()
+    rows = measure(load(), given.samples)
+    if not given.json:
+        views = "".join(f"  {view + ': χ² (degrees), p':>30}" for view in VIEWS)
+        print(f"{'sampling':24}{'drafter':12}{'accepted':>9}{views}")
+        for row in rows:
+            rate = row["draft_acceptance_rate"]
+            print(f"{row['sampling']:24}{row['drafter']:12}", end="")
+            print("        –" if rate is None else f"{rate:9.0%}", end="")
+            for view in VIEWS:
+                test = row[view]
+                text = f"{test['statistic']:.1f} ({test['degrees']}), {test['p_value']:.3f}"
+                print(f"  {text:>30}", end="")
+            print()
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Exact shortcuts for what is slow when done straightforwardly; never imports the core."""

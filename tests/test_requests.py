@@ -1,0 +1,341 @@
+"""What each field of a request promises: seed, logprobs, trace, and one cut for everything."""
+
+import dataclasses
+import math
+
+import pytest
+import speculative_decoding as core
+import torch
+from conftest import run, scripted_engine
+
+DRAFTERS = ("ngram", "draft_model", "mtp")
+SAMPLING = core.Sampling(1.1, 0.9, 100, 0.95, 0.001)
+
+# ------------------------------------------------------------------------------------------ seeds
+
+
+@pytest.mark.parametrize("drafter", [None, *DRAFTERS])
+def test_the_same_seed_gives_the_same_output_and_another_one_another(demo_engine, prompts, drafter):
+    def output(seed):
+        fields = {"max_tokens": 24, "drafter": drafter, "sampling": SAMPLING, "seed": seed}
+        return run(demo_engine, prompts["hard_prose"], **fields)[0].output
+
+    assert output(5) == output(5) != output(6)
+    assert output(-(1 << 63)) != output((1 << 64) - 1)
+
+
+def test_a_seeded_output_does_not_depend_on_its_neighbours(demo_engine, prompts):
+    """Eight requests of all drafters in one batch, joining one by one, against each alone."""
+    requests = [
+        core.Request(
+            prompts[name], 16 + i, drafter, 1 + i % 5, sampling=SAMPLING, seed=i
+        )
+        for i, (name, drafter) in enumerate(
+            zip(list(prompts)[:8], [*DRAFTERS, None, *DRAFTERS, None], strict=True)
+        )
+    ]  # fmt: skip
+    alone = []
+    for request in requests:
+        *_, (sequence, _) = demo_engine.generate(request)
+        alone.append(sequence.output)
+    waiting = [demo_engine.open(request) for request in requests]
+    sequences, running = list(waiting), []
+    while waiting or running:
+        running += [waiting.pop()] if waiting else []
+        demo_engine.step(running)
+        running = [s for s in running if s.finish_reason is None]
+    for sequence, output in zip(sequences, alone, strict=True):
+        demo_engine.close(sequence)
+        assert sequence.output == output
+
+
+def test_greedy_output_does_not_depend_on_the_seed_and_knows_the_penalty(demo_engine, prompts):
+    prompt = prompts["repetitive_colours"]
+    penalised = core.Sampling(repetition_penalty=1.8)
+    plain = core.plain_decode(demo_engine.target, prompt, 30, demo_engine.eos_ids, penalised)
+    ids = torch.tensor([prompt])
+    theirs = demo_engine.target.model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False,
+        repetition_penalty=1.8,
+    )  # fmt: skip
+    assert plain == theirs[0, len(prompt) :].tolist()
+    assert plain != core.plain_decode(demo_engine.target, prompt, 30, demo_engine.eos_ids)
+    for seed, drafter in enumerate(DRAFTERS):
+        sequence, _ = run(
+            demo_engine, prompt, max_tokens=30, drafter=drafter, sampling=penalised, seed=seed
+        )
+        assert sequence.output == plain
+
+
+# --------------------------------------------------------------------------------------- logprobs
+
+
+@pytest.mark.parametrize("sampling", [core.Sampling(), core.Sampling(1.3)], ids=str)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_logprobs_are_equal_with_speculation_on_and_off(demo_engine, prompts, drafter, sampling):
+    for name in ("repetitive_sentence", "code_class", "hard_story"):
+        fields = {"max_tokens": 30, "sampling": sampling, "logprobs": 4}
+        on, events = run(demo_engine, prompts[name], drafter=drafter, **fields)
+        off, _ = run(demo_engine, prompts[name], drafter=None, **fields)
+        assert on.output == off.output == [entry["id"] for entry in on.logprobs]
+        assert [e for event in events for e in event["logprobs"]] == on.logprobs
+        for ours, plain in zip(on.logprobs, off.logprobs, strict=True):
+            assert ours["logprob"] == pytest.approx(plain["logprob"], abs=1e-4)
+            ids = [[top["id"] for top in entry["top_logprobs"]] for entry in (ours, plain)]
+            assert ids[0] == ids[1]
+            for a, b in zip(ours["top_logprobs"], plain["top_logprobs"], strict=True):
+                assert a["logprob"] == pytest.approx(b["logprob"], abs=1e-4)
+
+
+def test_logprobs_are_the_target_s_before_every_transform(demo_engine, prompts):
+    """Sampled with every transform on, against a forward of the whole text without cache."""
+    fields = {"max_tokens": 30, "drafter": "mtp", "sampling": SAMPLING, "logprobs": 3, "seed": 2}
+    sequence, _ = run(demo_engine, prompts["hard_docs"], **fields)
+    with torch.inference_mode():
+        logits = demo_engine.target.model(torch.tensor([sequence.tokens])).logits[0]
+    begin = len(prompts["hard_docs"]) - 1
+    expected = logits[begin : begin + len(sequence.output)].log_softmax(-1)
+    assert len(sequence.logprobs) == len(sequence.output)
+    for entry, row in zip(sequence.logprobs, expected, strict=True):
+        assert entry["logprob"] == pytest.approx(float(row[entry["id"]]), abs=1e-4)
+        top = row.topk(3)
+        assert [t["id"] for t in entry["top_logprobs"]] == top.indices.tolist()
+        assert entry["token"] == demo_engine.target.tokenizer.decode([entry["id"]])
+
+
+def test_an_impossible_token_has_a_logprob_that_json_can_hold(demo_engine):
+    logits = torch.tensor([[0.0, -math.inf, 1.0]])
+    (entry,) = core.token_logprobs(logits, [2], 3, demo_engine.target.tokenizer)
+    assert [top["id"] for top in entry["top_logprobs"]] == [2, 0, 1]
+    assert entry["top_logprobs"][2]["logprob"] == -9999.0
+
+
+# ------------------------------------------------------------------------------------ one cut
+
+
+def cut_run(engine, prompts, offset, end):
+    """A sampled run whose perfect drafter is cut at `offset` of a block, by `end`.
+
+    With top_k 1 the sampling rule has one possible outcome, so that the drafter can know it: whole
+    blocks of 6 are accepted.
+    """
+    sampling = core.Sampling(temperature=1.0, top_k=1)
+    prompt, truth = next(
+        (prompt, truth)
+        for prompt in prompts.values()
+        if len(truth := run(engine, prompt, max_tokens=20, sampling=sampling)[0].output) == 20
+        and truth[1 + offset] not in truth[: 1 + offset]
+        and engine.target.tokenizer.decode(truth[1 + offset]).strip().isalnum()
+    )
+    engine = scripted_engine(engine, lambda tokens, n: truth[len(tokens) - len(prompt) :][:n])
+    fields = {"max_tokens": 20, "drafter": "scripted", "sampling": sampling, "logprobs": 1}
+    if end == "eos":
+        engine.eos_ids = {truth[1 + offset]}
+    elif end == "max_tokens":
+        fields["max_tokens"] = 2 + offset
+    else:
+        fields["stop"] = (engine.target.tokenizer.decode(truth[1 + offset]),)
+    sequence, events = run(engine, prompt, trace=True, **fields)
+    return engine, sequence, events, truth
+
+
+@pytest.mark.parametrize("end", ["eos", "stop", "max_tokens"])
+@pytest.mark.parametrize("offset", range(12))
+def test_one_cut_is_seen_by_everything(demo_engine, prompts, offset, end):
+    """Every offset of two blocks: tokens, text, counters, logprobs, trace and stream agree."""
+    engine, sequence, events, truth = cut_run(demo_engine, prompts, offset, end)
+    kept = len(sequence.output)
+    assert sequence.output == truth[:kept]
+    assert kept == 2 + offset or (end == "stop" and kept < 2 + offset)  # an earlier occurrence
+    assert sequence.finish_reason == ("length" if end == "max_tokens" else "stop")
+    s = sequence.statistics
+    assert s.completion_tokens == kept == len(sequence.logprobs)
+    assert kept == sum(event["emitted_count"] for event in events)
+    assert kept == sum(len(event["tokens"]) for event in events)
+    assert kept == sum(len(event["target_top"]) for event in events)
+    accepted = [t for event in events for t in event["tokens"] if t["kind"] == "accepted"]
+    assert s.num_accepted_draft_tokens == len(accepted) == sum(s.accepted_at)
+    assert s.num_accepted_draft_tokens == s.num_draft_tokens  # what was cut off was not judged
+    assert sum(n * count for n, count in enumerate(s.acceptance_histogram)) == len(accepted)
+    assert sum(s.acceptance_histogram) == s.num_spec_steps
+    assert s.target_passes + 1 == len(events)
+    assert [e["id"] for e in sequence.logprobs] == sequence.output
+    streamed = "".join(text for event in events for text, _ in event["pieces"])
+    whole = engine.target.tokenizer.decode(sequence.output, skip_special_tokens=True)
+    cut = whole.find(sequence.request.stop[0]) if end == "stop" else len(whole)
+    assert streamed == sequence.text.text == whole[:cut]
+    assert engine.totals["scripted"].completion_tokens == kept
+    assert sum(judged for judged, _ in engine.recent) == s.num_draft_tokens
+    assert engine.target.cache.lengths == [0] * engine.target.cache.num_rows
+
+
+# --------------------------------------------------------------------------- trace and comparison
+
+
+@pytest.mark.parametrize("sampling", [core.Sampling(), SAMPLING], ids=str)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_trace_says_what_decided_about_each_token(demo_engine, prompts, drafter, sampling):
+    """Every number in it is checked against a forward of the whole text, without cache."""
+    sequence, events = run(
+        demo_engine, prompts["code_function"], max_tokens=24, drafter=drafter, trace=True,
+        sampling=sampling, seed=1,
+    )  # fmt: skip
+    with torch.inference_mode():
+        logits = demo_engine.target.model(torch.tensor([sequence.tokens])).logits[0].float()
+    end, judged = len(sequence.request.prompt), 0
+    for event in events:
+        n = len(event["proposals"])
+        assert len(event["target_argmax"]) == n + 1
+        assert len(event["target_top"]) == event["emitted_count"] == len(event["tokens"])
+        for i, token in enumerate(event["tokens"]):
+            known = sequence.tokens[: end + i]
+            scores = core.penalise(
+                logits[None, end + i - 1], sampling.repetition_penalty, known, []
+            )
+            p = float(core.probabilities(scores, sampling)[0, token["id"]])
+            assert token["p"] == pytest.approx(p, abs=1e-3)
+            assert event["target_argmax"][i] == int(scores.argmax())
+            assert event["target_top"][i][0]["id"] == int(scores.argmax())
+            if token["kind"] == "accepted":
+                assert token["u"] * token["q"] < token["p"]
+                assert token["id"] == event["proposals"][i]
+                if drafter == "ngram" or sampling.is_greedy:
+                    assert token["q"] == 1.0
+        last = event["tokens"][-1]["kind"]
+        if event["rejected"]:
+            assert event["rejected"]["id"] == event["proposals"][event["accepted_count"]]
+            assert event["rejected"]["u"] * event["rejected"]["q"] >= event["rejected"]["p"]
+            assert last == "recovered"
+            judged += 1
+        judged += event["accepted_count"]
+        end += event["emitted_count"]
+    assert end == len(sequence.tokens) and judged > 5
+
+
+class FinishedJob:
+    """A request run to its end, as the answers take it."""
+
+    def __init__(self, engine, request):
+        self.events = []
+        for sequence, event in engine.generate(request):
+            self.sequence = sequence
+            self.events.append(event)
+
+
+def compared(engine, prompt, **fields):
+    request = core.Request(prompt, max_tokens=24, **fields)
+    plain = dataclasses.replace(request, drafter=None, trace=True)
+    jobs = [FinishedJob(engine, request), FinishedJob(engine, plain)]
+    return core.answer(jobs, [], torch.float32)["compare"]
+
+
+def test_a_comparison_measures_predicts_and_finds_no_difference(demo_engine, prompts):
+    result = compared(demo_engine, prompts["repetitive_colours"], drafter="ngram")
+    assert result["identical"] is True and result["first_difference"] is None
+    assert result["measured_speedup"] > 1 and result["predicted_speedup"] > 1
+    assert 0.9 < result["costs"]["alpha"] <= 1
+    assert result["costs"]["c"] < 0.2 and result["costs"]["t_verify"] > 0.5
+    sampled = compared(demo_engine, prompts["repetitive_colours"], drafter="mtp", sampling=SAMPLING)
+    assert sampled["identical"] is None and sampled["first_difference"] is None
+    assert sampled["measured_speedup"] > 0
+
+
+def test_the_prediction_is_the_formula_of_the_field():
+    """(1 - α^(K+1)) / (1 - α) / (K·c + t_verify) for full drafts of K = 4."""
+    ours, plain = core.Statistics(), core.Statistics()
+    for accepted in (4, 2, 0, 1):
+        kinds = ["accepted"] * accepted + ["bonus" if accepted == 4 else "recovered"]
+        ours.record(4, kinds)
+        ours.record_times([0, 0.008, 0.038, 0.039], is_prefill=False)
+    plain.record_times([0, 0, 0.020, 0.021], is_prefill=False)
+    alpha, c, t_verify = 7 / 10, 2 / 20, 30 / 20
+    assert ours.costs(plain) == {"alpha": alpha, "c": c, "t_verify": t_verify}
+    expected = (1 - alpha**5) / (1 - alpha) / (4 * c + t_verify)
+    assert ours.predicted_speedup(plain) == pytest.approx(expected, abs=1e-3)
+    assert core.Statistics().predicted_speedup(plain) is None
+
+
+def test_a_wrong_token_is_called_a_bug(demo_engine, prompts, monkeypatch):
+    """A verify that takes the drafter's word: the comparison names the place and the gap."""
+
+    def credulous(draft, p, rng):
+        tokens = [core.Judgement(token, "accepted", 1, 1, 0) for token in draft.tokens]
+        return [*tokens, core.Judgement(int(p[-1].argmax()), "bonus", 1, None, 0)]
+
+    prompt = prompts["code_class"]
+    truth = core.plain_decode(demo_engine.target, prompt, 24, demo_engine.eos_ids)
+    monkeypatch.setattr(core, "verify", credulous)
+    engine = scripted_engine(demo_engine, lambda tokens, n: [7] * n)
+    result = compared(engine, prompt, drafter="scripted")
+    assert result["identical"] is False
+    difference = result["first_difference"]
+    assert difference["position"] == 1  # behind the prefill's token
+    assert difference["speculative_token"] == 7
+    assert difference["plain_token"] == truth[1] == difference["target_top"][0]["id"]
+    assert difference["top_2_gap"] > 1e-3
+    assert difference["verdict"] == "bug"
+
+
+def test_a_difference_between_equal_scores_is_called_a_near_tie(tiny_folder):
+    """A target with one output row twice: either token is right, the drafter takes the other."""
+    engine = core.load_engine(core.Options(model=str(tiny_folder("llama")), drafter="ngram"))
+    prompt = [5, 6, 7, 8]
+    first, second = core.plain_decode(engine.target, prompt, 2, set())
+    weight = engine.target.model.lm_head.weight
+    other = 1 if second != 1 else 2
+    with torch.no_grad():
+        weight[other] = weight[second]
+    plain = core.plain_decode(engine.target, prompt, 2, set())
+    assert plain[1] in (second, other)
+    twin = other if plain[1] == second else second
+    jobs = [FinishedJob(engine, core.Request(prompt, 4, trace=True)) for _ in range(2)]
+    at = len(prompt) + 1
+    jobs[0].sequence.tokens[at] = twin  # as rounding of another shape might have chosen
+    result = core.answer(jobs, [], torch.float32)["compare"]
+    assert result["first_difference"]["verdict"] == "near-tie"
+    assert result["first_difference"]["position"] == 1
+    assert result["first_difference"]["top_2_gap"] == 0.0
+
+
+def test_an_output_that_ends_early_is_called_a_bug(demo_engine, prompts):
+    request = core.Request(prompts["code_class"], 8, trace=True)
+    jobs = [FinishedJob(demo_engine, request) for _ in range(2)]
+    del jobs[0].sequence.tokens[-2:]
+    result = core.answer(jobs, [], torch.float32)["compare"]
+    assert result["identical"] is False
+    assert result["first_difference"]["position"] == 6
+    assert result["first_difference"]["speculative_token"] is None
+    assert result["first_difference"]["verdict"] == "bug"
+
+
+# --------------------------------------------------------------------------------------- capacity
+
+
+def test_max_tokens_beyond_the_context_is_lowered_and_said(demo_engine):
+    sequence, _ = run(demo_engine, [5] * 2040, max_tokens=100, drafter="ngram")
+    assert sequence.finish_reason in ("length", "stop")
+    assert sequence.warnings == [
+        "max_tokens was lowered from 100 to 8: the context holds 2048 tokens"
+    ]
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("room", range(1, 9))
+def test_sampled_generation_ends_exactly_at_the_context_limit(drafter, room):
+    """K shrinks towards the end; the last token is decoded plainly."""
+    engine = small_context_engine()
+    prompt = engine.target.tokenizer("red, green, blue, " * 20)["input_ids"][: 64 - room]
+    sequence, events = run(engine, prompt, max_tokens=1000, drafter=drafter, sampling=SAMPLING)
+    if sequence.finish_reason == "length":
+        assert len(sequence.tokens) == 64
+    for event in events:
+        assert len(event["proposals"]) <= max(0, room - 1 - event["step"])
+
+
+_small = []
+
+
+def small_context_engine():
+    if not _small:
+        _small.append(core.load_engine(core.Options(max_model_len=64)))
+    return _small[0]
