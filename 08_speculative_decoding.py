@@ -11,26 +11,25 @@ too. So guess, then check; one cycle is draft → verify → accept → truncate
     The cat   sat      on │ the               d1 accepted; d2 refused, "the" recovered in its place;
                           │  └ pending        the KV cache is truncated to "The cat sat on", in O(1)
 
-One pass, two tokens, and the text is the one that the target alone would have written.
+One pass, two tokens, and the text is the one that the target alone would have written. Where tokens
+are sampled the choice is a chance, p against q, and the text is distributed as the target's own.
 
-Read on in this order: KV cache and truncation · cached model · verify · request · engine step ·
-plain decoding · loading · Flask app · demo · command line. The drafters live in drafters/;
-statistics, text and stop strings, parsing of requests and the worker thread in serving/.
+Read on in this order: KV cache and truncation · cached model · probabilities · verify · request ·
+engine step · plain decoding · loading · Flask app · demo · command line. The drafters live in
+drafters/; statistics, text and stop strings, options, parsing of requests and the worker thread in
+serving/; top-k and top-p without sorting the vocabulary in fastpath/.
 
     python 08_speculative_decoding.py --demo
     python 08_speculative_decoding.py --prompt "def fib(n):" --drafter ngram
     python 08_speculative_decoding.py --port 5000
 
 Sources: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318; transformers' cache
-interface. Not covered yet: sampling (temperature > 0), several requests in one batch of the server,
-hybrid (recurrent) targets.
+interface. Not covered yet: several requests in one batch of the server, hybrid (recurrent) targets.
 """
 
 import argparse
 import json
-import logging
 import platform
-import re
 import sys
 import time
 from collections import deque
@@ -38,7 +37,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from math import nextafter
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -48,7 +46,6 @@ import transformers
 from flask import Flask, Response, request
 from torch import Generator, Tensor
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
@@ -56,21 +53,14 @@ import drafters
 from drafters import Context, Draft, Drafter, Sampling, Verdict
 from fastpath.sampling import truncated_softmax
 from serving import terminal
-from serving.answers import PLAIN, answer, brief, health, public, sse, token_logprobs
+from serving.answers import PLAIN, answer, health, stream_answer, token_logprobs
 from serving.http import listen, register_errors
-from serving.parsing import (
-    MAX_SPECULATIVE_TOKENS,
-    SAMPLING_FIELDS,
-    RequestError,
-    check_fields,
-    parse_fields,
-    parse_json,
-)
+from serving.loading import StartError, load_pretrained
+from serving.options import ROOT, Options, parse_arguments
+from serving.parsing import SAMPLING_FIELDS, RequestError, parse_fields, parse_json
 from serving.statistics import Statistics, ratio
 from serving.text import TextStream
-from serving.worker import WAITING, Job, Worker
-
-HERE = Path(__file__).resolve().parent
+from serving.worker import Worker
 
 # ------------------------------------------------------------------- KV cache and truncation
 
@@ -304,9 +294,9 @@ def penalise(logits: Tensor, penalty: float, text: list[int], draft: list[int]) 
     # An id counts once however often it is read. Rows must read equally many ids, so in place of
     # the drafts that it must not know yet a row reads an id of the text again.
     rows = [draft[:i] + text[:1] * (len(draft) - i) for i in range(len(draft) + 1)]
-    read = [torch.tensor(list(set(text))).expand(len(rows), -1), torch.tensor(rows)]
-    ids = torch.cat(read, dim=1).to(logits.device, torch.long)
-    return RepetitionPenaltyLogitsProcessor(penalty)(ids, logits)
+    known = torch.tensor(list(set(text))).expand(len(rows), -1)
+    ids = torch.cat([known, torch.tensor(rows, dtype=torch.long)], dim=1)
+    return RepetitionPenaltyLogitsProcessor(penalty)(ids.to(logits.device), logits)
 
 
 def probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
@@ -316,9 +306,8 @@ def probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
     """
     if sampling.is_greedy:
         return torch.zeros_like(scores).scatter_(1, scores.argmax(-1, keepdim=True), 1.0)
-    scores = scores - scores.amax(-1, keepdim=True)  # so that a low temperature cannot overflow
     return truncated_softmax(
-        scores.div_(sampling.temperature), sampling.top_k, sampling.top_p, sampling.min_p
+        scores, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
     )
 
 
@@ -419,9 +408,9 @@ class Request:
     """One generation. Without a drafter, or with 0 speculative tokens, it is plain decoding."""
 
     prompt: list[int]
-    max_tokens: int = 128
+    max_tokens: int = Options.max_tokens
     drafter: str | None = None  # the name of a loaded one
-    num_speculative_tokens: int = 5
+    num_speculative_tokens: int = Options.num_speculative_tokens
     stop: tuple[str, ...] = ()
     sampling: Sampling = Sampling()
     seed: int = 0
@@ -617,7 +606,7 @@ class Engine:
                 raise ValueError(
                     f"probs of shape {list(draft.probs.shape)} for {len(draft.tokens)} tokens"
                 )
-            drawn = draft.probs.gather(1, draft.probs.new_tensor(draft.tokens).long()[:, None])
+            drawn = draft.probs[range(len(draft.tokens)), draft.tokens]
             off = (draft.probs.sum(-1) - 1).abs().max()
             if not (draft.probs.min() >= 0 and drawn.min() > 0 and off < 1e-3):  # nor with NaN
                 raise ValueError("probs are no distributions that the tokens can be drawn from")
@@ -632,11 +621,12 @@ class Engine:
         s.tokens += tokens[:kept]
         self.target.cache.truncate(s.row, len(s.tokens) - 1)
         # A cut among the accepted drafts shortens the draft as well: the rest was not judged.
-        num_judged = len(draft.tokens) if kept == len(tokens) else kept
+        is_whole = kept == len(tokens)
+        num_judged = len(draft.tokens) if is_whole else kept
         s.statistics.record(num_judged, [j.kind for j in emitted[:kept]])
         if num_judged:
             self.recent.append((num_judged, min(accepted, kept)))
-        rejected = [j._asdict() for j in judged if j.kind == "rejected"]
+        rejected = [j._asdict() for j in judged if j.kind == "rejected" and is_whole]
         event = {
             "step": s.num_steps,
             "proposals": draft.tokens,
@@ -722,79 +712,12 @@ def plain_decode(
 
 # ----------------------------------------------------------------------------------- loading
 
-
-class StartError(Exception):
-    """What the command line asks for cannot be had; one line that says what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What the command line sets, and its defaults."""
-
-    model: str = str(HERE / "demo_models" / "target")
-    draft_model: str | None = None  # beside the embedded target: the embedded draft
-    drafter: str | None = None  # the first of DEFAULT_DRAFTERS that fits the target
-    num_speculative_tokens: int = Request.num_speculative_tokens
-    prompt_lookup_max: int = 4
-    prompt_lookup_min: int = 1
-    max_tokens: int = Request.max_tokens
-    repetition_penalty: float = Sampling.repetition_penalty
-    temperature: float = Sampling.temperature
-    top_k: int = Sampling.top_k
-    top_p: float = Sampling.top_p
-    min_p: float = Sampling.min_p
-    seed: int | None = None  # where a request names none: a new one by chance
-    max_running: int = 8
-    max_queued: int = 64
-    max_model_len: int | None = None  # the model's context, at most LONGEST_DEFAULT
-    dtype: str = "auto"
-    device: str = "auto"
-
-    @property
-    def sampling(self) -> Sampling:
-        """Where a request does not say."""
-        return Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
-
-
 DEFAULT_DRAFTERS = ("mtp", "ngram")
-LONGEST_DEFAULT = 8192  # a cache for 128k tokens is for those who ask for it
-
-
-def is_embedded(name: str) -> bool:
-    """Whether `name` is the target that comes with this repository, however it is spelt."""
-    return Path(name).resolve() == (HERE / "demo_models" / "target").resolve()
 
 
 def load_model(name: str, options: Options) -> CachedModel:
-    """Load a folder or a hub id. Raises StartError if it is missing, broken or unsuited."""
-    device = options.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = options.dtype
-    # In bf16 a verify of K + 1 rows and a step of one row round apart, so near-ties may flip.
-    if dtype == "auto" and (device == "cpu" or is_embedded(options.model)):
-        dtype = "float32"
-    is_hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
-    if not Path(name).exists() and not is_hub_id:
-        raise StartError(f"model folder {name} not found")
-    try:
-        AutoConfig.from_pretrained(name)  # first: a wrong id fails here, after one small file
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
-    except Exception as error:  # a broken folder raises any of a dozen kinds
-        kind = "" if Path(name).exists() else " (no such folder; tried as a hub id)"
-        reason = " ".join(str(error).split())[:300]
-        raise StartError(f"cannot load {name}{kind}: {reason}") from error
-    config = model.config.get_text_config()
-    if model._is_stateful:
-        raise StartError(f"{name} ({config.model_type}) has recurrent layers, not supported yet")
-    # ALiBi's position bias cannot be given as a 4-D mask.
-    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
-        raise StartError(f"{name} ({config.model_type}) uses ALiBi, which is not supported")
-    longest = getattr(config, "max_position_embeddings", None) or LONGEST_DEFAULT
-    length = options.max_model_len or min(longest, LONGEST_DEFAULT)
-    if not 2 <= length <= longest:
-        raise StartError(f"--max-model-len must be from 2 to {longest} for {name}")
+    """A folder or a hub id with a KV cache. Raises StartError if missing, broken or unsuited."""
+    model, tokenizer, length = load_pretrained(name, options)
     return CachedModel(model, tokenizer, name, options.max_running, length)
 
 
@@ -802,8 +725,8 @@ def load_engine(options: Options) -> Engine:
     """Load the target and every drafter that fits. Raises StartError if one asked for does not."""
     target = load_model(options.model, options)
     draft_name = options.draft_model
-    if draft_name is None and is_embedded(options.model):
-        draft_name = str(HERE / "demo_models" / "draft")
+    if draft_name is None and options.is_embedded:
+        draft_name = str(ROOT / "demo_models" / "draft")
     draft = load_model(draft_name, options) if draft_name else None
     context = Context(
         target,
@@ -859,11 +782,12 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
                 raise
         dtype = engine.target.model.dtype
         if stream:
-            return Response(stream_events(jobs, notes, dtype), mimetype="text/event-stream")
+            return Response(stream_answer(jobs, notes, dtype), mimetype="text/event-stream")
         client_left = request.environ.get("waitress.client_disconnected", lambda: False)
         for _ in chain.from_iterable(jobs):
             if client_left():
-                cancel(jobs)
+                for job in jobs:
+                    job.cancel()  # ends the loop
         if jobs[0].cancelled:
             return Response(status=499)  # nobody reads it
         return answer(jobs, notes, dtype)
@@ -898,30 +822,6 @@ def parse_request(
     return Request(**given, sampling=sampling), stream, compare, notes
 
 
-def cancel(jobs: list[Job]) -> None:
-    for job in jobs:
-        job.cancel()
-
-
-def stream_events(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> Iterator[str]:
-    """Jobs as server-sent events: one per cycle of the first, the answer or an error, [DONE]."""
-    try:
-        for job in jobs:
-            for event in job:
-                if event is WAITING or job is not jobs[0]:
-                    yield ": ping\n\n"  # a client that has left is noticed by writing to it
-                    continue
-                shown = public(event) if job.request.trace else brief(event)
-                yield sse(shown | {"text": "".join(text for text, _ in event["pieces"])})
-        yield sse(answer(jobs, notes, dtype))
-    except Exception as error:  # the status line is out: an event is all that can be said
-        logging.getLogger(__name__).exception("the engine failed")
-        yield sse(RequestError(f"the engine failed: {error}", status=500).body())
-    finally:
-        cancel(jobs)  # the client may have left
-    yield "data: [DONE]\n\n"
-
-
 # -------------------------------------------------------------------------------------- demo
 
 
@@ -942,7 +842,7 @@ def show_prompt(engine: Engine, wanted: Request) -> None:
 
 def read_prompts() -> dict[str, str]:
     """The demo prompts by name; a file's last line break is not part of its prompt."""
-    files = sorted((HERE / "demo_prompts").glob("*.txt"))
+    files = sorted((ROOT / "demo_prompts").glob("*.txt"))
     return {path.stem: path.read_text("utf-8").removesuffix("\n") for path in files}
 
 
@@ -1032,59 +932,6 @@ def run_demo(engine: Engine, options: Options) -> dict[str, Any]:
 # ------------------------------------------------------------------------------ command line
 
 
-def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namespace, Options]:
-    """The command line, and the options in it."""
-    parser = terminal.Parser(description=__doc__.splitlines()[0])
-    count = terminal.between(1, 1_000_000)
-    action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument(
-        "--demo", action="store_true", help="standard decoding against each drafter"
-    )
-    action.add_argument("--prompt", help="one generation, streamed to the terminal")
-    action.add_argument("--port", type=terminal.between(1, 65535), help="serve HTTP")
-    parser.add_argument("--json", action="store_true", help="with --demo: one JSON document")
-    parser.add_argument("--host", default="127.0.0.1", help="to serve on (default: %(default)s)")
-    parser.add_argument("--stop", action="append", help="with --prompt: end before this text")
-    model = {"metavar": "DIR_OR_HUB_ID"}
-    for name, details in {
-        "model": model | {"help": "the target"},
-        "draft_model": model | {"help": "for the drafter draft_model"},
-        "drafter": {"help": f"{', '.join(drafters.NAMES)} or file.py:Class"},
-        "num_speculative_tokens": {
-            "type": terminal.between(1, MAX_SPECULATIVE_TOKENS),
-            "help": "K",
-        },
-        "prompt_lookup_max": {"type": count, "help": "longest suffix that ngram looks up"},
-        "prompt_lookup_min": {"type": count, "help": "shortest suffix that ngram looks up"},
-        "max_tokens": {"type": count, "help": "tokens to generate, where a request does not say"},
-        "repetition_penalty": {"type": float, "help": "1 = off; so are all where a request says"},
-        "temperature": {"type": float, "help": "0 = greedy"},
-        "top_k": {"type": int, "help": "0 = off"},
-        "top_p": {"type": float, "help": "1 = off"},
-        "min_p": {"type": float, "help": "0 = off"},
-        "seed": {"type": int, "help": "where a request names none (default: by chance)"},
-        "max_running": {"type": terminal.between(1, 256), "help": "rows of the KV cache"},
-        "max_queued": {"type": terminal.between(1, 1000), "help": "requests that may wait"},
-        "max_model_len": {"type": count, "help": "context length"},
-        "dtype": {"choices": ["auto", "float32", "bfloat16"], "help": "auto: float32 on a CPU"},
-        "device": {"help": "auto, cpu, cuda, …"},
-    }.items():
-        default = getattr(Options(), name)
-        if default is not None:
-            details["help"] += " (default: %(default)s)"
-        parser.add_argument(f"--{name.replace('_', '-')}", default=default, **details)
-    given = parser.parse_args(arguments)
-    if given.json and not given.demo:
-        parser.error("--json goes with --demo")
-    if given.stop and given.prompt is None:
-        parser.error("--stop goes with --prompt (requests have a field for it)")
-    try:
-        check_fields({name: getattr(given, name) for name in SAMPLING_FIELDS})
-    except RequestError as error:
-        parser.error(str(error))
-    return given, Options(**{field.name: getattr(given, field.name) for field in fields(Options)})
-
-
 def prompt_request(engine: Engine, given: argparse.Namespace, options: Options) -> Request:
     """The request that --prompt and its companions make. Raises what a server would refuse."""
     return parse_request({"prompt": given.prompt, "stop": given.stop}, engine, options)[0]
@@ -1092,7 +939,7 @@ def prompt_request(engine: Engine, given: argparse.Namespace, options: Options) 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns 0, 1 if outputs differed, 2 if it could not be carried out."""
-    given, options = parse_arguments(arguments)
+    given, options = parse_arguments(__doc__.splitlines()[0], arguments)
     transformers.logging.set_verbosity_error()
     huggingface_hub.logging.set_verbosity_error()
     if not sys.stderr.isatty():

@@ -15,29 +15,31 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn.functional import threshold
+from torch.nn.functional import threshold, threshold_
 
 _COLUMNS = 256  # holds the nucleus of nearly every position of a trained model
 _TIES = 32  # columns to spare for logits equal to the k-th (bfloat16 has many)
 _CHUNK = 64
 
 
-def truncated_softmax(scores: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:
+def truncated_softmax(
+    scores: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> Tensor:
     """Probabilities [n, V] of scores [n, V] float32, cut and renormalised after each cut.
 
     top_k <= 0, top_p >= 1 and min_p = 0 cut nothing. A logit equal to the k-th largest stays too;
     which of several equal ones stays at the border of top-p is arbitrary, as in transformers. One
     token always stays.
 
-    Example: scores log([.5, .3, .2]), top_p .6 -> [.625, .375, 0]: .3 still begins within .6.
+    Example: scores log([.5, .3, .2]), temperature 1, top_p .6 -> [.625, .375, 0]: .3 still begins
+    within .6.
     """
     vocab = scores.shape[-1]
     if 0 < top_k < vocab:
         values, ids = _top_k(scores, top_k)
-        probs = values.softmax(-1)
+        probs = _softmax(values, temperature)
     else:
-        # Over 150 000 tokens torch's softmax sums to 1 + 5e-6: dozens of tokens at top-p's border.
-        everything = _normalise(scores.softmax(-1))
+        everything = _softmax(scores, temperature)
         if top_p >= 1:
             return _min_p(everything, min_p)
         probs, ids = largest(everything, min(_COLUMNS, vocab))
@@ -86,14 +88,15 @@ def _nucleus(probs: Tensor, top_p: float) -> Tensor:
     # What lies above `high` has less mass than top_p, what lies above `low` has enough: all tokens
     # below (1 - top_p) / V together cannot make the difference.
     low, high = (1 - top_p) / len(probs), float(probs.max())
-    while high > 1.01 * low:
+    scratch = torch.empty_like(probs)  # a new one each time costs more than the arithmetic
+    while high > 1.02 * low:
         middle = math.sqrt(low * high)
-        if float(threshold(probs, middle, 0.0).sum()) < top_p:
+        if float(threshold_(scratch.copy_(probs), middle, 0.0).sum()) < top_p:
             high = middle
         else:
             low = middle
     result = threshold(probs, high, 0.0)
-    border = ((probs > low) & (probs <= high)).nonzero()[:, 0]
+    border = threshold_(scratch.copy_(probs), low, 0.0).sub_(result).nonzero()[:, 0]
     falling, order = probs[border].sort(descending=True)
     stays = float(result.sum()) + falling.cumsum(0) - falling < top_p
     result[border[order[stays]]] = falling[stays]
@@ -108,6 +111,15 @@ def _min_p(probs: Tensor, min_p: float) -> Tensor:
     below = floors.nextafter(torch.zeros_like(floors)).tolist()  # threshold() keeps what is above
     rows = [threshold(row, floor, 0.0) for row, floor in zip(probs, below, strict=True)]
     return _normalise(torch.stack(rows))
+
+
+def _softmax(scores: Tensor, temperature: float) -> Tensor:
+    """Softmax of scores / temperature, whose exponents are at most 0: nothing overflows.
+
+    Over 150 000 tokens torch's own sums to 1 + 5e-6, which is dozens of tokens at top-p's border.
+    """
+    shifted = scores - scores.amax(-1, keepdim=True)
+    return _normalise(shifted.div_(temperature).exp_())
 
 
 def _normalise(probs: Tensor) -> Tensor:

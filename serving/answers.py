@@ -4,14 +4,17 @@ They read the core's sequences and engine, handed in; see README.md for examples
 """
 
 import json
+import logging
+from collections.abc import Iterator
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .parsing import RequestError
 from .statistics import FORMULAS, Statistics, ratio
-from .worker import Job, Worker
+from .worker import WAITING, Job, Worker
 
 PLAIN = "none"  # the name under which requests without a drafter are counted
 _MIN_DRAFTS_TO_JUDGE = 100
@@ -66,6 +69,26 @@ def brief(event: dict[str, Any]) -> dict[str, Any]:
     tokens = [{"id": token["id"], "kind": token["kind"]} for token in event["tokens"]]
     shown = {"step": event["step"], "tokens": tokens}
     return shown | {"logprobs": event["logprobs"]} if "logprobs" in event else shown
+
+
+def stream_answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> Iterator[str]:
+    """Jobs as server-sent events: one per cycle of the first, the answer or an error, [DONE]."""
+    try:
+        for job in jobs:
+            for event in job:
+                if event is WAITING or job is not jobs[0]:
+                    yield ": ping\n\n"  # a client that has left is noticed by writing to it
+                    continue
+                shown = public(event) if job.request.trace else brief(event)
+                yield sse(shown | {"text": "".join(text for text, _ in event["pieces"])})
+        yield sse(answer(jobs, notes, dtype))
+    except Exception as error:  # the status line is out: an event is all that can be said
+        logging.getLogger(__name__).exception("the engine failed")
+        yield sse(RequestError(f"the engine failed: {error}", status=500).body())
+    finally:
+        for job in jobs:
+            job.cancel()  # the client may have left
+    yield "data: [DONE]\n\n"
 
 
 def token_logprobs(

@@ -1,9 +1,8 @@
-"""The terminal: text with the origin of each token, the demo's tables, one-line errors.
+"""The terminal: text with the origin of each token, the demo's tables.
 
 Colours where the terminal has them, brackets where not (or where NO_COLOR is set).
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Iterable
@@ -103,24 +102,3 @@ def print_demo(document: dict[str, Any], shown: str, colour: bool) -> None:
             f"{total['ms']:8.0f} ms {total['tokens_per_pass'] or 0:6.2f} tok/pass "
             f"{speed_up:5.2f}×  {same}".rstrip()
         )
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
-
-    def error(self, message: str) -> Any:
-        print(f"error: {message}", file=sys.stderr)
-        raise SystemExit(2)
-
-
-def between(low: int, high: int) -> Any:
-    """An argparse type: an integer from low to high."""
-
-    def parse(text: str) -> int:
-        value = int(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be from {low} to {high}, not {value}")
-        return value
-
-    parse.__name__ = "integer"  # argparse names the type in its error
-    return parse

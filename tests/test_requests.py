@@ -160,6 +160,7 @@ def test_one_cut_is_seen_by_everything(demo_engine, prompts, offset, end):
     assert sum(s.acceptance_histogram) == s.num_spec_steps
     assert s.target_passes + 1 == len(events)
     assert [e["id"] for e in sequence.logprobs] == sequence.output
+    assert not any(event["rejected"] for event in events)
     streamed = "".join(text for event in events for text, _ in event["pieces"])
     whole = engine.target.tokenizer.decode(sequence.output, skip_special_tokens=True)
     cut = whole.find(sequence.request.stop[0]) if end == "stop" else len(whole)

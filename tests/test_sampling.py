@@ -87,7 +87,7 @@ def test_a_large_vocabulary_is_cut_as_transformers_cuts_it(cuts, spread):
     torch.manual_seed(1)
     logits = torch.randn(2, 151_936) * spread
     theirs = reference(logits, Sampling(1.0, 1.0, *cuts), [1], [2])
-    ours = truncated_softmax(logits, *cuts)
+    ours = truncated_softmax(logits, 1.0, *cuts)
     differing = ((ours > 0) != (theirs > 0)).sum(-1)
     assert differing.max() <= 1  # one token at the border of a sum of 140 000 float32 values
     torch.testing.assert_close(ours.double().sum(-1), torch.ones(2).double(), rtol=1e-5, atol=0)
@@ -320,9 +320,15 @@ def deviation_from_overlap(engine, prompts, drafter):
     """Accepted tokens less those that Σ min(p, q) predicts, in standard deviations.
 
     p and q are teacher-forced along each output, by forwards of the whole text without cache,
-    drafter or verify. Step by step the difference has mean 0 whatever was accepted before, so its
-    variance is the sum of the steps'.
+    drafter or verify; only the head's q are those that it handed over, as they come of its own
+    recursion. Step by step the difference has mean 0 whatever was accepted before, so its variance
+    is the sum of the steps'.
     """
+    handed = []
+    propose = engine.drafters["mtp"].propose_batch
+    engine.drafters["mtp"].propose_batch = lambda *given: (
+        handed.append(propose(*given)) or handed[-1]
+    )
     sampling = Sampling(temperature=1.0, top_p=0.95)
     target, small = engine.target.model, engine.drafters["draft_model"]._draft.model
     expected = variance = accepted = 0.0
@@ -336,6 +342,9 @@ def deviation_from_overlap(engine, prompts, drafter):
             p, q = (core.probabilities(m(ids).logits[0].float(), sampling) for m in (target, small))
         position = len(prompt) - 1  # whose logits choose the next token
         for event in events:
+            if drafter == "mtp" and event["proposals"]:
+                (draft,) = handed.pop(0)
+                q = torch.cat([torch.zeros(position, q.shape[-1]), draft.probs])
             judged = event["tokens"][: event["accepted_count"]]
             judged += [event["rejected"]] if event["rejected"] else []
             for at, token in enumerate(judged, position):
@@ -347,11 +356,12 @@ def deviation_from_overlap(engine, prompts, drafter):
                 variance += overlap * (1 - overlap)
             accepted += event["accepted_count"]
             position += event["emitted_count"]
-    assert accepted > 100 and variance > 5
+    assert accepted > 100 and variance > 5 and not handed
+    engine.drafters["mtp"].propose_batch = propose
     return (accepted - expected) / variance**0.5
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_the_overlap_of_p_and_q_predicts_the_acceptance_rate(demo_engine, prompts, drafter):
     """Beyond 4.9 standard deviations it would be a false alarm in 1 of 1e6 runs."""
     assert abs(deviation_from_overlap(demo_engine, prompts, drafter)) < 4.9

@@ -1,0 +1,123 @@
+"""What the command line sets, with its defaults, and how it is read."""
+
+import argparse
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from drafters import NAMES, Sampling
+
+from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, RequestError, check_fields
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line sets, and its defaults."""
+
+    model: str = str(ROOT / "demo_models" / "target")
+    draft_model: str | None = None  # beside the embedded target: the embedded draft
+    drafter: str | None = None  # the first of DEFAULT_DRAFTERS that fits the target
+    num_speculative_tokens: int = 5
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 1
+    max_tokens: int = 128
+    repetition_penalty: float = Sampling.repetition_penalty
+    temperature: float = Sampling.temperature
+    top_k: int = Sampling.top_k
+    top_p: float = Sampling.top_p
+    min_p: float = Sampling.min_p
+    seed: int | None = None  # where a request names none: a new one by chance
+    max_running: int = 8
+    max_queued: int = 64
+    max_model_len: int | None = None  # the model's context, at most LONGEST_DEFAULT
+    dtype: str = "auto"
+    device: str = "auto"
+
+    @property
+    def sampling(self) -> Sampling:
+        """Where a request does not say."""
+        return Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether the target is the one of this repository, however it is spelt."""
+        return Path(self.model).resolve() == (ROOT / "demo_models" / "target").resolve()
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> Any:
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def between(low: int, high: int) -> Any:
+    """An argparse type: an integer from low to high."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be from {low} to {high}, not {value}")
+        return value
+
+    parse.__name__ = "integer"  # argparse names the type in its error
+    return parse
+
+
+def parse_arguments(
+    description: str, arguments: list[str] | None = None
+) -> tuple[argparse.Namespace, Options]:
+    """The command line, and the options in it. A mistake is one line on stderr and exit 2."""
+    parser = Parser(description=description)
+    count = between(1, 1_000_000)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument(
+        "--demo", action="store_true", help="standard decoding against each drafter"
+    )
+    action.add_argument("--prompt", help="one generation, streamed to the terminal")
+    action.add_argument("--port", type=between(1, 65535), help="serve HTTP")
+    parser.add_argument("--json", action="store_true", help="with --demo: one JSON document")
+    parser.add_argument("--host", default="127.0.0.1", help="to serve on (default: %(default)s)")
+    parser.add_argument("--stop", action="append", help="with --prompt: end before this text")
+    model = {"metavar": "DIR_OR_HUB_ID"}
+    for name, details in {
+        "model": model | {"help": "the target"},
+        "draft_model": model | {"help": "for the drafter draft_model"},
+        "drafter": {"help": f"{', '.join(NAMES)} or file.py:Class"},
+        "num_speculative_tokens": {
+            "type": between(1, MAX_SPECULATIVE_TOKENS),
+            "help": "K",
+        },
+        "prompt_lookup_max": {"type": count, "help": "longest suffix that ngram looks up"},
+        "prompt_lookup_min": {"type": count, "help": "shortest suffix that ngram looks up"},
+        "max_tokens": {"type": count, "help": "tokens to generate, where a request does not say"},
+        "repetition_penalty": {"type": float, "help": "1 = off; so are all where a request says"},
+        "temperature": {"type": float, "help": "0 = greedy"},
+        "top_k": {"type": int, "help": "0 = off"},
+        "top_p": {"type": float, "help": "1 = off"},
+        "min_p": {"type": float, "help": "0 = off"},
+        "seed": {"type": int, "help": "where a request names none (default: by chance)"},
+        "max_running": {"type": between(1, 256), "help": "rows of the KV cache"},
+        "max_queued": {"type": between(1, 1000), "help": "requests that may wait"},
+        "max_model_len": {"type": count, "help": "context length"},
+        "dtype": {"choices": ["auto", "float32", "bfloat16"], "help": "auto: float32 on a CPU"},
+        "device": {"help": "auto, cpu, cuda, …"},
+    }.items():
+        default = getattr(Options(), name)
+        if default is not None:
+            details["help"] += " (default: %(default)s)"
+        parser.add_argument(f"--{name.replace('_', '-')}", default=default, **details)
+    given = parser.parse_args(arguments)
+    if given.json and not given.demo:
+        parser.error("--json goes with --demo")
+    if given.stop and given.prompt is None:
+        parser.error("--stop goes with --prompt (requests have a field for it)")
+    try:
+        check_fields({name: getattr(given, name) for name in SAMPLING_FIELDS})
+    except RequestError as error:
+        parser.error(str(error))
+    return given, Options(**{field.name: getattr(given, field.name) for field in fields(Options)})
