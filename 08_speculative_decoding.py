@@ -29,6 +29,7 @@ interface. Not covered yet: several requests in one batch of the server, hybrid 
 
 import argparse
 import json
+import os
 import platform
 import sys
 import time
@@ -39,6 +40,7 @@ from itertools import chain
 from math import nextafter
 from statistics import median
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import huggingface_hub
 import torch
@@ -60,7 +62,7 @@ from serving.options import ROOT, Options, parse_arguments
 from serving.parsing import SAMPLING_FIELDS, RequestError, parse_fields, parse_json
 from serving.statistics import Statistics, ratio
 from serving.text import TextStream
-from serving.worker import Worker
+from serving.worker import Worker, cancel
 
 # ------------------------------------------------------------------- KV cache and truncation
 
@@ -296,7 +298,7 @@ def penalise(logits: Tensor, penalty: float, text: list[int], draft: list[int]) 
     rows = [draft[:i] + text[:1] * (len(draft) - i) for i in range(len(draft) + 1)]
     known = torch.tensor(list(set(text))).expand(len(rows), -1)
     ids = torch.cat([known, torch.tensor(rows, dtype=torch.long)], dim=1)
-    return RepetitionPenaltyLogitsProcessor(penalty)(ids.to(logits.device), logits)
+    return RepetitionPenaltyLogitsProcessor(float(penalty))(ids.to(logits.device), logits)
 
 
 def probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
@@ -311,18 +313,29 @@ def probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
     )
 
 
+def generator(seed: int) -> Generator:
+    """A generator of one's own for any seed of 64 bits.
+
+    torch's reads the lower 32 bits alone; the checksum brings the others in, and still gives each
+    seed below 2**32 a sequence of its own.
+    """
+    return Generator().manual_seed(crc32(seed.to_bytes(9, "little", signed=True)))
+
+
 def uniform(rng: Generator, count: int) -> list[float]:
     """`count` numbers from [0, 1)."""
     return torch.rand(count, generator=rng, dtype=torch.float64).tolist()
 
 
 def draw(weights: Tensor, u: float) -> int:
-    """The token drawn by u from weights [V], which need not sum to 1 (but not to 0).
+    """The token drawn by u from weights [V], which need not sum to 1. Raises ValueError for none.
 
     Example: weights [.2, 0, .6], u = .5 -> 2: of the total .8, u points at .4.
     """
     cumulated = weights.cumsum(0, dtype=torch.float64)
     total = float(cumulated[-1])
+    if not total > 0:  # as NaN is not
+        raise ValueError("the model gave no probabilities to draw from (NaN in its logits?)")
     # Below the total whatever the rounding: then a token without weight is never found.
     return int(torch.searchsorted(cumulated, min(u * total, nextafter(total, 0)), right=True))
 
@@ -375,7 +388,7 @@ def verify(draft: Draft, p: Tensor, rng: Generator) -> list[Judgement]:
     qs = [1.0] * n if probs is None else probs.gather(1, ids)[:, 0].tolist()
     *us, last_u = uniform(rng, n + 1)
 
-    accepted = next((i for i in range(n) if us[i] * qs[i] >= ps[i]), n)
+    accepted = next((i for i in range(n) if not us[i] * qs[i] < ps[i]), n)
     kinds = ["accepted"] * accepted + ["rejected"]
     judged = list(map(Judgement, draft.tokens, kinds, ps, qs, us))  # up to the first rejection
     if accepted == n:
@@ -423,7 +436,7 @@ class Sequence:
 
     def __init__(self, request: Request, row: int, tokenizer: Any, drafter: Drafter | None) -> None:
         self.request, self.row, self.drafter, self.tokenizer = request, row, drafter, tokenizer
-        self.rng = Generator().manual_seed(request.seed)  # its own: neighbours change nothing
+        self.rng = generator(request.seed)  # its own: neighbours change nothing
         self.tokens = list(request.prompt)
         self.logprobs: list[dict[str, Any]] = []  # see token_logprobs()
         self.state: Any = None  # the drafter's
@@ -530,7 +543,8 @@ class Engine:
 
         The first cycle of a sequence is its prefill: a long run of tokens to feed, and no draft.
         Returns an event for each sequence: {step, proposals, accepted_count, emitted_count, tokens,
-        rejected, pieces} and what `details` adds. tokens and rejected (None where nothing was) are
+        rejected, pieces} and what `details` adds. proposals is the draft as it was made; the others
+        are what stays of it after a cut. tokens and rejected (None where nothing was) are
         Judgements; pieces is the text that may be shown now, as (text, kind).
         """
         times = [time.perf_counter()]
@@ -559,11 +573,10 @@ class Engine:
         times.append(time.perf_counter())
         hidden = output.hidden or [None] * len(sequences)
         events = list(map(self._commit, sequences, drafts, judged, hidden))
-        for s, event, logits, score in zip(sequences, events, output.logits, scores, strict=True):
-            event |= details(s, event["emitted_count"], logits, score)
         times.append(time.perf_counter())
-        for sequence in sequences:
-            sequence.statistics.record_times(times, is_prefill=sequence.num_steps == 1)
+        for s, event, logits, score in zip(sequences, events, output.logits, scores, strict=True):
+            s.statistics.record_times(times, is_prefill=s.num_steps == 1)
+            event |= details(s, event["emitted_count"], logits, score)
         return events
 
     def _draft(self, sequences: list[Sequence]) -> list[Draft]:
@@ -698,7 +711,7 @@ def plain_decode(
 ) -> list[int]:
     """The target alone, one token a pass: what speculation must reproduce, and its baseline."""
     max_tokens = min(max_tokens, target.max_length - len(prompt))
-    rng = Generator().manual_seed(seed)
+    rng = generator(seed)
     row, fed, tokens = target.cache.open_row(), prompt, []
     try:
         while len(tokens) < max_tokens and not (tokens and tokens[-1] in eos_ids):
@@ -773,24 +786,19 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
             raise RequestError("the Content-Type must be application/json", status=415)
         body = parse_json(request.get_data(cache=False))
         wanted, stream, compare, notes = parse_request(body, engine, options)
-        jobs = [worker.submit(wanted)]
-        if compare:
-            try:
-                jobs.append(worker.submit(replace(wanted, drafter=None, trace=True)))
-            except RequestError:
-                jobs[0].cancel()
-                raise
+        plain = [replace(wanted, drafter=None, trace=True)] if compare else []
+        jobs = worker.submit(wanted, *plain)
         dtype = engine.target.model.dtype
         if stream:
             return Response(stream_answer(jobs, notes, dtype), mimetype="text/event-stream")
         client_left = request.environ.get("waitress.client_disconnected", lambda: False)
-        for _ in chain.from_iterable(jobs):
-            if client_left():
-                for job in jobs:
-                    job.cancel()  # ends the loop
-        if jobs[0].cancelled:
-            return Response(status=499)  # nobody reads it
-        return answer(jobs, notes, dtype)
+        try:
+            for _ in chain.from_iterable(jobs):
+                if client_left():
+                    return Response(status=499)  # nobody reads it
+            return answer(jobs, notes, dtype)
+        finally:
+            cancel(jobs)
 
     @app.get("/health")
     def get_health() -> tuple[dict[str, Any], int]:
@@ -812,7 +820,8 @@ def parse_request(
         "num_speculative_tokens": options.num_speculative_tokens,
         "drafter": engine.default_drafter,
     }
-    given, notes = parse_fields(body, engine.target.tokenizer, engine.drafters, defaults)
+    target = engine.target
+    given, notes = parse_fields(body, target.tokenizer, engine.drafters, defaults, target.name)
     try:
         engine.check_prompt(given["prompt"])
     except ValueError as error:
@@ -939,11 +948,13 @@ def prompt_request(engine: Engine, given: argparse.Namespace, options: Options) 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns 0, 1 if outputs differed, 2 if it could not be carried out."""
+    sys.stdout.reconfigure(errors="replace")  # a terminal without "·" gets "?" and its text
     given, options = parse_arguments(__doc__.splitlines()[0], arguments)
     transformers.logging.set_verbosity_error()
     huggingface_hub.logging.set_verbosity_error()
     if not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
+    status = 0
     try:
         engine = load_engine(options)
         if given.port:
@@ -958,11 +969,14 @@ def main(arguments: list[str] | None = None) -> int:
                 print(json.dumps(document))
             else:
                 terminal.print_demo(document, engine.default_drafter, terminal.has_colour())
-            return 1 if any(t["identical"] is False for t in document["totals"].values()) else 0
+            status = int(any(t["identical"] is False for t in document["totals"].values()))
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough (| head); nor can the rest be flushed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (StartError, RequestError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+        status = 2
+    return status
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ import torch
 from tqdm import tqdm
 from transformers.generation import logits_process
 
+from serving.options import between
+
 core: Any = sys.modules.get("speculative_decoding") or importlib.import_module(
     "08_speculative_decoding"
 )
@@ -96,8 +98,9 @@ def measure(vocab: int, runs: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--vocab", type=int, default=151_936, help="(default: %(default)s)")
-    parser.add_argument("--runs", type=int, default=30, help="(default: %(default)s)")
+    count = between(64, 10**6)
+    parser.add_argument("--vocab", type=count, default=151_936, help="(default: %(default)s)")
+    parser.add_argument("--runs", type=between(1, 999), default=30, help="(default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="only the JSON line")
     given = parser.parse_args()
     rows = measure(given.vocab, given.runs)

@@ -22,9 +22,10 @@ from torch import Generator, Tensor
 class Draft:
     """Up to K proposed tokens, and the distribution that each was drawn from.
 
-    `probs` [n, V] float32 is q, exactly as it was when the token was drawn from it: recomputing it,
-    or drawing otherwise, bends the output's distribution. None says that nothing was drawn: the
-    drafter would propose the same again (q is one-hot).
+    `probs` [n, V] float32 is q, exactly as it was when the token was drawn from it. None says that
+    nothing was drawn: the drafter would propose the same again (q is one-hot). Two things bend the
+    output's distribution: a q other than the one drawn from, and to withdraw a token because of
+    what was drawn. A drafter that is not confident enough stops before it draws, not after.
     """
 
     tokens: list[int] = field(default_factory=list)

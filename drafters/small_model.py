@@ -77,8 +77,13 @@ class SmallModelDrafter(Drafter):
         drawn: list[list[tuple[int, Tensor | None]]] = [[] for _ in states]
         texts = [list(state.tokens) for state in states]  # with the draft so far
         fed = [state.tokens[cache.lengths[state.row] :] for state in states]
-        for step in range(max(max_tokens)):
-            active = [i for i, limit in enumerate(max_tokens) if limit > step]
+        # A target of more (padded) rows may have been given an id that the draft model cannot read.
+        limits = [
+            limit if max(ids) < self._draft.vocab_size else 0
+            for limit, ids in zip(max_tokens, fed, strict=True)
+        ]
+        for step in range(max(limits)):
+            active = [i for i, limit in enumerate(limits) if limit > step]
             output = self._draft.forward(
                 [states[i].row for i in active],
                 [fed[i] for i in active],

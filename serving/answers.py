@@ -14,16 +14,15 @@ from torch import Tensor
 
 from .parsing import RequestError
 from .statistics import FORMULAS, Statistics, ratio
-from .worker import WAITING, Job, Worker
+from .worker import WAITING, Job, Worker, cancel
 
 PLAIN = "none"  # the name under which requests without a drafter are counted
 _MIN_DRAFTS_TO_JUDGE = 100
 _POOR_FIRST_ACCEPTANCE = 0.2
-
-
-# Logits of one row and of several differ by 1e-5 in float32 and by 0.13 in bfloat16: a choice
-# between scores that close is decided by rounding.
-_NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
+# A choice between scores this close is decided by rounding: logits of one row and of several differ
+# by 1e-5 in float32 and by 0.13 in bfloat16 as measured (float16 has 8 times its precision), and
+# deeper models add to that.
+_NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.06}
 
 
 def answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> dict[str, Any]:
@@ -54,21 +53,21 @@ def answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> dict[str, A
         body["logprobs"] = sequence.logprobs
     if request.trace:
         body["trace"] = list(map(public, job.events))
+    near_tie = _NEAR_TIE.get(dtype, 1e-3)
     for twin in twins:
-        body["compare"] = comparison(sequence, twin.sequence, twin.events, _NEAR_TIE[dtype])
+        body["compare"] = comparison(sequence, twin.sequence, twin.events, near_tie)
     return body
 
 
 def public(event: dict[str, Any]) -> dict[str, Any]:
-    """A cycle's event as a trace shows it, without what the answer has: text and logprobs."""
+    """A cycle's event as a trace shows it, without what stands beside it: text and logprobs."""
     return {name: value for name, value in event.items() if name not in ("pieces", "logprobs")}
 
 
 def brief(event: dict[str, Any]) -> dict[str, Any]:
     """A cycle's event as a stream shows it without a trace: what it committed."""
     tokens = [{"id": token["id"], "kind": token["kind"]} for token in event["tokens"]]
-    shown = {"step": event["step"], "tokens": tokens}
-    return shown | {"logprobs": event["logprobs"]} if "logprobs" in event else shown
+    return {"step": event["step"], "tokens": tokens}
 
 
 def stream_answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> Iterator[str]:
@@ -80,14 +79,15 @@ def stream_answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> Iter
                     yield ": ping\n\n"  # a client that has left is noticed by writing to it
                     continue
                 shown = public(event) if job.request.trace else brief(event)
+                if "logprobs" in event:
+                    shown["logprobs"] = event["logprobs"]
                 yield sse(shown | {"text": "".join(text for text, _ in event["pieces"])})
         yield sse(answer(jobs, notes, dtype))
     except Exception as error:  # the status line is out: an event is all that can be said
         logging.getLogger(__name__).exception("the engine failed")
         yield sse(RequestError(f"the engine failed: {error}", status=500).body())
     finally:
-        for job in jobs:
-            job.cancel()  # the client may have left
+        cancel(jobs)  # the client may have left
     yield "data: [DONE]\n\n"
 
 
@@ -120,11 +120,13 @@ def comparison(
     """The `compare` block: what speculation changed, which should be the time alone.
 
     `events` are the plain sequence's, with a trace; scores within `near_tie` may change places by
-    rounding. Sampled outputs are different draws from one
-    distribution, so only greedy ones are compared token by token (identical: null otherwise).
+    rounding. Sampled outputs are different draws from one distribution, so only greedy ones are
+    compared token by token (identical: null otherwise).
     """
     ours, theirs = speculative.statistics, plain.statistics
     greedy = speculative.request.sampling.is_greedy
+    times = theirs.ms_per_token, ours.ms_per_token
+    measured = None if None in times else ratio(*times)
     difference = _first_difference(speculative, plain, events, near_tie) if greedy else None
     return {
         "plain": {
@@ -135,7 +137,7 @@ def comparison(
         },
         "identical": speculative.output == plain.output if greedy else None,
         "first_difference": difference,
-        "measured_speedup": ratio(theirs.ms_per_token or 0, ours.ms_per_token or 0),
+        "measured_speedup": measured,
         "predicted_speedup": ours.predicted_speedup(theirs),
         "costs": ours.costs(theirs),
     }

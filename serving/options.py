@@ -82,7 +82,9 @@ def parse_arguments(
     action.add_argument("--port", type=between(1, 65535), help="serve HTTP")
     parser.add_argument("--json", action="store_true", help="with --demo: one JSON document")
     parser.add_argument("--host", default="127.0.0.1", help="to serve on (default: %(default)s)")
-    parser.add_argument("--stop", action="append", help="with --prompt: end before this text")
+    parser.add_argument(
+        "--stop", action="append", help="with --prompt: end before this text (may be repeated)"
+    )
     model = {"metavar": "DIR_OR_HUB_ID"}
     for name, details in {
         "model": model | {"help": "the target"},

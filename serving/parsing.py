@@ -5,8 +5,10 @@ ignored. The one error body is {"error": {"message", "type", "param", "code"}}.
 """
 
 import json
+import re
 import secrets
 from collections.abc import Callable, Collection
+from pathlib import PurePath
 from typing import Any
 
 
@@ -73,11 +75,14 @@ def _flag(value: Any) -> str | None:
     return None if isinstance(value, bool) else "must be true or false"
 
 
+def _is_text(value: Any) -> bool:
+    """A string, not empty, without lone surrogates (which JSON can write, and UTF-8 cannot)."""
+    return isinstance(value, str) and value != "" and not re.search("[\ud800-\udfff]", value)
+
+
 def _stops(value: Any) -> str | None:
     stops = [value] if isinstance(value, str) else value
-    valid = (
-        isinstance(stops, list) and len(stops) <= 8 and all(isinstance(s, str) and s for s in stops)
-    )
+    valid = isinstance(stops, list) and len(stops) <= 8 and all(map(_is_text, stops))
     return None if valid else "must be a non-empty string, or a list of at most 8 of them"
 
 
@@ -106,7 +111,8 @@ _CHECKS: dict[str, Callable[[Any], str | None]] = {
     "seed": _integer(-(1 << 63), (1 << 64) - 1),
     "logprobs": _logprobs,
 }
-_OTHERS = {"prompt", "drafter"}
+_OTHERS = {"prompt", "drafter", "model", "stream_options"}
+_REAL_NUMBERS = ("repetition_penalty", "temperature", "top_p", "min_p")
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
@@ -124,7 +130,11 @@ def check_fields(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_fields(
-    body: dict[str, Any], tokenizer: Any, drafters: Collection[str], defaults: dict[str, Any]
+    body: dict[str, Any],
+    tokenizer: Any,
+    drafters: Collection[str],
+    defaults: dict[str, Any],
+    model: str,
 ) -> tuple[dict[str, Any], list[str]]:
     """Checked fields of a generate request, `defaults` filled in, and warnings about unknown ones.
 
@@ -133,8 +143,19 @@ def parse_fields(
     A null counts as absent. Raises RequestError, naming the field.
     """
     given = check_fields(body)
+    if given.get("model", model) not in (model, PurePath(model).name):
+        raise RequestError(
+            f"unknown model {given['model']!r}; this server has {model}",
+            param="model",
+            status=404,
+            code="model_not_found",
+        )
+    if "stream_options" in given and not given.get("stream"):
+        raise RequestError("stream_options goes with stream: true", param="stream_options")
     flags = {"stream": False, "trace": False, "compare": False}
     fields = flags | defaults | {name: given[name] for name in _CHECKS if name in given}
+    for name in _REAL_NUMBERS:  # which JSON may write as 1 or 1.0
+        fields[name] = float(fields[name])
     fields["prompt"] = _prompt(given.get("prompt"), tokenizer)
     stop = given.get("stop", ())
     fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -158,12 +179,8 @@ def parse_fields(
 
 def _prompt(value: Any, tokenizer: Any) -> list[int]:
     if isinstance(value, str) and value:
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError:
-            raise RequestError(
-                "prompt holds a lone surrogate, which is not text", param="prompt"
-            ) from None
+        if not _is_text(value):
+            raise RequestError("prompt holds a lone surrogate, which is not text", param="prompt")
         ids = tokenizer(value, verbose=False)["input_ids"]
         if ids:
             return ids

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FORMULAS = {
+    "num_draft_tokens": "drafted tokens, less those behind an end of text or a stop string",
     "draft_acceptance_rate": "accepted / drafted",
     "mean_acceptance_length": "1 + accepted / cycles with a draft",
     "tokens_per_pass": "tokens emitted after the prefill's / target forwards after prefill",
@@ -133,7 +134,8 @@ class Statistics:
         return ratio(plain_ms, self.draft_ms + self.verify_ms)
 
     def counters(self, num_spec_tokens: int) -> dict[str, Any]:
-        """The `speculative_decoding` block; the histogram has K + 1 buckets."""
+        """The `speculative_decoding` block; the histogram has K + 1 buckets, K the largest seen."""
+        num_spec_tokens = max(num_spec_tokens, len(self.acceptance_histogram) - 1)
         missing = num_spec_tokens + 1 - len(self.acceptance_histogram)
         return {
             "num_spec_tokens": num_spec_tokens,

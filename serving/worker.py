@@ -10,7 +10,7 @@ Not covered yet: several requests in one batch; a deadline per request.
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from .parsing import RequestError
@@ -59,6 +59,12 @@ class Job:
             yield item
 
 
+def cancel(jobs: Iterable[Job]) -> None:
+    """Cancel what has not ended yet."""
+    for job in jobs:
+        job.cancel()
+
+
 class Worker:
     """Runs `generate(request)`, an iterator, for one job at a time in a thread of its own."""
 
@@ -81,8 +87,11 @@ class Worker:
         with self._changed:
             return sum(not job.cancelled for job in self._waiting)
 
-    def submit(self, request: Any) -> Job:
-        """Queue a request. Raises RequestError: 429 if the queue is full, 503 without engine."""
+    def submit(self, *requests: Any) -> list[Job]:
+        """Queue requests that belong together; they take one place, and run one after the other.
+
+        Raises RequestError: 429 if the queue is full, 503 without engine.
+        """
         with self._changed:
             if self.draining:
                 raise RequestError("the server is shutting down", status=503, code="unavailable")
@@ -93,10 +102,10 @@ class Worker:
                 raise RequestError(
                     f"{waiting} requests wait already", status=429, code="queue_full"
                 )
-            job = Job(request)
-            self._waiting.append(job)
+            jobs = [Job(request) for request in requests]
+            self._waiting.extend(jobs)
             self._changed.notify()
-        return job
+        return jobs
 
     def drain(self, timeout_s: float) -> None:
         """Take nothing new, finish what was taken and stop; wait for that at most `timeout_s`."""

@@ -113,6 +113,22 @@ def test_a_sampled_demo_compares_no_outputs(capsys):
     assert out.count("identical output: not compared (sampled)") == len(core.read_prompts())
 
 
+def test_a_reader_that_leaves_is_no_error():
+    command = [sys.executable, SCRIPT, "--prompt", "1, 2, 3,", "--max-tokens", "60"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        process.stdout.read(1)
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait() == 0
+
+
+def test_a_terminal_of_few_characters_gets_the_text_all_the_same():
+    result = call("--prompt", "1, 2, 3,", "--max-tokens", "4", PYTHONIOENCODING="ascii")
+    assert result.returncode == 0 and "1, 2, 3," in result.stdout and "?" in result.stdout
+
+
 def test_a_prompt_may_be_stopped():
     result = call("--prompt", "1, 2, 3, 4, 5,", "--stop", "9", "--stop", "zz")
     assert result.returncode == 0

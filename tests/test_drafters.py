@@ -133,6 +133,50 @@ def test_every_row_is_given_back(demo_engine, prompts, name):
     assert [len(cache._free) for cache in caches] == free
 
 
+@pytest.mark.parametrize("name_", ["draft_model", "mtp"])
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_a_draft_knows_the_repetition_penalty_and_its_own_tokens(
+    demo_engine, prompts, name_, temperature
+):
+    """Under a penalty that forbids any repetition no token is drafted twice."""
+    sampling = core.Sampling(repetition_penalty=100.0, temperature=temperature)
+    for prompt in ("repetitive_letters", "code_class"):
+        sequence, events = run(
+            demo_engine, prompts[prompt], max_tokens=20, drafter=name_, sampling=sampling
+        )
+        text = list(prompts[prompt])
+        for event in events:
+            assert len(set(event["proposals"])) == len(event["proposals"])
+            assert not set(event["proposals"]) & set(text)
+            text += [token["id"] for token in event["tokens"]]
+        assert sequence.statistics.num_draft_tokens > 5
+
+
+def test_the_q_that_is_handed_over_is_the_draft_model_s_own(demo_engine, prompts, monkeypatch):
+    """Row by row against a forward of the draft model over the whole text, without cache."""
+    drafter, handed = demo_engine.drafters["draft_model"], []
+    propose = drafter.propose_batch
+
+    def spy(states, limits):
+        drafts = propose(states, limits)
+        handed.append((list(states[0].tokens), drafts[0]))
+        return drafts
+
+    monkeypatch.setattr(drafter, "propose_batch", spy)
+    sampling = core.Sampling(1.3, 0.9, 30, 0.95)
+    run(demo_engine, prompts["code_class"], max_tokens=24, drafter="draft_model", sampling=sampling)
+    assert len(handed) > 3
+    for text, draft in handed:
+        with torch.inference_mode():
+            logits = drafter._draft.model(torch.tensor([text + draft.tokens])).logits[0].float()
+        for i, q in enumerate(draft.probs):
+            known = text + draft.tokens[:i]
+            scores = core.penalise(logits[None, len(known) - 1], 1.3, known, [])
+            torch.testing.assert_close(
+                q, core.probabilities(scores, sampling)[0], rtol=0, atol=1e-4
+            )
+
+
 # ------------------------------------------------------------------------------- faults of drafters
 
 
@@ -312,6 +356,20 @@ def test_a_drafter_file_that_will_not_do_is_one_clear_line(
         drafters.load(name_, context(demo_engine))
 
 
+def test_a_batch_that_fails_costs_every_request_in_it_its_drafter(demo_engine, prompts, plain):
+    engine = scripted_engine(demo_engine, raising)
+    sequences = [engine.open(core.Request(prompts[p], 12, "scripted")) for p in REPLAYED[:2]]
+    running = sequences
+    while running:
+        engine.step(running)
+        running = [s for s in running if s.finish_reason is None]
+    for sequence, name_ in zip(sequences, REPLAYED, strict=False):
+        engine.close(sequence)
+        assert sequence.output == plain(prompts[name_], 12)
+        assert "out of ideas" in sequence.warnings[0]
+    assert engine.num_drafter_failures == 2 and engine.drafters["scripted"].num_open == 0
+
+
 def test_one_bad_draft_in_a_batch_costs_only_its_own_request(demo_engine, prompts, plain):
     good, bad = prompts["easy_json"], prompts["hard_prose"]
     engine = scripted_engine(
@@ -442,6 +500,16 @@ def test_padded_embeddings_are_no_mismatch(tiny_folder, tmp_path, target_rows, d
     )  # fmt: skip
     assert greedy.warnings == sampled.warnings == []
     assert sampled.statistics.num_draft_tokens > 10
+    if target_rows > draft_rows:  # an id that the draft model cannot read costs that request alone
+        sequences = [
+            engine.open(core.Request([5, start, 6], 12, "draft_model")) for start in (4150, 7)
+        ]
+        while all(sequence.finish_reason is None for sequence in sequences):
+            engine.step(sequences)
+        assert [s.statistics.num_draft_tokens > 0 for s in sequences] == [False, True]
+        assert all(s.warnings == [] for s in sequences)
+        for sequence in sequences:
+            engine.close(sequence)
 
 
 def test_a_target_without_an_mtp_head_is_refused_at_start(tiny_folder):

@@ -21,7 +21,8 @@ def test_the_same_seed_gives_the_same_output_and_another_one_another(demo_engine
         return run(demo_engine, prompts["hard_prose"], **fields)[0].output
 
     assert output(5) == output(5) != output(6)
-    assert output(-(1 << 63)) != output((1 << 64) - 1)
+    extremes = [0, 1 << 32, 1 << 63, -1, -(1 << 63), (1 << 64) - 1]  # torch reads 32 bits alone
+    assert len({tuple(output(seed)) for seed in extremes}) == len(extremes)
 
 
 def test_a_seeded_output_does_not_depend_on_its_neighbours(demo_engine, prompts):
@@ -170,6 +171,38 @@ def test_one_cut_is_seen_by_everything(demo_engine, prompts, offset, end):
     assert engine.target.cache.lengths == [0] * engine.target.cache.num_rows
 
 
+@pytest.mark.parametrize("offset", range(5))
+def test_a_cut_before_a_rejection_hides_it_from_everything(demo_engine, prompts, plain, offset):
+    """A draft whose last token is wrong, and an end of text at every place before it."""
+    prompt, truth = next(
+        (prompt, truth)
+        for prompt in prompts.values()
+        if (truth := plain(prompt, 8))[1 + offset] not in truth[: 1 + offset]
+    )
+    engine = scripted_engine(
+        demo_engine,
+        lambda tokens, n: [*truth[len(tokens) - len(prompt) :][: n - 1], 7],
+    )
+    engine.eos_ids = {truth[1 + offset]}
+    fields = {"max_tokens": 20, "drafter": "scripted", "num_speculative_tokens": 6}
+    sequence, events = run(engine, prompt, trace=True, **fields)
+    assert sequence.output == truth[: 2 + offset]
+    assert len(events[1]["proposals"]) == 6
+    assert events[1]["rejected"] is None and events[1]["accepted_count"] == offset + 1
+    assert list(engine.recent) == [(offset + 1, offset + 1)]
+    assert sequence.statistics.draft_acceptance_rate == 1.0
+
+
+def test_bytes_at_the_end_may_complete_a_stop_string(demo_engine):
+    """max_tokens ends the text amid a character; what the tokenizer writes for it is text, too."""
+    tokenizer = demo_engine.target.tokenizer
+    first = tokenizer("🙂")["input_ids"][0]
+    request = core.Request([5], max_tokens=1, stop=("\ufffd",))
+    sequence = core.Sequence(request, 0, tokenizer, None)
+    assert sequence.cut([core.Judgement(first, "bonus", 1, None, 0)], set()) == 1
+    assert sequence.finish_reason == "stop" and sequence.text.text == ""
+
+
 # --------------------------------------------------------------------------- trace and comparison
 
 
@@ -277,7 +310,8 @@ def test_a_wrong_token_is_called_a_bug(demo_engine, prompts, monkeypatch):
     assert difference["verdict"] == "bug"
 
 
-def test_a_difference_between_equal_scores_is_called_a_near_tie(tiny_folder):
+@pytest.mark.parametrize(("scale", "verdict"), [(1.0, "near-tie"), (0.99, "bug")])
+def test_a_difference_between_equal_scores_is_called_a_near_tie(tiny_folder, scale, verdict):
     """A target with one output row twice: either token is right, the drafter takes the other."""
     engine = core.load_engine(core.Options(model=str(tiny_folder("llama")), drafter="ngram"))
     prompt = [5, 6, 7, 8]
@@ -285,7 +319,7 @@ def test_a_difference_between_equal_scores_is_called_a_near_tie(tiny_folder):
     weight = engine.target.model.lm_head.weight
     other = 1 if second != 1 else 2
     with torch.no_grad():
-        weight[other] = weight[second]
+        weight[other] = weight[second] * scale
     plain = core.plain_decode(engine.target, prompt, 2, set())
     assert plain[1] in (second, other)
     twin = other if plain[1] == second else second
@@ -293,9 +327,9 @@ def test_a_difference_between_equal_scores_is_called_a_near_tie(tiny_folder):
     at = len(prompt) + 1
     jobs[0].sequence.tokens[at] = twin  # as rounding of another shape might have chosen
     result = core.answer(jobs, [], torch.float32)["compare"]
-    assert result["first_difference"]["verdict"] == "near-tie"
+    assert result["first_difference"]["verdict"] == verdict
     assert result["first_difference"]["position"] == 1
-    assert result["first_difference"]["top_2_gap"] == 0.0
+    assert (result["first_difference"]["top_2_gap"] < 1e-3) == (verdict == "near-tie")
 
 
 def test_an_output_that_ends_early_is_called_a_bug(demo_engine, prompts):

@@ -7,6 +7,7 @@ passes again; the odds that a correct change of the code which draws other numbe
 
 import inspect
 import itertools
+import math
 import textwrap
 
 import pytest
@@ -102,6 +103,25 @@ def test_the_largest_are_found_in_chunks():
         assert torch.equal(found, values.topk(count).values)
         assert torch.equal(values.gather(1, ids), found)
         assert all(len(set(row)) == count for row in ids.tolist())
+
+
+def test_a_low_temperature_is_no_greedy_choice():
+    p = core.probabilities(torch.tensor([[1.0, 1.01]]), Sampling(temperature=0.04))
+    assert p[0, 0] == pytest.approx(1 / (1 + math.exp(0.25)), abs=1e-5)
+
+
+def test_uniform_numbers_have_more_bits_than_float32():
+    """A token of probability 1e-9 can be drawn."""
+    numbers = core.uniform(torch.Generator().manual_seed(0), 100)
+    assert all(0 <= u < 1 for u in numbers)
+    assert sum((u * 2**24) % 1 != 0 for u in numbers) > 90
+
+
+def test_logits_that_are_no_numbers_are_an_error_and_no_token():
+    for sampling in (Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9)):
+        p = core.probabilities(torch.full((2, 300), math.nan), sampling)
+        with pytest.raises(ValueError, match="no probabilities to draw from"):
+            core.verify(core.Draft([3]), p, torch.Generator())
 
 
 def test_greedy_is_one_hot_and_a_tiny_temperature_does_not_overflow():

@@ -12,7 +12,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import speculative_decoding as core
 from conftest import ROOT
+
+from serving.worker import Worker
 
 SCRIPT = "08_speculative_decoding.py"
 
@@ -208,6 +211,7 @@ BAD_FIELDS = [
     ({"stop": 5}, "stop"),
     ({"stop": ["a"] * 20}, "stop"),
     ({"stop": ["a", ""]}, "stop"),
+    ({"stop": "\ud800"}, "stop"),
     ({"stream": "maybe"}, "stream"),
     ({"trace": 1}, "trace"),
     ({"temperature": -1}, "temperature"),
@@ -229,6 +233,7 @@ BAD_FIELDS = [
     ({"logprobs": -2}, "logprobs"),
     ({"logprobs": "all"}, "logprobs"),
     ({"compare": "yes"}, "compare"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
 ]
 
 
@@ -284,6 +289,16 @@ def test_each_parameter_of_sampling_has_its_effect(port):
         assert generate(port, **(base | change))[1]["token_ids"] == greedy["token_ids"]
 
 
+@pytest.mark.parametrize("drafter", ["mtp", "draft_model"])
+def test_a_whole_number_is_a_number(port, drafter):
+    fields = {"prompt": COLOURS, "max_tokens": 8, "drafter": drafter, "seed": 2}
+    numbers = {"temperature": 1, "repetition_penalty": 2, "top_p": 1, "min_p": 0}
+    status, whole = generate(port, **fields, **numbers)
+    assert status == 200
+    _, real = generate(port, **fields, **{name: float(n) for name, n in numbers.items()})
+    assert whole["token_ids"] == real["token_ids"]
+
+
 @pytest.mark.parametrize(("wanted", "num_top"), [(True, 0), (0, 0), (3, 3)])
 def test_logprobs_come_with_every_token(port, wanted, num_top):
     _, body = generate(port, **SAMPLED, logprobs=wanted, seed=1)
@@ -317,10 +332,15 @@ def test_a_comparison_runs_the_request_by_plain_decoding_too(port, stream):
 
 
 def test_a_sampled_comparison_compares_no_tokens(port):
-    _, body = generate(port, **SAMPLED, compare=True, trace=True)
+    """Its other half is the request as it was, seed and all, with speculation off."""
+    fields = SAMPLED | {"seed": 11, "stop": [":", "return"]}
+    _, body = generate(port, **fields, compare=True, trace=True)
     assert body["compare"]["identical"] is None
     assert body["compare"]["measured_speedup"] > 0
     assert body["trace"][0]["target_top"]
+    _, plain = generate(port, **fields, speculative=False)
+    for name in ("text", "token_ids", "finish_reason"):
+        assert body["compare"]["plain"][name] == plain[name]
 
 
 def test_a_sampled_stream_is_the_plain_answer_in_pieces(port):
@@ -329,6 +349,10 @@ def test_a_sampled_stream_is_the_plain_answer_in_pieces(port):
     _, _, data = call(port, "POST", "/generate", fields | {"stream": True})
     *cycles, last = events_of(data)
     assert "".join(cycle["text"] for cycle in cycles) == last["text"] == whole["text"]
+    _, _, traced = call(port, "POST", "/generate", fields | {"stream": True, "trace": True})
+    for brief, full in zip(cycles, events_of(traced)[:-1], strict=True):
+        assert brief["logprobs"] == full["logprobs"] and brief["text"] == full["text"]
+        assert "rejected" in full
     assert [t["id"] for cycle in cycles for t in cycle["tokens"]] == whole["token_ids"]
     assert [e for cycle in cycles for e in cycle["logprobs"]] == last["logprobs"]
     assert last["logprobs"] == whole["logprobs"] and last["seed"] == 9
@@ -356,6 +380,22 @@ def test_server_wide_defaults_of_sampling_are_followed():
         _, greedy = generate(port, **body, temperature=0)
         assert greedy["token_ids"] != first["token_ids"]
         process.kill()
+
+
+def test_the_model_may_be_named_and_another_is_not_found(port):
+    for name in ("target", str(ROOT / "demo_models" / "target"), None):
+        status, body = generate(port, **GOOD, model=name)
+        assert status == 200 and body["warnings"] == []
+    for name in ("gpt-5", "", 7, ["target"]):
+        status, body = generate(port, **GOOD, model=name)
+        assert status == 404
+        assert body["error"]["param"] == "model" and body["error"]["code"] == "model_not_found"
+
+
+def test_stream_options_are_taken_with_a_stream(port):
+    fields = GOOD | {"stream": True, "stream_options": {"include_usage": True}}
+    status, _, data = call(port, "POST", "/generate", fields)
+    assert status == 200 and events_of(data)[-1]["usage"]["completion_tokens"] == 2
 
 
 def test_an_unknown_drafter_is_told_the_choices(port):
@@ -457,6 +497,28 @@ def test_a_full_queue_answers_429_with_retry_after():
         refused = next(headers for status, headers, _ in answers if status == 429)
         assert refused["Retry-After"] == "1"
         process.kill()
+
+
+def test_a_comparison_takes_one_place_and_ends_with_its_first_half(demo_engine):
+    """With a single place in the queue it is served; if the first half fails, both are over."""
+    worker = Worker(demo_engine.generate, max_queued=1)
+    client = core.create_app(demo_engine, core.Options(), worker).test_client()
+    fields = {"prompt": COLOURS, "max_tokens": 4, "compare": True}
+    for _ in range(5):
+        assert client.post("/generate", json=fields).status_code == 200
+    worker.drain(10)
+
+    def failing(request):
+        raise RuntimeError("out of memory")
+        yield
+
+    worker, taken = Worker(failing, max_queued=1), []
+    submit = worker.submit
+    worker.submit = lambda *requests: taken.extend(submit(*requests)) or taken
+    client = core.create_app(demo_engine, core.Options(), worker).test_client()
+    assert client.post("/generate", json=fields).status_code == 500
+    worker.drain(10)
+    assert len(taken) == 2 and all(job.cancelled for job in taken)
 
 
 def test_sigterm_finishes_what_is_running_and_exits_0():
