@@ -400,7 +400,7 @@ def broken(name, old, new):
 
 
 FAULTS = {
-    "accepts always": ("verify", "us[i] * qs[i] >= ps[i]", "False"),
+    "accepts always": ("verify", "not us[i] * qs[i] < ps[i]", "False"),
     "residual not renormalised": ("draw", "u * total", "u"),
     "recovers from p": ("residual", "(p - q)", "p.clone()"),
     "q at another temperature": (
