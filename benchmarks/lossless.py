@@ -135,6 +135,7 @@ def measure(engine: Any, num_samples: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    """Run the command line: a table, then one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     count = between(16, 10**6)
     parser.add_argument("--samples", type=count, default=4096, help="a case (default: %(default)s)")

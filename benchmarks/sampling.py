@@ -97,6 +97,7 @@ def measure(vocab: int, runs: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
+    """Run the command line: a table, then one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     count = between(64, 10**6)
     parser.add_argument("--vocab", type=count, default=151_936, help="(default: %(default)s)")
