@@ -24,7 +24,7 @@ serving/; top-k and top-p without sorting the vocabulary in fastpath/.
     python 08_speculative_decoding.py --port 5000
 
 Sources: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318; transformers' cache
-interface. Not covered yet: several requests in one batch of the server, hybrid (recurrent) targets.
+interface. Not covered yet: hybrid (recurrent) targets.
 """
 
 import argparse
@@ -69,16 +69,18 @@ from serving.worker import Worker, cancel
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one forward's tokens go: row b of the batch is cache row rows[b], and gets counts[b].
+    """Where one forward's tokens go: counts[b] of them to slots[b] of the cache.
 
     Rows of unequal counts are padded on the left, so that the last tokens, whose logits matter,
     line up. Pads are never written to the cache.
     """
 
-    rows: list[int]
+    slots: list[int]  # rising
     counts: list[int]
     positions: Tensor  # [B, T]
     kv_length: int
+    real: Tensor  # [B, T] bool: False on pads
+    targets: tuple[Tensor, Tensor]  # (slot, position) of every token that is real
 
     @property
     def width(self) -> int:
@@ -93,12 +95,6 @@ class Place:
         """Ragged [t, D] states -> [B, T, D]."""
         padded = [torch.nn.functional.pad(s, (0, 0, self.width - len(s), 0)) for s in states]
         return torch.stack(padded)
-
-    def is_real(self) -> Tensor:
-        """[B, T] bool: False on pads."""
-        device = self.positions.device
-        first = self.width - torch.tensor(self.counts, device=device)[:, None]
-        return torch.arange(self.width, device=device) >= first
 
     def mask(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
         """Additive mask [B, 1, T, kv_length]: each token's past and itself, at most `window`."""
@@ -131,23 +127,29 @@ class SlotLayer(CacheLayerMixin):
         """Write [B, H, T, width] at the current place; returns all keys and values up to there."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        write = self._write_row if len(self._cache.current.rows) == 1 else self._write_rows
+        write = self._write_row if len(self._cache.current.slots) == 1 else self._write_rows
         return write(self.keys, key_states), write(self.values, value_states)
 
     def _write_row(self, buffer: Tensor, new: Tensor) -> Tensor:
         place = self._cache.current
-        row, end = place.rows[0], place.kv_length
-        buffer[row, :, end - place.width : end] = new[0]
-        return buffer[row : row + 1, :, :end]
+        slot, end = place.slots[0], place.kv_length
+        buffer[slot, :, end - place.width : end] = new[0]
+        return buffer[slot : slot + 1, :, :end]
 
     def _write_rows(self, buffer: Tensor, new: Tensor) -> Tensor:
         place = self._cache.current
-        real = place.is_real()
-        row_of = torch.tensor(place.rows, device=new.device)[:, None].expand_as(real)
-        buffer[row_of[real], :, place.positions[real]] = new.transpose(1, 2)[real]
-        first, last = place.rows[0], place.rows[-1]
-        compact = place.rows == list(range(first, last + 1))  # then a view will do
-        return buffer[slice(first, last + 1) if compact else place.rows, :, : place.kv_length]
+        slots, positions = place.targets
+        buffer[slots, :, positions] = new.transpose(1, 2)[place.real]
+        first, last = place.slots[0], place.slots[-1]
+        is_compact = last - first + 1 == len(place.slots)  # then a view will do
+        return buffer[slice(first, last + 1) if is_compact else place.slots, :, : place.kv_length]
+
+    @torch.inference_mode()
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` tokens of one slot into another."""
+        if self.is_initialized:
+            for buffer in (self.keys, self.values):
+                buffer[target, :, :length] = buffer[source, :, :length]
 
     def get_seq_length(self) -> int:
         return self._cache.current.kv_length - self._cache.current.width
@@ -162,7 +164,9 @@ class SlotLayer(CacheLayerMixin):
 class SlotCache(Cache):
     """A KV cache whose rows have lengths of their own; truncating a row lowers its length.
 
-    One forward is: `place` its tokens, run the model with this cache, `advance`.
+    One forward is: `place` its tokens, run the model with this cache, `advance`. Open rows lie in
+    the first slots of the buffers, without gaps, so that a batch of them is a view: when a row is
+    closed, the row in the last slot moves into its place.
     """
 
     def __init__(self, num_layers: int, num_rows: int, max_length: int, device: torch.device):
@@ -171,18 +175,29 @@ class SlotCache(Cache):
         self.lengths = [0] * num_rows
         self.current: Place  # of the forward under way
         self._free = list(range(num_rows))[::-1]
+        self._rows: list[int] = []  # the open ones, by slot
 
     def open_row(self) -> int:
         """An empty row for a new request. Raises ValueError when all are taken."""
         if not self._free:
             raise ValueError(f"all {self.num_rows} rows of the KV cache are in use")
-        return self._free.pop()
+        self._rows.append(self._free.pop())
+        return self._rows[-1]
 
     def close_row(self, row: int) -> None:
-        """Give the row back."""
+        """Give the row back; costs a copy of the row in the last slot, if that is another."""
         assert row not in self._free, f"row {row} closed twice"
+        slot, last = self._rows.index(row), self._rows.pop()
+        if last != row:
+            for layer in self.layers:
+                layer.move(len(self._rows), slot, self.lengths[last])
+            self._rows[slot] = last
         self.lengths[row] = 0
         self._free.append(row)
+
+    def order(self, rows: list[int]) -> list[int]:
+        """The indices of `rows` by slot, which is the order to place them in."""
+        return sorted(range(len(rows)), key=lambda b: self._rows.index(rows[b]))
 
     def place(self, rows: list[int], counts: list[int]) -> Place:
         """Make room for counts[b] >= 1 tokens behind what rows[b] holds.
@@ -192,15 +207,22 @@ class SlotCache(Cache):
         ends = [self.lengths[row] + count for row, count in zip(rows, counts, strict=True)]
         if max(ends) > self.max_length:
             raise ValueError(f"{max(ends)} tokens do not fit a KV cache of {self.max_length}")
-        first = torch.tensor(ends, device=self.device)[:, None] - max(counts)
-        positions = (first + torch.arange(max(counts), device=self.device)).clamp_(min=0)
-        self.current = Place(rows, counts, positions, max(ends))
+        slots, width = [self._rows.index(row) for row in rows], max(counts)
+        assert slots == sorted(slots), "rows must come in the order of their slots"
+        at = torch.arange(width, device=self.device)
+        count_of, end_of, slot_of = torch.tensor([counts, ends, slots], device=self.device)[
+            ..., None
+        ]
+        real = at >= width - count_of  # [B, T]
+        positions = (end_of - width + at).clamp_(min=0)
+        targets = slot_of.expand_as(real)[real], positions[real]
+        self.current = Place(slots, counts, positions, max(ends), real, targets)
         return self.current
 
     def advance(self, place: Place) -> None:
         """The placed tokens are cached now."""
-        for row, count in zip(place.rows, place.counts, strict=True):
-            self.lengths[row] += count
+        for slot, count in zip(place.slots, place.counts, strict=True):
+            self.lengths[self._rows[slot]] += count
 
     def truncate(self, row: int, length: int) -> None:
         """Forget row's tokens from `length` on. O(1): stale slots are masked, then overwritten.
@@ -214,6 +236,8 @@ class SlotCache(Cache):
 
 
 # ------------------------------------------------------------------------------ cached model
+
+MAX_SHARED = 32  # tokens of a row that shares its forward with others: more than any draft has
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,28 +283,34 @@ class CachedModel:
         num_logits: list[int],
         want_hidden: bool = False,
     ) -> Output:
-        """Feed tokens[b] behind what cache row rows[b] holds, in one forward of the model.
+        """Feed tokens[b] behind what cache row rows[b] holds.
 
         Prefill (a long run of tokens), decoding (one) and verifying (n + 1) differ only in what is
-        fed. Returns the logits of each row's last num_logits[b] tokens. Raises ValueError if a row
-        outgrows the cache.
+        fed. Rows of few tokens share one forward of the model; a long row has one to itself, as
+        all the others would be padded to its length. Returns the logits of each row's last
+        num_logits[b] tokens. Raises ValueError if a row outgrows the cache.
         """
-        place = self.cache.place(rows, [len(row) for row in tokens])
-        result = self.model(
-            input_ids=place.pad(tokens),
-            attention_mask=self._mask(place),
-            position_ids=place.positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=max(num_logits),
-            output_hidden_states=-1 if want_hidden else False,  # an index: the last one alone
-        )
-        self.cache.advance(place)
-        logits = [result.logits[b, -n:].float() for b, n in enumerate(num_logits)]
-        if not want_hidden:
-            return Output(logits, None)
-        last = result.hidden_states[-1]  # [B, T, D]
-        return Output(logits, [last[b, place.width - n :] for b, n in enumerate(place.counts)])
+        logits, hidden = [None] * len(rows), [None] * len(rows)
+        order = self.cache.order(rows)
+        groups = [[b for b in order if len(tokens[b]) <= MAX_SHARED]]
+        groups += [[b] for b in order if len(tokens[b]) > MAX_SHARED]
+        for group in filter(None, groups):
+            place = self.cache.place([rows[b] for b in group], [len(tokens[b]) for b in group])
+            result = self.model(
+                input_ids=place.pad([tokens[b] for b in group]),
+                attention_mask=self._mask(place),
+                position_ids=place.positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=max(num_logits[b] for b in group),
+                output_hidden_states=-1 if want_hidden else False,  # an index: the last one alone
+            )
+            self.cache.advance(place)
+            for i, b in enumerate(group):
+                logits[b] = result.logits[i, -num_logits[b] :].float()
+                if want_hidden:
+                    hidden[b] = result.hidden_states[-1][i, place.width - len(tokens[b]) :]
+        return Output(logits, hidden if want_hidden else None)
 
 
 # ----------------------------------------------------------------------------- probabilities
@@ -441,6 +471,7 @@ class Sequence:
         self.logprobs: list[dict[str, Any]] = []  # see token_logprobs()
         self.state: Any = None  # the drafter's
         self.text = TextStream(tokenizer, request.stop)
+        self.hidden: list[Tensor] = []  # of the prompt's chunks so far, for drafters that ask
         self.statistics = Statistics()
         self.num_steps = 0
         self.finish_reason: str | None = None
@@ -477,8 +508,15 @@ class Sequence:
 class Engine:
     """Runs cycles over any number of sequences, each with its own drafter and K, or none."""
 
-    def __init__(self, target: CachedModel, loaded: dict[str, Drafter], default: str | None = None):
+    def __init__(
+        self,
+        target: CachedModel,
+        loaded: dict[str, Drafter],
+        default: str | None = None,
+        prefill_chunk: int = Options.prefill_chunk,
+    ):
         self.target, self.drafters, self.default_drafter = target, loaded, default
+        self.prefill_chunk = prefill_chunk
         ends = [target.model.generation_config.eos_token_id, target.tokenizer.eos_token_id]
         self.eos_ids = {
             i for end in ends if end is not None for i in (end if isinstance(end, list) else [end])
@@ -534,19 +572,43 @@ class Engine:
         sequence = self.open(request)
         try:
             while sequence.finish_reason is None:
-                yield sequence, self.step([sequence])[0]
+                if event := self.step([sequence])[0]:
+                    yield sequence, event
         finally:
             self.close(sequence)
 
-    def step(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
+    def step(self, sequences: list[Sequence]) -> list[dict[str, Any] | None]:
         """One cycle: draft, verify all sequences in one target forward, accept, truncate.
 
-        The first cycle of a sequence is its prefill: a long run of tokens to feed, and no draft.
+        The first cycle of a sequence is its prefill: a long run of tokens to feed, and no draft. Of
+        a prompt longer than a chunk each cycle feeds one chunk, and of one prompt at a time, so
+        that the others' tokens keep coming; such a sequence gets None.
+
         Returns an event for each sequence: {step, proposals, accepted_count, emitted_count, tokens,
         rejected, pieces} and what `details` adds. proposals is the draft as it was made; the others
         are what stays of it after a cut. tokens and rejected (None where nothing was) are
         Judgements; pieces is the text that may be shown now, as (text, kind).
         """
+        lengths = self.target.cache.lengths
+        filling = [s for s in sequences if len(s.tokens) - lengths[s.row] > self.prefill_chunk]
+        if filling:
+            self._fill(filling[0])
+        ready = [s for s in sequences if s not in filling]
+        events = dict(zip(map(id, ready), self._cycle(ready), strict=True)) if ready else {}
+        return [events.get(id(s)) for s in sequences]
+
+    def _fill(self, s: Sequence) -> None:
+        """Cache the next chunk of a prompt."""
+        began = time.perf_counter()
+        cached = self.target.cache.lengths[s.row]
+        chunk = s.tokens[cached : cached + self.prefill_chunk]
+        wants_hidden = s.drafter is not None and s.drafter.needs_hidden
+        output = self.target.forward([s.row], [chunk], [1], wants_hidden)
+        s.hidden += output.hidden or []
+        s.statistics.prompt_ms += (time.perf_counter() - began) * 1e3
+
+    def _cycle(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
+        """One cycle of sequences that all get a token."""
         times = [time.perf_counter()]
         drafts = self._draft(sequences)
         times.append(time.perf_counter())
@@ -654,6 +716,7 @@ class Engine:
             cached = None
             if hidden is not None and s.drafter.needs_hidden:
                 cached = hidden[: len(hidden) - len(draft.tokens) + accepted]
+                cached, s.hidden = torch.cat([*s.hidden, cached]), []
             try:
                 s.drafter.observe(s.state, Verdict(len(draft.tokens), accepted, tokens, cached))
             except Exception as error:
@@ -764,7 +827,8 @@ def load_engine(options: Options) -> Engine:
         loaded[drafter.name] = drafter
         if name == options.drafter:
             default = drafter.name
-    return Engine(target, loaded, default or next(n for n in DEFAULT_DRAFTERS if n in loaded))
+    default = default or next(n for n in DEFAULT_DRAFTERS if n in loaded)
+    return Engine(target, loaded, default, options.prefill_chunk)
 
 
 # --------------------------------------------------------------------------------- Flask app
@@ -776,7 +840,7 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
     app.config["MAX_CONTENT_LENGTH"] = 1 << 20
     app.json.sort_keys = False
     register_errors(app)
-    worker = worker or Worker(engine.generate, options.max_queued)
+    worker = worker or Worker(engine, options)
     app.extensions["worker"] = worker
 
     @app.post("/generate")

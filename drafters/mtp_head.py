@@ -24,6 +24,8 @@ from transformers.modeling_layers import MtpModel
 
 from .base import Context, Draft, Drafter, Sampling, Verdict
 
+_MAX_SHARED = 32  # pairs of a request that shares its forward with others
+
 
 @dataclass(slots=True)
 class _State:
@@ -88,8 +90,16 @@ class MtpHeadDrafter(Drafter):
         texts = [list(state.text) for state in states]  # with the draft so far
         pairs = [(torch.cat(state.hidden), state.tokens) for state in states]
         known = [self._cache.lengths[state.row] + len(state.tokens) for state in states]
+        order = self._cache.order([state.row for state in states])
+        # A long run of pairs (a prompt's) is fed by itself but for its last pair, as all others
+        # would be padded to its length.
+        for i in order:
+            given, tokens = pairs[i]
+            if len(tokens) > _MAX_SHARED:
+                self._forward([states[i].row], [(given[:-1], tokens[:-1])])
+                pairs[i] = given[-1:], tokens[-1:]
         for step in range(max(max_tokens)):
-            active = [i for i, limit in enumerate(max_tokens) if limit > step]
+            active = [i for i in order if max_tokens[i] > step]
             outputs = self._forward([states[i].row for i in active], [pairs[i] for i in active])
             logits = self._head._project_to_logits(outputs)[:, 0].float()  # [B, V]
             for b, i in enumerate(active):

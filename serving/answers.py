@@ -83,6 +83,8 @@ def stream_answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> Iter
                     shown["logprobs"] = event["logprobs"]
                 yield sse(shown | {"text": "".join(text for text, _ in event["pieces"])})
         yield sse(answer(jobs, notes, dtype))
+    except RequestError as error:
+        yield sse(error.body())
     except Exception as error:  # the status line is out: an event is all that can be said
         logging.getLogger(__name__).exception("the engine failed")
         yield sse(RequestError(f"the engine failed: {error}", status=500).body())
@@ -189,6 +191,7 @@ def health(engine: Any, worker: Worker, num_spec_tokens: int, uptime_s: float) -
         "uptime_s": round(uptime_s, 3),
         "num_requests_running": worker.num_running,
         "num_requests_waiting": worker.num_waiting,
+        "kv_cache_capacity_tokens": cache.num_rows * cache.max_length,
         "kv_cache_usage_perc": round(sum(cache.lengths) / (cache.num_rows * cache.max_length), 4),
         "speculative_decoding": total.counters(num_spec_tokens)
         | {"recent_acceptance_rate": ratio(sum(a for _, a in recent), sum(d for d, _ in recent))}

@@ -32,6 +32,8 @@ class Options:
     seed: int | None = None  # where a request names none: a new one by chance
     max_running: int = 8
     max_queued: int = 64
+    prefill_chunk: int = 256
+    request_timeout: float = 600.0  # seconds
     max_model_len: int | None = None  # the model's context, at most LONGEST_DEFAULT
     dtype: str = "auto"
     device: str = "auto"
@@ -68,6 +70,14 @@ def between(low: int, high: int) -> Any:
     return parse
 
 
+def seconds(text: str) -> float:
+    """An argparse type: a time of more than 0 s and at most a day."""
+    value = float(text)
+    if not 0 < value <= 86_400:
+        raise argparse.ArgumentTypeError(f"must be more than 0 and at most 86400, not {text}")
+    return value
+
+
 def parse_arguments(
     description: str, arguments: list[str] | None = None
 ) -> tuple[argparse.Namespace, Options]:
@@ -102,6 +112,8 @@ def parse_arguments(
         "seed": {"type": int, "help": "where a request names none (default: by chance)"},
         "max_running": {"type": between(1, 256), "help": "rows of the KV cache"},
         "max_queued": {"type": between(1, 1000), "help": "requests that may wait"},
+        "prefill_chunk": {"type": count, "help": "tokens of a prompt read between two cycles"},
+        "request_timeout": {"type": seconds, "help": "after which a request ends with 504"},
         "max_model_len": {"type": count, "help": "context length"},
         "dtype": {"choices": ["auto", "float32", "bfloat16"], "help": "auto: float32 on a CPU"},
         "device": {"help": "auto, cpu, cuda, …"},

@@ -48,6 +48,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": _GROUPED | {"num_hidden_layers": 6, "head_dim": 16, "sliding_window": 12},
     "gpt_neox": _COMMON,
+    "gemma2": _GROUPED | {"head_dim": 16, "sliding_window": 12},
+    "phi3": _GROUPED | {"sliding_window": 12},
+    "olmo2": _GROUPED,
+    "smollm3": _GROUPED | {"no_rope_layer_interval": 2},
+    "granite": _GROUPED,
+    "opt": {
+        "vocab_size": 4096, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "max_position_embeddings": 256, "word_embed_proj_dim": 32,
+        "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "init_std": 0.3,
+    },
+    "gpt_oss": _GROUPED | {
+        "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12,
+    },
 }  # fmt: skip
 
 

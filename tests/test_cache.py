@@ -12,7 +12,15 @@ def tiny_model(folder, num_rows=4):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ragged_rows_with_random_truncation_equal_a_cache_free_recompute(family, tiny_folder):
-    """Logits and hidden states of three rows of unequal length, within 1e-4 in fp32."""
+    """Logits and hidden states of three rows of unequal length, in fp32.
+
+    Within 1e-5 of the largest one: these weights are large, so that the text matters.
+    """
+
+    def assert_same(ours, theirs):
+        atol = 1e-5 * max(1.0, float(theirs.abs().max()))
+        torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
+
     target = tiny_model(tiny_folder(family))
     random = torch.Generator().manual_seed(1)
     draw = lambda high: int(torch.randint(1, high, (1,), generator=random))  # noqa: E731
@@ -31,12 +39,8 @@ def test_ragged_rows_with_random_truncation_equal_a_cache_free_recompute(family,
             with torch.inference_mode():
                 expected = target.model(torch.tensor([whole]), output_hidden_states=True)
             count = len(fed[b])
-            torch.testing.assert_close(
-                output.logits[b], expected.logits[0, -count:], atol=1e-4, rtol=1e-4
-            )
-            torch.testing.assert_close(
-                output.hidden[b], expected.hidden_states[-1][0, -count:], atol=1e-4, rtol=1e-4
-            )
+            assert_same(output.logits[b], expected.logits[0, -count:])
+            assert_same(output.hidden[b], expected.hidden_states[-1][0, -count:])
             texts[row] = whole[: len(texts[row]) + draw(count + 1)]
             target.cache.truncate(row, len(texts[row]))
 

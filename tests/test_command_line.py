@@ -232,7 +232,7 @@ def test_readme_s_curl_examples_are_answered(demo_engine):
     """README's request bodies go through the app, and its shown answers have the same fields."""
     from serving.worker import Worker
 
-    worker = Worker(demo_engine.generate)
+    worker = Worker(demo_engine, core.Options())
     client = core.create_app(demo_engine, core.Options(), worker).test_client()
     bodies = [c for c in readme_commands() if c.startswith("curl") and "/generate" in c]
     assert bodies

@@ -487,32 +487,61 @@ def test_a_client_that_leaves_frees_the_server(port, stream):
 
 
 def test_a_full_queue_answers_429_with_retry_after():
-    process, port = start("--max-queued", "1")
-    with process:
-        with ThreadPoolExecutor(8) as pool:
-            fields = ENDLESS | {"max_tokens": 60}
-            answers = list(pool.map(lambda _: call(port, "POST", "/generate", fields), range(8)))
+    """60 clients on 8 running and 8 queued: 16 are served, 44 refused, and /health answers."""
+    process, port = start("--max-queued", "8")
+    try:
+        with ThreadPoolExecutor(60) as pool:
+            fields = ENDLESS | {"max_tokens": 400}
+            answers = [
+                pool.submit(call, port, "POST", "/generate", fields | {"seed": i})
+                for i in range(60)
+            ]
+            wait_until_running(port)
+            answers = [answer.result() for answer in answers]
         statuses = [status for status, _, _ in answers]
-        assert set(statuses) == {200, 429}
-        refused = next(headers for status, headers, _ in answers if status == 429)
-        assert refused["Retry-After"] == "1"
+        assert (statuses.count(200), statuses.count(429)) == (16, 44)
+        for status, headers, data in answers:
+            assert status == 200 or headers["Retry-After"] == "1"
+            assert status == 429 or json.loads(data)["usage"]["completion_tokens"] == 400
+    finally:
         process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_past_its_deadline_ends_with_504_and_frees_its_row(stream):
+    process, port = start("--request-timeout", "0.5")
+    try:
+        fields = ENDLESS | {"max_tokens": 2000, "stream": stream}
+        status, _, data = call(port, "POST", "/generate", fields)
+        error = (events_of(data)[-1] if stream else json.loads(data))["error"]
+        assert status == (200 if stream else 504)  # a stream's status line is out long before
+        assert error["code"] == "timeout" and "took too long" in error["message"]
+        deadline = time.monotonic() + 20
+        while json.loads(call(port, "GET", "/health")[2])["kv_cache_usage_perc"]:
+            assert time.monotonic() < deadline
+        assert generate(port, **GOOD)[0] == 200
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_a_comparison_takes_one_place_and_ends_with_its_first_half(demo_engine):
     """With a single place in the queue it is served; if the first half fails, both are over."""
-    worker = Worker(demo_engine.generate, max_queued=1)
+    options = core.Options(max_queued=1)
+    worker = Worker(demo_engine, options)
     client = core.create_app(demo_engine, core.Options(), worker).test_client()
     fields = {"prompt": COLOURS, "max_tokens": 4, "compare": True}
     for _ in range(5):
         assert client.post("/generate", json=fields).status_code == 200
     worker.drain(10)
 
-    def failing(request):
+    def failing(sequences):
         raise RuntimeError("out of memory")
-        yield
 
-    worker, taken = Worker(failing, max_queued=1), []
+    engine = core.Engine(demo_engine.target, demo_engine.drafters, "ngram")
+    engine.step = failing
+    worker, taken = Worker(engine, options), []
     submit = worker.submit
     worker.submit = lambda *requests: taken.extend(submit(*requests)) or taken
     client = core.create_app(demo_engine, core.Options(), worker).test_client()
@@ -545,7 +574,7 @@ def test_sigterm_ends_a_server_that_was_started_in_the_background_of_a_shell():
 
 
 def test_queued_clients_that_leave_give_their_place_up():
-    process, port = start("--max-queued", "2")
+    process, port = start("--max-queued", "2", "--max-running", "1")
     with process:
         body = json.dumps(ENDLESS | {"max_tokens": 1500})
         head = "POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

@@ -1,0 +1,189 @@
+"""Requests share forwards and nothing else: each comes out as if it had been alone."""
+
+import random
+import threading
+
+import pytest
+import speculative_decoding as core
+import torch
+from conftest import ScriptedDrafter, run
+
+from serving.worker import WAITING, Worker
+
+DRAFTERS = (None, "ngram", "draft_model", "mtp")
+SAMPLINGS = (core.Sampling(), core.Sampling(1.1, 0.9, 50, 0.95))
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """The embedded models with a small chunk, and a drafter that fails now and then."""
+    engine = core.load_engine(core.Options(prefill_chunk=24, max_running=8))
+    chance = random.Random(0)
+
+    def poisoned(tokens, limit):
+        if chance.random() < 0.2:
+            raise RuntimeError("poisoned")
+        return tokens[-limit:] if chance.random() < 0.5 else [-1]
+
+    engine.drafters["poisoned"] = ScriptedDrafter(poisoned)
+    engine.totals["poisoned"] = core.Statistics()
+    return engine
+
+
+def is_idle(engine):
+    """Nothing is held: every row of every cache is free, and empty."""
+    caches = [engine.target.cache, engine.drafters["draft_model"]._draft.cache]
+    caches.append(engine.drafters["mtp"]._cache)
+    return all(
+        cache.lengths == [0] * cache.num_rows
+        and sorted(cache._free) == list(range(cache.num_rows))
+        and cache._rows == []
+        for cache in caches
+    )
+
+
+def test_rows_stay_compact_and_keep_what_they_hold(demo_engine):
+    """Rows open and close at random; each goes on as a recompute without cache has it."""
+    target, chance = demo_engine.target, random.Random(3)
+    texts = {}
+    for _ in range(40):
+        if texts and (len(texts) == 8 or chance.random() < 0.4):
+            row = chance.choice(list(texts))
+            del texts[row]
+            target.cache.close_row(row)
+        else:
+            texts[target.cache.open_row()] = []
+        assert sorted(target.cache._rows) == sorted(texts)
+        if not texts:
+            continue
+        rows = chance.sample(list(texts), chance.randint(1, len(texts)))
+        fed = [[chance.randrange(4096) for _ in range(chance.randint(1, 40))] for _ in rows]
+        output = target.forward(rows, fed, [1] * len(rows))
+        for row, new, logits in zip(rows, fed, output.logits, strict=True):
+            texts[row] += new
+            with torch.inference_mode():
+                expected = target.model(torch.tensor([texts[row]])).logits[0, -1:]
+            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    for row in texts:
+        target.cache.close_row(row)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_prompt_read_in_chunks_gives_the_output_of_one_read_at_once(
+    engine, demo_engine, prompts, drafter, sampling
+):
+    """Lengths around the borders of a chunk of 24, and a prompt of many chunks."""
+    long = (prompts["code_class"] + prompts["easy_facts"]) * 6
+    for length in (23, 24, 25, 48, 49, 300):
+        fields = {"max_tokens": 12, "drafter": drafter, "sampling": sampling, "seed": 5}
+        chunked, events = run(engine, long[:length], **fields)
+        whole, others = run(demo_engine, long[:length], **fields)
+        assert chunked.output == whole.output
+        assert len(events) == len(others) and chunked.statistics.prefills == 1
+        if drafter:
+            assert chunked.statistics.drafted_at == whole.statistics.drafted_at
+            assert chunked.statistics.accepted_at == whole.statistics.accepted_at
+
+
+def test_a_long_prompt_does_not_stop_the_others(engine, prompts):
+    """While 500 tokens are read in chunks of 24 the running request gets a token every cycle."""
+    running = engine.open(core.Request(prompts["code_class"], 60, None))
+    engine.step([running])
+    late = [engine.open(core.Request([7] * 500, 4, "mtp")) for _ in range(2)]
+    cycles = 0
+    while not late[0].num_steps:
+        first, *events = engine.step([running, *late])
+        assert first is not None and events[1] is None  # one prompt is read at a time
+        cycles += 1
+    assert cycles == 21
+    while late[1].finish_reason is None:
+        engine.step([s for s in (running, *late) if s.finish_reason is None])
+    for sequence in (running, *late):
+        engine.close(sequence)
+    assert late[0].output == late[1].output and is_idle(engine)
+
+
+def request_at_random(chance, prompts):
+    return core.Request(
+        (chance.choice(list(prompts.values())) * 8)[: chance.randint(1, 120)],
+        max_tokens=chance.randint(1, 20),
+        drafter=chance.choice([*DRAFTERS, "poisoned"]),
+        num_speculative_tokens=chance.randint(0, 8),
+        stop=chance.choice([(), (), ("e", "the")]),
+        sampling=chance.choice(SAMPLINGS),
+        seed=chance.randrange(100),
+    )
+
+
+@pytest.mark.parametrize("num_requests", [60, pytest.param(200, marks=pytest.mark.slow)])
+def test_many_requests_over_eight_rows_all_equal_their_solo_runs(
+    engine, demo_engine, prompts, num_requests
+):
+    """Random lengths, drafters, K, sampling; some clients leave, some drafters are poisoned.
+
+    A poisoned drafter ends in plain decoding at a cycle of its own, so only its greedy outputs are
+    compared.
+    """
+    chance = random.Random(num_requests)
+    worker = Worker(engine, core.Options(max_running=8, max_queued=num_requests))
+    before = sum(engine.totals.values(), core.Statistics()).completion_tokens
+    finished, lock = [], threading.Lock()
+
+    def client(job, leaves_after):
+        for seen, _ in enumerate(event for event in job if event is not WAITING):
+            if seen == leaves_after:
+                job.cancel()
+        with lock:
+            if not job.cancelled:
+                finished.append(job)
+
+    jobs = worker.submit(request_at_random(chance, prompts))
+    jobs += [
+        job
+        for _ in range(num_requests - 1)
+        for job in worker.submit(request_at_random(chance, prompts))
+    ]
+    threads = [
+        threading.Thread(target=client, args=(job, chance.choice([None, None, None, 2])))
+        for job in jobs
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    worker.drain(60)
+    assert is_idle(engine) and worker.num_running == worker.num_waiting == 0
+    assert len(finished) > num_requests / 2
+    for job in finished:
+        sequence, request = job.sequence, job.request
+        assert sequence.finish_reason in ("stop", "length")
+        if request.drafter == "poisoned":
+            if not request.sampling.is_greedy:
+                continue
+            request = core.replace(request, drafter=None)
+        *_, (alone, _) = demo_engine.generate(request)
+        assert sequence.output == alone.output and sequence.text.text == alone.text.text
+    after = sum(engine.totals.values(), core.Statistics()).completion_tokens
+    emitted = sum(len(job.sequence.output) for job in jobs if job.sequence)
+    assert after - before == emitted
+
+
+def test_an_engine_that_raises_fails_what_is_in_flight_and_goes_on(engine, prompts, monkeypatch):
+    worker = Worker(engine, core.Options())
+    step, faults = engine.step, [RuntimeError("out of memory")]
+
+    def faulty(sequences):
+        if len(sequences) == 2 and faults:
+            raise faults.pop()
+        return step(sequences)
+
+    monkeypatch.setattr(engine, "step", faulty)
+    jobs = [worker.submit(core.Request(prompts["hard_prose"], 200))[0] for _ in range(2)]
+    for job in jobs:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            list(job)
+    (job,) = worker.submit(core.Request(prompts["hard_prose"], 5))
+    assert len([event for event in job if event is not WAITING]) == 5
+    worker.drain(10)
+    assert is_idle(engine)
