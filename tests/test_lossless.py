@@ -7,7 +7,7 @@ from conftest import FAMILIES, run, scripted_engine
 
 DRAFTERS = ("ngram", "draft_model", "mtp")
 NAMES = tuple(core.read_prompts())
-LENGTH = 48
+LENGTH = 32
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])

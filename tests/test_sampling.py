@@ -270,7 +270,7 @@ def test_judgements_tell_what_decided():
 
 # ----------------------------------------------------------------- end to end, on the demo models
 
-NUM_SAMPLES = 384
+NUM_SAMPLES = 256
 DRAFTERS = ("ngram", "draft_model", "mtp")
 
 
@@ -293,7 +293,7 @@ def plain_samples(many, prompt):
     def samples(name):
         if name not in known:
             request = core.Request(prompt, 12, None, sampling=SAMPLINGS[name], seed=10**6)
-            known[name] = first_tokens(many, request, 2 * NUM_SAMPLES)
+            known[name] = first_tokens(many, request, 3 * NUM_SAMPLES)
         return known[name]
 
     return samples
@@ -324,7 +324,7 @@ def test_plain_sampling_is_that_of_transformers_generate(many, prompt, plain_sam
         attention_mask=torch.ones_like(ids),
         max_new_tokens=3,
         do_sample=True,
-        num_return_sequences=2 * NUM_SAMPLES,
+        num_return_sequences=3 * NUM_SAMPLES,
         temperature=sampling.temperature,
         top_k=sampling.top_k,
         top_p=sampling.top_p,
@@ -448,7 +448,7 @@ def test_the_test_from_end_to_end_notices(break_core, prompt, plain_samples, fau
     break_core(fault)
     engine = core.load_engine(core.Options(max_running=BATCH, max_model_len=32))
     p_value = smallest_p_value(
-        engine, prompt, drafter, "temperature 0.7", theirs, num_samples=2 * NUM_SAMPLES
+        engine, prompt, drafter, "temperature 0.7", theirs, num_samples=3 * NUM_SAMPLES
     )
     assert p_value < ODDS
 
