@@ -61,9 +61,17 @@ def test_the_benchmark_of_sampling_times_every_case():
     assert all(row["ours_ms"] > 0 < row["transformers_ms"] for row in document["rows"])
 
 
-@pytest.mark.parametrize("name", ["lossless", "sampling"])
+def test_the_benchmark_of_batches_compares_outputs_and_measures_gaps():
+    table, document = call("batch", "--tokens", "3", "--runs", "1")
+    assert len(document["batches"]) == 5 * 4 and len(document["gaps"]) == 5
+    assert len(table) == 1 + 20 + 2 + 5
+    assert all(row["identical"] and row["ratio"] > 0 for row in document["batches"])
+    assert all(row["longest_gap_ms"] > 0 for row in document["gaps"])
+
+
+@pytest.mark.parametrize("name", ["lossless", "sampling", "batch"])
 def test_a_benchmark_refuses_what_measures_nothing(name):
-    option = {"lossless": "--samples", "sampling": "--runs"}[name]
+    option = {"lossless": "--samples", "sampling": "--runs", "batch": "--runs"}[name]
     result = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", option, "0"],
         cwd=ROOT,
