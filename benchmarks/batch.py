@@ -8,9 +8,7 @@ which prompts are read.
 """
 
 import argparse
-import importlib
 import json
-import sys
 import time
 from statistics import median
 from typing import Any
@@ -18,11 +16,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from benchmarks import core
 from serving.options import between
-
-core: Any = sys.modules.get("speculative_decoding") or importlib.import_module(
-    "08_speculative_decoding"
-)
 
 SIZES = (1, 2, 4, 8, 16)
 CHUNKS = (64, 128, 256, 512, 2048)

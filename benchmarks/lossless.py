@@ -13,9 +13,7 @@ test of homogeneity for the comparison.
 """
 
 import argparse
-import importlib
 import json
-import sys
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
@@ -23,11 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
+from benchmarks import core
 from serving.options import between
 
-core: Any = sys.modules.get("speculative_decoding") or importlib.import_module(
-    "08_speculative_decoding"
-)
 Sampling = core.Sampling
 
 PROMPT = "A B C A B"  # copying, the small model and the head all propose, and are often wrong

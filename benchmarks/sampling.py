@@ -8,9 +8,7 @@ random models do; `peaked` ones look like a trained model's.
 """
 
 import argparse
-import importlib
 import json
-import sys
 import time
 from statistics import median
 from typing import Any
@@ -19,11 +17,8 @@ import torch
 from tqdm import tqdm
 from transformers.generation import logits_process
 
+from benchmarks import core
 from serving.options import between
-
-core: Any = sys.modules.get("speculative_decoding") or importlib.import_module(
-    "08_speculative_decoding"
-)
 
 CASES = {
     "greedy": core.Sampling(),
@@ -44,25 +39,28 @@ def ours(logits: torch.Tensor, text: list[int], draft: Any, sampling: Any, rng: 
     core.verify(draft, core.probabilities(scores, sampling), rng)
 
 
+def processors(sampling: Any) -> logits_process.LogitsProcessorList:
+    """What transformers' generate() applies for a sampling that is not greedy, in its order."""
+    chosen = logits_process.LogitsProcessorList()
+    if sampling.repetition_penalty != 1:
+        chosen.append(logits_process.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    chosen.append(logits_process.TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k > 0:
+        chosen.append(logits_process.TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        chosen.append(logits_process.TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        chosen.append(logits_process.MinPLogitsWarper(sampling.min_p))
+    return chosen
+
+
 def theirs(logits: torch.Tensor, text: list[int], draft: Any, sampling: Any, rng: Any) -> None:
     """The same with transformers' processors: they take all positions, read ids row by row."""
     if sampling.is_greedy:
         logits.argmax(-1).tolist()
         return
-    processors = logits_process.LogitsProcessorList()
-    if sampling.repetition_penalty != 1:
-        processors.append(
-            logits_process.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
-        )
-    processors.append(logits_process.TemperatureLogitsWarper(sampling.temperature))
-    if sampling.top_k > 0:
-        processors.append(logits_process.TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1:
-        processors.append(logits_process.TopPLogitsWarper(sampling.top_p))
-    if sampling.min_p:
-        processors.append(logits_process.MinPLogitsWarper(sampling.min_p))
     ids = torch.tensor(text).expand(len(logits), -1)
-    core.verify(draft, processors(ids, logits).softmax(-1), rng)
+    core.verify(draft, processors(sampling)(ids, logits).softmax(-1), rng)
 
 
 def measure(vocab: int, runs: int) -> list[dict[str, Any]]:

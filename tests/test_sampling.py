@@ -14,14 +14,6 @@ import pytest
 import speculative_decoding as core
 import torch
 from conftest import run
-from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from benchmarks.lossless import (
     BATCH,
@@ -32,6 +24,7 @@ from benchmarks.lossless import (
     compare,
     first_tokens,
 )
+from benchmarks.sampling import processors
 from fastpath.sampling import largest, truncated_softmax
 
 ODDS = 1e-6
@@ -42,18 +35,8 @@ Sampling = core.Sampling
 
 def reference(logits, sampling, text, draft):
     """transformers' processors, position by position: [n + 1, V] probabilities in float64."""
-    processors = LogitsProcessorList(
-        [RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)]
-    )
-    processors.append(TemperatureLogitsWarper(sampling.temperature))
-    if sampling.top_k > 0:
-        processors.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1:
-        processors.append(TopPLogitsWarper(sampling.top_p))
-    if sampling.min_p:
-        processors.append(MinPLogitsWarper(sampling.min_p))
     rows = [
-        processors(torch.tensor([text + draft[:i]]), logits[i : i + 1].double())
+        processors(sampling)(torch.tensor([text + draft[:i]]), logits[i : i + 1].double())
         for i in range(len(draft) + 1)
     ]
     return torch.cat(rows).softmax(-1)
