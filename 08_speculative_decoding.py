@@ -53,6 +53,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 import drafters
 from drafters import Context, Draft, Drafter, Sampling, Verdict
+from fastpath.decoder import FusedDecoder, speed_up
 from fastpath.sampling import truncated_softmax
 from serving import terminal
 from serving.answers import PLAIN, answer, health, stream_answer, token_logprobs
@@ -66,6 +67,8 @@ from serving.worker import Worker, cancel
 
 # ------------------------------------------------------------------- KV cache and truncation
 
+KV_STEP = 512  # the flash kernel's block of keys: a shorter last block is summed in another way
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -77,14 +80,14 @@ class Place:
 
     slots: list[int]  # rising
     counts: list[int]
+    width: int  # T
     positions: Tensor  # [B, T]
-    kv_length: int
-    real: Tensor  # [B, T] bool: False on pads
-    targets: tuple[Tensor, Tensor]  # (slot, position) of every token that is real
-
-    @property
-    def width(self) -> int:
-        return max(self.counts)
+    start: int | None  # the first position, where one row has them one after the other
+    end: int  # one more than the last position of all rows
+    kv_length: int  # keys that are attended to, unseen ones included
+    # Where start is None:
+    real: Tensor | None = None  # [B, T] bool: False on pads
+    targets: tuple[Tensor, Tensor] | None = None  # (slot, position) of every token that is real
 
     def pad(self, tokens: list[list[int]]) -> Tensor:
         """Ragged token lists -> [B, T] ids."""
@@ -109,7 +112,7 @@ class Place:
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values, preallocated [rows, heads, max_length, width]."""
+    """One layer's keys and values, preallocated [rows, heads, capacity, width]."""
 
     def __init__(self, cache: "SlotCache") -> None:
         super().__init__()
@@ -118,7 +121,7 @@ class SlotLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         # Sizes come from the states: the config knows nothing of sharded heads or of MLA's widths.
         # Zeros, not empty: a masked slot still enters 0 · value, and 0 · NaN would be NaN.
-        shape = self._cache.num_rows, key_states.shape[1], self._cache.max_length
+        shape = self._cache.num_rows, key_states.shape[1], self._cache.capacity
         self.keys = key_states.new_zeros(*shape, key_states.shape[-1])
         self.values = value_states.new_zeros(*shape, value_states.shape[-1])
         self.is_initialized = True
@@ -127,14 +130,14 @@ class SlotLayer(CacheLayerMixin):
         """Write [B, H, T, width] at the current place; returns all keys and values up to there."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        write = self._write_row if len(self._cache.current.slots) == 1 else self._write_rows
+        write = self._write_rows if self._cache.current.start is None else self._write_row
         return write(self.keys, key_states), write(self.values, value_states)
 
     def _write_row(self, buffer: Tensor, new: Tensor) -> Tensor:
         place = self._cache.current
-        slot, end = place.slots[0], place.kv_length
-        buffer[slot, :, end - place.width : end] = new[0]
-        return buffer[slot : slot + 1, :, :end]
+        slot, count = place.slots[0], place.counts[0]
+        buffer[slot, :, place.end - count : place.end] = new[0, :, place.width - count :]
+        return buffer[slot : slot + 1, :, : place.kv_length]
 
     def _write_rows(self, buffer: Tensor, new: Tensor) -> Tensor:
         place = self._cache.current
@@ -152,7 +155,7 @@ class SlotLayer(CacheLayerMixin):
                 buffer[target, :, :length] = buffer[source, :, :length]
 
     def get_seq_length(self) -> int:
-        return self._cache.current.kv_length - self._cache.current.width
+        return self._cache.current.end - self._cache.current.width
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cache.current.kv_length, 0
@@ -161,17 +164,41 @@ class SlotLayer(CacheLayerMixin):
         return self._cache.max_length
 
 
+@dataclass(slots=True)
+class Shapes:
+    """What the shapes of forwards have to keep to, for the same logits to be the same bits.
+
+    Sums of floats depend on their order, and that on shapes: a token verified among six and the
+    same token decoded alone would differ in the last bits of their logits. Two rules take that
+    away: at least `min_rows` tokens in a forward (a matrix kernel has another way for one), and
+    attention to a multiple of `kv_step` keys. CachedModel.make_exact finds out what is enough.
+    """
+
+    min_rows: int = 1
+    kv_step: int = 1
+
+
 class SlotCache(Cache):
     """A KV cache whose rows have lengths of their own; truncating a row lowers its length.
 
     One forward is: `place` its tokens, run the model with this cache, `advance`. Open rows lie in
     the first slots of the buffers, without gaps, so that a batch of them is a view: when a row is
     closed, the row in the last slot moves into its place.
+
     """
 
-    def __init__(self, num_layers: int, num_rows: int, max_length: int, device: torch.device):
+    def __init__(
+        self,
+        num_layers: int,
+        num_rows: int,
+        max_length: int,
+        device: torch.device,
+        shapes: "Shapes",
+    ) -> None:
         super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
         self.num_rows, self.max_length, self.device = num_rows, max_length, device
+        self.shapes = shapes
+        self.capacity = -(-max_length // KV_STEP) * KV_STEP
         self.lengths = [0] * num_rows
         self.current: Place  # of the forward under way
         self._free = list(range(num_rows))[::-1]
@@ -209,6 +236,13 @@ class SlotCache(Cache):
             raise ValueError(f"{max(ends)} tokens do not fit a KV cache of {self.max_length}")
         slots, width = [self._rows.index(row) for row in rows], max(counts)
         assert slots == sorted(slots), "rows must come in the order of their slots"
+        width = max(width, self.rows_of_each(len(rows)))
+        end = max(ends)
+        kv_length = -(-end // self.shapes.kv_step) * self.shapes.kv_step
+        if len(rows) == 1 and width <= end:
+            positions = torch.arange(end - width, end, device=self.device)[None]
+            self.current = Place(slots, counts, width, positions, end - width, end, kv_length)
+            return self.current
         at = torch.arange(width, device=self.device)
         count_of, end_of, slot_of = torch.tensor([counts, ends, slots], device=self.device)[
             ..., None
@@ -216,8 +250,12 @@ class SlotCache(Cache):
         real = at >= width - count_of  # [B, T]
         positions = (end_of - width + at).clamp_(min=0)
         targets = slot_of.expand_as(real)[real], positions[real]
-        self.current = Place(slots, counts, positions, max(ends), real, targets)
+        self.current = Place(slots, counts, width, positions, None, end, kv_length, real, targets)
         return self.current
+
+    def rows_of_each(self, num_rows: int) -> int:
+        """How many tokens each of `num_rows` rows must have, for `min_rows` in all."""
+        return -(-self.shapes.min_rows // num_rows)
 
     def advance(self, place: Place) -> None:
         """The placed tokens are cached now."""
@@ -237,8 +275,6 @@ class SlotCache(Cache):
 
 # ------------------------------------------------------------------------------ cached model
 
-MAX_SHARED = 32  # tokens of a row that shares its forward with others: more than any draft has
-
 
 @dataclass(frozen=True, slots=True)
 class Output:
@@ -251,19 +287,74 @@ class Output:
 class CachedModel:
     """A causal language model with a SlotCache: the target, and a draft model alike."""
 
+    max_shared = 32  # tokens of a row that shares its forward with others: more than any draft has
+
     def __init__(self, model: Any, tokenizer: Any, name: str, num_rows: int, max_length: int):
         config = model.config.get_text_config()
         self.model, self.tokenizer, self.name, self.max_length = model, tokenizer, name, max_length
         self.vocab_size: int = config.vocab_size
+        self.shapes, self.is_exact = Shapes(), False
         self.cache = self.new_cache(config.num_hidden_layers, num_rows)
+        self._fused: FusedDecoder | None = None
         self._layer_types = set(getattr(config, "layer_types", None) or ())
         self._window = getattr(config, "sliding_window", None)
         if getattr(config, "use_sliding_window", True) is False:
             self._window = None
 
+    def speed_up(self) -> None:
+        """Compute the same, faster, where this model and this machine allow it."""
+        self._fused = speed_up(self.model, self.cache.capacity)
+
+    def make_exact(self) -> bool:
+        """Find the fewest rows per forward that make logits the same bits in whatever company.
+
+        Measured on this machine with this model; False if no number of rows does it.
+        """
+        self.shapes.kv_step = KV_STEP
+        for self.shapes.min_rows in (1, 2, 4, 8):
+            if self._gives_equal_bits():
+                self.is_exact = True
+                return True
+        self.shapes.min_rows = self.shapes.kv_step = 1
+        return False
+
+    def _gives_equal_bits(self) -> bool:
+        """Whether decoding, verifying, chunks and batches give one text the same bits."""
+        cache, chance = self.cache, Generator().manual_seed(0)
+        shape = cache.num_rows, min(self.max_shared + 8, self.max_length - 8)
+        texts = torch.randint(self.vocab_size, shape, generator=chance).tolist()
+        text, draft = texts[0][:-6], texts[0][-6:]
+        rows = [cache.open_row() for _ in texts]
+        one, *others = rows
+
+        def verified(counts: list[int]) -> Tensor:
+            """The draft's logits, with neighbours of so many tokens."""
+            batch = [draft, *(other[:n] for other, n in zip(texts[1:], counts, strict=False))]
+            output = self.forward(rows[: len(batch)], batch, [len(fed) for fed in batch])
+            cache.truncate(one, len(text))
+            return output.logits[0]
+
+        try:
+            self.forward([one], [text], [1])
+            expected = verified([])
+            decoded = [self.forward([one], [[token]], [1]).logits[0] for token in draft[:3]]
+            if not torch.equal(torch.cat(decoded), expected[:3]):
+                return False
+            cache.truncate(one, 0)
+            for begin in range(0, len(text), 7):
+                self.forward([one], [text[begin : begin + 7]], [1])
+            outcomes = [verified([]), verified([6] * len(others)), verified([1, 2, 3, 4])]
+            if others:  # one so long that attention sees more keys than the text has
+                cache.lengths[others[-1]] = self.max_length - 6
+                outcomes.append(verified([6] * len(others)))
+            return all(torch.equal(outcome, expected) for outcome in outcomes)
+        finally:
+            for row in rows:
+                cache.close_row(row)
+
     def new_cache(self, num_layers: int, num_rows: int) -> SlotCache:
         """An empty cache as long as this model's own, for a head that runs beside it."""
-        return SlotCache(num_layers, num_rows, self.max_length, self.model.device)
+        return SlotCache(num_layers, num_rows, self.max_length, self.model.device, self.shapes)
 
     def _mask(self, place: Place) -> Tensor | dict[str, Tensor]:
         """The window is in the mask; a family with layers of two kinds takes one mask per kind."""
@@ -292,25 +383,38 @@ class CachedModel:
         """
         logits, hidden = [None] * len(rows), [None] * len(rows)
         order = self.cache.order(rows)
-        groups = [[b for b in order if len(tokens[b]) <= MAX_SHARED]]
-        groups += [[b] for b in order if len(tokens[b]) > MAX_SHARED]
+        groups = [[b for b in order if len(tokens[b]) <= self.max_shared]]
+        groups += [[b] for b in order if len(tokens[b]) > self.max_shared]
         for group in filter(None, groups):
             place = self.cache.place([rows[b] for b in group], [len(tokens[b]) for b in group])
-            result = self.model(
-                input_ids=place.pad([tokens[b] for b in group]),
-                attention_mask=self._mask(place),
-                position_ids=place.positions,
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=max(num_logits[b] for b in group),
-                output_hidden_states=-1 if want_hidden else False,  # an index: the last one alone
-            )
+            ids = place.pad([tokens[b] for b in group])
+            most = max(self.cache.rows_of_each(len(group)), *(num_logits[b] for b in group))
+            scores, states = self._run(ids, place, most, want_hidden)
             self.cache.advance(place)
             for i, b in enumerate(group):
-                logits[b] = result.logits[i, -num_logits[b] :].float()
+                logits[b] = scores[i, -num_logits[b] :].float()
                 if want_hidden:
-                    hidden[b] = result.hidden_states[-1][i, place.width - len(tokens[b]) :]
+                    hidden[b] = states[i, place.width - len(tokens[b]) :]
         return Output(logits, hidden if want_hidden else None)
+
+    def _run(
+        self, ids: Tensor, place: Place, num_logits: int, want_hidden: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The model's forward: logits [B, num_logits, V], hidden states [B, T, D] if wanted."""
+        if self._fused:
+            return self._fused(
+                ids, place.positions, place.start, place.kv_length, self.cache, num_logits
+            )
+        result = self.model(
+            input_ids=ids,
+            attention_mask=self._mask(place),
+            position_ids=place.positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=num_logits,
+            output_hidden_states=-1 if want_hidden else False,  # an index: the last one alone
+        )
+        return result.logits, result.hidden_states[-1] if want_hidden else None
 
 
 # ----------------------------------------------------------------------------- probabilities
@@ -524,6 +628,7 @@ class Engine:
         self.totals = {name: Statistics() for name in [*loaded, PLAIN]}  # of closed sequences
         self.recent: deque[tuple[int, int]] = deque(maxlen=200)  # (drafted, accepted) by cycle
         self.num_drafter_failures = 0
+        self.is_exact = target.is_exact  # outputs do not depend on company, to the last bit
 
     def check_prompt(self, prompt: list[int]) -> None:
         """Raises ValueError if the prompt is empty, leaves no room or holds an unknown id."""
@@ -811,6 +916,7 @@ def load_engine(options: Options) -> Engine:
         options.max_running,
         options.prompt_lookup_max,
         options.prompt_lookup_min,
+        options.fastpath,
     )
     loaded: dict[str, Drafter] = {}
     default = options.drafter
@@ -828,7 +934,15 @@ def load_engine(options: Options) -> Engine:
         if name == options.drafter:
             default = drafter.name
     default = default or next(n for n in DEFAULT_DRAFTERS if n in loaded)
-    return Engine(target, loaded, default, options.prefill_chunk)
+    models = [model for model in (target, draft) if model]
+    for model in models:
+        if options.fastpath:
+            model.speed_up()
+        if options.bitwise:
+            model.make_exact()
+    engine = Engine(target, loaded, default, options.prefill_chunk)
+    engine.is_exact = all(model.is_exact for model in models)
+    return engine
 
 
 # --------------------------------------------------------------------------------- Flask app

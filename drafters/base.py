@@ -97,6 +97,7 @@ class Context:
     num_rows: int = 1
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 1
+    fast: bool = True  # models of one's own may go through fastpath/
 
 
 class Drafter(ABC):

@@ -16,15 +16,15 @@ each; the first one is reused.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Generator, Tensor
 from transformers.modeling_layers import MtpModel
 
-from .base import Context, Draft, Drafter, Sampling, Verdict
+from fastpath.decoder import speed_up_head
 
-_MAX_SHARED = 32  # pairs of a request that shares its forward with others
+from .base import Context, Draft, Drafter, Sampling, Verdict
 
 
 @dataclass(slots=True)
@@ -48,8 +48,9 @@ class MtpHeadDrafter(Drafter):
 
     def __init__(self, head: MtpModel, context: Context) -> None:
         self._head = head
-        self._layer = head.layers[0]
         self._cache = context.target.new_cache(num_layers=1, num_rows=context.num_rows)
+        self._fused = speed_up_head(head, self._cache.max_length) if context.fast else None
+        self._max_shared = context.target.max_shared
         self._sample = context.sample
 
     @classmethod
@@ -95,18 +96,18 @@ class MtpHeadDrafter(Drafter):
         # would be padded to its length.
         for i in order:
             given, tokens = pairs[i]
-            if len(tokens) > _MAX_SHARED:
+            if len(tokens) > self._max_shared:
                 self._forward([states[i].row], [(given[:-1], tokens[:-1])])
                 pairs[i] = given[-1:], tokens[-1:]
         for step in range(max(max_tokens)):
             active = [i for i in order if max_tokens[i] > step]
             outputs = self._forward([states[i].row for i in active], [pairs[i] for i in active])
-            logits = self._head._project_to_logits(outputs)[:, 0].float()  # [B, V]
+            logits = self._head._project_to_logits(outputs)[:, -1].float()  # [B, V]
             for b, i in enumerate(active):
                 token, q = self._sample(logits[b], texts[i], states[i].sampling, states[i].rng)
                 drawn[i].append((token, q))
                 texts[i].append(token)
-                pairs[i] = (outputs[b], [token])
+                pairs[i] = (outputs[b, -1:], [token])
         for state, length in zip(states, known, strict=True):
             # The true pairs are cached now; the recursive rows behind them go.
             self._cache.truncate(state.row, length)
@@ -114,7 +115,7 @@ class MtpHeadDrafter(Drafter):
         return [Draft.of(tokens) for tokens in drawn]
 
     def _forward(self, rows: list[int], pairs: list[tuple[Tensor, list[int]]]) -> Tensor:
-        """Run the layer over each row's pairs; returns the last pair's output, [B, 1, D].
+        """Run the layer over each row's pairs; returns outputs [B, t, D] up to the last pair's.
 
         Row b's pair j stands at position j + 1, behind what its cache row holds: the head's cache
         slot j belongs to position j + 1.
@@ -123,6 +124,16 @@ class MtpHeadDrafter(Drafter):
         place = self._cache.place(rows, counts)
         ids = place.pad([tokens for _, tokens in pairs])  # [B, T]
         hidden = place.pad_states([states for states, _ in pairs])  # [B, T, D]
+        if self._fused:
+            at = place.positions, place.start, place.kv_length
+            output = self._fused(ids, hidden, *at, self._cache)
+        else:
+            output = self._run_layer(ids, hidden, place)
+        self._cache.advance(place)
+        return output[:, -self._cache.rows_of_each(len(rows)) :]
+
+    def _run_layer(self, ids: Tensor, hidden: Tensor, place: Any) -> Tensor:
+        """transformers' own modules on pairs (hidden [B, T, D], ids [B, T]) -> [B, T, D]."""
         embeds = self._head.embed_tokens(ids)
         positions = place.positions + 1
         rope_options = (
@@ -130,19 +141,17 @@ class MtpHeadDrafter(Drafter):
             if self._head.has_per_layer_rope
             else {}
         )
-        rope = self._head.rotary_emb(embeds, position_ids=positions, **rope_options)
-        output = self._layer(
+        output = self._head.layers[0](
             embeds,
             hidden.to(embeds.dtype),
-            position_embeddings=rope,
+            position_embeddings=self._head.rotary_emb(embeds, positions, **rope_options),
             attention_mask=place.mask(embeds.dtype),
             position_ids=positions,
             past_key_values=self._cache,
         )
         if self._head.use_shared_post_norm:
             output = self._head.shared_post_norm(output)
-        self._cache.advance(place)
-        return output[:, -1:]
+        return output
 
     def observe(self, state: _State, verdict: Verdict) -> None:
         assert verdict.hidden is not None, (

@@ -191,6 +191,7 @@ def health(engine: Any, worker: Worker, num_spec_tokens: int, uptime_s: float) -
         "uptime_s": round(uptime_s, 3),
         "num_requests_running": worker.num_running,
         "num_requests_waiting": worker.num_waiting,
+        "bitwise_lossless": engine.is_exact,
         "kv_cache_capacity_tokens": cache.num_rows * cache.max_length,
         "kv_cache_usage_perc": round(sum(cache.lengths) / (cache.num_rows * cache.max_length), 4),
         "speculative_decoding": total.counters(num_spec_tokens)

@@ -35,6 +35,8 @@ class Options:
     prefill_chunk: int = 256
     request_timeout: float = 600.0  # seconds
     max_model_len: int | None = None  # the model's context, at most LONGEST_DEFAULT
+    fastpath: bool = True
+    bitwise: bool = True
     dtype: str = "auto"
     device: str = "auto"
 
@@ -95,6 +97,7 @@ def parse_arguments(
     parser.add_argument(
         "--stop", action="append", help="with --prompt: end before this text (may be repeated)"
     )
+    switch = argparse.BooleanOptionalAction
     model = {"metavar": "DIR_OR_HUB_ID"}
     for name, details in {
         "model": model | {"help": "the target"},
@@ -115,6 +118,8 @@ def parse_arguments(
         "prefill_chunk": {"type": count, "help": "tokens of a prompt read between two cycles"},
         "request_timeout": {"type": seconds, "help": "after which a request ends with 504"},
         "max_model_len": {"type": count, "help": "context length"},
+        "fastpath": {"action": switch, "help": "packed and fused layers where they fit"},
+        "bitwise": {"action": switch, "help": "shapes that keep equal logits equal bits"},
         "dtype": {"choices": ["auto", "float32", "bfloat16"], "help": "auto: float32 on a CPU"},
         "device": {"help": "auto, cpu, cuda, …"},
     }.items():

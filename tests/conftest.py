@@ -4,6 +4,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def demo_engine() -> Any:
     """The embedded target with every drafter."""
     return core.load_engine(core.Options())
+
+
+@pytest.fixture(scope="session")
+def reference() -> Callable[[Any], Any]:
+    """transformers' own modules of a folder, as oracles: nothing in them is packed or fused."""
+    return cache(
+        lambda folder: AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+    )
+
+
+@pytest.fixture(scope="session")
+def demo_reference(reference: Callable[[Any], Any]) -> Any:
+    """transformers' own modules of the embedded target."""
+    return reference(core.Options().model)
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,7 @@ def is_idle(engine):
     )
 
 
-def test_rows_stay_compact_and_keep_what_they_hold(demo_engine):
+def test_rows_stay_compact_and_keep_what_they_hold(demo_engine, demo_reference):
     """Rows open and close at random; each goes on as a recompute without cache has it."""
     target, chance = demo_engine.target, random.Random(3)
     texts = {}
@@ -62,7 +62,7 @@ def test_rows_stay_compact_and_keep_what_they_hold(demo_engine):
         for row, new, logits in zip(rows, fed, output.logits, strict=True):
             texts[row] += new
             with torch.inference_mode():
-                expected = target.model(torch.tensor([texts[row]])).logits[0, -1:]
+                expected = demo_reference(torch.tensor([texts[row]])).logits[0, -1:]
             torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     for row in texts:
         target.cache.close_row(row)

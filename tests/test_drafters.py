@@ -152,7 +152,9 @@ def test_a_draft_knows_the_repetition_penalty_and_its_own_tokens(
         assert sequence.statistics.num_draft_tokens > 5
 
 
-def test_the_q_that_is_handed_over_is_the_draft_model_s_own(demo_engine, prompts, monkeypatch):
+def test_the_q_that_is_handed_over_is_the_draft_model_s_own(
+    demo_engine, reference, prompts, monkeypatch
+):
     """Row by row against a forward of the draft model over the whole text, without cache."""
     drafter, handed = demo_engine.drafters["draft_model"], []
     propose = drafter.propose_batch
@@ -166,9 +168,10 @@ def test_the_q_that_is_handed_over_is_the_draft_model_s_own(demo_engine, prompts
     sampling = core.Sampling(1.3, 0.9, 30, 0.95)
     run(demo_engine, prompts["code_class"], max_tokens=24, drafter="draft_model", sampling=sampling)
     assert len(handed) > 3
+    small = reference(core.ROOT / "demo_models" / "draft")
     for text, draft in handed:
         with torch.inference_mode():
-            logits = drafter._draft.model(torch.tensor([text + draft.tokens])).logits[0].float()
+            logits = small(torch.tensor([text + draft.tokens])).logits[0]
         for i, q in enumerate(draft.probs):
             known = text + draft.tokens[:i]
             scores = core.penalise(logits[None, len(known) - 1], 1.3, known, [])
@@ -524,7 +527,7 @@ def test_a_draft_model_shorter_than_the_target_s_context_is_refused(tiny_folder)
         core.load_engine(options)
 
 
-def test_the_mtp_head_is_the_one_that_transformers_loads(demo_engine):
+def test_the_mtp_head_is_the_one_that_transformers_loads(demo_engine, demo_reference):
     """Position by position: our recursion's first draft equals MtpModel.forward's."""
     from transformers.modeling_layers import MtpModel
 
@@ -532,9 +535,9 @@ def test_the_mtp_head_is_the_one_that_transformers_loads(demo_engine):
     ids = target.tokenizer("def main(argv):\n    parser =")["input_ids"]
     drafter = demo_engine.drafters["mtp"]
     ours = proposals_of_a_fresh_state(demo_engine, drafter, ids, 1)
-    head = MtpModel.from_pretrained(target.model)
+    head = MtpModel.from_pretrained(demo_reference)
     with torch.inference_mode():
-        hidden = target.model.model(torch.tensor([ids[:-1]])).last_hidden_state
+        hidden = demo_reference.model(torch.tensor([ids[:-1]])).last_hidden_state
         embeds = head.embed_tokens(torch.tensor([ids[1:]]))
         positions = torch.arange(1, len(ids))[None]
         mask = torch.full((len(ids) - 1,) * 2, float("-inf")).triu(1)[None, None]

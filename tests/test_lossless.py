@@ -26,9 +26,9 @@ def test_greedy_output_equals_plain_decoding(demo_engine, prompts, plain, drafte
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_plain_decoding_equals_transformers_generate(demo_engine, prompts, plain, name):
+def test_plain_decoding_equals_transformers_generate(demo_reference, prompts, plain, name):
     ids = torch.tensor([prompts[name]])
-    output = demo_engine.target.model.generate(
+    output = demo_reference.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=LENGTH, do_sample=False
     )
     assert output[0, ids.shape[1] :].tolist() == plain(prompts[name], LENGTH)
@@ -57,7 +57,9 @@ def test_requests_in_one_batch_with_their_own_drafters_equal_each_alone(
 
 @pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_any_causal_model_is_lossless_with_every_fitting_drafter(family, drafter, tiny_folder):
+def test_any_causal_model_is_lossless_with_every_fitting_drafter(
+    family, drafter, tiny_folder, reference
+):
     options = core.Options(
         model=str(tiny_folder(family)),
         draft_model=str(tiny_folder("llama:1")),
@@ -67,12 +69,16 @@ def test_any_causal_model_is_lossless_with_every_fitting_drafter(family, drafter
     engine = core.load_engine(options)
     assert "mtp" not in engine.drafters
     for prompt in ([5, 6, 7, 5, 6, 7, 5], list(range(20, 60))):
-        expected = engine.target.model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=40,
-            do_sample=False,
-        )[0, len(prompt) :].tolist()
+        expected = (
+            reference(tiny_folder(family))
+            .generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                max_new_tokens=40,
+                do_sample=False,
+            )[0, len(prompt) :]
+            .tolist()
+        )
         sequence, _ = run(engine, prompt, max_tokens=40, drafter=drafter)
         assert sequence.output == expected
 

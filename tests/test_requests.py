@@ -50,12 +50,14 @@ def test_a_seeded_output_does_not_depend_on_its_neighbours(demo_engine, prompts)
         assert sequence.output == output
 
 
-def test_greedy_output_does_not_depend_on_the_seed_and_knows_the_penalty(demo_engine, prompts):
+def test_greedy_output_does_not_depend_on_the_seed_and_knows_the_penalty(
+    demo_engine, demo_reference, prompts
+):
     prompt = prompts["repetitive_colours"]
     penalised = core.Sampling(repetition_penalty=1.8)
     plain = core.plain_decode(demo_engine.target, prompt, 30, demo_engine.eos_ids, penalised)
     ids = torch.tensor([prompt])
-    theirs = demo_engine.target.model.generate(
+    theirs = demo_reference.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False,
         repetition_penalty=1.8,
     )  # fmt: skip
@@ -88,12 +90,12 @@ def test_logprobs_are_equal_with_speculation_on_and_off(demo_engine, prompts, dr
                 assert a["logprob"] == pytest.approx(b["logprob"], abs=1e-4)
 
 
-def test_logprobs_are_the_target_s_before_every_transform(demo_engine, prompts):
+def test_logprobs_are_the_target_s_before_every_transform(demo_engine, demo_reference, prompts):
     """Sampled with every transform on, against a forward of the whole text without cache."""
     fields = {"max_tokens": 30, "drafter": "mtp", "sampling": SAMPLING, "logprobs": 3, "seed": 2}
     sequence, _ = run(demo_engine, prompts["hard_docs"], **fields)
     with torch.inference_mode():
-        logits = demo_engine.target.model(torch.tensor([sequence.tokens])).logits[0]
+        logits = demo_reference(torch.tensor([sequence.tokens])).logits[0]
     begin = len(prompts["hard_docs"]) - 1
     expected = logits[begin : begin + len(sequence.output)].log_softmax(-1)
     assert len(sequence.logprobs) == len(sequence.output)
@@ -208,14 +210,16 @@ def test_bytes_at_the_end_may_complete_a_stop_string(demo_engine):
 
 @pytest.mark.parametrize("sampling", [core.Sampling(), SAMPLING], ids=str)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_a_trace_says_what_decided_about_each_token(demo_engine, prompts, drafter, sampling):
+def test_a_trace_says_what_decided_about_each_token(
+    demo_engine, demo_reference, prompts, drafter, sampling
+):
     """Every number in it is checked against a forward of the whole text, without cache."""
     sequence, events = run(
         demo_engine, prompts["code_function"], max_tokens=24, drafter=drafter, trace=True,
         sampling=sampling, seed=1,
     )  # fmt: skip
     with torch.inference_mode():
-        logits = demo_engine.target.model(torch.tensor([sequence.tokens])).logits[0].float()
+        logits = demo_reference(torch.tensor([sequence.tokens])).logits[0]
     end, judged = len(sequence.request.prompt), 0
     for event in events:
         n = len(event["proposals"])
@@ -313,7 +317,8 @@ def test_a_wrong_token_is_called_a_bug(demo_engine, prompts, monkeypatch):
 @pytest.mark.parametrize(("scale", "verdict"), [(1.0, "near-tie"), (0.99, "bug")])
 def test_a_difference_between_equal_scores_is_called_a_near_tie(tiny_folder, scale, verdict):
     """A target with one output row twice: either token is right, the drafter takes the other."""
-    engine = core.load_engine(core.Options(model=str(tiny_folder("llama")), drafter="ngram"))
+    options = core.Options(model=str(tiny_folder("llama")), drafter="ngram", fastpath=False)
+    engine = core.load_engine(options)
     prompt = [5, 6, 7, 8]
     first, second = core.plain_decode(engine.target, prompt, 2, set())
     weight = engine.target.model.lm_head.weight

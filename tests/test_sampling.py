@@ -297,12 +297,12 @@ def test_speculation_keeps_the_distribution_of_the_first_tokens(
     assert smallest_p_value(many, prompt, drafter, name, plain_samples(name)) > ODDS
 
 
-def test_plain_sampling_is_that_of_transformers_generate(many, prompt, plain_samples):
+def test_plain_sampling_is_that_of_transformers_generate(demo_reference, prompt, plain_samples):
     """An oracle that shares no code with ours; odds of a false alarm 3e-6."""
     sampling = SAMPLINGS["all of them"]
     torch.manual_seed(11)
     ids = torch.tensor([prompt])
-    output = many.target.model.generate(
+    output = demo_reference.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=3,

@@ -1,0 +1,208 @@
+"""The plain decoder block (Llama's, with or without Qwen3's norms of queries and keys), fused.
+
+A small model's time is the overhead of its operations, so fewer of them are the gain: one linear
+layer for queries, keys and values, one for gate and up, norm and rotation of queries and keys in
+one go, rotations and masks from tables. It computes what transformers' modules compute, in another
+order of rounding.
+
+Blocks are chosen by structure: by the names of their parts, whatever the family is called. That two
+models with the same parts may still differ (a multiplier here, a skipped rotation there) is why
+`fuse` compares both on random tokens, and keeps the module unless the results agree.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .attention import CausalMasks, additive, attend, grouped_mask
+from .linear import JoinedLinear
+
+_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_NORM_PARTS = {"q_norm", "k_norm"}
+_MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+FULL = "full_attention"
+
+Rope = tuple[Tensor, Tensor]  # cos and signed sin (see `sign`), [B, T, 1, head_dim] each
+
+
+class RMSNorm:
+    """x over the root of its mean square, times weight; in float32 inside, as the models' own."""
+
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        self.weight = weight.detach()
+        self._epsilon = torch.tensor(epsilon, device=weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., D] -> [..., D]."""
+        wide = x if x.dtype is torch.float32 else x.float()
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scaled = wide * torch.addcmul(self._epsilon, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+        return (scaled if x is wide else scaled.to(x.dtype)).mul_(self.weight)
+
+
+class FusedBlock(nn.Module):
+    """Takes a decoder block's place; transformers may call it as it called that."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self.layer_idx, self.scaling = attention.layer_idx, attention.scaling
+        self.head_dim = attention.head_dim
+        self.num_heads = attention.q_proj.out_features // self.head_dim
+        self.num_kv_heads = attention.k_proj.out_features // self.head_dim
+        self.input_norm = norm_of(layer.input_layernorm)
+        self.post_norm = norm_of(layer.post_attention_layernorm)
+        self.qk_norm: RMSNorm | None = None
+        if hasattr(attention, "q_norm"):
+            weights = [attention.q_norm.weight] * self.num_heads
+            weights += [attention.k_norm.weight] * self.num_kv_heads
+            self.qk_norm = RMSNorm(torch.stack(weights), attention.q_norm.variance_epsilon)
+        self.qkv = JoinedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.out = JoinedLinear([attention.o_proj])
+        self.gate_up = JoinedLinear([mlp.gate_proj, mlp.up_proj])
+        self.down = JoinedLinear([mlp.down_proj])
+        self.activation = mlp.act_fn
+
+    @property
+    def groups(self) -> int:
+        """Query heads per head of keys and values."""
+        return self.num_heads // self.num_kv_heads
+
+    def run(self, x: Tensor, rope: Rope, mask: Tensor, cache: Any) -> Tensor:
+        """x [B, T, D] -> [B, T, D] under a grouped mask; keys and values go to the cache if any."""
+        batch, count, _ = x.shape
+        heads = self.qkv.compute(self.input_norm(x)).view(batch, count, -1, self.head_dim)
+        rotated, value = heads[:, :, : -self.num_kv_heads], heads[:, :, -self.num_kv_heads :]
+        if self.qk_norm is not None:
+            rotated = self.qk_norm(rotated)
+        cos, sin = rope
+        rotated = torch.addcmul(rotated * cos, rotated.roll(self.head_dim // 2, -1), sin)
+        rotated, value = rotated.transpose(1, 2), value.transpose(1, 2)
+        query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        attended = attend(query, key, value, mask, self.scaling)
+        x = self.out.compute(attended.view(batch, count, -1)).add_(x)
+        gate, up = self.gate_up.compute(self.post_norm(x)).chunk(2, -1)
+        return self.down.compute(self.activation(gate).mul_(up)).add_(x)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        past_key_values: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        """As transformers calls it: position_embeddings are cos and sin, [B, T, head_dim]."""
+        cos, sin = position_embeddings
+        count = hidden_states.shape[1]
+        if attention_mask is None:  # left out where causal order says it all
+            length = count
+            if past_key_values is not None:
+                length += past_key_values.get_seq_length(self.layer_idx)
+            attention_mask = causal_mask(count, length, hidden_states)
+        if attention_mask.dtype == torch.bool:
+            attention_mask = additive(attention_mask, hidden_states.dtype)
+        mask = grouped_mask(attention_mask, self.groups)
+        rope = cos.unsqueeze(2), sign(sin).unsqueeze(2)
+        return self.run(hidden_states, rope, mask, past_key_values)
+
+    def join(self) -> None:
+        """Pack the weights, and let go of the module's."""
+        for part in (self.qkv, self.out, self.gate_up, self.down):
+            part.join()
+
+
+def causal_mask(num_queries: int, length: int, like: Tensor) -> Tensor:
+    """Additive [1, 1, T, L] for the last T of L positions."""
+    mask = like.new_full((num_queries, length), torch.finfo(like.dtype).min)
+    return mask.triu_(length - num_queries + 1)[None, None]
+
+
+def sign(sin: Tensor) -> Tensor:
+    """Rotating x by cos, sin is then x · cos + (x with its halves swapped) · signed sin."""
+    half = sin.shape[-1] // 2
+    return torch.cat((-sin[..., :half], sin[..., half:]), -1)
+
+
+def norm_of(module: nn.Module) -> RMSNorm:
+    """The same norm in fewer operations."""
+    return RMSNorm(module.weight, module.variance_epsilon)
+
+
+class FusedStack:
+    """Blocks with the tables that they share: rotations and masks, per kind of layer."""
+
+    def __init__(
+        self,
+        blocks: Sequence[FusedBlock],
+        kinds: Sequence[str],
+        windows: dict[str, int | None],
+        rotary: Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor]],
+        length: int,
+    ) -> None:
+        """kinds[i] is block i's kind of attention; `rotary` (x, positions, kind) gives cos, sin."""
+        self.blocks, self._kinds = blocks, kinds
+        weight = blocks[0].input_norm.weight
+        positions = torch.arange(length + 1, device=weight.device)[None]
+        self._ropes: dict[str, Rope] = {}
+        self._masks: dict[str, CausalMasks] = {}
+        for kind in dict.fromkeys(kinds):
+            cos, sin = rotary(weight.new_zeros(1, 1, 1), positions, kind)
+            self._ropes[kind] = cos.unsqueeze(2), sign(sin).unsqueeze(2)  # [1, length, 1, D]
+            self._masks[kind] = CausalMasks(
+                blocks[0].groups, length, windows[kind], weight.dtype, weight.device
+            )
+
+    def __call__(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        start: int | None,
+        kv_length: int,
+        cache: Any,
+        shift: int = 0,
+    ) -> Tensor:
+        """x [B, T, D] at positions [B, T] of the cache -> [B, T, D].
+
+        `start` is the first position where B is 1 and they are successive, else None. A token is
+        rotated as if it stood `shift` positions further on.
+        """
+        ropes, masks = {}, {}
+        for kind, (cos, sin) in self._ropes.items():
+            if start is None:
+                at = positions + shift
+                ropes[kind] = cos[0, at], sin[0, at]
+            else:
+                at = slice(start + shift, start + shift + x.shape[1])
+                ropes[kind] = cos[:, at], sin[:, at]
+            masks[kind] = self._masks[kind].of(positions, start, kv_length)
+        for block, kind in zip(self.blocks, self._kinds, strict=True):
+            x = block.run(x, ropes[kind], masks[kind], cache)
+        return x
+
+
+def is_plain_block(layer: nn.Module) -> bool:
+    """Whether a decoder layer consists of the plain block's parts and no others."""
+    if {name for name, _ in layer.named_children()} != _PARTS:
+        return False
+    attention = {name for name, _ in layer.self_attn.named_children()}
+    mlp = {name for name, _ in layer.mlp.named_children()}
+    if attention not in (_ATTENTION_PARTS, _ATTENTION_PARTS | _NORM_PARTS) or mlp != _MLP_PARTS:
+        return False
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    if attention & _NORM_PARTS:
+        heads = [layer.self_attn.q_norm, layer.self_attn.k_norm]
+        if any(norm.weight.shape != (layer.self_attn.head_dim,) for norm in heads):
+            return False
+        norms += heads
+    linears = [getattr(layer.self_attn, name) for name in _ATTENTION_PARTS]
+    linears += [getattr(layer.mlp, name) for name in _MLP_PARTS - {"act_fn"}]
+    return all(hasattr(norm, "variance_epsilon") for norm in norms) and all(
+        type(linear) is nn.Linear for linear in linears
+    )

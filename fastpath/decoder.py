@@ -1,0 +1,185 @@
+"""Whole forwards made of plain blocks, and what does as much for other models.
+
+    ids → embedding → blocks (block.py), rotations and masks from tables → norm → logits
+
+`speed_up` looks at a model of transformers and does what it can: attention without copies
+(attention.py), packed linear layers (linear.py), and for a stack of plain blocks the forward above.
+`speed_up_head` does it for an MTP head. Either compares old and new on random tokens first, and
+lets go of the modules' own weights only then.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import attention
+from .block import FULL, FusedBlock, FusedStack, causal_mask, is_plain_block, norm_of
+from .linear import JoinedLinear, pack
+
+_NUM_COMPARED = 8  # tokens that old and new are compared on
+
+
+class FusedDecoder:
+    """The forward of a causal language model whose layers are all plain blocks."""
+
+    def __init__(self, model: Any, length: int) -> None:
+        """For sequences of up to `length` tokens, with the model's own weights until `join`."""
+        decoder, config = model.get_decoder(), model.config.get_text_config()
+        self._embed, self._head = model.get_input_embeddings(), model.get_output_embeddings()
+        self._norm = norm_of(decoder.norm)
+        window, kinds = (
+            getattr(config, "sliding_window", None),
+            getattr(config, "layer_types", None),
+        )
+        if kinds:
+            windows = {kind: None if kind == FULL else window for kind in kinds}
+        else:
+            kinds, windows = [FULL] * len(decoder.layers), {FULL: window}
+        self.blocks = [FusedBlock(layer) for layer in decoder.layers]
+        rotary = rotary_of(decoder.rotary_emb)
+        self._stack = FusedStack(self.blocks, kinds, windows, rotary, length)
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        start: int | None,
+        kv_length: int,
+        cache: Any,
+        num_logits: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [B, num_logits, V] and hidden states [B, T, D] of ids [B, T] (see FusedStack)."""
+        hidden = self._norm(self._stack(self._embed(ids), positions, start, kv_length, cache))
+        return self._head(hidden[:, -num_logits:]), hidden
+
+
+class FusedHead:
+    """The forward of an MTP layer around a plain block (transformers' MtpLayer)."""
+
+    def __init__(self, head: Any, length: int) -> None:
+        """For texts of up to `length` tokens, with the head's own weights until `join`."""
+        layer = head.layers[0]
+        self._embed, self._project = head.embed_tokens, JoinedLinear([layer.eh_proj])
+        self._embed_norm, self._hidden_norm = norm_of(layer.enorm), norm_of(layer.hnorm)
+        self._is_hidden_first = getattr(head.config, "mtp_hidden_states_first", False)
+        last = [layer.post_norm] if layer.use_post_norm else []
+        last += [head.shared_post_norm] if head.use_shared_post_norm else []
+        self._last_norms = [norm_of(norm) for norm in last]
+        self._block = FusedBlock(layer.mtp_block)
+        rotary = rotary_of(head.rotary_emb)
+        self._stack = FusedStack([self._block], [FULL], {FULL: None}, rotary, length)
+
+    def join(self) -> None:
+        """Pack the weights, and let go of the module's."""
+        self._block.join()
+        self._project.join()
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        start: int | None,
+        kv_length: int,
+        cache: Any,
+    ) -> Tensor:
+        """[B, T, D] of pairs (hidden [B, T, D], ids [B, T]); cache slot j is position j + 1."""
+        embeds = self._embed(ids)
+        parts = [self._embed_norm(embeds), self._hidden_norm(hidden.to(embeds.dtype))]
+        if self._is_hidden_first:
+            parts.reverse()
+        x = self._project.compute(torch.cat(parts, -1))
+        x = self._stack(x, positions, start, kv_length, cache, shift=1)
+        for norm in self._last_norms:
+            x = norm(x)
+        return x
+
+
+def rotary_of(module: nn.Module) -> Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor]]:
+    """transformers' rotary embedding as a function of (x, positions, kind of layer)."""
+    if isinstance(module.rope_type, dict):
+        return module
+    return lambda x, positions, kind: module(x, positions)
+
+
+def can_tabulate(rotary: nn.Module | None) -> bool:
+    """Whether rotations depend on the position alone, and not on the length of the text."""
+    if rotary is None:
+        return False
+    return not any(kind in str(rotary.rope_type) for kind in ("dynamic", "longrope"))
+
+
+def is_same(actual: Tensor, expected: Tensor) -> bool:
+    """Equal but for some roundings of their type, relative to the largest number."""
+    if actual.shape != expected.shape:
+        return False
+    tolerance = 32 * torch.finfo(expected.dtype).eps * float(expected.abs().max())
+    return float((actual - expected).abs().max()) <= tolerance
+
+
+@torch.inference_mode()
+def fused_decoder(model: Any, length: int) -> FusedDecoder | None:
+    """The model's fused forward, if its structure has one and it computes the same."""
+    decoder = model.get_decoder()
+    layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
+    if not layers or not all(map(is_plain_block, layers)) or not can_tabulate(rotary):
+        return None
+    fused, count = FusedDecoder(model, length), min(_NUM_COMPARED, length)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    ids = torch.randint(vocabulary, (1, count), generator=torch.Generator().manual_seed(0))
+    ids, positions = ids.to(model.device), torch.arange(count, device=model.device)[None]
+    actual, _ = fused(ids, positions, 0, count, None, count)
+    return fused if is_same(actual, model(ids, use_cache=False).logits) else None
+
+
+def speed_up(model: Any, length: int) -> FusedDecoder | None:
+    """Make a model of transformers faster, in place. Its results stay, but for rounding.
+
+    Returns the fused forward for sequences of up to `length` tokens where there is one; the model
+    itself can still be called.
+    """
+    attention.register()
+    fused = fused_decoder(model, length)
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(attention.NAME)
+    if fused:
+        layers = model.get_decoder().layers
+        for i, block in enumerate(fused.blocks):
+            layers[i] = block
+            block.join()
+    pack(model)
+    return fused
+
+
+@torch.inference_mode()
+def speed_up_head(head: Any, length: int) -> FusedHead | None:
+    """The same for the first layer of an MTP head (transformers' MtpModel)."""
+    layer, fused = head.layers[0], None
+    kind = (getattr(head.config, "layer_types", None) or [FULL])[0]
+    if kind == FULL and is_plain_block(layer.mtp_block) and can_tabulate(head.rotary_emb):
+        fused = FusedHead(head, length)
+        count = min(_NUM_COMPARED, length)
+        random = torch.Generator().manual_seed(0)
+        ids = torch.randint(head.embed_tokens.num_embeddings, (1, count), generator=random)
+        ids, positions = ids.to(head.device), torch.arange(count, device=head.device)[None]
+        embeds = head.embed_tokens(ids)
+        hidden = torch.randn(embeds.shape, generator=random).to(embeds)
+        expected = layer(
+            embeds,
+            hidden,
+            position_embeddings=rotary_of(head.rotary_emb)(embeds, positions + 1, kind),
+            attention_mask=causal_mask(count, count, embeds),
+            position_ids=positions + 1,
+            past_key_values=None,
+        )
+        if not is_same(fused(ids, hidden, positions, 0, count, None), expected):
+            fused = None
+    if fused:
+        head.layers = nn.ModuleList()
+        fused.join()
+    pack(head)
+    return fused
