@@ -67,7 +67,9 @@ from serving.worker import Worker, cancel
 
 # ------------------------------------------------------------------- KV cache and truncation
 
-KV_STEP = 512  # the flash kernel's block of keys: a shorter last block is summed in another way
+# The flash kernel takes keys in blocks of 512, MKL's matrix product within one in steps of 192. A
+# shorter last step is summed in another way, so it is filled up with keys that nobody sees.
+KV_BLOCK, KV_STEPS = 512, (192, 384, 512)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,11 +173,17 @@ class Shapes:
     Sums of floats depend on their order, and that on shapes: a token verified among six and the
     same token decoded alone would differ in the last bits of their logits. Two rules take that
     away: at least `min_rows` tokens in a forward (a matrix kernel has another way for one), and
-    attention to a multiple of `kv_step` keys. CachedModel.make_exact finds out what is enough.
+    attention to whole blocks of keys, the last one filled up to one of `kv_steps` (without any, to
+    none). CachedModel.make_exact finds out what is enough.
     """
 
     min_rows: int = 1
-    kv_step: int = 1
+    kv_steps: tuple[int, ...] = ()
+
+    def kv_length(self, end: int) -> int:
+        """How many keys to attend to for `end` of them. Example: 530 -> 512 + 192."""
+        whole = (end - 1) // KV_BLOCK * KV_BLOCK
+        return whole + next((step for step in self.kv_steps if step >= end - whole), end - whole)
 
 
 class SlotCache(Cache):
@@ -198,7 +206,7 @@ class SlotCache(Cache):
         super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
         self.num_rows, self.max_length, self.device = num_rows, max_length, device
         self.shapes = shapes
-        self.capacity = -(-max_length // KV_STEP) * KV_STEP
+        self.capacity = -(-max_length // KV_BLOCK) * KV_BLOCK
         self.lengths = [0] * num_rows
         self.current: Place  # of the forward under way
         self._free = list(range(num_rows))[::-1]
@@ -238,7 +246,7 @@ class SlotCache(Cache):
         assert slots == sorted(slots), "rows must come in the order of their slots"
         width = max(width, self.rows_of_each(len(rows)))
         end = max(ends)
-        kv_length = -(-end // self.shapes.kv_step) * self.shapes.kv_step
+        kv_length = self.shapes.kv_length(end)
         if len(rows) == 1 and width <= end:
             positions = torch.arange(end - width, end, device=self.device)[None]
             self.current = Place(slots, counts, width, positions, end - width, end, kv_length)
@@ -310,12 +318,12 @@ class CachedModel:
 
         Measured on this machine with this model; False if no number of rows does it.
         """
-        self.shapes.kv_step = KV_STEP
-        for self.shapes.min_rows in (1, 2, 4, 8):
-            if self._gives_equal_bits():
-                self.is_exact = True
-                return True
-        self.shapes.min_rows = self.shapes.kv_step = 1
+        for self.shapes.kv_steps in (KV_STEPS, (KV_BLOCK,)):
+            for self.shapes.min_rows in (1, 2, 4, 8):
+                if self._gives_equal_bits():
+                    self.is_exact = True
+                    return True
+        self.shapes.min_rows, self.shapes.kv_steps = 1, ()
         return False
 
     def _gives_equal_bits(self) -> bool:
@@ -344,9 +352,10 @@ class CachedModel:
             for begin in range(0, len(text), 7):
                 self.forward([one], [text[begin : begin + 7]], [1])
             outcomes = [verified([]), verified([6] * len(others)), verified([1, 2, 3, 4])]
-            if others:  # one so long that attention sees more keys than the text has
-                cache.lengths[others[-1]] = self.max_length - 6
-                outcomes.append(verified([6] * len(others)))
+            for length in (150, 350, 500, 700) if others else ():
+                # A neighbour so long that attention sees more keys than the text has.
+                cache.lengths[others[0]] = min(length, self.max_length - 6)
+                outcomes.append(verified([6]))
             return all(torch.equal(outcome, expected) for outcome in outcomes)
         finally:
             for row in rows:
