@@ -53,10 +53,12 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 
 import drafters
 from drafters import Context, Draft, Drafter, Sampling, Verdict
+from drafters.auto import AutoDrafter
 from fastpath.decoder import FusedDecoder, speed_up
 from fastpath.sampling import truncated_softmax
 from serving import terminal
 from serving.answers import PLAIN, answer, health, stream_answer, token_logprobs
+from serving.controller import Acceptance, Controller, Decision
 from serving.http import listen, register_errors
 from serving.loading import StartError, load_pretrained
 from serving.options import ROOT, Options, parse_arguments
@@ -301,6 +303,7 @@ class CachedModel:
         config = model.config.get_text_config()
         self.model, self.tokenizer, self.name, self.max_length = model, tokenizer, name, max_length
         self.vocab_size: int = config.vocab_size
+        self.num_weights = sum(weight.numel() for weight in model.parameters())
         self.shapes, self.is_exact = Shapes(), False
         self.cache = self.new_cache(config.num_hidden_layers, num_rows)
         self._fused: FusedDecoder | None = None
@@ -588,11 +591,17 @@ class Sequence:
         self.statistics = Statistics()
         self.num_steps = 0
         self.finish_reason: str | None = None
+        self.records: dict[str, Acceptance] = {}  # of each drafter that may propose
+        self.decision: Decision | None = None  # the controller's last one
         self.warnings: list[str] = []
 
     @property
     def output(self) -> list[int]:
         return self.tokens[len(self.request.prompt) :]
+
+    def missed(self, name: str) -> bool:
+        """Whether a drafter was passed over in the last cycle, so that it has text to catch up."""
+        return self.records[name].since > 0
 
     @property
     def remaining(self) -> int:
@@ -627,15 +636,18 @@ class Engine:
         loaded: dict[str, Drafter],
         default: str | None = None,
         prefill_chunk: int = Options.prefill_chunk,
+        controller: Controller | None = None,
     ):
+        """Without controller every draft has the length that the request asks for."""
         self.target, self.drafters, self.default_drafter = target, loaded, default
-        self.prefill_chunk = prefill_chunk
+        self.prefill_chunk, self.controller = prefill_chunk, controller
         ends = [target.model.generation_config.eos_token_id, target.tokenizer.eos_token_id]
         self.eos_ids = {
             i for end in ends if end is not None for i in (end if isinstance(end, list) else [end])
         }
         self.totals = {name: Statistics() for name in [*loaded, PLAIN]}  # of closed sequences
         self.recent: deque[tuple[int, int]] = deque(maxlen=200)  # (drafted, accepted) by cycle
+        self.decisions: dict[str, Decision] = {}  # the controller's last one on each drafter
         self.num_drafter_failures = 0
         self.is_exact = target.is_exact  # outputs do not depend on company, to the last bit
 
@@ -668,6 +680,8 @@ class Engine:
         if drafter:
             try:
                 sequence.state = drafter.open(request.prompt, request.sampling, sequence.rng)
+                names = drafter.candidates(sequence.state)
+                sequence.records = {name: Acceptance() for name in names}
             except Exception as error:
                 sequence.drafter = None  # there is no state to close
                 self._lose_drafter(sequence, drafter.name, error)
@@ -747,6 +761,9 @@ class Engine:
             for s, draft, score in zip(sequences, drafts, scores, strict=True)
         ]
         times.append(time.perf_counter())
+        if self.controller and all(s.num_steps for s in sequences):  # prompts cost otherwise
+            fed = len(sequences) * max(len(draft.tokens) + 1 for draft in drafts)
+            self.controller.costs.observe_pass(fed, (times[2] - times[1]) * 1e3)
         hidden = output.hidden or [None] * len(sequences)
         events = list(map(self._commit, sequences, drafts, judged, hidden))
         times.append(time.perf_counter())
@@ -758,27 +775,55 @@ class Engine:
     def _draft(self, sequences: list[Sequence]) -> list[Draft]:
         """A draft for each; empty for prefill, for the last token and where there is no drafter."""
         drafts = {id(s): Draft() for s in sequences}
-        groups: dict[Drafter, list[Sequence]] = {}
+        groups: dict[tuple[Drafter, str], list[tuple[Sequence, int]]] = {}
         for s in sequences:
             if s.drafter and s.num_steps and s.remaining > 1:
-                groups.setdefault(s.drafter, []).append(s)
-        for drafter, group in groups.items():
-            limits = [min(s.request.num_speculative_tokens, s.remaining - 1) for s in group]
-            try:
-                proposed = list(drafter.propose_batch([s.state for s in group], limits))
-                if len(proposed) != len(group):
-                    raise ValueError(f"{len(proposed)} drafts for {len(group)} requests")
-            except Exception as error:
-                for s in group:
-                    self._lose_drafter(s, drafter.name, error)
-                continue
-            for s, draft, limit in zip(group, proposed, limits, strict=True):
-                try:
-                    self._check_draft(draft, limit)
-                    drafts[id(s)] = draft
-                except Exception as error:
-                    self._lose_drafter(s, drafter.name, error)
+                name, limit = self._decide(s, len(sequences))
+                if limit:
+                    groups.setdefault((s.drafter, name), []).append((s, limit))
+        for (drafter, name), group in groups.items():
+            began = time.perf_counter()
+            for s, draft in self._propose(drafter, group):
+                drafts[id(s)] = draft
+            if self.controller and all(s.num_steps > 1 and not s.missed(name) for s, _ in group):
+                steps, spent = max(limit for _, limit in group), time.perf_counter() - began
+                self.controller.costs.observe_draft(name, steps, spent * 1e3)
         return [drafts[id(s)] for s in sequences]
+
+    def _decide(self, s: Sequence, batch: int) -> tuple[str, int]:
+        """Who drafts for a sequence, and how much; without controller as much as was asked for."""
+        limit = min(s.request.num_speculative_tokens, s.remaining - 1)
+        if not self.controller:
+            return s.drafter.name, limit
+        is_greedy = s.request.sampling.is_greedy
+        s.decision = self.controller.choose(s.records, limit, batch, is_greedy)
+        self.decisions[s.decision.drafter] = s.decision
+        s.drafter.select(s.state, s.decision.drafter)
+        return s.decision.drafter, s.decision.num_tokens
+
+    def _propose(
+        self, drafter: Drafter, group: list[tuple[Sequence, int]]
+    ) -> list[tuple[Sequence, Draft]]:
+        """A batch of drafts that can be verified; who gets none of them loses its drafter."""
+        try:
+            proposed = list(
+                drafter.propose_batch([s.state for s, _ in group], [limit for _, limit in group])
+            )
+            if len(proposed) != len(group):
+                raise ValueError(f"{len(proposed)} drafts for {len(group)} requests")
+        except Exception as error:
+            if len(group) > 1:  # one of them is to blame, and the others need not suffer for it
+                return [pair for one in group for pair in self._propose(drafter, [one])]
+            self._lose_drafter(group[0][0], drafter.name, error)
+            return []
+        sound = []
+        for (s, limit), draft in zip(group, proposed, strict=True):
+            try:
+                self._check_draft(draft, limit)
+                sound.append((s, draft))
+            except Exception as error:
+                self._lose_drafter(s, drafter.name, error)
+        return sound
 
     def _check_draft(self, draft: Draft, limit: int) -> None:
         if not isinstance(draft.tokens, list):
@@ -813,6 +858,9 @@ class Engine:
         is_whole = kept == len(tokens)
         num_judged = len(draft.tokens) if is_whole else kept
         s.statistics.record(num_judged, [j.kind for j in emitted[:kept]])
+        for name, record in s.records.items():
+            proposed = s.decision is None or name == s.decision.drafter
+            record.observe(num_judged if proposed else 0, min(accepted, kept))
         if num_judged:
             self.recent.append((num_judged, min(accepted, kept)))
         rejected = [j._asdict() for j in judged if j.kind == "rejected" and is_whole]
@@ -865,6 +913,8 @@ def details(s: Sequence, num_new: int, logits: Tensor, scores: Tensor) -> dict[s
         new = s.tokens[len(s.tokens) - num_new :]
         asked["logprobs"] = token_logprobs(logits, new, s.request.logprobs, s.tokenizer)
         s.logprobs += asked["logprobs"]
+    if s.request.trace and s.decision:
+        asked["controller"] = str(s.decision)
     if s.request.trace:
         asked["target_argmax"] = scores.argmax(-1).tolist()
         top = scores[:num_new].topk(min(5, scores.shape[-1]))
@@ -911,6 +961,31 @@ def load_model(name: str, options: Options) -> CachedModel:
     return CachedModel(model, tokenizer, name, options.max_running, length)
 
 
+def load_drafters(options: Options, context: Context) -> tuple[dict[str, Drafter], str]:
+    """Every drafter that fits, by name, and the default's name.
+
+    Raises StartError if one that was asked for does not fit.
+    """
+    loaded: dict[str, Drafter] = {}
+    wanted = options.drafter if options.drafter != AutoDrafter.name else None
+    default, asked = wanted, {wanted, "ngram", "draft_model" if options.draft_model else None}
+    for name in dict.fromkeys([wanted, *drafters.NAMES] if wanted else drafters.NAMES):
+        try:
+            drafter = drafters.load(name, context)
+        except ValueError as error:
+            if name in asked:
+                raise StartError(str(error)) from error
+            continue  # this target has no MTP head, say
+        if drafter.name in (*loaded, PLAIN, AutoDrafter.name):
+            raise StartError(f"{name}: the name {drafter.name!r} is taken, give it another")
+        loaded[drafter.name] = drafter
+        if name == wanted:
+            default = drafter.name
+    first = default or next(n for n in DEFAULT_DRAFTERS if n in loaded)
+    loaded[AutoDrafter.name] = AutoDrafter({first: loaded[first]} | loaded)
+    return loaded, AutoDrafter.name if options.drafter == AutoDrafter.name else first
+
+
 def load_engine(options: Options) -> Engine:
     """Load the target and every drafter that fits. Raises StartError if one asked for does not."""
     target = load_model(options.model, options)
@@ -927,29 +1002,18 @@ def load_engine(options: Options) -> Engine:
         options.prompt_lookup_min,
         options.fastpath,
     )
-    loaded: dict[str, Drafter] = {}
-    default = options.drafter
-    asked = {default, "ngram", "draft_model" if options.draft_model else None}
-    for name in dict.fromkeys([default, *drafters.NAMES] if default else drafters.NAMES):
-        try:
-            drafter = drafters.load(name, context)
-        except ValueError as error:
-            if name in asked:
-                raise StartError(str(error)) from error
-            continue  # this target has no MTP head, say
-        if drafter.name in loaded or drafter.name == PLAIN:
-            raise StartError(f"{name}: the name {drafter.name!r} is taken, give it another")
-        loaded[drafter.name] = drafter
-        if name == options.drafter:
-            default = drafter.name
-    default = default or next(n for n in DEFAULT_DRAFTERS if n in loaded)
+    loaded, default = load_drafters(options, context)
     models = [model for model in (target, draft) if model]
     for model in models:
         if options.fastpath:
             model.speed_up()
         if options.bitwise:
             model.make_exact()
-    engine = Engine(target, loaded, default, options.prefill_chunk)
+    controller = None
+    if not options.fixed_k:
+        sizes = {name: drafter.num_step_weights for name, drafter in loaded.items()}
+        controller = Controller(target.num_weights, sizes)
+    engine = Engine(target, loaded, default, options.prefill_chunk, controller)
     engine.is_exact = all(model.is_exact for model in models)
     return engine
 
@@ -1030,6 +1094,8 @@ def show_prompt(engine: Engine, wanted: Request) -> None:
         print(terminal.mark(event["pieces"], colour), end="", flush=True)
         finished = sequence
     terminal.print_figures(finished.finish_reason, finished.statistics)
+    if finished.decision:
+        print(f"controller, last: {finished.decision}")
     if not wanted.sampling.is_greedy:
         print(f"seed {wanted.seed}")
     for warning in finished.warnings:
@@ -1086,6 +1152,7 @@ def compare(engine: Engine, prompt: list[int], options: Options, repeats: int) -
             "num_draft_tokens": s.statistics.num_draft_tokens,
             "num_accepted_draft_tokens": s.statistics.num_accepted_draft_tokens,
             "identical": identical[name],
+            "controller": s.decision and str(s.decision),
             "warnings": s.warnings,
             "pieces": s.text.stretches(),
         }

@@ -50,9 +50,13 @@ def measure_batches(engine: Any, runs: int, num_tokens: int) -> list[dict[str, A
     """One row per drafter and size: tokens per second both ways, and whether outputs agree."""
     encode = engine.target.tokenizer
     prompts = [encode(text)["input_ids"] for text in core.read_prompts().values()] * 2
-    cases = [(size, name) for size in SIZES for name in [None, *engine.drafters]]
-    rows = []
-    for size, name in tqdm(cases, desc="batches"):
+    cases = [(size, None, False) for size in SIZES]
+    cases += [
+        (s, name, fixed) for s in SIZES for name in engine.drafters for fixed in (True, False)
+    ]
+    rows, controller = [], engine.controller
+    for size, name, is_fixed in tqdm(sorted(cases, key=lambda case: case[0]), desc="batches"):
+        engine.controller = None if is_fixed else controller
         requests = [core.Request(prompt, num_tokens, name) for prompt in prompts[:size]]
         times: dict[Any, list[float]] = {one_by_one: [], together: []}
         outputs = {}
@@ -68,12 +72,14 @@ def measure_batches(engine: Any, runs: int, num_tokens: int) -> list[dict[str, A
             {
                 "batch": size,
                 "drafter": name or "none",
+                "k": "–" if name is None else "5" if is_fixed else "controller",
                 "alone_tokens_per_s": round(alone, 1),
                 "batch_tokens_per_s": round(batched, 1),
                 "ratio": round(batched / alone, 2),
                 "identical": outputs[one_by_one] == outputs[together],
             }
         )
+    engine.controller = controller
     return rows
 
 
@@ -125,11 +131,15 @@ def main() -> None:
         "gaps": measure_gaps(engine, given.runs),
     }
     if not given.json:
-        print(f"{'batch':>5} {'drafter':12}{'one by one':>12}{'together':>10} tok/s{'ratio':>8}")
+        print(
+            f"{'batch':>5} {'drafter':12}{'K':>11}"
+            f"{'one by one':>11}{'together':>10} tok/s{'ratio':>7}"
+        )
         for row in document["batches"]:
             print(
-                f"{row['batch']:5} {row['drafter']:12}{row['alone_tokens_per_s']:12.0f}"
-                f"{row['batch_tokens_per_s']:10.0f}      {row['ratio']:8.2f}"
+                f"{row['batch']:5} {row['drafter']:12}{row['k']:>11}"
+                f"{row['alone_tokens_per_s']:11.0f}"
+                f"{row['batch_tokens_per_s']:10.0f}      {row['ratio']:7.2f}"
                 f"{'' if row['identical'] else '  outputs differ'}"
             )
         print(f"\n{'chunk':>6}{'longest gap, ms':>17}{'first token of 1 800, ms':>26}")

@@ -103,7 +103,9 @@ def first_tokens(engine: Any, request: Any, num_samples: int, num_tokens: int = 
 
 def load(drafter: str | None = None) -> Any:
     """The embedded models, and a drafter of one's own, with a short KV cache of many rows."""
-    return core.load_engine(core.Options(max_running=BATCH, max_model_len=32, drafter=drafter))
+    return core.load_engine(
+        core.Options(max_running=BATCH, max_model_len=32, drafter=drafter, fixed_k=True)
+    )
 
 
 def measure(engine: Any, num_samples: int) -> list[dict[str, Any]]:
@@ -113,7 +115,8 @@ def measure(engine: Any, num_samples: int) -> list[dict[str, Any]]:
     for name, sampling in tqdm(SAMPLINGS.items(), desc="samplings"):
         plain = core.Request(prompt, 12, None, 0, sampling=sampling, seed=1_000_000)
         theirs = first_tokens(engine, plain, num_samples)
-        for i, drafter in enumerate(engine.drafters, 1):
+        # With K fixed "auto" is the first of the others.
+        for i, drafter in enumerate((n for n in engine.drafters if n != "auto"), 1):
             engine.totals[drafter] = core.Statistics()
             request = core.Request(
                 prompt, 12, drafter, K, sampling=sampling, seed=1_000_000 * (i + 1)

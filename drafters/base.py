@@ -104,7 +104,10 @@ class Drafter(ABC):
     """Proposes tokens; never decides. Whatever it proposes, the target's output stays the same."""
 
     name: ClassVar[str]
-    needs_hidden: ClassVar[bool] = False
+    needs_hidden: bool = False
+    # Weights that one draft step reads; the controller's idea of its cost where a clock must not
+    # decide (see serving/controller.py).
+    num_step_weights: int = 0
 
     @classmethod
     def build(cls, context: Context) -> "Drafter":
@@ -118,6 +121,13 @@ class Drafter(ABC):
         the same seed then gives the same output.
         """
         return list(prompt)
+
+    def candidates(self, state: Any) -> list[str]:
+        """Names to choose from; more than its own where several drafters act as one."""
+        return [self.name]
+
+    def select(self, state: Any, name: str) -> None:  # noqa: B027  (most are only one)
+        """The next draft is to come from candidate `name`."""
 
     @abstractmethod
     def propose(self, state: Any, max_tokens: int) -> Draft:

@@ -44,11 +44,13 @@ class MtpHeadDrafter(Drafter):
     """Drafts with the target's MTP head, batched over requests."""
 
     name: ClassVar[str] = "mtp"
-    needs_hidden: ClassVar[bool] = True
+    needs_hidden = True
 
     def __init__(self, head: MtpModel, context: Context) -> None:
         self._head = head
         self._cache = context.target.new_cache(num_layers=1, num_rows=context.num_rows)
+        weights = [*head.layers[0].parameters(), *head.shared_head.parameters()]
+        self.num_step_weights = sum(weight.numel() for weight in weights)
         self._fused = speed_up_head(head, self._cache.max_length) if context.fast else None
         self._max_shared = context.target.max_shared
         self._sample = context.sample

@@ -34,6 +34,7 @@ class SmallModelDrafter(Drafter):
 
     def __init__(self, context: Context) -> None:
         self._draft: Any = context.draft
+        self.num_step_weights = self._draft.num_weights
         self._sample = context.sample
         # An embedding may be padded: ids that only one of the two models has are never drafted.
         self._vocab_size = context.target.vocab_size

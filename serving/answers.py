@@ -46,7 +46,10 @@ def answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> dict[str, A
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
         },
-        "metrics": {"speculative_decoding": {"drafter": request.drafter or PLAIN} | counters},
+        "metrics": {
+            "speculative_decoding": {"drafter": request.drafter or PLAIN} | counters,
+            "controller": sequence.decision and sequence.decision.as_dict(),
+        },
         "timings": statistics.timings(),
     }
     if request.logprobs is not None:
@@ -198,7 +201,21 @@ def health(engine: Any, worker: Worker, num_spec_tokens: int, uptime_s: float) -
         | {"recent_acceptance_rate": ratio(sum(a for _, a in recent), sum(d for d, _ in recent))}
         | total.per_position()
         | {"per_drafter": per_drafter, "formulas": FORMULAS},
+        "controller": controller_state(engine),
         "warnings": _warnings(engine),
+    }
+
+
+def controller_state(engine: Any) -> dict[str, Any] | None:
+    """What the controller has measured, and the last thing it said of each drafter."""
+    if engine.controller is None:
+        return None
+    costs = engine.controller.costs
+    return {
+        "pass_ms": round(costs.pass_ms, 4),
+        "token_ms": round(costs.token_ms, 4),
+        "draft_step_ms": {name: round(ms, 4) for name, ms in dict(costs.draft_ms).items()},
+        "last": {name: str(decision) for name, decision in dict(engine.decisions).items()},
     }
 
 

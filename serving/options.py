@@ -21,6 +21,7 @@ class Options:
     draft_model: str | None = None  # beside the embedded target: the embedded draft
     drafter: str | None = None  # the first of DEFAULT_DRAFTERS that fits the target
     num_speculative_tokens: int = 5
+    fixed_k: bool = False
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 1
     max_tokens: int = 128
@@ -102,8 +103,9 @@ def parse_arguments(
     for name, details in {
         "model": model | {"help": "the target"},
         "draft_model": model | {"help": "for the drafter draft_model"},
-        "drafter": {"help": f"{', '.join(NAMES)} or file.py:Class"},
+        "drafter": {"help": f"{', '.join(NAMES)}, auto or file.py:Class"},
         "num_speculative_tokens": {"type": between(1, MAX_SPECULATIVE_TOKENS), "help": "K"},
+        "fixed_k": {"action": "store_true", "help": "always draft K, whether it pays or not"},
         "prompt_lookup_max": {"type": count, "help": "longest suffix that ngram looks up"},
         "prompt_lookup_min": {"type": count, "help": "shortest suffix that ngram looks up"},
         "max_tokens": {"type": count, "help": "tokens to generate, where a request does not say"},

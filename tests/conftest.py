@@ -68,7 +68,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="session")
 def demo_engine() -> Any:
     """The embedded target with every drafter."""
-    return core.load_engine(core.Options())
+    return core.load_engine(core.Options(fixed_k=True))
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ SAMPLINGS = (core.Sampling(), core.Sampling(1.1, 0.9, 50, 0.95))
 @pytest.fixture(scope="module")
 def engine():
     """The embedded models with a small chunk, and a drafter that fails now and then."""
-    engine = core.load_engine(core.Options(prefill_chunk=24, max_running=8))
+    engine = core.load_engine(core.Options(prefill_chunk=24, max_running=8, fixed_k=True))
     chance = random.Random(0)
 
     def poisoned(tokens, limit):

@@ -41,16 +41,16 @@ def test_the_demo_s_document_has_every_prompt_and_drafter(demo):
         standard = prompt["standard"]
         assert list(standard) == ["target_passes", "tokens_per_pass", "ms", "token_ids", "text"]
         assert standard["target_passes"] == len(standard["token_ids"]) - 1
-        assert set(prompt["speculative"]) == {"ngram", "draft_model", "mtp"}
+        assert set(prompt["speculative"]) == {"ngram", "draft_model", "mtp", "auto"}
         for run in prompt["speculative"].values():
             assert set(run) == set(standard) | {
                 "draft_acceptance_rate", "mean_acceptance_length", "num_draft_tokens",
-                "num_accepted_draft_tokens", "identical", "warnings",
+                "num_accepted_draft_tokens", "identical", "controller", "warnings",
             }  # fmt: skip
             assert run["identical"] is True
             assert run["token_ids"] == standard["token_ids"] and run["text"] == standard["text"]
             assert run["ms"] > 0
-    assert set(demo["totals"]) == {"standard", "ngram", "draft_model", "mtp"}
+    assert set(demo["totals"]) == {"standard", "ngram", "draft_model", "mtp", "auto"}
 
 
 def test_the_demo_prints_tables_and_marks_where_tokens_came_from():
@@ -91,7 +91,7 @@ def test_a_prompt_is_continued_with_the_origin_of_its_tokens():
 def test_the_embedded_target_is_recognised_however_it_is_spelt(monkeypatch):
     monkeypatch.chdir(ROOT)
     engine = core.load_engine(core.Options(model="demo_models/target"))
-    assert set(engine.drafters) == {"ngram", "draft_model", "mtp"}
+    assert set(engine.drafters) == {"ngram", "draft_model", "mtp", "auto"}
 
 
 SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01")

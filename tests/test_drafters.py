@@ -421,7 +421,7 @@ class Raises(Inherits):
 def test_a_drafter_of_one_s_own_is_the_one_that_runs(demo_engine, prompts, tmp_path):
     """Also one that inherits from a built-in drafter, whose name it must not take over."""
     (tmp_path / "own.py").write_text(OWN)
-    engine = core.load_engine(core.Options(drafter=f"{tmp_path}/own.py:Inherits"))
+    engine = core.load_engine(core.Options(drafter=f"{tmp_path}/own.py:Inherits", fixed_k=True))
     assert engine.default_drafter == "Inherits"
     _, events = run(engine, prompts["easy_json"], max_tokens=10, drafter="Inherits")
     assert all(event["proposals"] == [7] for event in events[1:-1])
@@ -493,7 +493,8 @@ def test_padded_embeddings_are_no_mismatch(tiny_folder, tmp_path, target_rows, d
         model.save_pretrained(folders[-1])
         AutoTokenizer.from_pretrained(tiny_folder(name)).save_pretrained(folders[-1])
     target, draft = map(str, folders)
-    engine = core.load_engine(core.Options(model=target, draft_model=draft, drafter="draft_model"))
+    options = core.Options(model=target, draft_model=draft, drafter="draft_model", fixed_k=True)
+    engine = core.load_engine(options)
     prompt = [5, 6, 7, 5, 6]
     greedy, _ = run(engine, prompt, max_tokens=30, drafter="draft_model")
     assert greedy.output == core.plain_decode(engine.target, prompt, 30, engine.eos_ids)

@@ -113,7 +113,7 @@ def test_the_kv_cache_advances_by_what_was_emitted_not_by_what_was_proposed(
 def test_a_perfect_drafter_is_accepted_entirely(prompts):
     """The target drafts for itself: every token of every draft is accepted."""
     model = core.Options().model
-    engine = core.load_engine(core.Options(draft_model=model, drafter="draft_model"))
+    engine = core.load_engine(core.Options(draft_model=model, drafter="draft_model", fixed_k=True))
     for name in ("code_function", "hard_story"):
         sequence, _ = run(engine, prompts[name], max_tokens=61, drafter="draft_model")
         statistics = sequence.statistics

@@ -260,7 +260,7 @@ DRAFTERS = ("ngram", "draft_model", "mtp")
 @pytest.fixture(scope="module")
 def many():
     """The embedded models with a short cache of many rows: samples come in batches."""
-    return core.load_engine(core.Options(max_running=BATCH, max_model_len=32))
+    return core.load_engine(core.Options(max_running=BATCH, max_model_len=32, fixed_k=True))
 
 
 @pytest.fixture(scope="module")
@@ -429,7 +429,7 @@ def test_the_test_from_end_to_end_notices(break_core, prompt, plain_samples, fau
         pytest.skip("n-gram's q is one-hot at every temperature")
     theirs = plain_samples("temperature 0.7")
     break_core(fault)
-    engine = core.load_engine(core.Options(max_running=BATCH, max_model_len=32))
+    engine = core.load_engine(core.Options(max_running=BATCH, max_model_len=32, fixed_k=True))
     p_value = smallest_p_value(
         engine, prompt, drafter, "temperature 0.7", theirs, num_samples=3 * NUM_SAMPLES
     )
@@ -439,5 +439,5 @@ def test_the_test_from_end_to_end_notices(break_core, prompt, plain_samples, fau
 @pytest.mark.parametrize("fault", ["accepts always", "q at another temperature"])
 def test_the_test_of_the_overlap_notices(break_core, prompts, fault):
     break_core(fault)
-    engine = core.load_engine(core.Options())
+    engine = core.load_engine(core.Options(fixed_k=True))
     assert abs(deviation_from_overlap(engine, prompts, "draft_model")) > 4.9

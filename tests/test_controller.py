@@ -1,0 +1,268 @@
+"""How much to draft: the choice follows acceptance and costs, and the clock only where it may."""
+
+import itertools
+
+import pytest
+import speculative_decoding as core
+from conftest import ScriptedDrafter, run
+
+from drafters.auto import AutoDrafter
+from serving.controller import Acceptance, Controller, Costs
+
+K = 8
+
+
+def settled(alpha, cycles=60, k=K):
+    """A record of a drafter each of whose tokens is accepted in a share `alpha` of the cases."""
+    record, owed = Acceptance(), 0.0
+    for _ in range(cycles):
+        accepted = 0
+        while accepted < k:
+            owed += alpha
+            if owed < 1:
+                break
+            owed -= 1
+            accepted += 1
+        record.observe(k, accepted)
+    return record
+
+
+def controller(c=0.2, token_share=0.02):
+    """With measured costs: a pass of 10 ms, a draft step of c passes."""
+    result = Controller(100, {"own": 20})
+    result.costs = Costs(10.0, 10.0 * token_share, {"own": c * 10.0})
+    return result
+
+
+def choose(alpha, c=0.2, batch=1, token_share=0.02, is_greedy=True):
+    return controller(c, token_share).choose({"own": settled(alpha)}, K, batch, is_greedy)
+
+
+def test_the_record_estimates_each_position_by_itself():
+    record = Acceptance()
+    for _ in range(100):
+        record.observe(3, 1)  # the first always, the second never
+    first, second, third, fourth = record.alphas(4)
+    assert first > 0.9 and second < 0.2
+    assert abs(third - second) < 1e-9 and fourth == third  # never reached: like the one before
+
+
+def test_recent_cycles_count_more():
+    record = settled(1.0)
+    for _ in range(15):
+        record.observe(4, 0)
+    assert record.alphas(1)[0] < 0.3
+
+
+def test_k_grows_with_acceptance_and_falls_with_cost():
+    by_alpha = [choose(alpha).num_tokens for alpha in (0.05, 0.4, 0.6, 0.8, 0.95)]
+    assert by_alpha == sorted(by_alpha) and by_alpha[0] == 0 and by_alpha[-1] >= 5
+    by_cost = [choose(0.7, c).num_tokens for c in (0.0, 0.1, 0.3, 0.6, 1.5)]
+    assert by_cost == sorted(by_cost, reverse=True) and by_cost[0] >= 3 and by_cost[-1] == 0
+
+
+def test_k_falls_as_the_batch_fills_up():
+    """Where each token costs a tenth of a pass, eight rows are bound by arithmetic."""
+    by_batch = [choose(0.7, 0.05, batch, 0.1).num_tokens for batch in (1, 2, 4, 8, 16)]
+    assert by_batch == sorted(by_batch, reverse=True)
+    assert by_batch[0] >= 2 and by_batch[-1] < by_batch[0]
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("c", [0.0, 0.1, 0.3])
+def test_the_choice_is_the_best_of_all_k_by_the_formula(alpha, c):
+    """Against (1 − α^(K+1)) / (1 − α) over K · c + t_verify(K + 1), tried for every K."""
+    own = controller(c)
+    record = settled(alpha)
+    alphas = record.alphas(K)
+    plain = own.costs.verify(1)
+
+    def speedup(k):
+        expected = 1 + sum(
+            product for product in itertools.accumulate(alphas[:k], lambda x, y: x * y)
+        )
+        return expected * plain / (k * c * 10 + own.costs.verify(k + 1))
+
+    best = max(range(K + 1), key=speedup)
+    decision = own.choose({"own": record}, K, 1, True)
+    assert decision.num_tokens == best or speedup(best) < 1.01
+    assert decision.expected_speedup == pytest.approx(max(speedup(k) for k in range(1, K + 1)))
+
+
+def test_without_drafts_it_probes_now_and_then_and_comes_back():
+    own, record = controller(), settled(0.0)
+    asked = []
+    for _ in range(300):
+        decision = own.choose({"own": record}, K, 1, True)
+        asked.append(decision.num_tokens)
+        record.observe(decision.num_tokens, 0)
+    probes = sum(count > 0 for count in asked)
+    assert 3 <= probes <= 10 and max(asked) <= 2
+    for _ in range(100):  # now the text has become easy
+        decision = own.choose({"own": record}, K, 1, True)
+        record.observe(decision.num_tokens, decision.num_tokens)
+    assert decision.num_tokens >= 5 and not decision.is_probe
+
+
+def test_it_says_why():
+    assert str(choose(0.95)).startswith("own, K=")
+    assert "expected" in str(choose(0.95)) and "α " in str(choose(0.95))
+    poor = choose(0.05)
+    assert "K=0 is faster here" in str(poor) and "< break-even" in str(poor)
+    assert poor.alpha < poor.break_even == pytest.approx(0.2 + 0.2 / 10.2, abs=0.01)
+    assert poor.as_dict()["says"] == str(poor)
+
+
+def test_the_fit_finds_what_a_pass_and_a_token_cost():
+    costs = Costs()
+    for i in range(400):
+        tokens = (1, 6, 8, 48)[i % 4]
+        costs.observe_pass(tokens, 4.0 + 0.1 * tokens + (30 if i % 50 == 49 else 0))
+    assert costs.pass_ms == pytest.approx(4.0, rel=0.05)
+    assert costs.token_ms == pytest.approx(0.1, rel=0.05)
+
+
+def test_passes_of_one_size_leave_a_sane_slope():
+    costs = Costs()
+    for _ in range(50):
+        costs.observe_pass(1, 5.0)
+    assert costs.verify(1) == pytest.approx(5.0) and 0 <= costs.token_ms < 0.5
+
+
+def test_a_drafter_that_becomes_slower_is_noticed():
+    costs = Costs(10.0, 0.1, {"own": 1.0})
+    costs.observe_draft("own", 5, 500.0)
+    assert costs.draft_ms["own"] < 2  # once is an accident
+    for _ in range(100):
+        costs.observe_draft("own", 5, 500.0)
+    assert costs.draft_ms["own"] > 50
+
+
+def test_sampled_requests_are_decided_without_the_clock(demo_engine):
+    """Whatever was measured, and whoever runs beside it."""
+    slow, fast = controller(c=5.0), controller(c=0.0)
+    for alpha in (0.2, 0.5, 0.8):
+        choices = {
+            own.choose({"own": settled(alpha)}, K, batch, False).num_tokens
+            for own in (slow, fast)
+            for batch in (1, 8)
+        }
+        assert len(choices) == 1
+    assert slow.choose({"own": settled(0.8)}, K, 1, True).num_tokens == 0
+
+
+@pytest.fixture(scope="module")
+def adaptive():
+    """The embedded models with the controller on."""
+    return core.load_engine(core.Options())
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model", "mtp", "auto"])
+@pytest.mark.parametrize("name", ["code_class", "hard_story", "repetitive_letters"])
+def test_whatever_it_chooses_greedy_output_is_plain_decoding(
+    adaptive, prompts, plain, name, drafter
+):
+    sequence, events = run(adaptive, prompts[name], max_tokens=48, drafter=drafter, trace=True)
+    assert sequence.output == plain(prompts[name], 48)
+    assert sequence.warnings == [] and sequence.decision is not None
+    assert all(len(event["proposals"]) <= 5 for event in events)
+    assert "controller" in events[1]
+
+
+def test_the_same_seed_gives_the_same_output_whatever_costs_were_measured(adaptive, prompts):
+    sampling = core.Sampling(temperature=1.0, top_p=0.95)
+    outputs = []
+    for costs in (Costs(10.0, 0.1, {"mtp": 0.0}), Costs(1.0, 0.9, {"mtp": 50.0})):
+        adaptive.controller.costs = costs
+        for drafter in ("mtp", "auto", "draft_model"):
+            sequence, _ = run(
+                adaptive, prompts["hard_docs"], max_tokens=40, drafter=drafter,
+                sampling=sampling, seed=3,
+            )  # fmt: skip
+            outputs.append((drafter, sequence.output, sequence.statistics.drafted_at))
+    assert outputs[:3] == outputs[3:]
+
+
+def test_a_drafter_that_is_never_right_is_soon_left_alone(demo_engine, prompts):
+    """The cost of finding out: a few drafts, then probes."""
+    drafter = ScriptedDrafter(lambda tokens, n: [0] * n)
+    engine = core.Engine(demo_engine.target, {"scripted": drafter}, "scripted")
+    engine.controller = Controller(100, {"scripted": 10})
+    sequence, _ = run(engine, prompts["hard_docs"], max_tokens=100, drafter="scripted")
+    statistics = sequence.statistics
+    assert statistics.target_passes > 90 and statistics.num_spec_steps < 20
+    assert "K=0 is faster here: scripted" in str(sequence.decision)
+    assert engine.decisions["scripted"] is sequence.decision
+
+
+def test_among_several_the_better_one_drafts(demo_engine, prompts, plain):
+    prompt = prompts["hard_docs"]
+    expected = plain(prompt, 60)
+
+    class Right(ScriptedDrafter):
+        name = "right"
+
+    class Wrong(ScriptedDrafter):
+        name = "wrong"
+
+    def right(tokens, n):
+        at = len(tokens) - len(prompt)
+        return expected[at : at + n]
+
+    good, bad = Right(right), Wrong(lambda tokens, n: [0] * n)
+    engine = core.Engine(
+        demo_engine.target, {"auto": AutoDrafter({"wrong": bad, "right": good})}, "auto"
+    )
+    engine.controller = Controller(100, {"right": 1, "wrong": 1})
+    sequence, _ = run(engine, prompt, max_tokens=60, drafter="auto")
+    assert sequence.output == expected
+    assert sequence.decision.drafter == "right"
+    assert sequence.statistics.tokens_per_pass > 3
+    assert (good.num_open, bad.num_open) == (0, 0)
+
+
+@pytest.mark.parametrize("first", ["ngram", "draft_model", "mtp"])
+def test_who_was_passed_over_proposes_as_if_it_had_been_there(demo_engine, prompts, first):
+    """Each of several drafters proposes in turn; each does what one that saw all of it does."""
+    loaded = {n: demo_engine.drafters[n] for n in ("ngram", "draft_model", "mtp")}
+    auto, chosen = AutoDrafter(loaded), itertools.cycle(["draft_model", first, "ngram", "mtp"])
+    engine = core.Engine(demo_engine.target, {"auto": auto}, "auto")
+    propose = auto.propose_batch
+
+    def in_turn(states, limits):
+        for state in states:
+            auto.select(state, next(chosen))
+        drafts = propose(states, limits)
+        (state,), (draft,) = states, drafts
+        drafter = loaded[state.chosen]
+        if state.chosen != "mtp":  # whose hidden states a fresh state would have to be given
+            text = list(state.states["draft_model"].tokens)
+            fresh = drafter.open(text, core.Sampling(), core.generator(0))
+            assert drafter.propose(fresh, limits[0]).tokens == draft.tokens
+            drafter.close(fresh)
+        return drafts
+
+    auto.propose_batch = in_turn
+    sequence, events = run(engine, prompts["code_class"], max_tokens=50, drafter="auto")
+    assert sequence.warnings == [] and len(events) > 8
+    assert sequence.statistics.num_accepted_draft_tokens > 10
+
+
+def test_a_batch_with_one_faulty_state_keeps_the_speculation_of_the_others(demo_engine, prompts):
+    class Touchy(ScriptedDrafter):
+        def propose_batch(self, states, limits):
+            if any(state[0] == prompts["hard_story"][0] for state in states):
+                raise RuntimeError("cannot read this")
+            return super().propose_batch(states, limits)
+
+    drafter = Touchy(lambda tokens, n: tokens[-n:])
+    engine = core.Engine(demo_engine.target, {"scripted": drafter}, "scripted")
+    names = ("code_class", "hard_story", "easy_json")
+    sequences = [engine.open(core.Request(prompts[n], 20, "scripted")) for n in names]
+    while running := [s for s in sequences if not s.finish_reason]:
+        engine.step(running)
+    for sequence in sequences:
+        engine.close(sequence)
+    assert [bool(s.warnings) for s in sequences] == [False, True, False]
+    assert sequences[0].statistics.num_draft_tokens > 20
+    assert engine.num_drafter_failures == 1
