@@ -52,7 +52,11 @@ def measure_batches(engine: Any, runs: int, num_tokens: int) -> list[dict[str, A
     prompts = [encode(text)["input_ids"] for text in core.read_prompts().values()] * 2
     cases = [(size, None, False) for size in SIZES]
     cases += [
-        (s, name, fixed) for s in SIZES for name in engine.drafters for fixed in (True, False)
+        (size, name, is_fixed)
+        for size in SIZES
+        for name in engine.drafters
+        for is_fixed in (True, False)
+        if not (is_fixed and name == "auto")  # it is the controller that chooses for it
     ]
     rows, controller = [], engine.controller
     for size, name, is_fixed in tqdm(sorted(cases, key=lambda case: case[0]), desc="batches"):

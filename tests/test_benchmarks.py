@@ -1,12 +1,21 @@
 """Benchmarks run as README says, and their last line is one JSON document."""
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
+import torch
+import transformers
 from conftest import ROOT
+from tqdm import tqdm
+
+import benchmarks
+from benchmarks import plots
+from benchmarks.forwards import weight_bytes
 
 OWN = """
 import torch
@@ -63,8 +72,8 @@ def test_the_benchmark_of_sampling_times_every_case():
 
 def test_the_benchmark_of_batches_compares_outputs_and_measures_gaps():
     table, document = call("batch", "--tokens", "3", "--runs", "1")
-    assert len(document["batches"]) == 5 * 4 and len(document["gaps"]) == 5
-    assert len(table) == 1 + 20 + 2 + 5
+    assert len(document["batches"]) == 5 * 8 and len(document["gaps"]) == 5
+    assert len(table) == 1 + 40 + 2 + 5
     assert all(row["identical"] and row["ratio"] > 0 for row in document["batches"])
     assert all(row["longest_gap_ms"] > 0 for row in document["gaps"])
 
@@ -80,3 +89,147 @@ def test_a_benchmark_refuses_what_measures_nothing(name):
     )
     assert result.returncode == 2 and "must be from" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+# In this process, which has torch and the models' code already: a second or two for each.
+
+
+@pytest.fixture
+def measure(capsys, monkeypatch):
+    """The table's lines and the document of a benchmark's main."""
+
+    def run(name, *arguments):
+        monkeypatch.setattr(benchmarks, "tqdm", partial(tqdm, disable=True))
+        importlib.import_module(f"benchmarks.{name}").main([*map(str, arguments), "--runs", "1"])
+        *table, line = capsys.readouterr().out.splitlines()
+        document = json.loads(line)
+        assert document["command"].startswith(f"python -m benchmarks.{name} ")
+        assert document["versions"]["torch"] == torch.__version__
+        assert document["hardware"]["threads"] == torch.get_num_threads()
+        return table, document
+
+    return run
+
+
+def test_the_benchmark_of_latency_measures_models_verify_and_what_follows(measure):
+    table, document = measure("latency", "--context", 17, "--tokens", 6)
+    assert [row["model"] for row in document["models"]] == ["target", "draft"]
+    assert all(0 < row["floor_ms"] < row["p90_ms"] for row in document["models"])
+    assert [row["rows"] for row in document["verify"]] == list(range(1, 18))
+    assert document["verify"][0]["t_verify"] == 1
+    assert {row["drafter"] for row in document["drafters"]} == {"draft_model", "mtp"}
+    assert all(row["c"] > 0 for row in document["drafters"])
+    assert len(document["speculation"]) == 3 * 9
+    assert len(table) > 2 + 17 + 2 + 27
+
+
+def test_a_step_reads_each_weight_once_but_few_rows_of_an_embedding():
+    config = transformers.AutoConfig.for_model("qwen3", **benchmarks.SHAPES["tiny"])
+    tied = weight_bytes(config, torch.bfloat16)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert tied == 2 * model.num_parameters()
+    config.tie_word_embeddings = False
+    assert weight_bytes(config, torch.bfloat16) == tied
+
+
+def test_the_benchmark_of_k_compares_outputs_and_names_the_best(measure):
+    _, document = measure("sweep", "--k", 3, "--tokens", 6, "--temperature", 0, 1.5)
+    rows = document["results"]
+    assert len(rows) == 2 * 2 * 3 * 2 and {row["k"] for row in rows} == {0, 3}
+    for row in rows:
+        assert row["identical"] is (None if row["temperature"] else True)
+        assert (row["acceptance_rate"] is None) or row["k"]
+    for best in document["best"]:
+        of = {r["k"]: r["tokens_per_s"] for r in rows if r.items() >= key_of(best).items()}
+        assert of[best["best_k"]] == max(of.values()) == best["tokens_per_s"]
+
+
+def key_of(row):
+    return {key: row[key] for key in ("temperature", "kind", "drafter")}
+
+
+def test_the_audition_judges_every_drafter_and_draft_models_of_ones_own(measure):
+    folder = ROOT / "demo_models" / "draft"
+    _, document = measure(
+        "audition", "--draft-model", folder, "--kinds", "easy", "--tokens", 12, "--k", 3
+    )
+    rows = {row["drafter"]: row for row in document["results"]}
+    assert list(rows) == ["none", "ngram", "draft_model", "mtp", "draft_model draft"]
+    assert rows["draft_model"]["alpha"] == rows["draft_model draft"]["alpha"] > 0
+    assert rows["none"]["verdict"] == "the baseline"
+    for row in rows.values():
+        assert row["identical"]
+        if row["drafter"] != "none":
+            assert (row["verdict"] == "earns its keep") == (row["speedup"] > 1) or (
+                row["speedup"] == 1
+            )
+
+
+def test_the_benchmark_against_generate_finds_equal_outputs(measure):
+    _, document = measure("peers", "--kinds", "easy", "--tokens", 8, "--k", 3)
+    assert [r["method"] for r in document["results"]] == ["greedy", "ngram", "draft_model", "mtp"]
+    for row in document["results"]:
+        assert row["equal_tokens"] == row["num_tokens"] == 3 * 8
+        assert row["equal_outputs"] == row["num_outputs"] == 3
+        # A pass a request is saved there by drafting before the prompt was read.
+        assert row["ours_passes"] <= row["generate_passes"] + 3
+    assert document["results"][0]["ours_passes"] == document["results"][0]["generate_passes"] == 24
+
+
+def test_the_benchmark_against_generate_takes_models_of_random_weights(measure):
+    _, document = measure("peers", "--shape", "tiny", "--context", 40, "--tokens", 8)
+    assert document["prompts"] == {"random": {"pattern": 40}}
+    assert [row["equal_tokens"] for row in document["results"]] == [8, 8]
+
+
+def test_the_benchmark_of_caches_works_on_equal_keys(measure):
+    _, document = measure("cache", "--context", 8, 600, "--layers", 2)
+    assert [row["context"] for row in document["results"]] == [8, 600]
+    assert all(row["equal_keys"] and row["ours_us"] > 0 for row in document["results"])
+
+
+def test_the_benchmark_of_ngrams_compares_searches_that_find_the_same(measure):
+    _, document = measure("ngram", "--context", 64, 300)
+    assert [row["proposed"] for row in document["results"]] == [5, 5, 0, 0]
+    assert all(row["equal_drafts"] for row in document["results"])
+
+
+def test_a_plot_needs_matplotlib_and_the_table_does_not(measure, capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it fails
+    options = "--context", 64, "--plot", tmp_path / "plot.png"
+    table, _ = measure("ngram", *options)
+    assert table and not (tmp_path / "plot.png").exists()
+
+
+def test_a_missing_matplotlib_is_one_sentence(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    plots.save(str(tmp_path / "plot.png"), {"a": {"b": [(1, 2)]}}, "x", "y")
+    assert capsys.readouterr().err == (
+        "matplotlib is not installed, so there is the table but no plot\n"
+    )
+
+
+def test_a_table_aligns_and_marks_what_is_missing(capsys):
+    rows = [{"name": "a", "x_ms": 1.5, "is_same": True}, {"name": "bc", "x_ms": 2, "is_same": None}]
+    benchmarks.print_table(rows)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [["name", "x", "ms", "is", "same"], ["a", "1.5", "yes"], ["bc", "2", "–"]]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("sweep", ["--kinds", "nonsense"], "no nonsense prompts"),
+        ("sweep", ["--temperature", "-1"], "temperature"),
+        ("peers", ["--context", "9"], "--context goes with"),
+        ("cache", ["--runs", "0"], "must be from"),
+        ("ngram", ["--context", "1"], "must be from"),
+        ("latency", ["--tokens", "1"], "must be from"),
+        ("audition", ["--k", "17"], "must be from"),
+    ],
+)
+def test_these_benchmarks_refuse_what_measures_nothing(name, arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"benchmarks.{name}").main(arguments)
+    assert ended.value.code == 2 and message in capsys.readouterr().err

@@ -158,6 +158,46 @@ def test_a_stream_gives_an_event_per_cycle_then_the_answer_then_done(port, stop,
         assert last["metrics"] == plain["metrics"]
 
 
+def test_the_controller_says_what_it_thinks_in_answers_and_health(port):
+    answer = generate(port, prompt="red, green, blue, red,", max_tokens=60, drafter="auto")[1]
+    decision = answer["metrics"]["controller"]
+    assert decision["drafter"] in ("ngram", "draft_model", "mtp") and "α" in decision["says"]
+    assert answer["metrics"]["speculative_decoding"]["drafter"] == "auto"
+    assert generate(port, prompt="a", max_tokens=4, speculative=False)[1]["metrics"][
+        "controller"
+    ] is None  # fmt: skip
+    state = json.loads(call(port, "GET", "/health")[2])["controller"]
+    assert state["pass_ms"] > 0 and state["draft_step_ms"] and state["last"]
+
+
+def test_health_says_whether_outputs_are_exact_and_flags_turn_that_and_the_controller_off(port):
+    assert json.loads(call(port, "GET", "/health")[2])["bitwise_lossless"] is True
+    process, other = start("--no-bitwise", "--no-fastpath", "--fixed-k")
+    try:
+        fields = {"prompt": "def read(path):", "max_tokens": 24}
+        assert generate(other, **fields)[1]["token_ids"] == generate(port, **fields)[1]["token_ids"]
+        state = json.loads(call(other, "GET", "/health")[2])
+        assert state["bitwise_lossless"] is False and state["controller"] is None
+    finally:
+        process.terminate()
+        process.communicate(timeout=40)
+
+
+@pytest.mark.parametrize("drafter", ["auto", "mtp"])
+def test_a_seed_gives_the_same_output_alone_and_in_a_full_batch(port, drafter):
+    fields = {"prompt": "def read(path):", "max_tokens": 40, "temperature": 1.0, "seed": 11}
+    alone = generate(port, **fields, drafter=drafter)[1]
+    with ThreadPoolExecutor(8) as pool:
+        beside = [
+            pool.submit(generate, port, prompt="1, 2, 3,", max_tokens=80, seed=i, temperature=0.9)
+            for i in range(7)
+        ]
+        again = pool.submit(generate, port, **fields, drafter=drafter).result()[1]
+        assert all(future.result()[0] == 200 for future in beside)
+    assert again["token_ids"] == alone["token_ids"]
+    assert again["metrics"] == alone["metrics"]
+
+
 def test_health_counts_what_was_generated(port):
     before = json.loads(call(port, "GET", "/health")[2])
     _, answer = generate(port, prompt=COLOURS, max_tokens=20, drafter="ngram")
