@@ -36,7 +36,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from itertools import chain
+from itertools import accumulate, chain
 from math import nextafter
 from statistics import median
 from typing import Any, NamedTuple
@@ -54,6 +54,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 import drafters
 from drafters import Context, Draft, Drafter, Sampling, Verdict
 from drafters.auto import AutoDrafter
+from fastpath.block import Ragged
 from fastpath.decoder import FusedDecoder, speed_up
 from fastpath.sampling import truncated_softmax
 from serving import terminal
@@ -131,7 +132,10 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
-        """Write [B, H, T, width] at the current place; returns all keys and values up to there."""
+        """Write [B, H, T, width] at the current place; returns all keys and values up to there.
+
+        Rows of unequal counts may also come without their pads, [tokens, H, width].
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         write = self._write_rows if self._cache.current.start is None else self._write_row
@@ -146,7 +150,7 @@ class SlotLayer(CacheLayerMixin):
     def _write_rows(self, buffer: Tensor, new: Tensor) -> Tensor:
         place = self._cache.current
         slots, positions = place.targets
-        buffer[slots, :, positions] = new.transpose(1, 2)[place.real]
+        buffer[slots, :, positions] = new if new.dim() == 3 else new.transpose(1, 2)[place.real]
         first, last = place.slots[0], place.slots[-1]
         is_compact = last - first + 1 == len(place.slots)  # then a view will do
         return buffer[slice(first, last + 1) if is_compact else place.slots, :, : place.kv_length]
@@ -399,34 +403,59 @@ class CachedModel:
         groups += [[b] for b in order if len(tokens[b]) > self.max_shared]
         for group in filter(None, groups):
             place = self.cache.place([rows[b] for b in group], [len(tokens[b]) for b in group])
-            ids = place.pad([tokens[b] for b in group])
-            most = max(self.cache.rows_of_each(len(group)), *(num_logits[b] for b in group))
-            scores, states = self._run(ids, place, most, want_hidden)
+            fed, wanted = [tokens[b] for b in group], [num_logits[b] for b in group]
+            is_ragged = place.targets and len(place.targets[0]) >= self.shapes.min_rows
+            run = self._run_ragged if self._fused and is_ragged else self._run_padded
+            scores, states = run(place, fed, wanted, want_hidden)
             self.cache.advance(place)
             for i, b in enumerate(group):
-                logits[b] = scores[i, -num_logits[b] :].float()
-                if want_hidden:
-                    hidden[b] = states[i, place.width - len(tokens[b]) :]
+                logits[b], hidden[b] = scores[i].float(), states[i] if want_hidden else None
         return Output(logits, hidden if want_hidden else None)
 
-    def _run(
-        self, ids: Tensor, place: Place, num_logits: int, want_hidden: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """The model's forward: logits [B, num_logits, V], hidden states [B, T, D] if wanted."""
+    def _run_padded(
+        self, place: Place, tokens: list[list[int]], num_logits: list[int], want_hidden: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The model's forward over [B, T]; logits [n, V] and hidden states [t, D] row by row."""
+        ids, most = place.pad(tokens), max(num_logits)
+        most = max(most, self.cache.rows_of_each(len(tokens)))
         if self._fused:
-            return self._fused(
-                ids, place.positions, place.start, place.kv_length, self.cache, num_logits
+            at = place.positions, place.start, place.kv_length
+            logits, hidden = self._fused(ids, *at, self.cache, most)
+        else:
+            result = self.model(
+                input_ids=ids,
+                attention_mask=self._mask(place),
+                position_ids=place.positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=most,
+                output_hidden_states=-1 if want_hidden else False,  # an index: the last one alone
             )
-        result = self.model(
-            input_ids=ids,
-            attention_mask=self._mask(place),
-            position_ids=place.positions,
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=num_logits,
-            output_hidden_states=-1 if want_hidden else False,  # an index: the last one alone
+            logits = result.logits
+            hidden = result.hidden_states[-1] if want_hidden else logits
+        return (
+            [row[-count:] for row, count in zip(logits, num_logits, strict=True)],
+            [row[place.width - len(t) :] for row, t in zip(hidden, tokens, strict=True)],
         )
-        return result.logits, result.hidden_states[-1] if want_hidden else None
+
+    def _run_ragged(
+        self, place: Place, tokens: list[list[int]], num_logits: list[int], want_hidden: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The same, but one row behind the other: then nothing is computed for pads."""
+        counts = [len(row) for row in tokens]
+        kept = counts if sum(num_logits) < self.shapes.min_rows else num_logits
+        ends = zip(accumulate(counts), kept, strict=True)
+        wanted = [i for end, n in ends for i in range(end - n, end)]
+        flat = place.real.flatten()
+        ragged = Ragged(
+            (flat.cumsum(0) - 1).clamp_(min=0).view_as(place.real), flat.nonzero()[:, 0]
+        )
+        ids = torch.tensor(list(chain.from_iterable(tokens)), device=flat.device)
+        logits, hidden = self._fused.run_ragged(
+            ids, place.positions, place.kv_length, self.cache, ragged, wanted
+        )
+        rows = zip(logits.split(kept), num_logits, strict=True)
+        return [row[-n:] for row, n in rows], list(hidden.split(counts))
 
 
 # ----------------------------------------------------------------------------- probabilities
@@ -762,8 +791,9 @@ class Engine:
         ]
         times.append(time.perf_counter())
         if self.controller and all(s.num_steps for s in sequences):  # prompts cost otherwise
-            fed = len(sequences) * max(len(draft.tokens) + 1 for draft in drafts)
-            self.controller.costs.observe_pass(fed, (times[2] - times[1]) * 1e3)
+            fed = sum(len(draft.tokens) + 1 for draft in drafts)
+            costs = self.controller.measured(len(sequences))
+            costs.observe_pass(fed, (times[2] - times[1]) * 1e3)
         hidden = output.hidden or [None] * len(sequences)
         events = list(map(self._commit, sequences, drafts, judged, hidden))
         times.append(time.perf_counter())
@@ -775,31 +805,39 @@ class Engine:
     def _draft(self, sequences: list[Sequence]) -> list[Draft]:
         """A draft for each; empty for prefill, for the last token and where there is no drafter."""
         drafts = {id(s): Draft() for s in sequences}
+        able = [s for s in sequences if s.drafter and s.num_steps and s.remaining > 1]
         groups: dict[tuple[Drafter, str], list[tuple[Sequence, int]]] = {}
-        for s in sequences:
-            if s.drafter and s.num_steps and s.remaining > 1:
-                name, limit = self._decide(s, len(sequences))
-                if limit:
-                    groups.setdefault((s.drafter, name), []).append((s, limit))
+        for s, (name, limit) in zip(able, self._decide(able, len(sequences)), strict=True):
+            if limit:
+                groups.setdefault((s.drafter, name), []).append((s, limit))
         for (drafter, name), group in groups.items():
             began = time.perf_counter()
             for s, draft in self._propose(drafter, group):
                 drafts[id(s)] = draft
             if self.controller and all(s.num_steps > 1 and not s.missed(name) for s, _ in group):
                 steps, spent = max(limit for _, limit in group), time.perf_counter() - began
-                self.controller.costs.observe_draft(name, steps, spent * 1e3)
+                costs = self.controller.measured(len(sequences))
+                costs.observe_draft(name, steps, spent * 1e3)
         return [drafts[id(s)] for s in sequences]
 
-    def _decide(self, s: Sequence, batch: int) -> tuple[str, int]:
-        """Who drafts for a sequence, and how much; without controller as much as was asked for."""
-        limit = min(s.request.num_speculative_tokens, s.remaining - 1)
+    def _decide(self, sequences: list[Sequence], batch: int) -> list[tuple[str, int]]:
+        """Who drafts for each, and how much; without controller as much as was asked for."""
+        limits = [min(s.request.num_speculative_tokens, s.remaining - 1) for s in sequences]
         if not self.controller:
-            return s.drafter.name, limit
-        is_greedy = s.request.sampling.is_greedy
-        s.decision = self.controller.choose(s.records, limit, batch, is_greedy)
-        self.decisions[s.decision.drafter] = s.decision
-        s.drafter.select(s.state, s.decision.drafter)
-        return s.decision.drafter, s.decision.num_tokens
+            return [(s.drafter.name, limit) for s, limit in zip(sequences, limits, strict=True)]
+        steps: dict[str, int] = {}  # a batch takes as many draft steps as its longest draft
+        for is_final in (False, True) if len(sequences) > 1 else (True,):
+            for s, limit in zip(sequences, limits, strict=True):
+                is_greedy, paid = s.request.sampling.is_greedy, 0
+                if s.decision and is_final:
+                    paid = steps.get(s.decision.drafter, 0)
+                s.decision = self.controller.choose(s.records, limit, batch, is_greedy, paid)
+                name, count = s.decision.drafter, s.decision.num_tokens
+                steps[name] = max(steps.get(name, 0), count)
+        for s in sequences:
+            self.decisions[s.decision.drafter] = s.decision
+            s.drafter.select(s.state, s.decision.drafter)
+        return [(s.decision.drafter, s.decision.num_tokens) for s in sequences]
 
     def _propose(
         self, drafter: Drafter, group: list[tuple[Sequence, int]]

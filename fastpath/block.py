@@ -11,7 +11,7 @@ models with the same parts may still differ (a multiplier here, a skipped rotati
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,14 @@ _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _NORM_PARTS = {"q_norm", "k_norm"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 FULL = "full_attention"
+
+
+class Ragged(NamedTuple):
+    """Where N tokens of B rows, one row behind the other, lie in [B, T], padded on the left."""
+
+    padded: Tensor  # [B, T]: the index below N of each place's token; any for a pad
+    real: Tensor  # [N]: the index below B · T of each token
+
 
 Rope = tuple[Tensor, Tensor]  # cos and signed sin (see `sign`), [B, T, 1, head_dim] each
 
@@ -71,21 +79,30 @@ class FusedBlock(nn.Module):
         """Query heads per head of keys and values."""
         return self.num_heads // self.num_kv_heads
 
-    def run(self, x: Tensor, rope: Rope, mask: Tensor, cache: Any) -> Tensor:
-        """x [B, T, D] -> [B, T, D] under a grouped mask; keys and values go to the cache if any."""
-        batch, count, _ = x.shape
-        heads = self.qkv.compute(self.input_norm(x)).view(batch, count, -1, self.head_dim)
-        rotated, value = heads[:, :, : -self.num_kv_heads], heads[:, :, -self.num_kv_heads :]
+    def run(
+        self, x: Tensor, rope: Rope, mask: Tensor, cache: Any, ragged: Ragged | None = None
+    ) -> Tensor:
+        """x [B, T, D] -> [B, T, D] under a grouped mask; keys and values go to the cache if any.
+
+        With `ragged` x is [N, D], without pads: only attention needs rows of one length.
+        """
+        heads = self.qkv.compute(self.input_norm(x)).view(*x.shape[:-1], -1, self.head_dim)
+        rotated, value = heads[..., : -self.num_kv_heads, :], heads[..., -self.num_kv_heads :, :]
         if self.qk_norm is not None:
             rotated = self.qk_norm(rotated)
         cos, sin = rope
         rotated = torch.addcmul(rotated * cos, rotated.roll(self.head_dim // 2, -1), sin)
-        rotated, value = rotated.transpose(1, 2), value.transpose(1, 2)
-        query, key = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
+        query, key = rotated[..., : self.num_heads, :], rotated[..., self.num_heads :, :]
+        if ragged:
+            query = query[ragged.padded]
+        else:
+            key, value = key.transpose(1, 2), value.transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        attended = attend(query, key, value, mask, self.scaling)
-        x = self.out.compute(attended.view(batch, count, -1)).add_(x)
+        attended = attend(query.transpose(1, 2), key, value, mask, self.scaling).flatten(2)
+        if ragged:
+            attended = attended.flatten(0, 1)[ragged.real]
+        x = self.out.compute(attended).add_(x)
         gate, up = self.gate_up.compute(self.post_norm(x)).chunk(2, -1)
         return self.down.compute(self.activation(gate).mul_(up)).add_(x)
 
@@ -167,8 +184,9 @@ class FusedStack:
         kv_length: int,
         cache: Any,
         shift: int = 0,
+        ragged: Ragged | None = None,
     ) -> Tensor:
-        """x [B, T, D] at positions [B, T] of the cache -> [B, T, D].
+        """x [B, T, D], or ragged [N, D], at positions [B, T] of the cache -> as x.
 
         `start` is the first position where B is 1 and they are successive, else None. A token is
         rotated as if it stood `shift` positions further on.
@@ -176,14 +194,14 @@ class FusedStack:
         ropes, masks = {}, {}
         for kind, (cos, sin) in self._ropes.items():
             if start is None:
-                at = positions + shift
+                at = positions.flatten()[ragged.real] if ragged else positions + shift
                 ropes[kind] = cos[0, at], sin[0, at]
             else:
                 at = slice(start + shift, start + shift + x.shape[1])
                 ropes[kind] = cos[:, at], sin[:, at]
             masks[kind] = self._masks[kind].of(positions, start, kv_length)
         for block, kind in zip(self.blocks, self._kinds, strict=True):
-            x = block.run(x, ropes[kind], masks[kind], cache)
+            x = block.run(x, ropes[kind], masks[kind], cache, ragged)
         return x
 
 

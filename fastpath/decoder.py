@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import attention
-from .block import FULL, FusedBlock, FusedStack, causal_mask, is_plain_block, norm_of
+from .block import FULL, FusedBlock, FusedStack, Ragged, causal_mask, is_plain_block, norm_of
 from .linear import JoinedLinear, pack
 
 _NUM_COMPARED = 8  # tokens that old and new are compared on
@@ -54,6 +54,24 @@ class FusedDecoder:
         """Logits [B, num_logits, V] and hidden states [B, T, D] of ids [B, T] (see FusedStack)."""
         hidden = self._norm(self._stack(self._embed(ids), positions, start, kv_length, cache))
         return self._head(hidden[:, -num_logits:]), hidden
+
+    @torch.inference_mode()
+    def run_ragged(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        kv_length: int,
+        cache: Any,
+        ragged: Ragged,
+        wanted: list[int],
+    ) -> tuple[Tensor, Tensor]:
+        """The same for rows of unequal counts without pads: all their tokens as ids [N].
+
+        Returns logits [len(wanted), V] of the tokens `wanted` and hidden states [N, D].
+        """
+        x = self._stack(self._embed(ids), positions, None, kv_length, cache, ragged=ragged)
+        hidden = self._norm(x)
+        return self._head(hidden if len(wanted) == len(hidden) else hidden[wanted]), hidden
 
 
 class FusedHead:

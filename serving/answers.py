@@ -210,11 +210,15 @@ def controller_state(engine: Any) -> dict[str, Any] | None:
     """What the controller has measured, and the last thing it said of each drafter."""
     if engine.controller is None:
         return None
-    costs = engine.controller.costs
     return {
-        "pass_ms": round(costs.pass_ms, 4),
-        "token_ms": round(costs.token_ms, 4),
-        "draft_step_ms": {name: round(ms, 4) for name, ms in dict(costs.draft_ms).items()},
+        "costs_by_batch": {
+            f"{1 << size - 1} to {(1 << size) - 1}" if size > 1 else "1": {
+                "pass_ms": round(costs.pass_ms, 4),
+                "token_ms": round(costs.token_ms, 4),
+                "draft_step_ms": {n: round(ms, 4) for n, ms in dict(costs.draft_ms).items()},
+            }
+            for size, costs in sorted(dict(engine.controller.costs).items())
+        },
         "last": {name: str(decision) for name, decision in dict(engine.decisions).items()},
     }
 

@@ -157,7 +157,17 @@ class Controller:
     def __init__(self, num_target_weights: int, num_step_weights: dict[str, int]) -> None:
         """Numbers of weights that a pass, and a draft step of each drafter, read."""
         self._nominal = Costs.nominal(num_target_weights, num_step_weights)
-        self.costs = Costs(draft_ms={})
+        self.costs: dict[int, Costs] = {}  # as measured, by the size of the batch: see `measured`
+
+    def measured(self, batch: int) -> Costs:
+        """To be observed by: batches of 1, 2 to 3, 4 to 7, … are measured apart."""
+        return self.costs.setdefault(batch.bit_length(), Costs())
+
+    def _known(self, batch: int) -> Costs:
+        """What was measured in the batches nearest to this size; else what the weights say."""
+        known = [size for size, costs in self.costs.items() if costs.pass_ms]
+        nearest = min(known, key=lambda size: abs(size - batch.bit_length()), default=None)
+        return self._nominal if nearest is None else self.costs[nearest]
 
     def choose(
         self,
@@ -165,16 +175,17 @@ class Controller:
         limit: int,
         batch: int,
         is_greedy: bool,
+        num_paid_steps: int = 0,
     ) -> Decision:
-        """The drafter and number of tokens, at most `limit`, for a request among `batch` others.
+        """The drafter and number of tokens, at most `limit`, for one of `batch` requests.
 
-        `records` has one entry per drafter to choose from.
+        `records` has one entry per drafter to choose from. So many draft steps are taken for
+        others of the batch anyway.
         """
-        costs, batch = (self.costs, batch) if is_greedy else (self._nominal, 1)
-        if not costs.pass_ms:
-            costs = self._nominal
+        costs, batch = (self._known(batch), batch) if is_greedy else (self._nominal, 1)
         decisions = [
-            self._best(name, record, limit, batch, costs) for name, record in records.items()
+            self._best(name, record, limit, batch, costs, num_paid_steps if is_greedy else 0)
+            for name, record in records.items()
         ]
         best = max(decisions, key=lambda decision: decision.expected_speedup)
         if best.expected_speedup > _WORTHWHILE:
@@ -188,7 +199,13 @@ class Controller:
         return replace(best, num_tokens=min(limit, _PROBE), is_probe=True)
 
     def _best(
-        self, name: str, record: Acceptance, limit: int, batch: int, costs: Costs
+        self,
+        name: str,
+        record: Acceptance,
+        limit: int,
+        batch: int,
+        costs: Costs,
+        num_paid: int,
     ) -> Decision:
         plain = costs.verify(batch)
         # A step that was not measured yet costs what its weights say.
@@ -199,7 +216,8 @@ class Controller:
         for k, alpha in enumerate(alphas, 1):
             reach *= alpha
             expected += reach
-            speedup = expected * plain / (k * step + costs.verify(batch * (k + 1)))
+            cost = max(k, num_paid) * step + costs.verify(batch * (k + 1))
+            speedup = expected * (plain + num_paid * step) / cost
             if speedup > best_speedup:
                 best, best_speedup = k, speedup
         break_even = (step + costs.verify(2 * batch)) / plain - 1
