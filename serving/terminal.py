@@ -87,6 +87,8 @@ def print_demo(document: dict[str, Any], shown: str, colour: bool) -> None:
                 )
             )
         for name, run in result["speculative"].items():
+            if run["controller"]:
+                print(f"  {name if name == 'auto' else 'last'}: {run['controller']}")
             for warning in run["warnings"]:
                 print(f"{name}: {warning}")
         same = [run["identical"] for run in result["speculative"].values()]
