@@ -16,8 +16,8 @@ are sampled the choice is a chance, p against q, and the text is distributed as 
 
 Read on in this order: KV cache and truncation · cached model · probabilities · verify · request ·
 engine step · plain decoding · loading · Flask app · demo · command line. The drafters live in
-drafters/; statistics, text and stop strings, options, parsing of requests and the worker thread in
-serving/; top-k and top-p without sorting the vocabulary in fastpath/.
+drafters/; the controller of K, statistics, text, options, request parsing and the worker thread in
+serving/; packed layers, fused blocks and top-p without sorting in fastpath/.
 
     python 08_speculative_decoding.py --demo
     python 08_speculative_decoding.py --prompt "def fib(n):" --drafter ngram
@@ -335,6 +335,8 @@ class CachedModel:
 
     def _gives_equal_bits(self) -> bool:
         """Whether decoding, verifying, chunks and batches give one text the same bits."""
+        if self.max_length < 16:  # too short to find out
+            return False
         cache, chance = self.cache, Generator().manual_seed(0)
         shape = cache.num_rows, min(self.max_shared + 8, self.max_length - 8)
         texts = torch.randint(self.vocab_size, shape, generator=chance).tolist()
@@ -825,15 +827,18 @@ class Engine:
         limits = [min(s.request.num_speculative_tokens, s.remaining - 1) for s in sequences]
         if not self.controller:
             return [(s.drafter.name, limit) for s, limit in zip(sequences, limits, strict=True)]
-        steps: dict[str, int] = {}  # a batch takes as many draft steps as its longest draft
-        for is_final in (False, True) if len(sequences) > 1 else (True,):
-            for s, limit in zip(sequences, limits, strict=True):
-                is_greedy, paid = s.request.sampling.is_greedy, 0
-                if s.decision and is_final:
-                    paid = steps.get(s.decision.drafter, 0)
-                s.decision = self.controller.choose(s.records, limit, batch, is_greedy, paid)
-                name, count = s.decision.drafter, s.decision.num_tokens
-                steps[name] = max(steps.get(name, 0), count)
+        choose = self.controller.choose
+        for s, limit in zip(sequences, limits, strict=True):
+            s.decision = choose(s.records, limit, batch, s.request.sampling.is_greedy)
+        # A batch takes as many draft steps as its longest draft. Whoever would have stopped earlier
+        # may go along; not the sampled ones, whose tokens must not depend on their neighbours.
+        steps: dict[str, int] = {}
+        for decision in [s.decision for s in sequences]:
+            steps[decision.drafter] = max(steps.get(decision.drafter, 0), decision.num_tokens)
+        for s, limit in zip(sequences, limits, strict=True):
+            paid = steps[s.decision.drafter]
+            if s.request.sampling.is_greedy and s.decision.num_tokens < paid:
+                s.decision = choose(s.records, limit, batch, True, paid)
         for s in sequences:
             self.decisions[s.decision.drafter] = s.decision
             s.drafter.select(s.state, s.decision.drafter)

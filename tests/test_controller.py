@@ -193,6 +193,25 @@ def test_the_same_seed_gives_the_same_output_whatever_costs_were_measured(adapti
     assert outputs[:3] == outputs[3:]
 
 
+def test_a_sampled_request_drafts_as_much_in_a_batch_as_alone(demo_engine, prompts):
+    """Where drafts do not pay and are probed: a batch must not change when that is."""
+    drafter = ScriptedDrafter(lambda tokens, n: [0] * n)
+    engine = core.Engine(demo_engine.target, {"scripted": drafter}, "scripted")
+    engine.controller = Controller(100, {"scripted": 30})
+    prompt, sampling = prompts["repetitive_letters"], core.Sampling(temperature=1.0)
+    wanted = core.Request(prompt, 90, "scripted", sampling=sampling, seed=5)
+    *_, (alone, _) = engine.generate(wanted)
+    assert 3 < alone.statistics.num_spec_steps < 30
+    others = [core.Request(p, 60, "scripted") for p in list(prompts.values())[:7]]
+    sequences = [engine.open(request) for request in (wanted, *others)]
+    while running := [s for s in sequences if not s.finish_reason]:
+        engine.step(running)
+    for sequence in sequences:
+        engine.close(sequence)
+    assert sequences[0].output == alone.output
+    assert sequences[0].statistics.drafted_at == alone.statistics.drafted_at
+
+
 def test_a_drafter_that_is_never_right_is_soon_left_alone(demo_engine, prompts):
     """The cost of finding out: a few drafts, then probes."""
     drafter = ScriptedDrafter(lambda tokens, n: [0] * n)
@@ -200,7 +219,7 @@ def test_a_drafter_that_is_never_right_is_soon_left_alone(demo_engine, prompts):
     engine.controller = Controller(100, {"scripted": 10})
     sequence, _ = run(engine, prompts["hard_docs"], max_tokens=100, drafter="scripted")
     statistics = sequence.statistics
-    assert statistics.target_passes > 90 and statistics.num_spec_steps < 20
+    assert statistics.target_passes > 90 and statistics.num_spec_steps < 50
     assert "K=0 is faster here: scripted" in str(sequence.decision)
     assert engine.decisions["scripted"] is sequence.decision
 
