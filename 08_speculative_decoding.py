@@ -903,7 +903,8 @@ class Engine:
         s.statistics.record(num_judged, [j.kind for j in emitted[:kept]])
         for name, record in s.records.items():
             proposed = s.decision is None or name == s.decision.drafter
-            record.observe(num_judged if proposed else 0, min(accepted, kept))
+            asked = s.decision.num_tokens if s.decision and proposed else 0
+            record.observe(num_judged if proposed else 0, min(accepted, kept), asked)
         if num_judged:
             self.recent.append((num_judged, min(accepted, kept)))
         rejected = [j._asdict() for j in judged if j.kind == "rejected" and is_whole]

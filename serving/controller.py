@@ -36,9 +36,12 @@ class Acceptance:
     pause: int = _FIRST_PAUSE  # how many cycles to go without drafts before the next probe
     since: int = 0  # cycles without a draft
     cycles: int = 0  # with one
+    coverage: float = 1.0  # share of the cycles in which it had anything to propose when asked
 
-    def observe(self, drafted: int, accepted: int) -> None:
-        """A cycle in which `accepted` of `drafted` tokens were."""
+    def observe(self, drafted: int, accepted: int, asked: int = 0) -> None:
+        """A cycle in which `accepted` of `drafted` tokens were; `asked` for were so many."""
+        if asked:
+            self.coverage += (1 - _KEPT) * ((drafted > 0) - self.coverage)
         if not drafted:
             self.since += 1
             return
@@ -187,7 +190,11 @@ class Controller:
             self._best(name, record, limit, batch, costs, num_paid_steps if is_greedy else 0)
             for name, record in records.items()
         ]
-        best = max(decisions, key=lambda decision: decision.expected_speedup)
+        # Whoever has nothing to propose leaves a cycle of plain decoding.
+        best = max(
+            decisions,
+            key=lambda d: records[d.drafter].coverage * (d.expected_speedup - 1),
+        )
         if best.expected_speedup > _WORTHWHILE:
             for record in records.values():
                 record.pause = _FIRST_PAUSE

@@ -60,6 +60,7 @@ def test_the_demo_prints_tables_and_marks_where_tokens_came_from():
     for word in ("passes", "tok/pass", "accepted", "rate", "fewer passes", "speed-up", "standard"):
         assert word in result.stdout
     assert "[, red, green,]" in result.stdout
+    assert "last: " in result.stdout and "α ." in result.stdout  # why the controller chose its K
 
 
 def test_a_difference_in_output_makes_the_demo_fail(monkeypatch, capsys):

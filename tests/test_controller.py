@@ -224,6 +224,17 @@ def test_a_drafter_that_is_never_right_is_soon_left_alone(demo_engine, prompts):
     assert engine.decisions["scripted"] is sequence.decision
 
 
+def test_among_several_one_that_often_has_nothing_to_propose_is_passed_over():
+    own = Controller(100, {"silent": 0, "steady": 20})
+    records = {"silent": Acceptance(), "steady": settled(0.8)}
+    assert own.choose(records, K, 1, False).drafter == "silent"
+    for _ in range(20):
+        records["silent"].observe(0, 0, asked=K)
+    assert own.choose(records, K, 1, False).drafter == "steady"
+    only = {"silent": records["silent"]}  # alone it is asked on: an empty draft costs nothing
+    assert own.choose(only, K, 1, False).num_tokens > 0
+
+
 def test_among_several_the_better_one_drafts(demo_engine, prompts, plain):
     prompt = prompts["hard_docs"]
     expected = plain(prompt, 60)
