@@ -837,7 +837,8 @@ class Engine:
             steps[decision.drafter] = max(steps.get(decision.drafter, 0), decision.num_tokens)
         for s, limit in zip(sequences, limits, strict=True):
             paid = steps[s.decision.drafter]
-            if s.request.sampling.is_greedy and s.decision.num_tokens < paid:
+            is_free = s.request.sampling.is_greedy and not s.decision.is_probe
+            if is_free and s.decision.num_tokens < paid:
                 s.decision = choose(s.records, limit, batch, True, paid)
         for s in sequences:
             self.decisions[s.decision.drafter] = s.decision
@@ -848,6 +849,7 @@ class Engine:
         self, drafter: Drafter, group: list[tuple[Sequence, int]]
     ) -> list[tuple[Sequence, Draft]]:
         """A batch of drafts that can be verified; who gets none of them loses its drafter."""
+        before = [s.rng.get_state() for s, _ in group]
         try:
             proposed = list(
                 drafter.propose_batch([s.state for s, _ in group], [limit for _, limit in group])
@@ -856,6 +858,8 @@ class Engine:
                 raise ValueError(f"{len(proposed)} drafts for {len(group)} requests")
         except Exception as error:
             if len(group) > 1:  # one of them is to blame, and the others need not suffer for it
+                for (s, _), state in zip(group, before, strict=True):
+                    s.rng.set_state(state)
                 return [pair for one in group for pair in self._propose(drafter, [one])]
             self._lose_drafter(group[0][0], drafter.name, error)
             return []
@@ -932,6 +936,7 @@ class Engine:
     def _lose_drafter(self, s: Sequence, name: str, error: Exception) -> None:
         """A drafter failed: its request goes on with plain decoding, and says so."""
         self.num_drafter_failures += 1
+        s.decision = None
         reason = " ".join(str(error).split()) or type(error).__name__
         s.warnings.append(f"drafter {name} failed ({reason}): went on without speculation")
         self._close_drafter(s)

@@ -5,6 +5,7 @@ it has missed when its turn comes. Without controller the first one always propo
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -81,5 +82,6 @@ class AutoDrafter(Drafter):
         self._close(state.states)
 
     def _close(self, states: dict[str, Any]) -> None:
-        for name, own in states.items():
-            self._drafters[name].close(own)
+        with ExitStack() as stack:  # all of them, also where one raises
+            for name, own in states.items():
+                stack.callback(self._drafters[name].close, own)

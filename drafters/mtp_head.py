@@ -89,6 +89,15 @@ class MtpHeadDrafter(Drafter):
     @torch.inference_mode()
     def propose_batch(self, states: list[_State], max_tokens: list[int]) -> list[Draft]:
         """One batched run of the layer per draft step; the first feeds the true pairs."""
+        lengths = [self._cache.lengths[state.row] for state in states]
+        try:
+            return self._draft(states, max_tokens)
+        except Exception:  # as if nothing had been fed: the true pairs are still there
+            for state, length in zip(states, lengths, strict=True):
+                self._cache.truncate(state.row, length)
+            raise
+
+    def _draft(self, states: list[_State], max_tokens: list[int]) -> list[Draft]:
         drawn: list[list[tuple[int, Tensor | None]]] = [[] for _ in states]
         texts = [list(state.text) for state in states]  # with the draft so far
         pairs = [(torch.cat(state.hidden), state.tokens) for state in states]

@@ -76,6 +76,9 @@ class SmallModelDrafter(Drafter):
         """One batched forward per draft step; the first also feeds what is not cached yet."""
         cache = self._draft.cache
         drawn: list[list[tuple[int, Tensor | None]]] = [[] for _ in states]
+        for state in states:  # what a draft that failed left behind
+            length = min(cache.lengths[state.row], len(state.tokens) - 1)
+            cache.truncate(state.row, length)
         texts = [list(state.tokens) for state in states]  # with the draft so far
         fed = [state.tokens[cache.lengths[state.row] :] for state in states]
         # A target of more (padded) rows may have been given an id that the draft model cannot read.

@@ -33,6 +33,8 @@ class FusedDecoder:
             getattr(config, "sliding_window", None),
             getattr(config, "layer_types", None),
         )
+        if getattr(config, "use_sliding_window", True) is False:
+            window = None
         if kinds:
             windows = {kind: None if kind == FULL else window for kind in kinds}
         else:
@@ -50,9 +52,11 @@ class FusedDecoder:
         kv_length: int,
         cache: Any,
         num_logits: int,
+        shift: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Logits [B, num_logits, V] and hidden states [B, T, D] of ids [B, T] (see FusedStack)."""
-        hidden = self._norm(self._stack(self._embed(ids), positions, start, kv_length, cache))
+        x = self._stack(self._embed(ids), positions, start, kv_length, cache, shift)
+        hidden = self._norm(x)
         return self._head(hidden[:, -num_logits:]), hidden
 
     @torch.inference_mode()
@@ -150,8 +154,12 @@ def fused_decoder(model: Any, length: int) -> FusedDecoder | None:
     vocabulary = model.get_input_embeddings().num_embeddings
     ids = torch.randint(vocabulary, (1, count), generator=torch.Generator().manual_seed(0))
     ids, positions = ids.to(model.device), torch.arange(count, device=model.device)[None]
-    actual, _ = fused(ids, positions, 0, count, None, count)
-    return fused if is_same(actual, model(ids, use_cache=False).logits) else None
+    for shift in (0, length - count):  # far on, too: some families scale by the position
+        actual, _ = fused(ids, positions, 0, count, None, count, shift)
+        expected = model(ids, position_ids=positions + shift, use_cache=False).logits
+        if not is_same(actual, expected):
+            return None
+    return fused
 
 
 def speed_up(model: Any, length: int) -> FusedDecoder | None:

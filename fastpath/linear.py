@@ -71,6 +71,11 @@ class JoinedLinear:
         """Make one layer of them, packed where possible, and let go of the others."""
         weight = torch.cat([layer.weight for layer in self._layers])
         biases = [layer.bias for layer in self._layers]
+        if any(bias is not None for bias in biases):
+            biases = [
+                layer.weight.new_zeros(len(layer.weight)) if bias is None else bias
+                for layer, bias in zip(self._layers, biases, strict=True)
+            ]
         self.compute = compute_with(weight, None if biases[0] is None else torch.cat(biases))
         self._layers = []
 

@@ -95,8 +95,8 @@ class Costs:
 
     def observe_pass(self, tokens: int, ms: float) -> None:
         """A pass that was measured."""
-        if self.pass_ms and ms > _OUTLIER * self.verify(tokens):
-            return
+        if self.pass_ms:  # an outlier counts for less, but it counts: times may have changed
+            ms = min(ms, _OUTLIER * self.verify(tokens))
         new = (1.0, tokens, ms, tokens * tokens, tokens * ms)
         self._sums = tuple(_FIT_KEPT * old + x for old, x in zip(self._sums, new, strict=True))
         weight, mean, mean_ms, square, product = (x / self._sums[0] for x in self._sums)

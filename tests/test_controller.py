@@ -127,9 +127,18 @@ def test_the_fit_finds_what_a_pass_and_a_token_cost():
     costs = Costs()
     for i in range(400):
         tokens = (1, 6, 8, 48)[i % 4]
-        costs.observe_pass(tokens, 4.0 + 0.1 * tokens + (30 if i % 50 == 49 else 0))
-    assert costs.pass_ms == pytest.approx(4.0, rel=0.05)
-    assert costs.token_ms == pytest.approx(0.1, rel=0.05)
+        costs.observe_pass(tokens, 4.0 + 0.1 * tokens + (30 if i % 150 == 149 else 0))
+    assert costs.pass_ms == pytest.approx(4.0, rel=0.1)
+    assert costs.token_ms == pytest.approx(0.1, rel=0.3)
+
+
+def test_a_pass_that_has_become_slower_for_good_is_noticed():
+    costs = Costs()
+    for _ in range(50):
+        costs.observe_pass(1, 1.0)
+    for _ in range(300):
+        costs.observe_pass(1, 8.0)
+    assert costs.verify(1) > 7
 
 
 def test_passes_of_one_size_leave_a_sane_slope():
@@ -306,3 +315,54 @@ def test_a_batch_with_one_faulty_state_keeps_the_speculation_of_the_others(demo_
     assert [bool(s.warnings) for s in sequences] == [False, True, False]
     assert sequences[0].statistics.num_draft_tokens > 20
     assert engine.num_drafter_failures == 1
+
+
+@pytest.mark.parametrize("name", ["draft_model", "mtp"])
+def test_a_fault_in_a_batch_of_model_drafts_leaves_the_others_as_if_alone(prompts, name):
+    """Neither their caches nor their random numbers keep anything of the draft that failed."""
+    engine = core.load_engine(core.Options(fixed_k=True))
+    drafter, guilty = engine.drafters[name], prompts["hard_story"]
+    sampling = core.Sampling(temperature=0.9)
+    healthy = core.Request(prompts["code_class"], 24, name, sampling=sampling, seed=2)
+    *_, (alone, _) = engine.generate(healthy)
+    sample = drafter._sample
+
+    def faulty(logits, text, *given):
+        if text[: len(guilty)] == guilty:
+            raise RuntimeError("cannot read this")
+        return sample(logits, text, *given)
+
+    drafter._sample = faulty
+    sequences = [engine.open(r) for r in (healthy, core.Request(guilty, 24, name, seed=1))]
+    while running := [s for s in sequences if not s.finish_reason]:
+        engine.step(running)
+    for sequence in sequences:
+        engine.close(sequence)
+    assert [bool(s.warnings) for s in sequences] == [False, True]
+    assert sequences[0].output == alone.output
+    assert sequences[0].statistics.drafted_at == alone.statistics.drafted_at
+
+
+def test_all_of_several_drafters_are_closed_also_where_one_raises():
+    class Bad(ScriptedDrafter):
+        name = "bad"
+
+        def close(self, state):
+            raise RuntimeError("no")
+
+    good = ScriptedDrafter(lambda tokens, n: [])
+    auto = AutoDrafter({"good": good, "bad": Bad(lambda tokens, n: [])})
+    state = auto.open([1, 2], core.Sampling(), core.generator(0))
+    assert good.num_open == 1
+    with pytest.raises(RuntimeError, match="no"):
+        auto.close(state)
+    assert good.num_open == 0
+
+
+def test_a_probe_stays_a_probe_beside_others_that_draft():
+    own, record = controller(), Acceptance()
+    for _ in range(12):
+        record.observe(5, 0)
+    for _ in range(8):
+        record.observe(0, 0)
+    assert own.choose({"own": record}, K, 4, True).is_probe

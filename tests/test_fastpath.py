@@ -101,6 +101,7 @@ def test_plain_blocks_are_fused_and_others_are_not(family):
         ("llama", {"hidden_act": "gelu"}),
         ("llama", {"attention_bias": True}),
         ("qwen3", {"head_dim": 32}),
+        ("llama", {"sliding_window": 4, "use_sliding_window": False}),
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
     ],
     ids=str,
@@ -117,6 +118,19 @@ def test_what_the_names_of_the_parts_do_not_tell_changes_no_result(family, chang
     if "multiplier" in str(changes) and "attention" not in str(changes) or "logits" in str(changes):
         assert fused is None
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_a_family_that_scales_by_the_position_is_left_to_the_module():
+    """ministral3 scales queries beyond the context it was first trained on."""
+    rope = {
+        "rope_type": "yarn", "factor": 16.0, "rope_theta": 1e4, "llama_4_scaling_beta": 0.5,
+        "original_max_position_embeddings": 16,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        "ministral3", **FAMILIES["llama"], head_dim=8, rope_parameters=rope
+    )
+    assert speed_up(AutoModelForCausalLM.from_config(config).eval(), 256) is None
 
 
 def test_rotations_that_depend_on_the_length_are_left_to_the_module():
