@@ -30,7 +30,8 @@ def load(name: str, context: Context) -> Drafter:
         module, attribute = _REGISTRY[name]
         drafter_class = getattr(importlib.import_module(module), attribute)
     else:
-        raise ValueError(f"unknown drafter {name!r}: choose {', '.join(NAMES)} or file.py:Class")
+        choices = ", ".join([*NAMES, "auto"])
+        raise ValueError(f"unknown drafter {name!r}: choose {choices} or file.py:Class")
     try:
         return drafter_class.build(context)
     except ValueError:

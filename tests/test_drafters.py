@@ -336,7 +336,7 @@ def context(engine):
 
 
 def test_an_unknown_name_is_told_the_choices(demo_engine):
-    with pytest.raises(ValueError, match="choose ngram, draft_model, mtp or file.py:Class"):
+    with pytest.raises(ValueError, match="choose ngram, draft_model, mtp, auto or file.py:Class"):
         drafters.load("telepathy", context(demo_engine))
 
 
