@@ -54,6 +54,7 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 import drafters
 from drafters import Context, Draft, Drafter, Sampling, Verdict
 from drafters.auto import AutoDrafter
+from fastpath.attention import FULL, windows_of
 from fastpath.block import Ragged
 from fastpath.decoder import FusedDecoder, speed_up
 from fastpath.sampling import truncated_softmax
@@ -198,7 +199,6 @@ class SlotCache(Cache):
     One forward is: `place` its tokens, run the model with this cache, `advance`. Open rows lie in
     the first slots of the buffers, without gaps, so that a batch of them is a view: when a row is
     closed, the row in the last slot moves into its place.
-
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class SlotCache(Cache):
         num_rows: int,
         max_length: int,
         device: torch.device,
-        shapes: "Shapes",
+        shapes: Shapes,
     ) -> None:
         super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
         self.num_rows, self.max_length, self.device = num_rows, max_length, device
@@ -311,10 +311,7 @@ class CachedModel:
         self.shapes, self.is_exact = Shapes(), False
         self.cache = self.new_cache(config.num_hidden_layers, num_rows)
         self._fused: FusedDecoder | None = None
-        self._layer_types = set(getattr(config, "layer_types", None) or ())
-        self._window = getattr(config, "sliding_window", None)
-        if getattr(config, "use_sliding_window", True) is False:
-            self._window = None
+        self._windows = windows_of(config)
 
     def speed_up(self) -> None:
         """Compute the same, faster, where this model and this machine allow it."""
@@ -376,12 +373,9 @@ class CachedModel:
 
     def _mask(self, place: Place) -> Tensor | dict[str, Tensor]:
         """The window is in the mask; a family with layers of two kinds takes one mask per kind."""
-        dtype, window = self.model.dtype, self._window
-        if window is None or not self._layer_types:
-            return place.mask(dtype, window)
-        windows = {
-            kind: window if kind == "sliding_attention" else None for kind in self._layer_types
-        }
+        dtype, windows = self.model.dtype, self._windows
+        if list(windows) == [FULL] or not any(windows.values()):
+            return place.mask(dtype, windows.get(FULL))
         return {kind: place.mask(dtype, window) for kind, window in windows.items()}
 
     @torch.inference_mode()
@@ -849,7 +843,8 @@ class Engine:
         self, drafter: Drafter, group: list[tuple[Sequence, int]]
     ) -> list[tuple[Sequence, Draft]]:
         """A batch of drafts that can be verified; who gets none of them loses its drafter."""
-        before = [s.rng.get_state() for s, _ in group]
+        can_retry = len(group) > 1
+        before = [s.rng.get_state() for s, _ in group] if can_retry else []
         try:
             proposed = list(
                 drafter.propose_batch([s.state for s, _ in group], [limit for _, limit in group])
@@ -857,7 +852,7 @@ class Engine:
             if len(proposed) != len(group):
                 raise ValueError(f"{len(proposed)} drafts for {len(group)} requests")
         except Exception as error:
-            if len(group) > 1:  # one of them is to blame, and the others need not suffer for it
+            if can_retry:  # one of them is to blame, and the others need not suffer for it
                 for (s, _), state in zip(group, before, strict=True):
                     s.rng.set_state(state)
                 return [pair for one in group for pair in self._propose(drafter, [one])]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from benchmarks import core
+from benchmarks import core, interleave, median_ms
 from serving.options import between
 
 SIZES = (1, 2, 4, 8, 16)
@@ -59,19 +59,17 @@ def measure_batches(engine: Any, runs: int, num_tokens: int) -> list[dict[str, A
         if not (is_fixed and name == "auto")  # it is the controller that chooses for it
     ]
     rows, controller = [], engine.controller
-    for size, name, is_fixed in tqdm(sorted(cases, key=lambda case: case[0]), desc="batches"):
+    for size, name, is_fixed in sorted(cases, key=lambda case: case[0]):
         engine.controller = None if is_fixed else controller
         requests = [core.Request(prompt, num_tokens, name) for prompt in prompts[:size]]
-        times: dict[Any, list[float]] = {one_by_one: [], together: []}
-        outputs = {}
-        for run in range(-1, runs):
-            for method, measured in times.items():
-                began = time.perf_counter()
-                outputs[method] = method(engine, requests)
-                if run >= 0:  # the first one warms up
-                    measured.append(time.perf_counter() - began)
+        methods = {
+            method: lambda run=method, given=requests: run(engine, given)
+            for method in (one_by_one, together)
+        }
+        timed = interleave(methods, runs, f"batch of {size}, {name or 'none'}")
+        outputs = {method: calls[-1].result for method, calls in timed.items()}
         tokens = sum(map(len, outputs[together]))
-        alone, batched = (tokens / median(measured) for measured in times.values())
+        alone, batched = (tokens / median_ms(calls) * 1e3 for calls in timed.values())
         rows.append(
             {
                 "batch": size,

@@ -23,7 +23,22 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "grouped"
+FULL = "full_attention"  # transformers' name for layers that see the whole text
 _ROWS = 8  # query rows come in multiples of this
+
+
+def windows_of(config: Any) -> dict[str, int | None]:
+    """How far back each kind of a model's layers sees, None being all the way.
+
+    A family with layers of one kind only may not name it; then it stands under FULL.
+    """
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    kinds = getattr(config, "layer_types", None)
+    if not kinds:
+        return {FULL: window}
+    return {kind: window if kind == "sliding_attention" else None for kind in kinds}
 
 
 def attend(

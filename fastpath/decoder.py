@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from . import attention
-from .block import FULL, FusedBlock, FusedStack, Ragged, causal_mask, is_plain_block, norm_of
+from .attention import FULL
+from .block import FusedBlock, FusedStack, Ragged, causal_mask, is_plain_block, norm_of
 from .linear import JoinedLinear, pack
 
 _NUM_COMPARED = 8  # tokens that old and new are compared on
@@ -29,19 +30,10 @@ class FusedDecoder:
         decoder, config = model.get_decoder(), model.config.get_text_config()
         self._embed, self._head = model.get_input_embeddings(), model.get_output_embeddings()
         self._norm = norm_of(decoder.norm)
-        window, kinds = (
-            getattr(config, "sliding_window", None),
-            getattr(config, "layer_types", None),
-        )
-        if getattr(config, "use_sliding_window", True) is False:
-            window = None
-        if kinds:
-            windows = {kind: None if kind == FULL else window for kind in kinds}
-        else:
-            kinds, windows = [FULL] * len(decoder.layers), {FULL: window}
+        kinds = getattr(config, "layer_types", None) or [FULL] * len(decoder.layers)
         self.blocks = [FusedBlock(layer) for layer in decoder.layers]
         rotary = rotary_of(decoder.rotary_emb)
-        self._stack = FusedStack(self.blocks, kinds, windows, rotary, length)
+        self._stack = FusedStack(self.blocks, kinds, attention.windows_of(config), rotary, length)
 
     @torch.inference_mode()
     def __call__(

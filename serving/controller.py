@@ -73,7 +73,7 @@ class Costs:
     """Times in ms; `pass_ms + token_ms · tokens fed` is a pass of the target.
 
     The fit is a weighted regression that forgets; a ridge keeps it sane while all passes are of one
-    size, and outliers (the machine did something else) are left out.
+    size, and outliers (the machine did something else) are cut to what is believable.
     """
 
     pass_ms: float = 0.0
