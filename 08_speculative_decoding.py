@@ -37,7 +37,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, chain
-from math import nextafter
+from math import log2, nextafter
 from statistics import median
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -145,8 +145,10 @@ class SlotLayer(CacheLayerMixin):
     def _write_row(self, buffer: Tensor, new: Tensor) -> Tensor:
         place = self._cache.current
         slot, count = place.slots[0], place.counts[0]
-        buffer[slot, :, place.end - count : place.end] = new[0, :, place.width - count :]
-        return buffer[slot : slot + 1, :, : place.kv_length]
+        row = buffer.narrow(0, slot, 1)
+        new = new if count == place.width else new.narrow(2, place.width - count, count)
+        row.narrow(2, place.end - count, count).copy_(new)
+        return row.narrow(2, 0, place.kv_length)
 
     def _write_rows(self, buffer: Tensor, new: Tensor) -> Tensor:
         place = self._cache.current
@@ -318,17 +320,38 @@ class CachedModel:
         self._fused = speed_up(self.model, self.cache.capacity)
 
     def make_exact(self) -> bool:
-        """Find the fewest rows per forward that make logits the same bits in whatever company.
+        """Find the fastest rows per forward that make logits the same bits in whatever company.
 
         Measured on this machine with this model; False if no number of rows does it.
         """
+        by_speed = self.rows_by_speed()
         for self.shapes.kv_steps in (KV_STEPS, (KV_BLOCK,)):
-            for self.shapes.min_rows in (1, 2, 4, 8):
+            for self.shapes.min_rows in by_speed:
                 if self._gives_equal_bits():
                     self.is_exact = True
                     return True
-        self.shapes.min_rows, self.shapes.kv_steps = 1, ()
+        self.shapes.min_rows, self.shapes.kv_steps = by_speed[0], ()
         return False
+
+    def rows_by_speed(self) -> list[int]:
+        """How many rows to decode one token in, the rest being pads, the fastest number first.
+
+        On some machines one row takes longer to read packed weights than four do.
+        """
+        times: dict[int, list[float]] = {rows: [] for rows in (1, 2, 4, 8)}
+        if self.max_length < 16:  # too short to find out
+            return list(times)
+        row, text = self.cache.open_row(), [0] * 15
+        self.forward([row], [text], [1])
+        for _ in range(3):
+            for self.shapes.min_rows, measured in times.items():
+                began = time.perf_counter()
+                self.forward([row], [[0]], [1])
+                measured.append(time.perf_counter() - began)
+                self.cache.truncate(row, len(text))
+        self.cache.close_row(row)
+        # Each doubling has to be worth 5 %: attention pays for all rows, and clocks are not exact.
+        return sorted(times, key=lambda rows: min(times[rows]) * 1.05 ** log2(rows))
 
     def _gives_equal_bits(self) -> bool:
         """Whether decoding, verifying, chunks and batches give one text the same bits."""
@@ -547,10 +570,7 @@ def verify(draft: Draft, p: Tensor, rng: Generator) -> list[Judgement]:
     when u < p / q; the first rejection is replaced by a token drawn from norm(max(0, p - q)), and
     when nothing was rejected a bonus token is drawn from the last row. The chance of a token x is
     then q(x) min(1, p(x) / q(x)) + (1 - Σ min(p, q)) norm(max(0, p - q))(x) = p(x), whatever q is.
-    Greedy is the same rule with one-hot p: accept while the target's argmax is the drafted token.
-
-    Example, one-hot: p = argmax 4, 9, 1, 7 and Draft([4, 8, 1]) -> 4 accepted, 8 rejected,
-    9 recovered. Source: Leviathan et al., algorithm 1.
+    Source: Leviathan et al., algorithm 1.
     """
     n = len(draft.tokens)
     ids = torch.tensor(draft.tokens, dtype=torch.long, device=p.device)[:, None]  # [n, 1]
@@ -572,6 +592,36 @@ def verify(draft: Draft, p: Tensor, rng: Generator) -> list[Judgement]:
     token = draw(residual(p[accepted], q), last_u)
     p_here, q_here = float(p[accepted, token]), float(q[token])
     return [*judged, Judgement(token, "recovered", p_here, q_here, last_u)]
+
+
+@torch.inference_mode()
+def verify_greedy(draft: Draft, scores: Tensor, rng: Generator) -> list[Judgement]:
+    """The same where p is one-hot at the argmax of scores [n + 1, V], without writing p out.
+
+    A token is then accepted if it is the target's own choice, whatever u.
+
+    Example: argmax 4, 9, 1, 7 and Draft([4, 8, 1]) -> 4 accepted, 8 rejected, 9 recovered.
+    """
+    n, choices = len(draft.tokens), scores.argmax(-1).tolist()
+    *us, last_u = uniform(rng, n + 1)
+    accepted = next((i for i in range(n) if draft.tokens[i] != choices[i]), n)
+
+    def q(i: int, token: int) -> float:
+        return float(token == draft.tokens[i] if draft.probs is None else draft.probs[i, token])
+
+    judged = [
+        Judgement(token, "accepted", 1.0, q(i, token), us[i])
+        for i, token in enumerate(choices[:accepted])
+    ]
+    token = choices[accepted]
+    if accepted == n:
+        return [*judged, Judgement(token, "bonus", 1.0, None, last_u)]
+    refused = draft.tokens[accepted]
+    return [
+        *judged,
+        Judgement(refused, "rejected", 0.0, q(accepted, refused), us[accepted]),
+        Judgement(token, "recovered", 1.0, q(accepted, token), last_u),
+    ]
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
@@ -782,7 +832,9 @@ class Engine:
             for s, draft, logits in zip(sequences, drafts, output.logits, strict=True)
         ]
         judged = [
-            verify(draft, probabilities(score, s.request.sampling), s.rng)
+            verify_greedy(draft, score, s.rng)
+            if s.request.sampling.is_greedy
+            else verify(draft, probabilities(score, s.request.sampling), s.rng)
             for s, draft, score in zip(sequences, drafts, scores, strict=True)
         ]
         times.append(time.perf_counter())
@@ -1053,6 +1105,8 @@ def load_engine(options: Options) -> Engine:
             model.speed_up()
         if options.bitwise:
             model.make_exact()
+        else:
+            model.shapes.min_rows = model.rows_by_speed()[0]
     controller = None
     if not options.fixed_k:
         sizes = {name: drafter.num_step_weights for name, drafter in loaded.items()}

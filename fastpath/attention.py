@@ -44,23 +44,23 @@ def windows_of(config: Any) -> dict[str, int | None]:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None = None
 ) -> Tensor:
-    """Attention of query [B, H, T, D] to key and value [B, Hkv, L, D].
+    """Attention of query [B, T, H, D] to key and value [B, Hkv, L, D].
 
-    `mask` is additive and grouped, [B, 1, rows, L]. Returns [B, T, H, D].
+    `mask` is additive and grouped, [B, 1, rows, L]. Returns [B, T, H · D].
     """
-    batch, heads, num_queries, width = query.shape
+    batch, num_queries, heads, width = query.shape
     kv_heads = key.shape[1]
     groups = heads // kv_heads
     rows = num_queries * groups
-    grouped = query.unflatten(1, (kv_heads, groups)).transpose(2, 3)
+    grouped = query.reshape(batch, num_queries, kv_heads, groups, width).transpose(1, 2)
     grouped = grouped.reshape(batch, kv_heads, rows, width)
     if padding := -rows % _ROWS:
         grouped = nn.functional.pad(grouped, (0, 0, 0, padding))
     output = nn.functional.scaled_dot_product_attention(
         grouped, key, value, attn_mask=mask, scale=scaling
     )
-    output = output[:, :, :rows].unflatten(2, (num_queries, groups)).transpose(1, 2)
-    return output.reshape(batch, num_queries, heads, -1)
+    output = output[:, :, :rows].reshape(batch, kv_heads, num_queries, groups, -1)
+    return output.transpose(1, 2).reshape(batch, num_queries, -1)
 
 
 def grouped_mask(mask: Tensor, groups: int) -> Tensor:
@@ -144,7 +144,8 @@ def attention_forward(
     if mask.dtype == torch.bool:
         mask = additive(mask, query.dtype)
     mask = grouped_mask(mask, query.shape[1] // key.shape[1])
-    return attend(query, key, value, mask, scaling), None
+    attended = attend(query.transpose(1, 2), key, value, mask, scaling)
+    return attended.unflatten(-1, (query.shape[1], -1)), None
 
 
 def register() -> None:

@@ -98,12 +98,12 @@ class FusedBlock(nn.Module):
             key, value = key.transpose(1, 2), value.transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        attended = attend(query.transpose(1, 2), key, value, mask, self.scaling).flatten(2)
+        attended = attend(query, key, value, mask, self.scaling)
         if ragged:
             attended = attended.flatten(0, 1)[ragged.real]
-        x = self.out.compute(attended).add_(x)
+        x = self.out.compute(attended, x)
         gate, up = self.gate_up.compute(self.post_norm(x)).chunk(2, -1)
-        return self.down.compute(self.activation(gate).mul_(up)).add_(x)
+        return self.down.compute(self.activation(gate).mul_(up), x)
 
     @torch.no_grad()
     def forward(

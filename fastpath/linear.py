@@ -27,13 +27,16 @@ def can_pack(dtype: torch.dtype, device: str = "cpu") -> bool:
         if dtype == torch.bfloat16 and not ops._is_mkldnn_bf16_supported():
             return False
         packed = ops._reorder_linear_weight(torch.ones(16, 16, dtype=dtype), None)
-        result = ops._linear_pointwise(torch.ones(2, 16, dtype=dtype), packed, None, "none", [], "")
+        x = torch.ones(2, 16, dtype=dtype)
+        result = ops._linear_pointwise(x, packed, None, "none", [], "")
+        added = ops._linear_pointwise.binary(x, x, packed, None, "add")
     except (AttributeError, RuntimeError):
         return False
-    return bool((result == 16).all())
+    return bool((result == 16).all() and (added == 17).all())
 
 
-Compute = Callable[[Tensor], Tensor]  # [..., in] -> [..., out]
+# x [..., in] and, if any, what to add to the result -> [..., out].
+Compute = Callable[[Tensor, Tensor | None], Tensor]
 
 
 @torch.no_grad()
@@ -41,10 +44,21 @@ def compute_with(weight: Tensor, bias: Tensor | None) -> Compute:
     """The layer of weight [out, in] and bias [out], packed where possible; keeps neither then."""
     weight, bias = weight.detach(), None if bias is None else bias.detach().clone()
     if not can_pack(weight.dtype, weight.device.type):
-        return lambda x: nn.functional.linear(x, weight, bias)
+        return lambda x, residual=None: plus(nn.functional.linear(x, weight, bias), residual)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-    apply = torch.ops.mkldnn._linear_pointwise.default
-    return lambda x: apply(x, packed, bias, "none", [], "")
+    operators = torch.ops.mkldnn._linear_pointwise
+
+    def compute(x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if residual is None:
+            return operators.default(x, packed, bias, "none", [], "")
+        return operators.binary(x, residual, packed, bias, "add")
+
+    return compute
+
+
+def plus(x: Tensor, residual: Tensor | None) -> Tensor:
+    """Their sum, in the place of x."""
+    return x if residual is None else x.add_(residual)
 
 
 class PackedLinear(nn.Module):
@@ -54,7 +68,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        return self.compute(x)
+        return self.compute(x, None)
 
 
 class JoinedLinear:
@@ -65,7 +79,9 @@ class JoinedLinear:
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self._layers = list(layers)
-        self.compute: Compute = lambda x: torch.cat([layer(x) for layer in self._layers], -1)
+        self.compute: Compute = lambda x, residual=None: plus(
+            torch.cat([layer(x) for layer in self._layers], -1), residual
+        )
 
     def join(self) -> None:
         """Make one layer of them, packed where possible, and let go of the others."""

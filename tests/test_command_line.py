@@ -67,8 +67,8 @@ def test_a_difference_in_output_makes_the_demo_fail(monkeypatch, capsys):
     """Identity is checked, not assumed: a broken verify must be reported."""
     monkeypatch.setattr(
         core,
-        "verify",
-        lambda draft, p, rng: [
+        "verify_greedy",
+        lambda draft, scores, rng: [
             *(core.Judgement(token, "accepted", 1, 1, 0) for token in draft.tokens),
             core.Judgement(5, "bonus", 1, None, 0),
         ],

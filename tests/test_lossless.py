@@ -234,7 +234,8 @@ def test_generation_ends_exactly_at_the_context_limit(drafter):
     assert sequence.output == core.plain_decode(engine.target, prompt, room, engine.eos_ids)
 
 
-def test_greedy_is_the_sampling_rule_with_one_hot_p():
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_greedy_is_the_sampling_rule_with_one_hot_p(is_drawn):
     for truth, draft, accepted in [
         ([7], [], 0),
         ([7, 8], [7], 1),
@@ -243,7 +244,10 @@ def test_greedy_is_the_sampling_rule_with_one_hot_p():
         ([7, 7, 7], [7, 7], 2),
     ]:
         p = torch.zeros(len(truth), 10).scatter_(1, torch.tensor(truth)[:, None], 1)
-        judged = core.verify(core.Draft(draft), p, torch.Generator())
+        q = torch.full((len(draft), 10), 0.1) if is_drawn else None
+        judged = core.verify(core.Draft(draft, q), p, core.generator(1))
+        # Chance decides nothing, but is written down.
+        assert core.verify_greedy(core.Draft(draft, q), 3 * p - 2, core.generator(1)) == judged
         assert [j.id for j in judged if j.kind != "rejected"] == truth[: accepted + 1]
         kinds = [j.kind for j in judged]
         end = ["bonus"] if accepted == len(draft) else ["rejected", "recovered"]

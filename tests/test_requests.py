@@ -296,13 +296,13 @@ def test_the_prediction_is_the_formula_of_the_field():
 def test_a_wrong_token_is_called_a_bug(demo_engine, prompts, monkeypatch):
     """A verify that takes the drafter's word: the comparison names the place and the gap."""
 
-    def credulous(draft, p, rng):
+    def credulous(draft, scores, rng):
         tokens = [core.Judgement(token, "accepted", 1, 1, 0) for token in draft.tokens]
-        return [*tokens, core.Judgement(int(p[-1].argmax()), "bonus", 1, None, 0)]
+        return [*tokens, core.Judgement(int(scores[-1].argmax()), "bonus", 1, None, 0)]
 
     prompt = prompts["code_class"]
     truth = core.plain_decode(demo_engine.target, prompt, 24, demo_engine.eos_ids)
-    monkeypatch.setattr(core, "verify", credulous)
+    monkeypatch.setattr(core, "verify_greedy", credulous)
     engine = scripted_engine(demo_engine, lambda tokens, n: [7] * n)
     result = compared(engine, prompt, drafter="scripted")
     assert result["identical"] is False
