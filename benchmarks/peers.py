@@ -8,20 +8,26 @@ here it gets one that was loaded before. Its models are separate copies that not
 Models of random weights (--shape 0.6b) have neither draft model nor head, and their prompt is a
 random pattern, repeated.
 
+`ratio` counts prompts, too; `decode_ratio` only what comes after the first tokens.
+
 `passes` are forwards of the target, prompts included. generate() drafts before it has read the
 prompt (not with MTP), which saves up to one pass a request; our n-gram takes the latest match, not
 the first, and reads on in its own draft where the text ends. `equal_tokens` are those before the
 first difference. In float32 all should be equal; in bfloat16 a position's logits differ with the
-number of rows beside it, in generate() as well, and texts part at near-ties. Not covered: llama.cpp
-and vLLM.
+number of rows beside it, in generate() as well, and texts part at near-ties.
+
+Where llama-cpp-python and gguf are installed, a second table compares forwards with llama.cpp's
+(llama_peer.py). Not covered: vLLM, which is made for other machines.
 
     python -m benchmarks.peers [--shape demo|0.6b] [--dtype float32|bfloat16] [--context 64] [--k 5]
         [--kinds easy hard] [--tokens 96] [--runs 5] [--json] [--plot FILE.png]
 """
 
 import os
+import sys
 from collections.abc import Callable
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,6 +41,7 @@ from benchmarks import (
     flat,
     generate_all,
     interleave,
+    llama_peer,
     median_ms,
     model_folder,
     parser,
@@ -52,7 +59,8 @@ def generate_ours(
 ) -> Result:
     """Up to `num_tokens` greedy tokens."""
     outputs, statistics = generate_all(engine, [prompt], num_tokens, drafter, k)
-    return Result(outputs[0], statistics.prefills + statistics.target_passes)
+    passes = statistics.prefills + statistics.target_passes
+    return Result(outputs[0], passes, statistics.prompt_ms, 1)
 
 
 def cases(engine: Any, peer: Peer, prompts: dict[str, list[int]], given: Any) -> dict[Case, Any]:
@@ -68,35 +76,49 @@ def cases(engine: Any, peer: Peer, prompts: dict[str, list[int]], given: Any) ->
     return found
 
 
-def total(calls: list[list[Timed]]) -> tuple[int, int, float, list[float]]:
-    """Tokens, passes, median ms and ms run by run, of a list of prompts together."""
+class Total(NamedTuple):
+    """A list of prompts together; rates in tokens per second."""
+
+    num_tokens: int
+    num_passes: int
+    rate: float  # medians of times, prompts included
+    decode_rate: float  # of what comes after the first tokens
+    rates: list[float]  # run by run
+
+
+def total(calls: list[list[Timed]]) -> Total:
+    """Of several runs of each prompt."""
     results = [of_prompt[0].result for of_prompt in calls]
-    by_run = [sum(call.ms for call in run) for run in zip(*calls, strict=True)]
     num_tokens = sum(len(result.tokens) for result in results)
-    return num_tokens, sum(r.num_passes for r in results), sum(map(median_ms, calls)), by_run
+    num_later = num_tokens - sum(result.num_first for result in results)
+    later_ms = sum(median(call.ms - call.result.prompt_ms for call in runs) for runs in calls)
+    return Total(
+        num_tokens,
+        sum(result.num_passes for result in results),
+        num_tokens / sum(map(median_ms, calls)) * 1e3,
+        num_later / later_ms * 1e3,
+        [num_tokens / sum(call.ms for call in run) * 1e3 for run in zip(*calls, strict=True)],
+    )
 
 
 def row_of(ours: list[list[Timed]], theirs: list[list[Timed]]) -> dict[str, Any]:
     """One method on some prompts; a ratio above 1 says that ours is faster."""
-    num_tokens, passes, ms, by_run = total(ours)
-    their_tokens, their_passes, their_ms, their_by_run = total(theirs)
-    ratios = [
-        num_tokens / mine / (their_tokens / other)
-        for mine, other in zip(by_run, their_by_run, strict=True)
-    ]
+    own, other = total(ours), total(theirs)
+    ratios = [mine / its for mine, its in zip(own.rates, other.rates, strict=True)]
     pairs = [
         (mine[0].result.tokens, other[0].result.tokens)
         for mine, other in zip(ours, theirs, strict=True)
     ]
     return {
-        "ours_tokens_per_s": round(num_tokens / ms * 1e3, 1),
-        "generate_tokens_per_s": round(their_tokens / their_ms * 1e3, 1),
-        "ratio": round(num_tokens / ms / (their_tokens / their_ms), 2),
+        "ours_tokens_per_s": round(own.rate, 1),
+        "generate_tokens_per_s": round(other.rate, 1),
+        "ratio": round(own.rate / other.rate, 2),
         "min_ratio": round(min(ratios), 2),
         "max_ratio": round(max(ratios), 2),
-        "ours_passes": passes,
-        "generate_passes": their_passes,
-        "num_tokens": num_tokens,
+        "decode_ratio": round(own.decode_rate / other.decode_rate, 2),
+        "ours_passes": own.num_passes,
+        "generate_passes": other.num_passes,
+        "num_tokens": own.num_tokens,
         "equal_tokens": sum(len(os.path.commonprefix(pair)) for pair in pairs),
         "num_outputs": len(pairs),
         "equal_outputs": sum(mine == other for mine, other in pairs),
@@ -134,7 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
     is_demo = given.shape == "demo"
     if is_demo and given.context or given.kinds and not is_demo:
         options.error("--context goes with a random --shape, and --kinds with the demo prompts")
-    context = given.context or 64
+    context = given.context or (300 if is_demo else 64)
     length = None if is_demo else context + given.tokens
     with model_folder(given.shape, given.dtype) as folder:
         engine = fixed_engine(model=folder, dtype=given.dtype, max_running=2, max_model_len=length)
@@ -147,6 +169,12 @@ def main(arguments: list[str] | None = None) -> None:
     prompts = flat(chosen)
     with peer.keeping_the_head():
         timed = interleave(cases(engine, peer, prompts, given), given.runs, "generate")
+    if lacking := llama_peer.missing():
+        print(lacking, file=sys.stderr)
+        llama = []
+    else:
+        text = pattern(engine.target.vocab_size, context)
+        llama = llama_peer.measure(peer.model, engine.target, given.dtype, text, given.runs)
     kinds = {kind: list(group) for kind, group in chosen.items()}
     rows = rows_of(timed, kinds | ({"all": list(prompts)} if len(kinds) > 1 else {}))
     document = describe(__spec__.name, arguments) | {
@@ -157,6 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
         "runs": given.runs,
         "prompts": {kind: {name: len(prompts[name]) for name in kinds[kind]} for kind in kinds},
         "results": rows,
+        "llama_cpp": llama,
     }
     bars = {row["method"]: [] for row in rows}
     for row in rows:
@@ -166,7 +195,7 @@ def main(arguments: list[str] | None = None) -> None:
         "x_label": "prompts",
         "y_label": "tokens/s, ratio",
     }
-    finish(given, document, ["results"], plot | {"level": 1.0})
+    finish(given, document, ["results", "llama_cpp"], plot | {"level": 1.0})
 
 
 if __name__ == "__main__":

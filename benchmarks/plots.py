@@ -30,9 +30,10 @@ def save(
     y_label: str,
     is_log: bool = False,
     level: float | None = None,
+    are_joined: bool = True,
 ) -> None:
-    """One panel of lines beside the other. `level` draws a dashed line at that height. Without
-    y_label each panel has a scale of its own.
+    """One panel of lines (or, not joined, points) beside the other. `level` draws a dashed line at
+    that height. Without y_label each panel has a scale of its own.
 
     Says on stderr what became of it; without matplotlib nothing is drawn.
     """
@@ -49,7 +50,8 @@ def save(
     )
     for axis, (title, drawn) in zip(axes[0], panels.items(), strict=True):
         for label, points in drawn.items():
-            style = "none" if isinstance(points[0][0], str) else "-"  # nothing lies between words
+            is_word = isinstance(points[0][0], str)  # nothing lies between words
+            style = "-" if are_joined and not is_word else "none"
             axis.plot(*zip(*points, strict=True), linestyle=style, marker="o", label=label)
         if level is not None:
             axis.axhline(level, color="grey", linestyle="--", linewidth=1)

@@ -1,5 +1,6 @@
 """transformers' generate() as benchmarks.peers calls it, told to draft as much as ours does."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -18,6 +19,23 @@ class Result(NamedTuple):
 
     tokens: list[int]
     num_passes: int  # target forwards, the prompt's included
+    prompt_ms: float  # until the first tokens came
+    num_first: int  # how many those were: generate() may draft before it reads the prompt
+
+
+class _Clock:
+    """What generate() calls a streamer: is handed the prompt, then tokens as they come."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.counts: list[int] = []
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+        self.counts.append(tokens.numel())
+
+    def end(self) -> None:
+        pass
 
 
 class Peer:
@@ -53,7 +71,7 @@ class Peer:
 
     def generate(self, method: str, prompt: list[int], num_tokens: int) -> Result:
         """Up to `num_tokens` greedy tokens."""
-        self.num_passes = 0
+        self.num_passes, clock, began = 0, _Clock(), time.perf_counter()
         ids = torch.tensor([prompt], device=self.model.device)
         output = self.model.generate(
             ids,
@@ -61,6 +79,10 @@ class Peer:
             max_new_tokens=num_tokens,
             do_sample=False,
             pad_token_id=0,
+            streamer=clock,
             **self.arguments[method],
         )
-        return Result(output[0, len(prompt) :].tolist(), self.num_passes)
+        prompt_ms = (clock.times[1] - began) * 1e3
+        return Result(
+            output[0, len(prompt) :].tolist(), self.num_passes, prompt_ms, clock.counts[1]
+        )

@@ -14,7 +14,7 @@ from conftest import ROOT
 from tqdm import tqdm
 
 import benchmarks
-from benchmarks import plots
+from benchmarks import llama_peer, plots
 from benchmarks.forwards import weight_bytes
 
 OWN = """
@@ -183,6 +183,85 @@ def test_the_benchmark_against_generate_takes_models_of_random_weights(measure):
     assert [row["equal_tokens"] for row in document["results"]] == [8, 8]
 
 
+def test_the_benchmark_against_generate_counts_prompts_and_leaves_them_out(measure):
+    _, document = measure("peers", "--shape", "tiny", "--context", 1500, "--tokens", 4)
+    assert all(row["decode_ratio"] > 0 for row in document["results"])
+    assert document["results"][0]["decode_ratio"] != document["results"][0]["ratio"]
+
+
+def test_without_llama_cpp_the_rest_is_measured(measure, capsys, monkeypatch):
+    monkeypatch.setattr(llama_peer.importlib.util, "find_spec", lambda name: None)
+    assert llama_peer.missing() == "llama.cpp is left out: pip install llama-cpp-python gguf"
+    _, document = measure("peers", "--shape", "tiny", "--context", 40, "--tokens", 4)
+    assert document["results"] and document["llama_cpp"] == []
+
+
+FAKE_LLAMA = """
+import numpy
+__version__ = "0"
+
+class Llama:
+    def __init__(self, model_path, n_ctx, **options):
+        assert options["flash_attn"] is False and options["type_k"] == options["type_v"] == 0
+        self.n_tokens, self.scores = 0, numpy.zeros((n_ctx, 50))
+
+    def eval(self, tokens):
+        for token in tokens:  # its argmax is the token itself
+            self.scores[self.n_tokens] = numpy.arange(50) == token
+            self.n_tokens += 1
+"""
+
+
+def test_llama_cpp_works_in_a_process_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / "llama_cpp.py").write_text(FAKE_LLAMA)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    worker = llama_peer.Worker("model.gguf", "float32", 16)
+    try:
+        assert worker.version == "0"
+        assert worker.feed([1, 2, 3], 0)["argmax"] == [1, 2, 3]
+        assert worker.feed([7, 8], 2)["argmax"] == [7, 8]
+        answer = worker.feed([9], 4)
+        assert answer["argmax"] == [9] and answer["ms"] > 0
+    finally:
+        worker.close()
+
+
+def test_every_weight_has_a_name_in_llama_cpp():
+    config = transformers.AutoConfig.for_model("qwen3", **benchmarks.SHAPES["tiny"])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    names = [llama_peer.name_of(name) for name, _ in model.named_parameters()]
+    assert len(set(names)) == len(names) == 2 * 11 + 2
+    assert {"token_embd.weight", "blk.1.attn_q_norm.weight", "output_norm.weight"} < set(names)
+
+
+def test_llama_cpp_agrees_with_us(measure):
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    _, document = measure("peers", "--kinds", "easy", "--tokens", 4)
+    assert [row["rows"] for row in document["llama_cpp"]] == [1, 6]
+    assert all(row["equal_argmax"] for row in document["llama_cpp"])
+
+
+def test_the_benchmark_of_the_controller_compares_it_with_every_k(measure):
+    _, document = measure("controller", "--kinds", "easy", "--tokens", 6, "--k", 1, 3)
+    rows, summary = document["results"], document["summary"]
+    assert len(rows) == 2 * 3 * 5 and len(summary) == 2 * 5
+    for row in rows:
+        if row["drafter"] == "none":
+            assert row["best"] is None
+            continue
+        assert row["of_best"] == pytest.approx(row["speedup"] / row["best_speedup"], abs=2e-3)
+        assert row["best_speedup"] >= 1 and (row["best"] == "plain" or "K=" in row["best"])
+        assert row["drafter"] == "auto" or row["best"].startswith((row["drafter"], "plain"))
+    for row in summary:
+        of = [r["speedup"] for r in rows if r.items() >= {k: row[k] for k in KEYS}.items()]
+        assert row["worst"] == min(of) and row["below_0.97"] == sum(x < 0.97 for x in of)
+
+
+KEYS = "temperature", "drafter"
+
+
 def test_the_benchmark_of_caches_works_on_equal_keys(measure):
     _, document = measure("cache", "--context", 8, 600, "--layers", 2)
     assert [row["context"] for row in document["results"]] == [8, 600]
@@ -223,6 +302,7 @@ def test_a_table_aligns_and_marks_what_is_missing(capsys):
         ("sweep", ["--kinds", "nonsense"], "no nonsense prompts"),
         ("sweep", ["--temperature", "-1"], "temperature"),
         ("peers", ["--context", "9"], "--context goes with"),
+        ("controller", ["--temperature", "x"], "--temperature"),
         ("cache", ["--runs", "0"], "must be from"),
         ("ngram", ["--context", "1"], "must be from"),
         ("latency", ["--tokens", "1"], "must be from"),

@@ -1,0 +1,179 @@
+"""llama.cpp beside ours: the same weights in the same type, forwards of one row and of six.
+
+What benchmarks.peers adds where llama-cpp-python and gguf are installed. The model, which must have
+Qwen3's structure, is written to a GGUF file without a tokenizer; llama.cpp reads it in a process of
+its own (llama_worker.py). Both take turns, with a pause between, so that neither's idle threads
+still spin while the other is measured. Keys and values have the weights' type, flash attention is
+off. Quantised weights, which are what llama.cpp is mostly used with, are another trade and are not
+compared.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from benchmarks.forwards import forward
+
+PAUSE_S = 0.3
+TURN_S = 0.5  # of forwards, one after another
+NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def missing() -> str | None:
+    """Why there is no comparison, if so."""
+    wanted = {"llama_cpp": "llama-cpp-python", "gguf": "gguf"}
+    lacking = [name for module, name in wanted.items() if not importlib.util.find_spec(module)]
+    return f"llama.cpp is left out: pip install {' '.join(lacking)}" if lacking else None
+
+
+def name_of(name: str) -> str:
+    """Example: model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight."""
+    if ".layers." not in name:
+        parts = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+        return f"{parts[name.split('.')[-2]]}.weight"
+    _, _, rest = name.partition(".layers.")
+    layer, _, part = rest.partition(".")
+    return f"blk.{layer}.{NAMES[part.removesuffix('.weight')]}.weight"
+
+
+def write_gguf(model: Any, path: str) -> None:
+    """A model of transformers with Qwen3's structure, as llama.cpp reads it.
+
+    Raises KeyError for weights that Qwen3 does not have.
+    """
+    import gguf
+
+    config = model.config
+    writer = gguf.GGUFWriter(path, "qwen3")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base((rope.get("full_attention") or rope)["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("none")
+    for name, weight in model.named_parameters():  # a tied output layer comes once
+        weight = weight.detach()
+        if weight.dim() == 1:
+            writer.add_tensor(name_of(name), weight.float().numpy())
+        elif weight.dtype == torch.bfloat16:
+            kind = gguf.GGMLQuantizationType.BF16
+            writer.add_tensor(name_of(name), weight.view(torch.uint8).numpy(), raw_dtype=kind)
+        else:
+            writer.add_tensor(name_of(name), weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+class Worker:
+    """llama.cpp with one text, in another process."""
+
+    def __init__(self, path: str, dtype: str, context: int) -> None:
+        script = Path(__file__).with_name("llama_worker.py")
+        # -P: its folder's names (cache, sampling, …) are not those of anybody's libraries.
+        command = [sys.executable, "-P", script, path, dtype, torch.get_num_threads(), context]
+        self._process = subprocess.Popen(
+            list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.version = self._answer()["ready"]
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("llama.cpp's process ended")
+        return json.loads(line)
+
+    def feed(self, tokens: list[int], keep: int) -> dict[str, Any]:
+        """Feed `tokens` behind the first `keep` ones: {"ms", "argmax" behind each}."""
+        print(json.dumps({"feed": tokens, "keep": keep}), file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+def measure(
+    model: Any, target: Any, dtype: str, prompt: list[int], runs: int
+) -> list[dict[str, Any]]:
+    """A row for one token and one for six behind `prompt`; below 1 the ratio says ours is faster.
+
+    `model` is transformers', untouched; `target` the same in a cached model of ours.
+    """
+    counts = 1, 6
+    row = target.cache.open_row()
+    target.forward([row], [prompt], [1])
+    with TemporaryDirectory() as folder:
+        path = f"{folder}/model.gguf"
+        write_gguf(model, path)
+        worker = Worker(path, dtype, len(prompt) + 64)
+        try:
+            worker.feed(prompt, 0)
+            theirs = {n: [] for n in counts}
+            ours = {n: [] for n in counts}
+            for _ in tqdm(range(runs), desc="llama.cpp"):
+                for n in counts:
+                    time.sleep(PAUSE_S)
+                    ours[n].append(turn(forward(target, row, prompt[:n])))
+                    time.sleep(PAUSE_S)
+                    theirs[n].append(turn(lambda n=n: worker.feed(prompt[:n], len(prompt))["ms"]))
+            rows = []
+            for n in counts:
+                scores = target.forward([row], [prompt[:n]], [n]).logits[0]
+                target.cache.truncate(row, len(prompt))
+                ms, its = median(ours[n]), median(theirs[n])
+                rows.append(
+                    {
+                        "rows": n,
+                        "ours_ms": round(ms, 3),
+                        "llama_cpp_ms": round(its, 3),
+                        "ratio": round(ms / its, 2),
+                        "equal_argmax": scores.argmax(-1).tolist()
+                        == worker.feed(prompt[:n], len(prompt))["argmax"],
+                        "version": worker.version,
+                    }
+                )
+            return rows
+        finally:
+            worker.close()
+            target.cache.close_row(row)
+
+
+def turn(call: Any) -> float:
+    """Median ms of calls for a while, the first one not counted; what they say, else the clock."""
+    call()
+    times, end = [], time.perf_counter() + TURN_S
+    while time.perf_counter() < end or len(times) < 3:
+        began = time.perf_counter()
+        said = call()
+        times.append(said if said is not None else (time.perf_counter() - began) * 1e3)
+    return median(times)
