@@ -8,7 +8,8 @@ here it gets one that was loaded before. Its models are separate copies that not
 Models of random weights (--shape 0.6b) have neither draft model nor head, and their prompt is a
 random pattern, repeated.
 
-`ratio` counts prompts, too; `decode_ratio` only what comes after the first tokens.
+`ratio` counts prompts, too; `decode_ratio` only what comes after the first tokens; `pass_ratio` is
+per pass and not per token, for outputs that are not equal and so take different numbers of passes.
 
 `passes` are forwards of the target, prompts included. generate() drafts before it has read the
 prompt (not with MTP), which saves up to one pass a request; our n-gram takes the latest match, not
@@ -82,7 +83,7 @@ class Total(NamedTuple):
     num_tokens: int
     num_passes: int
     rate: float  # medians of times, prompts included
-    decode_rate: float  # of what comes after the first tokens
+    decode_rate: float | None  # of what comes after the first tokens, if anything does
     rates: list[float]  # run by run
 
 
@@ -96,7 +97,7 @@ def total(calls: list[list[Timed]]) -> Total:
         num_tokens,
         sum(result.num_passes for result in results),
         num_tokens / sum(map(median_ms, calls)) * 1e3,
-        num_later / later_ms * 1e3,
+        num_later / later_ms * 1e3 if num_later else None,
         [num_tokens / sum(call.ms for call in run) * 1e3 for run in zip(*calls, strict=True)],
     )
 
@@ -104,6 +105,8 @@ def total(calls: list[list[Timed]]) -> Total:
 def row_of(ours: list[list[Timed]], theirs: list[list[Timed]]) -> dict[str, Any]:
     """One method on some prompts; a ratio above 1 says that ours is faster."""
     own, other = total(ours), total(theirs)
+    both_decode = own.decode_rate and other.decode_rate
+    pass_ms = [side.num_tokens / side.rate / side.num_passes for side in (own, other)]
     ratios = [mine / its for mine, its in zip(own.rates, other.rates, strict=True)]
     pairs = [
         (mine[0].result.tokens, other[0].result.tokens)
@@ -115,7 +118,8 @@ def row_of(ours: list[list[Timed]], theirs: list[list[Timed]]) -> dict[str, Any]
         "ratio": round(own.rate / other.rate, 2),
         "min_ratio": round(min(ratios), 2),
         "max_ratio": round(max(ratios), 2),
-        "decode_ratio": round(own.decode_rate / other.decode_rate, 2),
+        "decode_ratio": both_decode and round(own.decode_rate / other.decode_rate, 2),
+        "pass_ratio": round(pass_ms[1] / pass_ms[0], 2),
         "ours_passes": own.num_passes,
         "generate_passes": other.num_passes,
         "num_tokens": own.num_tokens,

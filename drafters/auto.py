@@ -46,6 +46,9 @@ class AutoDrafter(Drafter):
     def select(self, state: _State, name: str) -> None:
         state.chosen = name
 
+    def guess(self, state: _State, name: str, max_tokens: int) -> list[int] | None:
+        return self._drafters[name].guess(state.states[name], name, max_tokens)
+
     def propose(self, state: _State, max_tokens: int) -> Draft:
         return self._drafters[state.chosen].propose(state.states[state.chosen], max_tokens)
 

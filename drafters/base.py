@@ -122,6 +122,13 @@ class Drafter(ABC):
         """
         return list(prompt)
 
+    def guess(self, state: Any, name: str, max_tokens: int) -> list[int] | None:
+        """What candidate `name` would propose, nobody having asked: to be held against what came.
+
+        For drafters that cost next to nothing and draw nothing; None from all others.
+        """
+        return None
+
     def candidates(self, state: Any) -> list[str]:
         """Names to choose from; more than its own where several drafters act as one."""
         return [self.name]

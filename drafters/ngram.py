@@ -83,6 +83,9 @@ class NgramDrafter(Drafter):
         index.extend(prompt)
         return index
 
+    def guess(self, state: NgramIndex, name: str, max_tokens: int) -> list[int]:
+        return state.continuation(max_tokens)
+
     def propose(self, state: NgramIndex, max_tokens: int) -> Draft:
         return Draft(state.continuation(max_tokens))
 

@@ -5,8 +5,11 @@
     choose the K from 0 to the request's limit that makes E(K) / T(K) largest
 
 αᵢ, the chance that the i-th token is accepted once those before it are, is estimated from the
-request's own cycles, recent ones counting more. K = 0 is plain decoding; now and then a probe
-drafts all the same, so that a text that has become easy is noticed.
+request's own cycles, recent ones counting more. The first guess is high, as a good drafter that is
+taken for a bad one costs more than a few drafts in vain. K = 0 is plain decoding; now and then a
+probe drafts all the same, so that a text that has become easy is noticed. A drafter that costs
+nothing (n-gram) needs no probe, nor to be chosen: what it would have drafted is held against what
+came.
 
 Costs come from the clock for greedy requests: a pass costs a + b · (tokens fed), fitted to this
 process's cycles, so that K shrinks as a batch fills up. Which tokens a *sampled* request emits
@@ -19,9 +22,9 @@ business.
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-_PRIOR, _PRIOR_WEIGHT = 0.6, 2.0  # α before anything was seen, and how many cycles that counts for
-_KEPT, _OLDEST = 0.9, 4  # of what was seen, with each cycle; of at most so many at once
-_FIRST_PAUSE, _LONGEST_PAUSE, _PROBE = 8, 64, 2  # cycles without a draft; tokens of a probe
+_PRIOR, _PRIOR_WEIGHT = 0.85, 2.0  # α before anything was seen, and how many cycles that counts for
+_KEPT, _OLDEST = 0.85, 4  # of what was seen, with each cycle; of at most so many at once
+_PROBE, _PROBING = 1, 0.02  # tokens of a probe; the share of the time that probes may cost
 _TOKEN_SHARE = 0.02  # what each further token costs of a pass, before measuring
 _FIT_KEPT, _FIT_RIDGE, _OUTLIER = 0.98, 4.0, 3.0
 _WORTHWHILE = 1.01  # a draft must promise at least this much more than none
@@ -33,7 +36,6 @@ class Acceptance:
 
     reached: list[float] = field(default_factory=list)
     accepted: list[float] = field(default_factory=list)
-    pause: int = _FIRST_PAUSE  # how many cycles to go without drafts before the next probe
     since: int = 0  # cycles without a draft
     cycles: int = 0  # with one
     coverage: float = 1.0  # share of the cycles in which it had anything to propose when asked
@@ -129,6 +131,11 @@ class Decision:
     break_even: float  # the α at which one drafted token would pay for itself
     is_probe: bool = False
 
+    @property
+    def probe_cost(self) -> float:
+        """What a draft of one token costs more than it is expected to bring."""
+        return self.break_even - self.alpha
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON, with the sentence."""
         values = {
@@ -196,13 +203,10 @@ class Controller:
             key=lambda d: records[d.drafter].coverage * (d.expected_speedup - 1),
         )
         if best.expected_speedup > _WORTHWHILE:
-            for record in records.values():
-                record.pause = _FIRST_PAUSE
             return best
-        record = records[best.drafter]
-        if record.since < record.pause:
+        # The cheaper a probe, the more often: a draft that is nearly free is nearly always made.
+        if best.probe_cost > _PROBING * (1 + records[best.drafter].since):
             return replace(best, num_tokens=0)
-        record.pause = min(2 * record.pause, _LONGEST_PAUSE)
         return replace(best, num_tokens=min(limit, _PROBE), is_probe=True)
 
     def _best(

@@ -179,6 +179,9 @@ def test_the_benchmark_against_generate_finds_equal_outputs(measure):
 
 def test_the_benchmark_against_generate_takes_models_of_random_weights(measure):
     _, document = measure("peers", "--shape", "tiny", "--context", 40, "--tokens", 8)
+    assert all(
+        row["decode_ratio"] is None or row["decode_ratio"] > 0 for row in document["results"]
+    )
     assert document["prompts"] == {"random": {"pattern": 40}}
     assert [row["equal_tokens"] for row in document["results"]] == [8, 8]
 
