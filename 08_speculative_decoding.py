@@ -36,7 +36,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from math import log2, nextafter
 from statistics import median
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ from zlib import crc32
 import huggingface_hub
 import torch
 import transformers
-from flask import Flask, Response, request
+from flask import Flask, Response
 from torch import Generator, Tensor
 from tqdm import tqdm
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -61,13 +61,16 @@ from fastpath.sampling import truncated_softmax
 from serving import terminal
 from serving.answers import PLAIN, answer, health, stream_answer, token_logprobs
 from serving.controller import Acceptance, Controller, Decision
-from serving.http import listen, register_errors
+from serving.http import finish, guard, listen, read_body, register_errors
 from serving.loading import StartError, load_pretrained
+from serving.metrics import CONTENT_TYPE, metrics
+from serving.openai import register_openai
 from serving.options import ROOT, Options, parse_arguments
-from serving.parsing import SAMPLING_FIELDS, RequestError, parse_fields, parse_json
+from serving.page import register_page
+from serving.parsing import SAMPLING_FIELDS, RequestError, parse_fields
 from serving.statistics import Statistics, ratio
 from serving.text import TextStream
-from serving.worker import Worker, cancel
+from serving.worker import Job, Worker
 
 # ------------------------------------------------------------------- KV cache and truncation
 
@@ -788,9 +791,10 @@ class Engine:
         that the others' tokens keep coming; such a sequence gets None.
 
         Returns an event for each sequence: {step, proposals, accepted_count, emitted_count, tokens,
-        rejected, pieces} and what `details` adds. proposals is the draft as it was made; the others
-        are what stays of it after a cut. tokens and rejected (None where nothing was) are
-        Judgements; pieces is the text that may be shown now, as (text, kind).
+        rejected, cached, pieces} and what `details` adds. proposals is the draft as it was made;
+        the others are what stays of it after a cut. tokens and rejected (None where nothing was)
+        are Judgements; cached is how many tokens the KV cache held after the verify and after the
+        truncation; pieces is the text that may be shown now, as (text, kind).
         """
         lengths = self.target.cache.lengths
         filling = [s for s in sequences if len(s.tokens) - lengths[s.row] > self.prefill_chunk]
@@ -847,7 +851,10 @@ class Engine:
         times.append(time.perf_counter())
         for s, event, logits, score in zip(sequences, events, output.logits, scores, strict=True):
             s.statistics.record_times(times, is_prefill=s.num_steps == 1)
-            event |= details(s, event["emitted_count"], logits, score)
+            event |= details(s, event, logits, score)
+            if s.request.trace:
+                spans = [(end - begin) * 1e3 for begin, end in pairwise(times)]
+                event["ms"] = dict(zip(("draft", "verify", "other"), spans, strict=True))
         return events
 
     def _draft(self, sequences: list[Sequence]) -> list[Draft]:
@@ -947,15 +954,13 @@ class Engine:
         tokens, accepted = [j.id for j in emitted], len(emitted) - 1
         kept = s.cut(emitted, self.eos_ids)
         s.tokens += tokens[:kept]
+        verified = self.target.cache.lengths[s.row]
         self.target.cache.truncate(s.row, len(s.tokens) - 1)
         # A cut among the accepted drafts shortens the draft as well: the rest was not judged.
         is_whole = kept == len(tokens)
         num_judged = len(draft.tokens) if is_whole else kept
         s.statistics.record(num_judged, [j.kind for j in emitted[:kept]])
-        for name, record in s.records.items():
-            proposed = s.decision is None or name == s.decision.drafter
-            asked = s.decision.num_tokens if s.decision and proposed else 0
-            record.observe(num_judged if proposed else 0, min(accepted, kept), asked)
+        self._record(s, num_judged, min(accepted, kept), tokens[:kept])
         if num_judged:
             self.recent.append((num_judged, min(accepted, kept)))
         rejected = [j._asdict() for j in judged if j.kind == "rejected" and is_whole]
@@ -966,6 +971,7 @@ class Engine:
             "emitted_count": kept,
             "tokens": [j._asdict() for j in emitted[:kept]],
             "rejected": rejected[0] if rejected else None,
+            "cached": [verified, len(s.tokens) - 1],
             "pieces": s.text.release(final=s.finish_reason is not None),
         }
         s.num_steps += 1
@@ -979,6 +985,24 @@ class Engine:
             except Exception as error:
                 self._lose_drafter(s, s.drafter.name, error)
         return event
+
+    def _record(self, s: Sequence, drafted: int, accepted: int, tokens: list[int]) -> None:
+        """What this cycle says of each drafter that s may choose from.
+
+        Of those that did not draft: of what they would have drafted, how much came true.
+        """
+        for name, record in s.records.items() if s.drafter and self.controller else ():
+            if s.decision and name == s.decision.drafter and s.decision.num_tokens:
+                record.observe(drafted, accepted, s.decision.num_tokens)
+                continue
+            try:
+                guess = s.drafter.guess(s.state, name, len(tokens))
+            except Exception as error:
+                return self._lose_drafter(s, name, error)
+            if guess is None:
+                record.observe(0, 0)
+            else:
+                record.observe(len(guess), len(os.path.commonprefix([guess, tokens])), len(tokens))
 
     def _lose_drafter(self, s: Sequence, name: str, error: Exception) -> None:
         """A drafter failed: its request goes on with plain decoding, and says so."""
@@ -997,14 +1021,15 @@ class Engine:
             s.warnings.append(f"drafter {drafter.name} failed to close: {error}")
 
 
-def details(s: Sequence, num_new: int, logits: Tensor, scores: Tensor) -> dict[str, Any]:
-    """What a request asked to know about the tokens that it just got, as parts of their event.
+def details(s: Sequence, event: dict[str, Any], logits: Tensor, scores: Tensor) -> dict[str, Any]:
+    """What a request asked to know about the tokens of an event, as more parts of it.
 
     From logits and scores (penalised logits), [n + 1, V] both: `logprobs` of each new token; for a
-    trace `target_argmax` [n + 1] and `target_top`, the likeliest tokens and their scores where each
-    of them was chosen.
+    trace `target_argmax` [n + 1], `target_top`, the likeliest tokens and their scores where each
+    new one was chosen, and `texts` of all ids in the event (a part of a character as "�").
     """
     asked: dict[str, Any] = {}
+    num_new = event["emitted_count"]
     if s.request.logprobs is not None:
         new = s.tokens[len(s.tokens) - num_new :]
         asked["logprobs"] = token_logprobs(logits, new, s.request.logprobs, s.tokenizer)
@@ -1018,6 +1043,13 @@ def details(s: Sequence, num_new: int, logits: Tensor, scores: Tensor) -> dict[s
             [{"id": i, "score": score} for i, score in zip(ids, values, strict=True)]
             for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
         ]
+        ids = {
+            *event["proposals"],
+            *asked["target_argmax"],
+            *chain.from_iterable(top.indices.tolist()),
+        }
+        ids |= {token["id"] for token in event["tokens"]}
+        asked["texts"] = {i: s.tokenizer.decode([i]) for i in sorted(ids)}
     return asked
 
 
@@ -1058,7 +1090,7 @@ def load_model(name: str, options: Options) -> CachedModel:
 
 
 def load_drafters(options: Options, context: Context) -> tuple[dict[str, Drafter], str]:
-    """Every drafter that fits, by name, and the default's name.
+    """Every drafter that fits, by name, and the default's name: auto where there is a choice.
 
     Raises StartError if one that was asked for does not fit.
     """
@@ -1079,7 +1111,9 @@ def load_drafters(options: Options, context: Context) -> tuple[dict[str, Drafter
             default = drafter.name
     first = default or next(n for n in DEFAULT_DRAFTERS if n in loaded)
     loaded[AutoDrafter.name] = AutoDrafter({first: loaded[first]} | loaded)
-    return loaded, AutoDrafter.name if options.drafter == AutoDrafter.name else first
+    can_choose = wanted is None and len(loaded) > 2 and not options.fixed_k
+    is_auto = options.drafter == AutoDrafter.name or can_choose
+    return loaded, AutoDrafter.name if is_auto else first
 
 
 def load_engine(options: Options) -> Engine:
@@ -1120,40 +1154,42 @@ def load_engine(options: Options) -> Engine:
 
 
 def create_app(engine: Engine, options: Options, worker: Worker | None = None) -> Flask:
-    """The web application: POST /generate and GET /health."""
+    """The web application: POST /generate, GET /health and /metrics, /v1, and the page at /."""
     app, started = Flask(__name__), time.monotonic()
     app.config["MAX_CONTENT_LENGTH"] = 1 << 20
     app.json.sort_keys = False
     register_errors(app)
+    register_page(app, read_prompts())
+    guard(app, options.api_key, options.allow_origin)
     worker = worker or Worker(engine, options)
     app.extensions["worker"] = worker
 
-    @app.post("/generate")
-    def generate() -> Response | dict[str, Any]:
-        """Parse, queue, and answer when all is done, or stream it."""
-        if not request.is_json:
-            raise RequestError("the Content-Type must be application/json", status=415)
-        body = parse_json(request.get_data(cache=False))
+    def begin(body: dict[str, Any]) -> tuple[list[Job], bool, list[str]]:
+        """Parse and queue a request: its jobs, whether to stream, and warnings."""
         wanted, stream, compare, notes = parse_request(body, engine, options)
         plain = [replace(wanted, drafter=None, trace=True)] if compare else []
-        jobs = worker.submit(wanted, *plain)
+        return worker.submit(wanted, *plain), stream, notes
+
+    @app.post("/generate")
+    def generate() -> Response | dict[str, Any]:
+        """Answer when all is done, or stream it."""
+        jobs, stream, notes = begin(read_body())
         dtype = engine.target.model.dtype
         if stream:
             return Response(stream_answer(jobs, notes, dtype), mimetype="text/event-stream")
-        client_left = request.environ.get("waitress.client_disconnected", lambda: False)
-        try:
-            for _ in chain.from_iterable(jobs):
-                if client_left():
-                    return Response(status=499)  # nobody reads it
-            return answer(jobs, notes, dtype)
-        finally:
-            cancel(jobs)
+        # 499: the client has left, and nobody reads it.
+        return answer(jobs, notes, dtype) if finish(jobs) else Response(status=499)
 
     @app.get("/health")
     def get_health() -> tuple[dict[str, Any], int]:
         body = health(engine, worker, options.num_speculative_tokens, time.monotonic() - started)
         return body, 200 if body["status"] == "ok" else 503
 
+    @app.get("/metrics")
+    def get_metrics() -> Response:
+        return Response(metrics(engine, worker), content_type=CONTENT_TYPE)
+
+    register_openai(app, engine, begin)
     return app
 
 
@@ -1183,8 +1219,15 @@ def parse_request(
 # -------------------------------------------------------------------------------------- demo
 
 
-def show_prompt(engine: Engine, wanted: Request) -> None:
-    """One generation, streamed to the terminal with the origin of each token, then its figures."""
+def show_prompt(engine: Engine, wanted: Request, num_explained: int = 0) -> None:
+    """One generation, streamed to the terminal with the origin of each token, then its figures.
+
+    Of the first `num_explained` cycles, prefill included, every step is shown before the text.
+    """
+    for _, event in engine.generate(replace(wanted, trace=True)) if num_explained else ():
+        print(terminal.explain(event), end="\n\n")
+        if event["step"] == num_explained - 1:
+            break
     colour = terminal.has_colour()
     print(terminal.legend(colour), end="\n\n")
     print(engine.target.tokenizer.decode(wanted.prompt), end="", flush=True)
@@ -1257,6 +1300,22 @@ def compare(engine: Engine, prompt: list[int], options: Options, repeats: int) -
     return result
 
 
+def worked_cycle(
+    engine: Engine, prompts: dict[str, list[int]], options: Options
+) -> dict[str, Any] | None:
+    """The first cycle of the default drafter in which one draft is kept and another refused."""
+    k = options.num_speculative_tokens
+    for name, prompt in prompts.items():
+        wanted = Request(
+            prompt, options.max_tokens, engine.default_drafter, k, sampling=options.sampling,
+            seed=options.seed or 0, trace=True,
+        )  # fmt: skip
+        for _, event in engine.generate(wanted):
+            if event["accepted_count"] and event["rejected"]:
+                return {"name": name, "event": event}
+    return None
+
+
 def run_demo(engine: Engine, options: Options) -> dict[str, Any]:
     """Every demo prompt by every method; returns the document that --demo --json prints."""
     encode = engine.target.tokenizer
@@ -1280,6 +1339,7 @@ def run_demo(engine: Engine, options: Options) -> dict[str, Any]:
         }
     return {
         "prompts": results,
+        "worked_cycle": worked_cycle(engine, {n: ids for n, (_, ids) in prompts.items()}, options),
         "totals": totals,
         "device": str(engine.target.model.device),
         "versions": {
@@ -1312,7 +1372,7 @@ def main(arguments: list[str] | None = None) -> int:
         if given.port:
             listen(create_app(engine, options), given.host, given.port, options)
         elif given.prompt is not None:
-            show_prompt(engine, prompt_request(engine, given, options))
+            show_prompt(engine, prompt_request(engine, given, options), given.explain)
         else:
             document = run_demo(engine, options)
             if given.json:

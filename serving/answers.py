@@ -74,18 +74,37 @@ def brief(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def stream_answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> Iterator[str]:
-    """Jobs as server-sent events: one per cycle of the first, the answer or an error, [DONE]."""
+    """Jobs as server-sent events: one per cycle, the answer or an error, [DONE].
+
+    Those of a comparison's plain decoding stand under "plain".
+    """
+    return failures_as_events(jobs, _events(jobs, notes, dtype))
+
+
+def _events(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> Iterator[str]:
+    for job in jobs:
+        for event in job:
+            if event is WAITING:
+                yield ": ping\n\n"  # a client that has left is noticed by writing to it
+                continue
+            text = {"text": "".join(text for text, _ in event["pieces"])}
+            if job is not jobs[0]:
+                yield sse({"plain": brief(event) | text})
+                continue
+            shown = public(event) if job.request.trace else brief(event)
+            if "logprobs" in event:
+                shown["logprobs"] = event["logprobs"]
+            yield sse(shown | text)
+    yield sse(answer(jobs, notes, dtype))
+
+
+def failures_as_events(jobs: list[Job], events: Iterator[str]) -> Iterator[str]:
+    """The events, an error as one more of them, and [DONE]; the jobs do not outlive them.
+
+    A stream that merely ended would look like a success.
+    """
     try:
-        for job in jobs:
-            for event in job:
-                if event is WAITING or job is not jobs[0]:
-                    yield ": ping\n\n"  # a client that has left is noticed by writing to it
-                    continue
-                shown = public(event) if job.request.trace else brief(event)
-                if "logprobs" in event:
-                    shown["logprobs"] = event["logprobs"]
-                yield sse(shown | {"text": "".join(text for text, _ in event["pieces"])})
-        yield sse(answer(jobs, notes, dtype))
+        yield from events
     except RequestError as error:
         yield sse(error.body())
     except Exception as error:  # the status line is out: an event is all that can be said

@@ -19,7 +19,7 @@ class Options:
 
     model: str = str(ROOT / "demo_models" / "target")
     draft_model: str | None = None  # beside the embedded target: the embedded draft
-    drafter: str | None = None  # the first of DEFAULT_DRAFTERS that fits the target
+    drafter: str | None = None  # auto, or the first of DEFAULT_DRAFTERS that fits the target
     num_speculative_tokens: int = 5
     fixed_k: bool = False
     prompt_lookup_max: int = 4
@@ -35,6 +35,8 @@ class Options:
     max_queued: int = 64
     prefill_chunk: int = 256
     request_timeout: float = 600.0  # seconds
+    api_key: str | None = None
+    allow_origin: str | None = None
     max_model_len: int | None = None  # the model's context, at most LONGEST_DEFAULT
     fastpath: bool = True
     bitwise: bool = True
@@ -98,6 +100,10 @@ def parse_arguments(
     parser.add_argument(
         "--stop", action="append", help="with --prompt: end before this text (may be repeated)"
     )
+    parser.add_argument(
+        "--explain", type=between(1, 1000), nargs="?", const=4, default=0, metavar="CYCLES",
+        help="with --prompt: the first cycles (4) step by step, with p, q and u",
+    )  # fmt: skip
     switch = argparse.BooleanOptionalAction
     model = {"metavar": "DIR_OR_HUB_ID"}
     for name, details in {
@@ -119,6 +125,8 @@ def parse_arguments(
         "max_queued": {"type": between(1, 1000), "help": "requests that may wait"},
         "prefill_chunk": {"type": count, "help": "tokens of a prompt read between two cycles"},
         "request_timeout": {"type": seconds, "help": "after which a request ends with 504"},
+        "api_key": {"help": "asked of /generate, /v1 and /metrics (default: none)"},
+        "allow_origin": {"help": "whose pages may call (CORS), as https://example.org or *"},
         "max_model_len": {"type": count, "help": "context length"},
         "fastpath": {"action": switch, "help": "packed and fused layers where they fit"},
         "bitwise": {"action": switch, "help": "shapes that keep equal logits equal bits"},
@@ -132,6 +140,8 @@ def parse_arguments(
     given = parser.parse_args(arguments)
     if given.json and not given.demo:
         parser.error("--json goes with --demo")
+    if given.explain and given.prompt is None:
+        parser.error("--explain goes with --prompt")
     if given.stop and given.prompt is None:
         parser.error("--stop goes with --prompt (requests have a field for it)")
     try:

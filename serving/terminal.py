@@ -39,6 +39,47 @@ def legend(colour: bool) -> str:
     return " · ".join(f"{mark([(kind, kind)], colour)} {_MEANING[kind]}" for kind in _MEANING)
 
 
+def explain(event: dict[str, Any]) -> str:
+    """One cycle of a trace, step by step: draft, verdicts with p, q and u, the cut.
+
+    Of a prefill only what it cached and chose.
+    """
+    texts, (verified, kept) = event["texts"], event["cached"]
+    drafted, tokens = event["proposals"], event["tokens"]
+    held = verified - 1 - len(drafted)
+    lines = [f"cycle {event['step']}"]
+    if event["step"] == 0:
+        lines[0] += f": prefill, {verified} tokens of the prompt are cached now"
+    else:
+        shown = " ".join(repr(texts[i]) for i in drafted) or "nothing"
+        lines.append(f"  draft     {shown}")
+        lines.append(
+            f"  verify    pending and {len(drafted)} drafted in one forward: "
+            f"cache {held} -> {verified}"
+        )
+    if event.get("controller"):
+        lines.append(f"  decided   {event['controller']}")
+    judged = [t for t in tokens if t["kind"] == "accepted"] + [event["rejected"]]
+    for i, token in enumerate(filter(None, judged), 1):
+        sign = "<" if token["kind"] == "accepted" else ">="
+        lines.append(
+            f"  d{i:<8} {texts[token['id']]!r:12} u {token['u']:.3f} {sign} p / q = "
+            f"{token['p']:.3f} / {token['q']:.3f}: {token['kind']}"
+        )
+    num_judged = len(list(filter(None, judged)))
+    if tokens[-1]["kind"] != "accepted" and num_judged < len(drafted):
+        rest = ", ".join(f"d{i}" for i in range(num_judged + 1, len(drafted) + 1))
+        lines.append(f"  {'':9} {rest}: not judged, as the text before changed")
+    for token in tokens:
+        if token["kind"] != "accepted":
+            why = "from norm(max(0, p - q))" if token["kind"] == "recovered" else "from p"
+            lines.append(
+                f"  target's  {texts[token['id']]!r:12} p {token['p']:.3f}, {why}: {token['kind']}"
+            )
+    cut = f"cache {verified} -> {kept}" if kept < verified else f"nothing to cut, cache {kept}"
+    return "\n".join([*lines, f"  truncate  {cut}; pending {texts[tokens[-1]['id']]!r}"])
+
+
 def print_figures(finish_reason: str, statistics: Any) -> None:
     """The closing line of one generation."""
     s, rate = statistics, statistics.draft_acceptance_rate
@@ -94,7 +135,11 @@ def print_demo(document: dict[str, Any], shown: str, colour: bool) -> None:
         same = [run["identical"] for run in result["speculative"].values()]
         print(f"identical output: {_verdict(same)}        text as {shown} wrote it:\n")
         print(result["prompt"] + mark(result["speculative"][shown]["pieces"], colour))
-    print(f"\n{legend(colour)}\n\n━━ in all " + "━" * 72)
+    print(f"\n{legend(colour)}")
+    if worked := document["worked_cycle"]:
+        print(f"\n━━ one cycle of {worked['name']}, by {shown} " + "━" * 40)
+        print(explain(worked["event"]))
+    print("\n━━ in all " + "━" * 72)
     standard = document["totals"]["standard"]
     for method, total in document["totals"].items():
         same = "" if method == "standard" else f"identical: {_verdict([total['identical']])}"

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from .metrics import Histogram
 from .options import Options
 from .parsing import RequestError
 
@@ -30,8 +31,9 @@ class Job:
     def __init__(self, request: Any, timeout_s: float, after: "Job | None" = None) -> None:
         self.request = request
         self.after = after  # a job that must have ended before this one begins
-        self.cancelled = self.ended = False
-        self.deadline = time.monotonic() + timeout_s
+        self.cancelled = self.ended = self.started = False
+        self.submitted = time.monotonic()
+        self.deadline = self.submitted + timeout_s
         self.sequence: Any = None  # the engine's, once it runs
         self.events: list[dict[str, Any]] = []  # kept for a trace
         self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -87,6 +89,7 @@ class Worker:
         self._running: list[Job] = []
         self._changed = threading.Condition()
         self.draining = False
+        self.first_token_s = Histogram()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -147,6 +150,7 @@ class Worker:
                 continue
             for job, event in zip(list(self._running), events, strict=True):
                 if event is not None:
+                    self._note_first(job)
                     job.put(event)
                 if job.sequence.finish_reason:
                     self._leave(job)
@@ -175,6 +179,12 @@ class Worker:
             self._running.append(job)
         except Exception as error:
             job.end(error)
+
+    def _note_first(self, job: Job) -> None:
+        # A job that has to wait for another would count that one's time.
+        if not job.started and job.after is None:
+            self.first_token_s.observe(time.monotonic() - job.submitted)
+        job.started = True
 
     def _drop_cancelled(self) -> None:
         for job in [job for job in self._running if job.cancelled]:

@@ -35,7 +35,10 @@ def demo():
 
 
 def test_the_demo_s_document_has_every_prompt_and_drafter(demo):
-    assert list(demo) == ["prompts", "totals", "device", "versions"]
+    assert list(demo) == ["prompts", "worked_cycle", "totals", "device", "versions"]
+    cycle = demo["worked_cycle"]["event"]
+    assert demo["worked_cycle"]["name"] in core.read_prompts()
+    assert cycle["accepted_count"] and cycle["rejected"] and cycle["cached"][1] < cycle["cached"][0]
     assert [p["name"] for p in demo["prompts"]] == list(core.read_prompts())
     for prompt in demo["prompts"]:
         standard = prompt["standard"]

@@ -226,10 +226,13 @@ def test_a_drafter_that_is_never_right_is_soon_left_alone(demo_engine, prompts):
     """The cost of finding out: a few drafts, then probes."""
     drafter = ScriptedDrafter(lambda tokens, n: [0] * n)
     engine = core.Engine(demo_engine.target, {"scripted": drafter}, "scripted")
-    engine.controller = Controller(100, {"scripted": 10})
-    sequence, _ = run(engine, prompts["hard_docs"], max_tokens=100, drafter="scripted")
+    engine.controller = Controller(100, {"scripted": 30})
+    sequence, _ = run(
+        engine, prompts["hard_docs"], max_tokens=100, drafter="scripted",
+        sampling=core.Sampling(temperature=1.0),
+    )  # fmt: skip
     statistics = sequence.statistics
-    assert statistics.target_passes > 90 and statistics.num_spec_steps < 50
+    assert statistics.target_passes > 80 and statistics.num_spec_steps < 15
     assert "K=0 is faster here: scripted" in str(sequence.decision)
     assert engine.decisions["scripted"] is sequence.decision
 

@@ -25,6 +25,7 @@ from benchmarks.lossless import (
     first_tokens,
 )
 from benchmarks.sampling import processors
+from drafters.small_model import SmallModelDrafter
 from fastpath.sampling import largest, truncated_softmax
 
 ODDS = 1e-6
@@ -441,3 +442,27 @@ def test_the_test_of_the_overlap_notices(break_core, prompts, fault):
     break_core(fault)
     engine = core.load_engine(core.Options(fixed_k=True))
     assert abs(deviation_from_overlap(engine, prompts, "draft_model")) > 4.9
+
+
+def test_exercise_4_a_greedy_draft_of_sampled_text_is_lossless_and_costs_acceptance(
+    many, prompt, plain_samples
+):
+    """Nothing was drawn, so q is one-hot: accepted with p(d) in place of Σ min(p, q).
+
+    Odds of a false alarm: 6e-6.
+    """
+
+    class GreedyDraft(SmallModelDrafter):
+        def open(self, prompt, sampling, rng):
+            return super().open(prompt, Sampling(), rng)
+
+    drawing, greedy = many.drafters["draft_model"], GreedyDraft.__new__(GreedyDraft)
+    vars(greedy).update(vars(drawing))
+    rates = []
+    for drafter in (drawing, greedy):
+        engine = core.Engine(many.target, {"draft_model": drafter})
+        name = "temperature 0.7"
+        p_value = smallest_p_value(engine, prompt, "draft_model", name, plain_samples(name))
+        assert p_value > ODDS
+        rates.append(engine.totals["draft_model"].draft_acceptance_rate)
+    assert rates[1] < rates[0] - 0.02

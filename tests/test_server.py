@@ -113,6 +113,14 @@ def test_generate_answers_by_the_contract(port):
         assert event["emitted_count"] == len(event["tokens"])
         kinds = [token["kind"] for token in event["tokens"]]
         assert kinds.count("accepted") == event["accepted_count"]
+        assert set(map(str, event["proposals"] + event["target_argmax"])) <= set(event["texts"])
+        verified, kept = event["cached"]
+        before = body["trace"][step - 1]["cached"][1] if step else usage["prompt_tokens"] - 1
+        assert verified == before + 1 + len(event["proposals"])
+        assert kept == before + event["emitted_count"] if step else kept == before + 1
+        assert list(event["ms"]) == ["draft", "verify", "other"]
+    after_prefill = [event["ms"] for event in body["trace"][1:]]
+    assert sum(ms["verify"] for ms in after_prefill) == pytest.approx(timings["verify_ms"], abs=0.1)
     ids = [token["id"] for event in body["trace"] for token in event["tokens"]]
     assert ids == body["token_ids"]
 
@@ -359,10 +367,13 @@ def test_a_comparison_runs_the_request_by_plain_decoding_too(port, stream):
     fields = {"prompt": COLOURS, "max_tokens": 40, "drafter": "ngram", "compare": True}
     status, _, data = call(port, "POST", "/generate", fields | {"stream": stream})
     assert status == 200
-    if stream:  # its tokens are not streamed, pings are
-        lines = [line for line in data.decode().split("\n\n") if line and line != ": ping"]
-        body = json.loads(lines[-2].removeprefix("data: "))
-        assert len(lines) == body["metrics"]["speculative_decoding"]["target_passes"] + 3
+    if stream:
+        *cycles, body = events_of(data)
+        plain = [cycle["plain"] for cycle in cycles if "plain" in cycle]
+        assert len(plain) == 40 and [event["step"] for event in plain] == list(range(40))
+        assert "".join(event["text"] for event in plain) == body["compare"]["plain"]["text"]
+        own = cycles[: len(cycles) - 40]
+        assert "".join(event["text"] for event in own) == body["text"]
     else:
         body = json.loads(data)
     compare = body["compare"]
@@ -407,6 +418,7 @@ def test_a_trace_has_the_numbers_that_decided(port):
     for event in body["trace"]:
         for token in event["tokens"] + ([event["rejected"]] if event["rejected"] else []):
             assert list(token) == ["id", "kind", "p", "q", "u"]
+            assert event["texts"][str(token["id"])]
             assert 0 <= token["p"] <= 1 + 1e-6 and 0 <= token["u"] < 1
             kinds.add(token["kind"])
     assert kinds == {"accepted", "rejected", "recovered", "bonus"}

@@ -1,0 +1,270 @@
+"""The OpenAI-style routes, so that people's tools work unchanged: models, completions, chat.
+
+    /v1/completions       prompt   ─┐ translated into /generate's fields, parsed, queued and decoded
+    /v1/chat/completions  messages ─┘ as those are; the answer is put into OpenAI's shape
+
+/generate's own fields (drafter, num_speculative_tokens, min_p, …) may be sent as well. Beside the
+usual parts an answer, and a stream's last chunk, has vLLM's `metrics.speculative_decoding` and
+llama.cpp's `timings`. What would change the output and is not supported is refused, not ignored.
+
+Not covered: several choices or prompts in one request, tools, images, embeddings.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from flask import Flask, Response
+
+from .answers import answer, failures_as_events, sse
+from .http import finish, read_body
+from .parsing import RequestError
+from .worker import WAITING, Job
+
+# The only values of these fields that are served; null counts as absent.
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "functions": ([],),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+Begin = Callable[[dict[str, Any]], tuple[list[Job], bool, list[str]]]
+Shape = Callable[[str, str | None, list[dict[str, Any]] | None], dict[str, Any]]
+
+
+def model_id(name: str) -> str:
+    """A model's name outside: a hub id as it is, of a folder its last part."""
+    return Path(name).resolve().name if Path(name).is_dir() else name
+
+
+def register_openai(app: Flask, engine: Any, begin: Begin) -> None:
+    """Add the routes; `begin` parses and queues the fields of a /generate request."""
+    tokenizer, created = engine.target.tokenizer, int(time.time())
+    name = model_id(engine.target.name)
+    card = {"id": name, "object": "model", "created": created, "owned_by": "local"}
+    card["max_model_len"] = engine.target.max_length
+
+    def serve(fields: dict[str, Any], kind: str, whole: Shape, part: Shape) -> Any:
+        options = fields.get("stream_options")
+        if options is not None and not isinstance(options, dict):
+            raise RequestError("stream_options must be an object", param="stream_options")
+        jobs, is_stream, notes = begin(fields)
+        prefix, kind_of_chunk = _KINDS[kind]
+        head = {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "object": kind_of_chunk if is_stream else kind,
+            "created": int(time.time()),
+            "model": name,
+        }
+        dtype = engine.target.model.dtype
+        if is_stream:
+            with_usage = bool(options and options.get("include_usage"))
+            events = _chunks(jobs, head, part, lambda: _figures(jobs, notes, dtype), with_usage)
+            return Response(failures_as_events(jobs, events), mimetype="text/event-stream")
+        if not finish(jobs):
+            return Response(status=499)  # nobody reads it
+        s = jobs[0].sequence
+        logprobs = None if s.request.logprobs is None else s.logprobs
+        choice = whole(s.text.text, s.finish_reason, logprobs)
+        return head | {"choices": [choice]} | _figures(jobs, notes, dtype)
+
+    @app.post("/v1/completions")
+    def completions() -> Any:
+        fields = _supported(read_body())
+        fields["prompt"] = _single(fields.get("prompt"))
+        return serve(fields, "text_completion", _completion, _completion)
+
+    @app.post("/v1/chat/completions")
+    def chat() -> Any:
+        fields = _supported(read_body())
+        fields["prompt"] = chat_prompt(fields.pop("messages", None), tokenizer)
+        if fields.get("max_completion_tokens") is not None:
+            fields["max_tokens"] = fields["max_completion_tokens"]
+        fields.pop("max_completion_tokens", None)
+        top = fields.pop("top_logprobs", None)
+        if top is not None:
+            if fields.get("logprobs") is not True:
+                raise RequestError("top_logprobs goes with logprobs: true", param="top_logprobs")
+            fields["logprobs"] = top
+        return serve(fields, "chat.completion", _message, _delta)
+
+    @app.get("/v1/models")
+    def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/<path:wanted>")
+    def model(wanted: str) -> dict[str, Any]:
+        if wanted != name:
+            message = f"unknown model {wanted!r}; this server has {name}"
+            raise RequestError(message, param="model", status=404, code="model_not_found")
+        return card
+
+
+_KINDS = {  # prefix of the id, `object` of a stream's chunks
+    "text_completion": ("cmpl", "text_completion"),
+    "chat.completion": ("chatcmpl", "chat.completion.chunk"),
+}
+
+
+def _supported(body: dict[str, Any]) -> dict[str, Any]:
+    """The fields without those that may have one value only. Raises RequestError for another."""
+    for name, served in _ONLY.items():
+        value = body.pop(name, None)
+        if value is not None and value not in served:
+            only = " or ".join(map(repr, served))
+            raise RequestError(f"{name} other than {only} is not supported", param=name)
+    return body
+
+
+def _single(prompt: Any) -> Any:
+    """A list of prompts may have one: its only string, or its only list of ids."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+        if len(prompt) > 1:
+            raise RequestError("one prompt per request is supported", param="prompt")
+        return prompt[0]
+    return prompt
+
+
+def chat_prompt(messages: Any, tokenizer: Any) -> list[int]:
+    """The ids of a conversation, by the tokenizer's chat template.
+
+    Raises RequestError for messages that are none, and where there is no template.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise RequestError("messages must be a non-empty list", param="messages")
+    turns = [_turn(message, i) for i, message in enumerate(messages)]
+    if not tokenizer.chat_template:
+        raise RequestError(
+            "this model's tokenizer has no chat template: use /v1/completions", param="messages"
+        )
+    try:
+        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # templates raise what they like, about roles and their order
+        raise RequestError(f"the chat template refused: {error}", param="messages") from error
+    # The template has written the special tokens already.
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+
+def _turn(message: Any, i: int) -> dict[str, str]:
+    where = f"messages[{i}]"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RequestError(f"{where} must be an object with a role", param="messages")
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [p.get("text") if isinstance(p, dict) else None for p in content]
+        kinds = {p.get("type") for p in content if isinstance(p, dict)}
+        if kinds - {"text"} or not all(isinstance(part, str) for part in parts):
+            raise RequestError(f"{where}: only parts of type text are supported", param="messages")
+        content = "".join(parts)
+    if not isinstance(content, str):
+        raise RequestError(f"{where} must have a content of text", param="messages")
+    try:
+        content.encode("utf-8")
+    except UnicodeEncodeError:
+        raise RequestError(f"{where} holds a lone surrogate", param="messages") from None
+    return {"role": message["role"], "content": content}
+
+
+def _figures(jobs: list[Job], notes: list[str], dtype: Any) -> dict[str, Any]:
+    """What stands beside the choices; the same as in /generate's answer."""
+    body = answer(jobs, notes, dtype)
+    names = ("usage", "metrics", "timings", "warnings", "seed", "trace", "compare")
+    return {name: body[name] for name in names if name in body}
+
+
+def _chunks(
+    jobs: list[Job],
+    head: dict[str, Any],
+    part: Shape,
+    figures: Callable[[], dict[str, Any]],
+    with_usage: bool,
+) -> Iterator[str]:
+    """Chunks of the text as it comes, then the reason of its end with the figures."""
+    if part is _delta:
+        first = {"role": "assistant", "content": ""}
+        choice = {"index": 0, "delta": first, "logprobs": None, "finish_reason": None}
+        yield sse(head | {"choices": [choice]})
+    for job in jobs:
+        for event in job:
+            if event is WAITING or job is not jobs[0]:
+                yield ": ping\n\n"  # a client that has left is noticed by writing to it
+                continue
+            text = "".join(text for text, _ in event["pieces"])
+            if text or "logprobs" in event:
+                yield sse(head | {"choices": [part(text, None, event.get("logprobs"))]})
+    last = part("", jobs[0].sequence.finish_reason, None)
+    beside = figures()
+    usage = beside.pop("usage")
+    yield sse(head | {"choices": [last]} | beside)
+    if with_usage:
+        yield sse(head | {"choices": [], "usage": usage} | beside)
+
+
+def _completion(
+    text: str, finish_reason: str | None, logprobs: list[dict[str, Any]] | None
+) -> dict[str, Any]:
+    """A choice of /v1/completions, in a chunk too."""
+    listed = None
+    if logprobs is not None:
+        ends, end = [], 0
+        for entry in logprobs:
+            ends.append(end)
+            end += len(entry["token"])
+        listed = {
+            "tokens": [entry["token"] for entry in logprobs],
+            "token_logprobs": [entry["logprob"] for entry in logprobs],
+            "top_logprobs": [
+                {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
+                for entry in logprobs
+            ],
+            "text_offset": ends,
+        }
+    return {"index": 0, "text": text, "logprobs": listed, "finish_reason": finish_reason}
+
+
+def _message(
+    text: str, finish_reason: str | None, logprobs: list[dict[str, Any]] | None
+) -> dict[str, Any]:
+    """A choice of /v1/chat/completions."""
+    message = {"role": "assistant", "content": text}
+    return {
+        "index": 0,
+        "message": message,
+        "logprobs": _content(logprobs),
+        "finish_reason": finish_reason,
+    }
+
+
+def _delta(
+    text: str, finish_reason: str | None, logprobs: list[dict[str, Any]] | None
+) -> dict[str, Any]:
+    """The same in a chunk; the one that ends the text says nothing more."""
+    return {
+        "index": 0,
+        "delta": {} if finish_reason else {"content": text},
+        "logprobs": _content(logprobs),
+        "finish_reason": finish_reason,
+    }
+
+
+def _content(logprobs: list[dict[str, Any]] | None) -> dict[str, Any] | None:
+    if logprobs is None:
+        return None
+
+    def entry(one: dict[str, Any]) -> dict[str, Any]:
+        shown = {"token": one["token"], "logprob": one["logprob"]}
+        return shown | {"bytes": list(one["token"].encode("utf-8", "replace"))}
+
+    listed = [
+        entry(one) | {"top_logprobs": list(map(entry, one["top_logprobs"]))} for one in logprobs
+    ]
+    return {"content": listed, "refusal": None}

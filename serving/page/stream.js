@@ -1,0 +1,95 @@
+// The server as the page sees it: JSON at GET, server-sent events at POST /generate, and its
+// refusals as errors whose message is a sentence for the reader.
+
+const GONE = "The server cannot be reached. Is it still running? "
+  + "Start it with: python 08_speculative_decoding.py --port 5000";
+const CUT = "The connection to the server broke off before the answer was complete.";
+
+/** What went wrong, in words; `param` is the field and `status` HTTP's, where there are any. */
+export class ServerError extends Error {
+  constructor(message, { param = null, status = null } = {}) {
+    super(message);
+    this.param = param;
+    this.status = status;
+  }
+}
+
+/** The JSON at `path`; `good` are the statuses that have it. Raises ServerError. */
+export async function getJson(path, key, good = [200]) {
+  const response = await send(path, { headers: headersWith(key) });
+  if (!good.includes(response.status)) throw await refusal(response);
+  return response.json();
+}
+
+/**
+ * The events of one request, each parsed, up to [DONE]. Aborting `signal` hangs up, which frees the
+ * server. Raises ServerError, or the signal's AbortError.
+ */
+export async function* generate(request, key, signal) {
+  const response = await send("generate", {
+    method: "POST",
+    headers: { "Content-Type": "application/json", ...headersWith(key) },
+    body: JSON.stringify(request),
+    signal,
+  });
+  if (!response.ok) throw await refusal(response);
+  for await (const data of messages(response.body.getReader(), signal)) {
+    if (data === "[DONE]") return;
+    const event = JSON.parse(data);
+    if (event.error) throw new ServerError(`The run failed: ${event.error.message}`, event.error);
+    yield event;
+  }
+  throw new ServerError(CUT);
+}
+
+const headersWith = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
+
+async function send(path, options) {
+  try {
+    return await fetch(path, options);
+  } catch (error) {
+    throw options.signal?.aborted ? error : new ServerError(GONE);
+  }
+}
+
+/** The data of each server-sent event; comments such as ": ping" are skipped. */
+async function* messages(reader, signal) {
+  const decoder = new TextDecoder();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await next(reader, signal);
+    if (done) return;
+    const parts = (rest + decoder.decode(value, { stream: true })).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      if (part.startsWith("data: ")) yield part.slice("data: ".length);
+    }
+  }
+}
+
+async function next(reader, signal) {
+  try {
+    return await reader.read();
+  } catch (error) {
+    throw signal.aborted ? error : new ServerError(CUT);
+  }
+}
+
+async function refusal(response) {
+  const body = await response.json().catch(() => null);
+  const { message = response.statusText, param = null } = body?.error ?? {};
+  const details = { param, status: response.status };
+  if (response.status === 401) {
+    const ask = "The server asks for an API key: enter it below “How to decode”, then try again";
+    return new ServerError(`${ask} (${message}).`, details);
+  }
+  if (response.status === 429) {
+    const seconds = response.headers.get("Retry-After");
+    const when = seconds ? `Try again in ${seconds} s.` : "Try again in a moment.";
+    return new ServerError(`The server is busy (${message}). ${when}`, details);
+  }
+  if (response.status >= 500) {
+    return new ServerError(`The server cannot do this now: ${message}.`, details);
+  }
+  return new ServerError(`The server refused this request: ${message}.`, details);
+}

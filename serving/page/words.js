@@ -1,0 +1,70 @@
+// Numbers, tokens and verdicts in words.
+
+/** Two places, as the controller writes them: 0.714 -> ".71", null -> "–". */
+export function short(value, places = 2) {
+  if (value === null || value === undefined || !Number.isFinite(value)) return "–";
+  return value.toFixed(places).replace(/^(-?)0\./, "$1.");
+}
+
+/** A probability or a ratio of two: exact at 0 and 1, and never rounded to them. */
+export function chance(value) {
+  if (value === null || value === undefined) return "–";
+  if (value === 0 || Math.abs(value - 1) < 2e-6) return String(Math.round(value));
+  if (value < 0.001) return value.toExponential(1);
+  if (value > 0.999 && value < 1) return "> .999";
+  return short(value, value < 1 ? 3 : 2);
+}
+
+export const milliseconds = (ms) => (ms < 10_000 ? `${ms.toFixed(ms < 10 ? 1 : 0)} ms`
+  : `${(ms / 1000).toFixed(1)} s`);
+
+export const times = (factor) => (Number.isFinite(factor) ? `${factor.toFixed(2)}×` : "–");
+
+export const counted = (count, noun, plural = `${noun}s`) => (
+  `${count} ${count === 1 ? noun : plural}`);
+
+/** A token whose blanks can be seen: " blue\n" -> "␣blue↵"; "∅" where it has no text. */
+export function visible(text) {
+  const shown = text.replace(/\r?\n/g, "↵").replace(/\t/g, "⇥").replace(/ /g, "␣");
+  return shown === "" ? "∅" : shown;
+}
+
+/** The comparison that decides about a drafted token: "u .31 < p/q .83". */
+export function comparison({ p, q, u, kind }) {
+  return `u ${chance(u)} ${kind === "rejected" ? "≥" : "<"} p/q ${chance(p / q)}`;
+}
+
+/** Why a token stands in the text: a sentence on `token` of `cycle`. */
+export function why(token, cycle) {
+  if (token.kind === "accepted") {
+    return `Drafted, and ${comparison(token)}: accepted.`;
+  }
+  if (token.kind === "recovered") {
+    const refused = cycle.rejected;
+    return `“${visible(refused.text)}” was drafted here and rejected (${comparison(refused)}). `
+      + "This one was drawn from norm(max(0, p − q)); its u is that draw.";
+  }
+  if (cycle.step === 0) {
+    return "The prefill’s token: drawn from p once the prompt was read; nothing was drafted yet.";
+  }
+  return cycle.proposals.length
+    ? "The whole draft was accepted, so the pass gives one more token, drawn from p by its u."
+    : "Nothing was drafted in this cycle: plain decoding, drawn from p by its u.";
+}
+
+/** What happened in a cycle, in one or two sentences. */
+export function summary(cycle) {
+  const [verified, kept] = cycle.cached;
+  if (cycle.step === 0) {
+    return `Prefill: the prompt (${counted(kept, "token")}) was read and gave the first token, `
+      + `“${visible(cycle.tokens[0].text)}”, which is pending now.`;
+  }
+  const accepted = cycle.tokens.filter((token) => token.kind === "accepted").length;
+  const own = cycle.tokens.at(-1);
+  const parts = [`${cycle.proposals.length} proposed`, `${accepted} accepted`];
+  if (cycle.rejected) parts.push(`“${visible(cycle.rejected.text)}” rejected`);
+  if (own.kind !== "accepted") parts.push(`“${visible(own.text)}” ${own.kind}`);
+  return `Cycle ${cycle.step}: ${parts.join(", ")}: ${counted(cycle.tokens.length, "token")} for `
+    + `one target pass. KV cache: ${cycle.before} before, ${verified} after the verify, ${kept} `
+    + "after the truncation.";
+}
