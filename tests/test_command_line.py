@@ -12,6 +12,8 @@ import pytest
 import speculative_decoding as core
 from conftest import ROOT
 
+from serving import terminal
+
 SCRIPT = "08_speculative_decoding.py"
 
 
@@ -64,6 +66,50 @@ def test_the_demo_prints_tables_and_marks_where_tokens_came_from():
         assert word in result.stdout
     assert "[, red, green,]" in result.stdout
     assert "last: " in result.stdout and "α ." in result.stdout  # why the controller chose its K
+
+
+def test_explain_shows_the_first_cycles_step_by_step(capsys):
+    prompt = ["--prompt", "red, green, blue, red,", "--max-tokens", "16", "--drafter", "mtp"]
+    sampled = ["--temperature", "0.8", "--seed", "1091336943", "--fixed-k"]
+    assert core.main([*prompt, *sampled, "--explain", "3"]) == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"^cycle (\d+)", out, re.MULTILINE) == ["0", "1", "2"]
+    assert "cycle 0: prefill, 8 tokens of the prompt are cached now" in out
+    lengths = [tuple(map(int, pair)) for pair in re.findall(r"cache (\d+) -> (\d+)", out)]
+    assert lengths[0][0] == 8 and all(before != after for before, after in lengths)
+    for sign, p, q, u, kind in (
+        (sign, float(p), float(q), float(u), kind)
+        for u, sign, p, q, kind in re.findall(r"u (\S+) (<|>=) p / q = (\S+) / (\S+): (\w+)", out)
+    ):
+        assert (sign == "<") == (kind == "accepted")
+        assert abs(u * q - p) < 2e-3 or (u * q < p) == (kind == "accepted")
+    assert "pending" in out and "tokens per pass" in out  # the text and its figures follow
+    assert core.main([*prompt, "--explain"]) == 0  # 4 cycles
+    assert capsys.readouterr().out.count("\n  truncate") == 4
+
+
+def test_a_refused_draft_is_explained_with_what_was_not_judged():
+    def judged(i, kind, p, q, u):
+        return {"id": i, "kind": kind, "p": p, "q": q, "u": u}
+
+    event = {
+        "step": 2,
+        "proposals": [5, 6, 7],
+        "cached": [14, 12],
+        "tokens": [judged(5, "accepted", 0.9, 0.8, 0.3), judged(9, "recovered", 0.7, 0.1, 0.5)],
+        "rejected": judged(6, "rejected", 0.1, 0.9, 0.6),
+        "texts": {5: " a", 6: " b", 7: " c", 9: " d"},
+    }
+    assert terminal.explain(event).splitlines() == [
+        "cycle 2",
+        "  draft     ' a' ' b' ' c'",
+        "  verify    pending and 3 drafted in one forward: cache 10 -> 14",
+        "  d1        ' a'         u 0.300 < p / q = 0.900 / 0.800: accepted",
+        "  d2        ' b'         u 0.600 >= p / q = 0.100 / 0.900: rejected",
+        "            d3: not judged, as the text before changed",
+        "  target's  ' d'         p 0.700, from norm(max(0, p - q)): recovered",
+        "  truncate  cache 14 -> 12; pending ' d'",
+    ]
 
 
 def test_a_difference_in_output_makes_the_demo_fail(monkeypatch, capsys):
@@ -163,6 +209,7 @@ def test_a_prompt_may_be_stopped():
         (["--prompt", "\udcff"], "lone surrogate"),
         (["--prompt", "x", "--stop", ""], "stop must be a non-empty string"),
         (["--demo", "--stop", "x"], "--stop goes with --prompt"),
+        (["--demo", "--explain"], "--explain goes with --prompt"),
         (["--demo", "--temperature", "nan"], "temperature must be a number from 0"),
         (["--prompt", "x", "--seed", "99999999999999999999"], "seed must be an integer from"),
         (["--port", "5000", "--top-p", "7"], "top_p must be a number from"),
@@ -204,7 +251,6 @@ def test_a_corrupt_model_is_one_line(tiny_folder, tmp_path, capsys):
 
 
 def test_colours_are_used_where_wanted():
-    from serving import terminal
 
     pieces = [("a b", "accepted"), (" c", "recovered"), (" d", "bonus")]
     assert terminal.mark(pieces, colour=False) == "[a b]< c>{ d}"
