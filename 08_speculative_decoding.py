@@ -162,6 +162,18 @@ class SlotLayer(CacheLayerMixin):
         return buffer[slice(first, last + 1) if is_compact else place.slots, :, : place.kv_length]
 
     @torch.inference_mode()
+    def scrub(self, slot: int) -> None:
+        """Forget even the bits: 0 · NaN is NaN, behind the mask, too."""
+        if self.is_initialized:
+            for buffer in (self.keys, self.values):
+                buffer[slot] = 0
+
+    def is_sound(self, slot: int, length: int) -> bool:
+        """Whether what was written to the first `length` places are numbers."""
+        written = [buffer[slot, :, :length] for buffer in (self.keys, self.values)]
+        return all(bool(states.isfinite().all()) for states in written)
+
+    @torch.inference_mode()
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of one slot into another."""
         if self.is_initialized:
@@ -222,6 +234,7 @@ class SlotCache(Cache):
         self.current: Place  # of the forward under way
         self._free = list(range(num_rows))[::-1]
         self._rows: list[int] = []  # the open ones, by slot
+        self._written = [0] * num_rows  # how far each slot was, since it was empty
 
     def open_row(self) -> int:
         """An empty row for a new request. Raises ValueError when all are taken."""
@@ -234,12 +247,22 @@ class SlotCache(Cache):
         """Give the row back; costs a copy of the row in the last slot, if that is another."""
         assert row not in self._free, f"row {row} closed twice"
         slot, last = self._rows.index(row), self._rows.pop()
+        self._clean(slot)
         if last != row:
+            source = len(self._rows)
             for layer in self.layers:
-                layer.move(len(self._rows), slot, self.lengths[last])
-            self._rows[slot] = last
+                layer.move(source, slot, self.lengths[last])
+            self._rows[slot], self._written[slot] = last, self.lengths[last]
+            self._clean(source)
         self.lengths[row] = 0
         self._free.append(row)
+
+    def _clean(self, slot: int) -> None:
+        """Leave no NaN to the next request; what breaks a model shows in its last layer."""
+        written, self._written[slot] = self._written[slot], 0
+        if written and not self.layers[-1].is_sound(slot, written):
+            for layer in self.layers:
+                layer.scrub(slot)
 
     def order(self, rows: list[int]) -> list[int]:
         """The indices of `rows` by slot, which is the order to place them in."""
@@ -280,6 +303,7 @@ class SlotCache(Cache):
         """The placed tokens are cached now."""
         for slot, count in zip(place.slots, place.counts, strict=True):
             self.lengths[self._rows[slot]] += count
+            self._written[slot] = max(self._written[slot], self.lengths[self._rows[slot]])
 
     def truncate(self, row: int, length: int) -> None:
         """Forget row's tokens from `length` on. O(1): stale slots are masked, then overwritten.
@@ -519,6 +543,9 @@ def generator(seed: int) -> Generator:
     return Generator().manual_seed(crc32(seed.to_bytes(9, "little", signed=True)))
 
 
+NO_NUMBERS = "the model gave no probabilities to draw from (NaN in its logits?)"
+
+
 def uniform(rng: Generator, count: int) -> list[float]:
     """`count` numbers from [0, 1)."""
     return torch.rand(count, generator=rng, dtype=torch.float64).tolist()
@@ -532,7 +559,7 @@ def draw(weights: Tensor, u: float) -> int:
     cumulated = weights.cumsum(0, dtype=torch.float64)
     total = float(cumulated[-1])
     if not total > 0:  # as NaN is not
-        raise ValueError("the model gave no probabilities to draw from (NaN in its logits?)")
+        raise ValueError(NO_NUMBERS)
     # Below the total whatever the rounding: then a token without weight is never found.
     return int(torch.searchsorted(cumulated, min(u * total, nextafter(total, 0)), right=True))
 
@@ -547,7 +574,10 @@ def sample(
     """
     scores = penalise(logits[None], sampling.repetition_penalty, text, [])
     if sampling.is_greedy:
-        return int(scores[0].argmax()), None
+        best = scores[0].max(-1)
+        if not best.values.isfinite():  # NaN counts as the largest
+            raise ValueError(NO_NUMBERS)
+        return int(best.indices), None
     q = probabilities(scores, sampling)[0]
     return draw(q, uniform(rng, 1)[0]), q
 
@@ -605,7 +635,10 @@ def verify_greedy(draft: Draft, scores: Tensor, rng: Generator) -> list[Judgemen
 
     Example: argmax 4, 9, 1, 7 and Draft([4, 8, 1]) -> 4 accepted, 8 rejected, 9 recovered.
     """
-    n, choices = len(draft.tokens), scores.argmax(-1).tolist()
+    best = scores.max(-1)
+    if not best.values.isfinite().all():  # NaN counts as the largest
+        raise ValueError(NO_NUMBERS)
+    n, choices = len(draft.tokens), best.indices.tolist()
     *us, last_u = uniform(rng, n + 1)
     accepted = next((i for i in range(n) if draft.tokens[i] != choices[i]), n)
 
@@ -672,6 +705,7 @@ class Sequence:
         self.records: dict[str, Acceptance] = {}  # of each drafter that may propose
         self.decision: Decision | None = None  # the controller's last one
         self.warnings: list[str] = []
+        self.failure: Exception | None = None  # its own; then the finish_reason is "error"
 
     @property
     def output(self) -> list[int]:
@@ -780,6 +814,8 @@ class Engine:
             while sequence.finish_reason is None:
                 if event := self.step([sequence])[0]:
                     yield sequence, event
+            if sequence.failure:
+                raise sequence.failure
         finally:
             self.close(sequence)
 
@@ -788,7 +824,8 @@ class Engine:
 
         The first cycle of a sequence is its prefill: a long run of tokens to feed, and no draft. Of
         a prompt longer than a chunk each cycle feeds one chunk, and of one prompt at a time, so
-        that the others' tokens keep coming; such a sequence gets None.
+        that the others' tokens keep coming; such a sequence gets None. So does one whose logits are
+        not numbers: it ends with a `failure`, and the others go on.
 
         Returns an event for each sequence: {step, proposals, accepted_count, emitted_count, tokens,
         rejected, cached, pieces} and what `details` adds. proposals is the draft as it was made;
@@ -814,7 +851,7 @@ class Engine:
         s.hidden += output.hidden or []
         s.statistics.prompt_ms += (time.perf_counter() - began) * 1e3
 
-    def _cycle(self, sequences: list[Sequence]) -> list[dict[str, Any]]:
+    def _cycle(self, sequences: list[Sequence]) -> list[dict[str, Any] | None]:
         """One cycle of sequences that all get a token."""
         times = [time.perf_counter()]
         drafts = self._draft(sequences)
@@ -835,12 +872,7 @@ class Engine:
             penalise(logits, s.request.sampling.repetition_penalty, s.tokens, draft.tokens)
             for s, draft, logits in zip(sequences, drafts, output.logits, strict=True)
         ]
-        judged = [
-            verify_greedy(draft, score, s.rng)
-            if s.request.sampling.is_greedy
-            else verify(draft, probabilities(score, s.request.sampling), s.rng)
-            for s, draft, score in zip(sequences, drafts, scores, strict=True)
-        ]
+        judged = list(map(self._judge, sequences, drafts, scores))
         times.append(time.perf_counter())
         if self.controller and all(s.num_steps for s in sequences):  # prompts cost otherwise
             fed = sum(len(draft.tokens) + 1 for draft in drafts)
@@ -850,12 +882,24 @@ class Engine:
         events = list(map(self._commit, sequences, drafts, judged, hidden))
         times.append(time.perf_counter())
         for s, event, logits, score in zip(sequences, events, output.logits, scores, strict=True):
+            if event is None:
+                continue
             s.statistics.record_times(times, is_prefill=s.num_steps == 1)
             event |= details(s, event, logits, score)
             if s.request.trace:
                 spans = [(end - begin) * 1e3 for begin, end in pairwise(times)]
                 event["ms"] = dict(zip(("draft", "verify", "other"), spans, strict=True))
         return events
+
+    def _judge(self, s: Sequence, draft: Draft, scores: Tensor) -> list[Judgement]:
+        """Verify; of a sequence that cannot be judged nothing, and it has failed."""
+        try:
+            if s.request.sampling.is_greedy:
+                return verify_greedy(draft, scores, s.rng)
+            return verify(draft, probabilities(scores, s.request.sampling), s.rng)
+        except ValueError as error:
+            s.failure, s.finish_reason = error, "error"
+            return []
 
     def _draft(self, sequences: list[Sequence]) -> list[Draft]:
         """A draft for each; empty for prefill, for the last token and where there is no drafter."""
@@ -948,8 +992,10 @@ class Engine:
 
     def _commit(
         self, s: Sequence, draft: Draft, judged: list[Judgement], hidden: Tensor | None
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any] | None:
         """Cut once, truncate the cache, count, and let the drafter observe."""
+        if s.failure:
+            return None
         emitted = [j for j in judged if j.kind != "rejected"]
         tokens, accepted = [j.id for j in emitted], len(emitted) - 1
         kept = s.cut(emitted, self.eos_ids)

@@ -153,7 +153,7 @@ class Worker:
                     self._note_first(job)
                     job.put(event)
                 if job.sequence.finish_reason:
-                    self._leave(job)
+                    self._leave(job, job.sequence.failure)
 
     def _admit(self) -> bool:
         """Let waiting jobs join, oldest first; wait while there are none. False: drained."""

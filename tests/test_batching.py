@@ -187,3 +187,41 @@ def test_an_engine_that_raises_fails_what_is_in_flight_and_goes_on(engine, promp
     assert len([event for event in job if event is not WAITING]) == 5
     worker.drain(10)
     assert is_idle(engine)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("drafter", [None, "ngram", "mtp"])
+@torch.inference_mode()
+def test_a_request_whose_logits_are_no_numbers_fails_alone(prompts, plain, drafter, temperature):
+    """Its keys become NaN: it ends with an error, its neighbours and whoever gets its slot do not.
+
+    Attention weighs what it does not see with 0, and 0 · NaN is NaN: the slot has to be cleaned.
+    """
+    engine = core.load_engine(core.Options(max_running=3, fixed_k=True))
+    cache = engine.target.cache
+    names = list(prompts)[:3]
+    sampling = core.Sampling(temperature=temperature)
+    requests = [core.Request(prompts[name], 24, drafter) for name in names]
+    requests[1] = core.Request(prompts[names[1]], 24, drafter, sampling=sampling)
+    sequences = [engine.open(request) for request in requests]
+    for _ in range(2):
+        engine.step(sequences)
+    broken = sequences[1]
+    for layer in cache.layers:
+        layer.keys[1, :, :3] = float("nan")
+    assert engine.step(sequences)[1] is None
+    assert broken.finish_reason == "error" and "NaN in its logits" in str(broken.failure)
+    engine.close(broken)
+    others = [sequences[0], sequences[2]]
+    others.append(engine.open(core.Request(prompts[names[1]], 24, drafter)))
+    while running := [s for s in others if s.finish_reason is None]:
+        engine.step(running)
+    for s, name in zip(others, [names[0], names[2], names[1]], strict=True):
+        assert s.output == plain(prompts[name], 24)
+        engine.close(s)
+    assert all(layer.keys.isfinite().all() for layer in cache.layers)
+    with pytest.raises(ValueError, match="NaN in its logits"):
+        for _, event in engine.generate(requests[1]):
+            if event["step"] == 1:
+                for layer in cache.layers:
+                    layer.values[0, :, :3] = float("nan")
