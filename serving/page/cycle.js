@@ -17,7 +17,7 @@ export class CyclePicture {
     this.#draft.replaceChildren();
     this.#cache.replaceChildren();
     this.#cache.setAttribute("aria-label", "The KV cache, empty");
-    this.#says.textContent = "The request is on its way.";
+    this.#says.textContent = "Cycles are drawn here as they come.";
   }
 
   /** Draw `cycle`; `kinds` are the origins of all output tokens. */
@@ -25,7 +25,8 @@ export class CyclePicture {
     const { draft, verify, other } = cycle.ms;
     const spent = `draft ${milliseconds(draft)}, verify ${milliseconds(verify)}, other `
       + `${milliseconds(other)}`;
-    this.#says.textContent = `${summary(cycle)} Time: ${spent}.`;
+    const decision = cycle.controller ? ` The controller: ${cycle.controller}.` : "";
+    this.#says.textContent = `${summary(cycle)} Time: ${spent}.${decision}`;
     this.#draft.replaceChildren(...slots(cycle));
     this.#cache.replaceChildren(...cells(cycle, kinds));
     this.#cache.setAttribute("aria-label", cacheLabel(cycle));

@@ -2,8 +2,6 @@
 // source}. A race is the best source, as it decodes plainly, too; a run is set against the
 // controller's idea of a plain pass; before any run /health tells of the server's life.
 
-import { expectedTokens } from "./formulas.js";
-
 /** Drafted tokens per target pass, of a block of metrics. */
 const draftedPerPass = (metrics) => metrics.num_draft_tokens / metrics.target_passes;
 
@@ -48,7 +46,6 @@ export function fromHealth(health) {
   const k = draftedPerPass(metrics);
   const c = step / pass;
   const tVerify = 1 + (k * health.controller.costs_by_batch["1"].token_ms) / pass;
-  const tokens = metrics.tokens_per_pass ?? expectedTokens(alpha, k);
-  const speedup = tokens / (k * c + tVerify);
+  const speedup = metrics.tokens_per_pass / (k * c + tVerify);
   return { alpha, k, c, tVerify, speedup, source: `all runs of ${health.drafter} so far` };
 }

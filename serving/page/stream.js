@@ -80,8 +80,8 @@ async function refusal(response) {
   const { message = response.statusText, param = null } = body?.error ?? {};
   const details = { param, status: response.status };
   if (response.status === 401) {
-    const ask = "The server asks for an API key: enter it below “How to decode”, then try again";
-    return new ServerError(`${ask} (${message}).`, details);
+    const ask = "The server asks for an API key: enter it under “How to decode”, then try again.";
+    return new ServerError(ask, details);
   }
   if (response.status === 429) {
     const seconds = response.headers.get("Retry-After");

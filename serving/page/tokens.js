@@ -1,10 +1,12 @@
-// The text as it streams, one element per token, marked by its origin. Elements are only ever
-// appended, a frame's worth at once; a single one of them is a tab stop, arrow keys move it.
+// The text as it streams, one element per token, marked by its origin. Elements are appended a
+// frame's worth at once, to the last of several stretches: a frame lays out that one and not the
+// whole text. A single element is a tab stop, arrow keys move it.
 
 import { byId, element } from "./elements.js";
 import { pieces } from "./pieces.js";
 import { visible } from "./words.js";
 
+const LONGEST = 120; // tokens of a stretch, before its last line becomes the next one
 const NEAR_END = 48; // px: a reader who has scrolled further up than this is left there
 const MOVES = {
   ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1,
@@ -15,7 +17,8 @@ export class TokenText {
   #box = byId("text");
   #prompt = byId("prompt-text");
   #list = byId("tokens");
-  #tokens = []; // {token, cycle} in the order of the elements
+  #tokens = []; // {token, cycle, element}
+  #stretch = null; // the last one
   #new = document.createDocumentFragment();
   #stop = null; // the element that Tab goes to
   #card;
@@ -35,6 +38,7 @@ export class TokenText {
     this.#list.addEventListener("focusout", () => card.hide());
     this.#list.addEventListener("click", (event) => pick(at(event)));
     this.#list.addEventListener("keydown", (event) => {
+      if (event.ctrlKey || event.altKey || event.metaKey) return;
       if (event.key === "Enter" || event.key === " ") pick(at(event));
       else if (!this.#move(event.key)) return;
       event.preventDefault();
@@ -46,14 +50,12 @@ export class TokenText {
     return this.#tokens.map(({ token }) => token.kind);
   }
 
-  get text() {
-    return this.#list.textContent;
-  }
-
   clear(prompt) {
     this.#card.hide();
     this.#prompt.textContent = prompt;
-    this.#list.replaceChildren();
+    // The first stretch goes on in the prompt's last line, the others are blocks.
+    this.#stretch = element("span", { role: "none" });
+    this.#list.replaceChildren(this.#stretch);
     this.#list.hidden = true;
     this.#tokens = [];
     this.#stop = null;
@@ -64,6 +66,7 @@ export class TokenText {
   add(cycle) {
     const texts = pieces(cycle.tokens.map((token) => token.text), cycle.text);
     cycle.tokens.forEach((token, i) => this.#new.append(this.#element(token, cycle, texts[i])));
+    if (this.#new.childElementCount > LONGEST) this.flush();
   }
 
   /** Show what was added, and follow it unless the reader has scrolled away. */
@@ -71,22 +74,37 @@ export class TokenText {
     if (!this.#new.firstChild) return;
     const box = this.#box;
     const follows = box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END;
-    this.#list.append(this.#new);
+    this.#stretch.append(this.#new);
     this.#list.hidden = false;
-    if (!this.#stop) this.#makeStop(this.#list.firstChild);
+    if (!this.#stop) this.#makeStop(this.#tokens[0].element);
+    if (this.#stretch.childElementCount > LONGEST) this.#beginStretch();
     if (follows) box.scrollTop = box.scrollHeight;
   }
 
+  /** Move the last line, what is there of it, to a stretch of its own; nothing is seen to move. */
+  #beginStretch() {
+    const elements = [...this.#stretch.children];
+    const { top } = lastRect(elements.at(-1));
+    const begin = elements.findLastIndex((token) => lastRect(token).top < top - 1) + 1;
+    if (begin === 0) return;
+    const [first, ...line] = elements.slice(begin);
+    const begins = first.getClientRects().length > 1 ? splitOff(first) : first;
+    if (!begins) return; // a later line will do
+    this.#stretch = element("div", { role: "none" }, begins, ...line);
+    this.#list.append(this.#stretch);
+  }
+
   #element(token, cycle, text) {
-    const index = this.#tokens.push({ token, cycle }) - 1;
-    return element("span", {
+    const made = element("span", {
       class: `token ${token.kind}${text.includes("\n") ? " break" : ""}`,
       role: "option",
       tabindex: -1,
       "aria-selected": "false",
       "aria-label": `${visible(token.text)}, ${token.kind}`,
-      "data-index": index,
+      "data-index": this.#tokens.length,
     }, text);
+    this.#tokens.push({ token, cycle, element: made });
+    return made;
   }
 
   #tell(element) {
@@ -105,8 +123,24 @@ export class TokenText {
   #move(key) {
     if (!(key in MOVES)) return false;
     const wanted = Number(this.#stop.dataset.index) + MOVES[key];
-    const last = this.#list.childElementCount - 1;
-    this.#list.children[Math.max(0, Math.min(last, wanted))].focus();
+    const last = this.#tokens.length - 1;
+    this.#tokens[Math.max(0, Math.min(last, wanted))].element.focus();
     return true;
   }
+}
+
+/** Where an element's last line is. */
+const lastRect = (element) => [...element.getClientRects()].at(-1);
+
+/**
+ * What a token has on its second line, as an element to begin a stretch with: behind a line break,
+ * or behind the blank at which the line was broken. Null if it was broken elsewhere.
+ */
+function splitOff(token) {
+  const text = token.textContent;
+  const at = text.lastIndexOf("\n") + 1 || (text.startsWith(" ") ? 1 : 0);
+  if (!at) return null;
+  token.textContent = text.slice(0, at);
+  const attributes = { class: `${token.className} rest`, role: "none" };
+  return element("span", { ...attributes, "data-index": token.dataset.index }, text.slice(at));
 }

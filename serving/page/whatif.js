@@ -55,7 +55,7 @@ export class WhatIf {
     const plot = new Plot(this.#box, `Expected speed-up over K. ${sentence(chosen, speedups)}`, {
       xMax: LARGEST_K, yMax: most, xTitle: "K", yTitle: "expected speed-up",
       xTicks: wholeTicks(0, LARGEST_K, 8),
-      yTicks: wholeTicks(0, most, 5).map(([value, text]) => [value, `${text}×`]),
+      yTicks: speedupTicks(most),
     });
     plot.line(plot.x(0), plot.y(1), plot.x(LARGEST_K), plot.y(1), "break-even");
     plot.text(plot.x(LARGEST_K) - 2, plot.y(1) - 5, "break-even", "tick end");
@@ -77,6 +77,12 @@ export class WhatIf {
   }
 }
 
+/** Halves where there is room for them. */
+function speedupTicks(most) {
+  const parts = most < 3 ? 2 : 1;
+  return wholeTicks(0, most * parts).map(([value]) => [value / parts, `${value / parts}×`]);
+}
+
 /** Where a point's label goes, so that it stays inside the plot. */
 const sideOf = (k) => (k < 3 ? "start" : k > LARGEST_K - 3 ? "end" : "middle");
 
@@ -90,7 +96,10 @@ function sentence({ alpha, k, c, tVerify }, speedups) {
 }
 
 function measuredWords(point) {
-  if (!point) return "Nothing was measured yet: run something with a draft, or race.";
+  if (!point) {
+    return "Nothing was measured yet: race with a drafter, or just run where the server has a "
+      + "controller.";
+  }
   const { alpha, k, c, tVerify, speedup, source } = point;
   return `Measured (${source}): ${times(speedup)} with α ${short(alpha)}, ${k.toFixed(1)} drafted `
     + `per cycle, c ${short(c)}, t_verify ${short(tVerify)}.`;

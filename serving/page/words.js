@@ -1,5 +1,7 @@
 // Numbers, tokens and verdicts in words.
 
+import { numAccepted } from "./trace.js";
+
 /** Two places, as the controller writes them: 0.714 -> ".71", null -> "–". */
 export function short(value, places = 2) {
   if (value === null || value === undefined || !Number.isFinite(value)) return "–";
@@ -59,9 +61,10 @@ export function summary(cycle) {
     return `Prefill: the prompt (${counted(kept, "token")}) was read and gave the first token, `
       + `“${visible(cycle.tokens[0].text)}”, which is pending now.`;
   }
-  const accepted = cycle.tokens.filter((token) => token.kind === "accepted").length;
   const own = cycle.tokens.at(-1);
-  const parts = [`${cycle.proposals.length} proposed`, `${accepted} accepted`];
+  const parts = cycle.proposals.length
+    ? [`${cycle.proposals.length} proposed`, `${numAccepted(cycle)} accepted`]
+    : ["nothing proposed, so this is plain decoding"];
   if (cycle.rejected) parts.push(`“${visible(cycle.rejected.text)}” rejected`);
   if (own.kind !== "accepted") parts.push(`“${visible(own.text)}” ${own.kind}`);
   return `Cycle ${cycle.step}: ${parts.join(", ")}: ${counted(cycle.tokens.length, "token")} for `
