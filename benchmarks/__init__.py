@@ -25,6 +25,7 @@ import transformers
 from tqdm import tqdm
 
 from serving.options import ROOT, between
+from serving.parsing import RequestError, check_fields
 
 # A test run has imported it already; a second copy would have classes of its own.
 core: Any = sys.modules.get("speculative_decoding") or importlib.import_module(
@@ -184,6 +185,15 @@ def parser(doc: str, runs: int = 5) -> argparse.ArgumentParser:
     result.add_argument("--json", action="store_true", help="only the JSON line")
     result.add_argument("--plot", metavar="FILE.png", help="draw the results, too (matplotlib)")
     return result
+
+
+def check_temperatures(options: argparse.ArgumentParser, values: list[float]) -> None:
+    """Exits with one line on stderr if one of them is out of range."""
+    try:
+        for value in values:
+            check_fields({"temperature": value})
+    except RequestError as error:
+        options.error(str(error))
 
 
 def describe(module: str, arguments: list[str] | None) -> dict[str, Any]:

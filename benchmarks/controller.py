@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks import (
     Timed,
+    check_temperatures,
     core,
     demo_prompts,
     describe,
@@ -26,7 +27,7 @@ from benchmarks import (
     parser,
 )
 from serving.options import between
-from serving.parsing import MAX_SPECULATIVE_TOKENS, RequestError, check_fields
+from serving.parsing import MAX_SPECULATIVE_TOKENS
 
 PLAIN, AGAIN = (None, 0), ("none", 0)
 LEAST_SPEEDUP, LEAST_OF_BEST = 0.97, 0.9  # what a row should reach
@@ -108,11 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--kinds", nargs="+", help="prompts whose names begin so (default: all)")
     options.add_argument("--tokens", type=between(2, 1000), default=96, help="a request, at most")
     given = options.parse_args(arguments)
-    try:
-        for temperature in given.temperature:
-            check_fields({"temperature": temperature})
-    except RequestError as error:
-        options.error(str(error))
+    check_temperatures(options, given.temperature)
     chosen = core.load_engine(core.Options())
     drafters = {name: d for name, d in chosen.drafters.items() if name != core.AutoDrafter.name}
     fixed = core.Engine(chosen.target, drafters)

@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks import (
     Run,
     Timed,
+    check_temperatures,
     core,
     demo_prompts,
     describe,
@@ -30,7 +31,7 @@ from benchmarks import (
 )
 from benchmarks.plots import lines
 from serving.options import between
-from serving.parsing import MAX_SPECULATIVE_TOKENS, RequestError, check_fields
+from serving.parsing import MAX_SPECULATIVE_TOKENS
 
 PLAIN = None, 0  # drafter and K
 
@@ -98,11 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--temperature", type=float, nargs="+", default=[0.0])
     options.add_argument("--tokens", type=tokens, default=96, help="a request, at most")
     given = options.parse_args(arguments)
-    try:
-        for temperature in given.temperature:
-            check_fields({"temperature": temperature})
-    except RequestError as error:
-        options.error(str(error))
+    check_temperatures(options, given.temperature)
     engine = fixed_engine()
     kinds = demo_prompts(engine.target.tokenizer, given.kinds)
     k_values = sorted({0, *given.k})
