@@ -33,7 +33,7 @@ import os
 import platform
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, chain, pairwise
@@ -927,6 +927,7 @@ class Engine:
         choose = self.controller.choose
         for s, limit in zip(sequences, limits, strict=True):
             s.decision = choose(s.records, limit, batch, s.request.sampling.is_greedy)
+        self._agree(sequences, limits, batch)
         # A batch takes as many draft steps as its longest draft. Whoever would have stopped earlier
         # may go along; not the sampled ones, whose tokens must not depend on their neighbours.
         steps: dict[str, int] = {}
@@ -936,11 +937,31 @@ class Engine:
             paid = steps[s.decision.drafter]
             is_free = s.request.sampling.is_greedy and not s.decision.is_probe
             if is_free and s.decision.num_tokens < paid:
-                s.decision = choose(s.records, limit, batch, True, paid)
+                own = {s.decision.drafter: s.records[s.decision.drafter]}
+                s.decision = choose(own, limit, batch, True, paid)
         for s in sequences:
             self.decisions[s.decision.drafter] = s.decision
             s.drafter.select(s.state, s.decision.drafter)
         return [(s.decision.drafter, s.decision.num_tokens) for s in sequences]
+
+    def _agree(self, sequences: list[Sequence], limits: list[int], batch: int) -> None:
+        """Let one model draft for all who may choose: two would draft one after the other.
+
+        The most wanted one. Sampled requests keep to their own, whatever their neighbours want.
+        """
+        costly = self.controller.costs_steps
+        flexible = [
+            (s, limit)
+            for s, limit in zip(sequences, limits, strict=True)
+            if len(s.records) > 1 and s.request.sampling.is_greedy
+        ]
+        wanted = Counter(s.decision.drafter for s, _ in flexible if costly(s.decision.drafter))
+        for favourite, _ in wanted.most_common(1):
+            for s, limit in flexible:
+                if costly(s.decision.drafter) and s.decision.drafter != favourite:
+                    names = [n for n in s.records if n == favourite or not costly(n)]
+                    records = {name: s.records[name] for name in names}
+                    s.decision = self.controller.choose(records, limit, batch, True)
 
     def _propose(
         self, drafter: Drafter, group: list[tuple[Sequence, int]]

@@ -173,6 +173,10 @@ class Controller:
         """To be observed by: batches of 1, 2 to 3, 4 to 7, … are measured apart."""
         return self.costs.setdefault(batch.bit_length(), Costs())
 
+    def costs_steps(self, name: str) -> bool:
+        """Whether drafting takes steps of a model."""
+        return self._nominal.draft_ms.get(name, 0.0) > 0
+
     def _known(self, batch: int) -> Costs:
         """What was measured in the batches nearest to this size; else what the weights say."""
         known = [size for size, costs in self.costs.items() if costs.pass_ms]

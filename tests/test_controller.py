@@ -414,3 +414,27 @@ def test_a_probe_stays_a_probe_beside_others_that_draft():
     for _ in range(20):
         record.observe(0, 0)
     assert own.choose({"own": record}, K, 4, True).is_probe
+
+
+def test_in_a_batch_one_model_drafts_for_all_who_may_choose(demo_engine, prompts, plain):
+    """Whatever each of them would rather have; n-gram, which takes no steps, may go along."""
+    engine = core.load_engine(core.Options(max_running=6))
+    assert engine.default_drafter == "auto"
+    names = list(prompts)[:6]
+    sampled = core.Sampling(temperature=1.0)
+    requests = [core.Request(prompts[name], 40, "auto") for name in names[:5]]
+    requests.append(core.Request(prompts[names[5]], 40, "auto", sampling=sampled, seed=3))
+    *_, (alone, _) = engine.generate(requests[5])
+    sequences = [engine.open(request) for request in requests]
+    seen = set()
+    while running := [s for s in sequences if s.finish_reason is None]:
+        engine.step(running)
+        chosen = {s.decision.drafter for s in sequences[:5] if s in running and s.decision}
+        assert len(chosen & {"mtp", "draft_model"}) <= 1
+        seen |= chosen
+    assert len(seen) > 1
+    for s, name in zip(sequences[:5], names, strict=False):
+        assert s.output == plain(prompts[name], 40)
+    assert sequences[5].output == alone.output
+    for s in sequences:
+        engine.close(s)

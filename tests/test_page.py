@@ -15,8 +15,10 @@ import pytest
 from conftest import ROOT
 from test_server import call, generate, start
 
+from serving.page import FILES
+
 FOLDER = ROOT / "serving" / "page"
-SOURCES = {path.name: path.read_text("utf-8") for path in sorted(FOLDER.glob("*.*"))}
+SOURCES = {p.name: p.read_text("utf-8") for p in sorted(FOLDER.iterdir()) if p.suffix in FILES}
 SCRIPTS = {name: text for name, text in SOURCES.items() if name.endswith(".js")}
 
 browser_test = pytest.mark.browser
