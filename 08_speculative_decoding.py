@@ -373,7 +373,7 @@ class CachedModel:
         for _ in range(3):
             for self.shapes.min_rows, measured in times.items():
                 began = time.perf_counter()
-                self.forward([row], [[0]], [1])
+                self.forward([row], [[0]], [1]).logits[0].argmax().item()
                 measured.append(time.perf_counter() - began)
                 self.cache.truncate(row, len(text))
         self.cache.close_row(row)
@@ -636,11 +636,11 @@ def verify_greedy(draft: Draft, scores: Tensor, rng: Generator) -> list[Judgemen
     Example: argmax 4, 9, 1, 7 and Draft([4, 8, 1]) -> 4 accepted, 8 rejected, 9 recovered.
     """
     best = scores.max(-1)
-    if not best.values.isfinite().all():  # NaN counts as the largest
-        raise ValueError(NO_NUMBERS)
     n, choices = len(draft.tokens), best.indices.tolist()
     *us, last_u = uniform(rng, n + 1)
     accepted = next((i for i in range(n) if draft.tokens[i] != choices[i]), n)
+    if not best.values[: accepted + 1].isfinite().all():  # NaN counts as the largest
+        raise ValueError(NO_NUMBERS)
 
     def q(i: int, token: int) -> float:
         return float(token == draft.tokens[i] if draft.probs is None else draft.probs[i, token])
@@ -916,7 +916,7 @@ class Engine:
             if self.controller and all(s.num_steps > 1 and not s.missed(name) for s, _ in group):
                 steps, spent = max(limit for _, limit in group), time.perf_counter() - began
                 costs = self.controller.measured(len(sequences))
-                costs.observe_draft(name, steps, spent * 1e3)
+                costs.observe_draft(name, steps, spent * 1e3, self.controller.share(name))
         return [drafts[id(s)] for s in sequences]
 
     def _decide(self, sequences: list[Sequence], batch: int) -> list[tuple[str, int]]:
@@ -925,9 +925,10 @@ class Engine:
         if not self.controller:
             return [(s.drafter.name, limit) for s, limit in zip(sequences, limits, strict=True)]
         choose = self.controller.choose
-        for s, limit in zip(sequences, limits, strict=True):
-            s.decision = choose(s.records, limit, batch, s.request.sampling.is_greedy)
-        self._agree(sequences, limits, batch)
+        records = list(map(self._candidates, sequences))
+        for s, limit, able in zip(sequences, limits, records, strict=True):
+            s.decision = choose(able, limit, batch, s.request.sampling.is_greedy)
+        self._agree(sequences, limits, records, batch)
         # A batch takes as many draft steps as its longest draft. Whoever would have stopped earlier
         # may go along; not the sampled ones, whose tokens must not depend on their neighbours.
         steps: dict[str, int] = {}
@@ -944,24 +945,38 @@ class Engine:
             s.drafter.select(s.state, s.decision.drafter)
         return [(s.decision.drafter, s.decision.num_tokens) for s in sequences]
 
-    def _agree(self, sequences: list[Sequence], limits: list[int], batch: int) -> None:
+    def _candidates(self, s: Sequence) -> dict[str, Acceptance]:
+        """The records of whom to choose from: not of one that is known to have no proposal now."""
+        try:
+            able = {n: r for n, r in s.records.items() if s.drafter.guess(s.state, n, 1) != []}
+        except Exception:  # it will be asked again once the tokens are known, and lost then
+            able = {}
+        return able or s.records
+
+    def _agree(
+        self,
+        sequences: list[Sequence],
+        limits: list[int],
+        records: list[dict[str, Acceptance]],
+        batch: int,
+    ) -> None:
         """Let one model draft for all who may choose: two would draft one after the other.
 
         The most wanted one. Sampled requests keep to their own, whatever their neighbours want.
         """
         costly = self.controller.costs_steps
         flexible = [
-            (s, limit)
-            for s, limit in zip(sequences, limits, strict=True)
-            if len(s.records) > 1 and s.request.sampling.is_greedy
+            (s, limit, able)
+            for s, limit, able in zip(sequences, limits, records, strict=True)
+            if s.request.sampling.is_greedy
         ]
-        wanted = Counter(s.decision.drafter for s, _ in flexible if costly(s.decision.drafter))
+        wanted = Counter(s.decision.drafter for s, *_ in flexible if costly(s.decision.drafter))
         for favourite, _ in wanted.most_common(1):
-            for s, limit in flexible:
-                if costly(s.decision.drafter) and s.decision.drafter != favourite:
-                    names = [n for n in s.records if n == favourite or not costly(n)]
-                    records = {name: s.records[name] for name in names}
-                    s.decision = self.controller.choose(records, limit, batch, True)
+            for s, limit, able in flexible:
+                names = [n for n in able if n == favourite or not costly(n)]
+                if s.decision.drafter not in names and names:
+                    left = {name: able[name] for name in names}
+                    s.decision = self.controller.choose(left, limit, batch, True)
 
     def _propose(
         self, drafter: Drafter, group: list[tuple[Sequence, int]]
@@ -1452,6 +1467,9 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough (| head); nor can the rest be flushed
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = 130
     except (StartError, RequestError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         status = 2

@@ -161,7 +161,7 @@ def main(arguments: list[str] | None = None) -> None:
     if is_demo and given.context or given.kinds and not is_demo:
         options.error("--context goes with a random --shape, and --kinds with the demo prompts")
     context = given.context or (300 if is_demo else 64)
-    length = None if is_demo else context + given.tokens
+    length = None if is_demo else context + max(given.tokens, 8)  # six rows, at the least
     with model_folder(given.shape, given.dtype) as folder:
         engine = fixed_engine(model=folder, dtype=given.dtype, max_running=2, max_model_len=length)
         peer = Peer(folder, given.dtype, engine.target.model.device, given.k, is_demo)

@@ -97,7 +97,7 @@ class Costs:
 
     def observe_pass(self, tokens: int, ms: float) -> None:
         """A pass that was measured."""
-        if self.pass_ms:  # an outlier counts for less, but it counts: times may have changed
+        if self.is_known:  # an outlier counts for less, but it counts: times may have changed
             ms = min(ms, _OUTLIER * self.verify(tokens))
         new = (1.0, tokens, ms, tokens * tokens, tokens * ms)
         self._sums = tuple(_FIT_KEPT * old + x for old, x in zip(self._sums, new, strict=True))
@@ -106,13 +106,23 @@ class Costs:
         ridge = _FIT_RIDGE / self._sums[0]
         slope = (covariance + ridge * _TOKEN_SHARE * mean_ms) / (variance + ridge)
         self.token_ms = min(max(slope, 0.0), mean_ms / max(mean, 1.0))
-        self.pass_ms = mean_ms - self.token_ms * mean
+        self.pass_ms = max(mean_ms - self.token_ms * mean, 0.0)
 
-    def observe_draft(self, name: str, steps: int, ms: float) -> None:
-        """A drafter's time for a batch of drafts, the longest of `steps` tokens."""
+    @property
+    def is_known(self) -> bool:
+        """Whether a pass was measured, or its cost given."""
+        return self._sums[0] > 0 or self.pass_ms > 0
+
+    def observe_draft(self, name: str, steps: int, ms: float, share: float = 0.0) -> None:
+        """A drafter's time for a batch of drafts, the longest of `steps` tokens.
+
+        `share` is what a step should cost of a pass, going by the weights. A first measurement far
+        above would put an end to drafting, and so to measuring.
+        """
         known, new = self.draft_ms.get(name), ms / steps
         if known is None:
-            self.draft_ms[name] = new
+            most = _OUTLIER * share * self.verify(1)
+            self.draft_ms[name] = min(new, most) if most else new
         elif new <= _OUTLIER * known:
             self.draft_ms[name] = _KEPT * known + (1 - _KEPT) * new
         else:  # not ignored for ever: it may have become slower
@@ -175,11 +185,15 @@ class Controller:
 
     def costs_steps(self, name: str) -> bool:
         """Whether drafting takes steps of a model."""
-        return self._nominal.draft_ms.get(name, 0.0) > 0
+        return self.share(name) > 0
+
+    def share(self, name: str) -> float:
+        """What a step of this drafter costs of a pass, going by the weights."""
+        return self._nominal.draft_ms.get(name, 0.0) / self._nominal.verify(1)
 
     def _known(self, batch: int) -> Costs:
         """What was measured in the batches nearest to this size; else what the weights say."""
-        known = [size for size, costs in self.costs.items() if costs.pass_ms]
+        known = [size for size, costs in self.costs.items() if costs.is_known]
         nearest = min(known, key=lambda size: abs(size - batch.bit_length()), default=None)
         return self._nominal if nearest is None else self.costs[nearest]
 
@@ -206,6 +220,11 @@ class Controller:
             decisions,
             key=lambda d: records[d.drafter].coverage * (d.expected_speedup - 1),
         )
+        for other in decisions:  # what is passed over may have become better, too
+            lost = other.probe_cost + max(best.expected_speedup - 1, 0.0)
+            is_due = lost <= _PROBING * records[other.drafter].since
+            if other is not best and self.costs_steps(other.drafter) and is_due:
+                return replace(other, num_tokens=min(limit, _PROBE), is_probe=True)
         if best.expected_speedup > _WORTHWHILE:
             return best
         # The cheaper a probe, the more often: a draft that is nearly free is nearly always made.
@@ -224,8 +243,7 @@ class Controller:
     ) -> Decision:
         plain = costs.verify(batch)
         # A step that was not measured yet costs what its weights say.
-        relative = self._nominal.draft_ms.get(name, 0.0) / self._nominal.verify(1)
-        step = costs.draft_ms.get(name, relative * plain)
+        step = costs.draft_ms.get(name, self.share(name) * plain)
         best, best_speedup, expected, reach = 0, 0.0, 1.0, 1.0
         alphas = record.alphas(limit)
         for k, alpha in enumerate(alphas, 1):

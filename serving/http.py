@@ -55,7 +55,10 @@ def guard(app: Flask, api_key: str | None, origin: str | None) -> None:
     def allow_origin(response: Response) -> Response:
         if origin:
             response.headers["Access-Control-Allow-Origin"] = origin
-            response.headers["Access-Control-Allow-Headers"] = "Authorization, Content-Type"
+            wanted = request.headers.get("Access-Control-Request-Headers")
+            response.headers["Access-Control-Allow-Headers"] = (
+                wanted or "Authorization, Content-Type"
+            )
             response.headers["Access-Control-Allow-Methods"] = "GET, POST"
             response.headers["Access-Control-Expose-Headers"] = "Retry-After"
             response.vary.add("Origin")
@@ -108,6 +111,8 @@ def listen(app: Flask, host: str, port: int, options: Any) -> None:
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
 
     def drain() -> None:
+        if running := app.extensions["worker"].num_running:
+            print(f"finishing {running} requests, {DRAIN_S:.0f} s at most", flush=True)
         app.extensions["worker"].drain(DRAIN_S)
         time.sleep(0.2)  # the last answers leave
         os.kill(os.getpid(), signal.SIGINT)  # ends server.run()

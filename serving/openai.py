@@ -95,7 +95,12 @@ def register_openai(app: Flask, engine: Any, begin: Begin) -> None:
             if fields.get("logprobs") is not True:
                 raise RequestError("top_logprobs goes with logprobs: true", param="top_logprobs")
             fields["logprobs"] = top
-        return serve(fields, "chat.completion", _message, _delta)
+        try:
+            return serve(fields, "chat.completion", _message, _delta)
+        except RequestError as error:  # by the names that were sent
+            sent = {"prompt": "messages"} | ({"logprobs": "top_logprobs"} if top else {})
+            error.param = sent.get(error.param, error.param)
+            raise
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
@@ -168,7 +173,7 @@ def _turn(message: Any, i: int) -> dict[str, str]:
     if not isinstance(content, str):
         raise RequestError(f"{where} must have a content of text", param="messages")
     try:
-        content.encode("utf-8")
+        (message["role"] + content).encode("utf-8")
     except UnicodeEncodeError:
         raise RequestError(f"{where} holds a lone surrogate", param="messages") from None
     return {"role": message["role"], "content": content}
@@ -193,6 +198,7 @@ def _chunks(
         first = {"role": "assistant", "content": ""}
         choice = {"index": 0, "delta": first, "logprobs": None, "finish_reason": None}
         yield sse(head | {"choices": [choice]})
+    offset = 0
     for job in jobs:
         for event in job:
             if event is WAITING or job is not jobs[0]:
@@ -200,7 +206,12 @@ def _chunks(
                 continue
             text = "".join(text for text, _ in event["pieces"])
             if text or "logprobs" in event:
-                yield sse(head | {"choices": [part(text, None, event.get("logprobs"))]})
+                choice = part(text, None, event.get("logprobs"))
+                if part is _completion and choice["logprobs"]:
+                    offsets = choice["logprobs"]["text_offset"]
+                    choice["logprobs"]["text_offset"] = [offset + more for more in offsets]
+                    offset += sum(map(len, choice["logprobs"]["tokens"]))
+                yield sse(head | {"choices": [choice]})
     last = part("", jobs[0].sequence.finish_reason, None)
     beside = figures()
     usage = beside.pop("usage")
@@ -261,8 +272,10 @@ def _content(logprobs: list[dict[str, Any]] | None) -> dict[str, Any] | None:
         return None
 
     def entry(one: dict[str, Any]) -> dict[str, Any]:
-        shown = {"token": one["token"], "logprob": one["logprob"]}
-        return shown | {"bytes": list(one["token"].encode("utf-8", "replace"))}
+        token = one["token"]
+        # A part of a character is decoded as "�", which are not its bytes.
+        known = None if "\ufffd" in token else list(token.encode("utf-8"))
+        return {"token": token, "logprob": one["logprob"], "bytes": known}
 
     listed = [
         entry(one) | {"top_logprobs": list(map(entry, one["top_logprobs"]))} for one in logprobs

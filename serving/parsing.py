@@ -8,7 +8,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Collection
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 
@@ -143,9 +143,9 @@ def parse_fields(
     A null counts as absent. Raises RequestError, naming the field.
     """
     given = check_fields(body)
-    if given.get("model", model) not in (model, PurePath(model).name):
+    if given.get("model", model) not in (model, PurePath(model).name, Path(model).resolve().name):
         raise RequestError(
-            f"unknown model {given['model']!r}; this server has {model}",
+            f"unknown model {given['model']!r}; this server has {PurePath(model).name}",
             param="model",
             status=404,
             code="model_not_found",

@@ -136,6 +136,8 @@ class Worker:
             self.draining = True
             self._changed.notify()
         self._thread.join(timeout_s)
+        for job in [*self._running, *self._waiting]:  # a stream that merely ends looks whole
+            job.end(RequestError("the server is shutting down", status=503, code="unavailable"))
 
     def _run(self) -> None:
         while self._admit():

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -164,6 +165,19 @@ def test_a_sampled_demo_compares_no_outputs(capsys):
     assert core.main(["--demo", "--max-tokens", "4", *SAMPLED]) == 0
     out = capsys.readouterr().out
     assert out.count("identical output: not compared (sampled)") == len(core.read_prompts())
+
+
+def test_ctrl_c_is_no_traceback():
+    command = [sys.executable, SCRIPT, "--prompt", "1, 2, 3,", "--max-tokens", "1900"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # A background job ignores it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:  # fmt: skip
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and said == "interrupted\n"
 
 
 def test_a_reader_that_leaves_is_no_error():

@@ -419,6 +419,7 @@ def test_a_probe_stays_a_probe_beside_others_that_draft():
 def test_in_a_batch_one_model_drafts_for_all_who_may_choose(demo_engine, prompts, plain):
     """Whatever each of them would rather have; n-gram, which takes no steps, may go along."""
     engine = core.load_engine(core.Options(max_running=6))
+    engine.controller.measured = lambda batch: Costs()  # no clock: by the sizes of the weights
     assert engine.default_drafter == "auto"
     names = list(prompts)[:6]
     sampled = core.Sampling(temperature=1.0)
@@ -428,8 +429,9 @@ def test_in_a_batch_one_model_drafts_for_all_who_may_choose(demo_engine, prompts
     sequences = [engine.open(request) for request in requests]
     seen = set()
     while running := [s for s in sequences if s.finish_reason is None]:
+        drafting = [s for s in sequences[:5] if s in running and s.num_steps and s.remaining > 1]
         engine.step(running)
-        chosen = {s.decision.drafter for s in sequences[:5] if s in running and s.decision}
+        chosen = {s.decision.drafter for s in drafting}
         assert len(chosen & {"mtp", "draft_model"}) <= 1
         seen |= chosen
     assert len(seen) > 1
@@ -438,3 +440,49 @@ def test_in_a_batch_one_model_drafts_for_all_who_may_choose(demo_engine, prompts
     assert sequences[5].output == alone.output
     for s in sequences:
         engine.close(s)
+
+
+def test_who_has_nothing_to_propose_is_not_chosen(demo_engine, prompts):
+    """n-gram looked better by its record, but finds no match: the model drafts at once."""
+
+    class Steady(ScriptedDrafter):
+        name = "steady"
+
+    auto = AutoDrafter(
+        {"ngram": demo_engine.drafters["ngram"], "steady": Steady(lambda tokens, n: [5] * n)}
+    )
+    engine = core.Engine(demo_engine.target, {"auto": auto}, "auto")
+    engine.controller = Controller(100, {"ngram": 0, "steady": 20})
+    engine.controller.measured = lambda batch: Costs()
+    for prompt, expected in (([1, 2, 3, 4], "steady"), ([1, 2, 1, 2, 1, 2], "ngram")):
+        s = engine.open(core.Request(prompt, 8, "auto"))
+        engine.step([s])
+        s.state.states["ngram"] = (
+            engine.drafters["auto"]._drafters["ngram"].open(prompt, core.Sampling(), s.rng)
+        )
+        s.records = {"ngram": Acceptance(), "steady": Acceptance()}
+        engine.step([s])
+        assert s.decision.drafter == expected
+        engine.close(s)
+
+
+def test_a_first_measurement_far_above_does_not_end_drafting():
+    """The first call may have to set things up; who never drafts again is never measured again."""
+    costs = Costs(10.0, 0.2)
+    costs.observe_draft("own", 1, 500.0, share=0.2)
+    assert costs.draft_ms["own"] == pytest.approx(3 * 0.2 * 10.2)
+    costs.observe_draft("unknown", 1, 500.0)
+    assert costs.draft_ms["unknown"] == 500.0
+
+
+def test_who_is_passed_over_is_tried_again_now_and_then():
+    own = Controller(100, {"free": 0, "model": 30})
+    records = {"free": settled(0.4), "model": settled(0.0)}
+    asked = []
+    for _ in range(200):
+        decision = own.choose(records, K, 1, False)
+        asked.append(decision.drafter)
+        for name, record in records.items():
+            drafted = decision.num_tokens if name == decision.drafter else 0
+            record.observe(drafted, int(name == "free" and drafted > 0))
+    assert 2 <= asked.count("model") <= 12

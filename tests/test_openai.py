@@ -136,6 +136,8 @@ def test_log_probabilities_have_the_shape_of_completions(client, serving):
     chunks = [chunk.choices[0] for chunk in ask(**fields, stream=True)]
     streamed = [token for choice in chunks if choice.logprobs for token in choice.logprobs.tokens]
     assert streamed == listed.tokens
+    offsets = [at for choice in chunks if choice.logprobs for at in choice.logprobs.text_offset]
+    assert offsets == listed.text_offset
 
 
 def test_a_conversation_is_written_by_the_tokenizers_template(chat, chatting):
@@ -341,6 +343,9 @@ def test_other_origins_may_call_only_where_that_was_allowed(serving):
     process, port = start("--allow-origin", "https://example.org", "--api-key", KEY)
     with process:
         try:
+            asks = {"Access-Control-Request-Headers": "authorization, x-stainless-lang"}
+            allowed = call(port, "OPTIONS", "/v1/completions", headers=asks)[1]
+            assert allowed["Access-Control-Allow-Headers"] == "authorization, x-stainless-lang"
             status, headers, _ = call(port, "OPTIONS", "/v1/completions")
             assert status == 204
             assert headers["Access-Control-Allow-Origin"] == "https://example.org"
