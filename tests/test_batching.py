@@ -8,6 +8,7 @@ import speculative_decoding as core
 import torch
 from conftest import ScriptedDrafter, run
 
+from serving.parsing import RequestError
 from serving.worker import WAITING, Worker
 
 DRAFTERS = (None, "ngram", "draft_model", "mtp")
@@ -225,3 +226,20 @@ def test_a_request_whose_logits_are_no_numbers_fails_alone(prompts, plain, draft
             if event["step"] == 1:
                 for layer in cache.layers:
                     layer.values[0, :, :3] = float("nan")
+
+
+def test_what_is_not_done_when_draining_ends_gets_an_error(demo_engine, prompts, monkeypatch):
+    """A stream that merely ended would look whole to its reader."""
+    go_on = threading.Event()
+    monkeypatch.setattr(demo_engine, "step", lambda sequences: go_on.wait(20) and [None])
+    worker = Worker(demo_engine, core.Options(max_running=1))
+    requests = [core.Request(prompts["code_class"], 8)] * 2  # one runs, the other waits
+    jobs = [job for request in requests for job in worker.submit(request)]
+    worker.drain(0.3)
+    for job in jobs:
+        with pytest.raises(RequestError, match="shutting down"):
+            list(job)
+        job.cancel()
+    go_on.set()
+    worker._thread.join(20)
+    assert not worker.alive
