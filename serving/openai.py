@@ -13,14 +13,13 @@ Not covered: several choices or prompts in one request, tools, images, embedding
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from flask import Flask, Response
 
 from .answers import answer, failures_as_events, sse
 from .http import finish, read_body
-from .parsing import RequestError
+from .parsing import RequestError, model_id, unknown_model
 from .worker import WAITING, Job
 
 # The only values of these fields that are served; null counts as absent.
@@ -39,11 +38,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
 }
 Begin = Callable[[dict[str, Any]], tuple[list[Job], bool, list[str]]]
 Shape = Callable[[str, str | None, list[dict[str, Any]] | None], dict[str, Any]]
-
-
-def model_id(name: str) -> str:
-    """A model's name outside: a hub id as it is, of a folder its last part."""
-    return Path(name).resolve().name if Path(name).is_dir() else name
 
 
 def register_openai(app: Flask, engine: Any, begin: Begin) -> None:
@@ -109,8 +103,7 @@ def register_openai(app: Flask, engine: Any, begin: Begin) -> None:
     @app.get("/v1/models/<path:wanted>")
     def model(wanted: str) -> dict[str, Any]:
         if wanted != name:
-            message = f"unknown model {wanted!r}; this server has {name}"
-            raise RequestError(message, param="model", status=404, code="model_not_found")
+            raise unknown_model(wanted, name)
         return card
 
 

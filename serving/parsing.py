@@ -129,6 +129,17 @@ def check_fields(body: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+def model_id(model: str) -> str:
+    """A model's name outside: a hub id as it is, of a folder its last part."""
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+def unknown_model(wanted: Any, model: str) -> RequestError:
+    """What a request for another model is answered with."""
+    message = f"unknown model {wanted!r}; this server has {model_id(model)}"
+    return RequestError(message, param="model", status=404, code="model_not_found")
+
+
 def parse_fields(
     body: dict[str, Any],
     tokenizer: Any,
@@ -143,13 +154,8 @@ def parse_fields(
     A null counts as absent. Raises RequestError, naming the field.
     """
     given = check_fields(body)
-    if given.get("model", model) not in (model, PurePath(model).name, Path(model).resolve().name):
-        raise RequestError(
-            f"unknown model {given['model']!r}; this server has {PurePath(model).name}",
-            param="model",
-            status=404,
-            code="model_not_found",
-        )
+    if given.get("model", model) not in (model, model_id(model), PurePath(model).name):
+        raise unknown_model(given["model"], model)
     if "stream_options" in given and not given.get("stream"):
         raise RequestError("stream_options goes with stream: true", param="stream_options")
     flags = {"stream": False, "trace": False, "compare": False}

@@ -59,16 +59,16 @@ def explain(event: dict[str, Any]) -> str:
         )
     if event.get("controller"):
         lines.append(f"  decided   {event['controller']}")
-    judged = [t for t in tokens if t["kind"] == "accepted"] + [event["rejected"]]
-    for i, token in enumerate(filter(None, judged), 1):
+    judged = [t for t in tokens if t["kind"] == "accepted"]
+    judged += [event["rejected"]] if event["rejected"] else []
+    for i, token in enumerate(judged, 1):
         sign = "<" if token["kind"] == "accepted" else ">="
         lines.append(
             f"  d{i:<8} {texts[token['id']]!r:12} u {token['u']:.3f} {sign} p / q = "
             f"{token['p']:.3f} / {token['q']:.3f}: {token['kind']}"
         )
-    num_judged = len(list(filter(None, judged)))
-    if tokens[-1]["kind"] != "accepted" and num_judged < len(drafted):
-        rest = ", ".join(f"d{i}" for i in range(num_judged + 1, len(drafted) + 1))
+    if tokens[-1]["kind"] != "accepted" and len(judged) < len(drafted):
+        rest = ", ".join(f"d{i}" for i in range(len(judged) + 1, len(drafted) + 1))
         lines.append(f"  {'':9} {rest}: not judged, as the text before changed")
     for token in tokens:
         if token["kind"] != "accepted":
