@@ -29,12 +29,13 @@ interface. Not covered yet: hybrid (recurrent) targets.
 
 import argparse
 import json
+import logging
 import os
 import platform
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, chain, pairwise
 from math import log2, nextafter
@@ -45,7 +46,7 @@ from zlib import crc32
 import huggingface_hub
 import torch
 import transformers
-from flask import Flask, Response
+from flask import Flask, Response, g
 from torch import Generator, Tensor
 from tqdm import tqdm
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -61,16 +62,19 @@ from fastpath.sampling import truncated_softmax
 from serving import terminal
 from serving.answers import PLAIN, answer, health, stream_answer, token_logprobs
 from serving.controller import Acceptance, Controller, Decision
-from serving.http import finish, guard, listen, read_body, register_errors
+from serving.http import finish, guard, read_body, register_errors, serve
 from serving.loading import StartError, load_pretrained
+from serving.log import name_requests
 from serving.metrics import CONTENT_TYPE, metrics
 from serving.openai import register_openai
 from serving.options import ROOT, Options, parse_arguments
 from serving.page import register_page
-from serving.parsing import SAMPLING_FIELDS, RequestError, parse_fields
+from serving.parsing import SAMPLING_FIELDS, RequestError, in_short, parse_fields
 from serving.statistics import Statistics, ratio
 from serving.text import TextStream
 from serving.worker import Job, Worker
+
+LOG = logging.getLogger("serving.engine")
 
 # ------------------------------------------------------------------- KV cache and truncation
 
@@ -691,11 +695,12 @@ class Request:
 class Sequence:
     """A request under way: its tokens, cache row, drafter's state, text and statistics."""
 
-    def __init__(self, request: Request, row: int, tokenizer: Any, drafter: Drafter | None) -> None:
-        self.request, self.row, self.drafter, self.tokenizer = request, row, drafter, tokenizer
+    def __init__(self, request: Request, row: int, tokenizer: Any) -> None:
+        self.request, self.row, self.tokenizer = request, row, tokenizer
         self.rng = generator(request.seed)  # its own: neighbours change nothing
         self.tokens = list(request.prompt)
         self.logprobs: list[dict[str, Any]] = []  # see token_logprobs()
+        self.drafter: Drafter | None = None
         self.state: Any = None  # the drafter's
         self.text = TextStream(tokenizer, request.stop)
         self.hidden: list[Tensor] = []  # of the prompt's chunks so far, for drafters that ask
@@ -761,6 +766,7 @@ class Engine:
         self.recent: deque[tuple[int, int]] = deque(maxlen=200)  # (drafted, accepted) by cycle
         self.decisions: dict[str, Decision] = {}  # the controller's last one on each drafter
         self.num_drafter_failures = 0
+        self.num_faults = 0  # cycles that broke off and were run again, sequence by sequence
         self.is_exact = target.is_exact  # outputs do not depend on company, to the last bit
 
     def check_prompt(self, prompt: list[int]) -> None:
@@ -783,21 +789,23 @@ class Engine:
         drafter = self.drafters[wanted] if wanted else None
         admitted = replace(request, max_tokens=min(request.max_tokens, room), drafter=wanted)
         row = self.target.cache.open_row()
-        sequence = Sequence(admitted, row, self.target.tokenizer, drafter)
+        sequence = Sequence(admitted, row, self.target.tokenizer)
         if room < request.max_tokens:
             sequence.warnings.append(
                 f"max_tokens was lowered from {request.max_tokens} to {room}: the context holds "
                 f"{self.target.max_length} tokens"
             )
         if drafter:
-            try:
-                sequence.state = drafter.open(request.prompt, request.sampling, sequence.rng)
-                names = drafter.candidates(sequence.state)
-                sequence.records = {name: Acceptance() for name in names}
-            except Exception as error:
-                sequence.drafter = None  # there is no state to close
-                self._lose_drafter(sequence, drafter.name, error)
+            self._open_drafter(sequence, drafter)
         return sequence
+
+    def _open_drafter(self, s: Sequence, drafter: Drafter) -> None:
+        try:
+            s.state = drafter.open(s.request.prompt, s.request.sampling, s.rng)
+            s.drafter = drafter  # from here on there is a state to close
+            s.records = {name: Acceptance() for name in drafter.candidates(s.state)}
+        except Exception as error:
+            self._lose_drafter(s, drafter.name, error)
 
     def close(self, sequence: Sequence) -> None:
         """Give cache row and drafter state back; every opened sequence comes here once."""
@@ -824,8 +832,9 @@ class Engine:
 
         The first cycle of a sequence is its prefill: a long run of tokens to feed, and no draft. Of
         a prompt longer than a chunk each cycle feeds one chunk, and of one prompt at a time, so
-        that the others' tokens keep coming; such a sequence gets None. So does one whose logits are
-        not numbers: it ends with a `failure`, and the others go on.
+        that the others' tokens keep coming; such a sequence gets None. So does one that cannot go
+        on, as its logits are not numbers: it ends with a `failure`, and the others go on. When the
+        forward itself fails, every sequence is tried again by itself, without speculation.
 
         Returns an event for each sequence: {step, proposals, accepted_count, emitted_count, tokens,
         rejected, cached, pieces} and what `details` adds. proposals is the draft as it was made;
@@ -833,6 +842,14 @@ class Engine:
         are Judgements; cached is how many tokens the KV cache held after the verify and after the
         truncation; pieces is the text that may be shown now, as (text, kind).
         """
+        try:
+            return self._step(sequences)
+        except Exception as error:  # nothing was committed yet: see _cycle
+            self.num_faults += 1
+            LOG.warning("a cycle failed, each of its requests is tried alone: %s", in_short(error))
+            return [self._step_alone(s, error) for s in sequences]
+
+    def _step(self, sequences: list[Sequence]) -> list[dict[str, Any] | None]:
         lengths = self.target.cache.lengths
         filling = [s for s in sequences if len(s.tokens) - lengths[s.row] > self.prefill_chunk]
         if filling:
@@ -840,6 +857,22 @@ class Engine:
         ready = [s for s in sequences if s not in filling]
         events = dict(zip(map(id, ready), self._cycle(ready), strict=True)) if ready else {}
         return [events.get(id(s)) for s in sequences]
+
+    def _step_alone(self, s: Sequence, fault: Exception) -> dict[str, Any] | None:
+        """Again after a fault that may be another's, or be over; with little memory needed."""
+        cache = self.target.cache
+        cache.truncate(s.row, min(cache.lengths[s.row], len(s.tokens) - 1))
+        if s.drafter:  # it never learns what became of its draft
+            self._go_on_plainly(s, f"a cycle failed ({in_short(fault)})")
+        return self._guarded(lambda _: self._step([s])[0], s)
+
+    def _guarded(self, act: Callable[..., Any], s: Sequence, *arguments: Any) -> Any:
+        """act(s, …); None for a sequence that has failed. What breaks in there fails s alone."""
+        try:
+            return None if s.failure else act(s, *arguments)
+        except Exception as error:
+            s.failure, s.finish_reason = error, "error"
+            return None
 
     def _fill(self, s: Sequence) -> None:
         """Cache the next chunk of a prompt."""
@@ -872,34 +905,44 @@ class Engine:
             penalise(logits, s.request.sampling.repetition_penalty, s.tokens, draft.tokens)
             for s, draft, logits in zip(sequences, drafts, output.logits, strict=True)
         ]
-        judged = list(map(self._judge, sequences, drafts, scores))
+        # From here on tokens are drawn and committed: what fails is a sequence's own affair.
+        judged = [
+            self._guarded(self._judge, *each)
+            for each in zip(sequences, drafts, scores, strict=True)
+        ]
         times.append(time.perf_counter())
         if self.controller and all(s.num_steps for s in sequences):  # prompts cost otherwise
             fed = sum(len(draft.tokens) + 1 for draft in drafts)
             costs = self.controller.measured(len(sequences))
             costs.observe_pass(fed, (times[2] - times[1]) * 1e3)
         hidden = output.hidden or [None] * len(sequences)
-        events = list(map(self._commit, sequences, drafts, judged, hidden))
+        events = [
+            self._guarded(self._commit, *each)
+            for each in zip(sequences, drafts, judged, hidden, strict=True)
+        ]
         times.append(time.perf_counter())
-        for s, event, logits, score in zip(sequences, events, output.logits, scores, strict=True):
-            if event is None:
-                continue
-            s.statistics.record_times(times, is_prefill=s.num_steps == 1)
-            event |= details(s, event, logits, score)
-            if s.request.trace:
-                spans = [(end - begin) * 1e3 for begin, end in pairwise(times)]
-                event["ms"] = dict(zip(("draft", "verify", "other"), spans, strict=True))
-        return events
+        return [
+            self._guarded(self._report, s, event, times, logits, score)
+            for s, event, logits, score in zip(
+                sequences, events, output.logits, scores, strict=True
+            )
+        ]
 
     def _judge(self, s: Sequence, draft: Draft, scores: Tensor) -> list[Judgement]:
-        """Verify; of a sequence that cannot be judged nothing, and it has failed."""
-        try:
-            if s.request.sampling.is_greedy:
-                return verify_greedy(draft, scores, s.rng)
-            return verify(draft, probabilities(scores, s.request.sampling), s.rng)
-        except ValueError as error:
-            s.failure, s.finish_reason = error, "error"
-            return []
+        if s.request.sampling.is_greedy:
+            return verify_greedy(draft, scores, s.rng)
+        return verify(draft, probabilities(scores, s.request.sampling), s.rng)
+
+    def _report(
+        self, s: Sequence, event: dict[str, Any], times: list[float], logits: Tensor, scores: Tensor
+    ) -> dict[str, Any]:
+        """The event with what was asked for, once the cycle's times are known."""
+        s.statistics.record_times(times, is_prefill=s.num_steps == 1)
+        event |= details(s, event, logits, scores)
+        if s.request.trace:
+            spans = [(end - begin) * 1e3 for begin, end in pairwise(times)]
+            event["ms"] = dict(zip(("draft", "verify", "other"), spans, strict=True))
+        return event
 
     def _draft(self, sequences: list[Sequence]) -> list[Draft]:
         """A draft for each; empty for prefill, for the last token and where there is no drafter."""
@@ -907,7 +950,7 @@ class Engine:
         able = [s for s in sequences if s.drafter and s.num_steps and s.remaining > 1]
         groups: dict[tuple[Drafter, str], list[tuple[Sequence, int]]] = {}
         for s, (name, limit) in zip(able, self._decide(able, len(sequences)), strict=True):
-            if limit:
+            if limit and s.drafter:
                 groups.setdefault((s.drafter, name), []).append((s, limit))
         for (drafter, name), group in groups.items():
             began = time.perf_counter()
@@ -940,10 +983,14 @@ class Engine:
             if is_free and s.decision.num_tokens < paid:
                 own = {s.decision.drafter: s.records[s.decision.drafter]}
                 s.decision = choose(own, limit, batch, True, paid)
-        for s in sequences:
-            self.decisions[s.decision.drafter] = s.decision
-            s.drafter.select(s.state, s.decision.drafter)
-        return [(s.decision.drafter, s.decision.num_tokens) for s in sequences]
+        decisions = [s.decision for s in sequences]
+        for s, decision in zip(sequences, decisions, strict=True):
+            self.decisions[decision.drafter] = decision
+            try:
+                s.drafter.select(s.state, decision.drafter)
+            except Exception as error:
+                self._lose_drafter(s, decision.drafter, error)
+        return [(decision.drafter, decision.num_tokens) for decision in decisions]
 
     def _candidates(self, s: Sequence) -> dict[str, Acceptance]:
         """The records of whom to choose from: not of one that is known to have no proposal now."""
@@ -1028,10 +1075,8 @@ class Engine:
 
     def _commit(
         self, s: Sequence, draft: Draft, judged: list[Judgement], hidden: Tensor | None
-    ) -> dict[str, Any] | None:
+    ) -> dict[str, Any]:
         """Cut once, truncate the cache, count, and let the drafter observe."""
-        if s.failure:
-            return None
         emitted = [j for j in judged if j.kind != "rejected"]
         tokens, accepted = [j.id for j in emitted], len(emitted) - 1
         kept = s.cut(emitted, self.eos_ids)
@@ -1087,11 +1132,14 @@ class Engine:
                 record.observe(len(guess), len(os.path.commonprefix([guess, tokens])), len(tokens))
 
     def _lose_drafter(self, s: Sequence, name: str, error: Exception) -> None:
-        """A drafter failed: its request goes on with plain decoding, and says so."""
         self.num_drafter_failures += 1
+        self._go_on_plainly(s, f"drafter {name} failed ({in_short(error)})")
+
+    def _go_on_plainly(self, s: Sequence, why: str) -> None:
+        """A fault costs the request the speculation, never the answer; its warnings say so."""
         s.decision = None
-        reason = " ".join(str(error).split()) or type(error).__name__
-        s.warnings.append(f"drafter {name} failed ({reason}): went on without speculation")
+        s.warnings.append(f"{why}: went on without speculation")
+        s.rng = s.rng.clone_state()  # a drafter that hangs may draw from its own one day
         self._close_drafter(s)
 
     def _close_drafter(self, s: Sequence) -> None:
@@ -1100,7 +1148,7 @@ class Engine:
             if drafter:
                 drafter.close(s.state)
         except Exception as error:
-            s.warnings.append(f"drafter {drafter.name} failed to close: {error}")
+            s.warnings.append(f"drafter {drafter.name} failed to close: {in_short(error)}")
 
 
 def details(s: Sequence, event: dict[str, Any], logits: Tensor, scores: Tensor) -> dict[str, Any]:
@@ -1213,6 +1261,7 @@ def load_engine(options: Options) -> Engine:
         options.prompt_lookup_max,
         options.prompt_lookup_min,
         options.fastpath,
+        options.drafter_timeout,
     )
     loaded, default = load_drafters(options, context)
     models = [model for model in (target, draft) if model]
@@ -1240,6 +1289,7 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
     app, started = Flask(__name__), time.monotonic()
     app.config["MAX_CONTENT_LENGTH"] = 1 << 20
     app.json.sort_keys = False
+    name_requests(app, options.log_prompts)
     register_errors(app)
     register_page(app, read_prompts())
     guard(app, options.api_key, options.allow_origin)
@@ -1250,7 +1300,8 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
         """Parse and queue a request: its jobs, whether to stream, and warnings."""
         wanted, stream, compare, notes = parse_request(body, engine, options)
         plain = [replace(wanted, drafter=None, trace=True)] if compare else []
-        return worker.submit(wanted, *plain), stream, notes
+        g.jobs = worker.submit(wanted, *plain)
+        return g.jobs, stream, notes
 
     @app.post("/generate")
     def generate() -> Response | dict[str, Any]:
@@ -1450,10 +1501,11 @@ def main(arguments: list[str] | None = None) -> int:
         transformers.logging.disable_progress_bar()
     status = 0
     try:
-        engine = load_engine(options)
         if given.port:
-            listen(create_app(engine, options), given.host, given.port, options)
-        elif given.prompt is not None:
+            load = lambda: create_app(load_engine(options), options)  # noqa: E731
+            return serve(load, given.host, given.port, options)
+        engine = load_engine(options)
+        if given.prompt is not None:
             show_prompt(engine, prompt_request(engine, given, options), given.explain)
         else:
             document = run_demo(engine, options)

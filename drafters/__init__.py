@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from .base import Context, Draft, Drafter, Sampling, Verdict
+from .timed import TimedDrafter
 
 __all__ = ["NAMES", "Context", "Draft", "Drafter", "Sampling", "Verdict", "load"]
 
@@ -21,6 +22,8 @@ NAMES = tuple(_REGISTRY)
 def load(name: str, context: Context) -> Drafter:
     """Build the drafter `name`, or the class after the colon of `file.py:Class`.
 
+    The latter may do anything, so each call of it has a limit of time (timed.py).
+
     Raises ValueError with one line that says what to do: an unknown name, a file or class that is
     not there, a class that is no drafter, or one that does not fit the target.
     """
@@ -33,7 +36,8 @@ def load(name: str, context: Context) -> Drafter:
         choices = ", ".join([*NAMES, "auto"])
         raise ValueError(f"unknown drafter {name!r}: choose {choices} or file.py:Class")
     try:
-        return drafter_class.build(context)
+        drafter = drafter_class.build(context)
+        return TimedDrafter(drafter, context.timeout_s) if ":" in name else drafter
     except ValueError:
         raise
     except Exception as error:  # a drafter of one's own may fail in any way

@@ -98,6 +98,7 @@ class Context:
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 1
     fast: bool = True  # models of one's own may go through fastpath/
+    timeout_s: float = 10.0  # of a call to a drafter that comes from a file
 
 
 class Drafter(ABC):

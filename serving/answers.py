@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .parsing import RequestError
+from .parsing import RequestError, engine_failure
 from .statistics import FORMULAS, Statistics, ratio
 from .worker import WAITING, Job, Worker, cancel
 
@@ -109,7 +109,7 @@ def failures_as_events(jobs: list[Job], events: Iterator[str]) -> Iterator[str]:
         yield sse(error.body())
     except Exception as error:  # the status line is out: an event is all that can be said
         logging.getLogger(__name__).exception("the engine failed")
-        yield sse(RequestError(f"the engine failed: {error}", status=500).body())
+        yield sse(engine_failure(error).body())
     finally:
         cancel(jobs)  # the client may have left
     yield "data: [DONE]\n\n"
@@ -206,7 +206,7 @@ def health(engine: Any, worker: Worker, num_spec_tokens: int, uptime_s: float) -
         name: s.counters(num_spec_tokens) | s.per_position() for name, s in totals.items()
     }
     return {
-        "status": "ok" if worker.alive and not worker.draining else "unavailable",
+        "status": worker.status,
         "model": engine.target.name,
         "drafter": engine.default_drafter,
         "drafters": list(engine.drafters),
@@ -246,6 +246,8 @@ def _warnings(engine: Any) -> list[str]:
     warnings = []
     if engine.num_drafter_failures:
         warnings.append(f"{engine.num_drafter_failures} requests lost their drafter to an error")
+    if engine.num_faults:
+        warnings.append(f"{engine.num_faults} cycles failed and were run again, each request alone")
     for name, statistics in engine.totals.items():
         rates = statistics.per_position()["acceptance_rate_per_position"]
         if (

@@ -1,28 +1,39 @@
 """Serving the Flask app with waitress: one error body for everything, and an orderly end."""
 
 import hmac
+import json
+import logging
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 import waitress
-from flask import Flask, Response, request
+from flask import Flask, Response, g, request
+from waitress.channel import HTTPChannel
+from waitress.task import ErrorTask
 from werkzeug.exceptions import HTTPException
 
-from .parsing import RequestError, parse_json
-from .worker import Job, cancel
+from .log import log_to_stderr
+from .parsing import RequestError, engine_failure, parse_json
+from .worker import Job, Worker, cancel, unavailable
 
-DRAIN_S = 30.0
+_LAST_WORDS_S = 1.0  # to send what was finished in the grace period's last moment
 GUARDED = ("/generate", "/v1/", "/metrics")  # what an API key is needed for
+
+
+LOG = logging.getLogger(__name__)
 
 
 def read_body() -> dict[str, Any]:
     """The JSON object that was sent. Raises RequestError for anything else."""
     if not request.is_json:
         raise RequestError("the Content-Type must be application/json", status=415)
+    if request.headers.get("Content-Encoding", "identity") != "identity":
+        raise RequestError("a compressed body is not supported", status=415)
     return parse_json(request.get_data(cache=False))
 
 
@@ -44,8 +55,10 @@ def guard(app: Flask, api_key: str | None, origin: str | None) -> None:
             return Response(status=204)  # a browser asks before it calls, and without a key
         if api_key is None or not request.path.startswith(GUARDED):
             return None
-        given = request.headers.get("Authorization", "").encode()
-        if hmac.compare_digest(given, f"Bearer {api_key}".encode()):
+        # WSGI hands bytes over as Latin-1, whatever they are.
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        is_key = hmac.compare_digest(given.encode("latin-1"), api_key.encode())
+        if is_key and scheme.lower() == "bearer":
             return None
         raise RequestError(
             "give the API key as Authorization: Bearer KEY", status=401, code="invalid_api_key"
@@ -60,7 +73,7 @@ def guard(app: Flask, api_key: str | None, origin: str | None) -> None:
                 wanted or "Authorization, Content-Type"
             )
             response.headers["Access-Control-Allow-Methods"] = "GET, POST"
-            response.headers["Access-Control-Expose-Headers"] = "Retry-After"
+            response.headers["Access-Control-Expose-Headers"] = "Retry-After, X-Request-Id"
             response.vary.add("Origin")
         return response
 
@@ -72,6 +85,7 @@ def register_errors(app: Flask) -> None:
     def refuse(error: RequestError) -> tuple[dict[str, Any], int, dict[str, str]]:
         headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
         headers |= {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+        g.error = error.code or error.param
         return error.body(), error.status, headers
 
     @app.errorhandler(HTTPException)
@@ -83,24 +97,66 @@ def register_errors(app: Flask) -> None:
 
     @app.errorhandler(Exception)
     def fail(error: Exception) -> tuple[dict[str, Any], int]:
-        app.logger.exception("a request failed")
-        return RequestError(f"the engine failed: {type(error).__name__}", status=500).body(), 500
+        LOG.exception("a request failed")
+        g.error = type(error).__name__
+        return engine_failure(error).body(), 500
 
 
-def listen(app: Flask, host: str, port: int, options: Any) -> None:
-    """Serve until SIGTERM or Ctrl-C. On SIGTERM what is running is finished first.
+class _Front:
+    """The WSGI application that the socket has from the start: another one until all is loaded."""
 
-    Raises OSError if the address is taken.
-    """
+    def __init__(self, app: Flask) -> None:
+        self.app = app
+
+    def __call__(self, environ: dict[str, Any], start_response: Any) -> Any:
+        return self.app(environ, start_response)
+
+
+class _JsonErrorTask(ErrorTask):
+    """What waitress itself refuses (malformed HTTP, say), in the one shape of errors."""
+
+    def execute(self) -> None:
+        error = self.request.error
+        body = json.dumps(RequestError(error.body, status=error.code).body()).encode()
+        self.status = f"{error.code} {error.reason}"
+        self.response_headers.append(("Content-Type", "application/json"))
+        self.set_close_on_finish()
+        self.content_length = len(body)
+        self.write(body)
+
+
+class _Channel(HTTPChannel):
+    error_task_class = _JsonErrorTask
+
+
+def loading_app() -> Flask:
+    """Answers 503 to everything."""
+    app = Flask(__name__, static_folder=None)
+    register_errors(app)
+    app.add_url_rule("/health", view_func=lambda: ({"status": "loading"}, 503))
+
+    @app.before_request
+    def refuse() -> None:
+        if request.path != "/health":
+            raise unavailable("the model is being loaded")
+
+    return app
+
+
+def bind(app: Any, host: str, port: int, options: Any) -> tuple[Any, dict[int, Any]]:
+    """waitress on the address: the server, and its sockets. Raises OSError if it is taken."""
+    sockets: dict[int, Any] = {}
     try:
         server = waitress.create_server(
             app,
+            map=sockets,
             host=host,
             port=port,
             # More threads than requests can run and wait, so that /health always finds one.
             threads=options.max_running + options.max_queued + 8,
             channel_request_lookahead=1,  # notices a client that leaves
-            # Flask refuses from 1 MiB on, in JSON; this bounds what is read before it can.
+            # Flask refuses from 1 MiB on; up to here a body is read first, as a client that is
+            # still sending would not see the answer.
             max_request_body_size=64 << 20,
             channel_timeout=30,
             cleanup_interval=5,
@@ -109,18 +165,64 @@ def listen(app: Flask, host: str, port: int, options: Any) -> None:
         )
     except OSError as error:
         raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    for listener in sockets.values():
+        listener.channel_class = _Channel
+    return server, sockets
 
-    def drain() -> None:
-        if running := app.extensions["worker"].num_running:
-            print(f"finishing {running} requests, {DRAIN_S:.0f} s at most", flush=True)
-        app.extensions["worker"].drain(DRAIN_S)
-        time.sleep(0.2)  # the last answers leave
-        os.kill(os.getpid(), signal.SIGINT)  # ends server.run()
 
-    # A shell starts background jobs with SIGINT ignored: without this they could not end.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=drain, daemon=True).start())
+def serve(load: Callable[[], Flask], host: str, port: int, options: Any) -> int:
+    """Serve what `load` makes until SIGTERM or Ctrl-C; a second one ends it at once.
+
+    The address is taken first, so that whoever asks meanwhile is told to wait. On the first signal
+    what runs is finished, for `options.grace_period` seconds at most. Returns the exit status.
+    Raises OSError if the address is taken, and what `load` raises.
+    """
+    stopping = threading.Event()
+
+    def stop(*_: Any) -> None:
+        if stopping.is_set():
+            os._exit(1)
+        stopping.set()
+        if front.app is loading:
+            raise SystemExit(0)
+
+    flush_log = log_to_stderr()
+    # Also where a shell has started the job in the background, with SIGINT ignored.
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    loading = loading_app()
+    front = _Front(loading)
+    server, sockets = bind(front, host, port, options)
+    threading.Thread(target=server.run, name="http", daemon=True).start()
+    print(f"loading {options.model}: until then http://{host}:{port} answers 503", flush=True)
+    app = load()
+    front.app = app
     print(
         f"serving on http://{host}:{port} (the page, POST /generate, /v1, GET /health)", flush=True
     )
-    server.run()
+    stopping.wait()
+    cut_off = _drain(app.extensions["worker"], sockets, options.grace_period)
+    flush_log()
+    if cut_off:  # the engine may be stuck in the middle of a forward: no orderly end for it
+        os._exit(0)
+    return 0
+
+
+def _drain(worker: Worker, sockets: dict[int, Any], grace_s: float) -> int:
+    """Let answers be finished and sent. Returns how many could not be."""
+    deadline = time.monotonic() + grace_s
+    if waited_for := worker.num_running + worker.num_waiting:
+        print(
+            f"finishing {waited_for} requests, {grace_s:g} s at most; again to quit at once",
+            flush=True,
+        )
+    if cut_off := worker.drain(grace_s):
+        print(f"{cut_off} requests were cut off", flush=True)
+
+    def is_sending() -> bool:
+        channels = [s for s in list(sockets.values()) if isinstance(s, HTTPChannel)]
+        return any(channel.requests or channel.total_outbufs_len for channel in channels)
+
+    while is_sending() and time.monotonic() < deadline + _LAST_WORDS_S:
+        time.sleep(0.02)
+    return cut_off

@@ -8,12 +8,23 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from .options import Options
+from .parsing import in_short
 
 LONGEST_DEFAULT = 8192  # a cache for 128k tokens is for those who ask for it
 
 
 class StartError(Exception):
     """What the command line asks for cannot be had; one line that says what to do."""
+
+
+def _reason(error: Exception, options: Options) -> str:
+    """Why a model could not be loaded; what is refused for safety's sake is said to be."""
+    reason = in_short(error)
+    if "trust_remote_code" in reason and not options.trust_remote_code:
+        return "it brings code of its own, which is run with --trust-remote-code only"
+    if "safetensors" in reason and not options.allow_pickle:
+        reason += " (other files can run code, and are loaded with --allow-pickle only)"
+    return reason
 
 
 def load_pretrained(name: str, options: Options) -> tuple[Any, Any, int]:
@@ -32,13 +43,19 @@ def load_pretrained(name: str, options: Options) -> tuple[Any, Any, int]:
     if not Path(name).exists() and not is_hub_id:
         raise StartError(f"model folder {name} not found")
     try:
-        AutoConfig.from_pretrained(name)  # first: a wrong id fails here, after one small file
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+        # First: a wrong id fails here, after one small file.
+        AutoConfig.from_pretrained(name, trust_remote_code=options.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=options.trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=dtype,
+            trust_remote_code=options.trust_remote_code,
+            use_safetensors=None if options.allow_pickle else True,  # None: what there is
+        )
+        model = model.to(device).eval()
     except Exception as error:  # a broken folder raises any of a dozen kinds
         kind = "" if Path(name).exists() else " (no such folder; tried as a hub id)"
-        reason = " ".join(str(error).split())[:300]
-        raise StartError(f"cannot load {name}{kind}: {reason}") from error
+        raise StartError(f"cannot load {name}{kind}: {_reason(error, options)}") from error
     config = model.config.get_text_config()
     if model._is_stateful:
         raise StartError(f"{name} ({config.model_type}) has recurrent layers, not supported yet")

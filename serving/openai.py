@@ -10,12 +10,11 @@ llama.cpp's `timings`. What would change the output and is not supported is refu
 Not covered: several choices or prompts in one request, tools, images, embeddings.
 """
 
-import secrets
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from flask import Flask, Response
+from flask import Flask, Response, g
 
 from .answers import answer, failures_as_events, sse
 from .http import finish, read_body
@@ -49,12 +48,10 @@ def register_openai(app: Flask, engine: Any, begin: Begin) -> None:
 
     def serve(fields: dict[str, Any], kind: str, whole: Shape, part: Shape) -> Any:
         options = fields.get("stream_options")
-        if options is not None and not isinstance(options, dict):
-            raise RequestError("stream_options must be an object", param="stream_options")
         jobs, is_stream, notes = begin(fields)
         prefix, kind_of_chunk = _KINDS[kind]
         head = {
-            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "id": f"{prefix}-{g.id}",  # the X-Request-Id
             "object": kind_of_chunk if is_stream else kind,
             "created": int(time.time()),
             "model": name,
@@ -81,19 +78,22 @@ def register_openai(app: Flask, engine: Any, begin: Begin) -> None:
     def chat() -> Any:
         fields = _supported(read_body())
         fields["prompt"] = chat_prompt(fields.pop("messages", None), tokenizer)
-        if fields.get("max_completion_tokens") is not None:
-            fields["max_tokens"] = fields["max_completion_tokens"]
-        fields.pop("max_completion_tokens", None)
-        top = fields.pop("top_logprobs", None)
-        if top is not None:
-            if fields.get("logprobs") is not True:
+        sent = {"prompt": "messages"}  # our name of a field -> the client's
+        if (limit := fields.pop("max_completion_tokens", None)) is not None:
+            fields["max_tokens"], sent["max_tokens"] = limit, "max_completion_tokens"
+        if not isinstance(fields.get("logprobs"), bool | None):
+            raise RequestError("logprobs must be true or false", param="logprobs")
+        if (top := fields.pop("top_logprobs", None)) is not None:
+            if not fields.get("logprobs"):
                 raise RequestError("top_logprobs goes with logprobs: true", param="top_logprobs")
-            fields["logprobs"] = top
+            fields["logprobs"], sent["logprobs"] = top, "top_logprobs"
         try:
             return serve(fields, "chat.completion", _message, _delta)
-        except RequestError as error:  # by the names that were sent
-            sent = {"prompt": "messages"} | ({"logprobs": "top_logprobs"} if top else {})
-            error.param = sent.get(error.param, error.param)
+        except RequestError as error:
+            name = sent.get(error.param, error.param)
+            if error.message.startswith(f"{error.param} "):
+                error.message = error.message.replace(error.param, name, 1)
+            error.param = name
             raise
 
     @app.get("/v1/models")
@@ -117,7 +117,8 @@ def _supported(body: dict[str, Any]) -> dict[str, Any]:
     """The fields without those that may have one value only. Raises RequestError for another."""
     for name, served in _ONLY.items():
         value = body.pop(name, None)
-        if value is not None and value not in served:
+        is_served = value in served and not (isinstance(value, bool) and served[0] is not False)
+        if value is not None and not is_served:
             only = " or ".join(map(repr, served))
             raise RequestError(f"{name} other than {only} is not supported", param=name)
     return body

@@ -34,9 +34,15 @@ class Options:
     max_running: int = 8
     max_queued: int = 64
     prefill_chunk: int = 256
-    request_timeout: float = 600.0  # seconds
+    request_timeout: float = 600.0  # seconds, as the next three
+    drafter_timeout: float = 10.0
+    stall_limit: float = 120.0
+    grace_period: float = 30.0
     api_key: str | None = None
     allow_origin: str | None = None
+    log_prompts: bool = False
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
     max_model_len: int | None = None  # the model's context, at most LONGEST_DEFAULT
     fastpath: bool = True
     bitwise: bool = True
@@ -125,8 +131,17 @@ def parse_arguments(
         "max_queued": {"type": between(1, 1000), "help": "requests that may wait"},
         "prefill_chunk": {"type": count, "help": "tokens of a prompt read between two cycles"},
         "request_timeout": {"type": seconds, "help": "after which a request ends with 504"},
+        "drafter_timeout": {"type": seconds, "help": "of a call to a drafter from a file"},
+        "stall_limit": {"type": seconds, "help": "of one cycle, after which /health says stuck"},
+        "grace_period": {"type": seconds, "help": "to finish what runs after SIGTERM"},
         "api_key": {"help": "asked of /generate, /v1 and /metrics (default: none)"},
         "allow_origin": {"help": "whose pages may call (CORS), as https://example.org or *"},
+        "log_prompts": {"action": "store_true", "help": "write prompts and outputs to the log"},
+        "trust_remote_code": {"action": "store_true", "help": "run code that comes with --model"},
+        "allow_pickle": {
+            "action": "store_true",
+            "help": "load weights that are not safetensors; such files can run code",
+        },
         "max_model_len": {"type": count, "help": "context length"},
         "fastpath": {"action": switch, "help": "packed and fused layers where they fit"},
         "bitwise": {"action": switch, "help": "shapes that keep equal logits equal bits"},

@@ -6,6 +6,7 @@ ignored. The one error body is {"error": {"message", "type", "param", "code"}}.
 
 import json
 import re
+import reprlib
 import secrets
 from collections.abc import Callable, Collection
 from pathlib import Path, PurePath
@@ -29,6 +30,17 @@ class RequestError(Exception):
         return {
             "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         }
+
+
+def in_short(error: Exception) -> str:
+    """What an error says, on one line and not beyond measure."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def engine_failure(error: Exception) -> RequestError:
+    """What a client is told of a fault that is not its own."""
+    message = f"the engine failed: {type(error).__name__}: {in_short(error)}"
+    return RequestError(message, status=500, code="engine_failed")
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
@@ -83,7 +95,12 @@ def _is_text(value: Any) -> bool:
 def _stops(value: Any) -> str | None:
     stops = [value] if isinstance(value, str) else value
     valid = isinstance(stops, list) and len(stops) <= 8 and all(map(_is_text, stops))
-    return None if valid else "must be a non-empty string, or a list of at most 8 of them"
+    if valid and all(len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
+        return None
+    return (
+        f"must be a non-empty string of at most {MAX_STOP_CHARACTERS} characters, or a list of "
+        "at most 8 of them"
+    )
 
 
 def _logprobs(value: Any) -> str | None:
@@ -91,7 +108,9 @@ def _logprobs(value: Any) -> str | None:
     return None if valid else "must be true, false or an integer from 0 to 20"
 
 
+MAX_STOP_CHARACTERS = 1000
 MAX_TOKENS_LIMIT = 1_000_000
+_MAX_NAMED = 16  # unknown fields that a warning names
 MAX_SPECULATIVE_TOKENS = 16
 
 # field -> what is wrong with a value, or None
@@ -136,7 +155,7 @@ def model_id(model: str) -> str:
 
 def unknown_model(wanted: Any, model: str) -> RequestError:
     """What a request for another model is answered with."""
-    message = f"unknown model {wanted!r}; this server has {model_id(model)}"
+    message = f"unknown model {reprlib.repr(wanted)}; this server has {model_id(model)}"
     return RequestError(message, param="model", status=404, code="model_not_found")
 
 
@@ -156,8 +175,11 @@ def parse_fields(
     given = check_fields(body)
     if given.get("model", model) not in (model, model_id(model), PurePath(model).name):
         raise unknown_model(given["model"], model)
-    if "stream_options" in given and not given.get("stream"):
-        raise RequestError("stream_options goes with stream: true", param="stream_options")
+    if "stream_options" in given:
+        if not given.get("stream"):
+            raise RequestError("stream_options goes with stream: true", param="stream_options")
+        if not isinstance(given["stream_options"], dict):
+            raise RequestError("stream_options must be an object", param="stream_options")
     flags = {"stream": False, "trace": False, "compare": False}
     fields = flags | defaults | {name: given[name] for name in _CHECKS if name in given}
     for name in _REAL_NUMBERS:  # which JSON may write as 1 or 1.0
@@ -169,7 +191,8 @@ def parse_fields(
         if not isinstance(given["drafter"], str) or given["drafter"] not in drafters:
             choices = ", ".join(sorted(drafters)) or "none is loaded"
             raise RequestError(
-                f"unknown drafter {given['drafter']!r}; choose: {choices}", param="drafter"
+                f"unknown drafter {reprlib.repr(given['drafter'])}; choose: {choices}",
+                param="drafter",
             )
         fields["drafter"] = given["drafter"]
     if not fields.pop("speculative", True):
@@ -180,7 +203,10 @@ def parse_fields(
     if isinstance(logprobs, bool):
         fields["logprobs"] = 0 if logprobs else None
     unknown = sorted(set(body) - _CHECKS.keys() - _OTHERS)
-    return fields, [f"unknown field {name!r} was ignored" for name in unknown]
+    notes = [f"unknown field {reprlib.repr(name)} was ignored" for name in unknown[:_MAX_NAMED]]
+    if more := len(unknown) - len(notes):
+        notes.append(f"{more} more unknown fields were ignored")
+    return fields, notes
 
 
 def _prompt(value: Any, tokenizer: Any) -> list[int]:

@@ -9,6 +9,7 @@ A request joins at any cycle, shares the target's forwards with whatever else ru
 it is done; the engine sees to it that its output does not depend on that.
 """
 
+import logging
 import queue
 import threading
 import time
@@ -21,8 +22,21 @@ from .options import Options
 from .parsing import RequestError
 
 WAITING = object()  # what a job yields while nothing happens
+LOG = logging.getLogger(__name__)
 _END = object()
 _POLL_S = 0.1
+
+
+def unavailable(why: str) -> RequestError:
+    """What those get who come, or wait, while nothing can be served."""
+    return RequestError(why, status=503, code="unavailable")
+
+
+_WHY_NOT = {
+    "draining": "the server is shutting down",
+    "dead": "the engine has stopped",
+    "stuck": "the engine does not answer",
+}
 
 
 class Job:
@@ -31,7 +45,11 @@ class Job:
     def __init__(self, request: Any, timeout_s: float, after: "Job | None" = None) -> None:
         self.request = request
         self.after = after  # a job that must have ended before this one begins
-        self.cancelled = self.ended = self.started = False
+        self.cancelled = self.ended = False
+        self.failure: Exception | None = None
+        # When it got its place in the batch, and its first token.
+        self.began: float | None = None
+        self.first_token: float | None = None
         self.submitted = time.monotonic()
         self.deadline = self.submitted + timeout_s
         self.sequence: Any = None  # the engine's, once it runs
@@ -49,7 +67,17 @@ class Job:
     def end(self, error: Exception | None = None) -> None:
         """Nothing more will come; with an error, whoever iterates gets it raised."""
         self.ended = True
+        self.failure = self.failure or error
         self._items.put(error or _END)
+
+    @property
+    def finish(self) -> str:
+        """How it ended: stop, length, cancelled (the client has left), timeout or error."""
+        if isinstance(self.failure, RequestError) and self.failure.code == "timeout":
+            return "timeout"
+        if self.failure:
+            return "error"
+        return (self.sequence and self.sequence.finish_reason) or "cancelled"
 
     def __iter__(self) -> Iterator[Any]:
         """The engine's events, and WAITING every 0.1 s without one; re-raises its error.
@@ -60,7 +88,8 @@ class Job:
         while not self.cancelled:
             if time.monotonic() > self.deadline:
                 self.cancel()
-                raise RequestError("the request took too long", status=504, code="timeout")
+                self.failure = RequestError("the request took too long", status=504, code="timeout")
+                raise self.failure
             try:
                 item = self._items.get(timeout=_POLL_S)
             except queue.Empty:
@@ -88,14 +117,22 @@ class Worker:
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
         self._changed = threading.Condition()
-        self.draining = False
+        self.draining = self._died = False
+        self._busy_since: float | None = None
         self.first_token_s = Histogram()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
+    def status(self) -> str:
+        """ok, draining, stuck (a cycle takes longer than the limit; it may recover) or dead."""
+        since = self._busy_since
+        if self._died:
+            return "dead"
+        if self.draining:
+            return "draining"
+        is_stuck = since is not None and time.monotonic() - since > self._options.stall_limit
+        return "stuck" if is_stuck else "ok"
 
     @property
     def num_running(self) -> int:
@@ -109,13 +146,11 @@ class Worker:
     def submit(self, *requests: Any) -> list[Job]:
         """Queue requests that belong together; they take one place, and run one after the other.
 
-        Raises RequestError: 429 if the queue is full, 503 without engine.
+        Raises RequestError: 429 if the queue is full, 503 without an engine that works.
         """
         with self._changed:
-            if self.draining:
-                raise RequestError("the server is shutting down", status=503, code="unavailable")
-            if not self.alive:
-                raise RequestError("the engine has stopped", status=503, code="unavailable")
+            if (status := self.status) != "ok":
+                raise unavailable(_WHY_NOT[status])
             waiting = sum(not job.cancelled for job in self._waiting)
             free = max(0, self._options.max_running - len(self._running))
             if waiting >= self._options.max_queued + free:
@@ -130,39 +165,61 @@ class Worker:
             self._changed.notify()
         return jobs
 
-    def drain(self, timeout_s: float) -> None:
-        """Take nothing new, finish what was taken and stop; wait for that at most `timeout_s`."""
+    def drain(self, timeout_s: float) -> int:
+        """Take nothing new, finish what was taken and stop; wait for that at most `timeout_s`.
+
+        Returns how many were not done by then; they get an error.
+        """
         with self._changed:
             self.draining = True
             self._changed.notify()
         self._thread.join(timeout_s)
-        for job in [*self._running, *self._waiting]:  # a stream that merely ends looks whole
-            job.end(RequestError("the server is shutting down", status=503, code="unavailable"))
+        left = [*self._running, *self._waiting]
+        for job in left:  # a stream that merely ends looks whole
+            job.end(unavailable(_WHY_NOT["draining"]))
+        return len(left)
 
     def _run(self) -> None:
-        while self._admit():
-            self._drop_cancelled()
-            if not self._running:
-                continue
-            try:
-                events = self._engine.step([job.sequence for job in self._running])
-            except Exception as error:
-                for job in list(self._running):
-                    self._leave(job, error)
-                continue
-            for job, event in zip(list(self._running), events, strict=True):
-                if event is not None:
-                    self._note_first(job)
-                    job.put(event)
-                if job.sequence.finish_reason:
-                    self._leave(job, job.sequence.failure)
+        try:
+            while (joining := self._admit()) is not None:
+                self._busy_since = time.monotonic()
+                for job in joining:
+                    self._open(job)
+                self._drop_cancelled()
+                if self._running:
+                    self._step()
+                self._busy_since = None
+        except BaseException:  # what kills a thread must not leave its clients waiting
+            LOG.exception("the engine's thread has died")
+            with self._changed:
+                self._died = True
+            for job in self._running:
+                job.end(RequestError("the engine has stopped", status=500, code="engine_dead"))
+            for job in self._waiting:
+                job.end(unavailable(_WHY_NOT["dead"]))
+            self._running, self._waiting = [], deque()
 
-    def _admit(self) -> bool:
-        """Let waiting jobs join, oldest first; wait while there are none. False: drained."""
+    def _step(self) -> None:
+        try:
+            events = self._engine.step([job.sequence for job in self._running])
+        except Exception as error:
+            for job in list(self._running):
+                self._leave(job, error)
+            return
+        for job, event in zip(list(self._running), events, strict=True):
+            if event is not None:
+                self._note_first(job)
+                job.put(event)
+            if job.sequence.finish_reason:
+                self._leave(job, job.sequence.failure)
+
+    def _admit(self) -> list[Job] | None:
+        """Waiting jobs that may join, oldest first; wait while there are none. None: drained."""
+        joining = []
         with self._changed:
             while not (self._waiting or self._running):
                 if self.draining:
-                    return False
+                    return None
                 self._changed.wait()
             for job in list(self._waiting):
                 if job.cancelled:
@@ -172,21 +229,24 @@ class Worker:
                     job.after is None or job.after.ended
                 ):
                     self._waiting.remove(job)
-                    self._open(job)
-        return True
+                    self._running.append(job)
+                    joining.append(job)
+        return joining
 
     def _open(self, job: Job) -> None:
+        """Not under the lock: a drafter may take its time, and /health must not wait for it."""
         try:
+            job.began = time.monotonic()
             job.sequence = self._engine.open(job.request)
-            self._running.append(job)
         except Exception as error:
+            self._running.remove(job)
             job.end(error)
 
     def _note_first(self, job: Job) -> None:
-        # A job that has to wait for another would count that one's time.
-        if not job.started and job.after is None:
-            self.first_token_s.observe(time.monotonic() - job.submitted)
-        job.started = True
+        if job.first_token is None:
+            job.first_token = time.monotonic()
+            if job.after is None:  # waiting for another would count that one's time
+                self.first_token_s.observe(job.first_token - job.submitted)
 
     def _drop_cancelled(self) -> None:
         for job in [job for job in self._running if job.cancelled]:

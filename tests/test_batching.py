@@ -242,4 +242,4 @@ def test_what_is_not_done_when_draining_ends_gets_an_error(demo_engine, prompts,
         job.cancel()
     go_on.set()
     worker._thread.join(20)
-    assert not worker.alive
+    assert not worker._thread.is_alive()

@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -26,19 +28,24 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def start(*arguments):
-    """The server as a process, ready to answer: (process, port)."""
-    port = free_port()
+def start(*arguments, script=SCRIPT, wait=True):
+    """The server as a process, ready to answer: (process, port).
+
+    `process.log()` is what it has said so far; in a file, as nobody reads a pipe meanwhile.
+    """
+    port, file = free_port(), tempfile.TemporaryFile()
     process = subprocess.Popen(
-        [sys.executable, SCRIPT, "--port", str(port), *arguments],
+        [sys.executable, script, "--port", str(port), *arguments],
         cwd=ROOT,
-        stdout=subprocess.PIPE,
+        stdout=file,
         stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
     )
-    line = process.stdout.readline()
-    assert "serving on" in line, line + process.stdout.read()
+    weakref.finalize(process, file.close)
+    process.log = lambda: os.pread(file.fileno(), 1 << 24, 0).decode()
+    while wait and "serving on" not in process.log():
+        assert process.poll() is None, process.log()
+        time.sleep(0.05)
     return process, port
 
 
@@ -49,7 +56,7 @@ def port():
         yield port
         process.terminate()
         assert process.wait(40) == 0
-        assert "Traceback" not in process.stdout.read()
+        assert "Traceback" not in process.log()
 
 
 def wait_until_running(port):

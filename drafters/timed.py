@@ -1,0 +1,104 @@
+"""Somebody else's drafter with a limit to its time: it may hang, and the server must not.
+
+    engine's thread                     the drafter's thread
+    propose(…) ── call ───────────────→ inner.propose(…)
+       ↓ waits, `limit_s` at most          ↓
+    a draft ←──────────────── result ── or TimeoutError, and the request goes on without it
+
+The thread of a call that took too long gets an exception raised in it, which ends a loop in Python.
+What blocks outside of Python (a socket, a kernel) cannot be ended; until it returns, every further
+call fails at once. Then the drafter is as good as new. It costs two changes of threads per call.
+"""
+
+import ctypes
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from torch import Generator
+
+from .base import Draft, Drafter, Sampling, Verdict
+
+
+class TimedDrafter(Drafter):
+    """`inner`, each call in a thread of its own; raises TimeoutError, and RuntimeError for exit."""
+
+    def __init__(self, inner: Drafter, limit_s: float) -> None:
+        self._inner, self._limit_s = inner, limit_s
+        self.name, self.needs_hidden = inner.name, inner.needs_hidden  # type: ignore[misc]
+        self.num_step_weights = inner.num_step_weights
+        self._unclosed: list[Any] = []  # states, until the drafter can be spoken to again
+        self._start()
+
+    def _start(self) -> None:
+        self._is_hanging = False
+        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        serve, name = partial(_serve, self._calls), f"drafter {self.name}"
+        # A daemon: a drafter that hangs must not keep the process from ending.
+        self._thread = threading.Thread(target=serve, name=name, daemon=True)
+        self._thread.start()
+
+    def open(self, prompt: Any, sampling: Sampling, rng: Generator) -> Any:
+        return self._call(self._inner.open, prompt, sampling, rng)
+
+    def guess(self, state: Any, name: str, max_tokens: int) -> list[int] | None:
+        return self._call(self._inner.guess, state, name, max_tokens)
+
+    def candidates(self, state: Any) -> list[str]:
+        return self._call(self._inner.candidates, state)
+
+    def select(self, state: Any, name: str) -> None:
+        self._call(self._inner.select, state, name)
+
+    def propose(self, state: Any, max_tokens: int) -> Draft:
+        return self._call(self._inner.propose, state, max_tokens)
+
+    def propose_batch(self, states: list[Any], max_tokens: list[int]) -> list[Draft]:
+        return self._call(self._inner.propose_batch, states, max_tokens)
+
+    def observe(self, state: Any, verdict: Verdict) -> None:
+        self._call(self._inner.observe, state, verdict)
+
+    def close(self, state: Any) -> None:
+        if self._is_hanging:
+            self._unclosed.append(state)
+        else:
+            self._call(self._inner.close, state)
+
+    def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        if self._is_hanging:
+            if self._thread.is_alive():
+                raise TimeoutError("still busy with an earlier call")
+            self._start()
+            while self._unclosed:
+                self._call(self._inner.close, self._unclosed.pop())
+        future: Future[Any] = Future()
+        self._calls.put((future, method, arguments))
+        try:
+            return future.result(self._limit_s)
+        except TimeoutError as error:
+            if future.done():  # the drafter's own
+                raise
+            self._is_hanging = True
+            self._calls.put(None)
+            thread = ctypes.c_ulong(self._thread.ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(TimeoutError))
+            message = f"{method.__name__} did not return within {self._limit_s:g} s"
+            raise TimeoutError(message) from error
+
+
+def _serve(calls: "queue.SimpleQueue[Any]") -> None:
+    """Make the calls, until there is None: then one of them took too long."""
+    with suppress(TimeoutError):  # what ends a loop may come when it has just ended
+        while (call := calls.get()) is not None:
+            future, method, arguments = call
+            try:
+                future.set_result(method(*arguments))
+            except Exception as error:
+                future.set_exception(error)
+            except BaseException as error:  # sys.exit() in a drafter ends nothing else
+                future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))

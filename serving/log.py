@@ -1,0 +1,133 @@
+"""One JSON line on stderr for each request that generates, and for each that is refused.
+
+    {"time": "2026-01-31T12:00:00.123Z", "id": "5f…", "method": "POST", "path": "/generate",
+     "status": 200, "finish": "length", "drafter": "mtp", "prompt_tokens": 9, "tokens": 30,
+     "passes": 9, "acceptance": 0.8, "queue_ms": 0.1, "first_token_ms": 14.0, "ms": 96.5}
+
+finish is stop, length, cancelled (the client has left), timeout, error, or null for what was
+refused before it got a place; then `error` says why. The id is the client's own X-Request-Id or a
+new one, and is returned in that header. What was written or read is in no line unless asked for.
+"""
+
+import json
+import logging
+import queue
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
+from logging.handlers import QueueHandler, QueueListener
+from typing import Any
+
+from flask import Flask, Response, g, request
+
+from .worker import Job
+
+LOG = logging.getLogger("serving.requests")
+_MAX_LINES = 10_000  # that may wait for a slow reader of stderr
+
+
+class _Handler(QueueHandler):
+    """Hands lines to a thread that writes: a full pipe must not stop an answer."""
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        return record
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """The queue is full: the line is lost, and not the request."""
+
+
+class _Format(logging.Formatter):
+    """A request's line as it is; of anything else time, level, logger, message and traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line = {"time": moment.replace("+00:00", "Z")}
+        if isinstance(record.msg, dict):
+            return json.dumps(line | record.msg)
+        line |= {"level": record.levelname, "logger": record.name, "message": record.getMessage()}
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def log_to_stderr() -> Callable[[], None]:
+    """Send what the server has to say to stderr, a JSON object a line.
+
+    Returns what waits for the last lines to be written, for a second at most.
+    """
+    lines: queue.Queue[Any] = queue.Queue(_MAX_LINES)
+    writer = logging.StreamHandler(sys.stderr)
+    writer.setFormatter(_Format())
+    root = logging.getLogger()
+    root.handlers = [_Handler(lines)]
+    LOG.setLevel(logging.INFO)
+    logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # says that threads are busy
+    QueueListener(lines, writer).start()
+
+    def flush() -> None:
+        deadline = time.monotonic() + 1
+        while not lines.empty() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    return flush
+
+
+def name_requests(app: Flask, with_text: bool) -> None:
+    """Give every request an id; write a line for those that generate and those refused.
+
+    To be registered before what may refuse. `with_text`: prompts and outputs are written, too.
+    """
+
+    @app.before_request
+    def begin() -> None:
+        given = request.headers.get("X-Request-Id", "")
+        is_usable = re.fullmatch(r"[\w.:/+=-]{1,128}", given, re.ASCII)
+        g.id, g.arrived = given if is_usable else secrets.token_hex(12), time.monotonic()
+        g.jobs, g.error = [], None
+
+    @app.after_request
+    def end(response: Response) -> Response:
+        response.headers["X-Request-Id"] = g.id
+        is_watched = request.path not in ("/health", "/metrics")
+        if g.jobs or (response.status_code >= 400 and is_watched):
+            head = {"id": g.id, "method": request.method, "path": request.path[:200]}
+            head["status"] = response.status_code
+            # Once all is sent, or nobody is there to read it.
+            response.call_on_close(partial(_write, head, g.error, g.jobs, g.arrived, with_text))
+        return response
+
+
+def _write(
+    head: dict[str, Any], error: str | None, jobs: list[Job], arrived: float, with_text: bool
+) -> None:
+    line = head | {"finish": None}
+    if jobs:
+        line |= _figures(jobs[0], arrived)
+        error = error or (jobs[0].failure and type(jobs[0].failure).__name__)
+        if with_text and (s := jobs[0].sequence):
+            line |= {"prompt": s.tokenizer.decode(s.request.prompt), "text": s.text.text}
+    if error:
+        line["error"] = error
+    LOG.info(line | {"ms": _ms(time.monotonic() - arrived)})
+
+
+def _figures(job: Job, arrived: float) -> dict[str, Any]:
+    figures: dict[str, Any] = {"finish": job.finish, "drafter": job.request.drafter}
+    figures["prompt_tokens"] = len(job.request.prompt)
+    if s := job.sequence:
+        figures |= {
+            "tokens": len(s.output),
+            "passes": s.statistics.target_passes + s.statistics.prefills,
+            "acceptance": s.statistics.draft_acceptance_rate,
+        }
+    for name, moment in {"queue_ms": job.began, "first_token_ms": job.first_token}.items():
+        figures[name] = None if moment is None else _ms(moment - arrived)
+    return figures
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 1)

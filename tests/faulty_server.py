@@ -1,0 +1,165 @@
+"""The real server with faults built in, which requests call up.
+
+    python tests/faulty_server.py --port 5000 --drafter-timeout 0.5 --stall-limit 1
+
+A request names one of DRAFTER_FAULTS as its drafter, or has the token id of one of TARGET_FAULTS in
+its prompt. Faults come a few cycles after the prefill, in the middle of an answer.
+"""
+
+import importlib
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from drafters import Draft, Drafter
+from drafters.timed import TimedDrafter
+
+core = importlib.import_module("08_speculative_decoding")
+VOCABULARY = 4096
+
+
+def never_returns(*_: Any) -> None:
+    while True:
+        pass
+
+
+def blocks(*_: Any) -> None:
+    threading.Event().wait(3)  # not to be interrupted from outside
+
+
+def raises(error: BaseException) -> Callable[..., None]:
+    def act(*_: Any) -> None:
+        raise error
+
+    return act
+
+
+def q_of(weights: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Draft]:
+    """One token with a q that is none."""
+    return lambda state, limit: Draft([5], weights(torch.full((1, VOCABULARY), 1 / VOCABULARY)))
+
+
+# name -> what becomes of the third proposal of a request
+PROPOSALS: dict[str, Callable[[list[int], int], Any]] = {
+    "raises": raises(RuntimeError("out of ideas")),
+    "runs_out_of_memory": raises(torch.OutOfMemoryError("no more memory")),
+    "exits": raises(SystemExit(3)),
+    "never_returns": never_returns,
+    "blocks": blocks,
+    "proposes_an_id_too_large": lambda state, limit: Draft([VOCABULARY]),
+    "proposes_a_negative_id": lambda state, limit: Draft([-1]),
+    "proposes_words": lambda state, limit: Draft(["the"]),
+    "proposes_too_much": lambda state, limit: Draft([5] * (limit + 1)),
+    "proposes_nothing_at_all": lambda state, limit: None,
+    "has_a_q_of_mass_2": q_of(lambda q: 2 * q),
+    "has_a_q_of_nan": q_of(lambda q: q * float("nan")),
+    "has_a_negative_q": q_of(lambda q: torch.cat([q[:, :-1], -q[:, -1:]], -1)),
+    "has_a_q_that_excludes_its_token": q_of(lambda q: torch.eye(VOCABULARY)[6:7]),
+    "has_a_q_of_another_shape": q_of(lambda q: q[:, 1:]),
+}  # fmt: skip
+METHODS = ("open", "candidates", "select", "guess", "observe", "close")  # that may raise, too
+DRAFTER_FAULTS = [*PROPOSALS, *(f"raises_in_{method}" for method in METHODS)]
+
+
+class Faulty(Drafter):
+    """Proposes what followed the last time, and fails in its own way the third time."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name  # type: ignore[misc]
+        if (method := name.removeprefix("raises_in_")) in METHODS:
+            setattr(self, method, raises(KeyError(method)))
+
+    def open(self, prompt: Any, sampling: Any, rng: Any) -> dict[str, Any]:
+        return {"text": list(prompt), "num_proposals": 0}
+
+    def propose(self, state: dict[str, Any], max_tokens: int) -> Draft:
+        state["num_proposals"] += 1
+        text = state["text"]
+        if state["num_proposals"] == 3 and self.name in PROPOSALS:
+            return PROPOSALS[self.name](text, max_tokens)
+        at = max((i for i in range(1, len(text)) if text[i - 1] == text[-1]), default=0)
+        return Draft(text[at : at + max_tokens] if at else [])
+
+    def observe(self, state: dict[str, Any], verdict: Any) -> None:
+        state["text"] += verdict.tokens
+
+
+class Target:
+    """Breaks a target's forward for rows whose prompt has the id of a fault."""
+
+    def __init__(self, target: Any) -> None:
+        self._forward, self._cache = target.forward, target.cache
+        self._due: dict[int, list[Any]] = {}  # row -> the fault, and the forwards until then
+        target.forward = self
+
+    def __call__(self, rows: list[int], tokens: list[list[int]], *rest: Any, **named: Any) -> Any:
+        for row, fed in zip(rows, tokens, strict=True):
+            if self._cache.lengths[row] == 0:  # a new request's
+                faults = [fault for i, fault in enumerate(TARGET_FAULTS, FIRST_ID) if i in fed]
+                self._due[row] = [*faults, 4] if faults else [None, 4]
+        broken = []
+        for b, row in enumerate(rows):
+            fault, countdown = self._due[row]
+            self._due[row][1] -= 1
+            if fault and countdown <= 0:
+                broken.append(b)
+                if TARGET_FAULTS[fault](len(rows)) == "over":
+                    self._due[row][0] = None
+        output = self._forward(rows, tokens, *rest, **named)
+        for b in broken:
+            if self._due[rows[b]][0] == "gives_no_numbers":
+                output.logits[b].fill_(float("nan"))
+        return output
+
+
+def fails_once(_: int) -> None:
+    if failed_once.is_set():
+        return
+    failed_once.set()
+    raise RuntimeError("a fault that does not come back")
+
+
+def lacks_memory(num_rows: int) -> None:
+    if num_rows > 1:
+        raise torch.OutOfMemoryError("no more memory")
+
+
+def stalls(_: int) -> str:
+    time.sleep(3)
+    return "over"
+
+
+failed_once = threading.Event()
+# token id FIRST_ID + i -> what becomes of the fifth forward and those after it; "over": no more
+FIRST_ID = 4000
+TARGET_FAULTS: dict[str, Callable[[int], Any]] = {
+    "raises": raises(RuntimeError("a broken kernel")),
+    "fails_once": fails_once,
+    "lacks_memory": lacks_memory,
+    "gives_no_numbers": lambda _: None,
+    "stalls": stalls,
+    "dies": raises(SystemExit(1)),
+}
+
+
+def main() -> int:
+    load = core.load_engine
+
+    def load_faulty(options: Any) -> Any:
+        engine = load(options)
+        for name in DRAFTER_FAULTS:
+            engine.drafters[name] = TimedDrafter(Faulty(name), options.drafter_timeout)
+            engine.totals[name] = core.Statistics()
+        Target(engine.target)
+        return engine
+
+    core.load_engine = load_faulty
+    return core.main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""Faults of our own, in the real process on a real socket: what the client and /health saw.
+
+faulty_server.py builds them in. A drafter's fault costs the speculation and never a token; a
+target's fault costs the request that it belongs to, and nobody else's.
+"""
+
+import json
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from faulty_server import DRAFTER_FAULTS, FIRST_ID, PROPOSALS, TARGET_FAULTS
+from test_server import COLOURS, call, events_of, generate, start
+
+OPTIONS = ("--drafter", "ngram", "--drafter-timeout", "0.4", "--stall-limit", "1")
+FIELDS = {"prompt": COLOURS, "max_tokens": 40}
+ENDLESS = {"prompt": "1, 2, 3, 4, 5,", "max_tokens": 1900, "speculative": False}
+IDS = [5, 6, 7, 8, 5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def port():
+    """One server that survives everything the tests do to it, but for what ends its engine."""
+    process, port = start(*OPTIONS, script="tests/faulty_server.py")
+    with process:
+        yield port
+        assert health(port)["status"] == "ok"
+        process.terminate()
+        assert process.wait(40) == 0
+
+
+@pytest.fixture(scope="module")
+def plain(port):
+    """What the target alone writes."""
+    return generate(port, **FIELDS, speculative=False)[1]
+
+
+def health(port):
+    return json.loads(call(port, "GET", "/health")[2])
+
+
+def until(condition):
+    """Wait for it; fails after 20 s."""
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+
+
+def poisoned(fault, **fields):
+    """A request whose prompt calls the target's fault up."""
+    prompt = [FIRST_ID + list(TARGET_FAULTS).index(fault), *IDS]
+    return {"prompt": prompt, "max_tokens": 40} | fields
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fault", DRAFTER_FAULTS)
+def test_a_drafter_s_fault_never_changes_a_token(port, plain, fault, stream):
+    """The client gets the target's own text and a warning, /health counts the loss."""
+    if fault in PROPOSALS:  # one that blocked may still be at it
+        until(
+            lambda: not generate(port, **FIELDS | {"max_tokens": 1}, drafter=fault)[1]["warnings"]
+        )
+    before = health(port)["warnings"]
+    fields = FIELDS | {"drafter": fault, "stream": stream}
+    status, _, data = call(port, "POST", "/generate", fields)
+    body = events_of(data)[-1] if stream else json.loads(data)
+    assert status == 200
+    assert body["token_ids"] == plain["token_ids"] and body["text"] == plain["text"]
+    assert body["finish_reason"] == plain["finish_reason"]
+    assert [fault in warning for warning in body["warnings"]] == [True]
+    after = health(port)
+    assert after["status"] == "ok" and after["num_requests_running"] == 0
+    assert after["kv_cache_usage_perc"] == 0
+    if fault in PROPOSALS:
+        assert body["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0  # until it failed
+        assert "requests lost their drafter to an error" in after["warnings"][0]
+        assert after["warnings"] != before
+
+
+def test_all_drafters_faults_at_once_change_no_token(port, plain):
+    """Eight at a time in one batch: through /generate and /v1, and beside sound drafters."""
+    names = [*DRAFTER_FAULTS, "mtp", "draft_model", "ngram"]
+
+    def ask(name):
+        if len(name) % 2:
+            return generate(port, **FIELDS, drafter=name)[1]["text"]
+        status, _, data = call(port, "POST", "/v1/completions", FIELDS | {"drafter": name})
+        assert status == 200
+        return json.loads(data)["choices"][0]["text"]
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        assert list(pool.map(ask, names)) == [plain["text"]] * len(names)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+@pytest.mark.parametrize("fault", ["raises", "gives_no_numbers"])
+def test_a_target_s_fault_fails_its_own_request_alone(port, plain, fault, path):
+    """The client gets a 500, or an error event; who shares its batch gets what it would alone."""
+    with ThreadPoolExecutor(8) as pool:
+        neighbours = [pool.submit(generate, port, **FIELDS, drafter=name)
+                      for name in ("ngram", "mtp", "draft_model", "auto")]  # fmt: skip
+        failing = [
+            pool.submit(call, port, "POST", path, poisoned(fault, stream=stream, drafter=name))
+            for stream in (False, True)
+            for name in ("mtp", "ngram")
+        ]
+        answers = [future.result() for future in failing]
+        assert [n.result()[1]["token_ids"] for n in neighbours] == [plain["token_ids"]] * 4
+    for status, headers, data in answers:
+        is_stream = headers["Content-Type"].startswith("text/event-stream")
+        assert status == (200 if is_stream else 500)
+        error = (events_of(data)[-1] if is_stream else json.loads(data))["error"]
+        assert error["type"] == "server_error" and error["code"] == "engine_failed"
+        assert b"Traceback" not in data
+    assert health(port)["status"] == "ok" and health(port)["kv_cache_usage_perc"] == 0
+
+
+@pytest.mark.parametrize("fault", ["fails_once", "lacks_memory"])
+def test_a_target_s_fault_that_another_try_overcomes_costs_nobody_a_token(port, fault):
+    """A passing fault, and memory that is enough for one request and not for the batch."""
+    fields = poisoned(fault)
+    sound = fields | {"prompt": [FIRST_ID - 1, *fields["prompt"][1:]]}
+    expected = {}
+    for asked in (sound, fields):  # alone there is enough memory; the passing fault comes later
+        if fault == "lacks_memory" or asked is sound:
+            expected[str(asked)] = generate(port, **asked, speculative=False)[1]["token_ids"]
+    with ThreadPoolExecutor(4) as pool:
+        asked = [fields, sound, fields, sound]
+        answers = list(pool.map(lambda each: generate(port, **each, drafter="mtp"), asked))
+    if fault == "fails_once":
+        expected[str(fields)] = generate(port, **fields, speculative=False)[1]["token_ids"]
+    for each, (status, body) in zip(asked, answers, strict=True):
+        assert status == 200 and body["token_ids"] == expected[str(each)]
+    warned = [w for _, body in answers for w in body["warnings"]]
+    assert any("a cycle failed" in w and "went on without speculation" in w for w in warned)
+    state = health(port)
+    assert state["status"] == "ok" and any("were run again" in w for w in state["warnings"])
+
+
+def test_an_engine_that_stalls_is_said_to_be_stuck_and_recovers(port, plain):
+    """Meanwhile /health is 503 and new requests are refused; what was taken is answered."""
+    with ThreadPoolExecutor(2) as pool:
+        stalled = pool.submit(generate, port, **poisoned("stalls"))
+        beside = pool.submit(generate, port, **FIELDS)
+        until(lambda: call(port, "GET", "/health")[0] == 503)
+        assert health(port)["status"] == "stuck"
+        status, headers, data = call(port, "POST", "/v1/completions", FIELDS)
+        assert status == 503 and headers["Retry-After"] == "1"
+        assert json.loads(data)["error"]["message"] == "the engine does not answer"
+        assert stalled.result()[0] == 200
+        assert beside.result()[1]["token_ids"] == plain["token_ids"]
+    assert call(port, "GET", "/health")[0] == 200
+    assert generate(port, **FIELDS)[1]["token_ids"] == plain["token_ids"]
+
+
+def test_an_engine_that_dies_tells_everybody():
+    """Those who run, those who wait and those who come; and SIGTERM still ends the process."""
+    process, port = start(*OPTIONS, "--max-running", "3", script="tests/faulty_server.py")
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            running = [
+                pool.submit(call, port, "POST", "/generate", ENDLESS | {"stream": stream})
+                for stream in (False, True)
+            ]
+            until(lambda: health(port)["num_requests_running"] == 2)
+            dying = pool.submit(call, port, "POST", "/v1/completions", poisoned("dies"))
+            waiting = pool.submit(call, port, "POST", "/generate", ENDLESS)
+            assert dying.result()[0] == running[0].result()[0] == 500
+            assert waiting.result()[0] in (500, 503)
+            status, _, data = running[1].result()
+            assert status == 200 and events_of(data)[-1]["error"]["code"] == "engine_dead"
+        status, _, data = call(port, "GET", "/health")
+        assert status == 503 and json.loads(data)["status"] == "dead"
+        status, headers, data = call(port, "POST", "/generate", FIELDS)
+        assert status == 503 and headers["Retry-After"]
+        assert json.loads(data)["error"]["message"] == "the engine has stopped"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(40) == 0
+    finally:
+        process.kill()
+        process.wait()
