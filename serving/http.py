@@ -163,8 +163,9 @@ def bind(app: Any, host: str, port: int, options: Any) -> tuple[Any, dict[int, A
             connection_limit=1000,
             ident=None,
         )
-    except OSError as error:
-        raise OSError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # the latter for a host that is none
+        reason = getattr(error, "strerror", None) or error
+        raise OSError(f"cannot listen on {host}:{port}: {reason}") from error
     for listener in sockets.values():
         listener.channel_class = _Channel
     return server, sockets
@@ -202,9 +203,8 @@ def serve(load: Callable[[], Flask], host: str, port: int, options: Any) -> int:
     )
     stopping.wait()
     cut_off = _drain(app.extensions["worker"], sockets, options.grace_period)
-    flush_log()
-    if cut_off:  # the engine may be stuck in the middle of a forward: no orderly end for it
-        os._exit(0)
+    if cut_off or not flush_log():
+        os._exit(0)  # a thread that is stuck in a forward, or in writing, has no orderly end
     return 0
 
 

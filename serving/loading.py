@@ -20,7 +20,7 @@ class StartError(Exception):
 def _reason(error: Exception, options: Options) -> str:
     """Why a model could not be loaded; what is refused for safety's sake is said to be."""
     reason = in_short(error)
-    if "trust_remote_code" in reason and not options.trust_remote_code:
+    if "trust_remote_code" in str(error) and not options.trust_remote_code:
         return "it brings code of its own, which is run with --trust-remote-code only"
     if "safetensors" in reason and not options.allow_pickle:
         reason += " (other files can run code, and are loaded with --allow-pickle only)"

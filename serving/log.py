@@ -54,10 +54,10 @@ class _Format(logging.Formatter):
         return json.dumps(line)
 
 
-def log_to_stderr() -> Callable[[], None]:
+def log_to_stderr() -> Callable[[], bool]:
     """Send what the server has to say to stderr, a JSON object a line.
 
-    Returns what waits for the last lines to be written, for a second at most.
+    Returns what waits for the last lines, for a second at most, and says if all are written.
     """
     lines: queue.Queue[Any] = queue.Queue(_MAX_LINES)
     writer = logging.StreamHandler(sys.stderr)
@@ -68,10 +68,11 @@ def log_to_stderr() -> Callable[[], None]:
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # says that threads are busy
     QueueListener(lines, writer).start()
 
-    def flush() -> None:
+    def flush() -> bool:
         deadline = time.monotonic() + 1
-        while not lines.empty() and time.monotonic() < deadline:
+        while lines.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.01)
+        return not lines.unfinished_tasks
 
     return flush
 

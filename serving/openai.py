@@ -84,6 +84,8 @@ def register_openai(app: Flask, engine: Any, begin: Begin) -> None:
         if not isinstance(fields.get("logprobs"), bool | None):
             raise RequestError("logprobs must be true or false", param="logprobs")
         if (top := fields.pop("top_logprobs", None)) is not None:
+            if isinstance(top, bool):
+                raise RequestError("top_logprobs must be an integer", param="top_logprobs")
             if not fields.get("logprobs"):
                 raise RequestError("top_logprobs goes with logprobs: true", param="top_logprobs")
             fields["logprobs"], sent["logprobs"] = top, "top_logprobs"
@@ -158,7 +160,7 @@ def _turn(message: Any, i: int) -> dict[str, str]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RequestError(f"{where} must be an object with a role", param="messages")
     content = message.get("content")
-    if isinstance(content, list):
+    if isinstance(content, list) and content:
         parts = [p.get("text") if isinstance(p, dict) else None for p in content]
         kinds = {p.get("type") for p in content if isinstance(p, dict)}
         if kinds - {"text"} or not all(isinstance(part, str) for part in parts):

@@ -6,12 +6,11 @@ target's fault costs the request that it belongs to, and nobody else's.
 
 import json
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from faulty_server import DRAFTER_FAULTS, FIRST_ID, PROPOSALS, TARGET_FAULTS
-from test_server import COLOURS, call, events_of, generate, start
+from test_server import COLOURS, call, events_of, generate, health, seconds_until, start
 
 OPTIONS = ("--drafter", "ngram", "--drafter-timeout", "0.4", "--stall-limit", "1")
 FIELDS = {"prompt": COLOURS, "max_tokens": 40}
@@ -36,17 +35,6 @@ def plain(port):
     return generate(port, **FIELDS, speculative=False)[1]
 
 
-def health(port):
-    return json.loads(call(port, "GET", "/health")[2])
-
-
-def until(condition):
-    """Wait for it; fails after 20 s."""
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-
-
 def poisoned(fault, **fields):
     """A request whose prompt calls the target's fault up."""
     prompt = [FIRST_ID + list(TARGET_FAULTS).index(fault), *IDS]
@@ -58,7 +46,7 @@ def poisoned(fault, **fields):
 def test_a_drafter_s_fault_never_changes_a_token(port, plain, fault, stream):
     """The client gets the target's own text and a warning, /health counts the loss."""
     if fault in PROPOSALS:  # one that blocked may still be at it
-        until(
+        seconds_until(
             lambda: not generate(port, **FIELDS | {"max_tokens": 1}, drafter=fault)[1]["warnings"]
         )
     before = health(port)["warnings"]
@@ -143,7 +131,7 @@ def test_an_engine_that_stalls_is_said_to_be_stuck_and_recovers(port, plain):
     with ThreadPoolExecutor(2) as pool:
         stalled = pool.submit(generate, port, **poisoned("stalls"))
         beside = pool.submit(generate, port, **FIELDS)
-        until(lambda: call(port, "GET", "/health")[0] == 503)
+        seconds_until(lambda: call(port, "GET", "/health")[0] == 503)
         assert health(port)["status"] == "stuck"
         status, headers, data = call(port, "POST", "/v1/completions", FIELDS)
         assert status == 503 and headers["Retry-After"] == "1"
@@ -163,7 +151,7 @@ def test_an_engine_that_dies_tells_everybody():
                 pool.submit(call, port, "POST", "/generate", ENDLESS | {"stream": stream})
                 for stream in (False, True)
             ]
-            until(lambda: health(port)["num_requests_running"] == 2)
+            seconds_until(lambda: health(port)["num_requests_running"] == 2)
             dying = pool.submit(call, port, "POST", "/v1/completions", poisoned("dies"))
             waiting = pool.submit(call, port, "POST", "/generate", ENDLESS)
             assert dying.result()[0] == running[0].result()[0] == 500

@@ -200,22 +200,6 @@ def test_a_model_without_chat_template_says_so(client):
 
 
 @pytest.mark.parametrize(
-    "messages",
-    [
-        None, [], "hello", [3], [{"content": "x"}], [{"role": "user", "content": None}],
-        [{"role": "user"}], [{"role": "user", "content": [{"type": "image_url"}]}],
-        [{"role": "user", "content": "\ud800"}], [{"role": "tool", "content": "x"}],
-    ],
-    ids=str,
-)  # fmt: skip
-def test_messages_that_are_none_are_refused(chatting, messages):
-    status, _, data = call(chatting, "POST", "/v1/chat/completions", {"messages": messages})
-    error = json.loads(data)["error"]
-    assert status == 400 and error["param"] == "messages"
-    assert error["type"] == "invalid_request_error" and "Traceback" not in error["message"]
-
-
-@pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"n": 2}, "n"), ({"echo": True}, "echo"), ({"suffix": "x"}, "suffix"),

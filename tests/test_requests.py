@@ -200,7 +200,7 @@ def test_bytes_at_the_end_may_complete_a_stop_string(demo_engine):
     tokenizer = demo_engine.target.tokenizer
     first = tokenizer("🙂")["input_ids"][0]
     request = core.Request([5], max_tokens=1, stop=("\ufffd",))
-    sequence = core.Sequence(request, 0, tokenizer, None)
+    sequence = core.Sequence(request, 0, tokenizer)
     assert sequence.cut([core.Judgement(first, "bonus", 1, None, 0)], set()) == 1
     assert sequence.finish_reason == "stop" and sequence.text.text == ""
 

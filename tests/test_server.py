@@ -3,8 +3,6 @@
 import http.client
 import json
 import os
-import re
-import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +10,7 @@ import tempfile
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import pytest
 import speculative_decoding as core
@@ -244,66 +243,6 @@ def test_concurrent_requests_all_answer_with_their_own_text(port):
 
 
 GOOD = {"prompt": "x = 1", "max_tokens": 2}
-BAD_FIELDS = [
-    ({"prompt": None}, "prompt"),
-    ({"prompt": ""}, "prompt"),
-    ({"prompt": 5}, "prompt"),
-    ({"prompt": []}, "prompt"),
-    ({"prompt": [True]}, "prompt"),
-    ({"prompt": [-1]}, "prompt"),
-    ({"prompt": [4096]}, "prompt"),
-    ({"prompt": "\ud800"}, "prompt"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": -1}, "max_tokens"),
-    ({"max_tokens": 1.5}, "max_tokens"),
-    ({"max_tokens": True}, "max_tokens"),
-    ({"max_tokens": "5"}, "max_tokens"),
-    ({"max_tokens": 10**9}, "max_tokens"),
-    ({"num_speculative_tokens": -1}, "num_speculative_tokens"),
-    ({"num_speculative_tokens": 1000}, "num_speculative_tokens"),
-    ({"num_speculative_tokens": "4"}, "num_speculative_tokens"),
-    ({"drafter": "zzz"}, "drafter"),
-    ({"drafter": 3}, "drafter"),
-    ({"speculative": "yes"}, "speculative"),
-    ({"stop": ""}, "stop"),
-    ({"stop": 5}, "stop"),
-    ({"stop": ["a"] * 20}, "stop"),
-    ({"stop": ["a", ""]}, "stop"),
-    ({"stop": "\ud800"}, "stop"),
-    ({"stream": "maybe"}, "stream"),
-    ({"trace": 1}, "trace"),
-    ({"temperature": -1}, "temperature"),
-    ({"temperature": "hot"}, "temperature"),
-    ({"temperature": 1e9}, "temperature"),
-    ({"temperature": True}, "temperature"),
-    ({"top_p": 0}, "top_p"),
-    ({"top_p": 2}, "top_p"),
-    ({"top_k": -5}, "top_k"),
-    ({"top_k": 4.5}, "top_k"),
-    ({"min_p": 2}, "min_p"),
-    ({"min_p": -0.1}, "min_p"),
-    ({"repetition_penalty": 0}, "repetition_penalty"),
-    ({"repetition_penalty": -1}, "repetition_penalty"),
-    ({"seed": "a"}, "seed"),
-    ({"seed": 2**70}, "seed"),
-    ({"seed": 1.5}, "seed"),
-    ({"logprobs": 999}, "logprobs"),
-    ({"logprobs": -2}, "logprobs"),
-    ({"logprobs": "all"}, "logprobs"),
-    ({"compare": "yes"}, "compare"),
-    ({"stream_options": {"include_usage": True}}, "stream_options"),
-]
-
-
-@pytest.mark.parametrize(("fields", "param"), BAD_FIELDS, ids=str)
-def test_a_bad_field_is_refused_by_name(port, fields, param):
-    status, body = generate(port, **(GOOD | fields))
-    assert status == 400
-    assert list(body) == ["error"] and list(body["error"]) == ["message", "type", "param", "code"]
-    assert body["error"]["param"] == param
-    assert param in body["error"]["message"] or param == "prompt"
-
-
 SAMPLED = {
     "prompt": "def read(path):",
     "max_tokens": 24,
@@ -460,92 +399,76 @@ def test_stream_options_are_taken_with_a_stream(port):
     assert status == 200 and events_of(data)[-1]["usage"]["completion_tokens"] == 2
 
 
-def test_an_unknown_drafter_is_told_the_choices(port):
-    _, body = generate(port, **GOOD, drafter="zzz")
-    assert "draft_model, mtp, ngram" in body["error"]["message"]
-
-
-@pytest.mark.parametrize(
-    ("body", "headers", "status"),
-    [
-        (b"{", None, 400),
-        (b"", None, 400),
-        (b"[1]", None, 400),
-        (b"3", None, 400),
-        (b'"text"', None, 400),
-        (b'{"prompt": "a", "max_tokens": NaN}', None, 400),
-        (b'{"prompt": "a", "temperature": Infinity}', None, 400),
-        (b"[" * 100_000, None, 400),
-        (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", None, 400),
-        (b'{"prompt": "\xff"}', None, 400),
-        (b'{"prompt": "a"}', {"Content-Type": "text/plain"}, 415),
-        (b'{"prompt": "' + b"a" * (2 << 20) + b'"}', None, 413),
-    ],
-    ids=lambda value: str(value)[:24],
-)
-def test_a_bad_body_is_a_json_error_and_the_server_goes_on(port, body, headers, status):
-    got, answer_headers, data = call(port, "POST", "/generate", body, headers)
-    assert got == status
-    assert answer_headers["Content-Type"] == "application/json"
-    assert json.loads(data)["error"]["message"]
-    assert b"Traceback" not in data
-    assert generate(port, **GOOD)[0] == 200
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/nope", 404), ("GET", "/generate", 405)]
-)
-def test_a_wrong_path_or_method_is_a_json_error(port, method, path, status):
-    got, headers, data = call(port, method, path)
-    assert got == status and headers["Content-Type"] == "application/json"
-    assert json.loads(data)["error"]["type"] == "invalid_request_error"
-
-
-def test_a_prompt_beyond_the_context_is_refused_naming_both_numbers(port):
-    status, body = generate(port, prompt=[5] * 2048)
-    assert status == 400 and body["error"]["param"] == "prompt"
-    assert re.search(r"2048 tokens .* context of 2048", body["error"]["message"])
-
-
-def test_max_tokens_beyond_the_context_is_clamped(port):
-    status, body = generate(port, prompt=[5] * 2040, max_tokens=100, speculative=False)
-    assert status == 200 and body["finish_reason"] == "length"
-    assert body["usage"]["total_tokens"] == 2048
-    assert "max_tokens was lowered from 100 to 8" in body["warnings"][0]
-
-
-def test_null_means_the_default_and_nul_is_text(port):
-    status, body = generate(port, prompt="a\0b", max_tokens=None)
-    assert status == 200 and 0 < body["usage"]["completion_tokens"] <= 128
-
-
-def test_an_unknown_field_is_named_in_the_warnings(port):
-    status, body = generate(port, **GOOD, n_predict=7)
-    assert status == 200
-    assert body["warnings"] == ["unknown field 'n_predict' was ignored"]
-
-
 ENDLESS = {"prompt": "1, 2, 3, 4, 5,", "speculative": False}  # counts on and on
 
 
+def connect(port, path, fields, buffer_bytes=None):
+    """A client that has asked and not read; closing it is leaving."""
+    client = socket.socket()
+    if buffer_bytes:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+    client.connect(("127.0.0.1", port))
+    body = json.dumps(fields)
+    client.sendall(
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
+    )
+    return client
+
+
+def health(port):
+    return json.loads(call(port, "GET", "/health")[2])
+
+
+def seconds_until(condition):
+    """How long it took; fails after 20 s."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() < began + 20
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_the_server(port, stream):
-    """Its request would run for 2 000 tokens; the next one is answered long before that."""
-    with socket.create_connection(("127.0.0.1", port)) as leaver:
-        body = json.dumps(ENDLESS | {"max_tokens": 2000, "stream": stream})
-        leaver.sendall(
-            f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
-        )
-        if stream:
-            leaver.recv(100)
-        else:
+def test_a_client_that_leaves_frees_its_slot_at_once(port, stream, path):
+    """In 0.3 s, though its request would run for seconds; the best of 3 on a busy machine."""
+    times = []
+    for _ in range(3):
+        with connect(port, path, ENDLESS | {"max_tokens": 2000, "stream": stream}) as leaver:
             wait_until_running(port)
-    emitted = lambda: json.loads(call(port, "GET", "/health")[2])["speculative_decoding"]  # noqa: E731
-    before = emitted()["num_bonus_tokens"]
-    status, _ = generate(port, **GOOD)
-    assert status == 200
-    assert emitted()["num_bonus_tokens"] - before < 1500
+            if stream:
+                assert leaver.recv(100)
+        times.append(seconds_until(lambda: not health(port)["num_requests_running"]))
+    assert min(times) < 0.3
+    assert health(port)["kv_cache_usage_perc"] == 0 and generate(port, **GOOD)[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_a_client_that_stalls_reading_holds_nobody_up(port, path):
+    """It asks for a stream with all there is to say, and reads none of it."""
+    fields = {"stream": True, "trace": True, "logprobs": 20, "max_tokens": 300}
+    alone = generate(port, prompt=COLOURS, max_tokens=40)[1]
+    stalled = [connect(port, path, ENDLESS | fields, buffer_bytes=4096) for _ in range(2)]
+    wait_until_running(port)
+    beside = [generate(port, prompt=COLOURS, max_tokens=40)[1] for _ in range(3)]
+    assert [body["token_ids"] for body in beside] == [alone["token_ids"]] * 3
+    seconds_until(lambda: not health(port)["num_requests_running"])  # it is generated all the same
+    for client in stalled:
+        client.close()
+    assert health(port)["kv_cache_usage_perc"] == 0 and generate(port, **GOOD)[0] == 200
+
+
+def test_requests_beyond_the_free_rows_wait_for_one():
+    process, port = start("--max-running", "2")
+    try:
+        with ThreadPoolExecutor(6) as pool:
+            fields = {"prompt": COLOURS, "max_tokens": 100, "speculative": False}
+            answers = list(pool.map(lambda _: generate(port, **fields), range(6)))
+        assert {status for status, _ in answers} == {200}
+        assert len({body["text"] for _, body in answers}) == 1
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_full_queue_answers_429_with_retry_after():
@@ -570,19 +493,17 @@ def test_a_full_queue_answers_429_with_retry_after():
         process.communicate()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_request_past_its_deadline_ends_with_504_and_frees_its_row(stream):
+def test_a_request_past_its_deadline_ends_with_504_and_frees_its_row():
     process, port = start("--request-timeout", "0.5")
     try:
-        fields = ENDLESS | {"max_tokens": 2000, "stream": stream}
-        status, _, data = call(port, "POST", "/generate", fields)
-        error = (events_of(data)[-1] if stream else json.loads(data))["error"]
-        assert status == (200 if stream else 504)  # a stream's status line is out long before
-        assert error["code"] == "timeout" and "took too long" in error["message"]
-        deadline = time.monotonic() + 20
-        while json.loads(call(port, "GET", "/health")[2])["kv_cache_usage_perc"]:
-            assert time.monotonic() < deadline
-        assert generate(port, **GOOD)[0] == 200
+        for path, stream in product(("/generate", "/v1/completions"), (False, True)):
+            fields = ENDLESS | {"max_tokens": 2000, "stream": stream}
+            status, _, data = call(port, "POST", path, fields)
+            error = (events_of(data)[-1] if stream else json.loads(data))["error"]
+            assert status == (200 if stream else 504)  # a stream's status line is out long before
+            assert error["code"] == "timeout" and "took too long" in error["message"]
+            seconds_until(lambda: not health(port)["kv_cache_usage_perc"])
+            assert generate(port, **GOOD)[0] == 200
     finally:
         process.kill()
         process.communicate()
@@ -612,48 +533,18 @@ def test_a_comparison_takes_one_place_and_ends_with_its_first_half(demo_engine):
     assert len(taken) == 2 and all(job.cancelled for job in taken)
 
 
-def test_sigterm_finishes_what_is_running_and_exits_0():
-    process, port = start()
-    with process, ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(generate, port, **ENDLESS, max_tokens=150)
-        wait_until_running(port)
-        process.send_signal(signal.SIGTERM)
-        status, body = answer.result()
-        assert status == 200 and body["usage"]["completion_tokens"] == 150
-        assert process.wait(40) == 0
-
-
-def test_sigterm_ends_a_server_that_was_started_in_the_background_of_a_shell():
-    """Such a shell has SIGINT ignored in its jobs."""
-    ignore = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        process, _ = start()
-    finally:
-        signal.signal(signal.SIGINT, ignore)
-    with process:
-        process.terminate()
-        assert process.wait(40) == 0
-
-
 def test_queued_clients_that_leave_give_their_place_up():
     process, port = start("--max-queued", "2", "--max-running", "1")
     with process:
-        body = json.dumps(ENDLESS | {"max_tokens": 1500})
-        head = "POST /generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        head += f"Content-Length: {len(body)}\r\n\r\n{body}"
+        fields = ENDLESS | {"max_tokens": 1500}
         clients = []
-        for _ in range(3):
-            clients.append(socket.create_connection(("127.0.0.1", port)))
-            clients[-1].sendall(head.encode())
+        for path in ("/generate", "/generate", "/v1/completions"):
+            clients.append(connect(port, path, fields))
             wait_until_running(port)
-        waiting = lambda: json.loads(call(port, "GET", "/health")[2])["num_requests_waiting"]  # noqa: E731
-        deadline = time.monotonic() + 20
-        while waiting() != 2:
-            assert time.monotonic() < deadline
+        seconds_until(lambda: health(port)["num_requests_waiting"] == 2)
         for client in clients[1:]:
             client.close()
-        while waiting():
-            assert time.monotonic() < deadline
+        seconds_until(lambda: not health(port)["num_requests_waiting"])
         clients[0].close()
         assert generate(port, **GOOD)[0] == 200
         process.kill()
