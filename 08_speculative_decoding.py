@@ -1289,6 +1289,7 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
     app, started = Flask(__name__), time.monotonic()
     app.config["MAX_CONTENT_LENGTH"] = 1 << 20
     app.json.sort_keys = False
+    app.url_map.merge_slashes = False  # //generate is not found: a redirect would be HTML
     name_requests(app, options.log_prompts)
     register_errors(app)
     register_page(app, read_prompts())

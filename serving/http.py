@@ -117,6 +117,8 @@ class _JsonErrorTask(ErrorTask):
 
     def execute(self) -> None:
         error = self.request.error
+        # Should the client leave now, waitress names the path, which a malformed request has not.
+        self.request.path = getattr(self.request, "path", "")
         body = json.dumps(RequestError(error.body, status=error.code).body()).encode()
         self.status = f"{error.code} {error.reason}"
         self.response_headers.append(("Content-Type", "application/json"))
