@@ -766,7 +766,7 @@ class Engine:
         self.recent: deque[tuple[int, int]] = deque(maxlen=200)  # (drafted, accepted) by cycle
         self.decisions: dict[str, Decision] = {}  # the controller's last one on each drafter
         self.num_drafter_failures = 0
-        self.num_faults = 0  # cycles that broke off and were run again, sequence by sequence
+        self.num_faults = 0  # forwards that failed and were tried again
         self.is_exact = target.is_exact  # outputs do not depend on company, to the last bit
 
     def check_prompt(self, prompt: list[int]) -> None:
@@ -833,8 +833,8 @@ class Engine:
         The first cycle of a sequence is its prefill: a long run of tokens to feed, and no draft. Of
         a prompt longer than a chunk each cycle feeds one chunk, and of one prompt at a time, so
         that the others' tokens keep coming; such a sequence gets None. So does one that cannot go
-        on, as its logits are not numbers: it ends with a `failure`, and the others go on. When the
-        forward itself fails, every sequence is tried again by itself, without speculation.
+        on, as its logits are not numbers, say: it ends with a `failure`, and the others go on. When
+        the forward itself fails, each sequence is verified again by itself.
 
         Returns an event for each sequence: {step, proposals, accepted_count, emitted_count, tokens,
         rejected, cached, pieces} and what `details` adds. proposals is the draft as it was made;
@@ -842,29 +842,13 @@ class Engine:
         are Judgements; cached is how many tokens the KV cache held after the verify and after the
         truncation; pieces is the text that may be shown now, as (text, kind).
         """
-        try:
-            return self._step(sequences)
-        except Exception as error:  # nothing was committed yet: see _cycle
-            self.num_faults += 1
-            LOG.warning("a cycle failed, each of its requests is tried alone: %s", in_short(error))
-            return [self._step_alone(s, error) for s in sequences]
-
-    def _step(self, sequences: list[Sequence]) -> list[dict[str, Any] | None]:
         lengths = self.target.cache.lengths
         filling = [s for s in sequences if len(s.tokens) - lengths[s.row] > self.prefill_chunk]
         if filling:
-            self._fill(filling[0])
+            self._guarded(self._fill, filling[0])
         ready = [s for s in sequences if s not in filling]
         events = dict(zip(map(id, ready), self._cycle(ready), strict=True)) if ready else {}
         return [events.get(id(s)) for s in sequences]
-
-    def _step_alone(self, s: Sequence, fault: Exception) -> dict[str, Any] | None:
-        """Again after a fault that may be another's, or be over; with little memory needed."""
-        cache = self.target.cache
-        cache.truncate(s.row, min(cache.lengths[s.row], len(s.tokens) - 1))
-        if s.drafter:  # it never learns what became of its draft
-            self._go_on_plainly(s, f"a cycle failed ({in_short(fault)})")
-        return self._guarded(lambda _: self._step([s])[0], s)
 
     def _guarded(self, act: Callable[..., Any], s: Sequence, *arguments: Any) -> Any:
         """act(s, …); None for a sequence that has failed. What breaks in there fails s alone."""
@@ -879,8 +863,12 @@ class Engine:
         began = time.perf_counter()
         cached = self.target.cache.lengths[s.row]
         chunk = s.tokens[cached : cached + self.prefill_chunk]
-        wants_hidden = s.drafter is not None and s.drafter.needs_hidden
-        output = self.target.forward([s.row], [chunk], [1], wants_hidden)
+        fed = [s.row], [chunk], [1], s.drafter is not None and s.drafter.needs_hidden
+        try:
+            output = self.target.forward(*fed)
+        except Exception as error:
+            self._note_fault(error)
+            output = self.target.forward(*fed)
         s.hidden += output.hidden or []
         s.statistics.prompt_ms += (time.perf_counter() - began) * 1e3
 
@@ -889,6 +877,35 @@ class Engine:
         times = [time.perf_counter()]
         drafts = self._draft(sequences)
         times.append(time.perf_counter())
+        try:
+            return self._verify(sequences, drafts, times)
+        except Exception as error:  # the forward's: nothing was drawn or committed yet
+            self._note_fault(error)
+            return list(map(self._verify_alone, sequences, drafts))
+
+    def _note_fault(self, error: Exception) -> None:
+        self.num_faults += 1
+        LOG.warning("a forward of the target failed and is tried again: %s", in_short(error))
+
+    def _verify_alone(self, s: Sequence, draft: Draft) -> dict[str, Any] | None:
+        """After a fault that may be a neighbour's, or over; else try to do without the draft."""
+        for attempt in (draft, Draft()) if draft.tokens else (draft,):
+            cached = self.target.cache.lengths[s.row]
+            self.target.cache.truncate(s.row, min(cached, len(s.tokens) - 1))
+            now = time.perf_counter()
+            try:
+                return self._verify([s], [attempt], [now, now])[0]
+            except Exception as error:
+                failure = error
+            if s.drafter:  # which will not be told what became of its draft
+                self._go_on_plainly(s, f"a forward failed ({in_short(failure)})")
+        s.failure, s.finish_reason = failure, "error"
+        return None
+
+    def _verify(
+        self, sequences: list[Sequence], drafts: list[Draft], times: list[float]
+    ) -> list[dict[str, Any] | None]:
+        """Judge and commit the drafts; `times`: when the cycle began, and when it had drafted."""
         # Every committed token that is not cached (after prefill the pending one), then the draft.
         lengths = self.target.cache.lengths
         output = self.target.forward(
@@ -910,7 +927,7 @@ class Engine:
             self._guarded(self._judge, *each)
             for each in zip(sequences, drafts, scores, strict=True)
         ]
-        times.append(time.perf_counter())
+        times = [*times, time.perf_counter()]
         if self.controller and all(s.num_steps for s in sequences):  # prompts cost otherwise
             fed = sum(len(draft.tokens) + 1 for draft in drafts)
             costs = self.controller.measured(len(sequences))

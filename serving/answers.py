@@ -247,7 +247,7 @@ def _warnings(engine: Any) -> list[str]:
     if engine.num_drafter_failures:
         warnings.append(f"{engine.num_drafter_failures} requests lost their drafter to an error")
     if engine.num_faults:
-        warnings.append(f"{engine.num_faults} cycles failed and were run again, each request alone")
+        warnings.append(f"{engine.num_faults} forwards of the target failed and were tried again")
     for name, statistics in engine.totals.items():
         rates = statistics.per_position()["acceptance_rate_per_position"]
         if (

@@ -25,6 +25,7 @@ WAITING = object()  # what a job yields while nothing happens
 LOG = logging.getLogger(__name__)
 _END = object()
 _POLL_S = 0.1
+_FAILURES_TO_TELL = 3  # requests in a row: one of them may be to blame itself
 
 
 def unavailable(why: str) -> RequestError:
@@ -119,20 +120,25 @@ class Worker:
         self._changed = threading.Condition()
         self.draining = self._died = False
         self._busy_since: float | None = None
+        self._failures_in_a_row = 0
         self.first_token_s = Histogram()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
     @property
     def status(self) -> str:
-        """ok, draining, stuck (a cycle takes longer than the limit; it may recover) or dead."""
+        """ok; stuck (a cycle takes too long) or failing (request after request), until one gets on;
+        draining or dead, for good.
+        """
         since = self._busy_since
         if self._died:
             return "dead"
         if self.draining:
             return "draining"
         is_stuck = since is not None and time.monotonic() - since > self._options.stall_limit
-        return "stuck" if is_stuck else "ok"
+        if is_stuck:
+            return "stuck"
+        return "failing" if self._failures_in_a_row >= _FAILURES_TO_TELL else "ok"
 
     @property
     def num_running(self) -> int:
@@ -149,7 +155,7 @@ class Worker:
         Raises RequestError: 429 if the queue is full, 503 without an engine that works.
         """
         with self._changed:
-            if (status := self.status) != "ok":
+            if (status := self.status) in _WHY_NOT:
                 raise unavailable(_WHY_NOT[status])
             waiting = sum(not job.cancelled for job in self._waiting)
             free = max(0, self._options.max_running - len(self._running))
@@ -209,6 +215,7 @@ class Worker:
         for job, event in zip(list(self._running), events, strict=True):
             if event is not None:
                 self._note_first(job)
+                self._failures_in_a_row = 0
                 job.put(event)
             if job.sequence.finish_reason:
                 self._leave(job, job.sequence.failure)
@@ -259,4 +266,5 @@ class Worker:
             self._engine.close(job.sequence)
         except Exception as fault:  # the thread must outlive whatever happens to one request
             error = error or fault
+        self._failures_in_a_row += error is not None
         job.end(error)

@@ -7,10 +7,13 @@ its prompt. Faults come a few cycles after the prefill, in the middle of an answ
 """
 
 import importlib
+import itertools
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,59 +91,86 @@ class Faulty(Drafter):
         state["text"] += verdict.tokens
 
 
+@dataclass
+class Moment:
+    """When a fault may happen: in this forward, to this row."""
+
+    num_rows: int
+    num_fed: int  # tokens of the row
+    nth: int  # request that called the fault up, from 0
+
+
 class Target:
     """Breaks a target's forward for rows whose prompt has the id of a fault."""
 
     def __init__(self, target: Any) -> None:
         self._forward, self._cache = target.forward, target.cache
-        self._due: dict[int, list[Any]] = {}  # row -> the fault, and the forwards until then
+        self._faults: dict[int, tuple[str | None, int]] = {}  # row -> the fault, the request's nth
+        self._countdown: dict[int, int] = {}  # row -> forwards until then
+        self._num_requests: Counter[str | None] = Counter()
         target.forward = self
 
+    def _note(self, row: int, prompt: list[int]) -> None:
+        fault = next((name for i, name in enumerate(TARGET_FAULTS, FIRST_ID) if i in prompt), None)
+        self._faults[row] = fault, self._num_requests[fault]
+        self._num_requests[fault] += 1
+        self._countdown[row] = 0 if fault == "raises_at_once" else 4
+
     def __call__(self, rows: list[int], tokens: list[list[int]], *rest: Any, **named: Any) -> Any:
-        for row, fed in zip(rows, tokens, strict=True):
+        without_numbers = []
+        for b, (row, fed) in enumerate(zip(rows, tokens, strict=True)):
             if self._cache.lengths[row] == 0:  # a new request's
-                faults = [fault for i, fault in enumerate(TARGET_FAULTS, FIRST_ID) if i in fed]
-                self._due[row] = [*faults, 4] if faults else [None, 4]
-        broken = []
-        for b, row in enumerate(rows):
-            fault, countdown = self._due[row]
-            self._due[row][1] -= 1
-            if fault and countdown <= 0:
-                broken.append(b)
-                if TARGET_FAULTS[fault](len(rows)) == "over":
-                    self._due[row][0] = None
+                self._note(row, fed)
+            fault, nth = self._faults[row]
+            self._countdown[row] -= 1
+            if fault is None or self._countdown[row] > 0:
+                continue
+            is_over = TARGET_FAULTS[fault](Moment(len(rows), len(fed), nth)) == "over"
+            self._faults[row] = (None if is_over else fault), nth
+            without_numbers += [b] * (fault == "gives_no_numbers")
         output = self._forward(rows, tokens, *rest, **named)
-        for b in broken:
-            if self._due[rows[b]][0] == "gives_no_numbers":
-                output.logits[b].fill_(float("nan"))
+        for b in without_numbers:
+            output.logits[b].fill_(float("nan"))
         return output
 
 
-def fails_once(_: int) -> None:
-    if failed_once.is_set():
-        return
-    failed_once.set()
-    raise RuntimeError("a fault that does not come back")
+def fails_once(_: Moment) -> None:
+    if not failed_once.is_set():
+        failed_once.set()
+        raise RuntimeError("a fault that does not come back")
 
 
-def lacks_memory(num_rows: int) -> None:
-    if num_rows > 1:
+def fails_on_and_off(moment: Moment) -> None:
+    if moment.nth % 2 and next(turns) % 2:
+        raise RuntimeError("a fault that comes and goes, to every other request")
+
+
+def takes_no_drafts(moment: Moment) -> None:
+    if moment.num_fed > 1:
+        raise RuntimeError("no room for a draft")
+
+
+def lacks_memory(moment: Moment) -> None:
+    if moment.num_rows > 1:
         raise torch.OutOfMemoryError("no more memory")
 
 
-def stalls(_: int) -> str:
+def stalls(_: Moment) -> str:
     time.sleep(3)
     return "over"
 
 
-failed_once = threading.Event()
-# token id FIRST_ID + i -> what becomes of the fifth forward and those after it; "over": no more
+failed_once, turns = threading.Event(), itertools.count()
+# token id FIRST_ID + i -> what becomes of the fourth forward and those after it; "over": no more
 FIRST_ID = 4000
-TARGET_FAULTS: dict[str, Callable[[int], Any]] = {
+TARGET_FAULTS: dict[str, Callable[[Moment], Any]] = {
     "raises": raises(RuntimeError("a broken kernel")),
+    "raises_at_once": raises(RuntimeError("a broken kernel")),
     "fails_once": fails_once,
+    "fails_on_and_off": fails_on_and_off,
     "lacks_memory": lacks_memory,
-    "gives_no_numbers": lambda _: None,
+    "takes_no_drafts": takes_no_drafts,
+    "gives_no_numbers": lambda *_: None,
     "stalls": stalls,
     "dies": raises(SystemExit(1)),
 }
