@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .parsing import RequestError, engine_failure
+from .parsing import RequestError, engine_failure, model_id
 from .statistics import FORMULAS, Statistics, ratio
 from .worker import WAITING, Job, Worker, cancel
 
@@ -207,7 +207,7 @@ def health(engine: Any, worker: Worker, num_spec_tokens: int, uptime_s: float) -
     }
     return {
         "status": worker.status,
-        "model": engine.target.name,
+        "model": model_id(engine.target.name),  # not where its folder is
         "drafter": engine.default_drafter,
         "drafters": list(engine.drafters),
         "uptime_s": round(uptime_s, 3),

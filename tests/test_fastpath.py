@@ -67,6 +67,26 @@ def test_from_two_rows_on_a_packed_row_has_the_same_bits_in_any_company(width):
         assert torch.equal(module[0](x[:count]), whole[:count])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_prompts_of_all_lengths_need_code_for_a_few_numbers_of_rows(dtype, monkeypatch):
+    """Each number of rows costs memory for good; the pads change no bit of the result."""
+    if not linear.can_pack(dtype):
+        pytest.skip("this machine packs no such weights")
+    torch.manual_seed(0)
+    weight, bias = torch.randn(64, 32, dtype=dtype), torch.randn(64, dtype=dtype)
+    compute = linear.compute_with(weight, bias)
+    for count in (1, 16, 17, 63, 65, 99, 250):
+        x, residual = torch.randn(1, count, 32, dtype=dtype), torch.randn(1, count, 64, dtype=dtype)
+        for more in (None, residual):
+            padded = compute(x, more)
+            with monkeypatch.context() as patch:
+                patch.setattr(linear, "rows_to_run", lambda num_rows: num_rows)
+                assert torch.equal(padded, compute(x, more)) and padded.shape == (1, count, 64)
+    numbers = [linear.rows_to_run(count) for count in range(1, 257)]
+    assert len(set(numbers)) == 16 + 12 + 24
+    assert all(0 <= run - count < 8 for count, run in enumerate(numbers, 1))
+
+
 @needs_packing
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_the_original_weights_are_freed(family):

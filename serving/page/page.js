@@ -215,7 +215,7 @@ async function askHealth() {
   try {
     const health = await getJson("health", form.key, [200, 503]);
     const state = health.status === "ok" ? "" : " (it is shutting down)";
-    byId("server").textContent = `Target: ${health.model.split("/").at(-1)}${state}. Drafters: `
+    byId("server").textContent = `Target: ${health.model}${state}. Drafters: `
       + `${health.drafters.join(", ")}.`;
     form.offerDrafters(health);
     whatIf.measured = measure(health);
