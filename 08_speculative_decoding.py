@@ -38,7 +38,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, chain, pairwise
-from math import log2, nextafter
+from math import inf, log2, nextafter
 from statistics import median
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -562,7 +562,7 @@ def draw(weights: Tensor, u: float) -> int:
     """
     cumulated = weights.cumsum(0, dtype=torch.float64)
     total = float(cumulated[-1])
-    if not total > 0:  # as NaN is not
+    if not 0 < total < inf:  # as NaN is not
         raise ValueError(NO_NUMBERS)
     # Below the total whatever the rounding: then a token without weight is never found.
     return int(torch.searchsorted(cumulated, min(u * total, nextafter(total, 0)), right=True))
