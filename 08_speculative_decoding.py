@@ -281,6 +281,8 @@ class SlotCache(Cache):
         if max(ends) > self.max_length:
             raise ValueError(f"{max(ends)} tokens do not fit a KV cache of {self.max_length}")
         slots, width = [self._rows.index(row) for row in rows], max(counts)
+        for slot, end in zip(slots, ends, strict=True):  # also where the forward then fails
+            self._written[slot] = max(self._written[slot], end)
         assert slots == sorted(slots), "rows must come in the order of their slots"
         width = max(width, self.rows_of_each(len(rows)))
         end = max(ends)
@@ -307,7 +309,6 @@ class SlotCache(Cache):
         """The placed tokens are cached now."""
         for slot, count in zip(place.slots, place.counts, strict=True):
             self.lengths[self._rows[slot]] += count
-            self._written[slot] = max(self._written[slot], self.lengths[self._rows[slot]])
 
     def truncate(self, row: int, length: int) -> None:
         """Forget row's tokens from `length` on. O(1): stale slots are masked, then overwritten.
@@ -803,7 +804,10 @@ class Engine:
         try:
             s.state = drafter.open(s.request.prompt, s.request.sampling, s.rng)
             s.drafter = drafter  # from here on there is a state to close
-            s.records = {name: Acceptance() for name in drafter.candidates(s.state)}
+            names = drafter.candidates(s.state)
+            if not (names and all(isinstance(name, str) for name in names)):
+                raise ValueError(f"its candidates are {names!r:.100}")
+            s.records = {name: Acceptance() for name in names}
         except Exception as error:
             self._lose_drafter(s, drafter.name, error)
 
@@ -868,6 +872,7 @@ class Engine:
             output = self.target.forward(*fed)
         except Exception as error:
             self._note_fault(error)
+            self.target.cache.truncate(s.row, cached)
             output = self.target.forward(*fed)
         s.hidden += output.hidden or []
         s.statistics.prompt_ms += (time.perf_counter() - began) * 1e3
@@ -877,38 +882,38 @@ class Engine:
         times = [time.perf_counter()]
         drafts = self._draft(sequences)
         times.append(time.perf_counter())
+        cached = [self.target.cache.lengths[s.row] for s in sequences]
         try:
-            return self._verify(sequences, drafts, times)
-        except Exception as error:  # the forward's: nothing was drawn or committed yet
+            output = self._forward(sequences, drafts)
+        except Exception as error:
             self._note_fault(error)
-            return list(map(self._verify_alone, sequences, drafts))
+            return list(map(self._verify_alone, sequences, drafts, cached))
+        return self._settle(sequences, drafts, output, times)
 
     def _note_fault(self, error: Exception) -> None:
         self.num_faults += 1
         LOG.warning("a forward of the target failed and is tried again: %s", in_short(error))
 
-    def _verify_alone(self, s: Sequence, draft: Draft) -> dict[str, Any] | None:
+    def _verify_alone(self, s: Sequence, draft: Draft, cached: int) -> dict[str, Any] | None:
         """After a fault that may be a neighbour's, or over; else try to do without the draft."""
         for attempt in (draft, Draft()) if draft.tokens else (draft,):
-            cached = self.target.cache.lengths[s.row]
-            self.target.cache.truncate(s.row, min(cached, len(s.tokens) - 1))
+            self.target.cache.truncate(s.row, cached)
             now = time.perf_counter()
             try:
-                return self._verify([s], [attempt], [now, now])[0]
+                output = self._forward([s], [attempt])
             except Exception as error:
                 failure = error
+            else:
+                return self._settle([s], [attempt], output, [now, now])[0]
             if s.drafter:  # which will not be told what became of its draft
                 self._go_on_plainly(s, f"a forward failed ({in_short(failure)})")
         s.failure, s.finish_reason = failure, "error"
         return None
 
-    def _verify(
-        self, sequences: list[Sequence], drafts: list[Draft], times: list[float]
-    ) -> list[dict[str, Any] | None]:
-        """Judge and commit the drafts; `times`: when the cycle began, and when it had drafted."""
+    def _forward(self, sequences: list[Sequence], drafts: list[Draft]) -> Output:
         # Every committed token that is not cached (after prefill the pending one), then the draft.
         lengths = self.target.cache.lengths
-        output = self.target.forward(
+        return self.target.forward(
             rows=[s.row for s in sequences],
             tokens=[
                 s.tokens[lengths[s.row] :] + draft.tokens
@@ -917,12 +922,19 @@ class Engine:
             num_logits=[len(draft.tokens) + 1 for draft in drafts],
             want_hidden=any(s.drafter and s.drafter.needs_hidden for s in sequences),
         )
+
+    def _settle(
+        self, sequences: list[Sequence], drafts: list[Draft], output: Output, times: list[float]
+    ) -> list[dict[str, Any] | None]:
+        """Judge and commit: what fails from here on is a sequence's own affair.
+
+        `times`: when the cycle began, and when it had drafted.
+        """
         # As plain decoding would have it behind each of them: penalties grow with the draft.
         scores = [
             penalise(logits, s.request.sampling.repetition_penalty, s.tokens, draft.tokens)
             for s, draft, logits in zip(sequences, drafts, output.logits, strict=True)
         ]
-        # From here on tokens are drawn and committed: what fails is a sequence's own affair.
         judged = [
             self._guarded(self._judge, *each)
             for each in zip(sequences, drafts, scores, strict=True)
@@ -1012,10 +1024,16 @@ class Engine:
     def _candidates(self, s: Sequence) -> dict[str, Acceptance]:
         """The records of whom to choose from: not of one that is known to have no proposal now."""
         try:
-            able = {n: r for n, r in s.records.items() if s.drafter.guess(s.state, n, 1) != []}
+            able = {n: r for n, r in s.records.items() if self._guess(s, n, 1) != []}
         except Exception:  # it will be asked again once the tokens are known, and lost then
             able = {}
         return able or s.records
+
+    def _guess(self, s: Sequence, name: str, max_tokens: int) -> list[int] | None:
+        guess = s.drafter.guess(s.state, name, max_tokens)
+        if guess is not None:
+            self._check_tokens(guess)
+        return guess
 
     def _agree(
         self,
@@ -1071,15 +1089,9 @@ class Engine:
         return sound
 
     def _check_draft(self, draft: Draft, limit: int) -> None:
-        if not isinstance(draft.tokens, list):
-            raise TypeError(f"proposed a {type(draft.tokens).__name__}, not a list of tokens")
+        self._check_tokens(draft.tokens)
         if len(draft.tokens) > limit:
             raise ValueError(f"{len(draft.tokens)} tokens proposed, {limit} asked for")
-        for token in draft.tokens:
-            if type(token) is not int or not 0 <= token < self.target.vocab_size:
-                raise ValueError(
-                    f"proposed {token!r}, which is no id below {self.target.vocab_size}"
-                )
         if draft.tokens and draft.probs is not None:
             if draft.probs.shape != (len(draft.tokens), self.target.vocab_size):
                 raise ValueError(
@@ -1089,6 +1101,15 @@ class Engine:
             off = (draft.probs.sum(-1) - 1).abs().max()
             if not (draft.probs.min() >= 0 and drawn.min() > 0 and off < 1e-3):  # nor with NaN
                 raise ValueError("probs are no distributions that the tokens can be drawn from")
+
+    def _check_tokens(self, tokens: Any) -> None:
+        if not isinstance(tokens, list):
+            raise TypeError(f"proposed a {type(tokens).__name__}, not a list of tokens")
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < self.target.vocab_size:
+                raise ValueError(
+                    f"proposed {token!r:.100}, which is no id below {self.target.vocab_size}"
+                )
 
     def _commit(
         self, s: Sequence, draft: Draft, judged: list[Judgement], hidden: Tensor | None
@@ -1140,7 +1161,7 @@ class Engine:
                 record.observe(drafted, accepted, s.decision.num_tokens)
                 continue
             try:
-                guess = s.drafter.guess(s.state, name, len(tokens))
+                guess = self._guess(s, name, len(tokens))
             except Exception as error:
                 return self._lose_drafter(s, name, error)
             if guess is None:
@@ -1357,7 +1378,9 @@ def parse_request(
         "drafter": engine.default_drafter,
     }
     target = engine.target
-    given, notes = parse_fields(body, target.tokenizer, engine.drafters, defaults, target.name)
+    given, notes = parse_fields(
+        body, target.tokenizer, engine.drafters, defaults, target.name, target.max_length
+    )
     try:
         engine.check_prompt(given["prompt"])
     except ValueError as error:

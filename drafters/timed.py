@@ -24,6 +24,10 @@ from torch import Generator
 from .base import Draft, Drafter, Sampling, Verdict
 
 
+class _Interrupt(BaseException):
+    """Ends a call that takes too long; no Exception, as drafters catch those."""
+
+
 class TimedDrafter(Drafter):
     """`inner`, each call in a thread of its own; raises TimeoutError, and RuntimeError for exit."""
 
@@ -74,8 +78,9 @@ class TimedDrafter(Drafter):
             if self._thread.is_alive():
                 raise TimeoutError("still busy with an earlier call")
             self._start()
-            while self._unclosed:
-                self._call(self._inner.close, self._unclosed.pop())
+            while self._unclosed and not self._is_hanging:
+                with suppress(Exception):  # another request's affair
+                    self._call(self._inner.close, self._unclosed.pop())
         future: Future[Any] = Future()
         self._calls.put((future, method, arguments))
         try:
@@ -84,16 +89,16 @@ class TimedDrafter(Drafter):
             if future.done():  # the drafter's own
                 raise
             self._is_hanging = True
-            self._calls.put(None)
             thread = ctypes.c_ulong(self._thread.ident or 0)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(TimeoutError))
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Interrupt))
+            self._calls.put(None)  # its thread ends when it can
             message = f"{method.__name__} did not return within {self._limit_s:g} s"
             raise TimeoutError(message) from error
 
 
 def _serve(calls: "queue.SimpleQueue[Any]") -> None:
     """Make the calls, until there is None: then one of them took too long."""
-    with suppress(TimeoutError):  # what ends a loop may come when it has just ended
+    with suppress(_Interrupt):  # what ends a loop may come when it has just ended
         while (call := calls.get()) is not None:
             future, method, arguments = call
             try:

@@ -4,6 +4,7 @@ import hmac
 import json
 import logging
 import os
+import secrets
 import signal
 import threading
 import time
@@ -17,7 +18,7 @@ from waitress.channel import HTTPChannel
 from waitress.task import ErrorTask
 from werkzeug.exceptions import HTTPException
 
-from .log import log_to_stderr
+from .log import log_to_stderr, name_requests, note_refusal
 from .parsing import RequestError, engine_failure, parse_json
 from .worker import Job, Worker, cancel, unavailable
 
@@ -121,7 +122,9 @@ class _JsonErrorTask(ErrorTask):
         self.request.path = getattr(self.request, "path", "")
         body = json.dumps(RequestError(error.body, status=error.code).body()).encode()
         self.status = f"{error.code} {error.reason}"
-        self.response_headers.append(("Content-Type", "application/json"))
+        name = secrets.token_hex(12)
+        self.response_headers += [("Content-Type", "application/json"), ("X-Request-Id", name)]
+        note_refusal(name, error.code)
         self.set_close_on_finish()
         self.content_length = len(body)
         self.write(body)
@@ -134,6 +137,7 @@ class _Channel(HTTPChannel):
 def loading_app() -> Flask:
     """Answers 503 to everything."""
     app = Flask(__name__, static_folder=None)
+    name_requests(app, with_text=False)
     register_errors(app)
     app.add_url_rule("/health", view_func=lambda: ({"status": "loading"}, 503))
 
@@ -160,6 +164,9 @@ def bind(app: Any, host: str, port: int, options: Any) -> tuple[Any, dict[int, A
             # Flask refuses from 1 MiB on; up to here a body is read first, as a client that is
             # still sending would not see the answer.
             max_request_body_size=64 << 20,
+            # A client that does not read must not hold a thread: what it is sent waits in a file,
+            # and the channel is closed 30 s after the answer's end.
+            outbuf_high_watermark=1 << 40,
             channel_timeout=30,
             cleanup_interval=5,
             connection_limit=1000,
@@ -180,7 +187,8 @@ def serve(load: Callable[[], Flask], host: str, port: int, options: Any) -> int:
     what runs is finished, for `options.grace_period` seconds at most. Returns the exit status.
     Raises OSError if the address is taken, and what `load` raises.
     """
-    stopping = threading.Event()
+    stopping, loading = threading.Event(), loading_app()
+    front = _Front(loading)
 
     def stop(*_: Any) -> None:
         if stopping.is_set():
@@ -193,8 +201,6 @@ def serve(load: Callable[[], Flask], host: str, port: int, options: Any) -> int:
     # Also where a shell has started the job in the background, with SIGINT ignored.
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    loading = loading_app()
-    front = _Front(loading)
     server, sockets = bind(front, host, port, options)
     threading.Thread(target=server.run, name="http", daemon=True).start()
     print(f"loading {options.model}: until then http://{host}:{port} answers 503", flush=True)
@@ -205,7 +211,8 @@ def serve(load: Callable[[], Flask], host: str, port: int, options: Any) -> int:
     )
     stopping.wait()
     cut_off = _drain(app.extensions["worker"], sockets, options.grace_period)
-    if cut_off or not flush_log():
+    is_written = flush_log()
+    if cut_off or not is_written:
         os._exit(0)  # a thread that is stuck in a forward, or in writing, has no orderly end
     return 0
 

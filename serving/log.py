@@ -102,13 +102,19 @@ def name_requests(app: Flask, with_text: bool) -> None:
         return response
 
 
+def note_refusal(name: str, status: int) -> None:
+    """A line for what was refused before it was a request."""
+    LOG.info({"id": name, "status": status, "finish": None, "error": "malformed"})
+
+
 def _write(
     head: dict[str, Any], error: str | None, jobs: list[Job], arrived: float, with_text: bool
 ) -> None:
     line = head | {"finish": None}
     if jobs:
         line |= _figures(jobs[0], arrived)
-        error = error or (jobs[0].failure and type(jobs[0].failure).__name__)
+        failure = jobs[0].failure
+        error = error or (failure and (getattr(failure, "code", None) or type(failure).__name__))
         if with_text and (s := jobs[0].sequence):
             line |= {"prompt": s.tokenizer.decode(s.request.prompt), "text": s.text.text}
     if error:

@@ -54,6 +54,10 @@ def metrics(engine: Any, worker: Any) -> str:
             "requests that lost their drafter to an error",
             engine.num_drafter_failures,
         ),
+        "engine_faults_total": (
+            "target forwards that failed and were tried again",
+            engine.num_faults,
+        ),
     }
     gauges = {
         "num_requests_running": ("requests in the batch", worker.num_running),

@@ -18,7 +18,7 @@ from flask import Flask, Response, g
 
 from .answers import answer, failures_as_events, sse
 from .http import finish, read_body
-from .parsing import RequestError, model_id, unknown_model
+from .parsing import RequestError, model_id, tokenize, unknown_model
 from .worker import WAITING, Job
 
 # The only values of these fields that are served; null counts as absent.
@@ -77,7 +77,9 @@ def register_openai(app: Flask, engine: Any, begin: Begin) -> None:
     @app.post("/v1/chat/completions")
     def chat() -> Any:
         fields = _supported(read_body())
-        fields["prompt"] = chat_prompt(fields.pop("messages", None), tokenizer)
+        fields["prompt"] = chat_prompt(
+            fields.pop("messages", None), tokenizer, engine.target.max_length
+        )
         sent = {"prompt": "messages"}  # our name of a field -> the client's
         if (limit := fields.pop("max_completion_tokens", None)) is not None:
             fields["max_tokens"], sent["max_tokens"] = limit, "max_completion_tokens"
@@ -135,7 +137,7 @@ def _single(prompt: Any) -> Any:
     return prompt
 
 
-def chat_prompt(messages: Any, tokenizer: Any) -> list[int]:
+def chat_prompt(messages: Any, tokenizer: Any, max_length: int) -> list[int]:
     """The ids of a conversation, by the tokenizer's chat template.
 
     Raises RequestError for messages that are none, and where there is no template.
@@ -152,7 +154,11 @@ def chat_prompt(messages: Any, tokenizer: Any) -> list[int]:
     except Exception as error:  # templates raise what they like, about roles and their order
         raise RequestError(f"the chat template refused: {error}", param="messages") from error
     # The template has written the special tokens already.
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    try:
+        return tokenize(text, tokenizer, max_length, add_special_tokens=False)
+    except RequestError as error:
+        error.param = error.param and "messages"
+        raise
 
 
 def _turn(message: Any, i: int) -> dict[str, str]:

@@ -157,6 +157,8 @@ def parse_arguments(
         parser.error("--json goes with --demo")
     if given.explain and given.prompt is None:
         parser.error("--explain goes with --prompt")
+    if given.api_key == "":
+        parser.error("--api-key is empty: leave it out for none")
     if given.stop and given.prompt is None:
         parser.error("--stop goes with --prompt (requests have a field for it)")
     try:

@@ -8,6 +8,7 @@ import json
 import re
 import reprlib
 import secrets
+import threading
 from collections.abc import Callable, Collection
 from pathlib import Path, PurePath
 from typing import Any
@@ -111,6 +112,8 @@ def _logprobs(value: Any) -> str | None:
 MAX_STOP_CHARACTERS = 1000
 MAX_TOKENS_LIMIT = 1_000_000
 _MAX_NAMED = 16  # unknown fields that a warning names
+_LONG_TEXT = 20_000  # characters
+_reading_long_texts = threading.BoundedSemaphore(4)
 MAX_SPECULATIVE_TOKENS = 16
 
 # field -> what is wrong with a value, or None
@@ -165,6 +168,7 @@ def parse_fields(
     drafters: Collection[str],
     defaults: dict[str, Any],
     model: str,
+    max_length: int = 1 << 20,
 ) -> tuple[dict[str, Any], list[str]]:
     """Checked fields of a generate request, `defaults` filled in, and warnings about unknown ones.
 
@@ -184,7 +188,7 @@ def parse_fields(
     fields = flags | defaults | {name: given[name] for name in _CHECKS if name in given}
     for name in _REAL_NUMBERS:  # which JSON may write as 1 or 1.0
         fields[name] = float(fields[name])
-    fields["prompt"] = _prompt(given.get("prompt"), tokenizer)
+    fields["prompt"] = _prompt(given.get("prompt"), tokenizer, max_length)
     stop = given.get("stop", ())
     fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     if "drafter" in given:
@@ -209,11 +213,34 @@ def parse_fields(
     return fields, notes
 
 
-def _prompt(value: Any, tokenizer: Any) -> list[int]:
+def tokenize(text: str, tokenizer: Any, max_length: int, **options: Any) -> list[int]:
+    """The ids of a text, which has to fit `max_length` tokens.
+
+    Reading a text of 1 MB can take seconds. So what cannot fit is refused unread (400), and few
+    long ones are read at a time (else 429): the requests of the others need the processor, too.
+    """
+    if len(text) <= _LONG_TEXT:
+        return tokenizer(text, verbose=False, **options)["input_ids"]
+    if not _reading_long_texts.acquire(blocking=False):
+        raise RequestError("too many long prompts at once", status=429, code="queue_full")
+    try:
+        longest = max(map(len, tokenizer.get_vocab()))
+        if len(text) > 2 * longest * max_length:  # twice, as a normaliser may shorten it
+            raise RequestError(
+                f"the prompt's {len(text)} characters are more than a context of {max_length} "
+                "tokens holds",
+                param="prompt",
+            )
+        return tokenizer(text, verbose=False, **options)["input_ids"]
+    finally:
+        _reading_long_texts.release()
+
+
+def _prompt(value: Any, tokenizer: Any, max_length: int) -> list[int]:
     if isinstance(value, str) and value:
         if not _is_text(value):
             raise RequestError("prompt holds a lone surrogate, which is not text", param="prompt")
-        ids = tokenizer(value, verbose=False)["input_ids"]
+        ids = tokenize(value, tokenizer, max_length)
         if ids:
             return ids
     elif (

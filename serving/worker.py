@@ -61,6 +61,11 @@ class Job:
         """The client has gone: stop at the next cycle, or do not start."""
         self.cancelled = True
 
+    @property
+    def takes_place(self) -> bool:
+        """Of those that may wait: neither who has left, nor who waits for its own first half."""
+        return not self.cancelled and (self.after is None or self.after.ended)
+
     def put(self, item: Any) -> None:
         """Hand an event to whoever iterates."""
         self._items.put(item)
@@ -147,7 +152,7 @@ class Worker:
     @property
     def num_waiting(self) -> int:
         with self._changed:
-            return sum(not job.cancelled for job in self._waiting)
+            return sum(job.takes_place for job in self._waiting)
 
     def submit(self, *requests: Any) -> list[Job]:
         """Queue requests that belong together; they take one place, and run one after the other.
@@ -157,7 +162,7 @@ class Worker:
         with self._changed:
             if (status := self.status) in _WHY_NOT:
                 raise unavailable(_WHY_NOT[status])
-            waiting = sum(not job.cancelled for job in self._waiting)
+            waiting = sum(job.takes_place for job in self._waiting)
             free = max(0, self._options.max_running - len(self._running))
             if waiting >= self._options.max_queued + free:
                 raise RequestError(

@@ -65,7 +65,14 @@ PROPOSALS: dict[str, Callable[[list[int], int], Any]] = {
     "has_a_q_of_another_shape": q_of(lambda q: q[:, 1:]),
 }  # fmt: skip
 METHODS = ("open", "candidates", "select", "guess", "observe", "close")  # that may raise, too
-DRAFTER_FAULTS = [*PROPOSALS, *(f"raises_in_{method}" for method in METHODS)]
+RUBBISH = {  # what other methods may return
+    "has_no_candidates": ("candidates", []),
+    "has_numbers_as_candidates": ("candidates", [1]),
+    "guesses_a_number": ("guess", 5),
+    "guesses_words": ("guess", ["the"]),
+    "guesses_a_tensor": ("guess", torch.ones(2)),
+}
+DRAFTER_FAULTS = [*PROPOSALS, *(f"raises_in_{method}" for method in METHODS), *RUBBISH]
 
 
 class Faulty(Drafter):
@@ -75,6 +82,9 @@ class Faulty(Drafter):
         self.name = name  # type: ignore[misc]
         if (method := name.removeprefix("raises_in_")) in METHODS:
             setattr(self, method, raises(KeyError(method)))
+        if name in RUBBISH:
+            method, result = RUBBISH[name]
+            setattr(self, method, lambda *_: result)
 
     def open(self, prompt: Any, sampling: Any, rng: Any) -> dict[str, Any]:
         return {"text": list(prompt), "num_proposals": 0}
@@ -114,10 +124,11 @@ class Target:
         fault = next((name for i, name in enumerate(TARGET_FAULTS, FIRST_ID) if i in prompt), None)
         self._faults[row] = fault, self._num_requests[fault]
         self._num_requests[fault] += 1
-        self._countdown[row] = 0 if fault == "raises_at_once" else 4
+        is_immediate = fault in ("raises_at_once", "fails_behind_the_forward")
+        self._countdown[row] = 0 if is_immediate else 4
 
     def __call__(self, rows: list[int], tokens: list[list[int]], *rest: Any, **named: Any) -> Any:
-        without_numbers = []
+        without_numbers, is_too_late = [], False
         for b, (row, fed) in enumerate(zip(rows, tokens, strict=True)):
             if self._cache.lengths[row] == 0:  # a new request's
                 self._note(row, fed)
@@ -128,7 +139,12 @@ class Target:
             is_over = TARGET_FAULTS[fault](Moment(len(rows), len(fed), nth)) == "over"
             self._faults[row] = (None if is_over else fault), nth
             without_numbers += [b] * (fault == "gives_no_numbers")
+            is_too_late |= fault == "fails_behind_the_forward" and not nth % 2
+            if is_too_late:
+                self._faults[row] = None, nth
         output = self._forward(rows, tokens, *rest, **named)
+        if is_too_late:  # all of it is in the cache by now
+            raise RuntimeError("a fault behind the forward")
         for b in without_numbers:
             output.logits[b].fill_(float("nan"))
         return output
@@ -171,6 +187,7 @@ TARGET_FAULTS: dict[str, Callable[[Moment], Any]] = {
     "lacks_memory": lacks_memory,
     "takes_no_drafts": takes_no_drafts,
     "gives_no_numbers": lambda *_: None,
+    "fails_behind_the_forward": lambda *_: None,
     "stalls": stalls,
     "dies": raises(SystemExit(1)),
 }

@@ -11,6 +11,7 @@ import re
 import socket
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -205,7 +206,7 @@ MALFORMED = {
 def test_malformed_http_is_a_400_in_json(port, headers, body):
     status, answered, data = raw(port, request("/generate", body, JSON, *headers))
     assert status == 400 and answered["Content-Type"] == "application/json" and is_error(data)
-    assert goes_on(port)
+    assert answered["X-Request-Id"] and goes_on(port)
 
 
 def test_a_transfer_encoding_that_nobody_knows_is_a_501_in_json(port):
@@ -374,6 +375,21 @@ def test_a_prompt_beyond_the_context_is_refused_naming_both_numbers(port, route)
 
 
 @pytest.mark.parametrize("route", ROUTES)
+def test_a_flood_of_endless_prompts_is_refused_and_disturbs_nobody(port, route):
+    """Reading a text takes time, up to 7 s for 1 MB: what cannot fit is refused unread."""
+    fields = {"prompt": "1" * 1_000_000}
+    with ThreadPoolExecutor(20) as pool:
+        refused = [pool.submit(post, port, route, fields) for _ in range(40)]
+        assert call(port, "GET", "/health")[0] == 200
+        answers = [future.result() for future in refused]
+    assert {status for status, _ in answers} <= {400, 429}
+    assert any("characters are more than a context" in b["error"]["message"] for _, b in answers)
+    for status, body in answers:
+        assert status == 429 or is_error(body, "messages" if "chat" in route else "prompt")
+    assert goes_on(port)
+
+
+@pytest.mark.parametrize("route", ROUTES)
 def test_max_tokens_beyond_the_context_is_clamped_and_said(port, route):
     fields = {"prompt": "a b c " * 30, "max_tokens": 1000}
     status, body = post(port, route, fields)
@@ -470,6 +486,8 @@ def test_a_stream_s_text_is_the_answer_s_and_characters_stay_whole(port, route):
         *events, _ = events_of(data)
         pieces = [piece_of(event) for event in events]
         assert "".join(pieces) == whole
+        if "\ufffd" not in whole:  # then every character is whole, and so it must be in a piece
+            assert not any("\ufffd" in piece for piece in pieces)
         seen += whole
     assert any(ord(character) > 127 for character in seen)
 

@@ -3,8 +3,10 @@
 import importlib
 import json
 import os
+import random
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,7 +16,7 @@ from conftest import ROOT
 from tqdm import tqdm
 
 import benchmarks
-from benchmarks import llama_peer, plots
+from benchmarks import llama_peer, plots, soak, soak_clients
 from benchmarks.forwards import weight_bytes
 
 OWN = """
@@ -316,3 +318,98 @@ def test_these_benchmarks_refuse_what_measures_nothing(name, arguments, message,
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(f"benchmarks.{name}").main(arguments)
     assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------ the soak
+
+
+@pytest.mark.slow
+def test_a_short_soak_loses_nothing_and_leaks_nothing(tmp_path):
+    """Of all kinds of clients. How fast /health was is the benchmark's affair, not a test's."""
+    arguments = ["--minutes", "0.1", "--warm-up", "5", "--clients", "8", "--sample", "6"]
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks.soak", *arguments, "--record", tmp_path / "soak.json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert json.loads((tmp_path / "soak.json").read_text()) == document
+    assert [fault for fault in document["faults"] if "p99" not in fault] == [], result.stderr
+    in_all = document["requests"][-1]
+    assert in_all["answered"] > 20 and in_all["refused"] > 0 and in_all["left_early"] > 0
+    assert (in_all["lost"], in_all["wrong"]) == (0, 0)
+    assert document["rerun"] == [{"kept": 6, "sent_again": 6, "differ": 0}]
+    assert document["server"] == [{"exit_code": 0, "tracebacks": 0}]
+
+
+SOUND = {
+    "requests": [{"lost": 0, "wrong": 0}],
+    "at_rest": [{"at_rest": "threads", "leaked": 0}],
+    "latency": [{"answered": "GET /health", "p99_ms": 5.0}],
+    "rerun": [{"kept": 9, "sent_again": 9, "differ": 0}],
+    "server": [{"exit_code": 0, "tracebacks": 0}],
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "fault"),
+    [
+        ("requests", {"lost": 2}, "2 lost"),
+        ("requests", {"wrong": 1}, "1 wrong"),
+        ("at_rest", {"leaked": 3}, "3 threads leaked"),
+        ("at_rest", {"leaked": None}, "no /health after the load"),
+        ("latency", {"p99_ms": 100.1}, "p99 of /health missed: 100.1 > 100 ms"),
+        ("rerun", {"sent_again": 8}, "not all of the sample could be sent again"),
+        ("server", {"exit_code": -9}, "exit code -9 after SIGTERM"),
+        ("server", {"tracebacks": 1}, "a traceback in the log"),
+    ],
+)
+def test_the_soak_calls_a_fault_what_is_one(part, changes, fault):
+    assert soak.find_faults(SOUND) == []
+    assert soak.find_faults(SOUND | {part: [SOUND[part][0] | changes]}) == [fault]
+
+
+ASKED = soak_clients.Ask("/generate", {"prompt": "a", "max_tokens": 2, "seed": 7, "stop": ["z"]})
+ANSWER = {
+    "text": "bc",
+    "token_ids": [5, 6],
+    "finish_reason": "length",
+    "seed": 7,
+    "warnings": [],
+    "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3},
+    "timings": {"predicted_n": 2},
+}
+CYCLES = [
+    {"step": 0, "text": "b", "tokens": [{"id": 5}]},
+    {"step": 1, "text": "c", "tokens": [{"id": 6}]},
+    ANSWER,
+]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"token_ids": [5]}, {"seed": 8}, {"warnings": ["?"]}, {"text": "bz"}, {"text": "bd"},
+     {"finish_reason": "error"}, {"timings": {"predicted_n": 1}},
+     {"usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 4}}],
+    ids=str,
+)  # fmt: skip
+def test_the_soak_s_clients_see_that_an_answer_is_wrong(changes):
+    assert soak_clients.read_stream(ASKED, CYCLES).token_ids == [5, 6]
+    with pytest.raises(soak_clients.Wrong):
+        soak_clients.read_stream(ASKED, [*CYCLES[:2], ANSWER | changes])
+    with pytest.raises(soak_clients.Wrong):
+        soak_clients.read_stream(ASKED, [CYCLES[0], ANSWER])
+    with pytest.raises(soak_clients.Lost):
+        soak_clients.read_stream(ASKED, [*CYCLES[:2], {"error": {"message": "no"}}])
+
+
+def test_the_soak_sees_that_an_answer_differs_from_the_one_alone(capsys):
+    text = soak_clients.read_answer(ASKED, ANSWER)
+    client = soak_clients.Client(0, 1.0, soak_clients.Tally(3, 0), random.Random(0), [])
+    for now, differs in ((text, 0), (replace(text, token_ids=[5, 9]), 1)):
+        client.get = lambda ask, now=now: now
+        found = soak.send_again(client, [(ASKED, text)])
+        assert found == {"kept": 1, "sent_again": 1, "differ": differs}
+    assert client.tally.total("wrong") == 1 and "WRONG" in capsys.readouterr().err

@@ -123,6 +123,7 @@ def test_a_target_s_fault_that_another_try_overcomes_costs_nobody_a_token(port, 
     assert [body["warnings"] for _, body in answers] == [[]] * 4  # nor the speculation
     state = health(port)
     assert state["status"] == "ok" and any("tried again" in w for w in state["warnings"])
+    assert b"engine_faults_total 0" not in call(port, "GET", "/metrics")[2]
 
 
 @pytest.mark.parametrize("drafter", ["mtp", "draft_model", "ngram"])
@@ -145,6 +146,23 @@ def test_a_draft_that_the_target_cannot_take_costs_the_speculation(port):
     assert status == 200 and "a forward failed (no room for a draft)" in body["warnings"][0]
     expected = generate(port, **fields | {"speculative": False})[1]
     assert body["token_ids"] == expected["token_ids"] and expected["warnings"] == []
+
+
+@pytest.mark.parametrize("repeats", [1, 10, 100])
+@pytest.mark.parametrize("drafter", ["mtp", "ngram"])
+def test_a_fault_behind_the_forward_leaves_nothing_in_the_cache(port, drafter, repeats):
+    """When a prompt is read: at once, by itself beside a short one's, and in chunks."""
+    fields = poisoned("fails_behind_the_forward", drafter=drafter, temperature=0.5, seed=1)
+    fields["prompt"] *= repeats
+    short = {"prompt": IDS, "max_tokens": 40, "drafter": "mtp"}
+    expected = generate(port, **short)[1]["token_ids"]
+    with ThreadPoolExecutor(2) as pool:
+        disturbed = pool.submit(generate, port, **fields)
+        beside = pool.submit(generate, port, **short)
+        first, second = disturbed.result()[1], beside.result()[1]
+    undisturbed = generate(port, **fields)[1]
+    assert first["token_ids"] == undisturbed["token_ids"] and first["warnings"] == []
+    assert second["token_ids"] == expected and second["warnings"] == []
 
 
 def test_an_engine_that_fails_time_and_again_says_so_and_goes_on_trying(port, plain):
@@ -185,13 +203,14 @@ def test_an_engine_that_stalls_is_said_to_be_stuck_and_recovers(port, plain):
     assert generate(port, **FIELDS)[1]["token_ids"] == plain["token_ids"]
 
 
-def test_an_engine_that_dies_tells_everybody():
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_an_engine_that_dies_tells_everybody(path):
     """Those who run, those who wait and those who come; and SIGTERM still ends the process."""
     process, port = start(*OPTIONS, "--max-running", "3", script="tests/faulty_server.py")
     try:
         with ThreadPoolExecutor(8) as pool:
             running = [
-                pool.submit(call, port, "POST", "/generate", ENDLESS | {"stream": stream})
+                pool.submit(call, port, "POST", path, ENDLESS | {"stream": stream})
                 for stream in (False, True)
             ]
             seconds_until(lambda: health(port)["num_requests_running"] == 2)

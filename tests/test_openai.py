@@ -308,6 +308,7 @@ def test_metrics_are_what_prometheus_reads(serving):
     positions = families["spec_decode_num_accepted_tokens_per_pos"].samples
     assert [sample.labels["position"] for sample in positions] == [*map(str, range(len(positions)))]
     assert sum(sample.value for sample in positions) == accepted
+    assert value("engine_faults") == value("drafter_failures") == 0
     assert {f.type for f in families.values()} == {"counter", "gauge", "histogram"}
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert families[name].type == "gauge" and value(name) == 0

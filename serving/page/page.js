@@ -214,7 +214,7 @@ addEventListener("resize", () => {
 async function askHealth() {
   try {
     const health = await getJson("health", form.key, [200, 503]);
-    const state = health.status === "ok" ? "" : " (it is shutting down)";
+    const state = health.status === "ok" ? "" : ` (${health.status})`;
     byId("server").textContent = `Target: ${health.model}${state}. Drafters: `
       + `${health.drafters.join(", ")}.`;
     form.offerDrafters(health);
