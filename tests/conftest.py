@@ -64,6 +64,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
 
 @pytest.fixture(scope="session")
 def demo_engine() -> Any:
@@ -123,6 +129,20 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
             AutoTokenizer.from_pretrained(ROOT / "demo_models" / "target").save_pretrained(folder)
             made[name] = folder
         return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tiny_folder: Callable[[str], Path]) -> Callable[[str], Path]:
+    """The same with a chat template, which the embedded models have not."""
+
+    def make(name: str) -> Path:
+        folder = tiny_folder(name)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.chat_template = TEMPLATE
+        tokenizer.save_pretrained(folder)
+        return folder
 
     return make
 

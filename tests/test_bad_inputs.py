@@ -15,9 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
-from test_openai import TEMPLATE
 from test_server import call, events_of, start
-from transformers import AutoTokenizer
 
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 CONTEXT = 256
@@ -26,13 +24,10 @@ JSON = "Content-Type: application/json"
 
 
 @pytest.fixture(scope="module")
-def port(tiny_folder):
+def port(chat_folder):
     """A tiny model that all three routes can serve."""
-    folder = tiny_folder("llama")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    process, port = start("--model", str(folder), "--drafter", "ngram", "--max-running", "4")
+    arguments = ("--drafter", "ngram", "--max-running", "4")
+    process, port = start("--model", str(chat_folder("llama")), *arguments)
     with process:
         yield port
         process.terminate()

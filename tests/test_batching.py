@@ -243,3 +243,22 @@ def test_what_is_not_done_when_draining_ends_gets_an_error(demo_engine, prompts,
     go_on.set()
     worker._thread.join(20)
     assert not worker._thread.is_alive()
+
+
+def test_a_comparison_takes_one_place_in_the_queue(demo_engine, prompts, monkeypatch):
+    """Its second half waits for the first one, and keeps nobody else from waiting."""
+    go_on, step = threading.Event(), demo_engine.step
+    monkeypatch.setattr(demo_engine, "step", lambda sequences: go_on.wait(20) and step(sequences))
+    worker = Worker(demo_engine, core.Options(max_running=1, max_queued=1))
+    request = core.Request(prompts["code_class"], 4)
+    jobs = worker.submit(request, request)
+    while worker.num_running != 1:
+        assert worker.status == "ok"
+    assert worker.num_waiting == 0
+    jobs += worker.submit(request)
+    with pytest.raises(RequestError, match="1 requests wait already"):
+        worker.submit(request)
+    go_on.set()
+    for job in jobs:
+        assert len([event for event in job if event is not WAITING]) == 4
+    worker.drain(10)

@@ -87,3 +87,16 @@ def test_rows_run_out_and_come_back(tiny_folder):
         cache.open_row()
     cache.close_row(rows[0])
     assert cache.open_row() == rows[0]
+
+
+@torch.inference_mode()
+def test_a_forward_that_fails_leaves_no_nan_to_the_next_request(demo_engine):
+    """It may have written before it failed; the slot's next owner would read 0 · NaN."""
+    target = demo_engine.target
+    row = target.cache.open_row()
+    target.forward([row], [[5]], [1])
+    target.cache.place([row], [4])
+    for layer in target.cache.layers:
+        layer.values[0, :, 2] = float("nan")
+    target.cache.close_row(row)  # without advance
+    assert all(layer.values.isfinite().all() for layer in target.cache.layers)

@@ -13,9 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from test_bad_inputs import ROUTES, body_for, is_error, parse, read_all
-from test_openai import TEMPLATE
 from test_server import call, generate, health, seconds_until, start
-from transformers import AutoTokenizer
 
 NUM_REQUESTS, NUM_CLIENTS = 10_000, 4
 EXPECTED = {200, 400, 404, 405, 413, 415, 431, 501, 505}
@@ -55,11 +53,8 @@ LINES = [
 
 
 @pytest.fixture(scope="module")
-def port(tiny_folder):
-    folder = tiny_folder("qwen2")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
+def port(chat_folder):
+    folder = chat_folder("qwen2")
     limits = ("--max-model-len", "48", "--max-tokens", "4")  # what is good by chance shall be short
     process, port = start("--model", str(folder), "--drafter", "ngram", *limits)
     with process:

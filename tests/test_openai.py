@@ -8,14 +8,8 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from test_server import COLOURS, call, generate, start, wait_until_running
-from transformers import AutoTokenizer
 
 KEY = "secret key"
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
-    "{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
 TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "red, green,"}]
 
 
@@ -31,13 +25,9 @@ def serving():
 
 
 @pytest.fixture(scope="module")
-def chatting(tiny_folder):
+def chatting(chat_folder):
     """A model whose tokenizer has a chat template."""
-    folder = tiny_folder("qwen3")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
-    process, port = start("--model", str(folder), "--drafter", "ngram")
+    process, port = start("--model", str(chat_folder("qwen3")), "--drafter", "ngram")
     with process:
         try:
             yield port
