@@ -23,9 +23,7 @@ from .parsing import RequestError, engine_failure, parse_json
 from .worker import Job, Worker, cancel, unavailable
 
 _LAST_WORDS_S = 1.0  # to send what was finished in the grace period's last moment
-GUARDED = ("/generate", "/v1/", "/metrics")  # what an API key is needed for
-
-
+_GUARDED = ("/generate", "/v1/", "/metrics")  # what an API key is needed for
 LOG = logging.getLogger(__name__)
 
 
@@ -54,7 +52,7 @@ def guard(app: Flask, api_key: str | None, origin: str | None) -> None:
     def check_key() -> Response | None:
         if origin and request.method == "OPTIONS":
             return Response(status=204)  # a browser asks before it calls, and without a key
-        if api_key is None or not request.path.startswith(GUARDED):
+        if api_key is None or not request.path.startswith(_GUARDED):
             return None
         # WSGI hands bytes over as Latin-1, whatever they are.
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")

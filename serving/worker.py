@@ -7,6 +7,10 @@
 
 A request joins at any cycle, shares the target's forwards with whatever else runs, and leaves when
 it is done; the engine sees to it that its output does not depend on that.
+
+`status` tells /health of a cycle that takes too long (stuck), of one failing request after another
+(failing) and of a thread that has died; stuck and dead, new requests are refused with 503. Not
+covered: ending a forward that hangs.
 """
 
 import logging

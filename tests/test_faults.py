@@ -12,7 +12,7 @@ import pytest
 from faulty_server import DRAFTER_FAULTS, FIRST_ID, PROPOSALS, TARGET_FAULTS
 from test_server import COLOURS, call, events_of, generate, health, seconds_until, start
 
-OPTIONS = ("--drafter", "ngram", "--drafter-timeout", "0.4", "--stall-limit", "1")
+OPTIONS = ("--drafter", "ngram", "--drafter-timeout", "1", "--stall-limit", "1")
 FIELDS = {"prompt": COLOURS, "max_tokens": 40}
 ENDLESS = {"prompt": "1, 2, 3, 4, 5,", "max_tokens": 1900, "speculative": False}
 IDS = [5, 6, 7, 8, 5, 6, 7]
@@ -190,8 +190,8 @@ def test_a_long_prompt_that_fails_costs_its_neighbours_nothing(port, plain):
 def test_an_engine_that_stalls_is_said_to_be_stuck_and_recovers(port, plain):
     """Meanwhile /health is 503 and new requests are refused; what was taken is answered."""
     with ThreadPoolExecutor(2) as pool:
-        stalled = pool.submit(generate, port, **poisoned("stalls"))
         beside = pool.submit(generate, port, **FIELDS)
+        stalled = pool.submit(generate, port, **poisoned("stalls"))
         seconds_until(lambda: call(port, "GET", "/health")[0] == 503)
         assert health(port)["status"] == "stuck"
         status, headers, data = call(port, "POST", "/v1/completions", FIELDS)
