@@ -24,9 +24,8 @@ class RequestError(Exception):
         self.message, self.param, self.status, self.code = message, param, status, code
 
     def body(self) -> dict[str, Any]:
-        kind = (
-            "invalid_request_error" if self.status < 500 and self.status != 429 else "server_error"
-        )
+        is_callers = self.status < 500 or self.status == 501  # which HTTP has for odd encodings
+        kind = "invalid_request_error" if is_callers else "server_error"
         kind = "rate_limit_error" if self.status == 429 else kind
         return {
             "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}

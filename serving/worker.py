@@ -270,10 +270,10 @@ class Worker:
 
     def _leave(self, job: Job, error: Exception | None = None) -> None:
         """Give the job's row and drafter state back; its end goes out last."""
-        self._running.remove(job)
         try:
             self._engine.close(job.sequence)
         except Exception as fault:  # the thread must outlive whatever happens to one request
             error = error or fault
+        self._running.remove(job)
         self._failures_in_a_row += error is not None
         job.end(error)
