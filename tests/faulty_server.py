@@ -124,8 +124,7 @@ class Target:
         fault = next((name for i, name in enumerate(TARGET_FAULTS, FIRST_ID) if i in prompt), None)
         self._faults[row] = fault, self._num_requests[fault]
         self._num_requests[fault] += 1
-        is_immediate = fault in ("raises_at_once", "fails_behind_the_forward")
-        self._countdown[row] = 0 if is_immediate else 4
+        self._countdown[row] = COUNTDOWNS.get(fault, 4)
 
     def __call__(self, rows: list[int], tokens: list[list[int]], *rest: Any, **named: Any) -> Any:
         without_numbers, is_too_late = [], False
@@ -177,7 +176,9 @@ def stalls(_: Moment) -> str:
 
 
 failed_once, turns = threading.Event(), itertools.count()
-# token id FIRST_ID + i -> what becomes of the fourth forward and those after it; "over": no more
+# after how many forwards, where it is not 4; a second's worth, for others to queue behind it
+COUNTDOWNS = {"raises_at_once": 0, "fails_behind_the_forward": 0, "dies": 300}
+# token id FIRST_ID + i -> what becomes of that forward and those after it; "over": no more
 FIRST_ID = 4000
 TARGET_FAULTS: dict[str, Callable[[Moment], Any]] = {
     "raises": raises(RuntimeError("a broken kernel")),

@@ -213,11 +213,14 @@ def test_an_engine_that_dies_tells_everybody(path):
                 pool.submit(call, port, "POST", path, ENDLESS | {"stream": stream})
                 for stream in (False, True)
             ]
-            seconds_until(lambda: health(port)["num_requests_running"] == 2)
-            dying = pool.submit(call, port, "POST", "/v1/completions", poisoned("dies"))
-            waiting = pool.submit(call, port, "POST", "/generate", ENDLESS)
+            fields = poisoned("dies", max_tokens=1000, speculative=False)
+            dying = pool.submit(call, port, "POST", path, fields)
+            seconds_until(lambda: health(port)["num_requests_running"] == 3)
+            waiting = pool.submit(call, port, "POST", path, ENDLESS)
+            seconds_until(lambda: health(port)["num_requests_waiting"] == 1)
             assert dying.result()[0] == running[0].result()[0] == 500
-            assert waiting.result()[0] in (500, 503)
+            status, headers, _ = waiting.result()
+            assert status == 503 and headers["Retry-After"]
             status, _, data = running[1].result()
             assert status == 200 and events_of(data)[-1]["error"]["code"] == "engine_dead"
         status, _, data = call(port, "GET", "/health")
