@@ -68,6 +68,7 @@ def compute_with(weight: Tensor, bias: Tensor | None) -> Compute:
 _STEPS = (16, 1), (64, 4), (256, 8), (inf, 32)  # (up to so many rows, rounded up to these)
 
 
+@cache
 def rows_to_run(num_rows: int) -> int:
     """How many rows to compute for so many: a few numbers for all that prompts may have.
 

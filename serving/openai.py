@@ -77,10 +77,21 @@ def register_openai(app: Flask, engine: Any, begin: Begin) -> None:
     @app.post("/v1/chat/completions")
     def chat() -> Any:
         fields = _supported(read_body())
-        fields["prompt"] = chat_prompt(
-            fields.pop("messages", None), tokenizer, engine.target.max_length
-        )
         sent = {"prompt": "messages"}  # our name of a field -> the client's
+        try:
+            fields["prompt"] = chat_prompt(
+                fields.pop("messages", None), tokenizer, engine.target.max_length
+            )
+            return serve_chat(fields, sent)
+        except RequestError as error:
+            name = sent.get(error.param, error.param)
+            if error.message.startswith(f"{error.param} "):
+                error.message = error.message.replace(error.param, name, 1)
+            error.param = name
+            raise
+
+    def serve_chat(fields: dict[str, Any], sent: dict[str, str]) -> Any:
+        """Translate the other fields that chat has names of its own for, noted in `sent`."""
         if (limit := fields.pop("max_completion_tokens", None)) is not None:
             fields["max_tokens"], sent["max_tokens"] = limit, "max_completion_tokens"
         if not isinstance(fields.get("logprobs"), bool | None):
@@ -91,14 +102,7 @@ def register_openai(app: Flask, engine: Any, begin: Begin) -> None:
             if not fields.get("logprobs"):
                 raise RequestError("top_logprobs goes with logprobs: true", param="top_logprobs")
             fields["logprobs"], sent["logprobs"] = top, "top_logprobs"
-        try:
-            return serve(fields, "chat.completion", _message, _delta)
-        except RequestError as error:
-            name = sent.get(error.param, error.param)
-            if error.message.startswith(f"{error.param} "):
-                error.message = error.message.replace(error.param, name, 1)
-            error.param = name
-            raise
+        return serve(fields, "chat.completion", _message, _delta)
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
@@ -154,11 +158,7 @@ def chat_prompt(messages: Any, tokenizer: Any, max_length: int) -> list[int]:
     except Exception as error:  # templates raise what they like, about roles and their order
         raise RequestError(f"the chat template refused: {error}", param="messages") from error
     # The template has written the special tokens already.
-    try:
-        return tokenize(text, tokenizer, max_length, add_special_tokens=False)
-    except RequestError as error:
-        error.param = error.param and "messages"
-        raise
+    return tokenize(text, tokenizer, max_length, add_special_tokens=False)
 
 
 def _turn(message: Any, i: int) -> dict[str, str]:

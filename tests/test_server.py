@@ -60,9 +60,7 @@ def port():
 
 def wait_until_running(port):
     """Until the server says that a request is running; fails after 20 s."""
-    deadline = time.monotonic() + 20
-    while not json.loads(call(port, "GET", "/health")[2])["num_requests_running"]:
-        assert time.monotonic() < deadline
+    seconds_until(lambda: health(port)["num_requests_running"])
 
 
 def call(port, method, path, body=None, headers=None):
@@ -180,12 +178,12 @@ def test_the_controller_says_what_it_thinks_in_answers_and_health(port):
     assert generate(port, prompt="a", max_tokens=4, speculative=False)[1]["metrics"][
         "controller"
     ] is None  # fmt: skip
-    state = json.loads(call(port, "GET", "/health")[2])["controller"]
+    state = health(port)["controller"]
     assert state["costs_by_batch"]["1"]["pass_ms"] > 0 and state["last"]
 
 
 def test_health_says_whether_outputs_are_exact_and_flags_turn_that_and_the_controller_off(port):
-    assert json.loads(call(port, "GET", "/health")[2])["bitwise_lossless"] is True
+    assert health(port)["bitwise_lossless"] is True
     process, other = start("--no-bitwise", "--no-fastpath", "--fixed-k")
     try:
         fields = {"prompt": "def read(path):", "max_tokens": 24}
@@ -213,7 +211,7 @@ def test_a_seed_gives_the_same_output_alone_and_in_a_full_batch(port, drafter):
 
 
 def test_health_counts_what_was_generated(port):
-    before = json.loads(call(port, "GET", "/health")[2])
+    before = health(port)
     _, answer = generate(port, prompt=COLOURS, max_tokens=20, drafter="ngram")
     status, _, data = call(port, "GET", "/health")
     after = json.loads(data)
