@@ -11,12 +11,13 @@ models with the same parts may still differ (a multiplier here, a skipped rotati
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from .attention import CausalMasks, additive, attend, grouped_mask
+from .activation import steady
+from .attention import CausalMasks, Ragged, additive, attend, causal_mask, grouped_mask
 from .linear import JoinedLinear
 
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -25,11 +26,13 @@ _NORM_PARTS = {"q_norm", "k_norm"}
 _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
-class Ragged(NamedTuple):
-    """Where N tokens of B rows, one row behind the other, lie in [B, T], padded on the left."""
+class Where(Protocol):
+    """Where a forward's rows stand in their texts; the core's Place is one."""
 
-    padded: Tensor  # [B, T]: the index below N of each place's token; any for a pad
-    real: Tensor  # [N]: the index below B · T of each token
+    positions: Tensor  # [B, T], of the queries
+    start: int | None  # of one text, whose rows stand one after the other; else there is `ragged`
+    kv_length: int
+    ragged: Ragged | None
 
 
 Rope = tuple[Tensor, Tensor]  # cos and signed sin (see `sign`), [B, T, 1, head_dim] each
@@ -71,7 +74,8 @@ class FusedBlock(nn.Module):
         self.out = JoinedLinear([attention.o_proj])
         self.gate_up = JoinedLinear([mlp.gate_proj, mlp.up_proj])
         self.down = JoinedLinear([mlp.down_proj])
-        self.activation = mlp.act_fn
+        gate = mlp.gate_proj.weight
+        self.activation = steady(mlp.act_fn, len(gate), gate.dtype)
 
     @property
     def groups(self) -> int:
@@ -83,7 +87,7 @@ class FusedBlock(nn.Module):
     ) -> Tensor:
         """x [B, T, D] -> [B, T, D] under a grouped mask; keys and values go to the cache if any.
 
-        With `ragged` x is [N, D], without pads: only attention needs rows of one length.
+        With `ragged` x is [N, D]: only attention needs rows of one length.
         """
         heads = self.qkv.compute(self.input_norm(x)).view(*x.shape[:-1], -1, self.head_dim)
         rotated, value = heads[..., : -self.num_kv_heads, :], heads[..., -self.num_kv_heads :, :]
@@ -92,15 +96,11 @@ class FusedBlock(nn.Module):
         cos, sin = rope
         rotated = torch.addcmul(rotated * cos, rotated.roll(self.head_dim // 2, -1), sin)
         query, key = rotated[..., : self.num_heads, :], rotated[..., self.num_heads :, :]
-        if ragged:
-            query = query[ragged.padded]
-        else:
+        if ragged is None:
             key, value = key.transpose(1, 2), value.transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        attended = attend(query, key, value, mask, self.scaling)
-        if ragged:
-            attended = attended.flatten(0, 1)[ragged.real]
+        attended = attend(query, key, value, mask, self.scaling, ragged)
         x = self.out.compute(attended, x)
         gate, up = self.gate_up.compute(self.post_norm(x)).chunk(2, -1)
         return self.down.compute(self.activation(gate).mul_(up), x)
@@ -132,12 +132,6 @@ class FusedBlock(nn.Module):
         """Pack the weights, and let go of the module's."""
         for part in (self.qkv, self.out, self.gate_up, self.down):
             part.join()
-
-
-def causal_mask(num_queries: int, length: int, like: Tensor) -> Tensor:
-    """Additive [1, 1, T, L] for the last T of L positions."""
-    mask = like.new_full((num_queries, length), torch.finfo(like.dtype).min)
-    return mask.triu_(length - num_queries + 1)[None, None]
 
 
 def sign(sin: Tensor) -> Tensor:
@@ -175,33 +169,25 @@ class FusedStack:
                 blocks[0].groups, length, windows[kind], weight.dtype, weight.device
             )
 
-    def __call__(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        start: int | None,
-        kv_length: int,
-        cache: Any,
-        shift: int = 0,
-        ragged: Ragged | None = None,
-    ) -> Tensor:
-        """x [B, T, D], or ragged [N, D], at positions [B, T] of the cache -> as x.
+    def __call__(self, x: Tensor, where: Where, cache: Any, shift: int = 0) -> Tensor:
+        """x [1, N, D] -> [1, N, D].
 
-        `start` is the first position where B is 1 and they are successive, else None. A token is
-        rotated as if it stood `shift` positions further on.
+        A token is rotated as if it stood `shift` positions further on.
         """
-        ropes, masks = {}, {}
+        ropes, masks, ragged = {}, {}, where.ragged
         for kind, (cos, sin) in self._ropes.items():
-            if start is None:
-                at = positions.flatten()[ragged.real] if ragged else positions + shift
+            if ragged is not None:
+                at = ragged.positions[0] + shift
                 ropes[kind] = cos[0, at], sin[0, at]
             else:
-                at = slice(start + shift, start + shift + x.shape[1])
+                at = slice(where.start + shift, where.start + shift + x.shape[1])
                 ropes[kind] = cos[:, at], sin[:, at]
-            masks[kind] = self._masks[kind].of(positions, start, kv_length)
+            masks[kind] = self._masks[kind].of(where.positions, where.start, where.kv_length)
+        if ragged is not None:
+            x = x[0]
         for block, kind in zip(self.blocks, self._kinds, strict=True):
             x = block.run(x, ropes[kind], masks[kind], cache, ragged)
-        return x
+        return x if ragged is None else x[None]
 
 
 def is_plain_block(layer: nn.Module) -> bool:

@@ -9,23 +9,34 @@ lets go of the modules' own weights only then.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from . import attention
+from .activation import make_steady
 from .attention import FULL
-from .block import FusedBlock, FusedStack, Ragged, causal_mask, is_plain_block, norm_of
+from .block import FusedBlock, FusedStack, Where, causal_mask, is_plain_block, norm_of
 from .linear import JoinedLinear, pack
 
+Windows = dict[str, int | None]  # by kind of layer, how far back it sees; None: all the way
 _NUM_COMPARED = 8  # tokens that old and new are compared on
+
+
+class OneText(NamedTuple):
+    """Where the tokens of one text go (see Where in block.py): all of it, from the first on."""
+
+    positions: Tensor  # [1, T]
+    start: int
+    kv_length: int
+    ragged: None = None
 
 
 class FusedDecoder:
     """The forward of a causal language model whose layers are all plain blocks."""
 
-    def __init__(self, model: Any, length: int) -> None:
+    def __init__(self, model: Any, length: int, windows: Windows) -> None:
         """For sequences of up to `length` tokens, with the model's own weights until `join`."""
         decoder, config = model.get_decoder(), model.config.get_text_config()
         self._embed, self._head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -33,48 +44,23 @@ class FusedDecoder:
         kinds = getattr(config, "layer_types", None) or [FULL] * len(decoder.layers)
         self.blocks = [FusedBlock(layer) for layer in decoder.layers]
         rotary = rotary_of(decoder.rotary_emb)
-        self._stack = FusedStack(self.blocks, kinds, attention.windows_of(config), rotary, length)
+        self._stack = FusedStack(self.blocks, kinds, windows, rotary, length)
 
     @torch.inference_mode()
     def __call__(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        start: int | None,
-        kv_length: int,
-        cache: Any,
-        num_logits: int,
-        shift: int = 0,
+        self, ids: Tensor, where: Where, cache: Any, wanted: Tensor, shift: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Logits [B, num_logits, V] and hidden states [B, T, D] of ids [B, T] (see FusedStack)."""
-        x = self._stack(self._embed(ids), positions, start, kv_length, cache, shift)
-        hidden = self._norm(x)
-        return self._head(hidden[:, -num_logits:]), hidden
-
-    @torch.inference_mode()
-    def run_ragged(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        kv_length: int,
-        cache: Any,
-        ragged: Ragged,
-        wanted: list[int],
-    ) -> tuple[Tensor, Tensor]:
-        """The same for rows of unequal counts without pads: all their tokens as ids [N].
-
-        Returns logits [len(wanted), V] of the tokens `wanted` and hidden states [N, D].
-        """
-        x = self._stack(self._embed(ids), positions, None, kv_length, cache, ragged=ragged)
-        hidden = self._norm(x)
-        return self._head(hidden if len(wanted) == len(hidden) else hidden[wanted]), hidden
+        """Of ids [1, N]: logits [1, n, V] of the rows `wanted` [n], hidden states [1, N, D]."""
+        hidden = self._norm(self._stack(self._embed(ids), where, cache, shift))
+        return self._head(hidden[:, wanted]), hidden
 
 
-class FusedHead:
+class FusedHead(nn.Module):
     """The forward of an MTP layer around a plain block (transformers' MtpLayer)."""
 
     def __init__(self, head: Any, length: int) -> None:
         """For texts of up to `length` tokens, with the head's own weights until `join`."""
+        super().__init__()
         layer = head.layers[0]
         self._embed, self._project = head.embed_tokens, JoinedLinear([layer.eh_proj])
         self._embed_norm, self._hidden_norm = norm_of(layer.enorm), norm_of(layer.hnorm)
@@ -92,22 +78,14 @@ class FusedHead:
         self._project.join()
 
     @torch.inference_mode()
-    def __call__(
-        self,
-        ids: Tensor,
-        hidden: Tensor,
-        positions: Tensor,
-        start: int | None,
-        kv_length: int,
-        cache: Any,
-    ) -> Tensor:
-        """[B, T, D] of pairs (hidden [B, T, D], ids [B, T]); cache slot j is position j + 1."""
+    def forward(self, ids: Tensor, hidden: Tensor, where: Where, cache: Any) -> Tensor:
+        """[1, N, D] of pairs (hidden [1, N, D], ids [1, N]); cache slot j is position j + 1."""
         embeds = self._embed(ids)
         parts = [self._embed_norm(embeds), self._hidden_norm(hidden.to(embeds.dtype))]
         if self._is_hidden_first:
             parts.reverse()
         x = self._project.compute(torch.cat(parts, -1))
-        x = self._stack(x, positions, start, kv_length, cache, shift=1)
+        x = self._stack(x, where, cache, shift=1)
         for norm in self._last_norms:
             x = norm(x)
         return x
@@ -136,39 +114,42 @@ def is_same(actual: Tensor, expected: Tensor) -> bool:
 
 
 @torch.inference_mode()
-def fused_decoder(model: Any, length: int) -> FusedDecoder | None:
+def fused_decoder(model: Any, length: int, windows: Windows) -> FusedDecoder | None:
     """The model's fused forward, if its structure has one and it computes the same."""
     decoder = model.get_decoder()
     layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
     if not layers or not all(map(is_plain_block, layers)) or not can_tabulate(rotary):
         return None
-    fused, count = FusedDecoder(model, length), min(_NUM_COMPARED, length)
+    fused, count = FusedDecoder(model, length, windows), min(_NUM_COMPARED, length)
     vocabulary = model.get_input_embeddings().num_embeddings
     ids = torch.randint(vocabulary, (1, count), generator=torch.Generator().manual_seed(0))
     ids, positions = ids.to(model.device), torch.arange(count, device=model.device)[None]
+    where = OneText(positions, 0, count)
     for shift in (0, length - count):  # far on, too: some families scale by the position
-        actual, _ = fused(ids, positions, 0, count, None, count, shift)
+        actual, _ = fused(ids, where, None, positions[0], shift)
         expected = model(ids, position_ids=positions + shift, use_cache=False).logits
         if not is_same(actual, expected):
             return None
     return fused
 
 
-def speed_up(model: Any, length: int) -> FusedDecoder | None:
+def speed_up(model: Any, length: int, windows: Windows) -> FusedDecoder | None:
     """Make a model of transformers faster, in place. Its results stay, but for rounding.
 
-    Returns the fused forward for sequences of up to `length` tokens where there is one; the model
-    itself can still be called.
+    `windows` says how far back each kind of layer sees. Returns the fused forward for sequences of
+    up to `length` tokens where there is one; the model itself can still be called.
     """
     attention.register()
-    fused = fused_decoder(model, length)
-    if model.config._attn_implementation == "sdpa":
+    fused = fused_decoder(model, length, windows)
+    if model._supports_attention_backend or model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(attention.NAME)
     if fused:
         layers = model.get_decoder().layers
         for i, block in enumerate(fused.blocks):
             layers[i] = block
             block.join()
+    else:
+        make_steady(model)
     pack(model)
     return fused
 
@@ -194,10 +175,12 @@ def speed_up_head(head: Any, length: int) -> FusedHead | None:
             position_ids=positions + 1,
             past_key_values=None,
         )
-        if not is_same(fused(ids, hidden, positions, 0, count, None), expected):
+        if not is_same(fused(ids, hidden, OneText(positions, 0, count), None), expected):
             fused = None
     if fused:
-        head.layers = nn.ModuleList()
+        head.layers = nn.ModuleList([fused])
         fused.join()
+    else:
+        make_steady(head)
     pack(head)
     return fused

@@ -11,7 +11,7 @@ layers stay as they are. Not covered: experts of a mixture, which are no linear 
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from math import inf
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,54 +36,37 @@ def can_pack(dtype: torch.dtype, device: str = "cpu") -> bool:
     return bool((result == 16).all() and (added == 17).all())
 
 
-# x [..., in] and, if any, what to add to the result -> [..., out].
-Compute = Callable[[Tensor, Tensor | None], Tensor]
+class Weights:
+    """One linear layer [out, in], packed where this machine can; the originals may then be freed.
 
-
-@torch.no_grad()
-def compute_with(weight: Tensor, bias: Tensor | None) -> Compute:
-    """The layer of weight [out, in] and bias [out], packed where possible; keeps neither then."""
-    weight, bias = weight.detach(), None if bias is None else bias.detach().clone()
-    if not can_pack(weight.dtype, weight.device.type):
-        return lambda x, residual=None: plus(nn.functional.linear(x, weight, bias), residual)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
-    operators = torch.ops.mkldnn._linear_pointwise
-
-    def run(x: Tensor, residual: Tensor | None = None) -> Tensor:
-        if residual is None:
-            return operators.default(x, packed, bias, "none", [], "")
-        return operators.binary(x, residual, packed, bias, "add")
-
-    def compute(x: Tensor, residual: Tensor | None = None) -> Tensor:
-        num_rows = x.numel() // x.shape[-1]
-        num_pads = rows_to_run(num_rows) - num_rows
-        if not num_pads:
-            return run(x, residual)
-        padded = [t if t is None else pad_rows(t, num_pads) for t in (x, residual)]
-        return run(*padded)[:num_rows].view(*x.shape[:-1], -1)
-
-    return compute
-
-
-_STEPS = (16, 1), (64, 4), (256, 8), (inf, 32)  # (up to so many rows, rounded up to these)
-
-
-@cache
-def rows_to_run(num_rows: int) -> int:
-    """How many rows to compute for so many: a few numbers for all that prompts may have.
-
-    For each number of rows oneDNN makes code of its own and keeps it: 1 to 2.5 MB for all layers of
-    the demo target, where prompts of 256 lengths would be 0.5 GB.
-
-    Example: 1 to 16 as they are, 17 -> 20, 100 -> 104, 257 -> 288.
+    Bits depend on the number of rows that a call computes: whoever calls it keeps to the numbers
+    that were checked (exact.py).
     """
-    step = next(step for most, step in _STEPS if num_rows <= most)
-    return -(-num_rows // step) * step
 
+    @torch.no_grad()
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        self._weight = weight.detach()
+        self._bias = None if bias is None else bias.detach().clone()
+        self._is_packed = can_pack(weight.dtype, weight.device.type)
+        if self._is_packed:
+            contiguous = self._weight.contiguous()
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(contiguous, None)
 
-def pad_rows(x: Tensor, num_pads: int) -> Tensor:
-    """[..., in] -> [rows + pads, in]."""
-    return nn.functional.pad(x.reshape(-1, x.shape[-1]), (0, 0, 0, num_pads))
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Layers of equal signatures run the same code on numbers of their own."""
+        return self.out_features, self.in_features, self.dtype, self._bias is None
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [..., in] and, if any, what to add to the result [..., out] -> [..., out]."""
+        if not self._is_packed:
+            return plus(nn.functional.linear(x, self._weight, self._bias), residual)
+        operators = torch.ops.mkldnn._linear_pointwise
+        if residual is None:
+            return operators.default(x, self._weight, self._bias, "none", [], "")
+        return operators.binary(x, residual, self._weight, self._bias, "add")
 
 
 def plus(x: Tensor, residual: Tensor | None) -> Tensor:
@@ -91,25 +74,36 @@ def plus(x: Tensor, residual: Tensor | None) -> Tensor:
     return x if residual is None else x.add_(residual)
 
 
+class PackedWeight(NamedTuple):
+    """What a packed layer shows for its weight: modules ask for its type.
+
+    It is no tensor, so that a module which computes with the weight itself fails for all to see.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+
+
 class PackedLinear(nn.Module):
     """What a linear layer becomes when it is packed."""
 
-    compute: Compute
+    compute: Weights
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        return self.compute(x, None)
+        return self.compute(x)
 
 
-class JoinedLinear:
+class JoinedLinear(nn.Module):
     """Linear layers of the same input as one: gives their outputs one behind the other.
 
     Until `join` it computes with the layers' own weights; that takes no memory.
     """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        super().__init__()
         self._layers = list(layers)
-        self.compute: Compute = lambda x, residual=None: plus(
+        self.compute: Callable[..., Tensor] = lambda x, residual=None: plus(
             torch.cat([layer(x) for layer in self._layers], -1), residual
         )
 
@@ -122,7 +116,7 @@ class JoinedLinear:
                 layer.weight.new_zeros(len(layer.weight)) if bias is None else bias
                 for layer, bias in zip(self._layers, biases, strict=True)
             ]
-        self.compute = compute_with(weight, None if biases[0] is None else torch.cat(biases))
+        self.compute = Weights(weight, None if biases[0] is None else torch.cat(biases))
         self._layers = []
 
 
@@ -142,4 +136,5 @@ def pack(module: nn.Module) -> None:
         if can_pack(weight.dtype, weight.device.type):
             layer._parameters.clear()
             layer.__class__ = PackedLinear
-            layer.compute = compute_with(weight, bias)
+            layer.weight = PackedWeight(weight.dtype, weight.device)
+            layer.compute = Weights(weight, bias)
