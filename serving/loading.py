@@ -1,14 +1,22 @@
 """Models and tokenizers from folders or the Hugging Face hub, or one clear line why not."""
 
+import logging
 import re
+from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import cached_file
 
 from .options import Options
 from .parsing import in_short
+from .rope import contexts, fix_rotations
+from .structure import Structure, UnsupportedModel, examine
+
+LOG = logging.getLogger("serving.loading")
 
 LONGEST_DEFAULT = 8192  # a cache for 128k tokens is for those who ask for it
 
@@ -27,8 +35,18 @@ def _reason(error: Exception, options: Options) -> str:
     return reason
 
 
-def load_pretrained(name: str, options: Options) -> tuple[Any, Any, int]:
-    """(model, tokenizer, context length) of a folder or a hub id.
+@dataclass(frozen=True)
+class Loaded:
+    """A model that can be served."""
+
+    model: Any  # transformers' own
+    tokenizer: Any
+    length: int  # of the context
+    structure: Structure
+
+
+def load_pretrained(name: str, options: Options) -> Loaded:
+    """The model of a folder or a hub id.
 
     Raises StartError if it is missing, broken or of a kind that the KV cache cannot serve.
     """
@@ -45,25 +63,102 @@ def load_pretrained(name: str, options: Options) -> tuple[Any, Any, int]:
     try:
         # First: a wrong id fails here, after one small file.
         AutoConfig.from_pretrained(name, trust_remote_code=options.trust_remote_code)
+        check_generation_config(name)
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=options.trust_remote_code)
-        model = AutoModelForCausalLM.from_pretrained(
+        model, report = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=dtype,
             trust_remote_code=options.trust_remote_code,
             use_safetensors=None if options.allow_pickle else True,  # None: what there is
+            ignore_mismatched_sizes=True,  # the report has them, and check_weights reads it
+            output_loading_info=True,
         )
         model = model.to(device).eval()
+    except StartError:
+        raise
     except Exception as error:  # a broken folder raises any of a dozen kinds
         kind = "" if Path(name).exists() else " (no such folder; tried as a hub id)"
         raise StartError(f"cannot load {name}{kind}: {_reason(error, options)}") from error
+    check_weights(name, report)
+    return _fit(model, tokenizer, name, options)
+
+
+def check_weights(name: str, report: dict[str, Any]) -> None:
+    """Raises StartError if transformers had to invent weights; says if it left some unread.
+
+    `report` is what from_pretrained tells. Tied weights and weights for other heads, such as MTP
+    layers, are not in it.
+    """
+    missing = sorted(report["missing_keys"])
+    if missing:
+        unread = sorted(report["unexpected_keys"])
+        renamed = f" (not used: {len(unread)} in the file, first {unread[0]})" if unread else ""
+        raise StartError(
+            f"{name} lacks {len(missing)} of the weights that its config.json asks for, "
+            f"first {missing[0]}{renamed}"
+        )
+    sizes = sorted(report["mismatched_keys"])
+    if sizes:
+        key, found, wanted = sizes[0]
+        raise StartError(
+            f"{name} has another size than its config.json asks for in {len(sizes)} of its "
+            f"weights, first {key}: {list(found)} instead of {list(wanted)}"
+        )
+    if report["error_msgs"]:
+        raise StartError(f"cannot load {name}: {in_short(report['error_msgs'][0])}")
+    if report["unexpected_keys"]:
+        unread = sorted(report["unexpected_keys"])
+        LOG.warning("%s: not used: %d weights, first %s", name, len(unread), unread[0])
+
+
+def check_generation_config(name: str) -> None:
+    """Raises StartError if generation_config.json, which names the ends of texts, is unreadable.
+
+    transformers would silently go on without it.
+    """
+    try:
+        file = cached_file(
+            name, "generation_config.json", _raise_exceptions_for_missing_entries=False
+        )
+        if file is None:
+            return
+        end = GenerationConfig.from_pretrained(name).eos_token_id
+    except Exception as error:
+        raise StartError(
+            f"cannot read generation_config.json of {name}: {in_short(error)}"
+        ) from error
+    ends = end if isinstance(end, list) else [] if end is None else [end]
+    if not all(type(token) is int for token in ends):
+        raise StartError(
+            f"generation_config.json of {name}: eos_token_id must be a token id or a list of "
+            f"them, not {in_short(end)}"
+        )
+
+
+def _fit(model: Any, tokenizer: Any, name: str, options: Options) -> Loaded:
+    """The model with a context that suits it. Raises StartError if the KV cache cannot serve it."""
     config = model.config.get_text_config()
+    title = f"{name} ({config.model_type})"
     if model._is_stateful:
-        raise StartError(f"{name} ({config.model_type}) has recurrent layers, not supported yet")
+        raise StartError(f"{title} has recurrent layers, not supported yet")
     # ALiBi's position bias cannot be given as a 4-D mask.
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
-        raise StartError(f"{name} ({config.model_type}) uses ALiBi, which is not supported")
+        raise StartError(f"{title} uses ALiBi, which is not supported")
+    if "position_ids" not in signature(model.forward).parameters:
+        raise StartError(f"{title} counts positions itself, so texts cannot share its forwards")
     longest = getattr(config, "max_position_embeddings", None) or LONGEST_DEFAULT
-    length = options.max_model_len or min(longest, LONGEST_DEFAULT)
+    shortest, longest = contexts(model, longest)
+    length = options.max_model_len or min(shortest, LONGEST_DEFAULT)
     if not 2 <= length <= longest:
         raise StartError(f"--max-model-len must be from 2 to {longest} for {name}")
-    return model, tokenizer, length
+    try:
+        structure = examine(model, length)
+    except UnsupportedModel as error:
+        raise StartError(f"{title} {in_short(error)}") from error
+    if structure.length < length and options.max_model_len:
+        raise StartError(
+            f"{title} attends in chunks, which is supported within the first one only: "
+            f"give --max-model-len {structure.length} or less"
+        )
+    fix_rotations(model, structure.length)
+    return Loaded(model, tokenizer, structure.length, structure)

@@ -1,0 +1,199 @@
+"""Before a model is served, its logits are compared with those of transformers' own plain forward.
+
+A model may fail in ways that raise no error: a mask that is laid over the wrong keys, a position
+that is counted from the wrong end, a cache that a layer reads in another order. So two random texts
+go through transformers' modules, each in one piece and without a cache. Then the first one goes
+through the KV cache in chunks, alone and in batches with the second, with refused drafts between.
+
+    reference = Reference.of(model)     before the fast path takes the modules' weights
+    reference.check(model)              when all is prepared
+
+Sums of floats depend on their order, so equal means equal but for roundings. How much a model makes
+of a rounding is measured: its embeddings are changed by one rounding each. In a mixture of experts
+a rounding may also choose another expert for a token, which changes that token a lot and those
+after it a little. So there it is the median token that has to be near.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .loading import StartError
+from .parsing import in_short
+from .structure import has_experts
+
+_NUM_TOKENS, _NUM_NEIGHBOUR = 320, 48  # in the two texts, where the context holds as many
+_NUM_COMPARED = 128  # the last tokens of a text
+_ROUNDINGS = 32  # of the largest logit, that may add up
+_SHAKES = 8  # times the effect of shaken embeddings; about 2 was the most that was seen
+_SHARE_OF_LARGEST = 1e-3  # in mixtures: another expert for one token moves those after it by less
+_BATCHES = (6, 1), (1, 4), (3, 6), (2, 2)  # tokens of the text and of its neighbour, in turn
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Two texts, and the logits [n, V] that transformers gives for the last tokens of each."""
+
+    texts: list[list[int]]
+    logits: list[Tensor]
+    tolerance: float
+    is_mixture: bool
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, cached: Any) -> "Reference":
+        """The reference of a CachedModel whose modules are still transformers' own.
+
+        Raises StartError if transformers itself cannot run it.
+        """
+        model, length = cached.model, cached.max_length
+        texts = random_texts(cached, [min(_NUM_TOKENS, length), min(_NUM_NEIGHBOUR, length)])
+        try:
+            logits = [_plain(model, text) for text in texts]
+            with _rounded(model.get_input_embeddings()):
+                shaken = _plain(model, texts[1])
+        except Exception as error:
+            raise StartError(f"transformers cannot run {cached.name}: {in_short(error)}") from error
+        largest = max(float(expected.abs().nan_to_num(posinf=0).max()) for expected in logits)
+        if any(expected.isnan().any() for expected in logits) or not largest:
+            raise StartError(f"{cached.name} gives no numbers: are its weights damaged?")
+        rounding = torch.finfo(model.dtype).eps * largest
+        moved = float(_distances(shaken, logits[1]).max())
+        tolerance, is_mixture = max(_ROUNDINGS * rounding, _SHAKES * moved), has_experts(model)
+        if is_mixture:
+            tolerance = max(tolerance, _SHARE_OF_LARGEST * largest)
+        return cls(texts, logits, tolerance, is_mixture)
+
+    def check(self, cached: Any) -> None:
+        """Raises StartError if the CachedModel, as it is now, gives other logits."""
+        with refusal(cached):
+            distance = self._distance(cached)
+        if not distance <= self.tolerance:  # as NaN is not
+            raise StartError(
+                f"{_title(cached)} cannot be served: its logits are {distance:.2g} away from "
+                f"transformers' own, where roundings explain {self.tolerance:.2g}"
+            )
+
+    @torch.inference_mode()
+    def _distance(self, cached: Any) -> float:
+        """How far the tokens' logits are from those expected: the farthest, or the median."""
+        found = [torch.zeros(1)]
+        for text, end, logits in _Reader(cached, self.texts).read():
+            first = len(self.texts[text]) - len(self.logits[text])  # the first token compared
+            if end > first:
+                expected = self.logits[text][: end - first][-len(logits) :]
+                found.append(_distances(logits[-len(expected) :], expected).cpu())
+        distances = torch.cat(found)
+        return float(distances.median() if self.is_mixture else distances.max())
+
+
+class _Reader:
+    """Feeds texts to a KV cache in chunks, steps and batches, as a server would."""
+
+    def __init__(self, cached: Any, texts: list[list[int]]) -> None:
+        self._cached, self._texts = cached, texts[: cached.cache.num_rows]
+        self._rows: list[int] = []
+        self._fed = [0] * len(self._texts)
+
+    def read(self) -> Iterator[tuple[int, int, Tensor]]:
+        """(Text, tokens fed of it, logits [n, V] of the last of them)."""
+        cache, length = self._cached.cache, len(self._texts[0])
+        self._rows = [cache.open_row() for _ in self._texts]
+        try:
+            yield from self._feed([length * 3 // 5])
+            yield from self._feed([length * 3 // 10])
+            yield from self._feed([1], num_refused=4)
+            if len(self._texts) > 1:
+                yield from self._feed([0, len(self._texts[1]) // 2])
+            while self._fed[0] < length:
+                for counts in _BATCHES:
+                    yield from self._feed(counts, num_refused=2)
+        finally:
+            for row in self._rows:
+                cache.close_row(row)
+
+    def _feed(
+        self, counts: tuple[int, ...] | list[int], num_refused: int = 0
+    ) -> list[tuple[int, int, Tensor]]:
+        """The next tokens of each text; behind the first text's, a draft that is then refused."""
+        texts, begins = self._texts, list(self._fed)
+        for i, count in enumerate(counts[: len(texts)]):
+            self._fed[i] = min(begins[i] + count, len(texts[i]))
+        active = [i for i, begin in enumerate(begins) if self._fed[i] > begin]
+        if not active:
+            return []
+        tokens = [texts[i][begins[i] : self._fed[i]] for i in active]
+        draft = texts[0][: min(num_refused, len(texts[0]) - self._fed[0])] if 0 in active else []
+        num_logits = [min(len(fed), _NUM_COMPARED) for fed in tokens]
+        tokens[0], num_logits[0] = tokens[0] + draft, num_logits[0] + len(draft)
+        rows = [self._rows[i] for i in active]
+        logits = self._cached.forward(rows, tokens, num_logits).logits
+        if draft:
+            self._cached.cache.truncate(self._rows[0], self._fed[0])
+            logits[0] = logits[0][: -len(draft)]
+        return [(i, self._fed[i], scores) for i, scores in zip(active, logits, strict=True)]
+
+
+@contextmanager
+def refusal(cached: Any) -> Iterator[None]:
+    """Turn whatever a CachedModel fails with into a StartError."""
+    try:
+        yield
+    except Exception as error:
+        reason = f"{type(error).__name__}: {in_short(error)}"
+        # The module may compute with a weight that the fast path has packed.
+        hint = " (--no-fastpath may help)" if cached.is_fast else ""
+        raise StartError(
+            f"{_title(cached)} cannot be run with this KV cache: {reason}{hint}"
+        ) from error
+
+
+def _title(cached: Any) -> str:
+    return f"{cached.name} ({cached.model.config.get_text_config().model_type})"
+
+
+def random_texts(cached: Any, lengths: list[int]) -> list[list[int]]:
+    """Texts of random tokens, without those that stand for ends, pads or pictures."""
+    config = cached.model.config
+    special = set(cached.tokenizer.all_special_ids)
+    for part in (config, config.get_text_config()):
+        for name, value in part.to_dict().items():
+            if name.endswith(("_token_id", "_token_index")):
+                special |= set(value if isinstance(value, list) else [value])
+    ordinary = [i for i in range(min(cached.vocab_size, len(cached.tokenizer))) if i not in special]
+    ordinary = ordinary or list(range(cached.vocab_size))
+    chance = torch.Generator().manual_seed(0)
+    return [
+        [ordinary[i] for i in torch.randint(len(ordinary), (n,), generator=chance).tolist()]
+        for n in lengths
+    ]
+
+
+def _plain(model: Any, text: list[int]) -> Tensor:
+    """[n, V] float32 of the text's last tokens: one forward without a cache."""
+    ids = torch.tensor([text], device=model.device)
+    return model(input_ids=ids, use_cache=False).logits[0, -_NUM_COMPARED:].float().clone()
+
+
+@contextmanager
+def _rounded(embedding: nn.Module) -> Iterator[None]:
+    """Change every number that the embedding gives by about one rounding, up or down."""
+
+    def shake(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        signs = torch.randint(2, output.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
+        return output * (1 + torch.finfo(output.dtype).eps * signs.to(output))
+
+    handle = embedding.register_forward_hook(shake)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _distances(actual: Tensor, expected: Tensor) -> Tensor:
+    """[n]: each token's largest difference, NaN where there is one. Equal infinities are equal."""
+    return (actual - expected).masked_fill_(actual == expected, 0).abs().amax(-1)

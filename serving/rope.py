@@ -1,0 +1,69 @@
+"""Rotations that depend on the longest position in a forward, and how they are fixed.
+
+Phi-3's longrope has factors for short texts and others for long ones, and transformers chooses by
+the longest text of a batch; dynamic NTK widens its waves with the text. A long neighbour, or a
+draft across the border, would then change what a model says. Here the longest text that may be
+served chooses, once and for all texts: the factors are those that transformers uses for a text of
+`--max-model-len` tokens.
+
+Without `--max-model-len` such a model serves the context that it was first trained on. Up to there
+transformers uses the factors for short texts, so every text is what transformers writes.
+"""
+
+from copy import deepcopy
+from typing import Any
+
+from torch import nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+_KINDS = ("dynamic", "longrope")
+
+
+def rotations(model: nn.Module) -> list[tuple[Any, str | None, dict[str, Any]]]:
+    """(module, kind of layer or None for all, rope parameters) of what depends on the length."""
+    found = []
+    for module in model.modules():
+        types = getattr(module, "rope_type", None)
+        if types is None or not hasattr(module, "config"):
+            continue
+        for layer_type, kind in types.items() if isinstance(types, dict) else [(None, types)]:
+            if any(name in str(kind) for name in _KINDS):
+                parameters = module.config.rope_parameters
+                own = parameters[layer_type] if layer_type else parameters
+                found.append((module, layer_type, own))
+    return found
+
+
+def contexts(model: nn.Module, longest: int) -> tuple[int, int]:
+    """(Positions that use the factors for short texts, positions that a user may ask for).
+
+    `longest` is the config's number of positions. Dynamic NTK is made for `factor` times as many.
+    """
+    shortest = longest
+    for _, _, parameters in rotations(model):
+        shortest = min(shortest, parameters.get("original_max_position_embeddings") or shortest)
+        if "dynamic" in parameters["rope_type"]:
+            longest = max(longest, int(longest * parameters.get("factor", 1)))
+    return shortest, longest
+
+
+def fix_rotations(model: nn.Module, length: int) -> None:
+    """Rotate, in whatever company, as transformers does in a text of `length` tokens."""
+    for module, layer_type, parameters in rotations(model):
+        kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
+        prefix = "" if layer_type is None else f"{layer_type}_"
+        buffer = getattr(module, f"{prefix}inv_freq")
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](
+            module.config, buffer.device, seq_len=length, layer_type=layer_type
+        )
+        setattr(module, f"{prefix}inv_freq", frequencies)
+        setattr(module, f"{prefix}attention_scaling", scaling)
+        if layer_type is None:
+            module.rope_type = "default"  # transformers then leaves the frequencies alone
+        else:
+            module.rope_type = {**module.rope_type, layer_type: "default"}
+        if "long_mscale" in parameters:  # Phi-3.5-MoE scales by the length as well
+            is_long = length > parameters["original_max_position_embeddings"]
+            module.config = deepcopy(module.config)
+            scale = parameters["long_mscale" if is_long else "short_mscale"]
+            module.config.rope_parameters |= {"long_mscale": scale, "short_mscale": scale}

@@ -1,0 +1,175 @@
+"""What a KV cache must know of a model, found out by running it: windows, and layers that cache.
+
+A config does not tell it. A Llama whose config has a `sliding_window` ignores it, and a layer may
+keep two caches. So the model reads a few tokens while its mask makers are watched. A mask maker is
+given a rule, (query position, key position) -> seen or not, and a rule can be asked about positions
+far behind those few tokens.
+
+The KV cache serves two rules: a token sees all tokens before it, or the last `window` of them.
+Another rule, such as llama4's chunks, is served for the positions at which it agrees with these.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+FULL = "full_attention"  # transformers' name for layers that see the whole text
+Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query, key -> seen
+
+_NUM_READ = 4  # tokens
+_NUM_QUERIES = 64  # positions that a rule is asked about, besides those at its borders
+# Keys and values, or nothing.
+_CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+
+
+class UnsupportedModel(ValueError):
+    """The KV cache cannot serve this model; a clause that says why."""
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What `examine` found."""
+
+    windows: dict[str, int | None]  # by kind of layer, how far back it sees; None: all the way
+    num_cache_layers: int
+    length: int  # how many positions the windows hold for
+
+
+def examine(model: Any, length: int) -> Structure:
+    """The structure of a model of transformers for texts of up to `length` tokens.
+
+    Kinds of layers are those of the config's `layer_types`. FULL stands for all layers where there
+    are none. Raises UnsupportedModel.
+    """
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or []
+    rules, num_cache_layers = _read(model)
+    windows: dict[str, int | None] = {}
+    for layer, rule in sorted(rules.items()):
+        window, length = window_of(rule, length, model.device)
+        kind = kinds[layer] if layer < len(kinds) else FULL
+        if windows.setdefault(kind, window) != window:
+            raise UnsupportedModel("has layers of one kind with different windows")
+    if len(set(windows.values())) < 2:  # layers that make no mask of their own follow the others
+        windows = dict.fromkeys([FULL, *kinds], next(iter(windows.values()), None))
+    windows = dict.fromkeys(kinds) | windows
+    return Structure(windows, num_cache_layers or config.num_hidden_layers, length)
+
+
+@dataclass
+class _Watch:
+    """Notes which masks are made, by which rule, and which layers get them."""
+
+    made: list[tuple[Tensor, Rule]] = field(default_factory=list)
+    rules: dict[int, Rule] = field(default_factory=dict)  # by the layer's index
+
+    def note(self, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """A forward hook. A block comes before its attention, so the attention's mask stays."""
+        for given in (*args, *options.values()):
+            for mask, rule in self.made:
+                if mask is given:
+                    self.rules[module.layer_idx] = rule
+
+    @contextmanager
+    def makers(self) -> Iterator[None]:
+        """Put a watched maker in the place of each of transformers' mask makers."""
+        names = ("sdpa", "eager")
+        for name in names:
+            ALL_MASK_ATTENTION_FUNCTIONS[name] = self._watched(ALL_MASK_ATTENTION_FUNCTIONS[name])
+        try:
+            yield
+        finally:
+            for name in names:
+                del ALL_MASK_ATTENTION_FUNCTIONS[name]
+
+    def _watched(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def make_and_note(*args: Any, mask_function: Rule, **options: Any) -> Tensor:
+            # Where transformers leaves a mask out there would be nothing to note.
+            options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+            mask = make(*args, mask_function=mask_function, **options)
+            self.made.append((mask, mask_function))
+            return mask
+
+        return make_and_note
+
+
+@torch.inference_mode()
+def _read(model: Any) -> tuple[dict[int, Rule], int]:
+    """Let the model read a few tokens: each layer's rule, and how many layers of a cache it uses.
+
+    Layers that make their own masks have no rule here. Raises UnsupportedModel.
+    """
+    ids, watch = torch.ones(1, _NUM_READ, dtype=torch.long, device=model.device), _Watch()
+    with ExitStack() as stack:
+        stack.enter_context(watch.makers())
+        for module in model.modules():
+            if isinstance(getattr(module, "layer_idx", None), int):
+                handle = module.register_forward_pre_hook(watch.note, with_kwargs=True)
+                stack.callback(handle.remove)
+        try:
+            output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
+        except Exception as error:
+            raise UnsupportedModel(f"cannot read a text: {error}") from error
+    cache = getattr(output, "past_key_values", None)
+    if cache is None:
+        raise UnsupportedModel("has no KV cache in transformers")
+    cache = getattr(cache, "self_attention_cache", cache)  # a decoder's, without its encoder
+    layers = getattr(cache, "layers", [])
+    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers):
+        raise UnsupportedModel("has recurrent layers, not supported yet")
+    others = {type(part).__name__ for part in (cache, *layers) if type(part) not in _CACHES}
+    if others:
+        raise UnsupportedModel(f"caches more than keys and values ({', '.join(sorted(others))})")
+    return watch.rules, len(layers)
+
+
+def window_of(rule: Rule, length: int, device: Any = "cpu") -> tuple[int | None, int]:
+    """A rule's window, and for how many positions (at most `length`) the rule is just that.
+
+    Example: chunks of 8 192 tokens -> (None, 8 192): up to there a token sees all before it.
+    """
+    every = torch.arange(length, device=device)
+    hidden = (~_seen(rule, every, every[:1])).flatten().nonzero()
+    border = int(hidden[0]) if len(hidden) else length  # from here on the first token is not seen
+    if not border or not _is_causal(rule, every[:border], None):
+        raise UnsupportedModel("does not read a text from left to right")
+    if border == length:
+        return None, length
+    return (border, length) if _is_causal(rule, every, border) else (None, border)
+
+
+def _is_causal(rule: Rule, keys: Tensor, window: int | None) -> bool:
+    """Whether the rule, for keys 0, 1, …, is to see the last `window` tokens (None: all)."""
+    length = len(keys)
+    at = {*torch.linspace(0, length - 1, _NUM_QUERIES).int().tolist(), 1, length - 2}
+    if window is not None:
+        at |= {times * window + i for times in (1, 2, 3) for i in (-1, 0, 1)}
+    queries = keys[sorted(q for q in at if 0 <= q < length)]
+    expected = keys <= queries[:, None]
+    if window is not None:
+        expected &= keys > queries[:, None] - window
+    return torch.equal(_seen(rule, queries, keys), expected)
+
+
+def _seen(rule: Rule, queries: Tensor, keys: Tensor) -> Tensor:
+    """[Q, K] bool: which keys each query sees."""
+    zero = queries.new_zeros(1, 1, 1, 1)
+    seen = rule(zero, zero, queries[None, None, :, None], keys[None, None, None, :])
+    return seen.expand(1, 1, len(queries), len(keys))[0, 0]
+
+
+def has_experts(model: Any) -> bool:
+    """Whether layers choose among experts; a config may name experts that no layer has."""
+    return any("experts" in name.split(".") for name, _ in model.named_modules())

@@ -1,0 +1,381 @@
+"""A stranger's model is either right or refused, with one sentence that says why."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import families
+import pytest
+import speculative_decoding as core
+import torch
+from conftest import ROOT
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.masking_utils import chunked_causal_mask_function, sliding_window_overlay
+
+from serving import loading, reference, structure
+from serving.structure import FULL, UnsupportedModel, examine, window_of
+
+LONG = 300  # tokens of a neighbour: more than any window or original context here
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Writes a small model of a family, with changes to its config, to a folder."""
+
+    def make(name, **changes):
+        families.save_small(name, tmp_path / name, **changes)
+        return tmp_path / name
+
+    return make
+
+
+def load(folder, **options):
+    return core.load_engine(core.Options(model=str(folder), drafter="ngram", **options))
+
+
+def edit_weights(folder, edit):
+    weights = load_file(folder / "model.safetensors")
+    edit(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def edit_config(folder, file="config.json", **changes):
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def tokens(count, seed=0):
+    chance = torch.Generator().manual_seed(seed)
+    return torch.randint(10, 4000, (count,), generator=chance).tolist()
+
+
+def plain_logits(folder, text, **changes):
+    """transformers' own logits [T, V], by its modules or by those of a changed config."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", **changes).eval()
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([text]), use_cache=False).logits[0]
+
+
+def served_logits(engine, text, neighbour=()):
+    """The server's logits [T, V], the last five beside a neighbour."""
+    target = engine.target
+    rows = [target.cache.open_row() for _ in range(2)]
+    try:
+        first = target.forward(rows[:1], [text[:-5]], [len(text) - 5]).logits[0]
+        if neighbour:
+            target.forward(rows[1:], [list(neighbour[:-1])], [1])
+        fed = [text[-5:], *([list(neighbour[-1:])] if neighbour else [])]
+        last = target.forward(rows[: len(fed)], fed, [len(part) for part in fed]).logits[0]
+        return torch.cat([first, last])
+    finally:
+        for row in rows:
+            target.cache.close_row(row)
+
+
+def is_near(actual, expected):
+    return bool(torch.allclose(actual, expected, rtol=1e-3, atol=1e-3))
+
+
+# ----------------------------------------------------------------------------------- weights
+
+
+def rename(weights):
+    weights["model.layers.1.mlp.up.weight"] = weights.pop("model.layers.1.mlp.up_proj.weight")
+
+
+@pytest.mark.parametrize("is_draft", [False, True])
+def test_a_renamed_tensor_is_missing(folder, is_draft, capsys):
+    path = folder("llama")
+    broken = path.with_name("broken")
+    shutil.copytree(path, broken)
+    edit_weights(broken, rename)
+    models = ["--model", str(path), "--draft-model", str(broken)]
+    models = models if is_draft else ["--model", str(broken)]
+    capsys.readouterr()  # what saving said
+    assert core.main(["--prompt", "x", *models]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "Traceback" not in said
+    assert "broken lacks 1 of the weights that its config.json asks for" in said
+    assert "first model.layers.1.mlp.up_proj.weight" in said
+    assert "(not used: 1 in the file, first model.layers.1.mlp.up.weight)" in said
+
+
+def test_layers_that_the_file_has_not_are_missing(folder):
+    path = folder("llama")
+    edit_config(path, num_hidden_layers=6)
+    with pytest.raises(
+        core.StartError, match=r"lacks 18 of the weights .*first model\.layers\.4\."
+    ):
+        load(path)
+
+
+def test_weights_of_another_size_are_named(folder):
+    path = folder("llama")
+    edit_config(path, intermediate_size=80)
+    message = r"in 12 of its weights, first .*down_proj\.weight: \[64, 96\] instead of \[64, 80\]"
+    with pytest.raises(core.StartError, match=message):
+        load(path)
+
+
+def test_tied_weights_and_mtp_weights_are_not_missing(folder):
+    """The embedded target has MTP weights, and ties its output layer to the embedding."""
+    path = folder("gpt2")
+    assert "lm_head.weight" not in load_file(path / "model.safetensors")
+    assert load(path).target.num_weights
+    found = loading.load_pretrained(core.Options().model, core.Options())
+    assert found.model.config.get_text_config().num_mtp_layers
+
+
+def test_weights_that_nobody_reads_are_told(folder, caplog):
+    path = folder("llama")
+    edit_config(path, num_hidden_layers=3)
+    load(path)
+    assert "not used: 9 weights, first model.layers.3." in caplog.text
+
+
+# -------------------------------------------------------------------------- generation_config
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[1]", '{"eos_token_id": "x"}', '{"eos_token_id": [1, null]}'], ids=str
+)
+def test_an_unreadable_generation_config_is_an_error(folder, content):
+    path = folder("llama")
+    (path / "generation_config.json").write_text(content)
+    with pytest.raises(core.StartError, match="generation_config.json"):
+        load(path)
+
+
+def test_a_model_without_generation_config_is_served(folder):
+    path = folder("llama")
+    (path / "generation_config.json").unlink()
+    assert load(path).eos_ids
+
+
+# ----------------------------------------------------------------------------------- windows
+
+
+@pytest.mark.parametrize("fastpath", [True, False])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_window_is_what_the_modules_mask(folder, name, fastpath):
+    """Llama's modules ignore a `sliding_window` in the config, Mistral's do not."""
+    path, text = folder(name), tokens(100)
+    edit_config(path, sliding_window=24)
+    engine = load(path, fastpath=fastpath)
+    assert set(engine.target._windows.values()) == {24 if name == "mistral" else None}
+    assert is_near(served_logits(engine, text, tokens(LONG)), plain_logits(path, text))
+
+
+def test_chunks_are_served_up_to_the_first_one_s_end(folder):
+    path, text = folder("llama4_text", attention_chunk_size=64), tokens(64)
+    engine = load(path)
+    assert engine.target.max_length == 64
+    assert is_near(served_logits(engine, text), plain_logits(path, text))
+    with pytest.raises(core.StartError, match="attends in chunks.* give --max-model-len 64 or"):
+        load(path, max_model_len=65)
+
+
+def test_a_rule_becomes_a_window():
+    causal = lambda b, h, q, k: k <= q  # noqa: E731
+    window = lambda b, h, q, k: causal(b, h, q, k) & sliding_window_overlay(24)(b, h, q, k)  # noqa: E731
+    chunks = chunked_causal_mask_function(50, torch.zeros(1, dtype=torch.long))
+    assert window_of(causal, 200) == (None, 200)
+    assert window_of(window, 200) == (24, 200)
+    assert window_of(window, 20) == (None, 20)
+    assert window_of(chunks, 200) == (None, 50)
+    for wrong in (
+        lambda b, h, q, k: k >= 0 * q,  # both directions
+        lambda b, h, q, k: k < q,  # without itself
+        lambda b, h, q, k: (k <= q) & (k != 3),
+    ):
+        with pytest.raises(UnsupportedModel, match="from left to right"):
+            window_of(wrong, 200)
+
+
+def test_what_reads_in_both_directions_is_refused(folder):
+    with pytest.raises(core.StartError, match="has no KV cache in transformers"):
+        load(folder("bert", is_decoder=False))
+    path = folder("llama")
+    edit_config(path, is_causal=False)
+    with pytest.raises(core.StartError, match="does not read a text from left to right"):
+        load(path)
+
+
+def test_watching_leaves_no_trace(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder("gemma2"))
+    makers = dict(structure.ALL_MASK_ATTENTION_FUNCTIONS)
+    found = examine(model, 100)
+    assert found.windows == {"sliding_attention": 24, FULL: None} and found.num_cache_layers == 4
+    assert dict(structure.ALL_MASK_ATTENTION_FUNCTIONS) == makers
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_gpt_neo_s_local_layers_keep_their_windows(folder):
+    path, text = folder("gpt_neo"), tokens(100)
+    assert is_near(served_logits(load(path), text, tokens(LONG)), plain_logits(path, text))
+
+
+# --------------------------------------------------------------------------------- rotations
+
+SHORT, FAR = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7], [2.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 9.5]
+
+
+def longrope(**changes):
+    factors = {"short_factor": SHORT, "long_factor": FAR, "factor": 6.0} | changes
+    return factors | {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
+    }  # fmt: skip
+
+
+def phi3(folder):
+    path = folder("phi3", original_max_position_embeddings=64)
+    edit_config(path, rope_parameters=longrope(), original_max_position_embeddings=64)
+    return path
+
+
+def test_longrope_without_a_length_is_transformers_for_short_texts(folder):
+    path, text = phi3(folder), tokens(60)
+    engine = load(path)
+    assert engine.target.max_length == 64
+    assert is_near(served_logits(engine, text), plain_logits(path, text))
+
+
+def test_longrope_s_factors_do_not_depend_on_neighbours(folder):
+    """They are those for long texts, for all texts, where --max-model-len is as long."""
+    path, text = phi3(folder), tokens(60)
+    engine = load(path, max_model_len=384)
+    alone = served_logits(engine, text)
+    expected = plain_logits(path, text, rope_parameters=longrope(short_factor=FAR))
+    assert is_near(alone, expected)
+    assert not is_near(alone, plain_logits(path, text))
+    assert is_near(served_logits(engine, text, tokens(LONG)), alone)
+    long = tokens(100)  # across the border transformers has the same factors
+    assert is_near(served_logits(engine, long), plain_logits(path, long))
+
+
+def dynamic(folder, factor=2.0):
+    path = folder("llama")
+    rope = {"rope_type": "dynamic", "factor": factor, "rope_theta": 1e4}
+    edit_config(path, rope_parameters=rope, max_position_embeddings=96)
+    return path
+
+
+def test_dynamic_ntk_is_fixed_by_the_longest_text(folder):
+    path, text = dynamic(folder), tokens(60)
+    with pytest.raises(core.StartError, match="must be from 2 to 192"):
+        load(path, max_model_len=193)
+    short = load(path)
+    assert short.target.max_length == 96
+    assert is_near(served_logits(short, text), plain_logits(path, text))
+    engine = load(path, max_model_len=192)
+    alone = served_logits(engine, text)
+    assert is_near(served_logits(engine, text, tokens(190)), alone)
+    longest = tokens(192)  # transformers computes the same for a text of that length
+    assert is_near(served_logits(engine, longest), plain_logits(path, longest))
+    base = 1e4 * (2 * 192 / 96 - 1) ** (16 / 14)
+    fixed = {"rope_type": "default", "rope_theta": base}
+    assert is_near(alone, plain_logits(path, text, rope_parameters=fixed))
+
+
+def test_phimoe_s_scale_is_fixed_as_well(folder):
+    path, text = folder("phimoe", original_max_position_embeddings=64), tokens(60)
+    rope = longrope() | {"short_mscale": 1.2, "long_mscale": 1.5}
+    edit_config(path, rope_parameters=rope, original_max_position_embeddings=64)
+    engine = load(path, max_model_len=384)
+    alone = served_logits(engine, text)
+    fixed = rope | {"short_mscale": 1.5}
+    assert is_near(alone, plain_logits(path, text, rope_parameters=fixed))
+    assert is_near(served_logits(engine, text, tokens(LONG)), alone)
+
+
+# -------------------------------------------------------------------------------- comparison
+
+
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
+def test_a_model_that_answers_otherwise_than_transformers_is_not_served(
+    folder, name, monkeypatch, capsys
+):
+    """A window that is one token too narrow is enough, in a mixture of experts as well."""
+    path = folder(name)
+    found = structure.examine
+
+    def narrow(model, length):
+        seen = found(model, length)
+        windows = {kind: window and window - 1 for kind, window in seen.windows.items()}
+        return structure.Structure(windows, seen.num_cache_layers, seen.length)
+
+    monkeypatch.setattr(loading, "examine", narrow)
+    capsys.readouterr()  # what saving said
+    for options in ([], ["--no-fastpath"], ["--no-bitwise"]):
+        assert core.main(["--prompt", "x", "--model", str(path), *options]) == 2
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1
+        assert f"({name}) cannot be served: its logits are" in said and "transformers' own" in said
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_one_token_may_choose_another_expert(folder, name):
+    """A rounding does that to a mixture; where there are no experts it is a fault."""
+    target = core.load_model(str(folder(name)), core.Options())
+    expected = core.Reference.of(target)
+    with torch.inference_mode():
+        expected.logits[0][100] += 1
+    if name == "mixtral":
+        return expected.check(target)
+    with pytest.raises(core.StartError, match="its logits are 1 away"):
+        expected.check(target)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "mixtral"])
+def test_roundings_of_bfloat16_are_no_fault(folder, name):
+    assert load(folder(name), dtype="bfloat16", bitwise=False)
+
+
+def test_a_forward_that_fails_is_told_in_a_sentence(folder, monkeypatch):
+    path = folder("llama")
+    monkeypatch.setattr(core.CachedModel, "make_exact", lambda *_: 1 / 0)
+    monkeypatch.setattr(core, "by_speed", lambda model: 1 / 0)
+    said = r"\(llama\) cannot be run .*ZeroDivisionError"
+    with pytest.raises(core.StartError, match=said + r".*\(--no-fastpath may help\)$"):
+        load(path)
+    with pytest.raises(core.StartError, match=said + ": division by zero$"):
+        load(path, fastpath=False)
+
+
+def test_a_model_without_numbers_is_not_served(folder):
+    path = folder("llama")
+    edit_weights(path, lambda weights: weights["model.norm.weight"].fill_(torch.nan))
+    with pytest.raises(core.StartError, match="gives no numbers: are its weights damaged"):
+        load(path)
+
+
+@pytest.mark.parametrize("max_model_len", [2, 3, 9, 40])
+@pytest.mark.parametrize("max_running", [1, 2])
+def test_short_contexts_are_compared_too(folder, max_model_len, max_running):
+    assert load(folder("llama"), max_model_len=max_model_len, max_running=max_running)
+
+
+def test_special_tokens_are_left_out_of_the_texts():
+    config = SimpleNamespace(to_dict=lambda: {"image_token_id": 7, "eos_token_id": [3, None]})
+    config.get_text_config = lambda: config
+    cached = SimpleNamespace(
+        model=SimpleNamespace(config=config),
+        tokenizer=type("T", (list,), {"all_special_ids": [0]})(range(9)),
+        vocab_size=20,
+    )
+    (text,) = reference.random_texts(cached, [500])
+    assert set(text) == {1, 2, 4, 5, 6, 8}
+
+
+def test_the_embedded_draft_model_is_compared(monkeypatch):
+    """Both models are; the tests of the embedded ones would not notice if none were."""
+    seen = []
+    check = core.Reference.check
+    monkeypatch.setattr(
+        core.Reference,
+        "check",
+        lambda self, cached: seen.append(cached.name) or check(self, cached),
+    )
+    core.load_engine(core.Options())
+    assert seen == [core.Options().model, str(ROOT / "demo_models" / "draft")]
