@@ -203,7 +203,8 @@ def describe(module: str, arguments: list[str] | None) -> dict[str, Any]:
         "command": " ".join(["python -m", module, *given]),
         "commit": _commit(),
         "hardware": {
-            "cpu": _cpu(),
+            "cpu": _cpu("model name"),
+            "flags": sorted(_FLAGS & set(_cpu("flags").split())),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -216,11 +217,14 @@ def describe(module: str, arguments: list[str] | None) -> dict[str, Any]:
     }
 
 
-def _cpu() -> str:
+_FLAGS = {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"}
+
+
+def _cpu(what: str) -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    found = [line.partition(":")[2].strip() for line in lines if line.startswith(what)]
+    return found[0] if found else platform.processor() or platform.machine()
 
 
 def _commit() -> str | None:

@@ -1,22 +1,22 @@
 """What does it bring to serve requests together? Batches of 1 … 16, speculation on and off.
 
-The same requests one after another and in one batch, interleaved, tokens per second as medians; and
-the longest gap between two tokens of a running request while a long prompt arrives, by the chunk in
-which prompts are read.
+The same requests one after another and in one batch, all drafters in turn, tokens per second as
+medians, and in the speed of not drafting; and the longest gap between two tokens of a running
+request while a long prompt arrives, by the chunk in which prompts are read.
 
-    python -m benchmarks.batch [--runs 5] [--tokens 96] [--json]
+    python -m benchmarks.batch [--runs 5] [--tokens 96] [--sizes 1 4 8 16] [--together] [--json]
 """
 
 import argparse
 import json
 import time
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from benchmarks import core, interleave, median_ms
+from benchmarks import Timed, core, interleave, median_ms
 from serving.options import between
 
 SIZES = (1, 2, 4, 8, 16)
@@ -46,43 +46,74 @@ def together(engine: Any, requests: list[Any]) -> list[list[int]]:
     return [s.output for s in sequences]
 
 
-def measure_batches(engine: Any, runs: int, num_tokens: int) -> list[dict[str, Any]]:
-    """One row per drafter and size: tokens per second both ways, and whether outputs agree."""
-    encode = engine.target.tokenizer
+def cases_of(engine: Any) -> list[tuple[str | None, bool]]:
+    """(drafter, whether K is fixed); it is the controller that chooses for auto."""
+    both = [(name, is_fixed) for name in engine.drafters for is_fixed in (True, False)]
+    return [(None, False), *(case for case in both if case != ("auto", True))]
+
+
+def measure_batches(
+    engine: Any, sizes: list[int], runs: int, num_tokens: int, is_alone_timed: bool
+) -> list[dict[str, Any]]:
+    """One row per size and case: tokens per second both ways, and whether outputs agree.
+
+    All cases of a size are run in turn. `of_none` is a case's speed in that of not drafting, in
+    the same run: the median, and its quartiles.
+    """
+    encode, controller, rows = engine.target.tokenizer, engine.controller, []
     prompts = [encode(text)["input_ids"] for text in core.read_prompts().values()] * 2
-    cases = [(size, None, False) for size in SIZES]
-    cases += [
-        (size, name, is_fixed)
-        for size in SIZES
-        for name in engine.drafters
-        for is_fixed in (True, False)
-        if not (is_fixed and name == "auto")  # it is the controller that chooses for it
-    ]
-    rows, controller = [], engine.controller
-    for size, name, is_fixed in sorted(cases, key=lambda case: case[0]):
-        engine.controller = None if is_fixed else controller
-        requests = [core.Request(prompt, num_tokens, name) for prompt in prompts[:size]]
+
+    def method(requests: list[Any], is_fixed: bool, run: Any) -> Any:
+        def call() -> list[list[int]]:
+            engine.controller = None if is_fixed else controller
+            return run(engine, requests)
+
+        return call
+
+    for size in sizes:
         methods = {
-            method: lambda run=method, given=requests: run(engine, given)
-            for method in (one_by_one, together)
+            (case, run): method(
+                [core.Request(p, num_tokens, case[0]) for p in prompts[:size]], case[1], run
+            )
+            for run in ([one_by_one, together] if is_alone_timed else [together])
+            for case in cases_of(engine)
         }
-        timed = interleave(methods, runs, f"batch of {size}, {name or 'none'}")
-        outputs = {method: calls[-1].result for method, calls in timed.items()}
-        tokens = sum(map(len, outputs[together]))
-        alone, batched = (tokens / median_ms(calls) * 1e3 for calls in timed.values())
-        rows.append(
-            {
-                "batch": size,
-                "drafter": name or "none",
-                "k": "–" if name is None else "5" if is_fixed else "controller",
-                "alone_tokens_per_s": round(alone, 1),
-                "batch_tokens_per_s": round(batched, 1),
-                "ratio": round(batched / alone, 2),
-                "identical": outputs[one_by_one] == outputs[together],
-            }
-        )
+        timed = interleave(methods, runs, f"batches of {size}")
+        for case in cases_of(engine):
+            rows.append({"batch": size} | row_of(case, timed))
+        single = [
+            row["of_none"] for row in rows if row["batch"] == size and row["drafter"] != "auto"
+        ]
+        rows[-1]["of_best"] = round(rows[-1]["of_none"] / max(single), 3)
     engine.controller = controller
     return rows
+
+
+def row_of(case: tuple[str | None, bool], timed: dict[Any, list[Timed]]) -> dict[str, Any]:
+    """The figures of one case among all of its size."""
+    name, is_fixed = case
+    batched, alone = timed[case, together], timed.get((case, one_by_one))
+    outputs = batched[-1].result
+    tokens = sum(map(len, outputs))
+    shares = [
+        plain.ms / own.ms
+        for plain, own in zip(timed[(None, False), together], batched, strict=True)
+    ]
+    low, _, high = quantiles(shares, n=4, method="inclusive") if len(shares) > 1 else shares * 3
+    row = {
+        "drafter": name or "none",
+        "k": "–" if name is None else "5" if is_fixed else "controller",
+        "batch_tokens_per_s": round(tokens / median_ms(batched) * 1e3, 1),
+        "of_none": round(median(shares), 3),
+        "quartiles": [round(low, 3), round(high, 3)],
+        "of_best": None,
+        "identical": outputs == timed[(None, False), together][-1].result,
+    }
+    if alone:
+        row["alone_tokens_per_s"] = round(tokens / median_ms(alone) * 1e3, 1)
+        row["ratio"] = round(median_ms(alone) / median_ms(batched), 2)
+        row["identical"] &= outputs == alone[-1].result
+    return row
 
 
 def measure_gaps(engine: Any, runs: int) -> list[dict[str, Any]]:
@@ -123,27 +154,33 @@ def main() -> None:
     parser.add_argument("--runs", type=between(1, 99), default=5, help="(default: %(default)s)")
     parser.add_argument("--tokens", type=between(2, 1000), default=96, help="a request")
     parser.add_argument("--json", action="store_true", help="only the JSON line")
+    parser.add_argument("--sizes", type=between(1, 16), nargs="+", default=SIZES, help="of batches")
+    parser.add_argument("--together", action="store_true", help="only in batches, and no gaps")
     given = parser.parse_args()
     engine = core.load_engine(core.Options(max_running=max(SIZES)))
     engine.eos_ids = set()  # every request as long as the others
+    batches = measure_batches(engine, given.sizes, given.runs, given.tokens, not given.together)
     document = {
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "batches": measure_batches(engine, given.runs, given.tokens),
-        "gaps": measure_gaps(engine, given.runs),
+        "batches": batches,
+        "gaps": [] if given.together else measure_gaps(engine, given.runs),
     }
     if not given.json:
         print(
-            f"{'batch':>5} {'drafter':12}{'K':>11}"
-            f"{'one by one':>11}{'together':>10} tok/s{'ratio':>7}"
+            f"{'batch':>5} {'drafter':12}{'K':>11}{'together':>10} tok/s{'of none':>9}"
+            f"{'quartiles':>14}{'of best':>9}{'one by one':>12}{'ratio':>7}"
         )
         for row in document["batches"]:
+            low, high = row["quartiles"]
             print(
                 f"{row['batch']:5} {row['drafter']:12}{row['k']:>11}"
-                f"{row['alone_tokens_per_s']:11.0f}"
-                f"{row['batch_tokens_per_s']:10.0f}      {row['ratio']:7.2f}"
+                f"{row['batch_tokens_per_s']:10.0f}      {row['of_none']:9.2f}"
+                f"{low:8.2f} {high:5.2f}{row['of_best'] or '–':>9}"
+                f"{row.get('alone_tokens_per_s', '–'):>12}{row.get('ratio', '–'):>7}"
                 f"{'' if row['identical'] else '  outputs differ'}"
             )
+    if not given.json and document["gaps"]:
         print(f"\n{'chunk':>6}{'longest gap, ms':>17}{'first token of 1 800, ms':>26}")
         for row in document["gaps"]:
             print(

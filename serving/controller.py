@@ -1,33 +1,54 @@
-"""How many tokens to draft, decided per request and cycle: as many as pay, and none if none do.
+"""How many tokens to draft, decided in each cycle: as many as pay, and none if none do.
 
     expected tokens of a cycle with K drafts:  E(K) = 1 + α₁ + α₁α₂ + … + α₁…α_K
     its cost, in passes of plain decoding:     T(K) = K · c + t_verify(K)
-    choose the K from 0 to the request's limit that makes E(K) / T(K) largest
+    choose what makes E / T largest: for one request its K, for a batch all of them (planner.py)
 
 αᵢ, the chance that the i-th token is accepted once those before it are, is estimated from the
-request's own cycles, recent ones counting more. The first guess is high, as a good drafter that is
-taken for a bad one costs more than a few drafts in vain. K = 0 is plain decoding; now and then a
-probe drafts all the same, so that a text that has become easy is noticed. A drafter that costs
-nothing (n-gram) needs no probe, nor to be chosen: what it would have drafted is held against what
-came.
+request's own cycles, recent ones counting more. A new request is thought to be like those before
+it; the very first guess is high, as a good drafter that is taken for a bad one costs more than a
+few drafts in vain. A drafter that costs nothing (n-gram) need not be chosen to be known: what it
+would have drafted is held against what came.
 
-Costs come from the clock for greedy requests: a pass costs a + b · (tokens fed), fitted to this
-process's cycles, so that K shrinks as a batch fills up. Which tokens a *sampled* request emits
-depends on where its drafts end (not their distribution: the tokens). With the clock in it, the same
-seed would give another text whenever the machine is busy. So sampled requests are decided by
-nominal costs, from the sizes of the weights: the same everywhere, and none of the neighbours'
-business.
+K = 0 is plain decoding. A drafter that does not draft is tried all the same now and then, in a
+probe: texts become easy, and what was measured while the machine was busy was wrong. All probes
+together may cost a fiftieth of the time; that is counted across requests, as one of them may be too
+short to pay for any.
+
+Costs come from the clock for greedy requests (costs.py), so that K shrinks as a batch fills up.
+Which tokens a *sampled* request emits depends on where its drafts end (not their distribution: the
+tokens). With the clock in it, the same seed would give another text whenever the machine is busy.
+So a sampled request is decided by itself, by its own record and by nominal costs, from the sizes of
+the weights: the same everywhere, and none of the neighbours' business.
 """
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import sqrt
+from operator import mul
 from typing import Any
 
-_PRIOR, _PRIOR_WEIGHT = 0.85, 2.0  # α before anything was seen, and how many cycles that counts for
+from .costs import PAD_SHARE, Costs
+from .planner import (
+    NOTHING,
+    Choice,
+    Offer,
+    Offers,
+    Prices,
+    best_free,
+    best_plan,
+    evaluate,
+    gains_of,
+)
+
+PRIOR = 0.85  # α before anything was seen
+_PRIOR_WEIGHT = 2.0  # how many cycles that counts for, until there are more of its own
 _KEPT, _OLDEST = 0.85, 4  # of what was seen, with each cycle; of at most so many at once
-_PROBE, _PROBING = 1, 0.02  # tokens of a probe; the share of the time that probes may cost
-_TOKEN_SHARE = 0.02  # what each further token costs of a pass, before measuring
-_FIT_KEPT, _FIT_RIDGE, _OUTLIER = 0.98, 4.0, 3.0
-_WORTHWHILE = 1.01  # a draft must promise at least this much more than none
+_TYPICAL_KEPT, _TYPICAL_WEIGHT = 0.99, 4.0  # the same of what is typical of a drafter
+PROBE_TOKENS, PROBE_BUDGET = 1, 0.01  # of a probe; the share of the time that probes may cost
+_WORTHWHILE = 1.01  # drafts must promise at least this much more than none
+_SERVED = 32  # cycles for which text that a model reads now is thought to serve
 
 
 @dataclass
@@ -39,6 +60,10 @@ class Acceptance:
     since: int = 0  # cycles without a draft
     cycles: int = 0  # with one
     coverage: float = 1.0  # share of the cycles in which it had anything to propose when asked
+    unread: int = 0  # tokens of the text that it will have to read first
+    is_shared: bool = False  # made of many requests, or one that is compared with them
+    typical: "Acceptance | None" = field(default=None, repr=False, compare=False)
+    _reach: list[float] = field(default_factory=list, repr=False, compare=False)
 
     def observe(self, drafted: int, accepted: int, asked: int = 0) -> None:
         """A cycle in which `accepted` of `drafted` tokens were; `asked` for were so many."""
@@ -49,84 +74,46 @@ class Acceptance:
             return
         # It ages with the text, drafts or not; within bounds, as one probe is not much to go by.
         kept, self.since = _KEPT ** min(1 + self.since, _OLDEST), 0
+        self._reach = []
+        self.count(kept, min(drafted, accepted + 1), accepted)
+        if self.typical:
+            self.typical.count(_TYPICAL_KEPT, min(drafted, accepted + 1), accepted)
+
+    def count(self, kept: float, reached: int, accepted: int) -> None:
+        """Age what was counted by position, and count so many more."""
         self.cycles += 1
-        reached = min(drafted, accepted + 1)
-        grown = max(0, reached - len(self.reached))
-        self.reached = [kept * x for x in self.reached] + [0.0] * grown
-        self.accepted = [kept * x for x in self.accepted] + [0.0] * grown
+        grown = [0.0] * (reached - len(self.reached))
+        self.reached = [kept * x for x in self.reached] + grown
+        self.accepted = [kept * x for x in self.accepted] + grown
         for i in range(reached):
             self.reached[i] += 1
             self.accepted[i] += i < accepted
 
     def alphas(self, count: int) -> list[float]:
-        """α₁ … α_count; where little was seen a position is thought to be like the one before."""
-        result, before = [], _PRIOR
+        """α₁ … α_count; where little was seen a position is thought to be like the one before.
+
+        With a typical record it is thought to be like the same position there, but better or worse
+        as this request was before.
+        """
+        result, before = [], PRIOR
+        expected = self.typical.alphas(count) if self.typical else []
+        # What was thought before fades, but not in company: there it is learnt, too.
+        weight = _TYPICAL_WEIGHT if self.is_shared else _PRIOR_WEIGHT / (1 + self.cycles)
         for i in range(count):
             reached = self.reached[i] if i < len(self.reached) else 0.0
             accepted = self.accepted[i] if i < len(self.accepted) else 0.0
-            weight = _PRIOR_WEIGHT / (1 + self.cycles)  # what was thought before fades
+            if expected:
+                level = sqrt(before / max(expected[i - 1], 1e-6)) if i else 1.0
+                before = min(1.0, expected[i] * level)
             before = (accepted + weight * before) / (reached + weight)
             result.append(before)
         return result
 
-
-@dataclass
-class Costs:
-    """Times in ms; `pass_ms + token_ms · tokens fed` is a pass of the target.
-
-    The fit is a weighted regression that forgets; a ridge keeps it sane while all passes are of one
-    size, and outliers (the machine did something else) are cut to what is believable.
-    """
-
-    pass_ms: float = 0.0
-    token_ms: float = 0.0
-    draft_ms: dict[str, float] = field(default_factory=dict)  # per draft step, by drafter
-    _sums: tuple[float, ...] = (0.0,) * 5  # of 1, tokens, ms, tokens², tokens · ms
-
-    @classmethod
-    def nominal(cls, target: int, steps: dict[str, int]) -> "Costs":
-        """From numbers of weights: a model that decodes spends its time reading them.
-
-        Example: nominal(100, {"mtp": 20}) -> a draft step costs a fifth of a pass.
-        """
-        return cls(1.0, _TOKEN_SHARE, {name: size / target for name, size in steps.items()})
-
-    def verify(self, tokens: int) -> float:
-        """A pass over so many tokens in all."""
-        return self.pass_ms + self.token_ms * tokens
-
-    def observe_pass(self, tokens: int, ms: float) -> None:
-        """A pass that was measured."""
-        if self.is_known:  # an outlier counts for less, but it counts: times may have changed
-            ms = min(ms, _OUTLIER * self.verify(tokens))
-        new = (1.0, tokens, ms, tokens * tokens, tokens * ms)
-        self._sums = tuple(_FIT_KEPT * old + x for old, x in zip(self._sums, new, strict=True))
-        weight, mean, mean_ms, square, product = (x / self._sums[0] for x in self._sums)
-        variance, covariance = square - mean * mean, product - mean * mean_ms
-        ridge = _FIT_RIDGE / self._sums[0]
-        slope = (covariance + ridge * _TOKEN_SHARE * mean_ms) / (variance + ridge)
-        self.token_ms = min(max(slope, 0.0), mean_ms / max(mean, 1.0))
-        self.pass_ms = max(mean_ms - self.token_ms * mean, 0.0)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether a pass was measured, or its cost given."""
-        return self._sums[0] > 0 or self.pass_ms > 0
-
-    def observe_draft(self, name: str, steps: int, ms: float, share: float = 0.0) -> None:
-        """A drafter's time for a batch of drafts, the longest of `steps` tokens.
-
-        `share` is what a step should cost of a pass, going by the weights. A first measurement far
-        above would put an end to drafting, and so to measuring.
-        """
-        known, new = self.draft_ms.get(name), ms / steps
-        if known is None:
-            most = _OUTLIER * share * self.verify(1)
-            self.draft_ms[name] = min(new, most) if most else new
-        elif new <= _OUTLIER * known:
-            self.draft_ms[name] = _KEPT * known + (1 - _KEPT) * new
-        else:  # not ignored for ever: it may have become slower
-            self.draft_ms[name] = 1.1 * known
+    def reach(self, count: int) -> list[float]:
+        """The chance that 1, 2, … count tokens are all accepted."""
+        if len(self._reach) < count:
+            self._reach = list(accumulate(self.alphas(count), mul))
+        return self._reach[:count]
 
 
 @dataclass(frozen=True)
@@ -137,14 +124,9 @@ class Decision:
     num_tokens: int
     alpha: float  # of the first position
     c: float
-    expected_speedup: float  # of the best K, which is below 1 where none pays
+    expected_speedup: float  # of the whole batch
     break_even: float  # the α at which one drafted token would pay for itself
     is_probe: bool = False
-
-    @property
-    def probe_cost(self) -> float:
-        """What a draft of one token costs more than it is expected to bring."""
-        return self.break_even - self.alpha
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, with the sentence."""
@@ -160,10 +142,14 @@ class Decision:
                 f"expected {self.expected_speedup:.2f}×"
             )
         probe = "a probe; " if self.is_probe else ""
-        return (
-            f"{probe}K=0 is faster here: {self.drafter} has α {_short(self.alpha)} < break-even "
-            f"{_short(self.break_even)} (c {_short(self.c)})"
-        )
+        if self.break_even > 1:
+            why = f"cannot pay (c {_short(self.c)})"
+        else:
+            why = (
+                f"has α {_short(self.alpha)} < break-even {_short(self.break_even)} "
+                f"(c {_short(self.c)})"
+            )
+        return f"{probe}K=0 is faster here: {self.drafter} {why}"
 
 
 def _short(value: float) -> str:
@@ -171,87 +157,210 @@ def _short(value: float) -> str:
     return f"{value:.2f}".removeprefix("0")
 
 
+@dataclass(slots=True)
+class Seat:
+    """One request of a batch, as the controller sees it."""
+
+    records: dict[str, Acceptance]  # of the drafters that may propose now
+    limit: int  # drafted tokens, at most
+    remaining: int  # tokens until it ends
+    is_greedy: bool = True
+
+
 class Controller:
-    """Chooses for each request and cycle; learns costs from what the engine measures."""
+    """Chooses for each batch and cycle; learns from what the engine measures and what came."""
 
     def __init__(self, num_target_weights: int, num_step_weights: dict[str, int]) -> None:
         """Numbers of weights that a pass, and a draft step of each drafter, read."""
-        self._nominal = Costs.nominal(num_target_weights, num_step_weights)
-        self.costs: dict[int, Costs] = {}  # as measured, by the size of the batch: see `measured`
+        weights = num_target_weights, num_step_weights
+        self._nominal, self.costs = Costs(*weights), Costs(*weights)
+        self._typical: dict[str, Acceptance] = {}  # of all greedy requests so far
+        self._saved: dict[str, float] = {}  # tokens that probing may cost, of each idle drafter
+        self._rates: dict[int, float] = {}  # of the last plan, by size of the batch
 
-    def measured(self, batch: int) -> Costs:
-        """To be observed by: batches of 1, 2 to 3, 4 to 7, … are measured apart."""
-        return self.costs.setdefault(batch.bit_length(), Costs())
+    def record(self, name: str, num_prompt_tokens: int, is_greedy: bool) -> Acceptance:
+        """For a new request. A sampled one must not depend on those before it."""
+        if not is_greedy:
+            return Acceptance(unread=num_prompt_tokens)
+        typical = self._typical.setdefault(name, Acceptance(is_shared=True))
+        return Acceptance(unread=num_prompt_tokens, is_shared=True, typical=typical)
 
-    def costs_steps(self, name: str) -> bool:
-        """Whether drafting takes steps of a model."""
-        return self.share(name) > 0
+    def plan(self, seats: list[Seat], batch: int) -> list[Decision]:
+        """Who drafts for each of these seats, and how much; `batch` requests share the pass."""
+        alone = {i: self._alone(seat) for i, seat in enumerate(seats) if not seat.is_greedy}
+        greedy = [seat for seat in seats if seat.is_greedy]
+        together = iter(self._together(greedy, batch, list(alone.values())) if greedy else ())
+        return [alone[i] if i in alone else next(together) for i in range(len(seats))]
 
-    def share(self, name: str) -> float:
-        """What a step of this drafter costs of a pass, going by the weights."""
-        return self._nominal.draft_ms.get(name, 0.0) / self._nominal.verify(1)
+    def _alone(self, seat: Seat) -> Decision:
+        """One sampled request, by its own record and the sizes of weights."""
+        cycle = _Cycle([seat], self._nominal, 1)
+        saved = cycle.budget()
+        cycle.probe({name: saved * (1 + seat.records[name].since) for name in cycle.idle})
+        return cycle.decisions()[0]
 
-    def _known(self, batch: int) -> Costs:
-        """What was measured in the batches nearest to this size; else what the weights say."""
-        known = [size for size, costs in self.costs.items() if costs.is_known]
-        nearest = min(known, key=lambda size: abs(size - batch.bit_length()), default=None)
-        return self._nominal if nearest is None else self.costs[nearest]
+    def _together(self, seats: list[Seat], batch: int, given: list[Decision]) -> list[Decision]:
+        """All greedy requests of a batch, beside what sampled ones were `given`."""
+        cycle = _Cycle(seats, self.costs, batch, given, self._rates.get(batch, 0.0))
+        self._rates[batch] = cycle.plan.rate
+        for name in cycle.used:
+            self._saved.pop(name, None)
+        for name in cycle.idle:
+            self._saved[name] = self._saved.get(name, 0.0) + cycle.budget()
+        if probed := cycle.probe(self._saved):
+            self._saved[probed] = 0.0
+        else:
+            cycle.join()
+        return cycle.decisions()
 
-    def choose(
+
+class _Cycle:
+    """One cycle's choice for requests that are decided together."""
+
+    def __init__(
         self,
-        records: dict[str, Acceptance],
-        limit: int,
-        batch: int,
-        is_greedy: bool,
-        num_paid_steps: int = 0,
-    ) -> Decision:
-        """The drafter and number of tokens, at most `limit`, for one of `batch` requests.
-
-        `records` has one entry per drafter to choose from. So many draft steps are taken for
-        others of the batch anyway.
-        """
-        costs, batch = (self._known(batch), batch) if is_greedy else (self._nominal, 1)
-        decisions = [
-            self._best(name, record, limit, batch, costs, num_paid_steps if is_greedy else 0)
-            for name, record in records.items()
-        ]
-        # Whoever has nothing to propose leaves a cycle of plain decoding.
-        best = max(
-            decisions,
-            key=lambda d: records[d.drafter].coverage * (d.expected_speedup - 1),
-        )
-        for other in decisions:  # what is passed over may have become better, too
-            lost = other.probe_cost + max(best.expected_speedup - 1, 0.0)
-            is_due = lost <= _PROBING * records[other.drafter].since
-            if other is not best and self.costs_steps(other.drafter) and is_due:
-                return replace(other, num_tokens=min(limit, _PROBE), is_probe=True)
-        if best.expected_speedup > _WORTHWHILE:
-            return best
-        # The cheaper a probe, the more often: a draft that is nearly free is nearly always made.
-        if best.probe_cost > _PROBING * (1 + records[best.drafter].since):
-            return replace(best, num_tokens=0)
-        return replace(best, num_tokens=min(limit, _PROBE), is_probe=True)
-
-    def _best(
-        self,
-        name: str,
-        record: Acceptance,
-        limit: int,
-        batch: int,
+        seats: list[Seat],
         costs: Costs,
-        num_paid: int,
-    ) -> Decision:
-        plain = costs.verify(batch)
-        # A step that was not measured yet costs what its weights say.
-        step = costs.draft_ms.get(name, self.share(name) * plain)
-        best, best_speedup, expected, reach = 0, 0.0, 1.0, 1.0
-        alphas = record.alphas(limit)
-        for k, alpha in enumerate(alphas, 1):
-            reach *= alpha
-            expected += reach
-            cost = max(k, num_paid) * step + costs.verify(batch * (k + 1))
-            speedup = expected * (plain + num_paid * step) / cost
-            if speedup > best_speedup:
-                best, best_speedup = k, speedup
-        break_even = (step + costs.verify(2 * batch)) / plain - 1
-        return Decision(name, best, alphas[0], step / plain, best_speedup, break_even)
+        batch: int,
+        given: Sequence[Decision] = (),
+        rate: float = 0.0,
+    ) -> None:
+        """`given` is what others of the batch draft anyway; `rate` guesses the tokens per ms."""
+        self.seats, self.costs, self.batch = seats, costs, batch
+        self.line = costs.pass_line(batch)
+        self.alone_ms = self.line.at(batch)  # a pass without drafts
+        names = dict.fromkeys(name for seat in seats for name in seat.records)
+        names |= dict.fromkeys(decision.drafter for decision in given)
+        self.step_ms = {name: costs.step(name, batch, self.alone_ms) for name in names}
+        self.read_ms = {name: costs.read(name, self.alone_ms) for name in names}
+        # A row that is fed is a pad less.
+        self.row_ms = self.line.slope * (1 - PAD_SHARE if batch > 1 else 1)
+        self.prices = self._prices(given)
+        self.offers = [self._offers(seat) for seat in seats]
+        self.plan = best_plan(self.offers, self.prices, rate)
+        self.plain_rate = self.prices.tokens / self.prices.ms
+        if self.plan.rate < _WORTHWHILE * self.plain_rate:
+            self.plan = evaluate([NOTHING] * len(seats), self.offers, self.prices)
+        self.choices, self.probing = self.plan.choices, set[int]()
+        self._shared: dict[str, float] = {}  # what all requests gain by a model's first step
+        self.used = {choice.drafter for choice in self.choices}
+        self.idle = {name for seat in seats for name in seat.records} - self.used
+
+    def _prices(self, given: Sequence[Decision]) -> Prices:
+        tokens, rows, width, paid = float(self.batch), self.batch, 0, dict[str, int]()
+        for decision in given:
+            rows += decision.num_tokens
+            width = max(width, decision.num_tokens)
+            tokens += sum(accumulate([decision.alpha] * decision.num_tokens, mul))
+            paid[decision.drafter] = max(paid.get(decision.drafter, 0), decision.num_tokens)
+        steps = {n: fixed for n, (fixed, _) in self.step_ms.items() if self.costs.runs_model(n)}
+        pads = self.batch * (1 + width) - rows
+        ms = self.line.at(rows + PAD_SHARE * pads) + self.costs.other(self.batch)
+        ms += sum(count * steps.get(n, 0.0) for n, count in paid.items())
+        # A position more for one request is a pad more for each of the others.
+        width_ms = PAD_SHARE * self.batch * self.line.slope if self.batch > 1 else 0.0
+        return Prices(tokens, ms, steps, paid, width_ms, width)
+
+    def _offers(self, seat: Seat) -> Offers:
+        """What each drafter may do for a request; what it reads first serves for some cycles."""
+        cycles = min(_SERVED, max(1, seat.remaining // 2))
+        offers = {}
+        for name, record in seat.records.items():
+            worth, row_ms = record.reach(seat.limit), self.row_ms
+            if record.coverage < 1:  # it may have nothing to propose
+                worth, row_ms = [record.coverage * x for x in worth], record.coverage * row_ms
+            read_ms = record.unread * self.read_ms[name] / cycles
+            offers[name] = Offer(worth, row_ms + self.step_ms[name][1], read_ms)
+        return offers
+
+    def budget(self) -> float:
+        """What this cycle allows for probes of each idle drafter, in tokens."""
+        return PROBE_BUDGET * self.plan.tokens / max(1, len(self.idle))
+
+    def _lost(self, i: int, name: str, gain: float) -> float:
+        """Tokens that request i loses by a probe, the step apart, in place of what gains it so."""
+        offer = self.offers[i][name]
+        read_ms = self.seats[i].records[name].unread * self.read_ms[name]
+        return gain + self.plan.rate * (offer.token_ms + read_ms) - offer.worth[0]
+
+    def _free(self, offers: Offers) -> tuple[float, Choice]:
+        """What a request gains without a model, and how."""
+        rate = self.plan.rate
+        return best_free({name: gains_of(o, rate) for name, o in offers.items()}, self.prices)
+
+    def join(self) -> None:
+        """Let a request that has long drafted nothing take part in a step that is taken anyway."""
+        for i, (_, count) in enumerate(self.choices):
+            for name, record in self.seats[i].records.items() if not count else ():
+                saved = PROBE_BUDGET * record.since * self.plan.tokens / self.batch
+                if name in self.used & self.prices.steps.keys() and self._lost(i, name, 0) <= saved:
+                    self.choices[i] = Choice(name, min(PROBE_TOKENS, self.seats[i].limit))
+                    self.probing.add(i)
+
+    def probe(self, saved: dict[str, float]) -> str | None:
+        """Let an idle drafter draft a token for those who lose little, once that was `saved`.
+
+        Of the requests it takes those that make a probe cheapest for each: they share its step.
+        """
+        rate, steps = self.plan.rate, self.prices.steps
+        free = [self._free(offers) for offers in self.offers]
+        for name in sorted(self.idle, key=lambda name: -saved.get(name, 0.0)):
+            # Two models in one cycle would take twice the time: the chosen one has a rest.
+            rest = [
+                own if choice.drafter in steps and name in steps and name in offers else choice
+                for choice, (_, own), offers in zip(self.choices, free, self.offers, strict=True)
+            ]
+            others = evaluate(rest, self.offers, self.prices)
+            is_wider = not (self.prices.paid_width or any(choice.num_tokens for choice in rest))
+            alone_ms = steps.get(name, 0.0) + is_wider * self.prices.width_ms
+            lost = rate * (others.ms + alone_ms) - others.tokens
+            able = sorted(
+                (self._lost(i, name, free[i][0]), i)
+                for i, offers in enumerate(self.offers)
+                if name in offers and (name in steps or not self.choices[i].num_tokens)
+            )
+            if not able:
+                continue
+            totals = list(accumulate((own for own, _ in able), initial=lost))[1:]
+            count = min(range(1, len(able) + 1), key=lambda n: totals[n - 1] / n)
+            if totals[count - 1] <= saved.get(name, 0.0):
+                self.choices, self.probing = rest, {i for _, i in able[:count]}
+                for i in self.probing:
+                    self.choices[i] = Choice(name, min(PROBE_TOKENS, self.seats[i].limit))
+                return name
+        return None
+
+    def decisions(self) -> list[Decision]:
+        """What each request is given, with the numbers behind it."""
+        speedup = self.plan.rate / self.plain_rate
+        result = []
+        for i, (name, count) in enumerate(self.choices):
+            name = name or self._nearest(i)
+            fixed, each = self.step_ms[name]
+            c = (fixed + each * self.batch) / self.alone_ms
+            alpha = self.seats[i].records[name].reach(1)[0]
+            values = alpha, c, speedup, self._break_even(i, name)
+            result.append(Decision(name, count, *values, i in self.probing))
+        return result
+
+    def _nearest(self, i: int) -> str:
+        """Whom a request that drafts nothing would rather have than others."""
+        records = self.seats[i].records
+        return max(records, key=lambda n: records[n].reach(1)[0] - self._break_even(i, n))
+
+    def _break_even(self, i: int, name: str) -> float:
+        """The α at which one token would pay: for its row, and for the step if that is not taken.
+
+        Others would share the step: what they gain by it is taken off.
+        """
+        rate, offer = self.plan.rate, self.offers[i][name]
+        needed = rate * (offer.token_ms + offer.read_ms)
+        if name not in self.prices.steps or name in self.used or self.prices.paid.get(name):
+            return needed
+        if name not in self._shared:
+            self._shared[name] = sum(
+                max(0.0, o.worth[0] - rate * (o.token_ms + o.read_ms))
+                for o in (offers[name] for offers in self.offers if name in offers)
+            )
+        others = self._shared[name] - max(0.0, offer.worth[0] - needed)
+        return needed + max(0.0, rate * self.prices.steps[name] - others)

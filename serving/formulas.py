@@ -9,6 +9,11 @@ Not covered: chances that differ by position. A head's fourth token is worse tha
 """
 
 from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+LEAST_T_VERIFY, MOST_T_VERIFY = 0.7, 3.0
+_NOISE = 1.05  # how far two measurements of the same work are apart on a quiet machine
 
 
 def expected_tokens(alpha: float, k: int) -> float:
@@ -51,6 +56,28 @@ def break_even_of_drafts(drafted_at: list[int], num_cycles: int, cost: float) ->
     return solve(
         lambda alpha: num_cycles + sum(n * alpha**i for i, n in enumerate(drafted_at, 1)), cost
     )
+
+
+def steadiness(
+    speedups: list[float], tokens_per_pass: float | None, t_verify: float | None
+) -> dict[str, Any]:
+    """Whether the measured speed-ups of several runs can be believed, and how far they are apart.
+
+    Two figures tell of a machine that was busy with something else. A pass over several tokens
+    takes no less time than one over one, so a speed-up above the tokens per pass was not brought by
+    speculation. And t_verify is near 1: rows of a pass are nearly free.
+
+    >>> steadiness([1.4, 1.5, 2.6], tokens_per_pass=2.0, t_verify=1.1)
+    {'disturbed': False, 'spread': [1.4, 2.6]}
+    >>> steadiness([2.4, 2.5, 2.6], tokens_per_pass=2.0, t_verify=1.1)["disturbed"]
+    True
+    """
+    is_too_fast = bool(speedups and tokens_per_pass) and (
+        median(speedups) > _NOISE * tokens_per_pass
+    )
+    is_odd = t_verify is not None and not LEAST_T_VERIFY <= t_verify <= MOST_T_VERIFY
+    spread = [round(edge(speedups), 4) for edge in (min, max)] if speedups else None
+    return {"disturbed": is_too_fast or is_odd, "spread": spread}
 
 
 def solve(tokens: Callable[[float], float], cost: float) -> float | None:

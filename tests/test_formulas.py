@@ -10,6 +10,7 @@ from serving.formulas import (
     break_even_of_drafts,
     expected_speedup,
     expected_tokens,
+    steadiness,
 )
 
 TARGET_MS, DRAFT_MS = 29.92, 22.09  # a step of each
@@ -17,7 +18,7 @@ C = DRAFT_MS / TARGET_MS
 
 
 def test_the_examples_in_the_docstrings_hold():
-    assert doctest.testmod(formulas) == (0, 5)
+    assert doctest.testmod(formulas) == (0, 7)
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.75, 0.999])
@@ -71,3 +72,24 @@ def test_drafts_of_one_length_break_even_like_the_formula_for_k():
 def test_cycles_without_a_draft_need_no_acceptance():
     assert break_even_of_drafts([], num_cycles=7, cost=7.0) == 0
     assert break_even_of_drafts([2], num_cycles=7, cost=8.0) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("speedups", "tokens_per_pass", "t_verify", "disturbed"),
+    [
+        ([1.9, 1.8, 2.0], 2.0, 1.0, False),
+        ([2.0, 2.04, 9.0], 2.0, 1.0, False),  # within the noise of a clock; one outlier of three
+        ([2.3, 2.2, 0.5], 2.0, 1.0, True),  # more than the passes that were saved
+        ([1.5, 1.5, 1.5], 2.0, 0.69, True),
+        ([1.5, 1.5, 1.5], 2.0, 3.01, True),
+        ([1.5, 1.5, 1.5], 2.0, 0.71, False),
+        ([1.5, 1.5, 1.5], None, None, False),
+        ([], 2.0, None, False),
+    ],
+)
+def test_what_only_a_busy_machine_explains_is_called_disturbed(
+    speedups, tokens_per_pass, t_verify, disturbed
+):
+    found = steadiness(speedups, tokens_per_pass, t_verify)
+    spread = [min(speedups), max(speedups)] if speedups else None
+    assert found == {"disturbed": disturbed, "spread": spread}

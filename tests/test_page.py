@@ -329,6 +329,25 @@ def test_a_race_ends_with_equal_texts_and_shows_measured_and_predicted(page):
 
 
 @browser_test
+def test_a_race_that_only_a_busy_machine_explains_is_called_disturbed(page):
+    """The answer's own word is shown, with the spread; and What if? says so, too."""
+
+    def disturb(route):
+        response = route.fetch()
+        *events, answer, done, rest = response.text().split("\n\n")
+        body = json.loads(answer.removeprefix("data: "))
+        body["compare"] |= {"disturbed": True, "spread": [0.6, 1.4]}
+        events += [f"data: {json.dumps(body)}", done, rest]
+        route.fulfill(response=response, body="\n\n".join(events))
+
+    page.route("**/generate", disturb)
+    run(page, "#race", **COLOURS)
+    says = text_of(page, "#race-says")
+    assert "disturbed: the machine was busy, 3 runs gave 0.60× to 1.40×" in says
+    assert "the last race, disturbed: the machine was busy" in text_of(page, "#measured-says")
+
+
+@browser_test
 def test_a_race_of_sampled_texts_compares_none(page):
     run(page, "#race", **SAMPLED)
     assert "not compared" in text_of(page, "#race-says")

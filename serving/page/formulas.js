@@ -27,3 +27,8 @@ export function breakEvenAlpha(k, c, tVerify = 1) {
   }
   return high;
 }
+
+/** Whether a measured speed-up can only come of a busy machine: see steadiness() in formulas.py. */
+export function isDisturbed(speedup, tokensPerPass, tVerify) {
+  return speedup > 1.05 * tokensPerPass || tVerify < 0.7 || tVerify > 3;
+}

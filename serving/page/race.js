@@ -48,7 +48,7 @@ class Lane {
     this.box.scrollTop = this.box.scrollHeight;
   }
 
-  /** The server's own clock, which no network disturbs. Returns ms per token after prefill. */
+  /** The server's own clock, the median of its runs. Returns ms per token after prefill. */
   finish(timings) {
     this.#ms = timings.predicted_ms;
     this.flush();
@@ -88,7 +88,7 @@ export class Race {
   finish(answer, textOf) {
     const { compare } = answer;
     this.#bars = [
-      ["speculative", this.#speculative.finish(answer.timings)],
+      ["speculative", this.#speculative.finish(compare.speculative.timings)],
       ["plain", this.#plain.finish(compare.plain.timings)],
     ];
     this.#says.textContent = `${speedWords(compare)} ${textWords(compare, textOf)}`;
@@ -116,9 +116,13 @@ export class Race {
   }
 }
 
-function speedWords({ measured_speedup: measured, predicted_speedup: predicted, costs }) {
+function speedWords(compare) {
+  const { measured_speedup: measured, predicted_speedup: predicted, costs } = compare;
   if (measured === null) return "Too few tokens to measure a speed-up.";
-  const words = `Measured speed-up ${times(measured)}`;
+  const [least, most] = compare.spread.map(times);
+  const runs = `${compare.num_runs} runs gave ${least} to ${most}`;
+  const doubt = `disturbed: the machine was busy, ${runs}`;
+  const words = `Measured speed-up ${times(measured)}${compare.disturbed ? ` (${doubt})` : ""}`;
   if (predicted === null || costs.alpha === null) return `${words}; nothing was drafted.`;
   return `${words}, predicted ${times(predicted)} (α ${costs.alpha.toFixed(2)}, c `
     + `${costs.c.toFixed(2)}, t_verify ${costs.t_verify.toFixed(2)}).`;

@@ -89,7 +89,7 @@ const sideOf = (k) => (k < 3 ? "start" : k > LARGEST_K - 3 ? "end" : "middle");
 function sentence({ alpha, k, c, tVerify }, speedups) {
   const best = speedups.indexOf(Math.max(...speedups));
   const breakEven = k === 0 ? null : breakEvenAlpha(k, c, tVerify);
-  const need = breakEven === null ? "no α makes it pay" : `it pays from α ${short(breakEven)} on`;
+  const need = breakEven === null ? "it cannot pay" : `it pays from α ${short(breakEven)} on`;
   const pays = k === 0 ? "this is plain decoding" : need;
   return `K=${k}: expected ${times(speedups[k])}, ${pays}. Best for α ${short(alpha)} and `
     + `c ${short(c)}: K=${best}, ${times(speedups[best])}.`;
@@ -100,7 +100,8 @@ function measuredWords(point) {
     return "Nothing was measured yet: race with a drafter, or just run where the server has a "
       + "controller.";
   }
-  const { alpha, k, c, tVerify, speedup, source } = point;
-  return `Measured (${source}): ${times(speedup)} with α ${short(alpha)}, ${k.toFixed(1)} drafted `
-    + `per cycle, c ${short(c)}, t_verify ${short(tVerify)}.`;
+  const { alpha, k, c, tVerify, speedup, source, disturbed } = point;
+  const doubt = disturbed ? ", disturbed: the machine was busy" : "";
+  return `Measured (${source}${doubt}): ${times(speedup)} with α ${short(alpha)}, `
+    + `${k.toFixed(1)} drafted per cycle, c ${short(c)}, t_verify ${short(tVerify)}.`;
 }

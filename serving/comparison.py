@@ -1,0 +1,152 @@
+"""Speculation against plain decoding: what became of the time, and whether that is believable.
+
+Everything is measured several times, in turn, and figures are medians. Where even these cannot be
+right, as the machine was busy with something else, they are called disturbed (formulas.steadiness).
+"""
+
+from itertools import zip_longest
+from statistics import median, median_low
+from typing import Any
+
+import torch
+
+from .formulas import steadiness
+from .statistics import Statistics, ratio
+
+# A choice between scores this close is decided by rounding: logits of one row and of several differ
+# by 1e-5 in float32 and by 0.13 in bfloat16 as measured (float16 has 8 times its precision), and
+# deeper models add to that.
+_NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.06}
+
+
+def comparison(
+    runs: list[tuple[Any, Any]], events: list[dict[str, Any]], dtype: torch.dtype
+) -> dict[str, Any]:
+    """The `compare` block: what speculation changed, which should be the time alone.
+
+    `runs` are pairs of finished sequences, speculative and plain, of the same request; the times
+    are those of the median run of each. `events` are the first plain sequence's, with a trace.
+    Sampled outputs are different draws from one distribution, so only greedy ones are compared
+    token by token (identical: null otherwise).
+    """
+    greedy = runs[0][0].request.sampling.is_greedy
+    differing = [pair for pair in runs if pair[0].output != pair[1].output] if greedy else []
+    speculative, plain = (differing or runs)[0]
+    difference = None
+    if differing:
+        near_tie = _NEAR_TIE.get(dtype, 1e-3)
+        difference = _first_difference(speculative, plain, events, near_tie)
+    every = [(ours.statistics, theirs.statistics) for ours, theirs in runs]
+    ours, theirs = (_median_run(list(side)) for side in zip(*every, strict=True))
+    times = [(plain.ms_per_token, own.ms_per_token) for own, plain in every]
+    speedups = [ratio(*pair) for pair in times if None not in pair]
+    measured = ratio(theirs.ms_per_token, ours.ms_per_token) if speedups else None
+    costs = ours.costs(theirs)
+    return {
+        "plain": {
+            "text": plain.text.text,
+            "token_ids": plain.output,
+            "finish_reason": plain.finish_reason,
+            "timings": theirs.timings(),
+        },
+        "speculative": {"timings": ours.timings()},
+        "identical": not differing if greedy else None,
+        "first_difference": difference,
+        "measured_speedup": measured,
+        "predicted_speedup": ours.predicted_speedup(theirs),
+        "costs": costs,
+        "num_runs": len(runs),
+    } | steadiness(speedups, ours.tokens_per_pass, costs["t_verify"])
+
+
+def _median_run(runs: list[Statistics]) -> Statistics:
+    return sorted(runs, key=lambda run: run.ms_per_token or 0.0)[(len(runs) - 1) // 2]
+
+
+def _first_difference(
+    speculative: Any, plain: Any, events: list[dict[str, Any]], near_tie: float
+) -> dict[str, Any] | None:
+    """Where two greedy outputs part, and whether rounding can have done that."""
+    both = list(zip_longest(speculative.output, plain.output))
+    position = next((i for i, (ours, theirs) in enumerate(both) if ours != theirs), None)
+    if position is None:
+        return None
+    ours, theirs = both[position]
+    # Where one of them ends, the other one went on: no tie explains that.
+    tops = [top for event in events for top in event["target_top"]]
+    top = tops[position] if position < len(tops) else []
+    scores = {choice["id"]: choice["score"] for choice in top}
+    is_tie = ours in scores and top[0]["score"] - scores[ours] <= near_tie
+    return {
+        "position": position,
+        "speculative_token": ours,
+        "plain_token": theirs,
+        "target_top": top,
+        "top_2_gap": top[0]["score"] - top[1]["score"] if top else None,
+        "verdict": "near-tie" if is_tie else "bug",
+    }
+
+
+# ------------------------------------------------------------------------------ the demo's
+
+
+def timed(ms: list[float]) -> dict[str, Any]:
+    """The median of several runs, and all of them."""
+    return {"ms": round(median(ms), 2), "ms_of_runs": [round(each, 2) for each in ms]}
+
+
+def demo_run(sequences: list[Any], ms: list[float], standard: dict[str, Any]) -> dict[str, Any]:
+    """One prompt by one drafter, run several times, beside `standard` decoding of it."""
+    s = sequences[ms.index(median_low(ms))]
+    num_plain = len(standard["token_ids"])
+    speedups = [
+        (plain / num_plain) / (own / len(each.output))
+        for plain, own, each in zip(standard["ms_of_runs"], ms, sequences, strict=True)
+    ]
+    # The prompt takes both the same time, which the drafter's runs tell apart.
+    prompt_ms = median(each.statistics.prompt_ms for each in sequences)
+    plain_pass_ms = ratio(max(0.0, standard["ms"] - prompt_ms), num_plain - 1)
+    passes = s.statistics.target_passes
+    t_verify = s.statistics.verify_ms / passes / plain_pass_ms if passes and plain_pass_ms else None
+    return (
+        {
+            "target_passes": passes,
+            "tokens_per_pass": s.statistics.tokens_per_pass,
+            "token_ids": s.output,
+            "text": s.text.text,
+            "draft_acceptance_rate": s.statistics.draft_acceptance_rate,
+            "mean_acceptance_length": s.statistics.mean_acceptance_length,
+            "num_draft_tokens": s.statistics.num_draft_tokens,
+            "num_accepted_draft_tokens": s.statistics.num_accepted_draft_tokens,
+            "controller": s.decision and str(s.decision),
+            "warnings": s.warnings,
+            "pieces": s.text.stretches(),
+        }
+        | timed(ms)
+        | steadiness(speedups, s.statistics.tokens_per_pass, t_verify)
+    )
+
+
+def demo_totals(results: list[dict[str, Any]], is_greedy: bool) -> dict[str, dict[str, Any]]:
+    """All prompts together, by method; `results` has one entry for each prompt."""
+    totals: dict[str, dict[str, Any]] = {}
+    for method in ["standard", *results[0]["speculative"]]:
+        runs = [r["speculative"].get(method, r["standard"]) for r in results]
+        tokens = sum(len(run["token_ids"]) for run in runs)
+        passes = sum(run["target_passes"] for run in runs)
+        of_runs = [sum(ms) for ms in zip(*(run["ms_of_runs"] for run in runs), strict=True)]
+        total = {
+            "tokens": tokens,
+            "target_passes": passes,
+            "tokens_per_pass": ratio(tokens - len(runs), passes),
+            "ms": round(sum(run["ms"] for run in runs), 2),
+            "ms_of_runs": [round(ms, 2) for ms in of_runs],
+            "identical": all(r.get("identical", True) for r in runs) if is_greedy else None,
+        }
+        plain = totals.get("standard", total)
+        speedups = [
+            (before / plain["tokens"]) / (own / tokens)
+            for before, own in zip(plain["ms_of_runs"], of_runs, strict=True)
+        ]
+        totals[method] = total | steadiness(speedups, total["tokens_per_pass"], None)
+    return totals

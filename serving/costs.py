@@ -1,0 +1,237 @@
+"""What a cycle costs: a pass of the target, a draft step, and text that a drafter has yet to read.
+
+Until something was measured, numbers of weights stand in for it: a model that decodes spends its
+time reading them. Costs that were never measured are in passes of plain decoding, the others in ms;
+both serve, as only ratios count.
+
+A clock errs to one side: what was measured first may be ten times too slow (cold caches, kernels
+that are compiled at the first call), and so may be what was measured while the machine did
+something else. Nothing is ever measured too fast. Hence a line goes through medians, a measurement
+that stands alone counts for little, and a fast one wipes out slow ones of its size.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from math import sqrt
+from typing import Any
+
+_LATEST, _OLDEST = 8, 200  # measurements of one size that are kept, and for how many of all
+_CONFIRMED = 3  # measurements until a cost is believed whatever it is
+_OUTLIER = 3.0  # times as long: an accident, or the first call
+_DOUBTFUL = 1.5  # times as long as others let expect: no more is believed until it is confirmed
+_RIDGE = 4.0
+PAD_SHARE = 0.25  # what a pad costs of a row: it takes part in attention alone
+_TOKEN_SHARE = 0.02  # what each further token costs of a pass, before measuring
+_REQUEST_SHARE = 0.1  # and each further request of a draft step
+_FEW_UNREAD = 4  # tokens of each request that a step reads by the way, as it does in any case
+_READ_SHARE = 0.05  # and a token that a drafter has to read
+_LEAST_SHARE = 0.1  # of a pass: what a step of a drafter without weights may cost
+
+
+class Line:
+    """`fixed + slope · size`, in ms, through the latest measurements of each size of work.
+
+    Of each, because a batch that drafts all the time would forget what a pass without drafts costs.
+    """
+
+    def __init__(self, share: float = 0.0) -> None:
+        """`share`: the slope before sizes differ, in parts of `fixed`."""
+        self.share = share
+        self.fixed = self.slope = 0.0
+        self.count = 0  # measurements so far
+        self._latest: dict[int, deque[tuple[float, float, int]]] = {}  # (ms, size, which) by class
+
+    def at(self, size: float) -> float:
+        """The time of work of this size."""
+        return self.fixed + self.slope * size
+
+    def observe(self, size: float, ms: float, slope: float | None = None) -> None:
+        """A measurement; `slope` where it is known from elsewhere.
+
+        It contradicts those that took far longer and were not far larger: they met with an
+        accident, and are forgotten. Example: 400 ms for 5 rows, after 6 ms for 6 rows.
+        """
+        self.count += 1
+        for kind, known in list(self._latest.items()):
+            kept = [
+                one
+                for one in known
+                if one[2] > self.count - _OLDEST and one[0] <= self._most(one[1], size, ms)
+            ]
+            if len(kept) < len(known):
+                self._latest[kind] = deque(kept, maxlen=_LATEST)
+                if not kept:
+                    del self._latest[kind]
+        kind = int(size) if size < 8 else 8 + int(size) // 8
+        self._latest.setdefault(kind, deque(maxlen=_LATEST)).append((ms, size, self.count))
+        if slope is None:
+            self._fit()
+        else:
+            self.slope = slope
+            rest = [ms - slope * size for known in self._latest.values() for ms, size, _ in known]
+            self.fixed = max(_low_median(rest), 0.0)
+
+    def _most(self, other: float, size: float, ms: float) -> float:
+        """What work of another size may take, if this size takes `ms`.
+
+        More work may take more in proportion or, as it mostly does, hardly more: the mean of both.
+        """
+        if other <= size:
+            return _OUTLIER * ms
+        hardly_more = (1 + self.share * other) / (1 + self.share * size)
+        return _OUTLIER * ms * sqrt(hardly_more * other / max(size, 1.0))
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether there are measurements enough to believe whatever they say."""
+        return sum(map(len, self._latest.values())) >= _CONFIRMED
+
+    def _fit(self) -> None:
+        """Least squares through the median of each class of sizes; a ridge keeps the slope sane."""
+        every = [one for known in self._latest.values() for one in known]
+        level = _low_median([ms / (1 + self.share * size) for ms, size, _ in every])
+        points = []
+        for known in self._latest.values():
+            ms, size, _ = _low_median(known)
+            if len(known) < _CONFIRMED:
+                ms = min(ms, _DOUBTFUL * level * (1 + self.share * size))
+            points.append((len(known), size, ms))
+        mean = sum(n * size for n, size, _ in points) / len(every)
+        mean_ms = sum(n * ms for n, _, ms in points) / len(every)
+        variance = sum(n * (size - mean) ** 2 for n, size, _ in points)
+        covariance = sum(n * (size - mean) * (ms - mean_ms) for n, size, ms in points)
+        expected = self.share * mean_ms / (1 + self.share * mean)
+        slope = (covariance + _RIDGE * expected) / (variance + _RIDGE)
+        self.slope = min(max(slope, 0.0), mean_ms / max(mean, 1.0))
+        self.fixed = max(mean_ms - self.slope * mean, 0.0)
+
+
+def _low_median(values: Iterable[Any]) -> Any:
+    """The lower one of two: of two measurements the faster is to be believed."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2]
+
+
+class Costs:
+    """What is known of the target's passes and of each drafter's steps."""
+
+    def __init__(self, num_target_weights: int, num_step_weights: dict[str, int]) -> None:
+        """Numbers of weights that a pass, and a draft step of each drafter, read.
+
+        Example: Costs(100, {"mtp": 20}) -> a step of mtp costs a fifth of a pass.
+        """
+        self.shares = {n: size / num_target_weights for n, size in num_step_weights.items()}
+        self.passes: dict[int, Line] = {}  # by class of batches: 1, 2 to 3, 4 to 7, …
+        self._others: dict[int, Line] = {}  # the engine's own time, likewise
+        self._rows = Line(_TOKEN_SHARE)  # passes of all batches: what a row costs
+        self.steps: dict[str, Line] = {}
+        self.reads: dict[str, Line] = {}
+        self._drafts: list[tuple[str, list[int], int, float]] = []  # of this cycle, so far
+
+    def runs_model(self, name: str) -> bool:
+        """Whether drafting takes steps of a model, which requests of a batch share."""
+        return self.shares.get(name, 0.0) > 0
+
+    def observe_pass(
+        self, batch: int, tokens: float, ms: float, other_ms: float = 0.0, width: int = 1
+    ) -> None:
+        """A pass over so many tokens of so many requests.
+
+        `other_ms` is the rest of the cycle; drafts that were told of before may be in it. `width`
+        is the longest request's part: the others are padded to it, for attention only. A row costs
+        the same in batches of all sizes; that line has more to go by than those of each class.
+        """
+        other_ms = max(0.0, other_ms - sum(ms for *_, ms in self._drafts))
+        tokens += PAD_SHARE * max(0, batch * width - tokens)
+        believed = self.pass_line(batch).at(tokens) if self.passes else ms
+        self._learn_drafts(max(1.0, ms / believed) if believed else 1.0)
+        self._rows.observe(tokens, ms)
+        line = self.passes.setdefault(batch.bit_length(), Line(_TOKEN_SHARE))
+        line.observe(tokens, ms, self._rows.slope)
+        self._others.setdefault(batch.bit_length(), Line()).observe(0, other_ms)
+
+    def observe_draft(self, name: str, num_tokens: list[int], unread: int, ms: float) -> None:
+        """One call of a drafter: drafts of so many tokens, `unread` tokens having been missed.
+
+        It counts once the pass behind it is known.
+        """
+        self._drafts.append((name, num_tokens, unread, ms))
+
+    def _learn_drafts(self, slowdown: float = 1.0) -> None:
+        """In a cycle that was slow as a whole it was not the drafter that has become slower."""
+        for name, num_tokens, unread, ms in self._drafts:
+            self._learn_draft(name, num_tokens, unread, ms / slowdown)
+        self._drafts.clear()
+
+    def _learn_draft(self, name: str, num_tokens: list[int], unread: int, ms: float) -> None:
+        steps, drafted = max(num_tokens), sum(num_tokens)
+        is_model = self.runs_model(name)
+        line = self.steps.setdefault(name, Line(_REQUEST_SHARE if is_model else 0.0))
+        if not is_model:  # one request after the other
+            line.observe(0, ms / drafted)
+            return
+        expected = sum(line.at(sum(n > i for n in num_tokens)) for i in range(steps))
+        if unread <= _FEW_UNREAD * len(num_tokens) or _OUTLIER * ms < expected:
+            line.observe(drafted / steps, ms / steps)
+        elif line.count:
+            rest = max(ms - expected, 0.0)
+            self.reads.setdefault(name, Line()).observe(0, rest / unread)
+
+    def pass_line(self, batch: int) -> Line:
+        """Of the class of batches nearest to this size that was measured; else nominal."""
+        size = batch.bit_length()
+        if line := self.passes.get(size):
+            return line
+        known = dict(self.passes)  # /health reads in another thread
+        if not known:
+            return _nominal_pass()
+        return known[min(known, key=lambda other: abs(other - size))]
+
+    def other(self, batch: int) -> float:
+        """The engine's own time in a cycle."""
+        line = self._others.get(batch.bit_length())
+        return line.fixed if line else 0.0
+
+    def step(self, name: str, batch: int, plain: float) -> tuple[float, float]:
+        """A draft step costs (fixed, more for each request in it); a pass of the batch `plain`."""
+        self._learn_drafts()
+        return self._step(name, batch, plain)
+
+    def _step(self, name: str, batch: int, plain: float) -> tuple[float, float]:
+        share, line = self.shares.get(name, 0.0), self.steps.get(name)
+        if line is None:
+            return share * plain, 0.0
+        fixed, each = (line.fixed, line.slope) if share else (0.0, line.fixed)
+        if not line.is_confirmed:
+            most = _OUTLIER * max(share, _LEAST_SHARE) * plain
+            believed = min(1.0, most / max(fixed + each * batch, most))
+            return fixed * believed, each * believed
+        return fixed, each
+
+    def read(self, name: str, plain: float) -> float:
+        """What it costs a drafter to read a token that it has missed."""
+        line, expected = self.reads.get(name), _READ_SHARE * self.shares.get(name, 0.0) * plain
+        if line is None:
+            return expected
+        return line.fixed if line.is_confirmed else min(line.fixed, _OUTLIER * expected)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON, by class of batches; a draft step is that of the smallest batch in it."""
+        found = {}
+        for size, line in sorted(dict(self.passes).items()):
+            batch = 1 << size - 1
+            steps = {name: self._step(name, batch, line.at(batch)) for name in list(self.steps)}
+            found["1" if batch == 1 else f"{batch} to {2 * batch - 1}"] = {
+                "pass_ms": round(line.fixed, 4),
+                "token_ms": round(line.slope, 4),
+                "draft_step_ms": {
+                    name: round(fixed + each * batch, 4) for name, (fixed, each) in steps.items()
+                },
+            }
+        return found
+
+
+def _nominal_pass() -> Line:
+    line = Line(_TOKEN_SHARE)
+    line.fixed, line.slope = 1.0, _TOKEN_SHARE
+    return line
