@@ -34,12 +34,13 @@ import os
 import platform
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, chain, pairwise
-from math import inf, log2, nextafter
-from statistics import median
+from math import inf, nextafter, prod
+from mmap import mmap
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -55,13 +56,16 @@ from transformers.generation.logits_process import RepetitionPenaltyLogitsProces
 import drafters
 from drafters import Context, Draft, Drafter, Sampling, Verdict
 from drafters.auto import AutoDrafter
-from fastpath.attention import FULL, windows_of
-from fastpath.block import Ragged
-from fastpath.decoder import FusedDecoder, speed_up
+from fastpath.attention import NAME as GROUPED
+from fastpath.attention import Ragged
+from fastpath.decoder import FusedDecoder, is_same, speed_up
+from fastpath.exact import KEY_BLOCK, Report, Shapes, by_speed, calibrate
 from fastpath.sampling import truncated_softmax
 from serving import terminal
 from serving.answers import PLAIN, answer, health, stream_answer, token_logprobs
-from serving.controller import Acceptance, Controller, Decision
+from serving.comparison import demo_run, demo_totals, timed
+from serving.controller import Acceptance, Controller, Decision, Seat
+from serving.gpt_neo import follow_masks
 from serving.http import finish, guard, read_body, register_errors, serve
 from serving.loading import StartError, load_pretrained
 from serving.log import name_requests
@@ -70,7 +74,9 @@ from serving.openai import register_openai
 from serving.options import ROOT, Options, parse_arguments
 from serving.page import register_page
 from serving.parsing import SAMPLING_FIELDS, RequestError, in_short, parse_fields
+from serving.reference import Reference, refusal
 from serving.statistics import Statistics, ratio
+from serving.structure import Structure, examine, has_experts
 from serving.text import TextStream
 from serving.worker import Job, Worker
 
@@ -78,39 +84,59 @@ LOG = logging.getLogger("serving.engine")
 
 # ------------------------------------------------------------------- KV cache and truncation
 
-# The flash kernel takes keys in blocks of 512, MKL's matrix product within one in steps of 192. A
-# shorter last step is summed in another way, so it is filled up with keys that nobody sees.
-KV_BLOCK, KV_STEPS = 512, (192, 384, 512)
-
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where one forward's tokens go: counts[b] of them to slots[b] of the cache.
 
-    Rows of unequal counts are padded on the left, so that the last tokens, whose logits matter,
-    line up. Pads are never written to the cache.
+    A forward runs `num_rows` rows, more than there are tokens where its shape asks for it; the
+    others are pads, and pads are never written to the cache. Three arrangements:
+
+    one sequence      [1, num_rows], the tokens from `offset` on, positions one after the other
+    several, ragged   [1, num_rows], one sequence behind the other, then the pads; queries are
+                      gathered to [B, T] where they attend
+    several, padded   [B, T], padded on the left, for models that cannot have it ragged
     """
 
     slots: list[int]  # rising
     counts: list[int]
-    width: int  # T
-    positions: Tensor  # [B, T]
-    start: int | None  # the first position, where one row has them one after the other
+    num_rows: int
+    positions: Tensor  # [B, T], of the queries
     end: int  # one more than the last position of all rows
     kv_length: int  # keys that are attended to, unseen ones included
-    # Where start is None:
+    # One sequence:
+    start: int | None = None  # the first row's position
+    offset: int = 0
+    # Several:
+    targets: tuple[Tensor, Tensor] | None = None  # (slot, position) of every token
     real: Tensor | None = None  # [B, T] bool: False on pads
-    targets: tuple[Tensor, Tensor] | None = None  # (slot, position) of every token that is real
+    ragged: Ragged | None = None
 
-    def pad(self, tokens: list[list[int]]) -> Tensor:
-        """Ragged token lists -> [B, T] ids."""
-        padded = [[0] * (self.width - len(row)) + row for row in tokens]
+    def arrange(self, tokens: list[list[int]]) -> Tensor:
+        """Lists of token ids -> ids as the forward takes them, [1, num_rows] or [B, T]."""
+        if self.start is not None or self.ragged:
+            flat = [0] * self.offset + list(chain.from_iterable(tokens))
+            flat += [0] * (self.num_rows - len(flat))
+            return torch.tensor([flat], device=self.positions.device)
+        width = self.positions.shape[1]
+        padded = [[0] * (width - len(row)) + row for row in tokens]
         return torch.tensor(padded, device=self.positions.device)
 
-    def pad_states(self, states: list[Tensor]) -> Tensor:
-        """Ragged [t, D] states -> [B, T, D]."""
-        padded = [torch.nn.functional.pad(s, (0, 0, self.width - len(s), 0)) for s in states]
-        return torch.stack(padded)
+    def arrange_states(self, states: list[Tensor]) -> Tensor:
+        """The same for states [t, D] -> [1, num_rows, D] or [B, T, D]."""
+        pad = torch.nn.functional.pad
+        if self.start is not None or self.ragged:
+            flat = torch.cat(states)
+            return pad(flat, (0, 0, self.offset, self.num_rows - self.offset - len(flat)))[None]
+        width = self.positions.shape[1]
+        return torch.stack([pad(s, (0, 0, width - len(s), 0)) for s in states])
+
+    def part(self, result: Tensor) -> list[Tensor]:
+        """A forward's result, [1, num_rows, D] or [B, T, D] -> [t, D] of each sequence."""
+        if self.start is not None or self.ragged:
+            flat = result[0, self.offset : self.offset + sum(self.counts)]
+            return list(flat.split(self.counts))
+        return [row[len(row) - n :] for row, n in zip(result, self.counts, strict=True)]
 
     def mask(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
         """Additive mask [B, 1, T, kv_length]: each token's past and itself, at most `window`."""
@@ -121,7 +147,33 @@ class Place:
             unseen |= keys <= queries - window
         # Floats and not bools: transformers' eager attention adds the mask to the scores.
         mask = torch.zeros(unseen.shape, dtype=dtype, device=keys.device)
-        return mask.masked_fill_(unseen, torch.finfo(dtype).min)
+        mask = mask.masked_fill_(unseen, torch.finfo(dtype).min)
+        mask.ragged = self.ragged  # for attention_forward
+        return mask
+
+
+class Piece(NamedTuple):
+    """Some of the tokens that one row is fed in a call."""
+
+    index: int  # of the row, among those of the call
+    begin: int
+    end: int
+
+
+class Run(NamedTuple):
+    """One forward of some tokens."""
+
+    pieces: list[Piece]
+    num_rows: int  # 0 = as many as the shapes ask for
+
+
+def lazy_zeros(like: Tensor, *shape: int) -> Tensor:
+    """Zeros that take memory only where something is written: most requests are short."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    return torch.frombuffer(mmap(-1, prod(shape) * like.element_size()), dtype=like.dtype).view(
+        shape
+    )
 
 
 class SlotLayer(CacheLayerMixin):
@@ -135,14 +187,14 @@ class SlotLayer(CacheLayerMixin):
         # Sizes come from the states: the config knows nothing of sharded heads or of MLA's widths.
         # Zeros, not empty: a masked slot still enters 0 · value, and 0 · NaN would be NaN.
         shape = self._cache.num_rows, key_states.shape[1], self._cache.capacity
-        self.keys = key_states.new_zeros(*shape, key_states.shape[-1])
-        self.values = value_states.new_zeros(*shape, value_states.shape[-1])
+        self.keys = lazy_zeros(key_states, *shape, key_states.shape[-1])
+        self.values = lazy_zeros(value_states, *shape, value_states.shape[-1])
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
         """Write [B, H, T, width] at the current place; returns all keys and values up to there.
 
-        Rows of unequal counts may also come without their pads, [tokens, H, width].
+        Ragged ones may also come as [num_rows, H, width].
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -153,14 +205,19 @@ class SlotLayer(CacheLayerMixin):
         place = self._cache.current
         slot, count = place.slots[0], place.counts[0]
         row = buffer.narrow(0, slot, 1)
-        new = new if count == place.width else new.narrow(2, place.width - count, count)
+        new = new if count == place.num_rows else new.narrow(2, place.offset, count)
         row.narrow(2, place.end - count, count).copy_(new)
         return row.narrow(2, 0, place.kv_length)
 
     def _write_rows(self, buffer: Tensor, new: Tensor) -> Tensor:
         place = self._cache.current
         slots, positions = place.targets
-        buffer[slots, :, positions] = new if new.dim() == 3 else new.transpose(1, 2)[place.real]
+        if place.ragged:
+            new = new if new.dim() == 3 else new[0].transpose(0, 1)
+            new = new[: len(slots)]
+        else:
+            new = new.transpose(1, 2)[place.real]
+        buffer[slots, :, positions] = new
         first, last = place.slots[0], place.slots[-1]
         is_compact = last - first + 1 == len(place.slots)  # then a view will do
         return buffer[slice(first, last + 1) if is_compact else place.slots, :, : place.kv_length]
@@ -184,34 +241,21 @@ class SlotLayer(CacheLayerMixin):
             for buffer in (self.keys, self.values):
                 buffer[target, :, :length] = buffer[source, :, :length]
 
+    @torch.inference_mode()
+    def repeat(self, source: int, target: int, length: int, wanted: int) -> None:
+        """Fill a slot up to `wanted` tokens with the first `length` of another, over and over."""
+        for buffer in (self.keys, self.values) if self.is_initialized else ():
+            copies = buffer[source, :, :length].repeat(1, -(-wanted // length), 1)
+            buffer[target, :, :wanted] = copies[:, :wanted]
+
     def get_seq_length(self) -> int:
-        return self._cache.current.end - self._cache.current.width
+        return self._cache.current.end - max(self._cache.current.counts)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cache.current.kv_length, 0
 
     def get_max_length(self) -> int:
         return self._cache.max_length
-
-
-@dataclass(slots=True)
-class Shapes:
-    """What the shapes of forwards have to keep to, for the same logits to be the same bits.
-
-    Sums of floats depend on their order, and that on shapes: a token verified among six and the
-    same token decoded alone would differ in the last bits of their logits. Two rules take that
-    away: at least `min_rows` tokens in a forward (a matrix kernel has another way for one), and
-    attention to whole blocks of keys, the last one filled up to one of `kv_steps` (without any, to
-    none). CachedModel.make_exact finds out what is enough.
-    """
-
-    min_rows: int = 1
-    kv_steps: tuple[int, ...] = ()
-
-    def kv_length(self, end: int) -> int:
-        """How many keys to attend to for `end` of them. Example: 530 -> 512 + 192."""
-        whole = (end - 1) // KV_BLOCK * KV_BLOCK
-        return whole + next((step for step in self.kv_steps if step >= end - whole), end - whole)
 
 
 class SlotCache(Cache):
@@ -233,19 +277,22 @@ class SlotCache(Cache):
         super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
         self.num_rows, self.max_length, self.device = num_rows, max_length, device
         self.shapes = shapes
-        self.capacity = -(-max_length // KV_BLOCK) * KV_BLOCK
+        self.capacity = -(-max_length // KEY_BLOCK) * KEY_BLOCK
         self.lengths = [0] * num_rows
+        self.prompt_lengths = [0] * num_rows  # decides which forwards read it (see Shapes.pieces)
         self.current: Place  # of the forward under way
         self._free = list(range(num_rows))[::-1]
         self._rows: list[int] = []  # the open ones, by slot
         self._written = [0] * num_rows  # how far each slot was, since it was empty
 
-    def open_row(self) -> int:
+    def open_row(self, prompt_length: int = 0) -> int:
         """An empty row for a new request. Raises ValueError when all are taken."""
         if not self._free:
             raise ValueError(f"all {self.num_rows} rows of the KV cache are in use")
-        self._rows.append(self._free.pop())
-        return self._rows[-1]
+        row = self._free.pop()
+        self._rows.append(row)
+        self.prompt_lengths[row] = prompt_length
+        return row
 
     def close_row(self, row: int) -> None:
         """Give the row back; costs a copy of the row in the last slot, if that is another."""
@@ -264,46 +311,92 @@ class SlotCache(Cache):
     def _clean(self, slot: int) -> None:
         """Leave no NaN to the next request; what breaks a model shows in its last layer."""
         written, self._written[slot] = self._written[slot], 0
-        if written and not self.layers[-1].is_sound(slot, written):
+        used = [layer for layer in self.layers if layer.is_initialized]  # some share another's
+        if written and used and not used[-1].is_sound(slot, written):
             for layer in self.layers:
                 layer.scrub(slot)
 
-    def order(self, rows: list[int]) -> list[int]:
-        """The indices of `rows` by slot, which is the order to place them in."""
-        return sorted(range(len(rows)), key=lambda b: self._rows.index(rows[b]))
+    def repeat(self, source: int, row: int, length: int, wanted: int) -> None:
+        """Let `row` hold the first `length` tokens of `source` over and over, `wanted` in all."""
+        for layer in self.layers:
+            layer.repeat(self._rows.index(source), self._rows.index(row), length, wanted)
+        self.lengths[row] = wanted
 
-    def place(self, rows: list[int], counts: list[int]) -> Place:
+    def runs(self, rows: list[int], counts: list[int], most_shared: int) -> list[Run]:
+        """How to feed counts[b] tokens to rows[b]: forwards, one after the other.
+
+        Rows of few tokens, at most `most_shared`, share a forward; longer ones have forwards to
+        themselves, as all the others would be padded to their length where they attend.
+        """
+        alone, shared, most = [], [], self.shapes.rows[-1]
+        for b in sorted(range(len(rows)), key=lambda b: self._rows.index(rows[b])):
+            row, begin = rows[b], 0
+            held, prompt = self.lengths[row], self.prompt_lengths[row]
+            for count, num_rows in self.shapes.pieces(held, counts[b], prompt):
+                piece = Piece(b, begin, begin + count)
+                begin = piece.end
+                if num_rows or begin < counts[b] or count > most_shared:
+                    alone.append(Run([piece], num_rows))
+                elif shared and sum(p.end - p.begin for p in shared[-1].pieces) + count <= most:
+                    shared[-1].pieces.append(piece)
+                else:
+                    shared.append(Run([piece], 0))
+        return alone + shared
+
+    def place(
+        self, rows: list[int], counts: list[int], num_rows: int = 0, is_ragged: bool = True
+    ) -> Place:
         """Make room for counts[b] >= 1 tokens behind what rows[b] holds.
 
-        Raises ValueError if a row would outgrow `max_length`.
+        The forward has `num_rows` rows, 0 = as many as the shapes ask for. Raises ValueError if a
+        row would outgrow `max_length`.
         """
         ends = [self.lengths[row] + count for row, count in zip(rows, counts, strict=True)]
-        if max(ends) > self.max_length:
-            raise ValueError(f"{max(ends)} tokens do not fit a KV cache of {self.max_length}")
-        slots, width = [self._rows.index(row) for row in rows], max(counts)
-        for slot, end in zip(slots, ends, strict=True):  # also where the forward then fails
-            self._written[slot] = max(self._written[slot], end)
+        end, kv_length = max(ends), self.shapes.kv_length(max(ends))
+        if end > self.max_length:
+            raise ValueError(f"{end} tokens do not fit a KV cache of {self.max_length}")
+        slots = [self._rows.index(row) for row in rows]
+        for slot, last in zip(slots, ends, strict=True):  # also where the forward then fails
+            self._written[slot] = max(self._written[slot], last)
         assert slots == sorted(slots), "rows must come in the order of their slots"
-        width = max(width, self.rows_of_each(len(rows)))
-        end = max(ends)
-        kv_length = self.shapes.kv_length(end)
-        if len(rows) == 1 and width <= end:
-            positions = torch.arange(end - width, end, device=self.device)[None]
-            self.current = Place(slots, counts, width, positions, end - width, end, kv_length)
-            return self.current
+        num_rows = num_rows or self.shapes.run_rows(sum(counts))
+        if len(rows) == 1:
+            # Pads stand before the tokens, at positions that are known to have a rotation, or
+            # behind them, where nothing is before.
+            start = max(end - num_rows, 0)
+            positions = torch.arange(start, start + num_rows, device=self.device)[None]
+            offset = end - counts[0] - start
+            self.current = Place(slots, counts, num_rows, positions, end, kv_length, start, offset)
+        else:
+            self.current = self._place_several(slots, counts, ends, num_rows, is_ragged)
+        return self.current
+
+    def _place_several(
+        self, slots: list[int], counts: list[int], ends: list[int], num_rows: int, is_ragged: bool
+    ) -> Place:
+        width = max(counts)
+        if not is_ragged:  # in few numbers of rows: see ROWS
+            width = -(-width // 4) * 4
         at = torch.arange(width, device=self.device)
-        count_of, end_of, slot_of = torch.tensor([counts, ends, slots], device=self.device)[
-            ..., None
-        ]
+        given = torch.tensor([counts, ends, slots], device=self.device)
+        count_of, end_of, slot_of = given[..., None]
         real = at >= width - count_of  # [B, T]
         positions = (end_of - width + at).clamp_(min=0)
         targets = slot_of.expand_as(real)[real], positions[real]
-        self.current = Place(slots, counts, width, positions, None, end, kv_length, real, targets)
-        return self.current
-
-    def rows_of_each(self, num_rows: int) -> int:
-        """How many tokens each of `num_rows` rows must have, for `min_rows` in all."""
-        return -(-self.shapes.min_rows // num_rows)
+        ragged = None
+        if is_ragged:
+            flat, num_pads = real.flatten(), num_rows - sum(counts)
+            pad = torch.nn.functional.pad
+            ragged = Ragged(
+                (flat.cumsum(0) - 1).clamp_(min=0).view_as(real),
+                pad(flat.nonzero()[:, 0], (0, num_pads)),
+                pad(targets[1], (0, num_pads))[None],
+            )
+        end = max(ends)
+        return Place(
+            slots, counts, num_rows if is_ragged else real.numel(), positions, end,
+            self.shapes.kv_length(end), targets=targets, real=real, ragged=ragged,
+        )  # fmt: skip
 
     def advance(self, place: Place) -> None:
         """The placed tokens are cached now."""
@@ -337,90 +430,70 @@ class CachedModel:
 
     max_shared = 32  # tokens of a row that shares its forward with others: more than any draft has
 
-    def __init__(self, model: Any, tokenizer: Any, name: str, num_rows: int, max_length: int):
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        name: str,
+        num_rows: int,
+        max_length: int,
+        structure: Structure | None = None,
+    ):
+        structure = structure or examine(model, max_length)
         config = model.config.get_text_config()
         self.model, self.tokenizer, self.name, self.max_length = model, tokenizer, name, max_length
         self.vocab_size: int = config.vocab_size
         self.num_weights = sum(weight.numel() for weight in model.parameters())
-        self.shapes, self.is_exact = Shapes(), False
-        self.cache = self.new_cache(config.num_hidden_layers, num_rows)
+        self.shapes = Shapes()
+        self.report: Report | None = None  # of make_exact
+        self.reference: Reference | None = None  # of transformers' own modules
+        self.cache = self.new_cache(structure.num_cache_layers, num_rows)
         self._fused: FusedDecoder | None = None
-        self._windows = windows_of(config)
+        self.is_fast = False  # whether speed_up was called
+        self._can_share = False  # whether sequences may stand behind each other in one forward
+        self._windows = structure.windows
 
     def speed_up(self) -> None:
         """Compute the same, faster, where this model and this machine allow it."""
-        self._fused = speed_up(self.model, self.cache.capacity)
+        self.is_fast = True
+        self._fused = speed_up(self.model, self.cache.capacity, self._windows)
+        self._can_share = bool(self._fused) or self._can_be_ragged()
 
-    def make_exact(self) -> bool:
-        """Find the fastest rows per forward that make logits the same bits in whatever company.
-
-        Measured on this machine with this model; False if no number of rows does it.
-        """
-        by_speed = self.rows_by_speed()
-        for self.shapes.kv_steps in (KV_STEPS, (KV_BLOCK,)):
-            for self.shapes.min_rows in by_speed:
-                if self._gives_equal_bits():
-                    self.is_exact = True
-                    return True
-        self.shapes.min_rows, self.shapes.kv_steps = by_speed[0], ()
-        return False
-
-    def rows_by_speed(self) -> list[int]:
-        """How many rows to decode one token in, the rest being pads, the fastest number first.
-
-        On some machines one row takes longer to read packed weights than four do.
-        """
-        times: dict[int, list[float]] = {rows: [] for rows in (1, 2, 4, 8)}
-        if self.max_length < 16:  # too short to find out
-            return list(times)
-        row, text = self.cache.open_row(), [0] * 15
-        self.forward([row], [text], [1])
-        for _ in range(3):
-            for self.shapes.min_rows, measured in times.items():
-                began = time.perf_counter()
-                self.forward([row], [[0]], [1]).logits[0].argmax().item()
-                measured.append(time.perf_counter() - began)
-                self.cache.truncate(row, len(text))
-        self.cache.close_row(row)
-        # Each doubling has to be worth 5 %: attention pays for all rows, and clocks are not exact.
-        return sorted(times, key=lambda rows: min(times[rows]) * 1.05 ** log2(rows))
-
-    def _gives_equal_bits(self) -> bool:
-        """Whether decoding, verifying, chunks and batches give one text the same bits."""
-        if self.max_length < 16:  # too short to find out
+    def _can_be_ragged(self) -> bool:
+        """Whether all of this model's attention goes through ours: sequences do not mix then."""
+        if self.model.config._attn_implementation != GROUPED or self.cache.num_rows < 2:
             return False
-        cache, chance = self.cache, Generator().manual_seed(0)
-        shape = cache.num_rows, min(self.max_shared + 8, self.max_length - 8)
-        texts = torch.randint(self.vocab_size, shape, generator=chance).tolist()
-        text, draft = texts[0][:-6], texts[0][-6:]
-        rows = [cache.open_row() for _ in texts]
-        one, *others = rows
-
-        def verified(counts: list[int]) -> Tensor:
-            """The draft's logits, with neighbours of so many tokens."""
-            batch = [draft, *(other[:n] for other, n in zip(texts[1:], counts, strict=False))]
-            output = self.forward(rows[: len(batch)], batch, [len(fed) for fed in batch])
-            cache.truncate(one, len(text))
-            return output.logits[0]
-
+        rows = [self.cache.open_row() for _ in range(2)]
+        texts = [[1, 2, 3, 4, 5], [3, 2, 1]]
+        apart = [
+            self.forward([row], [t], [2]).logits[0] for row, t in zip(rows, texts, strict=True)
+        ]
+        for row in rows:
+            self.cache.truncate(row, 0)
+        self._can_share = True
         try:
-            self.forward([one], [text], [1])
-            expected = verified([])
-            decoded = [self.forward([one], [[token]], [1]).logits[0] for token in draft[:3]]
-            if not torch.equal(torch.cat(decoded), expected[:3]):
-                return False
-            cache.truncate(one, 0)
-            for begin in range(0, len(text), 7):
-                self.forward([one], [text[begin : begin + 7]], [1])
-            outcomes = [verified([]), verified([6] * len(others)), verified([1, 2, 3, 4])]
-            for length in (150, 350, 500, 700) if others else ():
-                # A neighbour so long that attention sees more keys than the text has.
-                cache.lengths[others[0]] = min(length, self.max_length - 6)
-                outcomes.append(verified([6]))
-            return all(torch.equal(outcome, expected) for outcome in outcomes)
+            together = self.forward(rows, texts, [2, 2]).logits
+            return all(map(is_same, together, apart))
+        except (IndexError, RuntimeError, TypeError, ValueError):
+            return False  # a family with its own ideas of a batch
         finally:
+            self._can_share = False
             for row in rows:
-                cache.close_row(row)
+                self.cache.close_row(row)
+
+    def reason_not_to_share(self) -> str | None:
+        """Why this model's forwards cannot keep to few shapes; None if they can."""
+        if has_experts(self.model):
+            return "an expert computes as many rows as choose it, which depends on the batch"
+        return None if self._can_share else "its sequences are padded to one length in a batch"
+
+    def make_exact(self, heads: list[Any] | None = None, most_rows: int = 64) -> bool:
+        """Find the cheapest shapes that make logits the same bits in whatever company.
+
+        `heads` run in the same shapes; up to `most_rows` tokens share a forward.
+        """
+        self.report = calibrate(self, heads or [], most_rows)
+        return self.report.is_exact
 
     def new_cache(self, num_layers: int, num_rows: int) -> SlotCache:
         """An empty cache as long as this model's own, for a head that runs beside it."""
@@ -429,8 +502,8 @@ class CachedModel:
     def _mask(self, place: Place) -> Tensor | dict[str, Tensor]:
         """The window is in the mask; a family with layers of two kinds takes one mask per kind."""
         dtype, windows = self.model.dtype, self._windows
-        if list(windows) == [FULL] or not any(windows.values()):
-            return place.mask(dtype, windows.get(FULL))
+        if len(set(windows.values())) == 1:
+            return place.mask(dtype, next(iter(windows.values())))
         return {kind: place.mask(dtype, window) for kind, window in windows.items()}
 
     @torch.inference_mode()
@@ -444,69 +517,75 @@ class CachedModel:
         """Feed tokens[b] behind what cache row rows[b] holds.
 
         Prefill (a long run of tokens), decoding (one) and verifying (n + 1) differ only in what is
-        fed. Rows of few tokens share one forward of the model; a long row has one to itself, as
-        all the others would be padded to its length. Returns the logits of each row's last
-        num_logits[b] tokens. Raises ValueError if a row outgrows the cache.
+        fed. Returns the logits of each row's last num_logits[b] tokens. Raises ValueError if a row
+        outgrows the cache.
         """
-        logits, hidden = [None] * len(rows), [None] * len(rows)
-        order = self.cache.order(rows)
-        groups = [[b for b in order if len(tokens[b]) <= self.max_shared]]
-        groups += [[b] for b in order if len(tokens[b]) > self.max_shared]
-        for group in filter(None, groups):
-            place = self.cache.place([rows[b] for b in group], [len(tokens[b]) for b in group])
-            fed, wanted = [tokens[b] for b in group], [num_logits[b] for b in group]
-            is_ragged = place.targets and len(place.targets[0]) >= self.shapes.min_rows
-            run = self._run_ragged if self._fused and is_ragged else self._run_padded
-            scores, states = run(place, fed, wanted, want_hidden)
-            self.cache.advance(place)
-            for i, b in enumerate(group):
-                logits[b], hidden[b] = scores[i].float(), states[i] if want_hidden else None
-        return Output(logits, hidden if want_hidden else None)
-
-    def _run_padded(
-        self, place: Place, tokens: list[list[int]], num_logits: list[int], want_hidden: bool
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """The model's forward over [B, T]; logits [n, V] and hidden states [t, D] row by row."""
-        ids, most = place.pad(tokens), max(num_logits)
-        most = max(most, self.cache.rows_of_each(len(tokens)))
-        if self._fused:
-            at = place.positions, place.start, place.kv_length
-            logits, hidden = self._fused(ids, *at, self.cache, most)
-        else:
-            result = self.model(
-                input_ids=ids,
-                attention_mask=self._mask(place),
-                position_ids=place.positions,
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=most,
-                output_hidden_states=-1 if want_hidden else False,  # an index: the last one alone
+        logits: list[list[Tensor]] = [[] for _ in rows]
+        hidden: list[list[Tensor]] = [[] for _ in rows]
+        for pieces, num_rows in self.cache.runs(rows, [len(t) for t in tokens], self.max_shared):
+            place = self.cache.place(
+                [rows[p.index] for p in pieces],
+                [p.end - p.begin for p in pieces],
+                num_rows,
+                self._can_share,
             )
-            logits = result.logits
-            hidden = result.hidden_states[-1] if want_hidden else logits
-        return (
-            [row[-count:] for row, count in zip(logits, num_logits, strict=True)],
-            [row[place.width - len(t) :] for row, t in zip(hidden, tokens, strict=True)],
+            fed = [tokens[p.index][p.begin : p.end] for p in pieces]
+            # Of the tokens whose logits are wanted, those in here: the last ones of a piece.
+            wanted = [
+                p.end - max(p.begin, min(p.end, len(tokens[p.index]) - num_logits[p.index]))
+                for p in pieces
+            ]
+            scores, states = self._run(place, fed, wanted, want_hidden)
+            self.cache.advance(place)
+            for piece, score, state in zip(pieces, scores, states, strict=True):
+                logits[piece.index].append(score.float())
+                hidden[piece.index].append(state)
+        return Output(
+            [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in logits],
+            [torch.cat(p) if len(p) > 1 else p[0] for p in hidden] if want_hidden else None,
         )
 
-    def _run_ragged(
-        self, place: Place, tokens: list[list[int]], num_logits: list[int], want_hidden: bool
+    def _run(
+        self, place: Place, tokens: list[list[int]], wanted: list[int], want_hidden: bool
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The same, but one row behind the other: then nothing is computed for pads."""
-        counts = [len(row) for row in tokens]
-        kept = counts if sum(num_logits) < self.shapes.min_rows else num_logits
-        ends = zip(accumulate(counts), kept, strict=True)
-        wanted = [i for end, n in ends for i in range(end - n, end)]
-        flat = place.real.flatten()
-        ragged = Ragged(
-            (flat.cumsum(0) - 1).clamp_(min=0).view_as(place.real), flat.nonzero()[:, 0]
+        """One forward; logits [wanted[b], V] and hidden states [t, D] of each sequence."""
+        ids = place.arrange(tokens)
+        if place.start is None and not place.ragged:
+            scores, hidden = self._run_modules(ids, place, max(1, *wanted), want_hidden)
+            pairs = zip(scores, wanted, strict=True)
+            return [row[len(row) - n :] for row, n in pairs], place.part(hidden)
+        at = self._rows_wanted(place, wanted)
+        if self._fused:
+            scores, hidden = self._fused(ids, place, self.cache, at)
+        else:
+            scores, hidden = self._run_modules(ids, place, at, want_hidden)
+        return list(scores[0, : sum(wanted)].split(wanted)), place.part(hidden)
+
+    def _rows_wanted(self, place: Place, wanted: list[int]) -> Tensor:
+        """The rows whose logits are wanted, and more to fill up what the output layer runs in."""
+        ends = accumulate(place.counts, initial=place.offset)
+        next(ends)
+        at = [i for end, n in zip(ends, wanted, strict=True) for i in range(end - n, end)]
+        at += [0] * (self.shapes.run_rows(len(at)) - len(at))
+        return torch.tensor(at, device=place.positions.device)
+
+    def _run_modules(
+        self, ids: Tensor, place: Place, logits_to_keep: Tensor | int, want_hidden: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The forward of transformers' own modules: logits and hidden states as ids are."""
+        positions = place.positions if place.ragged is None else place.ragged.positions
+        result = self.model(
+            input_ids=ids,
+            attention_mask=self._mask(place),
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+            output_hidden_states=-1 if want_hidden else False,  # an index: the last one alone
         )
-        ids = torch.tensor(list(chain.from_iterable(tokens)), device=flat.device)
-        logits, hidden = self._fused.run_ragged(
-            ids, place.positions, place.kv_length, self.cache, ragged, wanted
-        )
-        rows = zip(logits.split(kept), num_logits, strict=True)
-        return [row[-n:] for row, n in rows], list(hidden.split(counts))
+        # Where nobody asked for hidden states, anything with a row for each token will do.
+        hidden = result.hidden_states[-1] if want_hidden else ids[..., None]
+        return result.logits, hidden
 
 
 # ----------------------------------------------------------------------------- probabilities
@@ -534,9 +613,9 @@ def probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
     """
     if sampling.is_greedy:
         return torch.zeros_like(scores).scatter_(1, scores.argmax(-1, keepdim=True), 1.0)
-    return truncated_softmax(
-        scores, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
-    )
+    # Row by row: a sum over the vocabulary has other bits beside other rows.
+    transforms = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+    return torch.cat([truncated_softmax(row[None], *transforms) for row in scores])
 
 
 def generator(seed: int) -> Generator:
@@ -717,10 +796,6 @@ class Sequence:
     def output(self) -> list[int]:
         return self.tokens[len(self.request.prompt) :]
 
-    def missed(self, name: str) -> bool:
-        """Whether a drafter was passed over in the last cycle, so that it has text to catch up."""
-        return self.records[name].since > 0
-
     @property
     def remaining(self) -> int:
         return self.request.max_tokens - (len(self.tokens) - len(self.request.prompt))
@@ -745,6 +820,9 @@ class Sequence:
 # ------------------------------------------------------------------------------- engine step
 
 
+WARM_UP_S = 0.5  # after so much nothing is run a second time
+
+
 class Engine:
     """Runs cycles over any number of sequences, each with its own drafter and K, or none."""
 
@@ -755,20 +833,76 @@ class Engine:
         default: str | None = None,
         prefill_chunk: int = Options.prefill_chunk,
         controller: Controller | None = None,
+        draft_model: CachedModel | None = None,
     ):
         """Without controller every draft has the length that the request asks for."""
         self.target, self.drafters, self.default_drafter = target, loaded, default
+        self.draft_model = draft_model
         self.prefill_chunk, self.controller = prefill_chunk, controller
         ends = [target.model.generation_config.eos_token_id, target.tokenizer.eos_token_id]
         self.eos_ids = {
             i for end in ends if end is not None for i in (end if isinstance(end, list) else [end])
         }
-        self.totals = {name: Statistics() for name in [*loaded, PLAIN]}  # of closed sequences
-        self.recent: deque[tuple[int, int]] = deque(maxlen=200)  # (drafted, accepted) by cycle
         self.decisions: dict[str, Decision] = {}  # the controller's last one on each drafter
+        self._start_counting()
+        self.doubts: list[str] = []  # why outputs might depend on company in the last bit
+        self.is_exact = bool(target.report and target.report.is_exact)  # they do not
+
+    def _start_counting(self) -> None:
+        # Of closed sequences, by drafter.
+        self.totals = {name: Statistics() for name in [*self.drafters, PLAIN]}
+        self.recent: deque[tuple[int, int]] = deque(maxlen=200)  # (drafted, accepted) by cycle
         self.num_drafter_failures = 0
         self.num_faults = 0  # forwards that failed and were tried again
-        self.is_exact = target.is_exact  # outputs do not depend on company, to the last bit
+
+    def prepare(self, options: Options) -> None:
+        """Find the shapes to run in, in the thread that is going to run them."""
+        models = [model for model in (self.target, self.draft_model) if model]
+        most_rows = options.max_running * (options.num_speculative_tokens + 1)
+        for model in models:
+            with refusal(model):
+                if options.bitwise:
+                    heads = [h for d in self.drafters.values() for h in d.modules(model)]
+                    model.make_exact(heads, most_rows)
+                else:
+                    model.shapes.min_rows = by_speed(model)[0]
+            if model.reference:
+                model.reference.check(model)
+                model.reference = None
+        self.doubts = [f"{m.name}: {m.report.doubt}" for m in models if m.report and m.report.doubt]
+        if options.bitwise:
+            doubts = {name: drafter.doubt() for name, drafter in self.drafters.items()}
+            self.doubts += [f"{name}: {doubt}" for name, doubt in doubts.items() if doubt]
+        self.is_exact = all(model.report for model in models) and not self.doubts
+        self.warm_up()
+
+    def exactness(self) -> dict[str, Any]:
+        """What was checked, for /health; None for a model of which nothing was."""
+        models = {"target": self.target, "draft_model": self.draft_model}
+        reports = {name: model.report for name, model in models.items() if model}
+        return {name: report and report.as_dict() for name, report in reports.items()} | {
+            "doubts": self.doubts
+        }
+
+    def warm_up(self) -> None:
+        """Let the target and each drafter run once before a measurement counts; then forget it.
+
+        First calls are slow: kernels are chosen, buffers allocated. Each drafter is asked for a
+        whole draft, so the target runs at 1 and at K + 1 rows. A fault here is one at run time,
+        too, and is told there.
+        """
+        began, controller, self.controller = time.perf_counter(), self.controller, None
+        prompt = [i % self.target.vocab_size for i in (1, 2, 3, 1, 2, 3)]
+        for _ in range(2):
+            for name in [None, *(n for n in self.drafters if n != AutoDrafter.name)]:
+                with suppress(Exception):
+                    for _, event in self.generate(Request(prompt, 16, name)):
+                        if event["step"] == 2:
+                            break
+            if time.perf_counter() - began > WARM_UP_S:
+                break
+        self.controller = controller
+        self._start_counting()
 
     def check_prompt(self, prompt: list[int]) -> None:
         """Raises ValueError if the prompt is empty, leaves no room or holds an unknown id."""
@@ -789,7 +923,7 @@ class Engine:
         wanted = request.drafter if request.num_speculative_tokens else None
         drafter = self.drafters[wanted] if wanted else None
         admitted = replace(request, max_tokens=min(request.max_tokens, room), drafter=wanted)
-        row = self.target.cache.open_row()
+        row = self.target.cache.open_row(len(request.prompt))
         sequence = Sequence(admitted, row, self.target.tokenizer)
         if room < request.max_tokens:
             sequence.warnings.append(
@@ -807,7 +941,9 @@ class Engine:
             names = drafter.candidates(s.state)
             if not (names and all(isinstance(name, str) for name in names)):
                 raise ValueError(f"its candidates are {names!r:.100}")
-            s.records = {name: Acceptance() for name in names}
+            if self.controller:
+                of_request = len(s.request.prompt), s.request.sampling.is_greedy
+                s.records = {name: self.controller.record(name, *of_request) for name in names}
         except Exception as error:
             self._lose_drafter(s, drafter.name, error)
 
@@ -940,16 +1076,17 @@ class Engine:
             for each in zip(sequences, drafts, scores, strict=True)
         ]
         times = [*times, time.perf_counter()]
-        if self.controller and all(s.num_steps for s in sequences):  # prompts cost otherwise
-            fed = sum(len(draft.tokens) + 1 for draft in drafts)
-            costs = self.controller.measured(len(sequences))
-            costs.observe_pass(fed, (times[2] - times[1]) * 1e3)
+        is_timed = self.controller and all(s.num_steps for s in sequences)  # prompts cost otherwise
         hidden = output.hidden or [None] * len(sequences)
         events = [
             self._guarded(self._commit, *each)
             for each in zip(sequences, drafts, judged, hidden, strict=True)
         ]
         times.append(time.perf_counter())
+        if is_timed:
+            fed = [len(draft.tokens) + 1 for draft in drafts]
+            before, passed, after = ((end - begin) * 1e3 for begin, end in pairwise(times))
+            self.controller.costs.observe_pass(len(fed), sum(fed), passed, before + after, max(fed))
         return [
             self._guarded(self._report, s, event, times, logits, score)
             for s, event, logits, score in zip(
@@ -985,10 +1122,11 @@ class Engine:
             began = time.perf_counter()
             for s, draft in self._propose(drafter, group):
                 drafts[id(s)] = draft
-            if self.controller and all(s.num_steps > 1 and not s.missed(name) for s, _ in group):
-                steps, spent = max(limit for _, limit in group), time.perf_counter() - began
-                costs = self.controller.measured(len(sequences))
-                costs.observe_draft(name, steps, spent * 1e3, self.controller.share(name))
+            if self.controller:
+                unread = sum(s.records[name].unread for s, _ in group)
+                spent_ms = (time.perf_counter() - began) * 1e3
+                limits = [limit for _, limit in group]
+                self.controller.costs.observe_draft(name, limits, unread, spent_ms)
         return [drafts[id(s)] for s in sequences]
 
     def _decide(self, sequences: list[Sequence], batch: int) -> list[tuple[str, int]]:
@@ -996,25 +1134,13 @@ class Engine:
         limits = [min(s.request.num_speculative_tokens, s.remaining - 1) for s in sequences]
         if not self.controller:
             return [(s.drafter.name, limit) for s, limit in zip(sequences, limits, strict=True)]
-        choose = self.controller.choose
-        records = list(map(self._candidates, sequences))
-        for s, limit, able in zip(sequences, limits, records, strict=True):
-            s.decision = choose(able, limit, batch, s.request.sampling.is_greedy)
-        self._agree(sequences, limits, records, batch)
-        # A batch takes as many draft steps as its longest draft. Whoever would have stopped earlier
-        # may go along; not the sampled ones, whose tokens must not depend on their neighbours.
-        steps: dict[str, int] = {}
-        for decision in [s.decision for s in sequences]:
-            steps[decision.drafter] = max(steps.get(decision.drafter, 0), decision.num_tokens)
-        for s, limit in zip(sequences, limits, strict=True):
-            paid = steps[s.decision.drafter]
-            is_free = s.request.sampling.is_greedy and not s.decision.is_probe
-            if is_free and s.decision.num_tokens < paid:
-                own = {s.decision.drafter: s.records[s.decision.drafter]}
-                s.decision = choose(own, limit, batch, True, paid)
-        decisions = [s.decision for s in sequences]
+        seats = [
+            Seat(self._candidates(s), limit, s.remaining, s.request.sampling.is_greedy)
+            for s, limit in zip(sequences, limits, strict=True)
+        ]
+        decisions = self.controller.plan(seats, batch)
         for s, decision in zip(sequences, decisions, strict=True):
-            self.decisions[decision.drafter] = decision
+            s.decision = self.decisions[decision.drafter] = decision
             try:
                 s.drafter.select(s.state, decision.drafter)
             except Exception as error:
@@ -1034,31 +1160,6 @@ class Engine:
         if guess is not None:
             self._check_tokens(guess)
         return guess
-
-    def _agree(
-        self,
-        sequences: list[Sequence],
-        limits: list[int],
-        records: list[dict[str, Acceptance]],
-        batch: int,
-    ) -> None:
-        """Let one model draft for all who may choose: two would draft one after the other.
-
-        The most wanted one. Sampled requests keep to their own, whatever their neighbours want.
-        """
-        costly = self.controller.costs_steps
-        flexible = [
-            (s, limit, able)
-            for s, limit, able in zip(sequences, limits, records, strict=True)
-            if s.request.sampling.is_greedy
-        ]
-        wanted = Counter(s.decision.drafter for s, *_ in flexible if costly(s.decision.drafter))
-        for favourite, _ in wanted.most_common(1):
-            for s, limit, able in flexible:
-                names = [n for n in able if n == favourite or not costly(n)]
-                if s.decision.drafter not in names and names:
-                    left = {name: able[name] for name in names}
-                    s.decision = self.controller.choose(left, limit, batch, True)
 
     def _propose(
         self, drafter: Drafter, group: list[tuple[Sequence, int]]
@@ -1159,11 +1260,13 @@ class Engine:
         for name, record in s.records.items() if s.drafter and self.controller else ():
             if s.decision and name == s.decision.drafter and s.decision.num_tokens:
                 record.observe(drafted, accepted, s.decision.num_tokens)
+                record.unread = 0
                 continue
             try:
                 guess = self._guess(s, name, len(tokens))
             except Exception as error:
                 return self._lose_drafter(s, name, error)
+            record.unread += len(tokens)
             if guess is None:
                 record.observe(0, 0)
             else:
@@ -1235,7 +1338,7 @@ def plain_decode(
     """The target alone, one token a pass: what speculation must reproduce, and its baseline."""
     max_tokens = min(max_tokens, target.max_length - len(prompt))
     rng = generator(seed)
-    row, fed, tokens = target.cache.open_row(), prompt, []
+    row, fed, tokens = target.cache.open_row(len(prompt)), prompt, []
     try:
         while len(tokens) < max_tokens and not (tokens and tokens[-1] in eos_ids):
             logits = target.forward([row], [fed], [1]).logits[0]
@@ -1249,12 +1352,15 @@ def plain_decode(
 # ----------------------------------------------------------------------------------- loading
 
 DEFAULT_DRAFTERS = ("mtp", "ngram")
+NUM_RUNS = 3  # of what is compared; figures are medians
 
 
 def load_model(name: str, options: Options) -> CachedModel:
     """A folder or a hub id with a KV cache. Raises StartError if missing, broken or unsuited."""
-    model, tokenizer, length = load_pretrained(name, options)
-    return CachedModel(model, tokenizer, name, options.max_running, length)
+    found = load_pretrained(name, options)
+    return CachedModel(
+        found.model, found.tokenizer, name, options.max_running, found.length, found.structure
+    )
 
 
 def load_drafters(options: Options, context: Context) -> tuple[dict[str, Drafter], str]:
@@ -1284,13 +1390,16 @@ def load_drafters(options: Options, context: Context) -> tuple[dict[str, Drafter
     return loaded, AutoDrafter.name if is_auto else first
 
 
-def load_engine(options: Options) -> Engine:
+def assemble_engine(options: Options) -> Engine:
     """Load the target and every drafter that fits. Raises StartError if one asked for does not."""
     target = load_model(options.model, options)
     draft_name = options.draft_model
     if draft_name is None and options.is_embedded:
         draft_name = str(ROOT / "demo_models" / "draft")
     draft = load_model(draft_name, options) if draft_name else None
+    models = [model for model in (target, draft) if model]
+    for model in models:
+        model.reference = Reference.of(model)  # before packing takes the weights
     context = Context(
         target,
         sample,
@@ -1302,28 +1411,38 @@ def load_engine(options: Options) -> Engine:
         options.drafter_timeout,
     )
     loaded, default = load_drafters(options, context)
-    models = [model for model in (target, draft) if model]
     for model in models:
-        if options.fastpath:
-            model.speed_up()
-        if options.bitwise:
-            model.make_exact()
-        else:
-            model.shapes.min_rows = model.rows_by_speed()[0]
+        follow_masks(model.model, model.cache.capacity)
+        with refusal(model):
+            if options.fastpath:
+                model.speed_up()
     controller = None
     if not options.fixed_k:
         sizes = {name: drafter.num_step_weights for name, drafter in loaded.items()}
         controller = Controller(target.num_weights, sizes)
-    engine = Engine(target, loaded, default, options.prefill_chunk, controller)
-    engine.is_exact = all(model.is_exact for model in models)
+    return Engine(target, loaded, default, options.prefill_chunk, controller, draft)
+
+
+def load_engine(options: Options) -> Engine:
+    """An engine that is ready to run in this thread. Raises StartError if it cannot be had."""
+    engine = assemble_engine(options)
+    engine.prepare(options)
     return engine
 
 
 # --------------------------------------------------------------------------------- Flask app
 
 
-def create_app(engine: Engine, options: Options, worker: Worker | None = None) -> Flask:
-    """The web application: POST /generate, GET /health and /metrics, /v1, and the page at /."""
+def create_app(
+    engine: Engine,
+    options: Options,
+    worker: Worker | None = None,
+    prepare: Callable[[], None] | None = None,
+) -> Flask:
+    """The web application: POST /generate, GET /health and /metrics, /v1, and the page at /.
+
+    `prepare` makes the engine ready, in the thread that will run it.
+    """
     app, started = Flask(__name__), time.monotonic()
     app.config["MAX_CONTENT_LENGTH"] = 1 << 20
     app.json.sort_keys = False
@@ -1332,14 +1451,16 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
     register_errors(app)
     register_page(app, read_prompts())
     guard(app, options.api_key, options.allow_origin)
-    worker = worker or Worker(engine, options)
+    worker = worker or Worker(engine, options, prepare)
     app.extensions["worker"] = worker
 
     def begin(body: dict[str, Any]) -> tuple[list[Job], bool, list[str]]:
         """Parse and queue a request: its jobs, whether to stream, and warnings."""
         wanted, stream, compare, notes = parse_request(body, engine, options)
-        plain = [replace(wanted, drafter=None, trace=True)] if compare else []
-        g.jobs = worker.submit(wanted, *plain)
+        # In turn, as a machine that is busy for a while should not count against one of them.
+        again = [replace(wanted, trace=False), replace(wanted, drafter=None, trace=False)]
+        first = [wanted, replace(wanted, drafter=None, trace=True)]
+        g.jobs = worker.submit(*(first + again * (NUM_RUNS - 1) if compare else [wanted]))
         return g.jobs, stream, notes
 
     @app.post("/generate")
@@ -1363,6 +1484,12 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
 
     register_openai(app, engine, begin)
     return app
+
+
+def load_app(options: Options) -> Flask:
+    """The application with an engine that its worker's thread has made ready."""
+    engine = assemble_engine(options)
+    return create_app(engine, options, prepare=lambda: engine.prepare(options))
 
 
 def parse_request(
@@ -1431,7 +1558,7 @@ def compare(engine: Engine, prompt: list[int], options: Options, repeats: int) -
     sampling, seed = options.sampling, options.seed or 0
     times: dict[str, list[float]] = {name: [] for name in [PLAIN, *engine.drafters]}
     identical = dict.fromkeys(engine.drafters, True if sampling.is_greedy else None)
-    sequences: dict[str, Sequence] = {}
+    runs: dict[str, list[Sequence]] = {name: [] for name in engine.drafters}
     for _ in range(repeats):
         for name, measured in times.items():
             began = time.perf_counter()
@@ -1442,36 +1569,21 @@ def compare(engine: Engine, prompt: list[int], options: Options, repeats: int) -
             else:
                 k = options.num_speculative_tokens
                 wanted = Request(prompt, options.max_tokens, name, k, sampling=sampling, seed=seed)
-                *_, (sequences[name], _) = engine.generate(wanted)
+                *_, (sequence, _) = engine.generate(wanted)
+                runs[name].append(sequence)
                 if sampling.is_greedy:
-                    identical[name] &= sequences[name].output == ids
+                    identical[name] &= sequence.output == ids
             measured.append((time.perf_counter() - began) * 1e3)
-    ms = {name: round(median(measured), 2) for name, measured in times.items()}
-    text = engine.target.tokenizer.decode(ids, skip_special_tokens=True)
-    passes = len(ids) - 1
-    standard = {
-        "target_passes": passes,
-        "tokens_per_pass": ratio(len(ids) - 1, passes),
-        "ms": ms[PLAIN],
+    text, passes = engine.target.tokenizer.decode(ids, skip_special_tokens=True), len(ids) - 1
+    standard = {"target_passes": passes, "tokens_per_pass": ratio(len(ids) - 1, passes)}
+    standard |= timed(times[PLAIN]) | {"token_ids": ids, "text": text}
+    return {
+        "standard": standard,
+        "speculative": {
+            name: demo_run(sequences, times[name], standard) | {"identical": identical[name]}
+            for name, sequences in runs.items()
+        },
     }
-    result = {"standard": standard | {"token_ids": ids, "text": text}, "speculative": {}}
-    for name, s in sequences.items():
-        result["speculative"][name] = {
-            "target_passes": s.statistics.target_passes,
-            "tokens_per_pass": s.statistics.tokens_per_pass,
-            "ms": ms[name],
-            "token_ids": s.output,
-            "text": s.text.text,
-            "draft_acceptance_rate": s.statistics.draft_acceptance_rate,
-            "mean_acceptance_length": s.statistics.mean_acceptance_length,
-            "num_draft_tokens": s.statistics.num_draft_tokens,
-            "num_accepted_draft_tokens": s.statistics.num_accepted_draft_tokens,
-            "identical": identical[name],
-            "controller": s.decision and str(s.decision),
-            "warnings": s.warnings,
-            "pieces": s.text.stretches(),
-        }
-    return result
 
 
 def worked_cycle(
@@ -1499,22 +1611,10 @@ def run_demo(engine: Engine, options: Options) -> dict[str, Any]:
         {"name": name, "prompt": text} | compare(engine, ids, options, repeats=3)
         for name, (text, ids) in tqdm(prompts.items(), desc="demo prompts")
     ]
-    totals, greedy = {}, options.sampling.is_greedy
-    for method in ["standard", *engine.drafters]:
-        runs = [r["speculative"].get(method, r["standard"]) for r in results]
-        tokens = sum(len(run["token_ids"]) for run in runs)
-        passes = sum(run["target_passes"] for run in runs)
-        totals[method] = {
-            "tokens": tokens,
-            "target_passes": passes,
-            "tokens_per_pass": ratio(tokens - len(runs), passes),
-            "ms": round(sum(run["ms"] for run in runs), 2),
-            "identical": all(r.get("identical", True) for r in runs) if greedy else None,
-        }
     return {
         "prompts": results,
         "worked_cycle": worked_cycle(engine, {n: ids for n, (_, ids) in prompts.items()}, options),
-        "totals": totals,
+        "totals": demo_totals(results, options.sampling.is_greedy),
         "device": str(engine.target.model.device),
         "versions": {
             "python": platform.python_version(),
@@ -1543,8 +1643,7 @@ def main(arguments: list[str] | None = None) -> int:
     status = 0
     try:
         if given.port:
-            load = lambda: create_app(load_engine(options), options)  # noqa: E731
-            return serve(load, given.host, given.port, options)
+            return serve(lambda: load_app(options), given.host, given.port, options)
         engine = load_engine(options)
         if given.prompt is not None:
             show_prompt(engine, prompt_request(engine, given, options), given.explain)

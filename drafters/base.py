@@ -123,6 +123,18 @@ class Drafter(ABC):
         """
         return list(prompt)
 
+    def modules(self, model: Any) -> list[Any]:
+        """Modules of its own that run in the shapes of `model`, one of the core's cached models."""
+        return []
+
+    def doubt(self) -> str | None:
+        """Why its proposals might depend on which requests share a forward; None if they do not.
+
+        Asked once, before serving, where equal bits are promised. A draw of a token by chance then
+        needs the same probabilities alone and in a batch.
+        """
+        return None
+
     def guess(self, state: Any, name: str, max_tokens: int) -> list[int] | None:
         """What candidate `name` would propose, nobody having asked: to be held against what came.
 

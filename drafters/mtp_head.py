@@ -22,6 +22,7 @@ import torch
 from torch import Generator, Tensor
 from transformers.modeling_layers import MtpModel
 
+from fastpath.attention import NAME as GROUPED
 from fastpath.decoder import speed_up_head
 
 from .base import Context, Draft, Drafter, Sampling, Verdict
@@ -47,13 +48,54 @@ class MtpHeadDrafter(Drafter):
     needs_hidden = True
 
     def __init__(self, head: MtpModel, context: Context) -> None:
-        self._head = head
+        self._head, self._target = head, context.target
+        self._width = context.target.model.config.get_text_config().hidden_size
         self._cache = context.target.new_cache(num_layers=1, num_rows=context.num_rows)
         weights = [*head.layers[0].parameters(), *head.shared_head.parameters()]
         self.num_step_weights = sum(weight.numel() for weight in weights)
         self._fused = speed_up_head(head, self._cache.max_length) if context.fast else None
+        # Without the fast path sequences are padded to one length to attend side by side.
+        self._can_share = head.config._attn_implementation == GROUPED or self._fused is not None
         self._max_shared = context.target.max_shared
         self._sample = context.sample
+
+    def modules(self, model: Any) -> list[Any]:
+        return [self._head] if model is self._target else []
+
+    @torch.inference_mode()
+    def doubt(self) -> str | None:
+        """Runs the head on random pairs: alone, in a batch, at once and in pieces."""
+        rows = [self._cache.open_row() for _ in range(min(self._cache.num_rows, 8))]
+        random = Generator().manual_seed(0)
+        width, most = self._width, min(40, self._cache.max_length - 8)
+        counts = [1 + (most * i) // len(rows) for i in range(len(rows))]
+
+        def pairs(count: int) -> tuple[Tensor, list[int]]:
+            hidden = torch.randn(count, width, generator=random).to(self._target.model.dtype)
+            return hidden, torch.randint(
+                self._target.vocab_size, (count,), generator=random
+            ).tolist()
+
+        try:
+            texts, steps = [pairs(n) for n in counts], [pairs(1) for _ in rows]
+            alone = []
+            for row, text, step in zip(rows, texts, steps, strict=True):
+                self._forward([row], [text])
+                alone += self._forward([row], [step])
+                self._cache.truncate(row, 0)
+            for row, (hidden, tokens) in zip(rows, texts, strict=True):
+                for i in range(0, len(tokens), 7):
+                    self._forward([row], [(hidden[i : i + 7], tokens[i : i + 7])])
+            together = self._forward(rows, steps)
+            logits = [self._to_logits(output) for output in alone]
+            if not all(map(torch.equal, alone, together)) or not torch.equal(
+                self._to_logits(torch.cat(together)), torch.cat(logits)
+            ):
+                return "the MTP head computes other bits in a batch"
+            return None
+        finally:
+            for row in rows:
+                self._cache.close_row(row)
 
     @classmethod
     def build(cls, context: Context) -> "MtpHeadDrafter":
@@ -81,7 +123,7 @@ class MtpHeadDrafter(Drafter):
         return cls(head, context)
 
     def open(self, prompt: Sequence[int], sampling: Sampling, rng: Generator) -> _State:
-        return _State(self._cache.open_row(), list(prompt), sampling, rng)
+        return _State(self._cache.open_row(len(prompt) - 1), list(prompt), sampling, rng)
 
     def propose(self, state: _State, max_tokens: int) -> Draft:
         return self.propose_batch([state], [max_tokens])[0]
@@ -102,51 +144,57 @@ class MtpHeadDrafter(Drafter):
         texts = [list(state.text) for state in states]  # with the draft so far
         pairs = [(torch.cat(state.hidden), state.tokens) for state in states]
         known = [self._cache.lengths[state.row] + len(state.tokens) for state in states]
-        order = self._cache.order([state.row for state in states])
-        # A long run of pairs (a prompt's) is fed by itself but for its last pair, as all others
-        # would be padded to its length.
-        for i in order:
-            given, tokens = pairs[i]
-            if len(tokens) > self._max_shared:
-                self._forward([states[i].row], [(given[:-1], tokens[:-1])])
-                pairs[i] = given[-1:], tokens[-1:]
         for step in range(max(max_tokens)):
-            active = [i for i in order if max_tokens[i] > step]
+            active = [i for i, limit in enumerate(max_tokens) if limit > step]
             outputs = self._forward([states[i].row for i in active], [pairs[i] for i in active])
-            logits = self._head._project_to_logits(outputs)[:, -1].float()  # [B, V]
+            logits = self._to_logits(torch.cat(outputs))  # [B, V]
             for b, i in enumerate(active):
                 token, q = self._sample(logits[b], texts[i], states[i].sampling, states[i].rng)
                 drawn[i].append((token, q))
                 texts[i].append(token)
-                pairs[i] = (outputs[b, -1:], [token])
+                pairs[i] = (outputs[b], [token])
         for state, length in zip(states, known, strict=True):
             # The true pairs are cached now; the recursive rows behind them go.
             self._cache.truncate(state.row, length)
             state.hidden, state.tokens = [], []
         return [Draft.of(tokens) for tokens in drawn]
 
-    def _forward(self, rows: list[int], pairs: list[tuple[Tensor, list[int]]]) -> Tensor:
-        """Run the layer over each row's pairs; returns outputs [B, t, D] up to the last pair's.
+    def _to_logits(self, outputs: Tensor) -> Tensor:
+        """[B, D] -> [B, V] float32, in a number of rows that was checked."""
+        num_rows = self._cache.shapes.run_rows(len(outputs))
+        padded = torch.nn.functional.pad(outputs, (0, 0, 0, num_rows - len(outputs)))
+        return self._head._project_to_logits(padded[None])[0, : len(outputs)].float()
+
+    def _forward(self, rows: list[int], pairs: list[tuple[Tensor, list[int]]]) -> list[Tensor]:
+        """Run the layer over each row's pairs; returns the output [1, D] of each row's last pair.
 
         Row b's pair j stands at position j + 1, behind what its cache row holds: the head's cache
         slot j belongs to position j + 1.
         """
+        last: list[Tensor] = [None] * len(rows)
         counts = [len(tokens) for _, tokens in pairs]
-        place = self._cache.place(rows, counts)
-        ids = place.pad([tokens for _, tokens in pairs])  # [B, T]
-        hidden = place.pad_states([states for states, _ in pairs])  # [B, T, D]
-        if self._fused:
-            at = place.positions, place.start, place.kv_length
-            output = self._fused(ids, hidden, *at, self._cache)
-        else:
-            output = self._run_layer(ids, hidden, place)
-        self._cache.advance(place)
-        return output[:, -self._cache.rows_of_each(len(rows)) :]
+        for pieces, num_rows in self._cache.runs(rows, counts, self._max_shared):
+            place = self._cache.place(
+                [rows[p.index] for p in pieces],
+                [p.end - p.begin for p in pieces],
+                num_rows,
+                self._can_share,
+            )
+            ids = place.arrange([pairs[p.index][1][p.begin : p.end] for p in pieces])
+            hidden = place.arrange_states([pairs[p.index][0][p.begin : p.end] for p in pieces])
+            if self._fused:
+                output = self._fused(ids, hidden, place, self._cache)
+            else:
+                output = self._run_layer(ids, hidden, place)
+            self._cache.advance(place)
+            for piece, own in zip(pieces, place.part(output), strict=True):
+                last[piece.index] = own[-1:]
+        return last
 
     def _run_layer(self, ids: Tensor, hidden: Tensor, place: Any) -> Tensor:
-        """transformers' own modules on pairs (hidden [B, T, D], ids [B, T]) -> [B, T, D]."""
+        """transformers' own modules on pairs (hidden and ids as the place arranges them)."""
         embeds = self._head.embed_tokens(ids)
-        positions = place.positions + 1
+        positions = (place.ragged or place).positions + 1
         rope_options = (
             {"layer_type": self._head.config.layer_types[0]}
             if self._head.has_per_layer_rope

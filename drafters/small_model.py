@@ -67,7 +67,7 @@ class SmallModelDrafter(Drafter):
         return cls(context)
 
     def open(self, prompt: Sequence[int], sampling: Sampling, rng: Generator) -> _State:
-        return _State(self._draft.cache.open_row(), list(prompt), sampling, rng)
+        return _State(self._draft.cache.open_row(len(prompt)), list(prompt), sampling, rng)
 
     def propose(self, state: _State, max_tokens: int) -> Draft:
         return self.propose_batch([state], [max_tokens])[0]

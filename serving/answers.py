@@ -6,12 +6,12 @@ They read the core's sequences and engine, handed in; see README.md for examples
 import json
 import logging
 from collections.abc import Iterator
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .comparison import comparison
 from .parsing import RequestError, engine_failure, model_id
 from .statistics import FORMULAS, Statistics, ratio
 from .worker import WAITING, Job, Worker, cancel
@@ -19,18 +19,14 @@ from .worker import WAITING, Job, Worker, cancel
 PLAIN = "none"  # the name under which requests without a drafter are counted
 _MIN_DRAFTS_TO_JUDGE = 100
 _POOR_FIRST_ACCEPTANCE = 0.2
-# A choice between scores this close is decided by rounding: logits of one row and of several differ
-# by 1e-5 in float32 and by 0.13 in bfloat16 as measured (float16 has 8 times its precision), and
-# deeper models add to that.
-_NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.06}
 
 
 def answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> dict[str, Any]:
     """What /generate returns for a finished job of a target in `dtype`.
 
-    A second job, where a comparison was asked for, is the same by plain decoding, with a trace.
+    Where a comparison was asked for, every second job is the same by plain decoding, with a trace.
     """
-    job, *twins = jobs
+    job, *others = jobs
     sequence = job.sequence
     request, statistics = sequence.request, sequence.statistics
     prompt, completion = len(request.prompt), len(sequence.output)
@@ -56,9 +52,10 @@ def answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> dict[str, A
         body["logprobs"] = sequence.logprobs
     if request.trace:
         body["trace"] = list(map(public, job.events))
-    near_tie = _NEAR_TIE.get(dtype, 1e-3)
-    for twin in twins:
-        body["compare"] = comparison(sequence, twin.sequence, twin.events, near_tie)
+    if others:
+        pairs = zip(jobs[::2], jobs[1::2], strict=True)
+        runs = [(ours.sequence, plain.sequence) for ours, plain in pairs]
+        body["compare"] = comparison(runs, others[0].events, dtype)
     return body
 
 
@@ -76,14 +73,17 @@ def brief(event: dict[str, Any]) -> dict[str, Any]:
 def stream_answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> Iterator[str]:
     """Jobs as server-sent events: one per cycle, the answer or an error, [DONE].
 
-    Those of a comparison's plain decoding stand under "plain".
+    Those of a comparison's plain decoding stand under "plain". It is measured several times, and
+    the first time is shown.
     """
     return failures_as_events(jobs, _events(jobs, notes, dtype))
 
 
 def _events(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> Iterator[str]:
-    for job in jobs:
+    for i, job in enumerate(jobs):
         for event in job:
+            if i > 1 and event is not WAITING:
+                continue
             if event is WAITING:
                 yield ": ping\n\n"  # a client that has left is noticed by writing to it
                 continue
@@ -138,59 +138,6 @@ def token_logprobs(
     ]
 
 
-def comparison(
-    speculative: Any, plain: Any, events: list[dict[str, Any]], near_tie: float
-) -> dict[str, Any]:
-    """The `compare` block: what speculation changed, which should be the time alone.
-
-    `events` are the plain sequence's, with a trace; scores within `near_tie` may change places by
-    rounding. Sampled outputs are different draws from one distribution, so only greedy ones are
-    compared token by token (identical: null otherwise).
-    """
-    ours, theirs = speculative.statistics, plain.statistics
-    greedy = speculative.request.sampling.is_greedy
-    times = theirs.ms_per_token, ours.ms_per_token
-    measured = None if None in times else ratio(*times)
-    difference = _first_difference(speculative, plain, events, near_tie) if greedy else None
-    return {
-        "plain": {
-            "text": plain.text.text,
-            "token_ids": plain.output,
-            "finish_reason": plain.finish_reason,
-            "timings": theirs.timings(),
-        },
-        "identical": speculative.output == plain.output if greedy else None,
-        "first_difference": difference,
-        "measured_speedup": measured,
-        "predicted_speedup": ours.predicted_speedup(theirs),
-        "costs": ours.costs(theirs),
-    }
-
-
-def _first_difference(
-    speculative: Any, plain: Any, events: list[dict[str, Any]], near_tie: float
-) -> dict[str, Any] | None:
-    """Where two greedy outputs part, and whether rounding can have done that."""
-    both = list(zip_longest(speculative.output, plain.output))
-    position = next((i for i, (ours, theirs) in enumerate(both) if ours != theirs), None)
-    if position is None:
-        return None
-    ours, theirs = both[position]
-    # Where one of them ends, the other one went on: no tie explains that.
-    tops = [top for event in events for top in event["target_top"]]
-    top = tops[position] if position < len(tops) else []
-    scores = {choice["id"]: choice["score"] for choice in top}
-    is_tie = ours in scores and top[0]["score"] - scores[ours] <= near_tie
-    return {
-        "position": position,
-        "speculative_token": ours,
-        "plain_token": theirs,
-        "target_top": top,
-        "top_2_gap": top[0]["score"] - top[1]["score"] if top else None,
-        "verdict": "near-tie" if is_tie else "bug",
-    }
-
-
 def sse(data: dict[str, Any]) -> str:
     """One server-sent event."""
     return f"data: {json.dumps(data)}\n\n"
@@ -214,6 +161,7 @@ def health(engine: Any, worker: Worker, num_spec_tokens: int, uptime_s: float) -
         "num_requests_running": worker.num_running,
         "num_requests_waiting": worker.num_waiting,
         "bitwise_lossless": engine.is_exact,
+        "exactness": engine.exactness(),
         "kv_cache_capacity_tokens": cache.num_rows * cache.max_length,
         "kv_cache_usage_perc": round(sum(cache.lengths) / (cache.num_rows * cache.max_length), 4),
         "speculative_decoding": total.counters(num_spec_tokens)
@@ -230,14 +178,7 @@ def controller_state(engine: Any) -> dict[str, Any] | None:
     if engine.controller is None:
         return None
     return {
-        "costs_by_batch": {
-            f"{1 << size - 1} to {(1 << size) - 1}" if size > 1 else "1": {
-                "pass_ms": round(costs.pass_ms, 4),
-                "token_ms": round(costs.token_ms, 4),
-                "draft_step_ms": {n: round(ms, 4) for n, ms in dict(costs.draft_ms).items()},
-            }
-            for size, costs in sorted(dict(engine.controller.costs).items())
-        },
+        "costs_by_batch": engine.controller.costs.as_dict(),
         "last": {name: str(decision) for name, decision in dict(engine.decisions).items()},
     }
 

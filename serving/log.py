@@ -65,6 +65,7 @@ def log_to_stderr() -> Callable[[], bool]:
     root = logging.getLogger()
     root.handlers = [_Handler(lines)]
     LOG.setLevel(logging.INFO)
+    logging.getLogger("serving.exact").setLevel(logging.INFO)  # what was checked at start
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # says that threads are busy
     QueueListener(lines, writer).start()
 

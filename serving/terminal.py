@@ -103,6 +103,14 @@ def _verdict(identical: list[bool | None]) -> str:
     return "yes" if all(identical) else "NO"
 
 
+def _doubt(run: dict[str, Any]) -> str:
+    """What to say behind a speed-up that only a busy machine explains."""
+    if not run["disturbed"]:
+        return ""
+    least, most = run["spread"]
+    return f" disturbed: {least:.2f} to {most:.2f}×"
+
+
 def print_demo(document: dict[str, Any], shown: str, colour: bool) -> None:
     """The demo's document as tables, with the text of drafter `shown` marked by origin."""
     for result in document["prompts"]:
@@ -126,6 +134,7 @@ def print_demo(document: dict[str, Any], shown: str, colour: bool) -> None:
                     f"{1 - run['target_passes'] / (passes * share) if passes else 0:.0%}",
                     f"{ms * share / run['ms']:.2f}×",
                 )
+                + _doubt(run)
             )
         for name, run in result["speculative"].items():
             if run["controller"]:
@@ -147,5 +156,5 @@ def print_demo(document: dict[str, Any], shown: str, colour: bool) -> None:
         print(
             f"{method:14}{total['tokens']:6} tokens {total['target_passes']:6} passes "
             f"{total['ms']:8.0f} ms {total['tokens_per_pass'] or 0:6.2f} tok/pass "
-            f"{speed_up:5.2f}×  {same}".rstrip()
+            f"{speed_up:5.2f}×{_doubt(total)}  {same}".rstrip()
         )

@@ -18,7 +18,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from .metrics import Histogram
@@ -122,8 +122,11 @@ def cancel(jobs: Iterable[Job]) -> None:
 class Worker:
     """Runs up to `max_running` jobs at once on an engine, in a thread of its own."""
 
-    def __init__(self, engine: Any, options: Options) -> None:
-        self._engine, self._options = engine, options
+    def __init__(
+        self, engine: Any, options: Options, prepare: Callable[[], Any] | None = None
+    ) -> None:
+        """`prepare` runs first, in the worker's thread. Raises what it raises."""
+        self._engine, self._options, self._prepare = engine, options, prepare
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
         self._changed = threading.Condition()
@@ -131,8 +134,13 @@ class Worker:
         self._busy_since: float | None = None
         self._failures_in_a_row = 0
         self.first_token_s = Histogram()
+        self._prepared = threading.Event()
+        self._refusal: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+        self._prepared.wait()
+        if self._refusal:
+            raise self._refusal
 
     @property
     def status(self) -> str:
@@ -175,7 +183,8 @@ class Worker:
             jobs: list[Job] = []
             for request in requests:
                 after = jobs[-1] if jobs else None
-                jobs.append(Job(request, self._options.request_timeout, after))
+                timeout_s = self._options.request_timeout * (1 + len(jobs))  # each has its own
+                jobs.append(Job(request, timeout_s, after))
             self._waiting.extend(jobs)
             self._changed.notify()
         return jobs
@@ -195,6 +204,14 @@ class Worker:
         return len(left)
 
     def _run(self) -> None:
+        try:
+            if self._prepare:
+                self._prepare()
+        except BaseException as error:
+            self._refusal = error
+            return
+        finally:
+            self._prepared.set()
         try:
             while (joining := self._admit()) is not None:
                 self._busy_since = time.monotonic()

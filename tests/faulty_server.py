@@ -195,17 +195,20 @@ TARGET_FAULTS: dict[str, Callable[[Moment], Any]] = {
 
 
 def main() -> int:
-    load = core.load_engine
+    assemble, prepare = core.assemble_engine, core.Engine.prepare
 
-    def load_faulty(options: Any) -> Any:
-        engine = load(options)
+    def assemble_faulty(options: Any) -> Any:
+        engine = assemble(options)
         for name in DRAFTER_FAULTS:
             engine.drafters[name] = TimedDrafter(Faulty(name), options.drafter_timeout)
             engine.totals[name] = core.Statistics()
-        Target(engine.target)
         return engine
 
-    core.load_engine = load_faulty
+    def prepare_faulty(engine: Any, options: Any) -> None:
+        prepare(engine, options)
+        Target(engine.target)
+
+    core.assemble_engine, core.Engine.prepare = assemble_faulty, prepare_faulty
     return core.main(sys.argv[1:])
 
 

@@ -48,8 +48,9 @@ def serving():
 
 
 def lines_of(process):
-    """The log's lines, those of requests and others."""
-    return [json.loads(line) for line in process.log().splitlines() if line.startswith("{")]
+    """The log's lines, those of requests and others, but not those of the start."""
+    lines = [json.loads(line) for line in process.log().splitlines() if line.startswith("{")]
+    return [line for line in lines if line.get("logger") != "serving.exact"]
 
 
 # ------------------------------------------------------------------------------- start and end
@@ -251,6 +252,16 @@ def test_prompts_and_outputs_are_logged_only_where_asked_for(serving, arguments)
     if arguments:
         line = lines_of(process)[0]
         assert (line["prompt"], line["text"]) == (SECRET, answer["text"])
+
+
+def test_the_start_says_what_was_checked_for_equal_bits(serving):
+    process, port = serving()
+    health = json.loads(call(port, "GET", "/health")[2])
+    models = [health["exactness"][name] for name in ("target", "draft_model")]
+    assert all(model["seconds"] > 0 for model in models)
+    assert health["bitwise_lossless"] == (not health["exactness"]["doubts"])
+    said = [line for line in process.log().splitlines() if "serving.exact" in line]
+    assert len(said) == 2 and "weight matrices" in said[0] and "threads" in said[0]
 
 
 def test_a_request_past_its_deadline_is_logged_as_that(serving):

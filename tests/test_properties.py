@@ -681,6 +681,7 @@ def test_a_broken_target_fails_one_request_and_changes_no_other(
 # ------------------------------------------------------------------ the cache, against plain lists
 
 MAX_LENGTH, NUM_LAYERS = 16, 2
+ROWS = (1, 2, 4, 8, 16, 32)
 UNSEEN = -1.0  # what a pad's states would be: never to be found in the cache
 
 
@@ -691,7 +692,8 @@ class CacheAgainstLists(RuleBasedStateMachine):
         num_rows=st.sampled_from([2, 1, 3, 5]), min_rows=st.integers(1, 8), whole=st.booleans()
     )
     def make(self, num_rows, min_rows, whole):
-        shapes = core.Shapes(min_rows, core.KV_STEPS if whole else ())
+        rows = ROWS if whole else core.Shapes().rows
+        shapes = core.Shapes(rows, min_rows, key_steps=(4, 8) if whole else ())
         device = torch.device("cpu")
         self.cache = core.SlotCache(NUM_LAYERS, num_rows, MAX_LENGTH, device, shapes)
         self.texts = {}
@@ -734,7 +736,7 @@ class CacheAgainstLists(RuleBasedStateMachine):
             self.next += count
         num_sound = data.draw(st.integers(0, 2 * len(fed[0])))
         fed[0] = [x if i < num_sound else math.nan for i, x in enumerate(fed[0])]
-        order = self.cache.order(rows)
+        order = sorted(range(len(rows)), key=lambda b: self.cache._rows.index(rows[b]))
         rows, fed = [rows[b] for b in order], [fed[b] for b in order]
         counts = [len(new) for new in fed]
         longest = max(len(self.texts[row]) + len(new) for row, new in zip(rows, fed, strict=True))
@@ -742,7 +744,8 @@ class CacheAgainstLists(RuleBasedStateMachine):
             with pytest.raises(ValueError, match=f"{longest} tokens do not fit a KV cache"):
                 self.cache.place(rows, counts)
             return
-        place, flat = self.cache.place(rows, counts), data.draw(st.booleans())
+        place = self.cache.place(rows, counts, is_ragged=data.draw(st.booleans()))
+        flat = data.draw(st.booleans())
         seen = [self.update(layer, place, fed, flat) for layer in range(NUM_LAYERS)]
         self.cache.advance(place)
         for b, (row, new) in enumerate(zip(rows, fed, strict=True)):
@@ -757,11 +760,16 @@ class CacheAgainstLists(RuleBasedStateMachine):
             del self.texts[row][length:]
 
     def update(self, layer, place, fed, flat):
-        if place.start is None and flat:
-            new = [number for numbers in fed for number in numbers]
-            return self.cache.layers[layer].update(*states_of(new, layer))
-        padded = [states_of([UNSEEN] * (place.width - len(new)) + new, layer) for new in fed]
-        keys, values = (torch.stack(rows).transpose(1, 2) for rows in zip(*padded, strict=True))
+        if place.start is not None or place.ragged:
+            new = [UNSEEN] * place.offset + [number for numbers in fed for number in numbers]
+            keys, values = states_of(new + [UNSEEN] * (place.num_rows - len(new)), layer)
+            if flat and place.ragged:
+                return self.cache.layers[layer].update(keys, values)
+            keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+        else:
+            width = place.positions.shape[1]
+            padded = [states_of([UNSEEN] * (width - len(new)) + new, layer) for new in fed]
+            keys, values = (torch.stack(rows).transpose(1, 2) for rows in zip(*padded, strict=True))
         return self.cache.layers[layer].update(keys, values)
 
     @precondition(lambda self: self.texts)

@@ -278,6 +278,38 @@ def test_a_comparison_measures_predicts_and_finds_no_difference(demo_engine, pro
     assert sampled["measured_speedup"] > 0
 
 
+def test_a_comparison_of_three_runs_takes_medians_and_says_when_it_was_disturbed(
+    demo_engine, prompts
+):
+    """One slow run of three changes nothing; where plain decoding was slow every time, it shows."""
+    request = core.Request(prompts["repetitive_colours"], max_tokens=24, drafter="ngram")
+    plain = dataclasses.replace(request, drafter=None, trace=True)
+
+    def job(request, verify_ms):
+        job = FinishedJob(demo_engine, request)
+        statistics = job.sequence.statistics
+        statistics.draft_ms = statistics.other_ms = 0.0
+        statistics.verify_ms = verify_ms * statistics.target_passes
+        return job
+
+    def compare(ours, theirs):
+        pairs = [(job(request, o), job(plain, t)) for o, t in zip(ours, theirs, strict=True)]
+        return core.answer([job for pair in pairs for job in pair], [], torch.float32)["compare"]
+
+    quiet = compare([5.0, 5.0, 5.0], [5.0, 5.0, 5.0])
+    one_slow = compare([5.0, 500.0, 5.0], [5.0, 5.0, 300.0])
+    per_pass = quiet["measured_speedup"]
+    assert per_pass > 2 and quiet["spread"] == [per_pass, per_pass] and quiet["num_runs"] == 3
+    assert one_slow["measured_speedup"] == per_pass and one_slow["costs"]["t_verify"] == 1.0
+    assert one_slow["speculative"]["timings"]["verify_ms"] < 100
+    assert one_slow["spread"] == [
+        pytest.approx(per_pass / 100, rel=0.01), pytest.approx(per_pass * 60, rel=0.01)
+    ]  # fmt: skip
+    assert not quiet["disturbed"] and not one_slow["disturbed"]
+    assert compare([5.0, 5.0, 5.0], [9.0, 9.0, 9.0])["disturbed"]  # faster than passes explain
+    assert compare([25.0, 25.0, 25.0], [5.0, 5.0, 5.0])["disturbed"]  # t_verify 5
+
+
 def test_the_prediction_is_the_formula_of_the_field():
     """(1 - α^(K+1)) / (1 - α) / (K·c + t_verify) for full drafts of K = 4."""
     ours, plain = core.Statistics(), core.Statistics()

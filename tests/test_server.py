@@ -332,6 +332,10 @@ def test_a_comparison_runs_the_request_by_plain_decoding_too(port, stream):
     assert compare["plain"]["timings"]["draft_n"] == 0
     assert compare["measured_speedup"] > 1 and compare["predicted_speedup"] > 1
     assert set(compare["costs"]) == {"alpha", "c", "t_verify"}
+    assert compare["num_runs"] == 3 and type(compare["disturbed"]) is bool
+    least, most = compare["spread"]
+    assert 0 < least <= most
+    assert compare["speculative"]["timings"]["predicted_n"] == 40
     assert "trace" not in body
 
 
@@ -538,7 +542,9 @@ def test_a_comparison_takes_one_place_and_ends_with_its_first_half(demo_engine):
     client = core.create_app(demo_engine, core.Options(), worker).test_client()
     assert client.post("/generate", json=fields).status_code == 500
     worker.drain(10)
-    assert len(taken) == 2 and all(job.cancelled for job in taken)
+    assert len(taken) == 6 and all(job.cancelled for job in taken)  # three runs of both
+    limits = [round(job.deadline - job.submitted, 3) for job in taken]
+    assert limits == [options.request_timeout * n for n in range(1, 7)]  # one after the other
 
 
 def test_queued_clients_that_leave_give_their_place_up():
