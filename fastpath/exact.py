@@ -31,7 +31,7 @@ from torch import Generator, Tensor, nn
 from . import attention
 from .activation import ROWS
 from .attention import KEY_BLOCK
-from .linear import JoinedLinear, PackedLinear, Weights
+from .linear import LARGE, JoinedLinear, PackedLinear, Weights
 
 LOG = logging.getLogger("serving.exact")
 
@@ -40,12 +40,15 @@ ANY_ROWS = (*range(1, 17), *range(20, 65, 4), *range(72, 257, 8))  # where bits 
 
 _REFERENCE = 8  # rows; all others are compared with it
 _DECODING = 64  # rows up to which every matrix is checked; above one of each shape
+_VERIFYING = 32  # rows up to which whole forwards are checked
 _BUDGET_S = 1.0  # for matrices whose shape was checked already
 _DRAFT, _PROMPT, _SHORTEST = 6, 140, 32  # tokens of the draft and prompt; a context to check
 _LENGTHS = (20, 382, 509, 1022)  # of texts, so that the draft crosses a border of keys
-_LARGE = 8192  # outputs of a layer that takes long
 _KNOWN = 32  # rows of each trial whose result is known
 _NEAR = 1  # keys before and behind each border
+_ROUNDINGS = 2**30  # makes scores near 1 of the roundings of float32
+_MOST_TEXTS = 8  # texts that are attended to at once
+_NUM_DRAFTED = 7  # of ROWS, those that a draft may have
 
 
 @dataclass(slots=True)
@@ -194,9 +197,9 @@ def equal_rows(weights: list[Weights]) -> tuple[tuple[int, ...], int | None, int
             random = Generator().manual_seed(matrix.in_features)
             inputs[key] = torch.randn(ROWS[-1], key[0], generator=random).to(key[1])
         trial = _RowTrial(matrix, inputs[key])
-        for rows in [rows for rows in ROWS if equal[rows]]:
-            if is_first or rows <= _DECODING:
-                equal[rows] = trial.is_equal(rows)
+        most = matrix.most_rows or (ROWS[-1] if is_first else _DECODING)
+        for rows in [rows for rows in ROWS if rows <= most and equal[rows]]:
+            equal[rows] = trial.is_equal(rows)
         if is_first and not equal[ROWS[-1]]:
             is_block_steady &= trial.is_steady(ROWS[-1])
         num_checked += 1
@@ -218,7 +221,7 @@ class _RowTrial:
         tiles = inputs[:_KNOWN].split(_REFERENCE)
         self._results = torch.cat([matrix(tile) for tile in tiles])
         self._remainders = None
-        if matrix.dtype != torch.float32 or matrix.out_features <= _LARGE:
+        if matrix.dtype != torch.float32 or matrix.out_features <= LARGE:
             pairs = zip(tiles, self._results.neg().split(_REFERENCE), strict=True)
             self._remainders = torch.cat([matrix(*pair) for pair in pairs])
 
@@ -279,7 +282,8 @@ def equal_keys(
                     for step in steps
                     if step < end or torch.equal(trial.run(begin + end, begin + step), expected)
                 ]
-        if (wrong := trial.queries_that_differ(num_rows)) is not None:
+        steps = [step for step in steps if trial.queries_that_differ(step, num_rows) is None]
+        if (wrong := trial.queries_that_differ(KEY_BLOCK, num_rows)) is not None:
             return (KEY_BLOCK,), f"attention of {wrong} queries"
     return (*steps, KEY_BLOCK), None
 
@@ -289,23 +293,36 @@ def _around(border: int) -> range:
 
 
 class _KeyTrial:
-    """One kind of attention on keys whose values cancel out: what is left is rounding.
+    """One kind of attention on numbers that cancel out: what is left is rounding.
 
-    Every key has a twin with the opposite value, at a random distance.
+    Half the components of a query's product with a key take away what the other half adds, so that
+    a score is nothing but the rounding of its sum, made large. And every key has a twin with the
+    opposite value, at a random distance.
     """
 
     def __init__(self, call: attention.Call, dtype: torch.dtype) -> None:
         self._call, self._dtype = call, dtype
         self._random = Generator().manual_seed(call.key_width)
-        self._length = 3 * KEY_BLOCK
-        shape = 1, call.kv_heads, self._length
-        self._keys = self._draw(*shape, call.key_width)
+        shape = 1, call.kv_heads, 3 * KEY_BLOCK
+        width, half = call.key_width, call.key_width // 2
+        order = torch.randperm(width, generator=self._random)
+        self._added, self._taken = order[:half], order[half : 2 * half]
+        scaling = width**-0.5 if call.scaling is None else call.scaling
+        self._size = (_ROUNDINGS / (width * scaling)) ** 0.5
+        self._keys = self._draw(*shape, width) * self._size
+        self._keys[..., self._taken] = -self._keys[..., self._added]
         self._values = self._draw(*shape, call.value_width)
-        self._query = self._draw(1, 1, call.heads, call.key_width)
+        self._query = self._queries(1, 1)
+        self._others = self._queries(_MOST_TEXTS, ROWS[-1])
         self._of_end: tuple[int, Tensor, Tensor] | None = None
 
     def _draw(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._random).to(self._dtype)
+
+    def _queries(self, batch: int, count: int) -> Tensor:
+        queries = self._draw(batch, count, self._call.heads, self._call.key_width) * self._size
+        queries[..., self._taken] = queries[..., self._added]
+        return queries
 
     def _cancelling(self, end: int) -> tuple[Tensor, Tensor]:
         if self._of_end is None or self._of_end[0] != end:
@@ -332,24 +349,28 @@ class _KeyTrial:
         keys, values = self._cancelling(end)
         return self._attend(self._query, keys[:, :, :length], values[:, :, :length], end)
 
-    def queries_that_differ(self, num_rows: int) -> int | None:
-        """The number of queries, if any, at which a query's bits depend on the others."""
-        end, length = KEY_BLOCK - 9, 2 * KEY_BLOCK
-        keys, values = self._cancelling(end)
-        expected = self.run(end, KEY_BLOCK)[0, 0]
-        for count in (*range(1, 9), *range(12, 33, 4), *(rows for rows in ROWS if rows > 32)):
-            for batch in {1, 2, min(num_rows, 8)} if count <= 32 else {1}:
-                query = self._draw(batch, count, self._call.heads, self._call.key_width)
-                places = {0, count // 2, count - 1}
-                query[0, list(places)] = self._query[0, 0]
-                more = [self._keys[:, :, :length], self._values[:, :, :length]]
-                given = [
-                    torch.cat([own[:, :, :length], *[other] * (batch - 1)])
-                    for own, other in zip((keys, values), more, strict=True)
-                ]
-                result = self._attend(query, *given, end)
-                if any(not torch.equal(result[0, place], expected) for place in places):
-                    return count
+    def queries_that_differ(self, step: int, num_rows: int) -> int | None:
+        """The number of queries, if any, at which a query's bits depend on the others.
+
+        With `step` keys, and with a whole block of keys more.
+        """
+        most = min(num_rows, _MOST_TEXTS)
+        for length in (step, KEY_BLOCK + step):
+            end, few = length - 9, length <= KEY_BLOCK
+            others = self._keys, self._values  # of the other sequences
+            given = [
+                torch.cat([own, *[other] * (most - 1)])[:, :, :length]
+                for own, other in zip(self._cancelling(end), others, strict=True)
+            ]
+            expected = self.run(end, length)[0, 0]
+            for count in ROWS if few else ROWS[:_NUM_DRAFTED]:
+                for batch in {1, 2, most} if count in ROWS[:_NUM_DRAFTED] else {1}:
+                    query = self._others[:batch, :count].clone()
+                    places = [0, count // 2, count - 1]
+                    query[0, places] = self._query[0, 0]
+                    found = self._attend(query, *(part[:batch] for part in given), end)
+                    if any(not torch.equal(other, expected) for other in found[0, places]):
+                        return count
         return None
 
 
@@ -479,7 +500,7 @@ class _ForwardTrial:
         shapes, one = self._model.shapes, self._rows[0]
         usual, expected = shapes.min_rows, self._feed(self._rows[:1], [self._draft])
         try:
-            for rows in (rows for rows in shapes.rows if rows <= _DECODING):
+            for rows in (rows for rows in shapes.rows if rows <= _VERIFYING):
                 shapes.min_rows = rows
                 if self._differs(self._feed([one], [self._draft]), expected):
                     return f"a forward of {rows} rows"

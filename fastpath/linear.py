@@ -36,6 +36,10 @@ def can_pack(dtype: torch.dtype, device: str = "cpu") -> bool:
     return bool((result == 16).all() and (added == 17).all())
 
 
+LARGE = 8192  # outputs, of a layer that takes long
+_MOST_ROWS = 32
+
+
 class Weights:
     """One linear layer [out, in], packed where this machine can; the originals may then be freed.
 
@@ -55,6 +59,15 @@ class Weights:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(contiguous, None)
 
     @property
+    def most_rows(self) -> int | None:
+        """More rows than this are computed in several calls; None: any number at once.
+
+        An output layer takes seconds to check at every number of rows, so it has few of them. They
+        lose nothing: at so many its arithmetic, not the reading of its weights, is what takes time.
+        """
+        return _MOST_ROWS if self._is_packed and self.out_features > LARGE else None
+
+    @property
     def signature(self) -> tuple[Any, ...]:
         """Layers of equal signatures run the same code on numbers of their own."""
         return self.out_features, self.in_features, self.dtype, self._bias is None
@@ -63,6 +76,8 @@ class Weights:
         """x [..., in] and, if any, what to add to the result [..., out] -> [..., out]."""
         if not self._is_packed:
             return plus(nn.functional.linear(x, self._weight, self._bias), residual)
+        if self.most_rows is not None and x.shape[-2] > self.most_rows and residual is None:
+            return torch.cat([self(part) for part in x.split(self.most_rows, -2)], -2)
         operators = torch.ops.mkldnn._linear_pointwise
         if residual is None:
             return operators.default(x, self._weight, self._bias, "none", [], "")

@@ -755,7 +755,7 @@ def test_an_engine_is_loaded_warm(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", range(10))
+@pytest.mark.parametrize("start", range(4))
 def test_a_demo_that_has_just_been_started_shows_no_drafter_off_that_pays(start):
     """A process of its own each time. Off would be one token a pass; warm they have about two."""
     command = [sys.executable, "08_speculative_decoding.py", "--demo", "--json"]

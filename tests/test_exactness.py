@@ -16,7 +16,7 @@ import torch
 from conftest import FAMILIES, ROOT, run
 from torch import nn
 
-from fastpath import activation, exact
+from fastpath import activation, attention, exact
 from fastpath.exact import KEY_BLOCK, Shapes
 from fastpath.linear import Weights
 
@@ -72,7 +72,7 @@ def test_odd_widths_and_a_large_vocabulary_are_exact():
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda m: "-".join(m.values()) or "own")
 @pytest.mark.parametrize("model", ["demo", "llama"])
 def test_the_claim_holds_with_other_machines_kernels(model, machine, dtype):
-    found = examined(model, dtype=dtype, rounds=24, texts=8, threads=2, **machine)
+    found = examined(model, dtype=dtype, rounds=16, texts=8, threads=2, **machine)
     assert_claim_holds(found)
 
 
@@ -80,7 +80,7 @@ def test_the_claim_holds_with_other_machines_kernels(model, machine, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", ["gemma2", "gpt2"])
 def test_the_claim_holds_for_models_of_transformers_own_modules(model, dtype):
-    assert_claim_holds(examined(model, dtype=dtype, rounds=60, texts=16, threads=2))
+    assert_claim_holds(examined(model, dtype=dtype, rounds=40, texts=8, threads=2))
 
 
 @pytest.mark.slow
@@ -257,6 +257,39 @@ def test_attention_that_depends_on_company_is_not_called_exact(tiny, monkeypatch
 
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", other)
     assert not tiny().make_exact()
+
+
+def test_scores_summed_in_another_order_are_found_though_bfloat16_hides_them(tiny, monkeypatch):
+    """Rounded to bfloat16, weights of the same keys nearly always come out the same."""
+
+    def by_parts(query, key, value, attn_mask, scale):
+        parts = 1 if query.shape[2] > 8 else 2
+        pairs = zip(query.float().chunk(parts, -1), key.float().chunk(parts, -1), strict=True)
+        scores = sum(part @ other.mT for part, other in pairs) * scale + attn_mask
+        return (scores.softmax(-1).to(value.dtype).float() @ value.float()).to(value.dtype)
+
+    target = tiny(dtype="bfloat16")
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", by_parts)
+    assert not target.make_exact() and "attention" in target.report.doubt
+
+
+def test_one_head_of_one_text_is_not_left_to_all_threads(monkeypatch):
+    """They would split its sums: with three threads, in bfloat16, it had other bits for that."""
+    right, sizes = nn.functional.scaled_dot_product_attention, []
+
+    def note(query, key, value, **options):
+        sizes.append(query.shape[:2].numel())
+        return right(query, key, value, **options)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", note)
+    key, value = torch.randn(2, 1, 1, 40, 16)
+    for count, tasks in ((1, 2), (8, 2), (9, 1)):  # of more rows torch makes more tasks itself
+        query = torch.randn(1, count, 4, 16)
+        mask = attention.grouped_mask(torch.zeros(1, 1, count, 40), 4)
+        result = attention.attend(query, key, value, mask)
+        expected = right(query.transpose(1, 2), key, value).transpose(1, 2).flatten(2)
+        torch.testing.assert_close(result, expected)
+        assert sizes[-1] == tasks
 
 
 def test_an_operation_between_the_layers_that_depends_on_the_batch_is_found(tiny, monkeypatch):
