@@ -39,28 +39,29 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, chain, pairwise
-from math import inf, nextafter, prod
+from math import inf, isfinite, nextafter, prod
 from mmap import mmap
 from typing import Any, NamedTuple
-from zlib import crc32
 
 import huggingface_hub
+import numpy as np
 import torch
 import transformers
 from flask import Flask, Response, g
-from torch import Generator, Tensor
+from torch import Tensor
 from tqdm import tqdm
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 import drafters
-from drafters import Context, Draft, Drafter, Sampling, Verdict
+from drafters import Context, Draft, Drafter, Noise, Sampling, Verdict
 from drafters.auto import AutoDrafter
+from drafters.noise import ACCEPT, DRAW, NO_NUMBERS, RECOVER
 from fastpath.attention import NAME as GROUPED
 from fastpath.attention import Ragged
 from fastpath.decoder import FusedDecoder, is_same, speed_up
 from fastpath.exact import KEY_BLOCK, Report, Shapes, by_speed, calibrate
-from fastpath.sampling import truncated_softmax
+from fastpath.sampling import survivors, truncated_softmax
 from serving import terminal
 from serving.answers import PLAIN, answer, health, stream_answer, token_logprobs
 from serving.comparison import demo_run, demo_totals, timed
@@ -487,12 +488,12 @@ class CachedModel:
             return "an expert computes as many rows as choose it, which depends on the batch"
         return None if self._can_share else "its sequences are padded to one length in a batch"
 
-    def make_exact(self, heads: list[Any] | None = None, most_rows: int = 64) -> bool:
+    def make_exact(self, most_rows: int = 64) -> bool:
         """Find the cheapest shapes that make logits the same bits in whatever company.
 
-        `heads` run in the same shapes; up to `most_rows` tokens share a forward.
+        Up to `most_rows` tokens share a forward.
         """
-        self.report = calibrate(self, heads or [], most_rows)
+        self.report = calibrate(self, most_rows)
         return self.report.is_exact
 
     def new_cache(self, num_layers: int, num_rows: int) -> SlotCache:
@@ -613,26 +614,111 @@ def probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
     """
     if sampling.is_greedy:
         return torch.zeros_like(scores).scatter_(1, scores.argmax(-1, keepdim=True), 1.0)
-    # Row by row: a sum over the vocabulary has other bits beside other rows.
-    transforms = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
-    return torch.cat([truncated_softmax(row[None], *transforms) for row in scores])
+    return truncated_softmax(scores, *sampling.transforms)
 
 
-def generator(seed: int) -> Generator:
-    """A generator of one's own for any seed of 64 bits.
+def own_choices(scores: Tensor, sampling: Sampling, noise: Noise, position: int) -> Iterator[int]:
+    """The model's own token for each row of penalised logits [n, V], one after the other.
 
-    torch's reads the lower 32 bits alone; the checksum brings the others in, and still gives each
-    seed below 2**32 a sequence of its own.
+    Row i is where the token at `position` + i of the text is chosen. The choice depends on nothing
+    but the row, the request's sampling, and the noise that belongs to its seed and that position:
+    not on who drafted what, nor on how the text came about.
     """
-    return Generator().manual_seed(crc32(seed.to_bytes(9, "little", signed=True)))
+    if sampling.is_greedy:
+        best = scores.max(-1)
+        for value, token in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+            if not isfinite(value):  # NaN counts as the largest
+                raise ValueError(NO_NUMBERS)
+            yield token
+    else:
+        for i, row in enumerate(scores):
+            weights, ids = survivors(row, *sampling.transforms)
+            yield noise.choose(weights, ids, position + i)
 
 
-NO_NUMBERS = "the model gave no probabilities to draw from (NaN in its logits?)"
+@torch.inference_mode()
+def sample(
+    logits: Tensor, text: list[int], sampling: Sampling, noise: Noise
+) -> tuple[int, Tensor | None]:
+    """How plain decoding and model drafters choose behind `text`: a token and, maybe, its q.
+
+    q [V] is the distribution that the token was drawn from. Only the rule of rejection asks for it.
+    """
+    scores = penalise(logits[None], sampling.repetition_penalty, text, [])
+    if sampling.is_coupled:
+        return next(own_choices(scores, sampling, noise, len(text))), None
+    q = probabilities(scores, sampling)[0]
+    return draw(q, noise.uniform(len(text), DRAW)), q
 
 
-def uniform(rng: Generator, count: int) -> list[float]:
-    """`count` numbers from [0, 1)."""
-    return torch.rand(count, generator=rng, dtype=torch.float64).tolist()
+# ------------------------------------------------------------------------------------ verify
+
+
+class Judgement(NamedTuple):
+    """What became of one token; under the rule of rejection with the numbers that decided it."""
+
+    id: int
+    kind: str  # accepted | rejected | recovered | bonus
+    p: float | None = None  # the target's probability of it here
+    q: float | None = None  # the drafter's; None for a bonus, where nothing was drafted
+    u: float | None = None  # from [0, 1): compared with p / q, or what drew the target's own token
+
+    def as_dict(self) -> dict[str, Any]:
+        """For an event; p, q and u only where they decided."""
+        return {"id": self.id, "kind": self.kind} if self.u is None else self._asdict()
+
+
+def verify(draft: Draft, choices: Iterator[int]) -> list[Judgement]:
+    """Keep the draft for as long as it is what the target chooses itself.
+
+    `choices` are the target's own tokens after pending, d1, …, dn (see `own_choices`). The first
+    one that differs from the draft recovers the text; if none does the last one is a bonus.
+
+    Lossless, because only the target's own choices are ever emitted: choice i was made behind
+    accepted tokens only, which are the choices before it. So each stands behind the same text as
+    in plain decoding, and depends on that text, the seed and the position alone.
+
+    Example: choices 4, 9, 1, 7 and Draft([4, 8, 1]) -> 4 accepted, 8 rejected, 9 recovered.
+    """
+    judged = []
+    for drafted, chosen in zip(draft.tokens, choices, strict=False):
+        if drafted != chosen:
+            return [*judged, Judgement(drafted, "rejected"), Judgement(chosen, "recovered")]
+        judged.append(Judgement(drafted, "accepted"))
+    return [*judged, Judgement(next(choices), "bonus")]
+
+
+@torch.inference_mode()
+def verify_by_rejection(draft: Draft, p: Tensor, noise: Noise, position: int) -> list[Judgement]:
+    """The classical rule: accept by chance, so that the output is distributed exactly as p.
+
+    p [n + 1, V] is the target's distribution after pending, d1, …, dn. A drafted token is accepted
+    if u < p / q. The first rejected token is replaced by one drawn from norm(max(0, p - q)); if
+    none was rejected a bonus token is drawn from the last row. The chance of a token x is then
+    q(x) min(1, p(x) / q(x)) + (1 - Σ min(p, q)) norm(max(0, p - q))(x) = p(x), whatever q is.
+    It accepts the most that is possible, Σ min(p, q), but which tokens come depends on the drafts.
+    Source: Leviathan et al., algorithm 1.
+    """
+    judged = []
+    for i, token in enumerate(draft.tokens):
+        if draft.probs is None:  # nothing was drawn: q is one-hot
+            q = torch.zeros_like(p[i])
+            q[token] = 1.0
+        else:
+            q = draft.probs[i].to(p)
+        p_here, q_here = float(p[i, token]), float(q[token])
+        u = noise.uniform(position + i, ACCEPT)
+        if not u * q_here < p_here:
+            judged.append(Judgement(token, "rejected", p_here, q_here, u))
+            u = noise.uniform(position + i, RECOVER)
+            token = draw(residual(p[i], q), u)
+            p_here, q_here = float(p[i, token]), float(q[token])
+            return [*judged, Judgement(token, "recovered", p_here, q_here, u)]
+        judged.append(Judgement(token, "accepted", p_here, q_here, u))
+    n = len(draft.tokens)
+    u = noise.uniform(position + n, DRAW)
+    token = draw(p[n], u)
+    return [*judged, Judgement(token, "bonus", float(p[n, token]), None, u)]
 
 
 def draw(weights: Tensor, u: float) -> int:
@@ -648,104 +734,8 @@ def draw(weights: Tensor, u: float) -> int:
     return int(torch.searchsorted(cumulated, min(u * total, nextafter(total, 0)), right=True))
 
 
-@torch.inference_mode()
-def sample(
-    logits: Tensor, text: list[int], sampling: Sampling, rng: Generator
-) -> tuple[int, Tensor | None]:
-    """How model drafters choose behind `text`: a token, and the exact q [V] it was drawn from.
-
-    Greedy draws nothing, so there q is None (one-hot).
-    """
-    scores = penalise(logits[None], sampling.repetition_penalty, text, [])
-    if sampling.is_greedy:
-        best = scores[0].max(-1)
-        if not best.values.isfinite():  # NaN counts as the largest
-            raise ValueError(NO_NUMBERS)
-        return int(best.indices), None
-    q = probabilities(scores, sampling)[0]
-    return draw(q, uniform(rng, 1)[0]), q
-
-
-# ------------------------------------------------------------------------------------ verify
-
-
-class Judgement(NamedTuple):
-    """What became of one token, with the numbers that decided it."""
-
-    id: int
-    kind: str  # accepted | rejected | recovered | bonus
-    p: float  # the target's probability of it here
-    q: float | None  # the drafter's; None for a bonus, where nothing was drafted
-    u: float  # uniform in [0, 1): compared with p / q, or what drew the target's own token
-
-
-@torch.inference_mode()
-def verify(draft: Draft, p: Tensor, rng: Generator) -> list[Judgement]:
-    """Keep the longest prefix of the draft that lets the output be distributed exactly as p.
-
-    p [n + 1, V] is the target's distribution after pending, d1, …, dn. A drafted token is accepted
-    when u < p / q; the first rejection is replaced by a token drawn from norm(max(0, p - q)), and
-    when nothing was rejected a bonus token is drawn from the last row. The chance of a token x is
-    then q(x) min(1, p(x) / q(x)) + (1 - Σ min(p, q)) norm(max(0, p - q))(x) = p(x), whatever q is.
-    Source: Leviathan et al., algorithm 1.
-    """
-    n = len(draft.tokens)
-    ids = torch.tensor(draft.tokens, dtype=torch.long, device=p.device)[:, None]  # [n, 1]
-    ps = p[:n].gather(1, ids)[:, 0].tolist()
-    probs = None if draft.probs is None else draft.probs.to(p)
-    qs = [1.0] * n if probs is None else probs.gather(1, ids)[:, 0].tolist()
-    *us, last_u = uniform(rng, n + 1)
-
-    accepted = next((i for i in range(n) if not us[i] * qs[i] < ps[i]), n)
-    kinds = ["accepted"] * accepted + ["rejected"]
-    judged = list(map(Judgement, draft.tokens, kinds, ps, qs, us))  # up to the first rejection
-    if accepted == n:
-        token = draw(p[n], last_u)
-        return [*judged, Judgement(token, "bonus", float(p[n, token]), None, last_u)]
-    if probs is None:
-        q = torch.zeros_like(p[0]).index_fill_(0, ids[accepted], 1)
-    else:
-        q = probs[accepted]
-    token = draw(residual(p[accepted], q), last_u)
-    p_here, q_here = float(p[accepted, token]), float(q[token])
-    return [*judged, Judgement(token, "recovered", p_here, q_here, last_u)]
-
-
-@torch.inference_mode()
-def verify_greedy(draft: Draft, scores: Tensor, rng: Generator) -> list[Judgement]:
-    """The same where p is one-hot at the argmax of scores [n + 1, V], without writing p out.
-
-    A token is then accepted if it is the target's own choice, whatever u.
-
-    Example: argmax 4, 9, 1, 7 and Draft([4, 8, 1]) -> 4 accepted, 8 rejected, 9 recovered.
-    """
-    best = scores.max(-1)
-    n, choices = len(draft.tokens), best.indices.tolist()
-    *us, last_u = uniform(rng, n + 1)
-    accepted = next((i for i in range(n) if draft.tokens[i] != choices[i]), n)
-    if not best.values[: accepted + 1].isfinite().all():  # NaN counts as the largest
-        raise ValueError(NO_NUMBERS)
-
-    def q(i: int, token: int) -> float:
-        return float(token == draft.tokens[i] if draft.probs is None else draft.probs[i, token])
-
-    judged = [
-        Judgement(token, "accepted", 1.0, q(i, token), us[i])
-        for i, token in enumerate(choices[:accepted])
-    ]
-    token = choices[accepted]
-    if accepted == n:
-        return [*judged, Judgement(token, "bonus", 1.0, None, last_u)]
-    refused = draft.tokens[accepted]
-    return [
-        *judged,
-        Judgement(refused, "rejected", 0.0, q(accepted, refused), us[accepted]),
-        Judgement(token, "recovered", 1.0, q(accepted, token), last_u),
-    ]
-
-
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """What p [V] has more than q [V], not normalised: draw() does that.
+    """The positive part of p [V] - q [V], not normalised: draw() does that.
 
     Example: p [.5, .5, 0], q [.2, .8, 0] -> [.3, 0, 0].
     """
@@ -777,7 +767,7 @@ class Sequence:
 
     def __init__(self, request: Request, row: int, tokenizer: Any) -> None:
         self.request, self.row, self.tokenizer = request, row, tokenizer
-        self.rng = generator(request.seed)  # its own: neighbours change nothing
+        self.noise = Noise(request.seed)
         self.tokens = list(request.prompt)
         self.logprobs: list[dict[str, Any]] = []  # see token_logprobs()
         self.drafter: Drafter | None = None
@@ -845,44 +835,35 @@ class Engine:
         }
         self.decisions: dict[str, Decision] = {}  # the controller's last one on each drafter
         self._start_counting()
-        self.doubts: list[str] = []  # why outputs might depend on company in the last bit
-        self.is_exact = bool(target.report and target.report.is_exact)  # they do not
 
     def _start_counting(self) -> None:
-        # Of closed sequences, by drafter.
+        # Of closed sequences, by drafter and by rule.
         self.totals = {name: Statistics() for name in [*self.drafters, PLAIN]}
+        self.by_rule = {rule: Statistics() for rule in ("greedy", "coupled", "rejection")}
         self.recent: deque[tuple[int, int]] = deque(maxlen=200)  # (drafted, accepted) by cycle
         self.num_drafter_failures = 0
         self.num_faults = 0  # forwards that failed and were tried again
 
     def prepare(self, options: Options) -> None:
         """Find the shapes to run in, in the thread that is going to run them."""
-        models = [model for model in (self.target, self.draft_model) if model]
-        most_rows = options.max_running * (options.num_speculative_tokens + 1)
-        for model in models:
+        for model in (self.target, self.draft_model):
+            if model is None:
+                continue
             with refusal(model):
-                if options.bitwise:
-                    heads = [h for d in self.drafters.values() for h in d.modules(model)]
-                    model.make_exact(heads, most_rows)
+                # Only the target's bits count: a draft with other bits is a worse draft at most.
+                if model is self.target and options.bitwise:
+                    model.make_exact(options.max_running * (options.num_speculative_tokens + 1))
                 else:
                     model.shapes.min_rows = by_speed(model)[0]
             if model.reference:
                 model.reference.check(model)
                 model.reference = None
-        self.doubts = [f"{m.name}: {m.report.doubt}" for m in models if m.report and m.report.doubt]
-        if options.bitwise:
-            doubts = {name: drafter.doubt() for name, drafter in self.drafters.items()}
-            self.doubts += [f"{name}: {doubt}" for name, doubt in doubts.items() if doubt]
-        self.is_exact = all(model.report for model in models) and not self.doubts
         self.warm_up()
 
-    def exactness(self) -> dict[str, Any]:
-        """What was checked, for /health; None for a model of which nothing was."""
-        models = {"target": self.target, "draft_model": self.draft_model}
-        reports = {name: model.report for name, model in models.items() if model}
-        return {name: report and report.as_dict() for name, report in reports.items()} | {
-            "doubts": self.doubts
-        }
+    @property
+    def is_exact(self) -> bool:
+        """Whether equal logits are equal bits: no output depends on company in the last bit."""
+        return bool(self.target.report and self.target.report.is_exact)
 
     def warm_up(self) -> None:
         """Let the target and each drafter run once before a measurement counts; then forget it.
@@ -936,7 +917,7 @@ class Engine:
 
     def _open_drafter(self, s: Sequence, drafter: Drafter) -> None:
         try:
-            s.state = drafter.open(s.request.prompt, s.request.sampling, s.rng)
+            s.state = drafter.open(s.request.prompt, s.request.sampling, s.noise)
             s.drafter = drafter  # from here on there is a state to close
             names = drafter.candidates(s.state)
             if not (names and all(isinstance(name, str) for name in names)):
@@ -952,8 +933,9 @@ class Engine:
         self.target.cache.close_row(sequence.row)
         self._close_drafter(sequence)
         # A new object each time: /health reads whole sums from another thread.
-        name = sequence.request.drafter or PLAIN
+        name, rule = sequence.request.drafter or PLAIN, sequence.request.sampling.rule
         self.totals[name] = self.totals[name] + sequence.statistics
+        self.by_rule[rule] = self.by_rule[rule] + sequence.statistics
 
     def generate(self, request: Request) -> Iterator[tuple[Sequence, dict[str, Any]]]:
         """Run one request, yielding (sequence, event) cycle by cycle. Leaving early is fine."""
@@ -1095,9 +1077,10 @@ class Engine:
         ]
 
     def _judge(self, s: Sequence, draft: Draft, scores: Tensor) -> list[Judgement]:
-        if s.request.sampling.is_greedy:
-            return verify_greedy(draft, scores, s.rng)
-        return verify(draft, probabilities(scores, s.request.sampling), s.rng)
+        sampling, position = s.request.sampling, len(s.tokens)
+        if sampling.is_coupled:
+            return verify(draft, own_choices(scores, sampling, s.noise, position))
+        return verify_by_rejection(draft, probabilities(scores, sampling), s.noise, position)
 
     def _report(
         self, s: Sequence, event: dict[str, Any], times: list[float], logits: Tensor, scores: Tensor
@@ -1135,7 +1118,7 @@ class Engine:
         if not self.controller:
             return [(s.drafter.name, limit) for s, limit in zip(sequences, limits, strict=True)]
         seats = [
-            Seat(self._candidates(s), limit, s.remaining, s.request.sampling.is_greedy)
+            Seat(self._candidates(s), limit, s.remaining)
             for s, limit in zip(sequences, limits, strict=True)
         ]
         decisions = self.controller.plan(seats, batch)
@@ -1165,8 +1148,6 @@ class Engine:
         self, drafter: Drafter, group: list[tuple[Sequence, int]]
     ) -> list[tuple[Sequence, Draft]]:
         """A batch of drafts that can be verified; who gets none of them loses its drafter."""
-        can_retry = len(group) > 1
-        before = [s.rng.get_state() for s, _ in group] if can_retry else []
         try:
             proposed = list(
                 drafter.propose_batch([s.state for s, _ in group], [limit for _, limit in group])
@@ -1174,26 +1155,24 @@ class Engine:
             if len(proposed) != len(group):
                 raise ValueError(f"{len(proposed)} drafts for {len(group)} requests")
         except Exception as error:
-            if can_retry:  # one of them is to blame, and the others need not suffer for it
-                for (s, _), state in zip(group, before, strict=True):
-                    s.rng.set_state(state)
+            if len(group) > 1:  # one of them is to blame, and the others need not suffer for it
                 return [pair for one in group for pair in self._propose(drafter, [one])]
             self._lose_drafter(group[0][0], drafter.name, error)
             return []
         sound = []
         for (s, limit), draft in zip(group, proposed, strict=True):
             try:
-                self._check_draft(draft, limit)
+                self._check_draft(draft, limit, s.request.sampling)
                 sound.append((s, draft))
             except Exception as error:
                 self._lose_drafter(s, drafter.name, error)
         return sound
 
-    def _check_draft(self, draft: Draft, limit: int) -> None:
+    def _check_draft(self, draft: Draft, limit: int, sampling: Sampling) -> None:
         self._check_tokens(draft.tokens)
         if len(draft.tokens) > limit:
             raise ValueError(f"{len(draft.tokens)} tokens proposed, {limit} asked for")
-        if draft.tokens and draft.probs is not None:
+        if draft.tokens and draft.probs is not None and not sampling.is_coupled:
             if draft.probs.shape != (len(draft.tokens), self.target.vocab_size):
                 raise ValueError(
                     f"probs of shape {list(draft.probs.shape)} for {len(draft.tokens)} tokens"
@@ -1229,13 +1208,13 @@ class Engine:
         self._record(s, num_judged, min(accepted, kept), tokens[:kept])
         if num_judged:
             self.recent.append((num_judged, min(accepted, kept)))
-        rejected = [j._asdict() for j in judged if j.kind == "rejected" and is_whole]
+        rejected = [j.as_dict() for j in judged if j.kind == "rejected" and is_whole]
         event = {
             "step": s.num_steps,
             "proposals": draft.tokens,
             "accepted_count": min(accepted, kept),
             "emitted_count": kept,
-            "tokens": [j._asdict() for j in emitted[:kept]],
+            "tokens": [j.as_dict() for j in emitted[:kept]],
             "rejected": rejected[0] if rejected else None,
             "cached": [verified, len(s.tokens) - 1],
             "pieces": s.text.release(final=s.finish_reason is not None),
@@ -1280,7 +1259,6 @@ class Engine:
         """A fault costs the request the speculation, never the answer; its warnings say so."""
         s.decision = None
         s.warnings.append(f"{why}: went on without speculation")
-        s.rng = s.rng.clone_state()  # a drafter that hangs may draw from its own one day
         self._close_drafter(s)
 
     def _close_drafter(self, s: Sequence) -> None:
@@ -1296,8 +1274,8 @@ def details(s: Sequence, event: dict[str, Any], logits: Tensor, scores: Tensor) 
     """What a request asked to know about the tokens of an event, as more parts of it.
 
     From logits and scores (penalised logits), [n + 1, V] both: `logprobs` of each new token; for a
-    trace `target_argmax` [n + 1], `target_top`, the likeliest tokens and their scores where each
-    new one was chosen, and `texts` of all ids in the event (a part of a character as "�").
+    trace `target_argmax` [n + 1], `target_top`, the tokens that led where each new one was chosen,
+    and `texts` of all ids in the event (a part of a character as "�").
     """
     asked: dict[str, Any] = {}
     num_new = event["emitted_count"]
@@ -1309,19 +1287,46 @@ def details(s: Sequence, event: dict[str, Any], logits: Tensor, scores: Tensor) 
         asked["controller"] = str(s.decision)
     if s.request.trace:
         asked["target_argmax"] = scores.argmax(-1).tolist()
-        top = scores[:num_new].topk(min(5, scores.shape[-1]))
-        asked["target_top"] = [
-            [{"id": i, "score": score} for i, score in zip(ids, values, strict=True)]
-            for ids, values in zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        ]
-        ids = {
-            *event["proposals"],
-            *asked["target_argmax"],
-            *chain.from_iterable(top.indices.tolist()),
-        }
-        ids |= {token["id"] for token in event["tokens"]}
+        asked["target_top"] = leaders(s, event, scores[:num_new])
+        ids = {*event["proposals"], *asked["target_argmax"]}
+        ids |= {token["id"] for token in chain(event["tokens"], *asked["target_top"])}
         asked["texts"] = {i: s.tokenizer.decode([i]) for i in sorted(ids)}
     return asked
+
+
+def leaders(s: Sequence, event: dict[str, Any], scores: Tensor) -> list[list[dict[str, Any]]]:
+    """The first five tokens of each row of scores [n, V], as {id, score}; the first is the choice.
+
+    A coupled request's have the total of score and noise, too, which it goes by, and so have its
+    judged tokens from here on. The score is then the logarithm of p, for greedy ones the logit.
+    """
+    sampling, totals = s.request.sampling, scores
+    if sampling.is_coupled and not sampling.is_greedy:
+        scores = probabilities(scores, sampling).double().log()
+        begin, ids = len(s.tokens) - len(scores), np.arange(scores.shape[-1])
+        races = [s.noise.exponentials(begin + i, ids) for i in range(len(scores))]
+        totals = scores.cpu() - torch.tensor(np.stack(races)).log()
+
+    def entry(row: int, token: int) -> dict[str, Any]:
+        found = {"id": token, "score": finite(scores[row, token])}
+        return found | ({"total": finite(totals[row, token])} if sampling.is_coupled else {})
+
+    if sampling.is_coupled:
+        rejected = [event["rejected"]] if event["rejected"] else []  # judged where the last was
+        for row, token in [*enumerate(event["tokens"]), *((len(scores) - 1, r) for r in rejected)]:
+            token |= entry(row, token["id"])
+    top = totals.topk(min(5, scores.shape[-1]))
+    return [
+        [entry(row, i) for i, value in zip(ids, values, strict=True) if value > -inf]
+        for row, (ids, values) in enumerate(
+            zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        )
+    ]
+
+
+def finite(value: Tensor) -> float | None:
+    """A number for JSON, which has no infinity: what is impossible has none."""
+    return float(value) if value.isfinite() else None
 
 
 # ---------------------------------------------------------------------------- plain decoding
@@ -1337,12 +1342,12 @@ def plain_decode(
 ) -> list[int]:
     """The target alone, one token a pass: what speculation must reproduce, and its baseline."""
     max_tokens = min(max_tokens, target.max_length - len(prompt))
-    rng = generator(seed)
+    noise = Noise(seed)
     row, fed, tokens = target.cache.open_row(len(prompt)), prompt, []
     try:
         while len(tokens) < max_tokens and not (tokens and tokens[-1] in eos_ids):
             logits = target.forward([row], [fed], [1]).logits[0]
-            tokens.append(sample(logits[0], prompt + tokens, sampling, rng)[0])
+            tokens.append(sample(logits[0], prompt + tokens, sampling, noise)[0])
             fed = tokens[-1:]
         return tokens
     finally:
@@ -1553,11 +1558,12 @@ def read_prompts() -> dict[str, str]:
 def compare(engine: Engine, prompt: list[int], options: Options, repeats: int) -> dict[str, Any]:
     """One prompt by standard decoding and by each drafter, in turn; times are medians.
 
-    Sampled outputs are draws of their own, so only greedy ones are compared (else identical: None).
+    Under the rule of rejection sampled outputs are draws of their own, and not compared (identical:
+    None).
     """
     sampling, seed = options.sampling, options.seed or 0
     times: dict[str, list[float]] = {name: [] for name in [PLAIN, *engine.drafters]}
-    identical = dict.fromkeys(engine.drafters, True if sampling.is_greedy else None)
+    identical = dict.fromkeys(engine.drafters, True if sampling.is_coupled else None)
     runs: dict[str, list[Sequence]] = {name: [] for name in engine.drafters}
     for _ in range(repeats):
         for name, measured in times.items():
@@ -1571,7 +1577,7 @@ def compare(engine: Engine, prompt: list[int], options: Options, repeats: int) -
                 wanted = Request(prompt, options.max_tokens, name, k, sampling=sampling, seed=seed)
                 *_, (sequence, _) = engine.generate(wanted)
                 runs[name].append(sequence)
-                if sampling.is_greedy:
+                if sampling.is_coupled:
                     identical[name] &= sequence.output == ids
             measured.append((time.perf_counter() - began) * 1e3)
     text, passes = engine.target.tokenizer.decode(ids, skip_special_tokens=True), len(ids) - 1
@@ -1614,7 +1620,7 @@ def run_demo(engine: Engine, options: Options) -> dict[str, Any]:
     return {
         "prompts": results,
         "worked_cycle": worked_cycle(engine, {n: ids for n, (_, ids) in prompts.items()}, options),
-        "totals": demo_totals(results, options.sampling.is_greedy),
+        "totals": demo_totals(results, options.sampling.is_coupled),
         "device": str(engine.target.model.device),
         "versions": {
             "python": platform.python_version(),

@@ -1,12 +1,16 @@
-"""Is sampled output distributed as without speculation? First three tokens, chi-squared tests.
+"""Is sampled output lossless? The first three tokens, with each drafter and kind of sampling.
 
-For each drafter and each kind of sampling the same prompt is continued many times with speculation
-and many times without, with seeds of their own, and the counts of the second token, of the third
-and of all three together are compared. A p-value says how often two samples of one distribution
-would differ by so much: below 1e-6 something is broken, and values spread over 0 … 1 are what
-lossless looks like.
+The coupled rule promises plain decoding's own tokens: the same prompt is continued many times with
+speculation and many times without, from the same seeds, and the table counts the differences. The
+rule of rejection promises their distribution: seeds differ, and the counts of the second token, of
+the third and of all three together are compared. A p-value says how often two samples of one
+distribution would differ by so much: below 1e-6 something is broken, and values spread over 0 … 1
+are what lossless looks like.
 
-    python -m benchmarks.lossless [--samples 4096] [--drafter mine.py:Mine] [--json]
+A second table shows what each rule keeps of the drafts: accepted share and tokens per pass over the
+demo prompts with K = 5, every drafter by itself.
+
+    python -m benchmarks.lossless [--samples 4096] [--seeds 3] [--drafter mine.py:Mine] [--json]
 
 Source: Leviathan et al., arXiv 2211.17192, appendix A.1, for what must hold; Pearson's chi-squared
 test of homogeneity for the comparison.
@@ -109,28 +113,82 @@ def load(drafter: str | None = None) -> Any:
 
 
 def measure(engine: Any, num_samples: int) -> list[dict[str, Any]]:
-    """One row per sampling and drafter: acceptance, and the chi-squared test of each view."""
+    """One row per sampling and drafter: acceptance by both rules, differences, and the tests."""
     prompt = engine.target.tokenizer(PROMPT)["input_ids"]
     rows = []
-    for name, sampling in tqdm(SAMPLINGS.items(), desc="samplings"):
-        plain = core.Request(prompt, 12, None, 0, sampling=sampling, seed=1_000_000)
+    for name, coupled in tqdm(SAMPLINGS.items(), desc="samplings"):
+        rejection = core.replace(coupled, verification="rejection")
+        plain = core.Request(prompt, 12, None, 0, sampling=coupled, seed=1_000_000)
         theirs = first_tokens(engine, plain, num_samples)
         # With K fixed "auto" is the first of the others.
         for i, drafter in enumerate((n for n in engine.drafters if n != "auto"), 1):
-            engine.totals[drafter] = core.Statistics()
-            request = core.Request(
-                prompt, 12, drafter, K, sampling=sampling, seed=1_000_000 * (i + 1)
-            )
-            ours = first_tokens(engine, request, num_samples)
+            outputs, rates = {}, {}
+            for sampling, seed in ((coupled, plain.seed), (rejection, 1_000_000 * (i + 1))):
+                engine.totals[drafter] = core.Statistics()
+                request = core.Request(prompt, 12, drafter, K, sampling=sampling, seed=seed)
+                outputs[sampling.rule] = first_tokens(engine, request, num_samples)
+                rates[sampling.rule] = engine.totals[drafter].draft_acceptance_rate
+            # Sequences end in any order; as many of each kind must have come.
+            differing = Counter(theirs) - Counter(outputs["coupled"])
             row = {
                 "sampling": name,
                 "drafter": drafter,
                 "samples": num_samples,
-                "draft_acceptance_rate": engine.totals[drafter].draft_acceptance_rate,
+                "draft_acceptance_rate": rates,
+                "coupled_differing": differing.total(),
             }
-            tests = {view: test._asdict() for view, test in compare(ours, theirs).items()}
-            rows.append(row | tests)
+            tests = compare(outputs["rejection"], theirs)
+            rows.append(row | {view: test._asdict() for view, test in tests.items()})
     return rows
+
+
+KEPT = {
+    "temperature 0.8": Sampling(temperature=0.8),
+    "temperature 1": Sampling(temperature=1.0),
+    "0.8, top_k 50": Sampling(temperature=0.8, top_k=50),
+    "1, top_p 0.9": Sampling(temperature=1.0, top_p=0.9),
+}
+
+
+def measure_kept(max_tokens: int, num_seeds: int) -> list[dict[str, Any]]:
+    """One row per sampling and drafter: what each rule keeps of the same prompts' drafts."""
+    engine = core.load_engine(core.Options(fixed_k=True))
+    prompts = [engine.target.tokenizer(text)["input_ids"] for text in core.read_prompts().values()]
+    rows = []
+    cases = [(n, s, d) for n, s in KEPT.items() for d in engine.drafters if d != "auto"]
+    for name, coupled, drafter in tqdm(cases, desc="kept"):
+        row: dict[str, Any] = {"sampling": name, "drafter": drafter}
+        for sampling in (coupled, core.replace(coupled, verification="rejection")):
+            total = core.Statistics()
+            for seed in range(num_seeds):
+                for prompt in prompts:
+                    request = core.Request(
+                        prompt, max_tokens, drafter, sampling=sampling, seed=seed
+                    )
+                    *_, (sequence, _) = engine.generate(request)
+                    total += sequence.statistics
+            row[sampling.rule] = {
+                "draft_acceptance_rate": total.draft_acceptance_rate,
+                "tokens_per_pass": total.tokens_per_pass,
+            }
+        rows.append(row)
+    return rows
+
+
+def print_kept(rows: list[dict[str, Any]]) -> None:
+    """Accepted share and tokens per pass by both rules, and what coupling loses of the latter."""
+    print(f"\n{'sampling':18}{'drafter':12}{'coupled':>18}{'rejection':>18}{'lost':>8}")
+    for row in rows:
+        print(f"{row['sampling']:18}{row['drafter']:12}", end="")
+        for rule in ("coupled", "rejection"):
+            rate, passes = row[rule]["draft_acceptance_rate"], row[rule]["tokens_per_pass"]
+            print(f"{_percent(rate):>11}{passes:7.2f}", end="")
+        lost = 1 - row["coupled"]["tokens_per_pass"] / row["rejection"]["tokens_per_pass"]
+        print(f"{lost:8.1%}")
+
+
+def _percent(rate: float | None) -> str:
+    return "–" if rate is None else f"{rate:.1%}"
 
 
 def main() -> None:
@@ -138,24 +196,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     count = between(16, 10**6)
     parser.add_argument("--samples", type=count, default=4096, help="a case (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=count, default=96, help="(default: %(default)s)")
+    parser.add_argument("--seeds", type=between(1, 100), default=3, help="(default: %(default)s)")
     parser.add_argument("--drafter", help="one of your own, as file.py:Class")
     parser.add_argument("--json", action="store_true", help="only the JSON line")
     given = parser.parse_args()
     rows = measure(load(given.drafter), given.samples)
+    kept = measure_kept(given.max_tokens, given.seeds)
     if not given.json:
         views = "".join(f"  {view + ': χ² (degrees), p':>30}" for view in VIEWS)
-        print(f"{'sampling':24}{'drafter':12}{'accepted':>9}{views}")
+        print(f"{'':36}{'coupled':>20}{'rejection':>11}")
+        print(f"{'sampling':24}{'drafter':12}{'accepted, differing':>20}{'accepted':>11}{views}")
         for row in rows:
-            rate = row["draft_acceptance_rate"]
+            rates = {rule: _percent(rate) for rule, rate in row["draft_acceptance_rate"].items()}
             print(f"{row['sampling']:24}{row['drafter']:12}", end="")
-            print("        –" if rate is None else f"{rate:9.0%}", end="")
+            print(f"{rates['coupled']:>10}{row['coupled_differing']:10}", end="")
+            print(f"{rates['rejection']:>11}", end="")
             for view in VIEWS:
                 test = row[view]
                 text = f"{test['statistic']:.1f} ({test['degrees']}), {test['p_value']:.3f}"
                 text = text if test["degrees"] else "too few samples"
                 print(f"  {text:>30}", end="")
             print()
-    print(json.dumps(rows))
+        print_kept(kept)
+    print(json.dumps({"rows": rows, "kept": kept}))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """What does one verify cost under each transform? Ours against transformers' own processors.
 
-p of K + 1 = 6 positions from logits, then the acceptance rule over a draft with model q; in
-milliseconds, medians of interleaved runs. `flat` logits have a nucleus of half the vocabulary, as
-random models do; `peaked` ones look like a trained model's.
+K + 1 = 6 positions are judged, all of them accepted: the coupled rule draws the target's token at
+each, the rule of rejection makes p and judges a draft with model q by it, over transformers'
+processors as well. In milliseconds, medians of interleaved runs. `flat` logits have a nucleus of
+half the vocabulary, as random models do; `peaked` ones look like a trained model's.
 
     python -m benchmarks.sampling [--vocab 151936] [--runs 30] [--json]
 """
@@ -32,11 +33,17 @@ CASES = {
 }
 N = 5  # drafted tokens, judged at N + 1 positions
 TEXT = 1000  # tokens of context that the repetition penalty reads
+NOISE = core.Noise(0)
 
 
-def ours(logits: torch.Tensor, text: list[int], draft: Any, sampling: Any, rng: Any) -> None:
+def coupled(logits: torch.Tensor, text: list[int], draft: Any, sampling: Any) -> None:
     scores = core.penalise(logits, sampling.repetition_penalty, text, draft.tokens)
-    core.verify(draft, core.probabilities(scores, sampling), rng)
+    list(core.own_choices(scores, sampling, NOISE, TEXT))
+
+
+def rejection(logits: torch.Tensor, text: list[int], draft: Any, sampling: Any) -> None:
+    scores = core.penalise(logits, sampling.repetition_penalty, text, draft.tokens)
+    core.verify_by_rejection(draft, core.probabilities(scores, sampling), NOISE, TEXT)
 
 
 def processors(sampling: Any) -> logits_process.LogitsProcessorList:
@@ -54,40 +61,39 @@ def processors(sampling: Any) -> logits_process.LogitsProcessorList:
     return chosen
 
 
-def theirs(logits: torch.Tensor, text: list[int], draft: Any, sampling: Any, rng: Any) -> None:
-    """The same with transformers' processors: they take all positions, read ids row by row."""
+def theirs(logits: torch.Tensor, text: list[int], draft: Any, sampling: Any) -> None:
+    """Rejection with transformers' processors: they take all positions, read ids row by row."""
     if sampling.is_greedy:
         logits.argmax(-1).tolist()
         return
     ids = torch.tensor(text).expand(len(logits), -1)
-    core.verify(draft, processors(sampling)(ids, logits).softmax(-1), rng)
+    p = processors(sampling)(ids, logits).softmax(-1)
+    core.verify_by_rejection(draft, p, NOISE, TEXT)
 
 
 def measure(vocab: int, runs: int) -> list[dict[str, Any]]:
     """One row per shape of the logits and case: medians of both in ms."""
     torch.manual_seed(0)
-    rng = torch.Generator().manual_seed(0)
     text = torch.randint(0, vocab, (TEXT,)).tolist()
     rows = []
     for shape, spread in tqdm({"peaked": 8.0, "flat": 1.0}.items(), desc="shapes"):
         logits = torch.randn(N + 1, vocab) * spread
         q = (logits[:N] + torch.randn(N, vocab)).softmax(-1)
-        draft = core.Draft(
-            [core.draw(row, u) for row, u in zip(q, core.uniform(rng, N), strict=True)], q
-        )
+        draft = core.Draft([core.draw(row, 0.5) for row in q], q)
         for name, sampling in CASES.items():
-            times: dict[Any, list[float]] = {ours: [], theirs: []}
+            times: dict[Any, list[float]] = {coupled: [], rejection: [], theirs: []}
             for run in range(-2, runs):
                 for method, measured in times.items():
                     began = time.perf_counter()
-                    method(logits, text, draft, sampling, rng)
+                    method(logits, text, draft, sampling)
                     if run >= 0:  # the first two warm up
                         measured.append((time.perf_counter() - began) * 1e3)
             rows.append(
                 {
                     "logits": shape,
                     "case": name,
-                    "ours_ms": round(median(times[ours]), 3),
+                    "coupled_ms": round(median(times[coupled]), 3),
+                    "rejection_ms": round(median(times[rejection]), 3),
                     "transformers_ms": round(median(times[theirs]), 3),
                 }
             )
@@ -104,11 +110,11 @@ def main() -> None:
     given = parser.parse_args()
     rows = measure(given.vocab, given.runs)
     if not given.json:
-        print(f"{'logits':8}{'case':26}{'ours, ms':>10}{'transformers, ms':>18}")
+        print(f"{'logits':8}{'case':26}{'coupled':>9}{'rejection':>11}{'transformers':>14}, ms")
         for row in rows:
             print(
-                f"{row['logits']:8}{row['case']:26}{row['ours_ms']:10.2f}"
-                f"{row['transformers_ms']:18.2f}"
+                f"{row['logits']:8}{row['case']:26}{row['coupled_ms']:9.2f}"
+                f"{row['rejection_ms']:11.2f}{row['transformers_ms']:14.2f}"
             )
     document = {"vocab": given.vocab, "positions": N + 1, "threads": torch.get_num_threads()}
     print(json.dumps(document | {"torch": torch.__version__, "rows": rows}))

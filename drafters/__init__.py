@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 from .base import Context, Draft, Drafter, Sampling, Verdict
+from .noise import Noise
 from .timed import TimedDrafter
 
-__all__ = ["NAMES", "Context", "Draft", "Drafter", "Sampling", "Verdict", "load"]
+__all__ = ["NAMES", "Context", "Draft", "Drafter", "Noise", "Sampling", "Verdict", "load"]
 
 # name -> (module, class); a module is imported when its drafter is first asked for
 _REGISTRY = {

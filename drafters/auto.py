@@ -9,9 +9,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Generator
-
 from .base import Draft, Drafter, Sampling, Verdict
+from .noise import Noise
 
 
 @dataclass(slots=True)
@@ -30,11 +29,11 @@ class AutoDrafter(Drafter):
         self._drafters = drafters
         self.needs_hidden = any(drafter.needs_hidden for drafter in drafters.values())
 
-    def open(self, prompt: Sequence[int], sampling: Sampling, rng: Generator) -> _State:
+    def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> _State:
         states: dict[str, Any] = {}
         try:
             for name, drafter in self._drafters.items():
-                states[name] = drafter.open(prompt, sampling, rng)
+                states[name] = drafter.open(prompt, sampling, noise)
         except Exception:
             self._close(states)
             raise

@@ -15,17 +15,19 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
+
+from .noise import Noise
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Up to K proposed tokens, and the distribution that each was drawn from.
+    """Up to K proposed tokens.
 
-    `probs` [n, V] float32 is q, exactly as it was when the token was drawn from it. None says that
-    nothing was drawn: the drafter would propose the same again (q is one-hot). Two things bend the
-    output's distribution: a q other than the one drawn from, and to withdraw a token because of
-    what was drawn. A drafter that is not confident enough stops before it draws, not after.
+    Only requests that are verified by rejection read `probs` [n, V] float32: the distribution q
+    that each token was drawn from. None says that nothing was drawn (q is one-hot). There, and only
+    there, two things bend the output's distribution: a q other than the one drawn from, and to
+    withdraw a token because of what was drawn.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -33,7 +35,7 @@ class Draft:
 
     @classmethod
     def of(cls, drawn: Sequence[tuple[int, Tensor | None]]) -> "Draft":
-        """From each token with the q [V] that it was drawn from, or None for all (greedy)."""
+        """From each token with the q [V] that it was drawn from, or None for all of them."""
         probs = [q for _, q in drawn if q is not None]
         return cls([token for token, _ in drawn], torch.stack(probs) if probs else None)
 
@@ -72,10 +74,26 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    verification: str = "coupled"  # or "rejection": how drafts of sampled text are judged
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < 1e-6  # softmax would be one-hot, but for overflow
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether a draft is accepted for being the target's own choice; greedy always is."""
+        return self.is_greedy or self.verification == "coupled"
+
+    @property
+    def rule(self) -> str:
+        """The name under which drafts are counted: greedy, coupled or rejection."""
+        return "greedy" if self.is_greedy else self.verification
+
+    @property
+    def transforms(self) -> tuple[float, int, float, float]:
+        """What makes probabilities of penalised logits."""
+        return self.temperature, self.top_k, self.top_p, self.min_p
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +104,13 @@ class Context:
     named), with `.model`, `.tokenizer`, `.forward(rows, tokens, num_logits)`, `.cache` and
     `.new_cache(num_layers)`.
 
-    `sample(logits [V], text, sampling, rng)` is how a model drafter chooses: the token drawn after
-    the request's own transforms (`text`: the tokens before it, drafts included), and the exact q
-    [V] that it was drawn from, None when greedy.
+    `sample(logits [V], text, sampling, noise)` is how a model drafter chooses: the token drawn
+    after the request's own transforms (`text`: the tokens before it, drafts included), and the q
+    [V] that it was drawn from where the request is verified by rejection, else None.
     """
 
     target: Any
-    sample: Callable[[Tensor, list[int], Sampling, Generator], tuple[int, Tensor | None]]
+    sample: Callable[[Tensor, list[int], Sampling, Noise], tuple[int, Tensor | None]]
     draft: Any | None = None
     num_rows: int = 1
     prompt_lookup_max: int = 4
@@ -115,25 +133,13 @@ class Drafter(ABC):
         """Make the drafter. Raises ValueError, saying what to do, if it does not fit the target."""
         return cls()
 
-    def open(self, prompt: Sequence[int], sampling: Sampling, rng: Generator) -> Any:
+    def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> Any:
         """A new request's state. By default the list of its tokens so far.
 
-        A drafter that draws its tokens draws with `rng`, the request's own, and with nothing else:
-        the same seed then gives the same output.
+        The target draws the token at each position with `noise`. A drafter that draws with the same
+        noise, from weights close to the target's, mostly draws the same token.
         """
         return list(prompt)
-
-    def modules(self, model: Any) -> list[Any]:
-        """Modules of its own that run in the shapes of `model`, one of the core's cached models."""
-        return []
-
-    def doubt(self) -> str | None:
-        """Why its proposals might depend on which requests share a forward; None if they do not.
-
-        Asked once, before serving, where equal bits are promised. A draw of a token by chance then
-        needs the same probabilities alone and in a batch.
-        """
-        return None
 
     def guess(self, state: Any, name: str, max_tokens: int) -> list[int] | None:
         """What candidate `name` would propose, nobody having asked: to be held against what came.

@@ -19,13 +19,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
 from fastpath.attention import NAME as GROUPED
 from fastpath.decoder import speed_up_head
 
 from .base import Context, Draft, Drafter, Sampling, Verdict
+from .noise import Noise
 
 
 @dataclass(slots=True)
@@ -35,7 +36,7 @@ class _State:
     row: int  # in the head's KV cache
     text: list[int]  # committed so far
     sampling: Sampling
-    rng: Generator
+    noise: Noise
     hidden: list[Tensor] = field(default_factory=list)  # [pairs, D] each
     tokens: list[int] = field(default_factory=list)
     observed: int = 0  # positions of `text` whose hidden states have come
@@ -58,44 +59,6 @@ class MtpHeadDrafter(Drafter):
         self._can_share = head.config._attn_implementation == GROUPED or self._fused is not None
         self._max_shared = context.target.max_shared
         self._sample = context.sample
-
-    def modules(self, model: Any) -> list[Any]:
-        return [self._head] if model is self._target else []
-
-    @torch.inference_mode()
-    def doubt(self) -> str | None:
-        """Runs the head on random pairs: alone, in a batch, at once and in pieces."""
-        rows = [self._cache.open_row() for _ in range(min(self._cache.num_rows, 8))]
-        random = Generator().manual_seed(0)
-        width, most = self._width, min(40, self._cache.max_length - 8)
-        counts = [1 + (most * i) // len(rows) for i in range(len(rows))]
-
-        def pairs(count: int) -> tuple[Tensor, list[int]]:
-            hidden = torch.randn(count, width, generator=random).to(self._target.model.dtype)
-            return hidden, torch.randint(
-                self._target.vocab_size, (count,), generator=random
-            ).tolist()
-
-        try:
-            texts, steps = [pairs(n) for n in counts], [pairs(1) for _ in rows]
-            alone = []
-            for row, text, step in zip(rows, texts, steps, strict=True):
-                self._forward([row], [text])
-                alone += self._forward([row], [step])
-                self._cache.truncate(row, 0)
-            for row, (hidden, tokens) in zip(rows, texts, strict=True):
-                for i in range(0, len(tokens), 7):
-                    self._forward([row], [(hidden[i : i + 7], tokens[i : i + 7])])
-            together = self._forward(rows, steps)
-            logits = [self._to_logits(output) for output in alone]
-            if not all(map(torch.equal, alone, together)) or not torch.equal(
-                self._to_logits(torch.cat(together)), torch.cat(logits)
-            ):
-                return "the MTP head computes other bits in a batch"
-            return None
-        finally:
-            for row in rows:
-                self._cache.close_row(row)
 
     @classmethod
     def build(cls, context: Context) -> "MtpHeadDrafter":
@@ -122,8 +85,8 @@ class MtpHeadDrafter(Drafter):
         head.to(model.device).eval().set_attn_implementation(model.config._attn_implementation)
         return cls(head, context)
 
-    def open(self, prompt: Sequence[int], sampling: Sampling, rng: Generator) -> _State:
-        return _State(self._cache.open_row(len(prompt) - 1), list(prompt), sampling, rng)
+    def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> _State:
+        return _State(self._cache.open_row(len(prompt) - 1), list(prompt), sampling, noise)
 
     def propose(self, state: _State, max_tokens: int) -> Draft:
         return self.propose_batch([state], [max_tokens])[0]
@@ -149,7 +112,7 @@ class MtpHeadDrafter(Drafter):
             outputs = self._forward([states[i].row for i in active], [pairs[i] for i in active])
             logits = self._to_logits(torch.cat(outputs))  # [B, V]
             for b, i in enumerate(active):
-                token, q = self._sample(logits[b], texts[i], states[i].sampling, states[i].rng)
+                token, q = self._sample(logits[b], texts[i], states[i].sampling, states[i].noise)
                 drawn[i].append((token, q))
                 texts[i].append(token)
                 pairs[i] = (outputs[b], [token])

@@ -16,9 +16,8 @@ one entry per suffix length. Drafts never enter the index, so a refused draft ne
 from collections.abc import Sequence
 from typing import ClassVar
 
-from torch import Generator
-
 from .base import Context, Draft, Drafter, Sampling, Verdict
+from .noise import Noise
 
 
 class NgramIndex:
@@ -78,7 +77,7 @@ class NgramDrafter(Drafter):
     def build(cls, context: Context) -> "NgramDrafter":
         return cls(context.prompt_lookup_max, context.prompt_lookup_min)
 
-    def open(self, prompt: Sequence[int], sampling: Sampling, rng: Generator) -> NgramIndex:
+    def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> NgramIndex:
         index = NgramIndex(*self._sizes)
         index.extend(prompt)
         return index

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from .base import Context, Draft, Drafter, Sampling, Verdict
+from .noise import Noise
 
 
 @dataclass(slots=True)
@@ -24,7 +25,7 @@ class _State:
     row: int  # in the draft model's KV cache
     tokens: list[int]  # committed so far
     sampling: Sampling
-    rng: Generator
+    noise: Noise
 
 
 class SmallModelDrafter(Drafter):
@@ -66,8 +67,8 @@ class SmallModelDrafter(Drafter):
             )
         return cls(context)
 
-    def open(self, prompt: Sequence[int], sampling: Sampling, rng: Generator) -> _State:
-        return _State(self._draft.cache.open_row(len(prompt)), list(prompt), sampling, rng)
+    def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> _State:
+        return _State(self._draft.cache.open_row(len(prompt)), list(prompt), sampling, noise)
 
     def propose(self, state: _State, max_tokens: int) -> Draft:
         return self.propose_batch([state], [max_tokens])[0]
@@ -95,7 +96,7 @@ class SmallModelDrafter(Drafter):
             )
             for i, logits in zip(active, output.logits, strict=True):
                 token, q = self._sample(
-                    logits[0, : self._shared], texts[i], states[i].sampling, states[i].rng
+                    logits[0, : self._shared], texts[i], states[i].sampling, states[i].noise
                 )
                 if q is not None and self._shared < self._vocab_size:
                     q = torch.nn.functional.pad(q, (0, self._vocab_size - self._shared))

@@ -19,9 +19,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from torch import Generator
-
 from .base import Draft, Drafter, Sampling, Verdict
+from .noise import Noise
 
 
 class _Interrupt(BaseException):
@@ -46,8 +45,8 @@ class TimedDrafter(Drafter):
         self._thread = threading.Thread(target=serve, name=name, daemon=True)
         self._thread.start()
 
-    def open(self, prompt: Any, sampling: Sampling, rng: Generator) -> Any:
-        return self._call(self._inner.open, prompt, sampling, rng)
+    def open(self, prompt: Any, sampling: Sampling, noise: Noise) -> Any:
+        return self._call(self._inner.open, prompt, sampling, noise)
 
     def guess(self, state: Any, name: str, max_tokens: int) -> list[int] | None:
         return self._call(self._inner.guess, state, name, max_tokens)

@@ -20,7 +20,7 @@ Not covered: experts of a mixture, whose rows depend on the batch. The check the
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import log2
 from typing import Any
@@ -128,16 +128,15 @@ class Report:
         )
 
 
-def calibrate(model: Any, heads: Sequence[nn.Module] = (), most_rows: int = 64) -> Report:
+def calibrate(model: Any, most_rows: int = 64) -> Report:
     """Set model.shapes (the core's CachedModel) to the cheapest shapes with equal bits.
 
-    `heads` are other modules that run in the same shapes (an MTP head). Batches of up to
-    `most_rows` tokens are tried.
-    Where no shapes are exact the ones that came nearest stay. Runs in the thread that will serve:
-    the number of threads decides how sums are split.
+    Batches of up to `most_rows` tokens are tried. Where no shapes are exact the ones that came
+    nearest stay. Runs in the thread that will serve: the number of threads decides how sums are
+    split.
     """
     began = time.perf_counter()
-    weights = [w for module in (model.model, *heads) for w in weights_of(module)]
+    weights = list(weights_of(model.model))
     shapes, checked = model.shapes, 0
     shapes.rows, shapes.key_steps = ROWS, (KEY_BLOCK,)
     doubt = model.reason_not_to_share()
@@ -152,7 +151,7 @@ def calibrate(model: Any, heads: Sequence[nn.Module] = (), most_rows: int = 64) 
     shapes.min_rows = rows[0]
     compared = 0
     if doubt is None:
-        compared, doubt = _compare_forwards(model, most_rows, bool(heads))
+        compared, doubt = _compare_forwards(model, most_rows)
     report = Report(
         doubt, shapes.rows, shapes.prompt_rows, shapes.key_steps, len(weights), checked, compared,
         torch.get_num_threads(), time.perf_counter() - began,
@@ -409,11 +408,11 @@ def _short_forward(model: Any) -> None:
 
 
 @torch.inference_mode()
-def _compare_forwards(model: Any, most_rows: int, want_hidden: bool) -> tuple[int, str | None]:
+def _compare_forwards(model: Any, most_rows: int) -> tuple[int, str | None]:
     """(rows of logits that were compared, what differed if anything did)."""
     if model.max_length < _SHORTEST:
         return 0, f"a context of {model.max_length} tokens is too short to check"
-    trial = _ForwardTrial(model, most_rows, want_hidden)
+    trial = _ForwardTrial(model, most_rows)
     try:
         for check in (trial.lengths, trial.numbers_of_rows, trial.prompts):
             if doubt := check():
@@ -426,10 +425,8 @@ def _compare_forwards(model: Any, most_rows: int, want_hidden: bool) -> tuple[in
 class _ForwardTrial:
     """Feeds one text in every way that serving may feed it, and compares the bits of the logits."""
 
-    def __init__(self, model: Any, most_rows: int, want_hidden: bool) -> None:
-        """With `want_hidden` the hidden states count, too, as a head drafts from them."""
+    def __init__(self, model: Any, most_rows: int) -> None:
         self._model, self._cache, self.num_compared = model, model.cache, 0
-        self._want_hidden = want_hidden
         random = Generator().manual_seed(0)
         # Longer than a block of prompts, where these run in another kernel.
         length = _PROMPT + (model.shapes.prompt_rows or 0)
@@ -449,25 +446,20 @@ class _ForwardTrial:
         """Let a row hold `length` tokens: the keys and values of the text, over and over."""
         self._cache.repeat(self._rows[0], row, self._num_known, length)
 
-    def _feed(self, rows: list[int], tokens: list[list[int]]) -> tuple[Tensor, Tensor]:
-        """The first row's logits [at most 6, V] and hidden states [t, D]; nothing stays cached."""
+    def _feed(self, rows: list[int], tokens: list[list[int]]) -> Tensor:
+        """The first row's logits [at most 6, V]; nothing stays cached."""
         held = [self._cache.lengths[row] for row in rows]
-        num_logits = [min(len(fed), _DRAFT) for fed in tokens]
-        found = self._run(rows, tokens, num_logits)
+        found = self._run(rows, tokens, [min(len(fed), _DRAFT) for fed in tokens])
         for row, length in zip(rows, held, strict=True):
             self._cache.truncate(row, length)
         return found
 
-    def _run(
-        self, rows: list[int], tokens: list[list[int]], num_logits: list[int]
-    ) -> tuple[Tensor, Tensor]:
-        output = self._model.forward(rows, tokens, num_logits, self._want_hidden)
-        return output.logits[0], (output.hidden or output.logits)[0]
+    def _run(self, rows: list[int], tokens: list[list[int]], num_logits: list[int]) -> Tensor:
+        return self._model.forward(rows, tokens, num_logits).logits[0]
 
-    def _differs(self, actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> bool:
-        self.num_compared += len(actual[0])
-        pairs = zip(actual, expected, strict=True)
-        return not all(torch.equal(a, b[-len(a) :]) for a, b in pairs)
+    def _differs(self, actual: Tensor, expected: Tensor) -> bool:
+        self.num_compared += len(actual)
+        return not torch.equal(actual, expected[-len(actual) :])
 
     def lengths(self) -> str | None:
         """Decoded, verified and in batches, behind texts that end around a border of keys."""
@@ -479,10 +471,10 @@ class _ForwardTrial:
             verified = self._feed([one], [self._draft])
             for j in range(2):
                 alone = self._run([one], [self._draft[j : j + 1]], [1])
-                if self._differs(alone, tuple(part[j : j + 1] for part in verified)):
+                if self._differs(alone, verified[j : j + 1]):
                     return f"decoding and verifying token {length + j}"
-                normed = verified[0].log_softmax(-1)[j : j + 1]
-                if not torch.equal(alone[0].log_softmax(-1), normed):
+                normed = verified.log_softmax(-1)[j : j + 1]
+                if not torch.equal(alone.log_softmax(-1), normed):
                     return "log-probabilities of one position and of several"
             self._cache.truncate(one, length)
             ragged = [self._draft[: 1 + k % _DRAFT] for k in range(len(others))]

@@ -3,10 +3,10 @@
 The result is that of transformers' TopKLogitsWarper, TopPLogitsWarper and MinPLogitsWarper in that
 order, but those sort all V logits of every position. Here only the few largest are picked out:
 
-    scores [n, V] ─ largest() → columns [n, c], falling ─ top-k, top-p, min-p → probs ─ scatter → p
+    scores [V] ─ largest() → c of them, falling ─ top-k, top-p, min-p → weights ─ scatter → p [V]
 
-A nucleus that does not end among the columns (a flat distribution) is found by bisecting the
-probability at which it ends, at the cost of a dozen passes over that row.
+A nucleus that does not end among them (a flat distribution) is found by bisecting the probability
+at which it ends, at the cost of a dozen passes over all V.
 
 `python -m benchmarks.sampling` times it beside transformers' own.
 """
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import threshold, threshold_
 
-_COLUMNS = 256  # holds the nucleus of nearly every position of a trained model
-_TIES = 32  # columns to spare for logits equal to the k-th (bfloat16 has many)
+_COLUMNS = 256  # so many largest hold the nucleus of nearly every position of a trained model
+_TIES = 32  # places to spare for logits equal to the k-th (bfloat16 has many)
 _CHUNK = 64
 
 
@@ -34,51 +34,60 @@ def truncated_softmax(
     Example: scores log([.5, .3, .2]), temperature 1, top_p .6 -> [.625, .375, 0]: .3 still begins
     within .6.
     """
-    vocab = scores.shape[-1]
-    if 0 < top_k < vocab:
-        values, ids = _top_k(scores, top_k)
-        probs = _softmax(values, temperature)
-    else:
-        everything = _softmax(scores, temperature)
-        if top_p >= 1:
-            return _min_p(everything, min_p)
-        probs, ids = largest(everything, min(_COLUMNS, vocab))
+    rows = []
+    for row in scores:  # by itself: a sum over the vocabulary has other bits beside other rows
+        weights, ids = survivors(row, temperature, top_k, top_p, min_p)
+        probs = _normalise(weights)
+        rows.append(probs if ids is None else torch.zeros_like(row).scatter_(0, ids, probs))
+    return torch.stack(rows)
 
-    flat: list[int] = []
+
+def survivors(
+    scores: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[Tensor, Tensor | None]:
+    """The weights [c] of the tokens that stay, and their ids [c]; None: all V, some of weight 0.
+
+    Of scores [V] float32; weights are probabilities but for a common factor.
+    """
+    vocab, ids = len(scores), None
+    if 0 < top_k < vocab:
+        scores, ids = _top_k(scores, top_k)
+    # Exponents of at most 0: nothing overflows.
+    weights = (scores - scores.amax()).div_(temperature).exp_()
     if top_p < 1:
+        probs = everything = _normalise(weights)
+        if ids is None:
+            probs, ids = largest(probs, min(_COLUMNS, vocab))
         stays = probs.cumsum(-1) - probs < top_p
-        if ids.shape[-1] < vocab and not 0 < top_k < vocab:
-            flat = stays[:, -1].nonzero()[:, 0].tolist()  # more may stay beyond the columns
-        probs = _normalise(probs.where(stays, 0.0))
-    result = torch.zeros_like(scores).scatter_(1, ids, _min_p(probs, min_p))
-    for row in flat:
-        result[row] = _min_p(_nucleus(everything[row], top_p)[None], min_p)[0]
-    return result
+        if len(ids) < vocab and not 0 < top_k < vocab and stays[-1]:  # more may stay beyond them
+            weights, ids = _nucleus(everything, top_p), None
+        else:
+            weights = probs.where(stays, 0.0)
+    return _min_p(weights, min_p), ids
 
 
 def largest(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest of each row, falling, and their ids; [n, count] both.
+    """The `count` largest of values [V], falling, and their ids; [count] both.
 
     The largest c values lie in the c chunks with the largest maxima, so only those are searched.
     """
-    rows, vocab = values.shape
+    vocab = len(values)
     if vocab % _CHUNK or count * 4 > vocab // _CHUNK:
         found, ids = values.topk(count)
         return found, ids
-    chunks = values.view(rows, -1, _CHUNK)
-    best = chunks.amax(-1).topk(count).indices  # [n, count]
-    candidates = chunks.gather(1, best[..., None].expand(-1, -1, _CHUNK)).flatten(1)
-    found, at = candidates.topk(count)
-    return found, best.gather(1, at // _CHUNK) * _CHUNK + at % _CHUNK
+    chunks = values.view(-1, _CHUNK)
+    best = chunks.amax(-1).topk(count).indices  # [count]
+    found, at = chunks[best].flatten().topk(count)
+    return found, best[at // _CHUNK] * _CHUNK + at % _CHUNK
 
 
 def _top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of each row with all that equal the k-th; -inf in columns to spare."""
-    vocab = scores.shape[-1]
+    """The k largest of scores [V] with all that equal the k-th; -inf in places to spare."""
+    vocab = len(scores)
     for width in (min(k + _TIES, vocab), vocab):
         values, ids = largest(scores, width)
-        kth = values[:, k - 1, None]
-        if (values[:, -1:] < kth).all():
+        kth = values[k - 1]
+        if values[-1] < kth:
             break
     return values.masked_fill(values < kth, -math.inf), ids
 
@@ -103,25 +112,18 @@ def _nucleus(probs: Tensor, top_p: float) -> Tensor:
     return _normalise(result)
 
 
-def _min_p(probs: Tensor, min_p: float) -> Tensor:
+def _min_p(weights: Tensor, min_p: float) -> Tensor:
     """Without what is less likely than min_p times the likeliest."""
     if not min_p:
-        return probs
-    floors = min_p * probs.amax(-1)
-    below = floors.nextafter(torch.zeros_like(floors)).tolist()  # threshold() keeps what is above
-    rows = [threshold(row, floor, 0.0) for row, floor in zip(probs, below, strict=True)]
-    return _normalise(torch.stack(rows))
+        return weights
+    floor = min_p * weights.amax()
+    below = float(floor.nextafter(torch.zeros_like(floor)))  # threshold() keeps what is above
+    return threshold(weights, below, 0.0)
 
 
-def _softmax(scores: Tensor, temperature: float) -> Tensor:
-    """Softmax of scores / temperature, whose exponents are at most 0: nothing overflows.
+def _normalise(weights: Tensor) -> Tensor:
+    """In place: a new [V] costs more to allocate than to divide.
 
-    Over 150 000 tokens torch's own sums to 1 + 5e-6, which is dozens of tokens at top-p's border.
+    Over 150 000 tokens torch's own softmax sums to 1 + 5e-6: dozens of tokens at top-p's border.
     """
-    shifted = scores - scores.amax(-1, keepdim=True)
-    return _normalise(shifted.div_(temperature).exp_())
-
-
-def _normalise(probs: Tensor) -> Tensor:
-    """In place: a new [n, V] costs more to allocate than to divide."""
-    return probs.div_(probs.sum(-1, keepdim=True))
+    return weights.div_(weights.sum())

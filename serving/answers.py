@@ -161,13 +161,17 @@ def health(engine: Any, worker: Worker, num_spec_tokens: int, uptime_s: float) -
         "num_requests_running": worker.num_running,
         "num_requests_waiting": worker.num_waiting,
         "bitwise_lossless": engine.is_exact,
-        "exactness": engine.exactness(),
+        "exactness": engine.target.report and engine.target.report.as_dict(),
         "kv_cache_capacity_tokens": cache.num_rows * cache.max_length,
         "kv_cache_usage_perc": round(sum(cache.lengths) / (cache.num_rows * cache.max_length), 4),
         "speculative_decoding": total.counters(num_spec_tokens)
         | {"recent_acceptance_rate": ratio(sum(a for _, a in recent), sum(d for d, _ in recent))}
         | total.per_position()
-        | {"per_drafter": per_drafter, "formulas": FORMULAS},
+        | {
+            "per_drafter": per_drafter,
+            "per_rule": {n: s.counters(num_spec_tokens) for n, s in dict(engine.by_rule).items()},
+            "formulas": FORMULAS,
+        },
         "controller": controller_state(engine),
         "warnings": _warnings(engine),
     }

@@ -26,15 +26,16 @@ def comparison(
 
     `runs` are pairs of finished sequences, speculative and plain, of the same request; the times
     are those of the median run of each. `events` are the first plain sequence's, with a trace.
-    Sampled outputs are different draws from one distribution, so only greedy ones are compared
-    token by token (identical: null otherwise).
+    Under the rule of rejection sampled outputs are different draws from one distribution: those
+    are not compared token by token (identical: null).
     """
-    greedy = runs[0][0].request.sampling.is_greedy
-    differing = [pair for pair in runs if pair[0].output != pair[1].output] if greedy else []
+    sampling = runs[0][0].request.sampling
+    comparable = sampling.is_coupled
+    differing = [pair for pair in runs if pair[0].output != pair[1].output] if comparable else []
     speculative, plain = (differing or runs)[0]
     difference = None
     if differing:
-        near_tie = _NEAR_TIE.get(dtype, 1e-3)
+        near_tie = _NEAR_TIE.get(dtype, 1e-3) / (1 if sampling.is_greedy else sampling.temperature)
         difference = _first_difference(speculative, plain, events, near_tie)
     every = [(ours.statistics, theirs.statistics) for ours, theirs in runs]
     ours, theirs = (_median_run(list(side)) for side in zip(*every, strict=True))
@@ -50,7 +51,7 @@ def comparison(
             "timings": theirs.timings(),
         },
         "speculative": {"timings": ours.timings()},
-        "identical": not differing if greedy else None,
+        "identical": not differing if comparable else None,
         "first_difference": difference,
         "measured_speedup": measured,
         "predicted_speedup": ours.predicted_speedup(theirs),
@@ -66,24 +67,29 @@ def _median_run(runs: list[Statistics]) -> Statistics:
 def _first_difference(
     speculative: Any, plain: Any, events: list[dict[str, Any]], near_tie: float
 ) -> dict[str, Any] | None:
-    """Where two greedy outputs part, and whether rounding can have done that."""
+    """Where two outputs part, and whether rounding can have done that.
+
+    With sampled text it can also have moved the border of top-k, top-p or min-p: then nobody can
+    tell (verdict: null).
+    """
     both = list(zip_longest(speculative.output, plain.output))
     position = next((i for i, (ours, theirs) in enumerate(both) if ours != theirs), None)
     if position is None:
         return None
     ours, theirs = both[position]
+    is_greedy = speculative.request.sampling.is_greedy
     # Where one of them ends, the other one went on: no tie explains that.
     tops = [top for event in events for top in event["target_top"]]
     top = tops[position] if position < len(tops) else []
-    scores = {choice["id"]: choice["score"] for choice in top}
-    is_tie = ours in scores and top[0]["score"] - scores[ours] <= near_tie
+    totals = {choice["id"]: choice["total"] for choice in top}
+    is_tie = ours in totals and top[0]["total"] - totals[ours] <= near_tie
     return {
         "position": position,
         "speculative_token": ours,
         "plain_token": theirs,
         "target_top": top,
-        "top_2_gap": top[0]["score"] - top[1]["score"] if top else None,
-        "verdict": "near-tie" if is_tie else "bug",
+        "top_2_gap": top[0]["total"] - top[1]["total"] if len(top) > 1 else None,
+        "verdict": "near-tie" if is_tie else "bug" if is_greedy else None,
     }
 
 
@@ -127,7 +133,7 @@ def demo_run(sequences: list[Any], ms: list[float], standard: dict[str, Any]) ->
     )
 
 
-def demo_totals(results: list[dict[str, Any]], is_greedy: bool) -> dict[str, dict[str, Any]]:
+def demo_totals(results: list[dict[str, Any]], is_coupled: bool) -> dict[str, dict[str, Any]]:
     """All prompts together, by method; `results` has one entry for each prompt."""
     totals: dict[str, dict[str, Any]] = {}
     for method in ["standard", *results[0]["speculative"]]:
@@ -141,7 +147,7 @@ def demo_totals(results: list[dict[str, Any]], is_greedy: bool) -> dict[str, dic
             "tokens_per_pass": ratio(tokens - len(runs), passes),
             "ms": round(sum(run["ms"] for run in runs), 2),
             "ms_of_runs": [round(ms, 2) for ms in of_runs],
-            "identical": all(r.get("identical", True) for r in runs) if is_greedy else None,
+            "identical": all(r.get("identical", True) for r in runs) if is_coupled else None,
         }
         plain = totals.get("standard", total)
         speedups = [

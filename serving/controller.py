@@ -15,14 +15,11 @@ probe: texts become easy, and what was measured while the machine was busy was w
 together may cost a fiftieth of the time; that is counted across requests, as one of them may be too
 short to pay for any.
 
-Costs come from the clock for greedy requests (costs.py), so that K shrinks as a batch fills up.
-Which tokens a *sampled* request emits depends on where its drafts end (not their distribution: the
-tokens). With the clock in it, the same seed would give another text whenever the machine is busy.
-So a sampled request is decided by itself, by its own record and by nominal costs, from the sizes of
-the weights: the same everywhere, and none of the neighbours' business.
+Costs come from the clock (costs.py), so that K shrinks as a batch fills up. Who drafts and how much
+changes no token, unless a request is verified by rejection: then the same seed gives another text
+of the same distribution.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import sqrt
@@ -43,7 +40,6 @@ from .planner import (
 )
 
 PRIOR = 0.85  # α before anything was seen
-_PRIOR_WEIGHT = 2.0  # how many cycles that counts for, until there are more of its own
 _KEPT, _OLDEST = 0.85, 4  # of what was seen, with each cycle; of at most so many at once
 _TYPICAL_KEPT, _TYPICAL_WEIGHT = 0.99, 4.0  # the same of what is typical of a drafter
 PROBE_TOKENS, PROBE_BUDGET = 1, 0.01  # of a probe; the share of the time that probes may cost
@@ -61,7 +57,6 @@ class Acceptance:
     cycles: int = 0  # with one
     coverage: float = 1.0  # share of the cycles in which it had anything to propose when asked
     unread: int = 0  # tokens of the text that it will have to read first
-    is_shared: bool = False  # made of many requests, or one that is compared with them
     typical: "Acceptance | None" = field(default=None, repr=False, compare=False)
     _reach: list[float] = field(default_factory=list, repr=False, compare=False)
 
@@ -97,8 +92,9 @@ class Acceptance:
         """
         result, before = [], PRIOR
         expected = self.typical.alphas(count) if self.typical else []
-        # What was thought before fades, but not in company: there it is learnt, too.
-        weight = _TYPICAL_WEIGHT if self.is_shared else _PRIOR_WEIGHT / (1 + self.cycles)
+        weight = _TYPICAL_WEIGHT
+        if not self.typical:  # what was thought before anything was seen fades
+            weight /= 1 + self.cycles / _TYPICAL_WEIGHT
         for i in range(count):
             reached = self.reached[i] if i < len(self.reached) else 0.0
             accepted = self.accepted[i] if i < len(self.accepted) else 0.0
@@ -164,7 +160,6 @@ class Seat:
     records: dict[str, Acceptance]  # of the drafters that may propose now
     limit: int  # drafted tokens, at most
     remaining: int  # tokens until it ends
-    is_greedy: bool = True
 
 
 class Controller:
@@ -172,36 +167,22 @@ class Controller:
 
     def __init__(self, num_target_weights: int, num_step_weights: dict[str, int]) -> None:
         """Numbers of weights that a pass, and a draft step of each drafter, read."""
-        weights = num_target_weights, num_step_weights
-        self._nominal, self.costs = Costs(*weights), Costs(*weights)
-        self._typical: dict[str, Acceptance] = {}  # of all greedy requests so far
+        self.costs = Costs(num_target_weights, num_step_weights)
+        # Of all requests so far, greedy and sampled ones apart, by drafter.
+        self._typical: dict[tuple[str, bool], Acceptance] = {}
         self._saved: dict[str, float] = {}  # tokens that probing may cost, of each idle drafter
         self._rates: dict[int, float] = {}  # of the last plan, by size of the batch
 
     def record(self, name: str, num_prompt_tokens: int, is_greedy: bool) -> Acceptance:
-        """For a new request. A sampled one must not depend on those before it."""
-        if not is_greedy:
-            return Acceptance(unread=num_prompt_tokens)
-        typical = self._typical.setdefault(name, Acceptance(is_shared=True))
-        return Acceptance(unread=num_prompt_tokens, is_shared=True, typical=typical)
+        """For a new request."""
+        typical = self._typical.setdefault((name, is_greedy), Acceptance())
+        return Acceptance(unread=num_prompt_tokens, typical=typical)
 
     def plan(self, seats: list[Seat], batch: int) -> list[Decision]:
         """Who drafts for each of these seats, and how much; `batch` requests share the pass."""
-        alone = {i: self._alone(seat) for i, seat in enumerate(seats) if not seat.is_greedy}
-        greedy = [seat for seat in seats if seat.is_greedy]
-        together = iter(self._together(greedy, batch, list(alone.values())) if greedy else ())
-        return [alone[i] if i in alone else next(together) for i in range(len(seats))]
-
-    def _alone(self, seat: Seat) -> Decision:
-        """One sampled request, by its own record and the sizes of weights."""
-        cycle = _Cycle([seat], self._nominal, 1)
-        saved = cycle.budget()
-        cycle.probe({name: saved * (1 + seat.records[name].since) for name in cycle.idle})
-        return cycle.decisions()[0]
-
-    def _together(self, seats: list[Seat], batch: int, given: list[Decision]) -> list[Decision]:
-        """All greedy requests of a batch, beside what sampled ones were `given`."""
-        cycle = _Cycle(seats, self.costs, batch, given, self._rates.get(batch, 0.0))
+        if not seats:
+            return []
+        cycle = _Cycle(seats, self.costs, batch, self._rates.get(batch, 0.0))
         self._rates[batch] = cycle.plan.rate
         for name in cycle.used:
             self._saved.pop(name, None)
@@ -222,20 +203,18 @@ class _Cycle:
         seats: list[Seat],
         costs: Costs,
         batch: int,
-        given: Sequence[Decision] = (),
         rate: float = 0.0,
     ) -> None:
-        """`given` is what others of the batch draft anyway; `rate` guesses the tokens per ms."""
+        """`rate` guesses the tokens per ms."""
         self.seats, self.costs, self.batch = seats, costs, batch
         self.line = costs.pass_line(batch)
         self.alone_ms = self.line.at(batch)  # a pass without drafts
         names = dict.fromkeys(name for seat in seats for name in seat.records)
-        names |= dict.fromkeys(decision.drafter for decision in given)
         self.step_ms = {name: costs.step(name, batch, self.alone_ms) for name in names}
         self.read_ms = {name: costs.read(name, self.alone_ms) for name in names}
         # A row that is fed is a pad less.
         self.row_ms = self.line.slope * (1 - PAD_SHARE if batch > 1 else 1)
-        self.prices = self._prices(given)
+        self.prices = self._prices()
         self.offers = [self._offers(seat) for seat in seats]
         self.plan = best_plan(self.offers, self.prices, rate)
         self.plain_rate = self.prices.tokens / self.prices.ms
@@ -246,20 +225,12 @@ class _Cycle:
         self.used = {choice.drafter for choice in self.choices}
         self.idle = {name for seat in seats for name in seat.records} - self.used
 
-    def _prices(self, given: Sequence[Decision]) -> Prices:
-        tokens, rows, width, paid = float(self.batch), self.batch, 0, dict[str, int]()
-        for decision in given:
-            rows += decision.num_tokens
-            width = max(width, decision.num_tokens)
-            tokens += sum(accumulate([decision.alpha] * decision.num_tokens, mul))
-            paid[decision.drafter] = max(paid.get(decision.drafter, 0), decision.num_tokens)
+    def _prices(self) -> Prices:
         steps = {n: fixed for n, (fixed, _) in self.step_ms.items() if self.costs.runs_model(n)}
-        pads = self.batch * (1 + width) - rows
-        ms = self.line.at(rows + PAD_SHARE * pads) + self.costs.other(self.batch)
-        ms += sum(count * steps.get(n, 0.0) for n, count in paid.items())
+        ms = self.alone_ms + self.costs.other(self.batch)
         # A position more for one request is a pad more for each of the others.
         width_ms = PAD_SHARE * self.batch * self.line.slope if self.batch > 1 else 0.0
-        return Prices(tokens, ms, steps, paid, width_ms, width)
+        return Prices(float(self.batch), ms, steps, width_ms)
 
     def _offers(self, seat: Seat) -> Offers:
         """What each drafter may do for a request; what it reads first serves for some cycles."""
@@ -311,7 +282,7 @@ class _Cycle:
                 for choice, (_, own), offers in zip(self.choices, free, self.offers, strict=True)
             ]
             others = evaluate(rest, self.offers, self.prices)
-            is_wider = not (self.prices.paid_width or any(choice.num_tokens for choice in rest))
+            is_wider = not any(choice.num_tokens for choice in rest)
             alone_ms = steps.get(name, 0.0) + is_wider * self.prices.width_ms
             lost = rate * (others.ms + alone_ms) - others.tokens
             able = sorted(
@@ -355,7 +326,7 @@ class _Cycle:
         """
         rate, offer = self.plan.rate, self.offers[i][name]
         needed = rate * (offer.token_ms + offer.read_ms)
-        if name not in self.prices.steps or name in self.used or self.prices.paid.get(name):
+        if name not in self.prices.steps or name in self.used:
             return needed
         if name not in self._shared:
             self._shared[name] = sum(

@@ -30,6 +30,7 @@ class Options:
     top_k: int = Sampling.top_k
     top_p: float = Sampling.top_p
     min_p: float = Sampling.min_p
+    verification: str = Sampling.verification
     seed: int | None = None  # where a request names none: a new one by chance
     max_running: int = 8
     max_queued: int = 64
@@ -108,7 +109,7 @@ def parse_arguments(
     )
     parser.add_argument(
         "--explain", type=between(1, 1000), nargs="?", const=4, default=0, metavar="CYCLES",
-        help="with --prompt: the first cycles (4) step by step, with p, q and u",
+        help="with --prompt: the first cycles (4) step by step, with what decided",
     )  # fmt: skip
     switch = argparse.BooleanOptionalAction
     model = {"metavar": "DIR_OR_HUB_ID"}
@@ -126,6 +127,10 @@ def parse_arguments(
         "top_k": {"type": int, "help": "where a request does not say; 0 = off"},
         "top_p": {"type": float, "help": "where a request does not say; 1 = off"},
         "min_p": {"type": float, "help": "where a request does not say; 0 = off"},
+        "verification": {
+            "choices": ["coupled", "rejection"],
+            "help": "rule for drafts of sampled text, where a request does not say",
+        },
         "seed": {"type": int, "help": "where a request names none (default: by chance)"},
         "max_running": {"type": between(1, 256), "help": "rows of the KV cache"},
         "max_queued": {"type": between(1, 1000), "help": "requests that may wait"},

@@ -83,6 +83,10 @@ def _number(low: float, high: float) -> Callable[[Any], str | None]:
     return check
 
 
+def _one_of(*choices: str) -> Callable[[Any], str | None]:
+    return lambda value: None if value in choices else f"must be {' or '.join(choices)}"
+
+
 def _flag(value: Any) -> str | None:
     return None if isinstance(value, bool) else "must be true or false"
 
@@ -130,11 +134,14 @@ _CHECKS: dict[str, Callable[[Any], str | None]] = {
     "min_p": _number(0, 1),
     "repetition_penalty": _number(1e-9, 100),
     "seed": _integer(-(1 << 63), (1 << 64) - 1),
+    "verification": _one_of("coupled", "rejection"),
     "logprobs": _logprobs,
 }
 _OTHERS = {"prompt", "drafter", "model", "stream_options"}
 _REAL_NUMBERS = ("repetition_penalty", "temperature", "top_p", "min_p")
-SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+SAMPLING_FIELDS = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "verification", "seed",
+)  # fmt: skip
 
 
 def check_fields(body: dict[str, Any]) -> dict[str, Any]:

@@ -43,9 +43,7 @@ class Prices(NamedTuple):
     tokens: float
     ms: float
     steps: dict[str, float]  # ms of a model's step, whoever takes part
-    paid: dict[str, int] = {}  # steps that are taken anyway
     width_ms: float = 0.0  # of each position of the longest draft: others are padded to it
-    paid_width: int = 0
 
 
 class Plan(NamedTuple):
@@ -81,7 +79,7 @@ def best_plan(seats: list[Offers], prices: Prices, rate: float = 0.0) -> Plan:
 
 def evaluate(choices: list[Choice], seats: list[Offers], prices: Prices) -> Plan:
     """What these choices give and cost."""
-    tokens, ms, steps, width = prices.tokens, prices.ms, dict(prices.paid), prices.paid_width
+    tokens, ms, steps, width = prices.tokens, prices.ms, dict[str, int](), 0
     for (name, count), seat in zip(choices, seats, strict=True):
         if count:
             offer = seat[name]
@@ -90,8 +88,8 @@ def evaluate(choices: list[Choice], seats: list[Offers], prices: Prices) -> Plan
             steps[name] = max(steps.get(name, 0), count)
             width = max(width, count)
     for name, count in steps.items():
-        ms += prices.steps.get(name, 0.0) * (count - prices.paid.get(name, 0))
-    ms += prices.width_ms * (width - prices.paid_width)
+        ms += prices.steps.get(name, 0.0) * count
+    ms += prices.width_ms * width
     return Plan(choices, tokens, ms)
 
 
@@ -103,7 +101,7 @@ def choose(seats: list[Offers], prices: Prices, rate: float) -> list[Choice]:
     for width in range(widest, 0, -1):
         cut = [{name: own[:width] for name, own in seat.items()} for seat in gains]
         total, found = _choose_within(cut, seats, prices, rate)
-        total -= rate * prices.width_ms * max(0, width - prices.paid_width)
+        total -= rate * prices.width_ms * width
         if total > best:
             best, choices = total, found
         elif best:
@@ -124,9 +122,9 @@ def _choose_within(
         able = [i for i, names in enumerate(models) if name in names]
         bound = [i for i in able if len(models[i]) == 1]  # who was asked for no other model
         lost = {i: free[i][0] + rate * seats[i][name].read_ms for i in able}
-        step = rate * prices.steps[name], prices.paid.get(name, 0)
-        runs[name] = _run(name, able, gains, lost, *step)
-        own[name] = runs[name] if bound == able else _run(name, bound, gains, lost, *step)
+        step = rate * prices.steps[name]
+        runs[name] = _run(name, able, gains, lost, step)
+        own[name] = runs[name] if bound == able else _run(name, bound, gains, lost, step)
     favourite = max(runs, key=lambda name: runs[name][0] - own[name][0], default=None)
     choices = [choice for _, choice in free]
     total = sum(gain for gain, _ in free)
@@ -164,7 +162,6 @@ def _run(
     seats: list[dict[str, list[float]]],
     lost: dict[int, float],
     step: float,
-    paid: int,
 ) -> tuple[float, dict[int, int]]:
     """The best number of steps of one model: (gain in tokens, how many each request joins).
 
@@ -183,7 +180,7 @@ def _run(
                 before = gain - lost[i]
     best, best_steps, total = 0.0, 0, 0.0
     for steps, gain in enumerate(more, 1):
-        total += gain if steps <= paid else gain - step
+        total += gain - step
         if total > best:
             best, best_steps = total, steps
     taken = {

@@ -62,22 +62,32 @@ def explain(event: dict[str, Any]) -> str:
     judged = [t for t in tokens if t["kind"] == "accepted"]
     judged += [event["rejected"]] if event["rejected"] else []
     for i, token in enumerate(judged, 1):
-        sign = "<" if token["kind"] == "accepted" else ">="
-        lines.append(
-            f"  d{i:<8} {texts[token['id']]!r:12} u {token['u']:.3f} {sign} p / q = "
-            f"{token['p']:.3f} / {token['q']:.3f}: {token['kind']}"
-        )
+        lines.append(f"  d{i:<8} {texts[token['id']]!r:12} {_why(token)}: {token['kind']}")
     if tokens[-1]["kind"] != "accepted" and len(judged) < len(drafted):
         rest = ", ".join(f"d{i}" for i in range(len(judged) + 1, len(drafted) + 1))
         lines.append(f"  {'':9} {rest}: not judged, as the text before changed")
     for token in tokens:
         if token["kind"] != "accepted":
-            why = "from norm(max(0, p - q))" if token["kind"] == "recovered" else "from p"
-            lines.append(
-                f"  target's  {texts[token['id']]!r:12} p {token['p']:.3f}, {why}: {token['kind']}"
-            )
+            lines.append(f"  target's  {texts[token['id']]!r:12} {_why(token)}: {token['kind']}")
     cut = f"cache {verified} -> {kept}" if kept < verified else f"nothing to cut, cache {kept}"
     return "\n".join([*lines, f"  truncate  {cut}; pending {texts[tokens[-1]['id']]!r}"])
+
+
+def _why(token: dict[str, Any]) -> str:
+    """What decided on a token: numbers under the rule of rejection, else the target's choice."""
+    kind = token["kind"]
+    if "u" in token:
+        if kind in ("accepted", "rejected"):
+            sign = "<" if kind == "accepted" else ">="
+            return f"u {token['u']:.3f} {sign} p / q = {token['p']:.3f} / {token['q']:.3f}"
+        source = "from norm(max(0, p - q))" if kind == "recovered" else "from p"
+        return f"p {token['p']:.3f}, {source}"
+    total, score = token["total"], token["score"]
+    if score is None:
+        return "is cut off by top-k, top-p or min-p"
+    if total == score:  # greedy
+        return f"score {score:.2f}"
+    return f"log p {score:.2f} + noise {total - score:.2f} = {total:.2f}"
 
 
 def print_figures(finish_reason: str, statistics: Any) -> None:
@@ -99,7 +109,7 @@ def _or_dash(value: float | None, form: str) -> str:
 
 def _verdict(identical: list[bool | None]) -> str:
     if None in identical:
-        return "not compared (sampled)"
+        return "not compared (verified by rejection)"
     return "yes" if all(identical) else "NO"
 
 

@@ -19,6 +19,8 @@ sys.modules["speculative_decoding"] = importlib.import_module("08_speculative_de
 
 import speculative_decoding as core  # noqa: E402
 
+from drafters.noise import ACCEPT  # noqa: E402
+
 transformers.logging.set_verbosity_error()
 torch.set_num_threads(1)  # the models here are small: a second thread costs more than it brings
 
@@ -101,13 +103,13 @@ def prompts(demo_engine: Any) -> dict[str, list[int]]:
 @pytest.fixture(scope="session")
 def plain(demo_engine: Any) -> Callable[[list[int], int], list[int]]:
     """Plain decoding on the demo target, remembered."""
-    known: dict[tuple[int, ...], list[int]] = {}
+    known: dict[tuple[Any, ...], list[int]] = {}
 
-    def decode(prompt: list[int], max_tokens: int) -> list[int]:
-        key = (max_tokens, *prompt)
+    def decode(prompt: list[int], max_tokens: int, **way: Any) -> list[int]:
+        key = (max_tokens, *prompt, *way.values())
         if key not in known:
             known[key] = core.plain_decode(
-                demo_engine.target, prompt, max_tokens, demo_engine.eos_ids
+                demo_engine.target, prompt, max_tokens, demo_engine.eos_ids, **way
             )
         return known[key]
 
@@ -147,6 +149,34 @@ def chat_folder(tiny_folder: Callable[[str], Path]) -> Callable[[str], Path]:
     return make
 
 
+class Numbers:
+    """In the place of noise: one number accepts or rejects each draft, and the last one draws."""
+
+    def __init__(self, numbers: list[float]) -> None:
+        *self.accepting, self.drawing = numbers
+
+    def uniform(self, position: int, use: int) -> float:
+        return self.accepting[position] if use == ACCEPT else self.drawing
+
+
+def judge(draft: Any, p: torch.Tensor, numbers: list[float]) -> Any:
+    """What the rule of rejection makes of a draft if these are the numbers from [0, 1)."""
+    assert len(numbers) == len(draft.tokens) + 1
+    return core.verify_by_rejection(draft, p, Numbers(numbers), 0)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"sampling": core.Sampling(temperature=0.9, top_p=0.95), "seed": 5},
+}
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """How tokens are chosen: what holds for greedy text holds for the text of a seed, too."""
+    return WAYS[request.param]
+
+
 def run(engine: Any, prompt: list[int], **fields: Any) -> tuple[Any, list[dict[str, Any]]]:
     """One request to its end: the finished sequence and its events."""
     events = []
@@ -168,7 +198,7 @@ class ScriptedDrafter(core.Drafter):
         self.verdicts: list[Any] = []
         self.num_open = 0
 
-    def open(self, prompt: Any, sampling: Any, rng: Any) -> list[int]:
+    def open(self, prompt: Any, sampling: Any, noise: Any) -> list[int]:
         self.num_open += 1
         return list(prompt)
 

@@ -86,7 +86,7 @@ class Faulty(Drafter):
             method, result = RUBBISH[name]
             setattr(self, method, lambda *_: result)
 
-    def open(self, prompt: Any, sampling: Any, rng: Any) -> dict[str, Any]:
+    def open(self, prompt: Any, sampling: Any, noise: Any) -> dict[str, Any]:
         return {"text": list(prompt), "num_proposals": 0}
 
     def propose(self, state: dict[str, Any], max_tokens: int) -> Draft:

@@ -93,7 +93,7 @@ def test_times_that_contradict_the_passes_make_the_demo_s_figures_disturbed(demo
         for run in result["speculative"].values():
             run["ms_of_runs"] = [1000.0 / run["tokens_per_pass"]] * 3
         result["speculative"]["mtp"]["ms_of_runs"] = [50.0] * 3
-    totals = demo_totals(results, is_greedy=True)
+    totals = demo_totals(results, is_coupled=True)
     assert [name for name, total in totals.items() if total["disturbed"]] == ["mtp"]
     assert totals["mtp"]["spread"] == [20.0, 20.0] and totals["standard"]["spread"] == [1.0, 1.0]
 
@@ -156,10 +156,10 @@ def test_a_difference_in_output_makes_the_demo_fail(monkeypatch, capsys):
     """Identity is checked, not assumed: a broken verify must be reported."""
     monkeypatch.setattr(
         core,
-        "verify_greedy",
-        lambda draft, scores, rng: [
-            *(core.Judgement(token, "accepted", 1, 1, 0) for token in draft.tokens),
-            core.Judgement(5, "bonus", 1, None, 0),
+        "verify",
+        lambda draft, choices: [
+            *(core.Judgement(token, "accepted") for token in draft.tokens),
+            core.Judgement(5, "bonus"),
         ],
     )
     status = core.main(["--demo", "--max-tokens", "12"])
@@ -189,6 +189,7 @@ SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p"
 
 def test_sampling_options_are_followed_and_the_seed_is_told(capsys):
     fields = ["--prompt", "def f(", "--max-tokens", "12", *SAMPLED, "--repetition-penalty", "1.1"]
+    fields += ["--fixed-k"]  # which token was drafted does not depend on the clock
 
     def output(*more):
         assert core.main([*fields, *more]) == 0
@@ -200,10 +201,15 @@ def test_sampling_options_are_followed_and_the_seed_is_told(capsys):
     assert output("--seed", seeds[0]) == chosen[0]
 
 
-def test_a_sampled_demo_compares_no_outputs(capsys):
-    assert core.main(["--demo", "--max-tokens", "4", *SAMPLED]) == 0
+@pytest.mark.parametrize(
+    ("rule", "verdict"), [("coupled", "yes"), ("rejection", "not compared (verified by rejection)")]
+)
+def test_a_sampled_demo_compares_outputs_unless_they_are_verified_by_rejection(
+    capsys, rule, verdict
+):
+    assert core.main(["--demo", "--max-tokens", "4", *SAMPLED, "--verification", rule]) == 0
     out = capsys.readouterr().out
-    assert out.count("identical output: not compared (sampled)") == len(core.read_prompts())
+    assert out.count(f"identical output: {verdict}") == len(core.read_prompts())
 
 
 def test_ctrl_c_is_no_traceback():

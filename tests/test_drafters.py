@@ -7,7 +7,7 @@ import re
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, run, scripted_engine
+from conftest import ROOT, WAYS, run, scripted_engine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import drafters
@@ -41,14 +41,11 @@ def test_drafts_are_known_ids_and_no_more_than_asked_for(demo_engine, prompts, n
             assert all(0 <= token < 4096 for token in event["proposals"])
 
 
-def proposals_of_a_fresh_state(engine, drafter, tokens, limit, sampling=GREEDY, rng_state=None):
+def proposals_of_a_fresh_state(engine, drafter, tokens, limit, sampling=GREEDY, noise=None):
     """What the drafter proposes for `tokens` when it has seen no draft before."""
     target = engine.target
     row = target.cache.open_row()
-    rng = torch.Generator()
-    if rng_state is not None:
-        rng.set_state(rng_state)
-    state = drafter.open(tokens[:-1], sampling, rng)
+    state = drafter.open(tokens[:-1], sampling, noise)
     output = target.forward([row], [tokens[:-1]], [1], want_hidden=drafter.needs_hidden)
     hidden = output.hidden[0] if drafter.needs_hidden else None
     drafter.observe(state, core.Verdict(0, 0, tokens[-1:], hidden))
@@ -69,11 +66,11 @@ def replay_differences(engine, prompts, name, sampling=GREEDY, k=4):
         sequence = engine.open(core.Request(prompts[prompt], 40, name, k, sampling=sampling))
         while sequence.finish_reason is None:
             limit = min(k, sequence.remaining - 1)
-            tokens, rng_state = list(sequence.tokens), sequence.rng.get_state()
+            tokens = list(sequence.tokens)
             event = engine.step([sequence])[0]
             if event["step"] and limit:
                 fresh = proposals_of_a_fresh_state(
-                    engine, drafter, tokens, limit, sampling, rng_state
+                    engine, drafter, tokens, limit, sampling, sequence.noise
                 )
                 compared += 1
                 differences += fresh != event["proposals"]
@@ -165,7 +162,7 @@ def test_the_q_that_is_handed_over_is_the_draft_model_s_own(
         return drafts
 
     monkeypatch.setattr(drafter, "propose_batch", spy)
-    sampling = core.Sampling(1.3, 0.9, 30, 0.95)
+    sampling = core.Sampling(1.3, 0.9, 30, 0.95, verification="rejection")
     run(demo_engine, prompts["code_class"], max_tokens=24, drafter="draft_model", sampling=sampling)
     assert len(handed) > 3
     small = reference(core.ROOT / "demo_models" / "draft")
@@ -228,18 +225,19 @@ def uniform(tokens, limit, vocab=4096):
         (lambda tokens, limit: uniform(tokens, limit).tolist(), "'list' object has no attribute"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_probs_that_cannot_be_are_a_failure_of_the_drafter(
-    demo_engine, prompts, probs, reason, temperature
+def test_probs_that_cannot_be_are_a_failure_of_the_drafter_where_they_are_read(
+    demo_engine, prompts, plain, probs, reason
 ):
     """Proposes token 7 with a q that it cannot have been drawn from."""
     engine = scripted_engine(demo_engine, lambda tokens, limit: [7] * limit, probs)
-    sampling = core.Sampling(temperature=temperature)
-    sequence, _ = run(
-        engine, prompts["easy_json"], max_tokens=12, drafter="scripted", sampling=sampling
-    )
+    prompt, given = prompts["easy_json"], {"max_tokens": 12, "drafter": "scripted"}
+    rejection = core.Sampling(temperature=1.0, verification="rejection")
+    sequence, _ = run(engine, prompt, **given, sampling=rejection)
     assert len(sequence.output) == 12
     assert len(sequence.warnings) == 1 and reason in sequence.warnings[0]
+    for way in WAYS.values():  # nothing that a drafter says of its chances counts here
+        sequence, _ = run(engine, prompt, **given, **way)
+        assert sequence.output == plain(prompt, 12, **way) and sequence.warnings == []
 
 
 def test_a_drafter_s_honest_probs_are_taken(demo_engine, prompts, plain):

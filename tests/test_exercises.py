@@ -70,11 +70,11 @@ def test_2_a_draft_model_that_forgets_to_truncate_changes_no_output(
 
 
 def test_3_a_verify_that_accepts_everything_is_noticed(monkeypatch, capsys):
-    def credulous(draft, scores, rng):
-        kept = [core.Judgement(token, "accepted", 1.0, 1.0, 0.0) for token in draft.tokens]
-        return [*kept, core.Judgement(int(scores[-1].argmax()), "bonus", 1.0, None, 0.0)]
+    def credulous(draft, choices):
+        kept = [core.Judgement(token, "accepted") for token in draft.tokens]
+        return [*kept, core.Judgement([*choices][-1], "bonus")]
 
-    monkeypatch.setattr(core, "verify_greedy", credulous)
+    monkeypatch.setattr(core, "verify", credulous)
     assert core.main(["--demo", "--max-tokens", "16", "--fixed-k"]) == 1
     assert "identical output: NO" in capsys.readouterr().out
 

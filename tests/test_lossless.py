@@ -1,27 +1,28 @@
-"""Speculation changes nothing but the time: greedy output equals plain decoding, always."""
+"""Speculation changes nothing but the time: output equals plain decoding, greedy or sampled."""
 
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import FAMILIES, run, scripted_engine
+from conftest import FAMILIES, WAYS, run, scripted_engine
 
 DRAFTERS = ("ngram", "draft_model", "mtp")
 NAMES = tuple(core.read_prompts())
 LENGTH = 32
 
 
-@pytest.mark.parametrize("k", [1, 2, 4, 8])
+@pytest.mark.parametrize("k", [1, 4, 16])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_greedy_output_equals_plain_decoding(demo_engine, prompts, plain, drafter, name, k):
+def test_output_equals_plain_decoding(demo_engine, prompts, plain, drafter, name, k, way):
     sequence, _ = run(
         demo_engine,
         prompts[name],
         max_tokens=LENGTH,
         drafter=drafter,
         num_speculative_tokens=k,
+        **way,
     )
-    assert sequence.output == plain(prompts[name], LENGTH)
+    assert sequence.output == plain(prompts[name], LENGTH, **way)
     assert sequence.warnings == []
 
 
@@ -35,12 +36,14 @@ def test_plain_decoding_equals_transformers_generate(demo_reference, prompts, pl
 
 
 def test_requests_in_one_batch_with_their_own_drafters_equal_each_alone(
-    demo_engine, prompts, plain
+    demo_engine, prompts, plain, way
 ):
     names = ("repetitive_colours", "code_class", "hard_story", "easy_facts", "code_function")
     drafters = (*DRAFTERS, None, "mtp")
     sequences = [
-        demo_engine.open(core.Request(prompts[n], LENGTH, drafter=d, num_speculative_tokens=2 + i))
+        demo_engine.open(
+            core.Request(prompts[n], LENGTH, drafter=d, num_speculative_tokens=2 + i, **way)
+        )
         for i, (n, d) in enumerate(zip(names, drafters, strict=True))
     ]
     running = sequences[:3]
@@ -52,7 +55,7 @@ def test_requests_in_one_batch_with_their_own_drafters_equal_each_alone(
         running = [s for s in running if s.finish_reason is None]
     for name, sequence in zip(names, sequences, strict=True):
         demo_engine.close(sequence)
-        assert sequence.output == plain(prompts[name], LENGTH)
+        assert sequence.output == plain(prompts[name], LENGTH, **way)
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
@@ -81,6 +84,9 @@ def test_any_causal_model_is_lossless_with_every_fitting_drafter(
         )
         sequence, _ = run(engine, prompt, max_tokens=40, drafter=drafter)
         assert sequence.output == expected
+        way = WAYS["sampled"]
+        sampled = core.plain_decode(engine.target, prompt, 40, engine.eos_ids, **way)
+        assert run(engine, prompt, max_tokens=40, drafter=drafter, **way)[0].output == sampled
 
 
 def test_one_verify_of_k_plus_1_tokens_gives_the_tokens_of_k_plus_1_single_steps(
@@ -110,12 +116,12 @@ def test_the_kv_cache_advances_by_what_was_emitted_not_by_what_was_proposed(
         cached = lengths[sequence.row]
 
 
-def test_a_perfect_drafter_is_accepted_entirely(prompts):
+def test_a_perfect_drafter_is_accepted_entirely(prompts, way):
     """The target drafts for itself: every token of every draft is accepted."""
     model = core.Options().model
     engine = core.load_engine(core.Options(draft_model=model, drafter="draft_model", fixed_k=True))
     for name in ("code_function", "hard_story"):
-        sequence, _ = run(engine, prompts[name], max_tokens=61, drafter="draft_model")
+        sequence, _ = run(engine, prompts[name], max_tokens=61, drafter="draft_model", **way)
         statistics = sequence.statistics
         assert statistics.draft_acceptance_rate == 1.0
         assert statistics.num_recovered_tokens == 0
@@ -123,24 +129,24 @@ def test_a_perfect_drafter_is_accepted_entirely(prompts):
             assert statistics.target_passes == 10
 
 
-def test_a_hostile_drafter_is_refused_and_changes_nothing(demo_engine, prompts, plain):
+def test_a_hostile_drafter_is_refused_and_changes_nothing(demo_engine, prompts, plain, way):
     random = torch.Generator().manual_seed(0)
     engine = scripted_engine(
         demo_engine, lambda _, n: torch.randint(0, 4096, (n,), generator=random).tolist()
     )
     drafted = accepted = 0
     for prompt in prompts.values():
-        sequence, _ = run(engine, prompt, max_tokens=24, drafter="scripted")
-        assert sequence.output == plain(prompt, 24)
+        sequence, _ = run(engine, prompt, max_tokens=24, drafter="scripted", **way)
+        assert sequence.output == plain(prompt, 24, **way)
         drafted += sequence.statistics.num_draft_tokens
         accepted += sequence.statistics.num_accepted_draft_tokens
     assert drafted > 500 and accepted / drafted < 0.02
 
 
-def test_a_drafter_that_proposes_nothing_is_plain_decoding(demo_engine, prompts, plain):
+def test_a_drafter_that_proposes_nothing_is_plain_decoding(demo_engine, prompts, plain, way):
     engine = scripted_engine(demo_engine, lambda tokens, n: [])
-    sequence, events = run(engine, prompts["hard_prose"], max_tokens=20, drafter="scripted")
-    assert sequence.output == plain(prompts["hard_prose"], 20)
+    sequence, events = run(engine, prompts["hard_prose"], max_tokens=20, drafter="scripted", **way)
+    assert sequence.output == plain(prompts["hard_prose"], 20, **way)
     assert sequence.statistics.target_passes == 19
     assert sequence.statistics.draft_acceptance_rate is None
     assert all(event["proposals"] == [] for event in events)
@@ -159,9 +165,9 @@ def oracle(prompt, truth, wrong_at=None):
     return script
 
 
-def test_cycles_with_a_draft_alternate_with_empty_ones(demo_engine, prompts, plain):
+def test_cycles_with_a_draft_alternate_with_empty_ones(demo_engine, prompts, plain, way):
     prompt = prompts["code_class"]
-    truth = plain(prompt, 40)
+    truth = plain(prompt, 40, **way)
     full = oracle(prompt, truth)
     calls = []
 
@@ -170,19 +176,19 @@ def test_cycles_with_a_draft_alternate_with_empty_ones(demo_engine, prompts, pla
         return full(tokens, limit) if len(calls) % 2 else []
 
     engine = scripted_engine(demo_engine, script)
-    sequence, events = run(engine, prompt, max_tokens=40, drafter="scripted")
+    sequence, events = run(engine, prompt, max_tokens=40, drafter="scripted", **way)
     assert sequence.output == truth
     assert {0, 5} <= {len(event["proposals"]) for event in events[1:]}
 
 
 @pytest.mark.parametrize("wrong_at", [0, 1, 2, 3, 4, None])
 def test_exactly_the_prefix_before_the_first_wrong_token_is_kept(
-    demo_engine, prompts, plain, wrong_at
+    demo_engine, prompts, plain, wrong_at, way
 ):
     prompt = prompts["hard_story"]
-    truth = plain(prompt, 30)
+    truth = plain(prompt, 30, **way)
     engine = scripted_engine(demo_engine, oracle(prompt, truth, wrong_at))
-    sequence, events = run(engine, prompt, max_tokens=30, drafter="scripted")
+    sequence, events = run(engine, prompt, max_tokens=30, drafter="scripted", **way)
     assert sequence.output == truth
     for event in events[1:]:
         if len(event["proposals"]) == 5:
@@ -193,17 +199,17 @@ def test_exactly_the_prefix_before_the_first_wrong_token_is_kept(
 
 
 @pytest.mark.parametrize("offset", range(7))
-def test_end_of_text_is_cut_at_every_offset_of_a_block(demo_engine, prompts, plain, offset):
+def test_end_of_text_is_cut_at_every_offset_of_a_block(demo_engine, prompts, plain, offset, way):
     """The token at `offset` behind the prefill's is declared the end of text."""
     position = 1 + offset
     prompt, truth = next(
         (prompt, truth)
         for prompt in prompts.values()
-        if (truth := plain(prompt, 30))[position] not in truth[:position]
+        if (truth := plain(prompt, 30, **way))[position] not in truth[:position]
     )
     engine = scripted_engine(demo_engine, oracle(prompt, truth))
     engine.eos_ids = {truth[position]}
-    sequence, events = run(engine, prompt, max_tokens=30, drafter="scripted")
+    sequence, events = run(engine, prompt, max_tokens=30, drafter="scripted", **way)
     assert sequence.output == truth[: position + 1]
     assert sequence.finish_reason == "stop"
     assert sum(event["emitted_count"] for event in events) == position + 1
@@ -214,11 +220,11 @@ def test_end_of_text_is_cut_at_every_offset_of_a_block(demo_engine, prompts, pla
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 14))
-def test_max_tokens_inside_a_block_is_met_exactly(demo_engine, prompts, plain, max_tokens):
+def test_max_tokens_inside_a_block_is_met_exactly(demo_engine, prompts, plain, max_tokens, way):
     prompt = prompts["repetitive_sentence"]
     for drafter in DRAFTERS:
-        sequence, _ = run(demo_engine, prompt, max_tokens=max_tokens, drafter=drafter)
-        assert sequence.output == plain(prompt, 13)[:max_tokens]
+        sequence, _ = run(demo_engine, prompt, max_tokens=max_tokens, drafter=drafter, **way)
+        assert sequence.output == plain(prompt, 13, **way)[:max_tokens]
         assert sequence.finish_reason == "length"
         assert sequence.statistics.completion_tokens == max_tokens
 
@@ -235,7 +241,7 @@ def test_generation_ends_exactly_at_the_context_limit(drafter):
 
 
 @pytest.mark.parametrize("is_drawn", [False, True])
-def test_greedy_is_the_sampling_rule_with_one_hot_p(is_drawn):
+def test_a_choice_is_the_rule_of_rejection_with_one_hot_p(is_drawn):
     for truth, draft, accepted in [
         ([7], [], 0),
         ([7, 8], [7], 1),
@@ -245,9 +251,9 @@ def test_greedy_is_the_sampling_rule_with_one_hot_p(is_drawn):
     ]:
         p = torch.zeros(len(truth), 10).scatter_(1, torch.tensor(truth)[:, None], 1)
         q = torch.full((len(draft), 10), 0.1) if is_drawn else None
-        judged = core.verify(core.Draft(draft, q), p, core.generator(1))
-        # Chance decides nothing, but is written down.
-        assert core.verify_greedy(core.Draft(draft, q), 3 * p - 2, core.generator(1)) == judged
+        judged = core.verify(core.Draft(draft, q), iter(truth))
+        by_chance = core.verify_by_rejection(core.Draft(draft, q), p, core.Noise(1), 0)
+        assert [j[:2] for j in judged] == [j[:2] for j in by_chance]
         assert [j.id for j in judged if j.kind != "rejected"] == truth[: accepted + 1]
         kinds = [j.kind for j in judged]
         end = ["bonus"] if accepted == len(draft) else ["rejected", "recovered"]

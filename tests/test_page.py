@@ -23,7 +23,6 @@ SCRIPTS = {name: text for name, text in SOURCES.items() if name.endswith(".js")}
 
 browser_test = pytest.mark.browser
 
-# Sampled, so that what is drafted and kept follows from the seed and not from the clock.
 SAMPLED = {
     "prompt": "def read(path):",
     "drafter": "draft_model",
@@ -79,7 +78,8 @@ def browser():
 
 @pytest.fixture(scope="module")
 def port(browser):
-    process, port = start()
+    """Drafts have a fixed length: what is drafted and kept does not depend on the clock."""
+    process, port = start("--fixed-k")
     with process:
         try:
             yield port
@@ -123,6 +123,15 @@ def page(open_page):
     return open_page()
 
 
+@pytest.fixture
+def adaptive_page(open_page):
+    """Of a server whose controller chooses K, and measures what it costs."""
+    process, port = start()
+    with process:
+        yield open_page(port)
+        process.kill()
+
+
 def expect_failed_load(complaints, status):
     """Take out what the browser says of an answer that the test asked for."""
     wanted = [text for text in complaints if "Failed to load resource" in text]
@@ -133,7 +142,7 @@ def expect_failed_load(complaints, status):
 def fill(page, **fields):
     for name, value in fields.items():
         field = page.locator(f"#{name}")
-        if name == "drafter":
+        if name in ("drafter", "verification"):
             field.select_option(value)
         else:
             field.fill(str(value))
@@ -235,7 +244,7 @@ def test_a_run_shows_the_answers_text_with_each_token_marked_by_its_origin(page,
 
 
 @browser_test
-def test_the_charts_and_the_controllers_sentence_show_the_run(page, port):
+def test_the_charts_show_the_run(page, port):
     _, body = generate(port, **SAMPLED, trace=True)
     run(page, **SAMPLED)
     accepted = [cycle["accepted_count"] for cycle in body["trace"][1:]]
@@ -244,8 +253,6 @@ def test_the_charts_and_the_controllers_sentence_show_the_run(page, port):
     assert counts(page, *bars) == [sum(map(bool, accepted)), sum(map(bool, drafted))]
     assert counts(page, "#chart-positions .diamond") == [max(drafted)]
     assert text_of(page, "#time-split").count("ms") == 3
-    says = [cycle["controller"] for cycle in body["trace"] if "controller" in cycle]
-    assert says[-1] in text_of(page, "#controller-says")
 
 
 @browser_test
@@ -348,15 +355,17 @@ def test_a_race_that_only_a_busy_machine_explains_is_called_disturbed(page):
 
 
 @browser_test
-def test_a_race_of_sampled_texts_compares_none(page):
+def test_a_race_compares_sampled_texts_unless_they_are_verified_by_rejection(page):
     run(page, "#race", **SAMPLED)
+    assert "identical, token for token" in text_of(page, "#race-says")
+    run(page, "#race", **SAMPLED, verification="rejection")
     assert "not compared" in text_of(page, "#race-says")
 
 
 @browser_test
 def test_pointing_at_a_token_or_focusing_it_shows_p_q_and_u(page, port):
-    _, body = generate(port, **SAMPLED, trace=True)
-    run(page, **SAMPLED)
+    _, body = generate(port, **SAMPLED, verification="rejection", trace=True)
+    run(page, **SAMPLED, verification="rejection")
     tokens = [token for cycle in body["trace"] for token in cycle["tokens"]]
     plain = [all(0.001 < (t[name] or 0) < 0.999 for name in "pqu") for t in tokens]
     index = next(i for i, t in enumerate(tokens) if t["kind"] == "accepted" and plain[i])
@@ -386,12 +395,40 @@ def test_pointing_at_a_token_or_focusing_it_shows_p_q_and_u(page, port):
 
 
 @browser_test
-def test_a_recovered_token_tells_what_was_rejected_in_its_place(page, port):
+def test_a_coupled_token_shows_its_score_the_noise_and_the_runner_up(page, port):
     _, body = generate(port, **SAMPLED, trace=True)
     run(page, **SAMPLED)
+    tokens = [(cycle, i) for cycle in body["trace"] for i in range(len(cycle["tokens"]))]
+    kinds = [cycle["tokens"][i]["kind"] for cycle, i in tokens]
+    for kind in ("accepted", "recovered", "bonus"):
+        index = kinds.index(kind)
+        cycle, i = tokens[index]
+        token, (_, second, *_) = cycle["tokens"][i], cycle["target_top"][i]
+        page.locator("#tokens .token").nth(index).hover()
+        card = page.locator("#token-card", has_text=f"{kind}, cycle {cycle['step']}")
+        words = card.text_content()
+        assert all(f"{token[name]:.3f}" in words for name in ("score", "total"))
+        assert f"{second['total']:.3f}" in words and "runner-up" in words
+        assert "the target’s own choice" in words and "p/q" not in words
+
+
+@browser_test
+def test_a_greedy_token_shows_its_score_alone(page):
+    run(page, **COLOURS)
+    page.locator("#tokens .token.accepted").first.hover()
+    words = text_of(page, "#token-card")
+    assert "target’s score" in words and "noise" not in words
+
+
+@browser_test
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_a_recovered_token_tells_what_was_rejected_in_its_place(page, port, rule):
+    _, body = generate(port, **SAMPLED, verification=rule, trace=True)
+    run(page, **SAMPLED, verification=rule)
     page.locator("#tokens .token.recovered").first.hover()
     words = text_of(page, "#token-card")
-    assert "norm(max(0, p − q))" in words and "≥ p/q" in words
+    by_chance = "norm(max(0, p − q))" in words and "≥ p/q" in words
+    assert by_chance == (rule == "rejection")
     cycle = next(cycle for cycle in body["trace"] if cycle["rejected"])
     refused = cycle["texts"][str(cycle["rejected"]["id"])]
     assert refused.replace(" ", "␣").replace("\n", "↵") in words
@@ -518,7 +555,8 @@ def test_what_if_draws_the_formulas_curve_and_moves_with_the_sliders(page):
 
 
 @browser_test
-def test_what_if_takes_what_the_last_run_measured(page):
+def test_what_if_takes_what_the_last_run_measured(adaptive_page):
+    page = adaptive_page
     run(page, **COLOURS | {"num_speculative_tokens": 5})
     says = page.locator("#measured-says", has_text="the last run")
     says.wait_for()

@@ -15,7 +15,7 @@ import os
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import run
+from conftest import judge, run
 from hypothesis import assume, configuration, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -380,18 +380,6 @@ def judged_cases(draw):
 UNIFORMS = st.floats(0, 1, exclude_max=True) | st.sampled_from([0.0, 0.5, 1 - 2**-53])
 
 
-def with_numbers(judge, draft, scores, numbers):
-    """What `judge` makes of the draft when the uniform numbers are these."""
-
-    def uniform(rng, count):
-        assert count == len(numbers) == len(draft.tokens) + 1
-        return list(numbers)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(core, "uniform", uniform)
-        return judge(draft, scores, None)
-
-
 @given(judged_cases(), st.data())
 @settings(max_examples=300)
 def test_verify_keeps_a_prefix_and_adds_one_token_that_the_target_permits(case, data):
@@ -400,7 +388,7 @@ def test_verify_keeps_a_prefix_and_adds_one_token_that_the_target_permits(case, 
     q = [1.0] * n if draft.probs is None else [float(draft.probs[i, d]) for i, d in drafted]
     ratios = [min(float(p[i, d]) / q[i], 1 - 2**-53) for i, d in drafted]
     numbers = [data.draw(UNIFORMS | st.just(ratio)) for ratio in ratios] + [data.draw(UNIFORMS)]
-    judged = with_numbers(core.verify, draft, p, numbers)
+    judged = judge(draft, p, numbers)
 
     accepted = [j for j in judged if j.kind == "accepted"]
     a = len(accepted)
@@ -421,6 +409,7 @@ def test_verify_keeps_a_prefix_and_adds_one_token_that_the_target_permits(case, 
     assert all(j.p > 0 for j in judged if j.kind != "rejected")
 
 
+NOISE = core.Noise(0)
 GRID = [(i + 0.5) / 100 for i in range(100)]
 
 
@@ -435,7 +424,7 @@ def emitted_at(position, draft, p, q):
 
     def token(draft, u, last_u):
         numbers = [0.0] * position + [u] * (n - position) + [last_u]
-        judged = with_numbers(core.verify, draft, p, numbers)
+        judged = judge(draft, p, numbers)
         assert all(j.kind == "accepted" for j in judged[:position])
         return next(j for j in judged[position:] if j.kind != "rejected")
 
@@ -483,15 +472,15 @@ def test_verify_draws_no_token_from_a_row_without_probabilities(value, case, dat
     draft, p = case
     n = len(draft.tokens)
     numbers = data.draw(st.lists(UNIFORMS, min_size=n + 1, max_size=n + 1))
-    judged = with_numbers(core.verify, draft, p, numbers)
+    judged = judge(draft, p, numbers)
     num_rows = sum(j.kind != "rejected" for j in judged)
     broken, row = p.clone(), data.draw(st.integers(0, n))
     broken[row] = value
     if row < num_rows:
         with pytest.raises(ValueError, match="no probabilities to draw from"):
-            with_numbers(core.verify, draft, broken, numbers)
+            judge(draft, broken, numbers)
     else:
-        assert with_numbers(core.verify, draft, broken, numbers) == judged
+        assert judge(draft, broken, numbers) == judged
 
 
 @given(UNIFORMS)
@@ -532,11 +521,14 @@ def test_no_transform_makes_probabilities_of_broken_logits(vocab, kind, where, s
     p = core.probabilities(scores, sampling)
     for drafted in ([], [where % vocab]):
         with pytest.raises(ValueError, match="no probabilities to draw from"):
-            core.verify(core.Draft(drafted), p[: len(drafted) + 1], torch.Generator())
-    for own in (sampling, core.Sampling()):
+            core.verify_by_rejection(core.Draft(drafted), p[: len(drafted) + 1], NOISE, 0)
         with pytest.raises(ValueError, match="no probabilities to draw from"):
-            core.sample(scores[0], [0], own, torch.Generator())
-    assert len(core.verify(core.Draft(), p[1:], torch.Generator())) == 1
+            core.verify(core.Draft(drafted), core.own_choices(scores, sampling, NOISE, 0))
+    for own in (sampling, core.Sampling(), core.replace(sampling, verification="rejection")):
+        with pytest.raises(ValueError, match="no probabilities to draw from"):
+            core.sample(scores[0], [0], own, NOISE)
+    assert len(core.verify_by_rejection(core.Draft(), p[1:], NOISE, 0)) == 1
+    assert len(core.verify(core.Draft(), core.own_choices(scores[1:], sampling, NOISE, 0))) == 1
 
 
 @st.composite
@@ -555,31 +547,34 @@ def greedy_cases(draw):
     return core.Draft.of([(t, row / row.sum()) for t, row in zip(tokens, q, strict=True)]), scores
 
 
+def verify_greedy(draft, scores):
+    return core.verify(draft, core.own_choices(scores, core.Sampling(), NOISE, 0))
+
+
 @given(greedy_cases(), st.data())
 @settings(max_examples=200)
-def test_greedy_verification_is_verification_with_a_one_hot_p(case, data):
+def test_greedy_verification_is_that_of_rejection_with_a_one_hot_p(case, data):
     draft, scores = case
     numbers = [data.draw(UNIFORMS) for _ in scores]
     one_hot = core.probabilities(scores, core.Sampling())
-    judged = with_numbers(core.verify_greedy, draft, scores, numbers)
-    assert judged == with_numbers(core.verify, draft, one_hot, numbers)
+    by_chance = judge(draft, one_hot, numbers)
+    assert [j[:2] for j in verify_greedy(draft, scores)] == [j[:2] for j in by_chance]
 
 
 @given(greedy_cases(), st.sampled_from(BREAKS), st.data())
 @settings(max_examples=200)
 def test_greedy_verification_refuses_broken_logits_in_the_rows_that_it_judges(case, kind, data):
     draft, scores = case
-    numbers = [0.5] * len(scores)
-    judged = with_numbers(core.verify_greedy, draft, scores, numbers)
+    judged = verify_greedy(draft, scores)
     num_rows = sum(j.kind != "rejected" for j in judged)
     row, where = data.draw(st.integers(0, len(scores) - 1)), data.draw(st.integers(0, 5))
     broken = scores.clone()
     broken[row] = break_row(broken[row], kind, where)
     if row < num_rows:
         with pytest.raises(ValueError, match="no probabilities to draw from"):
-            with_numbers(core.verify_greedy, draft, broken, numbers)
+            verify_greedy(draft, broken)
     else:
-        assert with_numbers(core.verify_greedy, draft, broken, numbers) == judged
+        assert verify_greedy(draft, broken) == judged
 
 
 # ----------------------------------------------------------------- a broken target, in a batch

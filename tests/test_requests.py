@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import speculative_decoding as core
 import torch
@@ -230,20 +231,38 @@ def test_a_trace_says_what_decided_about_each_token(
             scores = core.penalise(
                 logits[None, end + i - 1], sampling.repetition_penalty, known, []
             )
-            p = float(core.probabilities(scores, sampling)[0, token["id"]])
-            assert token["p"] == pytest.approx(p, abs=1e-3)
+            p = core.probabilities(scores, sampling)[0]
+            top = event["target_top"][i]
             assert event["target_argmax"][i] == int(scores.argmax())
-            assert event["target_top"][i][0]["id"] == int(scores.argmax())
             if token["kind"] == "accepted":
-                assert token["u"] * token["q"] < token["p"]
                 assert token["id"] == event["proposals"][i]
-                if drafter == "ngram" or sampling.is_greedy:
-                    assert token["q"] == 1.0
+            if not sampling.is_coupled:
+                assert token["p"] == pytest.approx(float(p[token["id"]]), abs=1e-3)
+                assert top[0]["id"] == int(scores.argmax())
+                if token["kind"] == "accepted":
+                    assert token["u"] * token["q"] < token["p"]
+                    assert drafter != "ngram" or token["q"] == 1.0
+                continue
+            # The choice leads, and the noise is that of its place in the text.
+            assert top[0]["id"] == token["id"] and top[0]["total"] == token["total"]
+            assert top == sorted(top, key=lambda entry: -entry["total"])
+            expected = scores[0] if sampling.is_greedy else p.log()
+            for entry in top:
+                assert entry["score"] == pytest.approx(float(expected[entry["id"]]), abs=1e-3)
+                noise = 0.0
+                if not sampling.is_greedy:
+                    ids = np.array([entry["id"]])
+                    noise = -math.log(sequence.noise.exponentials(end + i, ids)[0])
+                assert entry["total"] - entry["score"] == pytest.approx(noise, abs=1e-6)
         last = event["tokens"][-1]["kind"]
         if event["rejected"]:
             assert event["rejected"]["id"] == event["proposals"][event["accepted_count"]]
-            assert event["rejected"]["u"] * event["rejected"]["q"] >= event["rejected"]["p"]
             assert last == "recovered"
+            refused, own = event["rejected"], event["tokens"][-1]
+            if sampling.is_coupled:
+                assert refused["total"] is None or refused["total"] < own["total"]
+            else:
+                assert refused["u"] * refused["q"] >= refused["p"]
             judged += 1
         judged += event["accepted_count"]
         end += event["emitted_count"]
@@ -273,9 +292,12 @@ def test_a_comparison_measures_predicts_and_finds_no_difference(demo_engine, pro
     assert result["measured_speedup"] > 1 and result["predicted_speedup"] > 1
     assert 0.9 < result["costs"]["alpha"] <= 1
     assert result["costs"]["c"] < 0.2 and result["costs"]["t_verify"] > 0.5
-    sampled = compared(demo_engine, prompts["repetitive_colours"], drafter="mtp", sampling=SAMPLING)
-    assert sampled["identical"] is None and sampled["first_difference"] is None
-    assert sampled["measured_speedup"] > 0
+    for rule, identical in (("coupled", True), ("rejection", None)):
+        sampling = dataclasses.replace(SAMPLING, verification=rule)
+        prompt = prompts["repetitive_colours"]
+        sampled = compared(demo_engine, prompt, drafter="mtp", sampling=sampling)
+        assert sampled["identical"] is identical and sampled["first_difference"] is None
+        assert sampled["measured_speedup"] > 0
 
 
 def test_a_comparison_of_three_runs_takes_medians_and_says_when_it_was_disturbed(
@@ -328,13 +350,13 @@ def test_the_prediction_is_the_formula_of_the_field():
 def test_a_wrong_token_is_called_a_bug(demo_engine, prompts, monkeypatch):
     """A verify that takes the drafter's word: the comparison names the place and the gap."""
 
-    def credulous(draft, scores, rng):
-        tokens = [core.Judgement(token, "accepted", 1, 1, 0) for token in draft.tokens]
-        return [*tokens, core.Judgement(int(scores[-1].argmax()), "bonus", 1, None, 0)]
+    def credulous(draft, choices):
+        tokens = [core.Judgement(token, "accepted") for token in draft.tokens]
+        return [*tokens, core.Judgement([*choices][-1], "bonus")]
 
     prompt = prompts["code_class"]
     truth = core.plain_decode(demo_engine.target, prompt, 24, demo_engine.eos_ids)
-    monkeypatch.setattr(core, "verify_greedy", credulous)
+    monkeypatch.setattr(core, "verify", credulous)
     engine = scripted_engine(demo_engine, lambda tokens, n: [7] * n)
     result = compared(engine, prompt, drafter="scripted")
     assert result["identical"] is False

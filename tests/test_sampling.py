@@ -13,7 +13,7 @@ import textwrap
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import run
+from conftest import judge, run
 
 from benchmarks.lossless import (
     BATCH,
@@ -25,6 +25,7 @@ from benchmarks.lossless import (
     first_tokens,
 )
 from benchmarks.sampling import processors
+from drafters.noise import DRAW, Noise
 from drafters.small_model import SmallModelDrafter
 from fastpath.sampling import largest, truncated_softmax
 
@@ -82,11 +83,11 @@ def test_a_large_vocabulary_is_cut_as_transformers_cuts_it(cuts, spread):
 def test_the_largest_are_found_in_chunks():
     torch.manual_seed(2)
     for vocab, count in [(4096, 10), (4096, 64), (100, 7), (64 * 500, 100)]:
-        values = torch.randn(3, vocab).bfloat16().float()  # with ties
+        values = torch.randn(vocab).bfloat16().float()  # with ties
         found, ids = largest(values, count)
         assert torch.equal(found, values.topk(count).values)
-        assert torch.equal(values.gather(1, ids), found)
-        assert all(len(set(row)) == count for row in ids.tolist())
+        assert torch.equal(values[ids], found)
+        assert len(set(ids.tolist())) == count
 
 
 def test_a_low_temperature_is_no_greedy_choice():
@@ -94,18 +95,15 @@ def test_a_low_temperature_is_no_greedy_choice():
     assert p[0, 0] == pytest.approx(1 / (1 + math.exp(0.25)), abs=1e-5)
 
 
-def test_uniform_numbers_have_more_bits_than_float32():
-    """A token of probability 1e-9 can be drawn."""
-    numbers = core.uniform(torch.Generator().manual_seed(0), 100)
-    assert all(0 <= u < 1 for u in numbers)
-    assert sum((u * 2**24) % 1 != 0 for u in numbers) > 90
-
-
 def test_logits_that_are_no_numbers_are_an_error_and_no_token():
-    for sampling in (Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9)):
-        p = core.probabilities(torch.full((2, 300), math.nan), sampling)
+    broken = torch.full((2, 300), math.nan)
+    for sampling in (Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9)):
         with pytest.raises(ValueError, match="no probabilities to draw from"):
-            core.verify(core.Draft([3]), p, torch.Generator())
+            core.verify(core.Draft([3]), core.own_choices(broken, sampling, Noise(0), 0))
+        if not sampling.is_greedy:
+            p = core.probabilities(broken, sampling)
+            with pytest.raises(ValueError, match="no probabilities to draw from"):
+                core.verify_by_rejection(core.Draft([3]), p, Noise(0), 0)
 
 
 def test_greedy_is_one_hot_and_a_tiny_temperature_does_not_overflow():
@@ -117,7 +115,7 @@ def test_greedy_is_one_hot_and_a_tiny_temperature_does_not_overflow():
         )
 
 
-# ------------------------------------------------------------ verify, on distributions of our own
+# ------------------------------------------- the rule of rejection, on distributions of our own
 
 
 def grid(vocab, step=4):
@@ -127,15 +125,13 @@ def grid(vocab, step=4):
             yield torch.tensor(parts) / step
 
 
-def emitted_by_enumeration(p, q, monkeypatch):
+def emitted_by_enumeration(p, q):
     """The distribution of the first token that verify emits, with no chance in it.
 
     All probabilities are quarters, so every border that u is compared with lies between the twelve
     values that u goes through, and counting over them is exact.
     """
     us = [(i + 0.5) / 12 for i in range(12)]
-    numbers = []
-    monkeypatch.setattr(core, "uniform", lambda rng, count: numbers[-1][:count])
     emitted = torch.zeros_like(p, dtype=torch.float64)
     rows = torch.stack([p, p])
     for token, chance in enumerate(q.tolist()):
@@ -144,8 +140,8 @@ def emitted_by_enumeration(p, q, monkeypatch):
         draft = core.Draft([token], None if chance == 1 else q[None])
         for u in us:
             for last_u in us:
-                numbers.append([u, last_u])
-                first = next(j for j in core.verify(draft, rows, None) if j.kind != "rejected")
+                judged = judge(draft, rows, [u, last_u])
+                first = next(j for j in judged if j.kind != "rejected")
                 if first.kind == "accepted":  # whatever last_u
                     emitted[first.id] += chance / 12
                     break
@@ -153,15 +149,15 @@ def emitted_by_enumeration(p, q, monkeypatch):
     return emitted
 
 
-def check_every_small_distribution(monkeypatch, vocab=3):
+def check_every_small_distribution(vocab=3):
     for p, q in itertools.product(grid(vocab), repeat=2):
-        emitted = emitted_by_enumeration(p, q, monkeypatch)
+        emitted = emitted_by_enumeration(p, q)
         torch.testing.assert_close(emitted, p.double(), rtol=0, atol=1e-9, msg=f"p {p}, q {q}")
 
 
-def test_verify_emits_exactly_p_for_every_small_p_and_q(monkeypatch):
-    check_every_small_distribution(monkeypatch, 2)
-    check_every_small_distribution(monkeypatch, 3)
+def test_verify_emits_exactly_p_for_every_small_p_and_q():
+    check_every_small_distribution(2)
+    check_every_small_distribution(3)
 
 
 DRAFTED = {  # rows of p (the last one is the bonus's) and of q
@@ -181,12 +177,13 @@ DRAFTED = {  # rows of p (the last one is the bonus's) and of q
 def check_verify_by_chance(case, num_samples=4000):
     """Chi-squared of each position's emitted tokens against p; returns the smallest p-value."""
     p, q = (torch.tensor(rows) for rows in DRAFTED[case])
-    rng = torch.Generator().manual_seed(5)
     counts = torch.zeros(3, 4)
     one_hot = case == "one-hot q"
-    for _ in range(num_samples):
-        tokens = [core.draw(row, u) for row, u in zip(q, core.uniform(rng, 2), strict=True)]
-        judged = core.verify(core.Draft(tokens, None if one_hot else q), p, rng)
+    for seed in range(num_samples):
+        noise = Noise(seed)
+        tokens = [core.draw(row, noise.uniform(i, DRAW)) for i, row in enumerate(q)]
+        draft = core.Draft(tokens, None if one_hot else q)
+        judged = core.verify_by_rejection(draft, p, noise, 0)
         for i, j in enumerate(j for j in judged if j.kind != "rejected"):
             counts[i, j.id] += 1
     results = []
@@ -207,15 +204,16 @@ def test_verify_keeps_the_target_distribution(case):
 
 
 def test_q_equal_to_p_is_always_accepted_and_disjoint_q_never():
-    rng = torch.Generator().manual_seed(0)
     p = torch.tensor([[0.1, 0.2, 0.3, 0.4]] * 2)
     for token in range(4):
-        kinds = [j.kind for j in core.verify(core.Draft([token], p[:1].clone()), p, rng)]
+        draft = core.Draft([token], p[:1].clone())
+        kinds = [j.kind for j in core.verify_by_rejection(draft, p, Noise(token), 0)]
         assert kinds == ["accepted", "bonus"]
     p = torch.tensor([[0.5, 0.5, 0, 0]] * 2)
     q = torch.tensor([[0, 0, 0.5, 0.5]])
     for token in (2, 3):
-        rejected, recovered = core.verify(core.Draft([token], q), p, rng)
+        draft = core.Draft([token], q)
+        rejected, recovered = core.verify_by_rejection(draft, p, Noise(token), 0)
         assert rejected.kind == "rejected" and recovered.kind == "recovered"
         assert recovered.id in (0, 1) and (recovered.p, recovered.q) == (0.5, 0.0)
 
@@ -238,9 +236,8 @@ def test_a_token_without_weight_is_never_drawn():
 def test_judgements_tell_what_decided():
     p = torch.tensor([[0.1, 0.9], [0.6, 0.4], [0.5, 0.5]])
     q = torch.tensor([[0.2, 0.8], [0.1, 0.9]])
-    rng = torch.Generator().manual_seed(3)
-    for _ in range(50):
-        for j in core.verify(core.Draft([0, 1], q), p, rng):
+    for seed in range(50):
+        for j in core.verify_by_rejection(core.Draft([0, 1], q), p, Noise(seed), 0):
             assert 0 <= j.u < 1
             if j.kind == "accepted":
                 assert j.u < j.p / j.q
@@ -284,7 +281,8 @@ def plain_samples(many, prompt):
 
 
 def smallest_p_value(engine, prompt, drafter, name, theirs, num_samples=NUM_SAMPLES):
-    request = core.Request(prompt, 12, drafter, K, sampling=SAMPLINGS[name], seed=7 * 10**6)
+    sampling = core.replace(SAMPLINGS[name], verification="rejection")
+    request = core.Request(prompt, 12, drafter, K, sampling=sampling, seed=7 * 10**6)
     ours = first_tokens(engine, request, num_samples)
     return min(test.p_value for test in compare(ours, theirs).values())
 
@@ -320,7 +318,49 @@ def test_plain_sampling_is_that_of_transformers_generate(demo_reference, prompt,
     assert min(test.p_value for test in tests.values()) > ODDS
 
 
-def deviation_from_overlap(engine, prompts, drafter):
+def likely_texts(model, prompt, sampling, length, least):
+    """Texts of `length` tokens that have a chance of at least `least`, and this chance, exactly."""
+    texts = {(): 1.0}
+    for _ in range(length):
+        ids = torch.tensor([[*prompt, *text] for text in texts])
+        with torch.inference_mode():
+            logits = model(ids).logits[:, -1].double()
+        rows = processors(sampling)(ids, logits).softmax(-1)
+        texts = {
+            (*text, token): before * float(p[token])
+            for (text, before), p in zip(texts.items(), rows, strict=True)
+            for token in (before * p >= least).nonzero()[:, 0].tolist()
+        }
+    return texts
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_plain_sampling_follows_the_exact_distribution(demo_reference, prompt, plain_samples, name):
+    """One, two and three tokens jointly, against transformers' model and processors."""
+    samples, num_cells = plain_samples(name), 0
+    for length in (1, 2, 3):
+        beginnings = [text[:length] for text in samples]
+        least = 5 / len(samples)
+        expected = likely_texts(demo_reference, prompt, SAMPLINGS[name], length, least)
+        counts = [beginnings.count(text) for text in expected]
+        chances = list(expected.values())
+        counts.append(len(samples) - sum(counts))
+        chances.append(max(1 - sum(chances), 1e-9))
+        assert chi_squared(counts, [len(samples) * p for p in chances]).p_value > ODDS
+        num_cells += len(expected)
+    assert num_cells > 10
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_the_same_seeds_give_plain_decoding_s_texts(many, prompt, plain_samples, name, drafter):
+    request = core.Request(prompt, 12, drafter, K, sampling=SAMPLINGS[name], seed=10**6)
+    ours = first_tokens(many, request, NUM_SAMPLES)
+    theirs = first_tokens(many, core.replace(request, drafter=None), NUM_SAMPLES)
+    assert sorted(ours) == sorted(theirs)
+
+
+def deviation_from_overlap(engine, prompts, drafter, seeds=1):
     """Accepted tokens less those that Σ min(p, q) predicts, in standard deviations.
 
     p and q are teacher-forced along each output, by forwards of the whole text without cache,
@@ -333,10 +373,10 @@ def deviation_from_overlap(engine, prompts, drafter):
     engine.drafters["mtp"].propose_batch = lambda *given: (
         handed.append(propose(*given)) or handed[-1]
     )
-    sampling = Sampling(temperature=1.0, top_p=0.95)
+    sampling = Sampling(temperature=1.0, top_p=0.95, verification="rejection")
     target, small = engine.target.model, engine.drafters["draft_model"]._draft.model
     expected = variance = accepted = 0.0
-    for seed, prompt in enumerate(prompts.values()):
+    for seed, prompt in enumerate([*prompts.values()] * seeds):
         sequence, events = run(
             engine, prompt, max_tokens=48, drafter=drafter, num_speculative_tokens=3,
             sampling=sampling, seed=seed,
@@ -384,13 +424,13 @@ def broken(name, old, new):
 
 
 FAULTS = {
-    "accepts always": ("verify", "not us[i] * qs[i] < ps[i]", "False"),
+    "accepts always": ("verify_by_rejection", "not u * q_here < p_here", "False"),
     "residual not renormalised": ("draw", "u * total", "u"),
     "recovers from p": ("residual", "(p - q)", "p.clone()"),
     "q at another temperature": (
         "sample",
-        "return draw(q, uniform(rng, 1)[0]), q",
-        "return draw(q, uniform(rng, 1)[0]), probabilities(scores * 0.25, sampling)[0]",
+        "draw(q, noise.uniform(len(text), DRAW)), q",
+        "draw(q, noise.uniform(len(text), DRAW)), probabilities(scores * 0.25, sampling)[0]",
     ),
 }
 
@@ -401,23 +441,23 @@ def break_core(monkeypatch):
 
 
 @pytest.mark.parametrize("fault", [f for f in FAULTS if FAULTS[f][0] != "sample"])
-def test_the_tests_of_verify_notice(break_core, monkeypatch, fault):
+def test_the_tests_of_verify_notice(break_core, fault):
     break_core(fault)
     assert min(map(check_verify_by_chance, ["model q", "disjoint", "q with zeros"])) < ODDS
     with pytest.raises(AssertionError):
-        check_every_small_distribution(monkeypatch, 3)
+        check_every_small_distribution(3)
 
 
 def test_the_test_of_verify_notices_a_q_of_another_temperature(monkeypatch):
     """Drafts are drawn from q, and verify is told that they were drawn from √q, renormalised."""
     p, q = DRAFTED["model q"]
     told = torch.tensor(q).sqrt()
-    verify = core.verify
+    verify = core.verify_by_rejection
     monkeypatch.setattr(
         core,
-        "verify",
-        lambda draft, p, rng: verify(
-            core.Draft(draft.tokens, told / told.sum(-1, keepdim=True)), p, rng
+        "verify_by_rejection",
+        lambda draft, *given: verify(
+            core.Draft(draft.tokens, told / told.sum(-1, keepdim=True)), *given
         ),
     )
     assert check_verify_by_chance("model q") < ODDS
@@ -441,7 +481,7 @@ def test_the_test_from_end_to_end_notices(break_core, prompt, plain_samples, fau
 def test_the_test_of_the_overlap_notices(break_core, prompts, fault):
     break_core(fault)
     engine = core.load_engine(core.Options(fixed_k=True))
-    assert abs(deviation_from_overlap(engine, prompts, "draft_model")) > 4.9
+    assert abs(deviation_from_overlap(engine, prompts, "draft_model", seeds=3)) > 4.9
 
 
 def test_exercise_4_a_greedy_draft_of_sampled_text_is_lossless_and_costs_acceptance(
@@ -453,8 +493,8 @@ def test_exercise_4_a_greedy_draft_of_sampled_text_is_lossless_and_costs_accepta
     """
 
     class GreedyDraft(SmallModelDrafter):
-        def open(self, prompt, sampling, rng):
-            return super().open(prompt, Sampling(), rng)
+        def open(self, prompt, sampling, noise):
+            return super().open(prompt, Sampling(), noise)
 
     drawing, greedy = many.drafters["draft_model"], GreedyDraft.__new__(GreedyDraft)
     vars(greedy).update(vars(drawing))

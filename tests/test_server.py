@@ -166,8 +166,6 @@ def test_a_stream_gives_an_event_per_cycle_then_the_answer_then_done(port, stop,
     assert last["token_ids"] == plain["token_ids"]
     assert last["finish_reason"] == plain["finish_reason"]
     assert set(last["metrics"]) == set(plain["metrics"])
-    if temperature:  # the clock decides about greedy drafts, and about their tokens never
-        assert last["metrics"] == plain["metrics"]
 
 
 def test_the_controller_says_what_it_thinks_in_answers_and_health(port):
@@ -207,7 +205,6 @@ def test_a_seed_gives_the_same_output_alone_and_in_a_full_batch(port, drafter):
         again = pool.submit(generate, port, **fields, drafter=drafter).result()[1]
         assert all(future.result()[0] == 200 for future in beside)
     assert again["token_ids"] == alone["token_ids"]
-    assert again["metrics"] == alone["metrics"]
 
 
 def test_health_counts_what_was_generated(port):
@@ -339,11 +336,12 @@ def test_a_comparison_runs_the_request_by_plain_decoding_too(port, stream):
     assert "trace" not in body
 
 
-def test_a_sampled_comparison_compares_no_tokens(port):
+@pytest.mark.parametrize(("rule", "identical"), [("coupled", True), ("rejection", None)])
+def test_a_sampled_comparison_compares_tokens_where_they_must_be_equal(port, rule, identical):
     """Its other half is the request as it was, seed and all, with speculation off."""
-    fields = SAMPLED | {"seed": 11, "stop": [":", "return"]}
+    fields = SAMPLED | {"seed": 11, "stop": [":", "return"], "verification": rule}
     _, body = generate(port, **fields, compare=True, trace=True)
-    assert body["compare"]["identical"] is None
+    assert body["compare"]["identical"] is identical
     assert body["compare"]["measured_speedup"] > 0
     assert body["trace"][0]["target_top"]
     _, plain = generate(port, **fields, speculative=False)
@@ -358,24 +356,44 @@ def test_a_sampled_stream_is_the_plain_answer_in_pieces(port):
     *cycles, last = events_of(data)
     assert "".join(cycle["text"] for cycle in cycles) == last["text"] == whole["text"]
     _, _, traced = call(port, "POST", "/generate", fields | {"stream": True, "trace": True})
-    for brief, full in zip(cycles, events_of(traced)[:-1], strict=True):
-        assert brief["logprobs"] == full["logprobs"] and brief["text"] == full["text"]
-        assert "rejected" in full
+    full = events_of(traced)[:-1]  # which may be other cycles, as the clock decides about these
+    for part in ("text", "logprobs"):
+        assert sum([[*c[part]] for c in cycles], []) == sum([[*c[part]] for c in full], [])
+    assert all("rejected" in cycle for cycle in full)
     assert [t["id"] for cycle in cycles for t in cycle["tokens"]] == whole["token_ids"]
     assert [e for cycle in cycles for e in cycle["logprobs"]] == last["logprobs"]
     assert last["logprobs"] == whole["logprobs"] and last["seed"] == 9
 
 
-def test_a_trace_has_the_numbers_that_decided(port):
-    _, body = generate(port, **SAMPLED, trace=True, seed=3, drafter="draft_model")
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "rejection"])
+def test_a_trace_has_the_numbers_that_decided(port, rule):
+    fields = SAMPLED | ({"temperature": 0} if rule == "greedy" else {"verification": rule})
+    _, body = generate(port, **fields, trace=True, seed=3, drafter="draft_model")
     kinds = set()
     for event in body["trace"]:
         for token in event["tokens"] + ([event["rejected"]] if event["rejected"] else []):
-            assert list(token) == ["id", "kind", "p", "q", "u"]
             assert event["texts"][str(token["id"])]
-            assert 0 <= token["p"] <= 1 + 1e-6 and 0 <= token["u"] < 1
             kinds.add(token["kind"])
+            if rule == "rejection":
+                assert list(token) == ["id", "kind", "p", "q", "u"]
+                assert 0 <= token["p"] <= 1 + 1e-6 and 0 <= token["u"] < 1
+            else:
+                assert list(token) == ["id", "kind", "score", "total"]
+                is_cut = token["score"] is None
+                assert (token["score"] == token["total"]) == (rule == "greedy" or is_cut)
     assert kinds == {"accepted", "rejected", "recovered", "bonus"}
+    counted = call(port, "GET", "/health")[2]
+    assert json.loads(counted)["speculative_decoding"]["per_rule"][rule]["num_draft_tokens"] > 0
+
+
+def test_the_text_of_a_seed_is_the_same_in_another_process_by_another_drafter(port):
+    first = generate(port, **SAMPLED, seed=2**50 + 1, drafter="mtp")[1]
+    process, other = start("--fixed-k", "--drafter", "ngram")
+    with process:
+        second = generate(other, **SAMPLED, seed=2**50 + 1)[1]
+        third = generate(other, **SAMPLED, seed=2**50 + 2)[1]
+        process.kill()
+    assert first["token_ids"] == second["token_ids"] != third["token_ids"]
 
 
 def test_server_wide_defaults_of_sampling_are_followed():

@@ -1,4 +1,4 @@
-// The card beside a token: its p, q and u, and why it stands there. It opens for the token that is
+// The card beside a token: the numbers that decided, and why it stands there. It opens for the token that is
 // pointed at or focused, stays while the pointer is on it, and closes with Escape.
 
 import { byId, element } from "./elements.js";
@@ -30,10 +30,7 @@ export class TokenCard {
       element("p", { class: "card-title" },
         element("span", { class: `chip ${token.kind}` }, visible(token.text)),
         ` ${token.kind}, cycle ${cycle.step}`),
-      element("dl", {},
-        ...row("p", "target’s probability", token.p),
-        ...row("q", "drafter’s probability", token.q),
-        ...row("u", "uniform in [0, 1)", token.u)),
+      element("dl", {}, ...numbers(token)),
       element("p", {}, why(token, cycle)),
     );
     this.#card.hidden = false;
@@ -65,7 +62,27 @@ export class TokenCard {
   }
 }
 
+/** What decided: p, q and u under the rule of rejection, else the race of score and noise. */
+function numbers(token) {
+  if (token.u !== undefined) {
+    return [
+      ...row("p", "target’s probability", chance(token.p)),
+      ...row("q", "drafter’s probability", chance(token.q)),
+      ...row("u", "uniform in [0, 1)", chance(token.u)),
+    ];
+  }
+  const second = token.runnerUp;
+  const isGreedy = token.total === token.score;
+  return [
+    ...row("", isGreedy ? "target’s score" : "log of the target’s p", fixed(token.score)),
+    ...(isGreedy ? [] : row("", "with noise", fixed(token.total))),
+    ...(second ? row("", `runner-up “${visible(second.text)}”`, fixed(second.total)) : []),
+  ];
+}
+
+const fixed = (value) => (value === null || value === undefined ? "–" : value.toFixed(3));
+
 const row = (name, meaning, value) => [
   element("dt", {}, element("var", {}, name), ` ${meaning}`),
-  element("dd", {}, chance(value)),
+  element("dd", {}, value),
 ];

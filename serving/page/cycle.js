@@ -66,11 +66,13 @@ function slots(cycle) {
 const choiceAt = (cycle, i) => `target’s best: ${visible(cycle.choices[i].text)}`;
 
 function ownWords(own, cycle, place) {
+  const isCoupled = own.u === undefined;
   if (own.kind === "recovered") {
-    return [`instead of d${place + 1}`, own.text, "↺ recovered", ["from norm(max(0, p − q))"]];
+    const source = isCoupled ? comparison(own) : "from norm(max(0, p − q))";
+    return [`instead of d${place + 1}`, own.text, "↺ recovered", [source]];
   }
   const label = cycle.proposals.length ? `after d${place}` : "no draft";
-  return [label, own.text, "+ bonus", ["drawn from p"]];
+  return [label, own.text, "+ bonus", [isCoupled ? comparison(own) : "drawn from p"]];
 }
 
 function slot(kind, label, text, verdict, numbers = []) {

@@ -4,7 +4,7 @@
 import { byId, element } from "./elements.js";
 
 const NUMBERS = ["num_speculative_tokens", "temperature", "max_tokens", "seed"];
-const FIELDS = ["prompt", "drafter", ...NUMBERS];
+const FIELDS = ["prompt", "drafter", "verification", ...NUMBERS];
 const FIRST_PROMPT = "code_function";
 
 /** A value that cannot be sent; `param` names its field. */
@@ -61,7 +61,9 @@ export class RequestForm {
 
   /** The request as the server wants it; empty fields are left to its defaults. */
   request(isRace) {
-    const body = { prompt: this.#prompt.value, stream: true, trace: true };
+    const body = {
+      prompt: this.#prompt.value, verification: byId("verification").value, stream: true, trace: true,
+    };
     if (isRace) body.compare = true;
     if (byId("drafter").value) body.drafter = byId("drafter").value;
     for (const name of NUMBERS) {

@@ -130,13 +130,14 @@ function speedWords(compare) {
 
 function textWords({ identical, first_difference: difference }, textOf) {
   if (identical === null) {
-    return "The texts are sampled, two draws from one distribution: they are not compared.";
+    return "The texts are two draws from one distribution (verified by rejection): they are not compared.";
   }
   if (identical) return "The texts are identical, token for token.";
   const [ours, theirs] = [difference.speculative_token, difference.plain_token]
     .map((id) => (id === null ? "its end" : `“${visible(textOf(id))}”`));
-  const why = difference.verdict === "near-tie"
-    ? "a near-tie that rounding decided" : "too far apart for rounding: a bug";
+  const why = difference.verdict === "near-tie" ? "a near-tie that rounding decided"
+    : difference.verdict === "bug" ? "too far apart for rounding: a bug"
+    : "where rounding may have moved the border of top-k, top-p or min-p";
   const place = `from token ${difference.position + 1} on`;
   return `The texts differ ${place}: ${ours} against ${theirs}, ${why}.`;
 }

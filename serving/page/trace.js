@@ -11,7 +11,10 @@ export function readCycle(event, previous) {
     numPrompt: previous ? previous.numPrompt : event.cached[1],
     pending: previous ? previous.tokens.at(-1) : null,
     proposals: event.proposals.map((id) => named({ id })),
-    tokens: event.tokens.map(named),
+    tokens: event.tokens.map((token, i) => {
+      const second = event.target_top[i]?.find(({ id }) => id !== token.id);
+      return { ...named(token), runnerUp: second && named(second) };
+    }),
     rejected: event.rejected && named(event.rejected),
     choices: event.target_argmax.map((id) => named({ id })),
     cached: event.cached,

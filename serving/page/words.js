@@ -31,27 +31,34 @@ export function visible(text) {
   return shown === "" ? "∅" : shown;
 }
 
-/** The comparison that decides about a drafted token: "u .31 < p/q .83". */
-export function comparison({ p, q, u, kind }) {
-  return `u ${chance(u)} ${kind === "rejected" ? "≥" : "<"} p/q ${chance(p / q)}`;
+/** The rule of rejection: "u .31 < p/q .83". Else what the target's choice went by. */
+export function comparison({ p, q, u, kind, score, total }) {
+  if (u !== undefined) return `u ${chance(u)} ${kind === "rejected" ? "≥" : "<"} p/q ${chance(p / q)}`;
+  if (score === null) return "cut off by top-k, top-p or min-p";
+  if (score === total) return `score ${score.toFixed(2)}`;
+  return `log p ${score.toFixed(2)} + noise ${(total - score).toFixed(2)} = ${total.toFixed(2)}`;
 }
 
 /** Why a token stands in the text: a sentence on `token` of `cycle`. */
 export function why(token, cycle) {
+  const isCoupled = token.u === undefined;
   if (token.kind === "accepted") {
-    return `Drafted, and ${comparison(token)}: accepted.`;
+    return isCoupled ? `Drafted, and the target’s own choice (${comparison(token)}): accepted.`
+      : `Drafted, and ${comparison(token)}: accepted.`;
   }
   if (token.kind === "recovered") {
     const refused = cycle.rejected;
-    return `“${visible(refused.text)}” was drafted here and rejected (${comparison(refused)}). `
-      + "This one was drawn from norm(max(0, p − q)); its u is that draw.";
+    const how = isCoupled ? `This one is the target’s own choice (${comparison(token)}).`
+      : "This one was drawn from norm(max(0, p − q)); its u is that draw.";
+    return `“${visible(refused.text)}” was drafted here and rejected (${comparison(refused)}). ${how}`;
   }
+  const source = isCoupled ? `the target’s own choice (${comparison(token)})` : "drawn from p by its u";
   if (cycle.step === 0) {
-    return "The prefill’s token: drawn from p once the prompt was read; nothing was drafted yet.";
+    return `The prefill’s token: ${source}, once the prompt was read; nothing was drafted yet.`;
   }
   return cycle.proposals.length
-    ? "The whole draft was accepted, so the pass gives one more token, drawn from p by its u."
-    : "Nothing was drafted in this cycle: plain decoding, drawn from p by its u.";
+    ? `The whole draft was accepted, so the pass gives one more token, ${source}.`
+    : `Nothing was drafted in this cycle: plain decoding, ${source}.`;
 }
 
 /** What happened in a cycle, in one or two sentences. */

@@ -1,0 +1,196 @@
+"""Noise belongs to a seed, a position and a token, and is like chance in everything else.
+
+Chi-squared tests here fail below p-values of 1e-6; seeds are fixed, as in test_sampling.py.
+"""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import speculative_decoding as core
+import torch
+
+from benchmarks.lossless import chi_squared
+from drafters import noise as module
+from drafters.noise import ACCEPT, DRAW, Noise
+from fastpath.sampling import survivors
+
+ODDS = 1e-6
+WEIGHTS = torch.tensor([0.1, 0.2, 0.3, 0.4])
+
+
+def choice(seed, position, weights=WEIGHTS):
+    return Noise(seed).choose(weights, None, position)
+
+
+def p_value_of_pairs(pairs, p=WEIGHTS):
+    """Are the two sides of pairs of choices independent, and distributed as p?"""
+    cells = list(itertools.product(range(len(p)), repeat=2))
+    counts = dict.fromkeys(cells, 0)
+    for pair in pairs:
+        counts[pair] += 1
+    total = sum(counts.values())
+    expected = [total * float(p[i] * p[j]) for i, j in cells]
+    return chi_squared([counts[cell] for cell in cells], expected).p_value
+
+
+NUM = 4000
+PAIRS = {
+    "positions": lambda: [(choice(3, 2 * i), choice(3, 2 * i + 1)) for i in range(NUM)],
+    "positions from seed to seed": lambda: [(choice(i, 7), choice(i, 8)) for i in range(NUM)],
+    "seeds": lambda: [(choice(2 * i, 5), choice(2 * i + 1, 5)) for i in range(NUM)],
+    "seeds 2**32 apart": lambda: [(choice(i, 5), choice(i + 2**32, 5)) for i in range(NUM)],
+    "seed and position": lambda: [(choice(i, 900), choice(900, i)) for i in range(2000, 6000)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("neighbours", PAIRS)
+def test_choices_are_distributed_as_the_weights_and_neighbours_are_independent(neighbours):
+    assert p_value_of_pairs(PAIRS[neighbours]()) > ODDS
+
+
+def p_value_of_tokens():
+    """Do the noises of neighbouring tokens rise and fall together? In quarters of their range."""
+    ids, counts = np.arange(512), np.zeros((4, 4))
+    for position in range(60):
+        quarter = (np.exp(-Noise(1).exponentials(position, ids)) * 4).astype(int)
+        np.add.at(counts, (quarter[::2], quarter[1::2]), 1)
+    return chi_squared(counts.flatten().tolist(), [counts.sum() / 16] * 16).p_value
+
+
+def test_noise_of_neighbouring_tokens_is_independent():
+    assert p_value_of_tokens() > ODDS
+
+
+def without_position(monkeypatch):
+    key = Noise._key
+    monkeypatch.setattr(Noise, "_key", lambda self, position, use: key(self, 0, use))
+
+
+def without_seed(monkeypatch):
+    monkeypatch.setattr(Noise, "__init__", lambda self, seed: setattr(self, "_seed", 0))
+
+
+def without_token(monkeypatch):
+    monkeypatch.setattr(module, "_scrambled_ids", lambda count: np.zeros(count, np.uint32))
+
+
+@pytest.mark.parametrize(
+    ("broken", "noticed_by"),
+    [
+        (without_position, lambda: p_value_of_pairs(PAIRS["positions"]())),
+        (without_seed, lambda: p_value_of_pairs(PAIRS["seeds"]())),
+        (without_token, lambda: p_value_of_pairs(PAIRS["positions"]())),
+        (without_token, p_value_of_tokens),
+    ],
+)
+def test_the_tests_of_independence_notice(monkeypatch, broken, noticed_by):
+    broken(monkeypatch)
+    assert noticed_by() < ODDS
+
+
+def test_uniform_numbers_are_uniform_and_their_uses_independent():
+    counts = np.zeros((4, 4))
+    for i in range(NUM):
+        pair = [int(Noise(9).uniform(i, use) * 4) for use in (DRAW, ACCEPT)]
+        counts[tuple(pair)] += 1
+    assert chi_squared(counts.flatten().tolist(), [NUM / 16] * 16).p_value > ODDS
+    numbers = [Noise(0).uniform(i, DRAW) for i in range(100)]
+    assert all(0 <= u < 1 for u in numbers)
+    assert sum((u * 2**24) % 1 != 0 for u in numbers) > 90  # more bits than float32 has
+
+
+def test_every_bit_of_a_seed_counts():
+    seeds = [0, -1, 2**64 - 1, *(1 << bit for bit in range(64)), -(1 << 63)]
+    first = [Noise(seed).uniform(0, DRAW) for seed in seeds]
+    assert len(set(first)) == len(seeds)
+
+
+def test_noise_is_the_same_on_every_machine():
+    """Numbers that were written down: integers made them, so no library's rounding is in them."""
+    noise = Noise(2**40 + 3)
+    assert [noise.uniform(i, DRAW) for i in (0, 1, 10**6)] == UNIFORM
+    ids = np.array([0, 1, 5, 4095, 151_935])
+    assert noise.exponentials(7, ids) == pytest.approx(EXPONENTIALS, rel=1e-12)
+    weights = torch.arange(1, 201).float()
+    assert [noise.choose(weights, None, i) for i in range(8)] == CHOICES
+
+
+UNIFORM = [0.8430334697799026, 0.950916731721287, 0.906802072233214]
+EXPONENTIALS = [
+    0.07119431222661035,
+    4.4899704307111605,
+    1.0616527259717232,
+    0.054071976510249184,
+    2.2607974113753273,
+]
+CHOICES = [70, 72, 109, 128, 182, 50, 190, 172]
+
+
+@pytest.mark.parametrize("spread", [0.0, 1.0, 3.0, 10.0])
+@pytest.mark.parametrize("vocab", [3000, 49_152, 151_936])
+def test_looking_only_at_tokens_that_can_win_finds_the_same_winner(vocab, spread):
+    scores = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * spread
+    weights, _ = survivors(scores, 1.0, 0, 1.0, 0.0)
+    order = torch.randperm(vocab, generator=torch.Generator().manual_seed(1))
+    for position in range(20):
+        noise = Noise(position)
+        times = noise.exponentials(position, np.arange(vocab)) / weights.double().numpy()
+        assert noise.choose(weights, None, position) == times.argmin()
+        assert noise.choose(weights[order], order, position) == times.argmin()
+        assert noise.choose(weights * 1e-20, None, position) == times.argmin()
+
+
+def test_a_token_without_weight_is_never_chosen():
+    weights = torch.zeros(5000)
+    weights[[17, 4000]] = torch.tensor([1e-30, 2e-30])
+    chosen = [choice(0, i, weights) for i in range(200)]
+    assert set(chosen) == {17, 4000} and chosen.count(4000) > chosen.count(17)
+    assert {choice(0, i, weights[:40]) for i in range(50)} == {17}
+
+
+@pytest.mark.parametrize("vocab", [10, 5000])
+def test_weights_that_are_no_numbers_are_an_error(vocab):
+    for wrong in (math.nan, math.inf):
+        weights = torch.ones(vocab)
+        weights[3] = wrong
+        with pytest.raises(ValueError, match="no probabilities to draw from"):
+            choice(0, 0, weights)
+    with pytest.raises(ValueError, match="no probabilities to draw from"):
+        choice(0, 0, torch.zeros(vocab))
+
+
+SAMPLINGS = {
+    "temperature": core.Sampling(temperature=0.7),
+    "top_k": core.Sampling(temperature=1.0, top_k=3),
+    "top_p": core.Sampling(temperature=1.0, top_p=0.8),
+    "min_p": core.Sampling(temperature=1.3, min_p=0.1),
+}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_choices_follow_the_transforms(name):
+    scores = torch.log(torch.tensor([0.05, 0.1, 0.2, 0.25, 0.4]))
+    sampling = SAMPLINGS[name]
+    p = core.probabilities(scores[None], sampling)[0]
+    counts = torch.zeros(5)
+    for position in range(NUM):
+        (token,) = core.own_choices(scores[None], sampling, Noise(4), position)
+        counts[token] += 1
+    possible = p > 0
+    assert not counts[~possible].any()
+    expected = (p[possible] * NUM).tolist()
+    assert chi_squared(counts[possible].tolist(), expected).p_value > ODDS
+
+
+def test_close_distributions_mostly_choose_the_same():
+    """At least (1 - d) / (1 + d) of the time, d being half the sum of |p - q|."""
+    q = torch.tensor([0.15, 0.2, 0.25, 0.4])
+    distance = float((q - WEIGHTS).abs().sum() / 2)
+    exact = sum(
+        1 / sum(max(float(p[j] / p[i]) for p in (WEIGHTS, q)) for j in range(4)) for i in range(4)
+    )
+    same = sum(choice(1, i) == choice(1, i, q) for i in range(NUM)) / NUM
+    assert (1 - distance) / (1 + distance) - 1e-9 <= exact <= 1 - distance
+    assert same == pytest.approx(exact, abs=5 * (exact * (1 - exact) / NUM) ** 0.5)
