@@ -6,7 +6,7 @@ it has missed when its turn comes. Without controller the first one always propo
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from .base import Draft, Drafter, Sampling, Verdict
@@ -63,22 +63,11 @@ class AutoDrafter(Drafter):
         return [drafts[i] for i in range(len(states))]
 
     def observe(self, state: _State, verdict: Verdict) -> None:
-        """Who proposed rolls back; to the others the same tokens come without a draft of theirs."""
+        """Who proposed rolls back; to the others what came is text like any other."""
+        passed_over = replace(verdict, drafted=0)
         for name, own in state.states.items():
-            drafter = self._drafters[name]
-            if name == state.chosen:
-                drafter.observe(own, verdict)
-                continue
-            # Their drafts were empty; what was accepted from another is text like any other.
-            for i, token in enumerate(verdict.tokens):
-                hidden = None if verdict.hidden is None else self._part(verdict, i)
-                drafter.observe(own, Verdict(0, 0, [token], hidden))
-
-    @staticmethod
-    def _part(verdict: Verdict, i: int) -> Any:
-        """The hidden states from which token i was chosen: after prefill the whole prompt's."""
-        first = len(verdict.hidden) - len(verdict.tokens) + 1
-        return verdict.hidden[:first] if i == 0 else verdict.hidden[first + i - 1 : first + i]
+            is_chosen = name == state.chosen
+            self._drafters[name].observe(own, verdict if is_chosen else passed_over)
 
     def close(self, state: _State) -> None:
         self._close(state.states)

@@ -47,7 +47,8 @@ class Verdict:
     Example: [a, b, c] drafted, b refused and B recovered -> Verdict(drafted=3, accepted=1,
     tokens=[a, B]). `hidden` [accepted + 1, D] (after prefill: [prompt, D]) holds the target's final
     hidden states at the newly cached positions: hidden[i] is the state from which tokens[i] was
-    chosen. None unless `needs_hidden`.
+    chosen. None unless `needs_hidden`. A drafter that was passed over gets the verdict on another's
+    draft, with drafted=0.
     """
 
     drafted: int
