@@ -1068,7 +1068,7 @@ class Engine:
         if is_timed:
             fed = [len(draft.tokens) + 1 for draft in drafts]
             before, passed, after = ((end - begin) * 1e3 for begin, end in pairwise(times))
-            self.controller.costs.observe_pass(len(fed), sum(fed), passed, before + after)
+            self.controller.costs.observe_pass(len(fed), sum(fed), passed, before + after, max(fed))
         return [
             self._guarded(self._report, s, event, times, logits, score)
             for s, event, logits, score in zip(

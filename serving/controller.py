@@ -26,7 +26,7 @@ from math import sqrt
 from operator import mul
 from typing import Any
 
-from .costs import Costs
+from .costs import PAD_SHARE, Costs
 from .planner import (
     NOTHING,
     Choice,
@@ -212,7 +212,8 @@ class _Cycle:
         names = dict.fromkeys(name for seat in seats for name in seat.records)
         self.step_ms = {name: costs.step(name, batch, self.alone_ms) for name in names}
         self.read_ms = {name: costs.read(name, self.alone_ms) for name in names}
-        self.row_ms = self.line.slope
+        # A row that is fed is a pad less.
+        self.row_ms = self.line.slope * (1 - PAD_SHARE if batch > 1 else 1)
         self.prices = self._prices()
         self.offers = [self._offers(seat) for seat in seats]
         self.plan = best_plan(self.offers, self.prices, rate)
@@ -227,7 +228,9 @@ class _Cycle:
     def _prices(self) -> Prices:
         steps = {n: fixed for n, (fixed, _) in self.step_ms.items() if self.costs.runs_model(n)}
         ms = self.alone_ms + self.costs.other(self.batch)
-        return Prices(float(self.batch), ms, steps)
+        # A position more for one request is a pad more for each of the others.
+        width_ms = PAD_SHARE * self.batch * self.line.slope if self.batch > 1 else 0.0
+        return Prices(float(self.batch), ms, steps, width_ms)
 
     def _offers(self, seat: Seat) -> Offers:
         """What each drafter may do for a request; what it reads first serves for some cycles."""
@@ -279,7 +282,9 @@ class _Cycle:
                 for choice, (_, own), offers in zip(self.choices, free, self.offers, strict=True)
             ]
             others = evaluate(rest, self.offers, self.prices)
-            lost = rate * (others.ms + steps.get(name, 0.0)) - others.tokens
+            is_wider = not any(choice.num_tokens for choice in rest)
+            alone_ms = steps.get(name, 0.0) + is_wider * self.prices.width_ms
+            lost = rate * (others.ms + alone_ms) - others.tokens
             able = sorted(
                 (self._lost(i, name, free[i][0]), i)
                 for i, offers in enumerate(self.offers)

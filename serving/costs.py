@@ -20,6 +20,7 @@ _CONFIRMED = 3  # measurements until a cost is believed whatever it is
 _OUTLIER = 3.0  # times as long: an accident, or the first call
 _DOUBTFUL = 1.5  # times as long as others let expect: no more is believed until it is confirmed
 _RIDGE = 4.0
+PAD_SHARE = 0.25  # what a pad costs of a row: it takes part in attention alone
 _TOKEN_SHARE = 0.02  # what each further token costs of a pass, before measuring
 _REQUEST_SHARE = 0.1  # and each further request of a draft step
 _FEW_UNREAD = 4  # tokens of each request that a step reads by the way, as it does in any case
@@ -131,14 +132,17 @@ class Costs:
         """Whether drafting takes steps of a model, which requests of a batch share."""
         return self.shares.get(name, 0.0) > 0
 
-    def observe_pass(self, batch: int, tokens: int, ms: float, other_ms: float = 0.0) -> None:
+    def observe_pass(
+        self, batch: int, tokens: float, ms: float, other_ms: float = 0.0, width: int = 1
+    ) -> None:
         """A pass over so many tokens of so many requests.
 
-        `other_ms` is the rest of the cycle; drafts that were told of before may be in it. A row
-        costs the same in batches of all sizes; that line has more to go by than those of each
-        class.
+        `other_ms` is the rest of the cycle; drafts that were told of before may be in it. `width`
+        is the longest request's part: the others are padded to it, for attention only. A row costs
+        the same in batches of all sizes; that line has more to go by than those of each class.
         """
         other_ms = max(0.0, other_ms - sum(ms for *_, ms in self._drafts))
+        tokens += PAD_SHARE * max(0, batch * width - tokens)
         believed = self.pass_line(batch).at(tokens) if self.passes else ms
         self._learn_drafts(max(1.0, ms / believed) if believed else 1.0)
         self._rows.observe(tokens, ms)

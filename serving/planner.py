@@ -1,7 +1,7 @@
 """One choice for a whole batch: who drafts for each request, and how many tokens.
 
     tokens of a cycle:  Σ over requests of 1 + α₁ + α₁α₂ + … + α₁…α_k
-    time of a cycle:    a pass over all rows + the steps that are taken
+    time of a cycle:    a pass over all rows, padded to the longest + the steps that are taken
     choose the drafters and every k so that tokens / time is largest
 
 What is worth drafting depends on the tokens that a ms gives (the rate), and that on what is
@@ -12,7 +12,8 @@ of being reached and accepted, less its row of the pass. These chances only fall
 draft ends where a token is no longer worth it. The steps of a model are shared by all requests that
 draft with it: for each number of steps, let every request join that gains by it, and keep the
 number that gains the most. Two models would run one after the other, so those requests that may
-choose all have the same one. What costs no steps (n-gram) may always go along.
+choose all have the same one. What costs no steps (n-gram) may always go along. All this is done for
+each length of the longest draft, as the whole batch is padded to it.
 """
 
 from typing import NamedTuple
@@ -42,6 +43,7 @@ class Prices(NamedTuple):
     tokens: float
     ms: float
     steps: dict[str, float]  # ms of a model's step, whoever takes part
+    width_ms: float = 0.0  # of each position of the longest draft: others are padded to it
 
 
 class Plan(NamedTuple):
@@ -77,21 +79,42 @@ def best_plan(seats: list[Offers], prices: Prices, rate: float = 0.0) -> Plan:
 
 def evaluate(choices: list[Choice], seats: list[Offers], prices: Prices) -> Plan:
     """What these choices give and cost."""
-    tokens, ms, steps = prices.tokens, prices.ms, dict[str, int]()
+    tokens, ms, steps, width = prices.tokens, prices.ms, dict[str, int](), 0
     for (name, count), seat in zip(choices, seats, strict=True):
         if count:
             offer = seat[name]
             tokens += sum(offer.worth[:count])
             ms += count * offer.token_ms + offer.read_ms
             steps[name] = max(steps.get(name, 0), count)
+            width = max(width, count)
     for name, count in steps.items():
         ms += prices.steps.get(name, 0.0) * count
+    ms += prices.width_ms * width
     return Plan(choices, tokens, ms)
 
 
 def choose(seats: list[Offers], prices: Prices, rate: float) -> list[Choice]:
-    """What gains the most tokens if a ms costs `rate` of them."""
+    """What gains the most tokens if a ms costs `rate` of them: the best of all widths."""
     gains = [{name: gains_of(offer, rate) for name, offer in seat.items()} for seat in seats]
+    widest = max((len(own) for seat in gains for own in seat.values()), default=0)
+    best, choices = 0.0, [NOTHING] * len(seats)
+    for width in range(widest, 0, -1):
+        cut = [{name: own[:width] for name, own in seat.items()} for seat in gains]
+        total, found = _choose_within(cut, seats, prices, rate)
+        total -= rate * prices.width_ms * width
+        if total > best:
+            best, choices = total, found
+        elif best:
+            break  # each position adds less than the one before: narrower is no better either
+        if not prices.width_ms:
+            break
+    return choices
+
+
+def _choose_within(
+    gains: list[dict[str, list[float]]], seats: list[Offers], prices: Prices, rate: float
+) -> tuple[float, list[Choice]]:
+    """The best choices from these gains, and what they gain in all."""
     free = [best_free(own, prices) for own in gains]
     models = [[name for name in seat if name in prices.steps] for seat in seats]
     runs, own = {}, {}
@@ -104,11 +127,13 @@ def choose(seats: list[Offers], prices: Prices, rate: float) -> list[Choice]:
         own[name] = runs[name] if bound == able else _run(name, bound, gains, lost, step)
     favourite = max(runs, key=lambda name: runs[name][0] - own[name][0], default=None)
     choices = [choice for _, choice in free]
+    total = sum(gain for gain, _ in free)
     for name in runs:
-        _, taken = runs[name] if name == favourite else own[name]
+        gain, taken = runs[name] if name == favourite else own[name]
+        total += gain
         for i, count in taken.items():
             choices[i] = Choice(name, count)
-    return choices
+    return total, choices
 
 
 def best_free(gains: dict[str, list[float]], prices: Prices) -> tuple[float, Choice]:

@@ -316,7 +316,8 @@ def test_the_joint_choice_is_the_best_of_all_choices(names, seed):
     chance = random.Random(seed)
     seats = offers_at_random(chance, names)
     steps = {name: chance.random() for name in names if name != "free"}
-    prices = Prices(3.0, chance.uniform(1, 5), steps)
+    width_ms = chance.choice([0.0, chance.uniform(0, 0.5)])
+    prices = Prices(3.0, chance.uniform(1, 5), steps, width_ms)
     best = 0.0
     every = [[NOTHING, *(Choice(n, k) for n in seat for k in range(1, 5))] for seat in seats]
     for choices in itertools.product(*every):
