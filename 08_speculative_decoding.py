@@ -12,7 +12,8 @@ too. So guess, then check; one cycle is draft → verify → accept → truncate
                           │  └ pending        the KV cache is truncated to "The cat sat on", in O(1)
 
 One pass, two tokens, and the text is the one that the target alone would have written. Where tokens
-are sampled the choice is a chance, p against q, and the text is distributed as the target's own.
+are sampled the target's choice is made with noise that belongs to the seed and the position, so it
+is the same with and without a draft.
 
 Read on in this order: KV cache and truncation · cached model · probabilities · verify · request ·
 engine step · plain decoding · loading · Flask app · demo · command line. The drafters live in
@@ -23,8 +24,8 @@ serving/; packed layers, fused blocks and top-p without sorting in fastpath/.
     python 08_speculative_decoding.py --prompt "def fib(n):" --drafter ngram
     python 08_speculative_decoding.py --port 5000
 
-Sources: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318; transformers' cache
-interface. Not covered yet: hybrid (recurrent) targets.
+Sources: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318; Daliri et al., arXiv
+2408.07978; transformers' cache interface. Not covered yet: hybrid (recurrent) targets.
 """
 
 import argparse
@@ -640,9 +641,10 @@ def own_choices(scores: Tensor, sampling: Sampling, noise: Noise, position: int)
 def sample(
     logits: Tensor, text: list[int], sampling: Sampling, noise: Noise
 ) -> tuple[int, Tensor | None]:
-    """How plain decoding and model drafters choose behind `text`: a token and, maybe, its q.
+    """How plain decoding and model drafters choose behind `text`: a token, and q or None.
 
-    q [V] is the distribution that the token was drawn from. Only the rule of rejection asks for it.
+    q [V] is the distribution that the token was drawn from. It is made for the rule of rejection
+    only.
     """
     scores = penalise(logits[None], sampling.repetition_penalty, text, [])
     if sampling.is_coupled:
@@ -923,7 +925,7 @@ class Engine:
             if not (names and all(isinstance(name, str) for name in names)):
                 raise ValueError(f"its candidates are {names!r:.100}")
             if self.controller:
-                of_request = len(s.request.prompt), s.request.sampling.is_greedy
+                of_request = len(s.request.prompt), s.request.sampling.rule
                 s.records = {name: self.controller.record(name, *of_request) for name in names}
         except Exception as error:
             self._lose_drafter(s, drafter.name, error)
@@ -1295,10 +1297,11 @@ def details(s: Sequence, event: dict[str, Any], logits: Tensor, scores: Tensor) 
 
 
 def leaders(s: Sequence, event: dict[str, Any], scores: Tensor) -> list[list[dict[str, Any]]]:
-    """The first five tokens of each row of scores [n, V], as {id, score}; the first is the choice.
+    """The first five tokens of each row of scores [n, V], as {id, score}.
 
-    A coupled request's have the total of score and noise, too, which it goes by, and so have its
-    judged tokens from here on. The score is then the logarithm of p, for greedy ones the logit.
+    Of a coupled request the choice is the first of them. It goes by the total of score and noise,
+    which its entries have, too; and so do the event's judged tokens, which are changed here. The
+    score of a sampled token is the logarithm of p, that of a greedy one the logit.
     """
     sampling, totals = s.request.sampling, scores
     if sampling.is_coupled and not sampling.is_greedy:
@@ -1315,13 +1318,15 @@ def leaders(s: Sequence, event: dict[str, Any], scores: Tensor) -> list[list[dic
         rejected = [event["rejected"]] if event["rejected"] else []  # judged where the last was
         for row, token in [*enumerate(event["tokens"]), *((len(scores) - 1, r) for r in rejected)]:
             token |= entry(row, token["id"])
-    top = totals.topk(min(5, scores.shape[-1]))
-    return [
-        [entry(row, i) for i, value in zip(ids, values, strict=True) if value > -inf]
-        for row, (ids, values) in enumerate(
-            zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        )
-    ]
+    top, result = totals.topk(min(5, scores.shape[-1])), []
+    for row, (ids, values) in enumerate(
+        zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    ):
+        able = [i for i, value in zip(ids, values, strict=True) if value > -inf]
+        if sampling.is_coupled:  # of equal ones the chosen one comes first
+            able.sort(key=lambda i: i != event["tokens"][row]["id"])
+        result.append([entry(row, i) for i in able])
+    return result
 
 
 def finite(value: Tensor) -> float | None:

@@ -2,10 +2,9 @@
 
 Each demo prompt is generated plainly, with each drafter at every fixed K, and with the controller,
 which may go up to the largest of these K. `auto` may choose the drafter as well, so its best is the
-best of all. Ratios of tokens per second, prompts included, medians over interleaved runs; above
-temperature 0 with three seeds, as texts then differ by K. The drafter `none` is plain decoding
-against itself: how far from 1 mere noise is, in the same run. As `best` is the luckiest of several
-measurements, `of_best` is below 1 for a perfect choice, too.
+best of all. Ratios of tokens per second, prompts included, medians over interleaved runs. The
+drafter `none` is plain decoding against itself: how far from 1 mere noise is, in the same run. As
+`best` is the luckiest of several measurements, `of_best` is below 1 for a perfect choice, too.
 
     python -m benchmarks.controller [--k 1 2 3 5] [--temperature 0 1] [--kinds easy hard]
         [--tokens 96] [--runs 5] [--json] [--plot FILE.png]
@@ -31,7 +30,6 @@ from serving.parsing import MAX_SPECULATIVE_TOKENS
 
 PLAIN, AGAIN = (None, 0), ("none", 0)
 LEAST_SPEEDUP, LEAST_OF_BEST = 0.97, 0.9  # what a row should reach
-SAMPLED_SEEDS = 3
 
 
 def rate(calls: list[Timed]) -> float:
@@ -116,11 +114,10 @@ def main(arguments: list[str] | None = None) -> None:
     prompts = flat(demo_prompts(chosen.target.tokenizer, given.kinds))
     rows = []
     for temperature in given.temperature:
-        seeds = 1 if core.Sampling(temperature=temperature).is_greedy else SAMPLED_SEEDS
         methods = {
             (name, *case): method
             for name, prompt in prompts.items()
-            for case, method in cases(chosen, fixed, [prompt] * seeds, given, temperature).items()
+            for case, method in cases(chosen, fixed, [prompt], given, temperature).items()
         }
         timed = interleave(methods, given.runs, f"temperature {temperature:g}")
         for prompt in prompts:

@@ -3,8 +3,8 @@
 Each drafter at each K generates from all demo prompts of a kind; K = 0 is plain decoding. Tokens
 per second count all that a request takes, its prompt included; ms per token only what comes after
 the first one (draft, verify and the engine's own time); both are medians over interleaved runs.
-`identical` compares greedy outputs with plain decoding's. With several temperatures there is a row
-for each; seeds are fixed, but sampled texts differ by drafter and K, and so does what they cost.
+`identical` compares outputs with plain decoding's. With several temperatures there is a row for
+each; seeds are fixed.
 
     python -m benchmarks.sweep [--k 0 1 2 4 8 16] [--kinds easy hard] [--temperature 0]
         [--tokens 96] [--runs 5] [--json] [--plot FILE.png]
@@ -18,7 +18,6 @@ from benchmarks import (
     Run,
     Timed,
     check_temperatures,
-    core,
     demo_prompts,
     describe,
     finish,
@@ -59,7 +58,7 @@ def measure(
         for case in cases
     }
     timed = interleave(methods, given.runs, f"temperature {temperature:g}")
-    plain = timed[PLAIN][0].result if core.Sampling(temperature=temperature).is_greedy else None
+    plain = timed[PLAIN][0].result
     rows = []
     for name in engine.drafters:
         for k in k_values:

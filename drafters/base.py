@@ -121,12 +121,14 @@ class Context:
 
 
 class Drafter(ABC):
-    """Proposes tokens; never decides. Whatever it proposes, the target's output stays the same."""
+    """Proposes tokens; never decides. Whatever it proposes, the target's output stays the same.
+
+    (Where a request is verified by rejection, only the output's distribution stays: see Draft.)
+    """
 
     name: ClassVar[str]
     needs_hidden: bool = False
-    # Weights that one draft step reads; the controller's idea of its cost where a clock must not
-    # decide (see serving/controller.py).
+    # Weights that one draft step reads; the controller's idea of its cost until it was measured.
     num_step_weights: int = 0
 
     @classmethod
@@ -138,7 +140,8 @@ class Drafter(ABC):
         """A new request's state. By default the list of its tokens so far.
 
         The target draws the token at each position with `noise`. A drafter that draws with the same
-        noise, from weights close to the target's, mostly draws the same token.
+        noise, from weights close to the target's, mostly draws the same token: by
+        `noise.choose(weights, None, position)`, where `position` is the number of tokens before it.
         """
         return list(prompt)
 

@@ -1,16 +1,16 @@
 """Chance that belongs to a seed, a position and a token, and to nothing else.
 
-A token that is drawn as the winner of a race,
+Tokens run a race: each of them takes the time e / weight, and the first one is chosen.
 
-    winner = argmin over tokens of e / weight        e = −log u, u uniform in (0, 1)
+    choice = argmin over tokens of e / weight        e = −log(1 − v), v uniform in [0, 1)
 
-is distributed as the weights (the Gumbel-max identity: log weight − log e is largest there). Here u
-is a hash of (seed, position, token). So whoever draws at a position draws with the same noise, in
-whatever order and as often as it likes: the target always finds the same token there, and a drafter
-whose weights are close to the target's mostly finds that token, too.
+It is distributed as the weights (the Gumbel-max identity: log weight − log e is largest there).
+Here v is a hash of (seed, position, token). So whoever draws at a position draws with the same
+noise, in whatever order and as often as it likes: the target always finds the same token there, and
+a drafter whose weights are close to the target's mostly finds that token, too.
 
-Source of the rule: Daliri, Musco and Suresh, arXiv 2408.07978. The hashes are of the splitmix and
-lowbias32 kind; integers alone decide what u is, so that it is the same on every machine.
+Source of the rule: Daliri, Musco and Suresh, arXiv 2408.07978. Keys are made by splitmix64, v by
+multiplications and shifts of 32 bits: integers, which are the same on every machine.
 """
 
 from functools import cache
@@ -20,16 +20,20 @@ from torch import Tensor
 
 NO_NUMBERS = "the model gave no probabilities to draw from (NaN in its logits?)"
 _WORD = (1 << 64) - 1
-_FEW = 2048  # tokens; of more only those that can win are looked at closely
-DRAW, ACCEPT, RECOVER = range(1, 4)  # uses of `uniform`, each with numbers of its own
-_HIGH, _LOW = range(4, 6)  # uses of a token's hash: the upper and the lower half of its bits
+_FEW = 2048  # tokens; of more, only those that can still win are looked at closely
+
+# Numbers of their own for each use at one position. The rule of rejection draws a token with DRAW,
+# judges it with ACCEPT and replaces it with RECOVER. A draft that was never judged is forgotten, so
+# its number may draw again.
+DRAW, ACCEPT, RECOVER = range(1, 4)
+_HIGH, _LOW = range(4, 6)  # the upper and the lower half of a token's v
 
 
 class Noise:
     """The noise of one request. It holds no state, so that any thread may ask at any time."""
 
     def __init__(self, seed: int) -> None:
-        """`seed`: any integer of up to 64 bits, with or without sign."""
+        """`seed`: any integer of up to 64 bits; -1 and 2**64 - 1 are two."""
         self._seed = _scrambled(_scrambled(seed & _WORD) + (seed < 0))
 
     def uniform(self, position: int, use: int) -> float:
@@ -38,8 +42,8 @@ class Noise:
 
     def exponentials(self, position: int, tokens: np.ndarray) -> np.ndarray:
         """e [n] float64, exponentially distributed, of token ids [n]."""
-        scrambled = _scrambled_ids(int(tokens.max(initial=0)) + 1)[tokens]
-        high, low = (_hash(scrambled, self._key(position, use)) for use in (_HIGH, _LOW))
+        ids = tokens.astype(np.uint32)
+        high, low = (_hash(ids, self._key(position, use)) for use in (_HIGH, _LOW))
         return -np.log1p(-(high * 2.0**-32 + (low + 0.5) * 2.0**-64))
 
     def choose(self, weights: Tensor, tokens: Tensor | None, position: int) -> int:
@@ -52,31 +56,24 @@ class Noise:
         best = int(w.argmax())  # a NaN counts as the largest
         if not 0 < w[best] < np.inf:
             raise ValueError(NO_NUMBERS)
-        ids = None if tokens is None else tokens.numpy(force=True)
+        ids = _ids(len(w)) if tokens is None else tokens.numpy(force=True).astype(np.uint32)
         if len(w) > _FEW:
             able = self._able_to_win(w, ids, best, position)
-            w, ids = w[able], able if ids is None else ids[able]
-        elif ids is None:
-            ids = np.arange(len(w))
-        with np.errstate(divide="ignore"):  # a weight of 0 never arrives
+            w, ids = w[able], ids[able]
+        with np.errstate(divide="ignore"):  # without weight a token takes for ever
             times = self.exponentials(position, ids) / w.astype(np.float64)
         return int(ids[times.argmin()])
 
     def _able_to_win(
-        self, weights: np.ndarray, ids: np.ndarray | None, best: int, position: int
+        self, weights: np.ndarray, ids: np.ndarray, best: int, position: int
     ) -> np.ndarray:
-        """Where the tokens are that may be faster than that of the largest weight, and itself.
+        """The places of the tokens that could still beat the likeliest one, and of that one.
 
-        It takes e / weight; a token is faster if its e is small enough. The upper half of its bits
-        v tells nearly enough, as e = -log(1 - v) is at least v.
+        Another token is faster only if its e is below its weight times the time of the likeliest
+        one. As e is at least v, the upper half of v nearly tells.
         """
-        first = np.array([best]) if ids is None else ids[best : best + 1]
-        time = float(self.exponentials(position, first)[0]) / float(weights[best])
-        if ids is None:
-            scrambled = _scrambled_ids(len(weights))[: len(weights)]
-        else:
-            scrambled = _scrambled_ids(int(ids.max()) + 1)[ids]
-        upper = _hash(scrambled, self._key(position, _HIGH)).astype(np.float32)
+        time = self.exponentials(position, ids[best : best + 1])[0] / np.float64(weights[best])
+        upper = _hash(ids, self._key(position, _HIGH)).astype(np.float32)
         with np.errstate(over="ignore", invalid="ignore"):  # then every weight may win
             limit = np.float32(time * 2.0**32 * (1 + 1e-5))  # a little more, as float32 rounds
             return np.flatnonzero(upper <= weights * limit)
@@ -93,23 +90,20 @@ def _scrambled(x: int) -> int:
     return x ^ x >> 31
 
 
-def _hash(scrambled: np.ndarray, key: int) -> np.ndarray:
-    """[n] uint32 of scrambled ids [n]; under one key no two ids have the same."""
-    x = scrambled ^ np.uint32(key & 0xFFFFFFFF)
+def _hash(ids: np.ndarray, key: int) -> np.ndarray:
+    """[n] uint32 of ids [n]; its upper bits are the good ones. One key gives no number twice."""
+    x = ids ^ np.uint32(key & 0xFFFFFFFF)
     shifted = np.empty_like(x)  # one buffer: new ones would take longer than the arithmetic
     x *= np.uint32(0x7FEB352D)
     x ^= np.right_shift(x, 15, out=shifted)
     x += np.uint32(key >> 32)
     x *= np.uint32(0x846CA68B)
     x ^= np.right_shift(x, 16, out=shifted)
+    x *= np.uint32(0x9E3779B1)
     return x
 
 
 @cache
-def _scrambled_ids(count: int) -> np.ndarray:
-    """The hash of 0, 1, … count - 1 or more: a table, as it is the same at every position."""
-    rounded = 1 << (count - 1).bit_length()
-    if rounded != count:
-        return _scrambled_ids(rounded)
-    x = np.arange(count, dtype=np.uint32)
-    return _hash(_hash(x, _scrambled(1)), _scrambled(2))
+def _ids(count: int) -> np.ndarray:
+    """0, 1, … count - 1: a model's whole vocabulary."""
+    return np.arange(count, dtype=np.uint32)

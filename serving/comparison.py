@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from drafters import Sampling
+
 from .formulas import steadiness
 from .statistics import Statistics, ratio
 
@@ -69,15 +71,17 @@ def _first_difference(
 ) -> dict[str, Any] | None:
     """Where two outputs part, and whether rounding can have done that.
 
-    With sampled text it can also have moved the border of top-k, top-p or min-p: then nobody can
-    tell (verdict: null).
+    Totals of sampled text are log p and noise, so `near_tie` has been divided by the temperature.
+    With top-k, top-p or min-p, rounding may also have moved the border of what is cut off: then
+    nobody can tell (verdict: null).
     """
     both = list(zip_longest(speculative.output, plain.output))
     position = next((i for i, (ours, theirs) in enumerate(both) if ours != theirs), None)
     if position is None:
         return None
     ours, theirs = both[position]
-    is_greedy = speculative.request.sampling.is_greedy
+    sampling = speculative.request.sampling
+    may_have_cut = not sampling.is_greedy and sampling.transforms[1:] != Sampling().transforms[1:]
     # Where one of them ends, the other one went on: no tie explains that.
     tops = [top for event in events for top in event["target_top"]]
     top = tops[position] if position < len(tops) else []
@@ -89,7 +93,7 @@ def _first_difference(
         "plain_token": theirs,
         "target_top": top,
         "top_2_gap": top[0]["total"] - top[1]["total"] if len(top) > 1 else None,
-        "verdict": "near-tie" if is_tie else "bug" if is_greedy else None,
+        "verdict": "near-tie" if is_tie else None if may_have_cut else "bug",
     }
 
 

@@ -168,14 +168,14 @@ class Controller:
     def __init__(self, num_target_weights: int, num_step_weights: dict[str, int]) -> None:
         """Numbers of weights that a pass, and a draft step of each drafter, read."""
         self.costs = Costs(num_target_weights, num_step_weights)
-        # Of all requests so far, greedy and sampled ones apart, by drafter.
-        self._typical: dict[tuple[str, bool], Acceptance] = {}
+        # Of all requests so far, by drafter and rule.
+        self._typical: dict[tuple[str, str], Acceptance] = {}
         self._saved: dict[str, float] = {}  # tokens that probing may cost, of each idle drafter
         self._rates: dict[int, float] = {}  # of the last plan, by size of the batch
 
-    def record(self, name: str, num_prompt_tokens: int, is_greedy: bool) -> Acceptance:
-        """For a new request."""
-        typical = self._typical.setdefault((name, is_greedy), Acceptance())
+    def record(self, name: str, num_prompt_tokens: int, rule: str) -> Acceptance:
+        """For a new request, whose drafts are judged by `rule`."""
+        typical = self._typical.setdefault((name, rule), Acceptance())
         return Acceptance(unread=num_prompt_tokens, typical=typical)
 
     def plan(self, seats: list[Seat], batch: int) -> list[Decision]:

@@ -40,7 +40,7 @@ def legend(colour: bool) -> str:
 
 
 def explain(event: dict[str, Any]) -> str:
-    """One cycle of a trace, step by step: draft, verdicts with p, q and u, the cut.
+    """One cycle of a trace, step by step: draft, verdicts with what decided, the cut.
 
     Of a prefill only what it cached and chose.
     """
@@ -84,7 +84,7 @@ def _why(token: dict[str, Any]) -> str:
         return f"p {token['p']:.3f}, {source}"
     total, score = token["total"], token["score"]
     if score is None:
-        return "is cut off by top-k, top-p or min-p"
+        return "has no chance here (p = 0)"
     if total == score:  # greedy
         return f"score {score:.2f}"
     return f"log p {score:.2f} + noise {total - score:.2f} = {total:.2f}"

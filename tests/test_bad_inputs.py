@@ -291,6 +291,8 @@ BAD_FIELDS = [
     ({"stream": True, "stream_options": "usage"}, "stream_options"),
     ({"trace": 1}, "trace"),
     ({"compare": "yes"}, "compare"),
+    ({"verification": "chance"}, "verification"),
+    ({"verification": ["coupled"]}, "verification"),
     ({"temperature": -1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
     ({"temperature": 1e9}, "temperature"),

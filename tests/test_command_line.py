@@ -111,19 +111,23 @@ def test_the_demo_prints_tables_and_marks_where_tokens_came_from():
 def test_explain_shows_the_first_cycles_step_by_step(capsys):
     prompt = ["--prompt", "red, green, blue, red,", "--max-tokens", "16", "--drafter", "mtp"]
     sampled = ["--temperature", "0.8", "--seed", "1091336943", "--fixed-k"]
-    assert core.main([*prompt, *sampled, "--explain", "3"]) == 0
+    assert core.main([*prompt, *sampled, "--explain", "3", "--verification", "rejection"]) == 0
     out = capsys.readouterr().out
     assert re.findall(r"^cycle (\d+)", out, re.MULTILINE) == ["0", "1", "2"]
     assert "cycle 0: prefill, 8 tokens of the prompt are cached now" in out
     lengths = [tuple(map(int, pair)) for pair in re.findall(r"cache (\d+) -> (\d+)", out)]
     assert lengths[0][0] == 8 and all(before != after for before, after in lengths)
+    found = re.findall(r"u (\S+) (<|>=) p / q = (\S+) / (\S+): (\w+)", out)
+    assert found
     for sign, p, q, u, kind in (
-        (sign, float(p), float(q), float(u), kind)
-        for u, sign, p, q, kind in re.findall(r"u (\S+) (<|>=) p / q = (\S+) / (\S+): (\w+)", out)
+        (sign, float(p), float(q), float(u), kind) for u, sign, p, q, kind in found
     ):
         assert (sign == "<") == (kind == "accepted")
         assert abs(u * q - p) < 2e-3 or (u * q < p) == (kind == "accepted")
     assert "pending" in out and "tokens per pass" in out  # the text and its figures follow
+    assert core.main([*prompt, *sampled, "--explain", "3"]) == 0
+    sums = re.findall(r"log p (\S+) \+ noise (\S+) = (\S+):", capsys.readouterr().out)
+    assert sums and all(abs(float(p) + float(g) - float(total)) < 0.011 for p, g, total in sums)
     assert core.main([*prompt, "--explain"]) == 0  # 4 cycles
     assert capsys.readouterr().out.count("\n  truncate") == 4
 

@@ -355,14 +355,13 @@ def test_requests_that_may_choose_share_one_model_in_a_cycle(seed):
     assert [d.drafter for d in decisions] == ["own", "other"]
 
 
-@pytest.mark.parametrize("is_greedy", [True, False])
-def test_a_new_request_is_thought_to_be_like_those_of_its_kind_before_it(is_greedy):
+def test_a_new_request_is_thought_to_be_like_those_of_its_kind_before_it():
     own = Controller(*WEIGHTS)
     for _ in range(50):
-        own.record("own", 1, is_greedy).observe(4, 1, 4)
-    first, second, *_ = own.record("own", 1, is_greedy).alphas(4)
+        own.record("own", 1, "greedy").observe(4, 1, 4)
+    first, second, *_ = own.record("own", 1, "greedy").alphas(4)
     assert first > 0.95 and second < 0.1
-    assert own.record("own", 1, not is_greedy).alphas(2) == Acceptance().alphas(2)
+    assert own.record("own", 1, "coupled").alphas(2) == Acceptance().alphas(2)
 
 
 class Unmeasured(Costs):
@@ -394,6 +393,25 @@ def test_whatever_it_chooses_the_output_is_plain_decoding(
     assert sequence.warnings == [] and sequence.decision is not None
     assert all(len(event["proposals"]) <= 5 for event in events)
     assert "controller" in events[1]
+
+
+def test_a_batch_that_chooses_its_drafts_together_writes_what_each_would_alone(
+    adaptive, prompts, plain, way
+):
+    """Drafters of all kinds and limits, one choice for all; greedy and sampled in turns."""
+    texts, ways = list(prompts.values())[:8], [way, {}]
+    drafters = ["auto", "auto", "mtp", "auto", "ngram", "draft_model", "auto", None]
+    running = [
+        adaptive.open(core.Request(text, 32, name, 1 + 2 * i, **ways[i % 2]))
+        for i, (text, name) in enumerate(zip(texts, drafters, strict=True))
+    ]
+    sequences = list(running)
+    while running:
+        adaptive.step(running)
+        running = [s for s in running if s.finish_reason is None]
+    for i, (sequence, text) in enumerate(zip(sequences, texts, strict=True)):
+        adaptive.close(sequence)
+        assert sequence.output == plain(text, 32, **ways[i % 2])
 
 
 def test_the_same_seed_gives_the_same_output_whatever_costs_were_measured(adaptive, prompts):

@@ -105,7 +105,7 @@ def test_a_batch_of_states_proposes_like_each_alone(demo_engine, prompts, name):
     states = []
     for text in texts:
         row = target.cache.open_row()
-        state = drafter.open(text[:-1], GREEDY, torch.Generator())
+        state = drafter.open(text[:-1], GREEDY, core.Noise(0))
         output = target.forward([row], [text[:-1]], [1], want_hidden=drafter.needs_hidden)
         hidden = output.hidden[0] if drafter.needs_hidden else None
         drafter.observe(state, core.Verdict(0, 0, text[-1:], hidden))

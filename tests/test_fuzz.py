@@ -21,6 +21,7 @@ GOOD = {"prompt": "a b a b a b a", "max_tokens": 12, "seed": 3}
 FIELDS = {
     "prompt": "a b c a b c a", "max_tokens": 4, "temperature": 0.7, "top_k": 5, "top_p": 0.9,
     "min_p": 0.1, "repetition_penalty": 1.1, "seed": 5, "stop": ["zz"], "logprobs": 2,
+    "verification": "rejection",
     "speculative": True, "drafter": "ngram", "num_speculative_tokens": 3, "stream": False,
     "trace": True, "compare": True, "model": None, "stream_options": None, "n": 1,
     "messages": [{"role": "user", "content": "hello"}], "top_logprobs": 1, "user": "me",

@@ -838,7 +838,7 @@ def growing_texts(draw):
 def test_prompt_lookup_proposes_what_a_search_by_brute_force_finds(text, smallest, more, data):
     prompt, cycles = text
     drafter = NgramDrafter(prompt_lookup_max=smallest + more, prompt_lookup_min=smallest)
-    state, tokens = drafter.open(prompt, core.Sampling(), torch.Generator()), list(prompt)
+    state, tokens = drafter.open(prompt, core.Sampling(), NOISE), list(prompt)
     for new in [[], *cycles]:
         if new:
             drafted = data.draw(st.integers(len(new) - 1, 8))  # what was refused leaves no trace

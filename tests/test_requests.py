@@ -368,6 +368,27 @@ def test_a_wrong_token_is_called_a_bug(demo_engine, prompts, monkeypatch):
     assert difference["verdict"] == "bug"
 
 
+@pytest.mark.parametrize(("top_p", "verdict"), [(1.0, "bug"), (0.9, None)])
+def test_a_wrong_sampled_token_is_a_bug_unless_a_border_may_have_moved(
+    demo_engine, prompts, monkeypatch, top_p, verdict
+):
+    """The drafter's word is taken for a token that is not even among the first five."""
+    monkeypatch.setattr(
+        core,
+        "verify",
+        lambda draft, choices: [
+            *(core.Judgement(token, "accepted") for token in draft.tokens),
+            core.Judgement([*choices][-1], "bonus"),
+        ],
+    )
+    engine = scripted_engine(demo_engine, lambda tokens, n: [7] * n)
+    sampling = core.Sampling(temperature=0.5, top_p=top_p)
+    result = compared(engine, prompts["code_class"], drafter="scripted", sampling=sampling)
+    difference = result["first_difference"]
+    assert result["identical"] is False and difference["speculative_token"] == 7
+    assert difference["verdict"] == verdict and difference["top_2_gap"] > 0
+
+
 @pytest.mark.parametrize(("scale", "verdict"), [(1.0, "near-tie"), (0.99, "bug")])
 def test_a_difference_between_equal_scores_is_called_a_near_tie(tiny_folder, scale, verdict):
     """A target with one output row twice: either token is right, the drafter takes the other."""

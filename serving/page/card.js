@@ -72,7 +72,7 @@ function numbers(token) {
     ];
   }
   const second = token.runnerUp;
-  const isGreedy = token.total === token.score;
+  const isGreedy = token.score !== null && token.total === token.score;
   return [
     ...row("", isGreedy ? "target’s score" : "log of the target’s p", fixed(token.score)),
     ...(isGreedy ? [] : row("", "with noise", fixed(token.total))),

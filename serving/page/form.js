@@ -61,11 +61,11 @@ export class RequestForm {
 
   /** The request as the server wants it; empty fields are left to its defaults. */
   request(isRace) {
-    const body = {
-      prompt: this.#prompt.value, verification: byId("verification").value, stream: true, trace: true,
-    };
+    const body = { prompt: this.#prompt.value, stream: true, trace: true };
     if (isRace) body.compare = true;
-    if (byId("drafter").value) body.drafter = byId("drafter").value;
+    for (const name of ["drafter", "verification"]) {
+      if (byId(name).value) body[name] = byId(name).value;
+    }
     for (const name of NUMBERS) {
       const input = byId(name);
       if (input.validity.badInput) throw new FieldError(`${labelOf(name)} is not a number.`, name);

@@ -34,7 +34,7 @@ export function visible(text) {
 /** The rule of rejection: "u .31 < p/q .83". Else what the target's choice went by. */
 export function comparison({ p, q, u, kind, score, total }) {
   if (u !== undefined) return `u ${chance(u)} ${kind === "rejected" ? "≥" : "<"} p/q ${chance(p / q)}`;
-  if (score === null) return "cut off by top-k, top-p or min-p";
+  if (score === null) return "no chance here, p = 0";
   if (score === total) return `score ${score.toFixed(2)}`;
   return `log p ${score.toFixed(2)} + noise ${(total - score).toFixed(2)} = ${total.toFixed(2)}`;
 }
