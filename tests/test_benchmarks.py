@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 import benchmarks
 from benchmarks import llama_peer, plots, soak, soak_clients
+from benchmarks.batch import of_best
 from benchmarks.forwards import weight_bytes
 
 OWN = """
@@ -78,6 +79,13 @@ def test_the_benchmark_of_sampling_times_every_case():
     table, document = call("sampling", "--vocab", "6400", "--runs", "1")
     assert len(table) == 1 + len(document["rows"]) == 17
     assert all(min(row[f"{name}_ms"] for name in SAMPLING_METHODS) > 0 for row in document["rows"])
+
+
+def test_the_best_of_several_is_chosen_by_the_other_runs():
+    assert of_best([10.0, 10.0], [[9.0, 11.0], [12.0, 12.0]]) == 1.0
+    lucky = [[1.0, 20.0, 20.0], [20.0, 1.0, 20.0], [20.0, 20.0, 1.0], [10.0, 10.0, 10.0]]
+    assert of_best([10.0] * 3, lucky) == 1.0  # none of the lucky runs counts
+    assert of_best([10.0], [[5.0], [8.0]]) == 0.5
 
 
 def test_the_benchmark_of_batches_compares_outputs_and_measures_gaps():
