@@ -202,6 +202,9 @@ def equal_rows(weights: list[Weights]) -> tuple[tuple[int, ...], int | None, int
         if is_first and not equal[ROWS[-1]]:
             is_block_steady &= trial.is_steady(ROWS[-1])
         num_checked += 1
+    for most in {matrix.most_rows for matrix in weights} - {None}:
+        for rows in (rows for rows in ROWS if rows > most):  # computed as several calls of these
+            equal[rows] &= equal[most] and equal.get(rows % most, True)
     rows = tuple(rows for rows in ROWS if equal[rows])
     is_apart = ROWS[-1] not in rows and is_block_steady
     return rows or (_REFERENCE,), ROWS[-1] if is_apart else None, num_checked

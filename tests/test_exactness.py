@@ -16,7 +16,7 @@ import torch
 from conftest import FAMILIES, ROOT, run
 from torch import nn
 
-from fastpath import activation, attention, exact
+from fastpath import activation, attention, exact, linear
 from fastpath.exact import KEY_BLOCK, Shapes
 from fastpath.linear import Weights
 
@@ -218,6 +218,30 @@ def test_numbers_of_rows_with_other_bits_are_not_run(tiny, kernel, wrong):
         rows for rows in activation.ROWS if wrong(torch.ones(1), rows) != wrong(torch.ones(1), 8)
     }
     assert set(target.shapes.rows) == set(activation.ROWS) - odd
+
+
+def test_an_output_layer_that_is_run_in_parts_needs_the_parts_to_be_equal(monkeypatch):
+    """It is checked at 32 rows at most: 48 are computed as 32 and 16, 96 as three times 32."""
+    large = Weights(torch.randn(linear.LARGE + 8, 16), None)
+    if large.most_rows is None:
+        pytest.skip("this machine packs no weights")
+    right, seen = Weights.__call__, set()
+
+    def unequal(odd):
+        def call(self, x, residual=None):
+            seen.add(len(x))
+            result = right(self, x, residual)
+            return one_bit_off(result) if len(x) == odd else result
+
+        monkeypatch.setattr(Weights, "__call__", call)
+        rows, _, _ = exact.equal_rows([large])
+        monkeypatch.setattr(Weights, "__call__", right)
+        return set(rows)
+
+    assert not {16, 48} & unequal(16) and max(unequal(32)) == 24
+    assert max(seen) == 32
+    x = torch.randn(80, 16)
+    assert torch.equal(large(x), torch.cat([large(part) for part in x.split(32)]))
 
 
 def test_a_row_that_depends_on_its_place_is_not_called_exact(tiny, kernel):
