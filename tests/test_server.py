@@ -277,11 +277,10 @@ def test_the_same_seed_gives_the_same_output_in_a_crowd(port, path):
 def test_each_parameter_of_sampling_has_its_effect(port):
     """What a seed would draw is changed by every one of them, or made greedy by it."""
     base = {"prompt": "Once upon a time", "max_tokens": 30, "temperature": 1.2, "seed": 4}
-    outputs = [generate(port, **base)[1]["token_ids"]]
+    unchanged = generate(port, **base)[1]["token_ids"]
     for change in ({"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}, {"repetition_penalty": 1.8},
                    {"temperature": 0.6}):  # fmt: skip
-        outputs.append(generate(port, **(base | change))[1]["token_ids"])
-    assert len(set(map(tuple, outputs))) == len(outputs)
+        assert generate(port, **(base | change))[1]["token_ids"] != unchanged
     _, greedy = generate(port, prompt="Once upon a time", max_tokens=30)
     for change in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1}, {"temperature": 0}):
         assert generate(port, **(base | change))[1]["token_ids"] == greedy["token_ids"]
