@@ -56,12 +56,12 @@ def call(name, *arguments):
 def test_the_benchmark_of_losslessness_shows_a_drafter_that_lies_about_its_q(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
     drafter = f"{tmp_path}/own.py:Liar"
-    few = "--max-tokens", "16", "--seeds", "1"
+    few = "--max-tokens", "6", "--seeds", "1"
     table, document = call("lossless", "--samples", "160", *few, "--drafter", drafter)
     rows = document["rows"]
     assert len(table) == 2 + len(rows) + 2 + len(document["kept"]) == 2 + 7 * 4 + 2 + 4 * 3
     for row in document["kept"]:
-        assert row["coupled"]["tokens_per_pass"] > 0.7 * row["rejection"]["tokens_per_pass"] > 0.7
+        assert row["coupled"]["tokens_per_pass"] > 0.5 * row["rejection"]["tokens_per_pass"] > 0.5
     assert all(row["coupled_differing"] == 0 for row in rows)  # whoever lies
     views = ("2nd token", "3rd token", "all three")
     for row in rows:

@@ -407,8 +407,9 @@ def test_a_coupled_token_shows_its_score_the_noise_and_the_runner_up(page, port)
         page.locator("#tokens .token").nth(index).hover()
         card = page.locator("#token-card", has_text=f"{kind}, cycle {cycle['step']}")
         words = card.text_content()
-        assert all(f"{token[name]:.3f}" in words for name in ("score", "total"))
-        assert f"{second['total']:.3f}" in words and "runner-up" in words
+        shown = [token["score"], token["total"], second["total"]]
+        assert all(f"{value:z.3f}".replace("-", "−") in words for value in shown)
+        assert "runner-up" in words
         assert "the target’s own choice" in words and "p/q" not in words
 
 

@@ -2,7 +2,7 @@
 // pointed at or focused, stays while the pointer is on it, and closes with Escape.
 
 import { byId, element } from "./elements.js";
-import { chance, visible, why } from "./words.js";
+import { chance, fixed, visible, why } from "./words.js";
 
 const GAP = 8; // px between token and card, and to the window's edge
 const LEAVE_MS = 150; // to get from the token to the card
@@ -74,13 +74,11 @@ function numbers(token) {
   const second = token.runnerUp;
   const isGreedy = token.score !== null && token.total === token.score;
   return [
-    ...row("", isGreedy ? "target’s score" : "log of the target’s p", fixed(token.score)),
-    ...(isGreedy ? [] : row("", "with noise", fixed(token.total))),
-    ...(second ? row("", `runner-up “${visible(second.text)}”`, fixed(second.total)) : []),
+    ...row("", isGreedy ? "target’s score" : "log of the target’s p", fixed(token.score, 3)),
+    ...(isGreedy ? [] : row("", "with noise", fixed(token.total, 3))),
+    ...(second ? row("", `runner-up “${visible(second.text)}”`, fixed(second.total, 3)) : []),
   ];
 }
-
-const fixed = (value) => (value === null || value === undefined ? "–" : value.toFixed(3));
 
 const row = (name, meaning, value) => [
   element("dt", {}, element("var", {}, name), ` ${meaning}`),

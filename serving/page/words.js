@@ -8,6 +8,12 @@ export function short(value, places = 2) {
   return value.toFixed(places).replace(/^(-?)0\./, "$1.");
 }
 
+/** So many places, and no minus before a zero; null -> "–". */
+export function fixed(value, places) {
+  if (value === null || value === undefined) return "–";
+  return value.toFixed(places).replace(/^-(?=[0.]*$)/, "").replace("-", "−");
+}
+
 /** A probability or a ratio of two: exact at 0 and 1, and never rounded to them. */
 export function chance(value) {
   if (value === null || value === undefined) return "–";
@@ -35,8 +41,8 @@ export function visible(text) {
 export function comparison({ p, q, u, kind, score, total }) {
   if (u !== undefined) return `u ${chance(u)} ${kind === "rejected" ? "≥" : "<"} p/q ${chance(p / q)}`;
   if (score === null) return "no chance here, p = 0";
-  if (score === total) return `score ${score.toFixed(2)}`;
-  return `log p ${score.toFixed(2)} + noise ${(total - score).toFixed(2)} = ${total.toFixed(2)}`;
+  if (score === total) return `score ${fixed(score, 2)}`;
+  return `log p ${fixed(score, 2)} + noise ${fixed(total - score, 2)} = ${fixed(total, 2)}`;
 }
 
 /** Why a token stands in the text: a sentence on `token` of `cycle`. */
