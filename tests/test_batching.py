@@ -1,12 +1,13 @@
 """Requests share forwards and nothing else: each comes out as if it had been alone."""
 
+import itertools
 import random
 import threading
 
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ScriptedDrafter, run
+from conftest import ScriptedDrafter, run, scripted_engine
 
 from serving.parsing import RequestError
 from serving.worker import WAITING, Worker
@@ -183,6 +184,49 @@ def test_an_engine_that_raises_fails_what_is_in_flight_and_goes_on(engine, promp
     assert len([event for event in job if event is not WAITING]) == 5
     worker.drain(10)
     assert is_idle(engine)
+
+
+def failing(engine, monkeypatch, fails):
+    """The target's forward raises where fails(which call it is, num_logits), its work done."""
+    forward, calls = engine.target.forward, itertools.count()
+
+    def faulty(rows, tokens, num_logits, want_hidden=False):
+        output = forward(rows, tokens, num_logits, want_hidden)
+        if fails(next(calls), num_logits):
+            raise RuntimeError("out of memory")
+        return output
+
+    monkeypatch.setattr(engine.target, "forward", faulty)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "mtp"])
+@pytest.mark.parametrize("call", range(5))
+def test_a_forward_that_fails_once_leaves_no_trace(
+    demo_engine, prompts, plain, monkeypatch, call, drafter, way
+):
+    """Of the prompt's three chunks, or of a verify: what was cached by then is cached anew."""
+    prompt = prompts["repetitive_sentence"]
+    engine = core.Engine(
+        demo_engine.target, demo_engine.drafters, prefill_chunk=len(prompt) // 3 + 1
+    )
+    expected = plain(prompt, 16, **way)
+    failing(engine, monkeypatch, lambda i, _: i == call)
+    sequence, _ = run(engine, prompt, max_tokens=16, drafter=drafter, **way)
+    assert (sequence.output, sequence.warnings, engine.num_faults) == (expected, [], 1)
+    assert sequence.statistics.num_draft_tokens > 5
+
+
+def test_a_draft_that_cannot_be_verified_costs_the_speculation(
+    demo_engine, prompts, plain, monkeypatch, way
+):
+    expected = plain(prompts["hard_prose"], 12, **way)
+    engine = scripted_engine(demo_engine, lambda tokens, limit: [7] * limit)
+    failing(engine, monkeypatch, lambda _, num_logits: max(num_logits) > 1)
+    sequence, _ = run(engine, prompts["hard_prose"], max_tokens=12, drafter="scripted", **way)
+    assert sequence.output == expected and engine.num_faults == 1
+    (warning,) = sequence.warnings
+    assert warning == "a forward failed (out of memory): went on without speculation"
+    assert engine.drafters["scripted"].num_open == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -69,6 +69,19 @@ def test_recent_cycles_count_more():
     assert record.alphas(1)[0] < 0.3
 
 
+def test_a_record_ages_with_the_text_and_knows_how_often_there_was_nothing_to_propose():
+    steady, paused = settled(1.0), settled(1.0)
+    for _ in range(3):
+        paused.observe(0, 0)  # nobody asked
+    assert paused.coverage == 1.0
+    for record in (steady, paused):
+        record.observe(4, 0, 4)
+    assert paused.alphas(1)[0] < steady.alphas(1)[0] - 0.02
+    for _ in range(20):
+        paused.observe(0, 0, 4)
+    assert paused.coverage < 0.05 and steady.coverage == 1.0
+
+
 def test_k_grows_with_acceptance_and_falls_with_cost():
     by_alpha = [choose(alpha).num_tokens for alpha in (0.05, 0.4, 0.6, 0.8, 0.95)]
     assert by_alpha == sorted(by_alpha) and by_alpha[0] == 0 and by_alpha[-1] >= 5
@@ -489,7 +502,20 @@ def test_a_drafter_that_costs_nothing_is_judged_by_what_came(demo_engine, prompt
     assert (found.reached, found.accepted) == (expected.reached, expected.accepted)
     assert found.cycles == expected.cycles > 20 and found.coverage == expected.coverage
     assert sequence.records["silent"].cycles == 0
+    assert found.unread == len(sequence.tokens) and sequence.records["silent"].unread == 0
     assert auto.guess(auto.open(prompt, sampling, sequence.noise), "silent", 3) is None
+
+
+def test_passes_are_measured_with_all_their_rows_and_prefills_not_at_all(demo_engine, prompts):
+    engine = core.Engine(demo_engine.target, {"ngram": demo_engine.drafters["ngram"]})
+    engine.controller, measured = Controller(100, {"ngram": 0}), []
+    engine.controller.costs.observe_pass = lambda *given: measured.append(given)
+    _, events = run(engine, prompts["repetitive_colours"], max_tokens=30, drafter="ngram")
+    rows = [len(event["proposals"]) + 1 for event in events[1:]]
+    assert [(batch, fed, width) for batch, fed, _, _, width in measured] == [
+        (1, count, count) for count in rows
+    ]
+    assert max(rows) > 2 and all(ms > 0 for _, _, *each, _ in measured for ms in each)
 
 
 def test_a_guess_that_fails_costs_the_drafter_and_not_the_answer(demo_engine, prompts, plain):
@@ -612,12 +638,36 @@ def test_all_of_several_drafters_are_closed_also_where_one_raises():
             raise RuntimeError("no")
 
     good = ScriptedDrafter(lambda tokens, n: [])
-    auto = AutoDrafter({"good": good, "bad": Bad(lambda tokens, n: [])})
+    bad = [Bad(lambda tokens, n: []) for _ in range(2)]
+    auto = AutoDrafter({"first": bad[0], "good": good, "last": bad[1]})
     state = auto.open([1, 2], core.Sampling(), core.Noise(0))
     assert good.num_open == 1
     with pytest.raises(RuntimeError, match="no"):
         auto.close(state)
     assert good.num_open == 0
+
+
+def test_who_was_opened_before_one_that_raises_is_closed():
+    class Shut(ScriptedDrafter):
+        def open(self, prompt, sampling, noise):
+            raise RuntimeError("no")
+
+    good = ScriptedDrafter(lambda tokens, n: [])
+    auto = AutoDrafter({"good": good, "shut": Shut(lambda tokens, n: [])})
+    with pytest.raises(RuntimeError, match="no"):
+        auto.open([1, 2], core.Sampling(), core.Noise(0))
+    assert good.num_open == 0
+
+
+def test_who_was_passed_over_is_told_of_no_draft():
+    drafters = {name: ScriptedDrafter(lambda tokens, n: []) for name in ("idle", "chosen")}
+    auto = AutoDrafter(drafters)
+    state = auto.open([1], core.Sampling(), core.Noise(0))
+    auto.select(state, "chosen")
+    auto.observe(state, core.Verdict(3, 1, [5, 6]))
+    assert drafters["chosen"].verdicts == [core.Verdict(3, 1, [5, 6])]
+    assert drafters["idle"].verdicts == [core.Verdict(0, 1, [5, 6])]
+    assert state.states == {"idle": [1, 5, 6], "chosen": [1, 5, 6]}
 
 
 def test_in_a_batch_one_model_drafts_for_all_who_may_choose(demo_engine, prompts, plain):

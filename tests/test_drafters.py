@@ -3,6 +3,9 @@
 import json
 import random
 import re
+import sys
+import threading
+import time
 
 import pytest
 import speculative_decoding as core
@@ -12,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import drafters
 from drafters.ngram import NgramDrafter, NgramIndex
+from drafters.timed import TimedDrafter
 
 DRAFTERS = ("ngram", "draft_model", "mtp")
 GREEDY = core.Sampling()
@@ -207,6 +211,14 @@ def test_a_drafter_that_fails_costs_its_request_the_speculation_never_the_answer
     assert engine.drafters["scripted"].num_open == 0
 
 
+def test_fewer_drafts_than_requests_cost_the_drafter(demo_engine, prompts, plain):
+    engine = scripted_engine(demo_engine, lambda tokens, limit: [])
+    engine.drafters["scripted"].propose_batch = lambda states, limits: []
+    sequence, _ = run(engine, prompts["easy_json"], max_tokens=12, drafter="scripted")
+    assert sequence.output == plain(prompts["easy_json"], 12)
+    assert len(sequence.warnings) == 1 and "0 drafts for 1 requests" in sequence.warnings[0]
+
+
 def uniform(tokens, limit, vocab=4096):
     return torch.full((limit, vocab), 1 / vocab)
 
@@ -220,6 +232,9 @@ def uniform(tokens, limit, vocab=4096):
         (lambda tokens, limit: uniform(tokens, limit) * 2, "probs are no distributions"),
         (lambda tokens, limit: uniform(tokens, limit) * torch.nan, "probs are no distributions"),
         (lambda tokens, limit: -uniform(tokens, limit), "probs are no distributions"),
+        (lambda tokens, limit: uniform(tokens, limit).index_copy_(
+            1, torch.tensor([0, 1]), torch.tensor([[-1.0, 1 + 2 / 4096]] * limit)),
+         "probs are no distributions"),
         (lambda tokens, limit: uniform(tokens, limit).index_fill_(1, torch.tensor([7]), 0),
          "probs are no distributions that the tokens can be drawn from"),
         (lambda tokens, limit: uniform(tokens, limit).tolist(), "'list' object has no attribute"),
@@ -260,6 +275,63 @@ def test_a_drafter_may_fail_anywhere(demo_engine, prompts, plain, monkeypatch, m
     sequence, _ = run(engine, prompts["easy_json"], max_tokens=20, drafter="scripted")
     assert sequence.output == plain(prompts["easy_json"], 20)
     assert method in sequence.warnings[0]
+
+
+# ------------------------------------------------------------------------ a drafter's limit of time
+
+
+class Unruly(core.Drafter):
+    """Does as its state says; "block" waits outside of Python."""
+
+    name = "unruly"
+
+    def __init__(self):
+        self.may_go_on, self.closed = threading.Event(), []
+
+    def propose(self, state, max_tokens):
+        end = time.monotonic() + 20
+        while state == "loop" and time.monotonic() < end:
+            pass
+        if state == "block":
+            self.may_go_on.wait(20)
+        if state == "exit":
+            sys.exit("enough")
+        return core.Draft([max_tokens])
+
+    def close(self, state):
+        self.closed.append(state)
+
+
+def test_a_loop_in_a_drafter_is_ended():
+    drafter = TimedDrafter(Unruly(), 0.5)
+    thread = drafter._thread
+    with pytest.raises(TimeoutError, match="propose did not return within 0.5 s"):
+        drafter.propose("loop", 3)
+    thread.join(10)
+    assert not thread.is_alive()
+    assert drafter.propose("", 3).tokens == [3]
+
+
+def test_a_drafter_that_blocks_is_left_alone_until_it_returns():
+    inner = Unruly()
+    drafter = TimedDrafter(inner, 0.5)
+    thread = drafter._thread
+    with pytest.raises(TimeoutError, match="propose did not return within 0.5 s"):
+        drafter.propose("block", 3)
+    with pytest.raises(TimeoutError, match="still busy with an earlier call"):
+        drafter.propose("", 3)
+    drafter.close("one")  # another request ends meanwhile
+    assert inner.closed == []
+    inner.may_go_on.set()
+    thread.join(10)
+    assert drafter.propose("", 3).tokens == [3] and inner.closed == ["one"]
+
+
+def test_an_exit_in_a_drafter_is_an_error_like_any_other():
+    drafter = TimedDrafter(Unruly(), 10.0)
+    with pytest.raises(RuntimeError, match="SystemExit: enough"):
+        drafter.propose("exit", 3)
+    assert drafter.propose("", 3).tokens == [3]
 
 
 # --------------------------------------------------------------------------------------- n-gram

@@ -332,6 +332,31 @@ def test_a_comparison_of_three_runs_takes_medians_and_says_when_it_was_disturbed
     assert compare([25.0, 25.0, 25.0], [5.0, 5.0, 5.0])["disturbed"]  # t_verify 5
 
 
+def test_figures_divide_what_their_formulas_say():
+    one = core.Statistics()
+    one.record(0, ["bonus"])
+    one.record_times([0, 0, 0.050, 0.060], is_prefill=True)
+    for drafted, kinds in [
+        (3, ["accepted", "recovered"]),
+        (2, ["accepted", "accepted", "bonus"]),
+        (0, ["bonus"]),
+    ]:
+        one.record(drafted, kinds)
+        one.record_times([0, 0.002, 0.009, 0.010], is_prefill=False)
+    for s, times in ((one, 1), (one + one, 2)):
+        assert (s.num_spec_steps, s.num_draft_tokens) == (2 * times, 5 * times)
+        assert (s.num_accepted_draft_tokens, s.completion_tokens) == (3 * times, 7 * times)
+        assert (s.prefills, s.target_passes) == (times, 3 * times)
+        assert s.acceptance_histogram == [0, times, times]
+        assert s.draft_acceptance_rate == 0.6 and s.mean_acceptance_length == 2.5
+        assert s.tokens_per_pass == 2.0 and s.ms_per_token == 5.0
+        assert s.per_position() == {
+            "acceptance_rate_per_position": [1.0, 0.5, 0.0],
+            "conditional_acceptance_rate_per_position": [1.0, 0.5, None],
+        }
+    assert one.timings()["prompt_ms"] == 60.0 and one.timings()["predicted_ms"] == 30.0
+
+
 def test_the_prediction_is_the_formula_of_the_field():
     """(1 - α^(K+1)) / (1 - α) / (K·c + t_verify) for full drafts of K = 4."""
     ours, plain = core.Statistics(), core.Statistics()
@@ -424,6 +449,19 @@ def test_an_output_that_ends_early_is_called_a_bug(demo_engine, prompts):
 
 
 # --------------------------------------------------------------------------------------- capacity
+
+
+def test_a_prompt_that_cannot_be_is_refused_before_it_has_a_row(demo_engine):
+    context, vocab = demo_engine.target.max_length, demo_engine.target.vocab_size
+    for prompt, reason in [
+        ([], "the prompt is empty"),
+        ([5] * context, "leave no room in a context of"),
+        ([5, -1], "a token id outside 0 to"),
+        ([5, vocab], "a token id outside 0 to"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            demo_engine.open(core.Request(prompt))
+    assert demo_engine.target.cache._rows == []
 
 
 def test_max_tokens_beyond_the_context_is_lowered_and_said(demo_engine):
