@@ -196,7 +196,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     count = between(16, 10**6)
     parser.add_argument("--samples", type=count, default=4096, help="a case (default: %(default)s)")
-    parser.add_argument("--max-tokens", type=count, default=96, help="(default: %(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=between(2, 10**6), default=96, help="(default: %(default)s)"
+    )
     parser.add_argument("--seeds", type=between(1, 100), default=3, help="(default: %(default)s)")
     parser.add_argument("--drafter", help="one of your own, as file.py:Class")
     parser.add_argument("--json", action="store_true", help="only the JSON line")
