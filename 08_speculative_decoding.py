@@ -354,7 +354,7 @@ class SlotCache(Cache):
         row would outgrow `max_length`.
         """
         ends = [self.lengths[row] + count for row, count in zip(rows, counts, strict=True)]
-        end, kv_length = max(ends), self.shapes.kv_length(max(ends))
+        end = max(ends)
         if end > self.max_length:
             raise ValueError(f"{end} tokens do not fit a KV cache of {self.max_length}")
         slots = [self._rows.index(row) for row in rows]
@@ -368,6 +368,7 @@ class SlotCache(Cache):
             start = max(end - num_rows, 0)
             positions = torch.arange(start, start + num_rows, device=self.device)[None]
             offset = end - counts[0] - start
+            kv_length = self.shapes.kv_length(end)
             self.current = Place(slots, counts, num_rows, positions, end, kv_length, start, offset)
         else:
             self.current = self._place_several(slots, counts, ends, num_rows, is_ragged)

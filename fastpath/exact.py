@@ -358,14 +358,14 @@ class _KeyTrial:
         """
         most = min(num_rows, _MOST_TEXTS)
         for length in (step, KEY_BLOCK + step):
-            end, few = length - 9, length <= KEY_BLOCK
+            end = length - 9
             others = self._keys, self._values  # of the other sequences
             given = [
                 torch.cat([own, *[other] * (most - 1)])[:, :, :length]
                 for own, other in zip(self._cancelling(end), others, strict=True)
             ]
             expected = self.run(end, length)[0, 0]
-            for count in ROWS if few else ROWS[:_NUM_DRAFTED]:
+            for count in ROWS if length <= KEY_BLOCK else ROWS[:_NUM_DRAFTED]:
                 for batch in {1, 2, most} if count in ROWS[:_NUM_DRAFTED] else {1}:
                     query = self._others[:batch, :count].clone()
                     places = [0, count // 2, count - 1]

@@ -57,15 +57,11 @@ class Weights:
         if self._is_packed:
             contiguous = self._weight.contiguous()
             self._weight = torch.ops.mkldnn._reorder_linear_weight(contiguous, None)
-
-    @property
-    def most_rows(self) -> int | None:
-        """More rows than this are computed in several calls; None: any number at once.
-
-        An output layer takes seconds to check at every number of rows, so it has few of them. They
-        lose nothing: at so many its arithmetic, not the reading of its weights, is what takes time.
-        """
-        return _MOST_ROWS if self._is_packed and self.out_features > LARGE else None
+        # More rows than this are computed in several calls; None: any number at once. An output
+        # layer takes seconds to check at every number of rows, so it has few of them. It loses
+        # nothing: then arithmetic, not the reading of weights, is what takes time.
+        is_large = self._is_packed and self.out_features > LARGE
+        self.most_rows = _MOST_ROWS if is_large else None
 
     @property
     def signature(self) -> tuple[Any, ...]:

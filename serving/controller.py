@@ -198,13 +198,7 @@ class Controller:
 class _Cycle:
     """One cycle's choice for requests that are decided together."""
 
-    def __init__(
-        self,
-        seats: list[Seat],
-        costs: Costs,
-        batch: int,
-        rate: float = 0.0,
-    ) -> None:
+    def __init__(self, seats: list[Seat], costs: Costs, batch: int, rate: float) -> None:
         """`rate` guesses the tokens per ms."""
         self.seats, self.costs, self.batch = seats, costs, batch
         self.line = costs.pass_line(batch)
