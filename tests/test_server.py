@@ -58,6 +58,15 @@ def port():
         assert "Traceback" not in process.log()
 
 
+@pytest.fixture(scope="module")
+def fixed_port():
+    """Of a server whose drafts have the length asked for, whatever the clock says."""
+    process, port = start("--fixed-k", "--drafter", "ngram")
+    with process:
+        yield port
+        process.kill()
+
+
 def wait_until_running(port):
     """Until the server says that a request is running; fails after 20 s."""
     seconds_until(lambda: health(port)["num_requests_running"])
@@ -365,9 +374,9 @@ def test_a_sampled_stream_is_the_plain_answer_in_pieces(port):
 
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled", "rejection"])
-def test_a_trace_has_the_numbers_that_decided(port, rule):
+def test_a_trace_has_the_numbers_that_decided(fixed_port, rule):
     fields = SAMPLED | ({"temperature": 0} if rule == "greedy" else {"verification": rule})
-    _, body = generate(port, **fields, trace=True, seed=3, drafter="draft_model")
+    _, body = generate(fixed_port, **fields, trace=True, seed=3, drafter="draft_model")
     kinds = set()
     for event in body["trace"]:
         for token in event["tokens"] + ([event["rejected"]] if event["rejected"] else []):
@@ -381,17 +390,14 @@ def test_a_trace_has_the_numbers_that_decided(port, rule):
                 is_cut = token["score"] is None
                 assert (token["score"] == token["total"]) == (rule == "greedy" or is_cut)
     assert kinds == {"accepted", "rejected", "recovered", "bonus"}
-    counted = call(port, "GET", "/health")[2]
+    counted = call(fixed_port, "GET", "/health")[2]
     assert json.loads(counted)["speculative_decoding"]["per_rule"][rule]["num_draft_tokens"] > 0
 
 
-def test_the_text_of_a_seed_is_the_same_in_another_process_by_another_drafter(port):
+def test_the_text_of_a_seed_is_the_same_in_another_process_by_another_drafter(port, fixed_port):
     first = generate(port, **SAMPLED, seed=2**50 + 1, drafter="mtp")[1]
-    process, other = start("--fixed-k", "--drafter", "ngram")
-    with process:
-        second = generate(other, **SAMPLED, seed=2**50 + 1)[1]
-        third = generate(other, **SAMPLED, seed=2**50 + 2)[1]
-        process.kill()
+    second = generate(fixed_port, **SAMPLED, seed=2**50 + 1)[1]
+    third = generate(fixed_port, **SAMPLED, seed=2**50 + 2)[1]
     assert first["token_ids"] == second["token_ids"] != third["token_ids"]
 
 
