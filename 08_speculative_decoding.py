@@ -55,7 +55,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 import drafters
-from drafters import Context, Draft, Drafter, Noise, Sampling, Verdict
+from control.controller import Acceptance, Controller, Decision, Seat
+from control.statistics import Statistics, ratio
+from drafters import Context, Drafter, Noise
 from drafters.auto import AutoDrafter
 from drafters.noise import ACCEPT, DRAW, NO_NUMBERS, RECOVER
 from fastpath.attention import NAME as GROUPED
@@ -63,10 +65,10 @@ from fastpath.attention import Ragged
 from fastpath.decoder import FusedDecoder, is_same, speed_up
 from fastpath.exact import KEY_BLOCK, Report, Shapes, by_speed, calibrate
 from fastpath.sampling import survivors, truncated_softmax
+from messages import Draft, Judgement, Request, Sampling, Verdict
 from serving import terminal
 from serving.answers import PLAIN, answer, health, stream_answer, token_logprobs
 from serving.comparison import demo_run, demo_totals, timed
-from serving.controller import Acceptance, Controller, Decision, Seat
 from serving.gpt_neo import follow_masks
 from serving.http import finish, guard, read_body, register_errors, serve
 from serving.loading import StartError, load_pretrained
@@ -77,7 +79,6 @@ from serving.options import ROOT, Options, parse_arguments
 from serving.page import register_page
 from serving.parsing import SAMPLING_FIELDS, RequestError, in_short, parse_fields
 from serving.reference import Reference, refusal
-from serving.statistics import Statistics, ratio
 from serving.structure import Structure, examine, has_experts
 from serving.text import TextStream
 from serving.worker import Job, Worker
@@ -657,20 +658,6 @@ def sample(
 # ------------------------------------------------------------------------------------ verify
 
 
-class Judgement(NamedTuple):
-    """What became of one token; under the rule of rejection with the numbers that decided it."""
-
-    id: int
-    kind: str  # accepted | rejected | recovered | bonus
-    p: float | None = None  # the target's probability of it here
-    q: float | None = None  # the drafter's; None for a bonus, where nothing was drafted
-    u: float | None = None  # from [0, 1): compared with p / q, or what drew the target's own token
-
-    def as_dict(self) -> dict[str, Any]:
-        """For an event; p, q and u only where they decided."""
-        return {"id": self.id, "kind": self.kind} if self.u is None else self._asdict()
-
-
 def verify(draft: Draft, choices: Iterator[int]) -> list[Judgement]:
     """Keep the draft for as long as it is what the target chooses itself.
 
@@ -748,21 +735,6 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------- request
-
-
-@dataclass(frozen=True)
-class Request:
-    """One generation. Without a drafter, or with 0 speculative tokens, it is plain decoding."""
-
-    prompt: list[int]
-    max_tokens: int = Options.max_tokens
-    drafter: str | None = None  # the name of a loaded one
-    num_speculative_tokens: int = Options.num_speculative_tokens
-    stop: tuple[str, ...] = ()
-    sampling: Sampling = Sampling()
-    seed: int = 0
-    logprobs: int | None = None  # of each token, and of this many likeliest ones; None = none
-    trace: bool = False  # events say what the target thought, too
 
 
 class Sequence:

@@ -27,7 +27,7 @@ from benchmarks import (
     parser,
     places,
 )
-from serving.formulas import break_even_of_drafts
+from control.formulas import break_even_of_drafts
 from serving.options import between
 from serving.parsing import MAX_SPECULATIVE_TOKENS
 

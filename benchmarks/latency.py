@@ -32,7 +32,7 @@ from benchmarks import (
 )
 from benchmarks.forwards import measure_forwards, read_bandwidth, weight_bytes
 from benchmarks.plots import lines
-from serving.formulas import break_even_alpha, expected_speedup
+from control.formulas import break_even_alpha, expected_speedup
 from serving.options import ROOT, between
 
 ROWS = range(1, 18)

@@ -5,7 +5,9 @@ import importlib.util
 import sys
 from pathlib import Path
 
-from .base import Context, Draft, Drafter, Sampling, Verdict
+from messages import Draft, Sampling, Verdict
+
+from .base import Context, Drafter
 from .noise import Noise
 from .timed import TimedDrafter
 

@@ -9,7 +9,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from .base import Draft, Drafter, Sampling, Verdict
+from messages import Draft, Sampling, Verdict
+
+from .base import Drafter
 from .noise import Noise
 
 

@@ -11,90 +11,14 @@ Not covered: trees of drafts; a draft here is one chain of tokens.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
+from messages import Draft, Sampling, Verdict
+
 from .noise import Noise
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """Up to K proposed tokens.
-
-    Only requests that are verified by rejection read `probs` [n, V] float32: the distribution q
-    that each token was drawn from. None says that nothing was drawn (q is one-hot). There, and only
-    there, two things bend the output's distribution: a q other than the one drawn from, and to
-    withdraw a token because of what was drawn.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    probs: Tensor | None = None
-
-    @classmethod
-    def of(cls, drawn: Sequence[tuple[int, Tensor | None]]) -> "Draft":
-        """From each token with the q [V] that it was drawn from, or None for all of them."""
-        probs = [q for _, q in drawn if q is not None]
-        return cls([token for token, _ in drawn], torch.stack(probs) if probs else None)
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The target's judgement of one draft.
-
-    Example: [a, b, c] drafted, b refused and B recovered -> Verdict(drafted=3, accepted=1,
-    tokens=[a, B]). `hidden` [accepted + 1, D] (after prefill: [prompt, D]) holds the target's final
-    hidden states at the newly cached positions: hidden[i] is the state from which tokens[i] was
-    chosen. None unless `needs_hidden`. A drafter that was passed over gets the verdict on another's
-    draft, with drafted=0.
-    """
-
-    drafted: int
-    accepted: int
-    tokens: list[int]
-    hidden: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        assert len(self.tokens) == self.accepted + 1, (
-            "a verdict is the accepted drafts and one target token"
-        )
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How a request wants its tokens chosen: transforms of the logits, applied in this order.
-
-    At temperature 0 the likeliest token is taken (greedy), and what follows in the list is without
-    effect. Off are: repetition_penalty 1, top_k 0 or less, top_p 1, min_p 0.
-    """
-
-    repetition_penalty: float = 1.0
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    verification: str = "coupled"  # or "rejection": how drafts of sampled text are judged
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature < 1e-6  # softmax would be one-hot, but for overflow
-
-    @property
-    def is_coupled(self) -> bool:
-        """Whether a draft is accepted for being the target's own choice; greedy always is."""
-        return self.is_greedy or self.verification == "coupled"
-
-    @property
-    def rule(self) -> str:
-        """The name under which drafts are counted: greedy, coupled or rejection."""
-        return "greedy" if self.is_greedy else self.verification
-
-    @property
-    def transforms(self) -> tuple[float, int, float, float]:
-        """What makes probabilities of penalised logits."""
-        return self.temperature, self.top_k, self.top_p, self.min_p
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,9 @@ from transformers.modeling_layers import MtpModel
 
 from fastpath.attention import NAME as GROUPED
 from fastpath.decoder import speed_up_head
+from messages import Draft, Sampling, Verdict
 
-from .base import Context, Draft, Drafter, Sampling, Verdict
+from .base import Context, Drafter
 from .noise import Noise
 
 

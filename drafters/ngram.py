@@ -16,7 +16,9 @@ one entry per suffix length. Drafts never enter the index, so a refused draft ne
 from collections.abc import Sequence
 from typing import ClassVar
 
-from .base import Context, Draft, Drafter, Sampling, Verdict
+from messages import Draft, Sampling, Verdict
+
+from .base import Context, Drafter
 from .noise import Noise
 
 

@@ -16,7 +16,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .base import Context, Draft, Drafter, Sampling, Verdict
+from messages import Draft, Sampling, Verdict
+
+from .base import Context, Drafter
 from .noise import Noise
 
 

@@ -19,7 +19,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from .base import Draft, Drafter, Sampling, Verdict
+from messages import Draft, Sampling, Verdict
+
+from .base import Drafter
 from .noise import Noise
 
 

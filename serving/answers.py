@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from control.statistics import FORMULAS, Statistics, ratio
+
 from .comparison import comparison
 from .parsing import RequestError, engine_failure, model_id
-from .statistics import FORMULAS, Statistics, ratio
 from .worker import WAITING, Job, Worker, cancel
 
 PLAIN = "none"  # the name under which requests without a drafter are counted

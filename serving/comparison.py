@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 
-from drafters import Sampling
-
-from .formulas import steadiness
-from .statistics import Statistics, ratio
+from control.formulas import steadiness
+from control.statistics import Statistics, ratio
+from messages import Sampling
 
 # A choice between scores this close is decided by rounding: logits of one row and of several differ
 # by 1e-5 in float32 and by 0.13 in bfloat16 as measured (float16 has 8 times its precision), and

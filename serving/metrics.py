@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any
 
-from .statistics import Statistics
+from control.statistics import Statistics
 
 CONTENT_TYPE = "text/plain; version=0.0.4"
 _BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

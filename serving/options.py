@@ -6,7 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from drafters import NAMES, Sampling
+from drafters import NAMES
+from messages import Request, Sampling
 
 from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, RequestError, check_fields
 
@@ -20,11 +21,11 @@ class Options:
     model: str = str(ROOT / "demo_models" / "target")
     draft_model: str | None = None  # beside the embedded target: the embedded draft
     drafter: str | None = None  # auto, or the first of DEFAULT_DRAFTERS that fits the target
-    num_speculative_tokens: int = 5
+    num_speculative_tokens: int = Request.num_speculative_tokens
     fixed_k: bool = False
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 1
-    max_tokens: int = 128
+    max_tokens: int = Request.max_tokens
     repetition_penalty: float = Sampling.repetition_penalty
     temperature: float = Sampling.temperature
     top_k: int = Sampling.top_k

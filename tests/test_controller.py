@@ -13,10 +13,10 @@ import pytest
 import speculative_decoding as core
 from conftest import ScriptedDrafter, run
 
+from control.controller import PROBE_BUDGET, Acceptance, Controller, Seat
+from control.costs import Costs, Line
+from control.plans import NOTHING, Choice, Offer, Prices, best_plan, evaluate
 from drafters.auto import AutoDrafter
-from serving.controller import PROBE_BUDGET, Acceptance, Controller, Seat
-from serving.costs import Costs, Line
-from serving.planner import NOTHING, Choice, Offer, Prices, best_plan, evaluate
 
 K = 8
 WEIGHTS = 100, {"own": 20, "other": 20, "free": 0}

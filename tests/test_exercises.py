@@ -6,8 +6,8 @@ import pytest
 import speculative_decoding as core
 from conftest import ROOT, run
 
-from serving.formulas import break_even_alpha, expected_speedup
-from serving.statistics import Statistics
+from control.formulas import break_even_alpha, expected_speedup
+from control.statistics import Statistics
 
 
 def readme_drafter():

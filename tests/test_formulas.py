@@ -4,8 +4,8 @@ import doctest
 
 import pytest
 
-from serving import formulas
-from serving.formulas import (
+from control import formulas
+from control.formulas import (
     break_even_alpha,
     break_even_of_drafts,
     expected_speedup,

@@ -1,4 +1,4 @@
-// The figures of a run, counted cycle by cycle with the formulas of serving/statistics.py.
+// The figures of a run, counted cycle by cycle with the formulas of control/statistics.py.
 
 import { numAccepted, numJudged } from "./trace.js";
 

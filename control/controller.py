@@ -27,7 +27,7 @@ from operator import mul
 from typing import Any
 
 from .costs import PAD_SHARE, Costs
-from .planner import (
+from .plans import (
     NOTHING,
     Choice,
     Offer,

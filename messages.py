@@ -1,0 +1,117 @@
+"""The values that travel between the rooms. This file imports none of them.
+
+Request ──→ engine ──→ drafter: Draft ──→ verify: Judgement ──→ drafter: Verdict
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a request wants its tokens chosen: transforms of the logits, applied in this order.
+
+    At temperature 0 the likeliest token is taken (greedy), and what follows in the list is without
+    effect. Off are: repetition_penalty 1, top_k 0 or less, top_p 1, min_p 0.
+    """
+
+    repetition_penalty: float = 1.0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    verification: str = "coupled"  # or "rejection": how drafts of sampled text are judged
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < 1e-6  # softmax would be one-hot, but for overflow
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether a draft is accepted for being the target's own choice; greedy always is."""
+        return self.is_greedy or self.verification == "coupled"
+
+    @property
+    def rule(self) -> str:
+        """The name under which drafts are counted: greedy, coupled or rejection."""
+        return "greedy" if self.is_greedy else self.verification
+
+    @property
+    def transforms(self) -> tuple[float, int, float, float]:
+        """What makes probabilities of penalised logits."""
+        return self.temperature, self.top_k, self.top_p, self.min_p
+
+
+@dataclass(frozen=True)
+class Request:
+    """One generation. Without a drafter, or with 0 speculative tokens, it is plain decoding."""
+
+    prompt: list[int]
+    max_tokens: int = 128
+    drafter: str | None = None  # the name of a loaded one
+    num_speculative_tokens: int = 5
+    stop: tuple[str, ...] = ()
+    sampling: Sampling = Sampling()
+    seed: int = 0
+    logprobs: int | None = None  # of each token, and of this many likeliest ones; None = none
+    trace: bool = False  # events say what the target thought, too
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Up to K proposed tokens.
+
+    Only requests that are verified by rejection read `probs` [n, V] float32: the distribution q
+    that each token was drawn from. None says that nothing was drawn (q is one-hot). There, and only
+    there, two things bend the output's distribution: a q other than the one drawn from, and to
+    withdraw a token because of what was drawn.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    probs: Tensor | None = None
+
+    @classmethod
+    def of(cls, drawn: Sequence[tuple[int, Tensor | None]]) -> "Draft":
+        """From each token with the q [V] that it was drawn from, or None for all of them."""
+        probs = [q for _, q in drawn if q is not None]
+        return cls([token for token, _ in drawn], torch.stack(probs) if probs else None)
+
+
+class Judgement(NamedTuple):
+    """What became of one token; under the rule of rejection with the numbers that decided it."""
+
+    id: int
+    kind: str  # accepted | rejected | recovered | bonus
+    p: float | None = None  # the target's probability of it here
+    q: float | None = None  # the drafter's; None for a bonus, where nothing was drafted
+    u: float | None = None  # from [0, 1): compared with p / q, or what drew the token
+
+    def as_dict(self) -> dict[str, Any]:
+        """For an event; p, q and u only where they decided."""
+        return {"id": self.id, "kind": self.kind} if self.u is None else self._asdict()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The target's judgement of one draft.
+
+    Example: [a, b, c] drafted, b refused and B recovered -> Verdict(drafted=3, accepted=1,
+    tokens=[a, B]). `hidden` [accepted + 1, D] (after prefill: [prompt, D]) holds the target's final
+    hidden states at the newly cached positions: hidden[i] is the state from which tokens[i] was
+    chosen. None unless `needs_hidden`. A drafter that was passed over gets the verdict on another's
+    draft, with drafted=0.
+    """
+
+    drafted: int
+    accepted: int
+    tokens: list[int]
+    hidden: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert len(self.tokens) == self.accepted + 1, (
+            "a verdict is the accepted drafts and one target token"
+        )
