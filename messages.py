@@ -5,7 +5,7 @@ Request ──→ engine ──→ drafter: Draft ──→ verify: Judgement �
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,10 +90,6 @@ class Judgement(NamedTuple):
     q: float | None = None  # the drafter's; None for a bonus, where nothing was drafted
     u: float | None = None  # from [0, 1): compared with p / q, or what drew the token
 
-    def as_dict(self) -> dict[str, Any]:
-        """For an event; p, q and u only where they decided."""
-        return {"id": self.id, "kind": self.kind} if self.u is None else self._asdict()
-
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -115,3 +111,69 @@ class Verdict:
         assert len(self.tokens) == self.accepted + 1, (
             "a verdict is the accepted drafts and one target token"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a forward gives, text by text."""
+
+    logits: list[Tensor]  # [num_logits, V] float32
+    hidden: dict[int, list[Tensor]]  # [tokens fed, D] behind each block; -1 is the final norm
+
+
+@dataclass
+class Cycle:
+    """What one cycle did to one sequence.
+
+    A cut (an end of text, a stop string, max_tokens) shortens the draft as well: what was behind it
+    does not count. So `proposals` are the draft as it was made, and the rest is what stays of it.
+    """
+
+    number: int  # 0 is the prefill
+    proposals: list[int]
+    judged: list[Judgement]
+    num_kept: int  # of the emitted tokens
+    held: int  # tokens in the KV cache after the verify
+    cached: int  # and after the truncation
+    pieces: list[tuple[str, str]]  # text that may be shown now, and the kind of token it came from
+    logits: Tensor  # [n + 1, V] of the target
+    scores: Tensor  # [n + 1, V], penalised
+    times: list[float] = field(default_factory=list)  # s: began, drafted, verified, done
+
+    @property
+    def emitted(self) -> list[Judgement]:
+        """The accepted drafts and the target's own token, also where the text ends before it."""
+        return [judgement for judgement in self.judged if judgement.kind != "rejected"]
+
+    @property
+    def tokens(self) -> list[Judgement]:
+        """The emitted tokens that stay."""
+        return self.emitted[: self.num_kept]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing was cut."""
+        return self.num_kept == len(self.emitted)
+
+    @property
+    def num_drafted(self) -> int:
+        return len(self.proposals) if self.is_whole else self.num_kept
+
+    @property
+    def num_accepted(self) -> int:
+        return min(len(self.emitted) - 1, self.num_kept)
+
+    @property
+    def rejected(self) -> Judgement | None:
+        judged = [j for j in self.judged if j.kind == "rejected"]
+        return judged[0] if judged and self.is_whole else None
+
+    def verdict(self) -> Verdict:
+        """For drafters; without hidden states."""
+        emitted = [judgement.id for judgement in self.emitted]
+        return Verdict(len(self.proposals), len(emitted) - 1, emitted)
+
+
+def in_short(error: Exception) -> str:
+    """What an error says, on one line and not beyond measure."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -22,7 +22,7 @@ def load(folder: str, dtype: str, bitwise: bool) -> Any:
     """The target alone, with room for eight texts."""
     options = core.Options(model=folder, dtype=dtype, max_running=9, max_model_len=2048)
     model = core.load_model(folder, options)
-    model.speed_up()
+    speed_up(model)
     engine = core.Engine(model, {})
     engine.prepare(core.replace(options, bitwise=bitwise))
     return model

@@ -154,7 +154,7 @@ def _short(value: float) -> str:
 
 
 @dataclass(slots=True)
-class Seat:
+class Ask:
     """One request of a batch, as the controller sees it."""
 
     records: dict[str, Acceptance]  # of the drafters that may propose now
@@ -178,11 +178,11 @@ class Controller:
         typical = self._typical.setdefault((name, rule), Acceptance())
         return Acceptance(unread=num_prompt_tokens, typical=typical)
 
-    def plan(self, seats: list[Seat], batch: int) -> list[Decision]:
-        """Who drafts for each of these seats, and how much; `batch` requests share the pass."""
-        if not seats:
+    def plan(self, asks: list[Ask], batch: int) -> list[Decision]:
+        """Who drafts for each of these asks, and how much; `batch` requests share the pass."""
+        if not asks:
             return []
-        cycle = _Cycle(seats, self.costs, batch, self._rates.get(batch, 0.0))
+        cycle = _Cycle(asks, self.costs, batch, self._rates.get(batch, 0.0))
         self._rates[batch] = cycle.plan.rate
         for name in cycle.used:
             self._saved.pop(name, None)
@@ -198,26 +198,26 @@ class Controller:
 class _Cycle:
     """One cycle's choice for requests that are decided together."""
 
-    def __init__(self, seats: list[Seat], costs: Costs, batch: int, rate: float) -> None:
+    def __init__(self, asks: list[Ask], costs: Costs, batch: int, rate: float) -> None:
         """`rate` guesses the tokens per ms."""
-        self.seats, self.costs, self.batch = seats, costs, batch
+        self.asks, self.costs, self.batch = asks, costs, batch
         self.line = costs.pass_line(batch)
         self.alone_ms = self.line.at(batch)  # a pass without drafts
-        names = dict.fromkeys(name for seat in seats for name in seat.records)
+        names = dict.fromkeys(name for ask in asks for name in ask.records)
         self.step_ms = {name: costs.step(name, batch, self.alone_ms) for name in names}
         self.read_ms = {name: costs.read(name, self.alone_ms) for name in names}
         # A row that is fed is a pad less.
         self.row_ms = self.line.slope * (1 - PAD_SHARE if batch > 1 else 1)
         self.prices = self._prices()
-        self.offers = [self._offers(seat) for seat in seats]
+        self.offers = [self._offers(ask) for ask in asks]
         self.plan = best_plan(self.offers, self.prices, rate)
         self.plain_rate = self.prices.tokens / self.prices.ms
         if self.plan.rate < _WORTHWHILE * self.plain_rate:
-            self.plan = evaluate([NOTHING] * len(seats), self.offers, self.prices)
+            self.plan = evaluate([NOTHING] * len(asks), self.offers, self.prices)
         self.choices, self.probing = self.plan.choices, set[int]()
         self._shared: dict[str, float] = {}  # what all requests gain by a model's first step
         self.used = {choice.drafter for choice in self.choices}
-        self.idle = {name for seat in seats for name in seat.records} - self.used
+        self.idle = {name for ask in asks for name in ask.records} - self.used
 
     def _prices(self) -> Prices:
         steps = {n: fixed for n, (fixed, _) in self.step_ms.items() if self.costs.runs_model(n)}
@@ -226,12 +226,12 @@ class _Cycle:
         width_ms = PAD_SHARE * self.batch * self.line.slope if self.batch > 1 else 0.0
         return Prices(float(self.batch), ms, steps, width_ms)
 
-    def _offers(self, seat: Seat) -> Offers:
+    def _offers(self, ask: Ask) -> Offers:
         """What each drafter may do for a request; what it reads first serves for some cycles."""
-        cycles = min(_SERVED, max(1, seat.remaining // 2))
+        cycles = min(_SERVED, max(1, ask.remaining // 2))
         offers = {}
-        for name, record in seat.records.items():
-            worth, row_ms = record.reach(seat.limit), self.row_ms
+        for name, record in ask.records.items():
+            worth, row_ms = record.reach(ask.limit), self.row_ms
             if record.coverage < 1:  # it may have nothing to propose
                 worth, row_ms = [record.coverage * x for x in worth], record.coverage * row_ms
             read_ms = record.unread * self.read_ms[name] / cycles
@@ -245,7 +245,7 @@ class _Cycle:
     def _lost(self, i: int, name: str, gain: float) -> float:
         """Tokens that request i loses by a probe, the step apart, in place of what gains it so."""
         offer = self.offers[i][name]
-        read_ms = self.seats[i].records[name].unread * self.read_ms[name]
+        read_ms = self.asks[i].records[name].unread * self.read_ms[name]
         return gain + self.plan.rate * (offer.token_ms + read_ms) - offer.worth[0]
 
     def _free(self, offers: Offers) -> tuple[float, Choice]:
@@ -256,10 +256,10 @@ class _Cycle:
     def join(self) -> None:
         """Let a request that has long drafted nothing take part in a step that is taken anyway."""
         for i, (_, count) in enumerate(self.choices):
-            for name, record in self.seats[i].records.items() if not count else ():
+            for name, record in self.asks[i].records.items() if not count else ():
                 saved = PROBE_BUDGET * record.since * self.plan.tokens / self.batch
                 if name in self.used & self.prices.steps.keys() and self._lost(i, name, 0) <= saved:
-                    self.choices[i] = Choice(name, min(PROBE_TOKENS, self.seats[i].limit))
+                    self.choices[i] = Choice(name, min(PROBE_TOKENS, self.asks[i].limit))
                     self.probing.add(i)
 
     def probe(self, saved: dict[str, float]) -> str | None:
@@ -291,7 +291,7 @@ class _Cycle:
             if totals[count - 1] <= saved.get(name, 0.0):
                 self.choices, self.probing = rest, {i for _, i in able[:count]}
                 for i in self.probing:
-                    self.choices[i] = Choice(name, min(PROBE_TOKENS, self.seats[i].limit))
+                    self.choices[i] = Choice(name, min(PROBE_TOKENS, self.asks[i].limit))
                 return name
         return None
 
@@ -303,14 +303,14 @@ class _Cycle:
             name = name or self._nearest(i)
             fixed, each = self.step_ms[name]
             c = (fixed + each * self.batch) / self.alone_ms
-            alpha = self.seats[i].records[name].reach(1)[0]
+            alpha = self.asks[i].records[name].reach(1)[0]
             values = alpha, c, speedup, self._break_even(i, name)
             result.append(Decision(name, count, *values, i in self.probing))
         return result
 
     def _nearest(self, i: int) -> str:
         """Whom a request that drafts nothing would rather have than others."""
-        records = self.seats[i].records
+        records = self.asks[i].records
         return max(records, key=lambda n: records[n].reach(1)[0] - self._break_even(i, n))
 
     def _break_even(self, i: int, name: str) -> float:

@@ -5,8 +5,12 @@ says what each figure divides by what, because systems disagree. A rate is null 
 anything to divide.
 """
 
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+PLAIN = "none"  # the name under which requests without a drafter are counted
 
 FORMULAS = {
     "num_draft_tokens": "drafted tokens, less those behind an end of text or a stop string",
@@ -41,7 +45,7 @@ class Statistics:
     other_ms: float = 0.0
 
     def record(self, drafted: int, kinds: list[str]) -> None:
-        """Count one cycle: `drafted` tokens judged, and the kind of each token that it emitted.
+        """Count one cycle: `drafted` tokens judged, and the kind of each token that stays.
 
         Example: record(3, ["accepted", "recovered"]) counts 3 drafted, 1 accepted, 1 recovered.
         """
@@ -172,6 +176,24 @@ class Statistics:
             "verify_ms": round(self.verify_ms, 3),
             "other_ms": round(self.other_ms, 3),
         }
+
+
+class Totals:
+    """Statistics of closed requests, and what else is counted over the server's life."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        """`names` are those of drafters that a request may ask for."""
+        self.by_drafter = {name: Statistics() for name in [*names, PLAIN]}
+        self.by_rule = {rule: Statistics() for rule in ("greedy", "coupled", "rejection")}
+        self.recent: deque[tuple[int, int]] = deque(maxlen=200)  # (drafted, accepted) by cycle
+        self.num_faults = 0  # forwards that failed and were tried again
+
+    def add(self, name: str | None, rule: str, statistics: Statistics) -> None:
+        """Count a closed request."""
+        # A new object each time: /health reads whole sums from another thread.
+        name = name or PLAIN
+        self.by_drafter[name] = self.by_drafter[name] + statistics
+        self.by_rule[rule] = self.by_rule[rule] + statistics
 
 
 def _per(total: float, count: int) -> float:

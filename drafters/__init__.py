@@ -9,9 +9,12 @@ from messages import Draft, Sampling, Verdict
 
 from .base import Context, Drafter
 from .noise import Noise
+from .panel import AUTO
 from .timed import TimedDrafter
 
-__all__ = ["NAMES", "Context", "Draft", "Drafter", "Noise", "Sampling", "Verdict", "load"]
+__all__ = [
+    "NAMES", "Context", "Draft", "Drafter", "Noise", "Sampling", "Verdict", "load", "load_all",
+]  # fmt: skip
 
 # name -> (module, class); a module is imported when its drafter is first asked for
 _REGISTRY = {
@@ -20,6 +23,7 @@ _REGISTRY = {
     "mtp": ("drafters.mtp_head", "MtpHeadDrafter"),
 }
 NAMES = tuple(_REGISTRY)
+_DEFAULTS = ("mtp", "ngram")  # the first of these that fits
 
 
 def load(name: str, context: Context) -> Drafter:
@@ -45,6 +49,35 @@ def load(name: str, context: Context) -> Drafter:
         raise
     except Exception as error:  # a drafter of one's own may fail in any way
         raise ValueError(f"drafter {name} failed to start: {error}") from error
+
+
+def load_all(
+    wanted: str | None, context: Context, may_choose: bool
+) -> tuple[dict[str, Drafter], str]:
+    """Every drafter that fits, by name, and the default's name.
+
+    `wanted` is the one that the command line names. If it names none, the default is auto, where
+    there is a choice and `may_choose` allows it. Raises ValueError if one asked for does not fit.
+    """
+    loaded: dict[str, Drafter] = {}
+    own = wanted if wanted != AUTO else None
+    default, asked = None, {own, "ngram", "draft_model" if context.draft else None}
+    for name in dict.fromkeys([own, *NAMES] if own else NAMES):
+        try:
+            drafter = load(name, context)
+        except ValueError:
+            if name in asked:
+                raise
+            continue  # this target has no MTP head, say
+        if drafter.name in (*loaded, AUTO, "none"):
+            raise ValueError(f"{name}: the name {drafter.name!r} is taken, give it another")
+        loaded[drafter.name] = drafter
+        if name == own:
+            default = drafter.name
+    first = default or next(name for name in _DEFAULTS if name in loaded)
+    ordered = {first: loaded[first]} | loaded
+    can_choose = wanted is None and len(loaded) > 1 and may_choose
+    return ordered, AUTO if wanted == AUTO or can_choose else first
 
 
 def _class_from_file(name: str) -> type[Drafter]:

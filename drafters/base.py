@@ -51,9 +51,8 @@ class Drafter(ABC):
     """
 
     name: ClassVar[str]
-    needs_hidden: bool = False
-    # Weights that one draft step reads; the controller's idea of its cost until it was measured.
-    num_step_weights: int = 0
+    needs_hidden: bool = False  # whether verdicts are to bring hidden states of the target
+    hidden_layers: tuple[int, ...] = (-1,)  # behind which blocks; -1 is behind the final norm
 
     @classmethod
     def build(cls, context: Context) -> "Drafter":
@@ -68,20 +67,6 @@ class Drafter(ABC):
         `noise.choose(weights, None, position)`, where `position` is the number of tokens before it.
         """
         return list(prompt)
-
-    def guess(self, state: Any, name: str, max_tokens: int) -> list[int] | None:
-        """What candidate `name` would propose, nobody having asked: to be held against what came.
-
-        For drafters that cost next to nothing and draw nothing; None from all others.
-        """
-        return None
-
-    def candidates(self, state: Any) -> list[str]:
-        """Names to choose from; more than its own where several drafters act as one."""
-        return [self.name]
-
-    def select(self, state: Any, name: str) -> None:  # noqa: B027  (most are only one)
-        """The next draft is to come from candidate `name`."""
 
     @abstractmethod
     def propose(self, state: Any, max_tokens: int) -> Draft:

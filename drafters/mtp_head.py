@@ -16,6 +16,7 @@ each; the first one is reused.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -24,6 +25,7 @@ from transformers.modeling_layers import MtpModel
 
 from fastpath.attention import NAME as GROUPED
 from fastpath.decoder import speed_up_head
+from fastpath.forward import Runs, whole
 from messages import Draft, Sampling, Verdict
 
 from .base import Context, Drafter
@@ -57,8 +59,10 @@ class MtpHeadDrafter(Drafter):
         self.num_step_weights = sum(weight.numel() for weight in weights)
         self._fused = speed_up_head(head, self._cache.max_length) if context.fast else None
         # Without the fast path sequences are padded to one length to attend side by side.
-        self._can_share = head.config._attn_implementation == GROUPED or self._fused is not None
-        self._max_shared = context.target.max_shared
+        can_share = head.config._attn_implementation == GROUPED or self._fused is not None
+        self._shapes = context.target.shapes
+        fast, plain = Runs(self._cache, self._shapes, can_share), partial(whole, self._cache)
+        self._runs = fast if context.fast else plain
         self._sample = context.sample
 
     @classmethod
@@ -125,7 +129,7 @@ class MtpHeadDrafter(Drafter):
 
     def _to_logits(self, outputs: Tensor) -> Tensor:
         """[B, D] -> [B, V] float32, in a number of rows that was checked."""
-        num_rows = self._cache.shapes.run_rows(len(outputs))
+        num_rows = self._shapes.run_rows(len(outputs))
         padded = torch.nn.functional.pad(outputs, (0, 0, 0, num_rows - len(outputs)))
         return self._head._project_to_logits(padded[None])[0, : len(outputs)].float()
 
@@ -137,15 +141,10 @@ class MtpHeadDrafter(Drafter):
         """
         last: list[Tensor] = [None] * len(rows)
         counts = [len(tokens) for _, tokens in pairs]
-        for pieces, num_rows in self._cache.runs(rows, counts, self._max_shared):
-            place = self._cache.place(
-                [rows[p.index] for p in pieces],
-                [p.end - p.begin for p in pieces],
-                num_rows,
-                self._can_share,
-            )
-            ids = place.arrange([pairs[p.index][1][p.begin : p.end] for p in pieces])
-            hidden = place.arrange_states([pairs[p.index][0][p.begin : p.end] for p in pieces])
+        for pieces, place in self._runs(rows, counts):
+            fed = [pairs[p.index][1][p.begin : p.end] for p in pieces]
+            ids = place.arrange([torch.tensor(tokens, device=self._head.device) for tokens in fed])
+            hidden = place.arrange([pairs[p.index][0][p.begin : p.end] for p in pieces])
             if self._fused:
                 output = self._fused(ids, hidden, place, self._cache)
             else:
@@ -158,7 +157,7 @@ class MtpHeadDrafter(Drafter):
     def _run_layer(self, ids: Tensor, hidden: Tensor, place: Any) -> Tensor:
         """transformers' own modules on pairs (hidden and ids as the place arranges them)."""
         embeds = self._head.embed_tokens(ids)
-        positions = (place.ragged or place).positions + 1
+        positions = place.positions + 1
         rope_options = (
             {"layer_type": self._head.config.layer_types[0]}
             if self._head.has_per_layer_rope

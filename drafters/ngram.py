@@ -84,7 +84,8 @@ class NgramDrafter(Drafter):
         index.extend(prompt)
         return index
 
-    def guess(self, state: NgramIndex, name: str, max_tokens: int) -> list[int]:
+    def guess(self, state: NgramIndex, max_tokens: int) -> list[int]:
+        """What `propose` would propose: the controller asks, to know what it would be worth."""
         return state.continuation(max_tokens)
 
     def propose(self, state: NgramIndex, max_tokens: int) -> Draft:

@@ -35,7 +35,10 @@ class TimedDrafter(Drafter):
     def __init__(self, inner: Drafter, limit_s: float) -> None:
         self._inner, self._limit_s = inner, limit_s
         self.name, self.needs_hidden = inner.name, inner.needs_hidden  # type: ignore[misc]
-        self.num_step_weights = inner.num_step_weights
+        self.hidden_layers = inner.hidden_layers
+        self.num_step_weights = getattr(inner, "num_step_weights", 0)
+        if hasattr(inner, "guess"):
+            self.guess = partial(self._call, inner.guess)
         self._unclosed: list[Any] = []  # states, until the drafter can be spoken to again
         self._start()
 
@@ -49,15 +52,6 @@ class TimedDrafter(Drafter):
 
     def open(self, prompt: Any, sampling: Sampling, noise: Noise) -> Any:
         return self._call(self._inner.open, prompt, sampling, noise)
-
-    def guess(self, state: Any, name: str, max_tokens: int) -> list[int] | None:
-        return self._call(self._inner.guess, state, name, max_tokens)
-
-    def candidates(self, state: Any) -> list[str]:
-        return self._call(self._inner.candidates, state)
-
-    def select(self, state: Any, name: str) -> None:
-        self._call(self._inner.select, state, name)
 
     def propose(self, state: Any, max_tokens: int) -> Draft:
         return self._call(self._inner.propose, state, max_tokens)

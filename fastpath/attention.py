@@ -46,7 +46,7 @@ class Ragged(NamedTuple):
 
     padded: Tensor  # [B, T]: the row of each place's token; any row for a pad
     real: Tensor  # [N]: the place, below B · T, of each row's token; any place for a row to spare
-    positions: Tensor  # [1, N]
+    queries: Tensor  # [B, T]: the position of each place's token
 
 
 class Call(NamedTuple):

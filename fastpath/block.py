@@ -29,10 +29,9 @@ _MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 class Where(Protocol):
     """Where a forward's rows stand in their texts; the core's Place is one."""
 
-    positions: Tensor  # [B, T], of the queries
-    start: int | None  # of one text, whose rows stand one after the other; else there is `ragged`
+    positions: Tensor  # [1, N], as the rows are
+    end: int  # one more than the last position
     kv_length: int
-    ragged: Ragged | None
 
 
 Rope = tuple[Tensor, Tensor]  # cos and signed sin (see `sign`), [B, T, 1, head_dim] each
@@ -169,24 +168,37 @@ class FusedStack:
                 blocks[0].groups, length, windows[kind], weight.dtype, weight.device
             )
 
-    def __call__(self, x: Tensor, where: Where, cache: Any, shift: int = 0) -> Tensor:
+    def __call__(
+        self,
+        x: Tensor,
+        where: Where,
+        cache: Any,
+        shift: int = 0,
+        states: dict[int, Any] | None = None,
+    ) -> Tensor:
         """x [1, N, D] -> [1, N, D].
 
-        A token is rotated as if it stood `shift` positions further on.
+        A token is rotated as if it stood `shift` positions further on. `states` is given what comes
+        out of those blocks that it names.
         """
-        ropes, masks, ragged = {}, {}, where.ragged
+        ropes, masks = {}, {}
+        ragged: Ragged | None = getattr(where, "ragged", None)  # several texts have it
+        queries, start = where.positions, where.end - x.shape[1]
+        if ragged is not None:
+            queries, start = ragged.queries, -1
+        start = None if start < 0 else start  # positions then do not follow one another
+        at = slice(start + shift, start + shift + x.shape[1]) if start is not None else None
         for kind, (cos, sin) in self._ropes.items():
-            if ragged is not None:
-                at = ragged.positions[0] + shift
-                ropes[kind] = cos[0, at], sin[0, at]
-            else:
-                at = slice(where.start + shift, where.start + shift + x.shape[1])
-                ropes[kind] = cos[:, at], sin[:, at]
-            masks[kind] = self._masks[kind].of(where.positions, where.start, where.kv_length)
+            rows = where.positions + shift if at is None else (slice(None), at)
+            cos, sin = (table[0, rows] if at is None else table[rows] for table in (cos, sin))
+            ropes[kind] = (cos, sin) if ragged is None else (cos[0], sin[0])
+            masks[kind] = self._masks[kind].of(queries, start, where.kv_length)
         if ragged is not None:
             x = x[0]
-        for block, kind in zip(self.blocks, self._kinds, strict=True):
+        for i, (block, kind) in enumerate(zip(self.blocks, self._kinds, strict=True)):
             x = block.run(x, ropes[kind], masks[kind], cache, ragged)
+            if states and i in states:
+                states[i] = x if ragged is None else x[None]
         return x if ragged is None else x[None]
 
 

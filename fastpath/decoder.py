@@ -2,7 +2,7 @@
 
     ids → embedding → blocks (block.py), rotations and masks from tables → norm → logits
 
-`speed_up` looks at a model of transformers and does what it can: attention without copies
+`speed_up_modules` looks at a model of transformers and does what it can: attention without copies
 (attention.py), packed linear layers (linear.py), and for a stack of plain blocks the forward above.
 `speed_up_head` does it for an MTP head. Either compares old and new on random tokens first, and
 lets go of the modules' own weights only then.
@@ -28,9 +28,8 @@ class OneText(NamedTuple):
     """Where the tokens of one text go (see Where in block.py): all of it, from the first on."""
 
     positions: Tensor  # [1, T]
-    start: int
+    end: int
     kv_length: int
-    ragged: None = None
 
 
 class FusedDecoder:
@@ -48,11 +47,21 @@ class FusedDecoder:
 
     @torch.inference_mode()
     def __call__(
-        self, ids: Tensor, where: Where, cache: Any, wanted: Tensor, shift: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        """Of ids [1, N]: logits [1, n, V] of the rows `wanted` [n], hidden states [1, N, D]."""
-        hidden = self._norm(self._stack(self._embed(ids), where, cache, shift))
-        return self._head(hidden[:, wanted]), hidden
+        self,
+        ids: Tensor,
+        where: Where,
+        cache: Any,
+        wanted: Tensor,
+        shift: int = 0,
+        layers: tuple[int, ...] = (),
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Of ids [1, N]: logits [1, n, V] of the rows `wanted` [n], hidden states [1, N, D].
+
+        Hidden states are those behind the blocks in `layers`; -1 is behind the final norm.
+        """
+        states: dict[int, Tensor] = dict.fromkeys(layers)
+        hidden = self._norm(self._stack(self._embed(ids), where, cache, shift, states))
+        return self._head(hidden[:, wanted]), states | ({-1: hidden} if -1 in states else {})
 
 
 class FusedHead(nn.Module):
@@ -124,7 +133,7 @@ def fused_decoder(model: Any, length: int, windows: Windows) -> FusedDecoder | N
     vocabulary = model.get_input_embeddings().num_embeddings
     ids = torch.randint(vocabulary, (1, count), generator=torch.Generator().manual_seed(0))
     ids, positions = ids.to(model.device), torch.arange(count, device=model.device)[None]
-    where = OneText(positions, 0, count)
+    where = OneText(positions, count, count)
     for shift in (0, length - count):  # far on, too: some families scale by the position
         actual, _ = fused(ids, where, None, positions[0], shift)
         expected = model(ids, position_ids=positions + shift, use_cache=False).logits
@@ -133,7 +142,7 @@ def fused_decoder(model: Any, length: int, windows: Windows) -> FusedDecoder | N
     return fused
 
 
-def speed_up(model: Any, length: int, windows: Windows) -> FusedDecoder | None:
+def speed_up_modules(model: Any, length: int, windows: Windows) -> FusedDecoder | None:
     """Make a model of transformers faster, in place. Its results stay, but for rounding.
 
     `windows` says how far back each kind of layer sees. Returns the fused forward for sequences of
@@ -175,7 +184,7 @@ def speed_up_head(head: Any, length: int) -> FusedHead | None:
             position_ids=positions + 1,
             past_key_values=None,
         )
-        if not is_same(fused(ids, hidden, OneText(positions, 0, count), None), expected):
+        if not is_same(fused(ids, hidden, OneText(positions, count, count), None), expected):
             fused = None
     if fused:
         head.layers = nn.ModuleList([fused])

@@ -128,18 +128,21 @@ class Report:
         )
 
 
-def calibrate(model: Any, most_rows: int = 64) -> Report:
+def calibrate(model: Any, most_rows: int = 64, bitwise: bool = True) -> Report | None:
     """Set model.shapes (the core's CachedModel) to the cheapest shapes with equal bits.
 
     Batches of up to `most_rows` tokens are tried. Where no shapes are exact the ones that came
     nearest stay. Runs in the thread that will serve: the number of threads decides how sums are
-    split.
+    split. Without `bitwise` only the clock decides, and there is no report.
     """
+    if not bitwise:
+        model.shapes.min_rows = by_speed(model)[0] if model.fast else 1
+        return None
     began = time.perf_counter()
     weights = list(weights_of(model.model))
     shapes, checked = model.shapes, 0
     shapes.rows, shapes.key_steps = ROWS, (KEY_BLOCK,)
-    doubt = model.reason_not_to_share()
+    doubt = reason_not_to_check(model)
     if doubt is None and not weights:
         doubt = "it has no linear layers that could be checked"
     if doubt is None:
@@ -158,6 +161,15 @@ def calibrate(model: Any, most_rows: int = 64) -> Report:
     )  # fmt: skip
     LOG.info("%s: %s", model.name, report)
     return report
+
+
+def reason_not_to_check(model: Any) -> str | None:
+    """Why this model's forwards cannot keep to few shapes; None if they can."""
+    if any("experts" in name.split(".") for name, _ in model.model.named_modules()):
+        return "an expert computes as many rows as choose it, which depends on the batch"
+    if model.fast is None:
+        return "without the fast path the sequences of a batch are padded to one length"
+    return model.fast.reason_not_to_share()
 
 
 # --------------------------------------------------------------------------- linear layers
@@ -447,7 +459,13 @@ class _ForwardTrial:
 
     def _hold(self, row: int, length: int) -> None:
         """Let a row hold `length` tokens: the keys and values of the text, over and over."""
-        self._cache.repeat(self._rows[0], row, self._num_known, length)
+        source, slot = self._cache.slot(self._rows[0]), self._cache.slot(row)
+        for layer in (layer for layer in self._cache.layers if layer.is_initialized):
+            for buffer in (layer.keys, layer.values):
+                copies = buffer[source, :, : self._num_known]
+                copies = copies.repeat(1, -(-length // self._num_known), 1)
+                buffer[slot, :, :length] = copies[:, :length]
+        self._cache.lengths[row] = length
 
     def _feed(self, rows: list[int], tokens: list[list[int]]) -> Tensor:
         """The first row's logits [at most 6, V]; nothing stays cached."""

@@ -1,6 +1,6 @@
 """The bodies that the server sends: the answer to a request, its stream's events, and /health.
 
-They read the core's sequences and engine, handed in; see README.md for examples of all three.
+They read the core's sequences and engine, handed in; docs/api.md has examples of all three.
 """
 
 import json
@@ -9,15 +9,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from control.statistics import FORMULAS, Statistics, ratio
+from control.statistics import FORMULAS, PLAIN, Statistics, ratio
 
 from .comparison import comparison
 from .parsing import RequestError, engine_failure, model_id
 from .worker import WAITING, Job, Worker, cancel
 
-PLAIN = "none"  # the name under which requests without a drafter are counted
 _MIN_DRAFTS_TO_JUDGE = 100
 _POOR_FIRST_ACCEPTANCE = 0.2
 
@@ -37,7 +35,7 @@ def answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> dict[str, A
         "token_ids": sequence.output,
         "finish_reason": sequence.finish_reason,
         "seed": request.seed,
-        "warnings": notes + sequence.warnings,
+        "warnings": notes + sequence.seat.warnings,
         "usage": {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -45,7 +43,7 @@ def answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> dict[str, A
         },
         "metrics": {
             "speculative_decoding": {"drafter": request.drafter or PLAIN} | counters,
-            "controller": sequence.decision and sequence.decision.as_dict(),
+            "controller": sequence.seat.decision and sequence.seat.decision.as_dict(),
         },
         "timings": statistics.timings(),
     }
@@ -116,29 +114,6 @@ def failures_as_events(jobs: list[Job], events: Iterator[str]) -> Iterator[str]:
     yield "data: [DONE]\n\n"
 
 
-def token_logprobs(
-    logits: Tensor, tokens: list[int], num_top: int, tokenizer: Any
-) -> list[dict[str, Any]]:
-    """Log-probabilities of `tokens` and of the `num_top` likeliest by the target's own logits.
-
-    logits [at least len(tokens), V]: row i is where token i was chosen. Before every transform, so
-    they do not depend on the request's sampling.
-    """
-
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        # JSON has no -inf: -9999 is what the field sends for it.
-        return {"id": token, "token": tokenizer.decode([token]), "logprob": max(logprob, -9999.0)}
-
-    logprobs = logits[: len(tokens)].log_softmax(-1)
-    top = logprobs.topk(min(num_top, logits.shape[-1]))
-    return [
-        entry(token, float(row[token])) | {"top_logprobs": list(map(entry, ids, values))}
-        for token, row, ids, values in zip(
-            tokens, logprobs, top.indices.tolist(), top.values.tolist(), strict=True
-        )
-    ]
-
-
 def sse(data: dict[str, Any]) -> str:
     """One server-sent event."""
     return f"data: {json.dumps(data)}\n\n"
@@ -146,9 +121,9 @@ def sse(data: dict[str, Any]) -> str:
 
 def health(engine: Any, worker: Worker, num_spec_tokens: int, uptime_s: float) -> dict[str, Any]:
     """The body of GET /health: state, load, and acceptance over the server's life."""
-    totals = dict(engine.totals)
+    totals = dict(engine.totals.by_drafter)
     total = sum(totals.values(), Statistics())
-    recent = list(engine.recent)
+    recent = list(engine.totals.recent)
     cache = engine.target.cache
     per_drafter = {
         name: s.counters(num_spec_tokens) | s.per_position() for name, s in totals.items()
@@ -157,7 +132,7 @@ def health(engine: Any, worker: Worker, num_spec_tokens: int, uptime_s: float) -
         "status": worker.status,
         "model": model_id(engine.target.name),  # not where its folder is
         "drafter": engine.default_drafter,
-        "drafters": list(engine.drafters),
+        "drafters": list(engine.panel.choices),
         "uptime_s": round(uptime_s, 3),
         "num_requests_running": worker.num_running,
         "num_requests_waiting": worker.num_waiting,
@@ -170,7 +145,9 @@ def health(engine: Any, worker: Worker, num_spec_tokens: int, uptime_s: float) -
         | total.per_position()
         | {
             "per_drafter": per_drafter,
-            "per_rule": {n: s.counters(num_spec_tokens) for n, s in dict(engine.by_rule).items()},
+            "per_rule": {
+                rule: s.counters(num_spec_tokens) for rule, s in dict(engine.totals.by_rule).items()
+            },
             "formulas": FORMULAS,
         },
         "controller": controller_state(engine),
@@ -184,17 +161,19 @@ def controller_state(engine: Any) -> dict[str, Any] | None:
         return None
     return {
         "costs_by_batch": engine.controller.costs.as_dict(),
-        "last": {name: str(decision) for name, decision in dict(engine.decisions).items()},
+        "last": {name: str(decision) for name, decision in dict(engine.planner.decisions).items()},
     }
 
 
 def _warnings(engine: Any) -> list[str]:
     warnings = []
-    if engine.num_drafter_failures:
-        warnings.append(f"{engine.num_drafter_failures} requests lost their drafter to an error")
-    if engine.num_faults:
-        warnings.append(f"{engine.num_faults} forwards of the target failed and were tried again")
-    for name, statistics in engine.totals.items():
+    if engine.panel.num_failures:
+        warnings.append(f"{engine.panel.num_failures} requests lost their drafter to an error")
+    if engine.totals.num_faults:
+        warnings.append(
+            f"{engine.totals.num_faults} forwards of the target failed and were tried again"
+        )
+    for name, statistics in engine.totals.by_drafter.items():
         rates = statistics.per_position()["acceptance_rate_per_position"]
         if (
             rates

@@ -4,20 +4,30 @@ Everything is measured several times, in turn, and figures are medians. Where ev
 right, as the machine was busy with something else, they are called disturbed (formulas.steadiness).
 """
 
+from dataclasses import replace
 from itertools import zip_longest
-from statistics import median, median_low
 from typing import Any
 
 import torch
 
 from control.formulas import steadiness
 from control.statistics import Statistics, ratio
-from messages import Sampling
+from messages import Request, Sampling
 
 # A choice between scores this close is decided by rounding: logits of one row and of several differ
 # by 1e-5 in float32 and by 0.13 in bfloat16 as measured (float16 has 8 times its precision), and
 # deeper models add to that.
 _NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.06}
+
+
+NUM_RUNS = 3  # of what is compared; figures are medians
+
+
+def runs_to_compare(wanted: Request) -> list[Request]:
+    """A request and the same by plain decoding, in turn: a busy machine then slows both."""
+    plain = replace(wanted, drafter=None)
+    again = [replace(wanted, trace=False), replace(plain, trace=False)]
+    return [wanted, replace(plain, trace=True)] + again * (NUM_RUNS - 1)
 
 
 def comparison(
@@ -94,68 +104,3 @@ def _first_difference(
         "top_2_gap": top[0]["total"] - top[1]["total"] if len(top) > 1 else None,
         "verdict": "near-tie" if is_tie else None if may_have_cut else "bug",
     }
-
-
-# ------------------------------------------------------------------------------ the demo's
-
-
-def timed(ms: list[float]) -> dict[str, Any]:
-    """The median of several runs, and all of them."""
-    return {"ms": round(median(ms), 2), "ms_of_runs": [round(each, 2) for each in ms]}
-
-
-def demo_run(sequences: list[Any], ms: list[float], standard: dict[str, Any]) -> dict[str, Any]:
-    """One prompt by one drafter, run several times, beside `standard` decoding of it."""
-    s = sequences[ms.index(median_low(ms))]
-    num_plain = len(standard["token_ids"])
-    speedups = [
-        (plain / num_plain) / (own / len(each.output))
-        for plain, own, each in zip(standard["ms_of_runs"], ms, sequences, strict=True)
-    ]
-    # The prompt takes both the same time, which the drafter's runs tell apart.
-    prompt_ms = median(each.statistics.prompt_ms for each in sequences)
-    plain_pass_ms = ratio(max(0.0, standard["ms"] - prompt_ms), num_plain - 1)
-    passes = s.statistics.target_passes
-    t_verify = s.statistics.verify_ms / passes / plain_pass_ms if passes and plain_pass_ms else None
-    return (
-        {
-            "target_passes": passes,
-            "tokens_per_pass": s.statistics.tokens_per_pass,
-            "token_ids": s.output,
-            "text": s.text.text,
-            "draft_acceptance_rate": s.statistics.draft_acceptance_rate,
-            "mean_acceptance_length": s.statistics.mean_acceptance_length,
-            "num_draft_tokens": s.statistics.num_draft_tokens,
-            "num_accepted_draft_tokens": s.statistics.num_accepted_draft_tokens,
-            "controller": s.decision and str(s.decision),
-            "warnings": s.warnings,
-            "pieces": s.text.stretches(),
-        }
-        | timed(ms)
-        | steadiness(speedups, s.statistics.tokens_per_pass, t_verify)
-    )
-
-
-def demo_totals(results: list[dict[str, Any]], is_coupled: bool) -> dict[str, dict[str, Any]]:
-    """All prompts together, by method; `results` has one entry for each prompt."""
-    totals: dict[str, dict[str, Any]] = {}
-    for method in ["standard", *results[0]["speculative"]]:
-        runs = [r["speculative"].get(method, r["standard"]) for r in results]
-        tokens = sum(len(run["token_ids"]) for run in runs)
-        passes = sum(run["target_passes"] for run in runs)
-        of_runs = [sum(ms) for ms in zip(*(run["ms_of_runs"] for run in runs), strict=True)]
-        total = {
-            "tokens": tokens,
-            "target_passes": passes,
-            "tokens_per_pass": ratio(tokens - len(runs), passes),
-            "ms": round(sum(run["ms"] for run in runs), 2),
-            "ms_of_runs": [round(ms, 2) for ms in of_runs],
-            "identical": all(r.get("identical", True) for r in runs) if is_coupled else None,
-        }
-        plain = totals.get("standard", total)
-        speedups = [
-            (before / plain["tokens"]) / (own / tokens)
-            for before, own in zip(plain["ms_of_runs"], of_runs, strict=True)
-        ]
-        totals[method] = total | steadiness(speedups, total["tokens_per_pass"], None)
-    return totals

@@ -19,6 +19,7 @@ from waitress.task import ErrorTask
 from werkzeug.exceptions import HTTPException
 
 from .log import log_to_stderr, name_requests, note_refusal
+from .page import register_page
 from .parsing import RequestError, engine_failure, parse_json
 from .worker import Job, Worker, cancel, unavailable
 
@@ -43,6 +44,19 @@ def finish(jobs: list[Job]) -> bool:
         return not any(client_left() for _ in chain.from_iterable(jobs))
     finally:
         cancel(jobs)
+
+
+def new_app(options: Any, prompts: dict[str, str]) -> Flask:
+    """An application with the page, and all that its routes have in common."""
+    app = Flask(__name__)
+    app.config["MAX_CONTENT_LENGTH"] = 1 << 20
+    app.json.sort_keys = False
+    app.url_map.merge_slashes = False  # //generate is not found: a redirect would be HTML
+    name_requests(app, options.log_prompts)
+    register_errors(app)
+    register_page(app, prompts)
+    guard(app, options.api_key, options.allow_origin)
+    return app
 
 
 def guard(app: Flask, api_key: str | None, origin: str | None) -> None:

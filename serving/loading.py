@@ -11,8 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
+from messages import in_short
+
 from .options import Options
-from .parsing import in_short
 from .rope import contexts, fix_rotations
 from .structure import Structure, UnsupportedModel, examine
 
@@ -133,6 +134,14 @@ def check_generation_config(name: str) -> None:
             f"generation_config.json of {name}: eos_token_id must be a token id or a list of "
             f"them, not {in_short(end)}"
         )
+
+
+def ends_of(model: Any, tokenizer: Any) -> set[int]:
+    """The token ids that end a text."""
+    given = [model.generation_config.eos_token_id, tokenizer.eos_token_id]
+    return {
+        i for end in given if end is not None for i in (end if isinstance(end, list) else [end])
+    }
 
 
 def _fit(model: Any, tokenizer: Any, name: str, options: Options) -> Loaded:

@@ -37,7 +37,7 @@ class Histogram:
 
 def metrics(engine: Any, worker: Any) -> str:
     """The whole page."""
-    total = sum(dict(engine.totals).values(), Statistics())
+    total = sum(dict(engine.totals.by_drafter).values(), Statistics())
     cache = engine.target.cache
     usage = sum(cache.lengths) / (cache.num_rows * cache.max_length)
     counters = {
@@ -52,11 +52,11 @@ def metrics(engine: Any, worker: Any) -> str:
         "requests_total": ("requests that got a first token, and ended", total.prefills),
         "drafter_failures_total": (
             "requests that lost their drafter to an error",
-            engine.num_drafter_failures,
+            engine.panel.num_failures,
         ),
         "engine_faults_total": (
             "target forwards that failed and were tried again",
-            engine.num_faults,
+            engine.totals.num_faults,
         ),
     }
     gauges = {

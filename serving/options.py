@@ -23,6 +23,7 @@ class Options:
     drafter: str | None = None  # auto, or the first of DEFAULT_DRAFTERS that fits the target
     num_speculative_tokens: int = Request.num_speculative_tokens
     fixed_k: bool = False
+    strict: bool = False
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 1
     max_tokens: int = Request.max_tokens
@@ -120,6 +121,7 @@ def parse_arguments(
         "drafter": {"help": f"{', '.join(NAMES)}, auto or file.py:Class"},
         "num_speculative_tokens": {"type": between(1, MAX_SPECULATIVE_TOKENS), "help": "K"},
         "fixed_k": {"action": "store_true", "help": "always draft K, whether it pays or not"},
+        "strict": {"action": "store_true", "help": "a drafter's fault fails the request"},
         "prompt_lookup_max": {"type": count, "help": "longest suffix that ngram looks up"},
         "prompt_lookup_min": {"type": count, "help": "shortest suffix that ngram looks up"},
         "max_tokens": {"type": count, "help": "tokens to generate, where a request does not say"},

@@ -10,8 +10,14 @@ import reprlib
 import secrets
 import threading
 from collections.abc import Callable, Collection
+from dataclasses import fields
 from pathlib import Path, PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from messages import Request, Sampling, in_short
+
+if TYPE_CHECKING:
+    from .options import Options
 
 
 class RequestError(Exception):
@@ -30,11 +36,6 @@ class RequestError(Exception):
         return {
             "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         }
-
-
-def in_short(error: Exception) -> str:
-    """What an error says, on one line and not beyond measure."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def engine_failure(error: Exception) -> RequestError:
@@ -217,6 +218,40 @@ def parse_fields(
     if more := len(unknown) - len(notes):
         notes.append(f"{more} more unknown fields were ignored")
     return fields, notes
+
+
+def parse_request(
+    body: dict[str, Any], engine: Any, options: "Options"
+) -> tuple[Request, bool, bool, list[str]]:
+    """A request's fields, defaults filled in: (request, stream, compare, warnings).
+
+    Raises RequestError, naming the field that is wrong.
+    """
+    target = engine.target
+    names = (*SAMPLING_FIELDS, "max_tokens", "num_speculative_tokens")
+    defaults = {name: getattr(options, name) for name in names}
+    defaults["drafter"] = engine.default_drafter
+    given, notes = parse_fields(
+        body, target.tokenizer, engine.panel.choices, defaults, target.name, target.max_length
+    )
+    try:
+        check_prompt(given["prompt"], target)
+    except ValueError as error:
+        raise RequestError(str(error), param="prompt") from error
+    stream, compare = given.pop("stream"), given.pop("compare")
+    sampling = Sampling(**{field.name: given.pop(field.name) for field in fields(Sampling)})
+    return Request(**given, sampling=sampling), stream, compare, notes
+
+
+def check_prompt(prompt: list[int], target: Any) -> None:
+    """Raises ValueError if a prompt is empty, leaves no room or has ids unknown to `target`."""
+    length, context, largest = len(prompt), target.max_length, target.vocab_size - 1
+    if not prompt:
+        raise ValueError("the prompt is empty")
+    if length >= context:
+        raise ValueError(f"the prompt's {length} tokens leave no room in a context of {context}")
+    if not all(0 <= token <= largest for token in prompt):
+        raise ValueError(f"the prompt has a token id outside 0 to {largest}")
 
 
 def tokenize(text: str, tokenizer: Any, max_length: int, **options: Any) -> list[int]:

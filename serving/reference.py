@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from messages import in_short
+
 from .loading import StartError
-from .parsing import in_short
 from .structure import has_experts
 
 _NUM_TOKENS, _NUM_NEIGHBOUR = 320, 48  # in the two texts, where the context holds as many
@@ -146,7 +147,7 @@ def refusal(cached: Any) -> Iterator[None]:
     except Exception as error:
         reason = f"{type(error).__name__}: {in_short(error)}"
         # The module may compute with a weight that the fast path has packed.
-        hint = " (--no-fastpath may help)" if cached.is_fast else ""
+        hint = " (--no-fastpath may help)" if cached.fast else ""
         raise StartError(
             f"{_title(cached)} cannot be run with this KV cache: {reason}{hint}"
         ) from error

@@ -19,8 +19,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
+from control.planner import FixedK
+from control.statistics import Totals
+from messages import Request
+
+from . import faults, trace
 from .metrics import Histogram
 from .options import Options
 from .parsing import RequestError
@@ -29,6 +35,7 @@ WAITING = object()  # what a job yields while nothing happens
 LOG = logging.getLogger(__name__)
 _END = object()
 _POLL_S = 0.1
+_WARM_UP_S = 0.5  # after so much nothing is run a second time
 _FAILURES_TO_TELL = 3  # requests in a row: one of them may be to blame itself
 
 
@@ -232,19 +239,26 @@ class Worker:
             self._running, self._waiting = [], deque()
 
     def _step(self) -> None:
+        """A cycle of all that run. What fails in there fails its own request."""
         try:
-            events = self._engine.step([job.sequence for job in self._running])
+            cycles = faults.step(self._engine, [job.sequence for job in self._running])
         except Exception as error:
             for job in list(self._running):
                 self._leave(job, error)
             return
-        for job, event in zip(list(self._running), events, strict=True):
-            if event is not None:
-                self._note_first(job)
-                self._failures_in_a_row = 0
-                job.put(event)
-            if job.sequence.finish_reason:
-                self._leave(job, job.sequence.failure)
+        for job in list(self._running):
+            s = job.sequence
+            if s in cycles:
+                try:
+                    event = trace.event(s, cycles[s])
+                except Exception as error:
+                    s.fail(error)
+                else:
+                    self._note_first(job)
+                    self._failures_in_a_row = 0
+                    job.put(event)
+            if s.finish_reason:
+                self._leave(job, s.failure)
 
     def _admit(self) -> list[Job] | None:
         """Waiting jobs that may join, oldest first; wait while there are none. None: drained."""
@@ -294,3 +308,24 @@ class Worker:
         self._running.remove(job)
         self._failures_in_a_row += error is not None
         job.end(error)
+
+
+def warm_up(engine: Any) -> None:
+    """Let the target and each drafter run once before a measurement counts; then forget it.
+
+    First calls are slow: kernels are chosen, buffers allocated. Each drafter is asked for a whole
+    draft, so the target runs at 1 and at K + 1 rows. A fault here is one at run time, too, and is
+    told there.
+    """
+    prompt = [i % engine.target.vocab_size for i in (1, 2, 3, 1, 2, 3)]
+    began, planner, engine.planner = time.perf_counter(), engine.planner, FixedK()
+    for _ in range(2):
+        for name in [None, *engine.panel.drafters]:
+            with suppress(Exception):
+                for _, cycle in engine.generate(Request(prompt, 16, name)):
+                    if cycle.number == 2:
+                        break
+        if time.perf_counter() - began > _WARM_UP_S:
+            break
+    engine.planner, engine.panel.num_failures = planner, 0
+    engine.totals = Totals(engine.panel.choices)

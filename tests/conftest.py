@@ -19,7 +19,10 @@ sys.modules["speculative_decoding"] = importlib.import_module("08_speculative_de
 
 import speculative_decoding as core  # noqa: E402
 
+import demo  # noqa: E402
 from drafters.noise import ACCEPT  # noqa: E402
+from fastpath.exact import calibrate  # noqa: E402
+from serving import trace  # noqa: E402
 
 transformers.logging.set_verbosity_error()
 torch.set_num_threads(1)  # the models here are small: a second thread costs more than it brings
@@ -97,7 +100,7 @@ def demo_reference(reference: Callable[[Any], Any]) -> Any:
 def prompts(demo_engine: Any) -> dict[str, list[int]]:
     """The demo prompts as token ids."""
     tokenizer = demo_engine.target.tokenizer
-    return {name: tokenizer(text)["input_ids"] for name, text in core.read_prompts().items()}
+    return {name: tokenizer(text)["input_ids"] for name, text in demo.read_prompts().items()}
 
 
 @pytest.fixture(scope="session")
@@ -165,6 +168,12 @@ def judge(draft: Any, p: torch.Tensor, numbers: list[float]) -> Any:
     return core.verify_by_rejection(draft, p, Numbers(numbers), 0)
 
 
+def make_exact(target: Any) -> bool:
+    """Find the shapes that give equal bits; whether there are such."""
+    target.report = calibrate(target)
+    return target.report.is_exact
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {"sampling": core.Sampling(temperature=0.9, top_p=0.95), "seed": 5},
@@ -180,8 +189,8 @@ def way(request: pytest.FixtureRequest) -> dict[str, Any]:
 def run(engine: Any, prompt: list[int], **fields: Any) -> tuple[Any, list[dict[str, Any]]]:
     """One request to its end: the finished sequence and its events."""
     events = []
-    for sequence, event in engine.generate(core.Request(prompt, **fields)):  # noqa: B007
-        events.append(event)
+    for sequence, cycle in engine.generate(core.Request(prompt, **fields)):
+        events.append(trace.event(sequence, cycle))
     return sequence, events
 
 

@@ -16,8 +16,12 @@ import os
 import random
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import demo
+from serving import faults
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -126,8 +130,8 @@ def compare_forwards(target: Any, rounds: int, chance: random.Random) -> Compari
 
 def compare_texts(engine: Any, count: int, chance: random.Random) -> tuple[int, int]:
     """(texts, those that differ): requests alone, and eight at once with other neighbours."""
-    prompts = [engine.target.tokenizer(text)["input_ids"] for text in core.read_prompts().values()]
-    names = [None, *engine.drafters]
+    prompts = [engine.target.tokenizer(text)["input_ids"] for text in demo.read_prompts().values()]
+    names = [None, *engine.panel.drafters]
     requests = []
     for i in range(count):
         sampling = core.Sampling(temperature=0.9, top_p=0.95) if i % 2 else core.Sampling()
@@ -141,7 +145,7 @@ def compare_texts(engine: Any, count: int, chance: random.Random) -> tuple[int, 
     for begin in range(0, count, 8):
         batch = [engine.open(request) for request in requests[begin : begin + 8]]
         while running := [s for s in batch if s.finish_reason is None]:
-            engine.step(running)
+            faults.step(engine, running)
         for sequence in batch:
             engine.close(sequence)
         for request, together in zip(requests[begin : begin + 8], batch, strict=True):
@@ -168,7 +172,7 @@ def main() -> None:
         model = make_model(given.model, folder) if given.model in ODD else given.model
         options = core.Options(dtype=given.dtype, max_running=8, fixed_k=True)
         if model != "demo":
-            options = core.replace(options, model=model)
+            options = replace(options, model=model)
         engine = core.load_engine(options)
         found = compare_forwards(engine.target, given.rounds, chance)
         texts, differing = compare_texts(engine, given.texts, chance)

@@ -20,6 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from serving import faults
+
 DOCUMENT = ROOT / "docs" / "families.md"
 EXACT, RIGHT, REFUSED, UNBUILT = "exact", "right, not exact", "refused", "not built"
 NUM_TOKENS = 24
@@ -148,7 +150,7 @@ def served_texts(engine: Any, requests: list[Any]) -> list[list[int]]:
     sequences = [engine.open(request) for request in requests]
     try:
         while running := [s for s in sequences if s.finish_reason is None]:
-            engine.step(running)
+            faults.step(engine, running)
         assert not any(s.failure for s in sequences)
         return [s.output for s in sequences]
     finally:

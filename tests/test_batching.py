@@ -3,12 +3,14 @@
 import itertools
 import random
 import threading
+from dataclasses import replace
 
 import pytest
 import speculative_decoding as core
 import torch
 from conftest import ScriptedDrafter, run, scripted_engine
 
+from serving import faults
 from serving.parsing import RequestError
 from serving.worker import WAITING, Worker
 
@@ -27,15 +29,15 @@ def engine():
             raise RuntimeError("poisoned")
         return tokens[-limit:] if chance.random() < 0.5 else [-1]
 
-    engine.drafters["poisoned"] = ScriptedDrafter(poisoned)
-    engine.totals["poisoned"] = core.Statistics()
+    engine.panel.drafters["poisoned"] = ScriptedDrafter(poisoned)
+    engine.totals.by_drafter["poisoned"] = core.Statistics()
     return engine
 
 
 def is_idle(engine):
     """Nothing is held: every row of every cache is free, and empty."""
-    caches = [engine.target.cache, engine.drafters["draft_model"]._draft.cache]
-    caches.append(engine.drafters["mtp"]._cache)
+    caches = [engine.target.cache, engine.panel.drafters["draft_model"]._draft.cache]
+    caches.append(engine.panel.drafters["mtp"]._cache)
     return all(
         cache.lengths == [0] * cache.num_rows
         and sorted(cache._free) == list(range(cache.num_rows))
@@ -95,8 +97,8 @@ def test_a_long_prompt_does_not_stop_the_others(engine, prompts):
     late = [engine.open(core.Request([7] * 500, 4, "mtp")) for _ in range(2)]
     cycles = 0
     while not late[0].num_steps:
-        first, *events = engine.step([running, *late])
-        assert first is not None and events[1] is None  # one prompt is read at a time
+        cycles_of = engine.step([running, *late])
+        assert running in cycles_of and late[1] not in cycles_of  # one prompt is read at a time
         cycles += 1
     assert cycles == 21
     while late[1].finish_reason is None:
@@ -128,7 +130,7 @@ def test_many_requests_over_eight_rows_all_equal_their_solo_runs(
     """
     chance = random.Random(num_requests)
     worker = Worker(engine, core.Options(max_running=8, max_queued=num_requests))
-    before = sum(engine.totals.values(), core.Statistics()).completion_tokens
+    before = sum(engine.totals.by_drafter.values(), core.Statistics()).completion_tokens
     finished, lock = [], threading.Lock()
 
     def client(job, leaves_after):
@@ -159,9 +161,9 @@ def test_many_requests_over_eight_rows_all_equal_their_solo_runs(
     for job in finished:
         sequence, request = job.sequence, job.request
         assert sequence.finish_reason in ("stop", "length")
-        *_, (alone, _) = demo_engine.generate(core.replace(request, drafter=None))
+        *_, (alone, _) = demo_engine.generate(replace(request, drafter=None))
         assert sequence.output == alone.output and sequence.text.text == alone.text.text
-    after = sum(engine.totals.values(), core.Statistics()).completion_tokens
+    after = sum(engine.totals.by_drafter.values(), core.Statistics()).completion_tokens
     emitted = sum(len(job.sequence.output) for job in jobs if job.sequence)
     assert after - before == emitted
 
@@ -190,8 +192,8 @@ def failing(engine, monkeypatch, fails):
     """The target's forward raises where fails(which call it is, num_logits), its work done."""
     forward, calls = engine.target.forward, itertools.count()
 
-    def faulty(rows, tokens, num_logits, want_hidden=False):
-        output = forward(rows, tokens, num_logits, want_hidden)
+    def faulty(rows, tokens, num_logits, layers=()):
+        output = forward(rows, tokens, num_logits, layers)
         if fails(next(calls), num_logits):
             raise RuntimeError("out of memory")
         return output
@@ -207,12 +209,12 @@ def test_a_forward_that_fails_once_leaves_no_trace(
     """Of the prompt's three chunks, or of a verify: what was cached by then is cached anew."""
     prompt = prompts["repetitive_sentence"]
     engine = core.Engine(
-        demo_engine.target, demo_engine.drafters, prefill_chunk=len(prompt) // 3 + 1
+        demo_engine.target, demo_engine.panel.drafters, prefill_chunk=len(prompt) // 3 + 1
     )
     expected = plain(prompt, 16, **way)
     failing(engine, monkeypatch, lambda i, _: i == call)
     sequence, _ = run(engine, prompt, max_tokens=16, drafter=drafter, **way)
-    assert (sequence.output, sequence.warnings, engine.num_faults) == (expected, [], 1)
+    assert (sequence.output, sequence.seat.warnings, engine.totals.num_faults) == (expected, [], 1)
     assert sequence.statistics.num_draft_tokens > 5
 
 
@@ -223,10 +225,10 @@ def test_a_draft_that_cannot_be_verified_costs_the_speculation(
     engine = scripted_engine(demo_engine, lambda tokens, limit: [7] * limit)
     failing(engine, monkeypatch, lambda _, num_logits: max(num_logits) > 1)
     sequence, _ = run(engine, prompts["hard_prose"], max_tokens=12, drafter="scripted", **way)
-    assert sequence.output == expected and engine.num_faults == 1
-    (warning,) = sequence.warnings
+    assert sequence.output == expected and engine.totals.num_faults == 1
+    (warning,) = sequence.seat.warnings
     assert warning == "a forward failed (out of memory): went on without speculation"
-    assert engine.drafters["scripted"].num_open == 0
+    assert engine.panel.drafters["scripted"].num_open == 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -245,24 +247,24 @@ def test_a_request_whose_logits_are_no_numbers_fails_alone(prompts, plain, draft
     requests[1] = core.Request(prompts[names[1]], 24, drafter, sampling=sampling)
     sequences = [engine.open(request) for request in requests]
     for _ in range(2):
-        engine.step(sequences)
+        faults.step(engine, sequences)
     broken = sequences[1]
     for layer in cache.layers:
         layer.keys[1, :, :3] = float("nan")
-    assert engine.step(sequences)[1] is None
+    assert broken not in engine.step(sequences)
     assert broken.finish_reason == "error" and "NaN in its logits" in str(broken.failure)
     engine.close(broken)
     others = [sequences[0], sequences[2]]
     others.append(engine.open(core.Request(prompts[names[1]], 24, drafter)))
     while running := [s for s in others if s.finish_reason is None]:
-        engine.step(running)
+        faults.step(engine, running)
     for s, name in zip(others, [names[0], names[2], names[1]], strict=True):
         assert s.output == plain(prompts[name], 24)
         engine.close(s)
     assert all(layer.keys.isfinite().all() for layer in cache.layers)
     with pytest.raises(ValueError, match="NaN in its logits"):
-        for _, event in engine.generate(requests[1]):
-            if event["step"] == 1:
+        for _, cycle in engine.generate(requests[1]):
+            if cycle.number == 1:
                 for layer in cache.layers:
                     layer.values[0, :, :3] = float("nan")
 

@@ -13,10 +13,13 @@ import pytest
 import speculative_decoding as core
 from conftest import ScriptedDrafter, run
 
-from control.controller import PROBE_BUDGET, Acceptance, Controller, Seat
+import messages
+from control.controller import PROBE_BUDGET, Acceptance, Ask, Controller
 from control.costs import Costs, Line
 from control.plans import NOTHING, Choice, Offer, Prices, best_plan, evaluate
-from drafters.auto import AutoDrafter
+from drafters.panel import Panel, Seat
+from serving import faults
+from serving.worker import warm_up
 
 K = 8
 WEIGHTS = 100, {"own": 20, "other": 20, "free": 0}
@@ -45,7 +48,7 @@ def controller(c=0.2, token_share=0.02, batch=1):
 
 def ask(own, records, batch=1, limit=K):
     """The decision for one of `batch` requests, all with such records."""
-    seats = [Seat(records, limit, 1000) for _ in range(batch)]
+    seats = [Ask(records, limit, 1000) for _ in range(batch)]
     return own.plan(seats, batch)[0]
 
 
@@ -145,7 +148,7 @@ def test_a_request_that_drafts_nothing_beside_others_that_do_comes_back():
     records = [settled(0.9), settled(0.9), settled(0.9), settled(0.0)]
     last = []
     for cycle in range(200):
-        decisions = own.plan([Seat({"own": record}, 4, 1000) for record in records], 4)
+        decisions = own.plan([Ask({"own": record}, 4, 1000) for record in records], 4)
         counts = [decision.num_tokens for decision in decisions]
         assert all(counts[:3])
         for record, count in zip(records, counts, strict=True):
@@ -251,7 +254,7 @@ def live(own, record, num_cycles, pass_ms, step_ms, tokens=100):
     """
     drafted = []
     for cycle in range(num_cycles):
-        decision = own.plan([Seat({"own": record}, 5, tokens)], 1)[0]
+        decision = own.plan([Ask({"own": record}, 5, tokens)], 1)[0]
         count = decision.num_tokens
         if count:
             own.costs.observe_draft("own", [count], record.unread, step_ms(cycle) * count)
@@ -358,13 +361,13 @@ def test_requests_that_may_choose_share_one_model_in_a_cycle(seed):
     ]
     seen = set()
     for _ in range(300):
-        decisions = own.plan([Seat(each, 5, 1000) for each in records], 4)
+        decisions = own.plan([Ask(each, 5, 1000) for each in records], 4)
         drafting = {d.drafter for d in decisions if d.num_tokens} - {"free"}
         assert len(drafting) <= 1
         seen |= drafting
     assert seen == {"own", "other"}  # one of them in probes
     only = [{"own": settled(0.9)}, {"other": settled(0.9)}]
-    decisions = own.plan([Seat(each, 5, 1000) for each in only], 4)
+    decisions = own.plan([Ask(each, 5, 1000) for each in only], 4)
     assert [d.drafter for d in decisions] == ["own", "other"]
 
 
@@ -403,7 +406,7 @@ def test_whatever_it_chooses_the_output_is_plain_decoding(
     given = {"max_tokens": 48, "drafter": drafter, "trace": True}
     sequence, events = run(adaptive, prompts[name], **given, **way)
     assert sequence.output == plain(prompts[name], 48, **way)
-    assert sequence.warnings == [] and sequence.decision is not None
+    assert sequence.seat.warnings == [] and sequence.seat.decision is not None
     assert all(len(event["proposals"]) <= 5 for event in events)
     assert "controller" in events[1]
 
@@ -420,7 +423,7 @@ def test_a_batch_that_chooses_its_drafts_together_writes_what_each_would_alone(
     ]
     sequences = list(running)
     while running:
-        adaptive.step(running)
+        faults.step(adaptive, running)
         running = [s for s in running if s.finish_reason is None]
     for i, (sequence, text) in enumerate(zip(sequences, texts, strict=True)):
         adaptive.close(sequence)
@@ -449,16 +452,20 @@ def test_a_drafter_that_is_never_right_is_soon_left_alone(demo_engine, prompts):
         return [0] * n
 
     drafter = ScriptedDrafter(script)
-    engine = core.Engine(demo_engine.target, {"scripted": drafter}, "scripted")
-    engine.controller = Controller(100, {"scripted": 30})
+    engine = core.Engine(
+        demo_engine.target,
+        {"scripted": drafter},
+        "scripted",
+        controller=Controller(100, {"scripted": 30}),
+    )
     sequence, _ = run(
         engine, prompts["hard_docs"], max_tokens=100, drafter="scripted",
         sampling=core.Sampling(temperature=1.0), seed=3,
     )  # fmt: skip
     statistics = sequence.statistics
     assert statistics.target_passes > 80 and statistics.num_spec_steps < 15
-    assert "K=0 is faster here: scripted" in str(sequence.decision)
-    assert engine.decisions["scripted"] is sequence.decision
+    assert "K=0 is faster here: scripted" in str(sequence.seat.decision)
+    assert engine.planner.decisions["scripted"] is sequence.seat.decision
 
 
 def test_among_several_one_that_often_has_nothing_to_propose_is_passed_over():
@@ -479,14 +486,15 @@ def test_a_drafter_that_costs_nothing_is_judged_by_what_came(demo_engine, prompt
     class Silent(ScriptedDrafter):
         name = "silent"
 
-    ngram = demo_engine.drafters["ngram"]
-    auto = AutoDrafter({"silent": Silent(lambda tokens, n: []), "ngram": ngram})
-    engine = core.Engine(demo_engine.target, {"auto": auto}, "auto")
-    engine.controller = Controller(100, {"silent": 0, "ngram": 0})
+    ngram = demo_engine.panel.drafters["ngram"]
+    auto = {"silent": Silent(lambda tokens, n: []), "ngram": ngram}
+    engine = core.Engine(
+        demo_engine.target, auto, "auto", controller=Controller(100, {"silent": 0, "ngram": 0})
+    )
     plan = engine.controller.plan
 
     def silent_first(seats, batch):
-        return plan([Seat({"silent": s.records["silent"]}, s.limit, 1) for s in seats], batch)
+        return plan([Ask({"silent": s.records["silent"]}, s.limit, 1) for s in seats], batch)
 
     engine.controller.plan = silent_first
     prompt = prompts["repetitive_sentence"]
@@ -498,17 +506,20 @@ def test_a_drafter_that_costs_nothing_is_judged_by_what_came(demo_engine, prompt
         guess = index.continuation(1)
         expected.observe(len(guess), int(guess == [token]), 1)
         tokens.append(token)
-    found = sequence.records["ngram"]
+    found = sequence.seat.records["ngram"]
     assert (found.reached, found.accepted) == (expected.reached, expected.accepted)
     assert found.cycles == expected.cycles > 20 and found.coverage == expected.coverage
-    assert sequence.records["silent"].cycles == 0
-    assert found.unread == len(sequence.tokens) and sequence.records["silent"].unread == 0
-    assert auto.guess(auto.open(prompt, sampling, sequence.noise), "silent", 3) is None
+    assert sequence.seat.records["silent"].cycles == 0
+    assert found.unread == len(sequence.tokens) and sequence.seat.records["silent"].unread == 0
 
 
 def test_passes_are_measured_with_all_their_rows_and_prefills_not_at_all(demo_engine, prompts):
-    engine = core.Engine(demo_engine.target, {"ngram": demo_engine.drafters["ngram"]})
-    engine.controller, measured = Controller(100, {"ngram": 0}), []
+    engine = core.Engine(
+        demo_engine.target,
+        {"ngram": demo_engine.panel.drafters["ngram"]},
+        controller=Controller(100, {"ngram": 0}),
+    )
+    measured: list[tuple] = []
     engine.controller.costs.observe_pass = lambda *given: measured.append(given)
     _, events = run(engine, prompts["repetitive_colours"], max_tokens=30, drafter="ngram")
     rows = [len(event["proposals"]) + 1 for event in events[1:]]
@@ -520,15 +531,19 @@ def test_passes_are_measured_with_all_their_rows_and_prefills_not_at_all(demo_en
 
 def test_a_guess_that_fails_costs_the_drafter_and_not_the_answer(demo_engine, prompts, plain):
     class Broken(ScriptedDrafter):
-        def guess(self, state, name, max_tokens):
+        def guess(self, state, max_tokens):
             raise RuntimeError("no idea")
 
     drafter = Broken(lambda tokens, n: [0] * n)
-    engine = core.Engine(demo_engine.target, {"scripted": drafter}, "scripted")
-    engine.controller = Controller(100, {"scripted": 900})
+    engine = core.Engine(
+        demo_engine.target,
+        {"scripted": drafter},
+        "scripted",
+        controller=Controller(100, {"scripted": 900}),
+    )
     sequence, _ = run(engine, prompts["hard_docs"], max_tokens=20, drafter="scripted")
     assert sequence.output == plain(prompts["hard_docs"], 20)
-    assert "no idea" in sequence.warnings[0] and drafter.num_open == 0
+    assert "no idea" in sequence.seat.warnings[0] and drafter.num_open == 0
 
 
 def test_among_several_the_better_one_drafts(demo_engine, prompts, plain):
@@ -547,12 +562,14 @@ def test_among_several_the_better_one_drafts(demo_engine, prompts, plain):
 
     good, bad = Right(right), Wrong(lambda tokens, n: [0] * n)
     engine = core.Engine(
-        demo_engine.target, {"auto": AutoDrafter({"wrong": bad, "right": good})}, "auto"
+        demo_engine.target,
+        {"wrong": bad, "right": good},
+        "auto",
+        controller=Controller(100, {"right": 1, "wrong": 1}),
     )
-    engine.controller = Controller(100, {"right": 1, "wrong": 1})
     sequence, _ = run(engine, prompt, max_tokens=60, drafter="auto")
     assert sequence.output == expected
-    assert sequence.decision.drafter == "right"
+    assert sequence.seat.decision.drafter == "right"
     assert sequence.statistics.tokens_per_pass > 3
     assert (good.num_open, bad.num_open) == (0, 0)
 
@@ -560,27 +577,25 @@ def test_among_several_the_better_one_drafts(demo_engine, prompts, plain):
 @pytest.mark.parametrize("first", ["ngram", "draft_model", "mtp"])
 def test_who_was_passed_over_proposes_as_if_it_had_been_there(demo_engine, prompts, first):
     """Each of several drafters proposes in turn; each does what one that saw all of it does."""
-    loaded = {n: demo_engine.drafters[n] for n in ("ngram", "draft_model", "mtp")}
-    auto, chosen = AutoDrafter(loaded), itertools.cycle(["draft_model", first, "ngram", "mtp"])
-    engine = core.Engine(demo_engine.target, {"auto": auto}, "auto")
-    propose = auto.propose_batch
+    loaded = {n: demo_engine.panel.drafters[n] for n in ("ngram", "draft_model", "mtp")}
+    chosen = itertools.cycle(["draft_model", first, "ngram", "mtp"])
+    engine = core.Engine(demo_engine.target, loaded, "auto")
+    propose = engine.panel.propose
 
-    def in_turn(states, limits):
-        for state in states:
-            auto.select(state, next(chosen))
-        drafts = propose(states, limits)
-        (state,), (draft,) = states, drafts
-        drafter = loaded[state.chosen]
-        if state.chosen != "mtp":  # whose hidden states a fresh state would have to be given
-            text = list(state.states["draft_model"].tokens)
-            fresh = drafter.open(text, core.Sampling(), core.Noise(0))
-            assert drafter.propose(fresh, limits[0]).tokens == draft.tokens
-            drafter.close(fresh)
+    def in_turn(seats, plan):
+        (seat,), ((_, limit),) = seats, plan
+        name = next(chosen)
+        drafts = propose(seats, [(name, limit)])
+        if limit and name != "mtp":  # whose hidden states a fresh state would have to be given
+            text = list(seat.states["draft_model"].tokens)
+            fresh = loaded[name].open(text, core.Sampling(), core.Noise(0))
+            assert loaded[name].propose(fresh, limit).tokens == drafts[0].tokens
+            loaded[name].close(fresh)
         return drafts
 
-    auto.propose_batch = in_turn
+    engine.panel.propose = in_turn
     sequence, events = run(engine, prompts["code_class"], max_tokens=50, drafter="auto")
-    assert sequence.warnings == [] and len(events) > 8
+    assert sequence.seat.warnings == [] and len(events) > 8
     assert sequence.statistics.num_accepted_draft_tokens > 10
 
 
@@ -596,19 +611,19 @@ def test_a_batch_with_one_faulty_state_keeps_the_speculation_of_the_others(demo_
     names = ("code_class", "hard_story", "easy_json")
     sequences = [engine.open(core.Request(prompts[n], 20, "scripted")) for n in names]
     while running := [s for s in sequences if not s.finish_reason]:
-        engine.step(running)
+        faults.step(engine, running)
     for sequence in sequences:
         engine.close(sequence)
-    assert [bool(s.warnings) for s in sequences] == [False, True, False]
+    assert [bool(s.seat.warnings) for s in sequences] == [False, True, False]
     assert sequences[0].statistics.num_draft_tokens > 20
-    assert engine.num_drafter_failures == 1
+    assert engine.panel.num_failures == 1
 
 
 @pytest.mark.parametrize("name", ["draft_model", "mtp"])
 def test_a_fault_in_a_batch_of_model_drafts_leaves_the_others_as_if_alone(prompts, name):
     """Neither their caches nor their random numbers keep anything of the draft that failed."""
     engine = core.load_engine(core.Options(fixed_k=True))
-    drafter, guilty = engine.drafters[name], prompts["hard_story"]
+    drafter, guilty = engine.panel.drafters[name], prompts["hard_story"]
     sampling = core.Sampling(temperature=0.9)
     healthy = core.Request(prompts["code_class"], 24, name, sampling=sampling, seed=2)
     *_, (alone, _) = engine.generate(healthy)
@@ -622,52 +637,67 @@ def test_a_fault_in_a_batch_of_model_drafts_leaves_the_others_as_if_alone(prompt
     drafter._sample = faulty
     sequences = [engine.open(r) for r in (healthy, core.Request(guilty, 24, name, seed=1))]
     while running := [s for s in sequences if not s.finish_reason]:
-        engine.step(running)
+        faults.step(engine, running)
     for sequence in sequences:
         engine.close(sequence)
-    assert [bool(s.warnings) for s in sequences] == [False, True]
+    assert [bool(s.seat.warnings) for s in sequences] == [False, True]
     assert sequences[0].output == alone.output
     assert sequences[0].statistics.drafted_at == alone.statistics.drafted_at
 
 
-def test_all_of_several_drafters_are_closed_also_where_one_raises():
-    class Bad(ScriptedDrafter):
-        name = "bad"
+class _Unable(ScriptedDrafter):
+    """Fails in the method that it is named after."""
 
-        def close(self, state):
+    def __init__(self, method):
+        super().__init__(lambda tokens, n: [])
+        self.method = method
+
+    def open(self, *given):
+        if self.method == "open":
             raise RuntimeError("no")
+        return super().open(*given)
 
-    good = ScriptedDrafter(lambda tokens, n: [])
-    bad = [Bad(lambda tokens, n: []) for _ in range(2)]
-    auto = AutoDrafter({"first": bad[0], "good": good, "last": bad[1]})
-    state = auto.open([1, 2], core.Sampling(), core.Noise(0))
-    assert good.num_open == 1
-    with pytest.raises(RuntimeError, match="no"):
-        auto.close(state)
-    assert good.num_open == 0
-
-
-def test_who_was_opened_before_one_that_raises_is_closed():
-    class Shut(ScriptedDrafter):
-        def open(self, prompt, sampling, noise):
+    def observe(self, *given):
+        if self.method == "observe":
             raise RuntimeError("no")
+        super().observe(*given)
 
-    good = ScriptedDrafter(lambda tokens, n: [])
-    auto = AutoDrafter({"good": good, "shut": Shut(lambda tokens, n: [])})
-    with pytest.raises(RuntimeError, match="no"):
-        auto.open([1, 2], core.Sampling(), core.Noise(0))
-    assert good.num_open == 0
+    def close(self, *given):
+        if self.method == "close":
+            raise RuntimeError("no")
+        super().close(*given)
+
+
+def seated(drafters):
+    """A panel of these drafters, and a seat at which all of them read along."""
+    panel, seat = Panel(drafters, 100), Seat(2, core.Sampling())
+    panel.open(seat, "auto", [1, 2], core.Noise(0))
+    return panel, seat
+
+
+@pytest.mark.parametrize("method", ["open", "observe", "close"])
+def test_of_several_drafters_only_the_one_that_fails_is_lost(method):
+    good, bad = ScriptedDrafter(lambda tokens, n: []), _Unable(method)
+    panel, seat = seated({"bad": bad, "good": good})
+    panel.propose([seat], [("good", 3)])
+    panel.observe(seat, messages.Verdict(0, 0, [5]), {})
+    assert list(seat.states) == (["bad", "good"] if method == "close" else ["good"])
+    assert seat.states["good"] == [1, 2, 5]
+    panel.close(seat)
+    assert good.num_open == 0 and panel.num_failures == int(method != "close")
+    (warning,) = seat.warnings
+    told = "bad failed to close: no" if method == "close" else "bad failed (no): went on with good"
+    assert warning == f"drafter {told}"
 
 
 def test_who_was_passed_over_is_told_of_no_draft():
     drafters = {name: ScriptedDrafter(lambda tokens, n: []) for name in ("idle", "chosen")}
-    auto = AutoDrafter(drafters)
-    state = auto.open([1], core.Sampling(), core.Noise(0))
-    auto.select(state, "chosen")
-    auto.observe(state, core.Verdict(3, 1, [5, 6]))
-    assert drafters["chosen"].verdicts == [core.Verdict(3, 1, [5, 6])]
-    assert drafters["idle"].verdicts == [core.Verdict(0, 1, [5, 6])]
-    assert state.states == {"idle": [1, 5, 6], "chosen": [1, 5, 6]}
+    panel, seat = seated(drafters)
+    panel.propose([seat], [("chosen", 3)])
+    panel.observe(seat, messages.Verdict(3, 1, [5, 6]), {})
+    assert drafters["chosen"].verdicts == [messages.Verdict(3, 1, [5, 6])]
+    assert drafters["idle"].verdicts == [messages.Verdict(0, 1, [5, 6])]
+    assert seat.states == {"idle": [1, 2, 5, 6], "chosen": [1, 2, 5, 6]}
 
 
 def test_in_a_batch_one_model_drafts_for_all_who_may_choose(demo_engine, prompts, plain):
@@ -684,8 +714,8 @@ def test_in_a_batch_one_model_drafts_for_all_who_may_choose(demo_engine, prompts
     seen = set()
     while running := [s for s in sequences if s.finish_reason is None]:
         drafting = [s for s in sequences[:5] if s in running and s.num_steps and s.remaining > 1]
-        engine.step(running)
-        chosen = {s.decision.drafter for s in drafting}
+        faults.step(engine, running)
+        chosen = {s.seat.decision.drafter for s in drafting}
         assert len(chosen & {"mtp", "draft_model"}) <= 1
         seen |= chosen
     assert len(seen) > 1
@@ -702,21 +732,22 @@ def test_who_has_nothing_to_propose_is_not_chosen(demo_engine, prompts):
     class Steady(ScriptedDrafter):
         name = "steady"
 
-    auto = AutoDrafter(
-        {"ngram": demo_engine.drafters["ngram"], "steady": Steady(lambda tokens, n: [5] * n)}
+    ngram = demo_engine.panel.drafters["ngram"]
+    auto = {"ngram": ngram, "steady": Steady(lambda tokens, n: [5] * n)}
+    engine = core.Engine(
+        demo_engine.target, auto, "auto", controller=Controller(100, {"ngram": 0, "steady": 20})
     )
-    engine = core.Engine(demo_engine.target, {"auto": auto}, "auto")
-    engine.controller = Controller(100, {"ngram": 0, "steady": 20})
     engine.controller.costs = Unmeasured(engine.controller.costs)
     for prompt, expected in (([1, 2, 3, 4], "steady"), ([1, 2, 1, 2, 1, 2], "ngram")):
         s = engine.open(core.Request(prompt, 8, "auto"))
         engine.step([s])
-        s.state.states["ngram"] = (
-            engine.drafters["auto"]._drafters["ngram"].open(prompt, core.Sampling(), s.noise)
-        )
-        s.records = {"ngram": Acceptance(), "steady": Acceptance()}  # and text to read is forgotten
+        s.seat.states["ngram"] = ngram.open(prompt, core.Sampling(), s.noise)
+        s.seat.records = {
+            "ngram": Acceptance(),
+            "steady": Acceptance(),
+        }  # and text to read is forgotten
         engine.step([s])
-        assert s.decision.drafter == expected
+        assert s.seat.decision.drafter == expected
         engine.close(s)
 
 
@@ -753,8 +784,8 @@ def test_all_is_run_at_one_and_k_plus_1_rows_before_a_measurement_counts(demo_en
     engine = core.Engine(
         demo_engine.target,
         {"scripted": ScriptedDrafter(script), "poisoned": Poisoned(poisoned)},
+        controller=Controller(100, {"scripted": 20, "poisoned": 20}),
     )
-    engine.controller = Controller(100, {"scripted": 20, "poisoned": 20})
     forward = engine.target.forward
 
     def counted(*given, **named):
@@ -762,22 +793,28 @@ def test_all_is_run_at_one_and_k_plus_1_rows_before_a_measurement_counts(demo_en
         return forward(*given, **named)
 
     monkeypatch.setattr(engine.target, "forward", counted)
-    engine.warm_up()
+    warm_up(engine)
     assert asked.count(core.Options.num_speculative_tokens) >= 2
     assert rows.count(1) >= 2 and rows.count(core.Options.num_speculative_tokens + 1) >= 2
     assert engine.controller and not engine.controller.costs.passes
-    assert engine.totals["scripted"] == engine.totals["none"] == core.Statistics()
-    assert engine.num_drafter_failures == 0 and not engine.recent and not engine.decisions
+    assert (
+        engine.totals.by_drafter["scripted"]
+        == engine.totals.by_drafter["none"]
+        == core.Statistics()
+    )
+    assert (
+        engine.panel.num_failures == 0 and not engine.totals.recent and not engine.planner.decisions
+    )
     assert engine.target.cache.lengths == [0] * engine.target.cache.num_rows
 
     monkeypatch.setattr(engine.target, "forward", lambda *_, **__: 1 / 0)
-    engine.warm_up()  # whoever uses it is told
-    assert engine.num_faults == 0
+    warm_up(engine)  # whoever uses it is told
+    assert engine.totals.num_faults == 0
 
 
 def test_an_engine_is_loaded_warm(monkeypatch):
     warmed = []
-    monkeypatch.setattr(core.Engine, "warm_up", lambda engine: warmed.append(engine))
+    monkeypatch.setattr(core, "warm_up", warmed.append)
     engine = core.load_engine(core.Options())
     assert warmed == [engine]
 

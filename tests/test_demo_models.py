@@ -105,7 +105,7 @@ def test_training_runs_end_to_end_and_its_folders_serve(tmp_path):
     assert report == json.loads((out / "training.json").read_text())
     options = core.Options(model=str(out / "target"), draft_model=str(out / "draft"))
     engine = core.load_engine(options)
-    assert set(engine.drafters) == {"ngram", "draft_model", "mtp", "auto"}
+    assert set(engine.panel.drafters) == {"ngram", "draft_model", "mtp", "auto"}
     again = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert again.returncode == 0  # everything is done: it resumes, and only exports
     assert (

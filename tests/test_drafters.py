@@ -14,8 +14,10 @@ from conftest import ROOT, WAYS, run, scripted_engine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import drafters
+import messages
 from drafters.ngram import NgramDrafter, NgramIndex
 from drafters.timed import TimedDrafter
+from serving import faults
 
 DRAFTERS = ("ngram", "draft_model", "mtp")
 GREEDY = core.Sampling()
@@ -38,7 +40,7 @@ def test_drafts_are_known_ids_and_no_more_than_asked_for(demo_engine, prompts, n
             drafter=name,
             num_speculative_tokens=k,
         )
-        assert sequence.warnings == []
+        assert sequence.seat.warnings == []
         assert any(event["proposals"] for event in events)
         for event in events:
             assert len(event["proposals"]) <= k
@@ -50,9 +52,9 @@ def proposals_of_a_fresh_state(engine, drafter, tokens, limit, sampling=GREEDY, 
     target = engine.target
     row = target.cache.open_row()
     state = drafter.open(tokens[:-1], sampling, noise)
-    output = target.forward([row], [tokens[:-1]], [1], want_hidden=drafter.needs_hidden)
-    hidden = output.hidden[0] if drafter.needs_hidden else None
-    drafter.observe(state, core.Verdict(0, 0, tokens[-1:], hidden))
+    output = target.forward([row], [tokens[:-1]], [1], drafter.hidden_layers)
+    hidden = output.hidden[-1][0] if drafter.needs_hidden else None
+    drafter.observe(state, messages.Verdict(0, 0, tokens[-1:], hidden))
     proposed = drafter.propose(state, limit).tokens
     drafter.close(state)
     target.cache.close_row(row)
@@ -64,15 +66,15 @@ REPLAYED = ("repetitive_counting", "code_class", "hard_story", "easy_facts", "ha
 
 def replay_differences(engine, prompts, name, sampling=GREEDY, k=4):
     """Cycles in which a used state and a fresh one on the same text propose different tokens."""
-    drafter = engine.drafters[name]
+    drafter = engine.panel.drafters[name]
     compared = differences = 0
     for prompt in REPLAYED:
         sequence = engine.open(core.Request(prompts[prompt], 40, name, k, sampling=sampling))
         while sequence.finish_reason is None:
             limit = min(k, sequence.remaining - 1)
             tokens = list(sequence.tokens)
-            event = engine.step([sequence])[0]
-            if event["step"] and limit:
+            cycle = engine.step([sequence])[sequence]
+            if cycle.number and limit:
                 fresh = proposals_of_a_fresh_state(
                     engine, drafter, tokens, limit, sampling, sequence.noise
                 )
@@ -91,7 +93,7 @@ def test_a_rolled_back_state_proposes_like_a_fresh_one(demo_engine, prompts, nam
 @pytest.mark.parametrize("name_", ["draft_model", "mtp"])
 def test_the_replay_test_notices_a_missing_rollback(demo_engine, prompts, monkeypatch, name_):
     """A test of the test above: without truncation in the drafter's cache it must fail."""
-    drafter = demo_engine.drafters[name_]
+    drafter = demo_engine.panel.drafters[name_]
     cache = drafter._draft.cache if name_ == "draft_model" else drafter._cache
     monkeypatch.setattr(cache, "truncate", lambda row, length: None)
     assert replay_differences(demo_engine, prompts, name_) > 0
@@ -99,7 +101,7 @@ def test_the_replay_test_notices_a_missing_rollback(demo_engine, prompts, monkey
 
 def test_a_batch_of_states_proposes_like_each_alone(demo_engine, prompts, name):
     """Unequal texts, unequal limits, one of them 0 while the engine leaves that request out."""
-    drafter, target = demo_engine.drafters[name], demo_engine.target
+    drafter, target = demo_engine.panel.drafters[name], demo_engine.target
     texts = [prompts[p] for p in ("repetitive_letters", "code_function", "hard_prose")]
     limits = [3, 1, 6]
     alone = [
@@ -110,9 +112,9 @@ def test_a_batch_of_states_proposes_like_each_alone(demo_engine, prompts, name):
     for text in texts:
         row = target.cache.open_row()
         state = drafter.open(text[:-1], GREEDY, core.Noise(0))
-        output = target.forward([row], [text[:-1]], [1], want_hidden=drafter.needs_hidden)
-        hidden = output.hidden[0] if drafter.needs_hidden else None
-        drafter.observe(state, core.Verdict(0, 0, text[-1:], hidden))
+        output = target.forward([row], [text[:-1]], [1], drafter.hidden_layers)
+        hidden = output.hidden[-1][0] if drafter.needs_hidden else None
+        drafter.observe(state, messages.Verdict(0, 0, text[-1:], hidden))
         target.cache.close_row(row)
         states.append(state)
     together = [draft.tokens for draft in drafter.propose_batch(states, limits)]
@@ -123,8 +125,8 @@ def test_a_batch_of_states_proposes_like_each_alone(demo_engine, prompts, name):
 
 def test_every_row_is_given_back(demo_engine, prompts, name):
     caches = [demo_engine.target.cache]
-    caches += [getattr(demo_engine.drafters["draft_model"], "_draft").cache]  # noqa: B009
-    caches += [demo_engine.drafters["mtp"]._cache]
+    caches += [getattr(demo_engine.panel.drafters["draft_model"], "_draft").cache]  # noqa: B009
+    caches += [demo_engine.panel.drafters["mtp"]._cache]
     free = [len(cache._free) for cache in caches]
     generation = demo_engine.generate(core.Request(prompts["code_class"], 30, name))
     next(generation)
@@ -157,7 +159,7 @@ def test_the_q_that_is_handed_over_is_the_draft_model_s_own(
     demo_engine, reference, prompts, monkeypatch
 ):
     """Row by row against a forward of the draft model over the whole text, without cache."""
-    drafter, handed = demo_engine.drafters["draft_model"], []
+    drafter, handed = demo_engine.panel.drafters["draft_model"], []
     propose = drafter.propose_batch
 
     def spy(states, limits):
@@ -206,17 +208,19 @@ def test_a_drafter_that_fails_costs_its_request_the_speculation_never_the_answer
     engine = scripted_engine(demo_engine, script)
     sequence, _ = run(engine, prompts["easy_json"], max_tokens=20, drafter="scripted")
     assert sequence.output == plain(prompts["easy_json"], 20)
-    assert len(sequence.warnings) == 1 and reason in sequence.warnings[0]
-    assert engine.num_drafter_failures == 1
-    assert engine.drafters["scripted"].num_open == 0
+    assert len(sequence.seat.warnings) == 1 and reason in sequence.seat.warnings[0]
+    assert engine.panel.num_failures == 1
+    assert engine.panel.drafters["scripted"].num_open == 0
 
 
 def test_fewer_drafts_than_requests_cost_the_drafter(demo_engine, prompts, plain):
     engine = scripted_engine(demo_engine, lambda tokens, limit: [])
-    engine.drafters["scripted"].propose_batch = lambda states, limits: []
+    engine.panel.drafters["scripted"].propose_batch = lambda states, limits: []
     sequence, _ = run(engine, prompts["easy_json"], max_tokens=12, drafter="scripted")
     assert sequence.output == plain(prompts["easy_json"], 12)
-    assert len(sequence.warnings) == 1 and "0 drafts for 1 requests" in sequence.warnings[0]
+    assert (
+        len(sequence.seat.warnings) == 1 and "0 drafts for 1 requests" in sequence.seat.warnings[0]
+    )
 
 
 def uniform(tokens, limit, vocab=4096):
@@ -249,10 +253,10 @@ def test_probs_that_cannot_be_are_a_failure_of_the_drafter_where_they_are_read(
     rejection = core.Sampling(temperature=1.0, verification="rejection")
     sequence, _ = run(engine, prompt, **given, sampling=rejection)
     assert len(sequence.output) == 12
-    assert len(sequence.warnings) == 1 and reason in sequence.warnings[0]
+    assert len(sequence.seat.warnings) == 1 and reason in sequence.seat.warnings[0]
     for way in WAYS.values():  # nothing that a drafter says of its chances counts here
         sequence, _ = run(engine, prompt, **given, **way)
-        assert sequence.output == plain(prompt, 12, **way) and sequence.warnings == []
+        assert sequence.output == plain(prompt, 12, **way) and sequence.seat.warnings == []
 
 
 def test_a_drafter_s_honest_probs_are_taken(demo_engine, prompts, plain):
@@ -260,7 +264,7 @@ def test_a_drafter_s_honest_probs_are_taken(demo_engine, prompts, plain):
     for script in (uniform, lambda tokens, limit: uniform(tokens, limit).double()):
         engine = scripted_engine(demo_engine, lambda tokens, limit: [7] * limit, script)
         sequence, _ = run(engine, prompts["easy_json"], max_tokens=12, drafter="scripted")
-        assert sequence.warnings == []
+        assert sequence.seat.warnings == []
         assert sequence.output == plain(prompts["easy_json"], 12)
 
 
@@ -271,10 +275,10 @@ def test_a_drafter_may_fail_anywhere(demo_engine, prompts, plain, monkeypatch, m
     def fail(*args):
         raise KeyError(method)
 
-    monkeypatch.setattr(engine.drafters["scripted"], method, fail)
+    monkeypatch.setattr(engine.panel.drafters["scripted"], method, fail)
     sequence, _ = run(engine, prompts["easy_json"], max_tokens=20, drafter="scripted")
     assert sequence.output == plain(prompts["easy_json"], 20)
-    assert method in sequence.warnings[0]
+    assert method in sequence.seat.warnings[0]
 
 
 # ------------------------------------------------------------------------ a drafter's limit of time
@@ -434,13 +438,13 @@ def test_a_batch_that_fails_costs_every_request_in_it_its_drafter(demo_engine, p
     sequences = [engine.open(core.Request(prompts[p], 12, "scripted")) for p in REPLAYED[:2]]
     running = sequences
     while running:
-        engine.step(running)
+        faults.step(engine, running)
         running = [s for s in running if s.finish_reason is None]
     for sequence, name_ in zip(sequences, REPLAYED, strict=False):
         engine.close(sequence)
         assert sequence.output == plain(prompts[name_], 12)
-        assert "out of ideas" in sequence.warnings[0]
-    assert engine.num_drafter_failures == 2 and engine.drafters["scripted"].num_open == 0
+        assert "out of ideas" in sequence.seat.warnings[0]
+    assert engine.panel.num_failures == 2 and engine.panel.drafters["scripted"].num_open == 0
 
 
 def test_one_bad_draft_in_a_batch_costs_only_its_own_request(demo_engine, prompts, plain):
@@ -451,11 +455,11 @@ def test_one_bad_draft_in_a_batch_costs_only_its_own_request(demo_engine, prompt
     sequences = [engine.open(core.Request(p, 12, "scripted")) for p in (good, bad)]
     running = sequences
     while running:
-        engine.step(running)
+        faults.step(engine, running)
         running = [s for s in running if s.finish_reason is None]
     for sequence, prompt in zip(sequences, (good, bad), strict=True):
         assert sequence.output == plain(prompt, 12)
-        assert bool(sequence.warnings) == (prompt is bad)
+        assert bool(sequence.seat.warnings) == (prompt is bad)
         engine.close(sequence)
 
 
@@ -523,7 +527,7 @@ def test_the_readme_s_own_drafter_loads_by_path_and_is_lossless(
     engine = core.Engine(demo_engine.target, {own.name: own}, own.name)
     sequence, _ = run(engine, prompts["repetitive_colours"], max_tokens=40, drafter=own.name)
     assert sequence.output == plain(prompts["repetitive_colours"], 40)
-    assert sequence.warnings == []
+    assert sequence.seat.warnings == []
     assert sequence.statistics.num_accepted_draft_tokens > 10
 
 
@@ -572,16 +576,16 @@ def test_padded_embeddings_are_no_mismatch(tiny_folder, tmp_path, target_rows, d
         engine, prompt, max_tokens=30, drafter="draft_model",
         sampling=core.Sampling(temperature=1.3),
     )  # fmt: skip
-    assert greedy.warnings == sampled.warnings == []
+    assert greedy.seat.warnings == sampled.seat.warnings == []
     assert sampled.statistics.num_draft_tokens > 10
     if target_rows > draft_rows:  # an id that the draft model cannot read costs that request alone
         sequences = [
             engine.open(core.Request([5, start, 6], 12, "draft_model")) for start in (4150, 7)
         ]
         while all(sequence.finish_reason is None for sequence in sequences):
-            engine.step(sequences)
+            faults.step(engine, sequences)
         assert [s.statistics.num_draft_tokens > 0 for s in sequences] == [False, True]
-        assert all(s.warnings == [] for s in sequences)
+        assert all(s.seat.warnings == [] for s in sequences)
         for sequence in sequences:
             engine.close(sequence)
 
@@ -604,7 +608,7 @@ def test_the_mtp_head_is_the_one_that_transformers_loads(demo_engine, demo_refer
 
     target = demo_engine.target
     ids = target.tokenizer("def main(argv):\n    parser =")["input_ids"]
-    drafter = demo_engine.drafters["mtp"]
+    drafter = demo_engine.panel.drafters["mtp"]
     ours = proposals_of_a_fresh_state(demo_engine, drafter, ids, 1)
     head = MtpModel.from_pretrained(demo_reference)
     with torch.inference_mode():

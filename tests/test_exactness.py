@@ -13,11 +13,12 @@ import sys
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import FAMILIES, ROOT, run
+from conftest import FAMILIES, ROOT, make_exact, run
 from torch import nn
 
 from fastpath import activation, attention, exact, linear
 from fastpath.exact import KEY_BLOCK, Shapes
+from fastpath.forward import RaggedPlace, speed_up
 from fastpath.linear import Weights
 
 
@@ -98,8 +99,8 @@ def test_every_family_is_exact_or_says_that_it_is_not(family, dtype, tiny_folder
     """16 decoded tokens against verifies, batches and chunks."""
     options = core.Options(dtype=dtype, max_running=6)
     target = core.load_model(str(tiny_folder(family)), options)
-    target.speed_up()
-    if not target.make_exact():
+    speed_up(target)
+    if not make_exact(target):
         assert target.report.doubt
         return
     random = torch.Generator().manual_seed(5)
@@ -134,7 +135,7 @@ def tiny(tiny_folder):
 
     def load(**options):
         target = core.load_model(str(tiny_folder("llama")), core.Options(**options))
-        target.speed_up()
+        speed_up(target)
         return target
 
     return load
@@ -162,7 +163,7 @@ def test_where_many_rows_are_summed_otherwise_prompts_run_in_blocks_of_their_own
     """AMX in bfloat16 is so: from 33 rows on it takes another way."""
     kernel(lambda result, rows: one_bit_off(result) if rows > 32 else result)
     target = tiny()
-    assert target.make_exact(), target.report
+    assert make_exact(target), target.report
     assert target.shapes.rows[-1] == 32 and target.shapes.prompt_rows == 256
     random = torch.Generator().manual_seed(3)
     # The context of 256 holds no whole block: let blocks be of 40.
@@ -173,7 +174,7 @@ def test_where_many_rows_are_summed_otherwise_prompts_run_in_blocks_of_their_own
         row, begin = target.cache.open_row(len(text)), 0
         for size in pieces:
             fed = text[begin : begin + size]
-            output = target.forward([row], [fed], [1], want_hidden=True)
+            output = target.forward([row], [fed], [1], layers=(-1,))
             begin += size
         outputs.append(output.logits[0])
         target.cache.close_row(row)
@@ -213,7 +214,7 @@ def test_a_prompts_rows_depend_on_its_length_and_the_position_alone():
 def test_numbers_of_rows_with_other_bits_are_not_run(tiny, kernel, wrong):
     kernel(wrong)
     target = tiny()
-    assert target.make_exact(), target.report
+    assert make_exact(target), target.report
     odd = {
         rows for rows in activation.ROWS if wrong(torch.ones(1), rows) != wrong(torch.ones(1), 8)
     }
@@ -252,7 +253,7 @@ def test_a_row_that_depends_on_its_place_is_not_called_exact(tiny, kernel):
 
     kernel(last_row_differs)
     target = tiny()
-    assert not target.make_exact() and not target.report.is_exact
+    assert not make_exact(target) and not target.report.is_exact
     assert target.shapes.key_steps and target.shapes.rows  # the nearest is kept
 
 
@@ -266,7 +267,7 @@ def test_numbers_of_keys_with_other_bits_are_not_attended_to(tiny, monkeypatch):
 
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", other)
     target = tiny()
-    assert target.make_exact(), target.report
+    assert make_exact(target), target.report
     assert not {192, 384} & set(target.shapes.key_steps) and KEY_BLOCK in target.shapes.key_steps
 
 
@@ -280,7 +281,7 @@ def test_attention_that_depends_on_company_is_not_called_exact(tiny, monkeypatch
         return one_bit_off(result) if size[condition] > (condition == "batch") else result
 
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", other)
-    assert not tiny().make_exact()
+    assert not make_exact(tiny())
 
 
 def test_scores_summed_in_another_order_are_found_though_bfloat16_hides_them(tiny, monkeypatch):
@@ -294,7 +295,7 @@ def test_scores_summed_in_another_order_are_found_though_bfloat16_hides_them(tin
 
     target = tiny(dtype="bfloat16")
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", by_parts)
-    assert not target.make_exact() and "attention" in target.report.doubt
+    assert not make_exact(target) and "attention" in target.report.doubt
 
 
 def test_one_head_of_one_text_is_not_left_to_all_threads(monkeypatch):
@@ -318,15 +319,16 @@ def test_one_head_of_one_text_is_not_left_to_all_threads(monkeypatch):
 
 def test_an_operation_between_the_layers_that_depends_on_the_batch_is_found(tiny, monkeypatch):
     target = tiny()
-    run_rows = target._run
+    run_rows = target.fast._run
 
     def shaky(place, *given):
         logits, hidden = run_rows(place, *given)
-        return [one_bit_off(row) for row in logits] if place.ragged else logits, hidden
+        is_shared = isinstance(place, RaggedPlace)
+        return [one_bit_off(row) for row in logits] if is_shared else logits, hidden
 
-    assert target.make_exact() and target.report.is_exact
-    monkeypatch.setattr(target, "_run", shaky)
-    assert not target.make_exact() and "batch" in target.report.doubt
+    assert make_exact(target)
+    monkeypatch.setattr(target.fast, "_run", shaky)
+    assert not make_exact(target) and "batch" in target.report.doubt
     assert target.cache.lengths == [0] * target.cache.num_rows
 
 
@@ -415,7 +417,7 @@ def test_forwards_run_in_few_numbers_of_rows(tiny, monkeypatch):
         seen.add(x.numel() // x.shape[-1])
         return right(self, x, residual)
 
-    assert target.make_exact()
+    assert make_exact(target)
     monkeypatch.setattr(Weights, "__call__", note)
     for length in range(1, 255, 3):
         row = target.cache.open_row(length)
@@ -432,7 +434,7 @@ def test_forwards_run_in_few_numbers_of_rows(tiny, monkeypatch):
 
 def test_a_batch_of_more_rows_than_may_be_run_is_run_in_several_forwards(tiny):
     target = tiny(max_running=8)
-    assert target.make_exact()
+    assert make_exact(target)
     random = torch.Generator().manual_seed(1)
     texts = torch.randint(4096, (8, 30), generator=random).tolist()
     rows = [target.cache.open_row() for _ in texts]
@@ -442,7 +444,8 @@ def test_a_batch_of_more_rows_than_may_be_run_is_run_in_several_forwards(tiny):
         target.cache.truncate(row, 0)
     target.shapes.rows = (2, 8, 16)
     actual = target.forward(rows, texts, wanted, True)
-    for pair in zip(actual.logits + actual.hidden, expected.logits + expected.hidden, strict=True):
+    found, wanted = (out.logits + out.hidden[-1] for out in (actual, expected))
+    for pair in zip(found, wanted, strict=True):
         assert torch.equal(*pair)
     assert [len(logits) for logits in actual.logits] == wanted
 
@@ -473,7 +476,7 @@ def test_the_clock_chooses_among_numbers_of_rows_with_equal_bits(tiny, monkeypat
 
 def test_the_report_says_what_was_checked(tiny, caplog):
     with caplog.at_level("INFO", "serving.exact"):
-        report = (target := tiny()) and target.make_exact() and target.report
+        report = make_exact(target := tiny()) and target.report
     assert report.num_matrices == 9 == report.num_matrices_checked
     assert report.num_logits_compared > 40 and report.num_threads == torch.get_num_threads()
     assert report.seconds > 0 and "equal bits" in caplog.text and "9 of 9" in caplog.text

@@ -46,7 +46,7 @@ def test_1_the_latest_match_and_the_longest_suffix_both_help(demo_engine, prompt
                     return core.Draft(state[i : i + max_tokens])
             return core.Draft()
 
-    drafters = {d.name: d for d in (earliest(), LatestMatch(), demo_engine.drafters["ngram"])}
+    drafters = {d.name: d for d in (earliest(), LatestMatch(), demo_engine.panel.drafters["ngram"])}
     found = totals(demo_engine, prompts, drafters)
     outputs = [output for output, _ in found.values()]
     assert outputs[0] == outputs[1] == outputs[2]
@@ -61,7 +61,7 @@ def test_2_a_draft_model_that_forgets_to_truncate_changes_no_output(
     demo_engine, prompts, monkeypatch
 ):
     """Its cache is soon longer than the text; it is given up, and the answers go on without it."""
-    drafter = demo_engine.drafters["draft_model"]
+    drafter = demo_engine.panel.drafters["draft_model"]
     outputs, sound = totals(demo_engine, prompts, {"draft_model": drafter})["draft_model"]
     monkeypatch.setattr(drafter._draft.cache, "truncate", lambda row, length: None)
     same, worse = totals(demo_engine, prompts, {"draft_model": drafter})["draft_model"]

@@ -37,7 +37,7 @@ def random_model(family, **changes):
 
 
 def speed_up(model, length):
-    return decoder.speed_up(model, length, examine(model, length).windows)
+    return decoder.speed_up_modules(model, length, examine(model, length).windows)
 
 
 @needs_packing
@@ -119,7 +119,7 @@ def test_what_the_names_of_the_parts_do_not_tell_changes_no_result(family, chang
     fused = speed_up(model, 64)
     if fused:
         positions = torch.arange(12)
-        actual, _ = fused(ids, OneText(positions[None], 0, 12), None, positions)
+        actual, _ = fused(ids, OneText(positions[None], 12, 12), None, positions)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
     if "multiplier" in str(changes) and "attention" not in str(changes) or "logits" in str(changes):
         assert fused is None
@@ -186,15 +186,15 @@ def test_without_packed_layers_all_still_runs(monkeypatch, tiny_folder, prompts)
     expected, _ = run(core.load_engine(options), prompts["hard_prose"], max_tokens=30)
     monkeypatch.setattr(linear, "can_pack", lambda *_: False)
     engine = core.load_engine(options)
-    assert engine.target._fused
+    assert engine.target.fast.fused
     assert run(engine, prompts["hard_prose"], max_tokens=30)[0].output == expected.output
 
 
 @pytest.mark.parametrize("drafter", [None, "ngram", "draft_model", "mtp"])
 def test_the_fast_path_changes_no_token(demo_engine, prompts, drafter):
     slow = core.load_engine(core.Options(fastpath=False, bitwise=False, fixed_k=True))
-    assert slow.target._fused is None and slow.drafters["mtp"]._fused is None
-    assert demo_engine.target._fused and demo_engine.drafters["mtp"]._fused
+    assert slow.target.fast.fused is None and slow.panel.drafters["mtp"]._fused is None
+    assert demo_engine.target.fast.fused and demo_engine.panel.drafters["mtp"]._fused
     for name in ("code_class", "repetitive_letters", "easy_json"):
         fields = {"max_tokens": 40, "drafter": drafter}
         fast, events = run(demo_engine, prompts[name], **fields)

@@ -163,7 +163,7 @@ def test_a_window_is_what_the_modules_mask(folder, name, fastpath):
     path, text = folder(name), tokens(100)
     edit_config(path, sliding_window=24)
     engine = load(path, fastpath=fastpath)
-    assert set(engine.target._windows.values()) == {24 if name == "mistral" else None}
+    assert set(engine.target.windows.values()) == {24 if name == "mistral" else None}
     assert is_near(served_logits(engine, text, tokens(LONG)), plain_logits(path, text))
 
 
@@ -334,7 +334,7 @@ def test_roundings_of_bfloat16_are_no_fault(folder, name):
 
 def test_a_forward_that_fails_is_told_in_a_sentence(folder, monkeypatch):
     path = folder("llama")
-    monkeypatch.setattr(core.CachedModel, "make_exact", lambda *_: 1 / 0)
+    monkeypatch.setattr(core, "calibrate", lambda *_: 1 / 0)
     monkeypatch.setattr(core, "by_speed", lambda model: 1 / 0)
     said = r"\(llama\) cannot be run .*ZeroDivisionError"
     with pytest.raises(core.StartError, match=said + r".*\(--no-fastpath may help\)$"):

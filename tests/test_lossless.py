@@ -5,8 +5,11 @@ import speculative_decoding as core
 import torch
 from conftest import FAMILIES, WAYS, run, scripted_engine
 
+import demo
+from serving import faults
+
 DRAFTERS = ("ngram", "draft_model", "mtp")
-NAMES = tuple(core.read_prompts())
+NAMES = tuple(demo.read_prompts())
 LENGTH = 32
 
 
@@ -23,7 +26,7 @@ def test_output_equals_plain_decoding(demo_engine, prompts, plain, drafter, name
         **way,
     )
     assert sequence.output == plain(prompts[name], LENGTH, **way)
-    assert sequence.warnings == []
+    assert sequence.seat.warnings == []
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -49,7 +52,7 @@ def test_requests_in_one_batch_with_their_own_drafters_equal_each_alone(
     running = sequences[:3]
     late = sequences[3:]
     while running:
-        demo_engine.step(running)
+        faults.step(demo_engine, running)
         if late:  # the others join while these are decoding
             running.append(late.pop())
         running = [s for s in running if s.finish_reason is None]
@@ -70,7 +73,7 @@ def test_any_causal_model_is_lossless_with_every_fitting_drafter(
         prompt_lookup_min=1,
     )
     engine = core.load_engine(options)
-    assert "mtp" not in engine.drafters
+    assert "mtp" not in engine.panel.drafters
     for prompt in ([5, 6, 7, 5, 6, 7, 5], list(range(20, 60))):
         expected = (
             reference(tiny_folder(family))

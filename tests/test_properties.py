@@ -11,6 +11,7 @@ smallest input that still fails.
 import json
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import speculative_decoding as core
@@ -27,7 +28,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+import messages
 from drafters.ngram import NgramDrafter
+from fastpath.forward import RaggedPlace
+from serving import faults
 from serving.parsing import RequestError, check_fields, parse_fields, parse_json
 
 settings.register_profile("claims", deadline=None, derandomize=True, database=None)
@@ -524,7 +528,7 @@ def test_no_transform_makes_probabilities_of_broken_logits(vocab, kind, where, s
             core.verify_by_rejection(core.Draft(drafted), p[: len(drafted) + 1], NOISE, 0)
         with pytest.raises(ValueError, match="no probabilities to draw from"):
             core.verify(core.Draft(drafted), core.own_choices(scores, sampling, NOISE, 0))
-    for own in (sampling, core.Sampling(), core.replace(sampling, verification="rejection")):
+    for own in (sampling, core.Sampling(), replace(sampling, verification="rejection")):
         with pytest.raises(ValueError, match="no probabilities to draw from"):
             core.sample(scores[0], [0], own, NOISE)
     assert len(core.verify_by_rejection(core.Draft(), p[1:], NOISE, 0)) == 1
@@ -612,8 +616,8 @@ def break_target(engine, victim, cycle, kind, where):
     forward, cache = engine.target.forward, engine.target.cache
 
     @torch.inference_mode()
-    def broken(rows, tokens, num_logits, want_hidden=False):
-        output = forward(rows, tokens, num_logits, want_hidden)
+    def broken(rows, tokens, num_logits, layers=()):
+        output = forward(rows, tokens, num_logits, layers)
         if victim.finish_reason is None and victim.num_steps == cycle:
             b, slot = rows.index(victim.row), cache._rows.index(victim.row)
             output.logits[b] = torch.stack(
@@ -647,11 +651,8 @@ def test_a_broken_target_fails_one_request_and_changes_no_other(
         broken = break_target(engine, victim, cycle, kind, where)
         patch.setattr(engine.target, "forward", broken)
         while running := [s for s in sequences if s.finish_reason is None]:
-            events = engine.step(running)
-            assert all(
-                (event is None) == (s.failure is not None)
-                for s, event in zip(running, events, strict=True)
-            )
+            cycles = faults.step(engine, running)
+            assert all((s in cycles) == (s.failure is None) for s in running)
             if victim.failure and closes_at_once and not closed:
                 engine.close(victim)
                 closed.append(victim)
@@ -662,10 +663,10 @@ def test_a_broken_target_fails_one_request_and_changes_no_other(
     assert victim.num_steps == cycle  # what it gave before was right
     assert victim.output == expected[hit][: len(victim.output)]
     for i, s in enumerate(sequences):
-        assert s.warnings == []
+        assert s.seat.warnings == []
         assert s is victim or (s.failure, s.output) == (None, expected[i])
 
-    drafters = engine.drafters
+    drafters = engine.panel.drafters
     caches = [engine.target.cache, drafters["draft_model"]._draft.cache, drafters["mtp"]._cache]
     for cache in caches:
         assert sorted(cache._free) == [*range(NUM_REQUESTS)] and not any(cache.lengths)
@@ -688,9 +689,8 @@ class CacheAgainstLists(RuleBasedStateMachine):
     )
     def make(self, num_rows, min_rows, whole):
         rows = ROWS if whole else core.Shapes().rows
-        shapes = core.Shapes(rows, min_rows, key_steps=(4, 8) if whole else ())
-        device = torch.device("cpu")
-        self.cache = core.SlotCache(NUM_LAYERS, num_rows, MAX_LENGTH, device, shapes)
+        self.shapes = core.Shapes(rows, min_rows, key_steps=(4, 8) if whole else ())
+        self.cache = core.SlotCache(NUM_LAYERS, num_rows, MAX_LENGTH, torch.device("cpu"))
         self.texts = {}
         self.next = 1.0  # no two tokens are alike
 
@@ -739,7 +739,11 @@ class CacheAgainstLists(RuleBasedStateMachine):
             with pytest.raises(ValueError, match=f"{longest} tokens do not fit a KV cache"):
                 self.cache.place(rows, counts)
             return
-        place = self.cache.place(rows, counts, is_ragged=data.draw(st.booleans()))
+        width = data.draw(st.integers(0, 8))
+        place = self.cache.place(rows, counts, width, self.shapes.kv_length(longest))
+        if len(rows) > 1 and data.draw(st.booleans()):
+            place = RaggedPlace(place, self.shapes.run_rows(sum(counts)))
+            self.cache.current = place
         flat = data.draw(st.booleans())
         seen = [self.update(layer, place, fed, flat) for layer in range(NUM_LAYERS)]
         self.cache.advance(place)
@@ -755,10 +759,11 @@ class CacheAgainstLists(RuleBasedStateMachine):
             del self.texts[row][length:]
 
     def update(self, layer, place, fed, flat):
-        if place.start is not None or place.ragged:
-            new = [UNSEEN] * place.offset + [number for numbers in fed for number in numbers]
-            keys, values = states_of(new + [UNSEEN] * (place.num_rows - len(new)), layer)
-            if flat and place.ragged:
+        if isinstance(place, RaggedPlace):
+            new = [number for numbers in fed for number in numbers]
+            spare = place.positions.shape[1] - len(new)
+            keys, values = states_of(new + [UNSEEN] * spare, layer)
+            if flat:
                 return self.cache.layers[layer].update(keys, values)
             keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
         else:
@@ -842,7 +847,7 @@ def test_prompt_lookup_proposes_what_a_search_by_brute_force_finds(text, smalles
     for new in [[], *cycles]:
         if new:
             drafted = data.draw(st.integers(len(new) - 1, 8))  # what was refused leaves no trace
-            drafter.observe(state, core.Verdict(drafted, len(new) - 1, new))
+            drafter.observe(state, messages.Verdict(drafted, len(new) - 1, new))
             tokens += new
         limit = data.draw(st.integers(0, 8))
         expected = looked_up(tokens, smallest, smallest + more, limit)

@@ -9,6 +9,7 @@ import inspect
 import itertools
 import math
 import textwrap
+from dataclasses import replace
 
 import pytest
 import speculative_decoding as core
@@ -281,7 +282,7 @@ def plain_samples(many, prompt):
 
 
 def smallest_p_value(engine, prompt, drafter, name, theirs, num_samples=NUM_SAMPLES):
-    sampling = core.replace(SAMPLINGS[name], verification="rejection")
+    sampling = replace(SAMPLINGS[name], verification="rejection")
     request = core.Request(prompt, 12, drafter, K, sampling=sampling, seed=7 * 10**6)
     ours = first_tokens(engine, request, num_samples)
     return min(test.p_value for test in compare(ours, theirs).values())
@@ -356,7 +357,7 @@ def test_plain_sampling_follows_the_exact_distribution(demo_reference, prompt, p
 def test_the_same_seeds_give_plain_decoding_s_texts(many, prompt, plain_samples, name, drafter):
     request = core.Request(prompt, 12, drafter, K, sampling=SAMPLINGS[name], seed=10**6)
     ours = first_tokens(many, request, NUM_SAMPLES)
-    theirs = first_tokens(many, core.replace(request, drafter=None), NUM_SAMPLES)
+    theirs = first_tokens(many, replace(request, drafter=None), NUM_SAMPLES)
     assert ours == theirs
 
 
@@ -369,12 +370,12 @@ def deviation_from_overlap(engine, prompts, drafter, seeds=1):
     is the sum of the steps'.
     """
     handed = []
-    propose = engine.drafters["mtp"].propose_batch
-    engine.drafters["mtp"].propose_batch = lambda *given: (
+    propose = engine.panel.drafters["mtp"].propose_batch
+    engine.panel.drafters["mtp"].propose_batch = lambda *given: (
         handed.append(propose(*given)) or handed[-1]
     )
     sampling = Sampling(temperature=1.0, top_p=0.95, verification="rejection")
-    target, small = engine.target.model, engine.drafters["draft_model"]._draft.model
+    target, small = engine.target.model, engine.panel.drafters["draft_model"]._draft.model
     expected = variance = accepted = 0.0
     for seed, prompt in enumerate([*prompts.values()] * seeds):
         sequence, events = run(
@@ -401,7 +402,7 @@ def deviation_from_overlap(engine, prompts, drafter, seeds=1):
             accepted += event["accepted_count"]
             position += event["emitted_count"]
     assert accepted > 100 and variance > 5 and not handed
-    engine.drafters["mtp"].propose_batch = propose
+    engine.panel.drafters["mtp"].propose_batch = propose
     return (accepted - expected) / variance**0.5
 
 
@@ -504,5 +505,5 @@ def test_exercise_4_a_greedy_draft_of_sampled_text_is_lossless_and_costs_accepta
         name = "temperature 0.7"
         p_value = smallest_p_value(engine, prompt, "draft_model", name, plain_samples(name))
         assert p_value > ODDS
-        rates.append(engine.totals["draft_model"].draft_acceptance_rate)
+        rates.append(engine.totals.by_drafter["draft_model"].draft_acceptance_rate)
     assert rates[1] < rates[0] - 0.02

@@ -1,0 +1,409 @@
+"""What the terminal shows: one generation (--prompt), or all demo prompts by all methods (--demo).
+
+Each token is shown with its origin, in colours where the terminal has them, in brackets where not
+(or where NO_COLOR is set). Everything here is handed an engine.
+"""
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from statistics import median, median_low
+from typing import Any
+
+import huggingface_hub
+import torch
+import transformers
+from tqdm import tqdm
+
+from control.formulas import steadiness
+from control.statistics import PLAIN, ratio
+from messages import Request
+from serving import trace
+from serving.loading import StartError
+from serving.options import ROOT, Options
+from serving.parsing import RequestError
+
+_COLOURS = {"accepted": "\033[32m", "recovered": "\033[33m", "bonus": "\033[36m"}
+_BRACKETS = {"accepted": "[]", "recovered": "<>", "bonus": "{}"}
+_MEANING = {
+    "accepted": "drafted and accepted",
+    "recovered": "the target's, where a draft was refused",
+    "bonus": "the target's, nothing having been refused",
+}
+_COLUMNS = ("passes", "ms", "tok/pass", "accepted", "rate", "fewer passes", "speed-up")
+_ROW = "{:14}{:>8} {:>8} {:>9} {:>9} {:>6} {:>13} {:>9}"
+
+
+Decode = Callable[..., list[int]]  # the core's plain_decode
+
+
+def exit_status(act: Callable[[], int]) -> int:
+    """Run a command: what `act` returns, 2 if it could not be carried out, 130 if interrupted."""
+    sys.stdout.reconfigure(errors="replace")  # a terminal without "·" gets "?" and its text
+    transformers.logging.set_verbosity_error()
+    huggingface_hub.logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
+    try:
+        status = act()
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader has seen enough (| head); nor can the rest be flushed
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except (StartError, RequestError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+# ------------------------------------------------------------------------------ one prompt
+
+
+def show_prompt(engine: Any, wanted: Request, num_explained: int = 0) -> None:
+    """One generation, streamed to the terminal with the origin of each token, then its figures.
+
+    Of the first `num_explained` cycles, prefill included, every step is shown before the text.
+    """
+    if num_explained:
+        for sequence, cycle in engine.generate(replace(wanted, trace=True)):
+            print(explain(trace.event(sequence, cycle)), end="\n\n")
+            if cycle.number == num_explained - 1:
+                break
+    colour = has_colour()
+    print(legend(colour), end="\n\n")
+    print(engine.target.tokenizer.decode(wanted.prompt), end="", flush=True)
+    for sequence, cycle in engine.generate(wanted):
+        print(mark(cycle.pieces, colour), end="", flush=True)
+        finished = sequence
+    print_figures(finished.finish_reason, finished.statistics)
+    if finished.seat.decision:
+        print(f"controller, last: {finished.seat.decision}")
+    if not wanted.sampling.is_greedy:
+        print(f"seed {wanted.seed}")
+    for warning in finished.seat.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+
+
+def has_colour() -> bool:
+    """Whether stdout shows colours."""
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
+def mark(pieces: Iterable[tuple[str, str]], colour: bool) -> str:
+    """(text, kind) pieces as one string that tells the kinds apart.
+
+    Example: mark([("a b", "accepted"), (" c", "bonus")], colour=False) -> "[a b]{ c}"
+    """
+    if colour:
+        return "".join(f"{_COLOURS[kind]}{text}\033[0m" for text, kind in pieces)
+    return "".join(_BRACKETS[kind][0] + text + _BRACKETS[kind][1] for text, kind in pieces)
+
+
+def legend(colour: bool) -> str:
+    """What the colours or brackets mean."""
+    return " · ".join(f"{mark([(kind, kind)], colour)} {_MEANING[kind]}" for kind in _MEANING)
+
+
+def explain(event: dict[str, Any]) -> str:
+    """One cycle of a trace, step by step: draft, verdicts with what decided, the cut.
+
+    Of a prefill only what it cached and chose.
+    """
+    texts, (verified, kept) = event["texts"], event["cached"]
+    drafted, tokens = event["proposals"], event["tokens"]
+    held = verified - 1 - len(drafted)
+    lines = [f"cycle {event['step']}"]
+    if event["step"] == 0:
+        lines[0] += f": prefill, {verified} tokens of the prompt are cached now"
+    else:
+        shown = " ".join(repr(texts[i]) for i in drafted) or "nothing"
+        lines.append(f"  draft     {shown}")
+        lines.append(
+            f"  verify    pending and {len(drafted)} drafted in one forward: "
+            f"cache {held} -> {verified}"
+        )
+    if event.get("controller"):
+        lines.append(f"  decided   {event['controller']}")
+    judged = [t for t in tokens if t["kind"] == "accepted"]
+    judged += [event["rejected"]] if event["rejected"] else []
+    for i, token in enumerate(judged, 1):
+        lines.append(f"  d{i:<8} {texts[token['id']]!r:12} {_why(token)}: {token['kind']}")
+    if tokens[-1]["kind"] != "accepted" and len(judged) < len(drafted):
+        rest = ", ".join(f"d{i}" for i in range(len(judged) + 1, len(drafted) + 1))
+        lines.append(f"  {'':9} {rest}: not judged, as the text before changed")
+    for token in tokens:
+        if token["kind"] != "accepted":
+            lines.append(f"  target's  {texts[token['id']]!r:12} {_why(token)}: {token['kind']}")
+    cut = f"cache {verified} -> {kept}" if kept < verified else f"nothing to cut, cache {kept}"
+    return "\n".join([*lines, f"  truncate  {cut}; pending {texts[tokens[-1]['id']]!r}"])
+
+
+def _why(token: dict[str, Any]) -> str:
+    """What decided on a token: numbers under the rule of rejection, else the target's choice."""
+    kind = token["kind"]
+    if "u" in token:
+        if kind in ("accepted", "rejected"):
+            sign = "<" if kind == "accepted" else ">="
+            return f"u {token['u']:.3f} {sign} p / q = {token['p']:.3f} / {token['q']:.3f}"
+        source = "from norm(max(0, p - q))" if kind == "recovered" else "from p"
+        return f"p {token['p']:.3f}, {source}"
+    total, score = token["total"], token["score"]
+    if score is None:
+        return "has no chance here (p = 0)"
+    if total == score:  # greedy
+        return f"score {score:.2f}"
+    return f"log p {score:.2f} + noise {total - score:.2f} = {total:.2f}"
+
+
+def print_figures(finish_reason: str, statistics: Any) -> None:
+    """The closing line of one generation."""
+    s, rate = statistics, statistics.draft_acceptance_rate
+    print(
+        f"\n\n{s.completion_tokens} tokens ({finish_reason})"
+        f" · {s.target_passes} passes after prefill"
+        f" · {s.tokens_per_pass or 0:.2f} tokens per pass"
+        f" · {'nothing drafted' if rate is None else format(rate, '.0%') + ' accepted'}"
+        f" · ms: prefill {s.prompt_ms:.0f}, draft {s.draft_ms:.0f}, verify {s.verify_ms:.0f}, "
+        f"other {s.other_ms:.0f}"
+    )
+
+
+# -------------------------------------------------------------------------------- the demo
+
+
+def read_prompts() -> dict[str, str]:
+    """The demo prompts by name; a file's last line break is not part of its prompt."""
+    files = sorted((ROOT / "demo_prompts").glob("*.txt"))
+    return {path.stem: path.read_text("utf-8").removesuffix("\n") for path in files}
+
+
+def show_demo(engine: Any, options: Options, plain_decode: Decode, as_json: bool) -> int:
+    """Run the demo and print it. Returns 1 if a drafter's text was not that of plain decoding."""
+    document = run_demo(engine, options, plain_decode)
+    if as_json:
+        for run in (run for p in document["prompts"] for run in p["speculative"].values()):
+            del run["pieces"]
+        print(json.dumps(document))
+    else:
+        print_demo(document, engine.default_drafter, has_colour())
+    return int(any(total["identical"] is False for total in document["totals"].values()))
+
+
+def compare(
+    engine: Any, prompt: list[int], options: Options, repeats: int, plain_decode: Decode
+) -> dict[str, Any]:
+    """One prompt by standard decoding and by each drafter, in turn; times are medians.
+
+    Under the rule of rejection sampled outputs are draws of their own, and not compared (identical:
+    None).
+    """
+    sampling, seed = options.sampling, options.seed or 0
+    methods = list(engine.panel.choices)
+    times: dict[str, list[float]] = {name: [] for name in [PLAIN, *methods]}
+    identical = dict.fromkeys(methods, True if sampling.is_coupled else None)
+    runs: dict[str, list[Any]] = {name: [] for name in methods}
+    for _ in range(repeats):
+        for name, measured in times.items():
+            began = time.perf_counter()
+            if name == PLAIN:
+                ids = plain_decode(
+                    engine.target, prompt, options.max_tokens, engine.eos_ids, sampling, seed
+                )
+            else:
+                k = options.num_speculative_tokens
+                wanted = Request(prompt, options.max_tokens, name, k, sampling=sampling, seed=seed)
+                sequence, _ = list(engine.generate(wanted))[-1]
+                runs[name].append(sequence)
+                if sampling.is_coupled:
+                    identical[name] &= sequence.output == ids
+            measured.append((time.perf_counter() - began) * 1e3)
+    text, passes = engine.target.tokenizer.decode(ids, skip_special_tokens=True), len(ids) - 1
+    standard = {"target_passes": passes, "tokens_per_pass": ratio(len(ids) - 1, passes)}
+    standard |= timed(times[PLAIN]) | {"token_ids": ids, "text": text}
+    return {
+        "standard": standard,
+        "speculative": {
+            name: demo_run(sequences, times[name], standard) | {"identical": identical[name]}
+            for name, sequences in runs.items()
+        },
+    }
+
+
+def worked_cycle(
+    engine: Any, prompts: dict[str, list[int]], options: Options
+) -> dict[str, Any] | None:
+    """The first cycle of the default drafter in which one draft is kept and another refused."""
+    k = options.num_speculative_tokens
+    for name, prompt in prompts.items():
+        wanted = Request(
+            prompt, options.max_tokens, engine.default_drafter, k, sampling=options.sampling,
+            seed=options.seed or 0, trace=True,
+        )  # fmt: skip
+        for sequence, cycle in engine.generate(wanted):
+            if cycle.num_accepted and cycle.rejected:
+                return {"name": name, "event": trace.event(sequence, cycle)}
+    return None
+
+
+def run_demo(engine: Any, options: Options, plain_decode: Decode) -> dict[str, Any]:
+    """Every demo prompt by every method; returns the document that --demo --json prints."""
+    encode = engine.target.tokenizer
+    prompts = {name: (text, encode(text)["input_ids"]) for name, text in read_prompts().items()}
+    few = replace(options, max_tokens=8)
+    compare(engine, encode("warm up")["input_ids"], few, 1, plain_decode)
+    results = [
+        {"name": name, "prompt": text} | compare(engine, ids, options, 3, plain_decode)
+        for name, (text, ids) in tqdm(prompts.items(), desc="demo prompts")
+    ]
+    return {
+        "prompts": results,
+        "worked_cycle": worked_cycle(engine, {n: ids for n, (_, ids) in prompts.items()}, options),
+        "totals": demo_totals(results, options.sampling.is_coupled),
+        "device": str(engine.target.model.device),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def timed(ms: list[float]) -> dict[str, Any]:
+    """The median of several runs, and all of them."""
+    return {"ms": round(median(ms), 2), "ms_of_runs": [round(each, 2) for each in ms]}
+
+
+def demo_run(sequences: list[Any], ms: list[float], standard: dict[str, Any]) -> dict[str, Any]:
+    """One prompt by one drafter, run several times, beside `standard` decoding of it."""
+    s = sequences[ms.index(median_low(ms))]
+    num_plain = len(standard["token_ids"])
+    speedups = [
+        (plain / num_plain) / (own / len(each.output))
+        for plain, own, each in zip(standard["ms_of_runs"], ms, sequences, strict=True)
+    ]
+    # The prompt takes both the same time, which the drafter's runs tell apart.
+    prompt_ms = median(each.statistics.prompt_ms for each in sequences)
+    plain_pass_ms = ratio(max(0.0, standard["ms"] - prompt_ms), num_plain - 1)
+    passes = s.statistics.target_passes
+    t_verify = s.statistics.verify_ms / passes / plain_pass_ms if passes and plain_pass_ms else None
+    return (
+        {
+            "target_passes": passes,
+            "tokens_per_pass": s.statistics.tokens_per_pass,
+            "token_ids": s.output,
+            "text": s.text.text,
+            "draft_acceptance_rate": s.statistics.draft_acceptance_rate,
+            "mean_acceptance_length": s.statistics.mean_acceptance_length,
+            "num_draft_tokens": s.statistics.num_draft_tokens,
+            "num_accepted_draft_tokens": s.statistics.num_accepted_draft_tokens,
+            "controller": s.seat.decision and str(s.seat.decision),
+            "warnings": s.seat.warnings,
+            "pieces": s.text.stretches(),
+        }
+        | timed(ms)
+        | steadiness(speedups, s.statistics.tokens_per_pass, t_verify)
+    )
+
+
+def demo_totals(results: list[dict[str, Any]], is_coupled: bool) -> dict[str, dict[str, Any]]:
+    """All prompts together, by method; `results` has one entry for each prompt."""
+    totals: dict[str, dict[str, Any]] = {}
+    for method in ["standard", *results[0]["speculative"]]:
+        runs = [r["speculative"].get(method, r["standard"]) for r in results]
+        tokens = sum(len(run["token_ids"]) for run in runs)
+        passes = sum(run["target_passes"] for run in runs)
+        of_runs = [sum(ms) for ms in zip(*(run["ms_of_runs"] for run in runs), strict=True)]
+        total = {
+            "tokens": tokens,
+            "target_passes": passes,
+            "tokens_per_pass": ratio(tokens - len(runs), passes),
+            "ms": round(sum(run["ms"] for run in runs), 2),
+            "ms_of_runs": [round(ms, 2) for ms in of_runs],
+            "identical": all(r.get("identical", True) for r in runs) if is_coupled else None,
+        }
+        plain = totals.get("standard", total)
+        speedups = [
+            (before / plain["tokens"]) / (own / tokens)
+            for before, own in zip(plain["ms_of_runs"], of_runs, strict=True)
+        ]
+        totals[method] = total | steadiness(speedups, total["tokens_per_pass"], None)
+    return totals
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _verdict(identical: list[bool | None]) -> str:
+    if None in identical:
+        return "not compared (verified by rejection)"
+    return "yes" if all(identical) else "NO"
+
+
+def _doubt(run: dict[str, Any]) -> str:
+    """What to say behind a speed-up that only a busy machine explains."""
+    if not run["disturbed"]:
+        return ""
+    least, most = run["spread"]
+    return f" disturbed: {least:.2f} to {most:.2f}×"
+
+
+def print_demo(document: dict[str, Any], shown: str, colour: bool) -> None:
+    """The demo's document as tables, with the text of drafter `shown` marked by origin."""
+    for result in document["prompts"]:
+        _print_prompt(result, shown, colour)
+    print(f"\n{legend(colour)}")
+    if worked := document["worked_cycle"]:
+        print(f"\n━━ one cycle of {worked['name']}, by {shown} " + "━" * 40)
+        print(explain(worked["event"]))
+    print("\n━━ in all " + "━" * 72)
+    standard = document["totals"]["standard"]
+    for method, total in document["totals"].items():
+        same = "" if method == "standard" else f"identical: {_verdict([total['identical']])}"
+        speed_up = standard["ms"] / standard["tokens"] * total["tokens"] / total["ms"]
+        print(
+            f"{method:14}{total['tokens']:6} tokens {total['target_passes']:6} passes "
+            f"{total['ms']:8.0f} ms {total['tokens_per_pass'] or 0:6.2f} tok/pass "
+            f"{speed_up:5.2f}×{_doubt(total)}  {same}".rstrip()
+        )
+
+
+def _print_prompt(result: dict[str, Any], shown: str, colour: bool) -> None:
+    """One prompt: a row for each method, and the text by the drafter that is `shown`."""
+    standard = result["standard"]
+    print(f"\n━━ {result['name']} " + "━" * max(0, 78 - len(result["name"])))
+    print(_ROW.format("", *_COLUMNS))
+    passes, ms = standard["target_passes"], standard["ms"]
+    print(_ROW.format("standard", passes, f"{ms:.1f}", "1.00", "", "", "", "").rstrip())
+    for name, run in result["speculative"].items():
+        length = run["mean_acceptance_length"]
+        # Sampled texts may be of different lengths: ms and passes count per token.
+        share = len(run["token_ids"]) / len(standard["token_ids"])
+        print(
+            _ROW.format(
+                name,
+                run["target_passes"],
+                f"{run['ms']:.1f}",
+                _or_dash(run["tokens_per_pass"], ".2f"),
+                _or_dash(None if length is None else length - 1, ".2f"),
+                _or_dash(run["draft_acceptance_rate"], ".0%"),
+                f"{1 - run['target_passes'] / (passes * share) if passes else 0:.0%}",
+                f"{ms * share / run['ms']:.2f}×",
+            )
+            + _doubt(run)
+        )
+    for name, run in result["speculative"].items():
+        if run["controller"]:
+            print(f"  {name if name == 'auto' else 'last'}: {run['controller']}")
+        for warning in run["warnings"]:
+            print(f"{name}: {warning}")
+    same = [run["identical"] for run in result["speculative"].values()]
+    print(f"identical output: {_verdict(same)}        text as {shown} wrote it:\n")
+    print(result["prompt"] + mark(result["speculative"][shown]["pieces"], colour))

@@ -1,0 +1,212 @@
+"""The panel asks a server's drafters, checks what they say, and keeps their faults to itself.
+
+A drafter may be wrong or broken in any way: it raises, hangs, proposes ids that do not exist. Such
+a fault costs its request that drafter, never the answer. The request's other drafters go on.
+"""
+
+import logging
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from messages import Draft, Sampling, Verdict, in_short
+
+from .base import Drafter
+from .noise import Noise
+
+AUTO = "auto"  # the name under which a request asks for all drafters
+LOG = logging.getLogger("serving.drafters")
+
+
+class DrafterFailed(Exception):
+    """A drafter failed, and `--strict` asks to hear of it."""
+
+
+@dataclass(eq=False)
+class Seat:
+    """Drafting for one request: the drafters that read along, and what is known of them."""
+
+    prompt_length: int
+    sampling: Sampling
+    states: dict[str, Any] = field(default_factory=dict)  # by drafter, of those that can go on
+    asked: str | None = None  # who was to draft in this cycle
+    num_asked: int = 0  # and how many tokens at most
+    records: dict[str, Any] = field(default_factory=dict)  # the planner's, by drafter
+    decision: Any = None  # the planner's last one
+    warnings: list[str] = field(default_factory=list)
+
+
+class Call(NamedTuple):
+    """One call of a drafter, for a batch."""
+
+    name: str
+    seats: list[Seat]
+    limits: list[int]  # tokens asked for
+    ms: float
+
+
+class Panel:
+    """The drafters of a server."""
+
+    def __init__(
+        self,
+        drafters: dict[str, Drafter],
+        vocab_size: int,
+        is_strict: bool = False,
+    ) -> None:
+        """`is_strict` lets a drafter's fault fail the request: for those who write a drafter."""
+        self.drafters, self._vocab_size, self._is_strict = drafters, vocab_size, is_strict
+        # What a request may ask for, and the drafters that this means.
+        self.choices = {name: (name,) for name in drafters} | {AUTO: tuple(drafters)}
+        self.num_failures = 0
+        self.calls: list[Call] = []  # of the last `propose`
+
+    def open(self, seat: Seat, wanted: str, prompt: list[int], noise: Noise) -> None:
+        """Let the drafters that are wanted, one or all, read along with a new request."""
+        for name in self.choices[wanted]:
+            try:
+                seat.states[name] = self.drafters[name].open(prompt, seat.sampling, noise)
+            except Exception as error:
+                self._lose(seat, name, error)
+
+    def layers(self, seat: Seat) -> set[int]:
+        """The layers whose hidden states the seat's drafters want."""
+        wanting = [self.drafters[name] for name in seat.states if self.drafters[name].needs_hidden]
+        return {layer for drafter in wanting for layer in drafter.hidden_layers}
+
+    def propose(self, seats: list[Seat], plan: list[tuple[str, int]]) -> list[Draft]:
+        """A draft for each seat; plan[i] says who makes it and how many tokens it may have.
+
+        Drafters are called in turn, each for all seats that are to have a draft of it.
+        """
+        drafts, self.calls = [Draft() for _ in seats], []
+        for seat, (name, limit) in zip(seats, plan, strict=True):
+            seat.asked, seat.num_asked = (name, limit) if limit else (None, 0)
+        for name in dict.fromkeys(seat.asked for seat in seats if seat.asked):
+            at = [i for i, seat in enumerate(seats) if seat.asked == name]
+            group, limits = [seats[i] for i in at], [seats[i].num_asked for i in at]
+            began = time.perf_counter()
+            for i, draft in zip(at, self._ask(name, group, limits), strict=True):
+                drafts[i] = draft
+            self.calls.append(Call(name, group, limits, (time.perf_counter() - began) * 1e3))
+        return drafts
+
+    def _ask(self, name: str, seats: list[Seat], limits: list[int]) -> list[Draft]:
+        """Drafts that can be verified; an empty one for a seat that loses its drafter."""
+        try:
+            states = [seat.states[name] for seat in seats]
+            proposed = list(self.drafters[name].propose_batch(states, limits))
+            if len(proposed) != len(seats):
+                raise ValueError(f"{len(proposed)} drafts for {len(seats)} requests")
+        except Exception as error:
+            if len(seats) > 1:  # one of them is to blame, and the others need not suffer for it
+                alone = zip(seats, limits, strict=True)
+                return [self._ask(name, [seat], [limit])[0] for seat, limit in alone]
+            self._lose(seats[0], name, error)
+            return [Draft()]
+        sound = []
+        for seat, limit, draft in zip(seats, limits, proposed, strict=True):
+            try:
+                self._check(draft, limit, seat.sampling)
+                sound.append(draft)
+            except Exception as error:
+                self._lose(seat, name, error)
+                sound.append(Draft())
+        return sound
+
+    def _check(self, draft: Draft, limit: int, sampling: Sampling) -> None:
+        if not isinstance(draft, Draft):
+            kind = type(draft).__name__
+            raise TypeError(f"propose returned a {kind}: write return Draft(tokens)")
+        self._check_tokens(draft.tokens)
+        count = len(draft.tokens)
+        if count > limit:
+            raise ValueError(f"{count} tokens proposed, {limit} asked for")
+        if count and draft.probs is not None and not sampling.is_coupled:
+            if draft.probs.shape != (count, self._vocab_size):
+                shape = list(draft.probs.shape)
+                raise ValueError(f"probs of shape {shape} for {count} tokens")
+            drawn = draft.probs[range(count), draft.tokens]
+            off = (draft.probs.sum(-1) - 1).abs().max()
+            if not (draft.probs.min() >= 0 and drawn.min() > 0 and off < 1e-3):  # nor with NaN
+                raise ValueError("probs are no distributions that the tokens can be drawn from")
+
+    def _check_tokens(self, tokens: Any) -> None:
+        if not isinstance(tokens, list):
+            raise TypeError(f"proposed a {type(tokens).__name__}, not a list of tokens")
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < self._vocab_size:
+                raise ValueError(
+                    f"proposed {token!r:.100}, which is no id below {self._vocab_size}"
+                )
+
+    def guess(self, seat: Seat, name: str, max_tokens: int) -> list[int] | None:
+        """What a drafter would propose, nobody having asked; None from those that cannot tell.
+
+        A drafter that costs next to nothing and draws nothing may have a method
+        `guess(state, max_tokens)`.
+        """
+        guess = getattr(self.drafters[name], "guess", None)
+        if guess is None or name not in seat.states:
+            return None
+        try:
+            tokens = guess(seat.states[name], max_tokens)
+            if tokens is not None:
+                self._check_tokens(tokens)
+            return tokens
+        except Exception as error:
+            self._lose(seat, name, error)
+            return []
+
+    def observe(self, seat: Seat, verdict: Verdict, hidden: dict[int, Tensor]) -> None:
+        """Tell the seat's drafters what came.
+
+        Who proposed rolls back. To the others what came is text like any other. `hidden` are the
+        states at the newly cached positions, by layer.
+        """
+        for name in list(seat.states):
+            drafter = self.drafters[name]
+            own = verdict if name == seat.asked else replace(verdict, drafted=0)
+            if drafter.needs_hidden:
+                states = torch.cat([hidden[layer] for layer in drafter.hidden_layers], -1)
+                own = replace(own, hidden=states)
+            try:
+                drafter.observe(seat.states[name], own)
+            except Exception as error:
+                self._lose(seat, name, error)
+
+    def _lose(self, seat: Seat, name: str, error: Exception) -> None:
+        """The request goes on without this drafter; the log has the traceback."""
+        self.num_failures += 1
+        LOG.warning("drafter %s failed: %s", name, in_short(error), exc_info=error)
+        self._close(seat, name)
+        what = f"drafter {name} failed ({in_short(error)})"
+        rest = " and ".join(seat.states)
+        seat.warnings.append(f"{what}: went on {f'with {rest}' if rest else 'without speculation'}")
+        if not rest:
+            seat.decision = None
+        if self._is_strict:
+            raise DrafterFailed(what) from error
+
+    def leave(self, seat: Seat, why: str) -> None:
+        """The request goes on without speculation."""
+        seat.decision = None
+        seat.warnings.append(f"{why}: went on without speculation")
+        self.close(seat)
+
+    def close(self, seat: Seat) -> None:
+        """Give the drafters' states back."""
+        for name in list(seat.states):
+            self._close(seat, name)
+
+    def _close(self, seat: Seat, name: str) -> None:
+        if name not in seat.states:
+            return
+        state = seat.states.pop(name)
+        try:
+            self.drafters[name].close(state)
+        except Exception as error:
+            seat.warnings.append(f"drafter {name} failed to close: {in_short(error)}")

@@ -1,0 +1,236 @@
+"""The forwards of a cached model, in few shapes and without pads: what `speed_up` puts in.
+
+The core feeds all texts of a batch in one forward, padded to one length. Here a batch is cut into
+forwards whose shapes are known to give equal bits (exact.py), and where the model allows it several
+texts stand one behind the other, so that pads cost next to nothing:
+
+    padded   [B, T]   · · a b      ragged   [1, N]   a b c d e f g h ·
+                      c d e f
+                      · · g h
+
+A row to spare at the end fills the number of rows up to one of the checked shapes.
+"""
+
+from collections.abc import Iterator
+from itertools import accumulate
+from math import prod
+from mmap import mmap
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from messages import Output
+
+from .attention import NAME, Ragged
+from .decoder import FusedDecoder, is_same, speed_up_modules
+from .exact import Shapes
+
+MOST_SHARED = 32  # tokens of a text that shares its forward with others: more than any draft has
+
+
+class Piece(NamedTuple):
+    """Some of the tokens that one row is fed in a call."""
+
+    index: int  # of the row, among those of the call
+    begin: int
+    end: int
+
+
+class RaggedPlace:
+    """A padded place (the core's Place) whose tokens stand one behind the other instead."""
+
+    def __init__(self, padded: Any, num_rows: int) -> None:
+        """`num_rows` is the forward's number of rows, at least the number of tokens."""
+        self._padded, self._num_rows = padded, num_rows
+        self.slots, self.counts, self.end = padded.slots, padded.counts, padded.end
+        self.kv_length = padded.kv_length
+        flat, num_spare = padded.real.flatten(), num_rows - sum(padded.counts)
+        pad = torch.nn.functional.pad
+        self._slots, self._positions = padded.targets
+        self.positions = pad(self._positions, (0, num_spare))[None]  # [1, N], as ids are
+        self.ragged = Ragged(
+            (flat.cumsum(0) - 1).clamp_(min=0).view_as(padded.real),
+            pad(flat.nonzero()[:, 0], (0, num_spare)),
+            padded.positions,
+        )
+
+    def arrange(self, rows: list[Tensor]) -> Tensor:
+        """Ids [t] of each text -> [1, N], or states [t, D] -> [1, N, D]."""
+        flat = torch.cat(rows)
+        spare = flat.new_zeros(self._num_rows - len(flat), *flat.shape[1:])
+        return torch.cat([flat, spare])[None]
+
+    def part(self, result: Tensor) -> list[Tensor]:
+        """A forward's result [1, N, D] -> [t, D] of each text."""
+        return list(result[0, : sum(self.counts)].split(self.counts))
+
+    def mask(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
+        """The padded place's mask [B, 1, T, kv_length]; `attend` reads from it how rows lie."""
+        mask = self._padded.mask(dtype, window)
+        mask.ragged = self.ragged  # for attention_forward
+        return mask
+
+    def write(self, buffer: Tensor, new: Tensor) -> Tensor:
+        """Write keys or values, [1, H, N, width] or [N, H, width], and return all of the texts."""
+        new = new if new.dim() == 3 else new[0].transpose(0, 1)
+        buffer[self._slots, :, self._positions] = new[: len(self._slots)]
+        return self._padded.view(buffer)
+
+
+class Runs:
+    """Cuts what is fed into forwards; a function of the texts' lengths and of nobody's company."""
+
+    def __init__(self, cache: Any, shapes: Shapes, can_share: bool) -> None:
+        """`can_share` says whether texts may stand one behind the other in a forward."""
+        self._cache, self._shapes, self.can_share = cache, shapes, can_share
+
+    def __call__(self, rows: list[int], counts: list[int]) -> Iterator[tuple[list[Piece], Any]]:
+        """How to feed counts[b] tokens to rows[b]: forwards, one after the other, and their places.
+
+        Rows of few tokens share a forward. Longer ones have forwards to themselves, as all others
+        would be padded to their length where they attend. Each forward is to be run, and the cache
+        advanced, before the next one is asked for.
+        """
+        alone, shared, most = [], [], self._shapes.rows[-1]
+        for b in sorted(range(len(rows)), key=lambda b: self._cache.slot(rows[b])):
+            begin = 0
+            held, prompt = self._cache.lengths[rows[b]], self._cache.prompt_lengths[rows[b]]
+            for count, num_rows in self._shapes.pieces(held, counts[b], prompt):
+                piece = Piece(b, begin, begin + count)
+                begin = piece.end
+                if num_rows or begin < counts[b] or count > MOST_SHARED:
+                    alone.append(([piece], num_rows))
+                elif shared and sum(p.end - p.begin for p in shared[-1][0]) + count <= most:
+                    shared[-1][0].append(piece)
+                else:
+                    shared.append(([piece], 0))
+        for pieces, num_rows in alone + shared:
+            fed = [piece.end - piece.begin for piece in pieces]
+            yield pieces, self._place([rows[piece.index] for piece in pieces], fed, num_rows)
+
+    def _place(self, rows: list[int], counts: list[int], num_rows: int) -> Any:
+        """Room in the cache for a forward of `num_rows` rows, 0 = as many as the shapes ask for."""
+        cache, shapes = self._cache, self._shapes
+        num_rows = num_rows or shapes.run_rows(sum(counts))
+        end = max(cache.lengths[row] + count for row, count in zip(rows, counts, strict=True))
+        if len(rows) == 1:
+            return cache.place(rows, counts, num_rows, shapes.kv_length(end))
+        if not self.can_share:
+            width = -(-max(counts) // 4) * 4  # few numbers of rows: see ROWS
+            return cache.place(rows, counts, width, shapes.kv_length(end))
+        padded = cache.place(rows, counts, max(counts), shapes.kv_length(end))
+        cache.current = RaggedPlace(padded, num_rows)
+        return cache.current
+
+
+def whole(cache: Any, rows: list[int], counts: list[int]) -> Iterator[tuple[list[Piece], Any]]:
+    """What Runs gives, without the fast path: one forward of all, padded."""
+    yield [Piece(b, 0, count) for b, count in enumerate(counts)], cache.place(rows, counts)
+
+
+class FastForward:
+    """Stands in for `forward` of the core's CachedModel."""
+
+    def __init__(self, model: Any, fused: FusedDecoder | None) -> None:
+        self._model, self.fused = model, fused
+        self.runs = Runs(model.cache, model.shapes, can_share=fused is not None)
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        rows: list[int],
+        tokens: list[list[int]],
+        num_logits: list[int],
+        layers: tuple[int, ...] = (),
+    ) -> Output:
+        """Feed tokens[b] to rows[b], in as many forwards as it takes; see CachedModel.forward."""
+        logits: list[list[Tensor]] = [[] for _ in rows]
+        hidden: dict[int, list[list[Tensor]]] = {layer: [[] for _ in rows] for layer in layers}
+        for pieces, place in self.runs(rows, [len(fed) for fed in tokens]):
+            fed = [tokens[p.index][p.begin : p.end] for p in pieces]
+            # Of the tokens whose logits are wanted, those in here: the last ones of a piece.
+            first = [len(tokens[p.index]) - num_logits[p.index] for p in pieces]
+            wanted = [max(0, p.end - max(p.begin, i)) for p, i in zip(pieces, first, strict=True)]
+            scores, states = self._run(place, fed, wanted, layers)
+            self._model.cache.advance(place)
+            for i, piece in enumerate(pieces):
+                logits[piece.index].append(scores[i].float())
+                for layer in layers:
+                    hidden[layer][piece.index].append(states[layer][i])
+        return Output(
+            [join(parts) for parts in logits],
+            {layer: [join(parts) for parts in found] for layer, found in hidden.items()},
+        )
+
+    def _run(
+        self, place: Any, tokens: list[list[int]], wanted: list[int], layers: tuple[int, ...]
+    ) -> tuple[list[Tensor], dict[int, list[Tensor]]]:
+        """One forward; logits [wanted[b], V] of each text, and its hidden states [t, D] by layer.
+
+        The output layer runs in one of the checked numbers of rows, too.
+        """
+        device = place.positions.device
+        ids = place.arrange([torch.tensor(fed, device=device) for fed in tokens])
+        model, is_ragged = self._model, isinstance(place, RaggedPlace)
+        if len(tokens) > 1 and not is_ragged:
+            padded, states = model.run(ids, place, max(1, *wanted), layers)
+            scores = [row[len(row) - n :] for row, n in zip(padded, wanted, strict=True)]
+        else:
+            ends = accumulate(place.counts) if is_ragged else [ids.shape[1]]
+            at = [i for end, n in zip(ends, wanted, strict=True) for i in range(end - n, end)]
+            at += [0] * (model.shapes.run_rows(len(at)) - len(at))
+            rows = torch.tensor(at, device=device)
+            if self.fused:
+                flat, states = self.fused(ids, place, model.cache, rows, layers=layers)
+            else:
+                flat, states = model.run(ids, place, rows, layers)
+            scores = list(flat[0, : sum(wanted)].split(wanted))
+        return scores, {layer: place.part(found) for layer, found in states.items()}
+
+    def reason_not_to_share(self) -> str | None:
+        """Why this model's forwards cannot keep to few shapes; None if they can."""
+        return None if self.runs.can_share else "its sequences are padded to one length in a batch"
+
+
+def join(parts: list[Tensor]) -> Tensor:
+    """The parts one behind the other; a single one needs no copy."""
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def speed_up(model: Any) -> None:
+    """Make a CachedModel compute the same, sooner, where it and this machine allow it."""
+    fused = speed_up_modules(model.model, model.cache.capacity, model.windows)
+    model.fast = model.forward = FastForward(model, fused)
+    model.fast.runs.can_share = bool(fused) or _can_be_ragged(model)
+
+
+def _can_be_ragged(model: Any) -> bool:
+    """Whether all of this model's attention goes through ours: texts do not mix then."""
+    if model.model.config._attn_implementation != NAME or model.cache.num_rows < 2:
+        return False
+    rows = [model.cache.open_row() for _ in range(2)]
+    texts = [[1, 2, 3, 4, 5], [3, 2, 1]]
+    apart = [
+        model.forward([row], [text], [2]).logits[0] for row, text in zip(rows, texts, strict=True)
+    ]
+    for row in rows:
+        model.cache.truncate(row, 0)
+    model.fast.runs.can_share = True
+    try:
+        together = model.forward(rows, texts, [2, 2]).logits
+        return all(map(is_same, together, apart))
+    except (IndexError, RuntimeError, TypeError, ValueError):
+        return False  # a family with its own ideas of a batch
+    finally:
+        model.fast.runs.can_share = False
+        for row in rows:
+            model.cache.close_row(row)
+
+
+def lazy_zeros(like: Tensor, *shape: int) -> Tensor:
+    """Zeros that take memory only where something is written: most requests are short."""
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    memory = mmap(-1, prod(shape) * like.element_size())
+    return torch.frombuffer(memory, dtype=like.dtype).view(shape)

@@ -1,0 +1,44 @@
+"""What is tried again when a forward of the target fails: the others' answers do not depend on it.
+
+    all together ── fails → each by itself ── fails → without its drafters ── fails → an error
+
+A step that fails has accepted nothing. So the cache is truncated to what it held, and that is all.
+"""
+
+import logging
+from typing import Any
+
+from messages import Cycle, in_short
+
+LOG = logging.getLogger("serving.engine")
+
+
+def step(engine: Any, sequences: list[Any]) -> dict[Any, Cycle]:
+    """engine.step; a sequence that cannot go on ends with a `failure`, and has no cycle."""
+    lengths = engine.target.cache.lengths
+    held = {s: lengths[s.row] for s in sequences}
+    try:
+        return engine.step(sequences)
+    except Exception as error:
+        engine.totals.num_faults += 1
+        LOG.warning("a forward of the target failed and is tried again: %s", in_short(error))
+    cycles: dict[Any, Cycle] = {}
+    for s in sequences:
+        cycles |= _step_alone(engine, s, held[s])
+    return cycles
+
+
+def _step_alone(engine: Any, s: Any, held: int) -> dict[Any, Cycle]:
+    """After a fault that may be a neighbour's, or over; else try to do without the draft."""
+    for can_go_on in (True, False):
+        engine.target.cache.truncate(s.row, held)
+        try:
+            return engine.step([s])
+        except Exception as error:
+            failure, has_drafters = error, bool(s.seat.states)
+        if has_drafters:
+            engine.panel.leave(s.seat, f"a forward failed ({in_short(failure)})")
+        if not (can_go_on and has_drafters):
+            break
+    s.fail(failure)
+    return {}

@@ -1,0 +1,124 @@
+"""A cycle as an event: what a request asked to know about it, in values that JSON has."""
+
+from itertools import chain, pairwise
+from math import inf
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from messages import Cycle, Judgement
+
+
+def event(s: Any, cycle: Cycle) -> dict[str, Any]:
+    """The event of a Sequence's latest cycle.
+
+    {step, proposals, accepted_count, emitted_count, tokens, rejected, cached, pieces}: proposals is
+    the draft as it was made, the others are what stays of it after a cut. cached is how many tokens
+    the KV cache held after the verify and after the truncation. pieces is the text that may be
+    shown now, as (text, kind). A request may ask for `logprobs` and for a trace, which has more.
+    """
+    found: dict[str, Any] = {
+        "step": cycle.number,
+        "proposals": cycle.proposals,
+        "accepted_count": cycle.num_accepted,
+        "emitted_count": cycle.num_kept,
+        "tokens": [judgement_as_dict(token) for token in cycle.tokens],
+        "rejected": cycle.rejected and judgement_as_dict(cycle.rejected),
+        "cached": [cycle.held, cycle.cached],
+        "pieces": cycle.pieces,
+    }
+    if s.request.logprobs is not None:
+        new = [token.id for token in cycle.tokens]
+        found["logprobs"] = token_logprobs(cycle.logits, new, s.request.logprobs, s.tokenizer)
+        s.logprobs += found["logprobs"]
+    if s.request.trace:
+        found |= _details(s, cycle, found)
+    return found
+
+
+def judgement_as_dict(judgement: Judgement) -> dict[str, Any]:
+    """For an event; p, q and u only where they decided."""
+    if judgement.u is None:
+        return {"id": judgement.id, "kind": judgement.kind}
+    return judgement._asdict()
+
+
+def _details(s: Any, cycle: Cycle, event: dict[str, Any]) -> dict[str, Any]:
+    """What a trace adds.
+
+    `target_argmax` [n + 1], `target_top` (the tokens that led where each new one was chosen),
+    `texts` of all ids in the event (a part of a character as "�"), the controller's reason, and the
+    times of the cycle.
+    """
+    asked: dict[str, Any] = {}
+    if s.seat.decision:
+        asked["controller"] = str(s.seat.decision)
+    asked["target_argmax"] = cycle.scores.argmax(-1).tolist()
+    asked["target_top"] = _leaders(s, event, cycle.scores[: cycle.num_kept])
+    ids = {*cycle.proposals, *asked["target_argmax"]}
+    ids |= {token["id"] for token in chain(event["tokens"], *asked["target_top"])}
+    asked["texts"] = {i: s.tokenizer.decode([i]) for i in sorted(ids)}
+    spans = [(end - begin) * 1e3 for begin, end in pairwise(cycle.times)]
+    asked["ms"] = dict(zip(("draft", "verify", "other"), spans, strict=True))
+    return asked
+
+
+def _leaders(s: Any, event: dict[str, Any], scores: Tensor) -> list[list[dict[str, Any]]]:
+    """The first five tokens of each row of scores [n, V], as {id, score}.
+
+    Of a coupled request the choice is the first of them. It goes by the total of score and noise,
+    which its entries have, too; and so do the event's judged tokens, which are changed here.
+    """
+    sampling, totals = s.request.sampling, scores
+    if sampling.is_coupled and not sampling.is_greedy:
+        begin, ids = len(s.tokens) - len(scores), np.arange(scores.shape[-1])
+        races = [s.noise.exponentials(begin + i, ids) for i in range(len(scores))]
+        totals = scores.cpu() - torch.tensor(np.stack(races)).log()
+
+    def entry(row: int, token: int) -> dict[str, Any]:
+        found = {"id": token, "score": _finite(scores[row, token])}
+        return found | ({"total": _finite(totals[row, token])} if sampling.is_coupled else {})
+
+    if sampling.is_coupled:
+        rejected = [event["rejected"]] if event["rejected"] else []  # judged where the last was
+        for row, token in [*enumerate(event["tokens"]), *((len(scores) - 1, r) for r in rejected)]:
+            token |= entry(row, token["id"])
+    top, result = totals.topk(min(5, scores.shape[-1])), []
+    for row, (ids, values) in enumerate(
+        zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    ):
+        able = [i for i, value in zip(ids, values, strict=True) if value > -inf]
+        if sampling.is_coupled:  # of equal ones the chosen one comes first
+            able.sort(key=lambda i: i != event["tokens"][row]["id"])
+        result.append([entry(row, i) for i in able])
+    return result
+
+
+def _finite(value: Tensor) -> float | None:
+    """A number for JSON, which has no infinity: what is impossible has none."""
+    return float(value) if value.isfinite() else None
+
+
+def token_logprobs(
+    logits: Tensor, tokens: list[int], num_top: int, tokenizer: Any
+) -> list[dict[str, Any]]:
+    """Log-probabilities of `tokens` and of the `num_top` likeliest by the target's own logits.
+
+    logits [at least len(tokens), V]: row i is where token i was chosen. Before every transform, so
+    they do not depend on the request's sampling.
+    """
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        # JSON has no -inf: -9999 is what the field sends for it.
+        return {"id": token, "token": tokenizer.decode([token]), "logprob": max(logprob, -9999.0)}
+
+    logprobs = logits[: len(tokens)].log_softmax(-1)
+    top = logprobs.topk(min(num_top, logits.shape[-1]))
+    return [
+        entry(token, float(row[token])) | {"top_logprobs": list(map(entry, ids, values))}
+        for token, row, ids, values in zip(
+            tokens, logprobs, top.indices.tolist(), top.values.tolist(), strict=True
+        )
+    ]
