@@ -89,6 +89,7 @@ def test_readme_s_commands_make_their_own_environment():
     demo, test = (line for line in commands() if line.startswith(MAKE))
     assert demo == f"{MAKE}requirements.txt && .venv/bin/python {SCRIPT} --demo"
     assert test == f"{MAKE}requirements-dev.txt && .venv/bin/python -m pytest"
+    assert test in read(".ci/run"), "CI must run README's own test command"
 
 
 @pytest.mark.parametrize("command", list(filter(arguments, commands())), ids=str)
