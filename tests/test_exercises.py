@@ -1,19 +1,18 @@
 """README's exercises, solved: what each of them finds out. (Exercise 4 is in test_sampling.py.)"""
 
-import re
-
 import pytest
 import speculative_decoding as core
-from conftest import ROOT, run
+from conftest import run
+from test_docs import blocks, read
 
 from control.formulas import break_even_alpha, expected_speedup
 from control.statistics import Statistics
+from messages import Draft, Judgement
 
 
 def readme_drafter():
     """The class in README, as a reader would have it."""
-    readme = (ROOT / "README.md").read_text("utf-8")
-    (source,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (source,) = blocks(read("README.md"), "python")
     names = {}
     exec(source, names)  # noqa: S102
     return names["EarliestMatch"]
@@ -43,8 +42,8 @@ def test_1_the_latest_match_and_the_longest_suffix_both_help(demo_engine, prompt
         def propose(self, state, max_tokens):
             for i in range(len(state) - 1, 1, -1):
                 if state[i - 2 : i] == state[-2:]:
-                    return core.Draft(state[i : i + max_tokens])
-            return core.Draft()
+                    return Draft(state[i : i + max_tokens])
+            return Draft()
 
     drafters = {d.name: d for d in (earliest(), LatestMatch(), demo_engine.panel.drafters["ngram"])}
     found = totals(demo_engine, prompts, drafters)
@@ -71,8 +70,8 @@ def test_2_a_draft_model_that_forgets_to_truncate_changes_no_output(
 
 def test_3_a_verify_that_accepts_everything_is_noticed(monkeypatch, capsys):
     def credulous(draft, choices):
-        kept = [core.Judgement(token, "accepted") for token in draft.tokens]
-        return [*kept, core.Judgement([*choices][-1], "bonus")]
+        kept = [Judgement(token, "accepted") for token in draft.tokens]
+        return [*kept, Judgement([*choices][-1], "bonus")]
 
     monkeypatch.setattr(core, "verify", credulous)
     assert core.main(["--demo", "--max-tokens", "16", "--fixed-k"]) == 1

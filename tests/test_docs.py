@@ -1,0 +1,196 @@
+"""README and docs/ as a reader uses them: the lesson, every command, every link, every name."""
+
+import json
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import fields
+from importlib.util import find_spec
+
+import pytest
+import speculative_decoding as core
+from conftest import ROOT
+
+from serving.options import parse_arguments
+
+SCRIPT = "08_speculative_decoding.py"
+README = ROOT / "README.md"
+DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+MAKE = "python3 -m venv .venv && .venv/bin/pip install -q -r "
+
+
+def read(name):
+    return (ROOT / name).read_text("utf-8")
+
+
+def blocks(text, language):
+    """The fenced blocks of one language; of none for ""."""
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [block for kind, block in fences if kind == language]
+
+
+def commands():
+    """Every line of every bash block, once, in order."""
+    lines = [
+        line
+        for document in DOCUMENTS
+        for block in blocks(document.read_text("utf-8"), "bash")
+        for line in block.splitlines()
+    ]
+    return list(dict.fromkeys(lines))
+
+
+def arguments(command):
+    """What follows the script's name in a command, or None if it runs something else."""
+    _, found, rest = command.split(" > ")[0].partition(SCRIPT)
+    return shlex.split(rest) if found else None
+
+
+def test_each_step_of_the_lesson_writes_the_same_text(monkeypatch, capsys):
+    """With and without cache, drafts, truncation; sampled with and without; alone and together."""
+    monkeypatch.chdir(ROOT)
+    steps = blocks(read("docs/lesson.md"), "python")
+    assert len(steps) == 6 and len(re.findall(r"^.+$", steps[0], re.MULTILINE)) == 15
+    names = {}
+    for step in steps:
+        exec(step, names)  # noqa: S102
+    prompt, text = names["prompt"], names["result_1"]
+    assert len(text) == len(prompt) + 48
+    assert names["result_2"] == names["result_3"] == names["result_4"] == text
+    assert names["result_5"] == names["undrafted"] != text
+    assert names["result_6"] == [names["plain_loop"](p, 48) for p in names["prompts"]]
+    assert names["result_6"][0] == text
+    said = capsys.readouterr().out
+    passes = {int(step): int(count) for step, count in re.findall(r"^(\d): (\d+) pas", said, re.M)}
+    assert passes[1] == passes[2] == 48 and said.count("same text: True") == 4
+    assert passes[3] == passes[4] < 30 and passes[5] < 40  # the same drafts, with cache or without
+    assert "the same texts: True" in said
+
+
+def test_the_lesson_s_command_extracts_the_blocks():
+    (command,) = blocks(read("docs/lesson.md"), "bash")
+    extract = command.split(" > ")[0]
+    found = subprocess.check_output(["bash", "-c", extract], cwd=ROOT, text=True)
+    assert found == "".join(blocks(read("docs/lesson.md"), "python"))
+
+
+def test_every_command_is_of_a_kind_that_is_run_here():
+    kinds = (MAKE, f".venv/bin/python {SCRIPT} ", "curl -s", "sed -n")
+    assert [line for line in commands() if not line.startswith(kinds)] == []
+
+
+def test_readme_s_commands_make_their_own_environment():
+    demo, test = (line for line in commands() if line.startswith(MAKE))
+    assert demo == f"{MAKE}requirements.txt && .venv/bin/python {SCRIPT} --demo"
+    assert test == f"{MAKE}requirements-dev.txt && .venv/bin/python -m pytest"
+    assert test in read(".ci/run"), "CI must run README's own test command"
+
+
+@pytest.mark.parametrize("command", list(filter(arguments, commands())), ids=str)
+def test_commands_of_the_script_run(command, capsys):
+    """One server is started below, and test_command_line runs the demo: both are parsed here."""
+    given = arguments(command)
+    parse_arguments("", given)
+    if "--prompt" in given:
+        assert core.main(given) == 0
+        assert "tokens per pass" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def server():
+    """README's server on a free port; ends with SIGTERM and 0."""
+    (serving,) = (a for a in map(arguments, commands()) if a and a[0] == "--port" and len(a) == 2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, SCRIPT, "--port", port]
+    assert len(serving) == len(command) - 2
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            while ask(f"http://127.0.0.1:{port}/health")[0] != 200:
+                assert process.poll() is None, "the server has ended"
+                time.sleep(0.1)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+
+
+def ask(url, data=None):
+    """Status and text of an answer; status None if nobody listens."""
+    wanted = urllib.request.Request(url, data and data.encode())
+    if data:
+        wanted.add_header("Content-Type", "application/json")
+    try:
+        with urllib.request.urlopen(wanted, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+    except OSError:
+        return None, ""
+
+
+def test_curl_commands_are_answered(server):
+    found = [shlex.split(line) for line in commands() if line.startswith("curl")]
+    assert len(found) > 5
+    for words in found:
+        options = dict(zip(words, words[1:], strict=False))
+        (url,) = (word for word in words if word.startswith("localhost:5000"))
+        status, text = ask(url.replace("localhost:5000", server), options.get("-d"))
+        assert status == 200, (words, text)
+
+
+def test_what_the_server_answers_is_described(server):
+    """Every field of an answer and of /health; and no field of a request that is unknown."""
+    text = read("docs/api.md")
+    body = {"prompt": "x = [", "max_tokens": 2, "trace": True, "compare": True, "logprobs": True}
+    answer = json.loads(ask(f"{server}/generate", json.dumps(body))[1])
+    health = json.loads(ask(f"{server}/health")[1])
+    said = [*answer, *answer["timings"], *answer["trace"][0], *answer["compare"], *health]
+    assert [name for name in said if f"`{name}`" not in text] == []
+    table = text[text.index("### Fields") : text.index("### The answer")]
+    rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    nothing = dict.fromkeys(names) | {"prompt": "x", "max_tokens": 1}
+    assert len(names) > 15
+    assert json.loads(ask(f"{server}/generate", json.dumps(nothing))[1])["warnings"] == []
+
+
+def test_every_option_is_described():
+    text = read("docs/operations.md")
+    names = [field.name.replace("_", "-") for field in fields(core.Options)]
+    assert [n for n in names if f"--{n}" not in text and f"--no-{n}" not in text] == []
+
+
+def test_links_and_benchmarks_exist():
+    for document in DOCUMENTS:
+        text = document.read_text("utf-8")
+        links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
+        assert [link for link in links if not (document.parent / link).exists()] == []
+        assert [m for m in re.findall(r"benchmarks\.\w+", text) if not find_spec(m)] == []
+
+
+def test_readme_s_tree_names_what_exists():
+    (tree,) = (block for block in blocks(read("README.md"), "") if SCRIPT in block)
+    missing = []
+    for line in re.sub(r"\n +", " ", tree).splitlines():
+        paths, names = re.split("  +", line, maxsplit=1)
+        found = [ROOT / path for path in paths.split()]
+        if paths in ("drafters/", "control/", "serving/", "fastpath/"):
+            found += [ROOT / paths / name for name in re.findall(r"\w+", names)]
+        missing += [p for p in found if not (p.exists() or p.with_suffix(".py").exists())]
+    assert missing == []
+
+
+def test_readme_stays_short():
+    text = read("README.md")
+    assert len(text.splitlines()) <= 120 and len(text.split()) <= 900
