@@ -74,6 +74,14 @@ class Draft:
     tokens: list[int] = field(default_factory=list)
     probs: Tensor | None = None
 
+    def q(self, i: int, like: Tensor) -> Tensor:
+        """The distribution [V] that token i was drawn from; one-hot where nothing was drawn."""
+        if self.probs is not None:
+            return self.probs[i].to(like)
+        q = torch.zeros_like(like)
+        q[self.tokens[i]] = 1.0
+        return q
+
     @classmethod
     def of(cls, drawn: Sequence[tuple[int, Tensor | None]]) -> "Draft":
         """From each token with the q [V] that it was drawn from, or None for all of them."""
@@ -113,12 +121,15 @@ class Verdict:
         )
 
 
+Layers = tuple[int, ...]  # -1 is behind the final norm, i is behind block i
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """What a forward gives, text by text."""
 
     logits: list[Tensor]  # [num_logits, V] float32
-    hidden: dict[int, list[Tensor]]  # [tokens fed, D] behind each block; -1 is the final norm
+    hidden: dict[int, list[Tensor]]  # [tokens fed, D] behind each of the layers asked for
 
 
 @dataclass

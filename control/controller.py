@@ -2,7 +2,7 @@
 
     expected tokens of a cycle with K drafts:  E(K) = 1 + α₁ + α₁α₂ + … + α₁…α_K
     its cost, in passes of plain decoding:     T(K) = K · c + t_verify(K)
-    choose what makes E / T largest: for one request its K, for a batch all of them (planner.py)
+    choose what makes E / T largest: for one request its K, for a batch all of them (plans.py)
 
 αᵢ, the chance that the i-th token is accepted once those before it are, is estimated from the
 request's own cycles, recent ones counting more. A new request is thought to be like those before
@@ -12,8 +12,8 @@ would have drafted is held against what came.
 
 K = 0 is plain decoding. A drafter that does not draft is tried all the same now and then, in a
 probe: texts become easy, and what was measured while the machine was busy was wrong. All probes
-together may cost a fiftieth of the time; that is counted across requests, as one of them may be too
-short to pay for any.
+together may cost a hundredth of the time. That is counted across requests, as one of them may be
+too short to pay for any.
 
 Costs come from the clock (costs.py), so that K shrinks as a batch fills up. Who drafts and how much
 changes no token, unless a request is verified by rejection: then the same seed gives another text

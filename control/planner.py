@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from drafters.panel import Panel, Seat
-from messages import Cycle
+from messages import Cycle, Draft
 
 from .controller import Acceptance, Ask, Controller, Decision
 
@@ -42,7 +42,7 @@ class FixedK:
     def learn(self, seat: Seat, cycle: Cycle) -> None:
         """What became of one request's draft."""
 
-    def timed(self, panel: Panel, fed: list[int], times: list[float] | None) -> None:
+    def timed(self, panel: Panel, drafts: list[Draft], times: list[float] | None) -> None:
         """What a cycle cost."""
 
 
@@ -102,8 +102,8 @@ class Planner:
                 came_true = len(os.path.commonprefix([guess, tokens]))
                 record.observe(len(guess), came_true, len(tokens))
 
-    def timed(self, panel: Panel, fed: list[int], times: list[float] | None) -> None:
-        """What a cycle cost, in which fed[b] tokens of each request were read by the target.
+    def timed(self, panel: Panel, drafts: list[Draft], times: list[float] | None) -> None:
+        """What a cycle cost, in which these drafts and each request's pending token were verified.
 
         `times` says when it began, had drafted, had verified and was done. None where a prompt was
         read, which costs something else.
@@ -112,5 +112,6 @@ class Planner:
         for call in panel.calls:
             costs.observe_draft(call.name, call.limits, self._unread[call.name], call.ms)
         if times:
+            fed = [len(draft.tokens) + 1 for draft in drafts]
             before, passed, after = ((end - begin) * 1e3 for begin, end in pairwise(times))
             costs.observe_pass(len(fed), sum(fed), passed, before + after, max(fed))

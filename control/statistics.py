@@ -188,6 +188,11 @@ class Totals:
         self.recent: deque[tuple[int, int]] = deque(maxlen=200)  # (drafted, accepted) by cycle
         self.num_faults = 0  # forwards that failed and were tried again
 
+    def note(self, num_drafted: int, num_accepted: int) -> None:
+        """Count a cycle among the recent ones."""
+        if num_drafted:
+            self.recent.append((num_drafted, num_accepted))
+
     def add(self, name: str | None, rule: str, statistics: Statistics) -> None:
         """Count a closed request."""
         # A new object each time: /health reads whole sums from another thread.

@@ -14,9 +14,14 @@ multiplications and shifts of 32 bits: integers, which are the same on every mac
 """
 
 from functools import cache
+from math import inf, nextafter
 
 import numpy as np
+import torch
 from torch import Tensor
+
+from fastpath.sampling import truncated_softmax
+from messages import Sampling
 
 NO_NUMBERS = "the model gave no probabilities to draw from (NaN in its logits?)"
 _WORD = (1 << 64) - 1
@@ -107,3 +112,21 @@ def _hash(ids: np.ndarray, key: int) -> np.ndarray:
 def _ids(count: int) -> np.ndarray:
     """0, 1, … count - 1: a model's whole vocabulary."""
     return np.arange(count, dtype=np.uint32)
+
+
+def draw(weights: Tensor, u: float) -> int:
+    """The token drawn by u from weights [V], which need not sum to 1. Raises ValueError for none.
+
+    Example: weights [.2, 0, .6], u = .5 -> 2: of the total .8, u points at .4.
+    """
+    cumulated = weights.cumsum(0, dtype=torch.float64)
+    total = float(cumulated[-1])
+    if not 0 < total < inf:  # as NaN is not
+        raise ValueError(NO_NUMBERS)
+    # Below the total whatever the rounding: then a token without weight is never found.
+    return int(torch.searchsorted(cumulated, min(u * total, nextafter(total, 0)), right=True))
+
+
+def log_probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
+    """log p [n, V] float64 of penalised logits [n, V]: temperature, then top-k, top-p, min-p."""
+    return truncated_softmax(scores, *sampling.transforms).double().log()

@@ -37,6 +37,7 @@ class Seat:
     records: dict[str, Any] = field(default_factory=dict)  # the planner's, by drafter
     decision: Any = None  # the planner's last one
     warnings: list[str] = field(default_factory=list)
+    hidden: list[dict[int, Tensor]] = field(default_factory=list)  # of chunks of a prompt, so far
 
 
 class Call(NamedTuple):
@@ -66,16 +67,20 @@ class Panel:
 
     def open(self, seat: Seat, wanted: str, prompt: list[int], noise: Noise) -> None:
         """Let the drafters that are wanted, one or all, read along with a new request."""
+        failed: dict[str, Exception] = {}
         for name in self.choices[wanted]:
             try:
                 seat.states[name] = self.drafters[name].open(prompt, seat.sampling, noise)
             except Exception as error:
-                self._lose(seat, name, error)
+                failed[name] = error
+        for name, error in failed.items():
+            self._lose(seat, name, error)
 
-    def layers(self, seat: Seat) -> set[int]:
-        """The layers whose hidden states the seat's drafters want."""
-        wanting = [self.drafters[name] for name in seat.states if self.drafters[name].needs_hidden]
-        return {layer for drafter in wanting for layer in drafter.hidden_layers}
+    def layers(self, seats: list[Seat]) -> tuple[int, ...]:
+        """The layers whose hidden states the drafters of these seats want."""
+        drafters = [self.drafters[name] for seat in seats for name in seat.states]
+        wanted = {layer for d in drafters if d.needs_hidden for layer in d.hidden_layers}
+        return tuple(sorted(wanted))
 
     def propose(self, seats: list[Seat], plan: list[tuple[str, int]]) -> list[Draft]:
         """A draft for each seat; plan[i] says who makes it and how many tokens it may have.
@@ -165,14 +170,16 @@ class Panel:
         """Tell the seat's drafters what came.
 
         Who proposed rolls back. To the others what came is text like any other. `hidden` are the
-        states at the newly cached positions, by layer.
+        states [fed, D] of what was verified, by layer.
         """
+        chunks, seat.hidden = [*seat.hidden, hidden], []
+        num_rejected = verdict.drafted - verdict.accepted
         for name in list(seat.states):
             drafter = self.drafters[name]
             own = verdict if name == seat.asked else replace(verdict, drafted=0)
             if drafter.needs_hidden:
-                states = torch.cat([hidden[layer] for layer in drafter.hidden_layers], -1)
-                own = replace(own, hidden=states)
+                states = torch.cat([_beside(chunk, drafter.hidden_layers) for chunk in chunks])
+                own = replace(own, hidden=states[: len(states) - num_rejected])
             try:
                 drafter.observe(seat.states[name], own)
             except Exception as error:
@@ -210,3 +217,8 @@ class Panel:
             self.drafters[name].close(state)
         except Exception as error:
             seat.warnings.append(f"drafter {name} failed to close: {in_short(error)}")
+
+
+def _beside(states: dict[int, Tensor], layers: tuple[int, ...]) -> Tensor:
+    """The states [n, D] of these layers, side by side: [n, D · layers]."""
+    return torch.cat([states[layer] for layer in layers], -1)

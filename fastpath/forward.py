@@ -37,45 +37,70 @@ class Piece(NamedTuple):
     end: int
 
 
-class RaggedPlace:
-    """A padded place (the core's Place) whose tokens stand one behind the other instead."""
+class FastPlace:
+    """A padded place (the core's Place) that is written to and read in fewer operations."""
+
+    def __init__(self, padded: Any) -> None:
+        self.padded, self.slots, self.counts = padded, padded.slots, padded.counts
+        self.positions, self.end, self.kv_length = padded.positions, padded.end, padded.kv_length
+        self.arrange, self.part, self.mask = padded.arrange, padded.part, padded.mask
+
+    def write(self, buffer: Tensor, new: Tensor) -> Tensor:
+        """Write keys or values [B, H, T, width], and return all that the texts have by now."""
+        if len(self.slots) > 1:
+            slots, positions = self.padded.targets
+            buffer[slots, :, positions] = new.transpose(1, 2)[self.padded.real]
+            return self.view(buffer)
+        count, row = self.counts[0], buffer.narrow(0, self.slots[0], 1)
+        new = new.narrow(2, new.shape[2] - count, count)
+        row.narrow(2, self.end - count, count).copy_(new)
+        return row.narrow(2, 0, self.kv_length)
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """The texts' rows [B, H, kv_length, width] of a buffer; a copy only if they lie apart."""
+        first, last = self.slots[0], self.slots[-1]
+        is_compact = self.slots == list(range(first, last + 1))
+        return buffer[slice(first, last + 1) if is_compact else self.slots, :, : self.kv_length]
+
+
+class RaggedPlace(FastPlace):
+    """A place whose tokens stand one behind the other."""
 
     def __init__(self, padded: Any, num_rows: int) -> None:
         """`num_rows` is the forward's number of rows, at least the number of tokens."""
-        self._padded, self._num_rows = padded, num_rows
-        self.slots, self.counts, self.end = padded.slots, padded.counts, padded.end
-        self.kv_length = padded.kv_length
-        flat, num_spare = padded.real.flatten(), num_rows - sum(padded.counts)
+        super().__init__(padded)
+        flat, self._num_spare = padded.real.flatten(), num_rows - sum(padded.counts)
         pad = torch.nn.functional.pad
-        self._slots, self._positions = padded.targets
-        self.positions = pad(self._positions, (0, num_spare))[None]  # [1, N], as ids are
+        slots, positions = self._targets = padded.targets
+        self.positions = pad(positions, (0, self._num_spare))[None]  # [1, N], as ids are
         self.ragged = Ragged(
             (flat.cumsum(0) - 1).clamp_(min=0).view_as(padded.real),
-            pad(flat.nonzero()[:, 0], (0, num_spare)),
+            pad(flat.nonzero()[:, 0], (0, self._num_spare)),
             padded.positions,
         )
+        self.arrange, self.part, self.mask = self._arrange, self._part, self._mask
 
-    def arrange(self, rows: list[Tensor]) -> Tensor:
+    def _arrange(self, rows: list[Tensor]) -> Tensor:
         """Ids [t] of each text -> [1, N], or states [t, D] -> [1, N, D]."""
-        flat = torch.cat(rows)
-        spare = flat.new_zeros(self._num_rows - len(flat), *flat.shape[1:])
-        return torch.cat([flat, spare])[None]
+        spare = rows[0].new_zeros(self._num_spare, *rows[0].shape[1:])
+        return torch.cat([*rows, spare])[None]
 
-    def part(self, result: Tensor) -> list[Tensor]:
+    def _part(self, result: Tensor) -> list[Tensor]:
         """A forward's result [1, N, D] -> [t, D] of each text."""
         return list(result[0, : sum(self.counts)].split(self.counts))
 
-    def mask(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
+    def _mask(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
         """The padded place's mask [B, 1, T, kv_length]; `attend` reads from it how rows lie."""
-        mask = self._padded.mask(dtype, window)
+        mask = self.padded.mask(dtype, window)
         mask.ragged = self.ragged  # for attention_forward
         return mask
 
     def write(self, buffer: Tensor, new: Tensor) -> Tensor:
         """Write keys or values, [1, H, N, width] or [N, H, width], and return all of the texts."""
+        slots, positions = self._targets
         new = new if new.dim() == 3 else new[0].transpose(0, 1)
-        buffer[self._slots, :, self._positions] = new[: len(self._slots)]
-        return self._padded.view(buffer)
+        buffer[slots, :, positions] = new[: len(slots)]
+        return self.view(buffer)
 
 
 class Runs:
@@ -114,13 +139,12 @@ class Runs:
         cache, shapes = self._cache, self._shapes
         num_rows = num_rows or shapes.run_rows(sum(counts))
         end = max(cache.lengths[row] + count for row, count in zip(rows, counts, strict=True))
-        if len(rows) == 1:
-            return cache.place(rows, counts, num_rows, shapes.kv_length(end))
-        if not self.can_share:
-            width = -(-max(counts) // 4) * 4  # few numbers of rows: see ROWS
-            return cache.place(rows, counts, width, shapes.kv_length(end))
-        padded = cache.place(rows, counts, max(counts), shapes.kv_length(end))
-        cache.current = RaggedPlace(padded, num_rows)
+        width = num_rows if len(rows) == 1 else max(counts)
+        if len(rows) > 1 and not self.can_share:
+            width = -(-width // 4) * 4  # few numbers of rows: see ROWS
+        padded = cache.place(rows, counts, width, shapes.kv_length(end))
+        is_ragged = len(rows) > 1 and self.can_share
+        cache.current = RaggedPlace(padded, num_rows) if is_ragged else FastPlace(padded)
         return cache.current
 
 
@@ -228,9 +252,23 @@ def _can_be_ragged(model: Any) -> bool:
             model.cache.close_row(row)
 
 
-def lazy_zeros(like: Tensor, *shape: int) -> Tensor:
-    """Zeros that take memory only where something is written: most requests are short."""
+def lazy_zeros(like: Tensor, num_rows: int, capacity: int) -> Tensor:
+    """Zeros [num_rows, H, capacity, width], with H and width of `like` [B, H, T, width].
+
+    They take memory only where something is written: most requests are short.
+    """
+    shape = num_rows, like.shape[1], capacity, like.shape[-1]
     if like.device.type != "cpu":
         return like.new_zeros(shape)
     memory = mmap(-1, prod(shape) * like.element_size())
     return torch.frombuffer(memory, dtype=like.dtype).view(shape)
+
+
+def scrub(buffers: list[Tensor], slot: int, length: int) -> None:
+    """Zero a cache's slot if a NaN is in it: one that stays spoils attention even where masked.
+
+    `length` tokens were written. What breaks a model shows in its last layer.
+    """
+    if length and not all(b[slot, :, :length].isfinite().all() for b in buffers[-2:]):
+        for buffer in buffers:
+            buffer[slot] = 0

@@ -16,10 +16,26 @@ import math
 import torch
 from torch import Tensor
 from torch.nn.functional import threshold, threshold_
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 _COLUMNS = 256  # so many largest hold the nucleus of nearly every position of a trained model
 _TIES = 32  # places to spare for logits equal to the k-th (bfloat16 has many)
 _CHUNK = 64
+
+
+def penalise(logits: Tensor, penalty: float, text: list[int], draft: list[int]) -> Tensor:
+    """Apply the repetition penalty to logits [n + 1, V]; 1 = off.
+
+    Row i is penalised as in plain decoding: for `text` and the first i drafts.
+    """
+    if penalty == 1:
+        return logits
+    # An id counts once however often it is read. Rows must read equally many ids, so in place of
+    # the drafts that it must not know yet a row reads an id of the text again.
+    rows = [draft[:i] + text[:1] * (len(draft) - i) for i in range(len(draft) + 1)]
+    known = torch.tensor(list(set(text))).expand(len(rows), -1)
+    ids = torch.cat([known, torch.tensor(rows, dtype=torch.long)], dim=1)
+    return RepetitionPenaltyLogitsProcessor(float(penalty))(ids.to(logits.device), logits)
 
 
 def truncated_softmax(

@@ -119,12 +119,12 @@ def sse(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data)}\n\n"
 
 
-def health(engine: Any, worker: Worker, num_spec_tokens: int, uptime_s: float) -> dict[str, Any]:
+def health(engine: Any, worker: Worker, num_spec_tokens: int) -> dict[str, Any]:
     """The body of GET /health: state, load, and acceptance over the server's life."""
     totals = dict(engine.totals.by_drafter)
     total = sum(totals.values(), Statistics())
     recent = list(engine.totals.recent)
-    cache = engine.target.cache
+    cache, report = engine.target.cache, engine.target.report
     per_drafter = {
         name: s.counters(num_spec_tokens) | s.per_position() for name, s in totals.items()
     }
@@ -133,11 +133,11 @@ def health(engine: Any, worker: Worker, num_spec_tokens: int, uptime_s: float) -
         "model": model_id(engine.target.name),  # not where its folder is
         "drafter": engine.default_drafter,
         "drafters": list(engine.panel.choices),
-        "uptime_s": round(uptime_s, 3),
+        "uptime_s": round(worker.uptime_s, 3),
         "num_requests_running": worker.num_running,
         "num_requests_waiting": worker.num_waiting,
-        "bitwise_lossless": engine.is_exact,
-        "exactness": engine.target.report and engine.target.report.as_dict(),
+        "bitwise_lossless": bool(report and report.is_exact),
+        "exactness": report and report.as_dict(),
         "kv_cache_capacity_tokens": cache.num_rows * cache.max_length,
         "kv_cache_usage_perc": round(sum(cache.lengths) / (cache.num_rows * cache.max_length), 4),
         "speculative_decoding": total.counters(num_spec_tokens)

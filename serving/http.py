@@ -18,9 +18,10 @@ from waitress.channel import HTTPChannel
 from waitress.task import ErrorTask
 from werkzeug.exceptions import HTTPException
 
+from .comparison import runs_to_compare
 from .log import log_to_stderr, name_requests, note_refusal
 from .page import register_page
-from .parsing import RequestError, engine_failure, parse_json
+from .parsing import RequestError, engine_failure, parse_json, parse_request
 from .worker import Job, Worker, cancel, unavailable
 
 _LAST_WORDS_S = 1.0  # to send what was finished in the grace period's last moment
@@ -46,7 +47,7 @@ def finish(jobs: list[Job]) -> bool:
         cancel(jobs)
 
 
-def new_app(options: Any, prompts: dict[str, str]) -> Flask:
+def new_app(worker: Worker, options: Any, prompts: dict[str, str]) -> Flask:
     """An application with the page, and all that its routes have in common."""
     app = Flask(__name__)
     app.config["MAX_CONTENT_LENGTH"] = 1 << 20
@@ -56,7 +57,20 @@ def new_app(options: Any, prompts: dict[str, str]) -> Flask:
     register_errors(app)
     register_page(app, prompts)
     guard(app, options.api_key, options.allow_origin)
+    app.extensions["worker"] = worker
     return app
+
+
+def beginning(engine: Any, worker: Worker, options: Any) -> Callable[..., Any]:
+    """What begins a request: parses its body, and queues it."""
+
+    def begin(body: dict[str, Any]) -> tuple[list[Job], bool, list[str]]:
+        """The request's jobs, whether to stream, and warnings."""
+        wanted, stream, compare, notes = parse_request(body, engine, options)
+        g.jobs = worker.submit(*(runs_to_compare(wanted) if compare else [wanted]))
+        return g.jobs, stream, notes
+
+    return begin
 
 
 def guard(app: Flask, api_key: str | None, origin: str | None) -> None:

@@ -22,7 +22,7 @@ LOG = logging.getLogger("serving.loading")
 LONGEST_DEFAULT = 8192  # a cache for 128k tokens is for those who ask for it
 
 
-class StartError(Exception):
+class StartError(ValueError):
     """What the command line asks for cannot be had; one line that says what to do."""
 
 

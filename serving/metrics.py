@@ -7,6 +7,8 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any
 
+from flask import Flask, Response
+
 from control.statistics import Statistics
 
 CONTENT_TYPE = "text/plain; version=0.0.4"
@@ -82,3 +84,11 @@ def metrics(engine: Any, worker: Any) -> str:
 
 def _head(name: str, meaning: str, kind: str) -> list[str]:
     return [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}"]
+
+
+def register_metrics(app: Flask, engine: Any, worker: Any) -> None:
+    """GET /metrics."""
+
+    @app.get("/metrics")
+    def get_metrics() -> Response:
+        return Response(metrics(engine, worker), content_type=CONTENT_TYPE)

@@ -58,6 +58,12 @@ class Options:
         return Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
 
     @property
+    def draft_folder(self) -> str | None:
+        """The draft model: what was named, or the embedded one beside the embedded target."""
+        embedded = str(ROOT / "demo_models" / "draft") if self.is_embedded else None
+        return embedded if self.draft_model is None else self.draft_model
+
+    @property
     def is_embedded(self) -> bool:
         """Whether the target is the one of this repository, however it is spelt."""
         return Path(self.model).resolve() == (ROOT / "demo_models" / "target").resolve()

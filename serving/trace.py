@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from drafters.noise import log_probabilities
 from messages import Cycle, Judgement
 
 
@@ -73,6 +74,7 @@ def _leaders(s: Any, event: dict[str, Any], scores: Tensor) -> list[list[dict[st
     """
     sampling, totals = s.request.sampling, scores
     if sampling.is_coupled and not sampling.is_greedy:
+        scores = log_probabilities(scores, sampling)
         begin, ids = len(s.tokens) - len(scores), np.arange(scores.shape[-1])
         races = [s.noise.exponentials(begin + i, ids) for i in range(len(scores))]
         totals = scores.cpu() - torch.tensor(np.stack(races)).log()

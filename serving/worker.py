@@ -141,6 +141,7 @@ class Worker:
         self._busy_since: float | None = None
         self._failures_in_a_row = 0
         self.first_token_s = Histogram()
+        self._began = time.monotonic()
         self._prepared = threading.Event()
         self._refusal: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -163,6 +164,11 @@ class Worker:
         if is_stuck:
             return "stuck"
         return "failing" if self._failures_in_a_row >= _FAILURES_TO_TELL else "ok"
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since it was made."""
+        return time.monotonic() - self._began
 
     @property
     def num_running(self) -> int:

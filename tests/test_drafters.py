@@ -79,7 +79,7 @@ def replay_differences(engine, prompts, name, sampling=GREEDY, k=4):
                     engine, drafter, tokens, limit, sampling, sequence.noise
                 )
                 compared += 1
-                differences += fresh != event["proposals"]
+                differences += fresh != cycle.proposals
         engine.close(sequence)
     assert compared > 25
     return differences

@@ -111,11 +111,11 @@ def test_the_kv_cache_advances_by_what_was_emitted_not_by_what_was_proposed(
     lengths = demo_engine.target.cache.lengths
     request = core.Request(prompts["easy_table"], 40, drafter, 4)
     cached, total = 0, len(request.prompt)
-    for sequence, event in demo_engine.generate(request):
-        total += event["emitted_count"]
+    for sequence, cycle in demo_engine.generate(request):
+        total += cycle.num_kept
         assert lengths[sequence.row] == len(sequence.tokens) - 1 == total - 1
-        if event["step"]:
-            assert lengths[sequence.row] - cached == event["emitted_count"]
+        if cycle.number:
+            assert lengths[sequence.row] - cached == cycle.num_kept
         cached = lengths[sequence.row]
 
 
