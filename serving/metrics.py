@@ -43,6 +43,7 @@ class _Figures(Collector):
         self._engine, self._worker = engine, worker
 
     def collect(self) -> Iterator[Metric]:
+        """Make every figure but the histogram, which collects its own."""
         engine, worker = self._engine, self._worker
         total = sum(dict(engine.totals).values(), Statistics())
         for name, meaning, value in (
