@@ -222,95 +222,109 @@ def facts(rng: random.Random) -> str:
     )
 
 
-def story(rng: random.Random) -> str:
-    """A little story: who, wish, obstacle, helper, end. Names and things stay the same throughout."""
+ADJECTIVES = {
+    "animal": ["little", "small", "young", "old", "clever"],
+    "child": ["little", "kind", "curious", "brave", "quiet"],
+}
+HOMES = [
+    "in a village by the sea", "near a deep forest", "on a green hill", "in a small house by the river",
+    "at the edge of a town", "in a tall tower", "on an island", "in a valley between two mountains",
+]  # fmt: skip
+THINGS = "kite boat lamp drum ball book bell cake garden bridge bird map".split()
+OPENINGS = [
+    "Once upon a time there was {who}, who lived {home}.",
+    "Once upon a time, {home}, there lived {who}.",
+    "There was once {who}, and {he} lived {home}.",
+    "Long ago, {who} lived {home}.",
+]
+RELATIVES = ["mother", "father", "aunt", "uncle"]
+WISHES = [
+    "More than anything, {name} wanted a {colour} {thing}.",
+    "Every day {name} dreamed of a {colour} {thing}.",
+    "{name} had a {colour} {thing}, and {he} took it everywhere.",
+    "One morning {name} found a {colour} {thing} under a tree.",
+    "On {his} birthday {name} got a {colour} {thing} from {his} {relative}.",
+]
+WEATHER = [
+    "The sun was warm and the wind was soft.",
+    "It had rained all night, and the paths were full of mud.",
+    "The snow lay thick on the roofs.",
+    "The sky was grey and the birds were silent.",
+    "It was the first day of spring.",
+    "The leaves were falling from the trees.",
+]
+TROUBLES = [
+    "But one day the {thing} was gone.",
+    "Then a strong wind came and carried the {thing} away.",
+    "But the {thing} fell into the water and began to sink.",
+    "But {friend} said that the {thing} was broken.",
+    "Then, in the middle of the night, {he} heard a strange noise.",
+    "But the way was long, and soon it grew dark.",
+]
+FEELINGS = [
+    "{name} sat down on a stone and cried.",
+    "{name} was very sad, but {he} did not give up.",
+    "{name} looked behind the door, under the bed and in the well.",
+    '"What shall I do?" said {name}.',
+    "{name} did not know what to do.",
+]
+HELP = [
+    'A {helper} came by and asked, "Why are you so sad?"',
+    'Just then a {helper} came out of the grass. "I can help you," it said.',
+    '{friend} heard {him} and came running. "Do not worry," said {friend}. "We will look together."',
+    'An old {helper} who lived nearby said, "Follow me, and be very quiet."',
+]
+ACTS = [
+    "They walked over the hill and across the bridge until they saw the {thing} in a tree.",
+    "Together they looked everywhere, and at last they found the {thing} behind the old mill.",
+    "They went down to the river, and there they built a raft out of wood.",
+    "So {name} and the {helper} worked all day, and by the evening it was done.",
+    "{name} climbed up as high as {he} could, and took the {thing} in {his} arms.",
+]
+CLOSES = [
+    '"Thank you," said {name}. "You are a good friend."',
+    "{name} shared {his} bread with the {helper}, and they laughed.",
+    "From that day on, {name} and {friend} were the best of friends.",
+    "Then {name} went home and slept until the morning.",
+    "{name} was happy again, and so was {friend}.",
+]
+MORALS = [
+    "And they lived happily ever after.",
+    "And {name} never forgot that day.",
+    "The end.",
+    "And that is why it is good to help one another.",
+    "And from then on {he} was never alone.",
+]
+
+
+def story_words(rng: random.Random) -> dict[str, str]:
+    """Who and what a story is about, by the names that its sentences have for them."""
     name, friend = rng.sample(NAMES, 2)
     he, his, him = rng.choice([("he", "his", "him"), ("she", "her", "her")])
     animal, helper = rng.sample(ANIMALS, 2)
     if rng.random() < 0.3:
-        who, short = (
-            f"a {rng.choice(['little', 'small', 'young', 'old', 'clever'])} {animal} named {name}",
-            name,
-        )
+        who = f"a {rng.choice(ADJECTIVES['animal'])} {animal} named {name}"
     else:
-        who, short = (
-            f"a {rng.choice(['little', 'kind', 'curious', 'brave', 'quiet'])} child named {name}",
-            name,
-        )
-    place = rng.choice(
-        ["in a village by the sea", "near a deep forest", "on a green hill", "in a small house by the river",
-         "at the edge of a town", "in a tall tower", "on an island", "in a valley between two mountains"]
-    )  # fmt: skip
-    thing = rng.choice(
-        [
-            "kite",
-            "boat",
-            "lamp",
-            "drum",
-            "ball",
-            "book",
-            "bell",
-            "cake",
-            "garden",
-            "bridge",
-            "bird",
-            "map",
-        ]
-    )
-    colour = rng.choice(COLOURS)
-    opening = rng.choice(
-        [f"Once upon a time there was {who}, who lived {place}.",
-         f"Once upon a time, {place}, there lived {who}.",
-         f"There was once {who}, and {he} lived {place}.",
-         f"Long ago, {who} lived {place}."]
-    )  # fmt: skip
-    wish = rng.choice(
-        [f"More than anything, {short} wanted a {colour} {thing}.",
-         f"Every day {short} dreamed of a {colour} {thing}.",
-         f"{short} had a {colour} {thing}, and {he} took it everywhere.",
-         f"One morning {short} found a {colour} {thing} under a tree.",
-         f"On {his} birthday {short} got a {colour} {thing} from {his} {rng.choice(['mother', 'father', 'aunt', 'uncle'])}."]
-    )  # fmt: skip
-    weather = rng.choice(
-        ["The sun was warm and the wind was soft.", "It had rained all night, and the paths were full of mud.",
-         "The snow lay thick on the roofs.", "The sky was grey and the birds were silent.",
-         "It was the first day of spring.", "The leaves were falling from the trees."]
-    )  # fmt: skip
-    trouble = rng.choice(
-        [f"But one day the {thing} was gone.", f"Then a strong wind came and carried the {thing} away.",
-         f"But the {thing} fell into the water and began to sink.", f"But {friend} said that the {thing} was broken.",
-         f"Then, in the middle of the night, {he} heard a strange noise.", "But the way was long, and soon it grew dark."]
-    )  # fmt: skip
-    feeling = rng.choice(
-        [f"{short} sat down on a stone and cried.", f"{short} was very sad, but {he} did not give up.",
-         f"{short} looked behind the door, under the bed and in the well.", f'"What shall I do?" said {short}.',
-         f"{short} did not know what to do."]
-    )  # fmt: skip
-    help_ = rng.choice(
-        [f'A {helper} came by and asked, "Why are you so sad?"', f'Just then a {helper} came out of the grass. "I can help you," it said.',
-         f'{friend} heard {him} and came running. "Do not worry," said {friend}. "We will look together."',
-         f'An old {helper} who lived nearby said, "Follow me, and be very quiet."']
-    )  # fmt: skip
-    act = rng.choice(
-        [f"They walked over the hill and across the bridge until they saw the {thing} in a tree.",
-         f"Together they looked everywhere, and at last they found the {thing} behind the old mill.",
-         "They went down to the river, and there they built a raft out of wood.",
-         f"So {short} and the {helper} worked all day, and by the evening it was done.",
-         f"{short} climbed up as high as {he} could, and took the {thing} in {his} arms."]
-    )  # fmt: skip
-    close = rng.choice(
-        [f'"Thank you," said {short}. "You are a good friend."', f"{short} shared {his} bread with the {helper}, and they laughed.",
-         f"From that day on, {short} and {friend} were the best of friends.", f"Then {short} went home and slept until the morning.",
-         f"{short} was happy again, and so was {friend}."]
-    )  # fmt: skip
-    moral = rng.choice(
-        ["And they lived happily ever after.", f"And {short} never forgot that day.", "The end.",
-         "And that is why it is good to help one another.", f"And from then on {he} was never alone."]
-    )  # fmt: skip
+        who = f"a {rng.choice(ADJECTIVES['child'])} child named {name}"
+    return {
+        "name": name, "friend": friend, "helper": helper, "who": who,
+        "he": he, "his": his, "him": him,
+        "home": rng.choice(HOMES), "thing": rng.choice(THINGS), "colour": rng.choice(COLOURS),
+    }  # fmt: skip
+
+
+def story(rng: random.Random) -> str:
+    """A little story: who, wish, obstacle, helper, end. Names and things stay the same throughout."""
+    words = story_words(rng)
+    # The order of the draws is part of the training data: another order tells other stories.
+    opening = rng.choice(OPENINGS).format(**words)
+    words["relative"] = rng.choice(RELATIVES)
+    rest = (WISHES, WEATHER, TROUBLES, FEELINGS, HELP, ACTS, CLOSES, MORALS)
+    wish, weather, *others = [rng.choice(sentences).format(**words) for sentences in rest]
     parts = [opening, wish]
     if rng.random() < 0.6:
         parts.append(weather)
-    parts += [trouble, feeling, help_, act, close, moral]
+    parts += others
     if rng.random() < 0.3:
         parts.insert(2, "\n")
     return " ".join(parts).replace(" \n ", "\n\n")
@@ -585,60 +599,60 @@ def _function(signature: str, doc: str | None, body: str) -> str:
     return f"def {signature}:\n{_indent(inner)}"
 
 
-def program(rng: random.Random) -> str:
-    """A short Python module: a class, or a few functions, or a unit test. Nothing stands in it twice."""
-    kind = rng.random()
-    if kind < 0.4:
-        names, attributes, empty, methods = rng.choice(_CLASSES)
-        name, attribute = rng.choice(names), rng.choice(attributes)
-        doc = rng.choice(
-            [
-                f"A simple {name.lower()}.",
-                f"A {name.lower()} of {rng.choice(_NOUNS)}.",
-                "A last-in, first-out stack."
-                if name == "Stack"
-                else f"Keeps {rng.choice(_NOUNS)}.",
-            ]
-        )
-        chosen = rng.sample(methods, rng.randint(4, 8))
-        parts = [_function("__init__(self)", None, f"self.{attribute} = {empty.format()}")]
-        for signature, method_doc, body in chosen:
-            shown = method_doc if rng.random() < 0.5 else None
-            parts.append(_function(signature, shown, body.format(a=attribute, c=name)))
-        header = "import json\n\n\n" if "json" in "".join(parts) else ""
-        return (
-            f'{header}class {name}:\n    """{doc}"""\n\n' + "\n\n".join(map(_indent, parts)) + "\n"
-        )
-    if kind < 0.75:
-        noun = rng.choice(_NOUNS)
-        parts = []
-        for signature, doc, body in rng.sample(_FUNCTIONS, rng.randint(2, 5)):
-            if rng.random() < 0.25:
-                comments = "\n\nLines that begin with '#' are comments.\n"
-                doc += comments if "'#'" in body else ""
-            parts.append(
-                _function(signature.format(n=noun), doc.format(n=noun), body.format(n=noun))
-            )
-        modules = [m for m in ("argparse", "json") if any(m + "." in part for part in parts)]
-        header = "\n".join(f"import {m}" for m in modules) + "\n\n\n" if modules else ""
-        footer = (
-            "\n\n\nif __name__ == '__main__':\n    main()"
-            if any("def main" in p for p in parts)
-            else ""
-        )
-        return header + "\n\n\n".join(parts) + footer + "\n"
+def class_module(rng: random.Random) -> str:
+    """A class that keeps things, with four to eight methods."""
+    names, attributes, empty, methods = rng.choice(_CLASSES)
+    name, attribute = rng.choice(names), rng.choice(attributes)
+    doc = rng.choice(
+        [
+            f"A simple {name.lower()}.",
+            f"A {name.lower()} of {rng.choice(_NOUNS)}.",
+            "A last-in, first-out stack." if name == "Stack" else f"Keeps {rng.choice(_NOUNS)}.",
+        ]
+    )
+    chosen = rng.sample(methods, rng.randint(4, 8))
+    parts = [_function("__init__(self)", None, f"self.{attribute} = {empty.format()}")]
+    for signature, method_doc, body in chosen:
+        shown = method_doc if rng.random() < 0.5 else None
+        parts.append(_function(signature, shown, body.format(a=attribute, c=name)))
+    header = "import json\n\n\n" if "json" in "".join(parts) else ""
+    return f'{header}class {name}:\n    """{doc}"""\n\n' + "\n\n".join(map(_indent, parts)) + "\n"
+
+
+def function_module(rng: random.Random) -> str:
+    """Two to five functions about one kind of thing, with the imports that they need."""
+    noun = rng.choice(_NOUNS)
+    parts = []
+    for signature, doc, body in rng.sample(_FUNCTIONS, rng.randint(2, 5)):
+        if rng.random() < 0.25:
+            comments = "\n\nLines that begin with '#' are comments.\n"
+            doc += comments if "'#'" in body else ""
+        parts.append(_function(signature.format(n=noun), doc.format(n=noun), body.format(n=noun)))
+    modules = [m for m in ("argparse", "json") if any(m + "." in part for part in parts)]
+    header = "\n".join(f"import {m}" for m in modules) + "\n\n\n" if modules else ""
+    has_main = any("def main" in part for part in parts)
+    footer = "\n\n\nif __name__ == '__main__':\n    main()" if has_main else ""
+    return header + "\n\n\n".join(parts) + footer + "\n"
+
+
+def unit_test_module(rng: random.Random) -> str:
+    """A unit test of three to eight cases."""
     subject = rng.choice(["StringMethods", "Lists", "Basics", "Builtins", "Strings", "Methods"])
     tests = [
         _function(f"test_{name}(self)", None, body)
         for name, body in rng.sample(_ASSERTIONS, rng.randint(3, 8))
     ]
     footer = "\n\n\nif __name__ == '__main__':\n    unittest.main()" if rng.random() < 0.7 else ""
-    return (
-        f"import unittest\n\n\nclass Test{subject}(unittest.TestCase):\n\n"
-        + "\n\n".join(map(_indent, tests))
-        + footer
-        + "\n"
-    )
+    header = f"import unittest\n\n\nclass Test{subject}(unittest.TestCase):\n\n"
+    return header + "\n\n".join(map(_indent, tests)) + footer + "\n"
+
+
+def program(rng: random.Random) -> str:
+    """A short Python module: a class, or a few functions, or a unit test. Nothing stands in it twice."""
+    kind = rng.random()
+    if kind < 0.4:
+        return class_module(rng)
+    return function_module(rng) if kind < 0.75 else unit_test_module(rng)
 
 
 # kind -> (writer, share of the synthetic characters, ends with an end-of-text token)

@@ -35,6 +35,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads cost 10x on busy cores
 
@@ -609,8 +610,95 @@ def write_folder(
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def main() -> None:
-    """Run the stages that are asked for; after the last, write folders and figures."""
+def train_target(corpus: Corpus, size: Size, args: argparse.Namespace) -> Trainer:
+    """The target without its head, trained if its stage was asked for."""
+    target = MellumForCausalLM(target_config(size, attn_implementation="train"))
+    trainer = Trainer("target", target, args.work, size, args)
+    if args.stage in ("all", "target"):
+        trainer.run(corpus, lambda ids: next_token_loss(target, ids))
+    return trainer
+
+
+def train_head(
+    target: PreTrainedModel, corpus: Corpus, size: Size, args: argparse.Namespace
+) -> Trainer:
+    """The frozen target's MTP head, trained if its stage was asked for."""
+    head = MtpModel(target, 1)
+    head.requires_grad_(False).layers.requires_grad_(True)
+    trainer = Trainer("mtp", head, args.work, size, args)
+
+    def loss_of(ids: Tensor) -> Tensor:
+        losses = mtp_losses(head, target, ids)
+        return sum(weight * loss for weight, loss in zip(MTP_WEIGHTS, losses, strict=True))
+
+    if args.stage in ("all", "mtp"):
+        trainer.run(corpus, loss_of)
+    return trainer
+
+
+def train_draft(
+    target: PreTrainedModel, corpus: Corpus, size: Size, args: argparse.Namespace
+) -> Trainer:
+    """The draft, distilled from the frozen target if its stage was asked for."""
+    draft = Qwen3ForCausalLM(draft_config(size))
+    draft.config._attn_implementation = "train"
+    trainer = Trainer("draft", draft, args.work, size, args)
+
+    def distil(ids: Tensor) -> Tensor:
+        judged = slice(int(ids[0, 0]) % 2, None, 2)  # every other position, as for the MTP head
+        with torch.no_grad():
+            hidden = hidden_states(target, ids[:, :-1])[:, judged]
+            probs = torch.softmax(logits_of(target, hidden), -1)
+        logits = logits_of(draft, hidden_states(draft, ids[:, :-1])[:, judged])
+        hard = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:][:, judged].flatten())
+        return 0.7 * soft_cross_entropy(logits, probs) + 0.3 * hard
+
+    if args.stage in ("all", "draft"):
+        trainer.run(corpus, distil)
+    return trainer
+
+
+def export(
+    target: Trainer, head: Trainer, draft: Trainer, corpus: Corpus, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Write both folders, and measure what stands in them. Returns the figures."""
+    write_folder(target.module, head.module, corpus, args.out / "target")
+    write_folder(draft.module, None, corpus, args.out / "draft")
+    report: dict[str, Any] = {
+        "seed": args.seed,
+        "torch": torch.__version__,
+        "machine": platform.processor() or platform.machine(),
+    }
+    report["stages"] = {
+        t.name: {"tokens": t.tokens, "steps": t.step, "minutes": round(t.seconds / 60, 1)}
+        for t in (target, head, draft)
+    }
+    num_windows = 4 if args.smoke else 120
+    for name in ("target", "draft"):
+        report[name] = figures(args.out / name, corpus, num_windows)
+    mtp_parameters = sum(p.numel() for p in head.module.layers.parameters())
+    report["target"]["mtp_parameters"] = mtp_parameters
+    return report
+
+
+def figures(folder: Path, corpus: Corpus, num_windows: int) -> dict[str, Any]:
+    """Size, checksum and held-out loss of the model in a folder."""
+    weights = (folder / "model.safetensors").read_bytes()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="float32", attn_implementation="train"
+    )
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "held_out_nats_per_token": {
+            source: round(held_out_loss(model, corpus, source, num_windows), 3) for source in MIX
+        },
+        "sha256": hashlib.sha256(weights).hexdigest(),
+        "bytes": len(weights),
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, required=True, help="checkpoints and token files")
     parser.add_argument(
@@ -636,6 +724,12 @@ def main() -> None:
     args = parser.parse_args()
     if args.smoke and args.out == Path(__file__).parent:
         parser.error("--smoke goes with --out: it would replace the trained models")
+    return args
+
+
+def main() -> None:
+    """Run the stages that are asked for; after the last, write folders and figures."""
+    args = parse_arguments()
     size = SMOKE if args.smoke else FULL
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
@@ -643,75 +737,22 @@ def main() -> None:
     began = time.perf_counter()
 
     corpus = Corpus(args.work / "data", size)
-    target = MellumForCausalLM(target_config(size, attn_implementation="train"))
-    trainers_ = {"target": Trainer("target", target, args.work, size, args)}
-    if args.stage in ("all", "target"):
-        trainers_["target"].run(corpus, lambda ids: next_token_loss(target, ids))
+    target = train_target(corpus, size, args)
     if args.stage in ("data", "target"):
         return
-    trainers_["target"].resume()
-    unloop(target, corpus, args, steps=2 if args.smoke else 150)
+    target.resume()
+    unloop(target.module, corpus, args, steps=2 if args.smoke else 150)
     if args.stage == "unloop":  # on its own it must not go on to write the folders
         return
-    target.requires_grad_(False)
-
-    head = MtpModel(target, 1)
-    head.requires_grad_(False).layers.requires_grad_(True)
-    trainers_["mtp"] = Trainer("mtp", head, args.work, size, args)
-    if args.stage in ("all", "mtp"):
-        trainers_["mtp"].run(
-            corpus,
-            lambda ids: sum(
-                w * x for w, x in zip(MTP_WEIGHTS, mtp_losses(head, target, ids), strict=True)
-            ),
-        )
-
-    draft = Qwen3ForCausalLM(draft_config(size))
-    draft.config._attn_implementation = "train"
-    trainers_["draft"] = Trainer("draft", draft, args.work, size, args)
-
-    def distil(ids: Tensor) -> Tensor:
-        judged = slice(int(ids[0, 0]) % 2, None, 2)  # every other position, as for the MTP head
-        with torch.no_grad():
-            hidden = hidden_states(target, ids[:, :-1])[:, judged]
-            probs = torch.softmax(logits_of(target, hidden), -1)
-        logits = logits_of(draft, hidden_states(draft, ids[:, :-1])[:, judged])
-        hard = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:][:, judged].flatten())
-        return 0.7 * soft_cross_entropy(logits, probs) + 0.3 * hard
-
-    if args.stage in ("all", "draft"):
-        trainers_["draft"].run(corpus, distil)
+    target.module.requires_grad_(False)
+    head = train_head(target.module, corpus, size, args)
+    draft = train_draft(target.module, corpus, size, args)
     if args.stage in ("mtp", "draft"):
         return
+    head.resume()
+    draft.resume()
 
-    trainers_["mtp"].resume()
-    trainers_["draft"].resume()
-    write_folder(target, head, corpus, args.out / "target")
-    write_folder(draft, None, corpus, args.out / "draft")
-    report = {
-        "seed": args.seed,
-        "torch": torch.__version__,
-        "machine": platform.processor() or platform.machine(),
-    }
-    report["stages"] = {
-        n: {"tokens": t.tokens, "steps": t.step, "minutes": round(t.seconds / 60, 1)}
-        for n, t in trainers_.items()
-    }
-    for name in ("target", "draft"):
-        weights = (args.out / name / "model.safetensors").read_bytes()
-        model = AutoModelForCausalLM.from_pretrained(
-            args.out / name, dtype="float32", attn_implementation="train"
-        )
-        windows = 4 if args.smoke else 120
-        report[name] = {
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "held_out_nats_per_token": {
-                s: round(held_out_loss(model, corpus, s, windows), 3) for s in MIX
-            },
-            "sha256": hashlib.sha256(weights).hexdigest(),
-            "bytes": len(weights),
-        }
-    report["target"]["mtp_parameters"] = sum(p.numel() for p in head.layers.parameters())
+    report = export(target, head, draft, corpus, args)
     report["seconds"] = round(time.perf_counter() - began, 1)
     (args.out / "training.json").write_text(json.dumps(report, indent=2) + "\n")
     print(json.dumps(report))

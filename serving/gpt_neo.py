@@ -29,6 +29,7 @@ def follow_masks(model: nn.Module, num_keys: int) -> None:
 
 def _narrow_mask(window: int) -> Any:
     def narrow(module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Mask what is further back than the window."""
         mask: Tensor = options["attention_mask"]  # additive [B, 1, T, L], and causal
         positions = (mask == 0).sum(-1, keepdim=True) - 1
         is_far = torch.arange(mask.shape[-1], device=mask.device) <= positions - window

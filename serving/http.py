@@ -78,6 +78,7 @@ def guard(app: Flask, api_key: str | None, origin: str | None) -> None:
 
     @app.before_request
     def check_key() -> Response | None:
+        """Refuse a guarded path without the key. Answer OPTIONS where other pages may call."""
         if origin and request.method == "OPTIONS":
             return Response(status=204)  # a browser asks before it calls, and without a key
         if api_key is None or not request.path.startswith(_GUARDED):
@@ -93,6 +94,7 @@ def guard(app: Flask, api_key: str | None, origin: str | None) -> None:
 
     @app.after_request
     def allow_origin(response: Response) -> Response:
+        """Tell a browser which pages may read the answer."""
         if origin:
             response.headers["Access-Control-Allow-Origin"] = origin
             wanted = request.headers.get("Access-Control-Request-Headers")
@@ -110,6 +112,7 @@ def register_errors(app: Flask) -> None:
 
     @app.errorhandler(RequestError)
     def refuse(error: RequestError) -> tuple[dict[str, Any], int, dict[str, str]]:
+        """Answer what we refuse ourselves, with the headers that belong to its status."""
         headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
         headers |= {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
         g.error = error.code or error.param
@@ -117,6 +120,7 @@ def register_errors(app: Flask) -> None:
 
     @app.errorhandler(HTTPException)
     def refuse_http(error: HTTPException) -> tuple[dict[str, Any], int, dict[str, str]]:
+        """Answer what Flask refuses: an unknown path, a wrong method, a body that is too large."""
         status = error.code or 500
         allowed = getattr(error, "valid_methods", None)
         body = RequestError(error.description or error.name, status=status).body()
@@ -124,6 +128,7 @@ def register_errors(app: Flask) -> None:
 
     @app.errorhandler(Exception)
     def fail(error: Exception) -> tuple[dict[str, Any], int]:
+        """Log any other error with its traceback, and answer 500."""
         LOG.exception("a request failed")
         g.error = type(error).__name__
         return engine_failure(error).body(), 500
@@ -143,6 +148,7 @@ class _JsonErrorTask(ErrorTask):
     """What waitress itself refuses (malformed HTTP, say), in the one shape of errors."""
 
     def execute(self) -> None:
+        """Write the answer. waitress calls this in the place of its own page of plain text."""
         error = self.request.error
         # Should the client leave now, waitress names the path, which a malformed request has not.
         self.request.path = getattr(self.request, "path", "")
@@ -169,6 +175,7 @@ def loading_app() -> Flask:
 
     @app.before_request
     def refuse() -> None:
+        """Let only /health through."""
         if request.path != "/health":
             raise unavailable("the model is being loaded")
 
@@ -217,6 +224,7 @@ def serve(load: Callable[[], Flask], host: str, port: int, options: Any) -> int:
     front = _Front(loading)
 
     def stop(*_: Any) -> None:
+        """Handle a signal: the first one ends orderly, the second one at once."""
         if stopping.is_set():
             os._exit(1)
         stopping.set()
@@ -255,6 +263,7 @@ def _drain(worker: Worker, sockets: dict[int, Any], grace_s: float) -> int:
         print(f"{cut_off} requests were cut off", flush=True)
 
     def is_sending() -> bool:
+        """Whether an answer is not finished, or not sent."""
         channels = [s for s in list(sockets.values()) if isinstance(s, HTTPChannel)]
         return any(channel.requests or channel.total_outbufs_len for channel in channels)
 

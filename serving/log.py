@@ -34,6 +34,7 @@ class _Handler(QueueHandler):
     """Hands lines to a thread that writes: a full pipe must not stop an answer."""
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """Leave the record as it is: the base class would turn its dictionary into text."""
         return record
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -44,6 +45,7 @@ class _Format(logging.Formatter):
     """A request's line as it is; of anything else time, level, logger, message and traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Write the record as one JSON object."""
         moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line = {"time": moment.replace("+00:00", "Z")}
         if isinstance(record.msg, dict):
@@ -70,6 +72,7 @@ def log_to_stderr() -> Callable[[], bool]:
     QueueListener(lines, writer).start()
 
     def flush() -> bool:
+        """Wait until the queue is empty, for a second at most; False if it is not."""
         deadline = time.monotonic() + 1
         while lines.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -86,6 +89,7 @@ def name_requests(app: Flask, with_text: bool) -> None:
 
     @app.before_request
     def begin() -> None:
+        """Take over the client's X-Request-Id, or make one."""
         given = request.headers.get("X-Request-Id", "")
         is_usable = re.fullmatch(r"[\w.:/+=-]{1,128}", given, re.ASCII)
         g.id, g.arrived = given if is_usable else secrets.token_hex(12), time.monotonic()
@@ -93,6 +97,7 @@ def name_requests(app: Flask, with_text: bool) -> None:
 
     @app.after_request
     def end(response: Response) -> Response:
+        """Return the id, and see to it that the line is written."""
         response.headers["X-Request-Id"] = g.id
         is_watched = request.path not in ("/health", "/metrics")
         if g.jobs or (response.status_code >= 400 and is_watched):

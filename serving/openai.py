@@ -12,6 +12,7 @@ Not covered: several choices or prompts in one request, tools, images, embedding
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from flask import Flask, Response, g
@@ -41,78 +42,96 @@ Shape = Callable[[str, str | None, list[dict[str, Any]] | None], dict[str, Any]]
 
 def register_openai(app: Flask, engine: Any, begin: Begin) -> None:
     """Add the routes; `begin` parses and queues the fields of a /generate request."""
-    tokenizer, created = engine.target.tokenizer, int(time.time())
-    name = model_id(engine.target.name)
-    card = {"id": name, "object": "model", "created": created, "owned_by": "local"}
-    card["max_model_len"] = engine.target.max_length
-
-    def serve(fields: dict[str, Any], kind: str, whole: Shape, part: Shape) -> Any:
-        options = fields.get("stream_options")
-        jobs, is_stream, notes = begin(fields)
-        prefix, kind_of_chunk = _KINDS[kind]
-        head = {
-            "id": f"{prefix}-{g.id}",  # the X-Request-Id
-            "object": kind_of_chunk if is_stream else kind,
-            "created": int(time.time()),
-            "model": name,
-        }
-        dtype = engine.target.model.dtype
-        if is_stream:
-            with_usage = bool(options and options.get("include_usage"))
-            events = _chunks(jobs, head, part, lambda: _figures(jobs, notes, dtype), with_usage)
-            return Response(failures_as_events(jobs, events), mimetype="text/event-stream")
-        if not finish(jobs):
-            return Response(status=499)  # nobody reads it
-        s = jobs[0].sequence
-        logprobs = None if s.request.logprobs is None else s.logprobs
-        choice = whole(s.text.text, s.finish_reason, logprobs)
-        return head | {"choices": [choice]} | _figures(jobs, notes, dtype)
+    target = engine.target
+    name = model_id(target.name)
+    card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "local"}
+    card["max_model_len"] = target.max_length
 
     @app.post("/v1/completions")
-    def completions() -> Any:
+    def completions() -> Response | dict[str, Any]:
+        """Continue a prompt."""
         fields = _supported(read_body())
         fields["prompt"] = _single(fields.get("prompt"))
-        return serve(fields, "text_completion", _completion, _completion)
+        return _serve(target, begin, fields, "text_completion", _completion, _completion)
 
     @app.post("/v1/chat/completions")
-    def chat() -> Any:
+    def chat() -> Response | dict[str, Any]:
+        """Answer a conversation. Errors name the fields as the client does."""
         fields = _supported(read_body())
         sent = {"prompt": "messages"}  # our name of a field -> the client's
-        try:
-            fields["prompt"] = chat_prompt(
-                fields.pop("messages", None), tokenizer, engine.target.max_length
-            )
-            return serve_chat(fields, sent)
-        except RequestError as error:
-            name = sent.get(error.param, error.param)
-            if error.message.startswith(f"{error.param} "):
-                error.message = error.message.replace(error.param, name, 1)
-            error.param = name
-            raise
-
-    def serve_chat(fields: dict[str, Any], sent: dict[str, str]) -> Any:
-        """Translate the other fields that chat has names of its own for, noted in `sent`."""
-        if (limit := fields.pop("max_completion_tokens", None)) is not None:
-            fields["max_tokens"], sent["max_tokens"] = limit, "max_completion_tokens"
-        if not isinstance(fields.get("logprobs"), bool | None):
-            raise RequestError("logprobs must be true or false", param="logprobs")
-        if (top := fields.pop("top_logprobs", None)) is not None:
-            if isinstance(top, bool):
-                raise RequestError("top_logprobs must be an integer", param="top_logprobs")
-            if not fields.get("logprobs"):
-                raise RequestError("top_logprobs goes with logprobs: true", param="top_logprobs")
-            fields["logprobs"], sent["logprobs"] = top, "top_logprobs"
-        return serve(fields, "chat.completion", _message, _delta)
+        with _errors_name(sent):
+            messages = fields.pop("messages", None)
+            fields["prompt"] = chat_prompt(messages, target.tokenizer, target.max_length)
+            _translate_chat(fields, sent)
+            return _serve(target, begin, fields, "chat.completion", _message, _delta)
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
+        """List the one model that is served."""
         return {"object": "list", "data": [card]}
 
     @app.get("/v1/models/<path:wanted>")
     def model(wanted: str) -> dict[str, Any]:
+        """Describe the model. Raises RequestError, a 404, for any other name."""
         if wanted != name:
             raise unknown_model(wanted, name)
         return card
+
+
+def _serve(
+    target: Any, begin: Begin, fields: dict[str, Any], kind: str, whole: Shape, part: Shape
+) -> Response | dict[str, Any]:
+    """Begin the request, then answer when all is done, or stream it.
+
+    `whole` makes the choice of a whole answer, `part` that of a stream's chunk.
+    """
+    options = fields.get("stream_options")
+    jobs, is_stream, notes = begin(fields)
+    prefix, kind_of_chunk = _KINDS[kind]
+    head = {
+        "id": f"{prefix}-{g.id}",  # the X-Request-Id
+        "object": kind_of_chunk if is_stream else kind,
+        "created": int(time.time()),
+        "model": model_id(target.name),
+    }
+    dtype = target.model.dtype
+    if is_stream:
+        with_usage = bool(options and options.get("include_usage"))
+        events = _chunks(jobs, head, part, lambda: _figures(jobs, notes, dtype), with_usage)
+        return Response(failures_as_events(jobs, events), mimetype="text/event-stream")
+    if not finish(jobs):
+        return Response(status=499)  # nobody reads it
+    s = jobs[0].sequence
+    logprobs = None if s.request.logprobs is None else s.logprobs
+    choice = whole(s.text.text, s.finish_reason, logprobs)
+    return head | {"choices": [choice]} | _figures(jobs, notes, dtype)
+
+
+@contextmanager
+def _errors_name(sent: dict[str, str]) -> Iterator[None]:
+    """Where an error is about a field in `sent`, let it name the field that the client sent."""
+    try:
+        yield
+    except RequestError as error:
+        name = sent.get(error.param, error.param)
+        if error.message.startswith(f"{error.param} "):
+            error.message = error.message.replace(error.param, name, 1)
+        error.param = name
+        raise
+
+
+def _translate_chat(fields: dict[str, Any], sent: dict[str, str]) -> None:
+    """Rename the fields that chat has names of its own for, and note their names in `sent`."""
+    if (limit := fields.pop("max_completion_tokens", None)) is not None:
+        fields["max_tokens"], sent["max_tokens"] = limit, "max_completion_tokens"
+    if not isinstance(fields.get("logprobs"), bool | None):
+        raise RequestError("logprobs must be true or false", param="logprobs")
+    if (top := fields.pop("top_logprobs", None)) is not None:
+        if isinstance(top, bool):
+            raise RequestError("top_logprobs must be an integer", param="top_logprobs")
+        if not fields.get("logprobs"):
+            raise RequestError("top_logprobs goes with logprobs: true", param="top_logprobs")
+        fields["logprobs"], sent["logprobs"] = top, "top_logprobs"
 
 
 _KINDS = {  # prefix of the id, `object` of a stream's chunks
@@ -274,6 +293,7 @@ def _content(logprobs: list[dict[str, Any]] | None) -> dict[str, Any] | None:
         return None
 
     def entry(one: dict[str, Any]) -> dict[str, Any]:
+        """A token as OpenAI describes it."""
         token = one["token"]
         # A part of a character is decoded as "�", which are not its bytes.
         known = None if "\ufffd" in token else list(token.encode("utf-8"))

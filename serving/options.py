@@ -73,6 +73,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
     def error(self, message: str) -> Any:
+        """Print the error without the usage, and exit with status 2."""
         print(f"error: {message}", file=sys.stderr)
         raise SystemExit(2)
 
@@ -81,6 +82,7 @@ def between(low: int, high: int) -> Any:
     """An argparse type: an integer from low to high."""
 
     def parse(text: str) -> int:
+        """Read the integer. Raises ArgumentTypeError where it is out of range."""
         value = int(text)
         if not low <= value <= high:
             raise argparse.ArgumentTypeError(f"must be from {low} to {high}, not {value}")
@@ -98,12 +100,71 @@ def seconds(text: str) -> float:
     return value
 
 
+_COUNT = between(1, 1_000_000)
+_SWITCH = argparse.BooleanOptionalAction
+_MODEL = {"metavar": "DIR_OR_HUB_ID"}
+# How each field of Options is written on the command line: what argparse's add_argument takes.
+_FLAGS: dict[str, dict[str, Any]] = {
+    "model": _MODEL | {"help": "the target"},
+    "draft_model": _MODEL | {"help": "for the drafter draft_model"},
+    "drafter": {"help": f"{', '.join(NAMES)}, auto or file.py:Class"},
+    "num_speculative_tokens": {"type": between(1, MAX_SPECULATIVE_TOKENS), "help": "K"},
+    "fixed_k": {"action": "store_true", "help": "always draft K, whether it pays or not"},
+    "strict": {"action": "store_true", "help": "a drafter's fault fails the request"},
+    "prompt_lookup_max": {"type": _COUNT, "help": "longest suffix that ngram looks up"},
+    "prompt_lookup_min": {"type": _COUNT, "help": "shortest suffix that ngram looks up"},
+    "max_tokens": {"type": _COUNT, "help": "tokens to generate, where a request does not say"},
+    "repetition_penalty": {"type": float, "help": "where a request does not say; 1 = off"},
+    "temperature": {"type": float, "help": "where a request does not say; 0 = greedy"},
+    "top_k": {"type": int, "help": "where a request does not say; 0 = off"},
+    "top_p": {"type": float, "help": "where a request does not say; 1 = off"},
+    "min_p": {"type": float, "help": "where a request does not say; 0 = off"},
+    "verification": {
+        "choices": ["coupled", "rejection"],
+        "help": "rule for drafts of sampled text, where a request does not say",
+    },
+    "seed": {"type": int, "help": "where a request names none (default: by chance)"},
+    "max_running": {"type": between(1, 256), "help": "rows of the KV cache"},
+    "max_queued": {"type": between(1, 1000), "help": "requests that may wait"},
+    "prefill_chunk": {"type": _COUNT, "help": "tokens of a prompt read between two cycles"},
+    "request_timeout": {"type": seconds, "help": "after which a request ends with 504"},
+    "drafter_timeout": {"type": seconds, "help": "of a call to a drafter from a file"},
+    "stall_limit": {"type": seconds, "help": "of one cycle, after which /health says stuck"},
+    "grace_period": {"type": seconds, "help": "to finish what runs after SIGTERM"},
+    "api_key": {"help": "asked of /generate, /v1 and /metrics (default: none)"},
+    "allow_origin": {"help": "whose pages may call (CORS), as https://example.org or *"},
+    "log_prompts": {"action": "store_true", "help": "write prompts and outputs to the log"},
+    "trust_remote_code": {"action": "store_true", "help": "run code that comes with --model"},
+    "allow_pickle": {
+        "action": "store_true",
+        "help": "load weights that are not safetensors; such files can run code",
+    },
+    "max_model_len": {"type": _COUNT, "help": "context length"},
+    "fastpath": {"action": _SWITCH, "help": "packed and fused layers where they fit"},
+    "bitwise": {"action": _SWITCH, "help": "shapes that keep equal logits equal bits"},
+    "dtype": {"choices": ["auto", "float32", "bfloat16"], "help": "auto: float32 on a CPU"},
+    "device": {"help": "auto, cpu, cuda, …"},
+}
+
+
 def parse_arguments(
     description: str, arguments: list[str] | None = None
 ) -> tuple[argparse.Namespace, Options]:
     """The command line, and the options in it. A mistake is one line on stderr and exit 2."""
     parser = Parser(description=description)
-    count = between(1, 1_000_000)
+    _add_actions(parser)
+    for name, details in _FLAGS.items():
+        default = getattr(Options(), name)
+        shown = "" if default is None else " (default: %(default)s)"
+        details = details | {"help": details["help"] + shown, "default": default}
+        parser.add_argument(f"--{name.replace('_', '-')}", **details)
+    given = parser.parse_args(arguments)
+    _check(given, parser)
+    return given, Options(**{field.name: getattr(given, field.name) for field in fields(Options)})
+
+
+def _add_actions(parser: argparse.ArgumentParser) -> None:
+    """What to do, and the flags that go with one action only."""
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument(
         "--demo", action="store_true", help="standard decoding against each drafter"
@@ -119,54 +180,10 @@ def parse_arguments(
         "--explain", type=between(1, 1000), nargs="?", const=4, default=0, metavar="CYCLES",
         help="with --prompt: the first cycles (4) step by step, with what decided",
     )  # fmt: skip
-    switch = argparse.BooleanOptionalAction
-    model = {"metavar": "DIR_OR_HUB_ID"}
-    for name, details in {
-        "model": model | {"help": "the target"},
-        "draft_model": model | {"help": "for the drafter draft_model"},
-        "drafter": {"help": f"{', '.join(NAMES)}, auto or file.py:Class"},
-        "num_speculative_tokens": {"type": between(1, MAX_SPECULATIVE_TOKENS), "help": "K"},
-        "fixed_k": {"action": "store_true", "help": "always draft K, whether it pays or not"},
-        "strict": {"action": "store_true", "help": "a drafter's fault fails the request"},
-        "prompt_lookup_max": {"type": count, "help": "longest suffix that ngram looks up"},
-        "prompt_lookup_min": {"type": count, "help": "shortest suffix that ngram looks up"},
-        "max_tokens": {"type": count, "help": "tokens to generate, where a request does not say"},
-        "repetition_penalty": {"type": float, "help": "where a request does not say; 1 = off"},
-        "temperature": {"type": float, "help": "where a request does not say; 0 = greedy"},
-        "top_k": {"type": int, "help": "where a request does not say; 0 = off"},
-        "top_p": {"type": float, "help": "where a request does not say; 1 = off"},
-        "min_p": {"type": float, "help": "where a request does not say; 0 = off"},
-        "verification": {
-            "choices": ["coupled", "rejection"],
-            "help": "rule for drafts of sampled text, where a request does not say",
-        },
-        "seed": {"type": int, "help": "where a request names none (default: by chance)"},
-        "max_running": {"type": between(1, 256), "help": "rows of the KV cache"},
-        "max_queued": {"type": between(1, 1000), "help": "requests that may wait"},
-        "prefill_chunk": {"type": count, "help": "tokens of a prompt read between two cycles"},
-        "request_timeout": {"type": seconds, "help": "after which a request ends with 504"},
-        "drafter_timeout": {"type": seconds, "help": "of a call to a drafter from a file"},
-        "stall_limit": {"type": seconds, "help": "of one cycle, after which /health says stuck"},
-        "grace_period": {"type": seconds, "help": "to finish what runs after SIGTERM"},
-        "api_key": {"help": "asked of /generate, /v1 and /metrics (default: none)"},
-        "allow_origin": {"help": "whose pages may call (CORS), as https://example.org or *"},
-        "log_prompts": {"action": "store_true", "help": "write prompts and outputs to the log"},
-        "trust_remote_code": {"action": "store_true", "help": "run code that comes with --model"},
-        "allow_pickle": {
-            "action": "store_true",
-            "help": "load weights that are not safetensors; such files can run code",
-        },
-        "max_model_len": {"type": count, "help": "context length"},
-        "fastpath": {"action": switch, "help": "packed and fused layers where they fit"},
-        "bitwise": {"action": switch, "help": "shapes that keep equal logits equal bits"},
-        "dtype": {"choices": ["auto", "float32", "bfloat16"], "help": "auto: float32 on a CPU"},
-        "device": {"help": "auto, cpu, cuda, …"},
-    }.items():
-        default = getattr(Options(), name)
-        if default is not None:
-            details["help"] += " (default: %(default)s)"
-        parser.add_argument(f"--{name.replace('_', '-')}", default=default, **details)
-    given = parser.parse_args(arguments)
+
+
+def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuse flags that do not go together, and defaults that no request could have."""
     if given.json and not given.demo:
         parser.error("--json goes with --demo")
     if given.explain and given.prompt is None:
@@ -179,4 +196,3 @@ def parse_arguments(
         check_fields({name: getattr(given, name) for name in SAMPLING_FIELDS})
     except RequestError as error:
         parser.error(str(error))
-    return given, Options(**{field.name: getattr(given, field.name) for field in fields(Options)})

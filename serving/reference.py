@@ -185,6 +185,7 @@ def _rounded(embedding: nn.Module) -> Iterator[None]:
     """Change every number that the embedding gives by about one rounding, up or down."""
 
     def shake(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        """Change each number by one rounding, always in the same directions."""
         signs = torch.randint(2, output.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
         return output * (1 + torch.finfo(output.dtype).eps * signs.to(output))
 

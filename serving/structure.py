@@ -96,6 +96,7 @@ class _Watch:
 
     def _watched(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def make_and_note(*args: Any, mask_function: Rule, **options: Any) -> Tensor:
+            """Make the whole mask, and note it with its rule."""
             # Where transformers leaves a mask out there would be nothing to note.
             options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
             mask = make(*args, mask_function=mask_function, **options)

@@ -22,6 +22,7 @@ def register_page(app: Flask, prompts: dict[str, str]) -> None:
     """Serve the page, its files, and `prompts` by name to pick from."""
 
     def file(name: str) -> Response:
+        """Send a file of this folder, with the headers that keep the page safe."""
         response = send_from_directory(FOLDER, name, max_age=0)
         response.headers["Content-Security-Policy"] = POLICY
         response.headers["X-Content-Type-Options"] = "nosniff"
@@ -36,4 +37,5 @@ def register_page(app: Flask, prompts: dict[str, str]) -> None:
 
     @app.get("/prompts")
     def get_prompts() -> dict[str, Any]:
+        """Send the prompts by name."""
         return {"prompts": prompts}

@@ -1,0 +1,70 @@
+"""How the house is built: who imports whom, how long things are, and what must be installed."""
+
+import ast
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from graphlib import TopologicalSorter
+from importlib.util import resolve_name
+
+from conftest import ROOT
+
+CORE = "08_speculative_decoding"
+# Each room, and the rooms that it may import: only those below it. Nobody imports the core.
+ROOMS: dict[str, set[str]] = {"messages": set(), "fastpath": set(), "demo_models": set()} | {
+    "drafters": {"messages", "fastpath"},
+    "control": {"messages", "drafters"},
+    "serving": {"messages", "drafters", "control"},
+    "demo": {"messages", "control", "serving"},
+    CORE: {"messages", "fastpath", "drafters", "control", "serving", "demo"},
+}
+OURS = {*ROOMS, "speculative_decoding", "benchmarks", "tests", "conftest"}
+FILES = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
+TREES: dict[str, ast.Module] = {}  # by the module's full name
+for path in FILES:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    TREES[".".join(parts).removesuffix(".__init__")] = ast.parse(path.read_text("utf-8"))
+
+
+def imported(module: str, nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """The full names that these nodes of a module import: of modules, and of what is in them."""
+    package = module if (ROOT / module.replace(".", "/")).is_dir() else module.rpartition(".")[0]
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            name = resolve_name("." * node.level + (node.module or ""), package)
+            yield from [name, *(f"{name}.{alias.name}" for alias in node.names)]
+
+
+def test_a_room_imports_only_the_rooms_below_it():
+    for module, tree in TREES.items():
+        room = module.split(".")[0]
+        wrong = {n.split(".")[0] for n in imported(module, ast.walk(tree))} & OURS - ROOMS[room]
+        assert wrong <= {room}, f"{module} imports {wrong - {room}}"
+
+
+def test_no_import_goes_around_in_a_circle():
+    needs = {m: {*imported(m, tree.body)} & TREES.keys() - {m} for m, tree in TREES.items()}
+    TopologicalSorter(needs).prepare()  # raises CycleError, which shows the circle
+
+
+def test_no_function_is_longer_than_50_lines():
+    for path in [*FILES, *(ROOT / "benchmarks").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                num_lines = node.end_lineno - node.lineno + 1
+                assert num_lines <= 50, f"{node.name} in {path.name}"
+
+
+def test_the_core_has_at_most_700_lines():
+    assert (ROOT / f"{CORE}.py").read_text("utf-8").count("\n") <= 700
+
+
+def test_requirements_name_what_is_imported_each_with_a_reason():
+    names = {n.split(".")[0] for m, t in TREES.items() for n in imported(m, ast.walk(t))}
+    lines = (ROOT / "requirements.txt").read_text("utf-8").splitlines()
+    required = {re.fullmatch(r"([a-z_-]+)[<>=.,0-9]+ +# .+", line)[1] for line in lines}
+    theirs = names - sys.stdlib_module_names - OURS - {"synthetic"}
+    assert {name.replace("-", "_") for name in required} == theirs
+    assert (ROOT / "requirements-dev.txt").read_text("utf-8").startswith("-r requirements.txt\n")
