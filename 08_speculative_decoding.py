@@ -53,7 +53,7 @@ from serving.metrics import register_metrics
 from serving.openai import register_openai
 from serving.options import Options, parse_arguments
 from serving.parsing import check_prompt, parse_request
-from serving.reference import Reference, refusal
+from serving.reference import Reference, check, refusal
 from serving.text import TextStream
 from serving.worker import Worker, warm_up
 
@@ -632,9 +632,7 @@ def prepare(engine: Engine, options: Options) -> None:
         bitwise = options.bitwise and model is engine.target
         with refusal(model):
             model.report = calibrate(model, most, bitwise)
-        if model.reference:
-            model.reference.check(model)
-            model.reference = None  # it is large
+        check(model)
     warm_up(engine)
 
 

@@ -6,7 +6,7 @@ go through transformers' modules, each in one piece and without a cache. Then th
 through the KV cache in chunks, alone and in batches with the second, with refused drafts between.
 
     reference = Reference.of(model)     before the fast path takes the modules' weights
-    reference.check(model)              when all is prepared
+    check(model)                        when all is prepared
 
 Sums of floats depend on their order, so equal means equal but for roundings. How much a model makes
 of a rounding is measured: its embeddings are changed by one rounding each. In a mixture of experts
@@ -90,6 +90,13 @@ class Reference:
                 found.append(_distances(logits[-len(expected) :], expected).cpu())
         distances = torch.cat(found)
         return float(distances.median() if self.is_mixture else distances.max())
+
+
+def check(cached: Any) -> None:
+    """Compare a CachedModel with its reference, once; StartError if its logits are others."""
+    reference, cached.reference = cached.reference, None  # it is large
+    if reference:
+        reference.check(cached)
 
 
 class _Reader:
