@@ -405,7 +405,7 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        return self.request.max_tokens - len(self.output)
+        return len(self.request.prompt) + self.request.max_tokens - len(self.tokens)
 
     @property
     def wish(self) -> Wish:

@@ -37,6 +37,7 @@ class Seat:
     records: dict[str, Any] = field(default_factory=dict)  # the planner's, by drafter
     decision: Any = None  # the planner's last one
     warnings: list[str] = field(default_factory=list)
+    failure: Exception | None = None  # where a drafter's fault is to end the request
     hidden: list[dict[int, Tensor]] = field(default_factory=list)  # of chunks of a prompt, so far
 
 
@@ -196,7 +197,8 @@ class Panel:
         if not rest:
             seat.decision = None
         if self._is_strict:
-            raise DrafterFailed(what) from error
+            seat.failure = DrafterFailed(what)
+            seat.failure.__cause__ = error
 
     def leave(self, seat: Seat, why: str) -> None:
         """The request goes on without speculation."""
