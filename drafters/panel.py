@@ -6,6 +6,7 @@ a fault costs its request that drafter, never the answer. The request's other dr
 
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -61,8 +62,10 @@ class Panel:
     ) -> None:
         """`is_strict` lets a drafter's fault fail the request: for those who write a drafter."""
         self.drafters, self._vocab_size, self._is_strict = drafters, vocab_size, is_strict
-        # What a request may ask for, and the drafters that this means.
-        self.choices = {name: (name,) for name in drafters} | {AUTO: tuple(drafters)}
+        # What a request may ask for, and the drafters that this means: of several, the one to
+        # begin with stands first.
+        every = dict.fromkeys([first_choice(drafters), *drafters] if drafters else ())
+        self.choices = {name: (name,) for name in drafters} | {AUTO: tuple(every)}
         self.num_failures = 0
         self.calls: list[Call] = []  # of the last `propose`
 
@@ -219,6 +222,12 @@ class Panel:
             self.drafters[name].close(state)
         except Exception as error:
             seat.warnings.append(f"drafter {name} failed to close: {in_short(error)}")
+
+
+def first_choice(names: Iterable[str]) -> str:
+    """The drafter to begin with where nobody chooses."""
+    names = list(names)
+    return next((name for name in ("mtp", "ngram") if name in names), names[0])
 
 
 def _beside(states: dict[int, Tensor], layers: tuple[int, ...]) -> Tensor:
