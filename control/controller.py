@@ -168,6 +168,12 @@ class Controller:
         self._saved: dict[str, float] = {}  # tokens that probing may cost, of each idle drafter
         self._rates: dict[int, float] = {}  # of the last plan, by size of the batch
 
+    @classmethod
+    def of(cls, target: Any, drafters: dict[str, Any]) -> "Controller":
+        """For the core's target and its drafters, each with its name."""
+        sizes = {name: getattr(own, "num_step_weights", 0) for name, own in drafters.items()}
+        return cls(target.num_weights, sizes)
+
     def record(self, name: str, num_prompt_tokens: int, rule: str) -> Acceptance:
         """For a new request, whose drafts are judged by `rule`."""
         typical = self._typical.setdefault((name, rule), Acceptance())

@@ -1,7 +1,8 @@
 """The panel asks a server's drafters, checks what they say, and keeps their faults to itself.
 
 A drafter may be wrong or broken in any way: it raises, hangs, proposes ids that do not exist. Such
-a fault costs its request that drafter, never the answer. The request's other drafters go on.
+a fault costs its request that drafter, but not the answer (unless --strict asks for it). The
+request's other drafters go on.
 """
 
 import logging
