@@ -19,9 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from benchmarks.forwards import forward
+import benchmarks as bench
 
 PAUSE_S = 0.3
 TURN_S = 0.5  # of forwards, one after another
@@ -64,8 +63,7 @@ def write_gguf(model: Any, path: str) -> None:
     """
     import gguf
 
-    config = model.config
-    writer = gguf.GGUFWriter(path, "qwen3")
+    config, writer = model.config, gguf.GGUFWriter(path, "qwen3")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -80,14 +78,12 @@ def write_gguf(model: Any, path: str) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("none")
     for name, weight in model.named_parameters():  # a tied output layer comes once
-        weight = weight.detach()
+        weight, kind = weight.detach(), None
         if weight.dim() == 1:
-            writer.add_tensor(name_of(name), weight.float().numpy())
+            weight = weight.float()
         elif weight.dtype == torch.bfloat16:
-            kind = gguf.GGMLQuantizationType.BF16
-            writer.add_tensor(name_of(name), weight.view(torch.uint8).numpy(), raw_dtype=kind)
-        else:
-            writer.add_tensor(name_of(name), weight.numpy())
+            weight, kind = weight.view(torch.uint8), gguf.GGMLQuantizationType.BF16
+        writer.add_tensor(name_of(name), weight.numpy(), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -129,36 +125,28 @@ def measure(
 
     `model` is transformers', untouched; `target` the same in a cached model of ours.
     """
-    counts = 1, 6
-    row = target.cache.open_row()
-    target.forward([row], [prompt], [1])
+    (row,), rows = bench.hold(target, prompt), []
     with TemporaryDirectory() as folder:
-        path = f"{folder}/model.gguf"
-        write_gguf(model, path)
-        worker = Worker(path, dtype, len(prompt) + 64)
+        write_gguf(model, f"{folder}/model.gguf")
+        worker = Worker(f"{folder}/model.gguf", dtype, len(prompt) + 64)
         try:
             worker.feed(prompt, 0)
-            theirs = {n: [] for n in counts}
-            ours = {n: [] for n in counts}
-            for _ in tqdm(range(runs), desc="llama.cpp"):
-                for n in counts:
-                    time.sleep(PAUSE_S)
-                    ours[n].append(turn(forward(target, row, prompt[:n])))
-                    time.sleep(PAUSE_S)
-                    theirs[n].append(turn(lambda n=n: worker.feed(prompt[:n], len(prompt))["ms"]))
-            rows = []
-            for n in counts:
-                scores = target.forward([row], [prompt[:n]], [n]).logits[0]
-                target.cache.truncate(row, len(prompt))
-                ms, its = median(ours[n]), median(theirs[n])
+            for n in 1, 6:
+                ours = bench.verifying(target, [row], prompt[:n])
+
+                def theirs(n: int = n) -> dict[str, Any]:
+                    return worker.feed(prompt[:n], len(prompt))
+
+                turns = {"ours": lambda f=ours: turn(f), "theirs": lambda f=theirs: turn(f)}
+                timed = bench.interleave(turns, runs, f"llama.cpp, {n} rows")
+                ms, its = (median(call.result for call in calls) for calls in timed.values())
                 rows.append(
                     {
                         "rows": n,
                         "ours_ms": round(ms, 3),
                         "llama_cpp_ms": round(its, 3),
                         "ratio": round(ms / its, 2),
-                        "equal_argmax": scores.argmax(-1).tolist()
-                        == worker.feed(prompt[:n], len(prompt))["argmax"],
+                        "equal_argmax": ours()[0] == theirs()["argmax"],
                         "version": worker.version,
                     }
                 )
@@ -170,10 +158,12 @@ def measure(
 
 def turn(call: Any) -> float:
     """Median ms of calls for a while, the first one not counted; what they say, else the clock."""
+    time.sleep(PAUSE_S)
     call()
-    times, end = [], time.perf_counter() + TURN_S
-    while time.perf_counter() < end or len(times) < 3:
+    found, end = [], time.perf_counter() + TURN_S
+    while time.perf_counter() < end or len(found) < 3:
         began = time.perf_counter()
         said = call()
-        times.append(said if said is not None else (time.perf_counter() - began) * 1e3)
-    return median(times)
+        ms = (time.perf_counter() - began) * 1e3
+        found.append(said["ms"] if isinstance(said, dict) else ms)
+    return median(found)

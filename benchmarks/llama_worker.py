@@ -19,18 +19,10 @@ def main() -> None:
     """Answer until stdin ends."""
     path, dtype, threads, context = sys.argv[1:]
     # Flash attention, the default, makes verifying slower and rounds to float16.
-    model = llama_cpp.Llama(
-        path,
-        n_ctx=int(context),
-        n_batch=512,
-        n_threads=int(threads),
-        n_threads_batch=int(threads),
-        flash_attn=False,
-        type_k=TYPES[dtype],
-        type_v=TYPES[dtype],
-        logits_all=True,
-        verbose=False,
-    )
+    cache = {"type_k": TYPES[dtype], "type_v": TYPES[dtype], "flash_attn": False}
+    size = {"n_ctx": int(context), "n_batch": 512}
+    size |= {"n_threads": int(threads), "n_threads_batch": int(threads)}
+    model = llama_cpp.Llama(path, **cache, **size, logits_all=True, verbose=False)
     print(json.dumps({"ready": llama_cpp.__version__}), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)

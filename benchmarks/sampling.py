@@ -1,52 +1,36 @@
 """What does one verify cost under each transform? Ours against transformers' own processors.
 
-K + 1 = 6 positions are judged, all of them accepted: the coupled rule draws the target's token at
-each, the rule of rejection makes p and judges a draft with model q by it, over transformers'
+K + 1 = 6 positions are judged, all of them accepted. The coupled rule draws the target's token at
+each. The rule of rejection makes p and judges a draft with model q by it, over transformers'
 processors as well. In milliseconds, medians of interleaved runs. `flat` logits have a nucleus of
 half the vocabulary, as random models do; `peaked` ones look like a trained model's.
 
     python -m benchmarks.sampling [--vocab 151936] [--runs 30] [--json]
 """
 
-import argparse
-import json
-import time
-from statistics import median
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers.generation import logits_process
 
+import benchmarks as bench
 from benchmarks import core
-from serving.options import between
+from messages import Draft, Sampling
 
 CASES = {
-    "greedy": core.Sampling(),
-    "temperature": core.Sampling(temperature=0.8),
-    "top_k 40": core.Sampling(temperature=0.8, top_k=40),
-    "top_p 0.9": core.Sampling(temperature=0.8, top_p=0.9),
-    "top_k 40 + top_p 0.9": core.Sampling(temperature=0.8, top_k=40, top_p=0.9),
-    "min_p 0.05": core.Sampling(temperature=0.8, min_p=0.05),
-    "repetition_penalty 1.1": core.Sampling(repetition_penalty=1.1, temperature=0.8),
-    "all": core.Sampling(1.1, 0.8, 40, 0.9, 0.05),
+    "temperature": Sampling(temperature=0.8),
+    "top_k 40": Sampling(temperature=0.8, top_k=40),
+    "top_p 0.9": Sampling(temperature=0.8, top_p=0.9),
+    "top_k 40 + top_p 0.9": Sampling(temperature=0.8, top_k=40, top_p=0.9),
+    "min_p 0.05": Sampling(temperature=0.8, min_p=0.05),
+    "repetition_penalty 1.1": Sampling(repetition_penalty=1.1, temperature=0.8),
+    "all": Sampling(1.1, 0.8, 40, 0.9, 0.05),
 }
 N = 5  # drafted tokens, judged at N + 1 positions
 TEXT = 1000  # tokens of context that the repetition penalty reads
-NOISE = core.Noise(0)
 
 
-def coupled(logits: torch.Tensor, text: list[int], draft: Any, sampling: Any) -> None:
-    scores = core.penalise(logits, sampling.repetition_penalty, text, draft.tokens)
-    list(core.own_choices(scores, sampling, NOISE, TEXT))
-
-
-def rejection(logits: torch.Tensor, text: list[int], draft: Any, sampling: Any) -> None:
-    scores = core.penalise(logits, sampling.repetition_penalty, text, draft.tokens)
-    core.verify_by_rejection(draft, core.probabilities(scores, sampling), NOISE, TEXT)
-
-
-def processors(sampling: Any) -> logits_process.LogitsProcessorList:
+def processors(sampling: Sampling) -> logits_process.LogitsProcessorList:
     """What transformers' generate() applies for a sampling that is not greedy, in its order."""
     chosen = logits_process.LogitsProcessorList()
     if sampling.repetition_penalty != 1:
@@ -61,63 +45,47 @@ def processors(sampling: Any) -> logits_process.LogitsProcessorList:
     return chosen
 
 
-def theirs(logits: torch.Tensor, text: list[int], draft: Any, sampling: Any) -> None:
-    """Rejection with transformers' processors: they take all positions, read ids row by row."""
-    if sampling.is_greedy:
-        logits.argmax(-1).tolist()
-        return
-    ids = torch.tensor(text).expand(len(logits), -1)
-    p = processors(sampling)(ids, logits).softmax(-1)
-    core.verify_by_rejection(draft, p, NOISE, TEXT)
-
-
 def measure(vocab: int, runs: int) -> list[dict[str, Any]]:
-    """One row per shape of the logits and case: medians of both in ms."""
+    """One row per shape of the logits and case: medians in ms."""
     torch.manual_seed(0)
-    text = torch.randint(0, vocab, (TEXT,)).tolist()
-    rows = []
-    for shape, spread in tqdm({"peaked": 8.0, "flat": 1.0}.items(), desc="shapes"):
+    text, noise = bench.random_tokens(vocab, TEXT), core.Noise(0)
+    ids = torch.tensor(text).expand(N + 1, -1)
+
+    def judge(rule: str, logits: torch.Tensor, draft: Draft, sampling: Sampling) -> None:
+        if rule == "transformers":
+            p = processors(sampling)(ids, logits).softmax(-1)
+        else:
+            scores = core.penalise(logits, sampling.repetition_penalty, text, draft.tokens)
+            if rule == "coupled":
+                list(core.own_choices(scores, sampling, noise, TEXT))
+                return
+            p = core.probabilities(scores, sampling)
+        core.verify_by_rejection(draft, p, noise, TEXT)
+
+    methods, rules = {}, ("coupled", "rejection", "transformers")
+    for shape, spread in {"peaked": 8.0, "flat": 1.0}.items():
         logits = torch.randn(N + 1, vocab) * spread
         q = (logits[:N] + torch.randn(N, vocab)).softmax(-1)
-        draft = core.Draft([core.draw(row, 0.5) for row in q], q)
+        draft = Draft([core.draw(row, 0.5) for row in q], q)
         for name, sampling in CASES.items():
-            times: dict[Any, list[float]] = {coupled: [], rejection: [], theirs: []}
-            for run in range(-2, runs):
-                for method, measured in times.items():
-                    began = time.perf_counter()
-                    method(logits, text, draft, sampling)
-                    if run >= 0:  # the first two warm up
-                        measured.append((time.perf_counter() - began) * 1e3)
-            rows.append(
-                {
-                    "logits": shape,
-                    "case": name,
-                    "coupled_ms": round(median(times[coupled]), 3),
-                    "rejection_ms": round(median(times[rejection]), 3),
-                    "transformers_ms": round(median(times[theirs]), 3),
-                }
-            )
-    return rows
+            for rule in rules:
+                given = rule, logits, draft, sampling
+                methods[shape, name, rule] = lambda given=given: judge(*given)
+    timed = bench.interleave(methods, runs, "verify")
+    return [
+        {"logits": shape, "case": name}
+        | {f"{rule}_ms": round(bench.median_ms(timed[shape, name, rule]), 3) for rule in rules}
+        for shape, name in dict.fromkeys(key[:2] for key in methods)
+    ]
 
 
-def main() -> None:
-    """Run the command line: a table, then one JSON line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    count = between(64, 10**6)
-    parser.add_argument("--vocab", type=count, default=151_936, help="(default: %(default)s)")
-    parser.add_argument("--runs", type=between(1, 999), default=30, help="(default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="only the JSON line")
-    given = parser.parse_args()
-    rows = measure(given.vocab, given.runs)
-    if not given.json:
-        print(f"{'logits':8}{'case':26}{'coupled':>9}{'rejection':>11}{'transformers':>14}, ms")
-        for row in rows:
-            print(
-                f"{row['logits']:8}{row['case']:26}{row['coupled_ms']:9.2f}"
-                f"{row['rejection_ms']:11.2f}{row['transformers_ms']:14.2f}"
-            )
-    document = {"vocab": given.vocab, "positions": N + 1, "threads": torch.get_num_threads()}
-    print(json.dumps(document | {"torch": torch.__version__, "rows": rows}))
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line."""
+    options = bench.parser(__doc__, runs=30)
+    bench.add_count(options, "--vocab", 64, 10**6, 151_936, "tokens")
+    given = options.parse_args(arguments)
+    results = {"positions": N + 1, "rows": measure(given.vocab, given.runs)}
+    bench.report(__spec__.name, arguments, given, results, ["rows"])
 
 
 if __name__ == "__main__":
