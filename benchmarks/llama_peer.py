@@ -1,7 +1,7 @@
 """llama.cpp beside ours: the same weights in the same type, forwards of one row and of six.
 
 What benchmarks.peers adds where llama-cpp-python and gguf are installed. The model, which must have
-Qwen3's structure, is written to a GGUF file without a tokenizer; llama.cpp reads it in a process of
+Qwen3's structure, is written to a GGUF file without a tokenizer. llama.cpp reads it in a process of
 its own (llama_worker.py). Both take turns, with a pause between, so that neither's idle threads
 still spin while the other is measured. Keys and values have the weights' type, flash attention is
 off. Quantised weights, which are what llama.cpp is mostly used with, are another trade and are not
@@ -13,6 +13,8 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -97,21 +99,14 @@ class Worker:
         script = Path(__file__).with_name("llama_worker.py")
         # -P: its folder's names (cache, sampling, …) are not those of anybody's libraries.
         command = [sys.executable, "-P", script, path, dtype, torch.get_num_threads(), context]
-        self._process = subprocess.Popen(
-            list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.version = self._answer()["ready"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(list(map(str, command)), **pipes)
 
-    def _answer(self) -> dict[str, Any]:
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("llama.cpp's process ended")
-        return json.loads(line)
-
-    def feed(self, tokens: list[int], keep: int) -> dict[str, Any]:
-        """Feed `tokens` behind the first `keep` ones: {"ms", "argmax" behind each}."""
-        print(json.dumps({"feed": tokens, "keep": keep}), file=self._process.stdin, flush=True)
-        return self._answer()
+    def feed(self, tokens: list[int], keep: int) -> tuple[float, list[int]]:
+        """Feed `tokens` behind the first `keep` ones: milliseconds, and the argmax behind each."""
+        print(json.dumps([tokens, keep]), file=self._process.stdin, flush=True)
+        ms, argmax = json.loads(self._process.stdout.readline())
+        return ms, argmax
 
     def close(self) -> None:
         """End the process."""
@@ -132,10 +127,15 @@ def measure(
         try:
             worker.feed(prompt, 0)
             for n in 1, 6:
-                ours = bench.verifying(target, [row], prompt[:n])
+                verify = bench.verifying(target, [row], prompt[:n])
 
-                def theirs(n: int = n) -> dict[str, Any]:
-                    return worker.feed(prompt[:n], len(prompt))
+                def ours(verify: Any = verify) -> tuple[float, list[int]]:
+                    began = time.perf_counter()
+                    (choices,) = verify()
+                    return (time.perf_counter() - began) * 1e3, choices
+
+                def theirs(tokens: list[int] = prompt[:n]) -> tuple[float, list[int]]:
+                    return worker.feed(tokens, len(prompt))
 
                 turns = {"ours": lambda f=ours: turn(f), "theirs": lambda f=theirs: turn(f)}
                 timed = bench.interleave(turns, runs, f"llama.cpp, {n} rows")
@@ -146,8 +146,8 @@ def measure(
                         "ours_ms": round(ms, 3),
                         "llama_cpp_ms": round(its, 3),
                         "ratio": round(ms / its, 2),
-                        "equal_argmax": ours()[0] == theirs()["argmax"],
-                        "version": worker.version,
+                        "equal_argmax": ours()[1] == theirs()[1],
+                        "version": version("llama-cpp-python"),
                     }
                 )
             return rows
@@ -156,14 +156,11 @@ def measure(
             target.cache.close_row(row)
 
 
-def turn(call: Any) -> float:
-    """Median ms of calls for a while, the first one not counted; what they say, else the clock."""
+def turn(call: Callable[[], tuple[float, list[int]]]) -> float:
+    """Median ms of calls for a while, after a pause; the first one is not counted."""
     time.sleep(PAUSE_S)
     call()
     found, end = [], time.perf_counter() + TURN_S
     while time.perf_counter() < end or len(found) < 3:
-        began = time.perf_counter()
-        said = call()
-        ms = (time.perf_counter() - began) * 1e3
-        found.append(said["ms"] if isinstance(said, dict) else ms)
+        found.append(call()[0])
     return median(found)

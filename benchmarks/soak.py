@@ -18,7 +18,7 @@ must end the server with 0, and its log must hold no traceback. Exit status 1 fo
 of /health above 100 ms included; the slope is no fault.
 
     python -m benchmarks.soak --minutes 20 [--warm-up 15] [--clients 24] [--seed 0] [--sample 300]
-        [--timeout 120] [--json] [--record [FILE]] [--server-arguments="--max-running 4"]
+        [--timeout 120] [--json] [--server-arguments="--max-running 4"]
 
 Linux only (/proc). The seed fixes what each client does, not how the clients meet. Not covered:
 chats, an API key, shutting down under load, several servers, connections from elsewhere.
@@ -55,7 +55,6 @@ STOP_S = 60.0
 HEALTH_EVERY_S, SAMPLE_EVERY_S = 0.1, 5.0
 MAX_HEALTH_P99_MS = 100.0
 TABLES = ["requests", "throughput", "latency", "memory", "at_rest", "rerun", "server"]
-RESULT = ROOT / "benchmarks" / "results" / "soak.json"
 
 Sample = dict[str, float]  # the server at one moment: at_s, rss_mib, and what IN_USE names
 IN_USE = ("threads", "open_files", "requests_running", "requests_waiting", "kv_cache_usage")
@@ -227,13 +226,7 @@ def soak(given: argparse.Namespace, log: Path) -> dict[str, Any]:
         exit_code = server.stop()
     return {
         "requests": tally.rows(),
-        "throughput": [
-            {
-                "load_s": round(load_s, 1),
-                "tokens": num_tokens,
-                "tokens_per_s": round(num_tokens / load_s, 1),
-            }
-        ],
+        "throughput": [{"load_s": round(load_s, 1), "tokens": num_tokens}],
         "latency": [latency_row(path, times) for path, times in sorted(times_ms.items())],
         "memory": [memory_row(start, warm, end, samples)],
         "at_rest": [rest_row(name, warm, end) for name in IN_USE],
@@ -302,7 +295,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options.add_argument("--seed", type=int, default=0, **shown)
     bench.add_count(options, "--clients", 1, 500, 24, "at once")
     bench.add_count(options, "--sample", 1, 10**6, 300, "answers to compare in the end")
-    options.add_argument("--record", type=Path, nargs="?", const=RESULT, help="keep the JSON line")
     options.add_argument("--server-arguments", type=shlex.split, default=[])
     given = options.parse_args(arguments)
     if not Path("/proc/self/status").exists():
@@ -323,13 +315,8 @@ def main(arguments: list[str] | None = None) -> int:
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     found["faults"] = find_faults(found)
-    document = bench.report(__spec__.name, arguments, given, found, TABLES)
-    if given.record:
-        given.record.write_text(json.dumps(document, default=str) + "\n", "utf-8")
+    bench.report(__spec__.name, arguments, given, found, TABLES)
     if found["faults"]:
         print("faults: " + "; ".join(found["faults"]), file=sys.stderr)
         return 1

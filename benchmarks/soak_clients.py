@@ -35,6 +35,10 @@ class Ask(NamedTuple):
     path: str
     fields: dict[str, Any]
 
+    @property
+    def is_stream(self) -> bool:
+        return self.fields.get("stream", False)
+
     def alone(self) -> "Ask":
         """The same text, asked for without a stream."""
         kept = {k: v for k, v in self.fields.items() if k not in ("stream", "stream_options")}
@@ -62,7 +66,7 @@ SAMPLING: dict[str, tuple[float, ...]] = {
 
 
 def random_ask(
-    rng: random.Random, texts: list[str], drafters: list[str], path: str, stream: bool
+    rng: random.Random, texts: list[str], drafters: list[str], path: str, is_stream: bool
 ) -> Ask:
     """Any request that must be answered, with a seed, so that it has one right answer.
 
@@ -72,12 +76,9 @@ def random_ask(
     if rng.random() < 0.4:
         length = rng.randint(300, 1200) if rng.random() < 0.2 else rng.randint(1, 40)
         prompt = [rng.randrange(1, 1000) for _ in range(length)]
-    fields: dict[str, Any] = {
-        "prompt": prompt,
-        "max_tokens": rng.randint(1, 160),
-        "num_speculative_tokens": rng.choice((0, 1, 2, 3, 5, 8, 16)),
-        "seed": rng.randrange(1 << 32),
-    }
+    fields: dict[str, Any] = {"prompt": prompt, "max_tokens": rng.randint(1, 160)}
+    fields["num_speculative_tokens"] = rng.choice((0, 1, 2, 3, 5, 8, 16))
+    fields["seed"] = rng.randrange(1 << 32)
     drafter = rng.choice([None, *drafters])
     fields |= {"drafter": drafter} if drafter else {"speculative": False}
     if rng.random() < 0.5:
@@ -88,40 +89,37 @@ def random_ask(
         fields["logprobs"] = rng.choice((0, 1, 5))
     if path == GENERATE and rng.random() < 0.1:
         fields[rng.choice(("trace", "compare"))] = True
-    if stream:
-        fields["stream"] = True
-        fields |= {"stream_options": {"include_usage": True}} if path == COMPLETIONS else {}
+    if is_stream:
+        usage = {"stream_options": {"include_usage": True}} if path == COMPLETIONS else {}
+        fields |= {"stream": True} | usage
     return Ask(path, fields)
 
 
-def _body(**fields: Any) -> bytes:
-    return json.dumps({"prompt": "1, 2,"} | fields).encode()
+def _post(body: bytes = b"", path: str = GENERATE, **fields: Any) -> bytes:
+    """A request as it goes over the wire."""
+    body = body or json.dumps({"prompt": "1, 2,"} | fields).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-# What must be refused in JSON: path, body, status. The tests try many more, one at a time.
-BAD: dict[str, tuple[str, bytes, int]] = {
-    "broken JSON": (GENERATE, b'{"prompt": "1, 2,"', 400),
-    "not UTF-8": (GENERATE, b'{"prompt": "\xff\xfe"}', 400),
-    "deep nesting": (GENERATE, b"[" * 100_000, 400),
-    "over 1 MiB": (GENERATE, b'{"prompt": "' + b"x" * (1 << 20) + b'"}', 413),
-    "unknown path": ("/generated", b"{}", 404),
-    "POST of a GET": ("/health", b"{}", 405),
-    "a word as number": (GENERATE, _body(max_tokens="ten"), 400),
-    "unknown drafter": (GENERATE, _body(drafter="oracle"), 400),
-    "unknown token": (GENERATE, _body(prompt=[1, 1 << 40]), 400),
-    "too long prompt": (GENERATE, _body(prompt=[7] * 150_000), 400),
-    "two choices": (COMPLETIONS, _body(n=2), 400),
-    "another model": (COMPLETIONS, _body(model="another"), 404),
+# What is no request for text, and the status that it gets. The tests try many more, one at a time.
+OTHER: dict[str, tuple[bytes, int]] = {
+    "the page": (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", 200),
+    "figures": (b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", 200),
+    "no request line": (b"hello\r\n\r\n", 400),
+    "a bad length": (b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: ten\r\n\r\n", 400),
+    "a page that is not there": (_post(path="/generated"), 404),
+    "broken JSON": (_post(b'{"prompt": "1, 2,"'), 400),
+    "not UTF-8": (_post(b'{"prompt": "\xff\xfe"}'), 400),
+    "deep nesting": (_post(b"[" * 100_000), 400),
+    "over 1 MiB": (_post(b'{"prompt": "' + b"x" * (1 << 20) + b'"}'), 413),
+    "a word as number": (_post(max_tokens="ten"), 400),
+    "unknown drafter": (_post(drafter="oracle"), 400),
+    "unknown token": (_post(prompt=[1, 1 << 40]), 400),
+    "too long prompt": (_post(prompt=[7] * 150_000), 400),
+    "two choices": (_post(path=COMPLETIONS, n=2), 400),
+    "another model": (_post(path=COMPLETIONS, model="another"), 404),
 }
-# What is no HTTP is refused before there is a request.
-NOT_HTTP = {
-    "no request line": b"hello\r\n\r\n",
-    "no colon": b"GET /health HTTP/1.1\r\nHost: x\r\nno colon here\r\n\r\n",
-    "bad length": b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: ten\r\n\r\n",
-    "bad chunk": b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-}
-HALF = b'POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"prompt": '
-PAGES = {"/": b"<html", "/metrics": b"generation_tokens_total", "/v1/models": b'"data"'}
 
 # ------------------------------------------------------------------------------------- answers
 
@@ -321,8 +319,9 @@ class Client:
             self.behaviour = self.rng.choices(list(BEHAVIOURS), weights)[0]
             BEHAVIOURS[self.behaviour][1](self)
 
-    def ask(self, path: str = GENERATE, stream: bool = False) -> Ask:
-        return random_ask(self.rng, self.texts, self.drafters, path, stream)
+    def ask(self, path: str) -> Ask:
+        is_stream = self.rng.random() < 0.5
+        return random_ask(self.rng, self.texts, self.drafters, path, is_stream)
 
     def sent(self, what: Any) -> Any:
         return self.tally.sent(self.behaviour, what)
@@ -361,7 +360,7 @@ class Client:
         """The whole answer, checked, counted and timed. Raises Lost and Wrong."""
         with self.reply(ask, connection) as (response, began):
             source = io.BytesIO(b"".join(slowly(response))) if is_slow else response
-            if ask.fields.get("stream"):
+            if ask.is_stream:
                 until = began + self.timeout_s * (10 if is_slow else 1)
                 text = read_stream(ask, list(read_events(source, until)))
             else:
@@ -388,10 +387,11 @@ def slowly(response: http.client.HTTPResponse) -> Iterator[bytes]:
 # ---------------------------------------------------------------------------------- behaviours
 
 
-def ask_several(client: Client) -> None:
-    """One after another over one connection."""
+def talk(client: Client, path: str) -> None:
+    """One request after another over one connection."""
     with closing(client.connect()) as connection:
-        for ask in [client.ask(stream=client.rng.random() < 0.5) for _ in range(3)]:
+        for _ in range(client.rng.randint(1, 3)):
+            ask = client.ask(path)
             with client.sent(ask):
                 client.read(ask, connection)
                 continue
@@ -400,10 +400,9 @@ def ask_several(client: Client) -> None:
 
 def leave(client: Client) -> None:
     """Ask and go: of a stream after a few events, else before, while or after it runs."""
-    is_stream = client.rng.random() < 0.6
-    ask = client.ask(client.rng.choice((GENERATE, COMPLETIONS)), is_stream)
+    ask = client.ask(client.rng.choice((GENERATE, COMPLETIONS)))
     with client.sent(ask), closing(client.connect()) as connection:
-        if is_stream:
+        if ask.is_stream:
             with client.reply(ask, connection) as (response, began):
                 events = read_events(response, began + client.timeout_s)
                 list(islice(events, client.rng.randint(1, 8)))
@@ -415,7 +414,7 @@ def leave(client: Client) -> None:
 
 def read_slowly(client: Client) -> None:
     """A few bytes at a time, to the end; the server feels it, as little fits into the buffer."""
-    ask = client.ask(stream=client.rng.random() < 0.7)
+    ask = client.ask(GENERATE)
     with client.sent(ask), closing(client.connect()) as connection:
         connection.connect()
         connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -424,62 +423,37 @@ def read_slowly(client: Client) -> None:
 
 def burst(client: Client) -> None:
     """More at once than run and wait; who is refused comes again."""
-    asks = [client.ask() for _ in range(BURST)]
+    asks = [client.ask(GENERATE) for _ in range(BURST)]
     short = [Ask(ask.path, ask.fields | {"max_tokens": 16}) for ask in asks]
     with ThreadPoolExecutor(BURST) as pool:
         list(pool.map(client.get, short))
 
 
-def send_bad_input(client: Client) -> None:
-    """Well-formed HTTP with something wrong in it."""
-    name = client.rng.choice(list(BAD))
-    path, body, status = BAD[name]
-    with client.sent(name), closing(client.connect()) as connection:
-        connection.request("POST", path, body, JSON)
-        with connection.getresponse() as response:
-            require_status(response, status)
-            require_error(response.read())
-        client.count("refused")
-
-
-def send_no_http(client: Client) -> None:
-    """Bytes that are no request, or half of one and then nothing."""
-    name = client.rng.choice(["half a body", *NOT_HTTP])
+def send_other(client: Client) -> None:
+    """A page, or something that is refused; now and then only half of it."""
+    name = client.rng.choice(list(OTHER))
+    request, status = OTHER[name]
     address = HOST, client.port
     with client.sent(name), socket.create_connection(address, client.timeout_s) as connection:
-        connection.sendall(NOT_HTTP.get(name, HALF))
-        if name not in NOT_HTTP:
-            time.sleep(client.rng.uniform(0, 0.5))
+        if client.rng.random() < 0.1:
+            connection.sendall(request[: len(request) // 2])
             client.count("left_early")
             return
+        connection.sendall(request)
         response = http.client.HTTPResponse(connection)
         response.begin()
-        require({"it is refused": 400 <= response.status < 500}, response.status)
-        require_error(response.read())
-        client.count("refused")
-
-
-def look(client: Client) -> None:
-    """A page, or figures."""
-    path = client.rng.choice(list(PAGES))
-    with client.sent(path), closing(client.connect()) as connection:
-        connection.request("GET", path)
-        with connection.getresponse() as response:
-            require_status(response, 200)
-            require({"the page is this one": PAGES[path] in response.read()}, path)
-        client.count("answered")
+        require_status(response, status)
+        body = response.read()
+        if status != 200:
+            require_error(body)
+        client.count("answered" if status == 200 else "refused")
 
 
 BEHAVIOURS: dict[str, tuple[float, Callable[[Client], Any]]] = {
-    "generate": (6, lambda client: client.get(client.ask())),
-    "generate, streamed": (6, lambda client: client.get(client.ask(stream=True))),
-    "generate, one connection": (2, ask_several),
-    "completions": (3, lambda client: client.get(client.ask(COMPLETIONS))),
-    "completions, streamed": (3, lambda client: client.get(client.ask(COMPLETIONS, stream=True))),
+    "generate": (10, lambda client: talk(client, GENERATE)),
+    "completions": (5, lambda client: talk(client, COMPLETIONS)),
     "leave": (5, leave),
     "read slowly": (2, read_slowly),
-    "bad input": (4, send_bad_input),
-    "no HTTP": (2, send_no_http),
-    "page, metrics": (2, look),
+    "pages, bad input": (8, send_other),
     "burst": (0.4, burst),
 }
