@@ -178,41 +178,26 @@ def read_stream(ask: Ask, events: list[dict[str, Any]]) -> Text:
     """Of all events of a stream. Raises Wrong, or Lost where one is an error."""
     if failed := [event for event in events if "error" in event]:
         raise Lost(f"the stream ended with {failed}")
-    return (_read_cycles if ask.path == GENERATE else _read_chunks)(ask, events)
-
-
-def _read_cycles(ask: Ask, events: list[dict[str, Any]]) -> Text:
-    """Cycles, those of a comparison's plain decoding, and the answer."""
     *parts, last = events
-    cycles = [event for event in parts if "plain" not in event]
-    plain = "".join(event["plain"]["text"] for event in parts if "plain" in event)
-    text = read_answer(ask, last)
-    ids = [token["id"] for cycle in cycles for token in cycle["tokens"]]
-    logprobs = [entry for cycle in cycles for entry in cycle.get("logprobs", ())]
-    claims = {
-        "the pieces make the text": "".join(cycle["text"] for cycle in cycles) == text.text,
-        "the tokens are those of the answer": ids == text.token_ids,
-        "the steps count up": [c["step"] for c in cycles] == list(range(len(cycles))),
-        "the log-probabilities are those of the answer": logprobs == (text.logprobs or []),
-        "the plain text is that of the answer": "compare" not in last
-        or plain == last["compare"]["plain"]["text"],
-    }
-    require(claims, events)
-    return text
-
-
-def _read_chunks(ask: Ask, events: list[dict[str, Any]]) -> Text:
-    """Chunks of OpenAI's, the last with the reason of the end, and the usage."""
-    *chunks, usage = events
-    choices = [chunk["choices"][0] for chunk in chunks]
+    if ask.path == GENERATE:  # cycles, those of a comparison's plain decoding, and the answer
+        cycles = [event for event in parts if "plain" not in event]
+        plain = "".join(event["plain"]["text"] for event in parts if "plain" in event)
+        ids = [token["id"] for cycle in cycles for token in cycle["tokens"]]
+        logprobs = [entry for cycle in cycles for entry in cycle.get("logprobs", ())]
+        said = plain, "".join(cycle["text"] for cycle in cycles), ids, logprobs
+        compared = last.get("compare", {"plain": {"text": ""}})["plain"]["text"]
+        answer = compared, last["text"], last["token_ids"], last.get("logprobs") or []
+        require({"the pieces make the answer": said == answer}, events)
+        return read_answer(ask, last)
+    choices = [chunk["choices"][0] for chunk in parts]  # OpenAI's chunks, and the usage
     *others, reason = [choice["finish_reason"] for choice in choices]
-    ends_once = bool(reason) and not any(others)
-    require({"usage comes last": usage["choices"] == [], "it ends once": ends_once}, events)
+    claims = {"usage comes last": last["choices"] == [], "it ends once": not any(others)}
+    require(claims, events)
     listed = [choice["logprobs"] for choice in choices if choice["logprobs"]]
     joined = {key: [one for part in listed for one in part[key]] for key in (listed or [{}])[0]}
     text = "".join(choice["text"] for choice in choices)
     whole = {"text": text, "finish_reason": reason, "logprobs": joined or None}
-    return read_answer(ask, usage | {"choices": [whole]})
+    return read_answer(ask, last | {"choices": [whole]})
 
 
 def read_events(lines: Iterable[bytes], until: float) -> Iterator[dict[str, Any]]:
@@ -271,17 +256,14 @@ class Tally:
         self.add(behaviour, "sent")
         try:
             yield
-            return
-        except (Lost, OSError, http.client.HTTPException) as error:
-            kind, reason = "lost", error
-        # The latter four: the answer has not the shape that was promised.
-        except (Wrong, LookupError, TypeError, AttributeError, ValueError) as error:
-            kind, reason = "wrong", error
-        self.add(behaviour, kind)
-        said = f"{kind.upper()} ({behaviour}): {what}\n  {type(reason).__name__}: {reason}"
-        tqdm.write(said, file=sys.stderr)
-        if kind == "lost":
-            time.sleep(1.0)  # a server that has gone is not asked thousands of times
+        except Exception as error:
+            is_lost = isinstance(error, (Lost, OSError, http.client.HTTPException))
+            kind = "lost" if is_lost else "wrong"  # or not of the shape that was promised
+            self.add(behaviour, kind)
+            said = f"{kind.upper()} ({behaviour}): {what}\n  {type(error).__name__}: {error}"
+            tqdm.write(said, file=sys.stderr)
+            if is_lost:
+                time.sleep(1.0)  # a server that has gone is not asked thousands of times
 
     def total(self, count: str) -> int:
         with self._lock:
