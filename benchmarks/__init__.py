@@ -39,19 +39,23 @@ core: Any = sys.modules.get("speculative_decoding") or importlib.import_module(
 )
 
 AUTO = "auto"  # the drafter that chooses among the others, which takes a controller
-_QWEN3 = {"head_dim": 128, "tie_word_embeddings": True, "max_position_embeddings": 40_960}
-SHAPES: dict[str, dict[str, Any]] = {
-    "0.6b": _QWEN3
-    | {
-        "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072,
-        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
-    },
-    "tiny": _QWEN3
-    | {
-        "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
-    },
-}  # fmt: skip
+
+
+def _qwen3(vocabulary: int, width: int, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "head_dim": head_dim,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 40_960,
+    }
+
+
+SHAPES = {"0.6b": _qwen3(151_936, 1024, 28, 16, 128), "tiny": _qwen3(4096, 64, 2, 2, 32)}
 
 # ------------------------------------------------------------------------------------- engines
 

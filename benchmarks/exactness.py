@@ -1,49 +1,22 @@
-"""What does a forward cost, what do equal bits add, and how near is memory's limit?
+"""What does a forward cost, by its rows, and what do equal bits add?
 
 Two copies of one model, one as `--bitwise` runs it and one as `--no-bitwise` does, take turns. The
 cost is the ratio of their times, less 1. One row is a step of plain decoding, six are a verify of
 five drafts, the batch is eight verifies at once; prompts are read from nothing. t_verify is in
-forwards over one row. floor_share is the share of the time that reading all weights once would
-take, at the bandwidth of summing a large tensor; weights that fit into a processor's cache may be
-read faster.
+forwards over one row.
 
     python -m benchmarks.exactness [--shape demo|0.6b] [--dtype float32|bfloat16] [--model DIR]
         [--context 300] [--runs 25] [--json]
 """
 
-import time
 from collections.abc import Callable
 from typing import Any
-
-import torch
-import transformers
 
 import benchmarks as bench
 
 ROWS = (1, 2, 4, 6, 9, 17)
 PROMPTS = (20, 256, 1000)
 TEXT = 1900  # tokens
-
-
-def read_bandwidth(device: torch.device, num_bytes: int = 1 << 29) -> float:
-    """Bytes per second: the best of several sums."""
-    tensor, best_s = torch.ones(num_bytes // 4, device=device), float("inf")
-    for _ in range(10):
-        began = time.perf_counter()
-        tensor.sum().item()
-        best_s = min(best_s, time.perf_counter() - began)
-    return num_bytes / best_s
-
-
-def weight_bytes(config: Any, dtype: torch.dtype) -> int:
-    """What one step of a dense model reads: all weights, but only a few rows of an embedding."""
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    count = sum(weight.numel() for weight in model.parameters())  # a tied one counts once
-    embedding = model.get_input_embeddings().weight
-    if model.get_output_embeddings().weight is not embedding:
-        count -= embedding.numel()
-    return count * dtype.itemsize
 
 
 def methods_of(model: Any, text: list[int], context: int) -> dict[str, Callable[[], Any]]:
@@ -70,15 +43,11 @@ def measure(models: dict[bool, Any], context: int, runs: int) -> list[dict[str, 
     by_model = {bitwise: methods_of(model, text, context) for bitwise, model in models.items()}
     names = list(by_model[True])
     methods = {(name, bitwise): by_model[bitwise][name] for name in names for bitwise in models}
-    timed, inner = bench.interleave(methods, runs, "forwards"), models[True].model
-    num_bytes = weight_bytes(inner.config, inner.dtype)
-    floor_ms = num_bytes / read_bandwidth(inner.device) * 1e3
+    timed = bench.interleave(methods, runs, "forwards")
     rows = []
     for name in names:
-        ms, found = (
-            bench.median_ms(timed[name, True]),
-            bench.speedup(bench.times(timed[name, True]), bench.times(timed[name, False])),
-        )
+        ms = bench.median_ms(timed[name, True])
+        found = bench.speedup(bench.times(timed[name, True]), bench.times(timed[name, False]))
         rows.append(
             {
                 "what": name,
@@ -87,7 +56,6 @@ def measure(models: dict[bool, Any], context: int, runs: int) -> list[dict[str, 
                 "cost": round(found.median - 1, 3),
                 "quartiles": [round(share - 1, 3) for share in found.quartiles],
                 "t_verify": round(ms / bench.median_ms(timed["1 row", True]), 3),
-                "floor_share": round(floor_ms / ms, 3),
             }
         )
     return rows

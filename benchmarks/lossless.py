@@ -107,15 +107,12 @@ def sample(
     return [one for batch in batches for one in bench.run_together(engine, batch, num_tokens)]
 
 
-def firsts(samples: list[bench.Finished], num_tokens: int = 3) -> list[tuple]:
-    return [tuple(one.output[:num_tokens]) for one in samples]
-
-
 def first_tokens(
     engine: Any, request: Request, num_samples: int, num_tokens: int = 3
 ) -> list[tuple]:
     """The same, only the tokens."""
-    return firsts(sample(engine, request, num_samples, num_tokens), num_tokens)
+    found = sample(engine, request, num_samples, num_tokens)
+    return [tuple(one.output[:num_tokens]) for one in found]
 
 
 def measure(engine: Any, num_samples: int) -> list[dict[str, Any]]:
@@ -131,7 +128,7 @@ def measure(engine: Any, num_samples: int) -> list[dict[str, Any]]:
             for sampling, seed in ((coupled, plain.seed), (rejection, 1_000_000 * (i + 1))):
                 request = Request(prompt, 12, drafter, K, sampling=sampling, seed=seed)
                 found = sample(engine, request, num_samples)
-                ours[sampling.rule] = firsts(found)
+                ours[sampling.rule] = [tuple(one.output[:3]) for one in found]
                 rates[sampling.rule] = bench.total(found).draft_acceptance_rate
             row = {
                 "sampling": name,

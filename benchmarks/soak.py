@@ -12,7 +12,7 @@ that leave; bad input; bursts that overfill the queue (429: they come again). Al
             requests, tokens in the KV cache
 
 GET /health is asked every 0.1 s; its times include what the clients' threads keep this process
-from noticing. Memory is sampled every 5 s; in a few minutes it shows how caches fill, and no leak.
+from noticing. Memory is sampled with it; in a few minutes it shows how caches fill, and no leak.
 In the end SIGTERM must end the server with 0, and its log must hold no traceback. Exit status 1 for
 any fault, a p99 of /health above 100 ms included.
 
@@ -51,7 +51,7 @@ from serving.options import ROOT, seconds
 START_S = 300.0
 REST_S = 60.0  # the server closes forgotten connections after 30 s
 STOP_S = 60.0
-HEALTH_EVERY_S, SAMPLE_EVERY_S = 0.1, 5.0
+HEALTH_EVERY_S = 0.1
 MAX_HEALTH_P99_MS = 100.0
 TABLES = ["requests", "throughput", "latency", "memory", "at_rest", "rerun", "server"]
 
@@ -136,35 +136,23 @@ class Server:
 # ----------------------------------------------------------------------------------- the soak
 
 
-def watch(
-    server: Server, tally: Tally, samples: list[Sample], timeout_s: float, stop: threading.Event
-) -> None:
-    """Ask for /health ten times a second until `stop`, and take samples."""
-    name, next_at, sample_at = "GET /health", 0.0, 0.0
-    while not stop.wait(max(0.0, next_at - time.monotonic())):
-        began = time.monotonic()
-        next_at = began + HEALTH_EVERY_S
-        with tally.sent(name, "poll"):
-            health = server.health(timeout_s)
-            tally.time(name, began)
-            tally.add(name, "answered")
-            if began >= sample_at:
-                sample_at = began + SAMPLE_EVERY_S
-                samples.append(server.sample(health))
+def load(server: Server, clients: list[Client], tally: Tally, duration_s: float) -> list[Sample]:
+    """All clients at once for so long, or until the server has gone; then each finishes.
 
-
-def load(
-    server: Server, clients: list[Client], tally: Tally, duration_s: float, title: str
-) -> list[Sample]:
-    """All clients at once for so long, or until the server has gone; then each finishes."""
-    stop, samples = threading.Event(), []
-    with ThreadPoolExecutor(len(clients) + 1) as pool:
+    Meanwhile /health is asked ten times a second, and each time a sample is taken.
+    """
+    name, stop, samples = "GET /health", threading.Event(), []
+    until = time.monotonic() + duration_s
+    with ThreadPoolExecutor(len(clients)) as pool:
         threads = [pool.submit(client.run, stop) for client in clients]
-        threads.append(pool.submit(watch, server, tally, samples, clients[0].timeout_s, stop))
         try:
-            for _ in tqdm(range(round(duration_s)), desc=title, unit="s"):
-                if server.is_alive:
-                    time.sleep(1.0)
+            while (began := time.monotonic()) < until and server.is_alive:
+                with tally.sent(name, "poll"):
+                    health = server.health(clients[0].timeout_s)
+                    tally.time(name, began)
+                    tally.add(name, "answered")
+                    samples.append(server.sample(health))
+                time.sleep(max(0.0, began + HEALTH_EVERY_S - time.monotonic()))
         finally:
             stop.set()
     for thread in threads:
@@ -191,7 +179,7 @@ def send_again(client: Client, sample: list[tuple[Ask, Text]]) -> dict[str, Any]
 
 def soak(given: argparse.Namespace, log: Path) -> dict[str, Any]:
     """Start, warm up, load, rest, send the sample again, stop; what there is to report."""
-    tally, texts = Tally(given.sample, given.seed), list(core.read_prompts().values())
+    tally, texts = Tally(), list(core.read_prompts().values())
     server = Server(given.server_arguments, log)
     try:
         health = server.wait_for_health(START_S)
@@ -201,13 +189,15 @@ def soak(given: argparse.Namespace, log: Path) -> dict[str, Any]:
         for i in range(given.clients):
             rng, common = random.Random(f"{given.seed} {i}"), (health["drafters"], texts)
             clients.append(Client(server.port, given.timeout, tally, rng, *common))
-        load(server, clients, tally, given.warm_up, "warm-up")
+        load(server, clients, tally, given.warm_up)
         warm, began, before = server.rest(), time.monotonic(), tally.num_tokens
-        samples = load(server, clients, tally, given.minutes * 60, "load")
+        samples = load(server, clients, tally, given.minutes * 60)
         load_s, num_tokens = time.monotonic() - began, tally.num_tokens - before
         times_ms = {path: list(times) for path, times in tally.times_ms.items()}
         end = server.rest(warm)
-        rerun = send_again(clients[0], list(tally.sample))
+        num_kept = min(given.sample, len(tally.texts))
+        kept = random.Random(given.seed).sample(tally.texts, num_kept)
+        rerun = send_again(clients[0], kept)
         exit_code = server.stop()
     finally:
         server.process.kill()  # if it still runs
@@ -219,7 +209,7 @@ def soak(given: argparse.Namespace, log: Path) -> dict[str, Any]:
         "at_rest": [rest_row(name, warm, end) for name in IN_USE],
         "rerun": [rerun],
         "server": [{"exit_code": exit_code, "tracebacks": log.read_bytes().count(b"Traceback")}],
-        "rss_mib": [round(sample["rss_mib"]) for sample in samples],
+        "rss_mib": [round(sample["rss_mib"]) for sample in samples[::50]],  # every 5 s
     }
 
 
@@ -236,13 +226,9 @@ def latency_row(path: str, times: list[float]) -> dict[str, Any]:
 def memory_row(start: Sample, warm: Sample, end: Sample, samples: list[Sample]) -> dict[str, Any]:
     """Resident memory; `half_way` is the highest of the first half of the samples."""
     rss = [sample["rss_mib"] for sample in samples]
-    return {
-        "rss_mib_at_start": start["rss_mib"],
-        "after_warm_up": warm["rss_mib"],
-        "half_way": max(rss[: len(rss) // 2], default=None),
-        "highest": max(rss, default=None),
-        "at_rest": end["rss_mib"],
-    }
+    peaks = {"half_way": max(rss[: len(rss) // 2], default=None), "highest": max(rss, default=None)}
+    begin = {"rss_mib_at_start": start["rss_mib"], "after_warm_up": warm["rss_mib"]}
+    return begin | peaks | {"at_rest": end["rss_mib"]}
 
 
 def rest_row(name: str, warm: Sample, end: Sample) -> dict[str, Any]:
