@@ -18,14 +18,15 @@ the first, and reads on in its own draft where the text ends. `equal_tokens` are
 first difference. In float32 all should be equal; in bfloat16 a position's logits differ with the
 number of rows beside it, in generate() as well, and texts part at near-ties.
 
-Not covered: vLLM, which is made for other machines, and llama.cpp, which is mostly used with
-quantised weights.
+Where llama-cpp-python and gguf are installed, a second table compares forwards with llama.cpp's
+(llama_peer.py). Not covered: vLLM, which is made for other machines.
 
     python -m benchmarks.peers [--shape demo|0.6b] [--dtype float32|bfloat16] [--context 64] [--k 5]
         [--kinds easy hard] [--tokens 96] [--runs 5] [--json]
 """
 
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 import benchmarks as bench
+from benchmarks import llama_peer
 from messages import Request
 from serving.options import ROOT, Options, between
 from serving.parsing import MAX_SPECULATIVE_TOKENS
@@ -219,21 +221,27 @@ def main(arguments: list[str] | None = None) -> None:
     is_demo = given.shape == "demo"
     if is_demo and given.context or given.kinds and not is_demo:
         options.error("--context goes with a random --shape, and --kinds with the demo prompts")
-    context = given.context or 64
-    length = None if is_demo else context + given.tokens
+    context = given.context or (300 if is_demo else 64)
+    length = None if is_demo else context + max(given.tokens, 8)  # six rows, at the least
     with bench.model_folder(given.shape, given.dtype) as folder:
         size = {"max_running": 2, "max_model_len": length}
         engine = bench.load_engine(model=folder, dtype=given.dtype, fixed_k=True, **size)
         peer = Peer(folder, given.dtype, engine.target.model.device, given.k, is_demo)
+    text = pattern(engine.target.vocab_size, context)
     if is_demo:
         kinds = bench.demo_prompts(engine.target.tokenizer, given.kinds)
     else:
         engine.eos_ids = set()  # as generate() has none for a random model
-        kinds = {"random": {"pattern": pattern(engine.target.vocab_size, context)}}
+        kinds = {"random": {"pattern": text}}
     rows = measure(engine, peer, kinds, given)
+    lacking, llama = llama_peer.missing(), []
+    if lacking:
+        print(lacking, file=sys.stderr)
+    else:
+        llama = llama_peer.measure(peer.model, engine.target, given.dtype, text, given.runs)
     lengths = {kind: {name: len(p) for name, p in group.items()} for kind, group in kinds.items()}
-    results = {"prompts": lengths, "results": rows}
-    bench.report(__spec__.name, arguments, given, results, ["results"])
+    results = {"prompts": lengths, "results": rows, "llama_cpp": llama}
+    bench.report(__spec__.name, arguments, given, results, ["results", "llama_cpp"])
 
 
 if __name__ == "__main__":

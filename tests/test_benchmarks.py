@@ -10,11 +10,12 @@ from functools import partial
 
 import pytest
 import torch
+import transformers
 from conftest import ROOT
 from tqdm import tqdm
 
 import benchmarks as bench
-from benchmarks import lossless, soak, soak_clients
+from benchmarks import llama_peer, lossless, soak, soak_clients
 from benchmarks.batch import of_best
 
 OWN = """
@@ -137,12 +138,51 @@ def test_the_benchmark_against_generate_finds_equal_outputs(measure):
     assert rows[0]["ours_passes"] == rows[0]["generate_passes"] == 16
 
 
-def test_the_benchmark_against_generate_takes_models_of_random_weights(measure):
+def test_the_benchmark_against_generate_takes_models_of_random_weights(measure, monkeypatch):
+    monkeypatch.setattr(llama_peer.importlib.util, "find_spec", lambda name: None)
+    assert llama_peer.missing() == "llama.cpp is left out: pip install llama-cpp-python gguf"
     document = measure("peers", "--shape", "tiny", "--context", 1500, "--tokens", 4, "--runs", 1)
-    assert document["prompts"] == {"random": {"pattern": 1500}}
+    assert document["prompts"] == {"random": {"pattern": 1500}} and document["llama_cpp"] == []
     for row in document["results"]:
         assert row["equal_tokens"] == 4 and row["decode_ratio"] > 0
     assert document["results"][0]["decode_ratio"] != document["results"][0]["ratio"]
+
+
+FAKE_LLAMA = """
+import numpy
+
+class Llama:
+    def __init__(self, model_path, n_ctx, **options):
+        assert options["flash_attn"] is False and options["type_k"] == options["type_v"] == 0
+        self.n_tokens, self.scores = 0, numpy.zeros((n_ctx, 50))
+
+    def eval(self, tokens):
+        for token in tokens:  # its argmax is the token itself
+            self.scores[self.n_tokens] = numpy.arange(50) == token
+            self.n_tokens += 1
+"""
+
+
+def test_llama_cpp_works_in_a_process_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / "llama_cpp.py").write_text(FAKE_LLAMA)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    worker = llama_peer.Worker("model.gguf", "float32", 16)
+    try:
+        assert worker.feed([1, 2, 3], 0)[1] == [1, 2, 3]
+        assert worker.feed([7, 8], 2)[1] == [7, 8]
+        ms, argmax = worker.feed([9], 4)
+        assert argmax == [9] and ms > 0
+    finally:
+        worker.close()
+
+
+def test_every_weight_has_a_name_in_llama_cpp():
+    config = transformers.AutoConfig.for_model("qwen3", **bench.SHAPES["tiny"])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    names = [llama_peer.name_of(name) for name, _ in model.named_parameters()]
+    assert len(set(names)) == len(names) == 2 * 11 + 2
+    assert {"token_embd.weight", "blk.1.attn_q_norm.weight", "output_norm.weight"} < set(names)
 
 
 def test_a_table_aligns_and_marks_what_is_missing(capsys):
