@@ -29,6 +29,7 @@ import torch
 import transformers
 from tqdm import tqdm
 
+import demo
 from control.statistics import Statistics
 from messages import Request
 from serving.options import ROOT, Options, between
@@ -67,12 +68,12 @@ def load_engine(**options: Any) -> Any:
 
 def without_controller(engine: Any) -> Any:
     """The same models in an engine whose drafts are as long as the request asks for."""
-    return core.Engine(engine.target, engine.drafters)
+    return core.Engine(engine.target, engine.panel.drafters)
 
 
 def drafter_names(engine: Any) -> list[str]:
     """The drafters that really draft, which leaves out auto."""
-    return [name for name in engine.drafters if name != AUTO]
+    return list(engine.panel.drafters)
 
 
 @contextmanager
@@ -98,7 +99,7 @@ def demo_prompts(tokenizer: Any, kinds: list[str] | None = None) -> dict[str, di
     Exits with one line on stderr if one of the wanted kinds does not exist.
     """
     found: dict[str, dict[str, list[int]]] = defaultdict(dict)
-    for name, text in core.read_prompts().items():
+    for name, text in demo.read_prompts().items():
         found[name.partition("_")[0]][name] = tokenizer(text)["input_ids"]
     if unknown := [kind for kind in kinds or () if kind not in found]:
         print(f"error: no {unknown[0]} prompts: choose from {', '.join(found)}", file=sys.stderr)

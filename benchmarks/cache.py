@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 import benchmarks as bench
 from benchmarks import core
+from fastpath.forward import FastPlace
 from serving.options import between
 
 APPENDED = 6
@@ -28,11 +29,11 @@ def measure(context: int, num_layers: int, runs: int) -> dict[str, Any]:
     cached, new = (
         torch.randn(1, HEADS, count, WIDTH, dtype=torch.bfloat16) for count in (context, APPENDED)
     )
-    slots = core.SlotCache(num_layers, 1, context + APPENDED, new.device, core.Shapes())
+    slots = core.SlotCache(num_layers, 1, context + APPENDED, new.device)
     row, dynamic = slots.open_row(), DynamicCache()
 
     def append(states: Tensor) -> Tensor:
-        place = slots.place([row], [states.shape[2]])
+        place = slots.current = FastPlace(slots.place([row], [states.shape[2]]))
         for layer in slots.layers:
             keys, _ = layer.update(states, states)
         slots.advance(place)

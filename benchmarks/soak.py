@@ -44,7 +44,7 @@ from typing import Any
 from tqdm import tqdm
 
 import benchmarks as bench
-from benchmarks import core
+import demo
 from benchmarks.soak_clients import HOST, Ask, Client, Lost, Tally, Text, require_status
 from serving.options import ROOT, seconds
 
@@ -179,7 +179,7 @@ def send_again(client: Client, sample: list[tuple[Ask, Text]]) -> dict[str, Any]
 
 def soak(given: argparse.Namespace, log: Path) -> dict[str, Any]:
     """Start, warm up, load, rest, send the sample again, stop; what there is to report."""
-    tally, texts = Tally(), list(core.read_prompts().values())
+    tally, texts = Tally(), list(demo.read_prompts().values())
     server = Server(given.server_arguments, log)
     try:
         health = server.wait_for_health(START_S)
