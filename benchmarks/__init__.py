@@ -129,8 +129,8 @@ class Finished(NamedTuple):
 
 
 def _finished(sequence: Any) -> Finished:
-    if sequence.warnings or sequence.finish_reason == "error":
-        raise RuntimeError(f"a request was not done as asked: {sequence.warnings}")
+    if sequence.seat.warnings or sequence.finish_reason == "error":
+        raise RuntimeError(f"a request was not done as asked: {sequence.seat.warnings}")
     return Finished(sequence.output, sequence.statistics)
 
 
