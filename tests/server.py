@@ -112,6 +112,7 @@ class Gate(Drafter):
         return None
 
     def propose(self, state, max_tokens):
+        Path(__file__).with_name("held").touch()
         wait("draft")
         return Draft([])
 
@@ -131,7 +132,12 @@ class Gate(Drafter):
         (self._folder / name).touch()
 
     def shut(self, name="draft"):
+        (self._folder / "held").unlink(missing_ok=True)
         (self._folder / name).unlink()
+
+    def wait_until_held(self):
+        """Until a request stands before the gate; who comes then waits behind it."""
+        until((self._folder / "held").exists)
 
 
 def at_once(*calls):
@@ -171,6 +177,12 @@ def health(port):
 
 def wait_until_running(port, number=1):
     until(lambda: health(port)["num_requests_running"] == number)
+
+
+def wait_until_taken(port, number):
+    """Until so many run or wait."""
+    names = ("num_requests_running", "num_requests_waiting")
+    until(lambda: sum(map(health(port).get, names)) == number)
 
 
 def wait_until_idle(port):

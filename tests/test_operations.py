@@ -31,6 +31,7 @@ from server import (
     serving,
     until,
     wait_until_running,
+    wait_until_taken,
 )
 from transformers import AutoModelForCausalLM
 
@@ -91,7 +92,7 @@ def test_the_first_signal_finishes_what_was_taken_and_exits_0(gate):
             for path in PATHS
             for stream in (False, True)
         ]
-        until(lambda: health(server.port)["num_requests_waiting"] == 2)
+        wait_until_taken(server.port, 4)
         server.send(signal.SIGTERM)
         until(lambda: health(server.port)["status"] == "draining")
         assert call(server.port, "GET", "/health")[0] == 503
@@ -114,7 +115,7 @@ def test_streams_are_cut_off_at_the_end_of_the_grace_period(gate):
         gate.shut()
         fields = FIELDS | {"stream": True}
         answers = [pool.submit(call, server.port, "POST", path, fields) for path in PATHS]
-        wait_until_running(server.port, 2)
+        wait_until_taken(server.port, 2)
         server.send(signal.SIGTERM)
         for answer in answers:
             last = events_of(answer.result()[2])[-1]
@@ -128,7 +129,7 @@ def test_the_second_signal_exits_1_at_once(gate):
     with serving(*gate.arguments) as server:
         gate.shut()
         with connect(server.port, "/generate", FIELDS):
-            wait_until_running(server.port)
+            gate.wait_until_held()
             server.send(signal.SIGINT)
             until(lambda: "finishing 1 requests" in server.log())
             server.send(signal.SIGINT)

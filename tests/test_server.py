@@ -21,6 +21,7 @@ from server import (
     until,
     wait_until_idle,
     wait_until_running,
+    wait_until_taken,
 )
 
 from serving.worker import Worker
@@ -384,7 +385,7 @@ def test_a_client_that_stalls_reading_holds_nobody_up(port, path):
 
 
 def test_who_finds_no_row_waits_and_who_finds_no_place_gets_429(gate):
-    """2 run and 2 wait, one of them a comparison; the rest is refused, and /health answers."""
+    """Rows and places are for 4, one of them a comparison; who comes then is refused."""
     fields = {"prompt": "1, 2, 3,", "max_tokens": 20}
     with serving(*gate.arguments, "--max-running", "2", "--max-queued", "2") as server:
         port, kinds = server.port, ({}, {}, {}, {"compare": True})
@@ -392,14 +393,15 @@ def test_who_finds_no_row_waits_and_who_finds_no_place_gets_429(gate):
         gate.shut()
         with ThreadPoolExecutor(16) as pool:
             taken = []
-            for i, more in enumerate(kinds):
+            for i, more in enumerate(kinds, 1):
                 taken.append(pool.submit(generate, port, **fields, **more))
-                until(lambda i=i: health(port)["num_requests_waiting"] == max(0, i - 1))
+                gate.wait_until_held()
+                wait_until_taken(port, i)
             asked = [(call, port, "POST", PATHS[i % 2], fields) for i in range(12)]
             for status, headers, data in [f.result() for f in [pool.submit(*a) for a in asked]]:
                 assert status == 429 and headers["Retry-After"] == "1"
                 assert json.loads(data)["error"]["code"] == "queue_full"
-            assert health(port)["num_requests_running"] == 2
+            assert health(port)["num_requests_waiting"] == 3 and health(port)["status"] == "ok"
             assert not any(answer.done() for answer in taken)
             gate.open()
             for status, body in (answer.result() for answer in taken):
@@ -408,16 +410,16 @@ def test_who_finds_no_row_waits_and_who_finds_no_place_gets_429(gate):
 
         gate.shut()  # those who leave the queue give their place up
         clients = []
-        for i, path in enumerate((*PATHS, *PATHS)):
+        for i, path in enumerate((*PATHS, *PATHS), 1):
             clients.append(connect(port, path, fields))
-            until(lambda i=i: health(port)["num_requests_waiting"] == max(0, i - 1))
-        for client in clients[2:]:
+            gate.wait_until_held()
+            wait_until_taken(port, i)
+        for client in clients[1:]:
             client.close()
-        until(lambda: not health(port)["num_requests_waiting"])
+        wait_until_taken(port, 1)
         gate.open()
-        for client in clients[:2]:
-            assert client.recv(12).endswith(b"200")
-            client.close()
+        assert clients[0].recv(12).endswith(b"200")
+        clients[0].close()
         wait_until_idle(port)
         server.end_well()
 
