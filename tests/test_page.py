@@ -9,11 +9,10 @@ No test may leave an error on the browser's console, nor a violation of the page
 import json
 import re
 import shutil
-import time
 
 import pytest
-from conftest import ROOT
-from test_server import call, generate, start
+from server import ENDLESS as COUNTING
+from server import ROOT, generate, serving, wait_until_idle, wait_until_running
 
 from serving.page import FILES
 
@@ -32,7 +31,7 @@ SAMPLED = {
     "max_tokens": 60,
 }
 COLOURS = {"prompt": "red, green, blue, red, green,", "drafter": "ngram", "max_tokens": 40}
-ENDLESS = {"prompt": "1, 2, 3, 4, 5,", "num_speculative_tokens": 0, "max_tokens": 1900}
+ENDLESS = {"prompt": COUNTING["prompt"], "num_speculative_tokens": 0, "max_tokens": 1900}
 
 
 # --------------------------------------------------------------------------- without a browser
@@ -79,12 +78,8 @@ def browser():
 @pytest.fixture(scope="module")
 def port(browser):
     """Drafts have a fixed length: what is drafted and kept does not depend on the clock."""
-    process, port = start("--fixed-k")
-    with process:
-        try:
-            yield port
-        finally:
-            process.kill()
+    with serving("--fixed-k") as server:
+        yield server.port
 
 
 @pytest.fixture
@@ -126,10 +121,8 @@ def page(open_page):
 @pytest.fixture
 def adaptive_page(open_page):
     """Of a server whose controller chooses K, and measures what it costs."""
-    process, port = start()
-    with process:
-        yield open_page(port)
-        process.kill()
+    with serving("--no-bitwise") as server:
+        yield open_page(server.port)
 
 
 def expect_failed_load(complaints, status):
@@ -165,10 +158,6 @@ def text_of(page, selector):
 
 def counts(page, *selectors):
     return [page.locator(selector).count() for selector in selectors]
-
-
-def health(port):
-    return json.loads(call(port, "GET", "/health")[2])
 
 
 def event(step, tokens, before, num_prompt=5, **more):
@@ -307,13 +296,11 @@ def test_stop_frees_the_servers_slot(page, port):
     fill(page, **ENDLESS)
     page.locator("#run").click()
     page.locator("#tokens .token").first.wait_for()
-    assert health(port)["num_requests_running"] == 1
+    wait_until_running(port)
     assert text_of(page, "#status") == "Running."  # it streams: tokens come before the end
     page.locator("#stop").click()
     wait_for_status(page, "Stopped")
-    deadline = time.monotonic() + 20
-    while health(port)["num_requests_running"]:
-        assert time.monotonic() < deadline
+    wait_until_idle(port)
     (shown,) = counts(page, "#tokens .token")
     assert 0 < shown < ENDLESS["max_tokens"]
     run(page, **COLOURS | {"num_speculative_tokens": 5})
@@ -452,15 +439,11 @@ def test_a_bad_value_is_told_in_the_servers_words_and_its_field_is_marked(page, 
 
 @browser_test
 def test_a_server_that_goes_away_is_told_in_the_middle_and_after(open_page, complaints):
-    process, port = start()
-    with process:
-        try:
-            page = open_page(port)
-            fill(page, **ENDLESS)
-            page.locator("#run").click()
-            page.locator("#tokens .token").first.wait_for()
-        finally:
-            process.kill()
+    with serving("--no-bitwise") as server:
+        page = open_page(server.port)
+        fill(page, **ENDLESS)
+        page.locator("#run").click()
+        page.locator("#tokens .token").first.wait_for()
     page.locator("#error", has_text="broke off").wait_for()
     assert counts(page, "#tokens .token")[0] > 0
     page.locator("#run").click()
