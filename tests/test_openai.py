@@ -11,15 +11,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from server import (
     COLOURS,
-    ENDLESS,
     Gate,
     call,
     generate,
     health,
     serving,
     until,
-    wait_until_idle,
-    wait_until_running,
 )
 
 KEY, ORIGIN = "secret key", "https://example.org"
@@ -263,13 +260,3 @@ def test_metrics_are_what_prometheus_reads(port):
     assert by_name["count"] >= 1 and by_name["sum"] > 0
     buckets = [s.value for s in first if s.name.endswith("_bucket")]
     assert buckets == sorted(buckets) and buckets[-1] == by_name["count"]
-
-
-def test_a_client_that_leaves_frees_its_slot(port, client):
-    extra = {"speculative": ENDLESS["speculative"]}
-    ask = {"model": "target", "prompt": ENDLESS["prompt"], "max_tokens": 1900, "extra_body": extra}
-    stream = client.completions.create(**ask, stream=True)
-    next(iter(stream))
-    wait_until_running(port)
-    stream.close()
-    wait_until_idle(port)

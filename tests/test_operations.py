@@ -1,10 +1,11 @@
-"""What whoever runs the server relies on: its start and end, its log, what it does not run.
+"""What whoever runs the server relies on: its start and end, its log, what is not run.
 
 All against the real process, on a real socket. Load and deadlines are in test_server.py, the
 command line's mistakes in test_command_line.py.
 """
 
 import json
+import re
 import shutil
 import signal
 import socket
@@ -34,6 +35,8 @@ from server import (
     wait_until_taken,
 )
 from transformers import AutoModelForCausalLM
+
+from serving.page import FILES
 
 PATHS = ("/generate", "/v1/completions")
 FIELDS = {"prompt": "1, 2, 3,", "max_tokens": 20}
@@ -287,3 +290,31 @@ def test_pickled_weights_are_loaded_only_where_that_was_asked_for(tiny_folder, t
     code, said = run_once(folder)
     assert code == 2 and len(said) == 1 and "loaded with --allow-pickle only" in said[0]
     assert run_once(folder, "--allow-pickle")[0] == 0
+
+
+FOLDER = ROOT / "serving" / "page"
+SOURCES = {p.name: p.read_text("utf-8") for p in sorted(FOLDER.iterdir()) if p.suffix in FILES}
+SCRIPTS = {name: text for name, text in SOURCES.items() if name.endswith(".js")}
+
+
+def test_the_page_refers_to_nothing_outside_its_folder():
+    outside = r"""(?:src|href|action)\s*=\s*["']?(?:https?:)?//|url\(\s*["']?(?:https?:)?//"""
+    outside += r"""|(?:import|from|fetch|open)\s*\(?\s*["'`](?:https?:)?//|@import"""
+    for name, text in SOURCES.items():
+        assert not re.search(outside, text), name
+    for target in re.findall(r'(?:src|href)="([^"]*)"', SOURCES["index.html"]):
+        assert (FOLDER.parent / target).is_file(), target
+    for name, text in SCRIPTS.items():
+        for target in re.findall(r'from "([^"]*)"', text):
+            assert target.startswith("./") and target[2:] in SCRIPTS, (name, target)
+
+
+def test_the_page_has_no_inline_script_or_style():
+    html = SOURCES["index.html"]
+    assert re.findall(r"<script[^>]*>(.*?)</script>", html, re.S) == [""]
+    assert not re.search(r"<style|\sstyle\s*=|\son\w+\s*=|javascript:", html)
+
+
+def test_scripts_insert_text_as_text():
+    for name, text in SCRIPTS.items():
+        assert not re.search(r"(inner|outer|Adjacent)HTML|document\.write|eval\(", text), name
