@@ -153,7 +153,7 @@ SECRET = "correct horse battery staple"
 
 def test_every_answer_has_the_request_s_id_and_the_log_one_line_of_it():
     """And what was written or read is in no line."""
-    with serving("--fixed-k") as server:
+    with serving("--fixed-k", "--no-bitwise") as server:
         port = server.port
         asked = {
             "/generate": {"prompt": COLOURS, "max_tokens": 30, "drafter": "ngram"},
