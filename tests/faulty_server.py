@@ -187,20 +187,21 @@ TARGET_FAULTS: dict[str, Callable[[Moment], Any]] = {
 
 
 def main(arguments: list[str]) -> int:
-    assemble, prepare = core.assemble_engine, core.Engine.prepare
+    assemble, prepare = core.assemble_engine, core.prepare
 
     def assemble_faulty(options: Any) -> Any:
         engine = assemble(options)
         for name in DRAFTER_FAULTS:
-            engine.drafters[name] = TimedDrafter(Faulty(name), options.drafter_timeout)
-            engine.totals[name] = core.Statistics()
+            engine.panel.drafters[name] = TimedDrafter(Faulty(name), options.drafter_timeout)
+            engine.panel.choices[name] = (name,)
+            engine.totals.by_drafter[name] = core.Statistics()
         return engine
 
     def prepare_faulty(engine: Any, options: Any) -> None:
         prepare(engine, options)
         Target(engine.target)
 
-    core.assemble_engine, core.Engine.prepare = assemble_faulty, prepare_faulty
+    core.assemble_engine, core.prepare = assemble_faulty, prepare_faulty
     return core.main(arguments)
 
 

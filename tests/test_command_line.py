@@ -1,4 +1,4 @@
-"""The command line as a user meets it, and README's commands as a reader would run them.
+"""The command line as a user meets it.
 
 Most of it in this process, on the engine that the other tests have: what the process itself does
 (its signals, pipes and sockets) at the end, and in test_operations.py.
@@ -8,7 +8,6 @@ import copy
 import io
 import json
 import re
-import shlex
 import signal
 import socket
 import statistics
@@ -20,8 +19,7 @@ import speculative_decoding as core
 from conftest import ROOT
 from server import SCRIPT, serving
 
-from serving import terminal
-from serving.comparison import demo_totals
+import demo as terminal
 
 load_engine = core.load_engine
 SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01")
@@ -30,10 +28,10 @@ SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p"
 @pytest.fixture
 def main(demo_engine, monkeypatch, capsys):
     """The command line on the engine that is loaded, and few demo prompts: (status, out, err)."""
-    prompts = core.read_prompts()
+    prompts = terminal.read_prompts()
     few = {name: prompts[name] for name in ("repetitive_colours", "easy_facts", "hard_prose")}
     monkeypatch.setattr(core, "load_engine", lambda options: demo_engine)
-    monkeypatch.setattr(core, "read_prompts", lambda: few)
+    monkeypatch.setattr(terminal, "read_prompts", lambda: few)
 
     def run(*arguments):
         status = core.main(list(arguments))
@@ -57,9 +55,9 @@ def demo(main):
 def test_the_demo_s_document_has_every_prompt_and_drafter(demo):
     assert list(demo) == ["prompts", "worked_cycle", "totals", "device", "versions"]
     cycle = demo["worked_cycle"]["event"]
-    assert demo["worked_cycle"]["name"] in core.read_prompts()
+    assert demo["worked_cycle"]["name"] in terminal.read_prompts()
     assert cycle["accepted_count"] and cycle["rejected"] and cycle["cached"][1] < cycle["cached"][0]
-    assert [p["name"] for p in demo["prompts"]] == list(core.read_prompts())
+    assert [p["name"] for p in demo["prompts"]] == list(terminal.read_prompts())
     for prompt in demo["prompts"]:
         standard = prompt["standard"]
         assert list(standard) == [
@@ -106,21 +104,21 @@ def test_times_that_contradict_the_passes_make_the_demo_s_figures_disturbed(demo
         for run in result["speculative"].values():
             run["ms_of_runs"] = [1000.0 / run["tokens_per_pass"]] * 3
         result["speculative"]["mtp"]["ms_of_runs"] = [50.0] * 3
-    totals = demo_totals(results, is_coupled=True)
+    totals = terminal.demo_totals(results, is_coupled=True)
     assert [name for name, total in totals.items() if total["disturbed"]] == ["mtp"]
     assert totals["mtp"]["spread"] == [20.0, 20.0] and totals["standard"]["spread"] == [1.0, 1.0]
 
 
 def test_the_demo_prints_tables_and_marks_where_tokens_came_from(main, monkeypatch, capsys):
     status, out, _ = main("--demo", "--max-tokens", "12", "--drafter", "ngram")
-    assert status == 0 and out.count("identical output: yes") == len(core.read_prompts())
+    assert status == 0 and out.count("identical output: yes") == len(terminal.read_prompts())
     for word in ("passes", "tok/pass", "accepted", "rate", "fewer passes", "speed-up", "standard"):
         assert word in out
     monkeypatch.setattr(core, "load_engine", load_engine)
     # This one has a controller, which says why it chose its K.
     assert core.main(["--demo", "--max-tokens", "4", "--drafter", "ngram", "--no-bitwise"]) == 0
     out = capsys.readouterr().out
-    assert out.count("identical output: yes") == len(core.read_prompts())
+    assert out.count("identical output: yes") == len(terminal.read_prompts())
     assert "last: " in out and "α ." in out
 
 
@@ -188,7 +186,7 @@ def test_a_difference_in_output_makes_the_demo_fail(main, monkeypatch):
 def test_a_sampled_demo_compares_outputs_unless_they_are_verified_by_rejection(main, rule, verdict):
     status, out, _ = main("--demo", "--max-tokens", "4", *SAMPLED, "--verification", rule)
     assert status == 0
-    assert out.count(f"identical output: {verdict}") == len(core.read_prompts())
+    assert out.count(f"identical output: {verdict}") == len(terminal.read_prompts())
 
 
 def test_a_prompt_is_continued_with_the_origin_of_its_tokens(main):
@@ -225,7 +223,7 @@ def test_a_terminal_of_few_characters_gets_the_text_all_the_same(main, monkeypat
 def test_the_embedded_target_is_recognised_however_it_is_spelt(monkeypatch):
     monkeypatch.chdir(ROOT)
     engine = core.load_engine(core.Options(model="demo_models/target", bitwise=False))
-    assert set(engine.drafters) == {"ngram", "draft_model", "mtp", "auto"}
+    assert set(engine.panel.choices) == {"ngram", "draft_model", "mtp", "auto"}
 
 
 MISTAKES = [
@@ -330,58 +328,3 @@ def test_an_address_that_cannot_be_had_is_one_line_and_exit_2():
                 assert server.exit_code() == 2
                 said = server.log()
             assert said.startswith(f"error: cannot listen on {address}") and said.count("\n") == 1
-
-
-# ------------------------------------------------------------------------------------- README
-
-
-def readme_commands():
-    text = (ROOT / "README.md").read_text("utf-8")
-    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
-    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line]
-
-
-def test_readme_commands_run(main):
-    """Every command of the script in README; the demo with fewer tokens, to keep the run short."""
-    commands = [c for c in readme_commands() if c.startswith(f"python {SCRIPT}")]
-    assert len(commands) >= 3
-    for command in commands:
-        arguments = shlex.split(command.split(" > ")[0])[2:]
-        if "--port" in arguments:
-            continue  # the server's are in the next test
-        if "--demo" in arguments:
-            arguments += ["--max-tokens", "4"]
-        assert main(*arguments)[0] == 0, command
-
-
-def test_readme_s_curl_examples_are_answered(demo_engine):
-    """README's request bodies go through the app, and its shown answers have the same fields."""
-    from serving.worker import Worker
-
-    options = core.Options(max_tokens=24)  # where README's bodies do not say
-    worker = Worker(demo_engine, options)
-    client = core.create_app(demo_engine, options, worker).test_client()
-    bodies = [c for c in readme_commands() if c.startswith("curl") and "/generate" in c]
-    assert bodies
-    for command in bodies:
-        data = re.search(r"-d '(.*)'", command).group(1)
-        response = client.post("/generate", data=data, content_type="application/json")
-        assert response.status_code == 200, (command, response.text)
-    assert any(c.startswith("curl") and "/health" in c for c in readme_commands())
-    assert client.get("/health").status_code == 200
-    worker.drain(10)
-    assert client.get("/health").status_code == 503
-    refused = client.post("/generate", json={"prompt": "x"})
-    assert refused.status_code == 503 and refused.headers["Retry-After"]
-
-
-def test_readme_s_two_commands_make_their_own_environment():
-    commands = readme_commands()
-    demo, tests = commands[0], commands[1]
-    for command in (demo, tests):
-        assert command.startswith("python3 -m venv .venv && .venv/bin/pip install")
-        assert "-r requirements.txt" in command
-    assert demo.endswith(f".venv/bin/python {SCRIPT} --demo")
-    assert tests.endswith(".venv/bin/python -m pytest")
-    ci = (ROOT / ".ci" / "run").read_text()
-    assert tests in ci, "CI must run README's own test command"

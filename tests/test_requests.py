@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import run, scripted_engine
+from conftest import probabilities, run, scripted_engine
 
+from serving import answers, trace
 from serving.text import TextStream
 
 DRAFTERS = ("ngram", "draft_model", "mtp")
@@ -81,7 +82,7 @@ def test_logprobs_are_the_target_s_before_every_transform(demo_engine, demo_refe
 
 def test_an_impossible_token_has_a_logprob_that_json_can_hold(demo_engine):
     logits = torch.tensor([[0.0, -math.inf, 1.0]])
-    (entry,) = core.token_logprobs(logits, [2], 3, demo_engine.target.tokenizer)
+    (entry,) = trace.token_logprobs(logits, [2], 3, demo_engine.target.tokenizer)
     assert [top["id"] for top in entry["top_logprobs"]] == [2, 0, 1]
     assert entry["top_logprobs"][2]["logprob"] == -9999.0
 
@@ -234,8 +235,8 @@ def test_one_cut_is_seen_by_everything(demo_engine, prompts, offset, end):
     whole = engine.target.tokenizer.decode(sequence.output, skip_special_tokens=True)
     cut = whole.find(sequence.request.stop[0]) if end == "stop" else len(whole)
     assert streamed == sequence.text.text == whole[:cut]
-    assert engine.totals["scripted"].completion_tokens == kept
-    assert sum(judged for judged, _ in engine.recent) == s.num_draft_tokens
+    assert engine.totals.by_drafter["scripted"].completion_tokens == kept
+    assert sum(judged for judged, _ in engine.totals.recent) == s.num_draft_tokens
     assert engine.target.cache.lengths == [0] * engine.target.cache.num_rows
 
 
@@ -257,7 +258,7 @@ def test_a_cut_before_a_rejection_hides_it_from_everything(demo_engine, prompts,
     assert sequence.output == truth[: 2 + offset]
     assert len(events[1]["proposals"]) == 6
     assert events[1]["rejected"] is None and events[1]["accepted_count"] == offset + 1
-    assert list(engine.recent) == [(offset + 1, offset + 1)]
+    assert list(engine.totals.recent) == [(offset + 1, offset + 1)]
     assert sequence.statistics.draft_acceptance_rate == 1.0
 
 
@@ -267,7 +268,7 @@ def test_bytes_at_the_end_may_complete_a_stop_string(demo_engine):
     first = tokenizer("🙂")["input_ids"][0]
     request = core.Request([5], max_tokens=1, stop=("\ufffd",))
     sequence = core.Sequence(request, 0, tokenizer)
-    assert sequence.cut([core.Judgement(first, "bonus", 1, None, 0)], set()) == 1
+    assert sequence.append([core.Judgement(first, "bonus", 1, None, 0)], set()) == 1
     assert sequence.finish_reason == "stop" and sequence.text.text == ""
 
 
@@ -296,7 +297,7 @@ def test_a_trace_says_what_decided_about_each_token(
             scores = core.penalise(
                 logits[None, end + i - 1], sampling.repetition_penalty, known, []
             )
-            p = core.probabilities(scores, sampling)[0]
+            p = probabilities(scores, sampling)[0]
             top = event["target_top"][i]
             assert event["target_argmax"][i] == int(scores.argmax())
             if token["kind"] == "accepted":
@@ -339,16 +340,16 @@ class FinishedJob:
 
     def __init__(self, engine, request):
         self.events = []
-        for sequence, event in engine.generate(request):
+        for sequence, cycle in engine.generate(request):
             self.sequence = sequence
-            self.events.append(event)
+            self.events.append(trace.event(sequence, cycle))
 
 
 def compared(engine, prompt, **fields):
     request = core.Request(prompt, max_tokens=24, **fields)
     plain = dataclasses.replace(request, drafter=None, trace=True)
     jobs = [FinishedJob(engine, request), FinishedJob(engine, plain)]
-    return core.answer(jobs, [], torch.float32)["compare"]
+    return answers.answer(jobs, [], torch.float32)["compare"]
 
 
 def test_a_comparison_of_three_runs_takes_medians_and_says_when_it_was_disturbed(
@@ -367,7 +368,7 @@ def test_a_comparison_of_three_runs_takes_medians_and_says_when_it_was_disturbed
 
     def compare(ours, theirs):
         pairs = [(job(request, o), job(plain, t)) for o, t in zip(ours, theirs, strict=True)]
-        return core.answer([job for pair in pairs for job in pair], [], torch.float32)["compare"]
+        return answers.answer([job for pair in pairs for job in pair], [], torch.float32)["compare"]
 
     quiet = compare([5.0, 5.0, 5.0], [5.0, 5.0, 5.0])
     one_slow = compare([5.0, 500.0, 5.0], [5.0, 5.0, 300.0])
@@ -478,7 +479,7 @@ def test_a_difference_between_equal_scores_is_called_a_near_tie(tiny_folder, sca
     jobs = [FinishedJob(engine, core.Request(prompt, 4, trace=True)) for _ in range(2)]
     at = len(prompt) + 1
     jobs[0].sequence.tokens[at] = twin  # as rounding of another shape might have chosen
-    result = core.answer(jobs, [], torch.float32)["compare"]
+    result = answers.answer(jobs, [], torch.float32)["compare"]
     assert result["first_difference"]["verdict"] == verdict
     assert result["first_difference"]["position"] == 1
     assert (result["first_difference"]["top_2_gap"] < 1e-3) == (verdict == "near-tie")
@@ -488,7 +489,7 @@ def test_an_output_that_ends_early_is_called_a_bug(demo_engine, prompts):
     request = core.Request(prompts["code_class"], 8, trace=True)
     jobs = [FinishedJob(demo_engine, request) for _ in range(2)]
     del jobs[0].sequence.tokens[-2:]
-    result = core.answer(jobs, [], torch.float32)["compare"]
+    result = answers.answer(jobs, [], torch.float32)["compare"]
     assert result["identical"] is False
     assert result["first_difference"]["position"] == 6
     assert result["first_difference"]["speculative_token"] is None
@@ -515,6 +516,6 @@ def test_a_prompt_that_cannot_be_is_refused_before_it_has_a_row(demo_engine):
 def test_max_tokens_beyond_the_context_is_lowered_and_said(demo_engine):
     sequence, _ = run(demo_engine, [5] * 2040, max_tokens=100, drafter="ngram")
     assert sequence.finish_reason in ("length", "stop")
-    assert sequence.warnings == [
+    assert sequence.seat.warnings == [
         "max_tokens was lowered from 100 to 8: the context holds 2048 tokens"
     ]
