@@ -386,7 +386,7 @@ MUTANTS: list[Mutant] = [
         f"{CORE}:Sequence.cut",
         "if self.text.push(token.id, token.kind)",
         "if self.text.push(token.id, token.kind) and kept == len(emitted)",
-        ("text::test_a_stop_string_inside_an_accepted_draft_ends_there[0]",),
+        ("requests::test_a_stop_string_inside_an_accepted_draft_ends_there[0]",),
     ),
     Mutant(
         "a prompt that fills the context is let in",
