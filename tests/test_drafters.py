@@ -33,17 +33,6 @@ def name(request):
 # ---------------------------------------------------------------------------- the contract of all
 
 
-@pytest.mark.parametrize("k", [1, 8])
-def test_drafts_are_known_ids_and_no_more_than_asked_for(demo_engine, prompts, name, k):
-    given = {"max_tokens": 20, "drafter": name, "num_speculative_tokens": k}
-    sequence, events = run(demo_engine, prompts["repetitive_colours"], **given)
-    assert sequence.seat.warnings == []
-    assert any(event["proposals"] for event in events)
-    for event in events:
-        assert len(event["proposals"]) <= k
-        assert all(0 <= token < 4096 for token in event["proposals"])
-
-
 def fresh_state(engine, drafter, tokens, sampling=GREEDY, noise=None):
     """On a text that it has seen no draft of: all but the last token are a prompt."""
     target = engine.target
@@ -267,26 +256,6 @@ def test_a_strict_engine_fails_the_request_of_a_drafter_that_fails(
             cache.close_row(row)
 
 
-@pytest.mark.parametrize("num_guilty", [1, 2])
-def test_a_fault_in_a_batch_costs_those_that_it_belongs_to(demo_engine, prompts, plain, num_guilty):
-    texts = [prompts[name] for name in ("hard_prose", "easy_json")]
-    guilty = texts[:num_guilty]
-    for fail in (raising, lambda: [-1]):
-        engine = scripted_engine(
-            demo_engine,
-            lambda tokens, n, fail=fail: (
-                fail() if any(tokens[: len(bad)] == bad for bad in guilty) else tokens[-n:]
-            ),
-        )
-        sequences = together(engine, [core.Request(text, 10, "scripted") for text in texts])
-        for sequence, text in zip(sequences, texts, strict=True):
-            assert sequence.output == plain(text, 10)
-            assert bool(sequence.seat.warnings) == (text in guilty)
-            assert bool(sequence.statistics.num_draft_tokens) == (text not in guilty)
-        drafter = engine.panel.drafters["scripted"]
-        assert (engine.panel.num_failures, drafter.num_open) == (num_guilty, 0)
-
-
 # ------------------------------------------------------------------------ a drafter's limit of time
 
 
@@ -384,7 +353,7 @@ def test_a_draft_reads_on_into_itself_in_periodic_text():
 
 
 def test_a_lookup_does_not_slow_down_with_the_text():
-    """Work, not time: at 100 times the text a lookup reads no more of it."""
+    """Work, not time: of 50 000 tokens it reads a suffix of each size, and its draft."""
 
     class Counting(list):
         reads = 0
@@ -393,15 +362,10 @@ def test_a_lookup_does_not_slow_down_with_the_text():
             self.reads += 1
             return super().__getitem__(item)
 
-    counts = []
-    for length in (500, 50_000):
-        index, chance = NgramIndex(2, 4), random.Random(1)
-        index.extend([chance.randrange(50) for _ in range(length)])
-        index.tokens = Counting(index.tokens)
-        for _ in range(20):
-            index.continuation(8)
-        counts.append(index.tokens.reads)
-    assert counts[1] <= counts[0] + 20 * 3
+    index, chance = NgramIndex(2, 4), random.Random(1)
+    index.extend([chance.randrange(50) for _ in range(50_000)])
+    index.tokens = Counting(index.tokens)
+    assert index.continuation(8) and index.tokens.reads <= 3 + 1
 
 
 def test_impossible_lookup_sizes_are_refused():

@@ -101,15 +101,6 @@ def test_a_perfect_drafter_is_accepted_entirely(demo_engine, prompts, way):
     assert statistics.draft_acceptance_rate == 1.0 and statistics.num_recovered_tokens == 0
 
 
-def test_a_drafter_that_proposes_nothing_is_plain_decoding(demo_engine, prompts, plain, way):
-    engine = scripted_engine(demo_engine, lambda tokens, n: [])
-    sequence, events = run(engine, prompts["hard_prose"], max_tokens=20, drafter="scripted", **way)
-    assert sequence.output == plain(prompts["hard_prose"], 20, **way)
-    assert sequence.statistics.target_passes == 19
-    assert sequence.statistics.draft_acceptance_rate is None
-    assert all(event["proposals"] == [] for event in events)
-
-
 def oracle(prompt, truth, wrong_at=None):
     """A script that knows the right continuation; its draft is wrong from `wrong_at` on."""
 
