@@ -134,7 +134,8 @@ def test_hidden_states_of_several_layers_come_side_by_side(demo_engine, demo_ref
         needs_hidden, hidden_layers = True, (0, -1)
 
     drafter = Reader(lambda tokens, n: tokens[-4:][:n])
-    engine = core.Engine(demo_engine.target, {"scripted": drafter}, prefill_chunk=16)
+    chunk = len(prompt) // 3 + 1
+    engine = core.Engine(demo_engine.target, {"scripted": drafter}, prefill_chunk=chunk)
     sequence, _ = run(engine, prompt, max_tokens=20, drafter="scripted")
     states = demo_reference(torch.tensor([sequence.tokens]), output_hidden_states=True)
     expected = torch.cat([states.hidden_states[1][0], states.hidden_states[-1][0]], -1)
