@@ -183,7 +183,7 @@ SAMPLINGS = {
 def test_choices_follow_the_transforms(name):
     scores, sampling = torch.tensor([[0.05, 0.1, 0.2, 0.25, 0.4]]).log(), SAMPLINGS[name]
     p, counts = truncated_softmax(scores, *sampling.transforms)[0], torch.zeros(5)
-    for position in range(NUM):
+    for position in range(NUM // 2):
         (token,) = core.own_choices(scores, sampling, Noise(4), position)
         counts[token] += 1
     assert not counts[p == 0].any()
