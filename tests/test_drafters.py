@@ -33,6 +33,15 @@ def name(request):
 # ---------------------------------------------------------------------------- the contract of all
 
 
+@pytest.mark.parametrize("k", [1, 8])
+def test_drafts_are_known_ids_and_no_more_than_asked_for(demo_engine, prompts, name, k):
+    given = {"max_tokens": 20, "drafter": name, "num_speculative_tokens": k}
+    sequence, events = run(demo_engine, prompts["repetitive_colours"], **given)
+    drafts = [event["proposals"] for event in events]
+    assert sequence.seat.warnings == [] and 0 < max(map(len, drafts)) <= k
+    assert all(0 <= token < 4096 for draft in drafts for token in draft)
+
+
 def fresh_state(engine, drafter, tokens, sampling=GREEDY, noise=None):
     """On a text that it has seen no draft of: all but the last token are a prompt."""
     target = engine.target
