@@ -190,7 +190,7 @@ def outcome_of(name: str, folder: Path) -> Outcome:
     options = core.Options(model=str(folder), drafter="ngram", fixed_k=True, max_running=3)
     try:
         engine = core.load_engine(options)
-    except core.StartError as error:
+    except StartError as error:
         said = str(error).replace(str(folder), "").replace(f"({config.model_type})", "")
         return Outcome(REFUSED, " ".join(said.split()))
     remark = "" if config.model_type == name else f"its text part, {config.model_type}"

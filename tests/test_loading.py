@@ -105,7 +105,7 @@ def test_layers_that_the_file_has_not_are_missing(folder):
     path = folder("llama")
     edit_config(path, num_hidden_layers=6)
     with pytest.raises(
-        core.StartError, match=r"lacks 18 of the weights .*first model\.layers\.4\."
+        StartError, match=r"lacks 18 of the weights .*first model\.layers\.4\."
     ):
         load(path)
 
@@ -114,7 +114,7 @@ def test_weights_of_another_size_are_named(folder):
     path = folder("llama")
     edit_config(path, intermediate_size=80)
     message = r"in 12 of its weights, first .*down_proj\.weight: \[64, 96\] instead of \[64, 80\]"
-    with pytest.raises(core.StartError, match=message):
+    with pytest.raises(StartError, match=message):
         load(path)
 
 
@@ -143,7 +143,7 @@ def test_weights_that_nobody_reads_are_told(folder, caplog):
 def test_an_unreadable_generation_config_is_an_error(folder, content):
     path = folder("llama")
     (path / "generation_config.json").write_text(content)
-    with pytest.raises(core.StartError, match="generation_config.json"):
+    with pytest.raises(StartError, match="generation_config.json"):
         load(path)
 
 
@@ -172,7 +172,7 @@ def test_chunks_are_served_up_to_the_first_one_s_end(folder):
     engine = load(path)
     assert engine.target.max_length == 64
     assert is_near(served_logits(engine, text), plain_logits(path, text))
-    with pytest.raises(core.StartError, match="attends in chunks.* give --max-model-len 64 or"):
+    with pytest.raises(StartError, match="attends in chunks.* give --max-model-len 64 or"):
         load(path, max_model_len=65)
 
 
@@ -194,11 +194,11 @@ def test_a_rule_becomes_a_window():
 
 
 def test_what_reads_in_both_directions_is_refused(folder):
-    with pytest.raises(core.StartError, match="has no KV cache in transformers"):
+    with pytest.raises(StartError, match="has no KV cache in transformers"):
         load(folder("bert", is_decoder=False))
     path = folder("llama")
     edit_config(path, is_causal=False)
-    with pytest.raises(core.StartError, match="does not read a text from left to right"):
+    with pytest.raises(StartError, match="does not read a text from left to right"):
         load(path)
 
 
@@ -263,7 +263,7 @@ def dynamic(folder, factor=2.0):
 
 def test_dynamic_ntk_is_fixed_by_the_longest_text(folder):
     path, text = dynamic(folder), tokens(60)
-    with pytest.raises(core.StartError, match="must be from 2 to 192"):
+    with pytest.raises(StartError, match="must be from 2 to 192"):
         load(path, max_model_len=193)
     short = load(path)
     assert short.target.max_length == 96
@@ -323,7 +323,7 @@ def test_one_token_may_choose_another_expert(folder, name):
         expected.logits[0][100] += 1
     if name == "mixtral":
         return expected.check(target)
-    with pytest.raises(core.StartError, match="its logits are 1 away"):
+    with pytest.raises(StartError, match="its logits are 1 away"):
         expected.check(target)
 
 
@@ -337,16 +337,16 @@ def test_a_forward_that_fails_is_told_in_a_sentence(folder, monkeypatch):
     monkeypatch.setattr(core, "calibrate", lambda *_: 1 / 0)
     monkeypatch.setattr(core, "by_speed", lambda model: 1 / 0)
     said = r"\(llama\) cannot be run .*ZeroDivisionError"
-    with pytest.raises(core.StartError, match=said + r".*\(--no-fastpath may help\)$"):
+    with pytest.raises(StartError, match=said + r".*\(--no-fastpath may help\)$"):
         load(path)
-    with pytest.raises(core.StartError, match=said + ": division by zero$"):
+    with pytest.raises(StartError, match=said + ": division by zero$"):
         load(path, fastpath=False)
 
 
 def test_a_model_without_numbers_is_not_served(folder):
     path = folder("llama")
     edit_weights(path, lambda weights: weights["model.norm.weight"].fill_(torch.nan))
-    with pytest.raises(core.StartError, match="gives no numbers: are its weights damaged"):
+    with pytest.raises(StartError, match="gives no numbers: are its weights damaged"):
         load(path)
 
 
