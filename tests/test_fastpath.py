@@ -1,6 +1,7 @@
 """The fast path computes what transformers' modules compute, and steps aside where it would not."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import speculative_decoding as core
@@ -16,7 +17,9 @@ from fastpath.attention import CausalMasks, attend, grouped_mask
 from fastpath.block import causal_mask
 from fastpath.decoder import OneText
 from fastpath.linear import PackedLinear, pack
+from serving import faults
 from serving.structure import examine
+from serving.worker import Worker
 
 needs_packing = pytest.mark.skipif(
     not linear.can_pack(torch.float32), reason="this CPU has no packed linear layers"
@@ -190,14 +193,61 @@ def test_without_packed_layers_all_still_runs(monkeypatch, tiny_folder, prompts)
     assert run(engine, prompts["hard_prose"], max_tokens=30)[0].output == expected.output
 
 
-@pytest.mark.parametrize("drafter", [None, "ngram", "draft_model", "mtp"])
-def test_the_fast_path_changes_no_token(demo_engine, prompts, drafter):
-    slow = core.load_engine(core.Options(fastpath=False, bitwise=False, fixed_k=True))
-    assert slow.target.fast.fused is None and slow.panel.drafters["mtp"]._fused is None
+# --------------------------------------------------------------------- the core without all this
+
+
+@pytest.fixture(scope="module")
+def slow(demo_engine):
+    """The embedded models as transformers runs them, with every drafter."""
+    engine = core.load_engine(core.Options(fastpath=False, fixed_k=True))
+    assert engine.target.fast is None and engine.panel.drafters["mtp"]._fused is None
     assert demo_engine.target.fast.fused and demo_engine.panel.drafters["mtp"]._fused
-    for name in ("code_class", "repetitive_letters", "easy_json"):
-        fields = {"max_tokens": 40, "drafter": drafter}
-        fast, events = run(demo_engine, prompts[name], **fields)
-        other, others = run(slow, prompts[name], **fields)
-        assert fast.output == other.output
+    return engine
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model", "mtp"])
+def test_the_fast_path_changes_no_token(demo_engine, slow, prompts, plain, drafter, way):
+    for name in ("code_class", "repetitive_letters"):
+        wanted = {"max_tokens": 24, "drafter": drafter, **way}
+        fast, events = run(demo_engine, prompts[name], **wanted)
+        other, others = run(slow, prompts[name], **wanted)
+        assert fast.output == other.output == plain(prompts[name], 24, **way)
         assert [e["proposals"] for e in events] == [e["proposals"] for e in others]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3_text"])
+def test_the_core_alone_is_lossless_and_says_that_it_is_not_exact(family, tiny_folder, way):
+    """Windows, too: each prompt is longer than they are. Alone, and in a batch of unequal texts."""
+    options = core.Options(model=str(tiny_folder(family)), drafter="ngram", max_running=3)
+    fast, engine = core.load_engine(options), core.load_engine(replace(options, fastpath=False))
+    report = engine.target.report
+    assert not report.is_exact and "without the fast path" in report.doubt
+    texts = [5, 6, 7] * 6, list(range(20, 60)), [9, 8] * 10
+    requests = [
+        core.Request(t, 20, d, **way) for t, d in zip(texts, ("ngram", None, "ngram"), strict=True)
+    ]
+    batch = [engine.open(request) for request in requests]
+    while running := [s for s in batch if s.finish_reason is None]:
+        faults.step(engine, running)
+    for request, together in zip(requests, batch, strict=True):
+        engine.close(together)
+        expected = core.plain_decode(engine.target, request.prompt, 20, engine.eos_ids, **way)
+        assert together.output == expected and together.failure is None
+        for served in (engine, fast):
+            assert run(served, **vars(request))[0].output == expected
+
+
+def test_the_core_alone_serves_and_claims_no_equal_bits(slow, prompts, plain):
+    options = core.Options(fastpath=False)
+    worker = Worker(slow, options)
+    client = core.create_app(slow, options, worker).test_client()
+    try:
+        body = {"prompt": prompts["code_class"], "max_tokens": 16, "drafter": "mtp"}
+        answer = client.post("/generate", json=body)
+        assert answer.status_code == 200 and answer.json["warnings"] == []
+        assert answer.json["token_ids"] == plain(prompts["code_class"], 16)
+        health = client.get("/health").json
+        assert health["status"] == "ok" and health["bitwise_lossless"] is False
+        assert "without the fast path" in health["exactness"]["doubt"]
+    finally:
+        assert worker.drain(20) == 0
