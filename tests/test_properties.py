@@ -100,9 +100,8 @@ PERMITTED = {
     "prompt": is_prompt,
 }
 
-UTF8_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
 # With lone surrogates, which JSON can write as \ud800.
-ANY_TEXT = st.text(st.characters(), max_size=5) | st.sampled_from(["\0", "😀", "\ud800", " ", "x"])
+ANY_TEXT = st.text(max_size=5) | st.sampled_from(["\0", "😀", "\ud800", " ", "x"])
 NUMBERS = (
     st.integers()
     | st.floats(allow_nan=False)  # infinity as well: that is how Python reads 1e999
@@ -111,51 +110,26 @@ NUMBERS = (
 LEAVES = st.none() | st.booleans() | NUMBERS | ANY_TEXT | st.sampled_from([*DRAFTERS, MODEL])
 
 
-def nested(leaves, names):
-    """Lists and objects in lists and objects."""
-    return st.recursive(
-        leaves,
-        lambda inner: st.lists(inner, max_size=9) | st.dictionaries(names, inner, max_size=4),
-        max_leaves=10,
-    )
-
-
-ANYTHING = nested(LEAVES, ANY_TEXT)
-NAMES = st.sampled_from([*PERMITTED]) | ANY_TEXT | st.sampled_from(["max_token", "Prompt", "K"])
+ANYTHING = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=9) | st.dictionaries(ANY_TEXT, inner, max_size=4),
+    max_leaves=10,
+)
 ODD = st.sampled_from(
     [None, True, False, 1, 1.0, math.inf, "", " ", "\ud800", "a\udfff", [], [""], ["\ud800"], ["a"]]
     + [[1], [True], [1, True], [1.0], [[]], {}, {"a": []}, "ngram", "none", "mo", MODEL + "s"]
 )
-SENSIBLE = {
-    **{
-        name: st.floats(*limits) if isinstance(limits[0], float) else st.integers(*limits)
-        for name, limits in LIMITS.items()
-    },
-    **dict.fromkeys((*FLAGS, "logprobs"), st.booleans()),
-    "stop": UTF8_TEXT.filter(len) | st.lists(UTF8_TEXT.filter(len), max_size=9),
-    "model": st.sampled_from([MODEL, "model"]),
-    "drafter": st.sampled_from(DRAFTERS),
-    "verification": st.sampled_from(["coupled", "rejection"]),
-}
-BORDERS = {  # on the limits and right behind them
+CHOSEN = {
     "stop": ["x" * 1000, "x" * 1001, ["x"] * 8, ["x"] * 9, ["x", ""]],
     "stream_options": [{}, {"include_usage": True}],
-    "prompt": [" ", "\ud800x", [1], [1, True], [1.0], []],
+    "prompt": [" ", "\0😀", "\ud800x", [1], [1, True], [1.0], [], [10**400, -1]],
+    "model": [MODEL, "model"],
+    "drafter": DRAFTERS,
+    "verification": ["coupled", "rejection"],
 }
-for name, (low, high) in LIMITS.items():
-    is_real = isinstance(low, float)
-    behind = [math.nextafter(low, -1), math.nextafter(high, math.inf)]
-    BORDERS[name] = [low, high, *(behind if is_real else [low - 1, high + 1])]
-
-
-@st.composite
-def bodies(draw):
-    """A sensible request, and over it any fields of any value: else hardly one would be taken."""
-    prompts = st.sampled_from(["def fib(n):", "\0😀"]) | st.lists(st.integers(), min_size=1)
-    body = draw(st.fixed_dictionaries({"prompt": prompts}, optional=SENSIBLE))
-    for name in draw(st.lists(NAMES, max_size=2)):
-        body[name] = draw(st.sampled_from(BORDERS.get(name, [None])) | ODD | ANYTHING)
-    return body | {f"unknown{i:02}": i for i in range(draw(st.sampled_from([0, 0, 0, 16, 17])))}
+for name, (low, high) in LIMITS.items():  # on the limits and right behind them
+    step = math.nextafter if isinstance(low, float) else lambda x, to: x + (1 if to > x else -1)
+    CHOSEN[name] = [low, high, step(low, high), step(low, -math.inf), step(high, math.inf)]
 
 
 @pytest.fixture(scope="module")
@@ -206,154 +180,38 @@ def assert_taken_or_refused(parse, body):
     is_plain = given.get("speculative") is False
     assert fields["drafter"] == (None if is_plain else given.get("drafter", DEFAULTS["drafter"]))
     assert PERMITTED["seed"](fields["seed"]) and given.get("seed", fields["seed"]) == fields["seed"]
-    unknown = sorted(body.keys() - PERMITTED)
-    assert len(notes) == min(len(unknown), 17)  # the last one counts those beyond 16
-    for name, note in zip(unknown[:16], notes, strict=False):
-        assert not name.isalnum() or not name.isascii() or f"unknown field {name!r} was" in note
-    assert len(unknown) <= 16 or notes[16].startswith(f"{len(unknown) - 16} more")
-
-
-@given(bodies() | st.dictionaries(NAMES, ANYTHING, max_size=4))
-@settings(max_examples=300)
-def test_an_object_is_taken_as_documented_or_refused_by_the_name_of_a_wrong_field(parse, body):
-    assert_taken_or_refused(parse, body)
+    assert notes == []
 
 
 @pytest.mark.parametrize("name", PERMITTED)
 def test_a_field_is_taken_as_documented_or_refused_by_its_name(parse, name):
-    """At its limits, behind them and with all that is odd."""
+    """At its limits, right behind them, and with all that is odd."""
 
     @given(ODD | ANYTHING)
-    @settings(max_examples=20)
+    @settings(max_examples=60)
     def check(value):
-        assert_taken_or_refused(parse, {"prompt": "x", "stream": True, name: value})
+        for others in ({"prompt": "def fib(n):", "stream": True}, {"speculative": False}):
+            assert_taken_or_refused(parse, {"prompt": [5]} | others | {name: value})
 
-    for value in BORDERS.get(name, []):
-        assert_taken_or_refused(parse, {"prompt": "x", "stream": True, name: value})
     check()
+    for value in CHOSEN.get(name, []):
+        assert_taken_or_refused(parse, {"prompt": "x", "stream": True, name: value})
 
 
-DAMAGE = b'NaN -Infinity 1e999 " { ] , \\ud800 \xff \xef\xbb\xbf'.split()
-
-
-@st.composite
-def damaged_json(draw):
-    """An object's bytes, cut, overwritten or with something put between them; or far too many."""
-    text = json.dumps(draw(st.dictionaries(NAMES, ANYTHING, max_size=3)))
-    data = bytearray(text.encode(draw(st.sampled_from(["utf-8", "utf-8", "utf-16", "utf-32"]))))
-    for _ in range(draw(st.integers(0, 3))):
-        begin, length = draw(st.integers(0, len(data))), draw(st.integers(0, 3))
-        data[begin : begin + length] = draw(st.binary(max_size=3) | st.sampled_from(DAMAGE))
-    opening = draw(st.sampled_from([b"", b"", b"[", b'{"a":', b"9", b"-"]))
-    deep = opening * draw(st.sampled_from([1, 1_000, 5_000, 300_000]))
-    return b'{"a": ' + deep + draw(st.sampled_from([b"]", b""])) * 5_000 if deep else bytes(data)
-
-
-@given(damaged_json() | st.binary() | ANYTHING.map(json.dumps).map(str.encode))
-@settings(max_examples=150)
-def test_any_bytes_are_an_object_or_a_refusal(data):
-    try:
-        assert type(parse_json(data)) is dict
-        data.decode("utf-8")
-    except RequestError as error:
-        assert error.status == 400 and error.param is None
-        assert_one_shape(error)
-
-
-@given(
-    st.dictionaries(
-        UTF8_TEXT,
-        nested(st.none() | st.booleans() | UTF8_TEXT | NUMBERS | st.just(math.nan), UTF8_TEXT),
-        max_size=4,
-    ),
-    st.booleans(),
-)
+@given(st.dictionaries(ANY_TEXT, ANYTHING | st.just([math.nan]), max_size=4), st.booleans())
 @settings(max_examples=150)
 def test_what_json_writes_is_read_back_but_for_numbers_that_it_does_not_have(body, ascii_only):
-    data = json.dumps(body, ensure_ascii=ascii_only).encode("utf-8")
+    data = json.dumps(body, ensure_ascii=ascii_only).encode("utf-8", "replace")
     try:
         json.dumps(body, allow_nan=False)
     except ValueError:
         with pytest.raises(RequestError, match="is not JSON"):
             parse_json(data)
     else:
-        assert parse_json(data) == body
+        assert parse_json(data) == body or b"?" in data  # in the place of half a character
 
 
-# ----------------------------------------------------------------------------------------- verify
-
-WEIGHTS = (
-    st.integers(0, 4).map(float) | st.floats(0, 1, width=32) | st.sampled_from([0.0, 1e-7, 1e-30])
-)
-
-
-@st.composite
-def distributions(draw, vocab):
-    """A row [V] of probabilities, often with zeros, now and then one-hot."""
-    weights = draw(st.lists(WEIGHTS, min_size=vocab, max_size=vocab) | st.just([0.0] * vocab))
-    if sum(weights) < 1e-30:
-        weights[draw(st.integers(0, vocab - 1))] = 1.0
-    row = torch.tensor(weights, dtype=torch.float64)
-    return (row / row.sum()).float()
-
-
-@st.composite
-def judged_cases(draw):
-    """(draft, p): n of 0 to 4 tokens, drafted without probs, or from a q of its own, from p or from
-    what p excludes.
-    """
-    vocab, n = draw(st.integers(2, 6)), draw(st.integers(0, 4))
-    p = torch.stack([draw(distributions(vocab)) for _ in range(n + 1)])
-    if draw(st.booleans()):
-        return core.Draft(draw(st.lists(st.integers(0, vocab - 1), min_size=n, max_size=n))), p
-    drawn = []
-    for row in p[:n]:
-        excluded = (row == 0).float()
-        others = [row, excluded / excluded.sum()] if excluded.any() else [row]
-        q = draw(distributions(vocab) | st.sampled_from(others))
-        drawn.append((draw(st.sampled_from(q.nonzero()[:, 0].tolist())), q))
-    return core.Draft.of(drawn), p
-
-
-UNIFORMS = st.floats(0, 1, exclude_max=True) | st.sampled_from([0.0, 0.5, 1 - 2**-53])
-
-
-@given(judged_cases(), st.sampled_from([math.nan, 0.0]), st.data())
-@settings(max_examples=200)
-def test_verify_keeps_a_prefix_and_adds_one_token_that_the_target_permits(case, nothing, data):
-    """From a row without probabilities none; rows behind the first rejection do not count."""
-    draft, p = case
-    n, drafted = len(draft.tokens), [*enumerate(draft.tokens)]
-    q = [1.0] * n if draft.probs is None else [float(draft.probs[i, d]) for i, d in drafted]
-    ratios = [min(float(p[i, d]) / q[i], 1 - 2**-53) for i, d in drafted]
-    numbers = [data.draw(UNIFORMS | st.just(ratio)) for ratio in ratios] + [data.draw(UNIFORMS)]
-    judged = judge(draft, p, numbers)
-
-    accepted = [j for j in judged if j.kind == "accepted"]
-    a = len(accepted)
-    assert [j.id for j in accepted] == draft.tokens[:a]
-    assert [j.kind for j in judged[a:]] == (["bonus"] if a == n else ["rejected", "recovered"])
-    for i, j in enumerate(judged[: min(a + 1, n)]):  # the accepted, and the rejected one
-        assert (j.id, j.u, j.p, j.q) == (draft.tokens[i], numbers[i], p[i, j.id], q[i])
-        equal = pytest.approx(j.p, rel=1e-9, abs=0)  # then rounding may decide
-        assert j.u * j.q == equal or (j.u * j.q < j.p) == (j.kind == "accepted")
-    last = judged[-1]
-    assert last.u == numbers[-1] and last.p == float(p[a, last.id])
-    if last.kind == "bonus":
-        assert last.q is None
-    elif draft.probs is None:
-        assert last.q == 0 and last.id != draft.tokens[a]
-    else:
-        assert last.q == float(draft.probs[a, last.id])
-    assert all(j.p > 0 for j in judged if j.kind != "rejected")
-
-    broken, row = p.clone(), data.draw(st.integers(0, n))
-    broken[row] = nothing
-    if row > a:
-        assert judge(draft, broken, numbers) == judged
-    else:
-        with pytest.raises(ValueError, match=NO_NUMBERS):
-            judge(draft, broken, numbers)
+# ---------------------------------------------------------------------------------- broken logits
 
 
 @given(
@@ -369,7 +227,7 @@ def test_verify_keeps_a_prefix_and_adds_one_token_that_the_target_permits(case, 
     st.integers(0, 10**4),
     st.data(),
 )
-@settings(max_examples=200)
+@settings(max_examples=120)
 def test_no_token_is_chosen_by_broken_logits(vocab, number, sampling, where, data):
     """A NaN, an infinity or -inf everywhere, in a row that is judged; whatever is cut."""
     row = torch.linspace(-3, 3, vocab)[torch.arange(vocab) * 7 % vocab]
@@ -393,11 +251,19 @@ def test_no_token_is_chosen_by_broken_logits(vocab, number, sampling, where, dat
             own = replace(sampling, verification=verification)
             core.sample(broken[at], [0], own, core.Noise(0))
     if not sampling.is_greedy:
-        p = truncated_softmax(broken[at:], *sampling.transforms)[:1]
-        with pytest.raises(ValueError, match=NO_NUMBERS):
-            judge(core.Draft(), p, [0.5])
-        with pytest.raises(ValueError, match=NO_NUMBERS):
-            core.draw(torch.tensor([0.0, math.inf, 0.5]), 0.5)
+        p = truncated_softmax(broken[: at + 1], *sampling.transforms)
+        nothing, endless = torch.zeros(vocab), torch.full((vocab,), math.inf)
+        for row, n in (
+            (p[at], at),
+            (p[at], at + 1),
+            (nothing, at),
+            (nothing, at + 1),
+            (endless, at),
+        ):
+            drafted = core.Draft((draft.tokens + [0])[:n])  # accepted before that row
+            rows = torch.cat([p[:at], row[None], nothing[None]])[: n + 1]
+            with pytest.raises(ValueError, match=NO_NUMBERS):
+                judge(drafted, rows, [0.0] * (n + 1))
 
 
 # ------------------------------------------------------------------ the cache, against plain lists
@@ -447,7 +313,7 @@ class CacheAgainstLists(RuleBasedStateMachine):
             self.rows_hold_what_the_lists_hold()
 
     def cycle(self, data):
-        """Append as one forward does, and keep a part; in one row the model may have broken down."""
+        """Append as one forward does, and keep a part; one row's numbers may be broken."""
         rows = data.draw(st.permutations(sorted(self.texts)))
         rows = rows[data.draw(st.integers(0, len(rows) - 1)) :]
         rows.sort(key=self.cache.slot)
@@ -537,5 +403,5 @@ def states_of(numbers, layer):
 def test_the_cache_holds_what_plain_lists_hold():
     """Opened, closed, appended to (ragged), kept in part, truncated and refused in any order."""
     run_state_machine_as_test(
-        CacheAgainstLists, settings=settings(max_examples=50, stateful_step_count=20)
+        CacheAgainstLists, settings=settings(max_examples=40, stateful_step_count=20)
     )
