@@ -3,8 +3,8 @@
 import pytest
 from families import EXACT, NAMES, REFUSED, RIGHT, UNBUILT, documented, outcome_of
 
-# Plain; windows; kinds of layers; shared caches; masks of its own; a mixture; MLA; refused.
-FEW = "llama mistral gemma3_text gemma3n_text gpt_neo gpt_oss deepseek_v3 lfm2 minimax".split()
+# Windows; shared caches and kinds of layers; masks of its own; a mixture; MLA; refused.
+FEW = "mistral gemma3n_text gpt_neo gpt_oss deepseek_v3 lfm2 minimax bloom".split()
 LATER = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 OTHERS = [pytest.param(name, marks=LATER) for name in NAMES if name not in FEW]
 

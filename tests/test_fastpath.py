@@ -1,13 +1,14 @@
 """The fast path computes what transformers' modules compute, and steps aside where it would not."""
 
 import gc
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import speculative_decoding as core
 import torch
 import transformers
-from conftest import FAMILIES, run
+from conftest import FAMILIES, WAYS, run
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -43,36 +44,23 @@ def speed_up(model, length):
     return decoder.speed_up_modules(model, length, examine(model, length).windows)
 
 
+LAYERS = [nn.Linear(96, 40), nn.Linear(96, 40, False), Conv1D(40, 96)]  # the last is transposed
+
+
 @needs_packing
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_packed_layer_computes_what_it_was_packed_from(dtype, bias):
-    layer = nn.Linear(96, 40, bias=bias, dtype=dtype)
-    module, x = nn.ModuleList([layer]), torch.randn(2, 3, 96, dtype=dtype)
-    expected = layer(x)
+@pytest.mark.parametrize("layer", LAYERS, ids=["bias", "no bias", "transposed"])
+def test_a_packed_layer_computes_what_it_was_packed_from(layer, dtype):
+    module = nn.ModuleList([deepcopy(layer).to(dtype)])
+    x = torch.randn(2, 3, 96, dtype=dtype)
+    expected, tolerance = module[0](x), 4 * torch.finfo(dtype).eps
     pack(module)
     assert type(module[0]) is PackedLinear and list(module.parameters()) == []
-    tolerance = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(module[0](x), expected, rtol=tolerance, atol=tolerance)
-
-
-@needs_packing
-def test_who_computes_with_a_packed_weight_fails_for_all_to_see():
-    """Some routers do; the type of the weight can be asked for."""
-    module, x = nn.ModuleList([nn.Linear(96, 40)]), torch.randn(2, 96)
-    pack(module)
-    assert module[0].weight.dtype == torch.float32
+    # Some routers ask for the type of a weight; who computes with it fails for all to see.
+    assert module[0].weight.dtype == dtype
     with pytest.raises(TypeError):
         nn.functional.linear(x, module[0].weight)
-
-
-@needs_packing
-def test_a_transposed_layer_is_packed_as_well():
-    module, x = nn.ModuleList([Conv1D(40, 96)]), torch.randn(2, 3, 96)
-    expected = module[0](x)
-    pack(module)
-    assert type(module[0]) is PackedLinear
-    torch.testing.assert_close(module[0](x), expected, rtol=1e-5, atol=1e-6)
 
 
 @needs_packing
@@ -129,8 +117,8 @@ def test_what_the_names_of_the_parts_do_not_tell_changes_no_result(family, chang
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-3)
 
 
-def test_a_family_that_scales_by_the_position_is_left_to_the_module():
-    """ministral3 scales queries beyond the context it was first trained on."""
+def test_what_depends_on_the_position_or_the_length_is_left_to_the_module():
+    """ministral3 scales queries beyond the context it was first trained on; dynamic rotations."""
     rope = {
         "rope_type": "yarn", "factor": 16.0, "rope_theta": 1e4, "llama_4_scaling_beta": 0.5,
         "original_max_position_embeddings": 16,
@@ -140,9 +128,6 @@ def test_a_family_that_scales_by_the_position_is_left_to_the_module():
         "ministral3", **FAMILIES["llama"], head_dim=8, rope_parameters=rope
     )
     assert speed_up(AutoModelForCausalLM.from_config(config).eval(), 256) is None
-
-
-def test_rotations_that_depend_on_the_length_are_left_to_the_module():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     assert speed_up(random_model("llama", rope_parameters=rope), 64) is None
 
@@ -215,26 +200,33 @@ def test_the_fast_path_changes_no_token(demo_engine, slow, prompts, plain, draft
         assert [e["proposals"] for e in events] == [e["proposals"] for e in others]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma3_text"])
-def test_the_core_alone_is_lossless_and_says_that_it_is_not_exact(family, tiny_folder, way):
-    """Windows, too: each prompt is longer than they are. Alone, and in a batch of unequal texts."""
-    options = core.Options(model=str(tiny_folder(family)), drafter="ngram", max_running=3)
+@pytest.mark.parametrize("family", ["gpt2", "mistral", "gemma3_text"])
+def test_the_core_alone_is_lossless_and_says_that_it_is_not_exact(family, tiny_folder):
+    """Alone, and in a batch of unequal texts, all of them longer than the families' windows."""
+    models = {"model": str(tiny_folder(family)), "draft_model": str(tiny_folder("llama:1"))}
+    options = core.Options(**models, max_running=4, fixed_k=True)
     fast, engine = core.load_engine(options), core.load_engine(replace(options, fastpath=False))
     report = engine.target.report
     assert not report.is_exact and "without the fast path" in report.doubt
-    texts = [5, 6, 7] * 6, list(range(20, 60)), [9, 8] * 10
+    greedy, sampled = WAYS.values()
     requests = [
-        core.Request(t, 20, d, **way) for t, d in zip(texts, ("ngram", None, "ngram"), strict=True)
+        core.Request([5, 6, 7] * 6, 20, "ngram", **greedy),
+        core.Request([*range(20, 60)], 16, "draft_model", **sampled),
+        core.Request([9, 8] * 10, 20, None, **sampled),
+        core.Request([*range(60, 74)] * 2, 24, "draft_model", **greedy),
     ]
     batch = [engine.open(request) for request in requests]
     while running := [s for s in batch if s.finish_reason is None]:
         faults.step(engine, running)
     for request, together in zip(requests, batch, strict=True):
         engine.close(together)
-        expected = core.plain_decode(engine.target, request.prompt, 20, engine.eos_ids, **way)
+        way = {"sampling": request.sampling, "seed": request.seed}
+        given = request.prompt, request.max_tokens, engine.eos_ids
+        expected = core.plain_decode(engine.target, *given, **way)
         assert together.output == expected and together.failure is None
         for served in (engine, fast):
             assert run(served, **vars(request))[0].output == expected
+    assert engine.totals.by_drafter["draft_model"].num_draft_tokens > 20
 
 
 def test_the_core_alone_serves_and_claims_no_equal_bits(slow, prompts, plain):
