@@ -84,13 +84,12 @@ def compare_forwards(target: Any, rounds: int, chance: random.Random) -> tuple[i
             cache.truncate(row, length)
         return logits[0]
 
-    text = [chance.randrange(target.vocab_size) for _ in range(longest + 8)]
-    rows = [cache.open_row() for _ in range(8)]
+    text = [chance.randrange(10, target.vocab_size) for _ in range(longest + 8)]
+    rows = [cache.open_row() for _ in range(cache.num_rows)]
     one = rows[0]
     target.forward([one], [text[:longest]], [1])
-    for layer in cache.layers:
-        for buffer in (layer.keys, layer.values):
-            buffer[1:8, :, :longest] = buffer[:1, :, :longest]
+    for buffer in cache._buffers():
+        buffer[1:, :, :longest] = buffer[:1, :, :longest]
     for i in range(rounds):
         near = chance.choice([b for b in BORDERS if b < longest]) - chance.randrange(7)
         length = near if i % 2 else chance.randrange(10, longest)
@@ -104,7 +103,7 @@ def compare_forwards(target: Any, rounds: int, chance: random.Random) -> tuple[i
             alone = target.forward([one], [[token]], [1]).logits[0]
             hold(alone, verified[j : j + 1], f"decoded at {length + j}")
         cache.truncate(one, length)
-        for num_others in (7, chance.randrange(1, 7)):
+        for num_others in (len(rows) - 1, chance.randrange(1, len(rows))):
             others = [draft[: chance.randrange(1, k + 1)] for draft in drafts[1 : 1 + num_others]]
             batch = rows[: 1 + len(others)]
             in_batch = feed(batch, [drafts[0], *others], k)
@@ -128,13 +127,12 @@ def compare_texts(engine: Any, count: int, chance: random.Random) -> int:
     """Of `count` requests alone, and eight at once with other neighbours: how many differ."""
     prompts = [engine.target.tokenizer(text)["input_ids"] for text in demo.read_prompts().values()]
     names = [None, *engine.panel.drafters]
-    requests = []
+    requests, differing = [], 0
     for i in range(count):
         sampling = core.Sampling(temperature=0.9, top_p=0.95) if i % 2 else core.Sampling()
         prompt, drafter = chance.choice(prompts) * chance.choice([1, 1, 12]), names[i % len(names)]
         wanted = {"sampling": sampling, "seed": i, "logprobs": 0}
         requests.append(core.Request(prompt[:600], 24, drafter, 5, **wanted))
-    differing = 0
     for begin in range(0, count, 8):
         batch = [engine.open(request) for request in requests[begin : begin + 8]]
         while running := [s for s in batch if s.finish_reason is None]:
@@ -160,8 +158,7 @@ def examine(model: str, dtype: str, rounds: int, num_texts: int) -> dict[str, An
         "model": model, "dtype": dtype, "threads": torch.get_num_threads(),
         "is_exact": engine.target.report.is_exact, "report": engine.target.report.as_dict(),
         "rows_compared": compared, "rows_differing": len(differing), "examples": differing[:5],
-        "texts": num_texts,
-        "texts_differing": compare_texts(engine, num_texts, chance),
+        "texts": num_texts, "texts_differing": compare_texts(engine, num_texts, chance),
     }  # fmt: skip
 
 
