@@ -27,7 +27,7 @@ from serving.loading import StartError
 
 DOCUMENT = ROOT / "docs" / "families.md"
 EXACT, RIGHT, REFUSED, UNBUILT = "exact", "right, not exact", "refused", "not built"
-NUM_TOKENS = 18
+NUM_TOKENS = 12
 CONTEXT, WINDOW = 384, 24
 _LAYERS, _HEADS, _WIDTH, _INNER = 4, 4, 64, 96
 _SMALL: dict[str, Any] = {

@@ -422,9 +422,8 @@ def test_the_report_says_what_was_checked(tiny, monkeypatch, caplog):
 @pytest.mark.parametrize("min_rows", [2, 8])
 def test_padding_to_more_rows_changes_no_token(demo_engine, prompts, plain, monkeypatch, min_rows):
     """A prompt of one token too: then there are fewer positions than rows."""
-    ways = [
-        (p, d) for p in (prompts["code_class"], prompts["code_class"][:1]) for d in (None, "mtp")
-    ]
+    whole = prompts["code_class"]
+    ways = [(prompt, drafter) for prompt in (whole, whole[:1]) for drafter in (None, "mtp")]
     expected = [plain(prompt, 16) for prompt, _ in ways]
     monkeypatch.setattr(demo_engine.target.shapes, "min_rows", min_rows)
     for (prompt, drafter), output in zip(ways, expected, strict=True):
