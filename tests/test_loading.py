@@ -121,17 +121,11 @@ def test_a_config_that_fits_not_the_weights_or_the_cache_is_refused(folder, chan
         load(path)
 
 
-def test_tied_weights_and_mtp_weights_are_not_missing(folder, demo_engine):
-    """The embedded target has MTP weights, and ties its output layer to the embedding."""
+def test_tied_weights_are_not_missing_and_those_that_nobody_reads_are_told(folder, caplog):
     path = folder("gpt2")
     assert "lm_head.weight" not in load_file(path / "model.safetensors")
-    assert load(path).target.num_weights
-    assert demo_engine.target.model.config.get_text_config().num_mtp_layers
-
-
-def test_weights_that_nobody_reads_are_told(folder, caplog):
-    path = folder("llama")
-    edit_config(path, num_hidden_layers=3)
+    assert load(path).target.num_weights and "not used" not in caplog.text
+    edit_config(path := folder("llama"), num_hidden_layers=3)
     load(path)
     assert "not used: 9 weights, first model.layers.3." in caplog.text
 
@@ -189,11 +183,6 @@ def test_a_rule_becomes_a_window():
     ):
         with pytest.raises(UnsupportedModel, match="from left to right"):
             window_of(wrong, 200)
-
-
-def test_what_has_no_cache_is_refused(folder):
-    with pytest.raises(StartError, match="has no KV cache in transformers"):
-        load(folder("bert", is_decoder=False))
 
 
 def test_watching_leaves_no_trace(folder):
@@ -312,7 +301,9 @@ def test_a_forward_that_fails_is_told_in_a_sentence(folder, monkeypatch):
         load(path, fastpath=False)
 
 
-def test_a_model_without_numbers_is_not_served(folder):
+def test_what_has_no_cache_or_gives_no_numbers_is_not_served(folder):
+    with pytest.raises(StartError, match="has no KV cache in transformers"):
+        load(folder("bert", is_decoder=False))
     path = folder("llama")
     edit_weights(path, lambda weights: weights["model.norm.weight"].fill_(torch.nan))
     with pytest.raises(StartError, match="gives no numbers: are its weights damaged"):

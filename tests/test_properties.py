@@ -69,19 +69,16 @@ def is_text(value):
     return isinstance(value, str) and value.encode("utf-8", "ignore").decode("utf-8") == value != ""
 
 
-def is_stop(value):
+def is_stop(value, is_one=False):
+    if type(value) is list and not is_one:
+        return len(value) <= 8 and all(is_stop(stop, True) for stop in value)
     return is_text(value) and len(value) <= 1000
 
 
-def is_list_of(permitted, lengths):
-    return lambda value: (
-        isinstance(value, list) and len(value) in lengths and all(map(permitted, value))
-    )
-
-
 def is_prompt(value):
-    ids = is_list_of(lambda i: type(i) is int, range(1, 10**6))
-    return ids(value) or (is_text(value) and not value.isspace())
+    if isinstance(value, list):
+        return value != [] and all(type(i) is int for i in value)
+    return is_text(value) and not value.isspace()
 
 
 def is_one_of(*choices):
@@ -92,7 +89,7 @@ PERMITTED = {
     **{name: is_within(*limits) for name, limits in LIMITS.items()},
     **dict.fromkeys(FLAGS, is_flag),
     "logprobs": lambda value: is_flag(value) or is_within(0, 20)(value),
-    "stop": lambda value: is_stop(value) or is_list_of(is_stop, range(9))(value),
+    "stop": is_stop,
     "model": is_one_of(MODEL, "model"),
     "drafter": is_one_of(*DRAFTERS),
     "verification": is_one_of("coupled", "rejection"),
