@@ -12,44 +12,49 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
 from conftest import ROOT, core
+from exactness import compare_forwards
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from serving import faults
+from serving.loading import StartError
 
 DOCUMENT = ROOT / "docs" / "families.md"
 EXACT, RIGHT, REFUSED, UNBUILT = "exact", "right, not exact", "refused", "not built"
-NUM_TOKENS = 24
+NUM_TOKENS = 12
 CONTEXT, WINDOW = 384, 24
 _LAYERS, _HEADS, _WIDTH, _INNER = 4, 4, 64, 96
-_SMALL: dict[str, Any] = (
-    dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "word_embed_proj_dim"), _WIDTH)
-    | dict.fromkeys(("embedding_size", "input_embedding_size", "output_embedding_size"), _WIDTH)
-    | dict.fromkeys(("intermediate_size", "n_inner", "dff", "ffn_dim", "dim_ff"), _INNER)
-    | dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "shared_intermediate_size"), _INNER)
-    | dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), _LAYERS)
-    | dict.fromkeys(("decoder_layers", "num_decoder_layers"), _LAYERS)
-    | dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), _HEADS)
-    | dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), _HEADS)
-    | dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), CONTEXT)
-    | dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
-    | dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32)
-    | dict.fromkeys(("q_lora_rank", "kv_lora_rank", "hidden_size_per_layer_input"), 32)
-    | dict.fromkeys(("qk_nope_head_dim", "v_head_dim", "head_dim"), 16)
-    | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"), 0)
-    | {
-        "vocab_size": 4096, "vocab_size_per_layer_input": 4096, "num_key_value_heads": 2,
-        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "encoder_layers": _LAYERS,
-        "qk_rope_head_dim": 8,
-        "sliding_window": WINDOW, "is_decoder": True,
-    }
-)  # fmt: skip
-
+_SMALL: dict[str, Any] = {
+    field: value
+    for fields, value in (
+        ("hidden_size d_model n_embd emb_dim word_embed_proj_dim embedding_size", _WIDTH),
+        ("input_embedding_size output_embedding_size", _WIDTH),
+        ("intermediate_size n_inner dff ffn_dim dim_ff decoder_ffn_dim encoder_ffn_dim", _INNER),
+        ("shared_intermediate_size", _INNER),
+        ("num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers", _LAYERS),
+        ("num_decoder_layers", _LAYERS),
+        ("num_attention_heads n_head n_heads num_heads decoder_attention_heads", _HEADS),
+        ("encoder_attention_heads num_experts num_local_experts n_routed_experts", 4),
+        ("max_position_embeddings n_positions n_ctx max_seq_len", CONTEXT),
+        ("moe_intermediate_size shared_expert_intermediate_size q_lora_rank kv_lora_rank", 32),
+        ("hidden_size_per_layer_input", 32),
+        ("qk_nope_head_dim v_head_dim head_dim", 16),
+        ("bos_token_id eos_token_id pad_token_id decoder_start_token_id", 0),
+        ("vocab_size vocab_size_per_layer_input", 4096),
+        ("num_key_value_heads num_experts_per_tok n_group", 2),
+        ("topk_group", 1),
+        ("qk_rope_head_dim", 8),
+        ("sliding_window", WINDOW),
+        ("is_decoder", True),
+    )
+    for field in fields.split()
+}
 _BOTH = ["sliding_attention", "full_attention"] * 2
 OVERRIDES: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 8},
@@ -58,28 +63,24 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"layer_types": _BOTH, "num_kv_shared_layers": 2},
     "gptj": {"rotary_dim": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "gemma4_text": {"layer_types": _BOTH, "num_kv_shared_layers": 2},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    **dict.fromkeys(("lfm2", "lfm2_moe"), {"layer_types": ["conv", "full_attention"] * 2}),
     "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "qwen2": {"use_sliding_window": True, "layer_types": _BOTH},
 }
 # What is large in other fields, or in parts that are no language model.
 HUGE = ("blt", "git", "phi4_multimodal")
-
-
-def names() -> list[str]:
-    """Every type that transformers names."""
-    return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+NAMES = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)  # every type that transformers has
 
 
 def small_config(name: str) -> Any:
     """A small config of the type. Raises whatever the type has against it."""
     config_class = type(CONFIG_MAPPING[name]().get_text_config())
-    fields = {k: v for k, v in _SMALL.items() if k in config_class().to_dict() or k == "is_decoder"}
+    known = {*config_class().to_dict(), "is_decoder"}
+    fields = {k: v for k, v in _SMALL.items() if k in known}
     if "qk_rope_head_dim" in fields:  # there heads share nothing, and rotate these alone
         fields |= {"head_dim": fields["qk_rope_head_dim"], "num_key_value_heads": _HEADS}
-    fields |= {k: v for k, v in OVERRIDES.get(name, {}).items()}
+    fields |= OVERRIDES.get(name, {})
     config = config_class(**{k: v for k, v in fields.items() if v is not None})
     if set(getattr(config, "layer_types", None) or []) == {"sliding_attention"}:
         config = config_class(**fields | {"layer_types": _BOTH})
@@ -158,27 +159,6 @@ def served_texts(engine: Any, requests: list[Any]) -> list[list[int]]:
             engine.close(sequence)
 
 
-def bits_differ(target: Any, texts: list[list[int]]) -> bool:
-    """Whether decoding alone gives other bits than verifying six tokens beside neighbours."""
-    cache = target.cache
-    rows = [cache.open_row() for _ in texts]
-    try:
-        for row, text in zip(rows, texts, strict=True):
-            target.forward([row], [text[:-NUM_TOKENS]], [1])
-        for begin in range(-NUM_TOKENS, 0, 6):
-            drafts = [text[begin:][:6] for text in texts]
-            together = target.forward(rows, drafts, [6] * len(rows)).logits
-            for row, draft, verified in zip(rows, drafts, together, strict=True):
-                cache.truncate(row, cache.lengths[row] - 6)
-                alone = [target.forward([row], [[token]], [1]).logits[0] for token in draft]
-                if not torch.equal(torch.cat(alone), verified):
-                    return True
-        return False
-    finally:
-        for row in rows:
-            cache.close_row(row)
-
-
 def outcome_of(name: str, folder: Path) -> Outcome:
     """Build, load and compare. Fails where a text is wrong or a claim is false."""
     if name in HUGE:
@@ -190,27 +170,25 @@ def outcome_of(name: str, folder: Path) -> Outcome:
     options = core.Options(model=str(folder), drafter="ngram", fixed_k=True, max_running=3)
     try:
         engine = core.load_engine(options)
-    except core.StartError as error:
+    except StartError as error:
         said = str(error).replace(str(folder), "").replace(f"({config.model_type})", "")
         return Outcome(REFUSED, " ".join(said.split()))
     remark = "" if config.model_type == name else f"its text part, {config.model_type}"
     given = prompts(engine.target.tokenizer)
     requests = [core.Request(prompt, NUM_TOKENS, "ngram") for prompt in given]
     plain = [replace(request, drafter=None) for request in requests]
-    served = [
-        [text for request in requests for text in served_texts(engine, [request])],
-        served_texts(engine, requests),
-        served_texts(engine, plain),
-    ]
+    alone = [text for request in requests for text in served_texts(engine, [request])]
+    served = [alone, served_texts(engine, requests), served_texts(engine, plain)]
     texts = expected_texts(folder, given)
     if served[0] != texts:
         texts = expected_texts(folder, given, use_cache=False)
         remark = "transformers' generate differs from its own forward, which is followed here"
     assert served == [texts] * 3, f"{name} writes other texts than transformers"
-    whole = [prompt + text for prompt, text in zip(given, texts, strict=True)]
-    if engine.is_exact:
-        assert not bits_differ(engine.target, whole), f"{name} claims to be exact and is not"
-    return Outcome(EXACT if engine.is_exact else RIGHT, remark)
+    if not engine.target.report.is_exact:
+        return Outcome(RIGHT, remark)
+    compared, differing = compare_forwards(engine.target, 4, Random(3))
+    assert compared and not differing, f"{name} claims to be exact and is not"
+    return Outcome(EXACT, remark)
 
 
 # ----------------------------------------------------------------------------------- the table
@@ -232,7 +210,7 @@ def documented() -> dict[str, Outcome]:
 def main() -> None:
     """See what becomes of every family, and put the table in the place of the document's."""
     outcomes = {}
-    for name in names():
+    for name in NAMES:
         with tempfile.TemporaryDirectory() as folder:
             outcomes[name] = outcome_of(name, Path(folder) / name)
         print(name, outcomes[name], file=sys.stderr)

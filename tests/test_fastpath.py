@@ -1,12 +1,15 @@
 """The fast path computes what transformers' modules compute, and steps aside where it would not."""
 
 import gc
+from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import speculative_decoding as core
 import torch
 import transformers
-from conftest import FAMILIES, run
+from conftest import FAMILIES, WAYS, run
+from families import served_texts
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -17,10 +20,8 @@ from fastpath.block import causal_mask
 from fastpath.decoder import OneText
 from fastpath.linear import PackedLinear, pack
 from serving.structure import examine
+from serving.worker import Worker
 
-needs_packing = pytest.mark.skipif(
-    not linear.can_pack(torch.float32), reason="this CPU has no packed linear layers"
-)
 FUSED = {"llama", "qwen3", "mistral", "qwen2", "granite"}
 
 
@@ -40,41 +41,30 @@ def speed_up(model, length):
     return decoder.speed_up_modules(model, length, examine(model, length).windows)
 
 
-@needs_packing
+LAYERS = [nn.Linear(96, 40), nn.Linear(96, 40, False), Conv1D(40, 96)]  # the last is transposed
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_packed_layer_computes_what_it_was_packed_from(dtype, bias):
-    layer = nn.Linear(96, 40, bias=bias, dtype=dtype)
-    module, x = nn.ModuleList([layer]), torch.randn(2, 3, 96, dtype=dtype)
-    expected = layer(x)
+@pytest.mark.parametrize("layer", LAYERS, ids=["bias", "no bias", "transposed"])
+def test_a_packed_layer_computes_what_it_was_packed_from(layer, dtype):
+    if not linear.can_pack(dtype):
+        pytest.skip("this CPU has no packed linear layers of this type")
+    module = nn.ModuleList([deepcopy(layer).to(dtype)])
+    x = torch.randn(2, 3, 96, dtype=dtype)
+    expected, tolerance = module[0](x), 4 * torch.finfo(dtype).eps
     pack(module)
     assert type(module[0]) is PackedLinear and list(module.parameters()) == []
-    tolerance = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(module[0](x), expected, rtol=tolerance, atol=tolerance)
-
-
-@needs_packing
-def test_who_computes_with_a_packed_weight_fails_for_all_to_see():
-    """Some routers do; the type of the weight can be asked for."""
-    module, x = nn.ModuleList([nn.Linear(96, 40)]), torch.randn(2, 96)
-    pack(module)
-    assert module[0].weight.dtype == torch.float32
+    # Some routers ask for the type of a weight; who computes with it fails for all to see.
+    assert module[0].weight.dtype == dtype
     with pytest.raises(TypeError):
         nn.functional.linear(x, module[0].weight)
 
 
-@needs_packing
-def test_a_transposed_layer_is_packed_as_well():
-    module, x = nn.ModuleList([Conv1D(40, 96)]), torch.randn(2, 3, 96)
-    expected = module[0](x)
-    pack(module)
-    assert type(module[0]) is PackedLinear
-    torch.testing.assert_close(module[0](x), expected, rtol=1e-5, atol=1e-6)
-
-
-@needs_packing
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_the_original_weights_are_freed(family):
+    if not linear.can_pack(torch.float32):
+        pytest.skip("this CPU has no packed linear layers")
     model = random_model(family)
     original = sum(p.numel() for p in model.parameters())
     speed_up(model, 64)
@@ -126,8 +116,8 @@ def test_what_the_names_of_the_parts_do_not_tell_changes_no_result(family, chang
     torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-3)
 
 
-def test_a_family_that_scales_by_the_position_is_left_to_the_module():
-    """ministral3 scales queries beyond the context it was first trained on."""
+def test_what_depends_on_the_position_or_the_length_is_left_to_the_module():
+    """ministral3 scales queries beyond the context it was first trained on; dynamic rotations."""
     rope = {
         "rope_type": "yarn", "factor": 16.0, "rope_theta": 1e4, "llama_4_scaling_beta": 0.5,
         "original_max_position_embeddings": 16,
@@ -137,9 +127,6 @@ def test_a_family_that_scales_by_the_position_is_left_to_the_module():
         "ministral3", **FAMILIES["llama"], head_dim=8, rope_parameters=rope
     )
     assert speed_up(AutoModelForCausalLM.from_config(config).eval(), 256) is None
-
-
-def test_rotations_that_depend_on_the_length_are_left_to_the_module():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     assert speed_up(random_model("llama", rope_parameters=rope), 64) is None
 
@@ -152,9 +139,9 @@ def test_grouped_attention_is_attention(heads, kv_heads, count):
     key, value = torch.randn(2, 2, kv_heads, 70, 16, generator=random)
     mask = causal_mask(count, 70, query)
     groups = heads // kv_heads
-    wide = [tensor.repeat_interleave(groups, 1) for tensor in (key, value)]
-    scores = query @ wide[0].transpose(2, 3) * 0.3 + mask
-    expected = (scores.softmax(-1) @ wide[1]).transpose(1, 2).flatten(2)
+    keys, values = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
+    scores = query @ keys.mT * 0.3 + mask
+    expected = (scores.softmax(-1) @ values).transpose(1, 2).flatten(2)
     actual = attend(query.transpose(1, 2), key, value, grouped_mask(mask, groups), scaling=0.3)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
@@ -190,14 +177,62 @@ def test_without_packed_layers_all_still_runs(monkeypatch, tiny_folder, prompts)
     assert run(engine, prompts["hard_prose"], max_tokens=30)[0].output == expected.output
 
 
-@pytest.mark.parametrize("drafter", [None, "ngram", "draft_model", "mtp"])
-def test_the_fast_path_changes_no_token(demo_engine, prompts, drafter):
-    slow = core.load_engine(core.Options(fastpath=False, bitwise=False, fixed_k=True))
-    assert slow.target.fast.fused is None and slow.panel.drafters["mtp"]._fused is None
+# --------------------------------------------------------------------- the core without all this
+
+
+@pytest.fixture(scope="module")
+def slow(demo_engine):
+    """The embedded models as transformers runs them, with every drafter."""
+    engine = core.load_engine(core.Options(fastpath=False, fixed_k=True))
+    assert engine.target.fast is None and engine.panel.drafters["mtp"]._fused is None
     assert demo_engine.target.fast.fused and demo_engine.panel.drafters["mtp"]._fused
-    for name in ("code_class", "repetitive_letters", "easy_json"):
-        fields = {"max_tokens": 40, "drafter": drafter}
-        fast, events = run(demo_engine, prompts[name], **fields)
-        other, others = run(slow, prompts[name], **fields)
-        assert fast.output == other.output
+    return engine
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "draft_model", "mtp"])
+def test_the_fast_path_changes_no_token(demo_engine, slow, prompts, plain, drafter, way):
+    for name in ("code_class", "repetitive_letters"):
+        wanted = {"max_tokens": 24, "drafter": drafter, **way}
+        fast, events = run(demo_engine, prompts[name], **wanted)
+        other, others = run(slow, prompts[name], **wanted)
+        assert fast.output == other.output == plain(prompts[name], 24, **way)
         assert [e["proposals"] for e in events] == [e["proposals"] for e in others]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mistral", "gemma3_text"])
+def test_the_core_alone_is_lossless_and_says_that_it_is_not_exact(family, tiny_folder):
+    """Alone, and in a batch of unequal texts, all of them longer than the families' windows."""
+    models = {"model": str(tiny_folder(family)), "draft_model": str(tiny_folder("llama:1"))}
+    options = core.Options(**models, max_running=4, fixed_k=True)
+    fast, engine = core.load_engine(options), core.load_engine(replace(options, fastpath=False))
+    report = engine.target.report
+    assert not report.is_exact and "without the fast path" in report.doubt
+    greedy, sampled = WAYS.values()
+    requests = [
+        core.Request([5, 6, 7] * 6, 20, "ngram", **greedy),
+        core.Request([*range(20, 60)], 16, "draft_model", **sampled),
+        core.Request([9, 8] * 10, 20, None, **sampled),
+        core.Request([*range(60, 74)] * 2, 24, "draft_model", **greedy),
+    ]
+    for request, text in zip(requests, served_texts(engine, requests), strict=True):
+        way = {"sampling": request.sampling, "seed": request.seed}
+        given = request.prompt, request.max_tokens, set()
+        assert text == core.plain_decode(engine.target, *given, **way)
+        assert text == served_texts(engine, [request])[0] == served_texts(fast, [request])[0]
+    assert engine.totals.by_drafter["draft_model"].num_draft_tokens > 20
+
+
+def test_the_core_alone_serves_and_claims_no_equal_bits(slow, prompts, plain):
+    options = core.Options(fastpath=False)
+    worker = Worker(slow, options)
+    client = core.create_app(slow, options, worker).test_client()
+    try:
+        body = {"prompt": prompts["code_class"], "max_tokens": 16, "drafter": "mtp"}
+        answer = client.post("/generate", json=body)
+        assert answer.status_code == 200 and answer.json["warnings"] == []
+        assert answer.json["token_ids"] == plain(prompts["code_class"], 16)
+        health = client.get("/health").json
+        assert health["status"] == "ok" and health["bitwise_lossless"] is False
+        assert "without the fast path" in health["exactness"]["doubt"]
+    finally:
+        assert worker.drain(20) == 0
