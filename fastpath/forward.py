@@ -143,7 +143,8 @@ class Runs:
         width = num_rows if len(rows) == 1 else max(counts)
         if len(rows) > 1 and not self.can_share:
             width = -(-width // 4) * 4  # few numbers of rows: see ROWS
-        padded = cache.place(rows, counts, width, shapes.kv_length(end))
+        # Never fewer keys than rows: GPT-Neo places its own mask by how many more keys there are.
+        padded = cache.place(rows, counts, width, max(shapes.kv_length(end), width))
         is_ragged = len(rows) > 1 and self.can_share
         cache.current = RaggedPlace(padded, num_rows) if is_ragged else FastPlace(padded)
         return cache.current
