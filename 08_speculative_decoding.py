@@ -1,27 +1,27 @@
 """Speculative decoding in one file: a cheap drafter proposes, the target verifies, nothing is lost.
 
-A language model reads all its weights to produce one token. Verifying four tokens reads them once,
-too. So guess, then check; one cycle is draft → verify → accept → truncate:
+A language model reads all its weights to produce one token. A pass over four tokens reads them only
+once, too. So guess, then check. One cycle is draft → verify → accept → truncate:
 
     cached  │ pending  draft
-    The cat │ sat      on     a      mat      one target forward over [pending, d1, d2, d3]
+    The cat │ sat      on ✓   a ✗    mat      one target pass over [pending, d1, d2, d3]
             │  ↓       ↓      ↓      ↓
-            │  on ✓    the ✗  …      …        the target's own choice after each of them
+            │  on      the    …      …        the target's own choice after each of them
             │
     The cat   sat      on │ the               d1 accepted, d2 rejected, "the" recovered;
                           │  └ pending        the KV cache is truncated to "The cat sat on", in O(1)
 
-One pass gave two tokens, and the text is the one that the target alone would have written. Where
-tokens are sampled, the target chooses with noise that belongs to the seed and the position. So its
-choice is the same with a draft and without.
+The pending token is chosen, but not cached yet. One pass gave two tokens, and the text is the one
+that the target alone would have written. Where tokens are sampled, the target chooses with noise
+that belongs to the seed and the position, so its choice is the same with a draft and without. (The
+classical rule, which a request may ask for, keeps the distribution and not the text.)
 
 Read on in this order: KV cache and truncation · cached model · probabilities · verify · sequence ·
-engine · plain decoding · loading · Flask app · command line. The drafters live in drafters/. What
-decides who drafts and how much lives in control/, what only a server needs in serving/, and what
-computes the same sooner in fastpath/.
+engine · plain decoding · loading · Flask app · command line; for the idea alone, from verify to the
+engine's step. drafters/ guess, control/ decides who drafts and how much, serving/ has what only a
+server needs, and fastpath/ computes the same sooner.
 
-Sources: Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318; Daliri et al., arXiv
-2408.07978; transformers' cache interface. Not covered yet: hybrid (recurrent) targets.
+Sources: Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318; Daliri et al., 2408.07978.
 """
 
 import sys
@@ -71,9 +71,9 @@ class Place:
     counts: list[int]
     positions: Tensor  # [B, T], of the queries
     real: Tensor  # [B, T] bool: False on pads
-    targets: tuple[Tensor, Tensor]  # (slot, position) of every token
-    end: int  # one more than the last position of all rows
-    kv_length: int  # keys that are attended to, unseen ones included
+    written: tuple[Tensor, Tensor]  # (slots, positions) of the real tokens
+    end: int  # one more than the last position of all texts
+    kv_length: int  # keys that attention reads, with those that the mask hides
 
     def arrange(self, rows: list[Tensor]) -> Tensor:
         """Ids [t] of each text -> [B, T], or states [t, D] -> [B, T, D]."""
@@ -98,7 +98,7 @@ class Place:
 
     def write(self, buffer: Tensor, new: Tensor) -> Tensor:
         """Write keys or values [B, H, T, width], and return all that the texts have by now."""
-        slots, positions = self.targets
+        slots, positions = self.written
         buffer[slots, :, positions] = new.transpose(1, 2)[self.real]
         return buffer[self.slots, :, : self.kv_length]
 
@@ -151,7 +151,7 @@ class SlotCache(Cache):
         self.current: Place  # of the forward under way
         self._free = list(range(num_rows))[::-1]
         self._rows: list[int] = []  # the open ones, by slot
-        self._written = [0] * num_rows  # how far each slot was, since it was empty
+        self._written = [0] * num_rows  # up to where each slot was, since it was clean
 
     def slot(self, row: int) -> int:
         """Where an open row lies in the buffers."""
@@ -182,13 +182,15 @@ class SlotCache(Cache):
         self._free.append(row)
 
     def _buffers(self) -> list[Tensor]:
-        layers = [layer for layer in self.layers if layer.is_initialized]  # some share another's
+        layers = [
+            layer for layer in self.layers if layer.is_initialized
+        ]  # some use another layer's
         return [buffer for layer in layers for buffer in (layer.keys, layer.values)]
 
     def place(
         self, rows: list[int], counts: list[int], width: int = 0, kv_length: int = 0
     ) -> Place:
-        """Make room for counts[b] >= 1 tokens behind what rows[b] holds, or raise ValueError.
+        """Make room for counts[b] >= 1 tokens after what rows[b] holds, or raise ValueError.
 
         The forward has at least `width` tokens per text, and attends to at least `kv_length` keys.
         """
@@ -197,14 +199,14 @@ class SlotCache(Cache):
         if end > self.max_length:
             raise ValueError(f"{end} tokens do not fit a KV cache of {self.max_length}")
         slots = [self.slot(row) for row in rows]
-        for slot, last in zip(slots, ends, strict=True):  # also where the forward then fails
+        for slot, last in zip(slots, ends, strict=True):  # now, as the forward may fail halfway
             self._written[slot] = max(self._written[slot], last)
         given = torch.tensor([ends, counts, slots], device=self.device)
         end_of, count_of, slot_of = given[..., None]
-        behind = torch.arange(-width, 0, device=self.device)  # -1 is a text's last token
-        positions, real = (end_of + behind).clamp_(min=0), behind >= -count_of  # [B, T]
-        targets = slot_of.expand_as(real)[real], positions[real]
-        self.current = Place(slots, counts, positions, real, targets, end, max(kv_length, end))
+        from_end = torch.arange(-width, 0, device=self.device)  # -1 is a text's last token
+        positions, real = (end_of + from_end).clamp_(min=0), from_end >= -count_of  # [B, T]
+        written = slot_of.expand_as(real)[real], positions[real]
+        self.current = Place(slots, counts, positions, real, written, end, max(kv_length, end))
         return self.current
 
     def advance(self, place: Place) -> None:
@@ -220,7 +222,7 @@ class SlotCache(Cache):
 
     @torch.inference_mode()
     def keep(self, row: int, num_drafted: int, accepted: list[int] | range) -> None:
-        """Of the last `num_drafted` tokens keep those at the indexes `accepted`, which rise.
+        """Of the last `num_drafted` tokens keep those at the indexes `accepted`, in rising order.
 
         Those of a chain are 0, 1, …, and nothing moves. Those of a branch move together.
         Example: 9 cached after [pending, d1, d2, d3], and d1 accepted: keep(row, 3, [0]) -> 7.
@@ -245,7 +247,7 @@ class CachedModel:
         self.windows = loaded.structure.windows  # by kind of layer, how far back it sees
         self.cache = self.new_cache(loaded.structure.num_cache_layers, num_rows)
         self.shapes = Shapes()  # of forwards; the fast path keeps to them
-        self.fast: Any = None  # the fast path, which then stands in for `forward`
+        self.fast: Any = None  # what `speed_up` puts in the place of `forward`
         self.report: Report | None = None  # on shapes that give equal bits
         self.reference: Reference | None = None  # what transformers' own modules gave
 
@@ -257,18 +259,18 @@ class CachedModel:
     def forward(
         self, rows: list[int], tokens: list[list[int]], num_logits: list[int], layers: Layers = ()
     ) -> Output:
-        """Feed tokens[b] behind what cache row rows[b] holds.
+        """Feed tokens[b] after what cache row rows[b] holds.
 
         Prefill (a long run of tokens), decoding (one) and verifying (n + 1) differ only in what is
         fed. Returns the logits of each text's last num_logits[b] >= 1 tokens, and the hidden states
-        behind `layers`. This is the plain way: fastpath/forward.py gives the same sooner.
+        of `layers`. This is the plain way: fastpath/forward.py gives the same sooner.
         """
         place = self.cache.place(rows, [len(fed) for fed in tokens])
         ids = place.arrange([torch.tensor(fed, device=self.model.device) for fed in tokens])
-        scores, states = self.run(ids, place, max(num_logits), layers)
+        logits, states = self.run(ids, place, max(num_logits), layers)
         self.cache.advance(place)
-        logits = [row[-n:].float() for row, n in zip(scores, num_logits, strict=True)]
-        return Output(logits, {layer: place.part(hidden) for layer, hidden in states.items()})
+        last = [text[-n:].float() for text, n in zip(logits, num_logits, strict=True)]
+        return Output(last, {layer: place.part(hidden) for layer, hidden in states.items()})
 
     def run(
         self, ids: Tensor, place: Place, logits_to_keep: Tensor | int, layers: Layers
@@ -296,7 +298,7 @@ class CachedModel:
 
 # ----------------------------------------------------------------------------- probabilities
 def own_choices(scores: Tensor, sampling: Sampling, noise: Noise, position: int) -> Iterator[int]:
-    """The model's own token for each row of penalised logits [n, V], one after the other.
+    """The model's own token for each row of penalised logits [n, V], made only as far as asked.
 
     Row i is where the token at `position` + i of the text is chosen. The noise belongs to the
     request's seed and that position, so the choice does not depend on any draft.
@@ -315,7 +317,7 @@ def own_choices(scores: Tensor, sampling: Sampling, noise: Noise, position: int)
 def sample(
     logits: Tensor, text: list[int], sampling: Sampling, noise: Noise
 ) -> tuple[int, Tensor | None]:
-    """How plain decoding and model drafters choose behind `text`: a token, and q or None.
+    """How plain decoding and model drafters choose after `text`: a token, and q or None.
 
     q [V] is the distribution that the token was drawn from; only the rule of rejection needs it.
     """
@@ -331,11 +333,11 @@ def verify(draft: Draft, choices: Iterator[int]) -> list[Judgement]:
     """Keep the draft for as long as it is what the target chooses itself.
 
     `choices` are the target's own tokens after pending, d1, …, dn (see `own_choices`). The first
-    choice that differs from the draft recovers the text. If none differs, the last is a bonus.
+    choice that differs replaces the drafted token. If none differs, the last choice is a bonus.
 
-    This is lossless, because only the target's own choices are ever emitted. Choice i was made
-    behind accepted tokens, and these are the choices before it. So it stands behind the same text
-    as in plain decoding, and depends on that text, the seed and the position alone.
+    This is lossless, because only the target's own choices are ever emitted. Choice i is used only
+    if each drafted token before it is the choice made there. So it was made after the same text as
+    in plain decoding, by the same noise; and by the same logits, which fastpath/exact.py checks.
 
     Example: choices 4, 9, 1, 7 and Draft([4, 8, 1]) -> 4 accepted, 8 rejected, 9 recovered.
     """
@@ -362,14 +364,13 @@ def verify_by_rejection(draft: Draft, p: Tensor, noise: Noise, position: int) ->
     for i, token in enumerate(draft.tokens):
         q = draft.q(i, like=p[i])
         u = noise.uniform(position + i, ACCEPT)
-        is_accepted = u * float(q[token]) < float(p[i, token])
-        kind = "accepted" if is_accepted else "rejected"
+        kind = "accepted" if u * float(q[token]) < float(p[i, token]) else "rejected"
         judged.append(Judgement(token, kind, float(p[i, token]), float(q[token]), u))
-        if not is_accepted:
+        if kind == "rejected":
             u = noise.uniform(position + i, RECOVER)
             token = draw(residual(p[i], q), u)
-            recovered = Judgement(token, "recovered", float(p[i, token]), float(q[token]), u)
-            return [*judged, recovered]
+            judged.append(Judgement(token, "recovered", float(p[i, token]), float(q[token]), u))
+            return judged
     u = noise.uniform(position + len(draft.tokens), DRAW)
     token = draw(p[-1], u)
     return [*judged, Judgement(token, "bonus", float(p[-1, token]), None, u)]
@@ -405,7 +406,7 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        return self.request.max_tokens - len(self.output)
+        return len(self.request.prompt) + self.request.max_tokens - len(self.tokens)
 
     @property
     def wish(self) -> Wish:
@@ -418,9 +419,9 @@ class Sequence:
         self.failure, self.finish_reason = error, "error"
 
     def append(self, judged: list[Judgement], eos_ids: set[int]) -> int:
-        """Append what a cycle emits, up to an end of text, a stop string or max_tokens; how many.
+        """Append what a cycle emits, up to an end of text, a stop string or max_tokens.
 
-        This is the one place that cuts: cache, counters and stream only see what stays.
+        Returns how many stay. This is the one place that cuts: all others see only what stays.
         """
         emitted = [judgement for judgement in judged if judgement.kind != "rejected"]
         for kept, token in enumerate(emitted, 1):
@@ -503,7 +504,7 @@ class Engine:
         batch = self.read_prompts(sequences)
         if not batch:
             return {}
-        is_prefill = not all(s.num_steps for s in batch)
+        has_prefill = not all(s.num_steps for s in batch)
         times = [time.perf_counter()]
         plan = self.planner.plan([s.wish for s in batch])
         drafts = self.panel.propose([s.seat for s in batch], plan)
@@ -518,17 +519,18 @@ class Engine:
             except Exception as error:  # its own affair: the others go on
                 s.fail(error)
         times.append(time.perf_counter())
-        self.planner.timed(self.panel, drafts, None if is_prefill else times)
+        self.planner.timed(self.panel, drafts, None if has_prefill else times)
         for s, cycle in cycles.items():
             cycle.times = times
             s.statistics.record_times(times, is_prefill=cycle.number == 0)
         return cycles
 
     def read_prompts(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Read a chunk of one long prompt; returns those whose prompts are read but for a chunk."""
+        """Read a chunk of one long prompt. Returns those with at most a chunk left to read."""
         lengths, size = self.target.cache.lengths, self.prefill_chunk
         reading = [s for s in sequences if len(s.tokens) - lengths[s.row] > size]
-        for s in reading[:1]:
+        if reading:
+            s = reading[0]
             began, cached = time.perf_counter(), lengths[s.row]
             layers = self.panel.layers([s.seat])
             output = self.target.forward([s.row], [s.tokens[cached : cached + size]], [1], layers)
@@ -537,7 +539,7 @@ class Engine:
         return [s for s in sequences if s not in reading]
 
     def forward(self, batch: list[Sequence], drafts: list[Draft]) -> Output:
-        """One pass for all: what is not cached yet (after prefill the pending token), the draft."""
+        """One pass for all: each one's uncached tokens (mostly the pending one), then its draft."""
         lengths, pairs = self.target.cache.lengths, list(zip(batch, drafts, strict=True))
         return self.target.forward(
             rows=[s.row for s in batch],
@@ -547,17 +549,14 @@ class Engine:
         )
 
     def accept(self, s: Sequence, draft: Draft, logits: Tensor, hidden: dict[int, Tensor]) -> Cycle:
-        """Judge the draft, cut the text once, truncate the cache, and tell who wants to know."""
+        """Judge the draft, append what stays, truncate the cache, and tell those who learn."""
         scores = penalise(logits, s.request.sampling.repetition_penalty, s.tokens, draft.tokens)
         judged = self.judge(s, draft, scores)
-        cache = self.target.cache
-        held, kept = cache.lengths[s.row], s.append(judged, self.eos_ids)
+        cache, held = self.target.cache, self.target.cache.lengths[s.row]
+        kept = s.append(judged, self.eos_ids)
         cache.keep(s.row, len(draft.tokens), range(kept - 1))  # all but the pending token
-        pieces = s.text.release(final=s.finish_reason is not None)
-        cycle = Cycle(
-            s.num_steps, draft.tokens, judged, kept, held, cache.lengths[s.row], pieces, logits,
-            scores,
-        )  # fmt: skip
+        lengths, pieces = (held, cache.lengths[s.row]), s.text.release(bool(s.finish_reason))
+        cycle = Cycle(s.num_steps, draft.tokens, judged, kept, *lengths, pieces, logits, scores)
         s.num_steps += 1
         s.statistics.record(cycle.num_drafted, [token.kind for token in cycle.tokens])
         self.totals.note(cycle.num_drafted, cycle.num_accepted)
@@ -567,7 +566,7 @@ class Engine:
         return cycle
 
     def judge(self, s: Sequence, draft: Draft, scores: Tensor) -> list[Judgement]:
-        """What becomes of each drafted token, and the target's own; scores [n + 1, V]."""
+        """Each drafted token up to the first rejected one, then the target's; scores [n + 1, V]."""
         sampling, position = s.request.sampling, len(s.tokens)
         if sampling.is_coupled:
             return verify(draft, own_choices(scores, sampling, s.noise, position))
@@ -599,7 +598,7 @@ def plain_decode(
 
 # ----------------------------------------------------------------------------------- loading
 def load_model(name: str, options: Options) -> CachedModel:
-    """A folder or a hub id with a KV cache. Raises StartError if missing, broken or unsuited."""
+    """Load a folder or a hub id, and give it a KV cache. Raises StartError if it cannot be."""
     model = CachedModel(loading.load_pretrained(name, options), name, options.max_running)
     model.reference = Reference.of(model)  # before the fast path takes the weights
     follow_masks(model.model, model.cache.capacity)
@@ -615,11 +614,11 @@ def assemble_engine(options: Options) -> Engine:
         options.prompt_lookup_min, options.fastpath, options.drafter_timeout,
     )  # fmt: skip
     loaded, default = drafters.load_all(options.drafter, context, not options.fixed_k)
-    for model in filter(None, (target, draft) if options.fastpath else ()):
-        with refusal(model):
-            speed_up(model)
-    sizes = {name: getattr(drafter, "num_step_weights", 0) for name, drafter in loaded.items()}
-    controller = None if options.fixed_k else Controller(target.num_weights, sizes)
+    for model in (target, draft):  # only now, as the MTP head needs the target's own modules
+        if model and options.fastpath:
+            with refusal(model):
+                speed_up(model)
+    controller = None if options.fixed_k else Controller.of(target, loaded)
     given = options.prefill_chunk, controller, draft, options.strict
     return Engine(target, loaded, default, *given)
 
@@ -637,7 +636,7 @@ def prepare(engine: Engine, options: Options) -> None:
 
 
 def load_engine(options: Options) -> Engine:
-    """An engine that is ready to run in this thread. Raises StartError if it cannot be had."""
+    """An engine that is ready to run in this thread."""
     engine = assemble_engine(options)
     prepare(engine, options)
     return engine

@@ -1,4 +1,4 @@
-"""The values that travel between the rooms. This file imports none of them.
+"""The values that are passed between the modules. This file imports no other one of the project.
 
 Request ──→ engine ──→ drafter: Draft ──→ verify: Judgement ──→ drafter: Verdict
 """
@@ -66,9 +66,9 @@ class Draft:
     """Up to K proposed tokens.
 
     Only requests that are verified by rejection read `probs` [n, V] float32: the distribution q
-    that each token was drawn from. None says that nothing was drawn (q is one-hot). There, and only
-    there, two things bend the output's distribution: a q other than the one drawn from, and to
-    withdraw a token because of what was drawn.
+    that each token was drawn from. None says that nothing was drawn (q is one-hot). Two mistakes
+    change the distribution of such a request's output: to report a q that the token was not drawn
+    from, and to drop a token because of what was drawn.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -104,10 +104,10 @@ class Verdict:
     """The target's judgement of one draft.
 
     Example: [a, b, c] drafted, b refused and B recovered -> Verdict(drafted=3, accepted=1,
-    tokens=[a, B]). `hidden` [accepted + 1, D] (after prefill: [prompt, D]) holds the target's final
-    hidden states at the newly cached positions: hidden[i] is the state from which tokens[i] was
-    chosen. None unless `needs_hidden`. A drafter that was passed over gets the verdict on another's
-    draft, with drafted=0.
+    tokens=[a, B]). `hidden` [accepted + 1, D] (after prefill: [prompt, D]) holds the target's
+    hidden states at the newly cached positions; the last of them led to the last token. With
+    several `hidden_layers` their states stand side by side. None unless `needs_hidden`. A drafter
+    that was passed over gets the same tokens with drafted=0; `accepted` still counts the other's.
     """
 
     drafted: int
@@ -121,7 +121,7 @@ class Verdict:
         )
 
 
-Layers = tuple[int, ...]  # -1 is behind the final norm, i is behind block i
+Layers = tuple[int, ...]  # -1 is the final norm's output, i that of block i (but not the last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +129,16 @@ class Output:
     """What a forward gives, text by text."""
 
     logits: list[Tensor]  # [num_logits, V] float32
-    hidden: dict[int, list[Tensor]]  # [tokens fed, D] behind each of the layers asked for
+    hidden: dict[int, list[Tensor]]  # [tokens fed, D] of each layer asked for
 
 
 @dataclass
 class Cycle:
     """What one cycle did to one sequence.
 
-    A cut (an end of text, a stop string, max_tokens) shortens the draft as well: what was behind it
-    does not count. So `proposals` are the draft as it was made, and the rest is what stays of it.
+    A cut (an end of text, a stop string, max_tokens) shortens the draft as well: what comes after
+    it does not count. proposals, judged, emitted, held, logits and scores are as they were before;
+    tokens, num_drafted, num_accepted and rejected are what stays.
     """
 
     number: int  # 0 is the prefill

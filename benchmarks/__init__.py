@@ -1,6 +1,11 @@
-"""Measurements, run as `python -m benchmarks.NAME`; here is what they share.
+"""Measurements, run as `python -m benchmarks.NAME`. This file holds what they share.
 
-The core under one name, engines whose K stays fixed, models with random weights, clocks, tables.
+There is one helper each to load an engine, to run requests, to time one verify, to take turns, to
+compare times and to report. The other files know little more of the core than these helpers.
+
+Every benchmark prints tables and then one line of JSON. That line begins with the command, the
+commit, the machine and the versions. Methods are run in turn, figures are medians, and the spread
+is given as quartiles.
 """
 
 import argparse
@@ -15,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from tempfile import TemporaryDirectory
 from textwrap import wrap
 from typing import Any, NamedTuple
@@ -24,74 +29,77 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from serving.options import ROOT, between
-from serving.parsing import RequestError, check_fields
+import demo
+from control.statistics import Statistics
+from messages import Request
+from serving.options import ROOT, Options, between
 
-# A test run has imported it already; a second copy would have classes of its own.
+# A test run has imported the core already. A second copy would have classes of its own.
 core: Any = sys.modules.get("speculative_decoding") or importlib.import_module(
     "08_speculative_decoding"
 )
 
-_QWEN3 = {"head_dim": 128, "tie_word_embeddings": True, "max_position_embeddings": 40_960}
-SHAPES: dict[str, dict[str, Any]] = {
-    "0.6b": _QWEN3
-    | {
-        "vocab_size": 151_936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-    },
-    "tiny": _QWEN3
-    | {
-        "vocab_size": 4096,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-    },
-}
-
-# -------------------------------------------------------------------------- engines and prompts
+AUTO = "auto"  # the drafter that chooses among the others, which takes a controller
 
 
-def fixed_engine(**options: Any) -> Any:
-    """An engine that drafts as many tokens as it is asked for, whether that pays or not."""
-    engine = core.load_engine(core.Options(fixed_k=True, **options))
-    del engine.drafters["auto"]  # it chooses among the others, which needs a controller
-    return engine
+def _qwen3(vocabulary: int, width: int, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "head_dim": head_dim,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 40_960,
+    }
+
+
+SHAPES = {"0.6b": _qwen3(151_936, 1024, 28, 16, 128), "tiny": _qwen3(4096, 64, 2, 2, 32)}
+
+# ------------------------------------------------------------------------------------- engines
+
+
+def load_engine(**options: Any) -> Any:
+    """An engine that is ready to run. The options are those of the command line."""
+    return core.load_engine(Options(**options))
+
+
+def without_controller(engine: Any) -> Any:
+    """The same models in an engine whose drafts are as long as the request asks for."""
+    return core.Engine(engine.target, engine.panel.drafters)
+
+
+def drafter_names(engine: Any) -> list[str]:
+    """The drafters that really draft, which leaves out auto."""
+    return list(engine.panel.drafters)
 
 
 @contextmanager
 def model_folder(shape: str, dtype: str) -> Iterator[str]:
     """A model to load: "demo" is the embedded target, the others of SHAPES have random weights."""
     if shape == "demo":
-        yield core.Options.model
+        yield Options.model
         return
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model("qwen3", **SHAPES[shape])
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        # Its ids are the first few thousand; the others have no text.
-        transformers.AutoTokenizer.from_pretrained(core.Options.model).save_pretrained(folder)
+        # The embedded tokenizer knows the first few thousand ids. The others have no text.
+        transformers.AutoTokenizer.from_pretrained(Options.model).save_pretrained(folder)
         del model
         yield folder
 
 
-Prompts = dict[str, dict[str, list[int]]]  # token ids by kind and name
+def demo_prompts(tokenizer: Any, kinds: list[str] | None = None) -> dict[str, dict[str, list[int]]]:
+    """Token ids of the demo prompts by kind (easy, hard, …: how their names begin) and name.
 
-
-def demo_prompts(tokenizer: Any, kinds: list[str] | None = None) -> Prompts:
-    """The demo prompts of these kinds (easy, hard, …: how their names begin), or all of them.
-
-    Exits with one line on stderr if there is no such kind.
+    Exits with one line on stderr if one of the wanted kinds does not exist.
     """
-    found: Prompts = defaultdict(dict)
-    for name, text in core.read_prompts().items():
+    found: dict[str, dict[str, list[int]]] = defaultdict(dict)
+    for name, text in demo.read_prompts().items():
         found[name.partition("_")[0]][name] = tokenizer(text)["input_ids"]
     if unknown := [kind for kind in kinds or () if kind not in found]:
         print(f"error: no {unknown[0]} prompts: choose from {', '.join(found)}", file=sys.stderr)
@@ -99,39 +107,93 @@ def demo_prompts(tokenizer: Any, kinds: list[str] | None = None) -> Prompts:
     return {kind: found[kind] for kind in kinds or found}
 
 
-def flat(prompts: Prompts) -> dict[str, list[int]]:
-    """All of them by name."""
+def flat(prompts: dict[str, dict[str, list[int]]]) -> dict[str, list[int]]:
+    """The prompts of all kinds by name."""
     return {name: prompt for group in prompts.values() for name, prompt in group.items()}
 
 
-class Run(NamedTuple):
-    """What several requests gave."""
+def random_tokens(vocabulary: int, count: int) -> list[int]:
+    """The same ones at every call."""
+    chance = torch.Generator().manual_seed(0)
+    return torch.randint(vocabulary, (count,), generator=chance).tolist()
 
-    outputs: list[list[int]]
-    statistics: Any  # their sum
+
+# ------------------------------------------------------------------------------ running requests
 
 
-def generate_all(
-    engine: Any,
-    prompts: list[list[int]],
-    num_tokens: int,
-    drafter: str | None = None,
-    k: int = 0,
-    temperature: float = 0.0,
-) -> Run:
-    """One request after another, each with its place in the list as seed.
+class Finished(NamedTuple):
+    """What is left of a request."""
 
-    Raises RuntimeError if one of them was not done as asked.
+    output: list[int]
+    statistics: Statistics
+
+
+def _finished(sequence: Any) -> Finished:
+    if sequence.seat.warnings or sequence.finish_reason == "error":
+        raise RuntimeError(f"a request was not done as asked: {sequence.seat.warnings}")
+    return Finished(sequence.output, sequence.statistics)
+
+
+def run(engine: Any, request: Request) -> Finished:
+    """One request to its end. Raises RuntimeError if it was not done as asked."""
+    for sequence, _ in engine.generate(request):
+        last = sequence
+    return _finished(last)
+
+
+def run_together(
+    engine: Any, requests: list[Request], num_tokens: int | None = None
+) -> list[Finished]:
+    """All requests in one batch, each to its end, or until it has `num_tokens`.
+
+    Raises RuntimeError if one was not done as asked.
     """
-    outputs, total, sampling = [], core.Statistics(), core.Sampling(temperature=temperature)
-    for seed, prompt in enumerate(prompts):
-        request = core.Request(prompt, num_tokens, drafter, k, sampling=sampling, seed=seed)
-        *_, (sequence, _) = engine.generate(request)
-        if sequence.warnings:
-            raise RuntimeError(sequence.warnings[0])
-        outputs.append(sequence.output)
-        total += sequence.statistics
-    return Run(outputs, total)
+    sequences = [engine.open(request) for request in requests]
+    running = sequences
+    while running:
+        engine.step(running)
+        left = []
+        for s in running:
+            if s.finish_reason or (num_tokens and len(s.output) >= num_tokens):
+                engine.close(s)
+            else:
+                left.append(s)
+        running = left
+    return list(map(_finished, sequences))
+
+
+def outputs(finished: list[Finished]) -> list[list[int]]:
+    return [one.output for one in finished]
+
+
+def total(finished: list[Finished]) -> Statistics:
+    """The sum of what was counted."""
+    return sum((one.statistics for one in finished), Statistics())
+
+
+def hold(model: Any, prompt: list[int], count: int = 1) -> list[int]:
+    """Rows of a model's KV cache that hold the prompt."""
+    rows = [model.cache.open_row() for _ in range(count)]
+    for row in rows:
+        model.forward([row], [prompt], [1])
+    return rows
+
+
+def verifying(model: Any, rows: list[int], tokens: list[int]) -> Callable[[], list[list[int]]]:
+    """A function that verifies `tokens` behind what each row holds, and truncates the rows again.
+
+    It returns the model's own choice behind each token, for each row.
+    """
+    lengths, count = [model.cache.lengths[row] for row in rows], len(tokens)
+
+    def verify() -> list[list[int]]:
+        found = model.forward(rows, [tokens] * len(rows), [count] * len(rows)).logits
+        choices = [logits.argmax(-1).tolist() for logits in found]
+        for row, length in zip(rows, lengths, strict=True):
+            model.cache.truncate(row, length)
+        return choices
+
+    return verify
 
 
 # --------------------------------------------------------------------------------------- clocks
@@ -147,57 +209,103 @@ class Timed(NamedTuple):
 def interleave(
     methods: dict[Any, Callable[[], Any]], runs: int, title: str
 ) -> dict[Any, list[Timed]]:
-    """Call the methods in turn, `runs` times and once before to warm up.
+    """Call the methods in turn, `runs` times, and once before to warm up.
 
-    In turn, because a machine that is busy for a while should not count against one of them.
+    They take turns because a machine that is busy for a while should not count against one of them.
     """
     timed: dict[Any, list[Timed]] = {name: [] for name in methods}
     with tqdm(total=(runs + 1) * len(methods), desc=title) as progress:
-        for run in range(-1, runs):
+        for run_index in range(-1, runs):
             for name, method in methods.items():
                 began = time.perf_counter()
                 result = method()
                 ms = (time.perf_counter() - began) * 1e3
-                if run >= 0:
+                if run_index >= 0:
                     timed[name].append(Timed(ms, result))
                 progress.update()
     return timed
 
 
+def times(calls: list[Timed]) -> list[float]:
+    return [call.ms for call in calls]
+
+
+def median_ms(calls: list[Timed]) -> float:
+    return median(times(calls))
+
+
+class Spread(NamedTuple):
+    """A figure of several runs."""
+
+    median: float
+    quartiles: list[float]
+
+
+def speedup(before: list[float], after: list[float]) -> Spread:
+    """How many times as fast `after` is as `before`: the times of one run in each other's.
+
+    Example: speedup([10, 30, 20], [5, 10, 20]) is Spread(2.0, [1.5, 2.5]).
+    """
+    shares = [old / new for old, new in zip(before, after, strict=True)]
+    low, middle, high = quantiles(shares, method="inclusive") if len(shares) > 1 else shares * 3
+    return Spread(round(middle, 3), [round(low, 3), round(high, 3)])
+
+
 def places(value: float | None, count: int = 3) -> float | None:
-    """A number rounded for the eye; None stays."""
+    """A number rounded for the eye. None stays None."""
     return None if value is None else round(value, count)
-
-
-def median_ms(timed: list[Timed]) -> float:
-    return median(call.ms for call in timed)
 
 
 # -------------------------------------------------------------------------------------- reports
 
 
-def parser(doc: str, runs: int = 5) -> argparse.ArgumentParser:
-    """What every benchmark's command line has."""
+def parser(doc: str, runs: int | None = 5) -> argparse.ArgumentParser:
+    """What every benchmark's command line has; --runs only if there is a default for it."""
     result = argparse.ArgumentParser(description=doc.splitlines()[0])
-    result.add_argument(
-        "--runs", type=between(1, 999), default=runs, help="of each method (default: %(default)s)"
-    )
+    if runs:
+        add_count(result, "--runs", 1, 999, runs, "of each method")
     result.add_argument("--json", action="store_true", help="only the JSON line")
-    result.add_argument("--plot", metavar="FILE.png", help="draw the results, too (matplotlib)")
     return result
 
 
-def check_temperatures(options: argparse.ArgumentParser, values: list[float]) -> None:
-    """Exits with one line on stderr if one of them is out of range."""
-    try:
-        for value in values:
-            check_fields({"temperature": value})
-    except RequestError as error:
-        options.error(str(error))
+def add_count(
+    options: argparse.ArgumentParser, name: str, low: int, high: int, default: int, text: str
+) -> None:
+    """An option that is an integer from low to high."""
+    text += " (default: %(default)s)"
+    options.add_argument(name, type=between(low, high), default=default, help=text)
 
 
-def describe(module: str, arguments: list[str] | None) -> dict[str, Any]:
-    """Where and how a measurement was made: the beginning of its document."""
+def add_model(options: argparse.ArgumentParser) -> None:
+    """The options --shape and --dtype, for `model_folder`."""
+    options.add_argument("--shape", choices=["demo", *SHAPES], default="demo", help="of the model")
+    options.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+
+
+def report(
+    module: str,
+    arguments: list[str] | None,
+    given: argparse.Namespace,
+    results: dict[str, Any],
+    tables: list[str],
+    readable: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+) -> dict[str, Any]:
+    """Print the results' `tables`, then as one line of JSON the document, which is returned.
+
+    The document says where and how it was measured, then all options, then the results. `readable`
+    makes a table's row of a result's.
+    """
+    options = {name: value for name, value in vars(given).items() if name != "json"}
+    document = _environment(module, arguments) | options | results
+    for key in tables:
+        if document[key] and not given.json:
+            print_table(list(map(readable, document[key])))
+            print()
+    print(json.dumps(document, default=str))
+    return document
+
+
+def _environment(module: str, arguments: list[str] | None) -> dict[str, Any]:
     given = sys.argv[1:] if arguments is None else arguments
     return {
         "command": " ".join(["python -m", module, *given]),
@@ -228,7 +336,7 @@ def _cpu(what: str) -> str:
 
 
 def _commit() -> str | None:
-    """The repository's short hash, with a plus if files differ from it; None outside of git."""
+    """The repository's short hash, with a plus if files differ from it. None outside of git."""
     command = ["git", "--no-optional-locks", "describe", "--always", "--exclude=*", "--dirty=+"]
     try:
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -238,21 +346,20 @@ def _commit() -> str | None:
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """Keys as headings; words to the left, numbers to the right, a dash for None."""
+    """Keys are headings. Words go to the left, numbers to the right, None is a dash."""
     columns = []
     for key in rows[0]:
         values = [row[key] for row in rows]
         decimals = [len(f"{value}".partition(".")[2]) for value in values if type(value) is float]
         texts = [_text(value, max(decimals, default=0)) for value in values]
         heading = wrap(key.replace("_", " "), max(8, *map(len, texts)), break_long_words=False)
-        columns.append((heading, texts, str in map(type, values)))
-    height = max(len(heading) for heading, _, _ in columns)
-    cells = []
-    for heading, texts, is_left in columns:
-        lines = [""] * (height - len(heading)) + heading + texts
-        width = max(map(len, lines))
-        cells.append([line.ljust(width) if is_left else line.rjust(width) for line in lines])
-    for line in zip(*cells, strict=True):
+        width = max(map(len, heading + texts))
+        is_left = str in map(type, values)
+        columns.append([heading, [t.ljust(width) if is_left else t.rjust(width) for t in texts]])
+    height = max(len(heading) for heading, _ in columns)
+    for heading, texts in columns:
+        texts[:0] = [line.ljust(len(texts[0])) for line in [""] * (height - len(heading)) + heading]
+    for line in zip(*(texts for _, texts in columns), strict=True):
         print("  ".join(line).rstrip())
 
 
@@ -261,19 +368,6 @@ def _text(value: Any, decimals: int) -> str:
         return "–"
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, list):
+        return " to ".join(map(str, value))
     return f"{value:.{decimals}f}" if isinstance(value, float) else str(value)
-
-
-def finish(
-    given: argparse.Namespace, document: dict[str, Any], tables: list[str], plot: dict[str, Any]
-) -> None:
-    """Print the document's `tables` and, as one line, the document; draw the `plot` if asked."""
-    if not given.json:
-        for key in filter(document.get, tables):
-            print_table(document[key])
-            print()
-    print(json.dumps(document))
-    if given.plot:
-        from benchmarks import plots
-
-        plots.save(given.plot, **plot)

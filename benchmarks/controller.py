@@ -1,149 +1,154 @@
-"""Is the controller ever slower than not speculating, or than the best K one could have chosen?
+"""Who drafts best, how many tokens at a time, and does the controller find that out?
 
-Each demo prompt is generated plainly, with each drafter at every fixed K, and with the controller,
-which may go up to the largest of these K. `auto` may choose the drafter as well, so its best is the
-best of all. Ratios of tokens per second, prompts included, medians over interleaved runs. The
-drafter `none` is plain decoding against itself: how far from 1 mere noise is, in the same run. As
-`best` is the luckiest of several measurements, `of_best` is below 1 for a perfect choice, too.
+Each demo prompt is generated plainly, by each drafter at every fixed K, and with the controller,
+which may go up to the largest of these K. Speed-ups count all that a request takes, its prompt
+included. They are medians of interleaved runs, each divided by plain decoding in the same run.
+
+`results` has a row for each prompt, drafter and K. tau: tokens of a cycle with a draft; alpha: the
+chance that a draft token is accepted once those before it are; c: one draft token's time, and
+t_verify: one pass's, both in passes of plain decoding; break_even_alpha: the alpha at which drafts
+of these lengths, at these costs, would take as long as plain decoding.
+
+`summary` has medians over the prompts. A drafter earns its keep where speedup is above 1. Where the
+controller chose, of_best is its speed in that of the best fixed K, or of plain decoding; `auto` may
+choose the drafter as well, so its best is the best of all. As the best is the luckiest of several
+measurements, of_best is below 1 for a perfect choice, too. The drafter `none` is plain decoding
+against itself, which shows how far from 1 mere noise is.
 
     python -m benchmarks.controller [--k 1 2 3 5] [--temperature 0 1] [--kinds easy hard]
-        [--tokens 96] [--runs 5] [--json] [--plot FILE.png]
+        [--model DIR] [--draft-model DIR] [--tokens 96] [--runs 5] [--json]
 """
 
+import argparse
+from collections import defaultdict
 from statistics import median
 from typing import Any
 
-from benchmarks import (
-    Timed,
-    check_temperatures,
-    core,
-    demo_prompts,
-    describe,
-    finish,
-    flat,
-    generate_all,
-    interleave,
-    parser,
-)
-from serving.options import between
-from serving.parsing import MAX_SPECULATIVE_TOKENS
+import benchmarks as bench
+from control.formulas import break_even_of_drafts
+from messages import Request, Sampling
+from serving.options import Options, between
+from serving.parsing import MAX_SPECULATIVE_TOKENS, RequestError, check_fields
 
-PLAIN, AGAIN = (None, 0), ("none", 0)
+Case = tuple[str, str]  # drafter, and K or CHOSEN
+CHOSEN = "controller"
+PLAIN, AGAIN = ("plain", "0"), ("none", "0")
 LEAST_SPEEDUP, LEAST_OF_BEST = 0.97, 0.9  # what a row should reach
 
 
-def rate(calls: list[Timed]) -> float:
-    """Tokens per second."""
-    return median(sum(map(len, call.result.outputs)) / call.ms for call in calls) * 1e3
+def temperature(text: str) -> float:
+    """An argparse type: a temperature that a request may have."""
+    try:
+        check_fields({"temperature": float(text)})
+    except RequestError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return float(text)
 
 
-def cases(
-    chosen: Any, fixed: Any, prompts: list[list[int]], given: Any, temperature: float
-) -> dict[tuple[Any, Any], Any]:
-    """What to time, by drafter and K; None as K is the controller's choice."""
+def measure(
+    engine: Any, prompts: dict[str, list[int]], given: argparse.Namespace, warmth: float
+) -> list[dict[str, Any]]:
+    """One row per prompt and case at one temperature."""
+    fixed, names = bench.without_controller(engine), bench.drafter_names(engine)
+    cases = [PLAIN, AGAIN, *((name, str(k)) for name in names for k in given.k)]
+    cases += [(name, CHOSEN) for name in [*names, bench.AUTO]]
 
-    def case(engine: Any, drafter: str | None, k: int) -> Any:
-        return lambda: generate_all(engine, prompts, given.tokens, drafter, k, temperature)
+    def method(prompt: list[int], case: Case) -> Any:
+        drafter = None if case in (PLAIN, AGAIN) else case[0]
+        is_chosen, sampling = case[1] == CHOSEN, Sampling(temperature=warmth)
+        limit = max(given.k) if is_chosen else int(case[1])
+        request = Request(prompt, given.tokens, drafter, limit, sampling=sampling)
+        return lambda: bench.run(engine if is_chosen else fixed, request)
 
-    found = {PLAIN: case(fixed, None, 0), AGAIN: case(fixed, None, 0)}
-    found |= {(name, k): case(fixed, name, k) for name in fixed.drafters for k in given.k}
-    return found | {(name, None): case(chosen, name, max(given.k)) for name in chosen.drafters}
-
-
-def rows_of(rates: dict[tuple[Any, Any], float]) -> list[dict[str, Any]]:
-    """One row per drafter, and one for the noise."""
-    rows = []
-    for name, k in rates:
-        if k is not None and (name, k) != AGAIN:
-            continue
-        own = {
-            case: value
-            for case, value in rates.items()
-            if case == PLAIN or case[1] and name in (case[0], core.AutoDrafter.name)
-        }
-        best = max(own, key=own.get)
-        speedup = rates[name, k] / rates[PLAIN]
-        row = {"drafter": name, "speedup": round(speedup, 3)}
-        best_row = {
-            "best": "plain" if best == PLAIN else f"{best[0]}, K={best[1]}",
-            "best_speedup": round(own[best] / rates[PLAIN], 3),
-            "of_best": round(rates[name, k] / own[best], 3),
-        }
-        rows.append(row | (best_row if k is None else dict.fromkeys(best_row)))
+    methods = {(name, case): method(p, case) for name, p in prompts.items() for case in cases}
+    timed, rows = bench.interleave(methods, given.runs, f"temperature {warmth:g}"), []
+    for name in prompts:
+        place, plain = {"temperature": warmth, "prompt": name}, timed[name, PLAIN]
+        of_prompt = [place | row_of(case, timed[name, case], plain) for case in cases[1:]]
+        for row in of_prompt:
+            best = best_speedup(row, of_prompt) if row["k"] == CHOSEN else None
+            row |= {"best_speedup": best, "of_best": best and round(row["speedup"] / best, 3)}
+        rows += of_prompt
     return rows
 
 
+def row_of(case: Case, calls: list[bench.Timed], before: list[bench.Timed]) -> dict[str, Any]:
+    """One case on one prompt, beside plain decoding."""
+    gain = bench.speedup(bench.times(before), bench.times(calls))
+    # Of all runs together: counts are the same in each, times are not.
+    ours, plain = (bench.total([call.result for call in each]) for each in (calls, before))
+    cost = (ours.draft_ms + ours.verify_ms) / (plain.verify_ms / plain.target_passes)
+    needed = break_even_of_drafts(ours.drafted_at, ours.target_passes, cost)
+    output = calls[0].result.output
+    return {
+        "drafter": case[0],
+        "k": case[1],
+        "tokens_per_s": round(len(output) / bench.median_ms(calls) * 1e3, 1),
+        "speedup": gain.median,
+        "quartiles": gain.quartiles,
+        "acceptance_rate": bench.places(ours.draft_acceptance_rate),
+        "tau": bench.places(ours.mean_acceptance_length, 2),
+        "tokens_per_pass": bench.places(ours.tokens_per_pass, 2),
+        **{name: bench.places(value) for name, value in ours.costs(plain).items()},
+        "break_even_alpha": bench.places(needed) if ours.num_draft_tokens else None,
+        "identical": output == before[0].result.output,
+    }
+
+
+def best_speedup(row: dict[str, Any], rows: list[dict[str, Any]]) -> float:
+    """Of what the controller could have chosen, plain decoding included."""
+    able = [r for r in rows if r["k"] != CHOSEN and row["drafter"] in (r["drafter"], bench.AUTO)]
+    return max([1.0, *(each["speedup"] for each in able)])
+
+
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per temperature and drafter."""
-    groups: dict[tuple[float, str], list[dict[str, Any]]] = {}
+    """One row per temperature, drafter and K."""
+    groups = defaultdict(list)
     for row in rows:
-        groups.setdefault((row["temperature"], row["drafter"]), []).append(row)
+        groups[row["temperature"], row["drafter"], row["k"]].append(row)
+
+    def middle(group: list[dict[str, Any]], name: str) -> float | None:
+        values = [row[name] for row in group if row[name] is not None]
+        return round(median(values), 3) if values else None
+
     result = []
-    for (temperature, drafter), group in groups.items():
+    for (warmth, drafter, k), group in groups.items():
         worst = min(group, key=lambda row: row["speedup"])
-        shares = [row["of_best"] for row in group if row["of_best"]]
+        shares = [row["of_best"] for row in group if row["of_best"] is not None]
+        names = ("speedup", "acceptance_rate", "tau", "alpha", "c", "t_verify", "break_even_alpha")
         result.append(
-            {
-                "temperature": temperature,
-                "drafter": drafter,
-                "speedup": median(row["speedup"] for row in group),
+            {"temperature": warmth, "drafter": drafter, "k": k}
+            | {name: middle(group, name) for name in names}
+            | {
                 "worst": worst["speedup"],
                 "worst_prompt": worst["prompt"],
                 f"below_{LEAST_SPEEDUP}": sum(row["speedup"] < LEAST_SPEEDUP for row in group),
-                "of_best": median(shares) if shares else None,
+                "best_speedup": middle(group, "best_speedup"),
+                "of_best": middle(group, "of_best"),
                 "worst_of_best": min(shares, default=None),
                 f"below_{LEAST_OF_BEST}": sum(share < LEAST_OF_BEST for share in shares),
+                "identical": all(row["identical"] for row in group),
             }
         )
     return result
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line: two tables, then one JSON line."""
-    options = parser(__doc__)
+    """Run the command line."""
+    options = bench.parser(__doc__)
     k = between(1, MAX_SPECULATIVE_TOKENS)
     options.add_argument("--k", type=k, nargs="+", default=[1, 2, 3, 5])
-    options.add_argument("--temperature", type=float, nargs="+", default=[0.0, 1.0])
+    options.add_argument("--temperature", type=temperature, nargs="+", default=[0.0, 1.0])
     options.add_argument("--kinds", nargs="+", help="prompts whose names begin so (default: all)")
-    options.add_argument("--tokens", type=between(2, 1000), default=96, help="a request, at most")
+    options.add_argument("--model", default=Options.model, help="the target (default: ours)")
+    options.add_argument("--draft-model", help="one of your own")
+    bench.add_count(options, "--tokens", 2, 1000, 96, "a request, at most")
     given = options.parse_args(arguments)
-    check_temperatures(options, given.temperature)
-    chosen = core.load_engine(core.Options())
-    drafters = {name: d for name, d in chosen.drafters.items() if name != core.AutoDrafter.name}
-    fixed = core.Engine(chosen.target, drafters)
-    prompts = flat(demo_prompts(chosen.target.tokenizer, given.kinds))
-    rows = []
-    for temperature in given.temperature:
-        methods = {
-            (name, *case): method
-            for name, prompt in prompts.items()
-            for case, method in cases(chosen, fixed, [prompt], given, temperature).items()
-        }
-        timed = interleave(methods, given.runs, f"temperature {temperature:g}")
-        for prompt in prompts:
-            rates = {case[1:]: rate(calls) for case, calls in timed.items() if case[0] == prompt}
-            place = {"temperature": temperature, "prompt": prompt}
-            rows += [place | row for row in rows_of(rates)]
-    document = describe(__spec__.name, arguments) | {
-        "runs": given.runs,
-        "tokens": given.tokens,
-        "k": given.k,
-        "results": rows,
-        "summary": summary(rows),
-    }
-    panels = {
-        f"temperature {temperature:g}": {
-            drafter: [
-                (row["best_speedup"], row["speedup"])
-                for row in rows
-                if (row["temperature"], row["drafter"]) == (temperature, drafter)
-            ]
-            for drafter in chosen.drafters
-        }
-        for temperature in given.temperature
-    }
-    plot = {"panels": panels, "x_label": "best fixed K", "y_label": "controller", "level": 1.0}
-    finish(given, document, ["results", "summary"], plot | {"are_joined": False})
+    engine = bench.load_engine(model=given.model, draft_model=given.draft_model)
+    prompts = bench.flat(bench.demo_prompts(engine.target.tokenizer, given.kinds))
+    rows = [row for t in given.temperature for row in measure(engine, prompts, given, t)]
+    results = {"results": rows, "summary": summary(rows)}
+    bench.report(__spec__.name, arguments, given, results, ["summary"])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """llama.cpp beside ours: the same weights in the same type, forwards of one row and of six.
 
 What benchmarks.peers adds where llama-cpp-python and gguf are installed. The model, which must have
-Qwen3's structure, is written to a GGUF file without a tokenizer; llama.cpp reads it in a process of
+Qwen3's structure, is written to a GGUF file without a tokenizer. llama.cpp reads it in a process of
 its own (llama_worker.py). Both take turns, with a pause between, so that neither's idle threads
 still spin while the other is measured. Keys and values have the weights' type, flash attention is
 off. Quantised weights, which are what llama.cpp is mostly used with, are another trade and are not
@@ -13,15 +13,16 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from benchmarks.forwards import forward
+import benchmarks as bench
 
 PAUSE_S = 0.3
 TURN_S = 0.5  # of forwards, one after another
@@ -64,8 +65,7 @@ def write_gguf(model: Any, path: str) -> None:
     """
     import gguf
 
-    config = model.config
-    writer = gguf.GGUFWriter(path, "qwen3")
+    config, writer = model.config, gguf.GGUFWriter(path, "qwen3")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -80,14 +80,12 @@ def write_gguf(model: Any, path: str) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("none")
     for name, weight in model.named_parameters():  # a tied output layer comes once
-        weight = weight.detach()
+        weight, kind = weight.detach(), None
         if weight.dim() == 1:
-            writer.add_tensor(name_of(name), weight.float().numpy())
+            weight = weight.float()
         elif weight.dtype == torch.bfloat16:
-            kind = gguf.GGMLQuantizationType.BF16
-            writer.add_tensor(name_of(name), weight.view(torch.uint8).numpy(), raw_dtype=kind)
-        else:
-            writer.add_tensor(name_of(name), weight.numpy())
+            weight, kind = weight.view(torch.uint8), gguf.GGMLQuantizationType.BF16
+        writer.add_tensor(name_of(name), weight.numpy(), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -101,21 +99,14 @@ class Worker:
         script = Path(__file__).with_name("llama_worker.py")
         # -P: its folder's names (cache, sampling, …) are not those of anybody's libraries.
         command = [sys.executable, "-P", script, path, dtype, torch.get_num_threads(), context]
-        self._process = subprocess.Popen(
-            list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.version = self._answer()["ready"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen(list(map(str, command)), **pipes)
 
-    def _answer(self) -> dict[str, Any]:
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("llama.cpp's process ended")
-        return json.loads(line)
-
-    def feed(self, tokens: list[int], keep: int) -> dict[str, Any]:
-        """Feed `tokens` behind the first `keep` ones: {"ms", "argmax" behind each}."""
-        print(json.dumps({"feed": tokens, "keep": keep}), file=self._process.stdin, flush=True)
-        return self._answer()
+    def feed(self, tokens: list[int], keep: int) -> tuple[float, list[int]]:
+        """Feed `tokens` behind the first `keep` ones: milliseconds, and the argmax behind each."""
+        print(json.dumps([tokens, keep]), file=self._process.stdin, flush=True)
+        ms, argmax = json.loads(self._process.stdout.readline())
+        return ms, argmax
 
     def close(self) -> None:
         """End the process."""
@@ -129,37 +120,34 @@ def measure(
 
     `model` is transformers', untouched; `target` the same in a cached model of ours.
     """
-    counts = 1, 6
-    row = target.cache.open_row()
-    target.forward([row], [prompt], [1])
+    (row,), rows = bench.hold(target, prompt), []
     with TemporaryDirectory() as folder:
-        path = f"{folder}/model.gguf"
-        write_gguf(model, path)
-        worker = Worker(path, dtype, len(prompt) + 64)
+        write_gguf(model, f"{folder}/model.gguf")
+        worker = Worker(f"{folder}/model.gguf", dtype, len(prompt) + 64)
         try:
             worker.feed(prompt, 0)
-            theirs = {n: [] for n in counts}
-            ours = {n: [] for n in counts}
-            for _ in tqdm(range(runs), desc="llama.cpp"):
-                for n in counts:
-                    time.sleep(PAUSE_S)
-                    ours[n].append(turn(forward(target, row, prompt[:n])))
-                    time.sleep(PAUSE_S)
-                    theirs[n].append(turn(lambda n=n: worker.feed(prompt[:n], len(prompt))["ms"]))
-            rows = []
-            for n in counts:
-                scores = target.forward([row], [prompt[:n]], [n]).logits[0]
-                target.cache.truncate(row, len(prompt))
-                ms, its = median(ours[n]), median(theirs[n])
+            for n in 1, 6:
+                verify = bench.verifying(target, [row], prompt[:n])
+
+                def ours(verify: Any = verify) -> tuple[float, list[int]]:
+                    began = time.perf_counter()
+                    (choices,) = verify()
+                    return (time.perf_counter() - began) * 1e3, choices
+
+                def theirs(tokens: list[int] = prompt[:n]) -> tuple[float, list[int]]:
+                    return worker.feed(tokens, len(prompt))
+
+                turns = {"ours": lambda f=ours: turn(f), "theirs": lambda f=theirs: turn(f)}
+                timed = bench.interleave(turns, runs, f"llama.cpp, {n} rows")
+                ms, its = (median(call.result for call in calls) for calls in timed.values())
                 rows.append(
                     {
                         "rows": n,
                         "ours_ms": round(ms, 3),
                         "llama_cpp_ms": round(its, 3),
                         "ratio": round(ms / its, 2),
-                        "equal_argmax": scores.argmax(-1).tolist()
-                        == worker.feed(prompt[:n], len(prompt))["argmax"],
-                        "version": worker.version,
+                        "equal_argmax": ours()[1] == theirs()[1],
+                        "version": version("llama-cpp-python"),
                     }
                 )
             return rows
@@ -168,12 +156,11 @@ def measure(
             target.cache.close_row(row)
 
 
-def turn(call: Any) -> float:
-    """Median ms of calls for a while, the first one not counted; what they say, else the clock."""
+def turn(call: Callable[[], tuple[float, list[int]]]) -> float:
+    """Median ms of calls for a while, after a pause; the first one is not counted."""
+    time.sleep(PAUSE_S)
     call()
-    times, end = [], time.perf_counter() + TURN_S
-    while time.perf_counter() < end or len(times) < 3:
-        began = time.perf_counter()
-        said = call()
-        times.append(said if said is not None else (time.perf_counter() - began) * 1e3)
-    return median(times)
+    found, end = [], time.perf_counter() + TURN_S
+    while time.perf_counter() < end or len(found) < 3:
+        found.append(call()[0])
+    return median(found)

@@ -1,9 +1,8 @@
 """llama.cpp at work, in a process of its own: its idle threads would disturb torch's, and back.
 
-benchmarks.llama_peer starts it with a model's file, the type of its keys and values, the number of
-threads and the context; it needs llama-cpp-python and nothing else of this repository. A line of
-JSON asks, a line answers: {"feed": ids, "keep": count} forgets all but the first `count` tokens,
-feeds the ids with logits for each, and gives {"ms": …, "argmax": [ids]}.
+benchmarks.llama_peer starts it; it needs llama-cpp-python and nothing else of this repository. A
+line of JSON asks, [ids, keep]: forget all but the first `keep` tokens and feed the ids. A line
+answers, [milliseconds, argmax behind each id].
 """
 
 import json
@@ -15,32 +14,20 @@ import llama_cpp
 TYPES = {"float32": 0, "bfloat16": 30}  # ggml's numbers: GGML_TYPE_F32, GGML_TYPE_BF16
 
 
-def main() -> None:
+def main(path: str, dtype: str, num_threads: str, context: str) -> None:
     """Answer until stdin ends."""
-    path, dtype, threads, context = sys.argv[1:]
+    threads = {"n_threads": int(num_threads), "n_threads_batch": int(num_threads)}
     # Flash attention, the default, makes verifying slower and rounds to float16.
-    model = llama_cpp.Llama(
-        path,
-        n_ctx=int(context),
-        n_batch=512,
-        n_threads=int(threads),
-        n_threads_batch=int(threads),
-        flash_attn=False,
-        type_k=TYPES[dtype],
-        type_v=TYPES[dtype],
-        logits_all=True,
-        verbose=False,
-    )
-    print(json.dumps({"ready": llama_cpp.__version__}), flush=True)
+    keys = {"type_k": TYPES[dtype], "type_v": TYPES[dtype], "flash_attn": False}
+    size = {"n_ctx": int(context), "n_batch": 512, "logits_all": True, "verbose": False}
+    model = llama_cpp.Llama(path, **threads, **keys, **size)
     for line in sys.stdin:
-        asked = json.loads(line)
-        model.n_tokens = asked["keep"]
-        began = time.perf_counter()
-        model.eval(asked["feed"])
+        tokens, model.n_tokens = json.loads(line)
+        keep, began = model.n_tokens, time.perf_counter()
+        model.eval(tokens)
         ms = (time.perf_counter() - began) * 1e3
-        argmax = model.scores[asked["keep"] : model.n_tokens].argmax(-1).tolist()
-        print(json.dumps({"ms": ms, "argmax": argmax}), flush=True)
+        print(json.dumps([ms, model.scores[keep : model.n_tokens].argmax(-1).tolist()]), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -8,8 +8,9 @@ here it gets one that was loaded before. Its models are separate copies that not
 Models of random weights (--shape 0.6b) have neither draft model nor head, and their prompt is a
 random pattern, repeated.
 
-`ratio` counts prompts, too; `decode_ratio` only what comes after the first tokens; `pass_ratio` is
-per pass and not per token, for outputs that are not equal and so take different numbers of passes.
+`ratio` counts prompts, too, and is a median of runs; `decode_ratio` counts only what comes after
+the first tokens; `pass_ratio` is per pass and not per token, for outputs that are not equal and so
+take different numbers of passes. A ratio above 1 says that ours is faster.
 
 `passes` are forwards of the target, prompts included. generate() drafts before it has read the
 prompt (not with MTP), which saves up to one pass a request; our n-gram takes the latest match, not
@@ -21,105 +22,178 @@ Where llama-cpp-python and gguf are installed, a second table compares forwards 
 (llama_peer.py). Not covered: vLLM, which is made for other machines.
 
     python -m benchmarks.peers [--shape demo|0.6b] [--dtype float32|bfloat16] [--context 64] [--k 5]
-        [--kinds easy hard] [--tokens 96] [--runs 5] [--json] [--plot FILE.png]
+        [--kinds easy hard] [--tokens 96] [--runs 5] [--json]
 """
 
 import os
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from statistics import median
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
 
-from benchmarks import (
-    SHAPES,
-    Timed,
-    demo_prompts,
-    describe,
-    finish,
-    fixed_engine,
-    flat,
-    generate_all,
-    interleave,
-    llama_peer,
-    median_ms,
-    model_folder,
-    parser,
-)
-from benchmarks.transformers_peer import Peer, Result
-from serving.options import between
+import benchmarks as bench
+from benchmarks import llama_peer
+from messages import Request
+from serving.options import ROOT, Options, between
 from serving.parsing import MAX_SPECULATIVE_TOKENS
 
-METHODS = {"greedy": None, "ngram": "ngram", "draft_model": "draft_model", "mtp": "mtp"}
-Case = tuple[str, str, str]  # method, prompt, "ours" or "theirs"
+
+class Result(NamedTuple):
+    """One generation."""
+
+    tokens: list[int]
+    num_passes: int  # target forwards, the prompt's included
+    prompt_ms: float  # until the first tokens came
+    num_first: int  # how many those were: generate() may draft before it reads the prompt
 
 
-def generate_ours(
-    engine: Any, prompt: list[int], num_tokens: int, drafter: str | None, k: int
-) -> Result:
-    """Up to `num_tokens` greedy tokens."""
-    outputs, statistics = generate_all(engine, [prompt], num_tokens, drafter, k)
+class _Clock:
+    """What generate() calls a streamer: is handed the prompt, then tokens as they come."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.counts: list[int] = []
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.times.append(time.perf_counter())
+        self.counts.append(tokens.numel())
+
+    def end(self) -> None:
+        pass
+
+
+class Peer:
+    """transformers' generate(), on models of its own, told to draft as much as ours does."""
+
+    def __init__(self, folder: str, dtype: str, device: Any, k: int, with_drafters: bool) -> None:
+        def load(name: str) -> Any:
+            return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+
+        self.model, self.head, self.num_passes = load(folder), None, 0
+        self.model.register_forward_pre_hook(self._count)
+        assert Options.prompt_lookup_min == 1, "prompt lookup goes down to suffixes of one token"
+        largest = Options.prompt_lookup_max
+        lookup = {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": largest}
+        self.arguments: dict[str, dict[str, Any]] = {"greedy": {}, "ngram": lookup}
+        if with_drafters:
+            assistant = load(str(ROOT / "demo_models" / "draft"))
+            own = assistant.generation_config
+            own.num_assistant_tokens, own.num_assistant_tokens_schedule = k, "constant"
+            own.assistant_confidence_threshold = 0.0
+            self.arguments["draft_model"] = {"assistant_model": assistant}
+            self.head = MtpModel.from_pretrained(self.model)
+            self.arguments["mtp"] = {"use_mtp": True}
+
+    def _count(self, *_: Any) -> None:
+        self.num_passes += 1
+
+    @contextmanager
+    def keeping_the_head(self) -> Iterator[None]:
+        """generate() loads the MTP head anew at each call; within, it finds this one."""
+        with mock.patch.object(MtpModel, "from_pretrained", lambda *_, **__: self.head):
+            yield
+
+    def generate(self, method: str, prompt: list[int], num_tokens: int) -> Result:
+        """Up to `num_tokens` greedy tokens."""
+        self.num_passes, clock, began = 0, _Clock(), time.perf_counter()
+        ids = torch.tensor([prompt], device=self.model.device)
+        output = self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            pad_token_id=0,
+            streamer=clock,
+            **self.arguments[method],
+        )
+        new, prompt_ms = output[0, len(prompt) :].tolist(), (clock.times[1] - began) * 1e3
+        return Result(new, self.num_passes, prompt_ms, clock.counts[1])
+
+
+def generate_ours(engine: Any, request: Request) -> Result:
+    """The same by ours."""
+    output, statistics = bench.run(engine, request)
     passes = statistics.prefills + statistics.target_passes
-    return Result(outputs[0], passes, statistics.prompt_ms, 1)
+    return Result(output, passes, statistics.prompt_ms, 1)
 
 
-def cases(engine: Any, peer: Peer, prompts: dict[str, list[int]], given: Any) -> dict[Case, Any]:
-    """What to time: a function without arguments, by case."""
-    found: dict[Case, Callable[[], Result]] = {}
+def measure(
+    engine: Any, peer: Peer, kinds: dict[str, dict[str, list[int]]], given: Any
+) -> list[dict[str, Any]]:
+    """One row per method and kind of prompts."""
+    prompts, methods = bench.flat(kinds), {}
     for method in peer.arguments:
         k = min(given.k, peer.head.num_mtp_layers) if method == "mtp" else given.k
+        drafter = None if method == "greedy" else method
         for name, prompt in prompts.items():
-            ours = prompt, given.tokens, METHODS[method], k
-            theirs = method, prompt, given.tokens
-            found[method, name, "ours"] = lambda a=ours: generate_ours(engine, *a)
-            found[method, name, "theirs"] = lambda a=theirs: peer.generate(*a)
-    return found
+            request, theirs = Request(prompt, given.tokens, drafter, k), (method, prompt)
+            methods[method, name, "ours"] = lambda r=request: generate_ours(engine, r)
+            methods[method, name, "theirs"] = lambda a=theirs: peer.generate(*a, given.tokens)
+    with peer.keeping_the_head():
+        timed = bench.interleave(methods, given.runs, "generate")
+    groups = {kind: list(group) for kind, group in kinds.items()}
+    groups |= {"all": list(prompts)} if len(groups) > 1 else {}
+    return [
+        {"method": method, "prompts": kind}
+        | row_of(*([timed[method, name, who] for name in names] for who in ("ours", "theirs")))
+        for method in peer.arguments
+        for kind, names in groups.items()
+    ]
 
 
 class Total(NamedTuple):
-    """A list of prompts together; rates in tokens per second."""
+    """A list of prompts together."""
 
     num_tokens: int
     num_passes: int
-    rate: float  # medians of times, prompts included
-    decode_rate: float | None  # of what comes after the first tokens, if anything does
-    rates: list[float]  # run by run
+    ms_per_token: list[float]  # run by run, prompts included
+    later_ms_per_token: list[float]  # of what comes after the first tokens, if anything does
 
 
-def total(calls: list[list[Timed]]) -> Total:
+def total(calls: list[list[bench.Timed]]) -> Total:
     """Of several runs of each prompt."""
     results = [of_prompt[0].result for of_prompt in calls]
     num_tokens = sum(len(result.tokens) for result in results)
     num_later = num_tokens - sum(result.num_first for result in results)
-    later_ms = sum(median(call.ms - call.result.prompt_ms for call in runs) for runs in calls)
+    ms = [sum(call.ms for call in of_run) for of_run in zip(*calls, strict=True)]
+    later_ms = [
+        sum(call.ms - call.result.prompt_ms for call in of_run)
+        for of_run in zip(*calls, strict=True)
+    ]
     return Total(
         num_tokens,
         sum(result.num_passes for result in results),
-        num_tokens / sum(map(median_ms, calls)) * 1e3,
-        num_later / later_ms * 1e3 if num_later else None,
-        [num_tokens / sum(call.ms for call in run) * 1e3 for run in zip(*calls, strict=True)],
+        [each / num_tokens for each in ms],
+        [each / num_later for each in later_ms] if num_later else [],
     )
 
 
-def row_of(ours: list[list[Timed]], theirs: list[list[Timed]]) -> dict[str, Any]:
-    """One method on some prompts; a ratio above 1 says that ours is faster."""
+def row_of(ours: list[list[bench.Timed]], theirs: list[list[bench.Timed]]) -> dict[str, Any]:
+    """One method on some prompts."""
     own, other = total(ours), total(theirs)
-    both_decode = own.decode_rate and other.decode_rate
-    pass_ms = [side.num_tokens / side.rate / side.num_passes for side in (own, other)]
-    ratios = [mine / its for mine, its in zip(own.rates, other.rates, strict=True)]
+    gain = bench.speedup(other.ms_per_token, own.ms_per_token)
+    can_decode = own.later_ms_per_token and other.later_ms_per_token
+    own_share, other_share = (side.num_tokens / side.num_passes for side in (own, other))
     pairs = [
         (mine[0].result.tokens, other[0].result.tokens)
         for mine, other in zip(ours, theirs, strict=True)
     ]
     return {
-        "ours_tokens_per_s": round(own.rate, 1),
-        "generate_tokens_per_s": round(other.rate, 1),
-        "ratio": round(own.rate / other.rate, 2),
-        "min_ratio": round(min(ratios), 2),
-        "max_ratio": round(max(ratios), 2),
-        "decode_ratio": both_decode and round(own.decode_rate / other.decode_rate, 2),
-        "pass_ratio": round(pass_ms[1] / pass_ms[0], 2),
+        "ours_tokens_per_s": round(1e3 / median(own.ms_per_token), 1),
+        "generate_tokens_per_s": round(1e3 / median(other.ms_per_token), 1),
+        "ratio": gain.median,
+        "quartiles": gain.quartiles,
+        "decode_ratio": bench.speedup(other.later_ms_per_token, own.later_ms_per_token).median
+        if can_decode
+        else None,
+        "pass_ratio": round(gain.median * other_share / own_share, 2),
         "ours_passes": own.num_passes,
         "generate_passes": other.num_passes,
         "num_tokens": own.num_tokens,
@@ -129,77 +203,45 @@ def row_of(ours: list[list[Timed]], theirs: list[list[Timed]]) -> dict[str, Any]
     }
 
 
-def rows_of(timed: dict[Case, list[Timed]], kinds: dict[str, list[str]]) -> list[dict[str, Any]]:
-    """One row per method and kind of prompts."""
-    return [
-        {"method": method, "prompts": kind}
-        | row_of(*([timed[method, name, who] for name in names] for who in ("ours", "theirs")))
-        for method in dict.fromkeys(method for method, _, _ in timed)
-        for kind, names in kinds.items()
-    ]
-
-
 def pattern(vocabulary: int, length: int) -> list[int]:
     """Random tokens that repeat after 32: something to look up."""
-    chance = torch.Generator().manual_seed(0)
-    return (torch.randint(vocabulary, (32,), generator=chance).tolist() * length)[:length]
+    return (bench.random_tokens(vocabulary, 32) * length)[:length]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line: a table, then one JSON line."""
-    options = parser(__doc__)
-    options.add_argument("--shape", choices=["demo", *SHAPES], default="demo", help="of the target")
-    options.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    options.add_argument(
-        "--context", type=between(2, 10**5), help="of a random model's prompt (64)"
-    )
-    options.add_argument("--k", type=between(1, MAX_SPECULATIVE_TOKENS), default=5)
+    """Run the command line."""
+    options = bench.parser(__doc__)
+    bench.add_model(options)
+    length = between(2, 10**5)
+    options.add_argument("--context", type=length, help="of a random model's prompt (64)")
+    bench.add_count(options, "--k", 1, MAX_SPECULATIVE_TOKENS, 5, "draft tokens")
     options.add_argument("--kinds", nargs="+", help="demo prompts whose names begin so (all)")
-    options.add_argument("--tokens", type=between(2, 1000), default=96, help="a request, at most")
+    bench.add_count(options, "--tokens", 2, 1000, 96, "a request, at most")
     given = options.parse_args(arguments)
     is_demo = given.shape == "demo"
     if is_demo and given.context or given.kinds and not is_demo:
         options.error("--context goes with a random --shape, and --kinds with the demo prompts")
     context = given.context or (300 if is_demo else 64)
     length = None if is_demo else context + max(given.tokens, 8)  # six rows, at the least
-    with model_folder(given.shape, given.dtype) as folder:
-        engine = fixed_engine(model=folder, dtype=given.dtype, max_running=2, max_model_len=length)
+    with bench.model_folder(given.shape, given.dtype) as folder:
+        size = {"max_running": 2, "max_model_len": length}
+        engine = bench.load_engine(model=folder, dtype=given.dtype, fixed_k=True, **size)
         peer = Peer(folder, given.dtype, engine.target.model.device, given.k, is_demo)
+    text = pattern(engine.target.vocab_size, context)
     if is_demo:
-        chosen = demo_prompts(engine.target.tokenizer, given.kinds)
+        kinds = bench.demo_prompts(engine.target.tokenizer, given.kinds)
     else:
         engine.eos_ids = set()  # as generate() has none for a random model
-        chosen = {"random": {"pattern": pattern(engine.target.vocab_size, context)}}
-    prompts = flat(chosen)
-    with peer.keeping_the_head():
-        timed = interleave(cases(engine, peer, prompts, given), given.runs, "generate")
-    if lacking := llama_peer.missing():
+        kinds = {"random": {"pattern": text}}
+    rows = measure(engine, peer, kinds, given)
+    lacking, llama = llama_peer.missing(), []
+    if lacking:
         print(lacking, file=sys.stderr)
-        llama = []
     else:
-        text = pattern(engine.target.vocab_size, context)
         llama = llama_peer.measure(peer.model, engine.target, given.dtype, text, given.runs)
-    kinds = {kind: list(group) for kind, group in chosen.items()}
-    rows = rows_of(timed, kinds | ({"all": list(prompts)} if len(kinds) > 1 else {}))
-    document = describe(__spec__.name, arguments) | {
-        "shape": given.shape,
-        "dtype": given.dtype,
-        "k": given.k,
-        "tokens": given.tokens,
-        "runs": given.runs,
-        "prompts": {kind: {name: len(prompts[name]) for name in kinds[kind]} for kind in kinds},
-        "results": rows,
-        "llama_cpp": llama,
-    }
-    bars = {row["method"]: [] for row in rows}
-    for row in rows:
-        bars[row["method"]].append((row["prompts"], row["ratio"]))
-    plot = {
-        "panels": {"ours / generate()": bars},
-        "x_label": "prompts",
-        "y_label": "tokens/s, ratio",
-    }
-    finish(given, document, ["results", "llama_cpp"], plot | {"level": 1.0})
+    lengths = {kind: {name: len(p) for name, p in group.items()} for kind, group in kinds.items()}
+    results = {"prompts": lengths, "results": rows, "llama_cpp": llama}
+    bench.report(__spec__.name, arguments, given, results, ["results", "llama_cpp"])
 
 
 if __name__ == "__main__":

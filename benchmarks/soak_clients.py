@@ -1,6 +1,6 @@
 """The soak test's clients: what they send, what they do with the answer, what must be in it.
 
-Used by soak.py, which runs many at once, each in a thread; every thread writes into one Tally.
+Used by soak.py, which runs many at once, each in a thread. Every thread writes into one Tally.
 """
 
 import http.client
@@ -12,25 +12,24 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from benchmarks import core
-
 HOST = "127.0.0.1"
 BURST = 16  # requests at once: with the other clients' more than run and wait
+GENERATE, COMPLETIONS = "/generate", "/v1/completions"
+JSON = {"Content-Type": "application/json"}
 
 # ------------------------------------------------------------------------------------ requests
 
 
-@dataclass(frozen=True)
-class Ask:
+class Ask(NamedTuple):
     """A request for text."""
 
     path: str
@@ -46,8 +45,7 @@ class Ask:
         return Ask(self.path, kept)
 
 
-@dataclass(frozen=True)
-class Text:
+class Text(NamedTuple):
     """What an answer says, as far as it is the same whenever and beside whatever one asks."""
 
     text: str
@@ -57,7 +55,6 @@ class Text:
     logprobs: Any
 
 
-GENERATE, COMPLETIONS = "/generate", "/v1/completions"
 STOPS = ("\n", " the", ",", "return", "}", ". ", "green", "é")
 SAMPLING: dict[str, tuple[float, ...]] = {
     "temperature": (0.3, 0.8, 1.0, 1.5),
@@ -68,27 +65,20 @@ SAMPLING: dict[str, tuple[float, ...]] = {
 }
 
 
-def random_prompt(rng: random.Random, texts: list[str]) -> str | list[int]:
-    """A text, now and then a long one, or any token ids, of which most make no sense."""
-    if rng.random() < 0.6:
-        text = rng.choice(texts)
-        return text * rng.randint(2, 6) if rng.random() < 0.2 else text
-    length = rng.randint(300, 1200) if rng.random() < 0.2 else rng.randint(1, 40)
-    return [rng.randrange(1, 1000) for _ in range(length)]
-
-
 def random_ask(
-    rng: random.Random, texts: list[str], drafters: list[str], path: str, stream: bool
+    rng: random.Random, texts: list[str], drafters: list[str], path: str, is_stream: bool
 ) -> Ask:
-    """Any request that must be answered, with a seed, so that it has one right answer."""
-    fields: dict[str, Any] = {
-        "prompt": random_prompt(rng, texts),
-        "max_tokens": rng.randint(1, 160),
-        "num_speculative_tokens": rng.choice((0, 1, 2, 3, 5, 8, 16)),
-        "seed": rng.randrange(1 << 32),
-    }
-    drafter = rng.choice([None, *drafters])
-    fields |= {"drafter": drafter} if drafter else {"speculative": False}
+    """Any request that must be answered, with a seed, so that it has one right answer.
+
+    Its prompt is a text, now and then a long one, or any token ids, of which most make no sense.
+    """
+    prompt: str | list[int] = rng.choice(texts) * (rng.randint(2, 6) if rng.random() < 0.2 else 1)
+    if rng.random() < 0.4:
+        length = rng.randint(300, 1200) if rng.random() < 0.2 else rng.randint(1, 40)
+        prompt = [rng.randrange(1, 1000) for _ in range(length)]
+    fields: dict[str, Any] = {"prompt": prompt, "max_tokens": rng.randint(1, 160)}
+    fields |= {"seed": rng.randrange(1 << 32), "drafter": rng.choice(drafters)}
+    fields["num_speculative_tokens"] = rng.choice((0, 1, 2, 3, 5, 8, 16))  # 0: plain decoding
     if rng.random() < 0.5:
         fields |= {name: rng.choice(values) for name, values in SAMPLING.items()}
     if rng.random() < 0.25:
@@ -97,60 +87,31 @@ def random_ask(
         fields["logprobs"] = rng.choice((0, 1, 5))
     if path == GENERATE and rng.random() < 0.1:
         fields[rng.choice(("trace", "compare"))] = True
-    if stream:
-        fields["stream"] = True
-        if path == COMPLETIONS:
-            fields["stream_options"] = {"include_usage": True}
+    if is_stream:
+        usage = {"stream_options": {"include_usage": True}} if path == COMPLETIONS else {}
+        fields |= {"stream": True} | usage
     return Ask(path, fields)
 
 
-@dataclass(frozen=True)
-class Bad:
-    """A request that must be refused, in JSON."""
-
-    name: str
-    status: int
-    body: bytes
-    path: str = GENERATE
-    method: str = "POST"
-    content_type: str = "application/json"
+def _post(body: bytes = b"", path: str = GENERATE, **fields: Any) -> bytes:
+    """A request as it goes over the wire."""
+    body = body or json.dumps({"prompt": "1, 2,"} | fields).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-def _bad(name: str, path: str = GENERATE, status: int = 400, **fields: Any) -> Bad:
-    return Bad(name, status, json.dumps({"prompt": "1, 2,"} | fields).encode(), path)
-
-
-BAD = (
-    Bad("broken JSON", 400, b'{"prompt": "1, 2,"'),
-    Bad("an array", 400, b"[1, 2]"),
-    Bad("NaN", 400, b'{"prompt": "1, 2,", "temperature": NaN}'),
-    Bad("not UTF-8", 400, b'{"prompt": "\xff\xfe"}'),
-    Bad("deep nesting", 400, b"[" * 100_000),
-    Bad("over 1 MiB", 413, b'{"prompt": "' + b"x" * (1 << 20) + b'"}'),
-    Bad("plain text", 415, b"1, 2,", content_type="text/plain"),
-    Bad("unknown path", 404, b"{}", path="/generated"),
-    Bad("GET of a POST", 405, b"", method="GET"),
-    _bad("a word as number", max_tokens="ten"),
-    _bad("below its range", temperature=-1),
-    _bad("a word as flag", stream="yes"),
-    _bad("unknown drafter", drafter="oracle"),
-    _bad("empty stop string", stop=[""]),
-    _bad("empty prompt", prompt=""),
-    _bad("lone surrogate", prompt="\ud800"),
-    _bad("unknown token", prompt=[1, 1 << 40]),
-    _bad("too long prompt", prompt=[7] * 150_000),
-    _bad("two choices", COMPLETIONS, n=2),
-    _bad("another model", COMPLETIONS, 404, model="another"),
-)
-# What is no HTTP is refused before there is a request.
-NOT_HTTP = {
-    "no request line": b"hello\r\n\r\n",
-    "no colon": b"GET /health HTTP/1.1\r\nHost: x\r\nno colon here\r\n\r\n",
-    "bad length": b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: ten\r\n\r\n",
-    "bad chunk": b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+# What is no request for text, and its status. The tests try many more bad inputs, one at a time.
+OTHER: dict[str, tuple[bytes, int]] = {
+    "the page": (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", 200),
+    "figures": (b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", 200),
+    "no request line": (b"hello\r\n\r\n", 400),
+    "broken JSON": (_post(b'{"prompt": "1, 2,"'), 400),
+    "deep nesting": (_post(b"[" * 100_000), 400),
+    "over 1 MiB": (_post(b'{"prompt": "' + b"x" * (1 << 20) + b'"}'), 413),
+    "unknown drafter": (_post(drafter="oracle"), 400),
+    "too long prompt": (_post(prompt=[7] * 150_000), 400),
+    "another model": (_post(path=COMPLETIONS, model="another"), 404),
 }
-HALF = b'POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"prompt": '
-PAGES = {"/": b"<html", "/metrics": b"generation_tokens_total", "/v1/models": b'"data"'}
 
 # ------------------------------------------------------------------------------------- answers
 
@@ -163,10 +124,10 @@ class Wrong(Exception):
     """An answer came that cannot be right."""
 
 
-def require(is_right: bool, otherwise: str) -> None:
-    """Raises Wrong."""
-    if not is_right:
-        raise Wrong(otherwise)
+def require(claims: dict[str, bool], answer: Any) -> None:
+    """Raises Wrong, with the answer, unless every claim about it holds."""
+    if broken := [claim for claim, holds in claims.items() if not holds]:
+        raise Wrong(f"it does not hold that {', '.join(broken)}: {answer!r:.2000}")
 
 
 def require_status(response: http.client.HTTPResponse, status: int) -> None:
@@ -178,91 +139,66 @@ def require_status(response: http.client.HTTPResponse, status: int) -> None:
 def require_error(body: bytes) -> None:
     """Raises Wrong unless it is the one error body."""
     error = json.loads(body)["error"]
-    require({"message", "type", "param", "code"} == error.keys(), f"no error body: {body!r}")
-    require(bool(error["message"]), "an error without message")
-
-
-def check(ask: Ask, text: Text, body: dict[str, Any]) -> Text:
-    """The text, if the answer's figures fit it and the request. Raises Wrong."""
-    usage, limit = body["usage"], ask.fields["max_tokens"]
-    sum_of_both = usage["prompt_tokens"] + usage["completion_tokens"]
-    require(usage["total_tokens"] == sum_of_both, f"usage does not add up: {usage}")
-    require(usage["completion_tokens"] == text.num_tokens, f"{text.num_tokens} tokens, {usage}")
-    require(body["timings"]["predicted_n"] == text.num_tokens, f"{body['timings']}")
-    reasons = ("stop", "length") if text.num_tokens == limit else ("stop",)
-    is_ended = 1 <= text.num_tokens <= limit and text.finish_reason in reasons
-    require(is_ended, f"{text.num_tokens} of {limit} tokens, then {text.finish_reason}")
-    found = [stop for stop in ask.fields.get("stop", ()) if stop in text.text]
-    require(not found, f"the text holds the stop string {found}: {text.text!r}")
-    require(body["seed"] == ask.fields["seed"], f"seed {body['seed']}")
-    require(body["warnings"] == [], f"warnings {body['warnings']}")
-    compared = body.get("compare", {}).get("identical")
-    require(compared is not False, f"plain decoding differs: {body.get('compare')}")
-    return text
+    is_whole = {"message", "type", "param", "code"} == error.keys()
+    require({"an error says what is wrong": is_whole and bool(error["message"])}, body)
 
 
 def read_answer(ask: Ask, body: dict[str, Any]) -> Text:
-    """Of a whole answer. Raises Wrong."""
+    """The text, if the answer's figures fit it and the request. Raises Wrong."""
     choice = body if ask.path == GENERATE else body["choices"][0]
-    logprobs, ids = choice.get("logprobs"), body.get("token_ids")
-    count = body["usage"]["completion_tokens"] if ids is None else len(ids)
-    if logprobs is not None:
-        listed = logprobs if ask.path == GENERATE else logprobs["tokens"]
-        require(len(listed) == count, f"{len(listed)} log-probabilities of {count} tokens")
-    return check(ask, Text(choice["text"], choice["finish_reason"], count, ids, logprobs), body)
+    logprobs, ids, usage = choice.get("logprobs"), body.get("token_ids"), body["usage"]
+    count, limit = usage["completion_tokens"], ask.fields["max_tokens"]
+    text, reason = choice["text"], choice["finish_reason"]
+    listed = logprobs if ask.path == GENERATE or not logprobs else logprobs["tokens"]
+    claims = {
+        "usage adds up": usage["total_tokens"] == usage["prompt_tokens"] + count,
+        "usage counts the tokens": ids is None or len(ids) == count,
+        "timings count the tokens": body["timings"]["predicted_n"] == count,
+        "each token has a log-probability": listed is None or len(listed) == count,
+        "there are as many tokens as asked for, at most": 1 <= count <= limit,
+        "it says why it ended": reason == "stop" or (reason == "length" and count == limit),
+        "stop strings are left out": not any(s in text for s in ask.fields.get("stop", ())),
+        "the seed is the request's": body["seed"] == ask.fields["seed"],
+        "nothing is warned of": body["warnings"] == [],
+        "plain decoding gives the same": body.get("compare", {}).get("identical") is not False,
+    }
+    require(claims, body)
+    return Text(text, reason, count, ids, logprobs)
 
 
 def read_stream(ask: Ask, events: list[dict[str, Any]]) -> Text:
     """Of all events of a stream. Raises Wrong, or Lost where one is an error."""
-    failed = [event for event in events if "error" in event]
-    if failed:
+    if failed := [event for event in events if "error" in event]:
         raise Lost(f"the stream ended with {failed}")
-    return (_read_cycles if ask.path == GENERATE else _read_chunks)(ask, events)
-
-
-def _read_cycles(ask: Ask, events: list[dict[str, Any]]) -> Text:
-    """Cycles, those of a comparison's plain decoding, and the answer."""
     *parts, last = events
-    cycles = [event for event in parts if "plain" not in event]
-    text = read_answer(ask, last)
-    streamed = "".join(cycle["text"] for cycle in cycles)
-    require(streamed == text.text, f"streamed {streamed!r}, the answer says {text.text!r}")
-    ids = [token["id"] for cycle in cycles for token in cycle["tokens"]]
-    require(ids == text.token_ids, f"streamed {ids}, the answer says {text.token_ids}")
-    steps = [cycle["step"] for cycle in cycles]
-    require(steps == list(range(len(cycles))), f"steps {steps}")
-    logprobs = [entry for cycle in cycles for entry in cycle.get("logprobs", ())]
-    require(logprobs == (text.logprobs or []), "the streamed log-probabilities are others")
-    plain = "".join(event["plain"]["text"] for event in parts if "plain" in event)
-    if "compare" in last:
-        require(plain == last["compare"]["plain"]["text"], f"streamed as plain: {plain!r}")
-    return text
-
-
-def _read_chunks(ask: Ask, events: list[dict[str, Any]]) -> Text:
-    """Chunks of OpenAI's, the one with the reason of the end, and the usage."""
-    *chunks, usage = events
-    require(usage["choices"] == [], "no chunk with the usage")
-    choices = [chunk["choices"][0] for chunk in chunks]
-    reasons = [choice["finish_reason"] for choice in choices]
-    require(not any(reasons[:-1]) and bool(reasons[-1]), f"reasons of the end: {reasons}")
+    if ask.path == GENERATE:  # cycles, those of a comparison's plain decoding, and the answer
+        cycles = [event for event in parts if "plain" not in event]
+        plain = "".join(event["plain"]["text"] for event in parts if "plain" in event)
+        ids = [token["id"] for cycle in cycles for token in cycle["tokens"]]
+        logprobs = [entry for cycle in cycles for entry in cycle.get("logprobs", ())]
+        said = plain, "".join(cycle["text"] for cycle in cycles), ids, logprobs
+        compared = last.get("compare", {"plain": {"text": ""}})["plain"]["text"]
+        answer = compared, last["text"], last["token_ids"], last.get("logprobs") or []
+        require({"the pieces make the answer": said == answer}, events)
+        return read_answer(ask, last)
+    choices = [chunk["choices"][0] for chunk in parts]  # OpenAI's chunks, and the usage
+    *others, reason = [choice["finish_reason"] for choice in choices]
+    claims = {"usage comes last": last["choices"] == [], "it ends once": not any(others)}
+    require(claims, events)
     listed = [choice["logprobs"] for choice in choices if choice["logprobs"]]
     joined = {key: [one for part in listed for one in part[key]] for key in (listed or [{}])[0]}
-    whole = {
-        "text": "".join(choice["text"] for choice in choices),
-        "finish_reason": reasons[-1],
-        "logprobs": joined or None,
-    }
-    return read_answer(ask, usage | {"choices": [whole]})
+    text = "".join(choice["text"] for choice in choices)
+    whole = {"text": text, "finish_reason": reason, "logprobs": joined or None}
+    return read_answer(ask, last | {"choices": [whole]})
 
 
-def read_events(response: http.client.HTTPResponse, until: float) -> Iterator[dict[str, Any]]:
+def read_events(lines: Iterable[bytes], until: float) -> Iterator[dict[str, Any]]:
     """A stream's events as they come. Raises Lost if the last is not [DONE], or not in time."""
-    for line in response:
+    for line in lines:
         if time.monotonic() > until:
             raise Lost("the stream did not end in time")
         if line.startswith(b"data: [DONE]"):
-            require(response.read().strip() == b"", "something came after [DONE]")
+            require({"[DONE] is the end": not any(map(bytes.strip, lines))}, line)
             return
         if line.startswith(b"data: "):
             yield json.loads(line.removeprefix(b"data: "))
@@ -277,12 +213,10 @@ COUNTS = ("sent", "answered", "refused", "retried_429", "left_early", "lost", "w
 class Tally:
     """What came of all clients' requests, by behaviour; every thread writes here."""
 
-    def __init__(self, sample_size: int, seed: int) -> None:
+    def __init__(self) -> None:
         self.counts: dict[str, Counter[str]] = defaultdict(Counter)
         self.times_ms: dict[str, list[float]] = defaultdict(list)  # by path
-        self.num_tokens = self.num_texts = 0
-        self.sample: list[tuple[Ask, Text]] = []
-        self._size, self._rng = sample_size, random.Random(seed)
+        self.texts: list[tuple[Ask, Text]] = []
         self._lock = threading.Lock()
 
     def add(self, behaviour: str, count: str) -> None:
@@ -291,124 +225,73 @@ class Tally:
 
     def time(self, path: str, began: float) -> None:
         """An answer came whole, as fast as the server could."""
-        ms = (time.monotonic() - began) * 1e3
         with self._lock:
-            self.times_ms[path].append(ms)
+            self.times_ms[path].append((time.monotonic() - began) * 1e3)
 
-    def keep(self, ask: Ask, text: Text) -> None:
-        """Count an answer's tokens; each answer is as likely as any other to be in the sample."""
-        with self._lock:
-            self.num_tokens += text.num_tokens
-            self.num_texts += 1
-            place = self._rng.randrange(self.num_texts)
-            if len(self.sample) < self._size:
-                self.sample.append((ask, text))
-            elif place < self._size:
-                self.sample[place] = (ask, text)
+    @property
+    def num_tokens(self) -> int:
+        return sum(text.num_tokens for _, text in list(self.texts))
 
     @contextmanager
     def sent(self, behaviour: str, what: Any) -> Iterator[None]:
-        """Count a request as sent, and print what goes wrong until its answer is read."""
+        """Count a request as sent, and count and print what goes wrong until its answer is read."""
         self.add(behaviour, "sent")
         try:
             yield
-        except (Lost, OSError, http.client.HTTPException) as error:
-            self._fault(behaviour, "lost", what, error)
-        except Wrong as error:
-            self._fault(behaviour, "wrong", what, error)
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
-            self._fault(behaviour, "wrong", what, error)  # not of the shape that was promised
-
-    def _fault(self, behaviour: str, kind: str, what: Any, error: Exception) -> None:
-        self.add(behaviour, kind)
-        reason = f"{type(error).__name__}: {error}"
-        tqdm.write(f"{kind.upper()} ({behaviour}): {what}\n  {reason}", file=sys.stderr)
-        if kind == "lost":
-            time.sleep(1.0)  # a server that has gone is not asked thousands of times
-
-    def total(self, count: str) -> int:
-        with self._lock:
-            return sum(counts[count] for counts in self.counts.values())
+        except Exception as error:
+            is_lost = isinstance(error, (Lost, OSError, http.client.HTTPException))
+            kind = "lost" if is_lost else "wrong"  # or not of the shape that was promised
+            self.add(behaviour, kind)
+            said = f"{kind.upper()} ({behaviour}): {what}\n  {type(error).__name__}: {error}"
+            tqdm.write(said, file=sys.stderr)
+            if is_lost:
+                time.sleep(1.0)  # a server that has gone is not asked thousands of times
 
     def rows(self) -> list[dict[str, Any]]:
         """By behaviour, then in all."""
-        rows = {name: [counts[c] for c in COUNTS] for name, counts in sorted(self.counts.items())}
-        rows["in all"] = [sum(column) for column in zip(*rows.values(), strict=True)]
+        by_name = dict(sorted(self.counts.items()))
+        by_name["in all"] = sum(self.counts.values(), Counter())
         return [
-            {"behaviour": name} | dict(zip(COUNTS, row, strict=True)) for name, row in rows.items()
+            {"behaviour": name} | {count: counts[count] for count in COUNTS}
+            for name, counts in by_name.items()
         ]
 
 
 # ------------------------------------------------------------------------------------- clients
 
 
-class _Slowly(io.RawIOBase):
-    """Reads a few bytes, with a pause before."""
-
-    def __init__(self, raw: Any) -> None:
-        self._raw = raw
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        time.sleep(0.005)
-        return self._raw.readinto(memoryview(buffer)[:50])
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
-
-
-class SlowResponse(http.client.HTTPResponse):
-    """A response that is read slowly, to its end."""
-
-    def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
-        super().__init__(sock, *arguments, **options)
-        self.fp.close()
-        self.fp = io.BufferedReader(_Slowly(sock.makefile("rb", buffering=0)), 50)
-
-
-class SlowConnection(http.client.HTTPConnection):
-    """The server's side feels it: little fits into this one's buffers."""
-
-    response_class = SlowResponse
-
-    def connect(self) -> None:
-        super().connect()
-        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-
-
+@dataclass
 class Client:
     """One client: its own random choices; what came of them goes into everyone's tally."""
 
-    def __init__(
-        self, port: int, timeout_s: float, tally: Tally, rng: random.Random, drafters: list[str]
-    ) -> None:
-        self.port, self.timeout_s, self.tally, self.rng = port, timeout_s, tally, rng
-        self.drafters, self.texts = drafters, list(core.read_prompts().values())
-        self.behaviour = ""
+    port: int
+    timeout_s: float
+    tally: Tally
+    rng: random.Random
+    drafters: list[str]
+    texts: list[str]
+    behaviour: str = ""
 
     def run(self, stop: threading.Event) -> None:
         """One thing after another until `stop`."""
-        names, weights = list(BEHAVIOURS), [weight for weight, _ in BEHAVIOURS.values()]
+        weights = [weight for weight, _ in BEHAVIOURS.values()]
         while not stop.is_set():
-            self.behaviour = self.rng.choices(names, weights)[0]
+            self.behaviour = self.rng.choices(list(BEHAVIOURS), weights)[0]
             BEHAVIOURS[self.behaviour][1](self)
 
-    def ask(self, path: str = GENERATE, stream: bool = False) -> Ask:
-        return random_ask(self.rng, self.texts, self.drafters, path, stream)
-
-    def sent(self, what: Any) -> Any:
-        return self.tally.sent(self.behaviour, what)
+    def ask(self, path: str) -> Ask:
+        is_stream = self.rng.random() < 0.5
+        return random_ask(self.rng, self.texts, self.drafters, path, is_stream)
 
     def count(self, name: str) -> None:
         self.tally.add(self.behaviour, name)
 
-    def connect(
-        self, kind: type[http.client.HTTPConnection] = http.client.HTTPConnection
-    ) -> http.client.HTTPConnection:
-        return kind(HOST, self.port, timeout=self.timeout_s)
+    @contextmanager
+    def sent(self, what: Any) -> Iterator[http.client.HTTPConnection]:
+        """A connection for one request; faults until its answer is read are counted."""
+        connection = http.client.HTTPConnection(HOST, self.port, timeout=self.timeout_s)
+        with self.tally.sent(self.behaviour, what), closing(connection):
+            yield connection
 
     @contextmanager
     def reply(
@@ -421,7 +304,7 @@ class Client:
         give_up = time.monotonic() + self.timeout_s
         while True:
             began = time.monotonic()
-            post(connection, ask)
+            connection.request("POST", ask.path, json.dumps(ask.fields), JSON)
             with connection.getresponse() as response:
                 if response.status != 429:
                     require_status(response, 200)
@@ -434,138 +317,93 @@ class Client:
                 raise Lost(f"the queue was full for {self.timeout_s:g} s")
             time.sleep(pause_s * self.rng.uniform(0.5, 1.5))
 
-    def read(self, ask: Ask, connection: http.client.HTTPConnection) -> Text:
+    def read(self, ask: Ask, connection: http.client.HTTPConnection, is_slow: bool = False) -> Text:
         """The whole answer, checked, counted and timed. Raises Lost and Wrong."""
-        is_slow = isinstance(connection, SlowConnection)
         with self.reply(ask, connection) as (response, began):
-            until = began + self.timeout_s * (10 if is_slow else 1)
+            source = io.BytesIO(b"".join(slowly(response))) if is_slow else response
             if ask.is_stream:
-                events = list(read_events(response, until))
-                text = read_stream(ask, events)
+                until = began + self.timeout_s * (10 if is_slow else 1)
+                text = read_stream(ask, list(read_events(source, until)))
             else:
-                text = read_answer(ask, json.load(response))
+                text = read_answer(ask, json.load(source))
         if not is_slow:
             self.tally.time(f"POST {ask.path}", began)
-        self.tally.keep(ask, text)
+        self.tally.texts.append((ask, text))
         self.count("answered")
         return text
 
     def get(self, ask: Ask) -> Text | None:
         """A request on a connection of its own; None if it came to nothing, which is counted."""
-        with self.sent(ask), closing(self.connect()) as connection:
+        with self.sent(ask) as connection:
             return self.read(ask, connection)
 
 
-def post(connection: http.client.HTTPConnection, ask: Ask) -> None:
-    headers = {"Content-Type": "application/json"}
-    connection.request("POST", ask.path, json.dumps(ask.fields), headers)
+def slowly(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """The body, a few bytes at a time, with a pause before each."""
+    while part := response.read1(50):
+        yield part
+        time.sleep(0.005)
 
 
 # ---------------------------------------------------------------------------------- behaviours
 
 
-def ask_several(client: Client) -> None:
-    """One after another over one connection."""
-    with closing(client.connect()) as connection:
-        for ask in [client.ask(stream=client.rng.random() < 0.5) for _ in range(3)]:
-            with client.sent(ask):
-                client.read(ask, connection)
-                continue
-            connection.close()  # what went wrong may have left half an answer in it
-
-
-def leave_stream(client: Client) -> None:
-    """Read a few events and go."""
-    ask = client.ask(client.rng.choice((GENERATE, COMPLETIONS)), stream=True)
-    with (
-        client.sent(ask),
-        closing(client.connect()) as connection,
-        client.reply(ask, connection) as (response, began),
-    ):
-        events = read_events(response, began + client.timeout_s)
-        list(islice(events, client.rng.randint(1, 8)))
-        client.count("left_early")
-
-
 def leave(client: Client) -> None:
-    """Ask and go, before, while or after it runs."""
+    """Ask and go: of a stream after a few events, else before, while or after it runs."""
     ask = client.ask(client.rng.choice((GENERATE, COMPLETIONS)))
-    with client.sent(ask), closing(client.connect()) as connection:
-        post(connection, ask)
-        time.sleep(client.rng.uniform(0, 0.5))
+    with client.sent(ask) as connection:
+        if ask.is_stream:
+            with client.reply(ask, connection) as (response, began):
+                events = read_events(response, began + client.timeout_s)
+                list(islice(events, client.rng.randint(1, 8)))
+        else:
+            connection.request("POST", ask.path, json.dumps(ask.fields), JSON)
+            time.sleep(client.rng.uniform(0, 0.5))
         client.count("left_early")
 
 
 def read_slowly(client: Client) -> None:
-    """A few bytes at a time, to the end."""
-    ask = client.ask(stream=client.rng.random() < 0.7)
-    with client.sent(ask), closing(client.connect(SlowConnection)) as connection:
-        client.read(ask, connection)
+    """A few bytes at a time, to the end; the server feels it, as little fits into the buffer."""
+    ask = client.ask(GENERATE)
+    with client.sent(ask) as connection:
+        connection.connect()
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        client.read(ask, connection, is_slow=True)
 
 
 def burst(client: Client) -> None:
     """More at once than run and wait; who is refused comes again."""
-    asks = [client.ask() for _ in range(BURST)]
+    asks = [client.ask(GENERATE) for _ in range(BURST)]
     short = [Ask(ask.path, ask.fields | {"max_tokens": 16}) for ask in asks]
     with ThreadPoolExecutor(BURST) as pool:
         list(pool.map(client.get, short))
 
 
-def send_bad_input(client: Client) -> None:
-    """Well-formed HTTP with something wrong in it."""
-    bad = client.rng.choice(BAD)
-    with client.sent(bad.name), closing(client.connect()) as connection:
-        connection.request(bad.method, bad.path, bad.body, {"Content-Type": bad.content_type})
-        with connection.getresponse() as response:
-            body = response.read()
-            if response.status >= 500:
-                raise Lost(f"status {response.status}: {body!r}")
-            require(response.status == bad.status, f"status {response.status}: {body[:500]!r}")
-            require_error(body)
-        client.count("refused")
-
-
-def send_no_http(client: Client) -> None:
-    """Bytes that are no request, or half of one and then nothing."""
-    name = client.rng.choice(["half a body", *NOT_HTTP])
-    with (
-        client.sent(name),
-        socket.create_connection((HOST, client.port), client.timeout_s) as connection,
-    ):
-        connection.sendall(NOT_HTTP.get(name, HALF))
-        if name not in NOT_HTTP:
-            time.sleep(client.rng.uniform(0, 0.5))
+def send_other(client: Client) -> None:
+    """A page, or something that is refused; now and then only half of it."""
+    name = client.rng.choice(list(OTHER))
+    request, status = OTHER[name]
+    with client.sent(name) as connection:
+        connection.connect()
+        if client.rng.random() < 0.1:
+            connection.sock.sendall(request[: len(request) // 2])
             client.count("left_early")
             return
-        response = http.client.HTTPResponse(connection)
-        response.begin()
-        require(400 <= response.status < 500, f"status {response.status}")
-        require_error(response.read())
-        client.count("refused")
-
-
-def look(client: Client) -> None:
-    """A page, or figures."""
-    path = client.rng.choice(list(PAGES))
-    with client.sent(path), closing(client.connect()) as connection:
-        connection.request("GET", path)
-        with connection.getresponse() as response:
-            require_status(response, 200)
-            require(PAGES[path] in response.read(), "the page is another")
-        client.count("answered")
+        connection.sock.sendall(request)
+        with http.client.HTTPResponse(connection.sock) as response:
+            response.begin()
+            require_status(response, status)
+            body = response.read()
+        if status != 200:
+            require_error(body)
+        client.count("answered" if status == 200 else "refused")
 
 
 BEHAVIOURS: dict[str, tuple[float, Callable[[Client], Any]]] = {
-    "generate": (6, lambda client: client.get(client.ask())),
-    "generate, streamed": (6, lambda client: client.get(client.ask(stream=True))),
-    "generate, one connection": (2, ask_several),
-    "completions": (3, lambda client: client.get(client.ask(COMPLETIONS))),
-    "completions, streamed": (3, lambda client: client.get(client.ask(COMPLETIONS, stream=True))),
-    "leave a stream": (3, leave_stream),
-    "leave": (2, leave),
+    "generate": (10, lambda client: client.get(client.ask(GENERATE))),
+    "completions": (5, lambda client: client.get(client.ask(COMPLETIONS))),
+    "leave": (5, leave),
     "read slowly": (2, read_slowly),
-    "bad input": (4, send_bad_input),
-    "no HTTP": (2, send_no_http),
-    "page, metrics": (2, look),
+    "pages, bad input": (8, send_other),
     "burst": (0.4, burst),
 }

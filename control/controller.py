@@ -132,20 +132,15 @@ class Decision:
         return values | {"says": str(self)}
 
     def __str__(self) -> str:
-        if self.num_tokens and not self.is_probe:
-            return (
-                f"{self.drafter}, K={self.num_tokens}: α {_short(self.alpha)}, c {_short(self.c)}, "
-                f"expected {self.expected_speedup:.2f}×"
-            )
-        probe = "a probe; " if self.is_probe else ""
+        alpha, c, even = map(_short, (self.alpha, self.c, self.break_even))
+        if self.is_probe:
+            return f"a probe of {self.drafter}: α {alpha}, break-even {even} (c {c})"
+        if self.num_tokens:
+            expected = f"expected {self.expected_speedup:.2f}×"
+            return f"{self.drafter}, K={self.num_tokens}: α {alpha}, c {c}, {expected}"
         if self.break_even > 1:
-            why = f"cannot pay (c {_short(self.c)})"
-        else:
-            why = (
-                f"has α {_short(self.alpha)} < break-even {_short(self.break_even)} "
-                f"(c {_short(self.c)})"
-            )
-        return f"{probe}K=0 is faster here: {self.drafter} {why}"
+            return f"K=0 is faster here: {self.drafter} cannot pay (c {c})"
+        return f"K=0 is faster here: {self.drafter} has α {alpha} < break-even {even} (c {c})"
 
 
 def _short(value: float) -> str:
@@ -172,6 +167,12 @@ class Controller:
         self._typical: dict[tuple[str, str], Acceptance] = {}
         self._saved: dict[str, float] = {}  # tokens that probing may cost, of each idle drafter
         self._rates: dict[int, float] = {}  # of the last plan, by size of the batch
+
+    @classmethod
+    def of(cls, target: Any, drafters: dict[str, Any]) -> "Controller":
+        """For the core's target and its drafters, each with its name."""
+        sizes = {name: getattr(own, "num_step_weights", 0) for name, own in drafters.items()}
+        return cls(target.num_weights, sizes)
 
     def record(self, name: str, num_prompt_tokens: int, rule: str) -> Acceptance:
         """For a new request, whose drafts are judged by `rule`."""

@@ -13,7 +13,7 @@ from typing import Any
 PLAIN = "none"  # the name under which requests without a drafter are counted
 
 FORMULAS = {
-    "num_draft_tokens": "drafted tokens, less those behind an end of text or a stop string",
+    "num_draft_tokens": "drafted tokens, less those after an end of text or a stop string",
     "draft_acceptance_rate": "accepted / drafted",
     "mean_acceptance_length": "1 + accepted / cycles with a draft",
     "tokens_per_pass": "tokens emitted after the prefill's / target forwards after prefill",

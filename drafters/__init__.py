@@ -9,7 +9,7 @@ from messages import Draft, Sampling, Verdict
 
 from .base import Context, Drafter
 from .noise import Noise
-from .panel import AUTO
+from .panel import AUTO, first_choice
 from .timed import TimedDrafter
 
 __all__ = [
@@ -23,7 +23,6 @@ _REGISTRY = {
     "mtp": ("drafters.mtp_head", "MtpHeadDrafter"),
 }
 NAMES = tuple(_REGISTRY)
-_DEFAULTS = ("mtp", "ngram")  # the first of these that fits
 
 
 def load(name: str, context: Context) -> Drafter:
@@ -74,10 +73,9 @@ def load_all(
         loaded[drafter.name] = drafter
         if name == own:
             default = drafter.name
-    first = default or next(name for name in _DEFAULTS if name in loaded)
-    ordered = {first: loaded[first]} | loaded
     can_choose = wanted is None and len(loaded) > 1 and may_choose
-    return ordered, AUTO if wanted == AUTO or can_choose else first
+    is_auto = wanted == AUTO or can_choose
+    return loaded, AUTO if is_auto else default or first_choice(loaded)
 
 
 def _class_from_file(name: str) -> type[Drafter]:

@@ -1,4 +1,4 @@
-"""The one interface that every drafter implements, and the two values that pass through it.
+"""The one interface that every drafter implements.
 
     open(prompt) → [target prefill] → observe(empty draft) → (propose → verify → observe)* → close
 
@@ -26,8 +26,8 @@ class Context:
     """What a drafter may be built from: the core's models and the command line's options.
 
     `target` and `draft` are the core's cached models (`draft` is None where no draft model was
-    named), with `.model`, `.tokenizer`, `.forward(rows, tokens, num_logits)`, `.cache` and
-    `.new_cache(num_layers)`.
+    named), with `.name`, `.model`, `.tokenizer`, `.vocab_size`, `.max_length`,
+    `.forward(rows, tokens, num_logits)`, `.cache` and `.new_cache(num_layers, num_rows)`.
 
     `sample(logits [V], text, sampling, noise)` is how a model drafter chooses: the token drawn
     after the request's own transforms (`text`: the tokens before it, drafts included), and the q
@@ -52,7 +52,7 @@ class Drafter(ABC):
 
     name: ClassVar[str]
     needs_hidden: bool = False  # whether verdicts are to bring hidden states of the target
-    hidden_layers: tuple[int, ...] = (-1,)  # behind which blocks; -1 is behind the final norm
+    hidden_layers: tuple[int, ...] = (-1,)  # of which; -1 is the final norm's output
 
     @classmethod
     def build(cls, context: Context) -> "Drafter":

@@ -5,7 +5,7 @@ predicts token j + 2. Fed its own output it predicts on: one layer serves every 
 and SGLang do.
 
     true pairs      (h₀,x₁) (h₁,x₂) … (hₙ₋₂,xₙ₋₁)           kept: n known tokens give n − 1 pairs
-    recursive rows                                (g,d₁) (g,d₂) …   truncated before the next draft
+    recursive rows                                (g,d₁) (g,d₂) …   truncated when the draft is done
 
 Its KV cache is of the core's kind with a single layer. The hidden states come with each verdict, at
 no extra forward of the target. Weights: transformers' MtpModel, from the target's own checkpoint.
@@ -122,7 +122,7 @@ class MtpHeadDrafter(Drafter):
                 texts[i].append(token)
                 pairs[i] = (outputs[b], [token])
         for state, length in zip(states, known, strict=True):
-            # The true pairs are cached now; the recursive rows behind them go.
+            # The true pairs are cached now; the recursive pairs after them go.
             self._cache.truncate(state.row, length)
             state.hidden, state.tokens = [], []
         return [Draft.of(tokens) for tokens in drawn]
@@ -136,7 +136,7 @@ class MtpHeadDrafter(Drafter):
     def _forward(self, rows: list[int], pairs: list[tuple[Tensor, list[int]]]) -> list[Tensor]:
         """Run the layer over each row's pairs; returns the output [1, D] of each row's last pair.
 
-        Row b's pair j stands at position j + 1, behind what its cache row holds: the head's cache
+        Row b's pair j stands at position j + 1, after what its cache row holds: the head's cache
         slot j belongs to position j + 1.
         """
         last: list[Tensor] = [None] * len(rows)

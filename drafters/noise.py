@@ -28,8 +28,8 @@ _WORD = (1 << 64) - 1
 _FEW = 2048  # tokens; of more, only those that can still win are looked at closely
 
 # Numbers of their own for each use at one position. The rule of rejection draws a token with DRAW,
-# judges it with ACCEPT and replaces it with RECOVER. A draft that was never judged is forgotten, so
-# its number may draw again.
+# judges it with ACCEPT and replaces it with RECOVER. What follows a rejected token is forgotten
+# unseen, so its numbers may be used again.
 DRAW, ACCEPT, RECOVER = range(1, 4)
 _HIGH, _LOW = range(4, 6)  # the upper and the lower half of a token's v
 
@@ -38,7 +38,7 @@ class Noise:
     """The noise of one request. It holds no state, so that any thread may ask at any time."""
 
     def __init__(self, seed: int) -> None:
-        """`seed`: any integer of up to 64 bits; -1 and 2**64 - 1 are two."""
+        """`seed`: any integer of up to 64 bits; -1 and 2**64 - 1 give different noise."""
         self._seed = _scrambled(_scrambled(seed & _WORD) + (seed < 0))
 
     def uniform(self, position: int, use: int) -> float:

@@ -1,11 +1,13 @@
 """The panel asks a server's drafters, checks what they say, and keeps their faults to itself.
 
 A drafter may be wrong or broken in any way: it raises, hangs, proposes ids that do not exist. Such
-a fault costs its request that drafter, never the answer. The request's other drafters go on.
+a fault costs its request that drafter, but not the answer (unless --strict asks for it). The
+request's other drafters go on.
 """
 
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -37,6 +39,7 @@ class Seat:
     records: dict[str, Any] = field(default_factory=dict)  # the planner's, by drafter
     decision: Any = None  # the planner's last one
     warnings: list[str] = field(default_factory=list)
+    failure: Exception | None = None  # where a drafter's fault is to end the request
     hidden: list[dict[int, Tensor]] = field(default_factory=list)  # of chunks of a prompt, so far
 
 
@@ -60,8 +63,10 @@ class Panel:
     ) -> None:
         """`is_strict` lets a drafter's fault fail the request: for those who write a drafter."""
         self.drafters, self._vocab_size, self._is_strict = drafters, vocab_size, is_strict
-        # What a request may ask for, and the drafters that this means.
-        self.choices = {name: (name,) for name in drafters} | {AUTO: tuple(drafters)}
+        # What a request may ask for, and the drafters that this means: of several, the one to
+        # begin with stands first.
+        every = dict.fromkeys([first_choice(drafters), *drafters] if drafters else ())
+        self.choices = {name: (name,) for name in drafters} | {AUTO: tuple(every)}
         self.num_failures = 0
         self.calls: list[Call] = []  # of the last `propose`
 
@@ -196,7 +201,8 @@ class Panel:
         if not rest:
             seat.decision = None
         if self._is_strict:
-            raise DrafterFailed(what) from error
+            seat.failure = DrafterFailed(what)
+            seat.failure.__cause__ = error
 
     def leave(self, seat: Seat, why: str) -> None:
         """The request goes on without speculation."""
@@ -217,6 +223,12 @@ class Panel:
             self.drafters[name].close(state)
         except Exception as error:
             seat.warnings.append(f"drafter {name} failed to close: {in_short(error)}")
+
+
+def first_choice(names: Iterable[str]) -> str:
+    """The drafter to begin with where nobody chooses."""
+    names = list(names)
+    return next((name for name in ("mtp", "ngram") if name in names), names[0])
 
 
 def _beside(states: dict[int, Tensor], layers: tuple[int, ...]) -> Tensor:

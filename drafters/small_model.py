@@ -79,7 +79,7 @@ class SmallModelDrafter(Drafter):
         """One batched forward per draft step; the first also feeds what is not cached yet."""
         cache = self._draft.cache
         drawn: list[list[tuple[int, Tensor | None]]] = [[] for _ in states]
-        for state in states:  # what a draft that failed left behind
+        for state in states:  # remove what a draft that failed has left
             length = min(cache.lengths[state.row], len(state.tokens) - 1)
             cache.truncate(state.row, length)
         texts = [list(state.tokens) for state in states]  # with the draft so far
@@ -110,7 +110,7 @@ class SmallModelDrafter(Drafter):
     def observe(self, state: _State, verdict: Verdict) -> None:
         cache = self._draft.cache
         # Before the append, len(state.tokens) of the cached tokens are committed text; of the draft
-        # behind them, `accepted` tokens are.
+        # after them, `accepted` tokens are.
         committed = len(state.tokens) + verdict.accepted
         cache.truncate(state.row, min(cache.lengths[state.row], committed))
         state.tokens.extend(verdict.tokens)

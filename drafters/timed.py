@@ -30,7 +30,10 @@ class _Interrupt(BaseException):
 
 
 class TimedDrafter(Drafter):
-    """`inner`, each call in a thread of its own; raises TimeoutError, and RuntimeError for exit."""
+    """`inner`, called in one thread of its own.
+
+    Raises TimeoutError when a call is late, and RuntimeError when the drafter wants to exit.
+    """
 
     def __init__(self, inner: Drafter, limit_s: float) -> None:
         self._inner, self._limit_s = inner, limit_s

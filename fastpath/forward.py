@@ -48,7 +48,7 @@ class FastPlace:
     def write(self, buffer: Tensor, new: Tensor) -> Tensor:
         """Write keys or values [B, H, T, width], and return all that the texts have by now."""
         if len(self.slots) > 1:
-            slots, positions = self.padded.targets
+            slots, positions = self.padded.written
             buffer[slots, :, positions] = new.transpose(1, 2)[self.padded.real]
             return self.view(buffer)
         count, row = self.counts[0], buffer.narrow(0, self.slots[0], 1)
@@ -71,7 +71,7 @@ class RaggedPlace(FastPlace):
         super().__init__(padded)
         flat, self._num_spare = padded.real.flatten(), num_rows - sum(padded.counts)
         pad = torch.nn.functional.pad
-        slots, positions = self._targets = padded.targets
+        slots, positions = self._targets = padded.written
         self.positions = pad(positions, (0, self._num_spare))[None]  # [1, N], as ids are
         self.ragged = Ragged(
             (flat.cumsum(0) - 1).clamp_(min=0).view_as(padded.real),

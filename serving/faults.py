@@ -15,6 +15,16 @@ LOG = logging.getLogger("serving.engine")
 
 def step(engine: Any, sequences: list[Any]) -> dict[Any, Cycle]:
     """engine.step; a sequence that cannot go on ends with a `failure`, and has no cycle."""
+    cycles = _step(engine, sequences)
+    for s in sequences:
+        if s.seat.failure and not s.failure:  # a drafter's, with --strict
+            s.fail(s.seat.failure)
+            cycles.pop(s, None)
+    return cycles
+
+
+def _step(engine: Any, sequences: list[Any]) -> dict[Any, Cycle]:
+    """engine.step, or what can be had of it."""
     lengths = engine.target.cache.lengths
     held = {s: lengths[s.row] for s in sequences}
     try:

@@ -325,6 +325,8 @@ def warm_up(engine: Any) -> None:
     """
     prompt = [i % engine.target.vocab_size for i in (1, 2, 3, 1, 2, 3)]
     began, planner, engine.planner = time.perf_counter(), engine.planner, FixedK()
+    told = logging.getLogger("serving.drafters")
+    told.disabled = True
     for _ in range(2):
         for name in [None, *engine.panel.drafters]:
             with suppress(Exception):
@@ -333,5 +335,6 @@ def warm_up(engine: Any) -> None:
                         break
         if time.perf_counter() - began > _WARM_UP_S:
             break
+    told.disabled = False
     engine.planner, engine.panel.num_failures = planner, 0
     engine.totals = Totals(engine.panel.choices)

@@ -22,6 +22,7 @@ import speculative_decoding as core  # noqa: E402
 import demo  # noqa: E402
 from drafters.noise import ACCEPT  # noqa: E402
 from fastpath.exact import calibrate  # noqa: E402
+from fastpath.sampling import truncated_softmax  # noqa: E402
 from serving import trace  # noqa: E402
 
 transformers.logging.set_verbosity_error()
@@ -166,6 +167,13 @@ def judge(draft: Any, p: torch.Tensor, numbers: list[float]) -> Any:
     """What the rule of rejection makes of a draft if these are the numbers from [0, 1)."""
     assert len(numbers) == len(draft.tokens) + 1
     return core.verify_by_rejection(draft, p, Numbers(numbers), 0)
+
+
+def probabilities(scores: torch.Tensor, sampling: Any) -> torch.Tensor:
+    """p [n, V] of penalised logits [n, V]; greedy is the limit of low temperature, one-hot."""
+    if sampling.is_greedy:
+        return torch.zeros_like(scores).scatter_(1, scores.argmax(-1, keepdim=True), 1.0)
+    return truncated_softmax(scores, *sampling.transforms)
 
 
 def make_exact(target: Any) -> bool:

@@ -1,6 +1,6 @@
 """The real server with faults built in, which requests call up.
 
-    python tests/faulty_server.py --port 5000 --drafter-timeout 0.5 --stall-limit 1
+    python tests/faulty_server.py --port 5000 --drafter-timeout 0.5
 
 A request names one of DRAFTER_FAULTS as its drafter, or has the token id of one of TARGET_FAULTS in
 its prompt. Faults come a few cycles after the prefill, in the middle of an answer.
@@ -10,7 +10,6 @@ import importlib
 import itertools
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -135,8 +134,7 @@ class Target:
             self._countdown[row] -= 1
             if fault is None or self._countdown[row] > 0:
                 continue
-            is_over = TARGET_FAULTS[fault](Moment(len(rows), len(fed), nth)) == "over"
-            self._faults[row] = (None if is_over else fault), nth
+            TARGET_FAULTS[fault](Moment(len(rows), len(fed), nth))
             without_numbers += [b] * (fault == "gives_no_numbers")
             is_too_late |= fault == "fails_behind_the_forward" and not nth % 2
             if is_too_late:
@@ -170,15 +168,10 @@ def lacks_memory(moment: Moment) -> None:
         raise torch.OutOfMemoryError("no more memory")
 
 
-def stalls(_: Moment) -> str:
-    time.sleep(3)
-    return "over"
-
-
 failed_once, turns = threading.Event(), itertools.count()
-# after how many forwards, where it is not 4; a second's worth, for others to queue behind it
-COUNTDOWNS = {"raises_at_once": 0, "fails_behind_the_forward": 0, "dies": 300}
-# token id FIRST_ID + i -> what becomes of that forward and those after it; "over": no more
+# after how many forwards, where it is not 4
+COUNTDOWNS = {"raises_at_once": 0, "fails_behind_the_forward": 0}
+# token id FIRST_ID + i -> what becomes of that forward and those after it
 FIRST_ID = 4000
 TARGET_FAULTS: dict[str, Callable[[Moment], Any]] = {
     "raises": raises(RuntimeError("a broken kernel")),
@@ -189,28 +182,28 @@ TARGET_FAULTS: dict[str, Callable[[Moment], Any]] = {
     "takes_no_drafts": takes_no_drafts,
     "gives_no_numbers": lambda *_: None,
     "fails_behind_the_forward": lambda *_: None,
-    "stalls": stalls,
     "dies": raises(SystemExit(1)),
 }
 
 
-def main() -> int:
-    assemble, prepare = core.assemble_engine, core.Engine.prepare
+def main(arguments: list[str]) -> int:
+    assemble, prepare = core.assemble_engine, core.prepare
 
     def assemble_faulty(options: Any) -> Any:
         engine = assemble(options)
         for name in DRAFTER_FAULTS:
-            engine.drafters[name] = TimedDrafter(Faulty(name), options.drafter_timeout)
-            engine.totals[name] = core.Statistics()
+            engine.panel.drafters[name] = TimedDrafter(Faulty(name), options.drafter_timeout)
+            engine.panel.choices[name] = (name,)
+            engine.totals.by_drafter[name] = core.Statistics()
         return engine
 
     def prepare_faulty(engine: Any, options: Any) -> None:
         prepare(engine, options)
         Target(engine.target)
 
-    core.assemble_engine, core.Engine.prepare = assemble_faulty, prepare_faulty
-    return core.main(sys.argv[1:])
+    core.assemble_engine, core.prepare = assemble_faulty, prepare_faulty
+    return core.main(arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,10 +1,13 @@
-"""The command line as a user meets it, and README's commands as a reader would run them."""
+"""The command line as a user meets it.
+
+Most of it in this process, on the engine that the other tests have: what the process itself does
+(its signals, pipes and sockets) at the end, and in test_operations.py.
+"""
 
 import copy
+import io
 import json
-import os
 import re
-import shlex
 import signal
 import socket
 import statistics
@@ -14,38 +17,47 @@ import sys
 import pytest
 import speculative_decoding as core
 from conftest import ROOT
+from server import SCRIPT, serving
 
-from serving import terminal
-from serving.comparison import demo_totals
+import demo as terminal
 
-SCRIPT = "08_speculative_decoding.py"
-
-
-def call(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, SCRIPT, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-    )
+load_engine = core.load_engine
+SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01")
 
 
-@pytest.fixture(scope="module")
-def demo():
-    result = call("--demo", "--json", "--max-tokens", "24")
-    assert result.returncode == 0, result.stderr
-    assert "demo prompts" in result.stderr  # progress
-    return json.loads(result.stdout)
+@pytest.fixture
+def main(demo_engine, monkeypatch, capsys):
+    """The command line on the engine that is loaded, and few demo prompts: (status, out, err)."""
+    prompts = terminal.read_prompts()
+    few = {name: prompts[name] for name in ("repetitive_colours", "easy_facts", "hard_prose")}
+    monkeypatch.setattr(core, "load_engine", lambda options: demo_engine)
+    monkeypatch.setattr(terminal, "read_prompts", lambda: few)
+
+    def run(*arguments):
+        status = core.main(list(arguments))
+        return status, *capsys.readouterr()
+
+    return run
+
+
+_documents = []
+
+
+@pytest.fixture
+def demo(main):
+    if not _documents:
+        status, out, err = main("--demo", "--json", "--max-tokens", "16")
+        assert status == 0 and "demo prompts" in err  # progress
+        _documents.append(out)
+    return json.loads(_documents[0])
 
 
 def test_the_demo_s_document_has_every_prompt_and_drafter(demo):
     assert list(demo) == ["prompts", "worked_cycle", "totals", "device", "versions"]
     cycle = demo["worked_cycle"]["event"]
-    assert demo["worked_cycle"]["name"] in core.read_prompts()
+    assert demo["worked_cycle"]["name"] in terminal.read_prompts()
     assert cycle["accepted_count"] and cycle["rejected"] and cycle["cached"][1] < cycle["cached"][0]
-    assert [p["name"] for p in demo["prompts"]] == list(core.read_prompts())
+    assert [p["name"] for p in demo["prompts"]] == list(terminal.read_prompts())
     for prompt in demo["prompts"]:
         standard = prompt["standard"]
         assert list(standard) == [
@@ -70,9 +82,8 @@ def test_the_demo_s_document_has_every_prompt_and_drafter(demo):
 def test_a_speed_up_that_only_a_busy_machine_explains_is_called_disturbed(demo, capsys):
     """With its spread, where it stands and in all; the others are not."""
     document = copy.deepcopy(demo) | {"worked_cycle": None}
-    for prompt in document["prompts"]:
-        for run in prompt["speculative"].values():
-            run |= {"disturbed": False, "pieces": []}
+    for run in (run for prompt in document["prompts"] for run in prompt["speculative"].values()):
+        run |= {"disturbed": False, "pieces": []}
     for total in document["totals"].values():
         total["disturbed"] = False
     first = document["prompts"][0]["speculative"]
@@ -93,26 +104,28 @@ def test_times_that_contradict_the_passes_make_the_demo_s_figures_disturbed(demo
         for run in result["speculative"].values():
             run["ms_of_runs"] = [1000.0 / run["tokens_per_pass"]] * 3
         result["speculative"]["mtp"]["ms_of_runs"] = [50.0] * 3
-    totals = demo_totals(results, is_coupled=True)
+    totals = terminal.demo_totals(results, is_coupled=True)
     assert [name for name, total in totals.items() if total["disturbed"]] == ["mtp"]
     assert totals["mtp"]["spread"] == [20.0, 20.0] and totals["standard"]["spread"] == [1.0, 1.0]
 
 
-def test_the_demo_prints_tables_and_marks_where_tokens_came_from():
-    result = call("--demo", "--max-tokens", "12", "--drafter", "ngram")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("identical output: yes") == len(core.read_prompts())
+def test_the_demo_prints_tables_and_marks_where_tokens_came_from(main, monkeypatch, capsys):
+    status, out, _ = main("--demo", "--max-tokens", "12", "--drafter", "ngram")
+    assert status == 0 and out.count("identical output: yes") == len(terminal.read_prompts())
     for word in ("passes", "tok/pass", "accepted", "rate", "fewer passes", "speed-up", "standard"):
-        assert word in result.stdout
-    assert re.search(r"\[[^\[\]]*red", result.stdout)  # a stretch that was drafted and accepted
-    assert "last: " in result.stdout and "α ." in result.stdout  # why the controller chose its K
+        assert word in out
+    monkeypatch.setattr(core, "load_engine", load_engine)
+    # This one has a controller, which says why it chose its K.
+    assert core.main(["--demo", "--max-tokens", "4", "--drafter", "ngram", "--no-bitwise"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("identical output: yes") == len(terminal.read_prompts())
+    assert "last: " in out and "α ." in out
 
 
-def test_explain_shows_the_first_cycles_step_by_step(capsys):
+def test_explain_shows_the_first_cycles_step_by_step(main):
     prompt = ["--prompt", "red, green, blue, red,", "--max-tokens", "16", "--drafter", "mtp"]
     sampled = ["--temperature", "0.8", "--seed", "1091336943", "--fixed-k"]
-    assert core.main([*prompt, *sampled, "--explain", "3", "--verification", "rejection"]) == 0
-    out = capsys.readouterr().out
+    _, out, _ = main(*prompt, *sampled, "--explain", "3", "--verification", "rejection")
     assert re.findall(r"^cycle (\d+)", out, re.MULTILINE) == ["0", "1", "2"]
     assert "cycle 0: prefill, 8 tokens of the prompt are cached now" in out
     lengths = [tuple(map(int, pair)) for pair in re.findall(r"cache (\d+) -> (\d+)", out)]
@@ -125,11 +138,10 @@ def test_explain_shows_the_first_cycles_step_by_step(capsys):
         assert (sign == "<") == (kind == "accepted")
         assert abs(u * q - p) < 2e-3 or (u * q < p) == (kind == "accepted")
     assert "pending" in out and "tokens per pass" in out  # the text and its figures follow
-    assert core.main([*prompt, *sampled, "--explain", "3"]) == 0
-    sums = re.findall(r"log p (\S+) \+ noise (\S+) = (\S+):", capsys.readouterr().out)
+    _, out, _ = main(*prompt, *sampled, "--explain", "3")
+    sums = re.findall(r"log p (\S+) \+ noise (\S+) = (\S+):", out)
     assert sums and all(abs(float(p) + float(g) - float(total)) < 0.011 for p, g, total in sums)
-    assert core.main([*prompt, "--explain"]) == 0  # 4 cycles
-    assert capsys.readouterr().out.count("\n  truncate") == 4
+    assert main(*prompt, "--explain")[1].count("\n  truncate") == 4  # cycles
 
 
 def test_a_refused_draft_is_explained_with_what_was_not_judged():
@@ -156,73 +168,142 @@ def test_a_refused_draft_is_explained_with_what_was_not_judged():
     ]
 
 
-def test_a_difference_in_output_makes_the_demo_fail(monkeypatch, capsys):
+def test_a_difference_in_output_makes_the_demo_fail(main, monkeypatch):
     """Identity is checked, not assumed: a broken verify must be reported."""
-    monkeypatch.setattr(
-        core,
-        "verify",
-        lambda draft, choices: [
-            *(core.Judgement(token, "accepted") for token in draft.tokens),
-            core.Judgement(5, "bonus"),
-        ],
-    )
-    status = core.main(["--demo", "--max-tokens", "12"])
-    assert status == 1
-    assert "identical output: NO" in capsys.readouterr().out
 
+    def credulous(draft, choices):
+        tokens = [core.Judgement(token, "accepted") for token in draft.tokens]
+        return [*tokens, core.Judgement(5, "bonus")]
 
-def test_a_prompt_is_continued_with_the_origin_of_its_tokens():
-    result = call(
-        "--prompt", "red, green, blue, red, green,", "--max-tokens", "20", "--drafter", "ngram"
-    )
-    assert result.returncode == 0, result.stderr
-    assert "red, green, blue, red, green,{ blue}[, red" in result.stdout
-    assert re.search(
-        r"20 tokens \(length\) · \d+ passes after prefill · \d\.\d\d tokens per pass", result.stdout
-    )
-
-
-def test_the_embedded_target_is_recognised_however_it_is_spelt(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    engine = core.load_engine(core.Options(model="demo_models/target"))
-    assert set(engine.drafters) == {"ngram", "draft_model", "mtp", "auto"}
-
-
-SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01")
-
-
-def test_sampling_options_are_followed_and_the_seed_is_told(capsys):
-    fields = ["--prompt", "def f(", "--max-tokens", "12", *SAMPLED, "--repetition-penalty", "1.1"]
-    fields += ["--fixed-k"]  # which token was drafted does not depend on the clock
-
-    def output(*more):
-        assert core.main([*fields, *more]) == 0
-        return re.sub(r"· ms: .*", "", capsys.readouterr().out)
-
-    chosen = [output(), output()]
-    seeds = [re.search(r"^seed (\d+)$", text, re.MULTILINE).group(1) for text in chosen]
-    assert seeds[0] != seeds[1]
-    assert output("--seed", seeds[0]) == chosen[0]
+    monkeypatch.setattr(core, "verify", credulous)
+    status, out, _ = main("--demo", "--max-tokens", "12")
+    assert status == 1 and "identical output: NO" in out
 
 
 @pytest.mark.parametrize(
     ("rule", "verdict"), [("coupled", "yes"), ("rejection", "not compared (verified by rejection)")]
 )
-def test_a_sampled_demo_compares_outputs_unless_they_are_verified_by_rejection(
-    capsys, rule, verdict
-):
-    assert core.main(["--demo", "--max-tokens", "4", *SAMPLED, "--verification", rule]) == 0
-    out = capsys.readouterr().out
-    assert out.count(f"identical output: {verdict}") == len(core.read_prompts())
+def test_a_sampled_demo_compares_outputs_unless_they_are_verified_by_rejection(main, rule, verdict):
+    status, out, _ = main("--demo", "--max-tokens", "4", *SAMPLED, "--verification", rule)
+    assert status == 0
+    assert out.count(f"identical output: {verdict}") == len(terminal.read_prompts())
+
+
+def test_a_prompt_is_continued_with_the_origin_of_its_tokens(main):
+    prompt = ("--prompt", "red, green, blue, red, green,")
+    status, out, _ = main(*prompt, "--max-tokens", "20", "--drafter", "ngram")
+    assert status == 0 and "red, green, blue, red, green,{ blue}[, red" in out
+    assert re.search(
+        r"20 tokens \(length\) · \d+ passes after prefill · \d\.\d\d tokens per pass", out
+    )
+
+
+def test_a_prompt_may_be_stopped(main):
+    status, out, _ = main("--prompt", "1, 2, 3, 4, 5,", "--stop", "9", "--stop", "zz")
+    text, _, figures = out.rpartition("\n\n")
+    assert status == 0 and "(stop)" in figures and "8" in text and "9" not in text
+
+
+def test_sampling_options_are_followed_and_the_seed_is_told(main):
+    fields = ["--prompt", "def f(", "--max-tokens", "12", *SAMPLED, "--repetition-penalty", "1.1"]
+    chosen, other = (re.sub(r"· ms: .*", "", main(*fields)[1]) for _ in range(2))
+    seeds = [re.search(r"^seed (\d+)$", text, re.MULTILINE).group(1) for text in (chosen, other)]
+    assert seeds[0] != seeds[1]
+    assert re.sub(r"· ms: .*", "", main(*fields, "--seed", seeds[0])[1]) == chosen
+
+
+def test_a_terminal_of_few_characters_gets_the_text_all_the_same(main, monkeypatch):
+    with io.TextIOWrapper(io.BytesIO(), encoding="ascii") as narrow:
+        monkeypatch.setattr(sys, "stdout", narrow)
+        status = core.main(["--prompt", "1, 2, 3,", "--max-tokens", "4"])
+        out = narrow.buffer.getvalue().decode("ascii")
+    assert status == 0 and "1, 2, 3," in out and "?" in out
+
+
+def test_the_embedded_target_is_recognised_however_it_is_spelt(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    engine = core.load_engine(core.Options(model="demo_models/target", bitwise=False))
+    assert set(engine.panel.choices) == {"ngram", "draft_model", "mtp", "auto"}
+
+
+MISTAKES = [
+    (["--port", "80000"], "must be from 1 to 65535"),
+    (["--port", "0"], "must be from 1 to 65535"),
+    (["--port", "zero"], "invalid integer value"),
+    ([], "one of the arguments --demo --prompt --port is required"),
+    (["--demo", "--bogus"], "unrecognized arguments: --bogus"),
+    (["--prompt", "x", "--json"], "--json goes with --demo"),
+    (["--prompt", "x", "--num-speculative-tokens", "0"], "must be from 1 to 16"),
+    (["--prompt", "x", "--num-speculative-tokens", "99"], "must be from 1 to 16"),
+    (["--prompt", "x", "--model", "no/such/folder"], "model folder no/such/folder not found"),
+    (["--prompt", "x", "--model", "tests"], "cannot load tests"),
+    (["--prompt", "x", "--drafter", "zzz"], "unknown drafter 'zzz': choose ngram"),
+    (["--prompt", "x", "--drafter", "zzz.py:A"], "drafter file 'zzz.py' not found"),
+    (["--prompt", "x", "--max-model-len", "99999"], "--max-model-len must be from 2 to 2048"),
+    (["--demo", "--stop", "x"], "--stop goes with --prompt"),
+    (["--demo", "--explain"], "--explain goes with --prompt"),
+    (["--demo", "--temperature", "nan"], "temperature must be a number from 0"),
+    (["--prompt", "x", "--seed", "99999999999999999999"], "seed must be an integer from"),
+    (["--port", "5000", "--top-p", "7"], "top_p must be a number from"),
+    (["--port", "5000", "--stall-limit", "-1"], "must be more than 0"),
+    (["--port", "5000", "--api-key", ""], "--api-key is empty"),
+    (["--prompt", "x", "--prompt-lookup-min", "9"], "prompt_lookup_min (9) must be"),
+]
+BAD_PROMPTS = [
+    (["x " * 2100], "leave no room in a context of 2048"),
+    ([""], "prompt must be a non-empty string"),
+    (["\udcff"], "lone surrogate"),
+    (["x", "--stop", ""], "stop must be a non-empty string"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=str)
+def test_what_cannot_be_done_is_one_line_and_exit_2(arguments, message, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    try:
+        status = core.main(arguments)
+    except SystemExit as stop:
+        status = stop.code
+    out, err = capsys.readouterr()
+    assert status == 2 and out == "" and message in err
+    assert err.startswith("error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_PROMPTS, ids=lambda value: str(value)[:30])
+def test_a_prompt_that_cannot_be_is_one_line_and_exit_2(main, arguments, message):
+    status, out, err = main("--prompt", *arguments)
+    assert status == 2 and out == "" and message in err
+    assert err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_a_corrupt_model_is_one_line(tiny_folder, tmp_path, capsys):
+    for file in tiny_folder("llama").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    assert core.main(["--prompt", "x", "--model", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_colours_are_used_where_wanted():
+    pieces = [("a b", "accepted"), (" c", "recovered"), (" d", "bonus")]
+    assert terminal.mark(pieces, colour=False) == "[a b]< c>{ d}"
+    coloured = terminal.mark(pieces, colour=True)
+    assert re.sub(r"\033\[\d+m", "", coloured) == "a b c d" and coloured.count("\033[0m") == 3
+
+
+# -------------------------------------------------------------------------------- the process
+
+
+def started(*arguments, **options):
+    command = [sys.executable, SCRIPT, "--drafter", "ngram", "--no-bitwise", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, **pipes, **options)
 
 
 def test_ctrl_c_is_no_traceback():
-    command = [sys.executable, SCRIPT, "--prompt", "1, 2, 3,", "--max-tokens", "1900"]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        # A background job ignores it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as process:  # fmt: skip
+    usual = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # not in a job
+    with started("--prompt", "1, 2, 3,", "--max-tokens", "1900", **usual) as process:
         process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
@@ -230,147 +311,20 @@ def test_ctrl_c_is_no_traceback():
 
 
 def test_a_reader_that_leaves_is_no_error():
-    command = [sys.executable, SCRIPT, "--prompt", "1, 2, 3,", "--max-tokens", "60"]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with started("--prompt", "1, 2, 3,", "--max-tokens", "60") as process:
         process.stdout.read(1)
         process.stdout.close()
-        assert process.stderr.read() == ""
-        assert process.wait() == 0
+        assert process.stderr.read() == "" and process.wait() == 0
 
 
-def test_a_terminal_of_few_characters_gets_the_text_all_the_same():
-    result = call("--prompt", "1, 2, 3,", "--max-tokens", "4", PYTHONIOENCODING="ascii")
-    assert result.returncode == 0 and "1, 2, 3," in result.stdout and "?" in result.stdout
-
-
-def test_a_prompt_may_be_stopped():
-    result = call("--prompt", "1, 2, 3, 4, 5,", "--stop", "9", "--stop", "zz")
-    assert result.returncode == 0
-    text, _, figures = result.stdout.rpartition("\n\n")
-    assert "(stop)" in figures and "8" in text and "9" not in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--port", "80000"], "must be from 1 to 65535"),
-        (["--port", "zero"], "invalid integer value"),
-        ([], "one of the arguments --demo --prompt --port is required"),
-        (["--demo", "--bogus"], "unrecognized arguments: --bogus"),
-        (["--prompt", "x", "--json"], "--json goes with --demo"),
-        (["--prompt", "x", "--num-speculative-tokens", "0"], "must be from 1 to 16"),
-        (["--prompt", "x", "--num-speculative-tokens", "99"], "must be from 1 to 16"),
-        (["--prompt", "x", "--model", "no/such/folder"], "model folder no/such/folder not found"),
-        (["--prompt", "x", "--model", "tests"], "cannot load tests"),
-        (["--prompt", "x", "--drafter", "zzz"], "unknown drafter 'zzz': choose ngram"),
-        (["--prompt", "x", "--drafter", "zzz.py:A"], "drafter file 'zzz.py' not found"),
-        (["--prompt", "x", "--max-model-len", "99999"], "--max-model-len must be from 2 to 2048"),
-        (["--prompt", "x " * 2100], "leave no room in a context of 2048"),
-        (["--prompt", ""], "prompt must be a non-empty string"),
-        (["--prompt", "\udcff"], "lone surrogate"),
-        (["--prompt", "x", "--stop", ""], "stop must be a non-empty string"),
-        (["--demo", "--stop", "x"], "--stop goes with --prompt"),
-        (["--demo", "--explain"], "--explain goes with --prompt"),
-        (["--demo", "--temperature", "nan"], "temperature must be a number from 0"),
-        (["--prompt", "x", "--seed", "99999999999999999999"], "seed must be an integer from"),
-        (["--port", "5000", "--top-p", "7"], "top_p must be a number from"),
-        (["--prompt", "x", "--prompt-lookup-min", "9"], "prompt_lookup_min (9) must be"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_what_cannot_be_done_is_one_line_and_exit_2(arguments, message, capsys):
-    try:
-        status = core.main(arguments)
-    except SystemExit as stop:
-        status = stop.code
-    out, err = capsys.readouterr()
-    assert status == 2 and out == ""
-    assert err.startswith("error: ") and err.count("\n") == 1
-    assert message in err
-
-
-def test_a_taken_port_is_one_line_and_exit_2():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
+def test_an_address_that_cannot_be_had_is_one_line_and_exit_2():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        result = call("--port", str(port))
-    assert result.returncode == 2
-    assert result.stderr.startswith(f"error: cannot listen on 127.0.0.1:{port}")
-    assert result.stderr.count("\n") == 1
-
-
-def test_a_corrupt_model_is_one_line(tiny_folder, tmp_path, capsys):
-    folder = tmp_path / "corrupt"
-    folder.mkdir()
-    for file in tiny_folder("llama").iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    assert core.main(["--prompt", "x", "--model", str(folder)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_colours_are_used_where_wanted():
-
-    pieces = [("a b", "accepted"), (" c", "recovered"), (" d", "bonus")]
-    assert terminal.mark(pieces, colour=False) == "[a b]< c>{ d}"
-    coloured = terminal.mark(pieces, colour=True)
-    assert re.sub(r"\033\[\d+m", "", coloured) == "a b c d" and coloured.count("\033[0m") == 3
-
-
-# ------------------------------------------------------------------------------------- README
-
-
-def readme_commands():
-    text = (ROOT / "README.md").read_text("utf-8")
-    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
-    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line]
-
-
-def test_readme_commands_run():
-    """Every command of the script in README; the demo with fewer tokens, to keep the run short."""
-    commands = [c for c in readme_commands() if c.startswith(f"python {SCRIPT}")]
-    assert len(commands) >= 3
-    for command in commands:
-        arguments = shlex.split(command.split(" > ")[0])[2:]
-        if "--port" in arguments:
-            continue  # the server's are in the next test
-        if "--demo" in arguments:
-            arguments += ["--max-tokens", "4"]
-        result = call(*arguments)
-        assert result.returncode == 0, (command, result.stderr)
-
-
-def test_readme_s_curl_examples_are_answered(demo_engine):
-    """README's request bodies go through the app, and its shown answers have the same fields."""
-    from serving.worker import Worker
-
-    worker = Worker(demo_engine, core.Options())
-    client = core.create_app(demo_engine, core.Options(), worker).test_client()
-    bodies = [c for c in readme_commands() if c.startswith("curl") and "/generate" in c]
-    assert bodies
-    for command in bodies:
-        data = re.search(r"-d '(.*)'", command).group(1)
-        response = client.post("/generate", data=data, content_type="application/json")
-        assert response.status_code == 200, (command, response.text)
-    assert any(c.startswith("curl") and "/health" in c for c in readme_commands())
-    assert client.get("/health").status_code == 200
-    worker.drain(10)
-    assert client.get("/health").status_code == 503
-    refused = client.post("/generate", json={"prompt": "x"})
-    assert refused.status_code == 503 and refused.headers["Retry-After"]
-
-
-def test_readme_s_two_commands_make_their_own_environment():
-    commands = readme_commands()
-    demo, tests = commands[0], commands[1]
-    for command in (demo, tests):
-        assert command.startswith("python3 -m venv .venv && .venv/bin/pip install")
-        assert "-r requirements.txt" in command
-    assert demo.endswith(f".venv/bin/python {SCRIPT} --demo")
-    assert tests.endswith(".venv/bin/python -m pytest")
-    ci = (ROOT / ".ci" / "run").read_text()
-    assert tests in ci, "CI must run README's own test command"
+        for arguments, address in (
+            (("--port", str(port)), f"127.0.0.1:{port}"),
+            (("--host", "no.such.host.invalid"), "no.such.host.invalid:"),
+        ):
+            with serving(*arguments, wait=False) as server:
+                assert server.exit_code() == 2
+                said = server.log()
+            assert said.startswith(f"error: cannot listen on {address}") and said.count("\n") == 1

@@ -10,33 +10,49 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from faulty_server import DRAFTER_FAULTS, FIRST_ID, PROPOSALS, TARGET_FAULTS
-from test_server import COLOURS, call, events_of, generate, health, seconds_until, start
+from server import (
+    COLOURS,
+    ENDLESS,
+    FAULTY,
+    Gate,
+    at_once,
+    call,
+    events_of,
+    generate,
+    health,
+    serving,
+    until,
+    wait_until_taken,
+)
 
-OPTIONS = ("--drafter", "ngram", "--drafter-timeout", "1", "--stall-limit", "1")
 FIELDS = {"prompt": COLOURS, "max_tokens": 40}
-ENDLESS = {"prompt": "1, 2, 3, 4, 5,", "max_tokens": 1900, "speculative": False}
+SAMPLED = {"temperature": 0.9, "seed": 5}
 IDS = [5, 6, 7, 8, 5, 6, 7]
+Q_FAULTS = [fault for fault in PROPOSALS if fault.split("_")[0] == "has" and "_q" in fault]
 
 
 @pytest.fixture(scope="module")
 def port():
     """One server that survives everything the tests do to it, but for what ends its engine."""
-    process, port = start(*OPTIONS, script="tests/faulty_server.py")
-    with process:
-        yield port
-        assert health(port)["status"] == "ok"
-        process.terminate()
-        assert process.wait(40) == 0
+    options = ("--drafter", "ngram", "--fixed-k", "--drafter-timeout", "0.7")
+    with serving(*options, module=FAULTY) as server:
+        yield server.port
+        assert health(server.port)["status"] == "ok"
+        server.send(signal.SIGTERM)
+        assert server.exit_code() == 0
+
+
+@pytest.fixture(scope="module")
+def adaptive():
+    """Its controller asks drafters what they would propose, and lets them select."""
+    with serving("--drafter", "ngram", module=FAULTY) as server:
+        yield server.port
 
 
 @pytest.fixture(scope="module")
 def plain(port):
     """What the target alone writes."""
     return generate(port, **FIELDS, speculative=False)[1]
-
-
-SAMPLED = {"temperature": 0.9, "seed": 5}
-Q_FAULTS = [fault for fault in PROPOSALS if fault.split("_")[0] == "has" and "_q" in fault]
 
 
 @pytest.fixture(scope="module")
@@ -50,32 +66,46 @@ def poisoned(fault, **fields):
     return {"prompt": prompt, "max_tokens": 40} | fields
 
 
-@pytest.mark.parametrize("stream", [False, True])
+def is_sound(port):
+    """Whether nothing runs, or is kept, and /health says so."""
+    state = health(port)
+    idle = state["num_requests_running"] == state["kv_cache_usage_perc"] == 0
+    return idle and state["status"] == "ok"
+
+
+def error_of(answer):
+    """(status, error) of an answer, or of a stream's end."""
+    status, headers, data = answer
+    assert b"Traceback" not in data
+    is_stream = headers["Content-Type"].startswith("text/event-stream")
+    return status, (events_of(data)[-1] if is_stream else json.loads(data))["error"]
+
+
+# -------------------------------------------------------------------------------- of a drafter
+
+
 @pytest.mark.parametrize("fault", DRAFTER_FAULTS)
-def test_a_drafter_s_fault_never_changes_a_token(port, plain, plain_sampled, fault, stream):
+def test_a_drafter_s_fault_never_changes_a_token(port, adaptive, plain, plain_sampled, fault):
     """The client gets the target's own text and a warning, /health counts the loss."""
-    if fault in PROPOSALS:  # one that blocked may still be at it
-        seconds_until(
-            lambda: not generate(port, **FIELDS | {"max_tokens": 1}, drafter=fault)[1]["warnings"]
-        )
+    port = adaptive if "guess" in fault or "select" in fault else port
     before = health(port)["warnings"]
-    fields = FIELDS | {"drafter": fault, "stream": stream}
-    if stream:
-        fields, plain = fields | SAMPLED, plain_sampled
-    status, _, data = call(port, "POST", "/generate", fields)
-    body = events_of(data)[-1] if stream else json.loads(data)
-    assert status == 200
-    assert body["token_ids"] == plain["token_ids"] and body["text"] == plain["text"]
-    assert body["finish_reason"] == plain["finish_reason"]
     is_noticed = fault not in Q_FAULTS  # nobody reads what chances it says its tokens had
-    assert [fault in warning for warning in body["warnings"]] == [True] * is_noticed
-    after = health(port)
-    assert after["status"] == "ok" and after["num_requests_running"] == 0
-    assert after["kv_cache_usage_perc"] == 0
+    for expected, more in ((plain, {}), (plain_sampled, SAMPLED | {"stream": True})):
+        if fault in PROPOSALS:  # one that blocked may still be at it
+            one = FIELDS | {"max_tokens": 1, "drafter": fault}
+            until(lambda one=one: not generate(port, **one)[1]["warnings"])
+        status, _, data = call(port, "POST", "/generate", FIELDS | more | {"drafter": fault})
+        body = events_of(data)[-1] if more else json.loads(data)
+        assert status == 200
+        for name in ("token_ids", "text", "finish_reason"):
+            assert body[name] == expected[name]
+        assert [fault in warning for warning in body["warnings"]] == [True] * is_noticed
+        assert is_sound(port)
+        if fault in PROPOSALS:
+            assert body["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0  # until it fails
     if fault in PROPOSALS and is_noticed:
-        assert body["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0  # until it failed
-        assert "requests lost their drafter to an error" in after["warnings"][0]
-        assert after["warnings"] != before
+        after = health(port)["warnings"]
+        assert "requests lost their drafter to an error" in after[0] and after != before
 
 
 @pytest.mark.parametrize("fault", Q_FAULTS)
@@ -88,7 +118,6 @@ def test_a_q_that_cannot_be_costs_the_speculation_where_it_counts(port, fault):
 
 def test_all_drafters_faults_at_once_change_no_token(port, plain):
     """Eight at a time in one batch: through /generate and /v1, and beside sound drafters."""
-    names = [*DRAFTER_FAULTS, "mtp", "draft_model", "ngram"]
 
     def ask(name):
         if len(name) % 2:
@@ -97,8 +126,11 @@ def test_all_drafters_faults_at_once_change_no_token(port, plain):
         assert status == 200
         return json.loads(data)["choices"][0]["text"]
 
-    with ThreadPoolExecutor(len(names)) as pool:
-        assert list(pool.map(ask, names)) == [plain["text"]] * len(names)
+    names = [*DRAFTER_FAULTS, "mtp", "draft_model", "ngram"]
+    assert at_once(*((ask, name) for name in names)) == [plain["text"]] * len(names)
+
+
+# ------------------------------------------------------------------------------- of the target
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
@@ -108,39 +140,31 @@ def test_a_target_s_fault_fails_its_own_request_alone(port, plain, fault, path):
     with ThreadPoolExecutor(8) as pool:
         neighbours = [pool.submit(generate, port, **FIELDS, drafter=name)
                       for name in ("ngram", "mtp", "draft_model", "auto")]  # fmt: skip
-        failing = [
-            pool.submit(call, port, "POST", path, poisoned(fault, stream=stream, drafter=name))
-            for stream in (False, True)
-            for name in ("mtp", "ngram")
-        ]
-        answers = [future.result() for future in failing]
+        streams = (False, False, True, True)
+        answers = at_once(
+            *((call, port, "POST", path, poisoned(fault, stream=stream, drafter=name))
+              for stream, name in zip(streams, ("mtp", "ngram") * 2, strict=True))
+        )  # fmt: skip
         assert [n.result()[1]["token_ids"] for n in neighbours] == [plain["token_ids"]] * 4
-    for status, headers, data in answers:
-        is_stream = headers["Content-Type"].startswith("text/event-stream")
-        assert status == (200 if is_stream else 500)
-        error = (events_of(data)[-1] if is_stream else json.loads(data))["error"]
+    for stream, answer in zip(streams, answers, strict=True):
+        status, error = error_of(answer)
+        assert status == (200 if stream else 500)
         assert error["type"] == "server_error" and error["code"] == "engine_failed"
-        assert b"Traceback" not in data
-    assert health(port)["status"] == "ok" and health(port)["kv_cache_usage_perc"] == 0
+    assert is_sound(port)
 
 
 @pytest.mark.parametrize("fault", ["fails_once", "lacks_memory"])
 def test_a_target_s_fault_that_another_try_overcomes_costs_nobody_a_token(port, fault):
     """A passing fault, and memory that is enough for one request and not for the batch."""
-    fields = poisoned(fault)
+    fields = poisoned(fault, drafter="mtp")
     sound = fields | {"prompt": [FIRST_ID - 1, *fields["prompt"][1:]]}
-    expected = {}
-    for asked in (sound, fields):  # alone there is enough memory; the passing fault comes later
-        if fault == "lacks_memory" or asked is sound:
-            expected[str(asked)] = generate(port, **asked, speculative=False)[1]["token_ids"]
     with ThreadPoolExecutor(4) as pool:
         asked = [fields, sound, fields, sound]
-        answers = list(pool.map(lambda each: generate(port, **each, drafter="mtp"), asked))
-    if fault == "fails_once":
-        expected[str(fields)] = generate(port, **fields, speculative=False)[1]["token_ids"]
-    for each, (status, body) in zip(asked, answers, strict=True):
-        assert status == 200 and body["token_ids"] == expected[str(each)]
-    assert [body["warnings"] for _, body in answers] == [[]] * 4  # nor the speculation
+        answers = list(pool.map(lambda each: generate(port, **each), asked))
+    for each, (status, body) in zip(asked, answers, strict=True):  # alone there is memory
+        expected = generate(port, **each | {"speculative": False})[1]
+        assert status == 200 and body["token_ids"] == expected["token_ids"]
+        assert body["warnings"] == []  # nor the speculation
     state = health(port)
     assert state["status"] == "ok" and any("tried again" in w for w in state["warnings"])
     assert b"engine_faults_total 0" not in call(port, "GET", "/metrics")[2]
@@ -168,8 +192,7 @@ def test_a_draft_that_the_target_cannot_take_costs_the_speculation(port):
     assert body["token_ids"] == expected["token_ids"] and expected["warnings"] == []
 
 
-@pytest.mark.parametrize("repeats", [1, 10, 100])
-@pytest.mark.parametrize("drafter", ["mtp", "ngram"])
+@pytest.mark.parametrize(("repeats", "drafter"), [(1, "mtp"), (10, "ngram"), (100, "mtp")])
 def test_a_fault_behind_the_forward_leaves_nothing_in_the_cache(port, drafter, repeats):
     """When a prompt is read: at once, by itself beside a short one's, and in chunks."""
     fields = poisoned("fails_behind_the_forward", drafter=drafter, temperature=0.5, seed=1)
@@ -200,56 +223,63 @@ def test_a_long_prompt_that_fails_costs_its_neighbours_nothing(port, plain):
         beside = [pool.submit(generate, port, **FIELDS, drafter="mtp") for _ in range(3)]
         fields = poisoned("raises_at_once")
         prompt = fields["prompt"] * 100
-        failing = pool.submit(generate, port, **fields | {"prompt": prompt})
-        assert failing.result()[0] == 500
+        assert generate(port, **fields | {"prompt": prompt})[0] == 500
         for status, body in (future.result() for future in beside):
             assert status == 200 and body["token_ids"] == plain["token_ids"]
             assert body["warnings"] == []
 
 
-def test_an_engine_that_stalls_is_said_to_be_stuck_and_recovers(port, plain):
+# ------------------------------------------------------------------------------ of the engine
+
+
+@pytest.fixture
+def gate(tmp_path, tiny_folder):
+    return Gate(tmp_path, tiny_folder("llama"))
+
+
+def test_an_engine_that_stalls_is_said_to_be_stuck_and_recovers(gate):
     """Meanwhile /health is 503 and new requests are refused; what was taken is answered."""
-    with ThreadPoolExecutor(2) as pool:
-        beside = pool.submit(generate, port, **FIELDS)
-        stalled = pool.submit(generate, port, **poisoned("stalls"))
-        seconds_until(lambda: call(port, "GET", "/health")[0] == 503)
+    fields = {"prompt": IDS, "max_tokens": 20}
+    with serving(*gate.arguments, "--stall-limit", "0.5") as server, ThreadPoolExecutor(1) as pool:
+        port = server.port
+        expected = generate(port, **fields)[1]["token_ids"]
+        gate.shut()
+        taken = pool.submit(generate, port, **fields)
+        until(lambda: call(port, "GET", "/health")[0] == 503)
         assert health(port)["status"] == "stuck"
-        status, headers, data = call(port, "POST", "/v1/completions", FIELDS)
+        status, headers, data = call(port, "POST", "/v1/completions", fields)
         assert status == 503 and headers["Retry-After"] == "1"
         assert json.loads(data)["error"]["message"] == "the engine does not answer"
-        assert stalled.result()[0] == 200
-        assert beside.result()[1]["token_ids"] == plain["token_ids"]
-    assert call(port, "GET", "/health")[0] == 200
-    assert generate(port, **FIELDS)[1]["token_ids"] == plain["token_ids"]
+        gate.open()
+        assert taken.result()[1]["token_ids"] == expected
+        until(lambda: call(port, "GET", "/health")[0] == 200)
+        assert generate(port, **fields)[1]["token_ids"] == expected
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
-def test_an_engine_that_dies_tells_everybody(path):
+def test_an_engine_that_dies_tells_everybody(gate, path):
     """Those who run, those who wait and those who come; and SIGTERM still ends the process."""
-    process, port = start(*OPTIONS, "--max-running", "3", script="tests/faulty_server.py")
-    try:
-        with ThreadPoolExecutor(8) as pool:
-            running = [
-                pool.submit(call, port, "POST", path, ENDLESS | {"stream": stream})
-                for stream in (False, True)
-            ]
-            fields = poisoned("dies", max_tokens=1000, speculative=False)
-            dying = pool.submit(call, port, "POST", path, fields)
-            seconds_until(lambda: health(port)["num_requests_running"] == 3)
-            waiting = pool.submit(call, port, "POST", path, ENDLESS)
-            seconds_until(lambda: health(port)["num_requests_waiting"] == 1)
-            assert dying.result()[0] == running[0].result()[0] == 500
-            status, headers, _ = waiting.result()
-            assert status == 503 and headers["Retry-After"]
-            status, _, data = running[1].result()
-            assert status == 200 and events_of(data)[-1]["error"]["code"] == "engine_dead"
+    limits = ("--max-running", "4")
+    with serving(*gate.arguments, *limits, module=FAULTY) as server, ThreadPoolExecutor(8) as pool:
+        port, answers = server.port, []
+        gate.shut()  # until all have come
+        plain = {"speculative": False, "max_tokens": 200}
+        held = {"prompt": IDS, "max_tokens": 200}
+        dying, waiting = poisoned("dies", **plain), ENDLESS
+        asked = (held, ENDLESS, ENDLESS | {"stream": True}, dying, waiting)
+        for i, fields in enumerate(asked, 1):
+            answers.append(pool.submit(call, port, "POST", path, fields))
+            gate.wait_until_held()
+            wait_until_taken(port, i)
+        gate.open()
+        *running, stream, first, last = [error_of(answer.result()) for answer in answers]
+        assert [status for status, _ in (*running, first)] == [500] * 3
+        assert answers[-1].result()[1]["Retry-After"] and last[0] == 503
+        assert stream[0] == 200 and stream[1]["code"] == "engine_dead"
         status, _, data = call(port, "GET", "/health")
         assert status == 503 and json.loads(data)["status"] == "dead"
         status, headers, data = call(port, "POST", "/generate", FIELDS)
         assert status == 503 and headers["Retry-After"]
         assert json.loads(data)["error"]["message"] == "the engine has stopped"
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(40) == 0
-    finally:
-        process.kill()
-        process.wait()
+        server.send(signal.SIGTERM)
+        assert server.exit_code() == 0

@@ -1,64 +1,25 @@
 """The teaching page, in a real browser against the real server process.
 
-    python -m pytest tests/test_page.py            all of it; needs playwright and chromium
-    python -m pytest tests/test_page.py -m "not browser"    what its files alone can tell
+    python -m pytest tests/test_page.py    needs playwright and chromium
 
-No test may leave an error on the browser's console, nor a violation of the page's policy.
+What its files alone can tell is in test_operations.py. No test may leave an error on the browser's
+console, nor a violation of the page's policy.
 """
 
 import json
 import re
 import shutil
-import time
 
 import pytest
-from conftest import ROOT
-from test_server import call, generate, start
+from server import ENDLESS as COUNTING
+from server import generate, serving, wait_until_idle, wait_until_running
 
-from serving.page import FILES
+pytestmark = pytest.mark.browser
 
-FOLDER = ROOT / "serving" / "page"
-SOURCES = {p.name: p.read_text("utf-8") for p in sorted(FOLDER.iterdir()) if p.suffix in FILES}
-SCRIPTS = {name: text for name, text in SOURCES.items() if name.endswith(".js")}
-
-browser_test = pytest.mark.browser
-
-SAMPLED = {
-    "prompt": "def read(path):",
-    "drafter": "draft_model",
-    "num_speculative_tokens": 4,
-    "temperature": 0.8,
-    "seed": 1,
-    "max_tokens": 60,
-}
+SAMPLED = {"prompt": "def read(path):", "drafter": "draft_model", "num_speculative_tokens": 4}
+SAMPLED |= {"temperature": 0.8, "seed": 1, "max_tokens": 60}
 COLOURS = {"prompt": "red, green, blue, red, green,", "drafter": "ngram", "max_tokens": 40}
-ENDLESS = {"prompt": "1, 2, 3, 4, 5,", "num_speculative_tokens": 0, "max_tokens": 1900}
-
-
-# --------------------------------------------------------------------------- without a browser
-
-
-def test_the_page_refers_to_nothing_outside_its_folder():
-    outside = r"""(?:src|href|action)\s*=\s*["']?(?:https?:)?//|url\(\s*["']?(?:https?:)?//"""
-    outside += r"""|(?:import|from|fetch|open)\s*\(?\s*["'`](?:https?:)?//|@import"""
-    for name, text in SOURCES.items():
-        assert not re.search(outside, text), name
-    for target in re.findall(r'(?:src|href)="([^"]*)"', SOURCES["index.html"]):
-        assert (FOLDER.parent / target).is_file(), target
-    for name, text in SCRIPTS.items():
-        for target in re.findall(r'from "([^"]*)"', text):
-            assert target.startswith("./") and target[2:] in SCRIPTS, (name, target)
-
-
-def test_the_page_has_no_inline_script_or_style():
-    html = SOURCES["index.html"]
-    assert re.findall(r"<script[^>]*>(.*?)</script>", html, re.S) == [""]
-    assert not re.search(r"<style|\sstyle\s*=|\son\w+\s*=|javascript:", html)
-
-
-def test_scripts_insert_text_as_text():
-    for name, text in SCRIPTS.items():
-        assert not re.search(r"(inner|outer|Adjacent)HTML|document\.write|eval\(", text), name
+ENDLESS = {"prompt": COUNTING["prompt"], "num_speculative_tokens": 0, "max_tokens": 1900}
 
 
 # ------------------------------------------------------------------------------------ fixtures
@@ -79,12 +40,8 @@ def browser():
 @pytest.fixture(scope="module")
 def port(browser):
     """Drafts have a fixed length: what is drafted and kept does not depend on the clock."""
-    process, port = start("--fixed-k")
-    with process:
-        try:
-            yield port
-        finally:
-            process.kill()
+    with serving("--fixed-k") as server:
+        yield server.port
 
 
 @pytest.fixture
@@ -126,10 +83,8 @@ def page(open_page):
 @pytest.fixture
 def adaptive_page(open_page):
     """Of a server whose controller chooses K, and measures what it costs."""
-    process, port = start()
-    with process:
-        yield open_page(port)
-        process.kill()
+    with serving("--no-bitwise") as server:
+        yield open_page(server.port)
 
 
 def expect_failed_load(complaints, status):
@@ -165,10 +120,6 @@ def text_of(page, selector):
 
 def counts(page, *selectors):
     return [page.locator(selector).count() for selector in selectors]
-
-
-def health(port):
-    return json.loads(call(port, "GET", "/health")[2])
 
 
 def event(step, tokens, before, num_prompt=5, **more):
@@ -221,9 +172,9 @@ def mock(page, cycles, end=None):
 # --------------------------------------------------------------------------------------- claims
 
 
-@browser_test
 def test_a_run_shows_the_answers_text_with_each_token_marked_by_its_origin(page, port):
-    _, body = generate(port, **SAMPLED)
+    """In the text and in the charts."""
+    _, body = generate(port, **SAMPLED, trace=True)
     run(page, **SAMPLED)
     assert text_of(page, "#tokens") == body["text"]
     assert text_of(page, "#prompt-text") == SAMPLED["prompt"]
@@ -241,12 +192,6 @@ def test_a_run_shows_the_answers_text_with_each_token_marked_by_its_origin(page,
             getComputedStyle(document.querySelector(`#tokens .${kind}`)).borderBottomStyle)"""
     )
     assert styles == ["solid", "dashed", "double"]
-
-
-@browser_test
-def test_the_charts_show_the_run(page, port):
-    _, body = generate(port, **SAMPLED, trace=True)
-    run(page, **SAMPLED)
     accepted = [cycle["accepted_count"] for cycle in body["trace"][1:]]
     drafted = [len(cycle["proposals"]) for cycle in body["trace"][1:]]
     bars = ["#chart-accepted .accepted-bar", "#chart-accepted .drafted-bar"]
@@ -255,7 +200,6 @@ def test_the_charts_show_the_run(page, port):
     assert text_of(page, "#time-split").count("ms") == 3
 
 
-@browser_test
 def test_characters_of_several_tokens_and_special_tokens_keep_the_text_whole(page):
     cycles = [
         event(0, [("caf", "bonus")], 0),
@@ -268,7 +212,6 @@ def test_characters_of_several_tokens_and_special_tokens_keep_the_text_whole(pag
     assert counts(page, "#tokens .token") == [5]
 
 
-@browser_test
 def test_step_advances_exactly_one_cycle_and_run_on_shows_the_rest(page, port):
     _, body = generate(port, **SAMPLED, trace=True)
     fill(page, **SAMPLED)
@@ -288,7 +231,6 @@ def test_step_advances_exactly_one_cycle_and_run_on_shows_the_rest(page, port):
     assert text_of(page, "#tokens") == body["text"]
 
 
-@browser_test
 def test_a_token_and_the_slider_lead_back_to_its_cycle(page, port):
     _, body = generate(port, **SAMPLED, trace=True)
     run(page, **SAMPLED)
@@ -302,30 +244,27 @@ def test_a_token_and_the_slider_lead_back_to_its_cycle(page, port):
     assert "Cycle 2:" in text_of(page, "#cycle-says")
 
 
-@browser_test
 def test_stop_frees_the_servers_slot(page, port):
     fill(page, **ENDLESS)
     page.locator("#run").click()
     page.locator("#tokens .token").first.wait_for()
-    assert health(port)["num_requests_running"] == 1
+    wait_until_running(port)
     assert text_of(page, "#status") == "Running."  # it streams: tokens come before the end
     page.locator("#stop").click()
     wait_for_status(page, "Stopped")
-    deadline = time.monotonic() + 20
-    while health(port)["num_requests_running"]:
-        assert time.monotonic() < deadline
+    wait_until_idle(port)
     (shown,) = counts(page, "#tokens .token")
     assert 0 < shown < ENDLESS["max_tokens"]
     run(page, **COLOURS | {"num_speculative_tokens": 5})
 
 
-@browser_test
 def test_a_race_ends_with_equal_texts_and_shows_measured_and_predicted(page):
     run(page, "#race", **COLOURS)
     ours, theirs = (text_of(page, f"#lane-{lane} .text") for lane in ("speculative", "plain"))
     assert ours == theirs == text_of(page, "#tokens") != ""
     says = text_of(page, "#race-says")
-    assert re.search(r"Measured speed-up \d+\.\d\d×, predicted \d+\.\d\d×", says)
+    busy = r"( \(disturbed: [^)]*\))?"  # as the machine may be
+    assert re.search(rf"Measured speed-up \d+\.\d\d×{busy}, predicted \d+\.\d\d×", says)
     assert "identical, token for token" in says
     lanes = [f"#lane-{lane} [data-count=tokens]" for lane in ("speculative", "plain")]
     assert [text_of(page, lane) for lane in lanes] == ["40", "40"]
@@ -335,7 +274,6 @@ def test_a_race_ends_with_equal_texts_and_shows_measured_and_predicted(page):
     assert "the last race" in text_of(page, "#measured-says")
 
 
-@browser_test
 def test_a_race_that_only_a_busy_machine_explains_is_called_disturbed(page):
     """The answer's own word is shown, with the spread; and What if? says so, too."""
 
@@ -354,15 +292,24 @@ def test_a_race_that_only_a_busy_machine_explains_is_called_disturbed(page):
     assert "the last race, disturbed: the machine was busy" in text_of(page, "#measured-says")
 
 
-@browser_test
 def test_a_race_compares_sampled_texts_unless_they_are_verified_by_rejection(page):
-    run(page, "#race", **SAMPLED)
+    fields = SAMPLED | {"max_tokens": 12}
+    run(page, "#race", **fields)
     assert "identical, token for token" in text_of(page, "#race-says")
-    run(page, "#race", **SAMPLED, verification="rejection")
+    run(page, "#race", **fields, verification="rejection")
     assert "not compared" in text_of(page, "#race-says")
 
 
-@browser_test
+def refused_words(page, body):
+    """What the first recovered token's card says, which names what was rejected in its place."""
+    page.locator("#tokens .token.recovered").first.hover()
+    words = text_of(page, "#token-card")
+    cycle = next(cycle for cycle in body["trace"] if cycle["rejected"])
+    refused = cycle["texts"][str(cycle["rejected"]["id"])]
+    assert refused.replace(" ", "␣").replace("\n", "↵") in words
+    return words
+
+
 def test_pointing_at_a_token_or_focusing_it_shows_p_q_and_u(page, port):
     _, body = generate(port, **SAMPLED, verification="rejection", trace=True)
     run(page, **SAMPLED, verification="rejection")
@@ -392,9 +339,10 @@ def test_pointing_at_a_token_or_focusing_it_shows_p_q_and_u(page, port):
     assert page.evaluate("document.activeElement.dataset.index") == "59"
     page.keyboard.press("Escape")
     card.wait_for(state="hidden")
+    words = refused_words(page, body)
+    assert "norm(max(0, p − q))" in words and "≥ p/q" in words
 
 
-@browser_test
 def test_a_coupled_token_shows_its_score_the_noise_and_the_runner_up(page, port):
     _, body = generate(port, **SAMPLED, trace=True)
     run(page, **SAMPLED)
@@ -411,31 +359,15 @@ def test_a_coupled_token_shows_its_score_the_noise_and_the_runner_up(page, port)
         assert all(f"{value:z.3f}".replace("-", "−") in words for value in shown)
         assert "runner-up" in words
         assert "the target’s own choice" in words and "p/q" not in words
-
-
-@browser_test
-def test_a_greedy_token_shows_its_score_alone(page):
-    run(page, **COLOURS)
+    assert "p/q" not in refused_words(page, body)
+    # A greedy token has its score alone.
+    page.mouse.move(0, 0)
+    run(page, **COLOURS, temperature=0)
     page.locator("#tokens .token.accepted").first.hover()
     words = text_of(page, "#token-card")
     assert "target’s score" in words and "noise" not in words
 
 
-@browser_test
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-def test_a_recovered_token_tells_what_was_rejected_in_its_place(page, port, rule):
-    _, body = generate(port, **SAMPLED, verification=rule, trace=True)
-    run(page, **SAMPLED, verification=rule)
-    page.locator("#tokens .token.recovered").first.hover()
-    words = text_of(page, "#token-card")
-    by_chance = "norm(max(0, p − q))" in words and "≥ p/q" in words
-    assert by_chance == (rule == "rejection")
-    cycle = next(cycle for cycle in body["trace"] if cycle["rejected"])
-    refused = cycle["texts"][str(cycle["rejected"]["id"])]
-    assert refused.replace(" ", "␣").replace("\n", "↵") in words
-
-
-@browser_test
 def test_a_bad_value_is_told_in_the_servers_words_and_its_field_is_marked(page, complaints):
     fill(page, **COLOURS | {"num_speculative_tokens": 99})
     page.locator("#run").click()
@@ -450,17 +382,12 @@ def test_a_bad_value_is_told_in_the_servers_words_and_its_field_is_marked(page, 
     assert counts(page, "#error p") == [0] and field.get_attribute("aria-invalid") == "false"
 
 
-@browser_test
 def test_a_server_that_goes_away_is_told_in_the_middle_and_after(open_page, complaints):
-    process, port = start()
-    with process:
-        try:
-            page = open_page(port)
-            fill(page, **ENDLESS)
-            page.locator("#run").click()
-            page.locator("#tokens .token").first.wait_for()
-        finally:
-            process.kill()
+    with serving("--no-bitwise") as server:
+        page = open_page(server.port)
+        fill(page, **ENDLESS)
+        page.locator("#run").click()
+        page.locator("#tokens .token").first.wait_for()
     page.locator("#error", has_text="broke off").wait_for()
     assert counts(page, "#tokens .token")[0] > 0
     page.locator("#run").click()
@@ -468,7 +395,6 @@ def test_a_server_that_goes_away_is_told_in_the_middle_and_after(open_page, comp
     complaints[:] = [text for text in complaints if "ERR_" not in text]
 
 
-@browser_test
 @pytest.mark.parametrize(
     ("status", "error", "headers", "words"),
     [
@@ -486,7 +412,6 @@ def test_refusals_are_told_in_words(page, complaints, status, error, headers, wo
     expect_failed_load(complaints, str(status))
 
 
-@browser_test
 def test_an_api_key_is_asked_for_sent_and_kept_in_memory_only(page, complaints):
     sent = []
 
@@ -508,7 +433,6 @@ def test_an_api_key_is_asked_for_sent_and_kept_in_memory_only(page, complaints):
     expect_failed_load(complaints, "401")
 
 
-@browser_test
 @pytest.mark.parametrize(
     ("end", "words"),
     [
@@ -533,7 +457,6 @@ def set_slider(page, name, value):
     )
 
 
-@browser_test
 def test_what_if_draws_the_formulas_curve_and_moves_with_the_sliders(page):
     for name, value in {"alpha": 0.5, "whatif-k": 1, "cost": 0.5, "verify-cost": 1}.items():
         set_slider(page, name, value)
@@ -555,7 +478,6 @@ def test_what_if_draws_the_formulas_curve_and_moves_with_the_sliders(page):
     assert text_of(page, "#whatif-says").startswith("K=2: expected 2.08×")
 
 
-@browser_test
 def test_what_if_takes_what_the_last_run_measured(adaptive_page):
     page = adaptive_page
     run(page, **COLOURS | {"num_speculative_tokens": 5})
@@ -567,7 +489,6 @@ def test_what_if_takes_what_the_last_run_measured(adaptive_page):
     assert float(text_of(page, "#alpha-value")) == pytest.approx(alpha, abs=0.011)
 
 
-@browser_test
 def test_nothing_scrolls_sideways_at_400_pixels(open_page):
     page = open_page(viewport={"width": 400, "height": 800})
 
@@ -575,28 +496,20 @@ def test_nothing_scrolls_sideways_at_400_pixels(open_page):
         return page.evaluate("document.documentElement.scrollWidth - innerWidth")
 
     assert excess() <= 0
-    run(page, **SAMPLED | {"num_speculative_tokens": 16, "prompt": "x" * 300})
+    run(page, **SAMPLED | {"num_speculative_tokens": 16, "prompt": "x" * 300, "max_tokens": 40})
     assert excess() <= 0
     page.locator("#tokens .token").last.focus()
     box = page.locator("#token-card").bounding_box()
     assert 0 <= box["x"] and box["x"] + box["width"] <= 400
-    run(page, "#race", **COLOURS)
+    run(page, "#race", **COLOURS | {"max_tokens": 16})
     assert excess() <= 0
 
 
-@browser_test
 def test_2000_tokens_keep_the_page_responsive(page):
     words = [(f" word{i}", "accepted") for i in range(3)] + [(" end", "bonus")]
     cycles = [event(0, [("Start", "bonus")], 0)]
     cycles += [event(step, words, 5 + 4 * (step - 1)) for step in range(1, 501)]
     mock(page, cycles)
-    page.evaluate(
-        """() => {
-            window.tasks = [];
-            new PerformanceObserver((list) => window.tasks.push(
-                ...list.getEntries().map((entry) => entry.duration))).observe({type: "longtask"});
-        }"""
-    )
     page.locator("#run").click()
     set_slider(page, "alpha", 0.33)
     assert text_of(page, "#alpha-value") == ".33"
@@ -610,10 +523,8 @@ def test_2000_tokens_keep_the_page_responsive(page):
     assert len(stretches) > 10 and max(stretches) < 300
     assert counts(page, "#cache .cell")[0] <= 32 + 17
     assert "more" in text_of(page, "#cache .more")
-    assert max(page.evaluate("window.tasks"), default=0) < 1000
 
 
-@browser_test
 def test_markup_in_prompts_outputs_and_errors_stays_text(page, complaints):
     attack = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
     fields = COLOURS | {"prompt": attack}
@@ -661,25 +572,19 @@ CONTRAST = """(selectors) => {
 }"""
 
 
-@browser_test
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_text_has_contrast_in_light_and_dark(open_page, scheme):
-    page = open_page(color_scheme=scheme)
+@pytest.mark.parametrize(("scheme", "motion"), [("light", "reduce"), ("dark", "no-preference")])
+def test_text_has_contrast_and_the_truncation_is_animated_unless_less_motion_is_wanted(
+    open_page, port, scheme, motion
+):
+    """The rejected tail ends dashed either way."""
+    _, body = generate(port, **SAMPLED, trace=True)
+    page = open_page(color_scheme=scheme, reduced_motion=motion)
     run(page, **SAMPLED)
     kinds = ("accepted", "recovered", "bonus")
     selectors = [f"#tokens .token.{kind}" for kind in kinds]
     selectors += "h1 figcaption .hint #run #step #prompt-text #status .formula .verdict".split()
     ratios = page.evaluate(CONTRAST, selectors)
     assert {name: ratio for name, ratio in ratios.items() if ratio < 4.5} == {}
-
-
-@browser_test
-@pytest.mark.parametrize("motion", ["reduce", "no-preference"])
-def test_the_truncation_is_animated_unless_less_motion_is_wanted(open_page, port, motion):
-    """The rejected tail ends dashed either way."""
-    _, body = generate(port, **SAMPLED, trace=True)
-    page = open_page(reduced_motion=motion)
-    run(page, **SAMPLED)
     cut = next(c["step"] for c in body["trace"] if c["cached"][0] > c["cached"][1])
     set_slider(page, "cycle-number", cut)
     style = "(cell) => [getComputedStyle(cell).animationName, getComputedStyle(cell).borderStyle]"
@@ -688,7 +593,6 @@ def test_the_truncation_is_animated_unless_less_motion_is_wanted(open_page, port
     assert border == "dashed" or motion != "reduce"
 
 
-@browser_test
 def test_every_control_has_a_name_and_the_status_is_polite(page):
     nameless = page.evaluate(
         """[...document.querySelectorAll("input, select, textarea, button")]

@@ -1,4 +1,7 @@
-"""What each field of a request promises: seed, logprobs, trace, and one cut for everything."""
+"""What a request's fields promise: logprobs, stop, trace, compare, and one cut for everything.
+
+What is refused is in test_bad_inputs.py, seeds and the answer's shape in test_server.py.
+"""
 
 import dataclasses
 import math
@@ -7,48 +10,18 @@ import numpy as np
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import run, scripted_engine
+from conftest import probabilities, run, scripted_engine
+
+from serving import answers, trace
+from serving.text import TextStream
 
 DRAFTERS = ("ngram", "draft_model", "mtp")
 SAMPLING = core.Sampling(1.1, 0.9, 100, 0.95, 0.001)
 
-# ------------------------------------------------------------------------------------------ seeds
 
-
-@pytest.mark.parametrize("drafter", [None, *DRAFTERS])
-def test_the_same_seed_gives_the_same_output_and_another_one_another(demo_engine, prompts, drafter):
-    def output(seed):
-        fields = {"max_tokens": 24, "drafter": drafter, "sampling": SAMPLING, "seed": seed}
-        return run(demo_engine, prompts["hard_prose"], **fields)[0].output
-
-    assert output(5) == output(5) != output(6)
-    extremes = [0, 1 << 32, 1 << 63, -1, -(1 << 63), (1 << 64) - 1]  # torch reads 32 bits alone
-    assert len({tuple(output(seed)) for seed in extremes}) == len(extremes)
-
-
-def test_a_seeded_output_does_not_depend_on_its_neighbours(demo_engine, prompts):
-    """Eight requests of all drafters in one batch, joining one by one, against each alone."""
-    requests = [
-        core.Request(
-            prompts[name], 16 + i, drafter, 1 + i % 5, sampling=SAMPLING, seed=i
-        )
-        for i, (name, drafter) in enumerate(
-            zip(list(prompts)[:8], [*DRAFTERS, None, *DRAFTERS, None], strict=True)
-        )
-    ]  # fmt: skip
-    alone = []
-    for request in requests:
-        *_, (sequence, _) = demo_engine.generate(request)
-        alone.append(sequence.output)
-    waiting = [demo_engine.open(request) for request in requests]
-    sequences, running = list(waiting), []
-    while waiting or running:
-        running += [waiting.pop()] if waiting else []
-        demo_engine.step(running)
-        running = [s for s in running if s.finish_reason is None]
-    for sequence, output in zip(sequences, alone, strict=True):
-        demo_engine.close(sequence)
-        assert sequence.output == output
+@pytest.fixture(scope="module")
+def tokenizer(demo_engine):
+    return demo_engine.target.tokenizer
 
 
 def test_greedy_output_does_not_depend_on_the_seed_and_knows_the_penalty(
@@ -109,9 +82,101 @@ def test_logprobs_are_the_target_s_before_every_transform(demo_engine, demo_refe
 
 def test_an_impossible_token_has_a_logprob_that_json_can_hold(demo_engine):
     logits = torch.tensor([[0.0, -math.inf, 1.0]])
-    (entry,) = core.token_logprobs(logits, [2], 3, demo_engine.target.tokenizer)
+    (entry,) = trace.token_logprobs(logits, [2], 3, demo_engine.target.tokenizer)
     assert [top["id"] for top in entry["top_logprobs"]] == [2, 0, 1]
     assert entry["top_logprobs"][2]["logprob"] == -9999.0
+
+
+# ----------------------------------------------------------------------------------------- text
+
+
+def stream(tokenizer, text, stop=()):
+    """Push a text's tokens one by one: (text, pieces released, whether it stopped)."""
+    growing, pieces = TextStream(tokenizer, stop), []
+    stopped = False
+    for token in tokenizer(text)["input_ids"]:
+        stopped = growing.push(token, "accepted")
+        pieces.append("".join(piece for piece, _ in growing.release()))
+        if stopped:
+            break
+    growing.finish()
+    pieces.append("".join(piece for piece, _ in growing.release(final=True)))
+    return growing.text, pieces, stopped
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["plain words", "naïve café – 20 €", "日本語のテキスト", "🙂👩‍🚀 done", "\ufffd odd", ""],
+)
+def test_streamed_text_joined_equals_the_text_and_no_character_is_split(tokenizer, text):
+    whole, pieces, _ = stream(tokenizer, text)
+    assert whole == text == "".join(pieces)
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_bytes_that_never_become_a_character_are_not_lost(tokenizer):
+    ids = tokenizer("é🙂")["input_ids"][:-1]  # the last byte of the emoji is missing
+    growing = TextStream(tokenizer)
+    for token in ids:
+        growing.push(token, "accepted")
+    assert "\ufffd" not in growing.text
+    growing.finish()
+    assert growing.text == tokenizer.decode(ids)
+
+
+def test_a_stop_string_is_cut_exactly_across_token_borders(tokenizer):
+    text = "The function returns None. The caller waits. The end."
+    for begin in range(1, len(text) - 3):
+        stop = text[begin : begin + 3]
+        whole, pieces, stopped = stream(tokenizer, text, (stop,))
+        assert stopped
+        assert whole == text[: text.find(stop)] == "".join(pieces)
+
+
+def test_the_earliest_of_several_stop_strings_counts(tokenizer):
+    assert stream(tokenizer, "one two three", ("three", "two"))[0] == "one "
+
+
+def test_a_partial_stop_string_is_held_back_until_it_is_none(tokenizer):
+    growing = TextStream(tokenizer, ("ENDING",))
+    shown = []
+    for token in tokenizer("the END of it")["input_ids"]:
+        growing.push(token, "bonus")
+        shown.append("".join(piece for piece, _ in growing.release()))
+    assert not any(piece.rstrip().endswith(("E", "EN", "END")) for piece in shown)
+    assert "".join(shown) == "the END of it"
+
+
+def test_pieces_know_where_their_text_came_from(tokenizer):
+    growing = TextStream(tokenizer)
+    for word, kind in [("a", "accepted"), (" b", "accepted"), (" c", "recovered"), (" d", "bonus")]:
+        (token,) = tokenizer(word)["input_ids"]
+        growing.push(token, kind)
+    assert growing.stretches() == [("a b", "accepted"), (" c", "recovered"), (" d", "bonus")]
+    assert growing.stretches(2, 5) == [("b", "accepted"), (" c", "recovered")]
+
+
+@pytest.mark.parametrize("offset", range(0, 12, 2))
+def test_a_stop_string_inside_an_accepted_draft_ends_there(demo_engine, prompts, plain, offset):
+    """The stop begins at every offset in turn; cache, counters and text all end with it."""
+    prompt = prompts["easy_facts"]
+    truth = plain(prompt, 30)
+    text = demo_engine.target.tokenizer.decode(truth)
+    stop = text[6 + offset : 6 + offset + 4]
+    engine = scripted_engine(
+        demo_engine,
+        lambda tokens, n: truth[len(tokens) - len(prompt) :][:n],
+    )
+    sequence, events = run(engine, prompt, max_tokens=30, drafter="scripted", stop=(stop,))
+    alone, _ = run(demo_engine, prompt, max_tokens=30, stop=(stop,))
+    assert sequence.finish_reason == "stop"
+    assert sequence.text.text == text[: text.find(stop)] == alone.text.text
+    assert sequence.output == alone.output == truth[: len(sequence.output)]
+    assert "".join(piece for event in events for piece, _ in event["pieces"]) == sequence.text.text
+    statistics = sequence.statistics
+    assert statistics.completion_tokens == len(sequence.output)
+    assert statistics.draft_acceptance_rate in (1.0, None)
 
 
 # ------------------------------------------------------------------------------------ one cut
@@ -144,9 +209,9 @@ def cut_run(engine, prompts, offset, end):
 
 
 @pytest.mark.parametrize("end", ["eos", "stop", "max_tokens"])
-@pytest.mark.parametrize("offset", range(12))
+@pytest.mark.parametrize("offset", range(8))
 def test_one_cut_is_seen_by_everything(demo_engine, prompts, offset, end):
-    """Every offset of two blocks: tokens, text, counters, logprobs, trace and stream agree."""
+    """At every offset of a block tokens, text, counters, logprobs, trace and stream agree."""
     engine, sequence, events, truth = cut_run(demo_engine, prompts, offset, end)
     kept = len(sequence.output)
     assert sequence.output == truth[:kept]
@@ -162,6 +227,7 @@ def test_one_cut_is_seen_by_everything(demo_engine, prompts, offset, end):
     assert s.num_accepted_draft_tokens == s.num_draft_tokens  # what was cut off was not judged
     assert sum(n * count for n, count in enumerate(s.acceptance_histogram)) == len(accepted)
     assert sum(s.acceptance_histogram) == s.num_spec_steps
+    assert sum(s.drafted_at) == s.num_draft_tokens
     assert s.target_passes + 1 == len(events)
     assert [e["id"] for e in sequence.logprobs] == sequence.output
     assert not any(event["rejected"] for event in events)
@@ -169,8 +235,8 @@ def test_one_cut_is_seen_by_everything(demo_engine, prompts, offset, end):
     whole = engine.target.tokenizer.decode(sequence.output, skip_special_tokens=True)
     cut = whole.find(sequence.request.stop[0]) if end == "stop" else len(whole)
     assert streamed == sequence.text.text == whole[:cut]
-    assert engine.totals["scripted"].completion_tokens == kept
-    assert sum(judged for judged, _ in engine.recent) == s.num_draft_tokens
+    assert engine.totals.by_drafter["scripted"].completion_tokens == kept
+    assert sum(judged for judged, _ in engine.totals.recent) == s.num_draft_tokens
     assert engine.target.cache.lengths == [0] * engine.target.cache.num_rows
 
 
@@ -192,7 +258,7 @@ def test_a_cut_before_a_rejection_hides_it_from_everything(demo_engine, prompts,
     assert sequence.output == truth[: 2 + offset]
     assert len(events[1]["proposals"]) == 6
     assert events[1]["rejected"] is None and events[1]["accepted_count"] == offset + 1
-    assert list(engine.recent) == [(offset + 1, offset + 1)]
+    assert list(engine.totals.recent) == [(offset + 1, offset + 1)]
     assert sequence.statistics.draft_acceptance_rate == 1.0
 
 
@@ -202,7 +268,7 @@ def test_bytes_at_the_end_may_complete_a_stop_string(demo_engine):
     first = tokenizer("🙂")["input_ids"][0]
     request = core.Request([5], max_tokens=1, stop=("\ufffd",))
     sequence = core.Sequence(request, 0, tokenizer)
-    assert sequence.cut([core.Judgement(first, "bonus", 1, None, 0)], set()) == 1
+    assert sequence.append([core.Judgement(first, "bonus", 1, None, 0)], set()) == 1
     assert sequence.finish_reason == "stop" and sequence.text.text == ""
 
 
@@ -231,7 +297,7 @@ def test_a_trace_says_what_decided_about_each_token(
             scores = core.penalise(
                 logits[None, end + i - 1], sampling.repetition_penalty, known, []
             )
-            p = core.probabilities(scores, sampling)[0]
+            p = probabilities(scores, sampling)[0]
             top = event["target_top"][i]
             assert event["target_argmax"][i] == int(scores.argmax())
             if token["kind"] == "accepted":
@@ -274,30 +340,16 @@ class FinishedJob:
 
     def __init__(self, engine, request):
         self.events = []
-        for sequence, event in engine.generate(request):
+        for sequence, cycle in engine.generate(request):
             self.sequence = sequence
-            self.events.append(event)
+            self.events.append(trace.event(sequence, cycle))
 
 
 def compared(engine, prompt, **fields):
     request = core.Request(prompt, max_tokens=24, **fields)
     plain = dataclasses.replace(request, drafter=None, trace=True)
     jobs = [FinishedJob(engine, request), FinishedJob(engine, plain)]
-    return core.answer(jobs, [], torch.float32)["compare"]
-
-
-def test_a_comparison_measures_predicts_and_finds_no_difference(demo_engine, prompts):
-    result = compared(demo_engine, prompts["repetitive_colours"], drafter="ngram")
-    assert result["identical"] is True and result["first_difference"] is None
-    assert result["measured_speedup"] > 1 and result["predicted_speedup"] > 1
-    assert 0.9 < result["costs"]["alpha"] <= 1
-    assert result["costs"]["c"] < 0.2 and result["costs"]["t_verify"] > 0.5
-    for rule, identical in (("coupled", True), ("rejection", None)):
-        sampling = dataclasses.replace(SAMPLING, verification=rule)
-        prompt = prompts["repetitive_colours"]
-        sampled = compared(demo_engine, prompt, drafter="mtp", sampling=sampling)
-        assert sampled["identical"] is identical and sampled["first_difference"] is None
-        assert sampled["measured_speedup"] > 0
+    return answers.answer(jobs, [], torch.float32)["compare"]
 
 
 def test_a_comparison_of_three_runs_takes_medians_and_says_when_it_was_disturbed(
@@ -316,7 +368,7 @@ def test_a_comparison_of_three_runs_takes_medians_and_says_when_it_was_disturbed
 
     def compare(ours, theirs):
         pairs = [(job(request, o), job(plain, t)) for o, t in zip(ours, theirs, strict=True)]
-        return core.answer([job for pair in pairs for job in pair], [], torch.float32)["compare"]
+        return answers.answer([job for pair in pairs for job in pair], [], torch.float32)["compare"]
 
     quiet = compare([5.0, 5.0, 5.0], [5.0, 5.0, 5.0])
     one_slow = compare([5.0, 500.0, 5.0], [5.0, 5.0, 300.0])
@@ -372,43 +424,39 @@ def test_the_prediction_is_the_formula_of_the_field():
     assert core.Statistics().predicted_speedup(plain) is None
 
 
-def test_a_wrong_token_is_called_a_bug(demo_engine, prompts, monkeypatch):
-    """A verify that takes the drafter's word: the comparison names the place and the gap."""
+@pytest.fixture
+def credulous_engine(demo_engine, monkeypatch):
+    """Its verify takes the drafter's word, which is always 7."""
 
     def credulous(draft, choices):
         tokens = [core.Judgement(token, "accepted") for token in draft.tokens]
         return [*tokens, core.Judgement([*choices][-1], "bonus")]
 
-    prompt = prompts["code_class"]
-    truth = core.plain_decode(demo_engine.target, prompt, 24, demo_engine.eos_ids)
     monkeypatch.setattr(core, "verify", credulous)
-    engine = scripted_engine(demo_engine, lambda tokens, n: [7] * n)
-    result = compared(engine, prompt, drafter="scripted")
+    return scripted_engine(demo_engine, lambda tokens, n: [7] * n)
+
+
+def test_a_wrong_token_is_called_a_bug(credulous_engine, plain, prompts):
+    """The comparison names the place and the gap."""
+    prompt = prompts["code_class"]
+    result = compared(credulous_engine, prompt, drafter="scripted")
     assert result["identical"] is False
     difference = result["first_difference"]
     assert difference["position"] == 1  # behind the prefill's token
     assert difference["speculative_token"] == 7
-    assert difference["plain_token"] == truth[1] == difference["target_top"][0]["id"]
+    assert difference["plain_token"] == plain(prompt, 24)[1] == difference["target_top"][0]["id"]
     assert difference["top_2_gap"] > 1e-3
     assert difference["verdict"] == "bug"
 
 
 @pytest.mark.parametrize(("top_p", "verdict"), [(1.0, "bug"), (0.9, None)])
 def test_a_wrong_sampled_token_is_a_bug_unless_a_border_may_have_moved(
-    demo_engine, prompts, monkeypatch, top_p, verdict
+    credulous_engine, prompts, top_p, verdict
 ):
     """The drafter's word is taken for a token that is not even among the first five."""
-    monkeypatch.setattr(
-        core,
-        "verify",
-        lambda draft, choices: [
-            *(core.Judgement(token, "accepted") for token in draft.tokens),
-            core.Judgement([*choices][-1], "bonus"),
-        ],
-    )
-    engine = scripted_engine(demo_engine, lambda tokens, n: [7] * n)
     sampling = core.Sampling(temperature=0.5, top_p=top_p)
-    result = compared(engine, prompts["code_class"], drafter="scripted", sampling=sampling)
+    prompt = prompts["code_class"]
+    result = compared(credulous_engine, prompt, drafter="scripted", sampling=sampling)
     difference = result["first_difference"]
     assert result["identical"] is False and difference["speculative_token"] == 7
     assert difference["verdict"] == verdict and difference["top_2_gap"] > 0
@@ -431,7 +479,7 @@ def test_a_difference_between_equal_scores_is_called_a_near_tie(tiny_folder, sca
     jobs = [FinishedJob(engine, core.Request(prompt, 4, trace=True)) for _ in range(2)]
     at = len(prompt) + 1
     jobs[0].sequence.tokens[at] = twin  # as rounding of another shape might have chosen
-    result = core.answer(jobs, [], torch.float32)["compare"]
+    result = answers.answer(jobs, [], torch.float32)["compare"]
     assert result["first_difference"]["verdict"] == verdict
     assert result["first_difference"]["position"] == 1
     assert (result["first_difference"]["top_2_gap"] < 1e-3) == (verdict == "near-tie")
@@ -441,7 +489,7 @@ def test_an_output_that_ends_early_is_called_a_bug(demo_engine, prompts):
     request = core.Request(prompts["code_class"], 8, trace=True)
     jobs = [FinishedJob(demo_engine, request) for _ in range(2)]
     del jobs[0].sequence.tokens[-2:]
-    result = core.answer(jobs, [], torch.float32)["compare"]
+    result = answers.answer(jobs, [], torch.float32)["compare"]
     assert result["identical"] is False
     assert result["first_difference"]["position"] == 6
     assert result["first_difference"]["speculative_token"] is None
@@ -453,7 +501,7 @@ def test_an_output_that_ends_early_is_called_a_bug(demo_engine, prompts):
 
 def test_a_prompt_that_cannot_be_is_refused_before_it_has_a_row(demo_engine):
     context, vocab = demo_engine.target.max_length, demo_engine.target.vocab_size
-    rows = list(demo_engine.target.cache._rows)
+    rows = list(demo_engine.target.cache.lengths)
     for prompt, reason in [
         ([], "the prompt is empty"),
         ([5] * context, "leave no room in a context of"),
@@ -462,34 +510,12 @@ def test_a_prompt_that_cannot_be_is_refused_before_it_has_a_row(demo_engine):
     ]:
         with pytest.raises(ValueError, match=reason):
             demo_engine.open(core.Request(prompt))
-    assert demo_engine.target.cache._rows == rows
+    assert demo_engine.target.cache.lengths == rows
 
 
 def test_max_tokens_beyond_the_context_is_lowered_and_said(demo_engine):
     sequence, _ = run(demo_engine, [5] * 2040, max_tokens=100, drafter="ngram")
     assert sequence.finish_reason in ("length", "stop")
-    assert sequence.warnings == [
+    assert sequence.seat.warnings == [
         "max_tokens was lowered from 100 to 8: the context holds 2048 tokens"
     ]
-
-
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("room", range(1, 9))
-def test_sampled_generation_ends_exactly_at_the_context_limit(drafter, room):
-    """K shrinks towards the end; the last token is decoded plainly."""
-    engine = small_context_engine()
-    prompt = engine.target.tokenizer("red, green, blue, " * 20)["input_ids"][: 64 - room]
-    sequence, events = run(engine, prompt, max_tokens=1000, drafter=drafter, sampling=SAMPLING)
-    if sequence.finish_reason == "length":
-        assert len(sequence.tokens) == 64
-    for event in events:
-        assert len(event["proposals"]) <= max(0, room - 1 - event["step"])
-
-
-_small = []
-
-
-def small_context_engine():
-    if not _small:
-        _small.append(core.load_engine(core.Options(max_model_len=64)))
-    return _small[0]

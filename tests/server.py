@@ -1,0 +1,213 @@
+"""The real server as a process on a real socket, and a client that says exactly what it sends.
+
+A server is forked from a process that has imported all it needs, which takes seconds, once.
+"""
+
+import http.client
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CORE, FAULTY = "08_speculative_decoding", "faulty_server"  # modules, with a main(arguments)
+SCRIPT = f"{CORE}.py"
+JSON = {"Content-Type": "application/json"}
+COLOURS = "red, green, blue, red, green,"
+GOOD = {"prompt": "x = 1", "max_tokens": 2}
+ENDLESS = {"prompt": "1, 2, 3, 4, 5,", "speculative": False, "max_tokens": 2000}  # counts on and on
+LIMIT_S = 60.0  # for what happens at once, on a machine that is busy
+
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload([CORE, FAULTY, __name__])
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _run(module, arguments, log):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does in its background jobs
+    for standard in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), standard)
+    os.chdir(ROOT)
+    raise SystemExit(importlib.import_module(module).main(arguments))
+
+
+class Server:
+    """A process that runs the command line; `log()` is what it has said so far."""
+
+    def __init__(self, *arguments, module=CORE, wait=True):
+        self.port, self._log = free_port(), tempfile.NamedTemporaryFile()
+        arguments = ["--port", str(self.port), *arguments]
+        self._process = _FORKS.Process(
+            target=_run, args=(module, arguments, self._log.name), daemon=True
+        )
+        self._process.start()
+        if wait:
+            until(lambda: "serving on" in self.log() or not self._process.is_alive())
+            assert self._process.is_alive(), self.log()
+
+    def log(self):
+        return os.pread(self._log.fileno(), 1 << 24, 0).decode()
+
+    def send(self, number):
+        os.kill(self._process.pid, number)
+
+    def exit_code(self):
+        """What it ends with, within a minute."""
+        self._process.join(LIMIT_S)
+        return self._process.exitcode
+
+    def close(self):
+        self._process.kill()
+        self._process.join()
+        self._log.close()
+
+    def end_well(self):
+        """SIGTERM, after which nothing must have gone wrong."""
+        assert self._process.is_alive(), self.log()
+        self.send(signal.SIGTERM)
+        assert self.exit_code() == 0
+        said = self.log()
+        assert "Traceback" not in said and '"status": 500' not in said and '"ERROR"' not in said
+
+
+@contextmanager
+def serving(*arguments, **options):
+    """A server for a while, ready to answer unless told not to wait."""
+    server = Server(*arguments, **options)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+class Gate:
+    """A drafter's file that holds its server up: while that loads, or in each draft."""
+
+    _SOURCE = """
+import time
+from pathlib import Path
+from drafters import Draft, Drafter
+
+def wait(name):
+    while not Path(__file__).with_name(name).exists():
+        time.sleep(0.01)
+
+wait("load")
+
+class Gate(Drafter):
+    def open(self, prompt, sampling, noise):
+        return None
+
+    def propose(self, state, max_tokens):
+        Path(__file__).with_name("held").touch()
+        wait("draft")
+        return Draft([])
+
+    def observe(self, state, verdict):
+        pass
+"""
+
+    def __init__(self, folder, model):
+        self._folder = folder
+        (folder / "gate.py").write_text(self._SOURCE)
+        drafter = ("--drafter", f"{folder / 'gate.py'}:Gate", "--drafter-timeout", "600")
+        self.arguments = ("--model", str(model), "--fixed-k", *drafter)
+        self.open("load")
+        self.open()
+
+    def open(self, name="draft"):
+        (self._folder / name).touch()
+
+    def shut(self, name="draft"):
+        (self._folder / "held").unlink(missing_ok=True)
+        (self._folder / name).unlink()
+
+    def wait_until_held(self):
+        """Until a request stands before the gate; who comes then waits behind it."""
+        until((self._folder / "held").exists)
+
+
+def at_once(*calls):
+    """What each returns; all of them are under way at the same time."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(*each) for each in calls]]
+
+
+def until(condition):
+    """Wait for it; fails after a minute."""
+    end = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def call(port, method, path, body=None, headers=JSON):
+    """(status, headers, body) of one request; a dict goes out as JSON."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+    body = json.dumps(body) if isinstance(body, dict) else body
+    connection.request(method, path, body, headers)
+    response = connection.getresponse()
+    data = response.read()
+    connection.close()
+    return response.status, response.headers, data
+
+
+def generate(port, **fields):
+    """(status, body) of POST /generate."""
+    status, _, data = call(port, "POST", "/generate", fields)
+    return status, json.loads(data)
+
+
+def health(port):
+    return json.loads(call(port, "GET", "/health")[2])
+
+
+def wait_until_running(port, number=1):
+    until(lambda: health(port)["num_requests_running"] == number)
+
+
+def wait_until_taken(port, number):
+    """Until so many run or wait."""
+    names = ("num_requests_running", "num_requests_waiting")
+    until(lambda: sum(map(health(port).get, names)) == number)
+
+
+def wait_until_idle(port):
+    """Until all who were served or have left are forgotten, and so is their text."""
+    until(lambda: not health(port)["num_requests_running"])
+    assert health(port)["num_requests_waiting"] == health(port)["kv_cache_usage_perc"] == 0
+
+
+def events_of(data):
+    """What a whole stream said, without pings and its [DONE]."""
+    lines = [line for line in data.decode().split("\n\n") if line and line != ": ping"]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def connect(port, path, fields, buffer_bytes=None):
+    """A client that has asked and not read; closing it is leaving."""
+    client = socket.socket()
+    if buffer_bytes:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+    client.connect(("127.0.0.1", port))
+    body = json.dumps(fields)
+    client.sendall(
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
+    )
+    return client
