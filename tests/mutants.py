@@ -13,8 +13,10 @@ Not covered: constants of modules and the bodies of classes; what runs only whil
 """
 
 import argparse
+import gc
 import importlib
 import inspect
+import mmap
 import multiprocessing
 import os
 import sys
@@ -22,6 +24,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -154,6 +157,9 @@ def load_once() -> None:
     core = importlib.import_module("conftest").core
     for file in {test.partition("::")[0] for mutant in MUTANTS for test in mutant.tests}:
         importlib.import_module(f"test_{file}")
+    # What a fork writes to the KV cache is its own: mmap's default would share it with all.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    importlib.import_module("fastpath.forward").mmap = partial(mmap.mmap, flags=flags)
     load = core.load_engine
     engine = load(core.Options(fixed_k=True))
 
@@ -162,6 +168,8 @@ def load_once() -> None:
         return engine if is_fixture else load(options)
 
     core.load_engine = load_or_inherit
+    gc.collect()
+    gc.freeze()
 
 
 def main() -> int:
@@ -199,11 +207,13 @@ def main() -> int:
 
 RAGGED = "cache::test_ragged_rows_with_random_truncation_equal_a_cache_free_recompute"
 NO_NAN = "cache::test_a_forward_that_fails_leaves_no_nan_to_the_next_request"
+BRANCH = "cache::test_what_is_kept_of_a_branch_is_cached_as_if_it_had_been_fed_alone"
 COMPACT = "batching::test_rows_stay_compact_and_keep_what_they_hold"
 NO_TRACE = "batching::test_a_forward_that_fails_once_leaves_no_trace"
 UNVERIFIED = "batching::test_a_draft_that_cannot_be_verified_costs_the_speculation[greedy]"
 PREFIX = "lossless::test_exactly_the_prefix_before_the_first_wrong_token_is_kept"
 ADVANCES = "lossless::test_the_kv_cache_advances_by_what_was_emitted_not_by_what_was_proposed"
+SEVERAL = "exactness::test_a_batch_of_more_rows_than_may_be_run_is_run_in_several_forwards"
 EVERY_P_Q = "sampling::test_verify_emits_exactly_p_for_every_small_p_and_q"
 KEEPS_P = "sampling::test_verify_keeps_the_target_distribution"
 GIVEN_BACK = "drafters::test_every_row_is_given_back"
@@ -225,9 +235,9 @@ EACH_PLACE = "controller::test_the_record_estimates_each_position_by_itself"
 PROBES = "controller::test_without_drafts_it_probes_now_and_then_and_comes_back"
 BEST_K = "controller::test_the_choice_is_the_best_of_all_k_by_the_formula"
 BEST_PLAN = "controller::test_the_joint_choice_is_the_best_of_all_choices"
+NOT_DEAR = "controller::test_neither_text_to_read_nor_a_cycle_slow_as_a_whole_makes_a_step_dear"
 FIGURES = "requests::test_figures_divide_what_their_formulas_say"
 PREDICTION = "requests::test_the_prediction_is_the_formula_of_the_field"
-TRACE = ("requests::test_a_trace_says_what_decided_about_each_token",)
 
 MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new, *tests in [
     # ---------------------------------------------------------------- KV cache and truncation
@@ -237,6 +247,11 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("truncation lengthens a row", "core:SlotCache.truncate",
      "<= self.lengths[row]:", "<= self.max_length:",
      "cache::test_a_row_cannot_be_truncated_to_more_than_it_holds"),
+    ("a branch is not moved", "core:SlotCache.keep",
+     "buffer[slot, :, begin : begin + count] = buffer[slot, :, moved]", "pass", BRANCH),
+    ("a branch is moved over the pending token", "core:SlotCache.keep",
+     "buffer[slot, :, begin : begin + count] =", "buffer[slot, :, begin - 1 : begin + count - 1] =",
+     BRANCH),
     ("one token too many is kept", "core:SlotCache.keep",
      "self.truncate(row, begin + count)", "self.truncate(row, begin + count + 1)", ADVANCES),
     ("one token too few is kept", "core:SlotCache.keep",
@@ -247,7 +262,7 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("what a failed forward wrote is not noted", "core:SlotCache.place",
      "max(self._written[slot], last)", "self._written[slot]", NO_NAN),
     ("a pad counts as the text's token", "core:SlotCache.place",
-     "behind >= -count_of", "behind >= -count_of - 1", f"{RAGGED}[llama-modules]"),
+     "from_end >= -count_of", "from_end >= -count_of - 1", f"{RAGGED}[llama-modules]"),
     ("a moved row loses its last token", "core:SlotCache.close_row",
      "buffer[slot, :, :length] = buffer[source, :, :length]",
      "buffer[slot, :, : length - 1] = buffer[source, :, : length - 1]", COMPACT),
@@ -272,7 +287,6 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "keys <= queries - window", "keys < queries - window", f"{RAGGED}[mistral-modules]"),
     ("all layers have the mask of the first", "core:CachedModel._mask",
      "len(masks) == 1", "True", f"{RAGGED}[gemma2-modules]"),
-
     # ------------------------------------------------------------------------ faster forwards
     ("a row is written one place early", "forward:FastPlace.write",
      "self.end - count, count", "max(self.end - count - 1, 0), count", f"{RAGGED}[llama-fast]"),
@@ -284,21 +298,15 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "slice(first, first + len(self.slots))", COMPACT),
     ("ragged pads are cached in place of tokens", "forward:RaggedPlace.write",
      "new[: len(slots)]", "new[-len(slots) :]", f"{RAGGED}[llama-fast]"),
-    ("spare rows stand before the texts", "forward:RaggedPlace._arrange",
-     "[*rows, spare]", "[spare, *rows]", f"{RAGGED}[llama-fast]"),
     ("a text's pieces are fed in the wrong order", "forward:Runs.__call__",
-     "alone + shared", "shared + alone", COMPACT),
+     "alone + shared", "shared + alone", SEVERAL),
     ("a piece is fed again in place of the next", "forward:Runs.__call__",
-     "begin = piece.end", "pass", COMPACT),
-    ("more share a forward than its rows hold", "forward:Runs.__call__",
-     "+ count <= most", "+ count <= most + 1",
-     "exactness::test_a_batch_of_more_rows_than_may_be_run_is_run_in_several_forwards"),
+     "begin = piece.end", "pass", SEVERAL),
     ("logits are those of a piece's first tokens", "forward:FastForward._run",
      "range(end - n, end)", "range(end - n - 1, end - 1)", f"{RAGGED}[llama-fast]"),
     ("logits of a long text's earlier pieces are left out", "forward:FastForward.__call__",
      "p.end - max(p.begin, i)", "p.end - max(p.begin, i) if p.end == len(tokens[p.index]) else 0",
-     "exactness::test_a_batch_of_more_rows_than_may_be_run_is_run_in_several_forwards"),
-
+     SEVERAL),
     # -------------------------------------------------------------------------- probabilities
     ("each row is penalised for the whole draft", "sampling:penalise",
      "draft[:i] + text[:1] * (len(draft) - i)", "draft",
@@ -310,7 +318,7 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "position + i", "position", f"{PREFIX}[sampled-1]"),
     ("greedy choices are not checked for NaN", "core:own_choices",
      "not score.isfinite()", "False",
-     "batching::test_a_request_whose_logits_are_no_numbers_fails_alone[None-0.0]"),
+     "sampling::test_logits_that_are_no_numbers_are_an_error_and_no_token"),
     ("noise of plain decoding is one position off", "core:sample",
      "len(text))), None", "len(text) - 1)), None", f"{PREFIX}[sampled-0]"),
     ("a drafter penalises the first token alone", "core:sample",
@@ -330,7 +338,6 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("only likelier tokens may win", "noise:Noise._able_to_win",
      "upper <= weights * limit", "2 * upper <= weights * limit",
      "noise::test_looking_only_at_tokens_that_can_win_finds_the_same_winner"),
-
     # --------------------------------------------------------------------------------- verify
     ("the refused draft is emitted", "core:verify",
      'Judgement(chosen, "recovered")', 'Judgement(drafted, "recovered")', f"{PREFIX}[greedy-1]"),
@@ -354,7 +361,6 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "more if more.sum() > 0 else p", "more",
      "sampling::test_a_residual_of_nothing_falls_back_to_p"),
     ("the residual is both differences", "core:residual", "clamp_(min=0)", "abs()", EVERY_P_Q),
-
     # ------------------------------------------------------------------------------- sequence
     ("a cut loses the end of text itself", "core:Sequence.append",
      "return kept\n", "return kept - 1\n",
@@ -365,7 +371,7 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("a stop string amid a draft is passed over", "core:Sequence.append",
      "if self.text.push(token.id, token.kind)",
      "if self.text.push(token.id, token.kind) and kept == len(emitted)",
-     "text::test_a_stop_string_inside_an_accepted_draft_ends_there[0]"),
+     "requests::test_a_stop_string_inside_an_accepted_draft_ends_there[0]"),
     ("max_tokens is met one token late", "core:Sequence.append",
      "self.remaining == 1", "self.remaining == 0",
      "lossless::test_max_tokens_inside_a_block_is_met_exactly[greedy-1]"),
@@ -376,17 +382,13 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "requests::test_bytes_at_the_end_may_complete_a_stop_string"),
     ("what may become a stop string is shown", "text:TextStream.release",
      "self.text.endswith(s[:n])", "False",
-     "text::test_a_partial_stop_string_is_held_back_until_it_is_none"),
+     "requests::test_a_partial_stop_string_is_held_back_until_it_is_none"),
     ("what is cut off counts as drafted", "messages:Cycle.num_drafted",
      "len(self.proposals) if self.is_whole else self.num_kept", "len(self.proposals)",
      "lossless::test_end_of_text_is_cut_at_every_offset_of_a_block[greedy-0]"),
     ("what is cut off counts as accepted", "messages:Cycle.num_accepted",
      "min(len(self.emitted) - 1, self.num_kept)", "len(self.emitted) - 1",
      "requests::test_a_cut_before_a_rejection_hides_it_from_everything[0]"),
-    ("a rejection behind a cut is told", "messages:Cycle.rejected",
-     "judged and self.is_whole", "judged",
-     "requests::test_a_cut_before_a_rejection_hides_it_from_everything[0]"),
-
     # --------------------------------------------------------------------------------- engine
     ("a prompt that fills the context is let in", "parsing:check_prompt",
      "length >= context", "length > context",
@@ -407,11 +409,8 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "s.seat.hidden.append(", "bool(", f"{NO_TRACE}[greedy-1-mtp]"),
     ("only the pending token is fed", "core:Engine.forward",
      "s.tokens[lengths[s.row] :]", "s.tokens[-1:]", f"{PREFIX}[greedy-0]"),
-    ("one request's fault ends all", "core:Engine.step",
-     "s.fail(error)", "raise",
-     "batching::test_a_request_whose_logits_are_no_numbers_fails_alone[None-0.0]"),
     ("prefills are measured as passes", "core:Engine.step",
-     "None if is_prefill else times", "times", MEASURED),
+     "None if has_prefill else times", "times", MEASURED),
     ("the penalty forgets what was generated", "core:Engine.accept",
      "s.tokens, draft.tokens)\n", "s.request.prompt, draft.tokens)\n",
      "requests::test_greedy_output_does_not_depend_on_the_seed_and_knows_the_penalty"),
@@ -428,9 +427,8 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("a measurement warms up and counts", "worker:warm_up",
      "engine.totals = Totals(engine.panel.choices)", "pass",
      "controller::test_all_is_run_at_one_and_k_plus_1_rows_before_a_measurement_counts"),
-
     # --------------------------------------------------------------------------------- faults
-    ("a forward that failed is not tried again", "faults:step",
+    ("a forward that failed is not tried again", "faults:_step",
      "cycles |= _step_alone(engine, s, held[s])", "engine.step([])", f"{NO_TRACE}[greedy-3-ngram]"),
     ("a step that failed is not rolled back", "faults:_step_alone",
      "engine.target.cache.truncate(s.row, held)", "pass", f"{NO_TRACE}[greedy-0-ngram]",
@@ -442,7 +440,6 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "in (True, False)", "in (False,)", UNVERIFIED),
     ("the drafter stays after an unverified draft", "faults:_step_alone",
      'engine.panel.leave(s.seat, f"a forward failed ({in_short(failure)})")', "pass", UNVERIFIED),
-
     # ---------------------------------------------------------------------------------- panel
     ("a drafter that cannot open ends the request", "panel:Panel.open",
      "failed[name] = error", "raise", f"{ANYWHERE}[open]"),
@@ -473,7 +470,7 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "controller::test_a_guess_that_fails_costs_the_drafter_and_not_the_answer"),
     ("a hidden state too many is handed out", "panel:Panel.observe",
      "len(states) - num_rejected]", "len(states) - num_rejected + 1]",
-     "drafters::test_drafts_are_known_ids_and_no_more_than_asked_for[mtp]"),
+     "drafters::test_drafts_are_known_ids_and_no_more_than_asked_for"),
     ("chunks of hidden states are handed out backwards", "panel:Panel.observe",
      "[*seat.hidden, hidden]", "[hidden, *seat.hidden]",
      "batching::test_a_prompt_read_in_chunks_gives_the_output_of_one_read_at_once"),
@@ -489,23 +486,15 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "self._close(seat, name)", "self.close(seat)", f"{ONE_LOST}[observe]"),
     ("a lost drafter goes without a warning", "panel:Panel._lose",
      "seat.warnings.append(", "str(", COSTS_IT),
-    ("a lost drafter is not counted", "panel:Panel._lose",
-     "self.num_failures += 1", "pass", COSTS_IT),
     ("of several drafters one stays open", "panel:Panel.close",
      "for name in list(seat.states):", "for name in list(seat.states)[:1]:", f"{ONE_LOST}[close]"),
     ("a drafter that cannot close ends the request", "panel:Panel._close",
      'seat.warnings.append(f"drafter {name} failed to close: {in_short(error)}")', "raise",
      f"{ANYWHERE}[close]"),
-    ("hidden states are asked for the first request alone", "panel:Panel.layers",
-     "for seat in seats for", "for seat in seats[:1] for",
-     "lossless::test_requests_in_one_batch_with_their_own_drafters_equal_each_alone[greedy]"),
-
     # ------------------------------------------------------------------------------- drafters
     ("the earliest match is proposed", "ngram:NgramIndex.extend",
      "self._followed_at[tuple(text[end - size : end])] = end",
      "self._followed_at.setdefault(tuple(text[end - size : end]), end)", BRUTE_FORCE),
-    ("an n-gram of a whole text is not found", "ngram:NgramIndex.extend",
-     "size <= end", "size < end", BRUTE_FORCE),
     ("the shortest suffix is looked up first", "ngram:NgramIndex.__init__",
      "range(largest, smallest - 1, -1)", "range(smallest, largest + 1)", BRUTE_FORCE),
     ("a periodic draft is one token off", "ngram:NgramIndex.continuation",
@@ -520,7 +509,7 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "texts[i].append(token)", "pass", PENALTY),
     ("a refused draft stays with the draft model", "small_model:SmallModelDrafter.observe",
      "cache.truncate(state.row, min(cache.lengths[state.row], committed))", "pass",
-     "drafters::test_a_rolled_back_state_proposes_like_a_fresh_one"),
+     f"{IN_TURN}[ngram]"),
     ("the draft model keeps its row", "small_model:SmallModelDrafter.close",
      "self._draft.cache.close_row(state.row)", "pass", f"{GIVEN_BACK}[draft_model]"),
     ("the head forgets the true pairs", "mtp_head:MtpHeadDrafter._draft",
@@ -533,7 +522,6 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "if self._thread.is_alive():", "if True:", "drafters::test_a_loop_in_a_drafter_is_ended"),
     ("calls wait for a drafter that hangs", "timed:TimedDrafter._call",
      "self._is_hanging = True", "pass", "drafters::test_a_loop_in_a_drafter_is_ended"),
-
     # -------------------------------------------------------------------------------- planner
     ("text that was read stays unread", "planner:Planner.learn",
      "record.unread = 0", "pass", WHAT_CAME),
@@ -543,17 +531,12 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "os.path.commonprefix([guess, tokens])", "os.path.commonprefix([guess, tokens])[:0]",
      WHAT_CAME),
     ("a guess is thought not to be asked for", "planner:Planner.learn",
-     "came_true, len(tokens))", "came_true)", WHAT_CAME),
+     "came_true, len(tokens))", "came_true)", WHAT_CAME.replace("0.0", "1.0")),
     ("who has nothing to propose may be chosen", "planner:Planner._able",
      "if panel.guess(seat, name, 1) != []", "if True",
      "controller::test_who_has_nothing_to_propose_is_not_chosen"),
-    ("where nobody has a proposal nobody is able", "planner:Planner._able",
-     "able or list(seat.states)", "able",
-     "controller::test_whatever_it_chooses_the_output_is_plain_decoding[greedy-hard_story-ngram]"),
     ("passes are measured as if of one row each", "planner:Planner.timed",
      "len(draft.tokens) + 1 for", "1 for", MEASURED),
-    ("the longest request's width is not told", "planner:Planner.timed", "max(fed)", "1", MEASURED),
-
     # ------------------------------------------------------------------ controller, plans, costs
     ("records do not age without drafts", "controller:Acceptance.observe",
      "_KEPT ** min(1 + self.since, _OLDEST)", "_KEPT", AGES),
@@ -584,34 +567,24 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("what was measured cold is kept", "costs:Line.observe",
      "and one[0] <= self._most(one[1], size, ms)", "",
      "controller::test_what_was_measured_cold_is_forgotten_once_it_is_contradicted"),
-    ("passes of one size have a slope by chance", "costs:Line._fit",
-     "_RIDGE * expected", "_RIDGE * mean_ms",
-     "controller::test_passes_of_one_size_leave_a_sane_slope"),
     ("a line goes through the slowest measurements", "costs:_low_median",
      "(len(ordered) - 1) // 2", "-1",
      "controller::test_the_line_finds_what_a_pass_and_a_token_cost"),
     ("a slow cycle is the drafter's fault", "costs:Costs.observe_pass",
-     "max(1.0, ms / believed) if believed else 1.0", "1.0",
-     "controller::test_a_cycle_that_was_slow_as_a_whole_says_nothing_of_the_drafter"),
+     "max(1.0, ms / believed) if believed else 1.0", "1.0", NOT_DEAR),
     ("batches of all sizes have one line", "costs:Costs.pass_line",
      "batch.bit_length()", "min(self.passes, default=1)",
      "controller::test_batches_of_other_sizes_have_costs_of_their_own"),
     ("reading counts as drafting", "costs:Costs._learn_draft",
-     "unread <= _FEW_UNREAD * len(num_tokens) or", "True or",
-     "controller::test_text_that_a_model_has_to_read_first_is_a_cost_of_its_own"),
+     "unread <= _FEW_UNREAD * len(num_tokens) or", "True or", NOT_DEAR),
     ("a first measurement is believed whatever it is", "costs:Costs._step",
      "not line.is_confirmed", "False",
      "controller::test_a_first_measurement_far_above_does_not_end_drafting"),
-
     # ------------------------------------------------------- statistics, traces and comparisons
     ("refused positions count as reached", "statistics:Statistics.record",
      "[1] * min(drafted, accepted + 1)", "[1] * drafted", PREDICTION),
     ("the histogram counts what was drafted", "statistics:Statistics.record",
      "[0] * accepted + [1]", "[0] * drafted + [1]", FIGURES),
-    ("cycles without a draft are in the statistics", "statistics:Statistics.record",
-     "if drafted:", "if True:", FIGURES),
-    ("the mean acceptance length leaves out the target's token",
-     "statistics:Statistics.mean_acceptance_length", "1 + accepted", "accepted", FIGURES),
     ("the prefill's token counts per pass", "statistics:Statistics.tokens_per_pass",
      " - self.prefills", "", FIGURES),
     ("the engine's own time is not in a token's", "statistics:Statistics.ms_per_token",
@@ -622,15 +595,14 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "_add(getattr(total, name), theirs)", "pass", FIGURES),
     ("alpha is the share of all that was drafted", "statistics:Statistics.costs",
      "sum(self.reached_at)", "self.num_draft_tokens", PREDICTION),
-    ("the prediction forgets the passes' own tokens", "statistics:Statistics.predicted_speedup",
-     "(self.target_passes + drafted)", "drafted", PREDICTION),
     ("conditional acceptance divides by what was drafted", "statistics:Statistics.per_position",
      "map(ratio, accepted, reached)", "map(ratio, accepted, self.drafted_at)", FIGURES),
     ("logprobs are those of the last rows", "trace:token_logprobs",
      "logits[: len(tokens)]", "logits[-len(tokens) :]",
      "requests::test_logprobs_are_equal_with_speculation_on_and_off"),
     ("a trace has the noise of the next place", "trace:_leaders",
-     "len(s.tokens) - len(scores), np", "len(s.tokens) - len(scores) + 1, np", *TRACE),
+     "len(s.tokens) - len(scores), np", "len(s.tokens) - len(scores) + 1, np",
+     "requests::test_a_trace_says_what_decided_about_each_token"),
     ("every difference is a near-tie", "comparison:_first_difference",
      'is_tie = ours in totals and top[0]["total"] - totals[ours] <= near_tie', "is_tie = True",
      "requests::test_a_wrong_token_is_called_a_bug"),
