@@ -36,6 +36,7 @@ class Seat:
     states: dict[str, Any] = field(default_factory=dict)  # by drafter, of those that can go on
     asked: str | None = None  # who was to draft in this cycle
     num_asked: int = 0  # and how many tokens at most
+    draft: Draft | None = None  # what was proposed and is not judged yet
     records: dict[str, Any] = field(default_factory=dict)  # the planner's, by drafter
     decision: Any = None  # the planner's last one
     warnings: list[str] = field(default_factory=list)
@@ -90,19 +91,22 @@ class Panel:
     def propose(self, seats: list[Seat], plan: list[tuple[str, int]]) -> list[Draft]:
         """A draft for each seat; plan[i] says who makes it and how many tokens it may have.
 
-        Drafters are called in turn, each for all seats that are to have a draft of it.
+        Drafters are called in turn, each for all seats that are to have a draft of it. A draft that
+        was not judged, as the target's forward failed, is handed out again.
         """
-        drafts, self.calls = [Draft() for _ in seats], []
+        self.calls, waiting = [], [seat for seat in seats if seat.draft is None]
         for seat, (name, limit) in zip(seats, plan, strict=True):
-            seat.asked, seat.num_asked = (name, limit) if limit else (None, 0)
-        for name in dict.fromkeys(seat.asked for seat in seats if seat.asked):
-            at = [i for i, seat in enumerate(seats) if seat.asked == name]
-            group, limits = [seats[i] for i in at], [seats[i].num_asked for i in at]
+            if seat.draft is None:
+                seat.asked, seat.num_asked = (name, limit) if limit else (None, 0)
+                seat.draft = Draft()
+        for name in dict.fromkeys(seat.asked for seat in waiting if seat.asked):
+            group = [seat for seat in waiting if seat.asked == name]
+            limits = [seat.num_asked for seat in group]
             began = time.perf_counter()
-            for i, draft in zip(at, self._ask(name, group, limits), strict=True):
-                drafts[i] = draft
+            for seat, draft in zip(group, self._ask(name, group, limits), strict=True):
+                seat.draft = draft
             self.calls.append(Call(name, group, limits, (time.perf_counter() - began) * 1e3))
-        return drafts
+        return [seat.draft for seat in seats]
 
     def _ask(self, name: str, seats: list[Seat], limits: list[int]) -> list[Draft]:
         """Drafts that can be verified; an empty one for a seat that loses its drafter."""
@@ -177,7 +181,7 @@ class Panel:
         Who proposed rolls back. To the others what came is text like any other. `hidden` are the
         states [fed, D] of what was verified, by layer.
         """
-        chunks, seat.hidden = [*seat.hidden, hidden], []
+        chunks, seat.hidden, seat.draft = [*seat.hidden, hidden], [], None
         num_rejected = verdict.drafted - verdict.accepted
         for name in list(seat.states):
             drafter = self.drafters[name]
@@ -206,7 +210,7 @@ class Panel:
 
     def leave(self, seat: Seat, why: str) -> None:
         """The request goes on without speculation."""
-        seat.decision = None
+        seat.decision = seat.draft = None
         seat.warnings.append(f"{why}: went on without speculation")
         self.close(seat)
 

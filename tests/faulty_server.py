@@ -63,10 +63,8 @@ PROPOSALS: dict[str, Callable[[list[int], int], Any]] = {
     "has_a_q_that_excludes_its_token": q_of(lambda q: torch.eye(VOCABULARY)[6:7]),
     "has_a_q_of_another_shape": q_of(lambda q: q[:, 1:]),
 }  # fmt: skip
-METHODS = ("open", "candidates", "select", "guess", "observe", "close")  # that may raise, too
+METHODS = ("open", "guess", "observe", "close")  # that may raise, too
 RUBBISH = {  # what other methods may return
-    "has_no_candidates": ("candidates", []),
-    "has_numbers_as_candidates": ("candidates", [1]),
     "guesses_a_number": ("guess", 5),
     "guesses_words": ("guess", ["the"]),
     "guesses_a_tensor": ("guess", torch.ones(2)),

@@ -18,10 +18,19 @@ DRAFTERS = (None, "ngram", "draft_model", "mtp")
 SAMPLINGS = (core.Sampling(), core.Sampling(1.1, 0.9, 50, 0.95))
 
 
+def together(engine, requests):
+    """Run these requests side by side to their ends; their sequences."""
+    sequences = [engine.open(request) for request in requests]
+    while running := [s for s in sequences if not s.finish_reason]:
+        faults.step(engine, running)
+    for sequence in sequences:
+        engine.close(sequence)
+    return sequences
+
+
 @pytest.fixture(scope="module")
-def engine():
+def engine(demo_engine):
     """The embedded models with a small chunk, and a drafter that fails now and then."""
-    engine = core.load_engine(core.Options(prefill_chunk=24, max_running=8, fixed_k=True))
     chance = random.Random(0)
 
     def poisoned(tokens, limit):
@@ -29,20 +38,18 @@ def engine():
             raise RuntimeError("poisoned")
         return tokens[-limit:] if chance.random() < 0.5 else [-1]
 
-    engine.panel.drafters["poisoned"] = ScriptedDrafter(poisoned)
-    engine.totals.by_drafter["poisoned"] = core.Statistics()
-    return engine
+    loaded = demo_engine.panel.drafters | {"poisoned": ScriptedDrafter(poisoned)}
+    return core.Engine(demo_engine.target, loaded, prefill_chunk=24)
 
 
 def is_idle(engine):
     """Nothing is held: every row of every cache is free, and empty."""
-    caches = [engine.target.cache, engine.panel.drafters["draft_model"]._draft.cache]
-    caches.append(engine.panel.drafters["mtp"]._cache)
+    own = engine.panel.drafters
     return all(
         cache.lengths == [0] * cache.num_rows
         and sorted(cache._free) == list(range(cache.num_rows))
         and cache._rows == []
-        for cache in caches
+        for cache in (engine.target.cache, own["draft_model"]._draft.cache, own["mtp"]._cache)
     )
 
 
@@ -50,7 +57,7 @@ def test_rows_stay_compact_and_keep_what_they_hold(demo_engine, demo_reference):
     """Rows open and close at random; each goes on as a recompute without cache has it."""
     target, chance = demo_engine.target, random.Random(3)
     texts = {}
-    for _ in range(40):
+    for _ in range(16):
         if texts and (len(texts) == 8 or chance.random() < 0.4):
             row = chance.choice(list(texts))
             del texts[row]
@@ -73,34 +80,32 @@ def test_rows_stay_compact_and_keep_what_they_hold(demo_engine, demo_reference):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_prompt_read_in_chunks_gives_the_output_of_one_read_at_once(
-    engine, demo_engine, prompts, drafter, sampling
+    engine, demo_engine, prompts, sampling
 ):
     """Lengths around the borders of a chunk of 24, and a prompt of many chunks."""
-    long = (prompts["code_class"] + prompts["easy_facts"]) * 6
-    for length in (23, 24, 25, 48, 49, 300):
-        fields = {"max_tokens": 12, "drafter": drafter, "sampling": sampling, "seed": 5}
+    long = (prompts["code_class"] + prompts["easy_facts"]) * 4
+    for length in (23, 24, 25, 49, 150):
+        fields = {"max_tokens": 10, "drafter": "mtp", "sampling": sampling, "seed": 5}
         chunked, events = run(engine, long[:length], **fields)
         whole, others = run(demo_engine, long[:length], **fields)
         assert chunked.output == whole.output
         assert len(events) == len(others) and chunked.statistics.prefills == 1
-        if drafter:
-            assert chunked.statistics.drafted_at == whole.statistics.drafted_at
-            assert chunked.statistics.accepted_at == whole.statistics.accepted_at
+        assert chunked.statistics.drafted_at == whole.statistics.drafted_at
+        assert chunked.statistics.accepted_at == whole.statistics.accepted_at
 
 
 def test_a_long_prompt_does_not_stop_the_others(engine, prompts):
-    """While 500 tokens are read in chunks of 24 the running request gets a token every cycle."""
+    """While 200 tokens are read in chunks of 24 the running request gets a token every cycle."""
     running = engine.open(core.Request(prompts["code_class"], 60, None))
     engine.step([running])
-    late = [engine.open(core.Request([7] * 500, 4, "mtp")) for _ in range(2)]
+    late = [engine.open(core.Request([7] * 200, 4, "mtp")) for _ in range(2)]
     cycles = 0
     while not late[0].num_steps:
         cycles_of = engine.step([running, *late])
         assert running in cycles_of and late[1] not in cycles_of  # one prompt is read at a time
         cycles += 1
-    assert cycles == 21
+    assert cycles == 9
     while late[1].finish_reason is None:
         engine.step([s for s in (running, *late) if s.finish_reason is None])
     for sequence in (running, *late):
@@ -120,7 +125,7 @@ def request_at_random(chance, prompts):
     )
 
 
-@pytest.mark.parametrize("num_requests", [60, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_requests", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_many_requests_over_eight_rows_all_equal_their_solo_runs(
     engine, demo_engine, prompts, num_requests
 ):
@@ -131,25 +136,20 @@ def test_many_requests_over_eight_rows_all_equal_their_solo_runs(
     chance = random.Random(num_requests)
     worker = Worker(engine, core.Options(max_running=8, max_queued=num_requests))
     before = sum(engine.totals.by_drafter.values(), core.Statistics()).completion_tokens
-    finished, lock = [], threading.Lock()
+    finished = []
 
     def client(job, leaves_after):
         for seen, _ in enumerate(event for event in job if event is not WAITING):
             if seen == leaves_after:
                 job.cancel()
-        with lock:
-            if not job.cancelled:
-                finished.append(job)
+        if not job.cancelled:
+            finished.append(job)
 
-    jobs = worker.submit(request_at_random(chance, prompts))
-    jobs += [
-        job
-        for _ in range(num_requests - 1)
-        for job in worker.submit(request_at_random(chance, prompts))
-    ]
+    requests = [request_at_random(chance, prompts) for _ in range(num_requests)]
+    jobs = [job for request in requests for job in worker.submit(request)]
+    leaving = [chance.choice([None, None, None, 2]) for _ in jobs]
     threads = [
-        threading.Thread(target=client, args=(job, chance.choice([None, None, None, 2])))
-        for job in jobs
+        threading.Thread(target=client, args=each) for each in zip(jobs, leaving, strict=True)
     ]
     for thread in threads:
         thread.start()
@@ -159,32 +159,31 @@ def test_many_requests_over_eight_rows_all_equal_their_solo_runs(
     assert is_idle(engine) and worker.num_running == worker.num_waiting == 0
     assert len(finished) > num_requests / 2
     for job in finished:
-        sequence, request = job.sequence, job.request
-        assert sequence.finish_reason in ("stop", "length")
-        *_, (alone, _) = demo_engine.generate(replace(request, drafter=None))
-        assert sequence.output == alone.output and sequence.text.text == alone.text.text
+        assert job.sequence.finish_reason in ("stop", "length")
+        *_, (alone, _) = demo_engine.generate(replace(job.request, drafter=None))
+        assert job.sequence.output == alone.output
+        assert job.sequence.text.text == alone.text.text
     after = sum(engine.totals.by_drafter.values(), core.Statistics()).completion_tokens
-    emitted = sum(len(job.sequence.output) for job in jobs if job.sequence)
-    assert after - before == emitted
+    assert after - before == sum(len(job.sequence.output) for job in jobs if job.sequence)
 
 
 def test_an_engine_that_raises_fails_what_is_in_flight_and_goes_on(engine, prompts, monkeypatch):
-    worker = Worker(engine, core.Options())
-    step, faults = engine.step, [RuntimeError("out of memory")]
+    """Where not even another try of each by itself can be made."""
+    worker, step, errors = Worker(engine, core.Options()), faults.step, [RuntimeError("no memory")]
 
-    def faulty(sequences):
-        if len(sequences) == 2 and faults:
-            raise faults.pop()
-        return step(sequences)
+    def faulty(engine, sequences):
+        if len(sequences) == 2 and errors:
+            raise errors.pop()
+        return step(engine, sequences)
 
-    monkeypatch.setattr(engine, "step", faulty)
+    monkeypatch.setattr(faults, "step", faulty)
     jobs = [worker.submit(core.Request(prompts["hard_prose"], 200))[0] for _ in range(2)]
     for job in jobs:
-        with pytest.raises(RuntimeError, match="out of memory"):
+        with pytest.raises(RuntimeError, match="no memory"):
             list(job)
     (job,) = worker.submit(core.Request(prompts["hard_prose"], 5))
     assert len([event for event in job if event is not WAITING]) == 5
-    worker.drain(10)
+    worker.drain(60)
     assert is_idle(engine)
 
 
@@ -211,11 +210,11 @@ def test_a_forward_that_fails_once_leaves_no_trace(
     engine = core.Engine(
         demo_engine.target, demo_engine.panel.drafters, prefill_chunk=len(prompt) // 3 + 1
     )
-    expected = plain(prompt, 16, **way)
+    expected = plain(prompt, 12, **way)
     failing(engine, monkeypatch, lambda i, _: i == call)
-    sequence, _ = run(engine, prompt, max_tokens=16, drafter=drafter, **way)
+    sequence, _ = run(engine, prompt, max_tokens=12, drafter=drafter, **way)
     assert (sequence.output, sequence.seat.warnings, engine.totals.num_faults) == (expected, [], 1)
-    assert sequence.statistics.num_draft_tokens > 5
+    assert sequence.statistics.num_draft_tokens > 3
 
 
 def test_a_draft_that_cannot_be_verified_costs_the_speculation(
@@ -231,75 +230,18 @@ def test_a_draft_that_cannot_be_verified_costs_the_speculation(
     assert engine.panel.drafters["scripted"].num_open == 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("drafter", [None, "ngram", "mtp"])
-@torch.inference_mode()
-def test_a_request_whose_logits_are_no_numbers_fails_alone(prompts, plain, drafter, temperature):
-    """Its keys become NaN: it ends with an error, its neighbours and whoever gets its slot do not.
-
-    Attention weighs what it does not see with 0, and 0 · NaN is NaN: the slot has to be cleaned.
-    """
-    engine = core.load_engine(core.Options(max_running=3, fixed_k=True))
-    cache = engine.target.cache
-    names = list(prompts)[:3]
-    sampling = core.Sampling(temperature=temperature)
-    requests = [core.Request(prompts[name], 24, drafter) for name in names]
-    requests[1] = core.Request(prompts[names[1]], 24, drafter, sampling=sampling)
-    sequences = [engine.open(request) for request in requests]
-    for _ in range(2):
-        faults.step(engine, sequences)
-    broken = sequences[1]
-    for layer in cache.layers:
-        layer.keys[1, :, :3] = float("nan")
-    assert broken not in engine.step(sequences)
-    assert broken.finish_reason == "error" and "NaN in its logits" in str(broken.failure)
-    engine.close(broken)
-    others = [sequences[0], sequences[2]]
-    others.append(engine.open(core.Request(prompts[names[1]], 24, drafter)))
-    while running := [s for s in others if s.finish_reason is None]:
-        faults.step(engine, running)
-    for s, name in zip(others, [names[0], names[2], names[1]], strict=True):
-        assert s.output == plain(prompts[name], 24)
-        engine.close(s)
-    assert all(layer.keys.isfinite().all() for layer in cache.layers)
-    with pytest.raises(ValueError, match="NaN in its logits"):
-        for _, cycle in engine.generate(requests[1]):
-            if cycle.number == 1:
-                for layer in cache.layers:
-                    layer.values[0, :, :3] = float("nan")
-
-
 def test_what_is_not_done_when_draining_ends_gets_an_error(demo_engine, prompts, monkeypatch):
     """A stream that merely ended would look whole to its reader."""
     go_on = threading.Event()
-    monkeypatch.setattr(demo_engine, "step", lambda sequences: go_on.wait(20) and [None])
+    monkeypatch.setattr(demo_engine, "step", lambda sequences: go_on.wait(60) and {})
     worker = Worker(demo_engine, core.Options(max_running=1))
     requests = [core.Request(prompts["code_class"], 8)] * 2  # one runs, the other waits
     jobs = [job for request in requests for job in worker.submit(request)]
-    worker.drain(0.3)
+    worker.drain(0.1)
     for job in jobs:
         with pytest.raises(RequestError, match="shutting down"):
             list(job)
         job.cancel()
     go_on.set()
-    worker._thread.join(20)
+    worker._thread.join(60)
     assert not worker._thread.is_alive()
-
-
-def test_a_comparison_takes_one_place_in_the_queue(demo_engine, prompts, monkeypatch):
-    """Its second half waits for the first one, and keeps nobody else from waiting."""
-    go_on, step = threading.Event(), demo_engine.step
-    monkeypatch.setattr(demo_engine, "step", lambda sequences: go_on.wait(20) and step(sequences))
-    worker = Worker(demo_engine, core.Options(max_running=1, max_queued=1))
-    request = core.Request(prompts["code_class"], 4)
-    jobs = worker.submit(request, request)
-    while worker.num_running != 1:
-        assert worker.status == "ok"
-    assert worker.num_waiting == 0
-    jobs += worker.submit(request)
-    with pytest.raises(RequestError, match="1 requests wait already"):
-        worker.submit(request)
-    go_on.set()
-    for job in jobs:
-        assert len([event for event in job if event is not WAITING]) == 4
-    worker.drain(10)

@@ -3,13 +3,32 @@
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import FAMILIES, make_exact
+from conftest import FAMILIES
 
 from fastpath.forward import speed_up
 
 
-def tiny_model(folder, num_rows=4):
-    return core.load_model(str(folder), core.Options(max_running=num_rows))
+def tiny_model(folder, num_rows=4, fast=False):
+    target = core.load_model(str(folder), core.Options(max_running=num_rows))
+    if fast:
+        speed_up(target)
+        # With pads in rows and keys: they must not show either.
+        target.shapes.rows, target.shapes.min_rows = (8, 16, 32), 8
+        target.shapes.key_steps = (64, 128, 192, 256)
+    return target
+
+
+@torch.inference_mode()
+def recompute(oracle, text):
+    """transformers' own: logits [t, V], and the states behind the first block and the last norm."""
+    output = oracle(torch.tensor([text]), output_hidden_states=True)
+    return output.logits[0], {i: output.hidden_states[j][0] for i, j in ((0, 1), (-1, -1))}
+
+
+def assert_same(ours, theirs):
+    """In fp32 within 1e-5 of the largest one: these weights are large, so that the text matters."""
+    atol = 1e-5 * max(1.0, float(theirs.abs().max()))
+    torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("fast", [False, True], ids=["modules", "fast"])
@@ -17,60 +36,98 @@ def tiny_model(folder, num_rows=4):
 def test_ragged_rows_with_random_truncation_equal_a_cache_free_recompute(
     family, fast, tiny_folder, reference
 ):
-    """Logits and hidden states of three rows of unequal length, in fp32.
-
-    Within 1e-5 of the largest one: these weights are large, so that the text matters.
-    """
-
-    def assert_same(ours, theirs):
-        atol = 1e-5 * max(1.0, float(theirs.abs().max()))
-        torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
-
-    target, oracle = tiny_model(tiny_folder(family)), reference(tiny_folder(family))
-    if fast:
-        speed_up(target)
-        make_exact(target)  # pads: they must not show either
+    """Logits of three rows of unequal length, and hidden states behind the layers asked for."""
+    target, oracle = tiny_model(tiny_folder(family), fast=fast), reference(tiny_folder(family))
     random = torch.Generator().manual_seed(1)
     draw = lambda high: int(torch.randint(1, high, (1,), generator=random))  # noqa: E731
     rows = [target.cache.open_row() for _ in range(3)]
     rows = [rows[2], rows[0], rows[1]]  # not in order: the cache must gather them
     texts = {row: [] for row in rows}
-    for cycle in range(8):
+    for cycle in range(6):
         batch = rows if cycle % 3 else rows[:1]
-        fed = [
-            torch.randint(1, 4096, (draw(9 if cycle else 30),), generator=random).tolist()
-            for _ in batch
-        ]
-        output = target.forward(batch, fed, [len(new) for new in fed], layers=(-1,))
-        for b, row in enumerate(batch):
+        sizes = [draw(9 if cycle else 30) for _ in batch]
+        fed = [torch.randint(1, 4096, (n,), generator=random).tolist() for n in sizes]
+        output = target.forward(batch, fed, sizes, layers=(0, -1))
+        assert output.hidden.keys() == {0, -1}
+        for b, (row, size) in enumerate(zip(batch, sizes, strict=True)):
             whole = texts[row] + fed[b]
-            with torch.inference_mode():
-                expected = oracle(torch.tensor([whole]), output_hidden_states=True)
-            count = len(fed[b])
-            assert_same(output.logits[b], expected.logits[0, -count:])
-            assert_same(output.hidden[-1][b], expected.hidden_states[-1][0, -count:])
-            texts[row] = whole[: len(texts[row]) + draw(count + 1)]
+            logits, hidden = recompute(oracle, whole)
+            assert_same(output.logits[b], logits[-size:])
+            for layer, states in hidden.items():
+                assert_same(output.hidden[layer][b], states[-size:])
+            texts[row] = whole[: len(texts[row]) + draw(size + 1)]
             target.cache.truncate(row, len(texts[row]))
 
 
-def test_truncating_touches_no_tensor(demo_engine):
+@pytest.fixture
+def row(demo_engine):
+    """Of the embedded target's cache, given back."""
+    row = demo_engine.target.cache.open_row()
+    yield row
+    demo_engine.target.cache.close_row(row)
+
+
+@pytest.mark.parametrize(
+    ("shorten", "left"),
+    [
+        (lambda cache, row: cache.truncate(row, 7), 7),
+        (lambda cache, row: cache.keep(row, 3, [0]), 7),  # d1 of [pending, d1, d2, d3]
+        (lambda cache, row: cache.keep(row, 3, range(0)), 6),
+        (lambda cache, row: cache.keep(row, 3, range(3)), 9),
+        (lambda cache, row: cache.keep(row, 0, range(0)), 9),
+    ],
+)
+def test_truncating_touches_no_tensor(demo_engine, row, shorten, left):
+    """Nor does keeping the beginning of a chain."""
     cache = demo_engine.target.cache
-    row = cache.open_row()
-    demo_engine.target.forward([row], [[5, 6, 7, 8]], [1])
+    demo_engine.target.forward([row], [[*range(5, 14)]], [1])
     keys = cache.layers[0].keys
     before = keys.clone()
-    cache.truncate(row, 1)
-    assert cache.lengths[row] == 1
+    shorten(cache, row)
+    assert cache.lengths[row] == left
     assert cache.layers[0].keys is keys and torch.equal(keys, before)
-    cache.close_row(row)
 
 
-def test_a_row_cannot_be_truncated_to_more_than_it_holds(demo_engine):
-    cache = demo_engine.target.cache
-    row = cache.open_row()
+class Tree:
+    """A place of drafts that branch: each token sees the text before them and its own line."""
+
+    def __init__(self, place, lines):
+        self.slots, self.counts, self.write = place.slots, place.counts, place.write
+        begin, self.kv_length = place.end - len(lines), place.kv_length
+        self.positions = torch.tensor([[begin + len(line) - 1 for line in lines]])
+        self.seen = torch.zeros(len(lines), place.kv_length, dtype=torch.bool)
+        self.seen[:, :begin] = True
+        for i, line in enumerate(lines):
+            self.seen[i, [begin + j for j in line]] = True
+
+    def mask(self, dtype, window=None):
+        unseen = torch.finfo(dtype).min
+        return torch.zeros_like(self.seen, dtype=dtype).masked_fill(~self.seen, unseen)[None, None]
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("accepted", [[0], [1, 3], [2], [2, 4, 5]], ids=str)
+def test_what_is_kept_of_a_branch_is_cached_as_if_it_had_been_fed_alone(
+    demo_engine, demo_reference, row, accepted
+):
+    """Keys and values of a line through a tree of drafts move together, over one another."""
+    target, prompt, fed = demo_engine.target, [*range(5, 20)], [30, 40, 50, 60, 70, 80, 90]
+    target.forward([row], [prompt], [1])
+    place = target.cache.place([row], [len(fed)])
+    lines = [[0], [0, 1], [0, 2], [0, 3], [0, 2, 4], [0, 3, 5], [0, 3, 5, 6]]  # 0 is pending
+    target.cache.current = tree = Tree(place, lines)
+    target.run(torch.tensor([fed]), tree, 1, ())
+    target.cache.advance(place)
+    target.cache.keep(row, len(fed) - 1, accepted)
+    text = [*prompt, fed[0], *(fed[1 + i] for i in accepted)]
+    assert target.cache.lengths[row] == len(text)
+    output = target.forward([row], [[7, 8]], [2])
+    assert_same(output.logits[0], recompute(demo_reference, [*text, 7, 8])[0][-2:])
+
+
+def test_a_row_cannot_be_truncated_to_more_than_it_holds(demo_engine, row):
     with pytest.raises(ValueError, match="cannot truncate 0 cached tokens to 1"):
-        cache.truncate(row, 1)
-    cache.close_row(row)
+        demo_engine.target.cache.truncate(row, 1)
 
 
 def test_a_row_that_would_outgrow_the_cache_is_refused_before_anything_is_written(tiny_folder):
@@ -82,8 +139,8 @@ def test_a_row_that_would_outgrow_the_cache_is_refused_before_anything_is_writte
     assert target.cache.lengths[row] == 250
 
 
-def test_rows_run_out_and_come_back(tiny_folder):
-    cache = tiny_model(tiny_folder("llama"), num_rows=2).cache
+def test_rows_run_out_and_come_back():
+    cache = core.SlotCache(num_layers=1, num_rows=2, max_length=8, device="cpu")
     rows = [cache.open_row(), cache.open_row()]
     with pytest.raises(ValueError, match="all 2 rows"):
         cache.open_row()

@@ -44,7 +44,7 @@ def port():
 
 @pytest.fixture(scope="module")
 def adaptive():
-    """Its controller asks drafters what they would propose, and lets them select."""
+    """Its controller asks drafters what they would propose."""
     with serving("--drafter", "ngram", module=FAULTY) as server:
         yield server.port
 
@@ -87,7 +87,7 @@ def error_of(answer):
 @pytest.mark.parametrize("fault", DRAFTER_FAULTS)
 def test_a_drafter_s_fault_never_changes_a_token(port, adaptive, plain, plain_sampled, fault):
     """The client gets the target's own text and a warning, /health counts the loss."""
-    port = adaptive if "guess" in fault or "select" in fault else port
+    port = adaptive if "guess" in fault else port
     before = health(port)["warnings"]
     is_noticed = fault not in Q_FAULTS  # nobody reads what chances it says its tokens had
     for expected, more in ((plain, {}), (plain_sampled, SAMPLED | {"stream": True})):

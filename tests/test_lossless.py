@@ -6,51 +6,63 @@ import torch
 from conftest import FAMILIES, WAYS, run, scripted_engine
 
 import demo
+import drafters
 from serving import faults
 
 DRAFTERS = ("ngram", "draft_model", "mtp")
 NAMES = tuple(demo.read_prompts())
-LENGTH = 32
 
 
 @pytest.mark.parametrize("k", [1, 4, 16])
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("drafter", DRAFTERS)
-def test_output_equals_plain_decoding(demo_engine, prompts, plain, drafter, name, k, way):
-    sequence, _ = run(
-        demo_engine,
-        prompts[name],
-        max_tokens=LENGTH,
-        drafter=drafter,
-        num_speculative_tokens=k,
-        **way,
+def test_output_equals_plain_decoding(demo_engine, prompts, plain, drafter, k, way):
+    prompt = prompts[NAMES[3 * DRAFTERS.index(drafter) + k.bit_length() // 2]]
+    given = {"max_tokens": 24, "drafter": drafter, "num_speculative_tokens": k}
+    sequence, _ = run(demo_engine, prompt, **given, **way)
+    assert sequence.output == plain(prompt, 24, **way) and sequence.seat.warnings == []
+
+
+def greedy_text(model, prompt, max_tokens):
+    """By transformers' generate."""
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False
     )
-    assert sequence.output == plain(prompts[name], LENGTH, **way)
-    assert sequence.seat.warnings == []
+    return output[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["code_class", "hard_story", "repetitive_colours"])
 def test_plain_decoding_equals_transformers_generate(demo_reference, prompts, plain, name):
-    ids = torch.tensor([prompts[name]])
-    output = demo_reference.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=LENGTH, do_sample=False
-    )
-    assert output[0, ids.shape[1] :].tolist() == plain(prompts[name], LENGTH)
+    assert greedy_text(demo_reference, prompts[name], 24) == plain(prompts[name], 24)
+
+
+FEW = ("gpt2", "gemma3_text")  # test_cache.py has the logits of all
+REST = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in FEW]
+
+
+@pytest.mark.parametrize("family", [*FEW, *REST])
+def test_any_causal_model_is_lossless_with_every_fitting_drafter(family, tiny_folder, reference):
+    folder, draft_model = tiny_folder(family), str(tiny_folder("llama:1"))
+    given = {"model": str(folder), "draft_model": draft_model, "drafter": "ngram"}
+    engine = core.load_engine(core.Options(**given, fixed_k=True, bitwise=False))
+    assert "mtp" not in engine.panel.drafters
+    prompt, way = [5, 6, 7, 5, 6, 7, *range(20, 30), 5], WAYS["sampled"]
+    expected = greedy_text(reference(folder), prompt, 20)
+    sampled = core.plain_decode(engine.target, prompt, 20, engine.eos_ids, **way)
+    for drafter in ("ngram", "draft_model"):
+        assert run(engine, prompt, max_tokens=20, drafter=drafter)[0].output == expected
+        assert run(engine, prompt, max_tokens=20, drafter=drafter, **way)[0].output == sampled
 
 
 def test_requests_in_one_batch_with_their_own_drafters_equal_each_alone(
     demo_engine, prompts, plain, way
 ):
     names = ("repetitive_colours", "code_class", "hard_story", "easy_facts", "code_function")
-    drafters = (*DRAFTERS, None, "mtp")
     sequences = [
-        demo_engine.open(
-            core.Request(prompts[n], LENGTH, drafter=d, num_speculative_tokens=2 + i, **way)
-        )
-        for i, (n, d) in enumerate(zip(names, drafters, strict=True))
+        demo_engine.open(core.Request(prompts[name], 24, drafter, 2 + i, **way))
+        for i, (name, drafter) in enumerate(zip(names, (*DRAFTERS, None, "mtp"), strict=True))
     ]
-    running = sequences[:3]
-    late = sequences[3:]
+    running, late = sequences[:3], sequences[3:]
     while running:
         faults.step(demo_engine, running)
         if late:  # the others join while these are decoding
@@ -58,50 +70,7 @@ def test_requests_in_one_batch_with_their_own_drafters_equal_each_alone(
         running = [s for s in running if s.finish_reason is None]
     for name, sequence in zip(names, sequences, strict=True):
         demo_engine.close(sequence)
-        assert sequence.output == plain(prompts[name], LENGTH, **way)
-
-
-@pytest.mark.parametrize("drafter", ["ngram", "draft_model"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_any_causal_model_is_lossless_with_every_fitting_drafter(
-    family, drafter, tiny_folder, reference
-):
-    options = core.Options(
-        model=str(tiny_folder(family)),
-        draft_model=str(tiny_folder("llama:1")),
-        drafter=drafter,
-        prompt_lookup_min=1,
-    )
-    engine = core.load_engine(options)
-    assert "mtp" not in engine.panel.drafters
-    for prompt in ([5, 6, 7, 5, 6, 7, 5], list(range(20, 60))):
-        expected = (
-            reference(tiny_folder(family))
-            .generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                max_new_tokens=40,
-                do_sample=False,
-            )[0, len(prompt) :]
-            .tolist()
-        )
-        sequence, _ = run(engine, prompt, max_tokens=40, drafter=drafter)
-        assert sequence.output == expected
-        way = WAYS["sampled"]
-        sampled = core.plain_decode(engine.target, prompt, 40, engine.eos_ids, **way)
-        assert run(engine, prompt, max_tokens=40, drafter=drafter, **way)[0].output == sampled
-
-
-def test_one_verify_of_k_plus_1_tokens_gives_the_tokens_of_k_plus_1_single_steps(
-    demo_engine, prompts, plain
-):
-    target, prompt = demo_engine.target, prompts["code_class"]
-    expected = plain(prompt, 9)
-    row = target.cache.open_row()
-    target.forward([row], [prompt], [1])
-    logits = target.forward([row], [expected[:8]], [8]).logits[0]
-    assert logits.argmax(-1).tolist() == expected[1:]
-    target.cache.close_row(row)
+        assert sequence.output == plain(prompts[name], 24, **way)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -109,7 +78,7 @@ def test_the_kv_cache_advances_by_what_was_emitted_not_by_what_was_proposed(
     demo_engine, prompts, drafter
 ):
     lengths = demo_engine.target.cache.lengths
-    request = core.Request(prompts["easy_table"], 40, drafter, 4)
+    request = core.Request(prompts["easy_table"], 24, drafter, 4)
     cached, total = 0, len(request.prompt)
     for sequence, cycle in demo_engine.generate(request):
         total += cycle.num_kept
@@ -119,40 +88,17 @@ def test_the_kv_cache_advances_by_what_was_emitted_not_by_what_was_proposed(
         cached = lengths[sequence.row]
 
 
-def test_a_perfect_drafter_is_accepted_entirely(prompts, way):
+def test_a_perfect_drafter_is_accepted_entirely(demo_engine, prompts, way):
     """The target drafts for itself: every token of every draft is accepted."""
-    model = core.Options().model
-    engine = core.load_engine(core.Options(draft_model=model, drafter="draft_model", fixed_k=True))
-    for name in ("code_function", "hard_story"):
-        sequence, _ = run(engine, prompts[name], max_tokens=61, drafter="draft_model", **way)
-        statistics = sequence.statistics
-        assert statistics.draft_acceptance_rate == 1.0
-        assert statistics.num_recovered_tokens == 0
-        if sequence.finish_reason == "length":  # 1 by prefill, then 6 a pass
-            assert statistics.target_passes == 10
-
-
-def test_a_hostile_drafter_is_refused_and_changes_nothing(demo_engine, prompts, plain, way):
-    random = torch.Generator().manual_seed(0)
-    engine = scripted_engine(
-        demo_engine, lambda _, n: torch.randint(0, 4096, (n,), generator=random).tolist()
-    )
-    drafted = accepted = 0
-    for prompt in prompts.values():
-        sequence, _ = run(engine, prompt, max_tokens=24, drafter="scripted", **way)
-        assert sequence.output == plain(prompt, 24, **way)
-        drafted += sequence.statistics.num_draft_tokens
-        accepted += sequence.statistics.num_accepted_draft_tokens
-    assert drafted > 500 and accepted / drafted < 0.02
-
-
-def test_a_drafter_that_proposes_nothing_is_plain_decoding(demo_engine, prompts, plain, way):
-    engine = scripted_engine(demo_engine, lambda tokens, n: [])
-    sequence, events = run(engine, prompts["hard_prose"], max_tokens=20, drafter="scripted", **way)
-    assert sequence.output == plain(prompts["hard_prose"], 20, **way)
-    assert sequence.statistics.target_passes == 19
-    assert sequence.statistics.draft_acceptance_rate is None
-    assert all(event["proposals"] == [] for event in events)
+    itself = core.load_model(core.Options().model, core.Options())
+    context = drafters.Context(demo_engine.target, core.sample, itself, num_rows=1)
+    loaded = {"draft_model": drafters.load("draft_model", context)}
+    engine = core.Engine(demo_engine.target, loaded)
+    sequence, _ = run(engine, prompts["hard_story"], max_tokens=31, drafter="draft_model", **way)
+    statistics = sequence.statistics
+    assert sequence.finish_reason == "length"
+    assert statistics.target_passes == 5  # 1 token by prefill, then 6 a pass
+    assert statistics.draft_acceptance_rate == 1.0 and statistics.num_recovered_tokens == 0
 
 
 def oracle(prompt, truth, wrong_at=None):
@@ -168,37 +114,22 @@ def oracle(prompt, truth, wrong_at=None):
     return script
 
 
-def test_cycles_with_a_draft_alternate_with_empty_ones(demo_engine, prompts, plain, way):
-    prompt = prompts["code_class"]
-    truth = plain(prompt, 40, **way)
-    full = oracle(prompt, truth)
-    calls = []
-
-    def script(tokens, limit):
-        calls.append(len(tokens))
-        return full(tokens, limit) if len(calls) % 2 else []
-
-    engine = scripted_engine(demo_engine, script)
-    sequence, events = run(engine, prompt, max_tokens=40, drafter="scripted", **way)
-    assert sequence.output == truth
-    assert {0, 5} <= {len(event["proposals"]) for event in events[1:]}
-
-
 @pytest.mark.parametrize("wrong_at", [0, 1, 2, 3, 4, None])
 def test_exactly_the_prefix_before_the_first_wrong_token_is_kept(
     demo_engine, prompts, plain, wrong_at, way
 ):
     prompt = prompts["hard_story"]
-    truth = plain(prompt, 30, **way)
+    truth = plain(prompt, 20, **way)
     engine = scripted_engine(demo_engine, oracle(prompt, truth, wrong_at))
-    sequence, events = run(engine, prompt, max_tokens=30, drafter="scripted", **way)
+    sequence, events = run(engine, prompt, max_tokens=20, drafter="scripted", **way)
     assert sequence.output == truth
-    for event in events[1:]:
-        if len(event["proposals"]) == 5:
-            assert event["accepted_count"] == (5 if wrong_at is None else wrong_at)
-            kinds = [token["kind"] for token in event["tokens"]]
-            last = "bonus" if wrong_at is None else "recovered"
-            assert kinds == ["accepted"] * event["accepted_count"] + [last]
+    whole = [event for event in events if len(event["proposals"]) == 5]
+    for event in whole:
+        assert event["accepted_count"] == (5 if wrong_at is None else wrong_at)
+        kinds = [token["kind"] for token in event["tokens"]]
+        last = "bonus" if wrong_at is None else "recovered"
+        assert kinds == ["accepted"] * event["accepted_count"] + [last]
+    assert len(whole) > 1
 
 
 @pytest.mark.parametrize("offset", range(7))
@@ -208,11 +139,11 @@ def test_end_of_text_is_cut_at_every_offset_of_a_block(demo_engine, prompts, pla
     prompt, truth = next(
         (prompt, truth)
         for prompt in prompts.values()
-        if (truth := plain(prompt, 30, **way))[position] not in truth[:position]
+        if (truth := plain(prompt, 20, **way))[position] not in truth[:position]
     )
     engine = scripted_engine(demo_engine, oracle(prompt, truth))
     engine.eos_ids = {truth[position]}
-    sequence, events = run(engine, prompt, max_tokens=30, drafter="scripted", **way)
+    sequence, events = run(engine, prompt, max_tokens=20, drafter="scripted", **way)
     assert sequence.output == truth[: position + 1]
     assert sequence.finish_reason == "stop"
     assert sum(event["emitted_count"] for event in events) == position + 1
@@ -222,55 +153,22 @@ def test_end_of_text_is_cut_at_every_offset_of_a_block(demo_engine, prompts, pla
     assert sum(statistics.acceptance_histogram) == statistics.num_spec_steps
 
 
-@pytest.mark.parametrize("max_tokens", range(1, 14))
+@pytest.mark.parametrize("max_tokens", range(1, 9))
 def test_max_tokens_inside_a_block_is_met_exactly(demo_engine, prompts, plain, max_tokens, way):
     prompt = prompts["repetitive_sentence"]
     for drafter in DRAFTERS:
         sequence, _ = run(demo_engine, prompt, max_tokens=max_tokens, drafter=drafter, **way)
-        assert sequence.output == plain(prompt, 13, **way)[:max_tokens]
+        assert sequence.output == plain(prompt, 20, **way)[:max_tokens]
         assert sequence.finish_reason == "length"
         assert sequence.statistics.completion_tokens == max_tokens
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_generation_ends_exactly_at_the_context_limit(drafter):
-    engine = core.load_engine(core.Options(max_model_len=64))
-    prompt = engine.target.tokenizer("red, green, blue, " * 8)["input_ids"][:50]
-    sequence, _ = run(engine, prompt, max_tokens=1000, drafter=drafter)
-    assert sequence.finish_reason == "length"
-    assert len(sequence.tokens) == 64
-    room = 64 - len(prompt)
-    assert sequence.output == core.plain_decode(engine.target, prompt, room, engine.eos_ids)
-
-
-@pytest.mark.parametrize("is_drawn", [False, True])
-def test_a_choice_is_the_rule_of_rejection_with_one_hot_p(is_drawn):
-    for truth, draft, accepted in [
-        ([7], [], 0),
-        ([7, 8], [7], 1),
-        ([7, 8], [6], 0),
-        ([7, 8, 9], [7, 9], 1),
-        ([7, 7, 7], [7, 7], 2),
-    ]:
-        p = torch.zeros(len(truth), 10).scatter_(1, torch.tensor(truth)[:, None], 1)
-        q = torch.full((len(draft), 10), 0.1) if is_drawn else None
-        judged = core.verify(core.Draft(draft, q), iter(truth))
-        by_chance = core.verify_by_rejection(core.Draft(draft, q), p, core.Noise(1), 0)
-        assert [j[:2] for j in judged] == [j[:2] for j in by_chance]
-        assert [j.id for j in judged if j.kind != "rejected"] == truth[: accepted + 1]
-        kinds = [j.kind for j in judged]
-        end = ["bonus"] if accepted == len(draft) else ["rejected", "recovered"]
-        assert kinds == ["accepted"] * accepted + end
-
-
-# Measured on the embedded models (K = 5, 96 tokens); the ranges leave room for another machine's
+# Measured on the embedded models (K = 5, 64 tokens); the ranges leave room for another machine's
 # rounding, not for a broken drafter.
 EXPECTED_ACCEPTANCE = {
     ("ngram", "repetitive_colours"): (0.9, 1.0),
-    ("ngram", "repetitive_sentence"): (0.9, 1.0),
     ("ngram", "hard_story"): (0.0, 0.2),
     ("draft_model", "code_function"): (0.5, 0.85),
-    ("draft_model", "repetitive_counting"): (0.6, 0.95),
     ("mtp", "repetitive_letters"): (0.9, 1.0),
     ("mtp", "code_class"): (0.3, 0.7),
     ("mtp", "hard_story"): (0.55, 0.9),
@@ -279,6 +177,6 @@ EXPECTED_ACCEPTANCE = {
 
 @pytest.mark.parametrize(("drafter", "name"), EXPECTED_ACCEPTANCE)
 def test_acceptance_is_in_the_expected_range(demo_engine, prompts, drafter, name):
-    sequence, _ = run(demo_engine, prompts[name], max_tokens=96, drafter=drafter)
+    sequence, _ = run(demo_engine, prompts[name], max_tokens=64, drafter=drafter)
     low, high = EXPECTED_ACCEPTANCE[drafter, name]
     assert low <= sequence.statistics.draft_acceptance_rate <= high
