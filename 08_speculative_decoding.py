@@ -25,9 +25,9 @@ Sources: Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318; Daliri et 
 """
 
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -38,8 +38,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 import demo
 import drafters
 from control.controller import Controller
-from control.planner import FixedK, Planner, Wish
-from control.statistics import Statistics, Totals
+from control.planner import FixedK, Planner
+from control.statistics import Statistics, Totals, now
 from drafters import Context, Drafter, Noise
 from drafters.noise import ACCEPT, DRAW, NO_NUMBERS, RECOVER, draw
 from drafters.panel import Panel, Seat
@@ -60,7 +60,7 @@ from serving.worker import Worker, warm_up
 # ------------------------------------------------------------------- KV cache and truncation
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Place:
     """Where a forward's tokens [B, T] go: counts[b] of them to slots[b] of the cache.
 
@@ -70,10 +70,20 @@ class Place:
     slots: list[int]
     counts: list[int]
     positions: Tensor  # [B, T], of the queries
-    real: Tensor  # [B, T] bool: False on pads
-    written: tuple[Tensor, Tensor]  # (slots, positions) of the real tokens
     end: int  # one more than the last position of all texts
     kv_length: int  # keys that attention reads, with those that the mask hides
+
+    @cached_property
+    def real(self) -> Tensor:
+        """[B, T] bool: False on pads."""
+        width, counts = self.positions.shape[1], self.positions.new_tensor(self.counts)
+        return torch.arange(width, device=counts.device) >= width - counts[:, None]
+
+    @cached_property
+    def written(self) -> tuple[Tensor, Tensor]:
+        """(slots, positions) of the real tokens."""
+        slots = self.positions.new_tensor(self.slots)[:, None].expand_as(self.positions)
+        return slots[self.real], self.positions[self.real]
 
     def arrange(self, rows: list[Tensor]) -> Tensor:
         """Ids [t] of each text -> [B, T], or states [t, D] -> [B, T, D]."""
@@ -182,10 +192,8 @@ class SlotCache(Cache):
         self._free.append(row)
 
     def _buffers(self) -> list[Tensor]:
-        layers = [
-            layer for layer in self.layers if layer.is_initialized
-        ]  # some use another layer's
-        return [buffer for layer in layers for buffer in (layer.keys, layer.values)]
+        own = [layer for layer in self.layers if layer.is_initialized]  # not another layer's
+        return [buffer for layer in own for buffer in (layer.keys, layer.values)]
 
     def place(
         self, rows: list[int], counts: list[int], width: int = 0, kv_length: int = 0
@@ -201,12 +209,9 @@ class SlotCache(Cache):
         slots = [self.slot(row) for row in rows]
         for slot, last in zip(slots, ends, strict=True):  # now, as the forward may fail halfway
             self._written[slot] = max(self._written[slot], last)
-        given = torch.tensor([ends, counts, slots], device=self.device)
-        end_of, count_of, slot_of = given[..., None]
-        from_end = torch.arange(-width, 0, device=self.device)  # -1 is a text's last token
-        positions, real = (end_of + from_end).clamp_(min=0), from_end >= -count_of  # [B, T]
-        written = slot_of.expand_as(real)[real], positions[real]
-        self.current = Place(slots, counts, positions, real, written, end, max(kv_length, end))
+        last = torch.tensor(ends, device=self.device)[:, None]
+        positions = (last + torch.arange(-width, 0, device=self.device)).clamp_(min=0)  # [B, T]
+        self.current = Place(slots, counts, positions, end, max(kv_length, end))
         return self.current
 
     def advance(self, place: Place) -> None:
@@ -266,7 +271,7 @@ class CachedModel:
         of `layers`. This is the plain way: fastpath/forward.py gives the same sooner.
         """
         place = self.cache.place(rows, [len(fed) for fed in tokens])
-        ids = place.arrange([torch.tensor(fed, device=self.model.device) for fed in tokens])
+        ids = place.arrange([torch.tensor(fed, device=self.cache.device) for fed in tokens])
         logits, states = self.run(ids, place, max(num_logits), layers)
         self.cache.advance(place)
         last = [text[-n:].float() for text, n in zip(logits, num_logits, strict=True)]
@@ -283,17 +288,15 @@ class CachedModel:
             past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=logits_to_keep,
-            output_hidden_states=bool(layers),
+            output_hidden_states=[i if i < 0 else i + 1 for i in layers] or False,
         )
         # transformers lists the embeddings first, then each block's result, the last one normed.
         return result.logits, {i: result.hidden_states[i if i < 0 else i + 1] for i in layers}
 
     def _mask(self, place: Place) -> Tensor | dict[str, Tensor]:
         """The window is in the mask; a family with layers of two kinds takes one mask per kind."""
-        masks = {window: place.mask(self.model.dtype, window) for window in self.windows.values()}
-        if len(masks) == 1:
-            return next(iter(masks.values()))
-        return {kind: masks[window] for kind, window in self.windows.items()}
+        masks = {kind: place.mask(self.model.dtype, n) for kind, n in self.windows.items()}
+        return masks if len(set(self.windows.values())) > 1 else next(iter(masks.values()))
 
 
 # ----------------------------------------------------------------------------- probabilities
@@ -306,7 +309,7 @@ def own_choices(scores: Tensor, sampling: Sampling, noise: Noise, position: int)
     for i, row in enumerate(scores):
         if sampling.is_greedy:
             score, token = row.max(0)
-            if not score.isfinite():  # NaN counts as the largest
+            if not abs(float(score)) < torch.inf:  # NaN counts as the largest
                 raise ValueError(NO_NUMBERS)
             yield int(token)
         else:
@@ -408,12 +411,6 @@ class Sequence:
     def remaining(self) -> int:
         return len(self.request.prompt) + self.request.max_tokens - len(self.tokens)
 
-    @property
-    def wish(self) -> Wish:
-        """What may be drafted now: nothing at the prefill, nor where one token is left."""
-        limit = min(self.request.num_speculative_tokens, self.remaining - 1)
-        return Wish(self.seat, limit if self.num_steps else 0, self.remaining)
-
     def fail(self, error: Exception) -> None:
         """End it: the others go on."""
         self.failure, self.finish_reason = error, "error"
@@ -454,8 +451,9 @@ class Engine:
         """Without controller every draft has the length that the request asks for."""
         self.target, self.draft_model, self.prefill_chunk = target, draft_model, prefill_chunk
         self.eos_ids = loading.ends_of(target.model, target.tokenizer)
-        self.panel, self.default_drafter = Panel(loaded, target.vocab_size, is_strict), default
-        self.controller = controller
+        self.panel = Panel(loaded, target.vocab_size, default, is_strict)
+        self.default_drafter, self.controller = default, controller
+        self.now = partial(now, target.model.device)
         self.planner = Planner(controller, self.panel) if controller else FixedK()
         self.totals = Totals(self.panel.choices)
 
@@ -464,14 +462,14 @@ class Engine:
         check_prompt(request.prompt, self.target)
         room = self.target.max_length - len(request.prompt)
         wanted = request.drafter if request.num_speculative_tokens else None
+        names = self.panel.choices[wanted] if wanted else ()
         admitted = replace(request, max_tokens=min(request.max_tokens, room), drafter=wanted)
         row = self.target.cache.open_row(len(request.prompt))
         s = Sequence(admitted, row, self.target.tokenizer)
         if room < request.max_tokens:
             what = f"max_tokens was lowered from {request.max_tokens} to {room}"
             s.seat.warnings.append(f"{what}: the context holds {self.target.max_length} tokens")
-        if wanted:
-            self.panel.open(s.seat, wanted, request.prompt, s.noise)
+        self.panel.open(s.seat, names, request.prompt, s.noise)
         self.planner.open(s.seat)
         return s
 
@@ -505,12 +503,12 @@ class Engine:
         if not batch:
             return {}
         has_prefill = not all(s.num_steps for s in batch)
-        times = [time.perf_counter()]
-        plan = self.planner.plan([s.wish for s in batch])
+        times = [self.now()]
+        plan = self.planner.plan(batch)
         drafts = self.panel.propose([s.seat for s in batch], plan)
-        times.append(time.perf_counter())
+        times.append(self.now())
         output = self.forward(batch, drafts)
-        times.append(time.perf_counter())
+        times.append(self.now())
         cycles = {}
         for i, (s, draft) in enumerate(zip(batch, drafts, strict=True)):
             hidden = {layer: states[i] for layer, states in output.hidden.items()}
@@ -518,7 +516,7 @@ class Engine:
                 cycles[s] = self.accept(s, draft, output.logits[i], hidden)
             except Exception as error:  # its own affair: the others go on
                 s.fail(error)
-        times.append(time.perf_counter())
+        times.append(self.now())
         self.planner.timed(self.panel, drafts, None if has_prefill else times)
         for s, cycle in cycles.items():
             cycle.times = times
@@ -531,11 +529,12 @@ class Engine:
         reading = [s for s in sequences if len(s.tokens) - lengths[s.row] > size]
         if reading:
             s = reading[0]
-            began, cached = time.perf_counter(), lengths[s.row]
+            began, cached = self.now(), lengths[s.row]
             layers = self.panel.layers([s.seat])
             output = self.target.forward([s.row], [s.tokens[cached : cached + size]], [1], layers)
-            s.seat.hidden.append({layer: states for layer, (states,) in output.hidden.items()})
-            s.statistics.prompt_ms += (time.perf_counter() - began) * 1e3
+            found = {layer: states for layer, (states,) in output.hidden.items()}
+            s.seat.hidden[cached // size :] = [found]  # a step that failed may have read it, too
+            s.statistics.prompt_ms += (self.now() - began) * 1e3
         return [s for s in sequences if s not in reading]
 
     def forward(self, batch: list[Sequence], drafts: list[Draft]) -> Output:
@@ -616,7 +615,7 @@ def assemble_engine(options: Options) -> Engine:
     loaded, default = drafters.load_all(options.drafter, context, not options.fixed_k)
     for model in (target, draft):  # only now, as the MTP head needs the target's own modules
         if model and options.fastpath:
-            with refusal(model):
+            with refusal(model, is_fast=True):
                 speed_up(model)
     controller = None if options.fixed_k else Controller.of(target, loaded)
     given = options.prefill_chunk, controller, draft, options.strict
@@ -679,9 +678,9 @@ def load_app(options: Options) -> Flask:
 # ------------------------------------------------------------------------------ command line
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns 0, 1 if outputs differed, 2 if it could not be carried out."""
-    given, options = parse_arguments(__doc__.splitlines()[0], arguments)
 
     def act() -> int:
+        given, options = parse_arguments(__doc__.splitlines()[0], arguments)
         if given.port:
             return http.serve(lambda: load_app(options), given.host, given.port, options)
         engine = load_engine(options)

@@ -9,6 +9,7 @@ import os
 import platform
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from statistics import median, median_low
@@ -219,7 +220,7 @@ def compare(
             else:
                 k = options.num_speculative_tokens
                 wanted = Request(prompt, options.max_tokens, name, k, sampling=sampling, seed=seed)
-                sequence, _ = list(engine.generate(wanted))[-1]
+                ((sequence, _),) = deque(engine.generate(wanted), maxlen=1)
                 runs[name].append(sequence)
                 if sampling.is_coupled:
                     identical[name] &= sequence.output == ids

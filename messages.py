@@ -5,6 +5,7 @@ Request ──→ engine ──→ drafter: Draft ──→ verify: Judgement �
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -150,9 +151,9 @@ class Cycle:
     pieces: list[tuple[str, str]]  # text that may be shown now, and the kind of token it came from
     logits: Tensor  # [n + 1, V] of the target
     scores: Tensor  # [n + 1, V], penalised
-    times: list[float] = field(default_factory=list)  # s: began, drafted, verified, done
+    times: list[float] = field(default_factory=list)  # s: began, drafted, passed, done
 
-    @property
+    @cached_property
     def emitted(self) -> list[Judgement]:
         """The accepted drafts and the target's own token, also where the text ends before it."""
         return [judgement for judgement in self.judged if judgement.kind != "rejected"]

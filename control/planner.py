@@ -4,9 +4,8 @@ FixedK lets a request's first drafter propose as much as the request allows. Pla
 controller, and tells it what a cycle cost and what came of it.
 """
 
-import os
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import pairwise, takewhile
+from typing import Any, NamedTuple
 
 from drafters.panel import Panel, Seat
 from messages import Cycle, Draft
@@ -21,6 +20,16 @@ class Wish(NamedTuple):
     limit: int  # drafted tokens, at most
     remaining: int  # tokens until it ends
 
+    @classmethod
+    def of(cls, s: Any) -> "Wish":
+        """The wish of one of the core's sequences.
+
+        Nothing is drafted at the prefill, nor where one token is left, nor where a draft waits to
+        be verified again.
+        """
+        limit = min(s.request.num_speculative_tokens, s.remaining - 1) if s.num_steps else 0
+        return cls(s.seat, limit if s.seat.draft is None else 0, s.remaining)
+
     @property
     def can_draft(self) -> bool:
         return bool(self.limit and self.seat.states)
@@ -32,8 +41,9 @@ class FixedK:
     def open(self, seat: Seat) -> None:
         """A new request."""
 
-    def plan(self, wishes: list[Wish]) -> list[tuple[str, int]]:
-        """Who drafts for each, and how many tokens at most."""
+    def plan(self, sequences: list[Any]) -> list[tuple[str, int]]:
+        """Who drafts for each of the core's sequences, and how many tokens at most."""
+        wishes = map(Wish.of, sequences)
         return [
             (next(iter(wish.seat.states)), wish.limit) if wish.can_draft else ("", 0)
             for wish in wishes
@@ -59,8 +69,9 @@ class Planner:
         given = seat.prompt_length, seat.sampling.rule
         seat.records = {name: self.controller.record(name, *given) for name in seat.states}
 
-    def plan(self, wishes: list[Wish]) -> list[tuple[str, int]]:
-        """Who drafts for each, and how many tokens at most."""
+    def plan(self, sequences: list[Any]) -> list[tuple[str, int]]:
+        """Who drafts for each of the core's sequences, and how many tokens at most."""
+        wishes = list(map(Wish.of, sequences))
         asks = [Ask(self._able(wish), wish.limit, wish.remaining) for wish in wishes]
         able = [i for i, ask in enumerate(asks) if ask.records]
         decisions = self.controller.plan([asks[i] for i in able], len(wishes))
@@ -99,7 +110,8 @@ class Planner:
             if guess is None:
                 record.observe(0, 0)
             else:
-                came_true = len(os.path.commonprefix([guess, tokens]))
+                pairs = zip(guess, tokens, strict=False)
+                came_true = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
                 record.observe(len(guess), came_true, len(tokens))
 
     def timed(self, panel: Panel, drafts: list[Draft], times: list[float] | None) -> None:

@@ -5,10 +5,13 @@ says what each figure divides by what, because systems disagree. A rate is null 
 anything to divide.
 """
 
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 PLAIN = "none"  # the name under which requests without a drafter are counted
 
@@ -176,6 +179,13 @@ class Statistics:
             "verify_ms": round(self.verify_ms, 3),
             "other_ms": round(self.other_ms, 3),
         }
+
+
+def now(device: torch.device) -> float:
+    """Seconds, read when the device has done all that it was asked to do."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter()
 
 
 class Totals:

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 
 from messages import Draft, Sampling, Verdict
@@ -43,11 +44,13 @@ def load(name: str, context: Context) -> Drafter:
         raise ValueError(f"unknown drafter {name!r}: choose {choices} or file.py:Class")
     try:
         drafter = drafter_class.build(context)
+        _check_layers(drafter, context)
         return TimedDrafter(drafter, context.timeout_s) if ":" in name else drafter
     except ValueError:
         raise
     except Exception as error:  # a drafter of one's own may fail in any way
-        raise ValueError(f"drafter {name} failed to start: {error}") from error
+        place = _place_of(error) if ":" in name else ""
+        raise ValueError(f"drafter {name} failed to start: {error}{place}") from error
 
 
 def load_all(
@@ -78,6 +81,22 @@ def load_all(
     return loaded, AUTO if is_auto else default or first_choice(loaded)
 
 
+def _check_layers(drafter: Drafter, context: Context) -> None:
+    """Raises ValueError if it wants hidden states of layers that the target has not."""
+    num_layers = context.target.model.config.get_text_config().num_hidden_layers
+    if drafter.needs_hidden and not set(drafter.hidden_layers) <= {-1, *range(num_layers - 1)}:
+        raise ValueError(
+            f"hidden_layers of {drafter.name} are {drafter.hidden_layers!r}: write a tuple of -1 "
+            f"(the final norm) and of numbers from 0 to {num_layers - 2}"
+        )
+
+
+def _place_of(error: Exception) -> str:
+    """Where somebody's code failed: the last line of it that ran."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+
+
 def _class_from_file(name: str) -> type[Drafter]:
     path_text, _, attribute = name.rpartition(":")
     path = Path(path_text)
@@ -91,7 +110,8 @@ def _class_from_file(name: str) -> type[Drafter]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ValueError(f"drafter file {path_text!r} failed to load: {error}") from error
+        place = _place_of(error)
+        raise ValueError(f"drafter file {path_text!r} failed to load: {error}{place}") from error
     found = getattr(module, attribute, None)
     if not (isinstance(found, type) and issubclass(found, Drafter)):
         raise ValueError(f"{path_text!r} has no Drafter class {attribute!r}")

@@ -143,7 +143,8 @@ class MtpHeadDrafter(Drafter):
         counts = [len(tokens) for _, tokens in pairs]
         for pieces, place in self._runs(rows, counts):
             fed = [pairs[p.index][1][p.begin : p.end] for p in pieces]
-            ids = place.arrange([torch.tensor(tokens, device=self._head.device) for tokens in fed])
+            device = place.positions.device
+            ids = place.arrange([torch.tensor(tokens, device=device) for tokens in fed])
             hidden = place.arrange([pairs[p.index][0][p.begin : p.end] for p in pieces])
             if self._fused:
                 output = self._fused(ids, hidden, place, self._cache)

@@ -23,7 +23,7 @@ AUTO = "auto"  # the name under which a request asks for all drafters
 LOG = logging.getLogger("serving.drafters")
 
 
-class DrafterFailed(Exception):
+class DrafterFailed(ValueError):
     """A drafter failed, and `--strict` asks to hear of it."""
 
 
@@ -60,21 +60,23 @@ class Panel:
         self,
         drafters: dict[str, Drafter],
         vocab_size: int,
+        default: str | None = None,
         is_strict: bool = False,
     ) -> None:
         """`is_strict` lets a drafter's fault fail the request: for those who write a drafter."""
         self.drafters, self._vocab_size, self._is_strict = drafters, vocab_size, is_strict
         # What a request may ask for, and the drafters that this means: of several, the one to
         # begin with stands first.
-        every = dict.fromkeys([first_choice(drafters), *drafters] if drafters else ())
+        first = default if default in drafters else first_choice(drafters)
+        every = dict.fromkeys([first, *drafters] if drafters else ())
         self.choices = {name: (name,) for name in drafters} | {AUTO: tuple(every)}
         self.num_failures = 0
         self.calls: list[Call] = []  # of the last `propose`
 
-    def open(self, seat: Seat, wanted: str, prompt: list[int], noise: Noise) -> None:
-        """Let the drafters that are wanted, one or all, read along with a new request."""
+    def open(self, seat: Seat, names: Iterable[str], prompt: list[int], noise: Noise) -> None:
+        """Let these drafters read along with a new request."""
         failed: dict[str, Exception] = {}
-        for name in self.choices[wanted]:
+        for name in names:
             try:
                 seat.states[name] = self.drafters[name].open(prompt, seat.sampling, noise)
             except Exception as error:
@@ -186,10 +188,10 @@ class Panel:
         for name in list(seat.states):
             drafter = self.drafters[name]
             own = verdict if name == seat.asked else replace(verdict, drafted=0)
-            if drafter.needs_hidden:
-                states = torch.cat([_beside(chunk, drafter.hidden_layers) for chunk in chunks])
-                own = replace(own, hidden=states[: len(states) - num_rejected])
             try:
+                if drafter.needs_hidden:
+                    states = torch.cat([_beside(chunk, drafter.hidden_layers) for chunk in chunks])
+                    own = replace(own, hidden=states[: len(states) - num_rejected])
                 drafter.observe(seat.states[name], own)
             except Exception as error:
                 self._lose(seat, name, error)
@@ -226,13 +228,14 @@ class Panel:
         try:
             self.drafters[name].close(state)
         except Exception as error:
+            LOG.warning("drafter %s failed to close", name, exc_info=error)
             seat.warnings.append(f"drafter {name} failed to close: {in_short(error)}")
 
 
 def first_choice(names: Iterable[str]) -> str:
     """The drafter to begin with where nobody chooses."""
     names = list(names)
-    return next((name for name in ("mtp", "ngram") if name in names), names[0])
+    return next((name for name in ("mtp", "ngram", *names) if name in names), "")
 
 
 def _beside(states: dict[int, Tensor], layers: tuple[int, ...]) -> Tensor:

@@ -12,7 +12,9 @@ call fails at once. Then the drafter is as good as new. It costs two changes of 
 
 import ctypes
 import queue
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -87,11 +89,15 @@ class TimedDrafter(Drafter):
             if future.done():  # the drafter's own
                 raise
             self._is_hanging = True
+            frame = sys._current_frames().get(self._thread.ident or 0)
+            where = "".join(traceback.format_stack(frame)) if frame else ""
             thread = ctypes.c_ulong(self._thread.ident or 0)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Interrupt))
             self._calls.put(None)  # its thread ends when it can
             message = f"{method.__name__} did not return within {self._limit_s:g} s"
-            raise TimeoutError(message) from error
+            late = TimeoutError(message)
+            late.add_note(f"It was here:\n{where}")
+            raise late from error
 
 
 def _serve(calls: "queue.SimpleQueue[Any]") -> None:

@@ -8,7 +8,7 @@ texts stand one behind the other, so that pads cost next to nothing:
                       c d e f
                       · · g h
 
-A row to spare at the end fills the number of rows up to one of the checked shapes.
+Rows to spare fill the number of rows up to one of the checked shapes.
 """
 
 from collections.abc import Iterator
@@ -44,6 +44,9 @@ class FastPlace:
         self.padded, self.slots, self.counts = padded, padded.slots, padded.counts
         self.positions, self.end, self.kv_length = padded.positions, padded.end, padded.kv_length
         self.arrange, self.part, self.mask = padded.arrange, padded.part, padded.mask
+        first, last = self.slots[0], self.slots[-1]
+        is_compact = self.slots == list(range(first, last + 1))
+        self._rows = slice(first, last + 1) if is_compact else self.slots
 
     def write(self, buffer: Tensor, new: Tensor) -> Tensor:
         """Write keys or values [B, H, T, width], and return all that the texts have by now."""
@@ -58,9 +61,7 @@ class FastPlace:
 
     def view(self, buffer: Tensor) -> Tensor:
         """The texts' rows [B, H, kv_length, width] of a buffer; a copy only if they lie apart."""
-        first, last = self.slots[0], self.slots[-1]
-        is_compact = self.slots == list(range(first, last + 1))
-        return buffer[slice(first, last + 1) if is_compact else self.slots, :, : self.kv_length]
+        return buffer[self._rows, :, : self.kv_length]
 
 
 class RaggedPlace(FastPlace):

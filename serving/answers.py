@@ -167,8 +167,8 @@ def controller_state(engine: Any) -> dict[str, Any] | None:
 
 def _warnings(engine: Any) -> list[str]:
     warnings = []
-    if engine.panel.num_failures:
-        warnings.append(f"{engine.panel.num_failures} requests lost their drafter to an error")
+    if count := engine.panel.num_failures:
+        warnings.append(f"{count} times a drafter failed, and its request went on without it")
     if engine.totals.num_faults:
         warnings.append(
             f"{engine.totals.num_faults} forwards of the target failed and were tried again"

@@ -2,7 +2,8 @@
 
     all together ── fails → each by itself ── fails → without its drafters ── fails → an error
 
-A step that fails has accepted nothing. So the cache is truncated to what it held, and that is all.
+A step that fails has accepted nothing. So the cache is truncated to what it held, and the drafts
+that were made are verified again.
 """
 
 import logging

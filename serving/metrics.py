@@ -55,7 +55,7 @@ class _Figures(Collector):
             ("generation_tokens", "tokens generated", total.completion_tokens),
             ("target_passes", "target forwards after prefill", total.target_passes),
             ("requests", "requests that got a first token, and ended", total.prefills),
-            ("drafter_failures", "requests that lost their drafter to an error",
+            ("drafter_failures", "times that a drafter failed in a request",
              engine.panel.num_failures),
             ("engine_faults", "target forwards that failed and were tried again",
              engine.totals.num_faults),

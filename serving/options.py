@@ -20,7 +20,7 @@ class Options:
 
     model: str = str(ROOT / "demo_models" / "target")
     draft_model: str | None = None  # beside the embedded target: the embedded draft
-    drafter: str | None = None  # auto, or the first of DEFAULT_DRAFTERS that fits the target
+    drafter: str | None = None  # auto, or mtp or ngram, whichever fits
     num_speculative_tokens: int = Request.num_speculative_tokens
     fixed_k: bool = False
     strict: bool = False

@@ -147,14 +147,14 @@ class _Reader:
 
 
 @contextmanager
-def refusal(cached: Any) -> Iterator[None]:
-    """Turn whatever a CachedModel fails with into a StartError."""
+def refusal(cached: Any, is_fast: bool = False) -> Iterator[None]:
+    """Turn whatever a CachedModel, which may be getting fast, fails with into a StartError."""
     try:
         yield
     except Exception as error:
         reason = f"{type(error).__name__}: {in_short(error)}"
         # The module may compute with a weight that the fast path has packed.
-        hint = " (--no-fastpath may help)" if cached.fast else ""
+        hint = " (--no-fastpath may help)" if is_fast or cached.fast else ""
         raise StartError(
             f"{_title(cached)} cannot be run with this KV cache: {reason}{hint}"
         ) from error

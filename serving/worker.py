@@ -2,7 +2,7 @@
 
     handler thread                       worker thread, cycle after cycle
     submit(request) ── waiting ────────→ admit while there is room · drop who has left
-                                         engine.step(all that run)
+                                         faults.step(all that run)
     for event in job: ← items ────────── an event to each, its end, or an error
 
 A request joins at any cycle, shares the target's forwards with whatever else runs, and leaves when
@@ -54,7 +54,7 @@ _WHY_NOT = {
 class Job:
     """One request on its way through the worker; iterate over it to receive its events."""
 
-    def __init__(self, request: Any, timeout_s: float, after: "Job | None" = None) -> None:
+    def __init__(self, request: Request, timeout_s: float, after: "Job | None" = None) -> None:
         self.request = request
         self.after = after  # a job that must have ended before this one begins
         self.cancelled = self.ended = False
@@ -179,7 +179,7 @@ class Worker:
         with self._changed:
             return sum(job.takes_place for job in self._waiting)
 
-    def submit(self, *requests: Any) -> list[Job]:
+    def submit(self, *requests: Request) -> list[Job]:
         """Queue requests that belong together; they take one place, and run one after the other.
 
         Raises RequestError: 429 if the queue is full, 503 without an engine that works.

@@ -1,30 +1,25 @@
 """The core under an importable name, the demo engine, and tiny models of several families."""
 
-import importlib
 import os
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import speculative_decoding as core
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import demo
+from drafters.noise import ACCEPT
+from fastpath.exact import calibrate
+from fastpath.sampling import truncated_softmax
+from serving import trace
+
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ordinary run is on the CPU, in fp32
 ROOT = Path(__file__).resolve().parent.parent
-sys.modules["speculative_decoding"] = importlib.import_module("08_speculative_decoding")
-
-import speculative_decoding as core  # noqa: E402
-
-import demo  # noqa: E402
-from drafters.noise import ACCEPT  # noqa: E402
-from fastpath.exact import calibrate  # noqa: E402
-from fastpath.sampling import truncated_softmax  # noqa: E402
-from serving import trace  # noqa: E402
-
 transformers.logging.set_verbosity_error()
 torch.set_num_threads(1)  # the models here are small: a second thread costs more than it brings
 

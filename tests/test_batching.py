@@ -245,3 +245,23 @@ def test_what_is_not_done_when_draining_ends_gets_an_error(demo_engine, prompts,
     go_on.set()
     worker._thread.join(60)
     assert not worker._thread.is_alive()
+
+
+def test_a_neighbour_s_fault_does_not_let_a_chunk_of_a_prompt_count_twice(
+    demo_engine, prompts, plain, monkeypatch
+):
+    """A chunk is read, then the others' forward fails: the chunk's hidden states came already."""
+    engine = core.Engine(demo_engine.target, demo_engine.panel.drafters, prefill_chunk=16)
+    running = engine.open(core.Request(prompts["easy_json"], 12))
+    while not running.num_steps:
+        faults.step(engine, [running])
+    text = (prompts["code_class"] * 3)[:60]
+    late = engine.open(core.Request(text, 12, "mtp"))
+    failing(engine, monkeypatch, lambda i, _: i == 1)
+    while left := [s for s in (running, late) if s.finish_reason is None]:
+        faults.step(engine, left)
+    for s in (running, late):
+        engine.close(s)
+    assert engine.totals.num_faults == 1 and late.seat.warnings == []
+    assert late.statistics.num_draft_tokens > 5 and late.output == plain(text, 12)
+    assert running.output == plain(prompts["easy_json"], 12)

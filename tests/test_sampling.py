@@ -15,9 +15,9 @@ import pytest
 import speculative_decoding as core
 import torch
 from conftest import judge
+from transformers.generation import logits_process
 
 from benchmarks.lossless import BATCH, PROMPT, SAMPLINGS, K, chi_squared, compare, first_tokens
-from benchmarks.sampling import processors
 from drafters.noise import DRAW, Noise
 from drafters.small_model import SmallModelDrafter
 from fastpath.sampling import largest, penalise, truncated_softmax
@@ -27,6 +27,21 @@ NO_NUMBERS = "no probabilities to draw from"
 Sampling = core.Sampling
 
 # ------------------------------------------------------------------ transforms, as transformers'
+
+
+def processors(sampling: core.Sampling) -> logits_process.LogitsProcessorList:
+    """What transformers' generate() applies for a sampling that is not greedy, in its order."""
+    chosen = logits_process.LogitsProcessorList()
+    if sampling.repetition_penalty != 1:
+        chosen.append(logits_process.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    chosen.append(logits_process.TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k > 0:
+        chosen.append(logits_process.TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        chosen.append(logits_process.TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        chosen.append(logits_process.MinPLogitsWarper(sampling.min_p))
+    return chosen
 
 
 def probabilities(logits, sampling, text=(), draft=()):
