@@ -63,8 +63,8 @@ def function_at(module: ModuleType, path: str) -> FunctionType:
     for part in outer:
         owner = getattr(owner, part)
     found = inspect.getattr_static(owner, name)
-    found = getattr(found, "fget", None) or getattr(found, "__func__", None) or found
-    return inspect.unwrap(found)
+    inner = (getattr(found, name, None) for name in ("fget", "func", "__func__"))
+    return inspect.unwrap(next(filter(None, inner), found))
 
 
 def broken(mutant: Mutant) -> tuple[FunctionType, FunctionType]:
@@ -95,7 +95,7 @@ def run_tests(tests: tuple[str, ...], mutant: Mutant | None, output: int) -> Non
     os.dup2(output, 2)
     code = 3
     try:
-        options = ["-q", "--tb=short", "-o", "addopts=", "-p", "no:cacheprovider"]
+        options = ["-q", "--tb=short", "-o", "addopts=-m 'not slow'", "-p", "no:cacheprovider"]
         if mutant:
             put_in(mutant)
             options.append("-x")
@@ -209,6 +209,7 @@ RAGGED = "cache::test_ragged_rows_with_random_truncation_equal_a_cache_free_reco
 NO_NAN = "cache::test_a_forward_that_fails_leaves_no_nan_to_the_next_request"
 BRANCH = "cache::test_what_is_kept_of_a_branch_is_cached_as_if_it_had_been_fed_alone"
 COMPACT = "batching::test_rows_stay_compact_and_keep_what_they_hold"
+MANY = "batching::test_many_requests_over_eight_rows_all_equal_their_solo_runs"
 NO_TRACE = "batching::test_a_forward_that_fails_once_leaves_no_trace"
 UNVERIFIED = "batching::test_a_draft_that_cannot_be_verified_costs_the_speculation[greedy]"
 PREFIX = "lossless::test_exactly_the_prefix_before_the_first_wrong_token_is_kept"
@@ -260,13 +261,13 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "cache::test_a_row_that_would_outgrow_the_cache_is_refused_before_anything_is_written"),
     ("what a failed forward wrote is not noted", "core:SlotCache.place",
      "max(self._written[slot], last)", "self._written[slot]", NO_NAN),
-    ("a pad counts as the text's token", "core:SlotCache.place",
-     "from_end >= -count_of", "from_end >= -count_of - 1", f"{RAGGED}[llama-modules]"),
+    ("a pad counts as the text's token", "core:Place.real",
+     "width - counts[:, None]", "width - counts[:, None] - 1", f"{RAGGED}[llama-modules]"),
     ("a moved row loses its last token", "core:SlotCache.close_row",
      "buffer[slot, :, :length] = buffer[source, :, :length]",
-     "buffer[slot, :, : length - 1] = buffer[source, :, : length - 1]", COMPACT),
+     "buffer[slot, :, : length - 1] = buffer[source, :, : length - 1]", COMPACT, MANY),
     ("closing a row moves none into the gap", "core:SlotCache.close_row",
-     "for buffer in buffers:", "for buffer in ():", COMPACT),
+     "for buffer in buffers:", "for buffer in ():", COMPACT, MANY),
     ("a closed row keeps its length", "core:SlotCache.close_row",
      "self.lengths[row] = self._written[slot] = 0", "self._written[slot] = 0",
      f"{GIVEN_BACK}[ngram]"),
@@ -285,14 +286,14 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("the window is one token longer", "core:Place.mask",
      "keys <= queries - window", "keys < queries - window", f"{RAGGED}[mistral-modules]"),
     ("all layers have the mask of the first", "core:CachedModel._mask",
-     "len(masks) == 1", "True", f"{RAGGED}[gemma2-modules]"),
+     "len(set(self.windows.values())) > 1", "False", f"{RAGGED}[gemma2-modules]"),
     # ------------------------------------------------------------------------ faster forwards
     ("a row is written one place early", "forward:FastPlace.write",
      "self.end - count, count", "max(self.end - count - 1, 0), count", f"{RAGGED}[llama-fast]"),
     ("a row's pads are cached in place of its tokens", "forward:FastPlace.write",
      "new.shape[2] - count, count", "0, count",
      "exactness::test_padding_to_more_rows_changes_no_token[2]"),
-    ("rows between those of a batch are read", "forward:FastPlace.view",
+    ("rows between those of a batch are read", "forward:FastPlace.__init__",
      "slice(first, last + 1) if is_compact else self.slots",
      "slice(first, first + len(self.slots))", COMPACT),
     ("ragged pads are cached in place of tokens", "forward:RaggedPlace.write",
@@ -316,7 +317,7 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("noise is the same at each place of a draft", "core:own_choices",
      "position + i", "position", f"{PREFIX}[sampled-1]"),
     ("greedy choices are not checked for NaN", "core:own_choices",
-     "not score.isfinite()", "False",
+     "not abs(float(score)) < torch.inf", "False",
      "sampling::test_logits_that_are_no_numbers_are_an_error_and_no_token"),
     ("noise of plain decoding is one position off", "core:sample",
      "len(text))), None", "len(text) - 1)), None", f"{PREFIX}[sampled-0]"),
@@ -405,7 +406,10 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("who is still reading takes part in the cycle", "core:Engine.read_prompts",
      "if s not in reading", "if True", "batching::test_a_long_prompt_does_not_stop_the_others"),
     ("hidden states of a prompt's chunks are forgotten", "core:Engine.read_prompts",
-     "s.seat.hidden.append(", "bool(", f"{NO_TRACE}[greedy-1-mtp]"),
+     "s.seat.hidden[cached // size :] = [found]", "pass", f"{NO_TRACE}[greedy-1-mtp]"),
+    ("a chunk that is read again counts twice", "core:Engine.read_prompts",
+     "s.seat.hidden[cached // size :] = [found]", "s.seat.hidden.append(found)",
+     "batching::test_a_neighbour_s_fault_does_not_let_a_chunk_of_a_prompt_count_twice"),
     ("only the pending token is fed", "core:Engine.forward",
      "s.tokens[lengths[s.row] :]", "s.tokens[-1:]", f"{PREFIX}[greedy-0]"),
     ("prefills are measured as passes", "core:Engine.step",
@@ -527,9 +531,7 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "record.unread = 0", "pass", WHAT_CAME),
     ("text that was missed is thought to be read", "planner:Planner.learn",
      "record.unread += len(tokens)", "pass", WHAT_CAME),
-    ("a guess is judged by its first token", "planner:Planner.learn",
-     "os.path.commonprefix([guess, tokens])", "os.path.commonprefix([guess, tokens])[:0]",
-     WHAT_CAME),
+    ("a guess is never right", "planner:Planner.learn", "pair[0] == pair[1]", "False", WHAT_CAME),
     ("who has nothing to propose may be chosen", "planner:Planner._able",
      "if panel.guess(seat, name, 1) != []", "if True",
      "controller::test_who_has_nothing_to_propose_is_not_chosen"),
