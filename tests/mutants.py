@@ -225,7 +225,6 @@ PENALTY = "drafters::test_a_draft_knows_the_repetition_penalty_and_its_own_token
 BRUTE_FORCE = "drafters::test_the_index_agrees_with_a_brute_force_search"
 ONE_LOST = "controller::test_of_several_drafters_only_the_one_that_fails_is_lost"
 NO_DRAFT = "controller::test_who_was_passed_over_is_told_of_no_draft"
-IN_TURN = "controller::test_who_was_passed_over_proposes_as_if_it_had_been_there"
 WHAT_CAME = "controller::test_a_drafter_that_costs_nothing_is_judged_by_what_came[0.0]"
 MEASURED = "controller::test_passes_are_measured_with_all_their_rows_and_prefills_not_at_all"
 AGES = (
@@ -510,7 +509,8 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "len(text) - start\n", "len(text) - start - 1 or 1\n",
      "drafters::test_a_draft_reads_on_into_itself_in_periodic_text"),
     ("n-grams miss the target's own token", "ngram:NgramDrafter.observe",
-     "verdict.tokens", "verdict.tokens[: verdict.accepted]", f"{IN_TURN}[ngram]"),
+     "verdict.tokens", "verdict.tokens[: verdict.accepted]",
+     "drafters::test_a_rolled_back_state_proposes_like_a_fresh_one"),
     ("what a failed draft left behind is kept", "small_model:SmallModelDrafter.propose_batch",
      "cache.truncate(state.row, length)", "pass",
      "controller::test_a_fault_in_a_batch_of_model_drafts_leaves_the_others_as_if_alone"),
