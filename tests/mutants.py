@@ -3,31 +3,47 @@
     python -m tests.mutants
     python -m tests.mutants --only "truncation keeps one token too many"
 
-One mutant at a time: fork, put the broken code into the function that everybody holds already, run
-its few tests, and see one of them fail. The models are loaded once, before the forks. A mutant that
-survives is a hole in the tests. A piece that does not occur exactly once in its function is an
-error, so the list cannot go stale in silence. Prints a table; exits with 1 if any survives.
+Each in a fork of its own: put the broken code into the function that everybody holds already, run
+its few tests, and see one of them fail. The models are loaded once, before the forks. First the
+same tests run with nothing broken, and must pass. A mutant that survives is a hole in the tests. A
+piece that does not occur exactly once in its function is an error, so the list cannot go stale in
+silence. Prints a table; exits with 1 if any survives.
 
 Not covered: constants of modules and the bodies of classes; what runs only while models are loaded.
 """
 
 import argparse
-import functools
+import gc
 import importlib
 import inspect
+import mmap
 import multiprocessing
 import os
 import sys
+import tempfile
 import textwrap
 import time
+from collections.abc import Iterator
+from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 
-LIMIT_S = 60.0  # a mutant may hang: then it was noticed
+LIMIT_S = 120.0  # a mutant may hang: then it was noticed
 ROOT = Path(__file__).resolve().parent.parent
+MODULES = {
+    "core": "08_speculative_decoding", "messages": "messages", "panel": "drafters.panel",
+    "noise": "drafters.noise", "ngram": "drafters.ngram", "small_model": "drafters.small_model",
+    "mtp_head": "drafters.mtp_head", "timed": "drafters.timed", "planner": "control.planner",
+    "controller": "control.controller", "plans": "control.plans", "costs": "control.costs",
+    "statistics": "control.statistics", "forward": "fastpath.forward",
+    "sampling": "fastpath.sampling", "faults": "serving.faults", "trace": "serving.trace",
+    "text": "serving.text", "parsing": "serving.parsing", "worker": "serving.worker",
+    "comparison": "serving.comparison",
+}  # fmt: skip
 
 
 class Mutant(NamedTuple):
@@ -47,18 +63,18 @@ def function_at(module: ModuleType, path: str) -> FunctionType:
     for part in outer:
         owner = getattr(owner, part)
     found = inspect.getattr_static(owner, name)
-    found = getattr(found, "fget", None) or getattr(found, "__func__", None) or found
-    return inspect.unwrap(found)
+    inner = (getattr(found, name, None) for name in ("fget", "func", "__func__"))
+    return inspect.unwrap(next(filter(None, inner), found))
 
 
 def broken(mutant: Mutant) -> tuple[FunctionType, FunctionType]:
     """The function, and what it becomes."""
-    module_name, path = mutant.place.split(":")
-    module = importlib.import_module(module_name)
+    short, path = mutant.place.split(":")
+    module = importlib.import_module(MODULES[short])
     function = function_at(module, path)
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(mutant.old) == 1, f"{mutant.old!r} is not in {mutant.place} exactly once"
-    scope = ModuleType(module_name)
+    scope = ModuleType(module.__name__)
     vars(scope).update(vars(module))
     exec(source.replace(mutant.old, mutant.new), vars(scope))  # noqa: S102
     other = function_at(scope, function.__name__)
@@ -73,942 +89,530 @@ def put_in(mutant: Mutant) -> None:
     function.__defaults__, function.__kwdefaults__ = other.__defaults__, other.__kwdefaults__
 
 
-def run_tests(tests: tuple[str, ...], mutant: Mutant | None) -> None:
-    """In a process of its own: exits as pytest does, and says nothing."""
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-        os.dup2(nowhere.fileno(), 2)
+def run_tests(tests: tuple[str, ...], mutant: Mutant | None, output: int) -> None:
+    """In a process of its own: exits as pytest does, and speaks to the file `output`."""
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     code = 3
     try:
+        options = ["-q", "--tb=short", "-o", "addopts=-m 'not slow'", "-p", "no:cacheprovider"]
         if mutant:
             put_in(mutant)
+            options.append("-x")
         nodes = [f"tests/test_{test.replace('::', '.py::', 1)}" for test in tests]
-        code = pytest.main(["-q", "-x", "-o", "addopts=", "-p", "no:cacheprovider", *nodes])
+        code = int(pytest.main([*options, *nodes]))
+        sys.stdout.flush()
     finally:  # whatever it was, and with threads that hang
         os._exit(code)
 
 
-def exit_code(tests: tuple[str, ...], mutant: Mutant | None, limit_s: float = LIMIT_S) -> int:
-    """0: all tests passed; 1: one failed, or what they ran hung or crashed."""
-    process = multiprocessing.get_context("fork").Process(target=run_tests, args=(tests, mutant))
-    process.start()
-    process.join(limit_s)
-    if process.is_alive():
-        process.kill()
-        process.join()
-    code = process.exitcode or 0
-    assert code < 2, f"pytest could not run {tests} (exit code {code})"
-    return int(code != 0)  # below 0 it was a signal's
+class Run:
+    """Tests under way in a fork, with one mutant or none."""
+
+    def __init__(self, tests: tuple[str, ...], mutant: Mutant | None) -> None:
+        self.mutant, self.began, self.output = mutant, time.monotonic(), tempfile.TemporaryFile()
+        given = tests, mutant, self.output.fileno()
+        self.process = multiprocessing.get_context("fork").Process(target=run_tests, args=given)
+        self.process.start()
+        self.limit_s = LIMIT_S if mutant else 10 * LIMIT_S
+
+    def fate(self) -> str | None:
+        """passed; failed, if a test did or the process crashed; hung; None while it runs."""
+        if self.process.is_alive() and time.monotonic() < self.began + self.limit_s:
+            return None
+        is_hanging = self.process.is_alive()
+        self.process.kill()
+        self.process.join()
+        code = self.process.exitcode or 0  # below 0 it was a signal's
+        assert is_hanging or code < 2, f"pytest could not run:\n{self.said()}"
+        return "hung" if is_hanging else "failed" if code else "passed"
+
+    def said(self) -> str:
+        """What pytest printed."""
+        self.output.seek(0)
+        return self.output.read().decode(errors="replace")
+
+
+def ended(jobs: int, wanted: list[tuple[tuple[str, ...], Mutant | None]]) -> Iterator[Run]:
+    """Run these tests, each with its mutant, `jobs` at a time; as they end."""
+    waiting, running = wanted[::-1], list[Run]()
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            running.append(Run(*waiting.pop()))
+        wait([run.process.sentinel for run in running], 1.0)
+        for run in list(running):
+            if run.fate():
+                running.remove(run)
+                yield run
 
 
 def load_once() -> None:
-    """Import all, and let every fork have the same engine: none of them changes another's."""
+    """Import all, and load the engine of the fixture `demo_engine`, which every fork inherits.
+
+    A test that loads an engine gets another one, as in the ordinary run: it may spoil it.
+    """
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take longer to start than a test
     os.chdir(ROOT)
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    importlib.import_module("conftest")
-    core = importlib.import_module("08_speculative_decoding")
-    load, usual = core.load_engine, core.Options(fixed_k=True)
-    engine = load(usual)
-    core.load_engine = functools.wraps(load)(lambda o: engine if o == usual else load(o))
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "demo_models")]
+    core = importlib.import_module("conftest").core
+    for file in {test.partition("::")[0] for mutant in MUTANTS for test in mutant.tests}:
+        importlib.import_module(f"test_{file}")
+    # What a fork writes to the KV cache is its own: mmap's default would share it with all.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    importlib.import_module("fastpath.forward").mmap = partial(mmap.mmap, flags=flags)
+    load = core.load_engine
+    engine = load(core.Options(fixed_k=True))
+
+    def load_or_inherit(options: Any) -> Any:
+        is_fixture = sys._getframe(1).f_globals["__name__"] == "conftest"
+        return engine if is_fixture else load(options)
+
+    core.load_engine = load_or_inherit
+    gc.collect()
+    gc.freeze()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", metavar="NAME", help="this mutant alone, or those that begin so")
-    only = parser.parse_args().only or ""
-    chosen = [mutant for mutant in MUTANTS if mutant.name.startswith(only)]
+    parser.add_argument("--part", default="1/1", help="2/4: of four parts the second")
+    parser.add_argument("--jobs", type=int, default=2, help="so many at a time")
+    options = parser.parse_args()
+    part, parts = map(int, options.part.split("/"))
+    size = -(-len(MUTANTS) // parts)
+    chosen = MUTANTS[(part - 1) * size : part * size]
+    chosen = [mutant for mutant in chosen if mutant.name.startswith(options.only or "")]
     if not chosen:
-        parser.error(f"no mutant's name begins with {only!r}")
+        parser.error(f"no mutant's name begins with {options.only!r}")
     began = time.monotonic()
     load_once()
     for mutant in chosen:
         broken(mutant)
     every = tuple(dict.fromkeys(test for mutant in chosen for test in mutant.tests))
-    if exit_code(every, None, 600):
-        print("these tests fail without any mutant:", *every, sep="\n  ")
-        return 1
+    shares = [every[i :: options.jobs] for i in range(min(options.jobs, len(every)))]
+    for run in ended(options.jobs, [(tests, None) for tests in shares]):
+        if run.fate() != "passed":
+            print("these tests do not pass without any mutant:", run.said(), sep="\n")
+            return 1
+    print(f"{len(every)} tests pass with none; {time.monotonic() - began:.0f} s", flush=True)
     survivors = 0
-    for i, mutant in enumerate(chosen, 1):
-        start = time.monotonic()
-        survives = not exit_code(mutant.tests, mutant)
-        survivors += survives
-        fate, took_s = "SURVIVES" if survives else "killed", time.monotonic() - start
-        print(f"{i:3}/{len(chosen)}  {fate:8}  {took_s:4.1f} s  {mutant.name}", flush=True)
+    for i, run in enumerate(ended(options.jobs, [(each.tests, each) for each in chosen]), 1):
+        survivors += run.fate() == "passed"
+        fate = {"passed": "SURVIVES", "failed": "killed", "hung": "hung"}[run.fate()]
+        took_s = time.monotonic() - run.began
+        print(f"{i:3}/{len(chosen)}  {fate:8}  {took_s:4.1f} s  {run.mutant.name}", flush=True)
     print(f"{survivors} of {len(chosen)} survive; {time.monotonic() - began:.0f} s")
     return int(survivors > 0)
 
 
-CORE = "08_speculative_decoding"
 RAGGED = "cache::test_ragged_rows_with_random_truncation_equal_a_cache_free_recompute"
+NO_NAN = "cache::test_a_forward_that_fails_leaves_no_nan_to_the_next_request"
+BRANCH = "cache::test_what_is_kept_of_a_branch_is_cached_as_if_it_had_been_fed_alone"
+COMPACT = "batching::test_rows_stay_compact_and_keep_what_they_hold"
+MANY = "batching::test_many_requests_over_eight_rows_all_equal_their_solo_runs"
+NO_TRACE = "batching::test_a_forward_that_fails_once_leaves_no_trace"
+UNVERIFIED = "batching::test_a_draft_that_cannot_be_verified_costs_the_speculation[greedy]"
+PREFIX = "lossless::test_exactly_the_prefix_before_the_first_wrong_token_is_kept"
+ADVANCES = "lossless::test_the_kv_cache_advances_by_what_was_emitted_not_by_what_was_proposed"
+SEVERAL = "exactness::test_a_batch_of_more_rows_than_may_be_run_is_run_in_several_forwards"
+EVERY_P_Q = "sampling::test_verify_emits_exactly_p_for_every_small_p_and_q"
+KEEPS_P = "sampling::test_verify_keeps_the_target_distribution"
+GIVEN_BACK = "drafters::test_every_row_is_given_back"
+COSTS_IT = "drafters::test_a_drafter_that_fails_costs_its_request_the_speculation_never_the_answer"
+ANYWHERE = "drafters::test_a_drafter_may_fail_anywhere"
+BAD_PROBS = "drafters::test_probs_that_cannot_be_are_a_failure_of_the_drafter_where_they_are_read"
+PENALTY = "drafters::test_a_draft_knows_the_repetition_penalty_and_its_own_tokens"
+BRUTE_FORCE = "drafters::test_the_index_agrees_with_a_brute_force_search"
+ONE_LOST = "controller::test_of_several_drafters_only_the_one_that_fails_is_lost"
+NO_DRAFT = "controller::test_who_was_passed_over_is_told_of_no_draft"
+WHAT_CAME = "controller::test_a_drafter_that_costs_nothing_is_judged_by_what_came[0.0]"
+MEASURED = "controller::test_passes_are_measured_with_all_their_rows_and_prefills_not_at_all"
+AGES = (
+    "controller::test_a_record_ages_with_the_text_and_knows_how_often_there_was_nothing_to_propose"
+)
+EACH_PLACE = "controller::test_the_record_estimates_each_position_by_itself"
+PROBES = "controller::test_without_drafts_it_probes_now_and_then_and_comes_back"
+BEST_K = "controller::test_the_choice_is_the_best_of_all_k_by_the_formula"
+BEST_PLAN = "controller::test_the_joint_choice_is_the_best_of_all_choices"
+NOT_DEAR = "controller::test_neither_text_to_read_nor_a_cycle_slow_as_a_whole_makes_a_step_dear"
+FIGURES = "requests::test_figures_divide_what_their_formulas_say"
+PREDICTION = "requests::test_the_prediction_is_the_formula_of_the_field"
 
-MUTANTS: list[Mutant] = [
-    Mutant(
-        "truncation keeps one token too many",
-        f"{CORE}:SlotCache.truncate",
-        "self.lengths[row] = length",
-        "self.lengths[row] = min(length + 1, self.lengths[row])",
-        ("cache::test_truncating_touches_no_tensor",),
-    ),
-    Mutant(
-        "truncation lengthens a row",
-        f"{CORE}:SlotCache.truncate",
-        "<= self.lengths[row]:",
-        "<= self.max_length:",
-        ("cache::test_a_row_cannot_be_truncated_to_more_than_it_holds",),
-    ),
-    Mutant(
-        "a row is written one place early",
-        f"{CORE}:SlotLayer._write_row",
-        "place.end - count, count",
-        "max(place.end - count - 1, 0), count",
-        (f"{RAGGED}[llama-modules]",),
-    ),
-    Mutant(
-        "a row's pads are cached in place of its tokens",
-        f"{CORE}:SlotLayer._write_row",
-        "place.offset, count",
-        "0, count",
-        ("exactness::test_padding_to_more_rows_changes_no_token[2]",),
-    ),
-    Mutant(
-        "ragged pads are cached in place of tokens",
-        f"{CORE}:SlotLayer._write_rows",
-        "new[: len(slots)]",
-        "new[-len(slots) :]",
-        (f"{RAGGED}[llama-fast]",),
-    ),
-    Mutant(
-        "scrubbing leaves the values",
-        f"{CORE}:SlotLayer.scrub",
-        "(self.keys, self.values)",
-        "(self.keys,)",
-        ("cache::test_a_forward_that_fails_leaves_no_nan_to_the_next_request",),
-    ),
-    Mutant(
-        "a moved row loses its last token",
-        f"{CORE}:SlotLayer.move",
-        "buffer[target, :, :length] = buffer[source, :, :length]",
-        "buffer[target, :, : length - 1] = buffer[source, :, : length - 1]",
-        ("batching::test_rows_stay_compact_and_keep_what_they_hold",),
-    ),
-    Mutant(
-        "closing a row moves none into the gap",
-        f"{CORE}:SlotCache.close_row",
-        "layer.move(source, slot, self.lengths[last])",
-        "pass",
-        ("batching::test_rows_stay_compact_and_keep_what_they_hold",),
-    ),
-    Mutant(
-        "a closed row keeps its length",
-        f"{CORE}:SlotCache.close_row",
-        "self.lengths[row] = 0",
-        "pass",
-        ("drafters::test_every_row_is_given_back[ngram]",),
-    ),
-    Mutant(
-        "a closed row is not given back",
-        f"{CORE}:SlotCache.close_row",
-        "self._free.append(row)",
-        "pass",
-        ("drafters::test_every_row_is_given_back[ngram]",),
-    ),
-    Mutant(
-        "a dirty slot is not scrubbed",
-        f"{CORE}:SlotCache._clean",
-        "not used[-1].is_sound(slot, written)",
-        "False",
-        ("cache::test_a_forward_that_fails_leaves_no_nan_to_the_next_request",),
-    ),
-    Mutant(
-        "what a failed forward wrote is not noted",
-        f"{CORE}:SlotCache.place",
-        "max(self._written[slot], last)",
-        "self._written[slot]",
-        ("cache::test_a_forward_that_fails_leaves_no_nan_to_the_next_request",),
-    ),
-    Mutant(
-        "one token more than the cache holds is let in",
-        f"{CORE}:SlotCache.place",
-        "end > self.max_length",
-        "end > self.max_length + 1",
-        ("cache::test_a_row_that_would_outgrow_the_cache_is_refused_before_anything_is_written",),
-    ),
-    Mutant(
-        "each row is penalised for the whole draft",
-        f"{CORE}:penalise",
-        "draft[:i] + text[:1] * (len(draft) - i)",
-        "draft",
-        ("sampling::test_transforms_alone_and_together_are_those_of_transformers",),
-    ),
-    Mutant(
-        "the penalty knows the last token alone",
-        f"{CORE}:penalise",
-        "list(set(text))",
-        "text[-1:]",
-        ("sampling::test_transforms_alone_and_together_are_those_of_transformers",),
-    ),
-    Mutant(
-        "noise is the same at each place of a draft",
-        f"{CORE}:own_choices",
-        "position + i",
-        "position",
-        ("lossless::test_exactly_the_prefix_before_the_first_wrong_token_is_kept[sampled-1]",),
-    ),
-    Mutant(
-        "greedy choices are not checked for NaN",
-        f"{CORE}:own_choices",
-        "not isfinite(value)",
-        "False",
-        ("sampling::test_logits_that_are_no_numbers_are_an_error_and_no_token",),
-    ),
-    Mutant(
-        "noise of plain decoding is one position off",
-        f"{CORE}:sample",
-        "len(text))), None",
-        "len(text) - 1)), None",
-        ("lossless::test_exactly_the_prefix_before_the_first_wrong_token_is_kept[sampled-0]",),
-    ),
-    Mutant(
-        "a drafter penalises the first token alone",
-        f"{CORE}:sample",
-        "text, [])",
-        "text[:1], [])",
-        ("drafters::test_a_draft_knows_the_repetition_penalty_and_its_own_tokens",),
-    ),
-    Mutant(
-        "the refused draft is emitted",
-        f"{CORE}:verify",
-        'Judgement(chosen, "recovered")',
-        'Judgement(drafted, "recovered")',
-        ("lossless::test_exactly_the_prefix_before_the_first_wrong_token_is_kept[greedy-1]",),
-    ),
-    Mutant(
-        "the first draft is always right",
-        f"{CORE}:verify",
-        "drafted != chosen",
-        "drafted != chosen and judged",
-        ("lossless::test_exactly_the_prefix_before_the_first_wrong_token_is_kept[greedy-0]",),
-    ),
-    Mutant(
-        "p and q are swapped",
-        f"{CORE}:verify_by_rejection",
-        "u * q_here < p_here",
-        "u * p_here < q_here",
-        ("sampling::test_verify_emits_exactly_p_for_every_small_p_and_q",),
-    ),
-    Mutant(
-        "p and q are swapped in the residual",
-        f"{CORE}:verify_by_rejection",
-        "residual(p[i], q)",
-        "residual(q, p[i])",
-        ("sampling::test_verify_emits_exactly_p_for_every_small_p_and_q",),
-    ),
-    Mutant(
-        "the bonus is drawn from the row before",
-        f"{CORE}:verify_by_rejection",
-        "draw(p[n], u)",
-        "draw(p[n - 1], u)",
-        ("sampling::test_verify_keeps_the_target_distribution[model q]",),
-    ),
-    Mutant(
-        "all drafts are judged by one number",
-        f"{CORE}:verify_by_rejection",
-        "position + i, ACCEPT",
-        "position, ACCEPT",
-        ("sampling::test_verify_keeps_the_target_distribution[model q]",),
-    ),
-    Mutant(
-        "every draft is judged by the first q",
-        f"{CORE}:verify_by_rejection",
-        "draft.probs[i]",
-        "draft.probs[0]",
-        ("sampling::test_verify_keeps_the_target_distribution[model q]",),
-    ),
-    Mutant(
-        "a rejected token may come back",
-        f"{CORE}:verify_by_rejection",
-        "draw(residual(p[i], q), u)",
-        "draw(p[i], u)",
-        ("sampling::test_verify_emits_exactly_p_for_every_small_p_and_q",),
-    ),
-    Mutant(
-        "weights are taken to sum to 1",
-        f"{CORE}:draw",
-        "u * total",
-        "u",
-        ("sampling::test_a_token_without_weight_is_never_drawn",),
-    ),
-    Mutant(
-        "nothing is recovered from a residual of nothing",
-        f"{CORE}:residual",
-        "more if more.sum() > 0 else p",
-        "more",
-        ("sampling::test_a_residual_of_nothing_falls_back_to_p",),
-    ),
-    Mutant(
-        "the residual is both differences",
-        f"{CORE}:residual",
-        "clamp_(min=0)",
-        "abs()",
-        ("sampling::test_verify_emits_exactly_p_for_every_small_p_and_q",),
-    ),
-    Mutant(
-        "a cut loses the end of text itself",
-        f"{CORE}:Sequence.cut",
-        "return kept\n",
-        "return kept - 1\n",
-        ("requests::test_one_cut_is_seen_by_everything[0-eos]",),
-    ),
-    Mutant(
-        "the last bytes complete no stop string",
-        f"{CORE}:Sequence.cut",
-        "if self.text.finish():",
-        "if False:",
-        ("requests::test_bytes_at_the_end_may_complete_a_stop_string",),
-    ),
-    Mutant(
-        "max_tokens is met one token late",
-        f"{CORE}:Sequence.cut",
-        "kept == self.remaining",
-        "kept > self.remaining",
-        ("lossless::test_max_tokens_inside_a_block_is_met_exactly[greedy-1]",),
-    ),
-    Mutant(
-        "an end of text amid a draft is passed over",
-        f"{CORE}:Sequence.cut",
-        "token.id in eos_ids",
-        "kept == len(emitted) and token.id in eos_ids",
-        ("lossless::test_end_of_text_is_cut_at_every_offset_of_a_block[greedy-0]",),
-    ),
-    Mutant(
-        "a stop string amid a draft is passed over",
-        f"{CORE}:Sequence.cut",
-        "if self.text.push(token.id, token.kind)",
-        "if self.text.push(token.id, token.kind) and kept == len(emitted)",
-        ("requests::test_a_stop_string_inside_an_accepted_draft_ends_there[0]",),
-    ),
-    Mutant(
-        "a prompt that fills the context is let in",
-        f"{CORE}:Engine.check_prompt",
-        "length >= context",
-        "length > context",
-        ("requests::test_a_prompt_that_cannot_be_is_refused_before_it_has_a_row",),
-    ),
-    Mutant(
-        "negative token ids are let in",
-        f"{CORE}:Engine.check_prompt",
-        "0 <= token <= largest",
-        "token <= largest",
-        ("requests::test_a_prompt_that_cannot_be_is_refused_before_it_has_a_row",),
-    ),
-    Mutant(
-        "max_tokens is not lowered to the room there is",
-        f"{CORE}:Engine.open",
-        "min(request.max_tokens, room)",
-        "request.max_tokens",
-        ("requests::test_max_tokens_beyond_the_context_is_lowered_and_said",),
-    ),
-    Mutant(
-        "a drafter that cannot open ends the request",
-        f"{CORE}:Engine._open_drafter",
-        "self._lose_drafter(s, drafter.name, error)",
-        "raise",
-        ("drafters::test_a_drafter_may_fail_anywhere[open]",),
-    ),
-    Mutant(
-        "the drafter's state is not closed",
-        f"{CORE}:Engine.close",
-        "self._close_drafter(sequence)",
-        "pass",
-        ("drafters::test_every_row_is_given_back[draft_model]",),
-    ),
-    Mutant(
-        "the cache row is not given back",
-        f"{CORE}:Engine.close",
-        "self.target.cache.close_row(sequence.row)",
-        "pass",
-        ("drafters::test_every_row_is_given_back[ngram]",),
-    ),
-    Mutant(
-        "who is still being filled takes part in the cycle",
-        f"{CORE}:Engine.step",
-        "if s not in filling",
-        "if True",
-        ("batching::test_a_long_prompt_does_not_stop_the_others",),
-    ),
-    Mutant(
-        "a chunk that failed is not rolled back",
-        f"{CORE}:Engine._fill",
-        "self.target.cache.truncate(s.row, cached)",
-        "pass",
-        ("batching::test_a_forward_that_fails_once_leaves_no_trace[greedy-0-ngram]",),
-    ),
-    Mutant(
-        "hidden states of a prompt's chunks are forgotten",
-        f"{CORE}:Engine._fill",
-        "s.hidden += output.hidden or []",
-        "pass",
-        ("batching::test_a_forward_that_fails_once_leaves_no_trace[greedy-1-mtp]",),
-    ),
-    Mutant(
-        "a forward that failed is not tried again",
-        f"{CORE}:Engine._cycle",
-        "return list(map(self._verify_alone, sequences, drafts, cached))",
-        "raise",
-        ("batching::test_a_forward_that_fails_once_leaves_no_trace[greedy-3-ngram]",),
-    ),
-    Mutant(
-        "a forward that failed is not rolled back",
-        f"{CORE}:Engine._verify_alone",
-        "self.target.cache.truncate(s.row, cached)",
-        "pass",
-        ("batching::test_a_forward_that_fails_once_leaves_no_trace[greedy-4-ngram]",),
-    ),
-    Mutant(
-        "a draft that cannot be verified fails the request",
-        f"{CORE}:Engine._verify_alone",
-        "(draft, Draft()) if draft.tokens else (draft,)",
-        "(draft,)",
-        ("batching::test_a_draft_that_cannot_be_verified_costs_the_speculation[greedy]",),
-    ),
-    Mutant(
-        "the drafter stays after an unverified draft",
-        f"{CORE}:Engine._verify_alone",
-        "if s.drafter:",
-        "if False:",
-        ("batching::test_a_draft_that_cannot_be_verified_costs_the_speculation[greedy]",),
-    ),
-    Mutant(
-        "only the pending token is fed",
-        f"{CORE}:Engine._forward",
-        "s.tokens[lengths[s.row] :]",
-        "s.tokens[-1:]",
-        ("lossless::test_exactly_the_prefix_before_the_first_wrong_token_is_kept[greedy-0]",),
-    ),
-    Mutant(
-        "the penalty forgets what was generated",
-        f"{CORE}:Engine._settle",
-        "s.tokens, draft.tokens)\n",
-        "s.request.prompt, draft.tokens)\n",
-        ("requests::test_greedy_output_does_not_depend_on_the_seed_and_knows_the_penalty",),
-    ),
-    Mutant(
-        "prefills are measured as passes",
-        f"{CORE}:Engine._settle",
-        "all(s.num_steps for s in sequences)",
-        "True",
-        ("controller::test_passes_are_measured_with_all_their_rows_and_prefills_not_at_all",),
-    ),
-    Mutant(
-        "passes are measured as if of one row each",
-        f"{CORE}:Engine._settle",
-        "len(draft.tokens) + 1 for",
-        "1 for",
-        ("controller::test_passes_are_measured_with_all_their_rows_and_prefills_not_at_all",),
-    ),
-    Mutant(
-        "noise counts positions from the answer's start",
-        f"{CORE}:Engine._judge",
-        "len(s.tokens)",
-        "len(s.output)",
-        ("lossless::test_exactly_the_prefix_before_the_first_wrong_token_is_kept[sampled-0]",),
-    ),
-    Mutant(
-        "sampled text is always judged by rejection",
-        f"{CORE}:Engine._judge",
-        "sampling.is_coupled",
-        "sampling.is_greedy",
-        ("lossless::test_exactly_the_prefix_before_the_first_wrong_token_is_kept[sampled-2]",),
-    ),
-    Mutant(
-        "one faulty state costs all their drafts",
-        f"{CORE}:Engine._propose",
-        "if len(group) > 1:",
-        "if False:",
-        ("controller::test_a_batch_with_one_faulty_state_keeps_the_speculation_of_the_others",),
-    ),
-    Mutant(
-        "too few drafts are not noticed",
-        f"{CORE}:Engine._propose",
-        "len(proposed) != len(group)",
-        "False",
-        ("drafters::test_fewer_drafts_than_requests_cost_the_drafter",),
-    ),
-    Mutant(
-        "a bad draft ends the request",
-        f"{CORE}:Engine._propose",
-        "self._lose_drafter(s, drafter.name, error)",
-        "raise",
-        ("drafters::test_a_drafter_that_fails_costs_its_request_the_speculation_never_the_answer",),
-    ),
-    Mutant(
-        "a draft longer than asked for is taken",
-        f"{CORE}:Engine._check_draft",
-        "len(draft.tokens) > limit",
-        "False",
-        ("drafters::test_a_drafter_that_fails_costs_its_request_the_speculation_never_the_answer",),
-    ),
-    Mutant(
-        "negative probs are taken",
-        f"{CORE}:Engine._check_draft",
-        "draft.probs.min() >= 0 and ",
-        "",
-        ("drafters::test_probs_that_cannot_be_are_a_failure_of_the_drafter_where_they_are_read",),
-    ),
-    Mutant(
-        "a token that q excludes is taken",
-        f"{CORE}:Engine._check_draft",
-        "drawn.min() > 0 and ",
-        "",
-        ("drafters::test_probs_that_cannot_be_are_a_failure_of_the_drafter_where_they_are_read",),
-    ),
-    Mutant(
-        "probs that do not sum to 1 are taken",
-        f"{CORE}:Engine._check_draft",
-        "off < 1e-3",
-        "True",
-        ("drafters::test_probs_that_cannot_be_are_a_failure_of_the_drafter_where_they_are_read",),
-    ),
-    Mutant(
-        "probs of another shape are taken",
-        f"{CORE}:Engine._check_draft",
-        "draft.probs.shape != (len(draft.tokens), self.target.vocab_size)",
-        "False",
-        ("drafters::test_probs_that_cannot_be_are_a_failure_of_the_drafter_where_they_are_read",),
-    ),
-    Mutant(
-        "probs are checked where nobody reads them",
-        f"{CORE}:Engine._check_draft",
-        " and not sampling.is_coupled",
-        "",
-        ("drafters::test_probs_that_cannot_be_are_a_failure_of_the_drafter_where_they_are_read",),
-    ),
-    Mutant(
-        "negative ids are proposed",
-        f"{CORE}:Engine._check_tokens",
-        "0 <= token <",
-        "token <",
-        ("drafters::test_a_drafter_that_fails_costs_its_request_the_speculation_never_the_answer",),
-    ),
-    Mutant(
-        "one token too few is truncated",
-        f"{CORE}:Engine._commit",
-        "self.target.cache.truncate(s.row, len(s.tokens) - 1)",
-        "self.target.cache.truncate(s.row, min(verified, len(s.tokens)))",
-        ("lossless::test_the_kv_cache_advances_by_what_was_emitted_not_by_what_was_proposed",),
-    ),
-    Mutant(
-        "refused drafts stay in the cache",
-        f"{CORE}:Engine._commit",
-        "self.target.cache.truncate(s.row, len(s.tokens) - 1)",
-        "pass",
-        ("lossless::test_the_kv_cache_advances_by_what_was_emitted_not_by_what_was_proposed",),
-    ),
-    Mutant(
-        "a drafter that cannot observe ends the request",
-        f"{CORE}:Engine._commit",
-        "self._lose_drafter(s, s.drafter.name, error)",
-        "raise",
-        ("drafters::test_a_drafter_may_fail_anywhere[observe]",),
-    ),
-    Mutant(
-        "text that was read stays unread",
-        f"{CORE}:Engine._record",
-        "record.unread = 0",
-        "pass",
-        ("controller::test_a_drafter_that_costs_nothing_is_judged_by_what_came[0.0]",),
-    ),
-    Mutant(
-        "text that was missed is thought to be read",
-        f"{CORE}:Engine._record",
-        "record.unread += len(tokens)",
-        "pass",
-        ("controller::test_a_drafter_that_costs_nothing_is_judged_by_what_came[0.0]",),
-    ),
-    Mutant(
-        "a guess that fails ends the request",
-        f"{CORE}:Engine._record",
-        "return self._lose_drafter(s, name, error)",
-        "raise",
-        ("controller::test_a_guess_that_fails_costs_the_drafter_and_not_the_answer",),
-    ),
-    Mutant(
-        "who has nothing to propose may be chosen",
-        f"{CORE}:Engine._candidates",
-        "if self._guess(s, n, 1) != []",
-        "if True",
-        ("controller::test_who_has_nothing_to_propose_is_not_chosen",),
-    ),
-    Mutant(
-        "a lost drafter goes without a warning",
-        f"{CORE}:Engine._go_on_plainly",
-        's.warnings.append(f"{why}: went on without speculation")',
-        "pass",
-        ("drafters::test_a_drafter_that_fails_costs_its_request_the_speculation_never_the_answer",),
-    ),
-    Mutant(
-        "a lost drafter's state is not closed",
-        f"{CORE}:Engine._go_on_plainly",
-        "self._close_drafter(s)",
-        "s.drafter = None",
-        ("drafters::test_a_drafter_that_fails_costs_its_request_the_speculation_never_the_answer",),
-    ),
-    Mutant(
-        "a drafter that cannot close ends the request",
-        f"{CORE}:Engine._close_drafter",
-        's.warnings.append(f"drafter {drafter.name} failed to close: {in_short(error)}")',
-        "raise",
-        ("drafters::test_a_drafter_may_fail_anywhere[close]",),
-    ),
-    Mutant(
-        "plain decoding has one seed",
-        f"{CORE}:plain_decode",
-        "Noise(seed)",
-        "Noise(0)",
-        ("lossless::test_exactly_the_prefix_before_the_first_wrong_token_is_kept[sampled-0]",),
-    ),
-    Mutant(
-        "a measurement warms up and counts",
-        f"{CORE}:Engine.warm_up",
-        "self._start_counting()",
-        "pass",
-        ("controller::test_all_is_run_at_one_and_k_plus_1_rows_before_a_measurement_counts",),
-    ),
-    Mutant(
-        "noise does not know the position",
-        "drafters.noise:Noise._key",
-        "self._seed ^ position",
-        "self._seed",
-        ("noise::test_choices_are_distributed_as_the_weights_and_neighbours_are_independent",),
-    ),
-    Mutant(
-        "all uses have the same numbers",
-        "drafters.noise:Noise._key",
-        ") + use)",
-        ") + 0)",
-        ("noise::test_uniform_numbers_are_uniform_and_their_uses_independent",),
-    ),
-    Mutant(
-        "seeds of both signs are one",
-        "drafters.noise:Noise.__init__",
-        "+ (seed < 0)",
-        "",
-        ("noise::test_every_bit_of_a_seed_counts",),
-    ),
-    Mutant(
-        "weights are not checked for NaN",
-        "drafters.noise:Noise.choose",
-        "not 0 < w[best] < np.inf",
-        "False",
-        ("noise::test_weights_that_are_no_numbers_are_an_error[10]",),
-    ),
-    Mutant(
-        "the earliest match is proposed",
-        "drafters.ngram:NgramIndex.extend",
-        "self._followed_at[tuple(text[end - size : end])] = end",
-        "self._followed_at.setdefault(tuple(text[end - size : end]), end)",
-        ("drafters::test_the_index_agrees_with_a_brute_force_search",),
-    ),
-    Mutant(
-        "an n-gram of a whole text is not found",
-        "drafters.ngram:NgramIndex.extend",
-        "size <= end",
-        "size < end",
-        ("drafters::test_the_index_agrees_with_a_brute_force_search",),
-    ),
-    Mutant(
-        "the shortest suffix is looked up first",
-        "drafters.ngram:NgramIndex.__init__",
-        "range(largest, smallest - 1, -1)",
-        "range(smallest, largest + 1)",
-        ("drafters::test_the_index_agrees_with_a_brute_force_search",),
-    ),
-    Mutant(
-        "a periodic draft is one token off",
-        "drafters.ngram:NgramIndex.continuation",
-        "len(text) - start\n",
-        "len(text) - start - 1 or 1\n",
-        ("drafters::test_a_draft_reads_on_into_itself_in_periodic_text",),
-    ),
-    Mutant(
-        "n-grams miss the target's own token",
-        "drafters.ngram:NgramDrafter.observe",
-        "verdict.tokens",
-        "verdict.tokens[: verdict.accepted]",
-        ("controller::test_who_was_passed_over_proposes_as_if_it_had_been_there[ngram]",),
-    ),
-    Mutant(
-        "what a failed draft left behind is kept",
-        "drafters.small_model:SmallModelDrafter.propose_batch",
-        "cache.truncate(state.row, length)",
-        "pass",
-        ("controller::test_a_fault_in_a_batch_of_model_drafts_leaves_the_others_as_if_alone",),
-    ),
-    Mutant(
-        "a draft does not know its own tokens",
-        "drafters.small_model:SmallModelDrafter.propose_batch",
-        "texts[i].append(token)",
-        "pass",
-        ("drafters::test_a_draft_knows_the_repetition_penalty_and_its_own_tokens",),
-    ),
-    Mutant(
-        "the draft model keeps its row",
-        "drafters.small_model:SmallModelDrafter.close",
-        "self._draft.cache.close_row(state.row)",
-        "pass",
-        ("drafters::test_every_row_is_given_back[draft_model]",),
-    ),
-    Mutant(
-        "the head forgets the true pairs",
-        "drafters.mtp_head:MtpHeadDrafter._draft",
-        "self._cache.lengths[state.row] + len(state.tokens) for",
-        "self._cache.lengths[state.row] for",
-        ("lossless::test_acceptance_is_in_the_expected_range",),
-    ),
-    Mutant(
-        "who was passed over does not observe",
-        "drafters.auto:AutoDrafter.observe",
-        "self._drafters[name].observe(own",
-        "is_chosen and self._drafters[name].observe(own",
-        ("controller::test_who_was_passed_over_proposes_as_if_it_had_been_there[ngram]",),
-    ),
-    Mutant(
-        "who was passed over is told of a draft",
-        "drafters.auto:AutoDrafter.observe",
-        "replace(verdict, drafted=0)",
-        "verdict",
-        ("controller::test_who_was_passed_over_is_told_of_no_draft",),
-    ),
-    Mutant(
-        "the first drafter always proposes",
-        "drafters.auto:AutoDrafter.select",
-        "state.chosen = name",
-        "pass",
-        ("controller::test_who_was_passed_over_proposes_as_if_it_had_been_there[ngram]",),
-    ),
-    Mutant(
-        "who was opened before a fault is not closed",
-        "drafters.auto:AutoDrafter.open",
-        "self._close(states)",
-        "pass",
-        ("controller::test_who_was_opened_before_one_that_raises_is_closed",),
-    ),
-    Mutant(
-        "a drafter that cannot close keeps others open",
-        "drafters.auto:AutoDrafter._close",
-        "stack.callback(self._drafters[name].close, own)",
-        "self._drafters[name].close(own)",
-        ("controller::test_all_of_several_drafters_are_closed_also_where_one_raises",),
-    ),
-    Mutant(
-        "a drafter that hung once is never tried again",
-        "drafters.timed:TimedDrafter._call",
-        "if self._thread.is_alive():",
-        "if True:",
-        ("drafters::test_a_loop_in_a_drafter_is_ended",),
-    ),
-    Mutant(
-        "calls wait for a drafter that hangs",
-        "drafters.timed:TimedDrafter._call",
-        "self._is_hanging = True",
-        "pass",
-        ("drafters::test_a_loop_in_a_drafter_is_ended",),
-    ),
-    Mutant(
-        "records do not age without drafts",
-        "control.controller:Acceptance.observe",
-        "_KEPT ** min(1 + self.since, _OLDEST)",
-        "_KEPT",
-        (
-            "controller::test_a_record_ages_with_the_text_and_knows_how_often_there_was_nothing_to_propose",
-        ),
-    ),
-    Mutant(
-        "positions behind a refusal count as reached",
-        "control.controller:Acceptance.observe",
-        "self.count(kept, min(drafted, accepted + 1), accepted)",
-        "self.count(kept, drafted, accepted)",
-        ("controller::test_the_record_estimates_each_position_by_itself",),
-    ),
-    Mutant(
-        "an old reach is used again",
-        "control.controller:Acceptance.observe",
-        "self._reach = []",
-        "pass",
-        ("controller::test_without_drafts_it_probes_now_and_then_and_comes_back",),
-    ),
-    Mutant(
-        "coverage stays 1",
-        "control.controller:Acceptance.observe",
-        "(1 - _KEPT) * ((drafted > 0) - self.coverage)",
-        "0",
-        (
-            "controller::test_a_record_ages_with_the_text_and_knows_how_often_there_was_nothing_to_propose",
-        ),
-    ),
-    Mutant(
-        "the refused token counts as accepted",
-        "control.controller:Acceptance.count",
-        "i < accepted",
-        "i <= accepted",
-        ("controller::test_the_record_estimates_each_position_by_itself",),
-    ),
-    Mutant(
-        "old cycles count as much as new ones",
-        "control.controller:Acceptance.count",
-        "[kept * x for x in self.reached] + grown",
-        "self.reached + grown",
-        ("controller::test_the_record_estimates_each_position_by_itself",),
-    ),
-    Mutant(
-        "probes are never made",
-        "control.controller:Controller.plan",
-        "self._saved.get(name, 0.0) + cycle.budget()",
-        "0.0",
-        ("controller::test_without_drafts_it_probes_now_and_then_and_comes_back",),
-    ),
-    Mutant(
-        "the width of a batch is free",
-        "control.plans:evaluate",
-        "ms += prices.width_ms * width",
-        "pass",
-        ("controller::test_k_falls_as_the_batch_fills_up",),
-    ),
-    Mutant(
-        "drafts go on where a token is not worth its row",
-        "control.plans:gains_of",
-        "worth <= cost",
-        "False",
-        ("controller::test_the_joint_choice_is_the_best_of_all_choices[1-('own', 'free')]",),
-    ),
-    Mutant(
-        "rows cost nothing",
-        "control.plans:gains_of",
-        "total += worth - cost",
-        "total += worth",
-        ("controller::test_the_choice_is_the_best_of_all_k_by_the_formula[0.1-0.5]",),
-    ),
-    Mutant(
-        "who joins a model loses nothing",
-        "control.plans:_run",
-        "gain - lost[i] - before",
-        "gain - before",
-        ("controller::test_the_joint_choice_is_the_best_of_all_choices[0-('own', 'other')]",),
-    ),
-    Mutant(
-        "steps of a model are free",
-        "control.plans:_run",
-        "gain - step",
-        "gain",
-        ("controller::test_the_choice_is_the_best_of_all_k_by_the_formula[0.1-0.3]",),
-    ),
-    Mutant(
-        "the first rate is the last",
-        "control.plans:best_plan",
-        "rate = found.rate\n",
-        "break\n",
-        ("controller::test_the_choice_is_the_best_of_all_k_by_the_formula[0.1-0.5]",),
-    ),
-    Mutant(
-        "refused positions count as reached",
-        "control.statistics:Statistics.record",
-        "[1] * min(drafted, accepted + 1)",
-        "[1] * drafted",
-        ("requests::test_the_prediction_is_the_formula_of_the_field",),
-    ),
-    Mutant(
-        "the histogram counts what was drafted",
-        "control.statistics:Statistics.record",
-        "[0] * accepted + [1]",
-        "[0] * drafted + [1]",
-        ("requests::test_figures_divide_what_their_formulas_say",),
-    ),
-    Mutant(
-        "cycles without a draft are in the statistics",
-        "control.statistics:Statistics.record",
-        "if drafted:",
-        "if True:",
-        ("requests::test_figures_divide_what_their_formulas_say",),
-    ),
-    Mutant(
-        "the mean acceptance length leaves out the target's token",
-        "control.statistics:Statistics.mean_acceptance_length",
-        "1 + accepted",
-        "accepted",
-        ("requests::test_figures_divide_what_their_formulas_say",),
-    ),
-    Mutant(
-        "the prefill's token counts per pass",
-        "control.statistics:Statistics.tokens_per_pass",
-        " - self.prefills",
-        "",
-        ("requests::test_figures_divide_what_their_formulas_say",),
-    ),
-    Mutant(
-        "the engine's own time is not in a token's",
-        "control.statistics:Statistics.ms_per_token",
-        " + self.other_ms",
-        "",
-        ("requests::test_figures_divide_what_their_formulas_say",),
-    ),
-    Mutant(
-        "prefills count as passes",
-        "control.statistics:Statistics.record_times",
-        "if is_prefill:",
-        "if False:",
-        ("requests::test_figures_divide_what_their_formulas_say",),
-    ),
-    Mutant(
-        "sums forget the other's positions",
-        "control.statistics:Statistics.__add__",
-        "_add(getattr(total, name), theirs)",
-        "pass",
-        ("requests::test_figures_divide_what_their_formulas_say",),
-    ),
-    Mutant(
-        "alpha is the share of all that was drafted",
-        "control.statistics:Statistics.costs",
-        "sum(self.reached_at)",
-        "self.num_draft_tokens",
-        ("requests::test_the_prediction_is_the_formula_of_the_field",),
-    ),
-    Mutant(
-        "the prediction forgets the passes' own tokens",
-        "control.statistics:Statistics.predicted_speedup",
-        "(self.target_passes + drafted)",
-        "drafted",
-        ("requests::test_the_prediction_is_the_formula_of_the_field",),
-    ),
-    Mutant(
-        "conditional acceptance divides by what was drafted",
-        "control.statistics:Statistics.per_position",
-        "map(ratio, accepted, reached)",
-        "map(ratio, accepted, self.drafted_at)",
-        ("requests::test_figures_divide_what_their_formulas_say",),
-    ),
-    Mutant(
-        "every difference is a near-tie",
-        "serving.comparison:_first_difference",
-        'is_tie = ours in totals and top[0]["total"] - totals[ours] <= near_tie',
-        "is_tie = True",
-        ("requests::test_a_wrong_token_is_called_a_bug",),
-    ),
-    Mutant(
-        "no difference is a near-tie",
-        "serving.comparison:_first_difference",
-        '"near-tie" if is_tie else ',
-        "",
-        ("requests::test_a_difference_between_equal_scores_is_called_a_near_tie[1.0-near-tie]",),
-    ),
-    Mutant(
-        "the slowest run is the median",
-        "serving.comparison:_median_run",
-        "(len(runs) - 1) // 2",
-        "-1",
-        ("requests::test_a_comparison_of_three_runs_takes_medians_and_says_when_it_was_disturbed",),
-    ),
-]
+MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new, *tests in [
+    # ---------------------------------------------------------------- KV cache and truncation
+    ("truncation keeps one token too many", "core:SlotCache.truncate",
+     "self.lengths[row] = length", "self.lengths[row] = min(length + 1, self.lengths[row])",
+     "cache::test_truncating_touches_no_tensor"),
+    ("truncation lengthens a row", "core:SlotCache.truncate",
+     "<= self.lengths[row]:", "<= self.max_length:",
+     "cache::test_a_row_cannot_be_truncated_to_more_than_it_holds"),
+    ("a branch is not moved", "core:SlotCache.keep",
+     "buffer[slot, :, begin : begin + count] = buffer[slot, :, moved]", "pass", BRANCH),
+    ("a branch is moved over the pending token", "core:SlotCache.keep",
+     "buffer[slot, :, begin : begin + count] =", "buffer[slot, :, begin - 1 : begin + count - 1] =",
+     BRANCH),
+    ("one token too many is kept", "core:SlotCache.keep",
+     "self.truncate(row, begin + count)", "self.truncate(row, begin + count + 1)", ADVANCES),
+    ("one token too few is kept", "core:SlotCache.keep",
+     "self.truncate(row, begin + count)", "self.truncate(row, begin + count - 1)", ADVANCES),
+    ("one token more than the cache holds is let in", "core:SlotCache.place",
+     "end > self.max_length", "end > self.max_length + 1",
+     "cache::test_a_row_that_would_outgrow_the_cache_is_refused_before_anything_is_written"),
+    ("what a failed forward wrote is not noted", "core:SlotCache.place",
+     "max(self._written[slot], last)", "self._written[slot]", NO_NAN),
+    ("a pad counts as the text's token", "core:Place.real",
+     "width - counts[:, None]", "width - counts[:, None] - 1", f"{RAGGED}[llama-modules]"),
+    ("a moved row loses its last token", "core:SlotCache.close_row",
+     "buffer[slot, :, :length] = buffer[source, :, :length]",
+     "buffer[slot, :, : length - 1] = buffer[source, :, : length - 1]", COMPACT, MANY),
+    ("closing a row moves none into the gap", "core:SlotCache.close_row",
+     "for buffer in buffers:", "for buffer in ():", COMPACT, MANY),
+    ("a closed row keeps its length", "core:SlotCache.close_row",
+     "self.lengths[row] = self._written[slot] = 0", "self._written[slot] = 0",
+     f"{GIVEN_BACK}[ngram]"),
+    ("a closed row is not given back", "core:SlotCache.close_row",
+     "self._free.append(row)", "pass", f"{GIVEN_BACK}[ngram]"),
+    ("a dirty slot is not scrubbed", "core:SlotCache.close_row",
+     "scrub(buffers, slot, self._written[slot])", "pass", NO_NAN),
+    ("scrubbing leaves the values", "forward:scrub",
+     "for buffer in buffers:", "for buffer in buffers[::2]:", NO_NAN),
+    ("texts are padded on the right", "core:Place.arrange",
+     "arranged[b, -len(row) :] = row", "arranged[b, : len(row)] = row", f"{RAGGED}[llama-modules]"),
+    ("states of pads are handed out", "core:Place.part",
+     "row[len(row) - n :]", "row[:n]", f"{RAGGED}[llama-modules]"),
+    ("a token sees the next one", "core:Place.mask",
+     "keys > queries", "keys > queries + 1", f"{RAGGED}[llama-modules]"),
+    ("the window is one token longer", "core:Place.mask",
+     "keys <= queries - window", "keys < queries - window", f"{RAGGED}[mistral-modules]"),
+    ("all layers have the mask of the first", "core:CachedModel._mask",
+     "len(set(self.windows.values())) > 1", "False", f"{RAGGED}[gemma2-modules]"),
+    # ------------------------------------------------------------------------ faster forwards
+    ("a row is written one place early", "forward:FastPlace.write",
+     "self.end - count, count", "max(self.end - count - 1, 0), count", f"{RAGGED}[llama-fast]"),
+    ("a row's pads are cached in place of its tokens", "forward:FastPlace.write",
+     "new.shape[2] - count, count", "0, count",
+     "exactness::test_padding_to_more_rows_changes_no_token[2]"),
+    ("rows between those of a batch are read", "forward:FastPlace.__init__",
+     "slice(first, last + 1) if is_compact else self.slots",
+     "slice(first, first + len(self.slots))", COMPACT),
+    ("ragged pads are cached in place of tokens", "forward:RaggedPlace.write",
+     "new[: len(slots)]", "new[-len(slots) :]", f"{RAGGED}[llama-fast]"),
+    ("a text's pieces are fed in the wrong order", "forward:Runs.__call__",
+     "alone + shared", "shared + alone", SEVERAL),
+    ("a piece is fed again in place of the next", "forward:Runs.__call__",
+     "begin = piece.end", "pass", SEVERAL),
+    ("logits are those of a piece's first tokens", "forward:FastForward._run",
+     "range(end - n, end)", "range(end - n - 1, end - 1)", f"{RAGGED}[llama-fast]"),
+    ("logits of a long text's earlier pieces are left out", "forward:FastForward.__call__",
+     "p.end - max(p.begin, i)", "p.end - max(p.begin, i) if p.end == len(tokens[p.index]) else 0",
+     SEVERAL),
+    # -------------------------------------------------------------------------- probabilities
+    ("each row is penalised for the whole draft", "sampling:penalise",
+     "draft[:i] + text[:1] * (len(draft) - i)", "draft",
+     "requests::test_greedy_output_does_not_depend_on_the_seed_and_knows_the_penalty"),
+    ("the penalty knows the last token alone", "sampling:penalise",
+     "list(set(text))", "text[-1:]",
+     "requests::test_greedy_output_does_not_depend_on_the_seed_and_knows_the_penalty"),
+    ("noise is the same at each place of a draft", "core:own_choices",
+     "position + i", "position", f"{PREFIX}[sampled-1]"),
+    ("greedy choices are not checked for NaN", "core:own_choices",
+     "not abs(float(score)) < torch.inf", "False",
+     "sampling::test_logits_that_are_no_numbers_are_an_error_and_no_token"),
+    ("noise of plain decoding is one position off", "core:sample",
+     "len(text))), None", "len(text) - 1)), None", f"{PREFIX}[sampled-0]"),
+    ("a drafter penalises the first token alone", "core:sample",
+     "text, [])", "text[:1], [])", PENALTY),
+    ("weights are taken to sum to 1", "noise:draw",
+     "u * total", "u", "sampling::test_a_token_without_weight_is_never_drawn"),
+    ("noise does not know the position", "noise:Noise._key",
+     "self._seed ^ position", "self._seed",
+     "noise::test_choices_are_distributed_as_the_weights_and_neighbours_are_independent"),
+    ("all uses have the same numbers", "noise:Noise._key",
+     ") + use)", ") + 0)", "noise::test_uniform_numbers_are_uniform_and_their_uses_independent"),
+    ("seeds of both signs are one", "noise:Noise.__init__",
+     "+ (seed < 0)", "", "noise::test_every_bit_of_a_seed_counts"),
+    ("weights are not checked for NaN", "noise:Noise.choose",
+     "not 0 < w[best] < np.inf", "False",
+     "noise::test_weights_that_are_no_numbers_are_an_error[10]"),
+    ("only likelier tokens may win", "noise:Noise._able_to_win",
+     "upper <= weights * limit", "2 * upper <= weights * limit",
+     "noise::test_looking_only_at_tokens_that_can_win_finds_the_same_winner"),
+    # --------------------------------------------------------------------------------- verify
+    ("the refused draft is emitted", "core:verify",
+     'Judgement(chosen, "recovered")', 'Judgement(drafted, "recovered")', f"{PREFIX}[greedy-1]"),
+    ("the first draft is always right", "core:verify",
+     "drafted != chosen", "drafted != chosen and judged", f"{PREFIX}[greedy-0]"),
+    ("p and q are swapped", "core:verify_by_rejection",
+     "u * float(q[token]) < float(p[i, token])", "u * float(p[i, token]) < float(q[token])",
+     EVERY_P_Q),
+    ("p and q are swapped in the residual", "core:verify_by_rejection",
+     "residual(p[i], q)", "residual(q, p[i])", EVERY_P_Q),
+    ("a rejected token may come back", "core:verify_by_rejection",
+     "draw(residual(p[i], q), u)", "draw(p[i], u)", EVERY_P_Q),
+    ("the bonus is drawn from the row before", "core:verify_by_rejection",
+     "draw(p[-1], u)", "draw(p[-2], u)", f"{KEEPS_P}[model q]"),
+    ("all drafts are judged by one number", "core:verify_by_rejection",
+     "position + i, ACCEPT", "position, ACCEPT", f"{KEEPS_P}[model q]"),
+    ("every draft is judged by the first q", "messages:Draft.q",
+     "self.probs[i]", "self.probs[0]", f"{KEEPS_P}[model q]"),
+    ("what was not drawn has no q", "messages:Draft.q", "= 1.0", "= 0.0", f"{KEEPS_P}[one-hot q]"),
+    ("nothing is recovered from a residual of nothing", "core:residual",
+     "more if more.sum() > 0 else p", "more",
+     "sampling::test_a_residual_of_nothing_falls_back_to_p"),
+    ("the residual is both differences", "core:residual", "clamp_(min=0)", "abs()", EVERY_P_Q),
+    # ------------------------------------------------------------------------------- sequence
+    ("a cut loses the end of text itself", "core:Sequence.append",
+     "return kept\n", "return kept - 1\n",
+     "lossless::test_end_of_text_is_cut_at_every_offset_of_a_block[greedy-0]"),
+    ("an end of text amid a draft is passed over", "core:Sequence.append",
+     "token.id in eos_ids", "kept == len(emitted) and token.id in eos_ids",
+     "lossless::test_end_of_text_is_cut_at_every_offset_of_a_block[greedy-0]"),
+    ("a stop string amid a draft is passed over", "core:Sequence.append",
+     "if self.text.push(token.id, token.kind)",
+     "if self.text.push(token.id, token.kind) and kept == len(emitted)",
+     "requests::test_a_stop_string_inside_an_accepted_draft_ends_there[0]"),
+    ("max_tokens is met one token late", "core:Sequence.append",
+     "self.remaining == 1", "self.remaining == 0",
+     "lossless::test_max_tokens_inside_a_block_is_met_exactly[greedy-1]"),
+    ("the refused token is appended, too", "core:Sequence.append",
+     'if judgement.kind != "rejected"', "if True", f"{PREFIX}[greedy-1]"),
+    ("the last bytes complete no stop string", "core:Sequence.append",
+     "if self.text.finish():", "if False:",
+     "requests::test_bytes_at_the_end_may_complete_a_stop_string"),
+    ("what may become a stop string is shown", "text:TextStream.release",
+     "self.text.endswith(s[:n])", "False",
+     "requests::test_a_partial_stop_string_is_held_back_until_it_is_none"),
+    ("what is cut off counts as drafted", "messages:Cycle.num_drafted",
+     "len(self.proposals) if self.is_whole else self.num_kept", "len(self.proposals)",
+     "lossless::test_end_of_text_is_cut_at_every_offset_of_a_block[greedy-0]"),
+    ("what is cut off counts as accepted", "messages:Cycle.num_accepted",
+     "min(len(self.emitted) - 1, self.num_kept)", "len(self.emitted) - 1",
+     "requests::test_a_cut_before_a_rejection_hides_it_from_everything[0]"),
+    # --------------------------------------------------------------------------------- engine
+    ("a prompt that fills the context is let in", "parsing:check_prompt",
+     "length >= context", "length > context",
+     "requests::test_a_prompt_that_cannot_be_is_refused_before_it_has_a_row"),
+    ("negative token ids are let in", "parsing:check_prompt",
+     "0 <= token <= largest", "token <= largest",
+     "requests::test_a_prompt_that_cannot_be_is_refused_before_it_has_a_row"),
+    ("max_tokens is not lowered to the room there is", "core:Engine.open",
+     "min(request.max_tokens, room)", "request.max_tokens",
+     "requests::test_max_tokens_beyond_the_context_is_lowered_and_said"),
+    ("the drafters' states are not closed", "core:Engine.close",
+     "self.panel.close(s.seat)", "pass", f"{GIVEN_BACK}[draft_model]"),
+    ("the cache row is not given back", "core:Engine.close",
+     "self.target.cache.close_row(s.row)", "pass", f"{GIVEN_BACK}[ngram]"),
+    ("who is still reading takes part in the cycle", "core:Engine.read_prompts",
+     "if s not in reading", "if True", "batching::test_a_long_prompt_does_not_stop_the_others"),
+    ("hidden states of a prompt's chunks are forgotten", "core:Engine.read_prompts",
+     "s.seat.hidden[cached // size :] = [found]", "pass", f"{NO_TRACE}[greedy-1-mtp]"),
+    ("a chunk that is read again counts twice", "core:Engine.read_prompts",
+     "s.seat.hidden[cached // size :] = [found]", "s.seat.hidden.append(found)",
+     "batching::test_a_neighbour_s_fault_does_not_let_a_chunk_of_a_prompt_count_twice"),
+    ("only the pending token is fed", "core:Engine.forward",
+     "s.tokens[lengths[s.row] :]", "s.tokens[-1:]", f"{PREFIX}[greedy-0]"),
+    ("prefills are measured as passes", "core:Engine.step",
+     "None if has_prefill else times", "times", MEASURED),
+    ("the penalty forgets what was generated", "core:Engine.accept",
+     "s.tokens, draft.tokens)\n", "s.request.prompt, draft.tokens)\n",
+     "requests::test_greedy_output_does_not_depend_on_the_seed_and_knows_the_penalty"),
+    ("a refused draft stays in the cache", "core:Engine.accept",
+     "cache.keep(s.row, len(draft.tokens), range(kept - 1))", "pass", ADVANCES),
+    ("the pending token is kept in the cache", "core:Engine.accept",
+     "range(kept - 1)", "range(min(kept, len(draft.tokens)))", ADVANCES),
+    ("noise counts positions from the answer's start", "core:Engine.judge",
+     "len(s.tokens)", "len(s.output)", f"{PREFIX}[sampled-0]"),
+    ("sampled text is always judged by rejection", "core:Engine.judge",
+     "sampling.is_coupled", "sampling.is_greedy", f"{PREFIX}[sampled-2]"),
+    ("plain decoding has one seed", "core:plain_decode",
+     "Noise(seed)", "Noise(0)", f"{PREFIX}[sampled-0]"),
+    ("a measurement warms up and counts", "worker:warm_up",
+     "engine.totals = Totals(engine.panel.choices)", "pass",
+     "controller::test_all_is_run_at_one_and_k_plus_1_rows_before_a_measurement_counts"),
+    # --------------------------------------------------------------------------------- faults
+    ("a forward that failed is not tried again", "faults:_step",
+     "cycles |= _step_alone(engine, s, held[s])", "s.fail(KeyError())",
+     f"{NO_TRACE}[greedy-3-ngram]"),
+    ("a step that failed is not rolled back", "faults:_step_alone",
+     "engine.target.cache.truncate(s.row, held)", "pass", f"{NO_TRACE}[greedy-0-ngram]",
+     f"{NO_TRACE}[greedy-4-ngram]"),
+    ("a draft that failed is not rolled back", "faults:_step_alone",
+     "engine.target.cache.truncate(s.row, held)",
+     "can_go_on and engine.target.cache.truncate(s.row, held)", UNVERIFIED),
+    ("a draft that cannot be verified fails the request", "faults:_step_alone",
+     "in (True, False)", "in (False,)", UNVERIFIED),
+    ("the drafter stays after an unverified draft", "faults:_step_alone",
+     'engine.panel.leave(s.seat, f"a forward failed ({in_short(failure)})")', "pass", UNVERIFIED),
+    # ---------------------------------------------------------------------------------- panel
+    ("a drafter that cannot open ends the request", "panel:Panel.open",
+     "failed[name] = error", "raise", f"{ANYWHERE}[open]"),
+    ("one faulty state costs all their drafts", "panel:Panel._ask",
+     "if len(seats) > 1:", "if False:",
+     "controller::test_a_batch_with_one_faulty_state_keeps_the_speculation_of_the_others"),
+    ("too few drafts are not noticed", "panel:Panel._ask",
+     "len(proposed) != len(seats)", "False",
+     "drafters::test_fewer_drafts_than_requests_cost_the_drafter"),
+    ("a bad draft ends the request", "panel:Panel._ask",
+     "self._lose(seat, name, error)", "raise", COSTS_IT),
+    ("a draft longer than asked for is taken", "panel:Panel._check",
+     "count > limit", "False", COSTS_IT),
+    ("negative probs are taken", "panel:Panel._check",
+     "draft.probs.min() >= 0 and ", "", BAD_PROBS),
+    ("a token that q excludes is taken", "panel:Panel._check",
+     "drawn.min() > 0 and ", "", BAD_PROBS),
+    ("probs that do not sum to 1 are taken", "panel:Panel._check", "off < 1e-3", "True", BAD_PROBS),
+    ("probs of another shape are taken", "panel:Panel._check",
+     "draft.probs.shape != (count, self._vocab_size)", "False", BAD_PROBS),
+    ("probs are checked where nobody reads them", "panel:Panel._check",
+     " and not sampling.is_coupled", "", BAD_PROBS),
+    ("negative ids are proposed", "panel:Panel._check_tokens", "0 <= token <", "token <", COSTS_IT),
+    ("the first drafter always proposes", "panel:Panel.propose",
+     "(name, limit) if limit", "(next(iter(seat.states)), limit) if limit", NO_DRAFT),
+    ("a draft that was not judged is made anew", "panel:Panel.propose",
+     "if seat.draft is None]", "]", f"{NO_TRACE}[greedy-3-mtp]"),
+    ("a draft that was judged is handed out again", "panel:Panel.observe",
+     "[*seat.hidden, hidden], [], None", "[*seat.hidden, hidden], [], seat.draft", NO_DRAFT,
+     f"{PREFIX}[greedy-1]"),
+    ("a guess that fails ends the request", "panel:Panel.guess",
+     "self._lose(seat, name, error)", "raise",
+     "controller::test_a_guess_that_fails_costs_the_drafter_and_not_the_answer"),
+    ("a hidden state too many is handed out", "panel:Panel.observe",
+     "len(states) - num_rejected]", "len(states) - num_rejected + 1]",
+     "drafters::test_drafts_are_known_ids_and_no_more_than_asked_for"),
+    ("chunks of hidden states are handed out backwards", "panel:Panel.observe",
+     "[*seat.hidden, hidden]", "[hidden, *seat.hidden]",
+     "batching::test_a_prompt_read_in_chunks_gives_the_output_of_one_read_at_once"),
+    ("who was passed over does not observe", "panel:Panel.observe",
+     "for name in list(seat.states):", "for name in [seat.asked]:", NO_DRAFT),
+    ("who was passed over is told of a draft", "panel:Panel.observe",
+     "replace(verdict, drafted=0)", "verdict", NO_DRAFT),
+    ("a drafter that cannot observe ends the request", "panel:Panel.observe",
+     "self._lose(seat, name, error)", "raise", f"{ANYWHERE}[observe]"),
+    ("a lost drafter is not closed", "panel:Panel._lose",
+     "self._close(seat, name)", "seat.states.pop(name, None)", COSTS_IT),
+    ("a fault ends the others' drafters", "panel:Panel._lose",
+     "self._close(seat, name)", "self.close(seat)", f"{ONE_LOST}[observe]"),
+    ("a lost drafter goes without a warning", "panel:Panel._lose",
+     "seat.warnings.append(", "str(", COSTS_IT),
+    ("of several drafters one stays open", "panel:Panel.close",
+     "for name in list(seat.states):", "for name in list(seat.states)[:1]:", f"{ONE_LOST}[close]"),
+    ("a drafter that cannot close ends the request", "panel:Panel._close",
+     'seat.warnings.append(f"drafter {name} failed to close: {in_short(error)}")', "raise",
+     f"{ANYWHERE}[close]"),
+    # ------------------------------------------------------------------------------- drafters
+    ("the earliest match is proposed", "ngram:NgramIndex.extend",
+     "self._followed_at[tuple(text[end - size : end])] = end",
+     "self._followed_at.setdefault(tuple(text[end - size : end]), end)", BRUTE_FORCE),
+    ("the shortest suffix is looked up first", "ngram:NgramIndex.__init__",
+     "range(largest, smallest - 1, -1)", "range(smallest, largest + 1)", BRUTE_FORCE),
+    ("a periodic draft is one token off", "ngram:NgramIndex.continuation",
+     "len(text) - start\n", "len(text) - start - 1 or 1\n",
+     "drafters::test_a_draft_reads_on_into_itself_in_periodic_text"),
+    ("n-grams miss the target's own token", "ngram:NgramDrafter.observe",
+     "verdict.tokens", "verdict.tokens[: verdict.accepted]",
+     "drafters::test_a_rolled_back_state_proposes_like_a_fresh_one"),
+    ("what a failed draft left behind is kept", "small_model:SmallModelDrafter.propose_batch",
+     "cache.truncate(state.row, length)", "pass",
+     "controller::test_a_fault_in_a_batch_of_model_drafts_leaves_the_others_as_if_alone"),
+    ("a draft does not know its own tokens", "small_model:SmallModelDrafter.propose_batch",
+     "texts[i].append(token)", "pass", PENALTY),
+    ("the draft model keeps its row", "small_model:SmallModelDrafter.close",
+     "self._draft.cache.close_row(state.row)", "pass", f"{GIVEN_BACK}[draft_model]"),
+    ("the head forgets the true pairs", "mtp_head:MtpHeadDrafter._draft",
+     "self._cache.lengths[state.row] + len(state.tokens) for", "self._cache.lengths[state.row] for",
+     "lossless::test_acceptance_is_in_the_expected_range[mtp-code_class]"),
+    ("a drafter that hung once is never tried again", "timed:TimedDrafter._call",
+     "if self._thread.is_alive():", "if True:", "drafters::test_a_loop_in_a_drafter_is_ended"),
+    ("states of a drafter that hangs are not closed", "timed:TimedDrafter.close",
+     "self._unclosed.append(state)", "pass",
+     "drafters::test_a_drafter_that_blocks_is_left_alone_until_it_returns"),
+    # -------------------------------------------------------------------------------- planner
+    ("text that was read stays unread", "planner:Planner.learn",
+     "record.unread = 0", "pass", WHAT_CAME),
+    ("text that was missed is thought to be read", "planner:Planner.learn",
+     "record.unread += len(tokens)", "pass", WHAT_CAME),
+    ("a guess is never right", "planner:Planner.learn", "pair[0] == pair[1]", "False", WHAT_CAME),
+    ("who has nothing to propose may be chosen", "planner:Planner._able",
+     "if panel.guess(seat, name, 1) != []", "if True",
+     "controller::test_who_has_nothing_to_propose_is_not_chosen"),
+    ("passes are measured as if of one row each", "planner:Planner.timed",
+     "len(draft.tokens) + 1 for", "1 for", MEASURED),
+    # ------------------------------------------------------------------ controller, plans, costs
+    ("records do not age without drafts", "controller:Acceptance.observe",
+     "_KEPT ** min(1 + self.since, _OLDEST)", "_KEPT", AGES),
+    ("positions behind a refusal count as reached", "controller:Acceptance.observe",
+     "self.count(kept, min(drafted, accepted + 1), accepted)",
+     "self.count(kept, drafted, accepted)", EACH_PLACE),
+    ("an old reach is used again", "controller:Acceptance.observe",
+     "self._reach = []", "pass", PROBES),
+    ("coverage stays 1", "controller:Acceptance.observe",
+     "(1 - _KEPT) * ((drafted > 0) - self.coverage)", "0", AGES),
+    ("the refused token counts as accepted", "controller:Acceptance.count",
+     "i < accepted", "i <= accepted", EACH_PLACE),
+    ("old cycles count as much as new ones", "controller:Acceptance.count",
+     "[kept * x for x in self.reached] + grown", "self.reached + grown", EACH_PLACE),
+    ("probes are never made", "controller:Controller.plan",
+     "self._saved.get(name, 0.0) + cycle.budget()", "0.0", PROBES),
+    ("the width of a batch is free", "plans:evaluate",
+     "ms += prices.width_ms * width", "pass", "controller::test_k_falls_as_the_batch_fills_up"),
+    ("drafts go on where a token is not worth its row", "plans:gains_of",
+     "worth <= cost", "False", f"{BEST_PLAN}[1-('own', 'free')]"),
+    ("rows cost nothing", "plans:gains_of",
+     "total += worth - cost", "total += worth", f"{BEST_K}[0.1-0.5]"),
+    ("who joins a model loses nothing", "plans:_run",
+     "gain - lost[i] - before", "gain - before", f"{BEST_PLAN}[0-('own', 'other')]"),
+    ("steps of a model are free", "plans:_run", "gain - step", "gain", f"{BEST_K}[0.1-0.3]"),
+    ("the first rate is the last", "plans:best_plan",
+     "rate = found.rate\n", "break\n", f"{BEST_K}[0.1-0.5]"),
+    ("what was measured cold is kept", "costs:Line.observe",
+     "and one[0] <= self._most(one[1], size, ms)", "",
+     "controller::test_after_a_cold_pass_and_a_cold_draft_drafting_resumes_within_20_cycles",
+     "controller::test_no_order_of_cold_measurements_shuts_a_drafter_off_that_pays"),
+    ("a line goes through the slowest measurements", "costs:_low_median",
+     "(len(ordered) - 1) // 2", "-1", "controller::test_a_drafter_that_becomes_slower_is_noticed"),
+    ("a slow cycle is the drafter's fault", "costs:Costs.observe_pass",
+     "max(1.0, ms / believed) if believed else 1.0", "1.0", NOT_DEAR),
+    ("batches of all sizes have one line", "costs:Costs.observe_pass",
+     "self.passes.setdefault(batch.bit_length()", "self.passes.setdefault(1",
+     "controller::test_batches_of_other_sizes_have_costs_of_their_own"),
+    ("reading counts as drafting", "costs:Costs._learn_draft",
+     "unread <= _FEW_UNREAD * len(num_tokens) or", "True or", NOT_DEAR),
+    ("a first measurement is believed whatever it is", "costs:Costs._step",
+     "not line.is_confirmed", "False",
+     "controller::test_a_first_measurement_far_above_does_not_end_drafting"),
+    # ------------------------------------------------------- statistics, traces and comparisons
+    ("refused positions count as reached", "statistics:Statistics.record",
+     "[1] * min(drafted, accepted + 1)", "[1] * drafted", PREDICTION),
+    ("the histogram counts what was drafted", "statistics:Statistics.record",
+     "[0] * accepted + [1]", "[0] * drafted + [1]", FIGURES),
+    ("the prefill's token counts per pass", "statistics:Statistics.tokens_per_pass",
+     " - self.prefills", "", FIGURES),
+    ("the engine's own time is not in a token's", "statistics:Statistics.ms_per_token",
+     " + self.other_ms", "", FIGURES),
+    ("prefills count as passes", "statistics:Statistics.record_times",
+     "if is_prefill:", "if False:", FIGURES),
+    ("sums forget the other's positions", "statistics:Statistics.__add__",
+     "_add(getattr(total, name), theirs)", "pass", FIGURES),
+    ("alpha is the share of all that was drafted", "statistics:Statistics.costs",
+     "sum(self.reached_at)", "self.num_draft_tokens", PREDICTION),
+    ("conditional acceptance divides by what was drafted", "statistics:Statistics.per_position",
+     "map(ratio, accepted, reached)", "map(ratio, accepted, self.drafted_at)", FIGURES),
+    ("logprobs are those of the last rows", "trace:token_logprobs",
+     "logits[: len(tokens)]", "logits[-len(tokens) :]",
+     "requests::test_logprobs_are_equal_with_speculation_on_and_off"),
+    ("a trace has the noise of the next place", "trace:_leaders",
+     "len(s.tokens) - len(scores), np", "len(s.tokens) - len(scores) + 1, np",
+     "requests::test_a_trace_says_what_decided_about_each_token"),
+    ("every difference is a near-tie", "comparison:_first_difference",
+     'is_tie = ours in totals and top[0]["total"] - totals[ours] <= near_tie', "is_tie = True",
+     "requests::test_a_wrong_token_is_called_a_bug"),
+    ("no difference is a near-tie", "comparison:_first_difference",
+     '"near-tie" if is_tie else ', "",
+     "requests::test_a_difference_between_equal_scores_is_called_a_near_tie[1.0-near-tie]"),
+    ("the slowest run is the median", "comparison:_median_run",
+     "(len(runs) - 1) // 2", "-1",
+     "requests::test_a_comparison_of_three_runs_takes_medians_and_says_when_it_was_disturbed"),
+]]  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(main())
