@@ -14,7 +14,7 @@ Rows to spare fill the number of rows up to one of the checked shapes.
 from collections.abc import Iterator
 from itertools import accumulate
 from math import prod
-from mmap import mmap
+from mmap import ACCESS_COPY, mmap
 from typing import Any, NamedTuple
 
 import torch
@@ -262,7 +262,7 @@ def lazy_zeros(like: Tensor, num_rows: int, capacity: int) -> Tensor:
     shape = num_rows, like.shape[1], capacity, like.shape[-1]
     if like.device.type != "cpu":
         return like.new_zeros(shape)
-    memory = mmap(-1, prod(shape) * like.element_size())
+    memory = mmap(-1, prod(shape) * like.element_size(), access=ACCESS_COPY)
     return torch.frombuffer(memory, dtype=like.dtype).view(shape)
 
 

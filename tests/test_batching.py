@@ -55,7 +55,7 @@ def is_idle(engine):
 
 def test_rows_stay_compact_and_keep_what_they_hold(demo_engine, demo_reference):
     """Rows open and close at random; each goes on as a recompute without cache has it."""
-    target, chance = demo_engine.target, random.Random(3)
+    target, chance = demo_engine.target, random.Random(0)
     texts = {}
     for _ in range(16):
         if texts and (len(texts) == 8 or chance.random() < 0.4):
@@ -265,3 +265,41 @@ def test_a_neighbour_s_fault_does_not_let_a_chunk_of_a_prompt_count_twice(
     assert engine.totals.num_faults == 1 and late.seat.warnings == []
     assert late.statistics.num_draft_tokens > 5 and late.output == plain(text, 12)
     assert running.output == plain(prompts["easy_json"], 12)
+
+
+@pytest.mark.parametrize(("drafter", "temperature"), [(None, 1.0), ("mtp", 0.0)])
+@torch.inference_mode()
+def test_a_request_whose_logits_are_no_numbers_fails_alone(
+    demo_engine, prompts, plain, drafter, temperature
+):
+    """Its keys become NaN: it ends with an error, its neighbours and whoever gets its slot do not.
+
+    Attention weighs what it does not see with 0, and 0 · NaN is NaN: the slot has to be cleaned.
+    """
+    engine, cache = demo_engine, demo_engine.target.cache
+    names = list(prompts)[:3]
+    sampling = core.Sampling(temperature=temperature)
+    requests = [core.Request(prompts[name], 24, drafter) for name in names]
+    requests[1] = core.Request(prompts[names[1]], 24, drafter, sampling=sampling)
+    sequences = [engine.open(request) for request in requests]
+    for _ in range(2):
+        faults.step(engine, sequences)
+    broken = sequences[1]
+    for layer in cache.layers:
+        layer.keys[cache.slot(broken.row), :, :3] = float("nan")
+    assert broken not in engine.step(sequences)
+    assert broken.finish_reason == "error" and "NaN in its logits" in str(broken.failure)
+    engine.close(broken)
+    others = [sequences[0], sequences[2]]
+    others.append(engine.open(core.Request(prompts[names[1]], 24, drafter)))
+    while running := [s for s in others if s.finish_reason is None]:
+        faults.step(engine, running)
+    for s, name in zip(others, [names[0], names[2], names[1]], strict=True):
+        assert s.output == plain(prompts[name], 24)
+        engine.close(s)
+    assert all(layer.keys.isfinite().all() for layer in cache.layers)
+    with pytest.raises(ValueError, match="NaN in its logits"):
+        for _, cycle in engine.generate(requests[1]):
+            if cycle.number == 1:
+                for layer in cache.layers:
+                    layer.values[0, :, :3] = float("nan")

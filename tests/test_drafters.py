@@ -1,5 +1,6 @@
 """One contract for all drafters, and what is particular to each."""
 
+import itertools
 import json
 import random
 import sys
@@ -102,6 +103,37 @@ def test_a_batch_of_states_proposes_like_each_alone(demo_engine, prompts, name):
         for state, limit in zip(fresh(), limits, strict=True)
     ]
     assert propose_and_close(drafter, fresh(), limits) == alone
+
+
+def test_a_refused_draft_is_rolled_back_before_others_draft(demo_engine, prompts):
+    """What was passed over after a refusal is read as text, from where the refused draft began."""
+    drafter, text = demo_engine.panel.drafters["draft_model"], prompts["code_class"]
+    state = fresh_state(demo_engine, drafter, text)
+    drafter.propose(state, 4)
+    for verdict in (Verdict(4, 0, [7]), Verdict(0, 2, [8, 9, 10]), Verdict(0, 0, [11])):
+        drafter.observe(state, verdict)
+    fresh = fresh_state(demo_engine, drafter, [*text, 7, 8, 9, 10, 11])
+    drafts = [propose_and_close(drafter, [each], [4]) for each in (state, fresh)]
+    assert drafts[0] == drafts[1]
+
+
+def test_an_mtp_head_that_fails_amid_a_draft_can_draft_again(demo_engine, prompts, monkeypatch):
+    drafter, text = demo_engine.panel.drafters["mtp"], prompts["code_class"]
+    state, fresh = (fresh_state(demo_engine, drafter, text) for _ in range(2))
+    held, choose, calls = drafter._cache.lengths[state.row], drafter._sample, itertools.count()
+
+    def fails_at_the_second(*given):
+        if next(calls):
+            raise RuntimeError("no")
+        return choose(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter, "_sample", fails_at_the_second)
+        with pytest.raises(RuntimeError, match="no"):
+            drafter.propose(state, 3)
+    assert drafter._cache.lengths[state.row] == held
+    drafts = [propose_and_close(drafter, [each], [3]) for each in (state, fresh)]
+    assert drafts[0] == drafts[1]
 
 
 def test_every_row_is_given_back(demo_engine, prompts, name):
