@@ -209,8 +209,10 @@ class SlotCache(Cache):
         slots = [self.slot(row) for row in rows]
         for slot, last in zip(slots, ends, strict=True):  # now, as the forward may fail halfway
             self._written[slot] = max(self._written[slot], last)
-        last = torch.tensor(ends, device=self.device)[:, None]
-        positions = (last + torch.arange(-width, 0, device=self.device)).clamp_(min=0)  # [B, T]
+        positions = torch.arange(end - width, end, device=self.device)[None]
+        if len(rows) > 1:
+            positions = positions + (torch.tensor(ends, device=self.device) - end)[:, None]
+        positions = positions.clamp_(min=0)  # [B, T]: pads stand anywhere
         self.current = Place(slots, counts, positions, end, max(kv_length, end))
         return self.current
 

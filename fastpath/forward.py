@@ -14,7 +14,7 @@ Rows to spare fill the number of rows up to one of the checked shapes.
 from collections.abc import Iterator
 from itertools import accumulate
 from math import prod
-from mmap import ACCESS_COPY, mmap
+from mmap import mmap
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +43,9 @@ class FastPlace:
     def __init__(self, padded: Any) -> None:
         self.padded, self.slots, self.counts = padded, padded.slots, padded.counts
         self.positions, self.end, self.kv_length = padded.positions, padded.end, padded.kv_length
-        self.arrange, self.part, self.mask = padded.arrange, padded.part, padded.mask
+        self.part, self.mask = padded.part, padded.mask
+        has_pads = self.counts != [self.positions.shape[1]]
+        self.arrange = padded.arrange if has_pads else lambda rows: rows[0][None]
         first, last = self.slots[0], self.slots[-1]
         is_compact = self.slots == list(range(first, last + 1))
         self._rows = slice(first, last + 1) if is_compact else self.slots
@@ -55,7 +57,8 @@ class FastPlace:
             buffer[slots, :, positions] = new.transpose(1, 2)[self.padded.real]
             return self.view(buffer)
         count, row = self.counts[0], buffer.narrow(0, self.slots[0], 1)
-        new = new.narrow(2, new.shape[2] - count, count)
+        if count < new.shape[2]:
+            new = new.narrow(2, new.shape[2] - count, count)
         row.narrow(2, self.end - count, count).copy_(new)
         return row.narrow(2, 0, self.kv_length)
 
@@ -257,12 +260,13 @@ def _can_be_ragged(model: Any) -> bool:
 def lazy_zeros(like: Tensor, num_rows: int, capacity: int) -> Tensor:
     """Zeros [num_rows, H, capacity, width], with H and width of `like` [B, H, T, width].
 
-    They take memory only where something is written: most requests are short.
+    They take memory only where something is written: most requests are short. (A forked process
+    shares them. Memory of its own would be slower to write to.)
     """
     shape = num_rows, like.shape[1], capacity, like.shape[-1]
     if like.device.type != "cpu":
         return like.new_zeros(shape)
-    memory = mmap(-1, prod(shape) * like.element_size(), access=ACCESS_COPY)
+    memory = mmap(-1, prod(shape) * like.element_size())
     return torch.frombuffer(memory, dtype=like.dtype).view(shape)
 
 

@@ -16,6 +16,7 @@ import argparse
 import gc
 import importlib
 import inspect
+import mmap
 import multiprocessing
 import os
 import sys
@@ -23,6 +24,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -155,6 +157,9 @@ def load_once() -> None:
     core = importlib.import_module("conftest").core
     for file in {test.partition("::")[0] for mutant in MUTANTS for test in mutant.tests}:
         importlib.import_module(f"test_{file}")
+    # What a fork writes to the KV cache is its own: mmap's default would share it with all.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    importlib.import_module("fastpath.forward").mmap = partial(mmap.mmap, flags=flags)
     load = core.load_engine
     engine = load(core.Options(fixed_k=True))
 
