@@ -640,7 +640,7 @@ def test_an_engine_is_loaded_warm(demo_engine, monkeypatch):
     warmed, options = [], core.Options(bitwise=False, fastpath=False)
     monkeypatch.setattr(core, "warm_up", warmed.append)
     monkeypatch.setattr(core, "assemble_engine", lambda given: demo_engine)
-    monkeypatch.setattr(core, "calibrate", lambda *_: demo_engine.target.report)
+    monkeypatch.setattr(core, "calibrate", lambda model, *_: model.report)
     assert [core.load_engine(options)] == warmed == [demo_engine]
 
 

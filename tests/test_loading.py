@@ -159,6 +159,16 @@ def test_a_window_is_what_the_modules_mask(folder, name, fastpath):
     assert is_near(served_logits(engine, text, tokens(LONG)), plain_logits(path, text))
 
 
+def test_a_short_prompt_may_run_in_more_rows_than_it_has_keys(folder):
+    """GPT-Neo's own mask is placed by how many more keys than rows there are."""
+    path = folder("gpt_neo")
+    engine = load(path)
+    for length in (22, 26):  # all but the last five at once: 17 and 21 tokens
+        text = tokens(length)
+        assert engine.target.shapes.run_rows(length - 5) > length - 5
+        assert is_near(served_logits(engine, text), plain_logits(path, text))
+
+
 def test_chunks_are_served_up_to_the_first_one_s_end(folder):
     path, text = folder("llama4_text", attention_chunk_size=64), tokens(64)
     engine = load(path)
