@@ -252,6 +252,7 @@ class CachedModel:
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
         self.num_weights = sum(weight.numel() for weight in self.model.parameters())
         self.windows = loaded.structure.windows  # by kind of layer, how far back it sees
+        self.has_experts = loaded.structure.has_experts
         self.cache = self.new_cache(loaded.structure.num_cache_layers, num_rows)
         self.shapes = Shapes()  # of forwards; the fast path keeps to them
         self.fast: Any = None  # what `speed_up` puts in the place of `forward`

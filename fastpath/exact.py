@@ -167,7 +167,7 @@ def calibrate(model: Any, most_rows: int = 64, bitwise: bool = True) -> Report |
 
 def reason_not_to_check(model: Any) -> str | None:
     """Why this model's forwards cannot keep to few shapes; None if they can."""
-    if any("experts" in name.split(".") for name, _ in model.model.named_modules()):
+    if model.has_experts:
         return "an expert computes as many rows as choose it, which depends on the batch"
     if model.fast is None:
         return "without the fast path the sequences of a batch are padded to one length"

@@ -43,12 +43,22 @@ class FastPlace:
     def __init__(self, padded: Any) -> None:
         self.padded, self.slots, self.counts = padded, padded.slots, padded.counts
         self.positions, self.end, self.kv_length = padded.positions, padded.end, padded.kv_length
-        self.part, self.mask = padded.part, padded.mask
-        has_pads = self.counts != [self.positions.shape[1]]
-        self.arrange = padded.arrange if has_pads else lambda rows: rows[0][None]
         first, last = self.slots[0], self.slots[-1]
         is_compact = self.slots == list(range(first, last + 1))
         self._rows = slice(first, last + 1) if is_compact else self.slots
+
+    def arrange(self, rows: list[Tensor]) -> Tensor:
+        """Ids [t] of each text -> [B, T], or states [t, D] -> [B, T, D]."""
+        has_pads = self.counts != [self.positions.shape[1]]
+        return self.padded.arrange(rows) if has_pads else rows[0][None]
+
+    def part(self, result: Tensor) -> list[Tensor]:
+        """A forward's result [B, T, D] -> [t, D] of each text."""
+        return self.padded.part(result)
+
+    def mask(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
+        """Additive mask [B, 1, T, kv_length]."""
+        return self.padded.mask(dtype, window)
 
     def write(self, buffer: Tensor, new: Tensor) -> Tensor:
         """Write keys or values [B, H, T, width], and return all that the texts have by now."""
@@ -75,33 +85,31 @@ class RaggedPlace(FastPlace):
         super().__init__(padded)
         flat, self._num_spare = padded.real.flatten(), num_rows - sum(padded.counts)
         pad = torch.nn.functional.pad
-        slots, positions = self._targets = padded.written
-        self.positions = pad(positions, (0, self._num_spare))[None]  # [1, N], as ids are
+        self.positions = pad(padded.written[1], (0, self._num_spare))[None]  # [1, N], as ids are
         self.ragged = Ragged(
             (flat.cumsum(0) - 1).clamp_(min=0).view_as(padded.real),
             pad(flat.nonzero()[:, 0], (0, self._num_spare)),
             padded.positions,
         )
-        self.arrange, self.part, self.mask = self._arrange, self._part, self._mask
 
-    def _arrange(self, rows: list[Tensor]) -> Tensor:
+    def arrange(self, rows: list[Tensor]) -> Tensor:
         """Ids [t] of each text -> [1, N], or states [t, D] -> [1, N, D]."""
         spare = rows[0].new_zeros(self._num_spare, *rows[0].shape[1:])
         return torch.cat([*rows, spare])[None]
 
-    def _part(self, result: Tensor) -> list[Tensor]:
+    def part(self, result: Tensor) -> list[Tensor]:
         """A forward's result [1, N, D] -> [t, D] of each text."""
         return list(result[0, : sum(self.counts)].split(self.counts))
 
-    def _mask(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
+    def mask(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
         """The padded place's mask [B, 1, T, kv_length]; `attend` reads from it how rows lie."""
-        mask = self.padded.mask(dtype, window)
+        mask = super().mask(dtype, window)
         mask.ragged = self.ragged  # for attention_forward
         return mask
 
     def write(self, buffer: Tensor, new: Tensor) -> Tensor:
         """Write keys or values, [1, H, N, width] or [N, H, width], and return all of the texts."""
-        slots, positions = self._targets
+        slots, positions = self.padded.written
         new = new if new.dim() == 3 else new[0].transpose(0, 1)
         buffer[slots, :, positions] = new[: len(slots)]
         return self.view(buffer)

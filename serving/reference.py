@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from messages import in_short
 
 from .loading import StartError
-from .structure import has_experts
 
 _NUM_TOKENS, _NUM_NEIGHBOUR = 320, 48  # in the two texts, where the context holds as many
 _NUM_COMPARED = 128  # the last tokens of a text
@@ -64,7 +63,7 @@ class Reference:
             raise StartError(f"{cached.name} gives no numbers: are its weights damaged?")
         rounding = torch.finfo(model.dtype).eps * largest
         moved = float(_distances(shaken, logits[1]).max())
-        tolerance, is_mixture = max(_ROUNDINGS * rounding, _SHAKES * moved), has_experts(model)
+        tolerance, is_mixture = max(_ROUNDINGS * rounding, _SHAKES * moved), cached.has_experts
         if is_mixture:
             tolerance = max(tolerance, _SHARE_OF_LARGEST * largest)
         return cls(texts, logits, tolerance, is_mixture)

@@ -45,6 +45,7 @@ class Structure:
     windows: dict[str, int | None]  # by kind of layer, how far back it sees; None: all the way
     num_cache_layers: int
     length: int  # how many positions the windows hold for
+    has_experts: bool  # whether layers choose among experts
 
 
 def examine(model: Any, length: int) -> Structure:
@@ -65,7 +66,10 @@ def examine(model: Any, length: int) -> Structure:
     if len(set(windows.values())) < 2:  # layers that make no mask of their own follow the others
         windows = dict.fromkeys([FULL, *kinds], next(iter(windows.values()), None))
     windows = dict.fromkeys(kinds) | windows
-    return Structure(windows, num_cache_layers or config.num_hidden_layers, length)
+    num_cache_layers = num_cache_layers or config.num_hidden_layers
+    # A config may name experts that no layer has.
+    has_experts = any("experts" in name.split(".") for name, _ in model.named_modules())
+    return Structure(windows, num_cache_layers, length, has_experts)
 
 
 @dataclass
@@ -169,8 +173,3 @@ def _seen(rule: Rule, queries: Tensor, keys: Tensor) -> Tensor:
     zero = queries.new_zeros(1, 1, 1, 1)
     seen = rule(zero, zero, queries[None, None, :, None], keys[None, None, None, :])
     return seen.expand(1, 1, len(queries), len(keys))[0, 0]
-
-
-def has_experts(model: Any) -> bool:
-    """Whether layers choose among experts; a config may name experts that no layer has."""
-    return any("experts" in name.split(".") for name, _ in model.named_modules())

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import families
@@ -272,7 +273,7 @@ def test_a_model_that_answers_otherwise_than_transformers_is_not_served(
     def narrow(model, length):
         seen = found(model, length)
         windows = {kind: window and window - 1 for kind, window in seen.windows.items()}
-        return structure.Structure(windows, seen.num_cache_layers, seen.length)
+        return replace(seen, windows=windows)
 
     monkeypatch.setattr(loading, "examine", narrow)
     capsys.readouterr()  # what saving said
