@@ -685,7 +685,7 @@ def main(arguments: list[str] | None = None) -> int:
     def act() -> int:
         given, options = parse_arguments(__doc__.splitlines()[0], arguments)
         if given.port:
-            return http.serve(lambda: load_app(options), given.host, given.port, options)
+            return http.serve(lambda: load_app(options), given.port, options)
         engine = load_engine(options)
         if given.prompt is None:
             return demo.show_demo(engine, options, plain_decode, given.json)

@@ -42,8 +42,18 @@ _ROW = "{:14}{:>8} {:>8} {:>9} {:>9} {:>6} {:>13} {:>9}"
 Decode = Callable[..., list[int]]  # the core's plain_decode
 
 
+def keep_standard_files() -> None:
+    """Open what was closed at the start (`>&-`): no other file may get the number of stdout."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
+
+
 def exit_status(act: Callable[[], int]) -> int:
     """Run a command: what `act` returns, 2 if it could not be carried out, 130 if interrupted."""
+    keep_standard_files()
     sys.stdout.reconfigure(errors="replace")  # a terminal without "·" gets "?" and its text
     transformers.logging.set_verbosity_error()
     huggingface_hub.logging.set_verbosity_error()

@@ -34,6 +34,7 @@ from .attention import KEY_BLOCK
 from .linear import LARGE, JoinedLinear, PackedLinear, Weights
 
 LOG = logging.getLogger("serving.exact")
+PROGRESS = logging.getLogger("serving.progress")
 
 KEY_STEPS = (64, 128, 192, 256, 320, 384, 448)  # what a last block may be filled up to, if not full
 ANY_ROWS = (*range(1, 17), *range(20, 65, 4), *range(72, 257, 8))  # where bits do not matter
@@ -138,6 +139,7 @@ def calibrate(model: Any, most_rows: int = 64, bitwise: bool = True) -> Report |
     if not bitwise:
         model.shapes.min_rows = by_speed(model)[0] if model.fast else 1
         return None
+    PROGRESS.info("checking which shapes give equal bits")
     began = time.perf_counter()
     weights = list(weights_of(model.model))
     shapes, checked = model.shapes, 0

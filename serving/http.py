@@ -1,62 +1,101 @@
-"""Serving the Flask app with waitress: one error body for everything, and an orderly end."""
+"""Serving the Flask app: who may call, one error body for everything, and an orderly end."""
 
 import hmac
-import json
 import logging
 import os
-import secrets
+import queue
+import re
 import signal
-import threading
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from ipaddress import ip_address
 from itertools import chain
 from typing import Any
 
-import waitress
 from flask import Flask, Response, g, request
-from waitress.channel import HTTPChannel
-from waitress.task import ErrorTask
+from werkzeug import Request
 from werkzeug.exceptions import HTTPException
 
+from messages import in_short
+
 from .comparison import runs_to_compare
-from .log import log_to_stderr, name_requests, note_refusal
+from .connection import CLIENT_LEFT, MAX_ACCEPTED, MAX_BODY_BYTES, REFUSAL, Server
+from .log import Progress, log_to_stderr, name_requests
 from .page import register_page
-from .parsing import RequestError, engine_failure, parse_json, parse_request
+from .parsing import RequestError, engine_failure, model_id, parse_json, parse_request
 from .worker import Job, Worker, cancel, unavailable
 
+MAX_CONNECTIONS = 1000
+_OTHER_CONNECTIONS = 32  # than those of requests that run or wait
+_OTHER_FILES = 128 + MAX_ACCEPTED  # than connections
 _LAST_WORDS_S = 1.0  # to send what was finished in the grace period's last moment
+_HANGUP = getattr(signal, "SIGHUP", None)  # which Windows has not
 _GUARDED = ("/generate", "/v1/", "/metrics")  # what an API key is needed for
 LOG = logging.getLogger(__name__)
 
 
 def read_body() -> dict[str, Any]:
     """The JSON object that was sent. Raises RequestError for anything else."""
-    if not request.is_json:
-        raise RequestError("the Content-Type must be application/json", status=415)
-    if request.headers.get("Content-Encoding", "identity") != "identity":
-        raise RequestError("a compressed body is not supported", status=415)
+    check_type(request)
     return parse_json(request.get_data(cache=False))
+
+
+def check_type(asked: Request) -> None:
+    """Raises RequestError for a body that is no JSON by its headers."""
+    if not asked.is_json:
+        raise RequestError("the Content-Type must be application/json", status=415)
+    if asked.headers.get("Content-Encoding", "identity") != "identity":
+        raise RequestError("a compressed body is not supported", status=415)
 
 
 def finish(jobs: list[Job]) -> bool:
     """Wait until all is done; False if the client has left meanwhile. Re-raises a job's error."""
-    client_left = request.environ.get("waitress.client_disconnected", lambda: False)
+    client_left = request.environ.get(CLIENT_LEFT, lambda: False)
     try:
         return not any(client_left() for _ in chain.from_iterable(jobs))
     finally:
         cancel(jobs)
 
 
-def new_app(worker: Worker, options: Any, prompts: dict[str, str]) -> Flask:
-    """An application with the page, and all that its routes have in common."""
-    app = Flask(__name__)
-    app.config["MAX_CONTENT_LENGTH"] = 1 << 20
+def base_app(options: Any) -> Flask:
+    """An application without routes, and with all that every answer has in common."""
+    app = Flask(__name__, static_folder=None)
+    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
     app.json.sort_keys = False
     app.url_map.merge_slashes = False  # //generate is not found: a redirect would be HTML
     name_requests(app, options.log_prompts)
     register_errors(app)
+    guard = Guard(options)
+
+    @app.before_request
+    def check() -> Response | None:
+        """Refuse who may not call. Answer OPTIONS where other pages may call."""
+        if refusal := request.environ.get(REFUSAL):
+            raise refusal
+        guard.check(request)
+        # A browser asks before it calls, and without a key.
+        is_question = options.allow_origin and request.method == "OPTIONS"
+        return Response(status=204) if is_question else None
+
+    @app.after_request
+    def add_headers(response: Response) -> Response:
+        """What keeps a browser from taking an answer for something else, and who may read it."""
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        response.headers.setdefault("Content-Security-Policy", "default-src 'none'")
+        if options.allow_origin:
+            allow(response, options.allow_origin)
+        return response
+
+    return app
+
+
+def new_app(worker: Worker, options: Any, prompts: dict[str, str]) -> Flask:
+    """An application with the page, and all that its routes have in common."""
+    app = base_app(options)
     register_page(app, prompts)
-    guard(app, options.api_key, options.allow_origin)
     app.extensions["worker"] = worker
     return app
 
@@ -73,38 +112,70 @@ def beginning(engine: Any, worker: Worker, options: Any) -> Callable[..., Any]:
     return begin
 
 
-def guard(app: Flask, api_key: str | None, origin: str | None) -> None:
-    """Ask for `Authorization: Bearer API_KEY`; let pages from `origin` call. None = off."""
+class Guard:
+    """Who may call: knows the key, and by which names the server is called."""
 
-    @app.before_request
-    def check_key() -> Response | None:
-        """Refuse a guarded path without the key. Answer OPTIONS where other pages may call."""
-        if origin and request.method == "OPTIONS":
-            return Response(status=204)  # a browser asks before it calls, and without a key
-        if api_key is None or not request.path.startswith(_GUARDED):
-            return None
-        # WSGI hands bytes over as Latin-1, whatever they are.
-        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        is_key = hmac.compare_digest(given.encode("latin-1"), api_key.encode())
-        if is_key and scheme.lower() == "bearer":
-            return None
+    def __init__(self, options: Any) -> None:
+        self._key = options.api_key
+        self._names = {"localhost", options.host.lower(), *map(str.lower, options.allowed_host)}
+
+    def check(self, asked: Any) -> None:
+        """Raises RequestError for a werkzeug request that has no right to an answer."""
+        if self._key is None:
+            self._check_host(asked.headers.get("Host", ""))
+        elif asked.path.startswith(_GUARDED) and asked.method != "OPTIONS":
+            self._check_key(asked.headers.get("Authorization", ""))
+
+    def _check_host(self, host: str) -> None:
+        """Without a key a page elsewhere must not call under a name that it made point to us.
+
+        Such a page's browser sends that name (DNS rebinding). HTTP/1.0 may send none.
+        """
+        name = re.sub(r":\d*$", "", host).lower()
+        if not name or self._names & {name, "*"} or _is_ip(name):
+            return
         raise RequestError(
-            "give the API key as Authorization: Bearer KEY", status=401, code="invalid_api_key"
+            f"this server does not go by the name {in_short(name)[:100]}: start it with "
+            "--allowed-host NAME, or with an API key",
+            status=403,
+            code="unknown_host",
         )
 
-    @app.after_request
-    def allow_origin(response: Response) -> Response:
-        """Tell a browser which pages may read the answer."""
-        if origin:
-            response.headers["Access-Control-Allow-Origin"] = origin
-            wanted = request.headers.get("Access-Control-Request-Headers")
-            response.headers["Access-Control-Allow-Headers"] = (
-                wanted or "Authorization, Content-Type"
+    def _check_key(self, authorization: str) -> None:
+        # WSGI hands bytes over as Latin-1, whatever they are.
+        scheme, _, given = authorization.partition(" ")
+        is_key = hmac.compare_digest(given.encode("latin-1"), self._key.encode())
+        if not (is_key and scheme.lower() == "bearer"):
+            raise RequestError(
+                "give the API key as Authorization: Bearer KEY", status=401, code="invalid_api_key"
             )
-            response.headers["Access-Control-Allow-Methods"] = "GET, POST"
-            response.headers["Access-Control-Expose-Headers"] = "Retry-After, X-Request-Id"
-            response.vary.add("Origin")
-        return response
+
+
+def _is_ip(name: str) -> bool:
+    is_v6 = name.startswith("[") and name.endswith("]")
+    try:
+        ip_address(name[1:-1] if is_v6 else name)
+    except ValueError:
+        return False
+    return is_v6 or ":" not in name
+
+
+def check_head(guard: Guard, environ: dict[str, Any]) -> None:
+    """Raises RequestError for a request whose body need not be read."""
+    asked = Request(environ)
+    guard.check(asked)
+    if asked.method == "POST" and asked.path.startswith(_GUARDED):
+        check_type(asked)
+
+
+def allow(response: Response, origin: str) -> None:
+    """Tell a browser which pages may read the answer (CORS)."""
+    response.headers["Access-Control-Allow-Origin"] = origin
+    wanted = request.headers.get("Access-Control-Request-Headers")
+    response.headers["Access-Control-Allow-Headers"] = wanted or "Authorization, Content-Type"
+    response.headers["Access-Control-Allow-Methods"] = "GET, POST"
+    response.headers["Access-Control-Expose-Headers"] = "Retry-After, X-Request-Id"
+    response.vary.add("Origin")
 
 
 def register_errors(app: Flask) -> None:
@@ -144,90 +215,68 @@ class _Front:
         return self.app(environ, start_response)
 
 
-class _JsonErrorTask(ErrorTask):
-    """What waitress itself refuses (malformed HTTP, say), in the one shape of errors."""
-
-    def execute(self) -> None:
-        """Write the answer. waitress calls this in the place of its own page of plain text."""
-        error = self.request.error
-        # Should the client leave now, waitress names the path, which a malformed request has not.
-        self.request.path = getattr(self.request, "path", "")
-        body = json.dumps(RequestError(error.body, status=error.code).body()).encode()
-        self.status = f"{error.code} {error.reason}"
-        name = secrets.token_hex(12)
-        self.response_headers += [("Content-Type", "application/json"), ("X-Request-Id", name)]
-        note_refusal(name, error.code)
-        self.set_close_on_finish()
-        self.content_length = len(body)
-        self.write(body)
-
-
-class _Channel(HTTPChannel):
-    error_task_class = _JsonErrorTask
-
-
-def loading_app() -> Flask:
-    """Answers 503 to everything."""
-    app = Flask(__name__, static_folder=None)
-    name_requests(app, with_text=False)
-    register_errors(app)
-    app.add_url_rule("/health", view_func=lambda: ({"status": "loading"}, 503))
+def loading_app(options: Any) -> Flask:
+    """Answers 503 to all but the page, which asks /health for the progress, and reloads itself."""
+    app = base_app(options)
+    register_page(app, {})
+    progress = Progress()
+    body = {"status": "loading", "model": model_id(options.model)}
+    app.add_url_rule("/health", view_func=lambda: (body | progress.as_dict(), 503))
 
     @app.before_request
     def refuse() -> None:
-        """Let only /health through."""
-        if request.path != "/health":
+        """Let only what is ready through."""
+        if request.path not in ("/", "/health") and not request.path.startswith("/page/"):
             raise unavailable("the model is being loaded")
 
     return app
 
 
-def bind(app: Any, host: str, port: int, options: Any) -> tuple[Any, dict[int, Any]]:
-    """waitress on the address: the server, and its sockets. Raises OSError if it is taken."""
-    sockets: dict[int, Any] = {}
-    try:
-        server = waitress.create_server(
-            app,
-            map=sockets,
-            host=host,
-            port=port,
-            # More threads than requests can run and wait, so that /health always finds one.
-            threads=options.max_running + options.max_queued + 8,
-            channel_request_lookahead=1,  # notices a client that leaves
-            # Flask refuses from 1 MiB on; up to here a body is read first, as a client that is
-            # still sending would not see the answer.
-            max_request_body_size=64 << 20,
-            # A client that does not read must not hold a thread: what it is sent waits in a file,
-            # and the channel is closed 30 s after the answer's end.
-            outbuf_high_watermark=1 << 40,
-            channel_timeout=30,
-            cleanup_interval=5,
-            connection_limit=1000,
-            ident=None,
+def room_for_connections(options: Any) -> int:
+    """How many connections may be open. Raises ValueError if that is too few for the requests.
+
+    Raises this process's limit of open files if need be and if it may.
+    """
+    limit = MAX_CONNECTIONS
+    with suppress(ImportError, ValueError, OSError):  # elsewhere than on Unix there is none
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = MAX_CONNECTIONS + _OTHER_FILES
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+            limit = allowed - _OTHER_FILES
+            resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    needed = options.max_running + options.max_queued + _OTHER_CONNECTIONS
+    if needed > limit:
+        raise ValueError(
+            f"--max-running and --max-queued ask for {needed} connections, and {max(0, limit)} "
+            "are possible here (ulimit -n sets how many files may be open)"
         )
-    except (OSError, ValueError) as error:  # the latter for a host that is none
-        reason = getattr(error, "strerror", None) or error
-        raise OSError(f"cannot listen on {host}:{port}: {reason}") from error
-    for listener in sockets.values():
-        listener.channel_class = _Channel
-    return server, sockets
+    return limit
 
 
-def serve(load: Callable[[], Flask], host: str, port: int, options: Any) -> int:
-    """Serve what `load` makes until SIGTERM or Ctrl-C; a second one ends it at once.
+def serve(load: Callable[[], Flask], port: int, options: Any) -> int:
+    """Serve what `load` makes until SIGTERM, SIGHUP or Ctrl-C; a second one ends it at once.
 
     The address is taken first, so that whoever asks meanwhile is told to wait. On the first signal
-    what runs is finished, for `options.grace_period` seconds at most. Returns the exit status.
-    Raises OSError if the address is taken, and what `load` raises.
+    what runs is finished, for `options.grace_period` seconds at most. Returns the exit status: 1 if
+    the server's own thread has died. Raises OSError if the address is taken, ValueError if too few
+    connections are possible, and what `load` raises.
     """
-    stopping, loading = threading.Event(), loading_app()
+    limit = room_for_connections(options)
+    # Its `put` may be called by a handler of signals: an Event's lock could be held at that moment.
+    ends: queue.SimpleQueue[None] = queue.SimpleQueue()
+    is_ending, loading = False, loading_app(options)
     front = _Front(loading)
 
-    def stop(*_: Any) -> None:
+    def stop(number: int, *_: Any) -> None:
         """Handle a signal: the first one ends orderly, the second one at once."""
-        if stopping.is_set():
+        nonlocal is_ending
+        if is_ending and number != _HANGUP:  # a terminal that closes sends several
             os._exit(1)
-        stopping.set()
+        is_ending = True
+        ends.put(None)
         if front.app is loading:
             raise SystemExit(0)
 
@@ -235,38 +284,51 @@ def serve(load: Callable[[], Flask], host: str, port: int, options: Any) -> int:
     # Also where a shell has started the job in the background, with SIGINT ignored.
     signal.signal(signal.SIGINT, stop)
     signal.signal(signal.SIGTERM, stop)
-    server, sockets = bind(front, host, port, options)
-    threading.Thread(target=server.run, name="http", daemon=True).start()
-    print(f"loading {options.model}: until then http://{host}:{port} answers 503", flush=True)
-    app = load()
-    front.app = app
-    print(
-        f"serving on http://{host}:{port} (the page, POST /generate, /v1, GET /health)", flush=True
-    )
-    stopping.wait()
-    cut_off = _drain(app.extensions["worker"], sockets, options.grace_period)
+    if _HANGUP and signal.getsignal(_HANGUP) is not signal.SIG_IGN:  # as nohup has it
+        signal.signal(_HANGUP, stop)
+    check = partial(check_head, Guard(options))
+    num_threads = options.max_running + options.max_queued + _OTHER_CONNECTIONS
+    server = Server(front, check, options.host, port, num_threads, limit)
+    server.start(at_end=lambda: ends.put(None))
+    url = f"http://{options.host}:{port}"
+    say(f"loading {options.model}: until then {url} answers 503")
+    front.app = app = load()
+    say(f"serving on {url} (the page, POST /generate, /v1, GET /health)")
+    ends.get()
+    if server.has_died:
+        flush_log()
+        os._exit(1)
+    cut_off = _drain(app.extensions["worker"], server, options.grace_period)
     is_written = flush_log()
+    give_up_unwritten()
     if cut_off or not is_written:
-        os._exit(0)  # a thread that is stuck in a forward, or in writing, has no orderly end
+        os._exit(0)  # a thread that is stuck has no orderly end
+    server.stop()
     return 0
 
 
-def _drain(worker: Worker, sockets: dict[int, Any], grace_s: float) -> int:
+def _drain(worker: Worker, server: Server, grace_s: float) -> int:
     """Let answers be finished and sent. Returns how many could not be."""
     deadline = time.monotonic() + grace_s
     if waited_for := worker.num_running + worker.num_waiting:
-        print(
-            f"finishing {waited_for} requests, {grace_s:g} s at most; again to quit at once",
-            flush=True,
-        )
+        say(f"finishing {waited_for} requests, {grace_s:g} s at most; again to quit at once")
     if cut_off := worker.drain(grace_s):
-        print(f"{cut_off} requests were cut off", flush=True)
-
-    def is_sending() -> bool:
-        """Whether an answer is not finished, or not sent."""
-        channels = [s for s in list(sockets.values()) if isinstance(s, HTTPChannel)]
-        return any(channel.requests or channel.total_outbufs_len for channel in channels)
-
-    while is_sending() and time.monotonic() < deadline + _LAST_WORDS_S:
+        say(f"{cut_off} requests were cut off")
+    while server.is_busy and time.monotonic() < deadline + _LAST_WORDS_S:
         time.sleep(0.02)
     return cut_off
+
+
+def say(line: str) -> None:
+    """Tell whoever reads stdout, if anybody does: the disk may be full, the terminal closed."""
+    with suppress(OSError, ValueError):
+        print(line, flush=True)
+
+
+def give_up_unwritten() -> None:
+    """Python would end with status 120 for what cannot be written at the exit."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

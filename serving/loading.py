@@ -18,6 +18,7 @@ from .rope import contexts, fix_rotations
 from .structure import Structure, UnsupportedModel, examine
 
 LOG = logging.getLogger("serving.loading")
+PROGRESS = logging.getLogger("serving.progress")
 
 LONGEST_DEFAULT = 8192  # a cache for 128k tokens is for those who ask for it
 
@@ -51,6 +52,7 @@ def load_pretrained(name: str, options: Options) -> Loaded:
 
     Raises StartError if it is missing, broken or of a kind that the KV cache cannot serve.
     """
+    PROGRESS.info("reading the weights of %s", Path(name).name)
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -27,6 +27,7 @@ from flask import Flask, Response, g, request
 from .worker import Job
 
 LOG = logging.getLogger("serving.requests")
+PROGRESS = logging.getLogger("serving.progress")  # what is being done until all is loaded
 _MAX_LINES = 10_000  # that may wait for a slow reader of stderr
 
 
@@ -39,6 +40,23 @@ class _Handler(QueueHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:
         """The queue is full: the line is lost, and not the request."""
+
+
+class Progress(logging.Handler):
+    """Keeps what was last said of the progress of loading, for those who ask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._began, self._stage = time.monotonic(), "importing"
+        PROGRESS.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take over the last line."""
+        self._stage = record.getMessage()
+
+    def as_dict(self) -> dict[str, Any]:
+        """What is being done, and for how long all has taken."""
+        return {"stage": self._stage, "elapsed_s": round(time.monotonic() - self._began, 1)}
 
 
 class _Format(logging.Formatter):
@@ -68,7 +86,7 @@ def log_to_stderr() -> Callable[[], bool]:
     root.handlers = [_Handler(lines)]
     LOG.setLevel(logging.INFO)
     logging.getLogger("serving.exact").setLevel(logging.INFO)  # what was checked at start
-    logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # says that threads are busy
+    PROGRESS.setLevel(logging.INFO)
     QueueListener(lines, writer).start()
 
     def flush() -> bool:
@@ -101,16 +119,11 @@ def name_requests(app: Flask, with_text: bool) -> None:
         response.headers["X-Request-Id"] = g.id
         is_watched = request.path not in ("/health", "/metrics")
         if g.jobs or (response.status_code >= 400 and is_watched):
-            head = {"id": g.id, "method": request.method, "path": request.path[:200]}
+            head = {"id": g.id, "method": request.method[:20], "path": request.path[:200]}
             head["status"] = response.status_code
             # Once all is sent, or nobody is there to read it.
             response.call_on_close(partial(_write, head, g.error, g.jobs, g.arrived, with_text))
         return response
-
-
-def note_refusal(name: str, status: int) -> None:
-    """A line for what was refused before it was a request."""
-    LOG.info({"id": name, "status": status, "finish": None, "error": "malformed"})
 
 
 def _write(

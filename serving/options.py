@@ -1,6 +1,7 @@
 """What the command line sets, with its defaults, and how it is read."""
 
 import argparse
+import os
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -11,6 +12,7 @@ from messages import Request, Sampling
 
 from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, RequestError, check_fields
 
+KEY_VARIABLE = "SPECULATIVE_API_KEY"
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -41,6 +43,8 @@ class Options:
     drafter_timeout: float = 10.0
     stall_limit: float = 120.0
     grace_period: float = 30.0
+    host: str = "127.0.0.1"
+    allowed_host: tuple[str, ...] = ()  # names of this server beside --host and localhost
     api_key: str | None = None
     allow_origin: str | None = None
     log_prompts: bool = False
@@ -131,7 +135,13 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "drafter_timeout": {"type": seconds, "help": "of a call to a drafter from a file"},
     "stall_limit": {"type": seconds, "help": "of one cycle, after which /health says stuck"},
     "grace_period": {"type": seconds, "help": "to finish what runs after SIGTERM"},
-    "api_key": {"help": "asked of /generate, /v1 and /metrics (default: none)"},
+    "host": {"help": "the address to serve on"},
+    "allowed_host": {
+        "action": "append",
+        "metavar": "NAME",
+        "help": "a name by which the server may be called (may be repeated; * for any)",
+    },
+    "api_key": {"help": "asked of /generate, /v1 and /metrics; others see it in ps"},
     "allow_origin": {"help": "whose pages may call (CORS), as https://example.org or *"},
     "log_prompts": {"action": "store_true", "help": "write prompts and outputs to the log"},
     "trust_remote_code": {"action": "store_true", "help": "run code that comes with --model"},
@@ -155,11 +165,16 @@ def parse_arguments(
     _add_actions(parser)
     for name, details in _FLAGS.items():
         default = getattr(Options(), name)
-        shown = "" if default is None else " (default: %(default)s)"
+        default = list(default) if isinstance(default, tuple) else default
+        shown = "" if default in (None, []) else " (default: %(default)s)"
         details = details | {"help": details["help"] + shown, "default": default}
         parser.add_argument(f"--{name.replace('_', '-')}", **details)
     given = parser.parse_args(arguments)
     _check(given, parser)
+    try:
+        given.api_key = read_key(given.api_key, given.api_key_file, os.environ.get(KEY_VARIABLE))
+    except (OSError, ValueError) as error:
+        parser.error(f"cannot use the API key: {error}")
     return given, Options(**{field.name: getattr(given, field.name) for field in fields(Options)})
 
 
@@ -171,8 +186,10 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
     )
     action.add_argument("--prompt", help="one generation, streamed to the terminal")
     action.add_argument("--port", type=between(1, 65535), help="serve HTTP")
+    parser.add_argument(
+        "--api-key-file", metavar="FILE", help=f"has the API key (so may ${KEY_VARIABLE})"
+    )
     parser.add_argument("--json", action="store_true", help="with --demo: one JSON document")
-    parser.add_argument("--host", default="127.0.0.1", help="to serve on (default: %(default)s)")
     parser.add_argument(
         "--stop", action="append", help="with --prompt: end before this text (may be repeated)"
     )
@@ -182,14 +199,31 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+def read_key(given: str | None, file: str | None, variable: str | None) -> str | None:
+    """The API key from the command line, a file or the environment; None where all are None.
+
+    Raises ValueError for a key that no client could send, OSError for an unreadable file.
+    """
+    if [given, file, variable].count(None) < 2:
+        raise ValueError(f"give it once: --api-key, --api-key-file or ${KEY_VARIABLE}")
+    key = given if variable is None else variable
+    if file is not None:
+        key = Path(file).read_bytes().decode(errors="surrogateescape").strip()
+    if key is None:
+        return None
+    if not key:
+        raise ValueError("it is empty: leave it out for none")
+    if key != key.strip() or not key.isprintable():  # bytes that are not UTF-8 are not printable
+        raise ValueError("it must be UTF-8, without control characters and spaces around it")
+    return key
+
+
 def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Refuse flags that do not go together, and defaults that no request could have."""
     if given.json and not given.demo:
         parser.error("--json goes with --demo")
     if given.explain and given.prompt is None:
         parser.error("--explain goes with --prompt")
-    if given.api_key == "":
-        parser.error("--api-key is empty: leave it out for none")
     if given.stop and given.prompt is None:
         parser.error("--stop goes with --prompt (requests have a field for it)")
     try:

@@ -30,7 +30,8 @@ class RequestError(Exception):
         self.message, self.param, self.status, self.code = message, param, status, code
 
     def body(self) -> dict[str, Any]:
-        is_callers = self.status < 500 or self.status == 501  # which HTTP has for odd encodings
+        # HTTP has 501 for odd encodings, 505 for odd versions.
+        is_callers = self.status < 500 or self.status in (501, 505)
         kind = "invalid_request_error" if is_callers else "server_error"
         kind = "rate_limit_error" if self.status == 429 else kind
         return {

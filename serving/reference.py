@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from messages import in_short
 
-from .loading import StartError
+from .loading import PROGRESS, StartError
 
 _NUM_TOKENS, _NUM_NEIGHBOUR = 320, 48  # in the two texts, where the context holds as many
 _NUM_COMPARED = 128  # the last tokens of a text
@@ -95,6 +95,7 @@ def check(cached: Any) -> None:
     """Compare a CachedModel with its reference, once; StartError if its logits are others."""
     reference, cached.reference = cached.reference, None  # it is large
     if reference:
+        PROGRESS.info("comparing the logits with those of transformers' own forward")
         reference.check(cached)
 
 

@@ -33,6 +33,7 @@ from .parsing import RequestError
 
 WAITING = object()  # what a job yields while nothing happens
 LOG = logging.getLogger(__name__)
+PROGRESS = logging.getLogger("serving.progress")
 _END = object()
 _POLL_S = 0.1
 _WARM_UP_S = 0.5  # after so much nothing is run a second time
@@ -323,6 +324,7 @@ def warm_up(engine: Any) -> None:
     draft, so the target runs at 1 and at K + 1 rows. A fault here is one at run time, too, and is
     told there.
     """
+    PROGRESS.info("running the target and each drafter once")
     prompt = [i % engine.target.vocab_size for i in (1, 2, 3, 1, 2, 3)]
     began, planner, engine.planner = time.perf_counter(), engine.planner, FixedK()
     told = logging.getLogger("serving.drafters")

@@ -8,6 +8,7 @@ its prompt. Faults come a few cycles after the prefill, in the middle of an answ
 
 import importlib
 import itertools
+import signal
 import sys
 import threading
 from collections import Counter
@@ -19,6 +20,7 @@ import torch
 
 from drafters import Draft, Drafter
 from drafters.timed import TimedDrafter
+from serving import http
 
 core = importlib.import_module("08_speculative_decoding")
 VOCABULARY = 4096
@@ -199,7 +201,15 @@ def main(arguments: list[str]) -> int:
         prepare(engine, options)
         Target(engine.target)
 
+    class MortalServer(http.Server):
+        """Its loop ends on SIGUSR1."""
+
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            signal.signal(signal.SIGUSR1, lambda *_: self.call(raises(SystemExit(3))))
+
     core.assemble_engine, core.prepare = assemble_faulty, prepare_faulty
+    http.Server = MortalServer
     return core.main(arguments)
 
 

@@ -10,10 +10,11 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,10 +37,17 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def _run(module, arguments, log):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell does in its background jobs
+def _run(module, arguments, log, ignored=(signal.SIGINT,), stdout=None, environ=()):
+    os.environ.update(environ)
+    for number in ignored:  # as a shell does with SIGINT in its background jobs, nohup with SIGHUP
+        signal.signal(number, signal.SIG_IGN)
     for standard in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), standard)
+    if stdout == "closed":
+        os.close(1)
+        sys.stdout = None  # as Python has it then
+    elif stdout:
+        os.dup2(os.open(stdout, os.O_WRONLY), 1)
     os.chdir(ROOT)
     raise SystemExit(importlib.import_module(module).main(arguments))
 
@@ -47,16 +55,23 @@ def _run(module, arguments, log):
 class Server:
     """A process that runs the command line; `log()` is what it has said so far."""
 
-    def __init__(self, *arguments, module=CORE, wait=True):
+    def __init__(self, *arguments, module=CORE, wait=True, **started):
         self.port, self._log = free_port(), tempfile.NamedTemporaryFile()
         arguments = ["--port", str(self.port), *arguments]
-        self._process = _FORKS.Process(
-            target=_run, args=(module, arguments, self._log.name), daemon=True
-        )
+        about = (module, arguments, self._log.name)
+        self._process = _FORKS.Process(target=_run, args=about, kwargs=started, daemon=True)
         self._process.start()
         if wait:
-            until(lambda: "serving on" in self.log() or not self._process.is_alive())
+            until(lambda: self._is_ready() or not self._process.is_alive())
             assert self._process.is_alive(), self.log()
+
+    @property
+    def pid(self):
+        return self._process.pid
+
+    def _is_ready(self):
+        with suppress(OSError):
+            return call(self.port, "GET", "/health")[0] == 200
 
     def log(self):
         return os.pread(self._log.fileno(), 1 << 24, 0).decode()
@@ -199,6 +214,44 @@ def events_of(data):
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
+def raw(port, data):
+    """(status, headers, body) of bytes as they are; the body as JSON."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+        client.sendall(data)
+        return parse(read_all(client))
+
+
+def read_all(client):
+    """Until the server closes; which is a reset where it had not read all that was sent."""
+    parts = []
+    with suppress(ConnectionResetError):
+        while part := client.recv(1 << 16):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def parse(response):
+    head, _, body = response.partition(b"\r\n\r\n")
+    status, *headers = head.decode().split("\r\n")
+    return int(status.split()[1]), dict(h.split(": ", 1) for h in headers), json.loads(body)
+
+
+def request(route, body, *headers):
+    """A POST as bytes, with these headers beside the usual ones."""
+    lines = [f"POST {route} HTTP/1.1", "Host: localhost", "Connection: close", *headers, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+def is_error(body, param=None):
+    """Whether it is the one error body, naming the field."""
+    body = json.loads(body) if isinstance(body, bytes) else body
+    assert list(body) == ["error"], body
+    error = body["error"]
+    assert sorted(error) == ["code", "message", "param", "type"] and error["message"]
+    assert "Traceback" not in error["message"] and "<" not in error["message"][:1]
+    return error["param"] == param
+
+
 def connect(port, path, fields, buffer_bytes=None):
     """A client that has asked and not read; closing it is leaving."""
     client = socket.socket()
@@ -207,7 +260,7 @@ def connect(port, path, fields, buffer_bytes=None):
     client.connect(("127.0.0.1", port))
     body = json.dumps(fields)
     client.sendall(
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
     )
     return client

@@ -246,7 +246,11 @@ MISTAKES = [
     (["--prompt", "x", "--seed", "99999999999999999999"], "seed must be an integer from"),
     (["--port", "5000", "--top-p", "7"], "top_p must be a number from"),
     (["--port", "5000", "--stall-limit", "-1"], "must be more than 0"),
-    (["--port", "5000", "--api-key", ""], "--api-key is empty"),
+    (["--port", "5000", "--api-key", ""], "cannot use the API key: it is empty"),
+    (["--port", "5000", "--max-queued", "1000"], "--max-queued ask for 1040 connections"),
+    (["--port", "5000", "--api-key", "a\udcff"], "it must be UTF-8"),
+    (["--port", "5000", "--api-key", "a", "--api-key-file", "b"], "give it once"),
+    (["--port", "5000", "--api-key-file", "no/such/file"], "No such file"),
     (["--prompt", "x", "--prompt-lookup-min", "9"], "prompt_lookup_min (9) must be"),
 ]
 BAD_PROMPTS = [

@@ -36,6 +36,7 @@ from server import (
 )
 from transformers import AutoModelForCausalLM
 
+from serving.log import PROGRESS
 from serving.page import FILES
 
 PATHS = ("/generate", "/v1/completions")
@@ -62,7 +63,11 @@ def test_who_asks_before_the_model_has_loaded_is_told_to_come_back(gate):
     with serving(*gate.arguments, wait=False) as server:
         until(lambda: "loading" in server.log())
         status, _, data = call(server.port, "GET", "/health")
-        assert status == 503 and json.loads(data) == {"status": "loading"}
+        body = json.loads(data)
+        assert status == 503 and body["status"] == "loading" and body["elapsed_s"] >= 0
+        assert body["model"] == "llama0"
+        until(lambda: "reading the weights of llama0" in health(server.port)["stage"])
+        assert b"<h1>" in call(server.port, "GET", "/")[2]  # the page, which asks for that
         assert {refusal(server.port, path) for path in PATHS} == {"the model is being loaded"}
         assert "serving on" not in server.log()
         gate.open("load")
@@ -145,7 +150,7 @@ def test_the_second_signal_exits_1_at_once(gate):
 def lines_of(server):
     """The log's lines, those of requests and others, but not those of the start."""
     lines = [json.loads(line) for line in server.log().splitlines() if line.startswith("{")]
-    return [line for line in lines if line.get("logger") != "serving.exact"]
+    return [line for line in lines if line.get("logger") not in ("serving.exact", PROGRESS.name)]
 
 
 SECRET = "correct horse battery staple"

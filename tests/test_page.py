@@ -12,7 +12,7 @@ import shutil
 
 import pytest
 from server import ENDLESS as COUNTING
-from server import generate, serving, wait_until_idle, wait_until_running
+from server import Gate, generate, serving, until, wait_until_idle, wait_until_running
 
 pytestmark = pytest.mark.browser
 
@@ -55,7 +55,7 @@ def open_page(browser, port, complaints):
     """Opens the page, of a server of one's own if need be; at the end nothing must be wrong."""
     contexts = []
 
-    def open_one(at=port, **options):
+    def open_one(at=port, is_ready=True, **options):
         contexts.append(browser.new_context(**options))
         page = contexts[-1].new_page()
         page.set_default_timeout(20_000)
@@ -66,7 +66,8 @@ def open_page(browser, port, complaints):
                    (event) => console.error("policy: " + event.violatedDirective));"""
         )
         page.goto(f"http://127.0.0.1:{at}/")
-        page.locator("#demo-prompt optgroup").first.wait_for(state="attached")
+        if is_ready:
+            page.locator("#demo-prompt optgroup").first.wait_for(state="attached")
         return page
 
     yield open_one
@@ -92,6 +93,23 @@ def expect_failed_load(complaints, status):
     wanted = [text for text in complaints if "Failed to load resource" in text]
     assert wanted and all(status in text for text in wanted)
     complaints[:] = [text for text in complaints if text not in wanted]
+
+
+def test_the_page_shows_that_the_model_is_loading_and_then_reloads_itself(
+    open_page, complaints, tmp_path, tiny_folder
+):
+    gate = Gate(tmp_path, tiny_folder("llama"))
+    gate.shut("load")
+    with serving(*gate.arguments, wait=False) as server:
+        until(lambda: "until then" in server.log())
+        page = open_page(server.port, is_ready=False)
+        said = page.locator("#server")
+        said.get_by_text("The server loads llama").wait_for()
+        assert "reading the weights" in said.inner_text()
+        gate.open("load")
+        page.locator("#demo-prompt optgroup").first.wait_for(state="attached")
+        assert said.inner_text().startswith("Target: llama")
+    expect_failed_load(complaints, "503")
 
 
 def fill(page, **fields):

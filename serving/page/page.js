@@ -20,6 +20,7 @@ import { counted, milliseconds, short, summary } from "./words.js";
 
 // While a run streams, pictures are drawn this often: as long as a truncation is seen to take.
 const PICTURE_MS = 1000;
+const LOADING_MS = 500; // between two questions whether the model is loaded
 
 const form = new RequestForm();
 const text = new TokenText(new TokenCard(), (cycle) => browse(cycle.step));
@@ -210,10 +211,23 @@ addEventListener("resize", () => {
 
 // ------------------------------------------------------------------------------ the server
 
+let wasLoading = false;
+
 /** Show what the server says of itself, with 503, too; false and an error shown if nothing. */
 async function askHealth() {
   try {
     const health = await getJson("health", form.key, [200, 503]);
+    if (health.status === "loading") {
+      wasLoading = true;
+      byId("server").textContent = `The server loads ${health.model}: ${health.stage} `
+        + `(${Math.round(health.elapsed_s)} s). The page then reloads itself.`;
+      setTimeout(load, LOADING_MS);
+      return false;
+    }
+    if (wasLoading) {
+      location.reload();
+      return false;
+    }
     const state = health.status === "ok" ? "" : ` (${health.status})`;
     byId("server").textContent = `Target: ${health.model}${state}. Drafters: `
       + `${health.drafters.join(", ")}.`;

@@ -1,0 +1,498 @@
+"""HTTP/1.1 on a network that means harm: asyncio holds the connections, h11 reads, threads answer.
+
+    bytes → head (64 KiB, 10 s) → body (1 MiB, 16 KiB a second) → a thread runs the WSGI application
+    bytes ← what a slow client has not taken yet waits in memory ←┘
+
+Every connection is in one of four states:
+
+    HEAD    the client sends the first lines of a request, or is idle
+    BODY    it sends the rest
+    ANSWER  a thread runs the application; what arrives meanwhile is dropped
+    LINGER  all is said; a client that still sends gets the time to read why it was refused
+
+Three rules keep one client from harming another. A request that is late is ended with 408. Where
+connections or memory run out, the oldest connection without a whole request is closed, so that a
+new client always gets in. And requests are not pipelined: whoever sends a second one before the
+answer to the first gets that answer, and the connection is closed. As every connection is read all
+the time, a client that leaves is noticed at once.
+
+Whatever is wrong with a request is raised inside the application (`REFUSAL` in its environ), so
+that all errors get one shape. Sources: RFC 9112, PEP 3333. Not covered: TLS, HTTP/2, WebSockets,
+trailers (they are read and dropped).
+"""
+
+import asyncio
+import enum
+import io
+import logging
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, nullcontext, suppress
+from email.utils import formatdate
+from typing import Any
+from urllib.parse import unquote_to_bytes, urlsplit
+
+import h11
+
+from messages import in_short
+
+from .parsing import RequestError
+
+MAX_BODY_BYTES = 1 << 20
+MAX_HEAD_BYTES = 1 << 16
+REFUSAL = "serving.refusal"  # in the environ: the RequestError that the application has to raise
+CLIENT_LEFT = "serving.client_left"  # in the environ: tells whether nobody waits any more
+LOG = logging.getLogger(__name__)
+
+_MAX_FRAMING_BYTES = 1 << 16  # of a chunked body: sizes, extensions, trailers
+_MAX_HELD_BYTES = 64 << 20  # of all bodies that are not complete
+_MAX_UNREAD_BYTES = 64 << 20  # of an answer
+_HEAD_S, _BODY_S, _IDLE_S, _READ_S, _LINGER_S = 10, 10, 30, 30, 5
+MAX_ACCEPTED = 256  # connections that the system may have accepted, and the server not looked at
+_PACE = 16_384  # bytes a second that a client sends, or takes, at least
+_SLICE = 16_384  # bytes that are read before the limits are looked at again
+_BARE_LF = re.compile(rb"(?<!\r)\n")
+
+
+def malformed(why: str, status: int = 400) -> RequestError:
+    """What is not HTTP as RFC 9112 has it."""
+    return RequestError(why, status=status, code="malformed")
+
+
+def too_large() -> RequestError:
+    """A body beyond the limit."""
+    message = f"the body is larger than {MAX_BODY_BYTES} bytes"
+    return RequestError(message, status=413, code="too_large")
+
+
+def environ_of(request: h11.Request) -> dict[str, Any]:
+    """A request's head as WSGI has it (PEP 3333), without the body.
+
+    Raises RequestError for what h11 lets pass and RFC 9112 does not, or not safely.
+    """
+    if request.http_version not in (b"1.0", b"1.1"):
+        raise malformed("only HTTP/1.0 and HTTP/1.1 are spoken here", 505)
+    environ: dict[str, Any] = {}
+    for raw_name, value in request.headers:
+        name = raw_name.decode("ascii").upper()
+        if "_" in name:
+            continue  # would be taken for the header with "-"
+        name = "HTTP_" + name.replace("-", "_")
+        text = value.decode("latin-1")
+        environ[name] = f"{environ[name]},{text}" if name in environ else text
+    if "HTTP_TRANSFER_ENCODING" in environ:
+        if "HTTP_CONTENT_LENGTH" in environ:
+            raise malformed("a request has Content-Length or Transfer-Encoding, not both")
+        if request.http_version == b"1.0":
+            raise malformed("HTTP/1.0 has no Transfer-Encoding")
+    for name in ("CONTENT_TYPE", "CONTENT_LENGTH"):
+        if f"HTTP_{name}" in environ:
+            environ[name] = environ.pop(f"HTTP_{name}")
+    path, query, host = _split(request.target.decode("ascii"))
+    if host is not None:
+        environ["HTTP_HOST"] = host  # RFC 9112, 3.2.2: it outranks the header
+    return environ | {
+        "REQUEST_METHOD": request.method.decode("ascii"),
+        "PATH_INFO": unquote_to_bytes(path).decode("latin-1"),
+        "QUERY_STRING": query,
+        "SERVER_PROTOCOL": f"HTTP/{request.http_version.decode('ascii')}",
+    }
+
+
+def _split(target: str) -> tuple[str, str, str | None]:
+    """A request target as (path, query, host); the host is None where the target has none."""
+    if target.startswith("/") or target == "*":
+        path, _, query = target.partition("?")
+        return path, query, None
+    try:
+        parts = urlsplit(target)
+    except ValueError as error:  # such as http://[::1/
+        raise malformed(f"the request target is not valid: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise malformed("the request target must be a path")
+    return parts.path or "/", parts.query, parts.netloc
+
+
+class State(enum.Enum):
+    """What a connection is busy with."""
+
+    HEAD = enum.auto()
+    BODY = enum.auto()
+    ANSWER = enum.auto()
+    LINGER = enum.auto()
+
+
+class Connection(asyncio.Protocol):
+    """One client. All but `respond` runs in the thread of the server's loop."""
+
+    transport: Any  # asyncio's, with get_write_buffer_size
+
+    def __init__(self, server: "Server") -> None:
+        self.server = server
+        self.has_left = False
+        self.num_written = 0  # bytes handed to the transport
+        # When the client had last taken all of that, and how much that was.
+        self.all_taken_at, self.num_taken = time.monotonic(), 0
+
+    def connection_made(self, transport: Any) -> None:
+        """Called by asyncio, as the next two are."""
+        self.transport = transport
+        self.await_request(_HEAD_S)
+        self.server.admit(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Read on. What arrives before the answer is out is dropped, and ends the connection."""
+        if self.state is State.HEAD:
+            self.read_head(data)
+        elif self.state is State.BODY:
+            self.read_body(data)
+        else:
+            self.is_last = True
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.has_left = True
+        self._drop_body()
+        self.server.forget(self)
+
+    # -------------------------------------------------------------------- reading a request
+
+    def await_request(self, limit_s: float) -> None:
+        """Be ready for a request that begins within `limit_s`."""
+        self.parser = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
+        self.head, self.body = bytearray(), bytearray()
+        self.num_framing = 0  # bytes of the body that are no content; below 0 while reading
+        self.environ: dict[str, Any] = {"REQUEST_METHOD": "-", "PATH_INFO": ""}
+        self.is_last = self.has_begun = False
+        self.limit_s = limit_s
+        self._enter(State.HEAD)
+
+    def _enter(self, state: State) -> None:
+        """Change the state. Who waits for a client in it is among those that may be closed."""
+        self.state, self.since = state, time.monotonic()
+        self.server.note(self, is_waiting=state is not State.ANSWER)
+
+    def read_head(self, data: bytes) -> None:
+        """Collect bytes until the empty line that ends the head."""
+        if not self.head:
+            self.since, self.limit_s = time.monotonic(), _HEAD_S
+        searched = max(0, len(self.head) - 3)
+        self.head += data
+        while self.head.startswith(b"\r\n"):
+            del self.head[:2]  # RFC 9112, 2.2
+        end = self.head.find(b"\r\n\r\n", searched)
+        is_whole, size = end >= 0, len(self.head) if end < 0 else end
+        if self.head and self.head[0] < 0x21:  # TLS, say
+            self.refuse(malformed("this is not HTTP"))
+        elif _BARE_LF.search(self.head, searched, size):
+            self.refuse(malformed("a line of the head ends with LF alone"))
+        elif size > MAX_HEAD_BYTES:
+            limit = f"the head is larger than {MAX_HEAD_BYTES} bytes"
+            self.refuse(RequestError(limit, status=431, code="too_large"))
+        elif is_whole:
+            with self._refusing():
+                self._read_request(bytes(self.head[: end + 4]))
+            if self.state is State.BODY:
+                self.read_body(bytes(self.head[end + 4 :]))
+
+    def _read_request(self, head: bytes) -> None:
+        """From the head to the state BODY. Raises RequestError or h11's, before a body is read."""
+        self.parser.receive_data(head)
+        self.environ |= environ_of(self.parser.next_event())
+        self.server.check(self.environ)
+        if int(self.environ.get("CONTENT_LENGTH", 0)) > MAX_BODY_BYTES:
+            raise too_large()
+        self._enter(State.BODY)
+        if self.parser.they_are_waiting_for_100_continue:
+            go_on = h11.InformationalResponse(status_code=100, headers=[])
+            self._write(self.parser.send(go_on))
+
+    def read_body(self, data: bytes) -> None:
+        """Collect the body. In slices: a megabyte of tiny chunks is a second of work."""
+        slices = [data[i : i + _SLICE] for i in range(0, len(data), _SLICE)] or [b""]
+        with self._refusing():
+            for i, part in enumerate(slices):
+                if part:  # an empty one would mean that the client has left
+                    self.parser.receive_data(part)
+                if self._is_body_complete():
+                    self.is_last |= i + 1 < len(slices)
+                    return self.answer()
+                self.num_framing += len(part)
+                if self.num_framing > _MAX_FRAMING_BYTES:
+                    raise malformed("the body's chunks are too small")
+
+    def _is_body_complete(self) -> bool:
+        """Take from the parser what it has by now. Raises RequestError if that is too large."""
+        while (event := self.parser.next_event()) not in (h11.NEED_DATA, h11.PAUSED):
+            if isinstance(event, h11.EndOfMessage):
+                return True
+            self.body += event.data
+            self.num_framing -= len(event.data)
+            self.server.hold(len(event.data))
+            if len(self.body) > MAX_BODY_BYTES:
+                raise too_large()
+        return False
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """What is wrong with a request is answered, and not our failure."""
+        try:
+            yield
+        except RequestError as error:
+            self.refuse(error)
+        except h11.RemoteProtocolError as error:
+            why = in_short(error).partition(": bytearray")[0]  # the rest is the client's own words
+            status = error.error_status_hint if self.state is State.HEAD else 400
+            self.refuse(malformed(why, status))
+
+    def refuse(self, error: RequestError) -> None:
+        """Let the application answer with the error, and close then."""
+        self.environ[REFUSAL] = error
+        self.is_last = True
+        self._drop_body()
+        self.answer()
+
+    def _drop_body(self) -> None:
+        self.server.hold(-len(self.body))
+        self.body = bytearray()
+
+    # ------------------------------------------------------------------------- answering
+
+    def answer(self) -> None:
+        """Have a thread run the application."""
+        body = bytes(self.body)
+        self._drop_body()
+        self.head = bytearray()
+        self.is_last |= bool(self.parser.trailing_data[0])
+        # Whoever reads the framing of chunks in another way must not get a second request through.
+        self.is_last |= self.environ.pop("HTTP_TRANSFER_ENCODING", None) is not None
+        self.environ |= self.server.environ | {
+            "CONTENT_LENGTH": str(len(body)),
+            "REMOTE_ADDR": str((self.transport.get_extra_info("peername") or ("",))[0]),
+            "wsgi.input": io.BytesIO(body),
+            CLIENT_LEFT: lambda: self.has_left,
+        }
+        self._enter(State.ANSWER)
+        is_quick = REFUSAL in self.environ or self.environ["REQUEST_METHOD"] != "POST"
+        self.server.run_in_thread(is_quick, self.respond, self.environ)
+
+    def respond(self, environ: dict[str, Any]) -> None:
+        """Run the application, and hand the loop what it says. Runs in a thread."""
+        if self.has_left:
+            return
+        head: list[Any] = []
+
+        def start_response(status: str, headers: list[Any], exc_info: Any = None) -> None:
+            """Called by the application."""
+            head[:] = status, headers
+
+        try:
+            chunks = self.server.app(environ, start_response)
+            with closing(chunks) if hasattr(chunks, "close") else nullcontext():
+                for chunk in chunks:
+                    if self.has_left:
+                        break
+                    self.server.call(self.send, head, chunk)
+            self.server.call(self.end, head)
+        except Exception:
+            LOG.exception("an answer failed")
+            self.server.call(self.abort)
+
+    def send(self, head: list[Any], chunk: bytes = b"") -> None:
+        """Write a part of the answer; the first one goes out with the head."""
+        data = b"" if self.has_begun else self._head_of(*head)
+        self._write(data + (self.parser.send(h11.Data(data=chunk)) if chunk else b""))
+        if self.num_unread > _MAX_UNREAD_BYTES:
+            self.abort()
+
+    def _head_of(self, status: str, headers: list[tuple[str, str]]) -> bytes:
+        self.has_begun = True
+        code, _, reason = status.partition(" ")
+        more = [("Date", formatdate(usegmt=True))] + [("Connection", "close")] * self.is_last
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers + more]
+        head = h11.Response(status_code=int(code), headers=raw, reason=reason.encode("latin-1"))
+        return self.parser.send(head)
+
+    def end(self, head: list[Any]) -> None:
+        """The answer is whole: be ready for the next request, or close."""
+        self.send(head)
+        self._write(self.parser.send(h11.EndOfMessage()))
+        if self.transport.is_closing():
+            return
+        if self.parser.our_state is h11.DONE and not self.is_last:
+            return self.await_request(_IDLE_S)
+        self._enter(State.LINGER)
+        self.transport.write_eof()
+
+    def _write(self, data: bytes) -> None:
+        if not self.transport.is_closing():
+            self.num_written += len(data)
+            self.transport.write(data)
+
+    # ---------------------------------------------------------------- who takes too long
+
+    @property
+    def num_unread(self) -> int:
+        """Bytes of the answer that the client has not taken yet."""
+        return self.transport.get_write_buffer_size()
+
+    def watch(self, now: float) -> None:
+        """End what takes too long. Called every second."""
+        waited, num_taken = now - self.since, self.num_written - self.num_unread
+        if not self.num_unread:
+            self.all_taken_at, self.num_taken = now, num_taken
+        elif now - self.all_taken_at > _READ_S + (num_taken - self.num_taken) / _PACE:
+            self.abort()
+        elif self.state is State.LINGER:
+            self.since = now
+        if self.state is State.BODY and waited > _BODY_S + len(self.body) / _PACE:
+            self.refuse(RequestError("the body came too slowly", status=408))
+        elif self.state is State.HEAD and self.head and waited > self.limit_s:
+            self.refuse(RequestError("the head came too slowly", status=408))
+        elif self.state is State.HEAD and waited > self.limit_s:
+            self.abort()
+        elif self.state is State.LINGER and waited > _LINGER_S:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close at once, whatever is not sent yet."""
+        self.transport.abort()
+
+
+class Server:
+    """The sockets, the loop that reads them, and the threads that answer.
+
+        server = Server(app, check, "127.0.0.1", 5000, num_threads=80, max_connections=1000)
+        server.start(at_end=ended.set)
+
+    `check(environ)` raises RequestError for what is to be refused before its body is read.
+    """
+
+    def __init__(
+        self,
+        app: Callable[..., Any],
+        check: Callable[[dict[str, Any]], None],
+        host: str,
+        port: int,
+        num_threads: int,
+        max_connections: int,
+    ) -> None:
+        """Take the address. Raises OSError, a sentence, if it cannot be had."""
+        self.app, self.check = app, check
+        self.has_died = False
+        self.connections: set[Connection] = set()
+        self.waiting: dict[Connection, None] = {}  # without a whole request, oldest first
+        self.num_held = 0  # bytes of bodies that are not complete
+        self.environ = {
+            "SERVER_NAME": host,
+            "SERVER_PORT": str(port),
+            "SCRIPT_NAME": "",
+            "wsgi.version": (1, 0),
+            "wsgi.url_scheme": "http",
+            "wsgi.errors": sys.stderr,
+            "wsgi.multithread": True,
+            "wsgi.multiprocess": False,
+            "wsgi.run_once": False,
+        }
+        self._max_connections = max_connections
+        # What is over in a moment, /health above all, never waits behind what takes its time.
+        self._threads = {
+            is_quick: ThreadPoolExecutor(number, thread_name_prefix=name)
+            for is_quick, number, name in ((False, num_threads, "answer"), (True, 8, "quick"))
+        }
+        self._said_at = 0.0
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(self._tell)
+        listening = self._loop.create_server(
+            lambda: Connection(self), host, port, backlog=MAX_ACCEPTED
+        )
+        try:
+            self._listener = self._loop.run_until_complete(listening)
+        except (OSError, ValueError) as error:  # the latter for a host that is none
+            self._loop.close()
+            number = getattr(error, "errno", None) or 0
+            reason = os.strerror(number) if number > 0 else getattr(error, "strerror", error)
+            raise OSError(f"cannot listen on {host}:{port}: {reason}") from error
+
+    def start(self, at_end: Callable[[], None]) -> None:
+        """Serve, in a thread, until `stop`. `at_end` is called then, or when a fault ends it."""
+
+        def run() -> None:
+            """Serve. Nothing but `stop` may end that."""
+            try:
+                self._watch()
+                self._loop.run_forever()
+            except BaseException:
+                LOG.exception("the HTTP side has died")
+                self.has_died = True
+            at_end()
+
+        threading.Thread(target=run, name="http", daemon=True).start()
+
+    def stop(self) -> None:
+        """End what `start` began. What is not sent by then is lost."""
+        self.call(self._loop.stop)
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Have the loop call it. From any thread."""
+        with suppress(RuntimeError):  # the loop has ended: nobody is there to be told
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    def run_in_thread(self, is_quick: bool, function: Callable[..., Any], *arguments: Any) -> None:
+        """Call it in one of the threads for quick work or in one for work that takes time."""
+        self._threads[is_quick].submit(function, *arguments)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an answer is not finished, or not sent."""
+        return any(c.state is State.ANSWER or c.num_unread for c in list(self.connections))
+
+    # ------------------------------------------------------- connections, and the room for them
+
+    def admit(self, connection: Connection) -> None:
+        """Count a new connection; where there are too many, the oldest that waits has to go."""
+        self.connections.add(connection)
+        if len(self.connections) > self._max_connections:
+            self._close(next(iter(self.waiting)))  # the new one is among them
+
+    def note(self, connection: Connection, is_waiting: bool) -> None:
+        """Whether the connection waits for its client: then it may be closed for another."""
+        if is_waiting:
+            self.waiting.setdefault(connection)
+        else:
+            self.waiting.pop(connection, None)
+
+    def hold(self, num_bytes: int) -> None:
+        """Count the bytes of bodies; where they are too many, the oldest has to go."""
+        self.num_held += num_bytes
+        if num_bytes > 0 and self.num_held > _MAX_HELD_BYTES:
+            self._close(next(c for c in self.waiting if c.body))
+
+    def _close(self, connection: Connection) -> None:
+        """Close it, and count it no more, though asyncio tells only later that it is lost."""
+        connection.abort()
+        self.forget(connection)
+
+    def forget(self, connection: Connection) -> None:
+        """The connection is closed."""
+        self.connections.discard(connection)
+        self.waiting.pop(connection, None)
+
+    def _watch(self) -> None:
+        """Look for who takes too long, every second."""
+        now = time.monotonic()
+        for connection in list(self.connections):
+            connection.watch(now)
+        self._loop.call_later(1, self._watch)
+
+    def _tell(self, loop: Any, context: dict[str, Any]) -> None:
+        """asyncio's own complaints, such as too many open files: a line a second at most."""
+        now = time.monotonic()
+        if now - self._said_at >= 1:
+            self._said_at = now
+            why = context.get("exception") or ""
+            LOG.warning("the HTTP side: %s: %s", context["message"], in_short(why))

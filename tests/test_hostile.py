@@ -1,0 +1,399 @@
+"""What strangers can do to the socket: slow, endless, broken and leaving clients, by hundreds.
+
+All against the real process. Each attack goes on while everybody else is served, and afterwards
+nothing is left of it. Bad fields and mutated requests are in test_bad_inputs.py, the load of
+well-behaved clients in test_server.py.
+"""
+
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+
+import pytest
+from server import (
+    ENDLESS,
+    FAULTY,
+    GOOD,
+    ROOT,
+    SCRIPT,
+    Gate,
+    call,
+    events_of,
+    free_port,
+    generate,
+    health,
+    is_error,
+    parse,
+    raw,
+    read_all,
+    request,
+    serving,
+    until,
+    wait_until_idle,
+    wait_until_running,
+)
+
+from serving.options import KEY_VARIABLE
+
+JSON = "Content-Type: application/json"
+CHUNKED = "Transfer-Encoding: chunked"
+MANY_FILES = 4096
+
+
+@pytest.fixture(scope="module", autouse=True)
+def many_files():
+    """Attackers need open files, too."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MANY_FILES)), hard))
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving("--max-running", "4", "--max-queued", "80") as server:
+        yield server
+        server.end_well()
+
+
+@pytest.fixture(scope="module")
+def port(server):
+    return server.port
+
+
+@contextmanager
+def crowd(port, number, data):
+    """So many clients that have sent this, and are still there."""
+    with ExitStack() as stack:
+        clients = []
+        for _ in range(number):
+            client = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+            with suppress(OSError):  # the server may have closed it by now
+                client.sendall(data)
+            clients.append(client)
+        yield clients
+
+
+def is_served(port):
+    return call(port, "GET", "/health")[0] == 200 and generate(port, **GOOD)[0] == 200
+
+
+def memory_mib(server):
+    with open(f"/proc/{server.pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+# ------------------------------------------------------------------- those who never finish
+
+
+def test_bodies_that_stop_half_way_take_neither_the_place_nor_the_memory_of_others(server, port):
+    """200 times 600 kB: beyond 64 MiB the oldest of them are closed."""
+    before = memory_mib(server)
+    half = request("/generate", b"x" * 600_000, JSON, "Content-Length: 900000")
+    with crowd(port, 200, half) as clients:
+        assert is_served(port)
+        assert memory_mib(server) < before + 150
+        until(lambda: sum(map(is_closed, clients)) > 80)
+    assert is_served(port)
+
+
+def is_closed(client):
+    client.setblocking(False)
+    with suppress(BlockingIOError):
+        try:
+            return client.recv(1) == b""
+        except ConnectionResetError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHo", b"\r\n\r\n\r\n"])
+def test_who_comes_gets_in_when_1100_connections_idle(port, sent):
+    with crowd(port, 1100, sent):
+        assert is_served(port) and is_served(port)
+    assert is_served(port)
+
+
+@pytest.mark.slow
+def test_560_half_bodies_and_1000_headers_byte_by_byte_end_by_themselves():
+    """In full, for half a minute; then every one of them has been told why, or closed."""
+    half = request("/generate", b"x" * 600_000, JSON, "Content-Length: 900000")
+    with serving() as server, crowd(server.port, 560, half) as large:
+        port = server.port
+        with crowd(port, 1000, b"GET /health HTTP/1.1\r\n") as clients:
+            left = [*clients, *large]
+            while left:
+                assert is_served(port)
+                for client in list(left):
+                    with suppress(OSError):
+                        client.sendall(b"x")
+                    if is_closed(client):
+                        left.remove(client)
+        server.end_well()
+
+
+# --------------------------------------------------------------------------- endless framing
+
+CHUNK = b"5\r\nabcde\r\n"
+ENDLESS_BODIES = {
+    "size line": b"1" * 200_000,
+    "size": b"0" * 30 + b"5\r\n",
+    "extension": b"5;" + b"a" * 200_000,
+    "extensions": (b"5;" + b"a" * 500 + b"\r\nabcde\r\n") * 300,
+    "trailer": CHUNK + b"0\r\nX: " + b"a" * 200_000,
+    "trailers": CHUNK + b"0\r\n" + b"X: a\r\n" * 30_000,
+    "chunks of 1 byte": b"1\r\nx\r\n" * 40_000,
+}
+
+
+@pytest.mark.parametrize("body", ENDLESS_BODIES.values(), ids=ENDLESS_BODIES)
+def test_framing_without_end_is_refused_while_it_comes(port, body):
+    """Nobody waits for the end, which none of these has."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+        with suppress(OSError):
+            client.sendall(request("/generate", body, JSON, CHUNKED))
+        status, headers, body = parse(read_all(client))
+    assert status == 400 and headers["Connection"] == "close" and is_error(body)
+
+
+@pytest.mark.parametrize(
+    ("status", "path", "headers"),
+    [
+        (413, "/generate", [JSON]),
+        (415, "/generate", ["Content-Type: text/plain"]),
+        (415, "/v1/chat/completions", []),
+        (404, "/nowhere", []),
+        (403, "/generate", [JSON, "Host: evil.example"]),
+    ],
+)
+def test_a_body_that_is_not_wanted_is_refused_before_it_is_sent(port, status, path, headers):
+    """By its length, its type, its route or its host; after 100 bytes, where it has no length."""
+    host = [] if any("Host" in h for h in headers) else ["Host: localhost"]
+    length = ["Content-Length: 10000000000"]
+    head = "\r\n".join([f"POST {path} HTTP/1.1", *host, *headers, *length, "", ""]).encode()
+    answer = raw(port, head + b"x" * 100)
+    # An unknown path is refused for the length of what is sent to it, too.
+    assert answer[0] == (413 if status == 404 else status) and is_error(answer[2])
+
+
+def test_a_chunked_body_is_refused_at_the_limit(port):
+    """Not at its end; and nothing of it goes to a file."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+        client.sendall(request("/generate", b"", JSON, CHUNKED))
+        with suppress(OSError):
+            for _ in range(40):
+                client.sendall(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+        status, _, body = parse(read_all(client))
+    assert status == 413 and is_error(body) and is_served(port)
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_without_the_key_no_body_is_read(tmp_path, is_file):
+    """It comes from a file or from the environment, where ps does not show it."""
+    (tmp_path / "key").write_text("schlüssel\n", "utf-8")
+    from_file = ["--api-key-file", str(tmp_path / "key")] * is_file
+    environ = {} if is_file else {KEY_VARIABLE: "schlüssel"}
+    with serving("--no-bitwise", *from_file, environ=environ) as server:
+        head = request("/generate", b"", JSON, "Content-Length: 900000")
+        status, headers, body = raw(server.port, head)
+        assert status == 401 and headers["WWW-Authenticate"] == "Bearer" and is_error(body)
+        key = {"Content-Type": "application/json", "Authorization": "Bearer schlüssel".encode()}
+        assert call(server.port, "POST", "/generate", GOOD, key)[0] == 200
+
+
+# ----------------------------------------------------------------------- clients that leave
+
+
+def pipelined(number, **fields):
+    body = json.dumps(ENDLESS | fields).encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\n{JSON}\r\nContent-Length: {len(body)}"
+    return (head.encode() + b"\r\n\r\n" + body) * number
+
+
+@pytest.mark.parametrize(("number", "requests"), [(1, 2), (70, 45)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_pipelined_requests_do_not_hide_that_a_client_has_left(port, number, requests, stream):
+    with crowd(port, number, pipelined(requests, stream=stream)):
+        wait_until_running(port, min(number, 4))
+    wait_until_idle(port)
+    assert is_served(port)
+
+
+def test_of_pipelined_requests_the_first_is_answered(port):
+    """And the connection closed, so that a client knows which to send again."""
+    status, _, body = raw(port, pipelined(3, max_tokens=3))
+    assert status == 200 and body["usage"]["completion_tokens"] == 3
+
+
+def test_requests_one_after_the_other_share_a_connection(port):
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+        for _ in range(3):
+            client.sendall(pipelined(1, max_tokens=2))
+            data = b""
+            while not data.endswith(b"}\n"):
+                data += client.recv(65536)
+            assert parse(data)[2]["usage"]["completion_tokens"] == 2
+
+
+# ------------------------------------------------------------------------ framing, RFC 9112
+
+HOST = "Host: localhost"
+FRAMING = {
+    "no host": (400, ["GET /health HTTP/1.1"]),
+    "two hosts": (400, ["GET /health HTTP/1.1", HOST, HOST]),
+    "length and encoding": (400, ["POST /generate HTTP/1.1", HOST, JSON, CHUNKED,
+                                  "Content-Length: 5"]),
+    "an encoding in HTTP/1.0": (400, ["POST /generate HTTP/1.0", HOST, JSON, CHUNKED]),
+    "a length of 5000 digits": (400, ["POST /generate HTTP/1.1", HOST, JSON,
+                                      "Content-Length: " + "1" * 5000]),
+    "two lengths": (400, ["POST /generate HTTP/1.1", HOST, JSON, "Content-Length: 2",
+                          "Content-Length: 3"]),
+    "a target that is no URL": (400, ["GET http://[::1/health HTTP/1.1", HOST]),
+    "a target of another scheme": (400, ["GET ftp://localhost/health HTTP/1.1", HOST]),
+    "a target without a slash": (400, ["GET health HTTP/1.1", HOST]),
+    "another version": (505, ["GET /health HTTP/9.9", HOST]),
+    "no version": (400, ["GET /health", HOST]),
+    "LF alone": (400, ["GET /health HTTP/1.1\n" + HOST]),
+    "a space before the colon": (400, ["GET /health HTTP/1.1", HOST, "X : a"]),
+    "a NUL": (400, ["GET /health HTTP/1.1", HOST, "X: \0"]),
+    "a method in brackets": (400, ["<b> /health HTTP/1.1", HOST]),
+    "a TLS greeting": (400, ["\x16\x03\x01\x02\0\x01"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("status", "lines"), FRAMING.values(), ids=FRAMING)
+def test_ambiguous_framing_is_refused_and_nothing_behind_it_is_run(port, status, lines):
+    before = health(port)["speculative_decoding"]["num_spec_steps"]
+    head = "\r\n".join([*lines, "", ""]).encode("latin-1")
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+        client.sendall(head + pipelined(1, max_tokens=30, speculative=True))
+        answer = read_all(client)
+    assert answer.count(b"X-Request-Id") == 1
+    answered, headers, body = parse(answer)
+    assert answered == status and headers["Connection"] == "close" and is_error(body)
+    assert health(port)["speculative_decoding"]["num_spec_steps"] == before
+
+
+def test_an_absolute_target_names_the_host(port):
+    for host, status in (("localhost", 200), ("evil.example", 403)):
+        lines = [f"GET http://{host}:{port}/health HTTP/1.1", "Host: localhost", "", ""]
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+            client.sendall("\r\n".join(lines).encode())
+            assert int(client.recv(4096).split()[1]) == status
+
+
+# ------------------------------------------------------------------- the server's own limits
+
+
+def test_at_the_file_limit_nothing_is_flooded_and_all_recovers():
+    with serving("--no-bitwise") as server:
+        open_files = len(os.listdir(f"/proc/{server.pid}/fd"))
+        soft, hard = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (open_files + 5, hard))
+        with crowd(server.port, 50, b""):
+            until(lambda: "Too many open files" in server.log())
+            resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (soft, hard))
+            assert is_served(server.port)
+        lines = [json.loads(line) for line in server.log().splitlines() if line.startswith("{")]
+        times = [line["time"][:19] for line in lines if "open files" in line.get("message", "")]
+        assert 1 <= len(times) <= len(set(times)) + 1 and "Traceback" not in server.log()
+        server.end_well()
+
+
+def test_if_the_http_side_dies_the_process_ends_with_1():
+    with serving(module=FAULTY) as server:
+        server.send(signal.SIGUSR1)
+        assert server.exit_code() == 1 and "the HTTP side has died" in server.log()
+
+
+# ------------------------------------------------------------------- signals and broken pipes
+
+
+@pytest.mark.parametrize("stdout", ["closed", "/dev/full"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_streams_are_finished_whatever_has_become_of_stdout(tmp_path, tiny_folder, stdout, number):
+    gate = Gate(tmp_path, tiny_folder("llama"))
+    with serving(*gate.arguments, stdout=stdout) as server, ThreadPoolExecutor(1) as pool:
+        gate.shut()
+        fields = {"prompt": "1, 2, 3,", "max_tokens": 20, "stream": True}
+        answer = pool.submit(call, server.port, "POST", "/generate", fields)
+        gate.wait_until_held()
+        for _ in range(1 + (number == signal.SIGHUP)):  # a terminal that closes sends several
+            server.send(number)
+        until(lambda: health(server.port)["status"] == "draining")
+        gate.open()
+        assert events_of(answer.result()[2])[-1]["usage"]["completion_tokens"] == 20
+        assert server.exit_code() == 0 and "Traceback" not in server.log()
+
+
+def test_a_server_that_nohup_started_outlives_the_terminal(tiny_folder):
+    model = ("--model", str(tiny_folder("llama")))
+    with serving(*model, ignored=(signal.SIGHUP,)) as server:
+        server.send(signal.SIGHUP)
+        assert is_served(server.port)
+        server.end_well()
+
+
+def test_the_exit_status_is_0_though_nobody_reads_and_nothing_can_be_written(tiny_folder):
+    """A process of its own: Python itself writes at its end, and would say 120."""
+    port = free_port()
+    command = [sys.executable, SCRIPT, "--port", str(port), "--model", str(tiny_folder("llama"))]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=writer, stderr=full)
+    try:
+
+        def is_ready():
+            with suppress(OSError):
+                return call(port, "GET", "/health")[0] == 200
+
+        until(is_ready)
+        assert call(port, "GET", "/nowhere")[0] == 404  # which has a line in the log
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(writer)
+
+
+# -------------------------------------------------------------------------------- strangers' pages
+
+HOSTS = {"localhost": 200, "LocalHost:80": 200, "127.0.0.1:5000": 200, "10.1.2.3": 200,
+         "[::1]:5000": 200, "::1": 403, "evil.example": 403, "localhost.evil.example": 403,
+         "127.0.0.1.evil.example": 403, "mine.example": 200, "a b": 403, "[evil]": 403}  # fmt: skip
+
+
+def test_without_a_key_only_known_names_of_the_server_are_answered():
+    """A page elsewhere may make its own name point here (DNS rebinding)."""
+    with serving("--no-bitwise", "--allowed-host", "Mine.example", "--allow-origin", "*") as server:
+        for host, wanted in HOSTS.items():
+            for path in ("/health", "/", "/prompts", "/v1/models"):
+                status, headers, body = call(server.port, "GET", path, None, {"Host": host})
+                assert status == wanted, (host, path)
+                assert headers["X-Content-Type-Options"] == "nosniff"
+                assert headers["Content-Security-Policy"].startswith("default-src 'none'")
+                assert headers["Access-Control-Allow-Origin"] == "*"
+                assert wanted == 200 or "--allowed-host" in json.loads(body)["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/nope", "/generate", "/prompts", "/page/page.js", "/metrics"])
+def test_every_answer_has_the_headers_that_protect_a_browser(port, path):
+    for method in ("GET", "POST", "OPTIONS"):
+        _, headers, _ = call(port, method, path)
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert re.match("default-src 'none'", headers["Content-Security-Policy"])
+    status, headers, _ = raw(port, b"broken\r\n\r\n")
+    assert status == 400 and headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_a_line_of_the_log_is_short_whatever_was_asked(server, port):
+    for method, path in (("M" * 5000, "/"), ("GET", "/" + "p" * 5000)):
+        call(port, method, path, None, {"X-Request-Id": "r" * 5000})
+    assert max(map(len, server.log().splitlines())) < 1000
