@@ -156,7 +156,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.has_left = True
-        self._drop_body()
+        self.drop_body()
         self.server.forget(self)
 
     # -------------------------------------------------------------------- reading a request
@@ -165,7 +165,7 @@ class Connection(asyncio.Protocol):
         """Be ready for a request that begins within `limit_s`."""
         self.parser = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         self.head, self.body = bytearray(), bytearray()
-        self.num_framing = 0  # bytes of the body that are no content; below 0 while reading
+        self.num_framing = 0  # bytes of the body that are no content
         self.environ: dict[str, Any] = {"REQUEST_METHOD": "-", "PATH_INFO": ""}
         self.is_last = self.has_begun = False
         self.limit_s = limit_s
@@ -186,7 +186,7 @@ class Connection(asyncio.Protocol):
             del self.head[:2]  # RFC 9112, 2.2
         end = self.head.find(b"\r\n\r\n", searched)
         is_whole, size = end >= 0, len(self.head) if end < 0 else end
-        if self.head and self.head[0] < 0x21:  # TLS, say
+        if self.head and self.head[0] < 0x21 and self.head != b"\r":  # TLS, say
             self.refuse(malformed("this is not HTTP"))
         elif _BARE_LF.search(self.head, searched, size):
             self.refuse(malformed("a line of the head ends with LF alone"))
@@ -218,10 +218,10 @@ class Connection(asyncio.Protocol):
             for i, part in enumerate(slices):
                 if part:  # an empty one would mean that the client has left
                     self.parser.receive_data(part)
+                self.num_framing += len(part)
                 if self._is_body_complete():
                     self.is_last |= i + 1 < len(slices)
                     return self.answer()
-                self.num_framing += len(part)
                 if self.num_framing > _MAX_FRAMING_BYTES:
                     raise malformed("the body's chunks are too small")
 
@@ -253,10 +253,11 @@ class Connection(asyncio.Protocol):
         """Let the application answer with the error, and close then."""
         self.environ[REFUSAL] = error
         self.is_last = True
-        self._drop_body()
+        self.drop_body()
         self.answer()
 
-    def _drop_body(self) -> None:
+    def drop_body(self) -> None:
+        """Give its memory back."""
         self.server.hold(-len(self.body))
         self.body = bytearray()
 
@@ -265,7 +266,7 @@ class Connection(asyncio.Protocol):
     def answer(self) -> None:
         """Have a thread run the application."""
         body = bytes(self.body)
-        self._drop_body()
+        self.drop_body()
         self.head = bytearray()
         self.is_last |= bool(self.parser.trailing_data[0])
         # Whoever reads the framing of chunks in another way must not get a second request through.
@@ -296,11 +297,19 @@ class Connection(asyncio.Protocol):
                 for chunk in chunks:
                     if self.has_left:
                         break
-                    self.server.call(self.send, head, chunk)
-            self.server.call(self.end, head)
+                    self.server.call(self._say, self.send, head, chunk)
+            self.server.call(self._say, self.end, head)
         except Exception:
             LOG.exception("an answer failed")
             self.server.call(self.abort)
+
+    def _say(self, act: Callable[..., None], *arguments: Any) -> None:
+        """Send or end. An answer that is not what its own head says cannot be told from another."""
+        try:
+            act(*arguments)
+        except h11.LocalProtocolError:
+            LOG.exception("an answer failed")
+            self.abort()
 
     def send(self, head: list[Any], chunk: bytes = b"") -> None:
         """Write a part of the answer; the first one goes out with the head."""
@@ -475,6 +484,7 @@ class Server:
     def _close(self, connection: Connection) -> None:
         """Close it, and count it no more, though asyncio tells only later that it is lost."""
         connection.abort()
+        connection.drop_body()
         self.forget(connection)
 
     def forget(self, connection: Connection) -> None:
@@ -494,5 +504,7 @@ class Server:
         now = time.monotonic()
         if now - self._said_at >= 1:
             self._said_at = now
-            why = context.get("exception") or ""
-            LOG.warning("the HTTP side: %s: %s", context["message"], in_short(why))
+            why = context.get("exception")
+            is_ours = why is not None and not isinstance(why, OSError)
+            said = context["message"] + (f": {in_short(why)}" if why else "")
+            LOG.warning("the HTTP side: %s", said, exc_info=why if is_ours else None)

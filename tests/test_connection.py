@@ -1,0 +1,196 @@
+"""What a connection makes of bytes and of time, without a socket and with a clock of our own.
+
+Against the real process: test_hostile.py.
+"""
+
+import h11
+import pytest
+
+from serving import connection
+from serving.connection import REFUSAL, Connection, environ_of
+from serving.parsing import RequestError
+
+
+class Transport:
+    """Takes what is written, as if it went to a client that reads nothing."""
+
+    def __init__(self):
+        self.data, self.num_unread, self.is_aborted = b"", 0, False
+
+    def write(self, data):
+        self.data += data
+        self.num_unread += len(data)
+
+    def get_write_buffer_size(self):
+        return self.num_unread
+
+    def abort(self):
+        self.is_aborted = True
+
+    def is_closing(self):
+        return self.is_aborted
+
+    def get_extra_info(self, name):
+        return None
+
+    def write_eof(self):
+        pass
+
+
+class Room:
+    """In the place of the server: notes what is to be answered, and by which application."""
+
+    environ = {}
+
+    def __init__(self):
+        self.asked, self.waiting, self.num_held = [], set(), 0
+
+    def check(self, environ):
+        pass
+
+    def admit(self, connection):
+        pass
+
+    def forget(self, connection):
+        pass
+
+    def hold(self, num_bytes):
+        self.num_held += num_bytes
+
+    def note(self, connection, is_waiting):
+        (self.waiting.add if is_waiting else self.waiting.discard)(connection)
+
+    def run_in_thread(self, is_quick, function, environ):
+        self.asked.append(environ)
+
+    def call(self, function, *arguments):
+        function(*arguments)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    class Clock:
+        now = 100.0
+
+        def monotonic(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(connection, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def client(clock):
+    made = Connection(Room())
+    made.connection_made(Transport())
+    return made
+
+
+def waits(client, clock, seconds):
+    """What has become of the client after so many seconds: closed, refused (a status), or None."""
+    for _ in range(seconds):
+        clock.now += 1
+        client.watch(clock.now)
+    if client.transport.is_aborted:
+        return "closed"
+    refusals = [environ[REFUSAL].status for environ in client.server.asked if REFUSAL in environ]
+    return refusals[0] if refusals else None
+
+
+HEAD = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900000\r\n"
+ANSWER = ["200 OK", [("Content-Length", "0")]]
+
+
+@pytest.mark.parametrize(
+    ("sent", "patience", "outcome"),
+    [
+        ([b""], 10, "closed"),
+        ([b"GET"], 10, 408),
+        ([HEAD], 10, 408),
+        ([HEAD, b"\r\n"], 10, 408),
+        ([HEAD, b"\r\n", b"x" * 163_840], 20, 408),  # 16 KiB a second
+        ([b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"], 3600, None),  # it is not the client who is slow
+    ],
+)
+def test_a_client_has_so_much_time_for_what_it_sends(client, clock, sent, patience, outcome):
+    for data in sent:
+        client.data_received(data)
+    assert waits(client, clock, patience) is None
+    assert waits(client, clock, 1) == outcome
+
+
+def test_an_idle_connection_and_one_that_lingers_are_closed(client, clock):
+    request = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+    client.data_received(request)
+    client.end(ANSWER)
+    client.transport.num_unread = 0
+    assert waits(client, clock, 30) is None
+    client.data_received(request + request)
+    client.end(ANSWER)
+    client.transport.num_unread = 0
+    assert waits(client, clock, 5) is None and waits(client, clock, 1) == "closed"
+
+
+@pytest.mark.parametrize(("a_second", "patience"), [(0, 30), (1000, 31), (20_000, 3600)])
+def test_a_client_has_to_take_its_answer(client, clock, a_second, patience):
+    """While it takes 16 KiB a second it is left in peace."""
+    client.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    client.send(["200 OK", [("Content-Length", str(1 << 30))]], b"x" * (60 << 20))
+    for second in range(patience):
+        clock.now += 1
+        client.watch(clock.now)
+        client.transport.num_unread = max(0, client.transport.num_unread - a_second)
+        assert not client.transport.is_aborted, second
+    client.watch(clock.now + 1)
+    assert client.transport.is_aborted == (a_second < 16_384)
+
+
+def test_what_nobody_reads_does_not_fill_the_memory(client):
+    client.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    head = ["200 OK", [("Content-Length", str(1 << 30))]]
+    for _ in range(63):
+        client.send(head, b"x" * (1 << 20))
+    assert not client.transport.is_aborted
+    client.send(head, b"x" * (1 << 20))  # and there is the head
+    assert client.transport.is_aborted
+
+
+def test_an_answer_that_contradicts_its_head_ends_the_connection(client, caplog):
+    client.server.app = lambda environ, start: start("200 OK", [("Content-Length", "9")]) or [b"x"]
+    client.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    client.respond(client.server.asked[0])
+    assert client.transport.is_aborted and "an answer failed" in caplog.text
+
+
+def test_a_request_is_read_alike_however_it_is_cut(clock):
+    body = b"5\r\nabcde\r\n3;x=y\r\nfgh\r\n0\r\nX: y\r\n\r\n"
+    head = HEAD.replace(b"Content-Length: 900000", b"Transfer-Encoding: chunked")
+    data = b"\r\n\r\n" + head + b"\r\n" + body
+    for size in (1, 2, 3, 7, len(data)):
+        client = Connection(Room())
+        client.connection_made(Transport())
+        for i in range(0, len(data), size):
+            client.data_received(data[i : i + size])
+        (environ,) = client.server.asked
+        assert environ["wsgi.input"].read() == b"abcdefgh" and REFUSAL not in environ
+        assert environ["CONTENT_LENGTH"] == "8" and "HTTP_TRANSFER_ENCODING" not in environ
+        assert client.is_last and client.server.num_held == 0  # no second one behind chunks
+
+
+def parsed(*lines):
+    parser = h11.Connection(h11.SERVER)
+    parser.receive_data("\r\n".join([*lines, "", ""]).encode())
+    return environ_of(parser.next_event())
+
+
+def test_an_environ_is_what_pep_3333_has():
+    environ = parsed("GET /a%20b/%C3%A9?q=%20 HTTP/1.1", "Host: h:5", "X-A: 1", "X-A: 2", "X_A: 3")
+    assert environ["PATH_INFO"].encode("latin-1").decode() == "/a b/é"
+    assert environ["QUERY_STRING"] == "q=%20" and environ["HTTP_HOST"] == "h:5"
+    assert environ["HTTP_X_A"] == "1,2"  # one with "_" would be taken for it
+    assert environ["SERVER_PROTOCOL"] == "HTTP/1.1"
+    assert parsed("GET http://o?x HTTP/1.1", "Host: h")["PATH_INFO"] == "/"
+    assert parsed("OPTIONS * HTTP/1.1", "Host: h")["PATH_INFO"] == "*"
+    with pytest.raises(RequestError, match="not both"):
+        parsed("POST / HTTP/1.1", "Host: h", "Content-Length: 1", "Transfer-Encoding: chunked")
