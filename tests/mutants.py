@@ -42,7 +42,7 @@ MODULES = {
     "statistics": "control.statistics", "forward": "fastpath.forward",
     "sampling": "fastpath.sampling", "faults": "serving.faults", "trace": "serving.trace",
     "text": "serving.text", "parsing": "serving.parsing", "worker": "serving.worker",
-    "comparison": "serving.comparison",
+    "comparison": "serving.comparison", "connection": "serving.connection",
 }  # fmt: skip
 
 
@@ -236,6 +236,10 @@ BEST_K = "controller::test_the_choice_is_the_best_of_all_k_by_the_formula"
 BEST_PLAN = "controller::test_the_joint_choice_is_the_best_of_all_choices"
 NOT_DEAR = "controller::test_neither_text_to_read_nor_a_cycle_slow_as_a_whole_makes_a_step_dear"
 FIGURES = "requests::test_figures_divide_what_their_formulas_say"
+SLOW_SENDERS = "connection::test_a_client_has_so_much_time_for_what_it_sends"
+SLOW_READERS = "connection::test_a_client_has_to_take_its_answer"
+ANY_CUT = "connection::test_a_request_is_read_alike_however_it_is_cut"
+PEP_3333 = "connection::test_an_environ_is_what_pep_3333_has"
 PREDICTION = "requests::test_the_prediction_is_the_formula_of_the_field"
 
 MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new, *tests in [
@@ -612,6 +616,32 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("the slowest run is the median", "comparison:_median_run",
      "(len(runs) - 1) // 2", "-1",
      "requests::test_a_comparison_of_three_runs_takes_medians_and_says_when_it_was_disturbed"),
+    # -------------------------------------------------------------------------- the connection
+    ("a head may take for ever", "connection:Connection.watch",
+     "self.head and waited > self.limit_s", "False", SLOW_SENDERS),
+    ("a body may take for ever", "connection:Connection.watch",
+     "self.state is State.BODY and", "False and", SLOW_SENDERS),
+    ("an answer has to be ready in the time of a head", "connection:Connection.watch",
+     "self.state is State.HEAD and waited", "waited", SLOW_SENDERS),
+    ("who reads nothing is waited for", "connection:Connection.watch",
+     "now - self.all_taken_at > _READ_S", "False and _READ_S", SLOW_READERS),
+    ("who reads slowly is not waited for", "connection:Connection.watch",
+     " + (num_taken - self.num_taken) / _PACE", "", SLOW_READERS),
+    ("what nobody reads piles up", "connection:Connection.send",
+     "self.num_unread > _MAX_UNREAD_BYTES", "False",
+     "connection::test_what_nobody_reads_does_not_fill_the_memory"),
+    ("a second request may follow chunks", "connection:Connection.answer",
+     "self.is_last |= self.environ.pop", "self.environ.pop", ANY_CUT),
+    ("the end of a head is sought in its last bytes", "connection:Connection.read_head",
+     "len(self.head) - 3", "len(self.head)", ANY_CUT),
+    ("memory of a body is never given back", "connection:Connection.drop_body",
+     "-len(self.body)", "0", ANY_CUT),
+    ("an answer that contradicts its head is left to hang", "connection:Connection._say",
+     "self.abort()", "pass",
+     "connection::test_an_answer_that_contradicts_its_head_ends_the_connection"),
+    ("a length beside an encoding is no matter", "connection:environ_of",
+     '"HTTP_CONTENT_LENGTH" in environ', "False", PEP_3333),
+    ("a header with _ is one with -", "connection:environ_of", '"_" in name', "False", PEP_3333),
 ]]  # fmt: skip
 
 if __name__ == "__main__":
