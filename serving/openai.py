@@ -10,38 +10,62 @@ llama.cpp's `timings`. What would change the output and is not supported is refu
 Not covered: several choices or prompts in one request, tools, images, embeddings.
 """
 
+import ctypes
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
 from flask import Flask, Response, g
+from werkzeug.exceptions import NotFound
 
 from .answers import answer, failures_as_events, sse
 from .http import finish, read_body
-from .parsing import RequestError, model_id, tokenize, unknown_model
+from .parsing import (
+    RequestError,
+    check_characters,
+    long_texts,
+    model_id,
+    tokenize,
+    unknown_model,
+)
 from .worker import WAITING, Job
 
-# The only values of these fields that are served; null counts as absent.
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "tools": ([],),
-    "functions": ([],),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
+_TEXT_ALONE = "not supported: this server answers with text alone"
+# The only values of these fields that are served (null counts as absent); what is said of others.
+_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "n": ((1,), "must be 1: a request gets one choice"),
+    "best_of": ((1,), "must be 1: a request gets one choice"),
+    "echo": ((False,), "is not supported: the answer is the new text alone"),
+    "suffix": (("",), "is not supported: a text is continued, and not filled in"),
+    "presence_penalty": ((0,), "is not supported: repetition_penalty is"),
+    "frequency_penalty": ((0,), "is not supported: repetition_penalty is"),
+    "logit_bias": (({},), "is not supported"),
+    "tools": (([],), f"are {_TEXT_ALONE}"),
+    "tool_choice": (("none", "auto"), f"is {_TEXT_ALONE}"),
+    "functions": (([],), f"are {_TEXT_ALONE}"),
+    "function_call": (("none", "auto"), f"is {_TEXT_ALONE}"),
+    "response_format": (
+        ({"type": "text"},),
+        'must be {"type": "text"}: no other format is enforced, but a prompt may ask for one',
+    ),
+    "modalities": ((["text"],), f'must be ["text"]: others are {_TEXT_ALONE}'),
 }
+_MAX_MESSAGES = 2000  # each takes a chat template 10 µs, and some templates are quadratic
+_MESSAGE_COST = 50  # characters that take as long as a message
+_TEMPLATE_LIMIT_S = 5.0
 Begin = Callable[[dict[str, Any]], tuple[list[Job], bool, list[str]]]
 Shape = Callable[[str, str | None, list[dict[str, Any]] | None], dict[str, Any]]
 
 
-def register_openai(app: Flask, engine: Any, begin: Begin) -> None:
-    """Add the routes; `begin` parses and queues the fields of a /generate request."""
+def register_openai(app: Flask, engine: Any, begin: Begin, max_tokens: int | None) -> None:
+    """Add the routes; `begin` parses and queues the fields of a /generate request.
+
+    `max_tokens` is the operator's limit where a request names none. Without one either, a chat goes
+    on to the end of the context: its clients mostly name none, and want the whole answer.
+    """
     target = engine.target
     name = model_id(target.name)
     card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "local"}
@@ -63,6 +87,8 @@ def register_openai(app: Flask, engine: Any, begin: Begin) -> None:
             messages = fields.pop("messages", None)
             fields["prompt"] = chat_prompt(messages, target.tokenizer, target.max_length)
             _translate_chat(fields, sent)
+            if max_tokens is None and fields.get("max_tokens") is None:
+                fields["max_tokens"] = max(1, target.max_length - len(fields["prompt"]))
             return _serve(target, begin, fields, "chat.completion", _message, _delta)
 
     @app.get("/v1/models")
@@ -76,6 +102,23 @@ def register_openai(app: Flask, engine: Any, begin: Begin) -> None:
         if wanted != name:
             raise unknown_model(wanted, name)
         return card
+
+    @app.errorhandler(NotFound)
+    def no_route(_: NotFound) -> tuple[dict[str, Any], int]:
+        """Name the routes that there are: clients try others, such as /v1/responses."""
+        message = f"there is no such route; this server has {_routes(app)}"
+        return RequestError(message, status=404).body(), 404
+
+
+def _routes(app: Flask) -> str:
+    """The routes of an application, as POST /generate, …, but for the page's own files."""
+    plain = [rule for rule in app.url_map.iter_rules() if not rule.arguments]
+    return ", ".join(
+        f"{method} {rule}"
+        for method in ("POST", "GET")
+        for rule in sorted(rule.rule for rule in plain if method in rule.methods)
+        if not rule.startswith(("/page/", "/prompts"))
+    )
 
 
 def _serve(
@@ -142,12 +185,11 @@ _KINDS = {  # prefix of the id, `object` of a stream's chunks
 
 def _supported(body: dict[str, Any]) -> dict[str, Any]:
     """The fields without those that may have one value only. Raises RequestError for another."""
-    for name, served in _ONLY.items():
+    for name, (served, otherwise) in _ONLY.items():
         value = body.pop(name, None)
         is_served = value in served and not (isinstance(value, bool) and served[0] is not False)
         if value is not None and not is_served:
-            only = " or ".join(map(repr, served))
-            raise RequestError(f"{name} other than {only} is not supported", param=name)
+            raise RequestError(f"{name} {otherwise}", param=name)
     return body
 
 
@@ -167,23 +209,59 @@ def chat_prompt(messages: Any, tokenizer: Any, max_length: int) -> list[int]:
     """
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a non-empty list", param="messages")
+    if len(messages) > _MAX_MESSAGES:
+        raise RequestError(
+            f"messages has {len(messages)} entries; at most {_MAX_MESSAGES} are read",
+            param="messages",
+        )
     turns = [_turn(message, i) for i, message in enumerate(messages)]
     if not tokenizer.chat_template:
         raise RequestError(
             "this model's tokenizer has no chat template: use /v1/completions", param="messages"
         )
-    try:
-        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # templates raise what they like, about roles and their order
-        raise RequestError(f"the chat template refused: {error}", param="messages") from error
+    count = sum(len(turn["role"]) + len(turn["content"]) for turn in turns)
+    check_characters(count, tokenizer, max_length)
+    with long_texts.take(count + _MESSAGE_COST * len(turns)):
+        text = _render(turns, tokenizer)
     # The template has written the special tokens already.
     return tokenize(text, tokenizer, max_length, add_special_tokens=False)
+
+
+def _render(turns: list[dict[str, str]], tokenizer: Any) -> str:
+    """The conversation as the chat template writes it.
+
+    A template is code that comes with the model. So it runs in a thread of its own, where a loop
+    that takes too long can be ended. Raises RequestError for that, and where the template refuses.
+    """
+    future: Future[str] = Future()
+
+    def render() -> None:
+        try:
+            options = {"add_generation_prompt": True, "tokenize": False}
+            future.set_result(tokenizer.apply_chat_template(turns, **options))
+        # Templates raise what they like, about roles and their order.
+        except (Exception, SystemExit) as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=render, name="chat template", daemon=True)
+    thread.start()
+    try:
+        return future.result(_TEMPLATE_LIMIT_S)
+    except TimeoutError as error:
+        late, end = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(late, end)
+        what = f"the chat template took longer than {_TEMPLATE_LIMIT_S:g} s"
+        raise RequestError(what, param="messages") from error
+    except Exception as error:
+        raise RequestError(f"the chat template refused: {error}", param="messages") from error
 
 
 def _turn(message: Any, i: int) -> dict[str, str]:
     where = f"messages[{i}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RequestError(f"{where} must be an object with a role", param="messages")
+    if message.get("tool_calls") or message.get("function_call"):
+        raise RequestError(f"{where} calls tools, which are {_TEXT_ALONE}", param="messages")
     content = message.get("content")
     if isinstance(content, list) and content:
         parts = [p.get("text") if isinstance(p, dict) else None for p in content]

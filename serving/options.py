@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from drafters import NAMES
+from drafters.panel import PLAIN
 from messages import Request, Sampling
 
 from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, RequestError, check_fields
@@ -28,7 +29,7 @@ class Options:
     strict: bool = False
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 1
-    max_tokens: int = Request.max_tokens
+    max_tokens: int | None = None  # 128; in a chat as many as the context holds
     repetition_penalty: float = Sampling.repetition_penalty
     temperature: float = Sampling.temperature
     top_k: int = Sampling.top_k
@@ -111,13 +112,17 @@ _MODEL = {"metavar": "DIR_OR_HUB_ID"}
 _FLAGS: dict[str, dict[str, Any]] = {
     "model": _MODEL | {"help": "the target"},
     "draft_model": _MODEL | {"help": "for the drafter draft_model"},
-    "drafter": {"help": f"{', '.join(NAMES)}, auto or file.py:Class"},
+    "drafter": {"help": f"{', '.join(NAMES)}, auto, none or file.py:Class"},
     "num_speculative_tokens": {"type": between(1, MAX_SPECULATIVE_TOKENS), "help": "K"},
     "fixed_k": {"action": "store_true", "help": "always draft K, whether it pays or not"},
     "strict": {"action": "store_true", "help": "a drafter's fault fails the request"},
     "prompt_lookup_max": {"type": _COUNT, "help": "longest suffix that ngram looks up"},
     "prompt_lookup_min": {"type": _COUNT, "help": "shortest suffix that ngram looks up"},
-    "max_tokens": {"type": _COUNT, "help": "tokens to generate, where a request does not say"},
+    "max_tokens": {
+        "type": _COUNT,
+        "help": "tokens to generate, where a request does not say (default: "
+        f"{Request.max_tokens}; in a chat as many as the context holds)",
+    },
     "repetition_penalty": {"type": float, "help": "where a request does not say; 1 = off"},
     "temperature": {"type": float, "help": "where a request does not say; 0 = greedy"},
     "top_k": {"type": int, "help": "where a request does not say; 0 = off"},
@@ -220,6 +225,8 @@ def read_key(given: str | None, file: str | None, variable: str | None) -> str |
 
 def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Refuse flags that do not go together, and defaults that no request could have."""
+    if given.demo and given.drafter == PLAIN:
+        parser.error("--demo compares drafters: --drafter none does not go with it")
     if given.json and not given.demo:
         parser.error("--json goes with --demo")
     if given.explain and given.prompt is None:

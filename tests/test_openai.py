@@ -167,6 +167,16 @@ def test_a_conversation_streams_in_the_usual_order(chat):
     assert final.finish_reason == "stop"
 
 
+def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(chat):
+    """As the client `llm` asks. With --max-tokens that holds: see test_bad_inputs.py."""
+    name = chat._client.models.list().data[0].id
+    options = {"include_usage": True}
+    fields = {"model": name, "messages": TURNS, "stream": True, "stream_options": options}
+    *_, last, usage = chat.create(**fields)
+    assert last.choices[0].finish_reason == "length" and last.warnings == []
+    assert usage.usage.total_tokens == chat._client.models.retrieve(name).max_model_len == 256
+
+
 def test_log_probabilities_have_the_shape_of_chat(chat):
     name = chat._client.models.list().data[0].id
     fields = {"model": name, "messages": TURNS, "max_tokens": 3, "logprobs": True}
@@ -185,6 +195,25 @@ def test_what_is_refused_is_a_bad_request_by_name(client):
     assert error.value.param == "n" and error.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError, match="no chat template: use /v1/completions"):
         client.chat.completions.create(model="target", messages=TURNS)
+    chat = {"model": "target", "messages": TURNS}
+    for fields, message in (
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools are not supported"),
+        ({"tool_choice": "required"}, "tool_choice is not supported"),
+        ({"response_format": {"type": "json_object"}}, 'response_format must be {"type": "text"}'),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message):
+            client.chat.completions.create(**chat, **fields)
+
+
+def test_a_route_that_is_not_there_is_told_what_is(client, port):
+    for ask in (client.responses, client.embeddings):
+        with pytest.raises(openai.NotFoundError, match="POST /v1/chat/completions, POST"):
+            ask.create(model="target", input="x")
+    status, _, data = call(port, "GET", "/v2")
+    there = json.loads(data)["error"]["message"].partition("has ")[2].split(", ")
+    assert status == 404 and len(there) == 7
+    for method, path in map(str.split, there):
+        assert call(port, method, path, headers=GUARDED)[0] == (400 if method == "POST" else 200)
 
 
 @pytest.mark.parametrize("given", ["Bearer wrong", "Bearer ", "Bearer secret", "Bearer é", KEY, ""])
