@@ -12,12 +12,16 @@ that leave; bad input; bursts that overfill the queue (429: they come again). Al
             requests, tokens in the KV cache
 
 GET /health is asked every 0.1 s; its times include what the clients' threads keep this process
-from noticing. Memory is sampled with it; in a few minutes it shows how caches fill, and no leak.
+from noticing. Memory is sampled with it: what is the server's own, without pages of files, which
+the system takes back and reads again as it likes. Caches fill at first. Of 20 000 requests or more
+the second half may add 5 MiB at most.
+
 In the end SIGTERM must end the server with 0, and its log must hold no traceback. Exit status 1 for
 any fault, a p99 of /health above 100 ms included.
 
-    python -m benchmarks.soak --minutes 20 [--warm-up 15] [--clients 24] [--seed 0] [--sample 300]
-        [--timeout 120] [--json] [--server-arguments="--max-running 4"]
+    python -m benchmarks.soak [--minutes 20 | --requests 20000] [--max-tokens 160] [--warm-up 15]
+        [--clients 24] [--seed 0] [--sample 300] [--timeout 120] [--json]
+        [--server-arguments="--max-running 4"]
 
 Linux only (/proc). The seed fixes what each client does, not how the clients meet. Not covered:
 chats, an API key, shutting down under load, several servers, connections from elsewhere.
@@ -26,6 +30,7 @@ chats, an API key, shutting down under load, several servers, connections from e
 import argparse
 import http.client
 import json
+import math
 import random
 import shlex
 import signal
@@ -45,7 +50,7 @@ from tqdm import tqdm
 
 import benchmarks as bench
 import demo
-from benchmarks.soak_clients import HOST, Ask, Client, Lost, Tally, Text, require_status
+from benchmarks.soak_clients import HOST, POLL, Ask, Client, Lost, Tally, Text, require_status
 from serving.options import ROOT, seconds
 
 START_S = 300.0
@@ -53,9 +58,11 @@ REST_S = 60.0  # the server closes forgotten connections after 30 s
 STOP_S = 60.0
 HEALTH_EVERY_S = 0.1
 MAX_HEALTH_P99_MS = 100.0
+MANY_REQUESTS, MAX_GROWTH_MIB = 20_000, 5.0  # of so many the second half may add so much memory
 TABLES = ["requests", "throughput", "latency", "memory", "at_rest", "rerun", "server"]
 
-Sample = dict[str, float]  # the server at one moment: at_s, rss_mib, and what IN_USE names
+Sample = dict[str, float]  # the server at one moment: at_s, memory_mib, and what IN_USE names
+OWN_MEMORY = ("RssAnon", "RssShmem")
 IN_USE = ("threads", "open_files", "requests_running", "requests_waiting", "kv_cache_usage")
 
 
@@ -102,7 +109,7 @@ class Server:
         status = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
         return {
             "at_s": time.monotonic(),
-            "rss_mib": round(int(status["VmRSS"][0]) / 1024, 2),
+            "memory_mib": round(sum(int(status[part][0]) for part in OWN_MEMORY) / 1024, 2),
             "threads": int(status["Threads"][0]),
             "open_files": len(list((proc / "fd").iterdir())),
             "requests_running": health["num_requests_running"],
@@ -136,17 +143,24 @@ class Server:
 # ----------------------------------------------------------------------------------- the soak
 
 
-def load(server: Server, clients: list[Client], tally: Tally, duration_s: float) -> list[Sample]:
-    """All clients at once for so long, or until the server has gone; then each finishes.
+def load(
+    server: Server,
+    clients: list[Client],
+    tally: Tally,
+    duration_s: float,
+    num_requests: float = math.inf,
+) -> list[Sample]:
+    """All clients at once for so long, or so many requests, or until the server has gone.
 
-    Meanwhile /health is asked ten times a second, and each time a sample is taken.
+    Then each finishes. Meanwhile /health is asked ten times a second, and each time a sample is
+    taken.
     """
-    name, stop, samples = "GET /health", threading.Event(), []
-    until = time.monotonic() + duration_s
+    name, stop, samples = POLL, threading.Event(), []
+    until, last = time.monotonic() + duration_s, tally.num_sent + num_requests
     with ThreadPoolExecutor(len(clients)) as pool:
         threads = [pool.submit(client.run, stop) for client in clients]
         try:
-            while (began := time.monotonic()) < until and server.is_alive:
+            while (began := time.monotonic()) < until and tally.num_sent < last and server.is_alive:
                 with tally.sent(name, "poll"):
                     health = server.health(clients[0].timeout_s)
                     tally.time(name, began)
@@ -187,12 +201,15 @@ def soak(given: argparse.Namespace, log: Path) -> dict[str, Any]:
             raise RuntimeError("this server's texts may differ by rounding, so none is wrong")
         start, clients = server.sample(health), []
         for i in range(given.clients):
-            rng, common = random.Random(f"{given.seed} {i}"), (health["drafters"], texts)
+            rng = random.Random(f"{given.seed} {i}")
+            common = health["drafters"], texts, given.max_tokens
             clients.append(Client(server.port, given.timeout, tally, rng, *common))
         load(server, clients, tally, given.warm_up)
-        warm, began, before = server.rest(), time.monotonic(), tally.num_tokens
-        samples = load(server, clients, tally, given.minutes * 60)
-        load_s, num_tokens = time.monotonic() - began, tally.num_tokens - before
+        warm, began, before = server.rest(), time.monotonic(), (tally.num_tokens, tally.num_sent)
+        duration_s = math.inf if given.requests else given.minutes * 60
+        samples = load(server, clients, tally, duration_s, given.requests or math.inf)
+        load_s = time.monotonic() - began
+        num_tokens, num_sent = tally.num_tokens - before[0], tally.num_sent - before[1]
         times_ms = {path: list(times) for path, times in tally.times_ms.items()}
         end = server.rest(warm)
         num_kept = min(given.sample, len(tally.texts))
@@ -203,13 +220,13 @@ def soak(given: argparse.Namespace, log: Path) -> dict[str, Any]:
         server.process.kill()  # if it still runs
     return {
         "requests": tally.rows(),
-        "throughput": [{"load_s": round(load_s, 1), "tokens": num_tokens}],
+        "throughput": [{"load_s": round(load_s, 1), "requests": num_sent, "tokens": num_tokens}],
         "latency": [latency_row(path, times) for path, times in sorted(times_ms.items())],
         "memory": [memory_row(start, warm, end, samples)],
         "at_rest": [rest_row(name, warm, end) for name in IN_USE],
         "rerun": [rerun],
         "server": [{"exit_code": exit_code, "tracebacks": log.read_bytes().count(b"Traceback")}],
-        "rss_mib": [round(sample["rss_mib"]) for sample in samples[::50]],  # every 5 s
+        "memory_mib": [round(sample["memory_mib"]) for sample in samples[::50]],  # every 5 s
     }
 
 
@@ -224,11 +241,12 @@ def latency_row(path: str, times: list[float]) -> dict[str, Any]:
 
 
 def memory_row(start: Sample, warm: Sample, end: Sample, samples: list[Sample]) -> dict[str, Any]:
-    """Resident memory; `half_way` is the highest of the first half of the samples."""
-    rss = [sample["rss_mib"] for sample in samples]
-    peaks = {"half_way": max(rss[: len(rss) // 2], default=None), "highest": max(rss, default=None)}
-    begin = {"rss_mib_at_start": start["rss_mib"], "after_warm_up": warm["rss_mib"]}
-    return begin | peaks | {"at_rest": end["rss_mib"]}
+    """The server's own memory in MiB: how high it had gone by the end of each quarter."""
+    mib = [sample["memory_mib"] for sample in samples]
+    parts = {f"quarter_{i}": mib[: -(-len(mib) * i // 4)] for i in range(1, 5)}
+    peaks = {name: max(part, default=None) for name, part in parts.items()}
+    begin = {"mib_at_start": start["memory_mib"], "after_warm_up": warm["memory_mib"]}
+    return begin | peaks | {"at_rest": end["memory_mib"]}
 
 
 def rest_row(name: str, warm: Sample, end: Sample) -> dict[str, Any]:
@@ -241,6 +259,7 @@ def rest_row(name: str, warm: Sample, end: Sample) -> dict[str, Any]:
 def find_faults(document: dict[str, Any]) -> list[str]:
     """All that should not have been, in words."""
     in_all, rerun, server = document["requests"][-1], document["rerun"][0], document["server"][0]
+    memory, num_requests = document["memory"][0], document["throughput"][0]["requests"]
     faults = [f"{in_all[kind]} {kind}" for kind in ("lost", "wrong") if in_all[kind]]
     faults += [
         f"{row['leaked']} {row['at_rest']} leaked" for row in document["at_rest"] if row["leaked"]
@@ -248,6 +267,12 @@ def find_faults(document: dict[str, Any]) -> list[str]:
     for row in document["latency"]:
         if row["answered"] == "GET /health" and row["p99_ms"] > MAX_HEALTH_P99_MS:
             faults.append(f"p99 of /health missed: {row['p99_ms']} > {MAX_HEALTH_P99_MS:g} ms")
+    if num_requests >= MANY_REQUESTS:
+        growth = memory["quarter_4"] - memory["quarter_2"]
+        if growth > MAX_GROWTH_MIB:
+            faults.append(
+                f"memory grew by {growth:.1f} > {MAX_GROWTH_MIB:g} MiB in the second half"
+            )
     if rerun["sent_again"] < rerun["kept"]:
         faults.append("not all of the sample could be sent again")
     if server["exit_code"] != 0:
@@ -260,10 +285,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = bench.parser(__doc__, runs=None)
     shown = {"type": seconds, "help": "(default: %(default)s)"}
     options.add_argument("--minutes", **shown, default=20.0)
+    bench.add_count(options, "--requests", 0, 10**7, 0, "in place of --minutes, if any")
     options.add_argument("--warm-up", **shown, default=15.0)
     options.add_argument("--timeout", **shown, default=120.0)
     bench.add_count(options, "--seed", 0, 10**9, 0, "of the clients' choices")
     bench.add_count(options, "--clients", 1, 500, 24, "at once")
+    bench.add_count(options, "--max-tokens", 1, 1000, 160, "of a request, at most")
     bench.add_count(options, "--sample", 1, 10**6, 300, "answers to compare in the end")
     options.add_argument("--server-arguments", type=shlex.split, default=[])
     given = options.parse_args(arguments)

@@ -66,17 +66,28 @@ SAMPLING: dict[str, tuple[float, ...]] = {
 
 
 def random_ask(
-    rng: random.Random, texts: list[str], drafters: list[str], path: str, is_stream: bool
+    rng: random.Random,
+    texts: list[str],
+    drafters: list[str],
+    path: str,
+    is_stream: bool,
+    max_tokens: int = 160,
 ) -> Ask:
     """Any request that must be answered, with a seed, so that it has one right answer.
 
-    Its prompt is a text, now and then a long one, or any token ids, of which most make no sense.
+    Its prompt is a text, now and then a long one, or words that nobody has sent before, or any
+    token ids, of which most make no sense.
     """
     prompt: str | list[int] = rng.choice(texts) * (rng.randint(2, 6) if rng.random() < 0.2 else 1)
-    if rng.random() < 0.4:
+    kind = rng.random()
+    if kind < 0.4:
         length = rng.randint(300, 1200) if rng.random() < 0.2 else rng.randint(1, 40)
         prompt = [rng.randrange(1, 1000) for _ in range(length)]
-    fields: dict[str, Any] = {"prompt": prompt, "max_tokens": rng.randint(1, 160)}
+    elif kind < 0.6:
+        prompt = (
+            "".join(rng.choices("   abcdefghijklmnopqrstuvwxyzé🙂", k=rng.randint(2, 400))) + "."
+        )
+    fields: dict[str, Any] = {"prompt": prompt, "max_tokens": rng.randint(1, max_tokens)}
     fields |= {"seed": rng.randrange(1 << 32), "drafter": rng.choice(drafters)}
     fields["num_speculative_tokens"] = rng.choice((0, 1, 2, 3, 5, 8, 16))  # 0: plain decoding
     if rng.random() < 0.5:
@@ -207,6 +218,7 @@ def read_events(lines: Iterable[bytes], until: float) -> Iterator[dict[str, Any]
 
 # --------------------------------------------------------------------------- what came of them
 
+POLL = "GET /health"  # the behaviour that only looks on
 COUNTS = ("sent", "answered", "refused", "retried_429", "left_early", "lost", "wrong")
 
 
@@ -231,6 +243,10 @@ class Tally:
     @property
     def num_tokens(self) -> int:
         return sum(text.num_tokens for _, text in list(self.texts))
+
+    @property
+    def num_sent(self) -> int:
+        return sum(n["sent"] for name, n in list(self.counts.items()) if name != POLL)
 
     @contextmanager
     def sent(self, behaviour: str, what: Any) -> Iterator[None]:
@@ -270,6 +286,7 @@ class Client:
     rng: random.Random
     drafters: list[str]
     texts: list[str]
+    max_tokens: int = 160
     behaviour: str = ""
 
     def run(self, stop: threading.Event) -> None:
@@ -281,7 +298,8 @@ class Client:
 
     def ask(self, path: str) -> Ask:
         is_stream = self.rng.random() < 0.5
-        return random_ask(self.rng, self.texts, self.drafters, path, is_stream)
+        given = self.texts, self.drafters, path, is_stream, self.max_tokens
+        return random_ask(self.rng, *given)
 
     def count(self, name: str) -> None:
         self.tally.add(self.behaviour, name)

@@ -37,7 +37,6 @@ LOG = logging.getLogger("serving.exact")
 PROGRESS = logging.getLogger("serving.progress")
 
 KEY_STEPS = (64, 128, 192, 256, 320, 384, 448)  # what a last block may be filled up to, if not full
-ANY_ROWS = (*range(1, 17), *range(20, 65, 4), *range(72, 257, 8))  # where bits do not matter
 
 _REFERENCE = 8  # rows; all others are compared with it
 _DECODING = 64  # rows up to which every matrix is checked; above one of each shape
@@ -56,7 +55,7 @@ _NUM_DRAFTED = 7  # of ROWS, those that a draft may have
 class Shapes:
     """What the shapes of forwards keep to."""
 
-    rows: tuple[int, ...] = ANY_ROWS  # numbers of rows that a forward may have, rising
+    rows: tuple[int, ...] = ROWS  # numbers of rows that a forward may have, rising
     min_rows: int = 1  # a single token runs in so many rows, where that is faster
     prompt_rows: int | None = None  # a prompt's whole blocks run in so many, if in another kernel
     key_steps: tuple[int, ...] = ()  # a last block of keys is filled up to one of these; () = never
@@ -155,7 +154,7 @@ def calibrate(model: Any, most_rows: int = 64, bitwise: bool = True) -> Report |
     if model.fast:
         shapes.min_rows = by_speed(model)[0]
     else:  # forwards keep to no shapes
-        shapes.rows, shapes.key_steps = ANY_ROWS, ()
+        shapes.rows, shapes.key_steps = ROWS, ()
     compared = 0
     if doubt is None:
         compared, doubt = _compare_forwards(model, most_rows)

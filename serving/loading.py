@@ -21,6 +21,7 @@ LOG = logging.getLogger("serving.loading")
 PROGRESS = logging.getLogger("serving.progress")
 
 LONGEST_DEFAULT = 8192  # a cache for 128k tokens is for those who ask for it
+_WORDS_KEPT = 1000  # by a tokenizer, which then knows their tokens; 8 KiB each where they are long
 
 
 class StartError(ValueError):
@@ -83,6 +84,7 @@ def load_pretrained(name: str, options: Options) -> Loaded:
         kind = "" if Path(name).exists() else " (no such folder; tried as a hub id)"
         raise StartError(f"cannot load {name}{kind}: {_reason(error, options)}") from error
     check_weights(name, report)
+    keep_few_words(tokenizer)
     return _fit(model, tokenizer, name, options)
 
 
@@ -144,6 +146,13 @@ def ends_of(model: Any, tokenizer: Any) -> set[int]:
     return {
         i for end in given if end is not None for i in (end if isinstance(end, list) else [end])
     }
+
+
+def keep_few_words(tokenizer: Any) -> None:
+    """Bound the cache of a tokenizer: it keeps 10 000 words of whoever comes first, for ever."""
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    if hasattr(model, "_resize_cache"):  # tokenizers of other kinds have none
+        model._resize_cache(_WORDS_KEPT)
 
 
 def _fit(model: Any, tokenizer: Any, name: str, options: Options) -> Loaded:

@@ -44,7 +44,9 @@ class RequestError(Exception):
 
 
 def engine_failure(error: Exception) -> RequestError:
-    """What a client is told of a fault that is not its own."""
+    """What a client is told of a fault that is not its own, once its traceback has been logged."""
+    # The frames hold the request, which holds the error: a cycle, with all tensors of a forward.
+    error.__traceback__ = None
     message = f"the engine failed: {type(error).__name__}: {in_short(error)}"
     return RequestError(message, status=500, code="engine_failed")
 

@@ -8,24 +8,38 @@ and end in another, or in the middle of an accepted draft. Text therefore leaves
     release()    what may be streamed: the text less an ending that may yet become a stop string
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from typing import Any
 
 _INCOMPLETE = "\ufffd"  # what a tokenizer writes for the bytes of an unfinished character
+_MOST_UNREAD = 64  # tokens that may wait for the end of a character: no text makes more wait
 
 
 class TextStream:
-    """The growing text of one request, with the origin (`kind`) of every stretch of it."""
+    """The growing text of one request, with the origin (`kind`) of every piece of it.
+
+    Nothing follows a stop string. However long the text is, a token takes the same time: only the
+    text's end is looked at.
+    """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self.text = ""
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._tokens: list[int] = []
         # _tokens[_start:_read] is decoded already; it only gives the decoder its context.
         self._start = self._read = 0
-        self._marks: list[tuple[int, str]] = []  # (end in text, kind)
+        self._pieces: list[tuple[str, str]] = []  # (text, kind)
+        self._begins: list[int] = []  # of the pieces, in the text
+        self._length = 0  # of the text; a stop string cuts the last pieces
+        self._longest = max(map(len, self._stop), default=1)
+        self._tail = ""  # the text's last `_longest` characters: a stop string may begin in there
         self._released = 0
+
+    @property
+    def text(self) -> str:
+        """What the answer will say so far."""
+        return "".join(piece for piece, _ in self._pieces)[: self._length]
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
@@ -34,21 +48,21 @@ class TextStream:
         """Append a token. True if it completed a stop string: the text then ends before that."""
         self._tokens.append(token)
         whole = self._decode(self._tokens[self._start :])
-        if whole.endswith(_INCOMPLETE):
+        if whole.endswith(_INCOMPLETE) and len(self._tokens) - self._read < _MOST_UNREAD:
             return False
         new = whole[len(self._decode(self._tokens[self._start : self._read])) :]
         self._start, self._read = self._read, len(self._tokens)
         return self._append(new, kind)
 
     def _append(self, new: str, kind: str) -> bool:
-        searched = len(self.text)
-        self.text += new
-        found = [self.text.find(s, max(0, searched - len(s) + 1)) for s in self._stop]
-        cuts = [at for at in found if at >= 0]
-        if cuts:
-            self.text = self.text[: min(cuts)]
-        self._marks.append((len(self.text), kind))
-        return bool(cuts)
+        searched, tail = len(self._tail), self._tail + new
+        found = [tail.find(s, max(0, searched - len(s) + 1)) for s in self._stop]
+        cut = min((at for at in found if at >= 0), default=len(tail))
+        self._pieces.append((new, kind))
+        self._begins.append(self._length)
+        self._length += cut - searched
+        self._tail = tail[:cut][-self._longest :]
+        return cut < len(tail)
 
     def finish(self) -> bool:
         """No more tokens will come: what bytes are left become text, as the tokenizer has them."""
@@ -65,23 +79,23 @@ class TextStream:
         Example: with the stop string "END", a text that ends in "… EN" keeps back "EN" until the
         next token.
         """
-        begin, end = self._released, len(self.text)
+        begin, end = self._released, self._length
         if not final:
             end -= max(
-                (n for s in self._stop for n in range(1, len(s)) if self.text.endswith(s[:n])),
+                (n for s in self._stop for n in range(1, len(s)) if self._tail.endswith(s[:n])),
                 default=0,
             )
         self._released = max(begin, end)
         return self.stretches(begin, self._released)
 
     def stretches(self, begin: int = 0, end: int | None = None) -> list[tuple[str, str]]:
-        """text[begin:end] as (text, kind) stretches, neighbours of one kind joined."""
-        end = len(self.text) if end is None else end
+        """text[begin:end] as (text, kind) stretches, neighbours that were accepted joined."""
+        end = self._length if end is None else min(end, self._length)
         result: list[tuple[str, str]] = []
-        at = 0
-        for mark, kind in self._marks:
-            piece = self.text[max(at, begin) : min(mark, end)]
-            at = max(at, mark)
+        first = bisect_right(self._begins, begin) - 1  # the piece in which `begin` lies
+        for i in range(max(0, first), bisect_left(self._begins, end)):
+            at, (text, kind) = self._begins[i], self._pieces[i]
+            piece = text[max(0, begin - at) : end - at]
             if piece and result and result[-1][1] == kind == "accepted":
                 result[-1] = (result[-1][0] + piece, kind)
             elif piece:

@@ -384,7 +384,7 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "if self.text.finish():", "if False:",
      "requests::test_bytes_at_the_end_may_complete_a_stop_string"),
     ("what may become a stop string is shown", "text:TextStream.release",
-     "self.text.endswith(s[:n])", "False",
+     "self._tail.endswith(s[:n])", "False",
      "requests::test_a_partial_stop_string_is_held_back_until_it_is_none"),
     ("what is cut off counts as drafted", "messages:Cycle.num_drafted",
      "len(self.proposals) if self.is_whole else self.num_kept", "len(self.proposals)",

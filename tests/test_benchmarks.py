@@ -226,8 +226,21 @@ def test_a_short_soak_loses_nothing_and_leaks_nothing():
     assert document["rerun"] == [{"kept": 6, "sent_again": 6, "differ": 0}]
 
 
+@pytest.mark.slow
+def test_memory_is_flat_once_caches_are_full():
+    """Of 4 000 short requests of all kinds, the last 3 000 add little."""
+    arguments = ["--requests", "4000", "--max-tokens", "8", "--clients", "8", "--sample", "1"]
+    command = [sys.executable, "-m", "benchmarks.soak", *arguments, "--json"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    (memory,) = json.loads(result.stdout)["memory"]
+    assert memory["quarter_4"] - memory["quarter_1"] < 12.0, result.stderr
+
+
 SOUND = {
     "requests": [{"lost": 0, "wrong": 0}],
+    "throughput": [{"requests": 20_000}],
+    "memory": [{"quarter_1": 600.0, "quarter_2": 602.0, "quarter_3": 606.0, "quarter_4": 607.0}],
     "at_rest": [{"at_rest": "threads", "leaked": 0}],
     "latency": [{"answered": "GET /health", "p99_ms": 5.0}],
     "rerun": [{"kept": 9, "sent_again": 9, "differ": 0}],
@@ -240,6 +253,7 @@ SOUND = {
     [
         ("requests", {"lost": 2}, "2 lost"),
         ("at_rest", {"leaked": 3}, "3 threads leaked"),
+        ("memory", {"quarter_4": 607.2}, "memory grew by 5.2 > 5 MiB in the second half"),
         ("latency", {"p99_ms": 100.1}, "p99 of /health missed: 100.1 > 100 ms"),
         ("rerun", {"sent_again": 8}, "not all of the sample could be sent again"),
         ("server", {"exit_code": -9}, "exit code -9 after SIGTERM"),

@@ -4,11 +4,15 @@ faulty_server.py builds them in. A drafter's fault costs the speculation and nev
 target's fault costs the request that it belongs to, and nobody else's.
 """
 
+import gc
 import json
+import logging
 import signal
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import speculative_decoding as core
 from faulty_server import DRAFTER_FAULTS, FIRST_ID, PROPOSALS, TARGET_FAULTS
 from server import (
     COLOURS,
@@ -227,6 +231,30 @@ def test_a_long_prompt_that_fails_costs_its_neighbours_nothing(port, plain):
         for status, body in (future.result() for future in beside):
             assert status == 200 and body["token_ids"] == plain["token_ids"]
             assert body["warnings"] == []
+
+
+def test_a_failed_request_is_forgotten_at_once(demo_engine, monkeypatch):
+    """With the tensors of its forward: a traceback would hold them until garbage is collected."""
+    failed = []
+
+    def fail(s, *_):
+        failed.append(weakref.ref(s))
+        raise ValueError("this one fails")
+
+    app = core.create_app(demo_engine, core.Options())
+    client = app.test_client()
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # pytest keeps it all
+    gc.disable()
+    try:
+        with monkeypatch.context() as broken:
+            broken.setattr(demo_engine, "judge", fail)
+            for more in ({}, {"stream": True}):
+                assert b"this one fails" in client.post("/generate", json=FIELDS | more).data
+        assert client.post("/generate", json=FIELDS).status_code == 200  # the engine has gone on
+        assert failed and all(sequence() is None for sequence in failed)
+    finally:
+        gc.enable()
+        app.extensions["worker"].drain(60)
 
 
 # ------------------------------------------------------------------------------ of the engine

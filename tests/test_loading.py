@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from ctypes import CDLL, Structure, c_size_t
 from dataclasses import replace
+from random import Random
 from types import SimpleNamespace
 
 import families
@@ -325,6 +327,23 @@ def test_short_contexts_are_compared_too(folder):
     path = folder("llama")
     for length, most in ((2, 1), (2, 2), (3, 2), (9, 1), (40, 2)):
         assert load(path, max_model_len=length, max_running=most, bitwise=True)
+
+
+@pytest.mark.skipif(not hasattr(CDLL(None), "mallinfo2"), reason="asks glibc for what is in use")
+def test_words_that_nobody_has_sent_before_do_not_pile_up(demo_engine):
+    """Of 250 letters each; a thousand of them are kept."""
+
+    class Info(Structure):
+        _fields_ = [(name, c_size_t) for name in "arena o s h hblkhd u f uordblks free k".split()]
+
+    tokenizer, random, ask = demo_engine.target.tokenizer, Random(0), CDLL(None).mallinfo2
+    ask.restype, in_use = Info, []
+    for _ in range(2):
+        for _ in range(1500):
+            tokenizer("".join(random.choices("abcdefgh", k=250)))
+        info = ask()
+        in_use.append(info.uordblks + info.hblkhd)
+    assert in_use[1] - in_use[0] < 2 << 20  # 12 MiB if all are kept
 
 
 def test_special_tokens_are_left_out_of_the_texts():

@@ -31,6 +31,7 @@ from hypothesis.stateful import (
 from fastpath.forward import RaggedPlace
 from fastpath.sampling import truncated_softmax
 from serving.parsing import RequestError, parse_fields, parse_json
+from serving.text import TextStream
 
 settings.register_profile("claims", deadline=None, derandomize=True, database=None)
 settings.load_profile("claims")
@@ -206,6 +207,54 @@ def test_what_json_writes_is_read_back_but_for_numbers_that_it_does_not_have(bod
             parse_json(data)
     else:
         assert parse_json(data) == body or b"?" in data  # in the place of half a character
+
+
+# ---------------------------------------------------------------------- text, against plain strings
+
+WORDS = [bytes([i]) for i in b"abEND \x80\xa9\xc3\xf0\xff"] + [b"aab", b"END", b"", "é🙂".encode()]
+KINDS = st.sampled_from(["accepted", "recovered", "bonus"])
+
+
+class WordTokenizer:
+    """Tokens are indexes of WORDS, some of which are parts of a character."""
+
+    def decode(self, tokens, skip_special_tokens):
+        return b"".join(WORDS[i] for i in tokens).decode("utf-8", "replace")
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(range(len(WORDS))), KINDS, st.booleans()), max_size=40),
+    st.lists(
+        st.sampled_from(["a", "aab", "abaa", "END", "N", "\ufffda", "é🙂", "🙂é"]), max_size=3
+    ),
+)
+@settings(max_examples=400)
+def test_text_grows_as_a_plain_string_of_all_tokens_does(tokens, stops):
+    """Each character has its kind; a stop string cuts, and what may become one is not shown yet."""
+    tokenizer, growing = WordTokenizer(), TextStream(WordTokenizer(), stops)
+    known, shown, is_cut = [], [], False  # characters with their kinds
+    for count, (token, kind, is_end_of_cycle) in enumerate(tokens, 1):
+        whole = tokenizer.decode([token for token, _, _ in tokens[:count]], True)
+        if not whole.endswith("\ufffd"):
+            known += [(character, kind) for character in whole[len(known) :]]
+            cuts = [whole.index(stop) for stop in stops if stop in whole]
+            is_cut, known = bool(cuts), known[: min(cuts, default=None)]
+        assert growing.push(token, kind) == is_cut
+        text = growing.text
+        assert text == "".join(character for character, _ in known)
+        if is_cut or is_end_of_cycle:
+            shown += growing.release()
+            held = {stop[:n] for stop in stops for n in range(1, len(stop))}
+            may_be_shown = len(text) - max((len(h) for h in held if text.endswith(h)), default=0)
+            assert characters(shown) == known[: max(may_be_shown, len(characters(shown)))]
+        if is_cut:
+            break
+    shown += growing.release(final=True)
+    assert characters(shown) == characters(growing.stretches()) == known
+
+
+def characters(stretches):
+    return [(character, kind) for text, kind in stretches for character in text]
 
 
 # ---------------------------------------------------------------------------------- broken logits

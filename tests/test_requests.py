@@ -5,6 +5,7 @@ What is refused is in test_bad_inputs.py, seeds and the answer's shape in test_s
 
 import dataclasses
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -155,6 +156,41 @@ def test_pieces_know_where_their_text_came_from(tokenizer):
         growing.push(token, kind)
     assert growing.stretches() == [("a b", "accepted"), (" c", "recovered"), (" d", "bonus")]
     assert growing.stretches(2, 5) == [("b", "accepted"), (" c", "recovered")]
+
+
+class ByteTokenizer:
+    """Tokens are bytes; counts those that it decodes."""
+
+    num_decoded = 0
+
+    def decode(self, tokens, skip_special_tokens):
+        self.num_decoded += len(tokens)
+        return bytes(tokens).decode("utf-8", "replace")
+
+
+@pytest.mark.parametrize("byte", [b"x", b"\x80"], ids=["text", "bytes that are no character"])
+def test_a_token_costs_the_same_however_long_the_text_is(byte):
+    """Counted in lines that run in TextStream and in tokens that are decoded."""
+
+    def count(length):
+        tokenizer, num_lines = ByteTokenizer(), 0
+
+        def note(frame, event, _):
+            nonlocal num_lines
+            num_lines += event == "line"
+            return note if frame.f_globals["__name__"] == TextStream.__module__ else None
+
+        growing, pieces, before = TextStream(tokenizer, ("xy",)), [], sys.gettrace()
+        sys.settrace(note)
+        try:
+            for _ in range(length):
+                growing.push(*byte, "bonus")
+                pieces += growing.release()
+        finally:
+            sys.settrace(before)
+        return num_lines + tokenizer.num_decoded
+
+    assert count(1600) < 2.2 * count(800)
 
 
 @pytest.mark.parametrize("offset", range(0, 12, 2))
