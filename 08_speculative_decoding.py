@@ -613,7 +613,7 @@ def assemble_engine(options: Options) -> Engine:
     draft = load_model(options.draft_folder, options) if options.draft_folder else None
     context = Context(
         target, sample, draft, options.max_running, options.prompt_lookup_max,
-        options.prompt_lookup_min, options.fastpath, options.drafter_timeout,
+        options.prompt_lookup_min, options.fastpath, options.drafter_timeout, options.mmap,
     )  # fmt: skip
     loaded, default = drafters.load_all(options.drafter, context, not options.fixed_k)
     for model in (target, draft):  # only now, as the MTP head needs the target's own modules

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -190,3 +190,16 @@ class Cycle:
 def in_short(error: Exception) -> str:
     """What an error says, on one line and not beyond measure."""
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def own_weights(module: nn.Module) -> None:
+    """Copy the weights that lie in a mapped file into memory of our own, one by one.
+
+    Tied weights stay tied, as each parameter stays the same object.
+    """
+
+    def own(weight: Tensor) -> Tensor:
+        """The weight, or its copy: only what torch allocated can be resized."""
+        return weight if weight.untyped_storage().resizable() else weight.clone()
+
+    module._apply(own)  # the way of `to`

@@ -26,7 +26,7 @@ from transformers.modeling_layers import MtpModel
 from fastpath.attention import NAME as GROUPED
 from fastpath.decoder import speed_up_head
 from fastpath.forward import Runs, whole
-from messages import Draft, Sampling, Verdict
+from messages import Draft, Sampling, Verdict, own_weights
 
 from .base import Context, Drafter
 from .noise import Noise
@@ -88,6 +88,8 @@ class MtpHeadDrafter(Drafter):
                 f"the MTP head of {context.target.name} could not be loaded: {reason}"
             ) from error
         head.to(model.device).eval().set_attn_implementation(model.config._attn_implementation)
+        if not context.mmap:
+            own_weights(head)
         return cls(head, context)
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> _State:

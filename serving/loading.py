@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
-from messages import in_short
+from messages import in_short, own_weights
 
 from .options import Options
 from .rope import contexts, fix_rotations
@@ -75,6 +75,8 @@ def load_pretrained(name: str, options: Options) -> Loaded:
             output_loading_info=True,
         )
         model = model.to(device).eval()
+        if not options.mmap:  # transformers' disable_mmap holds the weights twice for a while
+            own_weights(model)
     except StartError:
         raise
     except Exception as error:  # a broken folder raises any of a dozen kinds
