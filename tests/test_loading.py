@@ -125,6 +125,22 @@ def test_a_config_that_fits_not_the_weights_or_the_cache_is_refused(folder, chan
         load(path)
 
 
+def test_an_expert_of_another_size_is_named(folder):
+    """transformers stacks the experts, and says what it could not stack in its log only."""
+    path, expert = folder("mixtral"), "model.layers.1.block_sparse_moe.experts.3.w1.weight"
+    edit_weights(path, lambda weights: weights.update({expert: weights[expert][:-1].clone()}))
+    message = r"layers\.1\.mlp\.experts\.gate_up_proj: .*\[96, 64\].* \[95, 64\]"
+    with pytest.raises(StartError, match=message):
+        load(path)
+
+
+def test_a_weight_of_an_mtp_head_that_has_another_size_is_named(float32_target):
+    norm = "mtp.norm.weight"
+    edit_weights(float32_target, lambda weights: weights.update({norm: weights[norm][:-1].clone()}))
+    with pytest.raises(ValueError, match=r"MTP head .*norm\.weight: \[191\] instead of \[192\]"):
+        load(float32_target, drafter="mtp")
+
+
 def test_tied_weights_are_not_missing_and_those_that_nobody_reads_are_told(folder, caplog):
     path = folder("gpt2")
     assert "lm_head.weight" not in load_file(path / "model.safetensors")
@@ -214,6 +230,35 @@ def test_answers_do_not_change_when_the_weights_files_do(float32_target):
         os.truncate(file, 0)
         assert answer() == expected and expected[0] == 200
         server.end_well()
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_an_index_names_files_of_its_own_folder_only(folder, tmp_path, pickled):
+    """A file of that name may be a link, as it is in the hub's cache."""
+    path, elsewhere = folder("llama"), tmp_path / "blob"
+    weights, options = load_file(path / "model.safetensors"), {"allow_pickle": pickled}
+    (path / "model.safetensors").unlink()
+    (path / "part").mkdir()
+    torch.save(weights, elsewhere) if pickled else save_file(weights, elsewhere, {"format": "pt"})
+    index = "pytorch_model.bin.index.json" if pickled else "model.safetensors.index.json"
+    own = ["x.bin", "part/x.bin"] if pickled else ["x.safetensors", "part/x.safetensors"]
+
+    def name(shard, **changes):
+        content = {"metadata": {}, "weight_map": dict.fromkeys(weights, str(shard))} | changes
+        (path / index).write_text(json.dumps(content))
+
+    for shard in own:
+        (path / shard).symlink_to(elsewhere)
+        name(shard)
+        assert load(path, **options)
+    for shard in (elsewhere, "../blob", "part/../../blob"):
+        name(shard)
+        with pytest.raises(StartError, match=f"{index} of .*llama names .*, which is outside its"):
+            load(path, **options)
+    for changes in ({"metadata": None}, {"weight_map": ["x"]}, {"weight_map": {"x": 1}}):
+        name("x", **changes)
+        with pytest.raises(StartError, match=f"{index} of .*llama needs a weight_map and metadata"):
+            load(path, **options)
 
 
 # ----------------------------------------------------------------------------------- windows
