@@ -8,6 +8,7 @@ import copy
 import io
 import json
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -369,6 +370,28 @@ def test_a_context_may_be_left_out_or_be_huge(sharded, positions, length):
     assert loading.load_pretrained(str(sharded), core.Options()).length == length
 
 
+SHORTAGES = [
+    MemoryError(),
+    RuntimeError("can't start new thread"),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to"),
+]
+
+
+@pytest.mark.parametrize("error", SHORTAGES, ids=repr)
+def test_too_little_memory_is_one_line_and_a_fault_is_not(monkeypatch, capsys, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(core.http, "serve", fail)
+    assert core.main(["--port", "5000"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: too little memory, or too few threads: ")
+    assert said.count("\n") == 1
+    error = RuntimeError("a fault of the program")
+    with pytest.raises(RuntimeError, match="a fault"):
+        core.main(["--port", "5000"])
+
+
 def test_colours_are_used_where_wanted():
     pieces = [("a b", "accepted"), (" c", "recovered"), (" d", "bonus")]
     assert terminal.mark(pieces, colour=False) == "[a b]< c>{ d}"
@@ -392,6 +415,15 @@ def test_ctrl_c_is_no_traceback():
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and said == "interrupted\n"
+
+
+def test_too_little_memory_for_torch_is_one_line_and_exit_2():
+    size = 300 << 20
+    limit = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_AS, (size, size))}
+    with started("--prompt", "x", **limit) as process:
+        out, said = process.communicate(timeout=60)
+    assert process.returncode == 2 and out == "" and said.count("\n") == 1
+    assert said.startswith("error: too little memory, or too few threads: ")
 
 
 def test_a_reader_that_leaves_is_no_error():
