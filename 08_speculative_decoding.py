@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
+import serving.shortage  # isort: skip  # noqa: F401  (first: torch may find too little memory)
 import torch
 from flask import Flask, Response
 from torch import Tensor
@@ -613,7 +614,7 @@ def assemble_engine(options: Options) -> Engine:
     draft = load_model(options.draft_folder, options) if options.draft_folder else None
     context = Context(
         target, sample, draft, options.max_running, options.prompt_lookup_max,
-        options.prompt_lookup_min, options.fastpath, options.drafter_timeout,
+        options.prompt_lookup_min, options.fastpath, options.drafter_timeout, options.mmap,
     )  # fmt: skip
     loaded, default = drafters.load_all(options.drafter, context, not options.fixed_k)
     for model in (target, draft):  # only now, as the MTP head needs the target's own modules
@@ -621,8 +622,7 @@ def assemble_engine(options: Options) -> Engine:
             with refusal(model, is_fast=True):
                 speed_up(model)
     controller = None if options.fixed_k else Controller.of(target, loaded)
-    given = options.prefill_chunk, controller, draft, options.strict
-    return Engine(target, loaded, default, *given)
+    return Engine(target, loaded, default, options.prefill_chunk, controller, draft, options.strict)
 
 
 def prepare(engine: Engine, options: Options) -> None:

@@ -27,6 +27,7 @@ from serving import trace
 from serving.loading import StartError
 from serving.options import ROOT, Options
 from serving.parsing import RequestError
+from serving.shortage import is_shortage, told
 
 _COLOURS = {"accepted": "\033[32m", "recovered": "\033[33m", "bonus": "\033[36m"}
 _BRACKETS = {"accepted": "[]", "recovered": "<>", "bonus": "{}"}
@@ -72,6 +73,10 @@ def exit_status(act: Callable[[], int]) -> int:
     except (StartError, RequestError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except (MemoryError, RuntimeError) as error:
+        if not is_shortage(error):
+            raise
+        return told(error)
 
 
 # ------------------------------------------------------------------------------ one prompt

@@ -42,6 +42,7 @@ class Context:
     prompt_lookup_min: int = 1
     fast: bool = True  # models of one's own may go through fastpath/
     timeout_s: float = 10.0  # of a call to a drafter that comes from a file
+    mmap: bool = False  # whether weights may stay in mapped files
 
 
 class Drafter(ABC):

@@ -26,7 +26,7 @@ from transformers.modeling_layers import MtpModel
 from fastpath.attention import NAME as GROUPED
 from fastpath.decoder import speed_up_head
 from fastpath.forward import Runs, whole
-from messages import Draft, Sampling, Verdict
+from messages import Draft, Sampling, Verdict, own_weights, why_not_loaded
 
 from .base import Context, Drafter
 from .noise import Noise
@@ -83,11 +83,11 @@ class MtpHeadDrafter(Drafter):
         try:
             head = MtpModel.from_pretrained(model)
         except Exception as error:  # a family that registers no MTP weights fails in its own way
-            reason = " ".join(str(error).split())[:200]
-            raise ValueError(
-                f"the MTP head of {context.target.name} could not be loaded: {reason}"
-            ) from error
+            name, reason = context.target.name, why_not_loaded(error)
+            raise ValueError(f"the MTP head of {name} could not be loaded: {reason}") from error
         head.to(model.device).eval().set_attn_implementation(model.config._attn_implementation)
+        if not context.mmap:
+            own_weights(head)
         return cls(head, context)
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> _State:

@@ -1,17 +1,21 @@
 """Models and tokenizers from folders or the Hugging Face hub, or one clear line why not."""
 
+import json
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.utils import cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
 
-from messages import in_short
+from messages import in_short, own_weights, why_not_loaded
 
 from .options import Options
 from .rope import contexts, fix_rotations
@@ -30,12 +34,24 @@ class StartError(ValueError):
 
 def _reason(error: Exception, options: Options) -> str:
     """Why a model could not be loaded; what is refused for safety's sake is said to be."""
-    reason = in_short(error)
+    reason = why_not_loaded(error)
     if "trust_remote_code" in str(error) and not options.trust_remote_code:
         return "it brings code of its own, which is run with --trust-remote-code only"
-    if "safetensors" in reason and not options.allow_pickle:
+    if "file named model.safetensors" in reason and not options.allow_pickle:
         reason += " (other files can run code, and are loaded with --allow-pickle only)"
     return reason
+
+
+@contextmanager
+def _told(name: str, part: str, options: Options) -> Iterator[None]:
+    """Turn whatever a part of a model fails with into a StartError."""
+    try:
+        yield
+    except StartError:
+        raise
+    except Exception as error:  # a broken folder raises any of a dozen kinds
+        kind = "" if Path(name).exists() else " (no such folder; tried as a hub id)"
+        raise StartError(f"cannot load {name}{kind}: {part}{_reason(error, options)}") from error
 
 
 @dataclass(frozen=True)
@@ -64,28 +80,67 @@ def load_pretrained(name: str, options: Options) -> Loaded:
     is_hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
     if not Path(name).exists() and not is_hub_id:
         raise StartError(f"model folder {name} not found")
-    try:
+    trusted = {"trust_remote_code": options.trust_remote_code}
+    with _told(name, "", options):
         # First: a wrong id fails here, after one small file.
-        AutoConfig.from_pretrained(name, trust_remote_code=options.trust_remote_code)
-        check_generation_config(name)
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=options.trust_remote_code)
-        model, report = AutoModelForCausalLM.from_pretrained(
-            name,
-            dtype=dtype,
-            trust_remote_code=options.trust_remote_code,
-            use_safetensors=None if options.allow_pickle else True,  # None: what there is
-            ignore_mismatched_sizes=True,  # the report has them, and check_weights reads it
-            output_loading_info=True,
-        )
+        config = AutoConfig.from_pretrained(name, **trusted)
+    check_generation_config(name)
+    with _told(name, "its tokenizer: ", options):
+        tokenizer = AutoTokenizer.from_pretrained(name, **trusted)
+    with _told(name, "", options):
+        check_indexes(name, config, options)
+        try:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                name,
+                dtype=dtype,
+                use_safetensors=None if options.allow_pickle else True,  # None: what there is
+                ignore_mismatched_sizes=True,  # the report has them, and check_weights reads it
+                output_loading_info=True,
+                **trusted,
+            )
+        except (SafetensorError, OSError):
+            check_files(name)  # the error itself does not say which file
+            raise
         model = model.to(device).eval()
-    except StartError:
-        raise
-    except Exception as error:  # a broken folder raises any of a dozen kinds
-        kind = "" if Path(name).exists() else " (no such folder; tried as a hub id)"
-        raise StartError(f"cannot load {name}{kind}: {_reason(error, options)}") from error
+        if not options.mmap:  # transformers' disable_mmap holds the weights twice for a while
+            own_weights(model)
     check_weights(name, report)
     keep_few_words(tokenizer)
     return _fit(model, tokenizer, name, options)
+
+
+def check_indexes(name: str, config: Any, options: Options) -> None:
+    """Raises StartError if an index of shards names a file outside the model's folder.
+
+    transformers would open that file. A name inside may be a link, as it is in the hub's cache.
+    """
+    pickled = WEIGHTS_INDEX_NAME if options.allow_pickle else None
+    for index in (SAFE_WEIGHTS_INDEX_NAME, pickled, getattr(config, "transformers_weights", None)):
+        if not str(index).endswith(".json"):
+            continue
+        file = cached_file(name, index, _raise_exceptions_for_missing_entries=False)
+        if file is None:
+            continue
+        try:
+            content = json.loads(Path(file).read_text("utf-8"))
+            content["metadata"].items()  # transformers asks for it
+            shards = [Path(shard) for shard in content["weight_map"].values()]
+        except Exception as error:
+            reason = f"needs a weight_map and metadata ({type(error).__name__}: {in_short(error)})"
+            raise StartError(f"{index} of {name} {reason}") from error
+        for shard in shards:
+            if shard.is_absolute() or ".." in shard.parts:
+                raise StartError(f"{index} of {name} names {shard}, which is outside its folder")
+
+
+def check_files(name: str) -> None:
+    """Raises StartError if one of the model's safetensors files cannot be opened."""
+    for file in sorted(Path(cached_file(name, "config.json")).parent.glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except Exception as error:
+            raise StartError(f"cannot read {file.name} of {name}: {in_short(error)}") from error
 
 
 def check_weights(name: str, report: dict[str, Any]) -> None:
@@ -166,7 +221,10 @@ def _fit(model: Any, tokenizer: Any, name: str, options: Options) -> Loaded:
         raise StartError(f"{title} uses ALiBi, which is not supported")
     if "position_ids" not in signature(model.forward).parameters:
         raise StartError(f"{title} counts positions itself, so texts cannot share its forwards")
-    longest = getattr(config, "max_position_embeddings", None) or LONGEST_DEFAULT
+    longest = getattr(config, "max_position_embeddings", None)
+    longest = LONGEST_DEFAULT if longest is None else longest
+    if type(longest) is not int or longest < 2:
+        raise StartError(f"{title}: max_position_embeddings must be 2 or more, not {longest!r:.50}")
     shortest, longest = contexts(model, longest)
     length = options.max_model_len or min(shortest, LONGEST_DEFAULT)
     if not 2 <= length <= longest:

@@ -51,6 +51,7 @@ class Options:
     log_prompts: bool = False
     trust_remote_code: bool = False
     allow_pickle: bool = False
+    mmap: bool = False
     max_model_len: int | None = None  # the model's context, at most LONGEST_DEFAULT
     fastpath: bool = True
     bitwise: bool = True
@@ -153,6 +154,11 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "allow_pickle": {
         "action": "store_true",
         "help": "load weights that are not safetensors; such files can run code",
+    },
+    "mmap": {
+        "action": "store_true",
+        "help": "map the files of the weights and do not read them into memory: saves memory, and "
+        "trusts that nobody changes these files while the server runs",
     },
     "max_model_len": {"type": _COUNT, "help": "context length"},
     "fastpath": {"action": _SWITCH, "help": "packed and fused layers where they fit"},

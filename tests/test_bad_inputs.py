@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from conftest import ROOT, TEMPLATE

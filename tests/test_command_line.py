@@ -8,6 +8,8 @@ import copy
 import io
 import json
 import re
+import resource
+import shutil
 import signal
 import socket
 import statistics
@@ -17,9 +19,13 @@ import sys
 import pytest
 import speculative_decoding as core
 from conftest import ROOT
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from server import SCRIPT, serving
+from transformers import AutoModelForCausalLM
 
 import demo as terminal
+from serving import loading
 
 load_engine = core.load_engine
 SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01")
@@ -289,13 +295,114 @@ def test_a_prompt_that_cannot_be_is_one_line_and_exit_2(main, arguments, message
     assert err.startswith("error: ") and err.count("\n") == 1
 
 
-def test_a_corrupt_model_is_one_line(tiny_folder, tmp_path, capsys):
-    for file in tiny_folder("llama").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    assert core.main(["--prompt", "x", "--model", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+def configured(**changes):
+    """An edit of config.json; ... removes a field."""
+
+    def edit(folder):
+        config = json.loads((folder / "config.json").read_text()) | changes
+        config = {name: value for name, value in config.items() if value is not ...}
+        (folder / "config.json").write_text(json.dumps(config))
+
+    return edit
+
+
+def written(name, content):
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def cut(folder):
+    (folder / SHARD).write_bytes((folder / SHARD).read_bytes()[:-100])
+
+
+def without_tokenizer(folder):
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+def resized(weight):
+    """An edit that makes a weight one row shorter."""
+
+    def edit(folder):
+        (file,) = (f for f in folder.glob("*.safetensors") if weight in safe_open(f, "pt").keys())
+        weights = {name: tensor.clone() for name, tensor in load_file(file).items()}
+        weights[weight] = weights[weight][:-1].clone()
+        save_file(weights, file, {"format": "pt"})
+
+    return edit
+
+
+SHARD = "model-00002-of-00003.safetensors"
+POSITIONS = "max_position_embeddings must be 2 or more, not "
+DAMAGED = [  # what happens to a model's folder, and what is said
+    (cut, f"cannot read {SHARD} of "),
+    (written(SHARD, b""), f"cannot read {SHARD} of "),
+    (written(SHARD, b"\xff" * 999), f"cannot read {SHARD} of "),
+    (lambda folder: (folder / SHARD).unlink(), f"No such file or directory: .*{SHARD}$"),
+    (resized("model.norm.weight"), r"model.norm.weight: \[31\] instead of \[32\]"),
+    (configured(intermediate_size=80), r"down_proj.weight: \[32, 64\] instead of "),
+    (configured(hidden_size=1 << 46), "can't allocate memory"),
+    (configured(max_position_embeddings=1), POSITIONS + "1"),
+    (configured(max_position_embeddings=0), POSITIONS + "0"),
+    (configured(max_position_embeddings=-5), POSITIONS + "-5"),
+    (configured(max_position_embeddings="256"), "expected int, got str .value: '256'"),
+    (written("config.json", b"{"), "config.json' is not a valid JSON"),
+    (written("config.json", b""), "config.json' is not a valid JSON"),
+    (written("config.json", bytes(range(256))), "config.json' is not a valid JSON"),
+    (written("config.json", b"[1]"), "model_type. key in its config.json"),
+    (written("config.json", b"null"), "cannot load "),
+    (lambda folder: (folder / "config.json").unlink(), "in its config.json"),
+    (without_tokenizer, "cannot load .*: its tokenizer: "),
+    (written("tokenizer.json", b"{"), "cannot load .*: its tokenizer: "),
+    (written("tokenizer.json", bytes(range(256))), "cannot load .*: its tokenizer: "),
+    (written("model.safetensors.index.json", b"{"), "needs a weight_map and metadata"),
+]
+
+
+@pytest.fixture
+def sharded(tiny_folder, tmp_path, capsys):
+    """A model in three files, in a folder of its own."""
+    source, path = tiny_folder("llama"), tmp_path / "model"
+    shutil.copytree(source, path, ignore=lambda *_: ["model.safetensors"])
+    AutoModelForCausalLM.from_pretrained(source).save_pretrained(path, max_shard_size="300KB")
+    capsys.readouterr()  # what saving said
+    return path
+
+
+@pytest.mark.parametrize(("edit", "message"), DAMAGED)
+def test_a_damaged_model_is_one_line(sharded, capsys, edit, message):
+    edit(sharded)
+    assert core.main(["--prompt", "x", "--model", str(sharded)]) == 2
+    said = capsys.readouterr().err
+    assert re.search(message, said[:-1]) and str(sharded) in said
+    assert said.startswith("error: ") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(("positions", "length"), [(..., 2048), (10**30, loading.LONGEST_DEFAULT)])
+def test_a_context_may_be_left_out_or_be_huge(sharded, positions, length):
+    configured(max_position_embeddings=positions)(sharded)
+    assert loading.load_pretrained(str(sharded), core.Options()).length == length
+
+
+SHORTAGES = [
+    MemoryError(),
+    RuntimeError("can't start new thread"),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to"),
+]
+
+
+@pytest.mark.parametrize("error", SHORTAGES, ids=repr)
+def test_too_little_memory_is_one_line_and_a_fault_is_not(monkeypatch, capsys, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(core.http, "serve", fail)
+    assert core.main(["--port", "5000"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: too little memory, or too few threads: ")
+    assert said.count("\n") == 1
+    error = RuntimeError("a fault of the program")
+    with pytest.raises(RuntimeError, match="a fault"):
+        core.main(["--port", "5000"])
 
 
 def test_colours_are_used_where_wanted():
@@ -321,6 +428,15 @@ def test_ctrl_c_is_no_traceback():
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and said == "interrupted\n"
+
+
+def test_too_little_memory_for_torch_is_one_line_and_exit_2():
+    size = 300 << 20
+    limit = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_AS, (size, size))}
+    with started("--prompt", "x", **limit) as process:
+        out, said = process.communicate(timeout=60)
+    assert process.returncode == 2 and out == "" and said.count("\n") == 1
+    assert said.startswith("error: too little memory, or too few threads: ")
 
 
 def test_a_reader_that_leaves_is_no_error():

@@ -1,9 +1,11 @@
 """A stranger's model is either right or refused, with one sentence that says why."""
 
 import json
+import os
 import shutil
 from ctypes import CDLL, Structure, c_size_t
 from dataclasses import replace
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ import speculative_decoding as core
 import torch
 from conftest import ROOT
 from safetensors.torch import load_file, save_file
+from server import generate, serving
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import chunked_causal_mask_function, sliding_window_overlay
 
@@ -124,6 +127,22 @@ def test_a_config_that_fits_not_the_weights_or_the_cache_is_refused(folder, chan
         load(path)
 
 
+def test_an_expert_of_another_size_is_named(folder):
+    """transformers stacks the experts, and says what it could not stack in its log only."""
+    path, expert = folder("mixtral"), "model.layers.1.block_sparse_moe.experts.3.w1.weight"
+    edit_weights(path, lambda weights: weights.update({expert: weights[expert][:-1].clone()}))
+    message = r"layers\.1\.mlp\.experts\.gate_up_proj: .*\[96, 64\].* \[95, 64\]"
+    with pytest.raises(StartError, match=message):
+        load(path)
+
+
+def test_a_weight_of_an_mtp_head_that_has_another_size_is_named(float32_target):
+    norm = "mtp.norm.weight"
+    edit_weights(float32_target, lambda weights: weights.update({norm: weights[norm][:-1].clone()}))
+    with pytest.raises(ValueError, match=r"MTP head .*norm\.weight: \[191\] instead of \[192\]"):
+        load(float32_target, drafter="mtp")
+
+
 def test_tied_weights_are_not_missing_and_those_that_nobody_reads_are_told(folder, caplog):
     path = folder("gpt2")
     assert "lm_head.weight" not in load_file(path / "model.safetensors")
@@ -142,6 +161,106 @@ def test_a_generation_config_may_be_missing_and_must_be_readable(folder):
             load(path)
     (path / "generation_config.json").unlink()
     assert load(path).eos_ids
+
+
+# ------------------------------------------------------------------------------------- files
+
+
+@pytest.fixture
+def float32_target(tmp_path):
+    """The embedded target with weights that need no conversion, and may stay where they are."""
+    path = tmp_path / "float32"
+    shutil.copytree(core.Options().model, path)
+    weights = load_file(path / "model.safetensors")
+    save_file(
+        {name: weight.float() for name, weight in weights.items()}, path / "model.safetensors"
+    )
+    return path
+
+
+def is_mapped(folder):
+    return f"{folder}/" in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("fastpath", [True, False])
+def test_no_weights_lie_in_a_mapped_file_unless_that_was_asked_for(float32_target, fastpath):
+    """Those of the target, and those of its MTP head; an engine that is kept keeps its files."""
+    for mmap in (False, True):
+        engine = load(float32_target, drafter="mtp", fastpath=fastpath, mmap=mmap)
+        assert engine.default_drafter == "mtp" and is_mapped(float32_target) == mmap
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "pickled"),
+    [
+        ("gpt2", "float32", False),  # its embeddings are tied
+        ("gpt2", "float32", True),
+        ("apertus", "float32", False),  # has buffers among its weights
+        ("llama", "bfloat16", False),
+    ],
+)
+def test_weights_of_any_kind_are_read_into_memory(folder, name, dtype, pickled):
+    path = folder(name, dtype=dtype)
+    weights = load_file(path / "model.safetensors")
+    weights = {key: weight.to(getattr(torch, dtype), copy=True) for key, weight in weights.items()}
+    if pickled:
+        (path / "model.safetensors").unlink()
+        torch.save(weights, path / "pytorch_model.bin")
+    else:
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    options = core.Options(str(path), dtype=dtype, allow_pickle=pickled)
+    model = loading.load_pretrained(str(path), options).model
+    assert not is_mapped(path) and model.dtype == getattr(torch, dtype)
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    assert (embedding is head) == (name == "gpt2")
+    kept = loading.load_pretrained(str(path), replace(options, mmap=True))
+    assert kept and is_mapped(path)
+
+
+def test_answers_do_not_change_when_the_weights_files_do(float32_target):
+    fields = {"prompt": "1, 2, 3, 4,", "max_tokens": 12, "drafter": "mtp"}
+    with serving("--model", str(float32_target), "--no-bitwise", "--fixed-k") as server:
+
+        def answer():
+            status, body = generate(server.port, **fields)
+            return status, body["text"], body["metrics"]
+
+        expected, file = answer(), float32_target / "model.safetensors"
+        with file.open("r+b") as weights:
+            weights.write(bytes(file.stat().st_size))
+        assert answer() == expected
+        os.truncate(file, 0)
+        assert answer() == expected and expected[0] == 200
+        server.end_well()
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_an_index_names_files_of_its_own_folder_only(folder, tmp_path, pickled):
+    """A file of that name may be a link, as it is in the hub's cache."""
+    path, elsewhere = folder("llama"), tmp_path / "blob"
+    weights, options = load_file(path / "model.safetensors"), {"allow_pickle": pickled}
+    (path / "model.safetensors").unlink()
+    (path / "part").mkdir()
+    torch.save(weights, elsewhere) if pickled else save_file(weights, elsewhere, {"format": "pt"})
+    index = "pytorch_model.bin.index.json" if pickled else "model.safetensors.index.json"
+    own = ["x.bin", "part/x.bin"] if pickled else ["x.safetensors", "part/x.safetensors"]
+
+    def name(shard, **changes):
+        content = {"metadata": {}, "weight_map": dict.fromkeys(weights, str(shard))} | changes
+        (path / index).write_text(json.dumps(content))
+
+    for shard in own:
+        (path / shard).symlink_to(elsewhere)
+        name(shard)
+        assert load(path, **options)
+    for shard in (elsewhere, "../blob", "part/../../blob"):
+        name(shard)
+        with pytest.raises(StartError, match=f"{index} of .*llama names .*, which is outside its"):
+            load(path, **options)
+    for changes in ({"metadata": None}, {"weight_map": ["x"]}, {"weight_map": {"x": 1}}):
+        name("x", **changes)
+        with pytest.raises(StartError, match=f"{index} of .*llama needs a weight_map and metadata"):
+            load(path, **options)
 
 
 # ----------------------------------------------------------------------------------- windows

@@ -1,0 +1,39 @@
+"""Too little memory, or too few threads, is one line and exit 2, not a traceback.
+
+Importing torch may take more memory than there is. So the core imports this file before torch, and
+this file imports next to nothing.
+"""
+
+import sys
+from types import TracebackType
+
+_SIGNS = (
+    "allocate memory",
+    "bad_alloc",
+    "can't start new thread",
+    "failed to map segment",  # of a library
+    "out of memory",
+)
+
+
+def is_shortage(error: BaseException) -> bool:
+    """Whether there was too little memory or no thread left, and no fault of the program."""
+    kinds = MemoryError, SystemError  # the latter where Python had no memory to raise the former
+    return isinstance(error, kinds) or any(sign in str(error) for sign in _SIGNS)
+
+
+def told(error: BaseException) -> int:
+    """Print the last line of what the error says. Returns the exit status."""
+    reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+    print(f"error: too little memory, or too few threads: {reason[:300]}", file=sys.stderr)
+    return 2
+
+
+def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """What ends the process, mostly an import that failed."""
+    if is_shortage(error):
+        raise SystemExit(told(error))
+    sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = _hook
