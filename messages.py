@@ -3,14 +3,13 @@
 Request ──→ engine ──→ drafter: Draft ──→ verify: Judgement ──→ drafter: Verdict
 """
 
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -191,30 +190,3 @@ class Cycle:
 def in_short(error: Exception) -> str:
     """What an error says, on one line and not beyond measure."""
     return " ".join(str(error).split())[:300] or type(error).__name__
-
-
-def why_not_loaded(error: Exception) -> str:
-    """What an error of transformers' says, with the weight that it names in its (silent) log only.
-
-    Example: "lm_head.weight: [95, 64] instead of [96, 64]".
-    """
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    report = frame.f_locals.get("loading_info")
-    for weight, lines in sorted(getattr(report, "conversion_errors", {}).items()):
-        return f"{weight}: {lines.splitlines()[-2:][0][:300]}"
-    for weight, found, wanted in sorted(getattr(report, "mismatched_keys", ())):
-        return f"{weight}: {list(found)} instead of {list(wanted)}"
-    return in_short(error)
-
-
-def own_weights(module: nn.Module) -> None:
-    """Copy the weights that lie in a mapped file into memory of our own, one by one.
-
-    Tied weights stay tied, as each parameter stays the same object.
-    """
-
-    def own(weight: Tensor) -> Tensor:
-        """The weight, or its copy: only what torch allocated can be resized."""
-        return weight if weight.untyped_storage().resizable() else weight.clone()
-
-    module._apply(own)  # the way of `to`

@@ -26,10 +26,11 @@ from transformers.modeling_layers import MtpModel
 from fastpath.attention import NAME as GROUPED
 from fastpath.decoder import speed_up_head
 from fastpath.forward import Runs, whole
-from messages import Draft, Sampling, Verdict, own_weights, why_not_loaded
+from messages import Draft, Sampling, Verdict
 
 from .base import Context, Drafter
 from .noise import Noise
+from .weights import own_weights, why_not_loaded
 
 
 @dataclass(slots=True)

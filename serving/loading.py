@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
 
-from messages import in_short, own_weights, why_not_loaded
+from drafters.weights import own_weights, why_not_loaded
+from messages import in_short
 
 from .options import Options
 from .rope import contexts, fix_rotations
