@@ -84,7 +84,7 @@ def _events(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> Iterator[s
             if i > 1 and event is not WAITING:
                 continue
             if event is WAITING:
-                yield ": ping\n\n"  # a client that has left is noticed by writing to it
+                yield ": ping\n\n"  # a proxy might take silence for an end
                 continue
             text = {"text": "".join(text for text, _ in event["pieces"])}
             if job is not jobs[0]:

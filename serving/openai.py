@@ -301,7 +301,7 @@ def _chunks(
     for job in jobs:
         for event in job:
             if event is WAITING or job is not jobs[0]:
-                yield ": ping\n\n"  # a client that has left is noticed by writing to it
+                yield ": ping\n\n"  # a proxy might take silence for an end
                 continue
             text = "".join(text for text, _ in event["pieces"])
             if text or "logprobs" in event:
