@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-PLAIN = "none"  # the name under which requests without a drafter are counted
+from drafters.panel import PLAIN
 
 FORMULAS = {
     "num_draft_tokens": "drafted tokens, less those after an end of text or a stop string",

@@ -10,7 +10,7 @@ from messages import Draft, Sampling, Verdict
 
 from .base import Context, Drafter
 from .noise import Noise
-from .panel import AUTO, first_choice
+from .panel import AUTO, PLAIN, first_choice
 from .timed import TimedDrafter
 
 __all__ = [
@@ -40,7 +40,7 @@ def load(name: str, context: Context) -> Drafter:
         module, attribute = _REGISTRY[name]
         drafter_class = getattr(importlib.import_module(module), attribute)
     else:
-        choices = ", ".join([*NAMES, "auto"])
+        choices = ", ".join([*NAMES, AUTO, PLAIN])
         raise ValueError(f"unknown drafter {name!r}: choose {choices} or file.py:Class")
     try:
         drafter = drafter_class.build(context)
@@ -58,11 +58,12 @@ def load_all(
 ) -> tuple[dict[str, Drafter], str]:
     """Every drafter that fits, by name, and the default's name.
 
-    `wanted` is the one that the command line names. If it names none, the default is auto, where
-    there is a choice and `may_choose` allows it. Raises ValueError if one asked for does not fit.
+    `wanted` is what the command line says: a drafter, auto, "none" (plain decoding), or nothing.
+    Then the default is auto, where there is a choice and `may_choose` allows it. Raises ValueError
+    if one asked for does not fit.
     """
     loaded: dict[str, Drafter] = {}
-    own = wanted if wanted != AUTO else None
+    own = wanted if wanted not in (AUTO, PLAIN) else None
     default, asked = None, {own, "ngram", "draft_model" if context.draft else None}
     for name in dict.fromkeys([own, *NAMES] if own else NAMES):
         try:
@@ -71,11 +72,13 @@ def load_all(
             if name in asked:
                 raise
             continue  # this target has no MTP head, say
-        if drafter.name in (*loaded, AUTO, "none"):
+        if drafter.name in (*loaded, AUTO, PLAIN):
             raise ValueError(f"{name}: the name {drafter.name!r} is taken, give it another")
         loaded[drafter.name] = drafter
         if name == own:
             default = drafter.name
+    if wanted == PLAIN:
+        return loaded, PLAIN
     can_choose = wanted is None and len(loaded) > 1 and may_choose
     is_auto = wanted == AUTO or can_choose
     return loaded, AUTO if is_auto else default or first_choice(loaded)

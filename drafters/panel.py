@@ -20,6 +20,7 @@ from .base import Drafter
 from .noise import Noise
 
 AUTO = "auto"  # the name under which a request asks for all drafters
+PLAIN = "none"  # and for none of them
 LOG = logging.getLogger("serving.drafters")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from drafters import NAMES
+from drafters.panel import PLAIN
 from messages import Request, Sampling
 
 from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, RequestError, check_fields
@@ -107,7 +108,7 @@ _MODEL = {"metavar": "DIR_OR_HUB_ID"}
 _FLAGS: dict[str, dict[str, Any]] = {
     "model": _MODEL | {"help": "the target"},
     "draft_model": _MODEL | {"help": "for the drafter draft_model"},
-    "drafter": {"help": f"{', '.join(NAMES)}, auto or file.py:Class"},
+    "drafter": {"help": f"{', '.join(NAMES)}, auto, none or file.py:Class"},
     "num_speculative_tokens": {"type": between(1, MAX_SPECULATIVE_TOKENS), "help": "K"},
     "fixed_k": {"action": "store_true", "help": "always draft K, whether it pays or not"},
     "strict": {"action": "store_true", "help": "a drafter's fault fails the request"},
@@ -184,6 +185,8 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
 
 def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Refuse flags that do not go together, and defaults that no request could have."""
+    if given.demo and given.drafter == PLAIN:
+        parser.error("--demo compares drafters: --drafter none does not go with it")
     if given.json and not given.demo:
         parser.error("--json goes with --demo")
     if given.explain and given.prompt is None:

@@ -14,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from drafters.panel import PLAIN
 from messages import Request, Sampling, in_short
 
 if TYPE_CHECKING:
@@ -163,9 +164,14 @@ def model_id(model: str) -> str:
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
+def _shown(value: Any) -> str:
+    """A wrong value in a message. (A dictionary's repr would sort all of its keys.)"""
+    return reprlib.repr(value) if isinstance(value, str) else f"of type {type(value).__name__}"
+
+
 def unknown_model(wanted: Any, model: str) -> RequestError:
     """What a request for another model is answered with."""
-    message = f"unknown model {reprlib.repr(wanted)}; this server has {model_id(model)}"
+    message = f"unknown model {_shown(wanted)}; this server has {model_id(model)}"
     return RequestError(message, param="model", status=404, code="model_not_found")
 
 
@@ -179,9 +185,9 @@ def parse_fields(
 ) -> tuple[dict[str, Any], list[str]]:
     """Checked fields of a generate request, `defaults` filled in, and warnings about unknown ones.
 
-    `prompt` comes back as token ids, `stop` as a tuple, `drafter` as a name or None (`speculative`
-    decides), `logprobs` as a number or None, and `seed` as a number, by chance if none was given.
-    A null counts as absent. Raises RequestError, naming the field.
+    `prompt` comes back as token ids, `stop` as a tuple, `drafter` as a name or None (for "none",
+    and without `speculative`), `logprobs` as a number or None, and `seed` as a number, by chance if
+    none was given. A null counts as absent. Raises RequestError, naming the field.
     """
     given = check_fields(body)
     if given.get("model", model) not in (model, model_id(model), PurePath(model).name):
@@ -199,14 +205,13 @@ def parse_fields(
     stop = given.get("stop", ())
     fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     if "drafter" in given:
-        if not isinstance(given["drafter"], str) or given["drafter"] not in drafters:
-            choices = ", ".join(sorted(drafters)) or "none is loaded"
+        if not isinstance(given["drafter"], str) or given["drafter"] not in (*drafters, PLAIN):
+            choices = ", ".join(sorted([*drafters, PLAIN]))
             raise RequestError(
-                f"unknown drafter {reprlib.repr(given['drafter'])}; choose: {choices}",
-                param="drafter",
+                f"unknown drafter {_shown(given['drafter'])}; choose: {choices}", param="drafter"
             )
         fields["drafter"] = given["drafter"]
-    if not fields.pop("speculative", True):
+    if not fields.pop("speculative", True) or fields["drafter"] == PLAIN:
         fields["drafter"] = None
     if fields.get("seed") is None:
         fields["seed"] = secrets.randbits(32)  # few enough bits for every JSON parser

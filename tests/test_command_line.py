@@ -226,6 +226,14 @@ def test_the_embedded_target_is_recognised_however_it_is_spelt(monkeypatch):
     assert set(engine.panel.choices) == {"ngram", "draft_model", "mtp", "auto"}
 
 
+def test_the_drafter_none_is_plain_decoding_where_a_request_does_not_say(tiny_folder):
+    """Others may still be asked for."""
+    options = core.Options(model=str(tiny_folder("llama")), drafter="none", bitwise=False)
+    engine = core.load_engine(options)
+    for fields, drafter in (({}, None), ({"drafter": "ngram"}, "ngram")):
+        assert core.parse_request({"prompt": "x"} | fields, engine, options)[0].drafter == drafter
+
+
 MISTAKES = [
     (["--port", "80000"], "must be from 1 to 65535"),
     (["--port", "0"], "must be from 1 to 65535"),
@@ -241,6 +249,7 @@ MISTAKES = [
     (["--prompt", "x", "--drafter", "zzz.py:A"], "drafter file 'zzz.py' not found"),
     (["--prompt", "x", "--max-model-len", "99999"], "--max-model-len must be from 2 to 2048"),
     (["--demo", "--stop", "x"], "--stop goes with --prompt"),
+    (["--demo", "--drafter", "none"], "--drafter none does not go with it"),
     (["--demo", "--explain"], "--explain goes with --prompt"),
     (["--demo", "--temperature", "nan"], "temperature must be a number from 0"),
     (["--prompt", "x", "--seed", "99999999999999999999"], "seed must be an integer from"),

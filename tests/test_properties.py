@@ -91,7 +91,7 @@ PERMITTED = {
     "logprobs": lambda value: is_flag(value) or is_within(0, 20)(value),
     "stop": is_stop,
     "model": is_one_of(MODEL, "model"),
-    "drafter": is_one_of(*DRAFTERS),
+    "drafter": is_one_of(*DRAFTERS, "none"),
     "verification": is_one_of("coupled", "rejection"),
     "stream_options": lambda value: isinstance(value, dict),
     "prompt": is_prompt,
@@ -121,7 +121,7 @@ CHOSEN = {
     "stream_options": [{}, {"include_usage": True}],
     "prompt": [" ", "\0😀", "\ud800x", [1], [1, True], [1.0], [], [10**400, -1]],
     "model": [MODEL, "model"],
-    "drafter": DRAFTERS,
+    "drafter": [*DRAFTERS, "none"],
     "verification": ["coupled", "rejection"],
 }
 for name, (low, high) in LIMITS.items():  # on the limits and right behind them
@@ -174,7 +174,7 @@ def assert_taken_or_refused(parse, body):
     assert fields["stop"] == ((stop,) if isinstance(stop, str) else tuple(stop or ()))
     expected = {True: 0, False: None}.get(logprobs) if is_flag(logprobs) else logprobs
     assert fields["logprobs"] == expected and type(fields["logprobs"]) is type(expected)
-    is_plain = given.get("speculative") is False
+    is_plain = given.get("speculative") is False or given.get("drafter") == "none"
     assert fields["drafter"] == (None if is_plain else given.get("drafter", DEFAULTS["drafter"]))
     assert PERMITTED["seed"](fields["seed"]) and given.get("seed", fields["seed"]) == fields["seed"]
     assert notes == []
