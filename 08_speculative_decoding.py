@@ -668,7 +668,7 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
         return body, 200 if body["status"] == "ok" else 503
 
     register_metrics(app, engine, worker)
-    register_openai(app, engine, begin)
+    register_openai(app, engine, begin, options.max_tokens)
     return app
 
 

@@ -206,6 +206,7 @@ def compare(
     None).
     """
     sampling, seed = options.sampling, options.seed or 0
+    max_tokens = options.max_tokens or Request.max_tokens
     methods = list(engine.panel.choices)
     times: dict[str, list[float]] = {name: [] for name in [PLAIN, *methods]}
     identical = dict.fromkeys(methods, True if sampling.is_coupled else None)
@@ -215,11 +216,11 @@ def compare(
             began = time.perf_counter()
             if name == PLAIN:
                 ids = plain_decode(
-                    engine.target, prompt, options.max_tokens, engine.eos_ids, sampling, seed
+                    engine.target, prompt, max_tokens, engine.eos_ids, sampling, seed
                 )
             else:
                 k = options.num_speculative_tokens
-                wanted = Request(prompt, options.max_tokens, name, k, sampling=sampling, seed=seed)
+                wanted = Request(prompt, max_tokens, name, k, sampling=sampling, seed=seed)
                 ((sequence, _),) = deque(engine.generate(wanted), maxlen=1)
                 runs[name].append(sequence)
                 if sampling.is_coupled:
@@ -244,8 +245,8 @@ def worked_cycle(
     k = options.num_speculative_tokens
     for name, prompt in prompts.items():
         wanted = Request(
-            prompt, options.max_tokens, engine.default_drafter, k, sampling=options.sampling,
-            seed=options.seed or 0, trace=True,
+            prompt, options.max_tokens or Request.max_tokens, engine.default_drafter, k,
+            sampling=options.sampling, seed=options.seed or 0, trace=True,
         )  # fmt: skip
         for sequence, cycle in engine.generate(wanted):
             if cycle.num_accepted and cycle.rejected:

@@ -40,8 +40,12 @@ Begin = Callable[[dict[str, Any]], tuple[list[Job], bool, list[str]]]
 Shape = Callable[[str, str | None, list[dict[str, Any]] | None], dict[str, Any]]
 
 
-def register_openai(app: Flask, engine: Any, begin: Begin) -> None:
-    """Add the routes; `begin` parses and queues the fields of a /generate request."""
+def register_openai(app: Flask, engine: Any, begin: Begin, max_tokens: int | None) -> None:
+    """Add the routes; `begin` parses and queues the fields of a /generate request.
+
+    `max_tokens` is the operator's limit where a request names none. Without one either, a chat goes
+    on to the end of the context: its clients mostly name none, and want the whole answer.
+    """
     target = engine.target
     name = model_id(target.name)
     card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "local"}
@@ -63,6 +67,8 @@ def register_openai(app: Flask, engine: Any, begin: Begin) -> None:
             messages = fields.pop("messages", None)
             fields["prompt"] = chat_prompt(messages, target.tokenizer, target.max_length)
             _translate_chat(fields, sent)
+            if max_tokens is None and fields.get("max_tokens") is None:
+                fields["max_tokens"] = max(1, target.max_length - len(fields["prompt"]))
             return _serve(target, begin, fields, "chat.completion", _message, _delta)
 
     @app.get("/v1/models")

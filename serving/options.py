@@ -27,7 +27,7 @@ class Options:
     strict: bool = False
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 1
-    max_tokens: int = Request.max_tokens
+    max_tokens: int | None = None  # 128; in a chat as many as the context holds
     repetition_penalty: float = Sampling.repetition_penalty
     temperature: float = Sampling.temperature
     top_k: int = Sampling.top_k
@@ -114,7 +114,11 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "strict": {"action": "store_true", "help": "a drafter's fault fails the request"},
     "prompt_lookup_max": {"type": _COUNT, "help": "longest suffix that ngram looks up"},
     "prompt_lookup_min": {"type": _COUNT, "help": "shortest suffix that ngram looks up"},
-    "max_tokens": {"type": _COUNT, "help": "tokens to generate, where a request does not say"},
+    "max_tokens": {
+        "type": _COUNT,
+        "help": "tokens to generate, where a request does not say (default: "
+        f"{Request.max_tokens}; in a chat as many as the context holds)",
+    },
     "repetition_penalty": {"type": float, "help": "where a request does not say; 1 = off"},
     "temperature": {"type": float, "help": "where a request does not say; 0 = greedy"},
     "top_k": {"type": int, "help": "where a request does not say; 0 = off"},

@@ -233,8 +233,9 @@ def parse_request(
     Raises RequestError, naming the field that is wrong.
     """
     target = engine.target
-    names = (*SAMPLING_FIELDS, "max_tokens", "num_speculative_tokens")
+    names = (*SAMPLING_FIELDS, "num_speculative_tokens")
     defaults = {name: getattr(options, name) for name in names}
+    defaults["max_tokens"] = options.max_tokens or Request.max_tokens
     defaults["drafter"] = engine.default_drafter
     given, notes = parse_fields(
         body, target.tokenizer, engine.panel.choices, defaults, target.name, target.max_length

@@ -167,6 +167,16 @@ def test_a_conversation_streams_in_the_usual_order(chat):
     assert final.finish_reason == "stop"
 
 
+def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(chat):
+    """As the client `llm` asks. With --max-tokens that holds: see test_bad_inputs.py."""
+    name = chat._client.models.list().data[0].id
+    options = {"include_usage": True}
+    fields = {"model": name, "messages": TURNS, "stream": True, "stream_options": options}
+    *_, last, usage = chat.create(**fields)
+    assert last.choices[0].finish_reason == "length" and last.warnings == []
+    assert usage.usage.total_tokens == chat._client.models.retrieve(name).max_model_len == 256
+
+
 def test_log_probabilities_have_the_shape_of_chat(chat):
     name = chat._client.models.list().data[0].id
     fields = {"model": name, "messages": TURNS, "max_tokens": 3, "logprobs": True}
