@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from flask import Flask, Response, g
+from werkzeug.exceptions import NotFound
 
 from .answers import answer, failures_as_events, sse
 from .http import finish, read_body
@@ -82,6 +83,23 @@ def register_openai(app: Flask, engine: Any, begin: Begin, max_tokens: int | Non
         if wanted != name:
             raise unknown_model(wanted, name)
         return card
+
+    @app.errorhandler(NotFound)
+    def no_route(_: NotFound) -> tuple[dict[str, Any], int]:
+        """Name the routes that there are: clients try others, such as /v1/responses."""
+        message = f"there is no such route; this server has {_routes(app)}"
+        return RequestError(message, status=404).body(), 404
+
+
+def _routes(app: Flask) -> str:
+    """The routes of an application, as POST /generate, …, but for the page's own files."""
+    plain = [rule for rule in app.url_map.iter_rules() if not rule.arguments]
+    return ", ".join(
+        f"{method} {rule}"
+        for method in ("POST", "GET")
+        for rule in sorted(rule.rule for rule in plain if method in rule.methods)
+        if not rule.startswith(("/page/", "/prompts"))
+    )
 
 
 def _serve(

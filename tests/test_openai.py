@@ -195,6 +195,25 @@ def test_what_is_refused_is_a_bad_request_by_name(client):
     assert error.value.param == "n" and error.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError, match="no chat template: use /v1/completions"):
         client.chat.completions.create(model="target", messages=TURNS)
+    chat = {"model": "target", "messages": TURNS}
+    for fields, message in (
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools are not supported"),
+        ({"tool_choice": "required"}, "tool_choice is not supported"),
+        ({"response_format": {"type": "json_object"}}, 'response_format must be {"type": "text"}'),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message):
+            client.chat.completions.create(**chat, **fields)
+
+
+def test_a_route_that_is_not_there_is_told_what_is(client, port):
+    for ask in (client.responses, client.embeddings):
+        with pytest.raises(openai.NotFoundError, match="POST /v1/chat/completions, POST"):
+            ask.create(model="target", input="x")
+    status, _, data = call(port, "GET", "/v2")
+    there = json.loads(data)["error"]["message"].partition("has ")[2].split(", ")
+    assert status == 404 and len(there) == 7
+    for method, path in map(str.split, there):
+        assert call(port, method, path, headers=GUARDED)[0] == (400 if method == "POST" else 200)
 
 
 @pytest.mark.parametrize("given", ["Bearer wrong", "Bearer ", "Bearer secret", "Bearer é", KEY, ""])
