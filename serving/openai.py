@@ -23,19 +23,25 @@ from .http import finish, read_body
 from .parsing import RequestError, model_id, tokenize, unknown_model
 from .worker import WAITING, Job
 
-# The only values of these fields that are served; null counts as absent.
-_ONLY: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "echo": (False,),
-    "suffix": ("",),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
-    "tools": ([],),
-    "functions": ([],),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
+_TEXT_ALONE = "not supported: this server answers with text alone"
+# The only values of these fields that are served (null counts as absent); what is said of others.
+_ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "n": ((1,), "must be 1: a request gets one choice"),
+    "best_of": ((1,), "must be 1: a request gets one choice"),
+    "echo": ((False,), "is not supported: the answer is the new text alone"),
+    "suffix": (("",), "is not supported: a text is continued, and not filled in"),
+    "presence_penalty": ((0,), "is not supported: repetition_penalty is"),
+    "frequency_penalty": ((0,), "is not supported: repetition_penalty is"),
+    "logit_bias": (({},), "is not supported"),
+    "tools": (([],), f"are {_TEXT_ALONE}"),
+    "tool_choice": (("none", "auto"), f"is {_TEXT_ALONE}"),
+    "functions": (([],), f"are {_TEXT_ALONE}"),
+    "function_call": (("none", "auto"), f"is {_TEXT_ALONE}"),
+    "response_format": (
+        ({"type": "text"},),
+        'must be {"type": "text"}: no other format is enforced, but a prompt may ask for one',
+    ),
+    "modalities": ((["text"],), f'must be ["text"]: others are {_TEXT_ALONE}'),
 }
 Begin = Callable[[dict[str, Any]], tuple[list[Job], bool, list[str]]]
 Shape = Callable[[str, str | None, list[dict[str, Any]] | None], dict[str, Any]]
@@ -166,12 +172,11 @@ _KINDS = {  # prefix of the id, `object` of a stream's chunks
 
 def _supported(body: dict[str, Any]) -> dict[str, Any]:
     """The fields without those that may have one value only. Raises RequestError for another."""
-    for name, served in _ONLY.items():
+    for name, (served, otherwise) in _ONLY.items():
         value = body.pop(name, None)
         is_served = value in served and not (isinstance(value, bool) and served[0] is not False)
         if value is not None and not is_served:
-            only = " or ".join(map(repr, served))
-            raise RequestError(f"{name} other than {only} is not supported", param=name)
+            raise RequestError(f"{name} {otherwise}", param=name)
     return body
 
 
@@ -208,6 +213,8 @@ def _turn(message: Any, i: int) -> dict[str, str]:
     where = f"messages[{i}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise RequestError(f"{where} must be an object with a role", param="messages")
+    if message.get("tool_calls") or message.get("function_call"):
+        raise RequestError(f"{where} calls tools, which are {_TEXT_ALONE}", param="messages")
     content = message.get("content")
     if isinstance(content, list) and content:
         parts = [p.get("text") if isinstance(p, dict) else None for p in content]

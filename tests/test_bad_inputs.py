@@ -252,8 +252,10 @@ UNSUPPORTED = {  # by /v1, where they would change the output
     "frequency_penalty": [0.5],
     "logit_bias": [{"5": 1}],
     "tools": [[{"type": "function"}]],
+    "tool_choice": ["required", {"type": "function"}],
     "functions": [[{"name": "f"}]],
-    "response_format": [{"type": "json_object"}],
+    "function_call": [{"name": "f"}],
+    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}],
     "modalities": [["audio"]],
 }
 
@@ -282,7 +284,9 @@ BAD_CHATS = {
                  [{"role": "user", "content": [{"type": "image_url"}]}],
                  [{"role": "user", "content": [5]}], [{"role": "user", "content": "\ud800"}],
                  [{"role": "\ud800", "content": "a"}],
-                 [{"role": "tool", "content": "what the template refuses"}]],
+                 [{"role": "tool", "content": "what the template refuses"}],
+                 [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}],
+                 [{"role": "assistant", "content": None, "function_call": {"name": "f"}}]],
     "top_logprobs": [-1, 21, 1.5, "2", True],
     "logprobs": [2],
     "max_completion_tokens": [0, "5"],
