@@ -5,12 +5,15 @@ ignored. The one error body is {"error": {"message", "type", "param", "code"}}.
 """
 
 import json
-import re
 import reprlib
 import secrets
 import threading
-from collections.abc import Callable, Collection
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +48,44 @@ def engine_failure(error: Exception) -> RequestError:
     return RequestError(message, status=500, code="engine_failed")
 
 
+class Turns:
+    """Lets requests do long work one at a time and with pauses, so that decoding keeps its pace.
+
+    The engine's thread needs the interpreter's lock for every operation, and each thread that wants
+    it as well makes it wait for milliseconds. Work of a size up to `short` needs no turn. Other
+    work begins when the work before has ended, and `pause` seconds times its size have passed. Who
+    waits or works has one of the `places`, as each holds a thread of the server.
+    """
+
+    def __init__(self, what: str, short: int, pause: float, places: threading.Semaphore) -> None:
+        self._what, self._short, self._pause, self._places = what, short, pause, places
+        self._turn, self._next = threading.Lock(), 0.0
+
+    @contextmanager
+    def take(self, size: int) -> Iterator[None]:
+        """Wait for the turn. Raises RequestError 429 where no place is free."""
+        if size <= self._short:
+            yield
+            return
+        if not self._places.acquire(blocking=False):
+            raise RequestError(f"too many {self._what} at once", status=429, code="queue_full")
+        try:
+            with self._turn:
+                time.sleep(max(0.0, self._next - time.monotonic()))
+                try:
+                    yield
+                finally:
+                    self._next = time.monotonic() + size * self._pause
+        finally:
+            self._places.release()
+
+
+_LONG_TEXT = 20_000  # characters
+_places = threading.BoundedSemaphore(8)
+_large_bodies = Turns("large bodies", 32 << 10, 5e-8, _places)  # bytes; pauses of 50 ms for 1 MiB
+long_texts = Turns("long prompts", _LONG_TEXT, 1e-6, _places)  # of 1 s for 1 MB
+
+
 def parse_json(data: bytes) -> dict[str, Any]:
     """The JSON object in a request's body.
 
@@ -57,7 +98,8 @@ def parse_json(data: bytes) -> dict[str, Any]:
         raise ValueError(f"{name} is not JSON")
 
     try:
-        body = json.loads(data.decode("utf-8"), parse_constant=refuse_constant)
+        with _large_bodies.take(len(data)):
+            body = json.loads(data.decode("utf-8"), parse_constant=refuse_constant)
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None
     except ValueError as error:  # so are broken JSON, bytes that are not UTF-8, huge integers
@@ -95,13 +137,19 @@ def _flag(value: Any) -> str | None:
 
 def _is_text(value: Any) -> bool:
     """A string, not empty, without lone surrogates (which JSON can write, and UTF-8 cannot)."""
-    return isinstance(value, str) and value != "" and not re.search("[\ud800-\udfff]", value)
+    try:
+        return isinstance(value, str) and value.encode("utf-8") != b""
+    except UnicodeEncodeError:
+        return False
+
+
+def _is_stop(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= MAX_STOP_CHARACTERS and _is_text(value)
 
 
 def _stops(value: Any) -> str | None:
     stops = [value] if isinstance(value, str) else value
-    valid = isinstance(stops, list) and len(stops) <= 8 and all(map(_is_text, stops))
-    if valid and all(len(stop) <= MAX_STOP_CHARACTERS for stop in stops):
+    if isinstance(stops, list) and len(stops) <= 8 and all(map(_is_stop, stops)):
         return None
     return (
         f"must be a non-empty string of at most {MAX_STOP_CHARACTERS} characters, or a list of "
@@ -117,8 +165,6 @@ def _logprobs(value: Any) -> str | None:
 MAX_STOP_CHARACTERS = 1000
 MAX_TOKENS_LIMIT = 1_000_000
 _MAX_NAMED = 16  # unknown fields that a warning names
-_LONG_TEXT = 20_000  # characters
-_reading_long_texts = threading.BoundedSemaphore(4)
 MAX_SPECULATIVE_TOKENS = 16
 
 # field -> what is wrong with a value, or None
@@ -139,7 +185,7 @@ _CHECKS: dict[str, Callable[[Any], str | None]] = {
     "verification": _one_of("coupled", "rejection"),
     "logprobs": _logprobs,
 }
-_OTHERS = {"prompt", "drafter", "model", "stream_options"}
+_KNOWN = dict.fromkeys([*_CHECKS, "prompt", "drafter", "model", "stream_options"])
 _REAL_NUMBERS = ("repetition_penalty", "temperature", "top_p", "min_p")
 SAMPLING_FIELDS = (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "verification", "seed",
@@ -151,7 +197,7 @@ def check_fields(body: dict[str, Any]) -> dict[str, Any]:
 
     Raises RequestError, naming the first that is not.
     """
-    given = {name: value for name, value in body.items() if value is not None}
+    given = {name: body[name] for name in _KNOWN if body.get(name) is not None}
     for name, check in _CHECKS.items():
         problem = check(given[name]) if name in given else None
         if problem:
@@ -218,9 +264,9 @@ def parse_fields(
     logprobs = fields.get("logprobs", False)
     if isinstance(logprobs, bool):
         fields["logprobs"] = 0 if logprobs else None
-    unknown = sorted(set(body) - _CHECKS.keys() - _OTHERS)
-    notes = [f"unknown field {reprlib.repr(name)} was ignored" for name in unknown[:_MAX_NAMED]]
-    if more := len(unknown) - len(notes):
+    unknown = islice((name for name in body if name not in _KNOWN), _MAX_NAMED)
+    notes = [f"unknown field {reprlib.repr(name)} was ignored" for name in unknown]
+    if more := len(body) - len(body.keys() & _KNOWN.keys()) - len(notes):
         notes.append(f"{more} more unknown fields were ignored")
     return fields, notes
 
@@ -260,27 +306,30 @@ def check_prompt(prompt: list[int], target: Any) -> None:
         raise ValueError(f"the prompt has a token id outside 0 to {largest}")
 
 
+@lru_cache(1)
+def _longest_token(tokenizer: Any) -> int:
+    return max(map(len, tokenizer.get_vocab()))  # which takes 0.1 s where there are many
+
+
+def check_characters(count: int, tokenizer: Any, max_length: int) -> None:
+    """Raises RequestError if a text of so many characters cannot fit `max_length` tokens."""
+    # Twice, as a normaliser may shorten the text.
+    if count > _LONG_TEXT and count > 2 * _longest_token(tokenizer) * max_length:
+        raise RequestError(
+            f"the prompt's {count} characters are more than a context of {max_length} tokens holds",
+            param="prompt",
+        )
+
+
 def tokenize(text: str, tokenizer: Any, max_length: int, **options: Any) -> list[int]:
     """The ids of a text, which has to fit `max_length` tokens.
 
-    Reading a text of 1 MB can take seconds. So what cannot fit is refused unread (400), and few
-    long ones are read at a time (else 429): the requests of the others need the processor, too.
+    Reading a text of 1 MB can take seconds. So what cannot fit is refused unread (400), and long
+    ones are read one at a time: the requests of the others need the processor, too.
     """
-    if len(text) <= _LONG_TEXT:
+    check_characters(len(text), tokenizer, max_length)
+    with long_texts.take(len(text)):
         return tokenizer(text, verbose=False, **options)["input_ids"]
-    if not _reading_long_texts.acquire(blocking=False):
-        raise RequestError("too many long prompts at once", status=429, code="queue_full")
-    try:
-        longest = max(map(len, tokenizer.get_vocab()))
-        if len(text) > 2 * longest * max_length:  # twice, as a normaliser may shorten it
-            raise RequestError(
-                f"the prompt's {len(text)} characters are more than a context of {max_length} "
-                "tokens holds",
-                param="prompt",
-            )
-        return tokenizer(text, verbose=False, **options)["input_ids"]
-    finally:
-        _reading_long_texts.release()
 
 
 def _prompt(value: Any, tokenizer: Any, max_length: int) -> list[int]:
@@ -293,7 +342,8 @@ def _prompt(value: Any, tokenizer: Any, max_length: int) -> list[int]:
     elif (
         isinstance(value, list)
         and value
-        and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
+        # More ids than the context holds are refused for their number, whatever they are.
+        and all(isinstance(i, int) and not isinstance(i, bool) for i in value[:max_length])
     ):
         return value
     raise RequestError(

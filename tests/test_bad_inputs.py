@@ -12,11 +12,28 @@ import random
 import re
 import socket
 import struct
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
-from server import GOOD, call, events_of, generate, health, serving, wait_until_idle
+from conftest import ROOT, TEMPLATE
+from server import (
+    GOOD,
+    LIMIT_S,
+    call,
+    events_of,
+    generate,
+    health,
+    serving,
+    until,
+    wait_until_idle,
+)
+from transformers import AutoTokenizer
+
+from serving import openai, parsing
+from serving.openai import chat_prompt
+from serving.parsing import RequestError, tokenize
 
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 CONTEXT, DEFAULT_LIMIT = 256, 4  # what is good by chance shall be short
@@ -380,9 +397,125 @@ def test_unknown_fields_are_named_in_the_warnings(port, route):
 
 
 def test_an_unknown_drafter_is_told_the_choices(port):
-    _, body = post(port, "/generate", GOOD | {"drafter": "z" * 10_000})
-    assert "choose: auto, ngram" in body["error"]["message"]
-    assert len(body["error"]["message"]) < 200
+    for drafter in ("z" * 10_000, dict.fromkeys(map(str, range(10_000)))):
+        _, body = post(port, "/generate", GOOD | {"drafter": drafter})
+        assert "choose: auto, ngram, none" in body["error"]["message"]
+        assert len(body["error"]["message"]) < 200
+
+
+@each_route
+def test_the_drafter_none_is_plain_decoding(port, route):
+    ways = ({"drafter": "none"}, {"speculative": False}, {"drafter": "none", "speculative": True})
+    answers = [post(port, route, GOOD | way)[1] for way in ways]
+    assert len(set(map(text_of, answers))) == 1
+    for answer in answers:
+        assert answer["metrics"]["speculative_decoding"]["drafter"] == "none"
+        assert answer["warnings"] == []
+
+
+# --------------------------------------------------------------------- what is refused unread
+
+
+class Tokenizer:
+    """Notes what it is asked to do. Each character becomes a token, and none has more than four."""
+
+    def __init__(self, template=None):
+        self.real = AutoTokenizer.from_pretrained(ROOT / "demo_models" / "target")
+        self.chat_template = self.real.chat_template = template or TEMPLATE
+        self.calls = []
+
+    def get_vocab(self):
+        self.calls.append("get_vocab")
+        return {"four": 0}
+
+    def apply_chat_template(self, turns, **options):
+        self.calls.append("render")
+        return self.real.apply_chat_template(turns, **options)
+
+    def __call__(self, text, **options):
+        self.calls.append("tokenize")
+        return {"input_ids": [5] * len(text)}
+
+
+def test_what_cannot_fit_is_refused_before_it_is_rendered_or_read():
+    """And the longest token of a vocabulary is looked for once."""
+    tokenizer, said = Tokenizer(), []
+    for messages in (
+        [{"role": "user", "content": ""}] * 28_000,
+        [None] * 28_000,
+        [{"role": "user", "content": "a" * 1_000_000}],
+        [{"role": "a" * 1_000_000, "content": ""}],
+        [{"role": "user", "content": [{"type": "text", "text": "a" * 500}]}] * 2000,
+    ):
+        with pytest.raises(RequestError) as error:
+            chat_prompt(messages, tokenizer, CONTEXT)
+        said.append(error.value.message)
+    with pytest.raises(RequestError) as error:
+        tokenize("a" * 1_000_000, tokenizer, CONTEXT)
+    assert tokenizer.calls == ["get_vocab"]
+    assert said[:2] == ["messages has 28000 entries; at most 2000 are read"] * 2
+    for message in (*said[2:], error.value.message):
+        assert re.search(f"characters are more than a context of {CONTEXT} tokens holds", message)
+    few = [{"role": "user", "content": "a"}] * 2000
+    assert len(chat_prompt(few, tokenizer, CONTEXT)) == len("user: a\n") * 2000 + 10
+    assert tokenizer.calls == ["get_vocab", "render", "tokenize"]
+
+
+def test_a_template_that_loops_is_ended(monkeypatch):
+    """It is code that comes with a model."""
+    monkeypatch.setattr(openai, "_TEMPLATE_LIMIT_S", 0.05)
+    one = "{% for i in range(99999) %}"
+    tokenizer = Tokenizer(one * 4 + "{% endfor %}" * 4)
+    with pytest.raises(RequestError, match=r"the chat template took longer than 0\.05 s"):
+        chat_prompt([{"role": "user", "content": "a"}], tokenizer, CONTEXT)
+    for thread in threading.enumerate():
+        if thread.name == "chat template":
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()
+    assert tokenizer.calls == ["render"]
+
+
+class Clock:
+    """In the place of the module `time`: its time goes on while somebody sleeps, and only then."""
+
+    def __init__(self):
+        self.now, self.slept = 0.0, []
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+def test_long_work_takes_turns_with_pauses_and_few_may_wait(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(parsing, "time", clock)
+    places, order = threading.BoundedSemaphore(2), []
+    turns = parsing.Turns("long tests", short=10, pause=0.5, places=places)
+
+    def second():
+        with turns.take(20):
+            order.append("second")
+
+    thread = threading.Thread(target=second)
+    with turns.take(11):
+        thread.start()
+        until(lambda: places._value == 0)
+        with turns.take(10):  # which is short
+            order.append("short")
+        with pytest.raises(RequestError, match="too many long tests at once") as error:
+            turns.take(11).__enter__()
+        order.append("first")
+    thread.join()
+    assert order == ["short", "first", "second"] and error.value.status == 429
+    assert clock.slept == [0, 5.5]  # half a second for each of the eleven
+    clock.now += 9
+    with suppress(ZeroDivisionError), turns.take(12):
+        1 / 0  # noqa: B018
+    second()
+    assert clock.slept == [0, 5.5, 1, 6] and places._value == 2
 
 
 # ---------------------------------------------------------------------------------- the answer
