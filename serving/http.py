@@ -1,5 +1,6 @@
 """Serving the Flask app: who may call, one error body for everything, and an orderly end."""
 
+import gc
 import hmac
 import logging
 import os
@@ -281,11 +282,7 @@ def serve(load: Callable[[], Flask], port: int, options: Any) -> int:
             raise SystemExit(0)
 
     flush_log = log_to_stderr()
-    # Also where a shell has started the job in the background, with SIGINT ignored.
-    signal.signal(signal.SIGINT, stop)
-    signal.signal(signal.SIGTERM, stop)
-    if _HANGUP and signal.getsignal(_HANGUP) is not signal.SIG_IGN:  # as nohup has it
-        signal.signal(_HANGUP, stop)
+    handle_signals(stop)
     check = partial(check_head, Guard(options))
     num_threads = options.max_running + options.max_queued + _OTHER_CONNECTIONS
     server = Server(front, check, options.host, port, num_threads, limit)
@@ -293,6 +290,8 @@ def serve(load: Callable[[], Flask], port: int, options: Any) -> int:
     url = f"http://{options.host}:{port}"
     say(f"loading {options.model}: until then {url} answers 503")
     front.app = app = load()
+    gc.collect()
+    gc.freeze()  # what is loaded stays: looking through it for garbage would hold up all for 0.3 s
     say(f"serving on {url} (the page, POST /generate, /v1, GET /health)")
     ends.get()
     if server.has_died:
@@ -305,6 +304,15 @@ def serve(load: Callable[[], Flask], port: int, options: Any) -> int:
         os._exit(0)  # a thread that is stuck has no orderly end
     server.stop()
     return 0
+
+
+def handle_signals(stop: Callable[..., None]) -> None:
+    """Have `stop` called by what is sent to end a server."""
+    # Also where a shell has started the job in the background, with SIGINT ignored.
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    if _HANGUP and signal.getsignal(_HANGUP) is not signal.SIG_IGN:  # as nohup has it
+        signal.signal(_HANGUP, stop)
 
 
 def _drain(worker: Worker, server: Server, grace_s: float) -> int:
