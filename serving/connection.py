@@ -305,6 +305,8 @@ class Connection(asyncio.Protocol):
 
     def _say(self, act: Callable[..., None], *arguments: Any) -> None:
         """Send or end. An answer that is not what its own head says cannot be told from another."""
+        if self.has_left:
+            return  # nor need it be whole
         try:
             act(*arguments)
         except h11.LocalProtocolError:

@@ -163,6 +163,20 @@ def test_an_answer_that_contradicts_its_head_ends_the_connection(client, caplog)
     assert client.transport.is_aborted and "an answer failed" in caplog.text
 
 
+def test_an_answer_is_not_finished_for_a_client_that_has_left(client, caplog):
+    def app(environ, start):
+        start("200 OK", [("Content-Length", "9")])
+        yield b"begun"
+        client.connection_lost(None)
+        yield b"rest"
+
+    client.server.app = app
+    client.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    client.respond(client.server.asked[0])
+    assert b"begun" in client.transport.data and b"rest" not in client.transport.data
+    assert not caplog.records
+
+
 def test_a_request_is_read_alike_however_it_is_cut(clock):
     body = b"5\r\nabcde\r\n3;x=y\r\nfgh\r\n0\r\nX: y\r\n\r\n"
     head = HEAD.replace(b"Content-Length: 900000", b"Transfer-Encoding: chunked")
