@@ -35,6 +35,7 @@ _OTHER_FILES = 128 + MAX_ACCEPTED  # than connections
 _LAST_WORDS_S = 1.0  # to send what was finished in the grace period's last moment
 _HANGUP = getattr(signal, "SIGHUP", None)  # which Windows has not
 _GUARDED = ("/generate", "/v1/", "/metrics")  # what an API key is needed for
+_WITH_BODY = ("/generate", "/v1/completions", "/v1/chat/completions")
 LOG = logging.getLogger(__name__)
 
 
@@ -165,7 +166,7 @@ def check_head(guard: Guard, environ: dict[str, Any]) -> None:
     """Raises RequestError for a request whose body need not be read."""
     asked = Request(environ)
     guard.check(asked)
-    if asked.method == "POST" and asked.path.startswith(_GUARDED):
+    if asked.method == "POST" and asked.path in _WITH_BODY:
         check_type(asked)
 
 

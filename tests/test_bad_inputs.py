@@ -188,6 +188,7 @@ def test_malformed_http_is_refused_in_json(port, wanted, body, headers):
     [
         ("/nope", "GET", 404),
         ("/v1/embeddings", "POST", 404),
+        ("/v1/responses", "POST", 404),
         ("/page/../../../etc/passwd", "GET", 404),
         ("/page/%2e%2e%2f__init__.py", "GET", 404),
         ("/generate", "GET DELETE BREW", 405),
@@ -199,7 +200,7 @@ def test_malformed_http_is_refused_in_json(port, wanted, body, headers):
 )
 def test_a_wrong_path_or_method_is_a_json_error(port, path, methods, wanted):
     for method in methods.split():
-        status, headers, data = call(port, method, path)
+        status, headers, data = call(port, method, path, headers={})
         assert status == wanted and headers["Content-Type"] == "application/json"
         assert is_error(data) and (status == 405) == ("Allow" in headers)
 
