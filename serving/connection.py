@@ -7,14 +7,14 @@ Every connection is in one of four states:
 
     HEAD    the client sends the first lines of a request, or is idle
     BODY    it sends the rest
-    ANSWER  a thread runs the application; what arrives meanwhile is dropped
+    ANSWER  a thread runs the application, and its answer is being sent
     LINGER  all is said; a client that still sends gets the time to read why it was refused
 
 Three rules keep one client from harming another. A request that is late is ended with 408. Where
 connections or memory run out, the oldest connection without a whole request is closed, so that a
-new client always gets in. And requests are not pipelined: whoever sends a second one before the
-answer to the first gets that answer, and the connection is closed. As every connection is read all
-the time, a client that leaves is noticed at once.
+new client always gets in. And requests are not pipelined: what arrives before an answer is complete
+is dropped, and the connection is closed after that answer. So the server reads on while it answers,
+and notices at once when a client leaves.
 
 Whatever is wrong with a request is raised inside the application (`REFUSAL` in its environ), so
 that all errors get one shape. Sources: RFC 9112, PEP 3333. Not covered: TLS, HTTP/2, WebSockets,
@@ -51,11 +51,13 @@ LOG = logging.getLogger(__name__)
 
 _MAX_FRAMING_BYTES = 1 << 16  # of a chunked body: sizes, extensions, trailers
 _MAX_HELD_BYTES = 64 << 20  # of all bodies that are not complete
-_MAX_UNREAD_BYTES = 64 << 20  # of an answer
+_MAX_UNREAD_BYTES = 64 << 20  # of an answer that its client has not taken yet
+_MAX_ALL_UNREAD_BYTES = 256 << 20
 _HEAD_S, _BODY_S, _IDLE_S, _READ_S, _LINGER_S = 10, 10, 30, 30, 5
-MAX_ACCEPTED = 256  # connections that the system may have accepted, and the server not looked at
+MAX_ACCEPTED = 256  # connections that asyncio accepts in one go, each of them an open file
 _PACE = 16_384  # bytes a second that a client sends, or takes, at least
 _SLICE = 16_384  # bytes that are read before the limits are looked at again
+_QUICK = ("GET", "HEAD", "OPTIONS")
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 
 
@@ -75,6 +77,8 @@ def environ_of(request: h11.Request) -> dict[str, Any]:
 
     Raises RequestError for what h11 lets pass and RFC 9112 does not, or not safely.
     """
+    if not request.method.isupper():  # Flask would take post for POST; RFC 9110, 9.1 does not
+        raise malformed("methods are written in capitals", 501)
     if request.http_version not in (b"1.0", b"1.1"):
         raise malformed("only HTTP/1.0 and HTTP/1.1 are spoken here", 505)
     environ: dict[str, Any] = {}
@@ -118,6 +122,11 @@ def _split(target: str) -> tuple[str, str, str | None]:
     return parts.path or "/", parts.query, parts.netloc
 
 
+def has_length(headers: list[tuple[str, str]]) -> bool:
+    """Whether an answer says how long it is."""
+    return any(name.lower() == "content-length" for name, _ in headers)
+
+
 class State(enum.Enum):
     """What a connection is busy with."""
 
@@ -136,11 +145,12 @@ class Connection(asyncio.Protocol):
         self.server = server
         self.has_left = False
         self.num_written = 0  # bytes handed to the transport
-        # When the client had last taken all of that, and how much that was.
+        # When nothing was left unread for the last time, and how much had been taken by then.
         self.all_taken_at, self.num_taken = time.monotonic(), 0
+        self.is_behind = False  # the client takes an answer more slowly than it is written
 
     def connection_made(self, transport: Any) -> None:
-        """Called by asyncio, as the next two are."""
+        """Called by asyncio, as the next ones are."""
         self.transport = transport
         self.await_request(_HEAD_S)
         self.server.admit(self)
@@ -153,6 +163,14 @@ class Connection(asyncio.Protocol):
             self.read_body(data)
         else:
             self.is_last = True
+
+    def pause_writing(self) -> None:
+        """Called by asyncio when an answer piles up, and the next one when most of it is taken."""
+        self.is_behind = True
+
+    def resume_writing(self) -> None:
+        self.is_behind = False
+        self.transport.resume_reading()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.has_left = True
@@ -167,23 +185,26 @@ class Connection(asyncio.Protocol):
         self.head, self.body = bytearray(), bytearray()
         self.num_framing = 0  # bytes of the body that are no content
         self.environ: dict[str, Any] = {"REQUEST_METHOD": "-", "PATH_INFO": ""}
-        self.is_last = self.has_begun = False
+        self.is_last = False  # the connection is closed after this answer
+        self.has_begun = False  # the answer's head is sent
         self.limit_s = limit_s
         self._enter(State.HEAD)
+        if self.is_behind:
+            self.transport.pause_reading()  # one answer at a time may pile up
 
     def _enter(self, state: State) -> None:
-        """Change the state. Who waits for a client in it is among those that may be closed."""
+        """Change the state, and restart its clock. It may be closed to make room, but in ANSWER."""
         self.state, self.since = state, time.monotonic()
         self.server.note(self, is_waiting=state is not State.ANSWER)
 
     def read_head(self, data: bytes) -> None:
         """Collect bytes until the empty line that ends the head."""
-        if not self.head:
-            self.since, self.limit_s = time.monotonic(), _HEAD_S
-        searched = max(0, len(self.head) - 3)
+        is_first, searched = len(self.head) < 2, max(0, len(self.head) - 3)
         self.head += data
         while self.head.startswith(b"\r\n"):
             del self.head[:2]  # RFC 9112, 2.2
+        if is_first and self.head not in (b"", b"\r"):
+            self.since, self.limit_s = time.monotonic(), _HEAD_S
         end = self.head.find(b"\r\n\r\n", searched)
         is_whole, size = end >= 0, len(self.head) if end < 0 else end
         if self.head and self.head[0] < 0x21 and self.head != b"\r":  # TLS, say
@@ -202,7 +223,9 @@ class Connection(asyncio.Protocol):
     def _read_request(self, head: bytes) -> None:
         """From the head to the state BODY. Raises RequestError or h11's, before a body is read."""
         self.parser.receive_data(head)
-        self.environ |= environ_of(self.parser.next_event())
+        request = self.parser.next_event()
+        self.environ["REQUEST_METHOD"] = request.method.decode("ascii")  # of HEAD errors, too
+        self.environ |= environ_of(request)
         self.server.check(self.environ)
         if int(self.environ.get("CONTENT_LENGTH", 0)) > MAX_BODY_BYTES:
             raise too_large()
@@ -222,6 +245,8 @@ class Connection(asyncio.Protocol):
                 if self._is_body_complete():
                     self.is_last |= i + 1 < len(slices)
                     return self.answer()
+                if self.transport.is_closing():
+                    return
                 if self.num_framing > _MAX_FRAMING_BYTES:
                     raise malformed("the body's chunks are too small")
 
@@ -233,6 +258,8 @@ class Connection(asyncio.Protocol):
             self.body += event.data
             self.num_framing -= len(event.data)
             self.server.hold(len(event.data))
+            if self.transport.is_closing():
+                return False
             if len(self.body) > MAX_BODY_BYTES:
                 raise too_large()
         return False
@@ -278,7 +305,7 @@ class Connection(asyncio.Protocol):
             CLIENT_LEFT: lambda: self.has_left,
         }
         self._enter(State.ANSWER)
-        is_quick = REFUSAL in self.environ or self.environ["REQUEST_METHOD"] != "POST"
+        is_quick = REFUSAL in self.environ or self.environ["REQUEST_METHOD"] in _QUICK
         self.server.run_in_thread(is_quick, self.respond, self.environ)
 
     def respond(self, environ: dict[str, Any]) -> None:
@@ -294,17 +321,22 @@ class Connection(asyncio.Protocol):
         try:
             chunks = self.server.app(environ, start_response)
             with closing(chunks) if hasattr(chunks, "close") else nullcontext():
+                kept = []
                 for chunk in chunks:
                     if self.has_left:
                         break
-                    self.server.call(self._say, self.send, head, chunk)
-            self.server.call(self._say, self.end, head)
+                    # With its last byte a client may send the next request: by then it must end.
+                    if has_length(head[1]):
+                        kept.append(chunk)
+                    else:
+                        self.server.call(self._say, self.send, head, chunk)
+            self.server.call(self._say, self.end, head, b"".join(kept))
         except Exception:
             LOG.exception("an answer failed")
             self.server.call(self.abort)
 
     def _say(self, act: Callable[..., None], *arguments: Any) -> None:
-        """Send or end. An answer that is not what its own head says cannot be told from another."""
+        """Send or end, in the loop. Close the connection if the answer contradicts its own head."""
         if self.has_left:
             return  # nor need it be whole
         try:
@@ -328,16 +360,17 @@ class Connection(asyncio.Protocol):
         head = h11.Response(status_code=int(code), headers=raw, reason=reason.encode("latin-1"))
         return self.parser.send(head)
 
-    def end(self, head: list[Any]) -> None:
-        """The answer is whole: be ready for the next request, or close."""
-        self.send(head)
+    def end(self, head: list[Any], last: bytes = b"") -> None:
+        """Write the last part; then be ready for the next request, or close."""
+        self.send(head, last)
         self._write(self.parser.send(h11.EndOfMessage()))
         if self.transport.is_closing():
             return
         if self.parser.our_state is h11.DONE and not self.is_last:
             return self.await_request(_IDLE_S)
         self._enter(State.LINGER)
-        self.transport.write_eof()
+        with suppress(OSError):  # the client has left
+            self.transport.write_eof()
 
     def _write(self, data: bytes) -> None:
         if not self.transport.is_closing():
@@ -358,8 +391,8 @@ class Connection(asyncio.Protocol):
             self.all_taken_at, self.num_taken = now, num_taken
         elif now - self.all_taken_at > _READ_S + (num_taken - self.num_taken) / _PACE:
             self.abort()
-        elif self.state is State.LINGER:
-            self.since = now
+        elif self.state is not State.BODY and not self.head:
+            self.since, waited = now, 0.0
         if self.state is State.BODY and waited > _BODY_S + len(self.body) / _PACE:
             self.refuse(RequestError("the body came too slowly", status=408))
         elif self.state is State.HEAD and self.head and waited > self.limit_s:
@@ -430,10 +463,10 @@ class Server:
             raise OSError(f"cannot listen on {host}:{port}: {reason}") from error
 
     def start(self, at_end: Callable[[], None]) -> None:
-        """Serve, in a thread, until `stop`. `at_end` is called then, or when a fault ends it."""
+        """Serve, in a thread, while the process lives; `at_end` is called if a fault ends that."""
 
         def run() -> None:
-            """Serve. Nothing but `stop` may end that."""
+            """Serve."""
             try:
                 self._watch()
                 self._loop.run_forever()
@@ -443,10 +476,6 @@ class Server:
             at_end()
 
         threading.Thread(target=run, name="http", daemon=True).start()
-
-    def stop(self) -> None:
-        """End what `start` began. What is not sent by then is lost."""
-        self.call(self._loop.stop)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Have the loop call it. From any thread."""
@@ -468,7 +497,8 @@ class Server:
         """Count a new connection; where there are too many, the oldest that waits has to go."""
         self.connections.add(connection)
         if len(self.connections) > self._max_connections:
-            self._close(next(iter(self.waiting)))  # the new one is among them
+            oldest = next(iter(self.waiting))  # of the new one and others
+            self._close(next((c for c in self.waiting if not c.num_unread), oldest))
 
     def note(self, connection: Connection, is_waiting: bool) -> None:
         """Whether the connection waits for its client: then it may be closed for another."""
@@ -478,13 +508,13 @@ class Server:
             self.waiting.pop(connection, None)
 
     def hold(self, num_bytes: int) -> None:
-        """Count the bytes of bodies; where they are too many, the oldest has to go."""
+        """Count the bytes of incomplete bodies. Beyond the limit the oldest of these has to go."""
         self.num_held += num_bytes
         if num_bytes > 0 and self.num_held > _MAX_HELD_BYTES:
             self._close(next(c for c in self.waiting if c.body))
 
     def _close(self, connection: Connection) -> None:
-        """Close it, and count it no more, though asyncio tells only later that it is lost."""
+        """Close it and forget it now; connection_lost comes in a later turn of the loop."""
         connection.abort()
         connection.drop_body()
         self.forget(connection)
@@ -496,10 +526,16 @@ class Server:
 
     def _watch(self) -> None:
         """Look for who takes too long, every second."""
+        self._loop.call_later(1, self._watch)
         now = time.monotonic()
         for connection in list(self.connections):
-            connection.watch(now)
-        self._loop.call_later(1, self._watch)
+            try:
+                connection.watch(now)
+            except Exception:  # no thread can be started, say
+                LOG.exception("a connection is given up")
+                connection.abort()
+        if sum(c.num_unread for c in self.connections) > _MAX_ALL_UNREAD_BYTES:
+            max(self.connections, key=lambda c: c.num_unread).abort()
 
     def _tell(self, loop: Any, context: dict[str, Any]) -> None:
         """asyncio's own complaints, such as too many open files: a line a second at most."""

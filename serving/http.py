@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 from flask import Flask, Response, g, request
 from werkzeug import Request
@@ -30,8 +30,8 @@ from .parsing import RequestError, engine_failure, model_id, parse_json, parse_r
 from .worker import Job, Worker, cancel, unavailable
 
 MAX_CONNECTIONS = 1000
-_OTHER_CONNECTIONS = 32  # than those of requests that run or wait
-_OTHER_FILES = 128 + MAX_ACCEPTED  # than connections
+_OTHER_CONNECTIONS = 32  # beside those of requests that run or wait
+_OTHER_FILES = 128 + MAX_ACCEPTED  # beside connections
 _LAST_WORDS_S = 1.0  # to send what was finished in the grace period's last moment
 _HANGUP = getattr(signal, "SIGHUP", None)  # which Windows has not
 _GUARDED = ("/generate", "/v1/", "/metrics")  # what an API key is needed for
@@ -67,7 +67,7 @@ def base_app(options: Any) -> Flask:
     app = Flask(__name__, static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
     app.json.sort_keys = False
-    app.url_map.merge_slashes = False  # //generate is not found: a redirect would be HTML
+    app.url_map.merge_slashes = False  # /v1//models is not found: a redirect would be HTML
     name_requests(app, options.log_prompts)
     register_errors(app)
     guard = Guard(options)
@@ -131,7 +131,8 @@ class Guard:
     def _check_host(self, host: str) -> None:
         """Without a key a page elsewhere must not call under a name that it made point to us.
 
-        Such a page's browser sends that name (DNS rebinding). HTTP/1.0 may send none.
+        Such a page's browser sends that name (DNS rebinding). HTTP/1.0 may send none; no browser
+        does.
         """
         name = re.sub(r":\d*$", "", host).lower()
         if not name or self._names & {name, "*"} or _is_ip(name):
@@ -258,12 +259,12 @@ def room_for_connections(options: Any) -> int:
     return limit
 
 
-def serve(load: Callable[[], Flask], port: int, options: Any) -> int:
+def serve(load: Callable[[], Flask], port: int, options: Any) -> NoReturn:
     """Serve what `load` makes until SIGTERM, SIGHUP or Ctrl-C; a second one ends it at once.
 
     The address is taken first, so that whoever asks meanwhile is told to wait. On the first signal
-    what runs is finished, for `options.grace_period` seconds at most. Returns the exit status: 1 if
-    the server's own thread has died. Raises OSError if the address is taken, ValueError if too few
+    what runs is finished, for `options.grace_period` seconds at most. The exit status is 1 if the
+    server's own thread has died. Raises OSError if the address is taken, ValueError if too few
     connections are possible, and what `load` raises.
     """
     limit = room_for_connections(options)
@@ -280,7 +281,7 @@ def serve(load: Callable[[], Flask], port: int, options: Any) -> int:
         is_ending = True
         ends.put(None)
         if front.app is loading:
-            raise SystemExit(0)
+            end(flush_log)
 
     flush_log = log_to_stderr()
     handle_signals(stop)
@@ -295,16 +296,9 @@ def serve(load: Callable[[], Flask], port: int, options: Any) -> int:
     gc.freeze()  # what is loaded stays: looking through it for garbage would hold up all for 0.3 s
     say(f"serving on {url} (the page, POST /generate, /v1, GET /health)")
     ends.get()
-    if server.has_died:
-        flush_log()
-        os._exit(1)
-    cut_off = _drain(app.extensions["worker"], server, options.grace_period)
-    is_written = flush_log()
-    give_up_unwritten()
-    if cut_off or not is_written:
-        os._exit(0)  # a thread that is stuck has no orderly end
-    server.stop()
-    return 0
+    if not server.has_died:
+        _drain(app.extensions["worker"], server, options.grace_period)
+    end(flush_log, 1 if server.has_died else 0)
 
 
 def handle_signals(stop: Callable[..., None]) -> None:
@@ -316,8 +310,8 @@ def handle_signals(stop: Callable[..., None]) -> None:
         signal.signal(_HANGUP, stop)
 
 
-def _drain(worker: Worker, server: Server, grace_s: float) -> int:
-    """Let answers be finished and sent. Returns how many could not be."""
+def _drain(worker: Worker, server: Server, grace_s: float) -> None:
+    """Let answers be finished and sent."""
     deadline = time.monotonic() + grace_s
     if waited_for := worker.num_running + worker.num_waiting:
         say(f"finishing {waited_for} requests, {grace_s:g} s at most; again to quit at once")
@@ -325,7 +319,6 @@ def _drain(worker: Worker, server: Server, grace_s: float) -> int:
         say(f"{cut_off} requests were cut off")
     while server.is_busy and time.monotonic() < deadline + _LAST_WORDS_S:
         time.sleep(0.02)
-    return cut_off
 
 
 def say(line: str) -> None:
@@ -334,10 +327,10 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
-def give_up_unwritten() -> None:
-    """Python would end with status 120 for what cannot be written at the exit."""
+def end(flush_log: Callable[[], bool], status: int = 0) -> NoReturn:
+    """End the process at once. Python's own end would wait for threads, or end one inside torch."""
+    flush_log()
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with suppress(OSError, ValueError):
             stream.flush()
-        except (OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    os._exit(status)

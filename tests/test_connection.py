@@ -15,7 +15,7 @@ class Transport:
     """Takes what is written, as if it went to a client that reads nothing."""
 
     def __init__(self):
-        self.data, self.num_unread, self.is_aborted = b"", 0, False
+        self.data, self.num_unread, self.is_aborted, self.is_paused = b"", 0, False, False
 
     def write(self, data):
         self.data += data
@@ -34,13 +34,19 @@ class Transport:
         return None
 
     def write_eof(self):
-        pass
+        raise OSError("the client has left")
+
+    def pause_reading(self):
+        self.is_paused = True
+
+    def resume_reading(self):
+        self.is_paused = False
 
 
 class Room:
     """In the place of the server: notes what is to be answered, and by which application."""
 
-    environ = {}
+    environ, limit = {}, 1 << 30
 
     def __init__(self):
         self.asked, self.waiting, self.num_held = [], set(), 0
@@ -56,6 +62,8 @@ class Room:
 
     def hold(self, num_bytes):
         self.num_held += num_bytes
+        if self.num_held > self.limit:
+            self.victim.abort()
 
     def note(self, connection, is_waiting):
         (self.waiting.add if is_waiting else self.waiting.discard)(connection)
@@ -108,6 +116,7 @@ ANSWER = ["200 OK", [("Content-Length", "0")]]
         ([b""], 10, "closed"),
         ([b"GET"], 10, 408),
         ([HEAD], 10, 408),
+        ([b"\r\n", b"\r", b"\n"], 10, "closed"),
         ([HEAD, b"\r\n"], 10, 408),
         ([HEAD, b"\r\n", b"x" * 163_840], 20, 408),  # 16 KiB a second
         ([b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"], 3600, None),  # it is not the client who is slow
@@ -132,11 +141,20 @@ def test_an_idle_connection_and_one_that_lingers_are_closed(client, clock):
     assert waits(client, clock, 5) is None and waits(client, clock, 1) == "closed"
 
 
-@pytest.mark.parametrize(("a_second", "patience"), [(0, 30), (1000, 31), (20_000, 3600)])
+def test_empty_lines_do_not_keep_a_connection_open(client, clock):
+    for _ in range(11):
+        assert not client.transport.is_aborted
+        client.data_received(b"\r\n")
+        waits(client, clock, 1)
+    assert client.transport.is_aborted
+
+
+@pytest.mark.parametrize(("a_second", "patience"), [(0, 30), (1000, 31), (20_000, 3140)])
 def test_a_client_has_to_take_its_answer(client, clock, a_second, patience):
     """While it takes 16 KiB a second it is left in peace."""
     client.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
-    client.send(["200 OK", [("Content-Length", str(1 << 30))]], b"x" * (60 << 20))
+    size = 60 << 20
+    client.end(["200 OK", [("Content-Length", str(size))]], b"x" * size)
     for second in range(patience):
         clock.now += 1
         client.watch(clock.now)
@@ -156,6 +174,54 @@ def test_what_nobody_reads_does_not_fill_the_memory(client):
     assert client.transport.is_aborted
 
 
+def test_one_answer_at_a_time_may_pile_up(client):
+    """The next request is read when most of it is taken; until then a client that leaves is not."""
+    request = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+    client.data_received(request)
+    client.pause_writing()
+    assert not client.transport.is_paused
+    client.end(ANSWER)
+    assert client.transport.is_paused
+    client.resume_writing()
+    assert not client.transport.is_paused
+
+
+def test_a_client_that_has_its_answer_may_ask_at_once(client):
+    """Even before the thread that answers has come back."""
+    request = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+    write = client.transport.write
+
+    def write_and_ask(data):
+        write(data)
+        if data.endswith(b"whole"):
+            client.server.later.append(request)
+
+    def call(function, *arguments):
+        function(*arguments)
+        while client.server.later:
+            client.data_received(client.server.later.pop())
+
+    client.server.later, client.server.call, client.transport.write = [], call, write_and_ask
+    head = [("Content-Length", "5")]
+    client.server.app = lambda environ, start: start("200 OK", head) or iter([b"who", b"le"])
+    client.data_received(request)
+    client.respond(client.server.asked[0])
+    assert len(client.server.asked) == 2 and not client.is_last
+
+
+@pytest.mark.parametrize("line", ["HEAD health HTTP/1.1", "HEAD / HTTP/9.9", "post / HTTP/1.1"])
+def test_a_refusal_knows_the_method(client, line, caplog):
+    """An answer to HEAD has no body; and Flask would take post for POST."""
+    client.server.app = lambda environ, start: (
+        start("400 BAD REQUEST", [("Content-Length", "4")])
+        or [b"" if environ["REQUEST_METHOD"] == "HEAD" else b"body"]
+    )
+    client.data_received(line.encode() + b"\r\nHost: a\r\n\r\n")
+    assert REFUSAL in client.server.asked[0]
+    client.respond(client.server.asked[0])
+    assert client.transport.data.startswith(b"HTTP/1.1 400") and not caplog.records
+
+
 def test_an_answer_that_contradicts_its_head_ends_the_connection(client, caplog):
     client.server.app = lambda environ, start: start("200 OK", [("Content-Length", "9")]) or [b"x"]
     client.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
@@ -165,7 +231,7 @@ def test_an_answer_that_contradicts_its_head_ends_the_connection(client, caplog)
 
 def test_an_answer_is_not_finished_for_a_client_that_has_left(client, caplog):
     def app(environ, start):
-        start("200 OK", [("Content-Length", "9")])
+        start("200 OK", [])
         yield b"begun"
         client.connection_lost(None)
         yield b"rest"
@@ -190,6 +256,12 @@ def test_a_request_is_read_alike_however_it_is_cut(clock):
         assert environ["wsgi.input"].read() == b"abcdefgh" and REFUSAL not in environ
         assert environ["CONTENT_LENGTH"] == "8" and "HTTP_TRANSFER_ENCODING" not in environ
         assert client.is_last and client.server.num_held == 0  # no second one behind chunks
+
+
+def test_a_connection_that_is_closed_for_room_reads_no_further(client):
+    client.server.limit, client.server.victim = 20_000, client
+    client.data_received(HEAD + b"\r\n" + b"x" * 200_000)
+    assert len(client.body) < 50_000 and client.server.asked == []
 
 
 def parsed(*lines):
