@@ -59,6 +59,7 @@ STOP_S = 60.0
 HEALTH_EVERY_S = 0.1
 MAX_HEALTH_P99_MS = 100.0
 MANY_REQUESTS, MAX_GROWTH_MIB = 20_000, 5.0  # of so many the second half may add so much memory
+MAX_THREADS = 100  # they are started when they are needed, up to a fixed number, and stay
 TABLES = ["requests", "throughput", "latency", "memory", "at_rest", "rerun", "server"]
 
 Sample = dict[str, float]  # the server at one moment: at_s, memory_mib, and what IN_USE names
@@ -128,7 +129,7 @@ class Server:
             time.sleep(1.0)  # this request's own connection is closed by then
             sample = self.sample(health)
             limits = [each for each in (last, before) if each]
-            is_less = all(sample[name] <= limit[name] for name in IN_USE for limit in limits)
+            is_less = all(sample[name] <= limit[name] for name in IN_USE[1:] for limit in limits)
             if last and is_less and not sample["requests_running"] or time.monotonic() > until:
                 return sample
 
@@ -251,7 +252,7 @@ def memory_row(start: Sample, warm: Sample, end: Sample, samples: list[Sample]) 
 
 def rest_row(name: str, warm: Sample, end: Sample) -> dict[str, Any]:
     """What the idle server has in use, and how much of that is left over."""
-    allowed = warm[name] if name in ("threads", "open_files") else 0
+    allowed = {"threads": max(MAX_THREADS, warm[name]), "open_files": warm[name]}.get(name, 0)
     row = {"after_warm_up": warm[name], "at_the_end": end[name]}
     return {"at_rest": name.replace("_", " ")} | row | {"leaked": max(end[name] - allowed, 0)}
 

@@ -107,14 +107,18 @@ def random_ask(
 def _post(body: bytes = b"", path: str = GENERATE, **fields: Any) -> bytes:
     """A request as it goes over the wire."""
     body = body or json.dumps({"prompt": "1, 2,"} | fields).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def _get(path: str) -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: {HOST}\r\n\r\n".encode()
 
 
 # What is no request for text, and its status. The tests try many more bad inputs, one at a time.
 OTHER: dict[str, tuple[bytes, int]] = {
-    "the page": (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", 200),
-    "figures": (b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n", 200),
+    "the page": (_get("/"), 200),
+    "figures": (_get("/metrics"), 200),
     "no request line": (b"hello\r\n\r\n", 400),
     "broken JSON": (_post(b'{"prompt": "1, 2,"'), 400),
     "deep nesting": (_post(b"[" * 100_000), 400),
