@@ -226,17 +226,6 @@ def test_a_short_soak_loses_nothing_and_leaks_nothing():
     assert document["rerun"] == [{"kept": 6, "sent_again": 6, "differ": 0}]
 
 
-@pytest.mark.slow
-def test_memory_is_flat_once_caches_are_full():
-    """Of 4 000 short requests of all kinds, the last 3 000 add little."""
-    arguments = ["--requests", "4000", "--max-tokens", "8", "--clients", "8", "--sample", "1"]
-    command = [sys.executable, "-m", "benchmarks.soak", *arguments, "--json"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-    (memory,) = json.loads(result.stdout)["memory"]
-    assert memory["quarter_4"] - memory["quarter_1"] < 12.0, result.stderr
-
-
 SOUND = {
     "requests": [{"lost": 0, "wrong": 0}],
     "throughput": [{"requests": 20_000}],
