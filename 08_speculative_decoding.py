@@ -601,7 +601,7 @@ def plain_decode(
 
 # ----------------------------------------------------------------------------------- loading
 def load_model(name: str, options: Options) -> CachedModel:
-    """Load a folder or a hub id, and give it a KV cache. Raises StartError if it cannot be."""
+    """Load what --model names, and give it a KV cache. Raises StartError if it cannot be."""
     model = CachedModel(loading.load_pretrained(name, options), name, options.max_running)
     model.reference = Reference.of(model)  # before the fast path takes the weights
     follow_masks(model.model, model.cache.capacity)
@@ -612,10 +612,7 @@ def assemble_engine(options: Options) -> Engine:
     """Load the target and every drafter that fits. Raises ValueError if one asked for does not."""
     target = load_model(options.model, options)
     draft = load_model(options.draft_folder, options) if options.draft_folder else None
-    context = Context(
-        target, sample, draft, options.max_running, options.prompt_lookup_max,
-        options.prompt_lookup_min, options.fastpath, options.drafter_timeout, options.mmap,
-    )  # fmt: skip
+    context = Context(target, sample, draft, **options.for_drafters)
     loaded, default = drafters.load_all(options.drafter, context, not options.fixed_k)
     for model in (target, draft):  # only now, as the MTP head needs the target's own modules
         if model and options.fastpath:

@@ -22,6 +22,7 @@ _REGISTRY = {
     "ngram": ("drafters.ngram", "NgramDrafter"),
     "draft_model": ("drafters.small_model", "SmallModelDrafter"),
     "mtp": ("drafters.mtp_head", "MtpHeadDrafter"),
+    "eagle3": ("drafters.eagle3", "Eagle3Drafter"),
 }
 NAMES = tuple(_REGISTRY)
 
@@ -64,7 +65,8 @@ def load_all(
     """
     loaded: dict[str, Drafter] = {}
     own = wanted if wanted not in (AUTO, PLAIN) else None
-    default, asked = None, {own, "ngram", "draft_model" if context.draft else None}
+    given = {"draft_model": context.draft, "eagle3": context.eagle3}
+    default, asked = None, {own, "ngram", *(name for name, value in given.items() if value)}
     for name in dict.fromkeys([own, *NAMES] if own else NAMES):
         try:
             drafter = load(name, context)

@@ -43,6 +43,8 @@ class Context:
     fast: bool = True  # models of one's own may go through fastpath/
     timeout_s: float = 10.0  # of a call to a drafter that comes from a file
     mmap: bool = False  # whether weights may stay in mapped files
+    eagle3: str | None = None  # folder or hub id of an EAGLE-3 head
+    allow_pickle: bool = False  # whether weights may come from files that can run code
 
 
 class Drafter(ABC):

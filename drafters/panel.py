@@ -236,7 +236,7 @@ class Panel:
 def first_choice(names: Iterable[str]) -> str:
     """The drafter to begin with where nobody chooses."""
     names = list(names)
-    return next((name for name in ("mtp", "ngram", *names) if name in names), "")
+    return next((name for name in ("mtp", "eagle3", "ngram", *names) if name in names), "")
 
 
 def _beside(states: dict[int, Tensor], layers: tuple[int, ...]) -> Tensor:

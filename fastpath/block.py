@@ -81,14 +81,19 @@ class FusedBlock(nn.Module):
         """Query heads per head of keys and values."""
         return self.num_heads // self.num_kv_heads
 
+    def read(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [B, T, D] -> what attention reads, and what its result is added to."""
+        return self.input_norm(x), x
+
     def run(
         self, x: Tensor, rope: Rope, mask: Tensor, cache: Any, ragged: Ragged | None = None
     ) -> Tensor:
-        """x [B, T, D] -> [B, T, D] under a grouped mask; keys and values go to the cache if any.
+        """What `read` takes -> [B, T, D] under a grouped mask. Keys and values go to the cache.
 
         With `ragged` x is [N, D]: only attention needs rows of one length.
         """
-        heads = self.qkv.compute(self.input_norm(x)).view(*x.shape[:-1], -1, self.head_dim)
+        read, x = self.read(x)
+        heads = self.qkv.compute(read).view(*x.shape[:-1], -1, self.head_dim)
         rotated, value = heads[..., : -self.num_kv_heads, :], heads[..., -self.num_kv_heads :, :]
         if self.qk_norm is not None:
             rotated = self.qk_norm(rotated)
@@ -131,6 +136,22 @@ class FusedBlock(nn.Module):
         """Pack the weights, and let go of the module's."""
         for part in (self.qkv, self.out, self.gate_up, self.down):
             part.join()
+
+
+class FusedEagleBlock(FusedBlock):
+    """The first layer of an EAGLE-3 head: x is [embedding, state], side by side."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer)
+        self.hidden_norm = norm_of(layer.hidden_norm)
+        self.norm_before_residual = layer.norm_before_residual
+
+    def read(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [B, T, 2 D] -> what attention reads [B, T, 2 D], what it adds to [B, T, D]."""
+        embeds, state = x.chunk(2, -1)
+        normed = self.hidden_norm(state)
+        read = torch.cat([self.input_norm(embeds), normed], -1)
+        return read, normed if self.norm_before_residual else state.contiguous()
 
 
 def sign(sin: Tensor) -> Tensor:

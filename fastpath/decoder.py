@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from . import attention
 from .activation import make_steady
 from .attention import FULL
-from .block import FusedBlock, FusedStack, Where, causal_mask, is_plain_block, norm_of
+from .block import (
+    FusedBlock,
+    FusedEagleBlock,
+    FusedStack,
+    Where,
+    causal_mask,
+    is_plain_block,
+    norm_of,
+)
 from .linear import JoinedLinear, pack
 
 Windows = dict[str, int | None]  # by kind of layer, how far back it sees; None: all the way
@@ -191,5 +199,26 @@ def speed_up_head(head: Any, length: int) -> FusedHead | None:
         fused.join()
     else:
         make_steady(head)
+    pack(head)
+    return fused
+
+
+@torch.inference_mode()
+def speed_up_eagle(head: Any, length: int) -> FusedStack | None:
+    """The same for an EAGLE-3 head; returns what stands in for the head's `run`, if anything."""
+    layer, fused = head.layers[0], None
+    if can_tabulate(head.rotary_emb):
+        block = FusedEagleBlock(layer)
+        fused = FusedStack([block], [FULL], {FULL: None}, rotary_of(head.rotary_emb), length)
+        count, weight = min(_NUM_COMPARED, length), head.norm.weight
+        shape, random = (1, count, 2 * len(weight)), torch.Generator().manual_seed(0)
+        x = torch.randn(shape, generator=random).to(weight)
+        positions = torch.arange(count, device=x.device)[None]
+        expected = head.run(x, positions, causal_mask(count, count, x), None)
+        if is_same(fused(x, OneText(positions, count, count), None), expected):
+            block.join()
+            head.layers = nn.ModuleList([block])
+        else:
+            fused = None
     pack(head)
     return fused

@@ -18,6 +18,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cach
 from drafters.weights import own_weights, why_not_loaded
 from messages import in_short
 
+from . import gguf
+from .catalogue import NotFetched, folder_of
 from .options import Options
 from .rope import contexts, fix_rotations
 from .structure import Structure, UnsupportedModel, examine
@@ -66,10 +68,16 @@ class Loaded:
 
 
 def load_pretrained(name: str, options: Options) -> Loaded:
-    """The model of a folder or a hub id.
+    """The model of a name in the catalogue, a folder, a GGUF file or a hub id.
 
     Raises StartError if it is missing, broken or of a kind that the KV cache cannot serve.
     """
+    try:
+        name = folder_of(name)
+        if gguf.is_gguf(name):
+            gguf.check(name)
+    except (NotFetched, gguf.BadFile) as error:
+        raise StartError(str(error)) from error
     PROGRESS.info("reading the weights of %s", Path(name).name)
     device = options.device
     if device == "auto":
@@ -81,27 +89,32 @@ def load_pretrained(name: str, options: Options) -> Loaded:
     is_hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
     if not Path(name).exists() and not is_hub_id:
         raise StartError(f"model folder {name} not found")
-    trusted = {"trust_remote_code": options.trust_remote_code}
+    source = gguf.source(name) | {"trust_remote_code": options.trust_remote_code}
     with _told(name, "", options):
         # First: a wrong id fails here, after one small file.
-        config = AutoConfig.from_pretrained(name, **trusted)
-    check_generation_config(name)
+        config = AutoConfig.from_pretrained(**source)
+    if not gguf.is_gguf(name):
+        check_generation_config(name)
+        with _told(name, "", options):
+            check_indexes(name, config, options)
     with _told(name, "its tokenizer: ", options):
-        tokenizer = AutoTokenizer.from_pretrained(name, **trusted)
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        if gguf.is_gguf(name):
+            gguf.fix_tokenizer(tokenizer, name)
     with _told(name, "", options):
-        check_indexes(name, config, options)
         try:
             model, report = AutoModelForCausalLM.from_pretrained(
-                name,
+                **source,
                 dtype=dtype,
                 use_safetensors=None if options.allow_pickle else True,  # None: what there is
                 ignore_mismatched_sizes=True,  # the report has them, and check_weights reads it
                 output_loading_info=True,
-                **trusted,
             )
         except (SafetensorError, OSError):
             check_files(name)  # the error itself does not say which file
             raise
+        if gguf.is_gguf(name):
+            gguf.settle(model)
         model = model.to(device).eval()
         if not options.mmap:  # transformers' disable_mmap holds the weights twice for a while
             own_weights(model)

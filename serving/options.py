@@ -11,6 +11,7 @@ from drafters import NAMES
 from drafters.panel import PLAIN
 from messages import Request, Sampling
 
+from .catalogue import CATALOGUE
 from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, RequestError, check_fields
 
 KEY_VARIABLE = "SPECULATIVE_API_KEY"
@@ -23,6 +24,7 @@ class Options:
 
     model: str = str(ROOT / "demo_models" / "target")
     draft_model: str | None = None  # beside the embedded target: the embedded draft
+    eagle3: str | None = None  # a head for the target; smollm2 has one
     drafter: str | None = None  # auto, or mtp or ngram, whichever fits
     num_speculative_tokens: int = Request.num_speculative_tokens
     fixed_k: bool = False
@@ -70,6 +72,27 @@ class Options:
         return embedded if self.draft_model is None else self.draft_model
 
     @property
+    def eagle3_folder(self) -> str | None:
+        """The EAGLE-3 head: what was named, or what goes with a model of the catalogue."""
+        entry = CATALOGUE.get(self.model)
+        known = entry.eagle3 if entry and Path(entry.eagle3).exists() else None
+        return known if self.eagle3 is None else self.eagle3
+
+    @property
+    def for_drafters(self) -> dict[str, Any]:
+        """What a drafter's context has of this, by its names there."""
+        return {
+            "num_rows": self.max_running,
+            "prompt_lookup_max": self.prompt_lookup_max,
+            "prompt_lookup_min": self.prompt_lookup_min,
+            "fast": self.fastpath,
+            "timeout_s": self.drafter_timeout,
+            "mmap": self.mmap,
+            "eagle3": self.eagle3_folder,
+            "allow_pickle": self.allow_pickle,
+        }
+
+    @property
     def is_embedded(self) -> bool:
         """Whether the target is the one of this repository, however it is spelt."""
         return Path(self.model).resolve() == (ROOT / "demo_models" / "target").resolve()
@@ -108,11 +131,13 @@ def seconds(text: str) -> float:
 
 _COUNT = between(1, 1_000_000)
 _SWITCH = argparse.BooleanOptionalAction
-_MODEL = {"metavar": "DIR_OR_HUB_ID"}
+_MODEL = {"metavar": "NAME_OR_PATH"}
 # How each field of Options is written on the command line: what argparse's add_argument takes.
 _FLAGS: dict[str, dict[str, Any]] = {
-    "model": _MODEL | {"help": "the target"},
-    "draft_model": _MODEL | {"help": "for the drafter draft_model"},
+    "model": _MODEL
+    | {"help": f"the target: {', '.join(CATALOGUE)}, a folder, a .gguf file or a hub id"},
+    "draft_model": _MODEL | {"help": "for the drafter draft_model; named like the target"},
+    "eagle3": _MODEL | {"help": "an EAGLE-3 head for the target: a folder or a hub id"},
     "drafter": {"help": f"{', '.join(NAMES)}, auto, none or file.py:Class"},
     "num_speculative_tokens": {"type": between(1, MAX_SPECULATIVE_TOKENS), "help": "K"},
     "fixed_k": {"action": "store_true", "help": "always draft K, whether it pays or not"},

@@ -47,8 +47,10 @@ def fresh_state(engine, drafter, tokens, sampling=GREEDY, noise=None):
     """On a text that it has seen no draft of: all but the last token are a prompt."""
     target = engine.target
     row, state = target.cache.open_row(), drafter.open(tokens[:-1], sampling, noise)
-    output = target.forward([row], [tokens[:-1]], [1], drafter.hidden_layers)
-    hidden = output.hidden[-1][0] if drafter.needs_hidden else None
+    output = target.forward([row], [tokens[:-1]], [1], tuple(sorted(set(drafter.hidden_layers))))
+    hidden = None
+    if drafter.needs_hidden:
+        hidden = torch.cat([output.hidden[layer][0] for layer in drafter.hidden_layers], -1)
     drafter.observe(state, Verdict(0, 0, tokens[-1:], hidden))
     target.cache.close_row(row)
     return state
@@ -455,7 +457,7 @@ def context(target, draft=None):
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ("telepathy", "choose ngram, draft_model, mtp, auto, none or file.py:Class"),
+        ("telepathy", "choose ngram, draft_model, mtp, eagle3, auto, none or file.py:Class"),
         ("nowhere.py:Mine", "not found"),
         ("broken.py:Mine", "failed to load"),
         ("own.py:Mine", "has no Drafter class 'Mine'"),

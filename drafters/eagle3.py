@@ -1,0 +1,98 @@
+"""EAGLE-3: a small head, trained for one target, that reads the target's states of three layers.
+
+How a head drafts is told in head.py, what is in it in eagle3_head.py. Train one of your own with
+demo_models/train_eagle3.py, or take one of the public ones: `--eagle3 FOLDER_OR_HUB_ID`.
+
+The head predicts words of a draft vocabulary. Its scores are laid out over the target's vocabulary
+before anything is drawn from them, so that q is a distribution over the same tokens as p.
+
+Source: arXiv 2503.01840. Not covered: trees of drafts.
+"""
+
+from math import inf
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from fastpath.decoder import speed_up_eagle
+from messages import in_short
+
+from .base import Context
+from .eagle3_head import Eagle3Head, HeadConfig, build_head, read_head
+from .head import HeadDrafter
+
+
+class Eagle3Drafter(HeadDrafter):
+    """Drafts with an EAGLE-3 head, batched over requests."""
+
+    name: ClassVar[str] = "eagle3"
+
+    def __init__(self, head: Eagle3Head, context: Context) -> None:
+        self._head, self._target_ids = head, head.target_ids
+        text = context.target.model.config.get_text_config()
+        self._vocab_size = context.target.vocab_size
+        self.hidden_layers = head.config.layers_of(text.num_hidden_layers)
+        weights = [*head.layers.parameters(), *head.lm_head.parameters()]
+        self.num_step_weights = sum(weight.numel() for weight in weights)
+        if context.fast:
+            head.fused = speed_up_eagle(head, context.target.max_length)
+        super().__init__(context, can_share=head.fused is not None)
+
+    @classmethod
+    def build(cls, context: Context) -> "Eagle3Drafter":
+        """Raises ValueError without a head, or with one of another target."""
+        name, target = context.eagle3, context.target
+        if name is None:
+            raise ValueError("the drafter eagle3 needs a head: give --eagle3 DIR_OR_HUB_ID")
+        try:
+            config, weights = read_head(name, context.allow_pickle)
+            check_target(config, target)
+            num_states = len(
+                config.layers_of(target.model.config.get_text_config().num_hidden_layers)
+            )
+            embed_tokens = target.model.get_input_embeddings()
+            head = build_head(config, weights, embed_tokens, num_states)
+        except Exception as error:  # a broken folder raises any of a dozen kinds
+            raise ValueError(f"cannot use the EAGLE-3 head {name}: {in_short(error)}") from error
+        return cls(head, context)
+
+    def _run(self, ids: Tensor, hidden: Tensor, place: Any, is_first: bool) -> Tensor:
+        """The pair j of a text stands at position j, and in the cache's slot j."""
+        if is_first:
+            hidden = self._head.enter(hidden)
+        return self._head(ids, hidden, place, self._cache)
+
+    def _to_logits(self, outputs: Tensor) -> Tensor:
+        """Over the target's vocabulary; minus infinity for words that the head does not know."""
+        scores = outputs.new_full((len(outputs), self._vocab_size), -inf)
+        scores[:, self._target_ids] = self._head.logits(outputs)
+        return scores
+
+
+def check_target(config: HeadConfig, target: Any) -> None:
+    """Raises ValueError if the head was trained for another target.
+
+    Targets are compared by the last part of their names: a folder may be a copy from the hub.
+    """
+    text = target.model.config.get_text_config()
+    names = [target.name, str(getattr(target.model.config, "_name_or_path", ""))]
+    if config.verifier and _last(config.verifier) not in map(_last, names):
+        raise ValueError(
+            f"it was trained for {config.verifier}, and the target is {target.name} (if that is a "
+            f"copy, name its folder {Path(config.verifier).name})"
+        )
+    if config.target_hidden_size != text.hidden_size:
+        raise ValueError(
+            f"it reads states of {config.target_hidden_size} numbers, and those of {target.name} "
+            f"have {text.hidden_size}"
+        )
+    if config.layer.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"it was trained for a vocabulary of {config.layer.vocab_size} tokens, and "
+            f"{target.name} has {target.vocab_size}"
+        )
+
+
+def _last(name: str) -> str:
+    return Path(name).name.lower()

@@ -1,0 +1,284 @@
+"""An EAGLE-3 head as a module, and how it is read from its two public layouts.
+
+    states of three layers [3 D] ─ fc ─→ h [D] ─┐
+    embedding of the next token [D] ────────────┴→ decoder layer ─→ h' ─ norm ─ lm_head ─→ token
+                                                                   └→ the next step's h
+
+Attention reads both halves, the embedding and the state, each behind a norm of its own; what it
+finds is added to the state alone. lm_head knows a draft vocabulary, the commonest words: d2t says
+how far each of its ids is from the target's.
+
+Sources: arXiv 2503.01840; the layouts of SafeAILab/EAGLE and of vllm-project/speculators.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+from transformers.utils import cached_file
+
+_LAYERS = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
+_FILE, _PICKLED = "model.safetensors", "pytorch_model.bin"
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """What config.json says of a head, in either layout."""
+
+    layer: PreTrainedConfig  # of the decoder layer; has the sizes
+    draft_vocab_size: int
+    target_hidden_size: int
+    layer_ids: tuple[int, ...] | None  # whose inputs are read; None: 2, n // 2, n - 3
+    verifier: str | None  # the target that the head was trained for
+    norm_before_residual: bool = False  # the normed state is what attention's result is added to
+    norm_before_fc: bool = False  # one norm over all states
+    fc_norm: bool = False  # one norm for each of them
+    norm_output: bool = False  # the normed state is the next step's
+
+    @classmethod
+    def of(cls, content: dict[str, Any]) -> "HeadConfig":
+        """Read either layout's config.json. Raises ValueError for what is not supported."""
+        kind = content.get("speculators_model_type", "eagle3")
+        if kind != "eagle3":
+            raise ValueError(f"speculators_model_type is {kind!r}, not 'eagle3'")
+        given = content.get("transformer_layer_config", content)
+        if "hidden_size" not in given:
+            raise ValueError("config.json has no hidden_size: is this an EAGLE-3 head?")
+        family = given.get("model_type", "llama")
+        if family not in _LAYERS:
+            raise ValueError(f"model_type is {family!r}: supported are {', '.join(_LAYERS)}")
+        rest = {key: value for key, value in given.items() if key != "model_type"}
+        layer = AutoConfig.for_model(family, **rest)
+        layer._attn_implementation = "sdpa"
+        if layer.num_hidden_layers != 1:
+            raise ValueError(f"num_hidden_layers is {layer.num_hidden_layers}, supported is 1")
+        eagle = content.get("eagle_config") or {}  # as some write the original layout
+        ids = (content | eagle).get("eagle_aux_hidden_state_layer_ids")
+        verifier = (content.get("speculators_config") or {}).get("verifier") or {}
+        switches = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        return cls(
+            layer,
+            content.get("draft_vocab_size") or layer.vocab_size,
+            content.get("target_hidden_size") or layer.hidden_size,
+            None if ids is None else tuple(ids),
+            verifier.get("name_or_path"),
+            **{name: bool((content | eagle).get(name)) for name in switches},
+        )
+
+    def layers_of(self, num_layers: int) -> tuple[int, ...]:
+        """The blocks of a target with `num_layers` of them whose results are read.
+
+        Ids name the layers whose inputs are meant: what comes out of the block before. Raises
+        ValueError for layers that the target has not, and for the first one's input.
+        """
+        default = (2, num_layers // 2, num_layers - 3)
+        ids = default if self.layer_ids is None else self.layer_ids
+        for i in ids:
+            if not 0 < i < num_layers:
+                raise ValueError(f"it reads layer {i}, and can read 1 to {num_layers - 1}")
+        return tuple(i - 1 for i in ids)
+
+
+class FirstLayer(nn.Module):
+    """A decoder layer that reads [embedding, state] and adds what it finds to the state."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        layer = _LAYERS[config.layer.model_type](config.layer, 0)
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        self.input_layernorm = layer.input_layernorm
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        self.hidden_norm = LlamaRMSNorm(config.layer.hidden_size, config.layer.rms_norm_eps)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            old = getattr(self.self_attn, name)
+            twice = nn.Linear(2 * old.in_features, old.out_features, old.bias is not None)
+            setattr(self.self_attn, name, twice)
+        self.norm_before_residual = config.norm_before_residual
+
+    def read(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [..., 2 D] -> what attention reads [..., 2 D], and what it adds to [..., D]."""
+        embeds, state = x.chunk(2, -1)
+        normed = self.hidden_norm(state)
+        read = torch.cat([self.input_layernorm(embeds), normed], -1)
+        return read, normed if self.norm_before_residual else state
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: Any) -> Tensor:
+        """x [B, T, 2 D] -> [B, T, D] under an additive mask [B, 1, T, keys]."""
+        read, residual = self.read(x)
+        attended, _ = self.self_attn(
+            hidden_states=read, position_embeddings=rope, attention_mask=mask, past_key_values=cache
+        )
+        x = residual + attended
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Eagle3Head(nn.Module):
+    """The head. Its parts are named as in the speculators layout."""
+
+    def __init__(self, config: HeadConfig, num_states: int = 3) -> None:
+        super().__init__()
+        self.config, layer = config, config.layer
+        wide = num_states * config.target_hidden_size
+
+        def norm(width: int) -> LlamaRMSNorm:
+            return LlamaRMSNorm(width, layer.rms_norm_eps)
+
+        if config.norm_before_fc:
+            self.input_norm = norm(wide)
+        if config.fc_norm:
+            sizes = [config.target_hidden_size] * num_states
+            self.fc_norm = nn.ModuleList(norm(width) for width in sizes)
+        self.fc = nn.Linear(wide, layer.hidden_size, bias=False)
+        self.layers = nn.ModuleList([FirstLayer(config)])
+        self.norm = norm(layer.hidden_size)
+        self.lm_head = nn.Linear(layer.hidden_size, config.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self.rotary_emb = LlamaRotaryEmbedding(layer)
+        self.embed_tokens: nn.Embedding | None = None  # the target's, unless the file has its own
+        self.fused: Any = None  # what the fast path puts in the place of `run`
+
+    @property
+    def target_ids(self) -> Tensor:
+        """[draft vocabulary]: the target's id of each draft id."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def enter(self, states: Tensor) -> Tensor:
+        """The target's states [..., 3 D], side by side -> the first h [..., D]."""
+        if self.config.norm_before_fc:
+            states = self.input_norm(states)
+        if self.config.fc_norm:
+            parts = states.chunk(len(self.fc_norm), -1)
+            states = torch.cat([n(part) for n, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return self.fc(states)
+
+    def run(self, x: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
+        """[embedding, h] [B, T, 2 D] -> what comes out of the layer [B, T, D]."""
+        return self.layers[0](x, self.rotary_emb(x, positions), mask, cache)
+
+    def forward(self, ids: Tensor, hidden: Tensor, place: Any, cache: Any) -> Tensor:
+        """The next h [B, T, D] of pairs: ids [B, T] and h [B, T, D]."""
+        embeds = self.embed_tokens(ids)
+        x = torch.cat([embeds, hidden.to(embeds.dtype)], -1)
+        if self.fused:
+            x = self.fused(x, place, cache)
+        else:
+            x = self.run(x, place.positions, place.mask(x.dtype), cache)
+        return self.norm(x) if self.config.norm_output else x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """An h [..., D] -> [..., draft vocabulary]."""
+        return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
+
+
+def read_head(name: str, allow_pickle: bool = False) -> tuple[HeadConfig, dict[str, Tensor]]:
+    """A head's config and weights from a folder or a hub id, named as Eagle3Head names them.
+
+    Raises ValueError or OSError, saying what is missing.
+    """
+    config = HeadConfig.of(json.loads(Path(_file(name, "config.json")).read_text("utf-8")))
+    file = _file(name, _FILE, is_optional=True)
+    if file is not None:
+        weights = load_file(file)
+    elif allow_pickle:
+        weights = torch.load(_file(name, _PICKLED), map_location="cpu", weights_only=True)
+    else:
+        raise ValueError(
+            f"it has no {_FILE} (a {_PICKLED} can run code, and is loaded with --allow-pickle only)"
+        )
+    return config, {_renamed(key): weight for key, weight in weights.items()}
+
+
+def _file(name: str, file: str, is_optional: bool = False) -> str | None:
+    return cached_file(name, file, _raise_exceptions_for_missing_entries=not is_optional)
+
+
+def _renamed(key: str) -> str:
+    """A weight's name in the original layout -> in the speculators layout."""
+    return key.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
+
+
+# What a file may have beside the head: the inverse of d2t, and parts of the target.
+_UNUSED = {"t2d", "verifier_norm.weight", "verifier_lm_head.weight"}
+
+
+def build_head(
+    config: HeadConfig, weights: dict[str, Tensor], embed_tokens: nn.Embedding, num_states: int
+) -> Eagle3Head:
+    """The head with its weights, in the type and on the device of the target's embeddings.
+
+    Raises ValueError if a weight is missing, unknown or of another size.
+    """
+    like = embed_tokens.weight
+    head = Eagle3Head(config, num_states)
+    weights = {key: weight for key, weight in weights.items() if key not in _UNUSED}
+    own = weights.pop("embed_tokens.weight", None)
+    if own is not None:
+        embed_tokens = nn.Embedding.from_pretrained(own)
+    if tuple(embed_tokens.weight.shape) != (len(like), config.layer.hidden_size):
+        raise ValueError(
+            f"its embeddings are {list(embed_tokens.weight.shape)}, "
+            f"not {[len(like), config.layer.hidden_size]}"
+        )
+    if config.draft_vocab_size == len(like):
+        weights.setdefault("d2t", head.d2t)
+    wanted = head.state_dict()
+    for key in sorted(wanted.keys() ^ weights.keys()):
+        raise ValueError(f"{'it lacks' if key in wanted else 'unknown weight'} {key}")
+    for key, weight in weights.items():
+        if weight.shape != wanted[key].shape:
+            found, expected = list(weight.shape), list(wanted[key].shape)
+            raise ValueError(f"{key} is {found} instead of {expected}")
+    head.load_state_dict(weights)
+    ids = head.target_ids
+    if len(ids.unique()) != len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < len(like):
+        raise ValueError("d2t does not lead to different tokens of the target")
+    head.embed_tokens = embed_tokens
+    return head.to(like.device, like.dtype).eval()
+
+
+def save_head(head: Eagle3Head, folder: Path, verifier: dict[str, Any], num_tokens: int) -> None:
+    """Write the head in the speculators layout, in bfloat16, without the target's embeddings.
+
+    `verifier` names the target as the layout does; `num_tokens` is the K that it was trained for.
+    """
+    config = head.config
+    method = {"proposal_type": "greedy", "speculative_tokens": num_tokens}
+    content = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "draft_vocab_size": config.draft_vocab_size,
+        "eagle_aux_hidden_state_layer_ids": config.layer_ids,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "transformer_layer_config": config.layer.to_diff_dict(),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": verifier,
+        },
+    }
+    weights = {
+        key: weight.bfloat16() if weight.is_floating_point() else weight
+        for key, weight in head.state_dict().items()
+        if not key.startswith("embed_tokens.")
+    }
+    weights["t2d"] = torch.zeros(config.layer.vocab_size, dtype=torch.bool)
+    weights["t2d"][head.target_ids] = True
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / _FILE, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")

