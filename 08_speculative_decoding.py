@@ -53,7 +53,8 @@ from serving.gpt_neo import follow_masks
 from serving.metrics import register_metrics
 from serving.openai import register_openai
 from serving.options import Options, parse_arguments
-from serving.parsing import check_prompt, parse_request
+from serving.parsing import parse_request
+from serving.prompts import check_prompt
 from serving.reference import Reference, check, refusal
 from serving.text import TextStream
 from serving.worker import Worker, warm_up
@@ -645,7 +646,8 @@ def load_engine(options: Options) -> Engine:
 def create_app(engine: Engine, options: Options, worker: Worker | None = None) -> Flask:
     """The web application: POST /generate, GET /health and /metrics, /v1, and the page at /."""
     worker = worker or Worker(engine, options)
-    app = http.new_app(worker, options, demo.read_prompts())
+    prompts = demo.read_prompts(options.is_chat(engine.target.tokenizer))
+    app = http.new_app(worker, options, prompts)
     begin = http.beginning(engine, worker, options)
 
     @app.post("/generate")
@@ -661,7 +663,7 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
 
     @app.get("/health")
     def get_health() -> tuple[dict[str, Any], int]:
-        body = answers.health(engine, worker, options.num_speculative_tokens)
+        body = answers.health(engine, worker, options)
         return body, 200 if body["status"] == "ok" else 503
 
     register_metrics(app, engine, worker)
@@ -685,8 +687,9 @@ def main(arguments: list[str] | None = None) -> int:
             return http.serve(lambda: load_app(options), given.port, options)
         engine = load_engine(options)
         if given.prompt is None:
-            return demo.show_demo(engine, options, plain_decode, given.json)
-        body = {"prompt": given.prompt, "stop": given.stop}
+            return demo.show_demo(engine, options, plain_decode, given)
+        is_chat = options.is_chat(engine.target.tokenizer)
+        body = {"prompt": given.prompt, "stop": given.stop, "chat": is_chat}
         demo.show_prompt(engine, parse_request(body, engine, options)[0], given.explain)
         return 0
 

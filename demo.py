@@ -9,8 +9,9 @@ import os
 import platform
 import sys
 import time
+from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from statistics import median, median_low
 from typing import Any
@@ -24,13 +25,14 @@ from control.formulas import steadiness
 from control.statistics import PLAIN, ratio
 from messages import Request
 from serving import trace
+from serving.errors import RequestError
 from serving.loading import StartError
 from serving.options import ROOT, Options
-from serving.parsing import RequestError
+from serving.prompts import chat_ids, prompt_ids
 from serving.shortage import is_shortage, told
 
-_COLOURS = {"accepted": "\033[32m", "recovered": "\033[33m", "bonus": "\033[36m"}
-_BRACKETS = {"accepted": "[]", "recovered": "<>", "bonus": "{}"}
+_COLOURS = {"accepted": "\033[32m", "recovered": "\033[33m", "bonus": "\033[36m", "end": "\033[2m"}
+_BRACKETS = {"accepted": "[]", "recovered": "<>", "bonus": "{}", "end": ("", "")}
 _MEANING = {
     "accepted": "drafted and accepted",
     "recovered": "the target's, where a draft was refused",
@@ -41,6 +43,7 @@ _ROW = "{:14}{:>8} {:>8} {:>9} {:>9} {:>6} {:>13} {:>9}"
 
 
 Decode = Callable[..., list[int]]  # the core's plain_decode
+Prompts = dict[str, tuple[str, list[int]]]  # by name: text, and token ids
 
 
 def keep_standard_files() -> None:
@@ -98,6 +101,7 @@ def show_prompt(engine: Any, wanted: Request, num_explained: int = 0) -> None:
     for sequence, cycle in engine.generate(wanted):
         print(mark(cycle.pieces, colour), end="", flush=True)
         finished = sequence
+    print(mark([(end_of_text(engine, finished), "end")], colour), end="")
     print_figures(finished.finish_reason, finished.statistics)
     if finished.seat.decision:
         print(f"controller, last: {finished.seat.decision}")
@@ -120,6 +124,14 @@ def mark(pieces: Iterable[tuple[str, str]], colour: bool) -> str:
     if colour:
         return "".join(f"{_COLOURS[kind]}{text}\033[0m" for text, kind in pieces)
     return "".join(_BRACKETS[kind][0] + text + _BRACKETS[kind][1] for text, kind in pieces)
+
+
+def end_of_text(engine: Any, sequence: Any) -> str:
+    """The token that ended a text or a turn, as it is written; nothing if none did."""
+    last = sequence.tokens[-1]
+    if last not in engine.eos_ids:
+        return ""
+    return str(engine.target.tokenizer.convert_ids_to_tokens(last))
 
 
 def legend(colour: bool) -> str:
@@ -194,22 +206,74 @@ def print_figures(finish_reason: str, statistics: Any) -> None:
 # -------------------------------------------------------------------------------- the demo
 
 
-def read_prompts() -> dict[str, str]:
-    """The demo prompts by name; a file's last line break is not part of its prompt."""
-    files = sorted((ROOT / "demo_prompts").glob("*.txt"))
+def read_prompts(is_chat: bool = False) -> dict[str, str]:
+    """The demo prompts by name; a file's last line break is not part of its prompt.
+
+    Those of the kind chat come first, and only where they are put into a chat template.
+    """
+    files = sorted((ROOT / "demo_prompts").glob("*.txt"), key=lambda f: (_kind(f.stem), f.stem))
+    files = [f for f in files if is_chat or _kind(f.stem) != "chat"]
     return {path.stem: path.read_text("utf-8").removesuffix("\n") for path in files}
 
 
-def show_demo(engine: Any, options: Options, plain_decode: Decode, as_json: bool) -> int:
-    """Run the demo and print it. Returns 1 if a drafter's text was not that of plain decoding."""
-    document = run_demo(engine, options, plain_decode)
-    if as_json:
+def _kind(name: str) -> str:
+    return name.partition("_")[0]
+
+
+def chosen_prompts(engine: Any, options: Options, names: list[str] | None) -> Prompts:
+    """The demo prompts to run: those of some names or kinds, or all that suit the model.
+
+    A chat model gets those of the kind chat. Raises ValueError for a name that there is not.
+    """
+    tokenizer, length = engine.target.tokenizer, engine.target.max_length
+    is_chat = options.is_chat(tokenizer)
+    every = read_prompts(is_chat)
+    wanted = names or (["chat"] if is_chat else list(every))
+    kinds = list(dict.fromkeys(map(_kind, every)))
+    for name in wanted:
+        if name not in (*every, *kinds):
+            raise ValueError(f"no demo prompt {name!r}: choose {', '.join([*kinds, *every])}")
+    encode = chat_ids if is_chat else prompt_ids
+    return {
+        name: (text, encode(text, tokenizer, length))
+        for name, text in every.items()
+        if name in wanted or _kind(name) in wanted
+    }
+
+
+def show_demo(engine: Any, options: Options, plain_decode: Decode, given: Namespace) -> int:
+    """Run the demo, and print each prompt's result as it is done.
+
+    Interrupted, it goes on to the totals of what was done. Returns 1 if a drafter's text was not
+    that of plain decoding, else 130 if it was interrupted.
+    """
+    shown, colour = engine.default_drafter, has_colour()
+    prompts = chosen_prompts(engine, options, given.prompts)
+    if not given.json:
+        print(legend(colour), flush=True)
+    document: dict[str, Any] = {"prompts": [], "interrupted": False}
+    try:
+        for result in run_demo(engine, options, plain_decode, prompts, given.repeats):
+            document["prompts"].append(result)
+            if not given.json:
+                with tqdm.external_write_mode(sys.stdout):
+                    print_prompt(result, shown, colour)
+        ids = {name: ids for name, (_, ids) in prompts.items()}
+        document["worked_cycle"] = worked_cycle(engine, ids, options)
+    except KeyboardInterrupt:
+        if not document["prompts"]:
+            raise
+        document |= {"interrupted": True, "worked_cycle": None}
+    document |= summary(document["prompts"], engine, options)
+    if given.json:
         for run in (run for p in document["prompts"] for run in p["speculative"].values()):
             del run["pieces"]
         print(json.dumps(document))
     else:
-        print_demo(document, engine.default_drafter, has_colour())
-    return int(any(total["identical"] is False for total in document["totals"].values()))
+        print_summary(document, shown, len(prompts))
+    if any(total["identical"] is False for total in document["totals"].values()):
+        return 1
+    return 130 if document["interrupted"] else 0
 
 
 def compare(
@@ -247,7 +311,8 @@ def compare(
     return {
         "standard": standard,
         "speculative": {
-            name: demo_run(sequences, times[name], standard) | {"identical": identical[name]}
+            name: demo_run(sequences, times[name], standard, end_of_text(engine, sequences[0]))
+            | {"identical": identical[name]}
             for name, sequences in runs.items()
         },
     }
@@ -269,19 +334,21 @@ def worked_cycle(
     return None
 
 
-def run_demo(engine: Any, options: Options, plain_decode: Decode) -> dict[str, Any]:
-    """Every demo prompt by every method; returns the document that --demo --json prints."""
-    encode = engine.target.tokenizer
-    prompts = {name: (text, encode(text)["input_ids"]) for name, text in read_prompts().items()}
+def run_demo(
+    engine: Any, options: Options, plain_decode: Decode, prompts: Prompts, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """Each demo prompt by every method."""
     few = replace(options, max_tokens=8)
-    compare(engine, encode("warm up")["input_ids"], few, 1, plain_decode)
-    results = [
-        {"name": name, "prompt": text} | compare(engine, ids, options, 3, plain_decode)
-        for name, (text, ids) in tqdm(prompts.items(), desc="demo prompts")
-    ]
+    warm_up = engine.target.tokenizer("warm up")["input_ids"]
+    compare(engine, warm_up, few, 1, plain_decode)
+    for name, (text, ids) in tqdm(prompts.items(), desc="demo prompts"):
+        result = compare(engine, ids, options, repeats, plain_decode)
+        yield {"name": name, "prompt": text} | result
+
+
+def summary(results: list[dict[str, Any]], engine: Any, options: Options) -> dict[str, Any]:
+    """What --demo tells of all prompts together, and of the machine."""
     return {
-        "prompts": results,
-        "worked_cycle": worked_cycle(engine, {n: ids for n, (_, ids) in prompts.items()}, options),
         "totals": demo_totals(results, options.sampling.is_coupled),
         "device": str(engine.target.model.device),
         "versions": {
@@ -297,8 +364,13 @@ def timed(ms: list[float]) -> dict[str, Any]:
     return {"ms": round(median(ms), 2), "ms_of_runs": [round(each, 2) for each in ms]}
 
 
-def demo_run(sequences: list[Any], ms: list[float], standard: dict[str, Any]) -> dict[str, Any]:
-    """One prompt by one drafter, run several times, beside `standard` decoding of it."""
+def demo_run(
+    sequences: list[Any], ms: list[float], standard: dict[str, Any], end: str
+) -> dict[str, Any]:
+    """One prompt by one drafter, run several times, beside `standard` decoding of it.
+
+    `end` is the token that ended the text, if any did.
+    """
     s = sequences[ms.index(median_low(ms))]
     num_plain = len(standard["token_ids"])
     speedups = [
@@ -322,7 +394,7 @@ def demo_run(sequences: list[Any], ms: list[float], standard: dict[str, Any]) ->
             "num_accepted_draft_tokens": s.statistics.num_accepted_draft_tokens,
             "controller": s.seat.decision and str(s.seat.decision),
             "warnings": s.seat.warnings,
-            "pieces": s.text.stretches(),
+            "pieces": [*s.text.stretches(), (end, "end")],
         }
         | timed(ms)
         | steadiness(speedups, s.statistics.tokens_per_pass, t_verify)
@@ -372,11 +444,10 @@ def _doubt(run: dict[str, Any]) -> str:
     return f" disturbed: {least:.2f} to {most:.2f}×"
 
 
-def print_demo(document: dict[str, Any], shown: str, colour: bool) -> None:
-    """The demo's document as tables, with the text of drafter `shown` marked by origin."""
-    for result in document["prompts"]:
-        _print_prompt(result, shown, colour)
-    print(f"\n{legend(colour)}")
+def print_summary(document: dict[str, Any], shown: str, num_prompts: int) -> None:
+    """One worked cycle by the drafter `shown`, and the totals."""
+    if document["interrupted"]:
+        print(f"\ninterrupted after {len(document['prompts'])} of {num_prompts} prompts")
     if worked := document["worked_cycle"]:
         print(f"\n━━ one cycle of {worked['name']}, by {shown} " + "━" * 40)
         print(explain(worked["event"]))
@@ -392,7 +463,7 @@ def print_demo(document: dict[str, Any], shown: str, colour: bool) -> None:
         )
 
 
-def _print_prompt(result: dict[str, Any], shown: str, colour: bool) -> None:
+def print_prompt(result: dict[str, Any], shown: str, colour: bool) -> None:
     """One prompt: a row for each method, and the text by the drafter that is `shown`."""
     standard = result["standard"]
     print(f"\n━━ {result['name']} " + "━" * max(0, 78 - len(result["name"])))
@@ -423,4 +494,5 @@ def _print_prompt(result: dict[str, Any], shown: str, colour: bool) -> None:
             print(f"{name}: {warning}")
     same = [run["identical"] for run in result["speculative"].values()]
     print(f"identical output: {_verdict(same)}        text as {shown} wrote it:\n")
-    print(result["prompt"] + mark(result["speculative"][shown]["pieces"], colour))
+    between = "\n" if _kind(result["name"]) == "chat" else ""
+    print(result["prompt"] + between + mark(result["speculative"][shown]["pieces"], colour))

@@ -27,8 +27,9 @@ from typing import Any
 import benchmarks as bench
 from control.formulas import break_even_of_drafts
 from messages import Request, Sampling
+from serving.errors import RequestError
 from serving.options import Options, between
-from serving.parsing import MAX_SPECULATIVE_TOKENS, RequestError, check_fields
+from serving.parsing import MAX_SPECULATIVE_TOKENS, check_fields
 
 Case = tuple[str, str]  # drafter, and K or CHOSEN
 CHOSEN = "controller"

@@ -51,6 +51,7 @@ _SHARED = (  # what a head's config takes from its target's
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps",
     "num_key_value_heads", "hidden_act", "max_position_embeddings", "attention_bias",
 )  # fmt: skip
+TOLD_TOKENS = 200_000  # between two lines of the log
 HELD_OUT = 40  # one chat in so many is for validation
 SHARE_OF_PLACES = 0.5  # of a text, that steps 1, 2, … start from: neighbours teach much the same
 
@@ -63,9 +64,9 @@ class Plan:
     max_answer: int = 160  # tokens
     batch: int = 96  # answers at once
     epochs: float = 4.0
-    batch_tokens: int = 4096  # of a step of training
+    batch_tokens: int = 1024  # of a step of training
     draft_vocab_size: int = 8192
-    learning_rate: float = 1e-3
+    learning_rate: float = 2e-3
 
 
 SMOKE = Plan(5_000, 48, 64, 6.0, 512, 512, 3e-3)
@@ -451,7 +452,7 @@ def weights_of(head: Eagle3Head) -> dict[str, Tensor]:
 class Average:
     """A slow average of the weights, which drafts better than the last ones."""
 
-    def __init__(self, head: Eagle3Head, share: float = 0.998) -> None:
+    def __init__(self, head: Eagle3Head, share: float = 0.999) -> None:
         self.share = share
         self.weights = {k: v.clone() for k, v in weights_of(head).items()}
 
@@ -554,10 +555,11 @@ def train(
     """Train a head, or go on from the last checkpoint. Returns it with its averaged weights."""
     training = Training(target, work, plan, layer_ids)
     first, last = training.number, training.num_steps
+    every = max(100, TOLD_TOKENS // plan.batch_tokens)
     batches, saved_at = training.data.epochs(plan, first), time.monotonic()
     for number in tqdm(range(first, last), initial=first, total=last, desc="head"):
         training.step(training.data.batch(next(batches)))
-        if training.number % 100 == 0 or number + 1 == last:
+        if training.number % every == 0 or number + 1 == last:
             training.tell()
         if time.monotonic() - saved_at > 120 or number + 1 == last:
             training.save()

@@ -13,7 +13,9 @@ import torch
 from control.statistics import FORMULAS, PLAIN, Statistics, ratio
 
 from .comparison import comparison
-from .parsing import RequestError, engine_failure, model_id
+from .errors import RequestError, engine_failure
+from .options import Options
+from .parsing import model_id
 from .worker import WAITING, Job, Worker, cancel
 
 _MIN_DRAFTS_TO_JUDGE = 100
@@ -119,8 +121,9 @@ def sse(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data)}\n\n"
 
 
-def health(engine: Any, worker: Worker, num_spec_tokens: int) -> dict[str, Any]:
+def health(engine: Any, worker: Worker, options: Options) -> dict[str, Any]:
     """The body of GET /health: state, load, and acceptance over the server's life."""
+    num_spec_tokens = options.num_speculative_tokens
     totals = dict(engine.totals.by_drafter)
     total = sum(totals.values(), Statistics())
     recent = list(engine.totals.recent)
@@ -131,6 +134,8 @@ def health(engine: Any, worker: Worker, num_spec_tokens: int) -> dict[str, Any]:
     return {
         "status": worker.status,
         "model": model_id(engine.target.name),  # not where its folder is
+        "model_card": options.card,
+        "chat_template": options.is_chat(engine.target.tokenizer),  # the page asks for it
         "drafter": engine.default_drafter,
         "drafters": list(engine.panel.choices),
         "uptime_s": round(worker.uptime_s, 3),

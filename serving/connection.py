@@ -41,7 +41,7 @@ import h11
 
 from messages import in_short
 
-from .parsing import RequestError
+from .errors import RequestError
 
 MAX_BODY_BYTES = 1 << 20
 MAX_HEAD_BYTES = 1 << 16

@@ -25,9 +25,10 @@ from messages import in_short
 
 from .comparison import runs_to_compare
 from .connection import CLIENT_LEFT, MAX_ACCEPTED, MAX_BODY_BYTES, REFUSAL, Server
+from .errors import RequestError, engine_failure
 from .log import Progress, log_to_stderr, name_requests
 from .page import register_page
-from .parsing import RequestError, engine_failure, model_id, parse_json, parse_request
+from .parsing import model_id, parse_json, parse_request
 from .worker import Job, Worker, cancel, unavailable
 
 MAX_CONNECTIONS = 1000

@@ -89,38 +89,55 @@ def load_pretrained(name: str, options: Options) -> Loaded:
     is_hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
     if not Path(name).exists() and not is_hub_id:
         raise StartError(f"model folder {name} not found")
-    source = gguf.source(name) | {"trust_remote_code": options.trust_remote_code}
+    tokenizer = _read_tokenizer(name, options)
     with _told(name, "", options):
-        # First: a wrong id fails here, after one small file.
-        config = AutoConfig.from_pretrained(**source)
-    if not gguf.is_gguf(name):
-        check_generation_config(name)
-        with _told(name, "", options):
-            check_indexes(name, config, options)
-    with _told(name, "its tokenizer: ", options):
-        tokenizer = AutoTokenizer.from_pretrained(**source)
-        if gguf.is_gguf(name):
-            gguf.fix_tokenizer(tokenizer, name)
-    with _told(name, "", options):
-        try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                **source,
-                dtype=dtype,
-                use_safetensors=None if options.allow_pickle else True,  # None: what there is
-                ignore_mismatched_sizes=True,  # the report has them, and check_weights reads it
-                output_loading_info=True,
-            )
-        except (SafetensorError, OSError):
-            check_files(name)  # the error itself does not say which file
-            raise
-        if gguf.is_gguf(name):
-            gguf.settle(model)
+        model, report = _read_model(name, dtype, options)
         model = model.to(device).eval()
         if not options.mmap:  # transformers' disable_mmap holds the weights twice for a while
             own_weights(model)
     check_weights(name, report)
     keep_few_words(tokenizer)
     return _fit(model, tokenizer, name, options)
+
+
+def _source(name: str, options: Options) -> dict[str, Any]:
+    """What all of transformers' from_pretrained are given."""
+    return gguf.source(name) | {"trust_remote_code": options.trust_remote_code}
+
+
+def _read_tokenizer(name: str, options: Options) -> Any:
+    """The tokenizer, once all but the weights has been found sound."""
+    with _told(name, "", options):
+        # First: a wrong id fails here, after one small file.
+        config = AutoConfig.from_pretrained(**_source(name, options))
+    if not gguf.is_gguf(name):  # which has no other files
+        check_generation_config(name)
+        with _told(name, "", options):
+            check_indexes(name, config, options)
+    with _told(name, "its tokenizer: ", options):
+        tokenizer = AutoTokenizer.from_pretrained(**_source(name, options))
+        if gguf.is_gguf(name):
+            gguf.fix_tokenizer(tokenizer, name)
+    return tokenizer
+
+
+def _read_model(name: str, dtype: Any, options: Options) -> tuple[Any, dict[str, Any]]:
+    """The model, and what transformers tells of its weights."""
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            **_source(name, options),
+            dtype=dtype,
+            use_safetensors=None if options.allow_pickle else True,  # None: what there is
+            ignore_mismatched_sizes=True,  # the report has them, and check_weights reads it
+            output_loading_info=True,
+        )
+    except (SafetensorError, OSError):
+        if not gguf.is_gguf(name):
+            check_files(name)  # the error itself does not say which file
+        raise
+    if gguf.is_gguf(name):
+        gguf.settle(model)
+    return model, report
 
 
 def check_indexes(name: str, config: Any, options: Options) -> None:

@@ -10,11 +10,8 @@ llama.cpp's `timings`. What would change the output and is not supported is refu
 Not covered: several choices or prompts in one request, tools, images, embeddings.
 """
 
-import ctypes
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,15 +19,10 @@ from flask import Flask, Response, g
 from werkzeug.exceptions import NotFound
 
 from .answers import answer, failures_as_events, sse
+from .errors import RequestError
 from .http import finish, read_body
-from .parsing import (
-    RequestError,
-    check_characters,
-    long_texts,
-    model_id,
-    tokenize,
-    unknown_model,
-)
+from .parsing import model_id, unknown_model
+from .prompts import chat_prompt
 from .worker import WAITING, Job
 
 _TEXT_ALONE = "not supported: this server answers with text alone"
@@ -53,9 +45,6 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "modalities": ((["text"],), f'must be ["text"]: others are {_TEXT_ALONE}'),
 }
-_MAX_MESSAGES = 2000  # each takes a chat template 10 µs, and some templates are quadratic
-_MESSAGE_COST = 50  # characters that take as long as a message
-_TEMPLATE_LIMIT_S = 5.0
 Begin = Callable[[dict[str, Any]], tuple[list[Job], bool, list[str]]]
 Shape = Callable[[str, str | None, list[dict[str, Any]] | None], dict[str, Any]]
 
@@ -200,82 +189,6 @@ def _single(prompt: Any) -> Any:
             raise RequestError("one prompt per request is supported", param="prompt")
         return prompt[0]
     return prompt
-
-
-def chat_prompt(messages: Any, tokenizer: Any, max_length: int) -> list[int]:
-    """The ids of a conversation, by the tokenizer's chat template.
-
-    Raises RequestError for messages that are none, and where there is no template.
-    """
-    if not isinstance(messages, list) or not messages:
-        raise RequestError("messages must be a non-empty list", param="messages")
-    if len(messages) > _MAX_MESSAGES:
-        raise RequestError(
-            f"messages has {len(messages)} entries; at most {_MAX_MESSAGES} are read",
-            param="messages",
-        )
-    turns = [_turn(message, i) for i, message in enumerate(messages)]
-    if not tokenizer.chat_template:
-        raise RequestError(
-            "this model's tokenizer has no chat template: use /v1/completions", param="messages"
-        )
-    count = sum(len(turn["role"]) + len(turn["content"]) for turn in turns)
-    check_characters(count, tokenizer, max_length)
-    with long_texts.take(count + _MESSAGE_COST * len(turns)):
-        text = _render(turns, tokenizer)
-    # The template has written the special tokens already.
-    return tokenize(text, tokenizer, max_length, add_special_tokens=False)
-
-
-def _render(turns: list[dict[str, str]], tokenizer: Any) -> str:
-    """The conversation as the chat template writes it.
-
-    A template is code that comes with the model. So it runs in a thread of its own, where a loop
-    that takes too long can be ended. Raises RequestError for that, and where the template refuses.
-    """
-    future: Future[str] = Future()
-
-    def render() -> None:
-        try:
-            options = {"add_generation_prompt": True, "tokenize": False}
-            future.set_result(tokenizer.apply_chat_template(turns, **options))
-        # Templates raise what they like, about roles and their order.
-        except (Exception, SystemExit) as error:
-            future.set_exception(error)
-
-    thread = threading.Thread(target=render, name="chat template", daemon=True)
-    thread.start()
-    try:
-        return future.result(_TEMPLATE_LIMIT_S)
-    except TimeoutError as error:
-        late, end = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(late, end)
-        what = f"the chat template took longer than {_TEMPLATE_LIMIT_S:g} s"
-        raise RequestError(what, param="messages") from error
-    except Exception as error:
-        raise RequestError(f"the chat template refused: {error}", param="messages") from error
-
-
-def _turn(message: Any, i: int) -> dict[str, str]:
-    where = f"messages[{i}]"
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise RequestError(f"{where} must be an object with a role", param="messages")
-    if message.get("tool_calls") or message.get("function_call"):
-        raise RequestError(f"{where} calls tools, which are {_TEXT_ALONE}", param="messages")
-    content = message.get("content")
-    if isinstance(content, list) and content:
-        parts = [p.get("text") if isinstance(p, dict) else None for p in content]
-        kinds = {p.get("type") for p in content if isinstance(p, dict)}
-        if kinds - {"text"} or not all(isinstance(part, str) for part in parts):
-            raise RequestError(f"{where}: only parts of type text are supported", param="messages")
-        content = "".join(parts)
-    if not isinstance(content, str):
-        raise RequestError(f"{where} must have a content of text", param="messages")
-    try:
-        (message["role"] + content).encode("utf-8")
-    except UnicodeEncodeError:
-        raise RequestError(f"{where} holds a lone surrogate", param="messages") from None
-    return {"role": message["role"], "content": content}
 
 
 def _figures(jobs: list[Job], notes: list[str], dtype: Any) -> dict[str, Any]:

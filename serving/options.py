@@ -12,7 +12,8 @@ from drafters.panel import PLAIN
 from messages import Request, Sampling
 
 from .catalogue import CATALOGUE
-from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, RequestError, check_fields
+from .errors import RequestError
+from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, check_fields
 
 KEY_VARIABLE = "SPECULATIVE_API_KEY"
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,6 +32,7 @@ class Options:
     strict: bool = False
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 1
+    raw: bool = False
     max_tokens: int | None = None  # 128; in a chat as many as the context holds
     repetition_penalty: float = Sampling.repetition_penalty
     temperature: float = Sampling.temperature
@@ -71,11 +73,19 @@ class Options:
         embedded = str(ROOT / "demo_models" / "draft") if self.is_embedded else None
         return embedded if self.draft_model is None else self.draft_model
 
+    def is_chat(self, tokenizer: Any) -> bool:
+        """Whether --demo, --prompt and the page put a prompt into the model's chat template."""
+        return bool(tokenizer.chat_template) and not self.raw
+
+    @property
+    def card(self) -> dict[str, Any] | None:
+        """Where a model of the catalogue comes from."""
+        return CATALOGUE[self.model].card if self.model in CATALOGUE else None
+
     @property
     def eagle3_folder(self) -> str | None:
         """The EAGLE-3 head: what was named, or what goes with a model of the catalogue."""
-        entry = CATALOGUE.get(self.model)
-        known = entry.eagle3 if entry and Path(entry.eagle3).exists() else None
+        known = CATALOGUE[self.model].eagle3 if self.model in CATALOGUE else None
         return known if self.eagle3 is None else self.eagle3
 
     @property
@@ -144,6 +154,11 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "strict": {"action": "store_true", "help": "a drafter's fault fails the request"},
     "prompt_lookup_max": {"type": _COUNT, "help": "longest suffix that ngram looks up"},
     "prompt_lookup_min": {"type": _COUNT, "help": "shortest suffix that ngram looks up"},
+    "raw": {
+        "action": "store_true",
+        "help": "--demo, --prompt and the page send prompts as they stand, without the model's "
+        "chat template",
+    },
     "max_tokens": {
         "type": _COUNT,
         "help": "tokens to generate, where a request does not say (default: "
@@ -225,6 +240,14 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key-file", metavar="FILE", help=f"has the API key (so may ${KEY_VARIABLE})"
     )
+    parser.add_argument(
+        "--prompts", nargs="+", metavar="NAME",
+        help="with --demo: only these of demo_prompts/, by name or kind (chat, code, …)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--repeats", type=between(1, 100), default=3,
+        help="with --demo: times are medians of so many runs (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="with --demo: one JSON document")
     parser.add_argument(
         "--stop", action="append", help="with --prompt: end before this text (may be repeated)"
@@ -260,6 +283,8 @@ def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error("--demo compares drafters: --drafter none does not go with it")
     if given.json and not given.demo:
         parser.error("--json goes with --demo")
+    if given.prompts and not given.demo:
+        parser.error("--prompts goes with --demo")
     if given.explain and given.prompt is None:
         parser.error("--explain goes with --prompt")
     if given.stop and given.prompt is None:

@@ -1,92 +1,26 @@
 """From the bytes of a request to checked values, or an error that names the field.
 
 Strict on purpose: a field that is misspelt, out of range or not supported must never be silently
-ignored. The one error body is {"error": {"message", "type", "param", "code"}}.
+ignored.
 """
 
 import json
 import reprlib
 import secrets
-import threading
-import time
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import fields
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from drafters.panel import PLAIN
-from messages import Request, Sampling, in_short
+from messages import Request, Sampling
+
+from .errors import RequestError
+from .prompts import chat_ids, check_prompt, is_text, large_bodies, prompt_ids
 
 if TYPE_CHECKING:
     from .options import Options
-
-
-class RequestError(Exception):
-    """A caller's mistake, or a state in which nothing can be served; becomes the error body."""
-
-    def __init__(
-        self, message: str, param: str | None = None, status: int = 400, code: str | None = None
-    ) -> None:
-        super().__init__(message)
-        self.message, self.param, self.status, self.code = message, param, status, code
-
-    def body(self) -> dict[str, Any]:
-        # HTTP has 501 for odd encodings, 505 for odd versions.
-        is_callers = self.status < 500 or self.status in (501, 505)
-        kind = "invalid_request_error" if is_callers else "server_error"
-        kind = "rate_limit_error" if self.status == 429 else kind
-        return {
-            "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        }
-
-
-def engine_failure(error: Exception) -> RequestError:
-    """What a client is told of a fault that is not its own, once its traceback has been logged."""
-    # The frames hold the request, which holds the error: a cycle, with all tensors of a forward.
-    error.__traceback__ = None
-    message = f"the engine failed: {type(error).__name__}: {in_short(error)}"
-    return RequestError(message, status=500, code="engine_failed")
-
-
-class Turns:
-    """Lets requests do long work one at a time and with pauses, so that decoding keeps its pace.
-
-    The engine's thread needs the interpreter's lock for every operation, and each thread that wants
-    it as well makes it wait for milliseconds. Work of a size up to `short` needs no turn. Other
-    work begins when the work before has ended, and `pause` seconds times its size have passed. Who
-    waits or works has one of the `places`, as each holds a thread of the server.
-    """
-
-    def __init__(self, what: str, short: int, pause: float, places: threading.Semaphore) -> None:
-        self._what, self._short, self._pause, self._places = what, short, pause, places
-        self._turn, self._next = threading.Lock(), 0.0
-
-    @contextmanager
-    def take(self, size: int) -> Iterator[None]:
-        """Wait for the turn. Raises RequestError 429 where no place is free."""
-        if size <= self._short:
-            yield
-            return
-        if not self._places.acquire(blocking=False):
-            raise RequestError(f"too many {self._what} at once", status=429, code="queue_full")
-        try:
-            with self._turn:
-                time.sleep(max(0.0, self._next - time.monotonic()))
-                try:
-                    yield
-                finally:
-                    self._next = time.monotonic() + size * self._pause
-        finally:
-            self._places.release()
-
-
-_LONG_TEXT = 20_000  # characters
-_places = threading.BoundedSemaphore(8)
-_large_bodies = Turns("large bodies", 32 << 10, 5e-8, _places)  # bytes; pauses of 50 ms for 1 MiB
-long_texts = Turns("long prompts", _LONG_TEXT, 1e-6, _places)  # of 1 s for 1 MB
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
@@ -101,7 +35,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
         raise ValueError(f"{name} is not JSON")
 
     try:
-        with _large_bodies.take(len(data)):
+        with large_bodies.take(len(data)):
             body = json.loads(data.decode("utf-8"), parse_constant=refuse_constant)
     except RecursionError:
         raise RequestError("the body is nested too deeply") from None
@@ -138,16 +72,8 @@ def _flag(value: Any) -> str | None:
     return None if isinstance(value, bool) else "must be true or false"
 
 
-def _is_text(value: Any) -> bool:
-    """A string, not empty, without lone surrogates (which JSON can write, and UTF-8 cannot)."""
-    try:
-        return isinstance(value, str) and value.encode("utf-8") != b""
-    except UnicodeEncodeError:
-        return False
-
-
 def _is_stop(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= MAX_STOP_CHARACTERS and _is_text(value)
+    return isinstance(value, str) and len(value) <= MAX_STOP_CHARACTERS and is_text(value)
 
 
 def _stops(value: Any) -> str | None:
@@ -178,6 +104,7 @@ _CHECKS: dict[str, Callable[[Any], str | None]] = {
     "stream": _flag,
     "trace": _flag,
     "compare": _flag,
+    "chat": _flag,
     "stop": _stops,
     "temperature": _number(0, 100),
     "top_k": _integer(-1, 1 << 31),
@@ -250,7 +177,8 @@ def parse_fields(
     fields = flags | defaults | {name: given[name] for name in _CHECKS if name in given}
     for name in _REAL_NUMBERS:  # which JSON may write as 1 or 1.0
         fields[name] = float(fields[name])
-    fields["prompt"] = _prompt(given.get("prompt"), tokenizer, max_length)
+    read = chat_ids if fields.pop("chat", False) else prompt_ids
+    fields["prompt"] = read(given.get("prompt"), tokenizer, max_length)
     stop = given.get("stop", ())
     fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     if "drafter" in given:
@@ -296,59 +224,3 @@ def parse_request(
     stream, compare = given.pop("stream"), given.pop("compare")
     sampling = Sampling(**{field.name: given.pop(field.name) for field in fields(Sampling)})
     return Request(**given, sampling=sampling), stream, compare, notes
-
-
-def check_prompt(prompt: list[int], target: Any) -> None:
-    """Raises ValueError if a prompt is empty, leaves no room or has ids unknown to `target`."""
-    length, context, largest = len(prompt), target.max_length, target.vocab_size - 1
-    if not prompt:
-        raise ValueError("the prompt is empty")
-    if length >= context:
-        raise ValueError(f"the prompt's {length} tokens leave no room in a context of {context}")
-    if not all(0 <= token <= largest for token in prompt):
-        raise ValueError(f"the prompt has a token id outside 0 to {largest}")
-
-
-@lru_cache(1)
-def _longest_token(tokenizer: Any) -> int:
-    return max(map(len, tokenizer.get_vocab()))  # which takes 0.1 s where there are many
-
-
-def check_characters(count: int, tokenizer: Any, max_length: int) -> None:
-    """Raises RequestError if a text of so many characters cannot fit `max_length` tokens."""
-    # Twice, as a normaliser may shorten the text.
-    if count > _LONG_TEXT and count > 2 * _longest_token(tokenizer) * max_length:
-        raise RequestError(
-            f"the prompt's {count} characters are more than a context of {max_length} tokens holds",
-            param="prompt",
-        )
-
-
-def tokenize(text: str, tokenizer: Any, max_length: int, **options: Any) -> list[int]:
-    """The ids of a text, which has to fit `max_length` tokens.
-
-    Reading a text of 1 MB can take seconds. So what cannot fit is refused unread (400), and long
-    ones are read one at a time: the requests of the others need the processor, too.
-    """
-    check_characters(len(text), tokenizer, max_length)
-    with long_texts.take(len(text)):
-        return tokenizer(text, verbose=False, **options)["input_ids"]
-
-
-def _prompt(value: Any, tokenizer: Any, max_length: int) -> list[int]:
-    if isinstance(value, str) and value:
-        if not _is_text(value):
-            raise RequestError("prompt holds a lone surrogate, which is not text", param="prompt")
-        ids = tokenize(value, tokenizer, max_length)
-        if ids:
-            return ids
-    elif (
-        isinstance(value, list)
-        and value
-        # More ids than the context holds are refused for their number, whatever they are.
-        and all(isinstance(i, int) and not isinstance(i, bool) for i in value[:max_length])
-    ):
-        return value
-    raise RequestError(
-        "prompt must be a non-empty string or a non-empty list of token ids", param="prompt"
-    )

@@ -27,9 +27,9 @@ from control.statistics import Totals
 from messages import Request
 
 from . import faults, trace
+from .errors import RequestError
 from .metrics import Histogram
 from .options import Options
-from .parsing import RequestError
 
 WAITING = object()  # what a job yields while nothing happens
 LOG = logging.getLogger(__name__)

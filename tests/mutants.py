@@ -41,7 +41,8 @@ MODULES = {
     "controller": "control.controller", "plans": "control.plans", "costs": "control.costs",
     "statistics": "control.statistics", "forward": "fastpath.forward",
     "sampling": "fastpath.sampling", "faults": "serving.faults", "trace": "serving.trace",
-    "text": "serving.text", "parsing": "serving.parsing", "worker": "serving.worker",
+    "text": "serving.text", "parsing": "serving.parsing", "prompts": "serving.prompts",
+    "worker": "serving.worker", "head": "drafters.head",
     "comparison": "serving.comparison", "connection": "serving.connection",
 }  # fmt: skip
 
@@ -393,10 +394,10 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "min(len(self.emitted) - 1, self.num_kept)", "len(self.emitted) - 1",
      "requests::test_a_cut_before_a_rejection_hides_it_from_everything[0]"),
     # --------------------------------------------------------------------------------- engine
-    ("a prompt that fills the context is let in", "parsing:check_prompt",
+    ("a prompt that fills the context is let in", "prompts:check_prompt",
      "length >= context", "length > context",
      "requests::test_a_prompt_that_cannot_be_is_refused_before_it_has_a_row"),
-    ("negative token ids are let in", "parsing:check_prompt",
+    ("negative token ids are let in", "prompts:check_prompt",
      "0 <= token <= largest", "token <= largest",
      "requests::test_a_prompt_that_cannot_be_is_refused_before_it_has_a_row"),
     ("max_tokens is not lowered to the room there is", "core:Engine.open",
@@ -522,7 +523,7 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "texts[i].append(token)", "pass", PENALTY),
     ("the draft model keeps its row", "small_model:SmallModelDrafter.close",
      "self._draft.cache.close_row(state.row)", "pass", f"{GIVEN_BACK}[draft_model]"),
-    ("the head forgets the true pairs", "mtp_head:MtpHeadDrafter._draft",
+    ("the head forgets the true pairs", "head:HeadDrafter._draft",
      "self._cache.lengths[state.row] + len(state.tokens) for", "self._cache.lengths[state.row] for",
      "lossless::test_acceptance_is_in_the_expected_range[mtp-code_class]"),
     ("a drafter that hung once is never tried again", "timed:TimedDrafter._call",

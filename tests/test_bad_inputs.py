@@ -36,9 +36,9 @@ from server import (
 )
 from transformers import AutoTokenizer
 
-from serving import openai, parsing
-from serving.openai import chat_prompt
-from serving.parsing import RequestError, tokenize
+from serving import prompts as reading
+from serving.errors import RequestError
+from serving.prompts import chat_prompt, tokenize
 
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 CONTEXT, DEFAULT_LIMIT = 256, 4  # what is good by chance shall be short
@@ -431,7 +431,7 @@ def test_what_cannot_fit_is_refused_before_it_is_rendered_or_read():
 
 def test_a_template_that_loops_is_ended(monkeypatch):
     """It is code that comes with a model."""
-    monkeypatch.setattr(openai, "_TEMPLATE_LIMIT_S", 0.05)
+    monkeypatch.setattr(reading, "_TEMPLATE_LIMIT_S", 0.05)
     one = "{% for i in range(99999) %}"
     tokenizer = Tokenizer(one * 4 + "{% endfor %}" * 4)
     with pytest.raises(RequestError, match=r"the chat template took longer than 0\.05 s"):
@@ -459,9 +459,9 @@ class Clock:
 
 def test_long_work_takes_turns_with_pauses_and_few_may_wait(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(parsing, "time", clock)
+    monkeypatch.setattr(reading, "time", clock)
     places, order = threading.BoundedSemaphore(2), []
-    turns = parsing.Turns("long tests", short=10, pause=0.5, places=places)
+    turns = reading.Turns("long tests", short=10, pause=0.5, places=places)
 
     def second():
         with turns.take(20):

@@ -11,7 +11,7 @@ import torch
 from conftest import ScriptedDrafter, run, scripted_engine
 
 from serving import faults
-from serving.parsing import RequestError
+from serving.errors import RequestError
 from serving.worker import WAITING, Worker
 
 DRAFTERS = (None, "ngram", "draft_model", "mtp")

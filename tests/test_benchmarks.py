@@ -45,7 +45,7 @@ def measure(capsys, monkeypatch):
     def run(name, *arguments):
         monkeypatch.setattr(bench, "tqdm", partial(tqdm, disable=True))
         prompts = {"easy_a": "1, 2, 1, 2,", "hard_b": "def main():"}
-        monkeypatch.setattr(bench.demo, "read_prompts", lambda: prompts)
+        monkeypatch.setattr(bench.demo, "read_prompts", lambda is_chat=False: prompts)
         importlib.import_module(f"benchmarks.{name}").main(list(map(str, arguments)))
         *table, line = capsys.readouterr().out.splitlines()
         document = json.loads(line)

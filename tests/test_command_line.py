@@ -6,6 +6,7 @@ Most of it in this process, on the engine that the other tests have: what the pr
 
 import copy
 import io
+import itertools
 import json
 import re
 import resource
@@ -18,7 +19,7 @@ import sys
 
 import pytest
 import speculative_decoding as core
-from conftest import ROOT
+from conftest import ROOT, scripted_engine
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from server import SCRIPT, serving
@@ -37,7 +38,7 @@ def main(demo_engine, monkeypatch, capsys):
     prompts = terminal.read_prompts()
     few = {name: prompts[name] for name in ("repetitive_colours", "easy_facts", "hard_prose")}
     monkeypatch.setattr(core, "load_engine", lambda options: demo_engine)
-    monkeypatch.setattr(terminal, "read_prompts", lambda: few)
+    monkeypatch.setattr(terminal, "read_prompts", lambda is_chat=False: few)
 
     def run(*arguments):
         status = core.main(list(arguments))
@@ -59,7 +60,10 @@ def demo(main):
 
 
 def test_the_demo_s_document_has_every_prompt_and_drafter(demo):
-    assert list(demo) == ["prompts", "worked_cycle", "totals", "device", "versions"]
+    assert list(demo) == [
+        "prompts", "interrupted", "worked_cycle", "totals", "device", "versions",
+    ]  # fmt: skip
+    assert demo["interrupted"] is False
     cycle = demo["worked_cycle"]["event"]
     assert demo["worked_cycle"]["name"] in terminal.read_prompts()
     assert cycle["accepted_count"] and cycle["rejected"] and cycle["cached"][1] < cycle["cached"][0]
@@ -87,7 +91,7 @@ def test_the_demo_s_document_has_every_prompt_and_drafter(demo):
 
 def test_a_speed_up_that_only_a_busy_machine_explains_is_called_disturbed(demo, capsys):
     """With its spread, where it stands and in all; the others are not."""
-    document = copy.deepcopy(demo) | {"worked_cycle": None}
+    document = copy.deepcopy(demo) | {"worked_cycle": None, "interrupted": False}
     for run in (run for prompt in document["prompts"] for run in prompt["speculative"].values()):
         run |= {"disturbed": False, "pieces": []}
     for total in document["totals"].values():
@@ -95,7 +99,9 @@ def test_a_speed_up_that_only_a_busy_machine_explains_is_called_disturbed(demo, 
     first = document["prompts"][0]["speculative"]
     first["ngram"] |= {"disturbed": True, "spread": [0.6, 1.4]}
     document["totals"]["mtp"] |= {"disturbed": True, "spread": [0.9, 3.1]}
-    terminal.print_demo(document, "ngram", colour=False)
+    for result in document["prompts"]:
+        terminal.print_prompt(result, "ngram", colour=False)
+    terminal.print_summary(document, "ngram", 3)
     lines = [line for line in capsys.readouterr().out.splitlines() if "disturbed" in line]
     assert len(lines) == 2
     assert lines[0].startswith("ngram ") and lines[0].endswith("× disturbed: 0.60 to 1.40×")
@@ -113,6 +119,85 @@ def test_times_that_contradict_the_passes_make_the_demo_s_figures_disturbed(demo
     totals = terminal.demo_totals(results, is_coupled=True)
     assert [name for name, total in totals.items() if total["disturbed"]] == ["mtp"]
     assert totals["mtp"]["spread"] == [20.0, 20.0] and totals["standard"]["spread"] == [1.0, 1.0]
+
+
+@pytest.fixture
+def chat_engine(chat_folder):
+    return load_engine(core.Options(model=str(chat_folder("llama")), fixed_k=True))
+
+
+def test_the_demo_runs_the_prompts_that_are_named_by_name_or_kind(main):
+    status, out, _ = main(
+        "--demo", "--json", "--max-tokens", "4", "--repeats", "1",
+        "--prompts", "hard_prose", "repetitive",
+    )  # fmt: skip
+    prompts = json.loads(out)["prompts"]
+    assert status == 0 and [p["name"] for p in prompts] == ["repetitive_colours", "hard_prose"]
+    assert all(len(p["standard"]["ms_of_runs"]) == 1 for p in prompts)
+    status, out, err = main("--demo", "--prompts", "poem")
+    assert status == 2 and out == "" and err.count("\n") == 1
+    assert "no demo prompt 'poem': choose repetitive, easy, hard, repetitive_colours" in err
+
+
+def test_an_interrupted_demo_keeps_what_is_done(main, monkeypatch):
+    compare, calls = terminal.compare, itertools.count()
+
+    def interrupted(*given):
+        if next(calls) == 3:  # the warm-up, and two prompts
+            raise KeyboardInterrupt
+        return compare(*given)
+
+    monkeypatch.setattr(terminal, "compare", interrupted)
+    given = ("--demo", "--max-tokens", "4", "--repeats", "1")
+    status, out, _ = main(*given)
+    assert status == 130 and "interrupted after 2 of 3 prompts" in out
+    assert out.count("identical output: yes") == 2 and "━━ in all" in out
+    calls = itertools.count(1)
+    status, out, _ = main(*given, "--json")
+    assert status == 130 and json.loads(out)["interrupted"] is True
+    calls = itertools.count(2)
+    status, out, err = main(*given, "--json")
+    assert (status, out) == (130, "") and err.endswith("interrupted\n")  # nothing to keep
+
+
+def test_each_prompt_s_result_is_printed_as_it_is_done(main, monkeypatch, capsys):
+    shown, compare = [], terminal.compare
+
+    def watched(*given):
+        shown.append(capsys.readouterr().out.count("identical output"))
+        return compare(*given)
+
+    monkeypatch.setattr(terminal, "compare", watched)
+    main("--demo", "--max-tokens", "4", "--repeats", "1")
+    assert shown == [0, 0, 1, 1]  # since the time before
+
+
+def test_a_chat_model_is_sent_messages_unless_raw(chat_engine, monkeypatch, capsys):
+    monkeypatch.setattr(core, "load_engine", lambda options: chat_engine)
+    assert core.main(["--prompt", "Hi", "--max-tokens", "3"]) == 0
+    assert "user: Hi\nassistant:" in capsys.readouterr().out
+    assert core.main(["--prompt", "Hi", "--max-tokens", "3", "--raw"]) == 0
+    assert "user:" not in capsys.readouterr().out
+    few = ("--demo", "--max-tokens", "2", "--repeats", "1", "--json")
+    assert core.main([*few]) == 0
+    names = [p["name"] for p in json.loads(capsys.readouterr().out)["prompts"]]
+    assert names and all(name.startswith("chat_") for name in names)
+    assert core.main([*few, "--raw", "--prompts", "hard_prose"]) == 0
+    assert core.main([*few, "--raw", "--prompts", "chat"]) == 2
+
+
+def test_the_token_that_ends_a_turn_is_shown(demo_engine, monkeypatch, capsys):
+    monkeypatch.setattr(core, "load_engine", lambda options: demo_engine)
+    engine = scripted_engine(demo_engine, lambda text, limit: [])
+    engine.eos_ids = set(range(4096))  # whatever comes is an end
+    monkeypatch.setattr(core, "load_engine", lambda options: engine)
+    assert core.main(["--prompt", "1, 2, 3,", "--max-tokens", "9"]) == 0
+    out = capsys.readouterr().out
+    assert "\n\n1 tokens (stop)" in out
+    token = engine.target.tokenizer.convert_ids_to_tokens(
+        core.plain_decode(engine.target, engine.target.tokenizer("1, 2, 3,")["input_ids"], 1, set())
+    )[0]
+    assert f"{token}\n\n1 tokens (stop)" in out
 
 
 def test_the_demo_prints_tables_and_marks_where_tokens_came_from(main, monkeypatch, capsys):

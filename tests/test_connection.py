@@ -8,7 +8,7 @@ import pytest
 
 from serving import connection
 from serving.connection import REFUSAL, Connection, environ_of
-from serving.parsing import RequestError
+from serving.errors import RequestError
 
 
 class Transport:

@@ -30,7 +30,8 @@ from hypothesis.stateful import (
 
 from fastpath.forward import RaggedPlace
 from fastpath.sampling import truncated_softmax
-from serving.parsing import RequestError, parse_fields, parse_json
+from serving.errors import RequestError
+from serving.parsing import parse_fields, parse_json
 from serving.text import TextStream
 
 settings.register_profile("claims", deadline=None, derandomize=True, database=None)

@@ -38,12 +38,15 @@ export class RequestForm {
     }
     this.#demo.replaceChildren(this.#demo.options[0], ...groups.values());
     if (this.#prompt.value) return; // somebody was faster than the server
-    this.#demo.value = FIRST_PROMPT in prompts ? FIRST_PROMPT : Object.keys(prompts)[0] ?? "";
+    const first = Object.keys(prompts)[0] ?? ""; // a chat model's are those of the kind chat
+    const isChat = first.startsWith("chat") || !(FIRST_PROMPT in prompts);
+    this.#demo.value = isChat ? first : FIRST_PROMPT;
     this.#pick();
   }
 
-  /** Offer the server's drafters, once; its defaults are chosen. */
-  offerDrafters({ drafters, drafter, speculative_decoding: { num_spec_tokens: k } }) {
+  /** Offer the server's drafters, once, and the chat template if the model has one. */
+  offerDrafters({ drafters, drafter, chat_template, speculative_decoding: { num_spec_tokens: k } }) {
+    byId("chat-field").hidden = !chat_template;
     if (byId("drafter").options.length) return;
     const options = drafters.map((name) => element("option", { value: name }, name));
     byId("drafter").replaceChildren(...options);
@@ -63,6 +66,7 @@ export class RequestForm {
   request(isRace) {
     const body = { prompt: this.#prompt.value, stream: true, trace: true };
     if (isRace) body.compare = true;
+    if (!byId("chat-field").hidden && byId("chat").checked) body.chat = true;
     for (const name of ["drafter", "verification"]) {
       if (byId(name).value) body[name] = byId(name).value;
     }

@@ -1,0 +1,214 @@
+"""From a text, ids or a conversation to a prompt's token ids, or an error that names the field.
+
+Long texts are read one at a time and with pauses, so that reading never holds up decoding. A chat
+template is code that comes with the model, and has a limit of time.
+"""
+
+import ctypes
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+from .errors import RequestError
+
+_MAX_MESSAGES = 2000  # each takes a chat template 10 µs, and some templates are quadratic
+_MESSAGE_COST = 50  # characters that take as long as a message
+_TEMPLATE_LIMIT_S = 5.0
+
+
+class Turns:
+    """Lets requests do long work one at a time and with pauses, so that decoding keeps its pace.
+
+    The engine's thread needs the interpreter's lock for every operation, and each thread that wants
+    it as well makes it wait for milliseconds. Work of a size up to `short` needs no turn. Other
+    work begins when the work before has ended, and `pause` seconds times its size have passed. Who
+    waits or works has one of the `places`, as each holds a thread of the server.
+    """
+
+    def __init__(self, what: str, short: int, pause: float, places: threading.Semaphore) -> None:
+        self._what, self._short, self._pause, self._places = what, short, pause, places
+        self._turn, self._next = threading.Lock(), 0.0
+
+    @contextmanager
+    def take(self, size: int) -> Iterator[None]:
+        """Wait for the turn. Raises RequestError 429 where no place is free."""
+        if size <= self._short:
+            yield
+            return
+        if not self._places.acquire(blocking=False):
+            raise RequestError(f"too many {self._what} at once", status=429, code="queue_full")
+        try:
+            with self._turn:
+                time.sleep(max(0.0, self._next - time.monotonic()))
+                try:
+                    yield
+                finally:
+                    self._next = time.monotonic() + size * self._pause
+        finally:
+            self._places.release()
+
+
+_LONG_TEXT = 20_000  # characters
+_places = threading.BoundedSemaphore(8)
+large_bodies = Turns("large bodies", 32 << 10, 5e-8, _places)  # bytes; pauses of 50 ms for 1 MiB
+long_texts = Turns("long prompts", _LONG_TEXT, 1e-6, _places)  # of 1 s for 1 MB
+
+
+def is_text(value: Any) -> bool:
+    """A string, not empty, without lone surrogates (which JSON can write, and UTF-8 cannot)."""
+    try:
+        return isinstance(value, str) and value.encode("utf-8") != b""
+    except UnicodeEncodeError:
+        return False
+
+
+def check_prompt(prompt: list[int], target: Any) -> None:
+    """Raises ValueError if a prompt is empty, leaves no room or has ids unknown to `target`."""
+    length, context, largest = len(prompt), target.max_length, target.vocab_size - 1
+    if not prompt:
+        raise ValueError("the prompt is empty")
+    if length >= context:
+        raise ValueError(f"the prompt's {length} tokens leave no room in a context of {context}")
+    if not all(0 <= token <= largest for token in prompt):
+        raise ValueError(f"the prompt has a token id outside 0 to {largest}")
+
+
+@lru_cache(1)
+def _longest_token(tokenizer: Any) -> int:
+    return max(map(len, tokenizer.get_vocab()))  # which takes 0.1 s where there are many
+
+
+def check_characters(count: int, tokenizer: Any, max_length: int) -> None:
+    """Raises RequestError if a text of so many characters cannot fit `max_length` tokens."""
+    # Twice, as a normaliser may shorten the text.
+    if count > _LONG_TEXT and count > 2 * _longest_token(tokenizer) * max_length:
+        raise RequestError(
+            f"the prompt's {count} characters are more than a context of {max_length} tokens holds",
+            param="prompt",
+        )
+
+
+def tokenize(text: str, tokenizer: Any, max_length: int, **options: Any) -> list[int]:
+    """The ids of a text, which has to fit `max_length` tokens.
+
+    Reading a text of 1 MB can take seconds. So what cannot fit is refused unread (400), and long
+    ones are read one at a time: the requests of the others need the processor, too.
+    """
+    check_characters(len(text), tokenizer, max_length)
+    with long_texts.take(len(text)):
+        return tokenizer(text, verbose=False, **options)["input_ids"]
+
+
+def prompt_ids(value: Any, tokenizer: Any, max_length: int) -> list[int]:
+    if isinstance(value, str) and value:
+        if not is_text(value):
+            raise RequestError("prompt holds a lone surrogate, which is not text", param="prompt")
+        ids = tokenize(value, tokenizer, max_length)
+        if ids:
+            return ids
+    elif (
+        isinstance(value, list)
+        and value
+        # More ids than the context holds are refused for their number, whatever they are.
+        and all(isinstance(i, int) and not isinstance(i, bool) for i in value[:max_length])
+    ):
+        return value
+    raise RequestError(
+        "prompt must be a non-empty string or a non-empty list of token ids", param="prompt"
+    )
+
+
+def chat_ids(value: Any, tokenizer: Any, max_length: int) -> list[int]:
+    """The ids of a prompt as a user's first message, by the tokenizer's chat template."""
+    if not tokenizer.chat_template:
+        raise RequestError("chat: this model has no chat template", param="chat")
+    if not isinstance(value, str) or not is_text(value):
+        raise RequestError("prompt must be a non-empty string where chat is true", param="prompt")
+    try:
+        return chat_prompt([{"role": "user", "content": value}], tokenizer, max_length)
+    except RequestError as error:
+        error.param = "prompt"
+        raise
+
+
+def chat_prompt(messages: Any, tokenizer: Any, max_length: int) -> list[int]:
+    """The ids of a conversation, by the tokenizer's chat template.
+
+    Raises RequestError for messages that are none, and where there is no template.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise RequestError("messages must be a non-empty list", param="messages")
+    if len(messages) > _MAX_MESSAGES:
+        raise RequestError(
+            f"messages has {len(messages)} entries; at most {_MAX_MESSAGES} are read",
+            param="messages",
+        )
+    turns = [_turn(message, i) for i, message in enumerate(messages)]
+    if not tokenizer.chat_template:
+        raise RequestError(
+            "this model's tokenizer has no chat template: use /v1/completions", param="messages"
+        )
+    count = sum(len(turn["role"]) + len(turn["content"]) for turn in turns)
+    check_characters(count, tokenizer, max_length)
+    with long_texts.take(count + _MESSAGE_COST * len(turns)):
+        text = _render(turns, tokenizer)
+    # The template has written the special tokens already.
+    return tokenize(text, tokenizer, max_length, add_special_tokens=False)
+
+
+def _render(turns: list[dict[str, str]], tokenizer: Any) -> str:
+    """The conversation as the chat template writes it.
+
+    A template is code that comes with the model. So it runs in a thread of its own, where a loop
+    that takes too long can be ended. Raises RequestError for that, and where the template refuses.
+    """
+    future: Future[str] = Future()
+
+    def render() -> None:
+        try:
+            options = {"add_generation_prompt": True, "tokenize": False}
+            future.set_result(tokenizer.apply_chat_template(turns, **options))
+        # Templates raise what they like, about roles and their order.
+        except (Exception, SystemExit) as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=render, name="chat template", daemon=True)
+    thread.start()
+    try:
+        return future.result(_TEMPLATE_LIMIT_S)
+    except TimeoutError as error:
+        late, end = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(late, end)
+        what = f"the chat template took longer than {_TEMPLATE_LIMIT_S:g} s"
+        raise RequestError(what, param="messages") from error
+    except Exception as error:
+        raise RequestError(f"the chat template refused: {error}", param="messages") from error
+
+
+def _turn(message: Any, i: int) -> dict[str, str]:
+    where = f"messages[{i}]"
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise RequestError(f"{where} must be an object with a role", param="messages")
+    if message.get("tool_calls") or message.get("function_call"):
+        raise RequestError(
+            f"{where} calls tools, which are not supported: this server answers with text alone",
+            param="messages",
+        )
+    content = message.get("content")
+    if isinstance(content, list) and content:
+        parts = [p.get("text") if isinstance(p, dict) else None for p in content]
+        kinds = {p.get("type") for p in content if isinstance(p, dict)}
+        if kinds - {"text"} or not all(isinstance(part, str) for part in parts):
+            raise RequestError(f"{where}: only parts of type text are supported", param="messages")
+        content = "".join(parts)
+    if not isinstance(content, str):
+        raise RequestError(f"{where} must have a content of text", param="messages")
+    try:
+        (message["role"] + content).encode("utf-8")
+    except UnicodeEncodeError:
+        raise RequestError(f"{where} holds a lone surrogate", param="messages") from None
+    return {"role": message["role"], "content": content}

