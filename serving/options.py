@@ -86,7 +86,9 @@ class Options:
     def eagle3_folder(self) -> str | None:
         """The EAGLE-3 head: what was named, or what goes with a model of the catalogue."""
         known = CATALOGUE[self.model].eagle3 if self.model in CATALOGUE else None
-        return known if self.eagle3 is None else self.eagle3
+        if self.eagle3 is None and known and Path(known).exists():
+            return known
+        return self.eagle3
 
     @property
     def for_drafters(self) -> dict[str, Any]:

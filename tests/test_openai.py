@@ -62,6 +62,27 @@ def own(port, **fields):
     return json.loads(data)
 
 
+def test_generate_puts_a_prompt_into_the_chat_template_where_it_is_asked_to(chatting, port):
+    """It is the same as a conversation of one message. /health tells the page to ask for it."""
+    answer = own(chatting, prompt="red, green,", chat=True, max_tokens=8)
+    text = own(chatting, prompt="user: red, green,\nassistant:", max_tokens=8)
+    assert answer["token_ids"] == text["token_ids"]
+    assert answer["usage"] == text["usage"]
+    for status, fields, param in (
+        (400, {"prompt": [1, 2], "chat": True}, "prompt"),
+        (400, {"prompt": "a", "chat": 1}, "chat"),
+        (400, {"prompt": "a" * 200_000, "chat": True}, "prompt"),
+    ):
+        found, _, data = call(chatting, "POST", "/generate", fields, GUARDED)
+        assert found == status and json.loads(data)["error"]["param"] == param, data
+    found, _, data = call(port, "POST", "/generate", {"prompt": "a", "chat": True}, GUARDED)
+    assert (
+        found == 400 and "this model has no chat template" in json.loads(data)["error"]["message"]
+    )
+    assert health(chatting)["chat_template"] is True and health(port)["chat_template"] is False
+    assert health(port)["model_card"] is None
+
+
 def test_models_are_listed_under_the_name_that_requests_may_use(client):
     (model,) = client.models.list().data
     assert model.id == "target" and client.models.retrieve("target") == model

@@ -226,7 +226,7 @@ def test_characters_of_several_tokens_and_special_tokens_keep_the_text_whole(pag
     ]
     mock(page, cycles)
     run(page)
-    assert text_of(page, "#tokens") == "café!"
+    assert text_of(page, "#tokens") == "café!<|end|>"  # which has no text but its name
     assert counts(page, "#tokens .token") == [5]
 
 
@@ -620,3 +620,31 @@ def test_every_control_has_a_name_and_the_status_is_polite(page):
     assert nameless == []
     assert page.locator("#status").get_attribute("role") == "status"
     assert page.locator("#tokens").get_attribute("aria-live") is None  # not per token
+
+
+def test_a_chat_model_gets_the_prompt_in_its_template(open_page, chat_folder):
+    """Unless the box is not ticked; a demo prompt of the kind chat is offered first."""
+    with serving("--model", str(chat_folder("llama"))) as server:
+        page = open_page(server.port)
+        assert page.locator("#demo-prompt").input_value().startswith("chat_")
+        sent = []
+        page.on("request", lambda request: sent.append(request.post_data))
+        page.fill("#prompt", "Hi")
+        page.fill("#max_tokens", "2")
+        for is_chat in (True, False):
+            page.set_checked("#chat", is_chat)
+            page.get_by_role("button", name="Run", exact=True).click()
+            page.get_by_text("Finished").wait_for()
+            body = json.loads([data for data in sent if data][-1])
+            assert body.get("chat", False) is is_chat
+            page.reload()
+            page.locator("#demo-prompt optgroup").first.wait_for(state="attached")
+            page.fill("#prompt", "Hi")
+            page.fill("#max_tokens", "2")
+
+
+def test_a_model_without_template_has_no_box_to_tick(page):
+    assert page.locator("#chat-field").is_hidden()
+    assert page.locator("#demo-prompt").input_value() == "code_function"
+    names = page.locator("#demo-prompt option").evaluate_all("all => all.map((o) => o.value)")
+    assert not [name for name in names if name.startswith("chat")]

@@ -51,7 +51,7 @@ function begin(wanted) {
   }
   [cycles, figures, answer, follows, drawnAt] = [[], new Figures(), null, true, 0];
   isRace = wanted === "racing";
-  text.clear(request.prompt);
+  text.clear(request.chat ? `${request.prompt}\n` : request.prompt);
   picture.clear();
   race.start();
   byId("warnings").replaceChildren();

@@ -95,14 +95,16 @@ export class TokenText {
   }
 
   #element(token, cycle, text) {
+    // What ends a text or a turn is a token without text of its own: its name is shown.
+    const isEnd = !text && /^<.+>$/.test(token.text);
     const made = element("span", {
-      class: `token ${token.kind}${text.includes("\n") ? " break" : ""}`,
+      class: `token ${token.kind}${text.includes("\n") ? " break" : ""}${isEnd ? " special" : ""}`,
       role: "option",
       tabindex: -1,
       "aria-selected": "false",
       "aria-label": `${visible(token.text)}, ${token.kind}`,
       "data-index": this.#tokens.length,
-    }, text);
+    }, isEnd ? token.text : text);
     this.#tokens.push({ token, cycle, element: made });
     return made;
   }
