@@ -5,6 +5,7 @@ Each token is shown with its origin, in colours where the terminal has them, in 
 """
 
 import json
+import logging
 import os
 import platform
 import sys
@@ -61,6 +62,9 @@ def exit_status(act: Callable[[], int]) -> int:
     sys.stdout.reconfigure(errors="replace")  # a terminal without "·" gets "?" and its text
     transformers.logging.set_verbosity_error()
     huggingface_hub.logging.set_verbosity_error()
+    fetching = logging.getLogger("serving.progress.fetch")  # a model of the catalogue
+    fetching.setLevel(logging.INFO)
+    fetching.addHandler(logging.StreamHandler())
     if not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
     try:
@@ -128,10 +132,11 @@ def mark(pieces: Iterable[tuple[str, str]], colour: bool) -> str:
 
 def end_of_text(engine: Any, sequence: Any) -> str:
     """The token that ended a text or a turn, as it is written; nothing if none did."""
-    last = sequence.tokens[-1]
-    if last not in engine.eos_ids:
+    last, tokenizer = sequence.tokens[-1], engine.target.tokenizer
+    has_text = tokenizer.decode([last], skip_special_tokens=True)  # and is in the text already
+    if last not in engine.eos_ids or has_text:
         return ""
-    return str(engine.target.tokenizer.convert_ids_to_tokens(last))
+    return str(tokenizer.convert_ids_to_tokens(last))
 
 
 def legend(colour: bool) -> str:
@@ -232,7 +237,9 @@ def chosen_prompts(engine: Any, options: Options, names: list[str] | None) -> Pr
     kinds = list(dict.fromkeys(map(_kind, every)))
     for name in wanted:
         if name not in (*every, *kinds):
-            raise ValueError(f"no demo prompt {name!r}: choose {', '.join([*kinds, *every])}")
+            why = " (chat needs a model with a chat template)" if name == "chat" else ""
+            choices = ", ".join([*kinds, *every])
+            raise ValueError(f"no demo prompt {name!r}{why}: choose {choices}")
     encode = chat_ids if is_chat else prompt_ids
     return {
         name: (text, encode(text, tokenizer, length))
@@ -248,6 +255,7 @@ def show_demo(engine: Any, options: Options, plain_decode: Decode, given: Namesp
     that of plain decoding, else 130 if it was interrupted.
     """
     shown, colour = engine.default_drafter, has_colour()
+    is_chat = options.is_chat(engine.target.tokenizer)
     prompts = chosen_prompts(engine, options, given.prompts)
     if not given.json:
         print(legend(colour), flush=True)
@@ -257,7 +265,7 @@ def show_demo(engine: Any, options: Options, plain_decode: Decode, given: Namesp
             document["prompts"].append(result)
             if not given.json:
                 with tqdm.external_write_mode(sys.stdout):
-                    print_prompt(result, shown, colour)
+                    print_prompt(result, shown, colour, is_chat)
         ids = {name: ids for name, (_, ids) in prompts.items()}
         document["worked_cycle"] = worked_cycle(engine, ids, options)
     except KeyboardInterrupt:
@@ -311,7 +319,7 @@ def compare(
     return {
         "standard": standard,
         "speculative": {
-            name: demo_run(sequences, times[name], standard, end_of_text(engine, sequences[0]))
+            name: demo_run(engine, sequences, times[name], standard)
             | {"identical": identical[name]}
             for name, sequences in runs.items()
         },
@@ -365,12 +373,9 @@ def timed(ms: list[float]) -> dict[str, Any]:
 
 
 def demo_run(
-    sequences: list[Any], ms: list[float], standard: dict[str, Any], end: str
+    engine: Any, sequences: list[Any], ms: list[float], standard: dict[str, Any]
 ) -> dict[str, Any]:
-    """One prompt by one drafter, run several times, beside `standard` decoding of it.
-
-    `end` is the token that ended the text, if any did.
-    """
+    """One prompt by one drafter, run several times, beside `standard` decoding of it."""
     s = sequences[ms.index(median_low(ms))]
     num_plain = len(standard["token_ids"])
     speedups = [
@@ -394,7 +399,7 @@ def demo_run(
             "num_accepted_draft_tokens": s.statistics.num_accepted_draft_tokens,
             "controller": s.seat.decision and str(s.seat.decision),
             "warnings": s.seat.warnings,
-            "pieces": [*s.text.stretches(), (end, "end")],
+            "pieces": [*s.text.stretches(), (end_of_text(engine, s), "end")],
         }
         | timed(ms)
         | steadiness(speedups, s.statistics.tokens_per_pass, t_verify)
@@ -463,7 +468,7 @@ def print_summary(document: dict[str, Any], shown: str, num_prompts: int) -> Non
         )
 
 
-def print_prompt(result: dict[str, Any], shown: str, colour: bool) -> None:
+def print_prompt(result: dict[str, Any], shown: str, colour: bool, is_chat: bool = False) -> None:
     """One prompt: a row for each method, and the text by the drafter that is `shown`."""
     standard = result["standard"]
     print(f"\n━━ {result['name']} " + "━" * max(0, 78 - len(result["name"])))
@@ -494,5 +499,5 @@ def print_prompt(result: dict[str, Any], shown: str, colour: bool) -> None:
             print(f"{name}: {warning}")
     same = [run["identical"] for run in result["speculative"].values()]
     print(f"identical output: {_verdict(same)}        text as {shown} wrote it:\n")
-    between = "\n" if _kind(result["name"]) == "chat" else ""
+    between = "\n" if is_chat else ""  # the answer does not go on in the prompt's line
     print(result["prompt"] + between + mark(result["speculative"][shown]["pieces"], colour))

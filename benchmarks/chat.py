@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--fixed-k", action="store_true", help="without the controller")
     options.add_argument("--alone", action="store_true", help="without generate()")
     options.add_argument("--temperature", type=float, default=0.0)
-    options.add_argument("--drafters", nargs="+", default=["ngram", "eagle3", "auto"])
+    options.add_argument("--drafters", nargs="+", help="(default: all that fit, and auto)")
     bench.add_count(options, "--each", 1, 8, 3, "prompts of each kind")
     bench.add_count(options, "--tokens", 2, 1000, 128, "a request, at most")
     given = options.parse_args(arguments)
@@ -157,6 +157,10 @@ def main(arguments: list[str] | None = None) -> None:
         model=given.model, eagle3=given.eagle3, dtype=given.dtype, fixed_k=given.fixed_k,
         num_speculative_tokens=given.k, max_running=2, max_model_len=1024,
     )  # fmt: skip
+    choices = list(engine.panel.choices)
+    given.drafters = given.drafters or choices
+    if unknown := set(given.drafters) - set(choices):
+        options.error(f"no drafter {min(unknown)}: choose from {', '.join(choices)}")
     device, folder = engine.target.model.device, folder_of(given.model)
     peer = None if given.alone else Peer(folder, given.dtype, device, given.k, False)
     rows, kinds = measure(engine, peer, given)

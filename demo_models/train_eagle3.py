@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ class Plan:
     learning_rate: float = 2e-3
 
 
-SMOKE = Plan(5_000, 48, 64, 6.0, 512, 512, 3e-3)
+SMOKE = Plan(4_000, 48, 64, 5.0, 512, 512, 3e-3)
 
 
 # ---------------------------------------------------------------------------------- answers
@@ -101,9 +102,9 @@ def write_whole(file: Path, write: Any) -> None:
 
 @torch.inference_mode()
 def answer(
-    target: PreTrainedModel, tokenizer: Any, prompts: list[str], plan: Plan, seed: int
+    target: PreTrainedModel, tokenizer: Any, prompts: list[str], max_tokens: int, seed: int | None
 ) -> Chats:
-    """The target's answers to some prompts, all greedy or, in one batch of three, at T = 1."""
+    """The target's answers to some prompts: greedy, or drawn at T = 1 from a seed."""
     texts = prompts
     if tokenizer.chat_template:
         chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
@@ -115,16 +116,19 @@ def answer(
         padding_side="left",
         add_special_tokens=not tokenizer.chat_template,
     )
-    torch.manual_seed(seed)
-    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    sampling: dict[str, Any] = {"do_sample": False}
+    if seed is not None:
+        torch.manual_seed(seed)
+        sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     outputs = target.generate(
         **batch,
-        max_new_tokens=plan.max_answer,
-        pad_token_id=tokenizer.eos_token_id,
-        **(sampling if seed % 3 == 2 else {"do_sample": False}),
+        max_new_tokens=max_tokens,
+        pad_token_id=tokenizer.pad_token_id,
+        **sampling,
     )
     rows, width = [], batch["input_ids"].shape[1]
-    ends = {tokenizer.eos_token_id}
+    named = target.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])}
     for mask, output in zip(batch["attention_mask"], outputs, strict=True):
         new = output[width:].tolist()
         length = next((i + 1 for i, token in enumerate(new) if token in ends), len(new))
@@ -146,14 +150,17 @@ def make_answers(target: PreTrainedModel, tokenizer: Any, work: Path, plan: Plan
     )
     prompts = eagle3_prompts.prompts()
     with tqdm(total=plan.num_tokens, initial=done, unit=" tokens", desc="answers") as progress:
-        for number in range(len(prompts) // plan.batch):
-            file = folder / f"{number:05d}.npz"
+        for number in count():
+            file, begin = folder / f"{number:05d}.npz", number * plan.batch
             if done >= plan.num_tokens:
                 break
             if file.exists():
                 continue
-            own = prompts[number * plan.batch : (number + 1) * plan.batch]
-            chats = answer(target, tokenizer, own, plan, seed=number)
+            own = [prompts[i % len(prompts)] for i in range(begin, begin + plan.batch)]
+            # One batch in three is drawn, and all where prompts come for the second time.
+            is_drawn = number % 3 == 2 or begin >= len(prompts)
+            seed = number if is_drawn else None
+            chats = answer(target, tokenizer, own, plan.max_answer, seed)
             write_whole(file, partial(_save, chats))
             done += _answered(chats)
             progress.update(_answered(chats))
@@ -218,6 +225,8 @@ class Data:
 
     def __init__(self, work: Path) -> None:
         files = sorted(f for f in (work / "answers").glob("*.npz") if ".part" not in f.name)
+        if not files:
+            raise SystemExit(f"error: no answers in {work}: run the stages before this one")
         files = [file for file in files if (work / "states" / f"{file.stem}.npy").exists()]
         self.parts = [Chats.load(file) for file in files]
         self.states = [
@@ -393,7 +402,7 @@ def unroll(
 def losses(
     head: Eagle3Head, target_rows: Tensor, batch: Batch, places: Tensor
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each step its loss (nats a token) and, as bools, which drafts are the target's choice.
+    """For each step its loss (nats a token) and, as bools, which drafts are the text's next token.
 
     The loss is the cross entropy against the target's probabilities over the draft vocabulary.
     `places` [B, m] are where steps 1, 2, … begin; target_rows [draft vocabulary, D] are the rows of
@@ -405,8 +414,9 @@ def losses(
         with torch.no_grad():
             states = wide.gather(1, read[..., None].expand(-1, -1, wide.shape[-1]))[valid]
             wanted = (states @ target_rows.T).float()
+            following = batch.tokens.gather(1, (read + 1).clamp(max=batch.tokens.shape[1] - 1))
             agrees = torch.zeros_like(valid)
-            agrees[valid] = scores.argmax(-1) == wanted.argmax(-1)
+            agrees[valid] = head.target_ids[scores.argmax(-1)] == following[valid]
         # A sum over none is 0, where the mean would be no number.
         loss = F.cross_entropy(scores, torch.softmax(wanted, -1), reduction="sum")
         yield loss / max(1, len(scores)), agrees
@@ -416,7 +426,7 @@ def some_places(batch: Batch, rng: torch.Generator) -> Tensor:
     """[B, m] in rising order: some of the places of each text that give tokens of the answer."""
     length = batch.tokens.shape[1]
     every = torch.arange(length).expand(len(batch.tokens), -1)
-    useful = (every >= batch.begins[:, None]) & (every + NUM_STEPS < batch.lengths[:, None])
+    useful = (every >= batch.begins[:, None]) & (every + 1 < batch.lengths[:, None])
     chance = torch.rand(every.shape, generator=rng) + useful
     count = max(1, int(SHARE_OF_PLACES * int(useful.sum(1).float().mean())))
     return chance.topk(count).indices.sort().values
@@ -424,7 +434,10 @@ def some_places(batch: Batch, rng: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def acceptance(head: Eagle3Head, target_rows: Tensor, data: Data, num_chats: int) -> list[float]:
-    """The share of places in held-out texts from which 1, 2, … drafts in a row are right."""
+    """The share of places in held-out texts from which 1, 2, … drafts in a row are right.
+
+    Right is what the text goes on with: in greedy texts the target's choice, in sampled ones less.
+    """
     head.eval()
     chats = data.held_out[:: max(1, len(data.held_out) // num_chats)]
     right, total = np.zeros(NUM_STEPS), 0
@@ -434,7 +447,8 @@ def acceptance(head: Eagle3Head, target_rows: Tensor, data: Data, num_chats: int
         every = torch.arange(length).expand(len(batch.tokens), -1)
         with torch.autocast("cpu", torch.bfloat16):
             found = [agrees for _, agrees in losses(head, target_rows, batch, every)]
-        fits = (every >= batch.begins[:, None]) & (every + NUM_STEPS < batch.lengths[:, None])
+        last = every + NUM_STEPS + 1  # the token that the last draft is compared with
+        fits = (every >= batch.begins[:, None]) & (last < batch.lengths[:, None])
         running = fits.clone()
         for step, agrees in enumerate(found):
             running &= agrees
@@ -596,9 +610,13 @@ def run(
 ) -> None:
     """One stage, or all of them."""
     tokenizer = AutoTokenizer.from_pretrained(name)
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
     target = AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16).eval()
     target.requires_grad_(False)
     num_layers = target.config.num_hidden_layers
+    if num_layers < 4:
+        raise SystemExit(f"error: a head reads three layers, and {name} has {num_layers}")
     layer_ids = (2, num_layers // 2, num_layers - 3)
     if stage in (None, "answers"):
         make_answers(target, tokenizer, work, plan)

@@ -21,6 +21,7 @@ from messages import in_short
 from .base import Context
 from .eagle3_head import Eagle3Head, HeadConfig, build_head, read_head
 from .head import HeadDrafter
+from .weights import own_weights
 
 
 class Eagle3Drafter(HeadDrafter):
@@ -55,6 +56,8 @@ class Eagle3Drafter(HeadDrafter):
             head = build_head(config, weights, embed_tokens, num_states)
         except Exception as error:  # a broken folder raises any of a dozen kinds
             raise ValueError(f"cannot use the EAGLE-3 head {name}: {in_short(error)}") from error
+        if not context.mmap:
+            own_weights(head)
         return cls(head, context)
 
     def _run(self, ids: Tensor, hidden: Tensor, place: Any, is_first: bool) -> Tensor:
@@ -76,8 +79,7 @@ def check_target(config: HeadConfig, target: Any) -> None:
     Targets are compared by the last part of their names: a folder may be a copy from the hub.
     """
     text = target.model.config.get_text_config()
-    names = [target.name, str(getattr(target.model.config, "_name_or_path", ""))]
-    if config.verifier and _last(config.verifier) not in map(_last, names):
+    if config.verifier and Path(config.verifier).name.lower() not in names_of(target):
         raise ValueError(
             f"it was trained for {config.verifier}, and the target is {target.name} (if that is a "
             f"copy, name its folder {Path(config.verifier).name})"
@@ -94,5 +96,12 @@ def check_target(config: HeadConfig, target: Any) -> None:
         )
 
 
-def _last(name: str) -> str:
-    return Path(name).name.lower()
+def names_of(target: Any) -> set[str]:
+    """By what a target may be known: the folders that it lies in, or the name of its file.
+
+    Example: …/models--org--Name/snapshots/0e9e… is the hub's copy of org/Name, and
+    Name.Q4_K_M.gguf a file of it.
+    """
+    path, known = Path(target.name).resolve(), str(target.model.config._name_or_path)
+    parts = [part.split("--")[-1].lower() for part in (*path.parts, *Path(known).parts)]
+    return {*parts, *(part.partition(".q")[0] for part in parts)}

@@ -31,6 +31,32 @@ from transformers.utils import cached_file
 _LAYERS = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
 _FILE, _PICKLED = "model.safetensors", "pytorch_model.bin"
 
+_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# Fields that change what a head computes, each with the one value that is served.
+_ONLY = {
+    "speculators_model_type": "eagle3",
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "parallel_drafting": False,
+}
+
+
+def _layer_of(given: dict[str, Any]) -> PreTrainedConfig:
+    """The config of the head's decoder layer."""
+    family = given.get("model_type", "llama")
+    if family not in _LAYERS:
+        raise ValueError(f"model_type is {family!r}: supported are {', '.join(_LAYERS)}")
+    rest = {key: value for key, value in given.items() if key != "model_type"}
+    layer = AutoConfig.for_model(family, **rest)
+    layer._attn_implementation = "sdpa"
+    if layer.num_hidden_layers != 1:
+        raise ValueError(f"num_hidden_layers is {layer.num_hidden_layers}, supported is 1")
+    if getattr(layer, "use_sliding_window", False):
+        raise ValueError("use_sliding_window is True, supported is False")
+    return layer
+
 
 @dataclass(frozen=True)
 class HeadConfig:
@@ -49,31 +75,29 @@ class HeadConfig:
     @classmethod
     def of(cls, content: dict[str, Any]) -> "HeadConfig":
         """Read either layout's config.json. Raises ValueError for what is not supported."""
-        kind = content.get("speculators_model_type", "eagle3")
-        if kind != "eagle3":
-            raise ValueError(f"speculators_model_type is {kind!r}, not 'eagle3'")
         given = content.get("transformer_layer_config", content)
         if "hidden_size" not in given:
             raise ValueError("config.json has no hidden_size: is this an EAGLE-3 head?")
-        family = given.get("model_type", "llama")
-        if family not in _LAYERS:
-            raise ValueError(f"model_type is {family!r}: supported are {', '.join(_LAYERS)}")
-        rest = {key: value for key, value in given.items() if key != "model_type"}
-        layer = AutoConfig.for_model(family, **rest)
-        layer._attn_implementation = "sdpa"
-        if layer.num_hidden_layers != 1:
-            raise ValueError(f"num_hidden_layers is {layer.num_hidden_layers}, supported is 1")
-        eagle = content.get("eagle_config") or {}  # as some write the original layout
-        ids = (content | eagle).get("eagle_aux_hidden_state_layer_ids")
+        layer = _layer_of(given)
+        content = content | (content.get("eagle_config") or {})  # as some write the first layout
+        for name, served in _ONLY.items():
+            if content.get(name, served) != served:
+                raise ValueError(f"{name} is {content[name]!r}, supported is {served!r}")
+        switches = {name: content.get(name) or False for name in _SWITCHES}
+        for name, value in switches.items():
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be true or false, not {value!r}")
+        ids = content.get("eagle_aux_hidden_state_layer_ids") or None
+        if ids and not all(type(i) is int for i in ids):
+            raise ValueError(f"eagle_aux_hidden_state_layer_ids are {ids!r}, not integers")
         verifier = (content.get("speculators_config") or {}).get("verifier") or {}
-        switches = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
         return cls(
             layer,
             content.get("draft_vocab_size") or layer.vocab_size,
             content.get("target_hidden_size") or layer.hidden_size,
-            None if ids is None else tuple(ids),
+            ids and tuple(ids),
             verifier.get("name_or_path"),
-            **{name: bool((content | eagle).get(name)) for name in switches},
+            **switches,
         )
 
     def layers_of(self, num_layers: int) -> tuple[int, ...]:
@@ -223,7 +247,7 @@ def build_head(
     head = Eagle3Head(config, num_states)
     weights = {key: weight for key, weight in weights.items() if key not in _UNUSED}
     own = weights.pop("embed_tokens.weight", None)
-    if own is not None:
+    if own is not None and not torch.equal(own.to(like), like):  # often a copy of the target's
         embed_tokens = nn.Embedding.from_pretrained(own)
     if tuple(embed_tokens.weight.shape) != (len(like), config.layer.hidden_size):
         raise ValueError(
@@ -244,7 +268,10 @@ def build_head(
     if len(ids.unique()) != len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < len(like):
         raise ValueError("d2t does not lead to different tokens of the target")
     head.embed_tokens = embed_tokens
-    return head.to(like.device, like.dtype).eval()
+    head = head.to(like.device, like.dtype).eval()
+    # Rotations stay in float32, as transformers keeps them: bfloat16 is wrong far into a text.
+    head.rotary_emb = LlamaRotaryEmbedding(config.layer).to(like.device)
+    return head
 
 
 def save_head(head: Eagle3Head, folder: Path, verifier: dict[str, Any], num_tokens: int) -> None:

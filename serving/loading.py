@@ -86,46 +86,48 @@ def load_pretrained(name: str, options: Options) -> Loaded:
     # In bf16 a verify of K + 1 rows and a step of one row round apart, so near-ties may flip.
     if dtype == "auto" and (device == "cpu" or options.is_embedded):
         dtype = "float32"
+    elif dtype == "auto" and gguf.is_gguf(name):  # which names no type for what it unpacks to
+        dtype = "bfloat16"
     is_hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
     if not Path(name).exists() and not is_hub_id:
         raise StartError(f"model folder {name} not found")
-    tokenizer = _read_tokenizer(name, options)
-    with _told(name, "", options):
-        model, report = _read_model(name, dtype, options)
-        model = model.to(device).eval()
-        if not options.mmap:  # transformers' disable_mmap holds the weights twice for a while
-            own_weights(model)
+    with gguf.alone(name) as source:
+        source["trust_remote_code"] = options.trust_remote_code
+        tokenizer = _read_tokenizer(name, source, options)
+        with _told(name, "", options):
+            model, report = _read_model(name, source, dtype, options)
+            model = model.to(device).eval()
+            if not options.mmap:  # transformers' disable_mmap holds the weights twice for a while
+                own_weights(model)
     check_weights(name, report)
     keep_few_words(tokenizer)
     return _fit(model, tokenizer, name, options)
 
 
-def _source(name: str, options: Options) -> dict[str, Any]:
-    """What all of transformers' from_pretrained are given."""
-    return gguf.source(name) | {"trust_remote_code": options.trust_remote_code}
-
-
-def _read_tokenizer(name: str, options: Options) -> Any:
+def _read_tokenizer(name: str, source: dict[str, Any], options: Options) -> Any:
     """The tokenizer, once all but the weights has been found sound."""
     with _told(name, "", options):
         # First: a wrong id fails here, after one small file.
-        config = AutoConfig.from_pretrained(**_source(name, options))
+        config = AutoConfig.from_pretrained(**source)
     if not gguf.is_gguf(name):  # which has no other files
         check_generation_config(name)
         with _told(name, "", options):
             check_indexes(name, config, options)
     with _told(name, "its tokenizer: ", options):
-        tokenizer = AutoTokenizer.from_pretrained(**_source(name, options))
+        tokenizer = AutoTokenizer.from_pretrained(**source)
         if gguf.is_gguf(name):
             gguf.fix_tokenizer(tokenizer, name)
     return tokenizer
 
 
-def _read_model(name: str, dtype: Any, options: Options) -> tuple[Any, dict[str, Any]]:
+def _read_model(
+    name: str, source: dict[str, Any], dtype: Any, options: Options
+) -> tuple[Any, dict[str, Any]]:
     """The model, and what transformers tells of its weights."""
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            **_source(name, options),
+            **source,
+            **gguf.as_floats(name),
             dtype=dtype,
             use_safetensors=None if options.allow_pickle else True,  # None: what there is
             ignore_mismatched_sizes=True,  # the report has them, and check_weights reads it
@@ -135,8 +137,7 @@ def _read_model(name: str, dtype: Any, options: Options) -> tuple[Any, dict[str,
         if not gguf.is_gguf(name):
             check_files(name)  # the error itself does not say which file
         raise
-    if gguf.is_gguf(name):
-        gguf.settle(model)
+    gguf.settle(model, name)
     return model, report
 
 

@@ -87,6 +87,7 @@ def log_to_stderr() -> Callable[[], bool]:
     LOG.setLevel(logging.INFO)
     logging.getLogger("serving.exact").setLevel(logging.INFO)  # what was checked at start
     PROGRESS.setLevel(logging.INFO)
+    logging.getLogger("serving.progress.fetch").handlers = []  # the terminal's
     QueueListener(lines, writer).start()
 
     def flush() -> bool:

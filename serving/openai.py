@@ -30,6 +30,7 @@ _TEXT_ALONE = "not supported: this server answers with text alone"
 _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "must be 1: a request gets one choice"),
     "best_of": ((1,), "must be 1: a request gets one choice"),
+    "chat": ((False,), "is a field of /generate: /v1/chat/completions takes messages"),
     "echo": ((False,), "is not supported: the answer is the new text alone"),
     "suffix": (("",), "is not supported: a text is continued, and not filled in"),
     "presence_penalty": ((0,), "is not supported: repetition_penalty is"),

@@ -11,7 +11,7 @@ from drafters import NAMES
 from drafters.panel import PLAIN
 from messages import Request, Sampling
 
-from .catalogue import CATALOGUE
+from .catalogue import CATALOGUE, entry_of
 from .errors import RequestError
 from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, check_fields
 
@@ -80,12 +80,14 @@ class Options:
     @property
     def card(self) -> dict[str, Any] | None:
         """Where a model of the catalogue comes from."""
-        return CATALOGUE[self.model].card if self.model in CATALOGUE else None
+        entry = entry_of(self.model)
+        return entry and entry.card
 
     @property
     def eagle3_folder(self) -> str | None:
         """The EAGLE-3 head: what was named, or what goes with a model of the catalogue."""
-        known = CATALOGUE[self.model].eagle3 if self.model in CATALOGUE else None
+        entry = entry_of(self.model)
+        known = entry and entry.eagle3
         if self.eagle3 is None and known and Path(known).exists():
             return known
         return self.eagle3

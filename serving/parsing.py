@@ -136,8 +136,8 @@ def check_fields(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def model_id(model: str) -> str:
-    """A model's name outside: a hub id as it is, of a folder its last part."""
-    return Path(model).resolve().name if Path(model).is_dir() else model
+    """A model's name outside: a hub id as it is, of a folder or a file its last part."""
+    return Path(model).resolve().name if Path(model).exists() else model
 
 
 def _shown(value: Any) -> str:

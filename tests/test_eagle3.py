@@ -1,6 +1,7 @@
 """EAGLE-3 heads: what is computed, in which layouts, for which target; and the contract of all."""
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -304,9 +305,19 @@ def layer_changed(folder, **values):
 
 
 BROKEN = {
-    "another kind": (lambda f: changed(f, speculators_model_type="dflash"), "is 'dflash', not"),
+    "another kind": (
+        lambda f: changed(f, speculators_model_type="dflash"),
+        "speculators_model_type is 'dflash'",
+    ),
     "another family": (lambda f: layer_changed(f, model_type="mamba"), "model_type is 'mamba'"),
     "two layers": (lambda f: layer_changed(f, num_hidden_layers=2), "num_hidden_layers is 2"),
+    "a switch": (lambda f: changed(f, fc_norm="false"), "fc_norm must be true or false"),
+    "unserved": (lambda f: changed(f, parallel_drafting=True), "parallel_drafting is True"),
+    "no auxiliary": (
+        lambda f: changed(f, eagle_config={"use_aux_hidden_state": False}),
+        "use_aux_hidden_state is False",
+    ),
+    "ids": (lambda f: changed(f, eagle_aux_hidden_state_layer_ids=["a"]), "not integers"),
     "no config": (lambda f: (f / "config.json").write_text("{}"), "no hidden_size"),
     "no JSON": (lambda f: (f / "config.json").write_text("{"), "Expecting property name"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "--allow-pickle"),
@@ -351,6 +362,10 @@ def test_a_head_of_another_target_is_refused(target_folder, tmp_path):
     new_head(tmp_path, verifier="someone/Other-8B")
     with pytest.raises(ValueError, match="trained for someone/Other-8B, and the target is"):
         load(target_folder, tmp_path)
+    hub = tmp_path / "models--someone--Other-8B" / "snapshots"
+    hub.mkdir(parents=True)
+    shutil.copytree(target_folder, hub / "0e9e")
+    assert load(hub / "0e9e", tmp_path).default_drafter == "eagle3"
     new_head(tmp_path, verifier=f"someone/{target_folder.name}")
     assert load(target_folder, tmp_path).default_drafter == "eagle3"
 
@@ -370,6 +385,14 @@ def test_a_head_may_have_embeddings_of_its_own(target_folder, tmp_path, referenc
     drafter = engine.panel.drafters["eagle3"]
     state = fresh_state(engine, drafter, text)
     assert drafter.propose(state, 4).tokens == reference_draft(head, model, text, 4, own)[0]
+
+
+def test_rotations_stay_in_float32(target_folder, tmp_path):
+    new_head(tmp_path)
+    engine = load(target_folder, tmp_path, dtype="bfloat16", bitwise=False)
+    head = engine.panel.drafters["eagle3"]._head
+    assert head.norm.weight.dtype == torch.bfloat16
+    assert head.rotary_emb.inv_freq.dtype == torch.float32
 
 
 def test_without_a_head_the_drafter_is_not_there(target_folder):

