@@ -148,7 +148,10 @@ def make_answers(target: PreTrainedModel, tokenizer: Any, work: Path, plan: Plan
     done = sum(
         _answered(Chats.load(file)) for file in folder.glob("*.npz") if ".part" not in file.name
     )
-    prompts = eagle3_prompts.prompts()
+    prompts, window = eagle3_prompts.prompts(), 10 * plan.batch
+    # A batch is padded to its longest prompt, so neighbours get like lengths.
+    windows = (prompts[i : i + window] for i in range(0, len(prompts), window))
+    prompts = [prompt for part in windows for prompt in sorted(part, key=len)]
     with tqdm(total=plan.num_tokens, initial=done, unit=" tokens", desc="answers") as progress:
         for number in count():
             file, begin = folder / f"{number:05d}.npz", number * plan.batch
