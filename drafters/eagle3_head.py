@@ -210,6 +210,8 @@ def read_head(name: str, allow_pickle: bool = False) -> tuple[HeadConfig, dict[s
 
     Raises ValueError or OSError, saying what is missing.
     """
+    if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ValueError("there is no such folder")
     config = HeadConfig.of(json.loads(Path(_file(name, "config.json")).read_text("utf-8")))
     file = _file(name, _FILE, is_optional=True)
     if file is not None:

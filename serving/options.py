@@ -289,6 +289,10 @@ def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error("--json goes with --demo")
     if given.prompts and not given.demo:
         parser.error("--prompts goes with --demo")
+    stems = {path.stem for path in (ROOT / "demo_prompts").glob("*.txt")}
+    known = sorted({*stems, *(stem.partition("_")[0] for stem in stems)})
+    if unknown := set(given.prompts or ()) - set(known):
+        parser.error(f"no demo prompt {min(unknown)!r}: choose {', '.join(known)}")
     if given.explain and given.prompt is None:
         parser.error("--explain goes with --prompt")
     if given.stop and given.prompt is None:

