@@ -300,10 +300,21 @@ def serve(load: Callable[[], Flask], port: int, options: Any) -> NoReturn:
     gc.collect()
     gc.freeze()  # what is loaded stays: looking through it for garbage would hold up all for 0.3 s
     say(f"serving on {url} (the page, POST /generate, /v1, GET /health)")
-    ends.get()
+    wait_for(ends)
     if not server.has_died:
         _drain(app.extensions["worker"], server, options.grace_period)
     end(flush_log, 1 if server.has_died else 0)
+
+
+def wait_for(ends: "queue.SimpleQueue[None]") -> None:
+    """Wait until there is an entry.
+
+    A signal that comes just before the thread sleeps does not wake it, and its handler is called
+    when the thread is awake again. So the thread wakes every second.
+    """
+    while True:
+        with suppress(queue.Empty):
+            return ends.get(timeout=1)
 
 
 def share_memory() -> None:
