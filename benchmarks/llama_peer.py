@@ -66,18 +66,11 @@ def write_gguf(model: Any, path: str) -> None:
     import gguf
 
     config, writer = model.config, gguf.GGUFWriter(path, "qwen3")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    write_sizes(writer, config)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     rope = config.rope_parameters
     writer.add_rope_freq_base((rope.get("full_attention") or rope)["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("none")
     for name, weight in model.named_parameters():  # a tied output layer comes once
         weight, kind = weight.detach(), None
@@ -86,6 +79,23 @@ def write_gguf(model: Any, path: str) -> None:
         elif weight.dtype == torch.bfloat16:
             weight, kind = weight.view(torch.uint8), gguf.GGMLQuantizationType.BF16
         writer.add_tensor(name_of(name), weight.numpy(), raw_dtype=kind)
+    finish(writer)
+
+
+def write_sizes(writer: Any, config: Any) -> None:
+    """What a GGUF file says of the sizes of any model of Llama's structure."""
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+
+
+def finish(writer: Any) -> None:
+    """Write the file."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -104,6 +104,10 @@ def tokenize(text: str, tokenizer: Any, max_length: int, **options: Any) -> list
 
 
 def prompt_ids(value: Any, tokenizer: Any, max_length: int) -> list[int]:
+    """The ids of a prompt that is continued as it stands: a text, or ids already.
+
+    Raises RequestError for anything else, and for a text that cannot fit `max_length` tokens.
+    """
     if isinstance(value, str) and value:
         if not is_text(value):
             raise RequestError("prompt holds a lone surrogate, which is not text", param="prompt")

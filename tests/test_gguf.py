@@ -23,25 +23,10 @@ import torch
 from conftest import ROOT, run
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from benchmarks.llama_peer import finish, name_of, write_sizes
 from serving import catalogue, loading, parsing
 
 Q4_0, Q8_0 = gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0
-_NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}  # fmt: skip
-
-
-def gguf_name(name):
-    """A weight's name in transformers -> in a GGUF file."""
-    stem = name.removesuffix(".weight")
-    if stem in _NAMES:
-        return _NAMES[stem] + ".weight"
-    _, _, layer, rest = stem.split(".", 3)
-    return f"blk.{layer}.{_NAMES[rest]}.weight"
 
 
 def interleaved(weight, num_heads):
@@ -59,15 +44,8 @@ def write_gguf(folder, path, kind, pre="smollm", change=lambda words: words, giv
     config, tokenizer = model.config, json.loads((folder / "tokenizer.json").read_text("utf-8"))
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_name("tiny")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    write_sizes(writer, config)
     writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(config.vocab_size)
     vocabulary = tokenizer["model"]["vocab"]
     words = sorted(vocabulary, key=vocabulary.get)
     writer.add_tokenizer_model("gpt2")
@@ -87,18 +65,15 @@ def write_gguf(folder, path, kind, pre="smollm", change=lambda words: words, giv
             values = interleaved(values, config.num_attention_heads)
         if "k_proj" in name:
             values = interleaved(values, config.num_key_value_heads)
-        if gguf_name(name) in (given or {}):
-            data = given[gguf_name(name)]
-            writer.add_tensor(gguf_name(name), data, raw_dtype=gguf.GGMLQuantizationType.Q4_K)
+        if name_of(name) in (given or {}):
+            data = given[name_of(name)]
+            writer.add_tensor(name_of(name), data, raw_dtype=gguf.GGMLQuantizationType.Q4_K)
         elif kind is not None and values.ndim == 2:
             data = gguf.quants.quantize(values, kind)
-            writer.add_tensor(gguf_name(name), data, raw_dtype=kind)
+            writer.add_tensor(name_of(name), data, raw_dtype=kind)
         else:
-            writer.add_tensor(gguf_name(name), values.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+            writer.add_tensor(name_of(name), values.astype(np.float32))
+    finish(writer)
     return path
 
 
