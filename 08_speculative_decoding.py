@@ -46,6 +46,7 @@ from drafters.noise import ACCEPT, DRAW, NO_NUMBERS, RECOVER, draw
 from drafters.panel import Panel, Seat
 from fastpath.exact import KEY_BLOCK, Report, Shapes, calibrate
 from fastpath.forward import lazy_zeros, scrub, speed_up
+from fastpath.int8 import previewed
 from fastpath.sampling import penalise, survivors, truncated_softmax
 from messages import Cycle, Draft, Judgement, Layers, Output, Request, Sampling
 from serving import answers, faults, http, loading
@@ -399,7 +400,7 @@ class Sequence:
 
     def __init__(self, request: Request, row: int, tokenizer: Any) -> None:
         self.request, self.row, self.tokenizer = request, row, tokenizer
-        self.seat = Seat(len(request.prompt), request.sampling)  # among the drafters
+        self.seat = Seat(len(request.prompt), request.sampling, row)  # among the drafters
         self.noise, self.tokens = Noise(request.seed), list(request.prompt)
         self.text = TextStream(tokenizer, request.stop)
         self.logprobs: list[dict[str, Any]] = []
@@ -604,7 +605,8 @@ def plain_decode(
 def load_model(name: str, options: Options) -> CachedModel:
     """Load what --model names, and give it a KV cache. Raises StartError if it cannot be."""
     model = CachedModel(loading.load_pretrained(name, options), name, options.max_running)
-    model.reference = Reference.of(model)  # before the fast path takes the weights
+    with previewed(model.model, options.quantize):
+        model.reference = Reference.of(model)  # before the fast path takes the weights
     follow_masks(model.model, model.cache.capacity)
     return model
 
@@ -615,10 +617,11 @@ def assemble_engine(options: Options) -> Engine:
     draft = load_model(options.draft_folder, options) if options.draft_folder else None
     context = Context(target, sample, draft, **options.for_drafters)
     loaded, default = drafters.load_all(options.drafter, context, not options.fixed_k)
-    for model in (target, draft):  # only now, as the MTP head needs the target's own modules
-        if model and options.fastpath:
-            with refusal(model, is_fast=True):
-                speed_up(model)
+    for model in (
+        filter(None, (target, draft)) if options.fastpath else ()
+    ):  # last: heads read modules
+        with refusal(model, is_fast=True):
+            speed_up(model, options.quantize)
     controller = None if options.fixed_k else Controller.of(target, loaded)
     return Engine(target, loaded, default, options.prefill_chunk, controller, draft, options.strict)
 
@@ -628,9 +631,8 @@ def prepare(engine: Engine, options: Options) -> None:
     most = options.max_running * (options.num_speculative_tokens + 1)  # tokens of a forward
     for model in filter(None, (engine.target, engine.draft_model)):
         # Only the target's bits count: a draft with other bits is a worse draft at most.
-        bitwise = options.bitwise and model is engine.target
         with refusal(model):
-            model.report = calibrate(model, most, bitwise)
+            model.report = calibrate(model, most, options.bitwise and model is engine.target)
         check(model)
     warm_up(engine)
 

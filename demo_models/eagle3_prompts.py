@@ -118,6 +118,12 @@ def _functions() -> Iterator[str]:
                     yield text
 
 
+def about(text: str, number: int) -> str:
+    """A task on a text to read, each number another one."""
+    forms = _entries(READ)
+    return forms[number % len(forms)].format(text)
+
+
 def prompts() -> list[str]:
     """All of them, mixed."""
     rng = random.Random(0)

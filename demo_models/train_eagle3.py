@@ -8,8 +8,10 @@ stage writes to `--work` as it goes, and goes on from there when the command is 
     python demo_models/train_eagle3.py --target FOLDER --work /tmp/toy --smoke       # in a minute
 
 A head learns what its target does next, so it is trained on the target's own answers, against the
-target's probabilities (not only the chosen tokens). The prompts come from templates and from the
-texts of the running Python's standard library (eagle3_prompts.py).
+target's probabilities (not only the chosen tokens). A third of the prompts come from templates and
+from texts that Python ships (eagle3_prompts.py). A third the target writes itself: it goes on with
+its chat template where a user's words would stand (arXiv 2406.08464). A third ask about paragraphs
+of its earlier answers.
 
 Training-time test: while drafting, a head reads its own outputs. So it is run over K steps from
 every place in a text, and each step reads what the step before gave:
@@ -141,32 +143,92 @@ def answer(
     )
 
 
+@torch.inference_mode()
+def written_by(target: PreTrainedModel, tokenizer: Any, number: int, seed: int) -> list[str]:
+    """Up to `number` prompts that a chat model writes in its user's place; else none."""
+    if not tokenizer.chat_template:
+        return []
+    mark = "\N{OBJECT REPLACEMENT CHARACTER}"
+    chat = [{"role": "user", "content": mark}]
+    before, after = tokenizer.apply_chat_template(chat, tokenize=False).split(mark)
+    begin = tokenizer(before, return_tensors="pt", add_special_tokens=False).input_ids
+    end = tokenizer(after, add_special_tokens=False).input_ids[0]
+    torch.manual_seed(seed)
+    outputs = target.generate(
+        begin.expand(number, -1),
+        attention_mask=torch.ones(number, begin.shape[1], dtype=torch.long),
+        max_new_tokens=64,
+        eos_token_id=end,
+        pad_token_id=end,
+        do_sample=True,
+        temperature=0.9,
+        top_k=40,  # and no top_p, which would sort all words
+    )[:, begin.shape[1] :]
+    texts = tokenizer.batch_decode([row for row in outputs if end in row], skip_special_tokens=True)
+    return [text.strip() for text in texts if len(text.strip()) > 12]
+
+
+def paragraphs(files: list[Path], tokenizer: Any) -> list[str]:
+    """Paragraphs of prose from answers."""
+    found = []
+    for chats in map(Chats.load, files):
+        ends = chats.begins + chats.lengths
+        for begin, end in zip(chats.begins + chats.prompt_lengths, ends, strict=True):
+            text = tokenizer.decode(chats.tokens[begin:end], skip_special_tokens=True)
+            parts = (" ".join(part.split()) for part in text.split("\n\n"))
+            found += [p for p in parts if 150 < len(p) < 500 and p[-1] in ".!?" and "`" not in p]
+    return found
+
+
+def prompts_of(
+    number: int, target: PreTrainedModel, tokenizer: Any, work: Path, plan: Plan
+) -> list[str]:
+    """The prompts of ten batches in a row, from files where they are there, by rising length."""
+    file = work / "prompts" / f"{number:03d}.json"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        total, rng = 10 * plan.batch, np.random.default_rng(number)
+        made = written_by(target, tokenizer, total // 3, number)
+        # Of all answers that are there: a run that goes on reads the prompts in the file.
+        texts = paragraphs(_files(work / "answers"), tokenizer)
+        rng.shuffle(texts)
+        made += [
+            eagle3_prompts.about(text, number + i) for i, text in enumerate(texts[: total // 3])
+        ]
+        ready, begin = eagle3_prompts.prompts(), number * total // 3
+        made += [ready[(begin + i) % len(ready)] for i in range(total - len(made))]
+        # A batch is padded to its longest prompt, so neighbours get like lengths.
+        text = json.dumps(sorted(made, key=len), indent=0, ensure_ascii=False)
+        write_whole(file, partial(Path.write_text, data=text, encoding="utf-8"))
+    return json.loads(file.read_text("utf-8"))
+
+
 def make_answers(target: PreTrainedModel, tokenizer: Any, work: Path, plan: Plan) -> None:
     """Answer prompts, a batch a file, until there are enough tokens."""
     folder = work / "answers"
     folder.mkdir(parents=True, exist_ok=True)
-    done = sum(
-        _answered(Chats.load(file)) for file in folder.glob("*.npz") if ".part" not in file.name
-    )
-    prompts, window = eagle3_prompts.prompts(), 10 * plan.batch
-    # A batch is padded to its longest prompt, so neighbours get like lengths.
-    windows = (prompts[i : i + window] for i in range(0, len(prompts), window))
-    prompts = [prompt for part in windows for prompt in sorted(part, key=len)]
+    done = sum(_answered(Chats.load(file)) for file in _files(folder))
     with tqdm(total=plan.num_tokens, initial=done, unit=" tokens", desc="answers") as progress:
         for number in count():
-            file, begin = folder / f"{number:05d}.npz", number * plan.batch
+            file = folder / f"{number:05d}.npz"
             if done >= plan.num_tokens:
                 break
             if file.exists():
                 continue
-            own = [prompts[i % len(prompts)] for i in range(begin, begin + plan.batch)]
-            # One batch in three is drawn, and all where prompts come for the second time.
-            is_drawn = number % 3 == 2 or begin >= len(prompts)
-            seed = number if is_drawn else None
-            chats = answer(target, tokenizer, own, plan.max_answer, seed)
+            begin = number % 10 * plan.batch
+            prompts = prompts_of(number // 10, target, tokenizer, work, plan)
+            seed = number if number % 3 == 2 else None  # one batch in three is drawn
+            chats = answer(
+                target, tokenizer, prompts[begin : begin + plan.batch], plan.max_answer, seed
+            )
             write_whole(file, partial(_save, chats))
             done += _answered(chats)
             progress.update(_answered(chats))
+
+
+def _files(folder: Path) -> list[Path]:
+    """The answers that are whole."""
+    return sorted(file for file in folder.glob("*.npz") if ".part" not in file.name)
 
 
 def _answered(chats: Chats) -> int:
@@ -185,9 +247,9 @@ def make_states(target: PreTrainedModel, work: Path, layer_ids: tuple[int, ...])
     """
     folder = work / "states"
     folder.mkdir(parents=True, exist_ok=True)
-    for file in tqdm(sorted((work / "answers").glob("*.npz")), desc="states", unit=" files"):
+    for file in tqdm(_files(work / "answers"), desc="states", unit=" files"):
         states = folder / f"{file.stem}.npy"
-        if ".part" not in file.name and not states.exists():
+        if not states.exists():
             found = states_of(target, Chats.load(file), layer_ids)
             write_whole(states, partial(np.save, arr=found.view(torch.int16).numpy()))
 
@@ -227,7 +289,7 @@ class Data:
     """All texts and their states, the latter left on disk."""
 
     def __init__(self, work: Path) -> None:
-        files = sorted(f for f in (work / "answers").glob("*.npz") if ".part" not in f.name)
+        files = _files(work / "answers")
         if not files:
             raise SystemExit(f"error: no answers in {work}: run the stages before this one")
         files = [file for file in files if (work / "states" / f"{file.stem}.npy").exists()]

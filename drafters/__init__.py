@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 from messages import Draft, Sampling, Verdict
@@ -23,6 +24,7 @@ _REGISTRY = {
     "draft_model": ("drafters.small_model", "SmallModelDrafter"),
     "mtp": ("drafters.mtp_head", "MtpHeadDrafter"),
     "eagle3": ("drafters.eagle3", "Eagle3Drafter"),
+    "self_int8": ("drafters.self_int8", "SelfInt8Drafter"),
 }
 NAMES = tuple(_REGISTRY)
 
@@ -65,6 +67,7 @@ def load_all(
     """
     loaded: dict[str, Drafter] = {}
     own = wanted if wanted not in (AUTO, PLAIN) else None
+    context = replace(context, wanted=own)
     given = {"draft_model": context.draft, "eagle3": context.eagle3}
     default, asked = None, {own, "ngram", *(name for name, value in given.items() if value)}
     for name in dict.fromkeys([own, *NAMES] if own else NAMES):

@@ -40,7 +40,9 @@ class Context:
     num_rows: int = 1
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 1
+    wanted: str | None = None  # the drafter that the command line names
     fast: bool = True  # models of one's own may go through fastpath/
+    quantize: str | None = None  # and have their layers quantised there: "int8"
     timeout_s: float = 10.0  # of a call to a drafter that comes from a file
     mmap: bool = False  # whether weights may stay in mapped files
     eagle3: str | None = None  # folder or hub id of an EAGLE-3 head
@@ -56,6 +58,7 @@ class Drafter(ABC):
     name: ClassVar[str]
     needs_hidden: bool = False  # whether verdicts are to bring hidden states of the target
     hidden_layers: tuple[int, ...] = (-1,)  # of which; -1 is the final norm's output
+    shares_cache: bool = False  # whether a state is to have `row`, the target's for its request
 
     @classmethod
     def build(cls, context: Context) -> "Drafter":

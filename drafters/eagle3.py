@@ -37,7 +37,7 @@ class Eagle3Drafter(HeadDrafter):
         weights = [*head.layers.parameters(), *head.lm_head.parameters()]
         self.num_step_weights = sum(weight.numel() for weight in weights)
         if context.fast:
-            head.fused = speed_up_eagle(head, context.target.max_length)
+            head.fused = speed_up_eagle(head, context.target.max_length, context.quantize)
         super().__init__(context, can_share=head.fused is not None)
 
     @classmethod

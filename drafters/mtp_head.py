@@ -29,8 +29,10 @@ class MtpHeadDrafter(HeadDrafter):
         self._head = head
         weights = [*head.layers[0].parameters(), *head.shared_head.parameters()]
         self.num_step_weights = sum(weight.numel() for weight in weights)
-        length = context.target.max_length
-        self._fused = speed_up_head(head, length) if context.fast else None
+        target = context.target
+        self._fused = None
+        if context.fast:
+            self._fused = speed_up_head(head, target.model, target.max_length, context.quantize)
         # Without the fast path sequences are padded to one length to attend side by side.
         can_share = head.config._attn_implementation == GROUPED or self._fused is not None
         super().__init__(context, can_share)

@@ -34,6 +34,7 @@ class Seat:
 
     prompt_length: int
     sampling: Sampling
+    row: int = -1  # in the target's KV cache
     states: dict[str, Any] = field(default_factory=dict)  # by drafter, of those that can go on
     asked: str | None = None  # who was to draft in this cycle
     num_asked: int = 0  # and how many tokens at most
@@ -80,6 +81,8 @@ class Panel:
         for name in names:
             try:
                 seat.states[name] = self.drafters[name].open(prompt, seat.sampling, noise)
+                if self.drafters[name].shares_cache:
+                    seat.states[name].row = seat.row
             except Exception as error:
                 failed[name] = error
         for name, error in failed.items():
@@ -236,7 +239,9 @@ class Panel:
 def first_choice(names: Iterable[str]) -> str:
     """The drafter to begin with where nobody chooses."""
     names = list(names)
-    return next((name for name in ("mtp", "eagle3", "ngram", *names) if name in names), "")
+    return next(
+        (name for name in ("mtp", "eagle3", "self_int8", "ngram", *names) if name in names), ""
+    )
 
 
 def _beside(states: dict[int, Tensor], layers: tuple[int, ...]) -> Tensor:

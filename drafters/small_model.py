@@ -23,7 +23,9 @@ from .noise import Noise
 
 
 @dataclass(slots=True)
-class _State:
+class State:
+    """A request's, in a model that drafts."""
+
     row: int  # in the draft model's KV cache
     tokens: list[int]  # committed so far
     sampling: Sampling
@@ -35,8 +37,9 @@ class SmallModelDrafter(Drafter):
 
     name: ClassVar[str] = "draft_model"
 
-    def __init__(self, context: Context) -> None:
-        self._draft: Any = context.draft
+    def __init__(self, context: Context, draft: Any) -> None:
+        """`draft` is a cached model with the target's tokens."""
+        self._draft = draft
         self.num_step_weights = self._draft.num_weights
         self._sample = context.sample
         # An embedding may be padded: ids that only one of the two models has are never drafted.
@@ -67,15 +70,15 @@ class SmallModelDrafter(Drafter):
                 f"draft model {draft.name} holds {draft.max_length} tokens and the target "
                 f"{target.max_length}: give --max-model-len {draft.max_length} or less"
             )
-        return cls(context)
+        return cls(context, draft)
 
-    def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> _State:
-        return _State(self._draft.cache.open_row(len(prompt)), list(prompt), sampling, noise)
+    def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> State:
+        return State(self._draft.cache.open_row(len(prompt)), list(prompt), sampling, noise)
 
-    def propose(self, state: _State, max_tokens: int) -> Draft:
+    def propose(self, state: State, max_tokens: int) -> Draft:
         return self.propose_batch([state], [max_tokens])[0]
 
-    def propose_batch(self, states: list[_State], max_tokens: list[int]) -> list[Draft]:
+    def propose_batch(self, states: list[State], max_tokens: list[int]) -> list[Draft]:
         """One batched forward per draft step; the first also feeds what is not cached yet."""
         cache = self._draft.cache
         drawn: list[list[tuple[int, Tensor | None]]] = [[] for _ in states]
@@ -107,7 +110,7 @@ class SmallModelDrafter(Drafter):
                 fed[i] = [token]
         return [Draft.of(tokens) for tokens in drawn]
 
-    def observe(self, state: _State, verdict: Verdict) -> None:
+    def observe(self, state: State, verdict: Verdict) -> None:
         cache = self._draft.cache
         # Before the append, len(state.tokens) of the cached tokens are committed text; of the draft
         # after them, `accepted` tokens are.
@@ -115,5 +118,5 @@ class SmallModelDrafter(Drafter):
         cache.truncate(state.row, min(cache.lengths[state.row], committed))
         state.tokens.extend(verdict.tokens)
 
-    def close(self, state: _State) -> None:
+    def close(self, state: State) -> None:
         self._draft.cache.close_row(state.row)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .activation import steady
 from .attention import CausalMasks, Ragged, additive, attend, causal_mask, grouped_mask
-from .linear import JoinedLinear
+from .linear import JoinedLinear, Kind, Weights
 
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -132,10 +132,10 @@ class FusedBlock(nn.Module):
         rope = cos.unsqueeze(2), sign(sin).unsqueeze(2)
         return self.run(hidden_states, rope, mask, past_key_values)
 
-    def join(self) -> None:
+    def join(self, kind: Kind = Weights) -> None:
         """Pack the weights, and let go of the module's."""
         for part in (self.qkv, self.out, self.gate_up, self.down):
-            part.join()
+            part.join(kind)
 
 
 class FusedEagleBlock(FusedBlock):

@@ -26,7 +26,10 @@ from .block import (
     is_plain_block,
     norm_of,
 )
-from .linear import JoinedLinear, pack
+from .int8 import Int8Weights, quantise_embedding
+from .linear import JoinedLinear, Kind, Weights, pack
+
+KINDS: dict[str | None, Kind] = {None: Weights, "int8": Int8Weights}  # by --quantize
 
 Windows = dict[str, int | None]  # by kind of layer, how far back it sees; None: all the way
 _NUM_COMPARED = 8  # tokens that old and new are compared on
@@ -89,10 +92,10 @@ class FusedHead(nn.Module):
         rotary = rotary_of(head.rotary_emb)
         self._stack = FusedStack([self._block], [FULL], {FULL: None}, rotary, length)
 
-    def join(self) -> None:
+    def join(self, kind: Kind = Weights) -> None:
         """Pack the weights, and let go of the module's."""
-        self._block.join()
-        self._project.join()
+        self._block.join(kind)
+        self._project.join(kind)
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, hidden: Tensor, where: Where, cache: Any) -> Tensor:
@@ -150,12 +153,20 @@ def fused_decoder(model: Any, length: int, windows: Windows) -> FusedDecoder | N
     return fused
 
 
-def speed_up_modules(model: Any, length: int, windows: Windows) -> FusedDecoder | None:
+def speed_up_modules(
+    model: Any,
+    length: int,
+    windows: Windows,
+    quantize: str | None = None,
+    has_own_embedding: bool = True,
+) -> FusedDecoder | None:
     """Make a model of transformers faster, in place. Its results stay, but for rounding.
 
     `windows` says how far back each kind of layer sees. Returns the fused forward for sequences of
-    up to `length` tokens where there is one; the model itself can still be called.
+    up to `length` tokens where there is one; the model itself can still be called. With `quantize`
+    its layers become integers, once all has been compared; so does the embedding if it is its own.
     """
+    kind = KINDS[quantize]
     attention.register()
     fused = fused_decoder(model, length, windows)
     if model._supports_attention_backend or model.config._attn_implementation == "sdpa":
@@ -164,16 +175,23 @@ def speed_up_modules(model: Any, length: int, windows: Windows) -> FusedDecoder 
         layers = model.get_decoder().layers
         for i, block in enumerate(fused.blocks):
             layers[i] = block
-            block.join()
+            block.join(kind)
     else:
         make_steady(model)
-    pack(model)
+    if quantize and has_own_embedding:
+        quantise_embedding(model)
+    pack(model, kind)
     return fused
 
 
 @torch.inference_mode()
-def speed_up_head(head: Any, length: int) -> FusedHead | None:
-    """The same for the first layer of an MTP head (transformers' MtpModel)."""
+def speed_up_head(
+    head: Any, target: Any, length: int, quantize: str | None = None
+) -> FusedHead | None:
+    """The same for the first layer of an MTP head (transformers' MtpModel).
+
+    The layers that it shares with its target become integers when the target's do.
+    """
     layer, fused = head.layers[0], None
     kind = (getattr(head.config, "layer_types", None) or [FULL])[0]
     if kind == FULL and is_plain_block(layer.mtp_block) and can_tabulate(head.rotary_emb):
@@ -196,15 +214,15 @@ def speed_up_head(head: Any, length: int) -> FusedHead | None:
             fused = None
     if fused:
         head.layers = nn.ModuleList([fused])
-        fused.join()
+        fused.join(KINDS[quantize])
     else:
         make_steady(head)
-    pack(head)
+    pack(head, KINDS[quantize], besides=target if quantize else None)
     return fused
 
 
 @torch.inference_mode()
-def speed_up_eagle(head: Any, length: int) -> FusedStack | None:
+def speed_up_eagle(head: Any, length: int, quantize: str | None = None) -> FusedStack | None:
     """The same for an EAGLE-3 head; returns what stands in for the head's `run`, if anything."""
     layer, fused = head.layers[0], None
     if can_tabulate(head.rotary_emb):
@@ -216,11 +234,11 @@ def speed_up_eagle(head: Any, length: int) -> FusedStack | None:
         positions = torch.arange(count, device=x.device)[None]
         expected = head.run(x, positions, causal_mask(count, count, x), None)
         if is_same(fused(x, OneText(positions, count, count), None), expected):
-            block.join()
+            block.join(KINDS[quantize])
             head.layers = nn.ModuleList([block])
         else:
             fused = None
     if not fused:
         make_steady(head)
-    pack(head)
+    pack(head, KINDS[quantize])
     return fused

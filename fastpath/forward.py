@@ -235,9 +235,14 @@ def join(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def speed_up(model: Any) -> None:
-    """Make a CachedModel compute the same, sooner, where it and this machine allow it."""
-    fused = speed_up_modules(model.model, model.cache.capacity, model.windows)
+def speed_up(model: Any, quantize: str | None = None, is_draft: bool = False) -> None:
+    """Make a CachedModel compute the same, sooner, where it and this machine allow it.
+
+    `quantize`: None, or "int8" for another model of a quarter of the bytes (int8.py). A draft of
+    the model itself keeps the embedding as it is, which is shared.
+    """
+    capacity = model.cache.capacity
+    fused = speed_up_modules(model.model, capacity, model.windows, quantize, not is_draft)
     model.fast = model.forward = FastForward(model, fused)
     model.fast.runs.can_share = bool(fused) or _can_be_ragged(model)
 

@@ -85,6 +85,9 @@ def plus(x: Tensor, residual: Tensor | None) -> Tensor:
     return x if residual is None else x.add_(residual)
 
 
+Kind = type[Weights]  # what linear layers become: packed floats, or integers (int8.py)
+
+
 class PackedWeight(NamedTuple):
     """What a packed layer shows for its weight: modules ask for its type.
 
@@ -118,8 +121,8 @@ class JoinedLinear(nn.Module):
             torch.cat([layer(x) for layer in self._layers], -1), residual
         )
 
-    def join(self) -> None:
-        """Make one layer of them, packed where possible, and let go of the others."""
+    def join(self, kind: Kind = Weights) -> None:
+        """Make one layer of them, of the kind that is asked for, and let go of the others."""
         weight = torch.cat([layer.weight for layer in self._layers])
         biases = [layer.bias for layer in self._layers]
         if any(bias is not None for bias in biases):
@@ -127,25 +130,34 @@ class JoinedLinear(nn.Module):
                 layer.weight.new_zeros(len(layer.weight)) if bias is None else bias
                 for layer, bias in zip(self._layers, biases, strict=True)
             ]
-        self.compute = Weights(weight, None if biases[0] is None else torch.cat(biases))
+        self.compute = kind(weight, None if biases[0] is None else torch.cat(biases))
         self._layers = []
 
 
-def pack(module: nn.Module) -> None:
+def linear_of(layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:
+    """A linear layer's weight [out, in] and bias; None for other layers and for packed ones."""
+    if type(layer) is nn.Linear:
+        return layer.weight, layer.bias
+    if type(layer) is Conv1D:  # GPT-2's: a linear layer with its weight transposed
+        return layer.weight.T, layer.bias
+    return None
+
+
+def pack(module: nn.Module, kind: Kind = Weights, besides: nn.Module | None = None) -> None:
     """Pack every linear layer in `module`, in place and one by one; the originals are freed.
+
+    Those that are in `besides` as well are left to whoever packs that.
 
     In place, so that whoever shares a layer (an MTP head its target's output layer) has it packed
     as well. A weight that an embedding shares stays with the embedding: the packed copy is extra.
     """
+    others = set(besides.modules()) if besides else set()
     for layer in module.modules():
-        if type(layer) is nn.Linear:
-            weight, bias = layer.weight, layer.bias
-        elif type(layer) is Conv1D:  # GPT-2's: a linear layer with its weight transposed
-            weight, bias = layer.weight.T, layer.bias
-        else:
+        weight, bias = linear_of(layer) or (None, None)
+        if weight is None or layer in others:
             continue
-        if can_pack(weight.dtype, weight.device.type):
+        if kind is not Weights or can_pack(weight.dtype, weight.device.type):
             layer._parameters.clear()
             layer.__class__ = PackedLinear
             layer.weight = PackedWeight(weight.dtype, weight.device)
-            layer.compute = Weights(weight, bias)
+            layer.compute = kind(weight, bias)

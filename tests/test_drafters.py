@@ -457,7 +457,10 @@ def context(target, draft=None):
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ("telepathy", "choose ngram, draft_model, mtp, eagle3, auto, none or file.py:Class"),
+        (
+            "telepathy",
+            "choose ngram, draft_model, mtp, eagle3, self_int8, auto, none or file.py:Class",
+        ),
         ("nowhere.py:Mine", "not found"),
         ("broken.py:Mine", "failed to load"),
         ("own.py:Mine", "has no Drafter class 'Mine'"),

@@ -1,0 +1,80 @@
+"""The target drafts for itself, in integers of eight bits: a draft model that every target has.
+
+A copy whose linear layers are quantised (fastpath/int8.py) reads a quarter of float32's bytes, or
+half of bfloat16's, and mostly chooses as the target does. Everything else is the target's own: its
+embedding, its norms, and its KV cache. The copy reads the keys and values that the target wrote, so
+it reads no prompt and keeps no cache. It writes those of its drafts behind them, and then the row
+is truncated. The verify writes its own over them.
+
+Not covered: mixtures of experts, whose experts would stay floats.
+"""
+
+from copy import copy, deepcopy
+from typing import Any, ClassVar
+
+from fastpath.exact import Shapes
+from fastpath.forward import speed_up
+from fastpath.int8 import why_not
+from messages import Draft, Sampling, Verdict
+
+from .base import Context
+from .noise import Noise
+from .small_model import SmallModelDrafter, State
+
+_FEW_WEIGHTS = 50_000_000  # below, a pass takes its time for other things than reading weights
+
+
+class SelfInt8Drafter(SmallModelDrafter):
+    """Runs an int8 copy of the target on the target's own KV cache."""
+
+    name: ClassVar[str] = "self_int8"
+    shares_cache = True
+
+    @classmethod
+    def build(cls, context: Context) -> "SelfInt8Drafter":
+        """Raises ValueError where int8 cannot be had, or gains nothing and was not asked for."""
+        target = context.target
+        if reason := why_not(target.model.device.type):
+            raise ValueError(reason.replace("--quantize int8", "the drafter self_int8"))
+        if context.quantize or target.has_experts or not context.fast:
+            what = "an int8 target" if context.quantize else "a mixture of experts"
+            raise ValueError(
+                "the drafter self_int8 does not go with "
+                + (what if context.fast else "--no-fastpath")
+            )
+        if context.wanted != cls.name and target.num_weights < _FEW_WEIGHTS:
+            raise ValueError(f"{target.name} is too small to gain by self_int8")
+        return cls(context)
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context, int8_copy(context.target))
+
+    def open(self, prompt: list[int], sampling: Sampling, noise: Noise) -> State:
+        """The panel sets the state's row: the target's."""
+        return State(-1, list(prompt), sampling, noise)
+
+    def propose_batch(self, states: list[State], max_tokens: list[int]) -> list[Draft]:
+        """As a draft model does; then the rows are as they were."""
+        cache = self._draft.cache
+        lengths = [cache.lengths[state.row] for state in states]
+        try:
+            return super().propose_batch(states, max_tokens)
+        finally:
+            for state, length in zip(states, lengths, strict=True):
+                cache.truncate(state.row, length)
+
+    def observe(self, state: State, verdict: Verdict) -> None:
+        """The engine truncates."""
+        state.tokens.extend(verdict.tokens)
+
+    def close(self, state: State) -> None:
+        """The row is the engine's."""
+
+
+def int8_copy(target: Any) -> Any:
+    """A copy of a cached model with linear layers of its own; all else is shared with it."""
+    twin, model = copy(target), target.model
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    twin.model, twin.shapes = deepcopy(model, shared), Shapes()
+    speed_up(twin, "int8", is_draft=True)
+    return twin

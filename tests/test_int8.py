@@ -1,0 +1,306 @@
+"""Integer weights: sums that are exact or refused, a model of its own, and a draft of the model."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import speculative_decoding as core
+import torch
+from conftest import ROOT, run
+from test_batching import together
+from torch import nn
+
+import drafters
+from fastpath import int8
+from fastpath.int8 import Int8Embedding, Int8Weights, previewed
+from fastpath.linear import JoinedLinear, PackedLinear
+from serving import answers, loading
+
+pytestmark = pytest.mark.skipif(int8.inputs() is None, reason="this machine has no exact int8")
+TEXT = [311, 42, 7, 900, 13, 42, 7, 900, 55, 1024]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_folder):
+    """An int8 target; ngram drafts."""
+    folder = tiny_folder("llama")
+    return core.load_engine(core.Options(model=str(folder), quantize="int8", fixed_k=True))
+
+
+@pytest.fixture(scope="module")
+def twins(tiny_folder):
+    """A float target, and itself in int8 to draft."""
+    options = core.Options(model=str(tiny_folder("llama")), drafter="self_int8", fixed_k=True)
+    return core.load_engine(options)
+
+
+# ------------------------------------------------------------------------------------- sums
+def exact(weight, x):
+    """The sums of products of integers, scaled at last, in float64."""
+    s, t = (a.abs().amax(1, keepdim=True).double() / 127 for a in (weight, x))
+    return ((x / t).round() @ (weight / s).round().T) * t * s.T
+
+
+@pytest.mark.parametrize("width", [32, 577, 1536])
+def test_extremes_are_exact_sums_of_integers(width):
+    """A CPU that cuts off sums of two products would give 4.55 for 576 ones."""
+    signs = torch.randint(2, (40, width), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    weight = torch.cat([torch.ones(3, width), -torch.ones(3, width), signs])
+    for x in (torch.ones(2, width), -torch.ones(1, width), signs[:6]):
+        found = Int8Weights(weight, None)(x)
+        torch.testing.assert_close(found.double(), exact(weight, x), rtol=1e-6, atol=1e-3)
+
+
+_WHERE = """
+import torch
+from fastpath import int8
+kind = int8.inputs()
+x = torch.ones(1, 576)
+print(kind and [kind.largest, float(int8.Int8Weights(torch.ones(8, 576), None)(x)[0, 0])])
+print(float(int8._multiply(x, int8._packed(torch.ones(8, 576)), int8._Inputs(127, 128))[0, 0]))
+"""
+
+
+@pytest.mark.parametrize("isa", ["AVX2", "AVX512", "AVX512_VNNI"])
+def test_where_sums_are_cut_off_inputs_take_seven_bits(isa):
+    """The operator's own sums decide, not the flags of the CPU."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _WHERE], cwd=ROOT, capture_output=True, text=True,
+        env=os.environ | {"FBGEMM_ENABLE_INSTRUCTIONS": isa}, check=True,
+    )  # fmt: skip
+    chosen, eight_bits = done.stdout.splitlines()
+    is_cut = abs(float(eight_bits) - 576) > 1e-3
+    largest, found = json.loads(chosen)
+    assert largest == (63 if is_cut else 127)
+    assert found == pytest.approx(576, rel=1e-6)
+
+
+def test_a_machine_with_wrong_sums_has_no_int8(monkeypatch, tiny_folder):
+    monkeypatch.setattr(int8, "_is_exact", lambda kind, width: False)
+    int8.inputs.cache_clear()
+    try:
+        for way, message in {
+            "quantize": "int8 gives wrong sums on this machine",
+            "drafter": "the drafter self_int8 gives wrong sums",
+        }.items():
+            given = {"quantize": "int8", "drafter": "self_int8"}[way]
+            options = core.Options(model=str(tiny_folder("llama")), **{way: given})
+            with pytest.raises(ValueError, match=message):
+                core.assemble_engine(options)
+    finally:
+        int8.inputs.cache_clear()
+
+
+@pytest.mark.parametrize("width", [64, 100, 577])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_row_has_the_same_bits_alone_and_in_any_company(width, has_bias):
+    random = torch.Generator().manual_seed(width)
+    bias = torch.randn(90, generator=random) if has_bias else None
+    weights = Int8Weights(torch.randn(90, width, generator=random), bias)
+    x = torch.randn(46, width, generator=random)
+    residual = torch.randn(46, 90, generator=random)
+    together_plain, together_added = weights(x), weights(x, residual)
+    for count in (1, 2, 3, 7, 17, 45):
+        for begin in (0, 46 - count):
+            own = slice(begin, begin + count)
+            assert torch.equal(weights(x[own]), together_plain[own])
+            assert torch.equal(weights(x[own], residual[own]), together_added[own])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_is_near_the_one_that_it_was_made_of(dtype):
+    random = torch.Generator().manual_seed(1)
+    weight, bias = torch.randn(50, 300, generator=random), torch.randn(50, generator=random)
+    x = torch.randn(2, 3, 300, generator=random) * torch.tensor([1e-3, 1, 1e3])[None, :, None]
+    expected = nn.functional.linear(x, weight, bias)
+    found = Int8Weights(weight.to(dtype), bias.to(dtype))(x.to(dtype))
+    assert found.dtype == dtype
+    error = (found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert error.max() < 0.02  # each row has a scale of its own, so small rows are as near
+
+
+def test_a_row_of_zeros_and_one_with_a_nan_stay_what_they_are():
+    weights = Int8Weights(torch.randn(8, 64), None)
+    x = torch.randn(3, 64)
+    x[0], x[1, 5] = 0, float("nan")
+    found = weights(x)
+    assert not found[0].any() and found[1].isnan().all() and found[2].isfinite().all()
+
+
+# ------------------------------------------------------------------------------ a whole model
+def test_every_layer_and_the_embedding_become_integers(engine):
+    model = engine.target.model
+    for part in model.modules():
+        if isinstance(part, PackedLinear | JoinedLinear):
+            assert isinstance(part.compute, Int8Weights)
+        assert type(part) is not nn.Linear
+    assert type(model.get_input_embeddings()) is Int8Embedding
+    floats = sum(weight.numel() for weight in model.parameters())
+    assert floats < 0.01 * engine.target.num_weights  # norms
+
+
+def test_health_says_int8_and_shapes_are_checked(engine):
+    worker = core.Worker(engine, core.Options())
+    health = answers.health(engine, worker, core.Options(quantize="int8"))
+    worker.drain(1)
+    assert health["quantization"] == "int8"
+    assert health["bitwise_lossless"] is engine.target.report.is_exact is True
+
+
+def test_it_is_another_model_and_a_near_one(engine, reference, tiny_folder):
+    floats = reference(tiny_folder("llama"))
+    with torch.inference_mode():
+        expected = floats(torch.tensor([TEXT])).logits[0]
+    row = engine.target.cache.open_row(len(TEXT))
+    found = engine.target.forward([row], [TEXT], [len(TEXT)]).logits[0]
+    engine.target.cache.close_row(row)
+    distance = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert 1e-4 < distance.median() < 0.15
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2", "opt"])
+def test_families_are_served_in_int8(tiny_folder, family):
+    """Loading compares the logits with those of transformers' modules, quantised likewise."""
+    options = core.Options(model=str(tiny_folder(family)), quantize="int8", fixed_k=True)
+    engine = core.load_engine(options)
+    plain = core.plain_decode(engine.target, TEXT, 24, engine.eos_ids)
+    assert run(engine, TEXT, max_tokens=24, drafter="ngram")[0].output == plain
+
+
+def test_a_wrong_forward_is_found_in_int8_too(tiny_folder):
+    """The reference is that of the quantised modules, so its tolerance stays small."""
+    options = core.Options(model=str(tiny_folder("llama")), quantize="int8")
+    target = core.load_model(options.model, options)
+    core.speed_up(target, "int8")
+    block = target.model.model.layers[1]
+    block.scaling *= 1.5
+    with pytest.raises(loading.StartError, match="logits are .* away"):
+        core.check(target)
+
+
+def test_preview_leaves_the_model_as_it_was(tiny_folder, reference):
+    model = reference(tiny_folder("llama"))
+    ids = torch.tensor([TEXT])
+    with torch.inference_mode():
+        before = model(ids).logits
+        with previewed(model, "int8"):
+            between = model(ids).logits
+        after = model(ids).logits
+    assert torch.equal(before, after) and not torch.equal(before, between)
+
+
+def test_mtp_head_and_output_layer_are_quantised_with_the_target():
+    engine = core.load_engine(core.Options(quantize="int8", fixed_k=True))
+    head = engine.panel.drafters["mtp"]._head
+    kinds = {
+        type(part.compute) for part in head.modules()
+        if isinstance(part, PackedLinear | JoinedLinear)
+    }  # fmt: skip
+    assert kinds == {Int8Weights}
+    prompt = engine.target.tokenizer("def add(a, b):\n    return")["input_ids"]
+    plain = core.plain_decode(engine.target, prompt, 40, engine.eos_ids)
+    for name in ("mtp", "draft_model", "ngram"):
+        s, _ = run(engine, prompt, max_tokens=40, drafter=name)
+        assert s.output == plain and not s.seat.warnings, name
+    assert s.statistics.tokens_per_pass > 1
+
+
+# ------------------------------------------------------------------------------ the drafter
+def test_the_model_in_int8_drafts_what_the_model_says(twins):
+    plain = core.plain_decode(twins.target, TEXT, 60, twins.eos_ids)
+    s, _ = run(twins, TEXT, max_tokens=60, drafter="self_int8", num_speculative_tokens=3)
+    assert s.output == plain and not s.seat.warnings
+    assert (
+        s.statistics.draft_acceptance_rate > 0.5
+    )  # of a random model, whose choices are near ties
+
+
+def test_its_drafts_leave_the_targets_cache_as_it_was(twins):
+    s = twins.open(core.Request(TEXT, 30, "self_int8", 3))
+    try:
+        for _ in range(3):
+            twins.step([s])
+        cache = twins.target.cache
+        held, slot = cache.lengths[s.row], cache.slot(s.row)
+        before = [layer.keys[slot, :, :held].clone() for layer in cache.layers]
+        drafter, state = twins.panel.drafters["self_int8"], s.seat.states["self_int8"]
+        draft = drafter.propose(state, 4)
+        assert len(draft.tokens) == 4 and cache.lengths[s.row] == held
+        for layer, keys in zip(cache.layers, before, strict=True):
+            assert torch.equal(layer.keys[slot, :, :held], keys)
+    finally:
+        twins.close(s)
+
+
+def test_a_forward_that_fails_amid_a_draft_leaves_the_row_as_it_was(twins, monkeypatch):
+    drafter = twins.panel.drafters["self_int8"]
+    inner, calls = drafter._draft.forward, []
+
+    def forward(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 5:
+            raise RuntimeError("no luck")
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(drafter._draft, "forward", forward)
+    s, _ = run(twins, TEXT, max_tokens=40, drafter="self_int8", num_speculative_tokens=3)
+    assert s.output == core.plain_decode(twins.target, TEXT, 40, twins.eos_ids)
+    assert "drafter self_int8 failed (no luck)" in s.seat.warnings[0]
+
+
+@pytest.mark.parametrize("sampling", [core.Sampling(), core.Sampling(temperature=0.8, top_p=0.9)])
+def test_a_batch_drafts_as_each_alone(twins, sampling):
+    requests = [
+        core.Request([i + 1, *TEXT[i:]], 24, "self_int8", 3, sampling=sampling, seed=i)
+        for i in range(4)
+    ]
+    alone = [together(twins, [request])[0] for request in requests]
+    plain = [together(twins, [replace(request, drafter=None)])[0] for request in requests]
+    batched = together(twins, requests)
+    for one, base, s in zip(alone, plain, batched, strict=True):
+        assert one.output == base.output == s.output
+        assert s.statistics.draft_acceptance_rate == one.statistics.draft_acceptance_rate
+
+
+def test_auto_takes_it_in(tiny_folder, twins):
+    assert "self_int8" in twins.panel.choices["auto"]
+    controlled = core.load_engine(
+        core.Options(model=str(tiny_folder("llama")), drafter="self_int8")
+    )
+    plain = core.plain_decode(controlled.target, TEXT, 60, controlled.eos_ids)
+    s, _ = run(controlled, TEXT, max_tokens=60, drafter="auto")
+    assert s.output == plain
+
+
+def test_it_is_there_by_itself_only_where_it_can_gain(tiny_folder, monkeypatch):
+    options = core.Options(model=str(tiny_folder("llama")))
+    assert "self_int8" not in core.assemble_engine(options).panel.drafters
+    monkeypatch.setattr("drafters.self_int8._FEW_WEIGHTS", 0)
+    assert "self_int8" in core.assemble_engine(options).panel.drafters
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"quantize": "int8"}, "self_int8 does not go with an int8 target"),
+        ({"fastpath": False}, "self_int8 does not go with --no-fastpath"),
+    ],
+)
+def test_where_it_cannot_be_had_one_sentence_says_so(tiny_folder, given, message):
+    options = core.Options(model=str(tiny_folder("llama")), drafter="self_int8", **given)
+    with pytest.raises(ValueError, match=message):
+        core.assemble_engine(options)
+
+
+def test_it_shares_all_but_linear_layers_with_its_target(tiny_folder):
+    options = core.Options(model=str(tiny_folder("llama")))
+    target = core.load_model(options.model, options)
+    twin = drafters.self_int8.int8_copy(target)
+    assert twin.cache is target.cache
+    shared = {id(weight) for weight in target.model.parameters()}
+    own = [weight for weight in twin.model.parameters() if id(weight) not in shared]
+    assert own == []
+    assert twin.model.get_input_embeddings().weight is target.model.get_input_embeddings().weight
