@@ -617,9 +617,7 @@ def assemble_engine(options: Options) -> Engine:
     draft = load_model(options.draft_folder, options) if options.draft_folder else None
     context = Context(target, sample, draft, **options.for_drafters)
     loaded, default = drafters.load_all(options.drafter, context, not options.fixed_k)
-    for model in (
-        filter(None, (target, draft)) if options.fastpath else ()
-    ):  # last: heads read modules
+    for model in filter(None, (target, draft)) if options.fastpath else ():  # heads read it first
         with refusal(model, is_fast=True):
             speed_up(model, options.quantize)
     controller = None if options.fixed_k else Controller.of(target, loaded)
