@@ -68,7 +68,7 @@ class Plan:
     batch: int = 96  # answers at once
     epochs: float = 4.0
     batch_tokens: int = 1024  # of a step of training
-    draft_vocab_size: int = 8192
+    draft_vocab_size: int = 10_240
     learning_rate: float = 2e-3
 
 

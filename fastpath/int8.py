@@ -99,6 +99,11 @@ class Int8Weights(Weights):
         """Layers of equal signatures run the same code on numbers of their own."""
         return "int8", *super().signature
 
+    @property
+    def num_bytes(self) -> int:
+        """A byte for each weight, and for each output its scale and its sum of weights."""
+        return self.out_features * (self.in_features + 8)
+
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [..., in] and, if any, what to add to the result [..., out] -> [..., out]."""
         x = x.float()

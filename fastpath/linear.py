@@ -68,6 +68,11 @@ class Weights:
         """Layers of equal signatures run the same code on numbers of their own."""
         return self.out_features, self.in_features, self.dtype, self._bias is None
 
+    @property
+    def num_bytes(self) -> int:
+        """What the weight takes."""
+        return self.out_features * self.in_features * self.dtype.itemsize
+
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x [..., in] and, if any, what to add to the result [..., out] -> [..., out]."""
         if not self._is_packed:

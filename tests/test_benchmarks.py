@@ -185,6 +185,15 @@ def test_every_weight_has_a_name_in_llama_cpp():
     assert {"token_embd.weight", "blk.1.attn_q_norm.weight", "output_norm.weight"} < set(names)
 
 
+def test_int8_is_near_float32_and_smaller(measure):
+    document = measure("quality", "--model", bench.Options.model, "--tokens", 300, "--runs", 1)
+    floats, halves, integers = document["quality"]
+    assert floats["agree"] == 1 and floats["overlap"] == pytest.approx(1, abs=1e-3)
+    assert 0.9 < integers["agree"] <= 1 and 0.9 < integers["overlap"] < 1
+    assert integers["bytes_per_weight"] < halves["bytes_per_weight"] < floats["bytes_per_weight"]
+    assert [row["weights"] for row in document["ms"]] == ["float32", "bfloat16", "int8"]
+
+
 def test_a_table_aligns_and_marks_what_is_missing(capsys):
     rows = [{"name": "a", "x_ms": 1.5, "is_same": True}, {"name": "bc", "x_ms": 2, "is_same": None}]
     bench.print_table(rows)

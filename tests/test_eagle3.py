@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 
 import pytest
 import speculative_decoding as core
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import demo
 import drafters
+from benchmarks import lossless
 from drafters.eagle3_head import Eagle3Head, HeadConfig, save_head
 
 sys.path.insert(0, str(ROOT / "demo_models"))
@@ -278,6 +280,19 @@ def test_q_is_a_distribution_over_the_draft_vocabulary(demo_engine, prompts):
     unknown[drafter._target_ids] = False
     assert draft.probs.shape == (4, 4096) and (draft.probs[:, unknown] == 0).all()
     torch.testing.assert_close(draft.probs.sum(1), torch.ones(4))
+
+
+def test_rejection_keeps_the_distribution_of_the_first_tokens(head_folder):
+    """Three views (2nd, 3rd, all three tokens): odds of a false alarm 3e-6."""
+    given = {"max_running": lossless.BATCH, "max_model_len": 32, "bitwise": False}
+    engine = load(core.Options().model, head_folder, **given)
+    prompt, name = engine.target.tokenizer(lossless.PROMPT)["input_ids"], "temperature 0.7"
+    plain = core.Request(prompt, 12, None, sampling=lossless.SAMPLINGS[name], seed=7)
+    rule = replace(plain.sampling, verification="rejection")
+    ours = replace(plain, drafter="eagle3", num_speculative_tokens=3, sampling=rule, seed=7_000_000)
+    theirs = lossless.first_tokens(engine, plain, 512)
+    tests = lossless.compare(lossless.first_tokens(engine, ours, 256), theirs)
+    assert min(test.p_value for test in tests.values()) > 1e-6
 
 
 # --------------------------------------------------------------------------------- refusals

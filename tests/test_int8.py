@@ -1,9 +1,11 @@
 """Integer weights: sums that are exact or refused, a model of its own, and a draft of the model."""
 
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -12,12 +14,15 @@ import torch
 from conftest import ROOT, run
 from test_batching import together
 from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import drafters
-from fastpath import int8
+from benchmarks import quality
+from fastpath import decoder, int8
 from fastpath.int8 import Int8Embedding, Int8Weights, previewed
 from fastpath.linear import JoinedLinear, PackedLinear
 from serving import answers, loading
+from serving.structure import examine
 
 pytestmark = pytest.mark.skipif(int8.inputs() is None, reason="this machine has no exact int8")
 TEXT = [311, 42, 7, 900, 13, 42, 7, 900, 55, 1024]
@@ -304,3 +309,20 @@ def test_it_shares_all_but_linear_layers_with_its_target(tiny_folder):
     own = [weight for weight in twin.model.parameters() if id(weight) not in shared]
     assert own == []
     assert twin.model.get_input_embeddings().weight is target.model.get_input_embeddings().weight
+
+
+# ---------------------------------------------------------------------------------- memory
+def test_weights_take_at_most_a_byte_and_a_quarter_each():
+    """Of a model with SmolLM2's proportions: a fifth of its weights are a tied embedding."""
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=576, intermediate_size=1536, num_hidden_layers=4,
+        num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=128,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    freed = weakref.ref(model.get_input_embeddings().weight)
+    decoder.speed_up_modules(model, 128, examine(model, 128).windows, "int8")
+    gc.collect()
+    assert freed() is None  # the packed output layer shares nothing with it any more
+    assert quality.num_bytes(model) <= 1.25 * num_weights

@@ -20,6 +20,7 @@ from transformers.generation import logits_process
 from benchmarks.lossless import BATCH, PROMPT, SAMPLINGS, K, chi_squared, compare, first_tokens
 from drafters.noise import DRAW, Noise
 from drafters.small_model import SmallModelDrafter
+from fastpath.int8 import inputs
 from fastpath.sampling import largest, penalise, truncated_softmax
 
 ODDS = 1e-6
@@ -226,14 +227,16 @@ def test_a_token_without_weight_is_never_drawn():
 
 NUM_SAMPLES = 256
 DRAFTERS = ("ngram", "draft_model", "mtp")
+NO_INT8 = pytest.mark.skipif(inputs() is None, reason="this machine has no exact int8")
+INT8 = pytest.param("temperature 0.7", "self_int8", marks=NO_INT8)
 COUNTED = ("temperature 0.7", "all of them")  # samplings whose tokens are counted
 
 
 @pytest.fixture(scope="module")
 def many():
     """The embedded models with a short cache of many rows: samples come in batches."""
-    options = core.Options(max_running=BATCH, max_model_len=32, fixed_k=True, bitwise=False)
-    return core.load_engine(options)
+    given = {"max_running": BATCH, "max_model_len": 32, "fixed_k": True, "bitwise": False}
+    return core.load_engine(core.Options(drafter="self_int8" if inputs() else None, **given))
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +259,8 @@ def smallest_p_value(engine, prompt, drafter, name, theirs, num_samples=NUM_SAMP
 
 
 @pytest.mark.parametrize(
-    ("name", "drafter"), [*((COUNTED[0], drafter) for drafter in DRAFTERS), (COUNTED[1], "mtp")]
+    ("name", "drafter"),
+    [*((COUNTED[0], drafter) for drafter in DRAFTERS), (COUNTED[1], "mtp"), INT8],
 )
 def test_speculation_keeps_the_distribution_of_the_first_tokens(
     many, prompt, plain_samples, name, drafter

@@ -1,0 +1,122 @@
+"""What do fewer bits of each weight cost in quality, and what do they gain in time?
+
+The same model in float32, bfloat16 and int8 reads the same text: pages of the documentation that
+Python brings along, up to 512 tokens each. `perplexity` is exp of the mean -ln p of its tokens.
+`agree` is how often the most probable token is float32's, `overlap` the mean of Σ min(p, q) with
+float32's distribution: what a draft of the same model would have accepted. `bytes_per_weight` are
+those of embeddings, linear layers and norms as they lie in memory. Then passes over 1 to 8 rows are
+timed in turn, behind 300 tokens.
+
+    python -m benchmarks.quality [--model smollm2] [--tokens 8192] [--runs 25] [--json]
+"""
+
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import benchmarks as bench
+from fastpath.exact import weights_of
+
+KINDS = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "float32", "quantize": "int8"},
+}
+ROWS = (1, 2, 4, 6, 8)
+PIECE, CONTEXT = 512, 300  # tokens
+
+
+def texts(tokenizer: Any, count: int) -> list[list[int]]:
+    """Pieces of Python's documentation, `count` tokens in all."""
+    pieces, left = [], count
+    for name in sorted(topics):
+        ids = tokenizer(topics[name])["input_ids"][: min(PIECE, left)]
+        if len(ids) > 1:
+            pieces.append(ids)
+            left -= len(ids)
+        if left < 2:
+            break
+    return pieces
+
+
+@torch.inference_mode()
+def read(model: Any, text: list[int]) -> Tensor:
+    """Log-probabilities [n - 1, V] of all tokens but the first one."""
+    row = model.cache.open_row(len(text))
+    logits = model.forward([row], [text[:-1]], [len(text) - 1]).logits[0]
+    model.cache.close_row(row)
+    return logits.log_softmax(-1)
+
+
+def compare(models: dict[str, Any], pieces: list[list[int]]) -> list[dict[str, Any]]:
+    """One row per kind of weights; the first kind is what the others are compared with."""
+    sums = {name: [0.0, 0.0, 0.0] for name in models}
+    for text in bench.tqdm(pieces, desc="texts"):
+        following, expected = torch.tensor(text[1:])[:, None], None
+        for name, model in models.items():
+            log_p = read(model, text)
+            expected = log_p if expected is None else expected
+            sums[name][0] -= float(log_p.gather(1, following).sum())
+            sums[name][1] += int((log_p.argmax(-1) == expected.argmax(-1)).sum())
+            sums[name][2] += float(torch.minimum(log_p, expected).exp().sum())
+    count = sum(len(text) - 1 for text in pieces)
+    rows = []
+    for name, (loss, agreed, overlap) in sums.items():
+        size = num_bytes(models[name].model) / models[name].num_weights
+        rows.append(
+            {
+                "weights": name,
+                "bytes_per_weight": round(size, 2),
+                "perplexity": round(float(torch.tensor(loss / count).exp()), 3),
+                "agree": round(agreed / count, 4),
+                "overlap": round(overlap / count, 4),
+            }
+        )
+    return rows
+
+
+def num_bytes(model: Any) -> int:
+    """Of linear layers, packed or not, the embedding, and what is left as it was."""
+    embedding = model.get_input_embeddings()
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    if hasattr(embedding, "integers"):
+        tensors |= {id(t): t for t in (embedding.integers, embedding.scales)}
+    linear = sum(weights.num_bytes for weights in weights_of(model))
+    return linear + sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def time_passes(models: dict[str, Any], runs: int) -> list[dict[str, Any]]:
+    """Milliseconds of a pass by its number of rows, medians."""
+    methods = {}
+    for name, model in models.items():
+        text = bench.random_tokens(model.vocab_size, CONTEXT)
+        held = bench.hold(model, text)
+        for count in ROWS:
+            methods[name, count] = bench.verifying(model, held, text[:count])
+    timed = bench.interleave(methods, runs, "passes")
+    return [
+        {"weights": name}
+        | {f"{n} row{'s' * (n > 1)}": round(bench.median_ms(timed[name, n]), 2) for n in ROWS}
+        for name in models
+    ]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line."""
+    options = bench.parser(__doc__, runs=25)
+    options.add_argument("--model", default="smollm2")
+    bench.add_count(options, "--tokens", 64, 1_000_000, 8192, "of text")
+    given = options.parse_args(arguments)
+    models = {
+        name: bench.load_engine(model=given.model, drafter="none", max_running=1, **kind).target
+        for name, kind in KINDS.items()
+    }
+    pieces = texts(next(iter(models.values())).tokenizer, given.tokens)
+    found = {"quality": compare(models, pieces), "ms": time_passes(models, given.runs)}
+    bench.report(__spec__.name, arguments, given, found, ["quality", "ms"])
+
+
+if __name__ == "__main__":
+    main()
