@@ -1,16 +1,20 @@
-"""The plain decoder block (Llama's, with or without Qwen3's norms of queries and keys), fused.
+"""The decoder block of most families, fused.
 
-A small model's time is the overhead of its operations, so fewer of them are the gain: one linear
-layer for queries, keys and values, one for gate and up, norm and rotation of queries and keys in
-one go, rotations and masks from tables. It computes what transformers' modules compute, in another
-order of rounding.
+    x → norm → queries, keys, values → norm, rotation → attention → out → norm → + x
+    x → norm → gate and up → activation → down → norm → + x
+
+Every norm and the rotation may be missing. A small model's time is the overhead of its operations,
+so fewer of them are the gain: one linear layer for queries, keys and values, one for gate and up,
+norm and rotation of queries and keys in one go, rotations and masks from tables. It computes what
+transformers' modules compute, in another order of rounding.
 
 Blocks are chosen by structure: by the names of their parts, whatever the family is called. That two
 models with the same parts may still differ (a multiplier here, a skipped rotation there) is why
-`fuse` compares both on random tokens, and keeps the module unless the results agree.
+whoever fuses (decoder.py) compares both on random tokens, and keeps the module unless they agree.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -18,12 +22,84 @@ from torch import Tensor, nn
 
 from .activation import steady
 from .attention import CausalMasks, Ragged, additive, attend, causal_mask, grouped_mask
-from .linear import JoinedLinear, Kind, Weights
+from .linear import JoinedLinear, Kind, Weights, linear_of
 
-_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_NORM_PARTS = {"q_norm", "k_norm"}
-_MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+# Names of norms before attention, after it, before the MLP and after it.
+_NORMS = (
+    ("input_layernorm", None, "post_attention_layernorm", None),  # Llama, Qwen, Mistral, Phi-3, …
+    (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),  # OLMo 2
+    ("ln_1", None, "ln_2", None),  # GPT-2
+    (
+        "input_layernorm", "post_attention_layernorm",
+        "pre_feedforward_layernorm", "post_feedforward_layernorm",
+    ),  # Gemma 2 and 3
+)  # fmt: skip
+_ATTENTIONS = "self_attn", "attn"
+# Linear layers that make queries, keys and values, and the one behind attention.
+_PROJECTIONS = (
+    (("q_proj", "k_proj", "v_proj"), "o_proj"),
+    (("qkv_proj",), "o_proj"),
+    (("c_attn",), "c_proj"),
+)
+# Linear layers before the activation, the one behind it, the activation.
+_MLPS = (
+    (("gate_proj", "up_proj"), "down_proj", "act_fn"),
+    (("gate_up_proj",), "down_proj", "activation_fn"),
+    (("c_fc",), "c_proj", "act"),
+)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The modules of a decoder layer, by what they do."""
+
+    attention: nn.Module
+    qkv: list[nn.Module]
+    out: nn.Module
+    qk_norms: list[nn.Module]  # of queries and of keys, or none
+    up: list[nn.Module]  # gate and up, in one or two modules, or up alone
+    down: nn.Module
+    activation: nn.Module
+    norms: tuple[nn.Module | None, ...]  # before attention, after it, before the MLP, after it
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the activation's result is multiplied by another projection of the same input."""
+        (weight, _), *_ = map(linear_of, self.up)
+        inner = linear_of(self.down)[0].shape[1]
+        return len(weight) * len(self.up) == 2 * inner
+
+
+def parts_of(layer: nn.Module, besides: tuple[str, ...] = ()) -> Parts | None:
+    """A layer's parts, if it consists of those of a block that is known, and of no others.
+
+    `besides` are names of children that the caller sees to.
+    """
+    names = _names(layer) - set(besides)
+    attention = next((name for name in _ATTENTIONS if name in names), "")
+    norms = next((n for n in _NORMS if {*n} - {None} == names - {attention, "mlp"}), None)
+    if not attention or norms is None or "mlp" not in names:
+        return None
+    attended, mlp = getattr(layer, attention), layer.mlp
+    qk_names = _names(attended) & {"q_norm", "k_norm"}
+    linear = next((p for p in _PROJECTIONS if {*p[0], p[1]} == _names(attended) - qk_names), None)
+    inner = next((p for p in _MLPS if {*p[0], *p[1:]} == _names(mlp)), None)
+    if linear is None or inner is None or len(qk_names) == 1:
+        return None
+    found = Parts(
+        attended, [getattr(attended, name) for name in linear[0]], getattr(attended, linear[1]),
+        [getattr(attended, name) for name in sorted(qk_names, reverse=True)],
+        [getattr(mlp, name) for name in inner[0]], getattr(mlp, inner[1]), getattr(mlp, inner[2]),
+        tuple(name and getattr(layer, name) for name in norms),
+    )  # fmt: skip
+    linears = [*found.qkv, found.out, *found.up, found.down]
+    every_norm = [norm for norm in (*found.norms, *found.qk_norms) if norm is not None]
+    return found if all(map(linear_of, linears)) and all(map(norm_of, every_norm)) else None
+
+
+def _names(module: nn.Module) -> set[str]:
+    """Of its children, without dropouts, which do nothing here."""
+    return {name for name, child in module.named_children() if type(child) is not nn.Dropout}
 
 
 class Where(Protocol):
@@ -41,7 +117,7 @@ class RMSNorm:
     """x over the root of its mean square, times weight; in float32 inside, as the models' own."""
 
     def __init__(self, weight: Tensor, epsilon: float) -> None:
-        self.weight = weight.detach()
+        self.weight, self.epsilon = weight.detach(), epsilon
         self._epsilon = torch.tensor(epsilon, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -55,59 +131,82 @@ class RMSNorm:
 class FusedBlock(nn.Module):
     """Takes a decoder block's place; transformers may call it as it called that."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, parts: Parts) -> None:
         super().__init__()
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = parts.attention
         self.layer_idx, self.scaling = attention.layer_idx, attention.scaling
+        self.softcap = getattr(attention, "attn_logit_softcapping", None)
         self.head_dim = attention.head_dim
-        self.num_heads = attention.q_proj.out_features // self.head_dim
-        self.num_kv_heads = attention.k_proj.out_features // self.head_dim
-        self.input_norm = norm_of(layer.input_layernorm)
-        self.post_norm = norm_of(layer.post_attention_layernorm)
+        widths = [len(linear_of(layer)[0]) // self.head_dim for layer in parts.qkv]
+        self.groups: int = getattr(attention, "num_key_value_groups", 1)  # query heads per key's
+        self.num_kv_heads = sum(widths) // (self.groups + 2)
+        self.num_heads = self.groups * self.num_kv_heads
+        before, after, self.mlp_norm, self.down_norm = (n and norm_of(n) for n in parts.norms)
+        self.input_norm, self.out_norm = before, after
         self.qk_norm: RMSNorm | None = None
-        if hasattr(attention, "q_norm"):
-            weights = [attention.q_norm.weight] * self.num_heads
-            weights += [attention.k_norm.weight] * self.num_kv_heads
-            self.qk_norm = RMSNorm(torch.stack(weights), attention.q_norm.variance_epsilon)
-        self.qkv = JoinedLinear([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.out = JoinedLinear([attention.o_proj])
-        self.gate_up = JoinedLinear([mlp.gate_proj, mlp.up_proj])
-        self.down = JoinedLinear([mlp.down_proj])
-        gate = mlp.gate_proj.weight
-        self.activation = steady(mlp.act_fn, len(gate), gate.dtype)
+        self.wide_norms = [norm_of(norm) for norm in parts.qk_norms]  # over all heads at once
+        if parts.qk_norms and parts.qk_norms[0].weight.shape == (self.head_dim,):
+            query, key = self.wide_norms
+            weights = [query.weight] * self.num_heads + [key.weight] * self.num_kv_heads
+            self.qk_norm, self.wide_norms = RMSNorm(torch.stack(weights), query.epsilon), []
+        self.qkv, self.out = JoinedLinear(parts.qkv), JoinedLinear([parts.out])
+        self.gate_up, self.down = JoinedLinear(parts.up), JoinedLinear([parts.down])
+        down = linear_of(parts.down)[0]
+        self.is_gated = parts.is_gated
+        self.activation = steady(parts.activation, down.shape[1], down.dtype)
 
     @property
-    def groups(self) -> int:
-        """Query heads per head of keys and values."""
-        return self.num_heads // self.num_kv_heads
+    def like(self) -> Tensor:
+        """Of the type and on the device of what the block computes with."""
+        return next(n for n in (self.input_norm, self.out_norm) if n is not None).weight
 
     def read(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [B, T, D] -> what attention reads, and what its result is added to."""
-        return self.input_norm(x), x
+        return x if self.input_norm is None else self.input_norm(x), x
 
     def run(
-        self, x: Tensor, rope: Rope, mask: Tensor, cache: Any, ragged: Ragged | None = None
+        self,
+        x: Tensor,
+        rope: Rope | None,
+        mask: Tensor,
+        cache: Any,
+        ragged: Ragged | None = None,
     ) -> Tensor:
         """What `read` takes -> [B, T, D] under a grouped mask. Keys and values go to the cache.
 
         With `ragged` x is [N, D]: only attention needs rows of one length.
         """
         read, x = self.read(x)
-        heads = self.qkv.compute(read).view(*x.shape[:-1], -1, self.head_dim)
-        rotated, value = heads[..., : -self.num_kv_heads, :], heads[..., -self.num_kv_heads :, :]
-        if self.qk_norm is not None:
-            rotated = self.qk_norm(rotated)
-        cos, sin = rope
-        rotated = torch.addcmul(rotated * cos, rotated.roll(self.head_dim // 2, -1), sin)
-        query, key = rotated[..., : self.num_heads, :], rotated[..., self.num_heads :, :]
+        query, key, value = self._heads(self.qkv.compute(read), rope)
         if ragged is None:
             key, value = key.transpose(1, 2), value.transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        attended = attend(query, key, value, mask, self.scaling, ragged)
-        x = self.out.compute(attended, x)
-        gate, up = self.gate_up.compute(self.post_norm(x)).chunk(2, -1)
-        return self.down.compute(self.activation(gate).mul_(up), x)
+        attended = attend(query, key, value, mask, self.scaling, ragged, self.softcap)
+        x = _added(self.out, attended, self.out_norm, x)
+        inner = self.gate_up.compute(x if self.mlp_norm is None else self.mlp_norm(x))
+        if self.is_gated:
+            gate, up = inner.chunk(2, -1)
+            inner = self.activation(gate).mul_(up)
+        else:
+            inner = self.activation(inner)
+        return _added(self.down, inner, self.down_norm, x)
+
+    def _heads(self, joined: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values side by side -> [..., heads, head_dim] each, rotated."""
+        if self.wide_norms:
+            widths = [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads)]
+            query, key, value = joined.split([*widths, widths[-1]], -1)
+            query_norm, key_norm = self.wide_norms
+            joined = torch.cat([query_norm(query), key_norm(key), value], -1)
+        heads = joined.unflatten(-1, (-1, self.head_dim))
+        rotated, value = heads[..., : -self.num_kv_heads, :], heads[..., -self.num_kv_heads :, :]
+        if self.qk_norm is not None:
+            rotated = self.qk_norm(rotated)
+        if rope is not None:
+            cos, sin = rope
+            rotated = torch.addcmul(rotated * cos, rotated.roll(self.head_dim // 2, -1), sin)
+        return rotated[..., : self.num_heads, :], rotated[..., self.num_heads :, :], value
 
     @torch.no_grad()
     def forward(
@@ -119,7 +218,6 @@ class FusedBlock(nn.Module):
         **_: Any,
     ) -> Tensor:
         """As transformers calls it: position_embeddings are cos and sin, [B, T, head_dim]."""
-        cos, sin = position_embeddings
         count = hidden_states.shape[1]
         if attention_mask is None:  # left out where causal order says it all
             length = count
@@ -128,8 +226,10 @@ class FusedBlock(nn.Module):
             attention_mask = causal_mask(count, length, hidden_states)
         if attention_mask.dtype == torch.bool:
             attention_mask = additive(attention_mask, hidden_states.dtype)
-        mask = grouped_mask(attention_mask, self.groups)
-        rope = cos.unsqueeze(2), sign(sin).unsqueeze(2)
+        mask, rope = grouped_mask(attention_mask, self.groups), None
+        if position_embeddings is not None:
+            cos, sin = position_embeddings
+            rope = cos.unsqueeze(2), sign(sin).unsqueeze(2)
         return self.run(hidden_states, rope, mask, past_key_values)
 
     def join(self, kind: Kind = Weights) -> None:
@@ -138,11 +238,26 @@ class FusedBlock(nn.Module):
             part.join(kind)
 
 
+class FusedPositionalBlock(FusedBlock):
+    """GPT-2's, whose positions are embeddings, and which transformers calls in another order."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        past_key_values: Any = None,
+        attention_mask: Tensor | None = None,
+        *_: Any,
+        **__: Any,
+    ) -> Tensor:
+        """As transformers calls it."""
+        return super().forward(hidden_states, attention_mask, None, past_key_values)
+
+
 class FusedEagleBlock(FusedBlock):
     """The first layer of an EAGLE-3 head: x is [embedding, state], side by side."""
 
     def __init__(self, layer: nn.Module) -> None:
-        super().__init__(layer)
+        super().__init__(parts_of(layer, besides=("hidden_norm",)))
         self.hidden_norm = norm_of(layer.hidden_norm)
         self.norm_before_residual = layer.norm_before_residual
 
@@ -160,9 +275,38 @@ def sign(sin: Tensor) -> Tensor:
     return torch.cat((-sin[..., :half], sin[..., half:]), -1)
 
 
-def norm_of(module: nn.Module) -> RMSNorm:
-    """The same norm in fewer operations."""
-    return RMSNorm(module.weight, module.variance_epsilon)
+def _added(
+    layer: JoinedLinear, x: Tensor, norm: Callable[[Tensor], Tensor] | None, residual: Tensor
+) -> Tensor:
+    """The layer's output, normed if need be, added to the residual."""
+    return layer.compute(x, residual) if norm is None else norm(layer.compute(x)).add_(residual)
+
+
+@torch.no_grad()
+def norm_of(module: nn.Module) -> Any:
+    """The same norm in fewer operations; None where it is of no known kind.
+
+    Some RMS norms multiply by their weight, some by 1 + weight: a trial tells.
+    """
+    if type(module) is nn.LayerNorm:
+        return module
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if epsilon is None or getattr(module, "weight", None) is None:
+        return None
+    x = torch.linspace(-1, 1, len(module.weight)).to(module.weight)[None]
+    for weight in (module.weight, 1 + module.weight):
+        norm = RMSNorm(weight, epsilon)
+        if is_same(norm(x), module(x)):
+            return norm
+    return None
+
+
+def is_same(actual: Tensor, expected: Tensor) -> bool:
+    """Equal but for some roundings of their type, relative to the largest number."""
+    if actual.shape != expected.shape:
+        return False
+    tolerance = 32 * torch.finfo(expected.dtype).eps * float(expected.abs().max())
+    return float((actual - expected).abs().max()) <= tolerance
 
 
 class FusedStack:
@@ -173,18 +317,19 @@ class FusedStack:
         blocks: Sequence[FusedBlock],
         kinds: Sequence[str],
         windows: dict[str, int | None],
-        rotary: Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor]],
+        rotary: Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor]] | None,
         length: int,
     ) -> None:
         """kinds[i] is block i's kind of attention; `rotary` (x, positions, kind) gives cos, sin."""
         self.blocks, self._kinds = blocks, kinds
-        weight = blocks[0].input_norm.weight
+        weight = blocks[0].like
         positions = torch.arange(length + 1, device=weight.device)[None]
-        self._ropes: dict[str, Rope] = {}
+        self._ropes: dict[str, Rope] = {}  # [1, length, 1, D]
         self._masks: dict[str, CausalMasks] = {}
         for kind in dict.fromkeys(kinds):
-            cos, sin = rotary(weight.new_zeros(1, 1, 1), positions, kind)
-            self._ropes[kind] = cos.unsqueeze(2), sign(sin).unsqueeze(2)  # [1, length, 1, D]
+            if rotary is not None:
+                cos, sin = rotary(weight.new_zeros(1, 1, 1), positions, kind)
+                self._ropes[kind] = cos.unsqueeze(2), sign(sin).unsqueeze(2)
             self._masks[kind] = CausalMasks(
                 blocks[0].groups, length, windows[kind], weight.dtype, weight.device
             )
@@ -209,36 +354,16 @@ class FusedStack:
             queries, start = ragged.queries, -1
         start = None if start < 0 else start  # positions then do not follow one another
         at = slice(start + shift, start + shift + x.shape[1]) if start is not None else None
+        rows = where.positions + shift if at is None else (slice(None), at)
         for kind, (cos, sin) in self._ropes.items():
-            rows = where.positions + shift if at is None else (slice(None), at)
             cos, sin = (table[0, rows] if at is None else table[rows] for table in (cos, sin))
             ropes[kind] = (cos, sin) if ragged is None else (cos[0], sin[0])
-            masks[kind] = self._masks[kind].of(queries, start, where.kv_length)
+        for kind, table in self._masks.items():
+            masks[kind] = table.of(queries, start, where.kv_length)
         if ragged is not None:
             x = x[0]
         for i, (block, kind) in enumerate(zip(self.blocks, self._kinds, strict=True)):
-            x = block.run(x, ropes[kind], masks[kind], cache, ragged)
+            x = block.run(x, ropes.get(kind), masks[kind], cache, ragged)
             if states and i in states:
                 states[i] = x if ragged is None else x[None]
         return x if ragged is None else x[None]
-
-
-def is_plain_block(layer: nn.Module) -> bool:
-    """Whether a decoder layer consists of the plain block's parts and no others."""
-    if {name for name, _ in layer.named_children()} != _PARTS:
-        return False
-    attention = {name for name, _ in layer.self_attn.named_children()}
-    mlp = {name for name, _ in layer.mlp.named_children()}
-    if attention not in (_ATTENTION_PARTS, _ATTENTION_PARTS | _NORM_PARTS) or mlp != _MLP_PARTS:
-        return False
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    if attention & _NORM_PARTS:
-        heads = [layer.self_attn.q_norm, layer.self_attn.k_norm]
-        if any(norm.weight.shape != (layer.self_attn.head_dim,) for norm in heads):
-            return False
-        norms += heads
-    linears = [getattr(layer.self_attn, name) for name in _ATTENTION_PARTS]
-    linears += [getattr(layer.mlp, name) for name in _MLP_PARTS - {"act_fn"}]
-    return all(hasattr(norm, "variance_epsilon") for norm in norms) and all(
-        type(linear) is nn.Linear for linear in linears
-    )

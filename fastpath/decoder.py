@@ -20,11 +20,13 @@ from .attention import FULL
 from .block import (
     FusedBlock,
     FusedEagleBlock,
+    FusedPositionalBlock,
     FusedStack,
     Where,
     causal_mask,
-    is_plain_block,
+    is_same,
     norm_of,
+    parts_of,
 )
 from .int8 import Int8Weights, quantise_embedding
 from .linear import JoinedLinear, Kind, Weights, pack
@@ -50,10 +52,14 @@ class FusedDecoder:
         """For sequences of up to `length` tokens, with the model's own weights until `join`."""
         decoder, config = model.get_decoder(), model.config.get_text_config()
         self._embed, self._head = model.get_input_embeddings(), model.get_output_embeddings()
-        self._norm = norm_of(decoder.norm)
-        kinds = getattr(config, "layer_types", None) or [FULL] * len(decoder.layers)
-        self.blocks = [FusedBlock(layer) for layer in decoder.layers]
-        rotary = rotary_of(decoder.rotary_emb)
+        layers, last_norm = layers_of(decoder)
+        self._norm = norm_of(last_norm)
+        self._positions: nn.Module | None = getattr(decoder, "wpe", None)
+        self._softcap = getattr(config, "final_logit_softcapping", None)
+        kinds = getattr(config, "layer_types", None) or [FULL] * len(layers)
+        block = FusedBlock if self._positions is None else FusedPositionalBlock
+        self.blocks = [block(parts_of(layer)) for layer in layers]
+        rotary = None if self._positions is not None else rotary_of(decoder.rotary_emb)
         self._stack = FusedStack(self.blocks, kinds, windows, rotary, length)
 
     @torch.inference_mode()
@@ -71,8 +77,14 @@ class FusedDecoder:
         Hidden states are those behind the blocks in `layers`; -1 is behind the final norm.
         """
         states: dict[int, Tensor] = dict.fromkeys(layers)
-        hidden = self._norm(self._stack(self._embed(ids), where, cache, shift, states))
-        return self._head(hidden[:, wanted]), states | ({-1: hidden} if -1 in states else {})
+        x = self._embed(ids)
+        if self._positions is not None:
+            x = x + self._positions(where.positions + shift)
+        hidden = self._norm(self._stack(x, where, cache, shift, states))
+        logits = self._head(hidden[:, wanted])
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits, states | ({-1: hidden} if -1 in states else {})
 
 
 class FusedHead(nn.Module):
@@ -88,7 +100,7 @@ class FusedHead(nn.Module):
         last = [layer.post_norm] if layer.use_post_norm else []
         last += [head.shared_post_norm] if head.use_shared_post_norm else []
         self._last_norms = [norm_of(norm) for norm in last]
-        self._block = FusedBlock(layer.mtp_block)
+        self._block = FusedBlock(parts_of(layer.mtp_block))
         rotary = rotary_of(head.rotary_emb)
         self._stack = FusedStack([self._block], [FULL], {FULL: None}, rotary, length)
 
@@ -118,34 +130,42 @@ def rotary_of(module: nn.Module) -> Callable[[Tensor, Tensor, str], tuple[Tensor
     return lambda x, positions, kind: module(x, positions)
 
 
-def can_tabulate(rotary: nn.Module | None) -> bool:
-    """Whether rotations depend on the position alone, and not on the length of the text."""
-    if rotary is None:
-        return False
-    return not any(kind in str(rotary.rope_type) for kind in ("dynamic", "longrope"))
+def layers_of(decoder: Any) -> tuple[Any, Any]:
+    """A decoder's layers and last norm, by the names of most families or by GPT-2's."""
+    if hasattr(decoder, "h"):
+        return decoder.h, decoder.ln_f
+    return getattr(decoder, "layers", None), getattr(decoder, "norm", None)
 
 
-def is_same(actual: Tensor, expected: Tensor) -> bool:
-    """Equal but for some roundings of their type, relative to the largest number."""
-    if actual.shape != expected.shape:
+def can_tabulate(decoder: Any, head_dim: int) -> bool:
+    """Whether it rotates whole heads, by the position alone and not by the length of the text."""
+    rotary = getattr(decoder, "rotary_emb", None)
+    if rotary is None or any(k in str(rotary.rope_type) for k in ("dynamic", "longrope")):
         return False
-    tolerance = 32 * torch.finfo(expected.dtype).eps * float(expected.abs().max())
-    return float((actual - expected).abs().max()) <= tolerance
+    x, position = next(decoder.parameters()).new_zeros(1, 1, 1), torch.zeros(1, 1).long()
+    kinds = rotary.rope_type if isinstance(rotary.rope_type, dict) else (FULL,)
+    return all(
+        rotary_of(rotary)(x, position.to(x.device), kind)[0].shape[-1] == head_dim for kind in kinds
+    )
 
 
 @torch.inference_mode()
 def fused_decoder(model: Any, length: int, windows: Windows) -> FusedDecoder | None:
     """The model's fused forward, if its structure has one and it computes the same."""
     decoder = model.get_decoder()
-    layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
-    if not layers or not all(map(is_plain_block, layers)) or not can_tabulate(rotary):
+    layers, _ = layers_of(decoder)
+    if not layers or not all(map(parts_of, layers)):
+        return None
+    if not hasattr(decoder, "wpe") and not can_tabulate(decoder, layers[0].self_attn.head_dim):
         return None
     fused, count = FusedDecoder(model, length, windows), min(_NUM_COMPARED, length)
     vocabulary = model.get_input_embeddings().num_embeddings
     ids = torch.randint(vocabulary, (1, count), generator=torch.Generator().manual_seed(0))
     ids, positions = ids.to(model.device), torch.arange(count, device=model.device)[None]
     where = OneText(positions, count, count)
-    for shift in (0, length - count):  # far on, too: some families scale by the position
+    table = getattr(decoder, "wpe", None)
+    last = (length if table is None else min(length, table.num_embeddings)) - count
+    for shift in (0, last):  # far on, too: some families scale by the position
         actual, _ = fused(ids, where, None, positions[0], shift)
         expected = model(ids, position_ids=positions + shift, use_cache=False).logits
         if not is_same(actual, expected):
@@ -172,7 +192,7 @@ def speed_up_modules(
     if model._supports_attention_backend or model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(attention.NAME)
     if fused:
-        layers = model.get_decoder().layers
+        layers, _ = layers_of(model.get_decoder())
         for i, block in enumerate(fused.blocks):
             layers[i] = block
             block.join(kind)
@@ -194,7 +214,8 @@ def speed_up_head(
     """
     layer, fused = head.layers[0], None
     kind = (getattr(head.config, "layer_types", None) or [FULL])[0]
-    if kind == FULL and is_plain_block(layer.mtp_block) and can_tabulate(head.rotary_emb):
+    parts = parts_of(layer.mtp_block)
+    if kind == FULL and parts and can_tabulate(head, parts.attention.head_dim):
         fused = FusedHead(head, length)
         count = min(_NUM_COMPARED, length)
         random = torch.Generator().manual_seed(0)
@@ -225,7 +246,7 @@ def speed_up_head(
 def speed_up_eagle(head: Any, length: int, quantize: str | None = None) -> FusedStack | None:
     """The same for an EAGLE-3 head; returns what stands in for the head's `run`, if anything."""
     layer, fused = head.layers[0], None
-    if can_tabulate(head.rotary_emb):
+    if can_tabulate(head, layer.self_attn.head_dim):
         block = FusedEagleBlock(layer)
         fused = FusedStack([block], [FULL], {FULL: None}, rotary_of(head.rotary_emb), length)
         count, weight = min(_NUM_COMPARED, length), head.norm.weight

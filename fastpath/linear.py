@@ -119,7 +119,7 @@ class JoinedLinear(nn.Module):
     Until `join` it computes with the layers' own weights; that takes no memory.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
         self._layers = list(layers)
         self.compute: Callable[..., Tensor] = lambda x, residual=None: plus(
@@ -128,14 +128,14 @@ class JoinedLinear(nn.Module):
 
     def join(self, kind: Kind = Weights) -> None:
         """Make one layer of them, of the kind that is asked for, and let go of the others."""
-        weight = torch.cat([layer.weight for layer in self._layers])
-        biases = [layer.bias for layer in self._layers]
+        weights, biases = zip(*map(linear_of, self._layers), strict=True)
         if any(bias is not None for bias in biases):
             biases = [
-                layer.weight.new_zeros(len(layer.weight)) if bias is None else bias
-                for layer, bias in zip(self._layers, biases, strict=True)
+                weight.new_zeros(len(weight)) if bias is None else bias
+                for weight, bias in zip(weights, biases, strict=True)
             ]
-        self.compute = kind(weight, None if biases[0] is None else torch.cat(biases))
+        bias = None if biases[0] is None else torch.cat(biases)
+        self.compute = kind(torch.cat(weights), bias)
         self._layers = []
 
 

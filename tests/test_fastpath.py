@@ -22,7 +22,10 @@ from fastpath.linear import PackedLinear, pack
 from serving.structure import examine
 from serving.worker import Worker
 
-FUSED = {"llama", "qwen3", "mistral", "qwen2", "granite"}
+FUSED = {
+    "llama", "qwen3", "mistral", "qwen2", "granite",
+    "gemma2", "gemma3_text", "phi3", "olmo2", "gpt2",
+}  # fmt: skip
 
 
 def random_model(family, **changes):
