@@ -46,7 +46,7 @@ from drafters.noise import ACCEPT, DRAW, NO_NUMBERS, RECOVER, draw
 from drafters.panel import Panel, Seat
 from fastpath.exact import KEY_BLOCK, Report, Shapes, calibrate
 from fastpath.forward import lazy_zeros, scrub, speed_up
-from fastpath.int8 import previewed
+from fastpath.int8 import check_int8
 from fastpath.sampling import penalise, survivors, truncated_softmax
 from messages import Cycle, Draft, Judgement, Layers, Output, Request, Sampling
 from serving import answers, faults, http, loading
@@ -605,8 +605,8 @@ def plain_decode(
 def load_model(name: str, options: Options) -> CachedModel:
     """Load what --model names, and give it a KV cache. Raises StartError if it cannot be."""
     model = CachedModel(loading.load_pretrained(name, options), name, options.max_running)
-    with previewed(model.model, options.quantize):
-        model.reference = Reference.of(model)  # before the fast path takes the weights
+    check_int8(options.quantize, model)
+    model.reference = Reference.of(model)  # before the fast path takes the weights
     follow_masks(model.model, model.cache.capacity)
     return model
 
@@ -619,7 +619,7 @@ def assemble_engine(options: Options) -> Engine:
     loaded, default = drafters.load_all(options.drafter, context, not options.fixed_k)
     for model in filter(None, (target, draft)) if options.fastpath else ():  # heads read it first
         with refusal(model, is_fast=True):
-            speed_up(model, options.quantize)
+            speed_up(model, options.quantize, check)
     controller = None if options.fixed_k else Controller.of(target, loaded)
     return Engine(target, loaded, default, options.prefill_chunk, controller, draft, options.strict)
 

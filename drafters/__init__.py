@@ -27,6 +27,7 @@ _REGISTRY = {
     "self_int8": ("drafters.self_int8", "SelfInt8Drafter"),
 }
 NAMES = tuple(_REGISTRY)
+_COSTLY = {"self_int8"}  # takes memory, so it is there only if it is named, or if auto can use it
 
 
 def load(name: str, context: Context) -> Drafter:
@@ -67,10 +68,13 @@ def load_all(
     """
     loaded: dict[str, Drafter] = {}
     own = wanted if wanted not in (AUTO, PLAIN) else None
+    chooses = wanted == AUTO or (wanted is None and may_choose)
     context = replace(context, wanted=own)
     given = {"draft_model": context.draft, "eagle3": context.eagle3}
     default, asked = None, {own, "ngram", *(name for name, value in given.items() if value)}
     for name in dict.fromkeys([own, *NAMES] if own else NAMES):
+        if name in _COSTLY and name != own and not chooses:
+            continue
         try:
             drafter = load(name, context)
         except ValueError:

@@ -58,7 +58,7 @@ class Drafter(ABC):
     name: ClassVar[str]
     needs_hidden: bool = False  # whether verdicts are to bring hidden states of the target
     hidden_layers: tuple[int, ...] = (-1,)  # of which; -1 is the final norm's output
-    shares_cache: bool = False  # whether a state is to have `row`, the target's for its request
+    shares_cache: bool = False  # built-in drafters only: a state gets `row`, the target's
 
     @classmethod
     def build(cls, context: Context) -> "Drafter":

@@ -12,6 +12,8 @@ Not covered: mixtures of experts, whose experts would stay floats.
 from copy import copy, deepcopy
 from typing import Any, ClassVar
 
+import torch
+
 from fastpath.exact import Shapes
 from fastpath.forward import speed_up
 from fastpath.int8 import why_not
@@ -48,6 +50,8 @@ class SelfInt8Drafter(SmallModelDrafter):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context, int8_copy(context.target))
+        # A step reads a byte of each weight: that much of what a pass reads (control/costs.py).
+        self.num_step_weights //= context.target.model.dtype.itemsize
 
     def open(self, prompt: list[int], sampling: Sampling, noise: Noise) -> State:
         """The panel sets the state's row: the target's."""
@@ -59,9 +63,20 @@ class SelfInt8Drafter(SmallModelDrafter):
         lengths = [cache.lengths[state.row] for state in states]
         try:
             return super().propose_batch(states, max_tokens)
+        except Exception:
+            for state, length in zip(states, lengths, strict=True):
+                self._clear(state.row, length, length + max(max_tokens))
+            raise
         finally:
             for state, length in zip(states, lengths, strict=True):
                 cache.truncate(state.row, length)
+
+    @torch.inference_mode()
+    def _clear(self, row: int, begin: int, end: int) -> None:
+        """Zero what a draft that failed has written: a NaN would spoil the target's attention."""
+        cache, slot = self._draft.cache, self._draft.cache.slot(row)
+        for layer in (layer for layer in cache.layers if layer.is_initialized):
+            layer.keys[slot, :, begin:end] = layer.values[slot, :, begin:end] = 0
 
     def observe(self, state: State, verdict: Verdict) -> None:
         """The engine truncates."""
@@ -75,6 +90,6 @@ def int8_copy(target: Any) -> Any:
     """A copy of a cached model with linear layers of its own; all else is shared with it."""
     twin, model = copy(target), target.model
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    twin.model, twin.shapes = deepcopy(model, shared), Shapes()
-    speed_up(twin, "int8", is_draft=True)
+    twin.model, twin.shapes, twin.reference = deepcopy(model, shared), Shapes(), None
+    speed_up(twin, "int8", has_own_embedding=False)
     return twin

@@ -174,19 +174,14 @@ def fused_decoder(model: Any, length: int, windows: Windows) -> FusedDecoder | N
 
 
 def speed_up_modules(
-    model: Any,
-    length: int,
-    windows: Windows,
-    quantize: str | None = None,
-    has_own_embedding: bool = True,
+    model: Any, length: int, windows: Windows, quantize: str | None = None
 ) -> FusedDecoder | None:
     """Make a model of transformers faster, in place. Its results stay, but for rounding.
 
     `windows` says how far back each kind of layer sees. Returns the fused forward for sequences of
-    up to `length` tokens where there is one; the model itself can still be called. With `quantize`
-    its layers become integers, once all has been compared; so does the embedding if it is its own.
+    up to `length` tokens where there is one; the model itself can still be called. Where layers are
+    to become integers, `quantise_modules` has to follow: until then nothing is packed.
     """
-    kind = KINDS[quantize]
     attention.register()
     fused = fused_decoder(model, length, windows)
     if model._supports_attention_backend or model.config._attn_implementation == "sdpa":
@@ -195,13 +190,27 @@ def speed_up_modules(
         layers, _ = layers_of(model.get_decoder())
         for i, block in enumerate(fused.blocks):
             layers[i] = block
-            block.join(kind)
     else:
         make_steady(model)
-    if quantize and has_own_embedding:
-        quantise_embedding(model)
-    pack(model, kind)
+    if not quantize:
+        pack_modules(model, fused, Weights)
     return fused
+
+
+def pack_modules(model: Any, fused: FusedDecoder | None, kind: Kind) -> None:
+    """Pack all linear layers of a model, and let go of the module's weights."""
+    for block in fused.blocks if fused else ():
+        block.join(kind)
+    pack(model, kind)
+
+
+def quantise_modules(
+    model: Any, fused: FusedDecoder | None, quantize: str, has_own_embedding: bool = True
+) -> None:
+    """Turn the layers of a model into integers; and its embedding, if it is its own."""
+    if has_own_embedding:
+        quantise_embedding(model)
+    pack_modules(model, fused, KINDS[quantize])
 
 
 @torch.inference_mode()
@@ -210,7 +219,7 @@ def speed_up_head(
 ) -> FusedHead | None:
     """The same for the first layer of an MTP head (transformers' MtpModel).
 
-    The layers that it shares with its target become integers when the target's do.
+    The layers that it shares with its target are packed when the target's are.
     """
     layer, fused = head.layers[0], None
     kind = (getattr(head.config, "layer_types", None) or [FULL])[0]
@@ -238,7 +247,7 @@ def speed_up_head(
         fused.join(KINDS[quantize])
     else:
         make_steady(head)
-    pack(head, KINDS[quantize], besides=target if quantize else None)
+    pack(head, KINDS[quantize], besides=target)
     return fused
 
 

@@ -11,7 +11,7 @@ texts stand one behind the other, so that pads cost next to nothing:
 Rows to spare fill the number of rows up to one of the checked shapes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from math import prod
 from mmap import mmap
@@ -23,7 +23,8 @@ from torch import Tensor
 from messages import Output
 
 from .attention import NAME, Ragged
-from .decoder import FusedDecoder, is_same, speed_up_modules
+from .block import is_same
+from .decoder import FusedDecoder, quantise_modules, speed_up_modules
 from .exact import Shapes
 
 MOST_SHARED = 32  # tokens of a text that shares its forward with others: more than any draft has
@@ -235,16 +236,25 @@ def join(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def speed_up(model: Any, quantize: str | None = None, is_draft: bool = False) -> None:
+def speed_up(
+    model: Any,
+    quantize: str | None = None,
+    check: Callable[[Any], None] = lambda model: None,
+    has_own_embedding: bool = True,
+) -> None:
     """Make a CachedModel compute the same, sooner, where it and this machine allow it.
 
-    `quantize`: None, or "int8" for another model of a quarter of the bytes (int8.py). A draft of
-    the model itself keeps the embedding as it is, which is shared.
+    `quantize`: None, or "int8" for another model of a quarter of the bytes (int8.py). All is
+    compared, also by `check` of the whole, while the weights are floats: in integers a rounding may
+    be a jump, and what is wrong would hide among the jumps. A draft of the model itself leaves the
+    embedding, which is shared, as it is.
     """
-    capacity = model.cache.capacity
-    fused = speed_up_modules(model.model, capacity, model.windows, quantize, not is_draft)
+    fused = speed_up_modules(model.model, model.cache.capacity, model.windows, quantize)
     model.fast = model.forward = FastForward(model, fused)
     model.fast.runs.can_share = bool(fused) or _can_be_ragged(model)
+    if quantize:
+        check(model)
+        quantise_modules(model.model, fused, quantize, has_own_embedding)
 
 
 def _can_be_ragged(model: Any) -> bool:

@@ -18,14 +18,13 @@ Not covered: experts of a mixture, and other devices than the CPU.
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from .linear import PackedWeight, Weights, linear_of
+from .linear import PackedWeight, Weights
 
 _LARGEST = 127  # of a weight's integers
 _WIDEST = 66_000  # inputs, so that 255 · 127 · inputs fits 31 bits
@@ -66,7 +65,7 @@ def _is_exact(kind: _Inputs, width: int) -> bool:
 
 def _packed(weight: Tensor) -> Any:
     """Integers of a weight [out, in], a scale for each output, as the operator wants them."""
-    scales = weight.abs().amax(1).double().clamp_(min=_TINY) / _LARGEST
+    scales = _scales(weight)[:, 0].double()
     zeros = torch.zeros(len(weight), dtype=torch.long)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that quantize_per_channel will go
@@ -87,7 +86,8 @@ class Int8Weights(Weights):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         kind = inputs()
         if kind is None or weight.shape[1] > _WIDEST:
-            raise ValueError(why_not(weight.device.type) or f"inputs wider than {_WIDEST}")
+            wide = f"--quantize int8 takes inputs of at most {_WIDEST} numbers"
+            raise ValueError(why_not(weight.device.type) or wide)
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
         self._bias = None if bias is None else bias.detach().float()
@@ -119,26 +119,47 @@ class Int8Embedding(nn.Embedding):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [...] -> [..., D]."""
-        return (self.integers[ids] * self.scales[ids]).to(self.weight.dtype)
-
-
-def _rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A table [words, D] as integers, and their scales [words, 1]."""
-    weight = weight.detach().float()
-    scales = weight.abs().amax(1, keepdim=True).clamp_(min=_TINY) / _LARGEST
-    return (weight / scales).round_().to(torch.int8), scales
+        rows = (self.integers[ids] * self.scales[ids]).to(self.anchor.dtype)
+        return rows * self.embed_scale.to(rows.dtype) if hasattr(self, "embed_scale") else rows
 
 
 @torch.no_grad()
 def quantise_embedding(model: nn.Module) -> None:
     """Turn the embedding of a model of transformers into integers, in place."""
     embedding = model.get_input_embeddings()
-    if type(embedding) is nn.Embedding:
-        weight, embedding.padding_idx = embedding.weight, None
-        embedding.integers, embedding.scales = _rows(weight)
-        embedding._parameters.clear()
-        embedding.weight = PackedWeight(weight.dtype, weight.device)
-        embedding.__class__ = Int8Embedding
+    # Gemma's embeddings have a scale for all words, and do nothing else of their own.
+    if type(embedding) is not nn.Embedding and not hasattr(embedding, "scalar_embed_scale"):
+        return
+    weight, embedding.padding_idx = embedding.weight.detach(), None
+    embedding.scales = _scales(weight)
+    embedding.integers = torch.cat(
+        [(w / s).round_().to(torch.int8) for w, s in _slices(weight, embedding.scales)]
+    )
+    embedding._parameters.clear()
+    embedding.weight = PackedWeight(weight.dtype, weight.device)
+    # Nothing else may be left of a model that modules could ask for its type.
+    embedding.anchor = nn.Parameter(weight.new_zeros(0), requires_grad=False)
+    embedding.__class__ = Int8Embedding
+
+
+def _scales(weight: Tensor) -> Tensor:
+    """[rows, in] -> [rows, 1] float32: the largest number of each row is 127 times its scale."""
+    largest = torch.maximum(weight.amax(1, keepdim=True), -weight.amin(1, keepdim=True))
+    return largest.float().clamp_(min=_TINY) / _LARGEST
+
+
+def _slices(weight: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Some rows at a time in float32: all of a large table would double it for a while."""
+    return zip((part.float() for part in weight.split(4096)), scales.split(4096), strict=True)
+
+
+def check_int8(quantize: str | None, model: Any) -> None:
+    """Raises ValueError, with a sentence, if a cached model is to be quantised and cannot be."""
+    reason = why_not(model.model.device.type) if quantize else None
+    if quantize and model.has_experts:
+        reason = f"--quantize int8 does not go with {model.name}: its experts would stay floats"
+    if reason:
+        raise ValueError(reason)
 
 
 def why_not(device: str) -> str | None:
@@ -148,36 +169,3 @@ def why_not(device: str) -> str | None:
     if inputs() is None:
         return "--quantize int8 gives wrong sums on this machine, or torch has no operator for it"
     return None
-
-
-@contextmanager
-def previewed(model: nn.Module, quantize: str | None) -> Iterator[None]:
-    """Meanwhile a model of transformers computes as if quantised; its weights stay.
-
-    Each layer is quantised anew in each forward. Raises ValueError where there is no int8.
-    """
-    if quantize is None:
-        yield
-        return
-    if reason := why_not(model.device.type):
-        raise ValueError(reason)
-
-    def as_integers(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """What a linear layer would give."""
-        return Int8Weights(*linear_of(module))(args[0])
-
-    def as_rows(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """What the embedding would give."""
-        integers, scales = _rows(module.weight)
-        return (integers[args[0]] * scales[args[0]]).to(output.dtype)
-
-    embedding = model.get_input_embeddings()
-    layers = [layer for layer in model.modules() if linear_of(layer)]
-    handles = [layer.register_forward_hook(as_integers) for layer in layers]
-    if type(embedding) is nn.Embedding:
-        handles.append(embedding.register_forward_hook(as_rows))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

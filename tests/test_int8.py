@@ -7,21 +7,23 @@ import subprocess
 import sys
 import weakref
 from dataclasses import replace
+from random import Random
 
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, run
+from conftest import FAMILIES, ROOT, run
 from test_batching import together
+from test_eagle3 import new_head, target_folder  # noqa: F401
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import drafters
 from benchmarks import quality
 from fastpath import decoder, int8
-from fastpath.int8 import Int8Embedding, Int8Weights, previewed
+from fastpath.int8 import Int8Embedding, Int8Weights
 from fastpath.linear import JoinedLinear, PackedLinear
-from serving import answers, loading
+from serving import answers, faults, loading
 from serving.structure import examine
 
 pytestmark = pytest.mark.skipif(int8.inputs() is None, reason="this machine has no exact int8")
@@ -166,35 +168,72 @@ def test_it_is_another_model_and_a_near_one(engine, reference, tiny_folder):
     assert 1e-4 < distance.median() < 0.15
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2", "opt"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2", "gemma3_text", "opt"])
 def test_families_are_served_in_int8(tiny_folder, family):
-    """Loading compares the logits with those of transformers' modules, quantised likewise."""
     options = core.Options(model=str(tiny_folder(family)), quantize="int8", fixed_k=True)
     engine = core.load_engine(options)
+    assert type(engine.target.model.get_input_embeddings()) is Int8Embedding
+    assert engine.target.report.is_exact
     plain = core.plain_decode(engine.target, TEXT, 24, engine.eos_ids)
     assert run(engine, TEXT, max_tokens=24, drafter="ngram")[0].output == plain
 
 
-def test_a_wrong_forward_is_found_in_int8_too(tiny_folder):
-    """The reference is that of the quantised modules, so its tolerance stays small."""
-    options = core.Options(model=str(tiny_folder("llama")), quantize="int8")
-    target = core.load_model(options.model, options)
-    core.speed_up(target, "int8")
-    block = target.model.model.layers[1]
-    block.scaling *= 1.5
+@pytest.mark.parametrize("seed", range(1, 8))
+def test_no_model_is_refused_for_a_jump_from_one_integer_to_the_next(tiny_folder, seed):
+    """The logits are compared with transformers' while the weights are floats."""
+    options = core.Options(model=str(tiny_folder(f"llama:{seed}")), quantize="int8", bitwise=False)
+    core.prepare(core.assemble_engine(options), options)
+
+
+@pytest.mark.parametrize("name", ["embedded", "llama"])
+def test_a_wrong_forward_is_found_in_int8_too(tiny_folder, name, monkeypatch):
+    """The tolerance is that of floats, not of the jumps between integers."""
+    folder = core.Options().model if name == "embedded" else str(tiny_folder(name))
+    fuse = decoder.fused_decoder
+
+    def wrong(*args):
+        fused = fuse(*args)
+        fused.blocks[1].scaling *= 1.5
+        return fused
+
+    monkeypatch.setattr(decoder, "fused_decoder", wrong)
     with pytest.raises(loading.StartError, match="logits are .* away"):
-        core.check(target)
+        core.assemble_engine(core.Options(model=folder, quantize="int8", draft_model=""))
 
 
-def test_preview_leaves_the_model_as_it_was(tiny_folder, reference):
-    model = reference(tiny_folder("llama"))
-    ids = torch.tensor([TEXT])
-    with torch.inference_mode():
-        before = model(ids).logits
-        with previewed(model, "int8"):
-            between = model(ids).logits
-        after = model(ids).logits
-    assert torch.equal(before, after) and not torch.equal(before, between)
+def test_a_mixture_of_experts_is_refused(tiny_folder):
+    with pytest.raises(ValueError, match="its experts would stay floats"):
+        core.assemble_engine(core.Options(model=str(tiny_folder("gpt_oss")), quantize="int8"))
+    options = core.Options(model=str(tiny_folder("gpt_oss")), drafter="self_int8")
+    with pytest.raises(ValueError, match="does not go with a mixture of experts"):
+        core.assemble_engine(options)
+
+
+def test_inputs_that_are_too_wide_are_refused():
+    with pytest.raises(ValueError, match="inputs of at most 66000 numbers"):
+        Int8Weights(torch.ones(2, 66_001), None)
+
+
+def test_a_model_whose_norms_have_no_weights_keeps_its_type(tmp_path):
+    config = AutoConfig.for_model("olmo", **FAMILIES["llama"])
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(core.Options().model).save_pretrained(tmp_path)
+    engine = core.load_engine(core.Options(model=str(tmp_path), quantize="int8", fixed_k=True))
+    assert engine.target.model.dtype == torch.float32
+    plain = core.plain_decode(engine.target, TEXT, 8, engine.eos_ids)
+    assert run(engine, TEXT, max_tokens=8, drafter="ngram")[0].output == plain
+
+
+def test_an_eagle_head_is_quantised_with_its_target(target_folder, tmp_path):  # noqa: F811
+    new_head(tmp_path)
+    engine = core.load_engine(
+        core.Options(model=str(target_folder), eagle3=str(tmp_path), quantize="int8", fixed_k=True)
+    )
+    head = engine.panel.drafters["eagle3"]._head
+    parts = [p for p in head.modules() if isinstance(p, PackedLinear | JoinedLinear)]
+    assert parts and all(isinstance(part.compute, Int8Weights) for part in parts)
+    plain = core.plain_decode(engine.target, TEXT, 24, engine.eos_ids)
+    assert run(engine, TEXT, max_tokens=24, drafter="eagle3")[0].output == plain
 
 
 def test_mtp_head_and_output_layer_are_quantised_with_the_target():
@@ -270,21 +309,88 @@ def test_a_batch_drafts_as_each_alone(twins, sampling):
         assert s.statistics.draft_acceptance_rate == one.statistics.draft_acceptance_rate
 
 
-def test_auto_takes_it_in(tiny_folder, twins):
-    assert "self_int8" in twins.panel.choices["auto"]
-    controlled = core.load_engine(
-        core.Options(model=str(tiny_folder("llama")), drafter="self_int8")
-    )
-    plain = core.plain_decode(controlled.target, TEXT, 60, controlled.eos_ids)
-    s, _ = run(controlled, TEXT, max_tokens=60, drafter="auto")
-    assert s.output == plain
-
-
-def test_it_is_there_by_itself_only_where_it_can_gain(tiny_folder, monkeypatch):
-    options = core.Options(model=str(tiny_folder("llama")))
-    assert "self_int8" not in core.assemble_engine(options).panel.drafters
+def test_auto_takes_it_in_beside_an_mtp_head(monkeypatch):
+    """Both want the output layer of the embedded target, which is shared."""
     monkeypatch.setattr("drafters.self_int8._FEW_WEIGHTS", 0)
-    assert "self_int8" in core.assemble_engine(options).panel.drafters
+    engine = core.load_engine(core.Options())
+    assert {"mtp", "self_int8"} < set(engine.panel.choices["auto"])
+    prompt = engine.target.tokenizer("def add(a, b):\n    return")["input_ids"]
+    plain = core.plain_decode(engine.target, prompt, 40, engine.eos_ids)
+    for name in ("auto", "self_int8"):
+        s, _ = run(engine, prompt, max_tokens=40, drafter=name)
+        assert s.output == plain and s.statistics.num_draft_tokens > 0, name
+
+
+@pytest.mark.parametrize(
+    ("given", "is_there"),
+    [
+        ({}, True),
+        ({"drafter": "auto", "fixed_k": True}, True),
+        ({"drafter": "ngram"}, False),
+        ({"drafter": "none"}, False),
+        ({"fixed_k": True}, False),
+    ],
+)
+def test_it_takes_memory_only_where_it_is_asked_for_or_auto_can_use_it(
+    tiny_folder, monkeypatch, given, is_there
+):
+    options = core.Options(model=str(tiny_folder("llama")), **given)
+    assert "self_int8" not in core.assemble_engine(options).panel.drafters  # it is too small
+    monkeypatch.setattr("drafters.self_int8._FEW_WEIGHTS", 0)
+    assert ("self_int8" in core.assemble_engine(options).panel.drafters) is is_there
+
+
+def test_a_nan_that_a_draft_wrote_does_not_reach_the_target(twins, monkeypatch):
+    drafter = twins.panel.drafters["self_int8"]
+    inner, calls = drafter._draft.forward, []
+
+    def forward(rows, tokens, num_logits):
+        output, cache = inner(rows, tokens, num_logits), drafter._draft.cache
+        calls.append(rows)
+        if len(calls) == 5:
+            cache.layers[0].values[cache.slot(rows[0]), :, cache.lengths[rows[0]] - 1] = torch.nan
+            raise RuntimeError("no numbers")
+        return output
+
+    monkeypatch.setattr(drafter._draft, "forward", forward)
+    s, _ = run(twins, TEXT, max_tokens=40, drafter="self_int8", num_speculative_tokens=3)
+    assert s.output == core.plain_decode(twins.target, TEXT, 40, twins.eos_ids)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("mistral", "bfloat16"), ("gemma2", "float32"), ("gpt2", "float32")]
+)
+def test_windows_chunks_and_the_end_of_the_context(tiny_folder, family, dtype):
+    """Requests of many kinds come and go; each text is the one of plain decoding."""
+    options = core.Options(
+        model=str(tiny_folder(family)), dtype=dtype, drafter="self_int8", fixed_k=True,
+        max_model_len=96, prefill_chunk=16, max_running=4,
+    )  # fmt: skip
+    engine = core.load_engine(options)
+    rng = Random(family)
+    requests = [
+        core.Request(
+            [rng.randrange(1, 4000) for _ in range(rng.choice([3, 20, 50, 90]))],
+            rng.choice([8, 40, 200]), "self_int8", rng.choice([1, 3, 8, 16]),
+            sampling=core.Sampling(temperature=rng.choice([0.0, 0.9])), seed=i,
+        )
+        for i in range(12)
+    ]  # fmt: skip
+    waiting, running, done = list(enumerate(requests)), [], {}
+    while waiting or running:
+        while waiting and len(running) < 4:
+            number, request = waiting.pop(0)
+            running.append((number, engine.open(request)))
+        faults.step(engine, [s for _, s in running])
+        for number, s in [pair for pair in running if pair[1].finish_reason]:
+            done[number] = s.output
+            assert not [w for w in s.seat.warnings if "failed" in w]
+            engine.close(s)
+        running = [pair for pair in running if not pair[1].finish_reason]
+    for number, request in enumerate(requests):
+        plain = together(engine, [replace(request, drafter=None)])[0]
+        assert done[number] == plain.output
+    assert engine.target.cache.lengths == [0] * 4
 
 
 @pytest.mark.parametrize(
@@ -322,7 +428,8 @@ def test_weights_take_at_most_a_byte_and_a_quarter_each():
     model = AutoModelForCausalLM.from_config(config).eval()
     num_weights = sum(weight.numel() for weight in model.parameters())
     freed = weakref.ref(model.get_input_embeddings().weight)
-    decoder.speed_up_modules(model, 128, examine(model, 128).windows, "int8")
+    fused = decoder.speed_up_modules(model, 128, examine(model, 128).windows, "int8")
+    decoder.quantise_modules(model, fused, "int8")
     gc.collect()
     assert freed() is None  # the packed output layer shares nothing with it any more
     assert quality.num_bytes(model) <= 1.25 * num_weights
