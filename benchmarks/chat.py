@@ -114,8 +114,8 @@ def measure(engine: Any, peer: Peer | None, given: Any) -> tuple[list[Any], list
             row["of_generate"] = bench.speedup(speeds["generate", "greedy"], own).median
         outputs = [tokens_of(result) for result in first[who, name]]
         row["equal_outputs"] = sum(a == b for a, b in zip(outputs, plain, strict=True))
-        if who == "ours":
-            row["tok_pass"] = bench.places(bench.total(first[who, name]).tokens_per_pass, 2)
+        ours = bench.total(first[who, name]) if who == "ours" else None
+        row["tok_pass"] = ours and bench.places(ours.tokens_per_pass, 2)
         rows.append(row)
     for name in given.drafters:
         for kind in (*PROMPTS, "all"):
@@ -155,7 +155,7 @@ def main(arguments: list[str] | None = None) -> None:
         options.error("--temperature goes with --alone: generate() draws other tokens")
     engine = bench.load_engine(
         model=given.model, eagle3=given.eagle3, dtype=given.dtype, fixed_k=given.fixed_k,
-        num_speculative_tokens=given.k, max_running=2, max_model_len=1024,
+        num_speculative_tokens=given.k, max_running=2, max_model_len=1024, drafter=bench.AUTO,
     )  # fmt: skip
     choices = list(engine.panel.choices)
     given.drafters = given.drafters or choices

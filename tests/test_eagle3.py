@@ -25,6 +25,7 @@ import demo
 import drafters
 from benchmarks import lossless
 from drafters.eagle3_head import Eagle3Head, HeadConfig, save_head
+from serving.catalogue import CATALOGUE
 
 sys.path.insert(0, str(ROOT / "demo_models"))
 
@@ -293,6 +294,17 @@ def test_rejection_keeps_the_distribution_of_the_first_tokens(head_folder):
     theirs = lossless.first_tokens(engine, plain, 512)
     tests = lossless.compare(lossless.first_tokens(engine, ours, 256), theirs)
     assert min(test.p_value for test in tests.values()) > 1e-6
+
+
+def test_the_head_that_comes_along_is_whole_and_small():
+    folder = ROOT / "demo_models" / "smollm2_eagle3"
+    config, weights = drafters.eagle3_head.read_head(str(folder), False)
+    assert config.verifier == CATALOGUE["smollm2"].origin == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert CATALOGUE["smollm2"].eagle3 == str(folder)
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 25_000_000
+    assert all(weight.isfinite().all() for weight in weights.values())
+    ids = weights["d2t"] + torch.arange(config.draft_vocab_size)
+    assert ids.diff().min() > 0 and 0 <= ids[0] and ids[-1] < config.layer.vocab_size
 
 
 # --------------------------------------------------------------------------------- refusals
