@@ -39,6 +39,7 @@ def free_port():
 
 def _run(module, arguments, log, ignored=(signal.SIGINT,), stdout=None, environ=()):
     os.environ.update(environ)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may have used nohup
     for number in ignored:  # as a shell does with SIGINT in its background jobs, nohup with SIGHUP
         signal.signal(number, signal.SIG_IGN)
     for standard in (1, 2):

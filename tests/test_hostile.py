@@ -328,10 +328,12 @@ def test_streams_are_finished_whatever_has_become_of_stdout(tmp_path, tiny_folde
         fields = {"prompt": "1, 2, 3,", "max_tokens": 20, "stream": True}
         answer = pool.submit(call, server.port, "POST", "/generate", fields)
         gate.wait_until_held()
-        for _ in range(1 + (number == signal.SIGHUP)):  # a terminal that closes sends several
-            server.send(number)
-        until(lambda: health(server.port)["status"] == "draining")
-        gate.open()
+        try:
+            for _ in range(1 + (number == signal.SIGHUP)):  # a terminal that closes sends several
+                server.send(number)
+            until(lambda: health(server.port)["status"] == "draining")
+        finally:  # the pool waits for the answer
+            gate.open()
         assert events_of(answer.result()[2])[-1]["usage"]["completion_tokens"] == 20
         assert server.exit_code() == 0 and "Traceback" not in server.log()
 
