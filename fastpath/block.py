@@ -81,6 +81,8 @@ def parts_of(layer: nn.Module, besides: tuple[str, ...] = ()) -> Parts | None:
     if not attention or norms is None or "mlp" not in names:
         return None
     attended, mlp = getattr(layer, attention), layer.mlp
+    if not all(hasattr(attended, name) for name in ("head_dim", "layer_idx", "scaling")):
+        return None
     qk_names = _names(attended) & {"q_norm", "k_norm"}
     linear = next((p for p in _PROJECTIONS if {*p[0], p[1]} == _names(attended) - qk_names), None)
     inner = next((p for p in _MLPS if {*p[0], *p[1:]} == _names(mlp)), None)

@@ -133,7 +133,7 @@ def rotary_of(module: nn.Module) -> Callable[[Tensor, Tensor, str], tuple[Tensor
 def layers_of(decoder: Any) -> tuple[Any, Any]:
     """A decoder's layers and last norm, by the names of most families or by GPT-2's."""
     if hasattr(decoder, "h"):
-        return decoder.h, decoder.ln_f
+        return decoder.h, getattr(decoder, "ln_f", None)
     return getattr(decoder, "layers", None), getattr(decoder, "norm", None)
 
 
@@ -153,10 +153,13 @@ def can_tabulate(decoder: Any, head_dim: int) -> bool:
 def fused_decoder(model: Any, length: int, windows: Windows) -> FusedDecoder | None:
     """The model's fused forward, if its structure has one and it computes the same."""
     decoder = model.get_decoder()
-    layers, _ = layers_of(decoder)
-    if not layers or not all(map(parts_of, layers)):
+    layers, last_norm = layers_of(decoder)
+    if not layers or last_norm is None or norm_of(last_norm) is None:
         return None
-    if not hasattr(decoder, "wpe") and not can_tabulate(decoder, layers[0].self_attn.head_dim):
+    if not all(map(parts_of, layers)):
+        return None
+    head_dim = parts_of(layers[0]).attention.head_dim
+    if not hasattr(decoder, "wpe") and not can_tabulate(decoder, head_dim):
         return None
     fused, count = FusedDecoder(model, length, windows), min(_NUM_COMPARED, length)
     vocabulary = model.get_input_embeddings().num_embeddings
