@@ -355,8 +355,8 @@ def say(line: str) -> None:
 def end(flush_log: Callable[[], bool], status: int = 0) -> NoReturn:
     """End the process at once. Python's own end would wait for threads, or end one inside torch."""
     abandon()
-    flush_log()
-    for stream in (sys.stdout, sys.stderr):
+    # While a thread waits for somebody to read the log, stderr is locked: flush would wait, too.
+    for stream in (sys.stdout, sys.stderr) if flush_log() else (sys.stdout,):
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)
