@@ -45,8 +45,7 @@ from drafters import Context, Drafter, Noise
 from drafters.noise import ACCEPT, DRAW, NO_NUMBERS, RECOVER, draw
 from drafters.panel import Panel, Seat
 from fastpath.exact import KEY_BLOCK, Report, Shapes, calibrate
-from fastpath.forward import lazy_zeros, scrub, speed_up
-from fastpath.int8 import check_int8
+from fastpath.forward import get_ready, lazy_zeros, scrub, speed_up
 from fastpath.sampling import penalise, survivors, truncated_softmax
 from messages import Cycle, Draft, Judgement, Layers, Output, Request, Sampling
 from serving import answers, faults, http, loading
@@ -605,7 +604,7 @@ def plain_decode(
 def load_model(name: str, options: Options) -> CachedModel:
     """Load what --model names, and give it a KV cache. Raises StartError if it cannot be."""
     model = CachedModel(loading.load_pretrained(name, options), name, options.max_running)
-    check_int8(options.quantize, model)
+    get_ready(model, options.quantize, options.is_compiled)
     model.reference = Reference.of(model)  # before the fast path takes the weights
     follow_masks(model.model, model.cache.capacity)
     return model

@@ -4,19 +4,27 @@ Up to 24 prompts of three kinds, none of them in any training data of ours: talk
 texts, code. Each goes through the model's chat template. Every way of decoding has every prompt,
 in turn; speeds are tokens per second as medians of runs, prompts included. `of_plain` and
 `of_generate` are speeds in that of our plain decoding and of transformers' generate() in the same
-run. `tok_pass` counts the tokens after the first one per target pass. `at_1` … are the shares of
-drafts whose first, second, … token was accepted, with all before it.
+run; llama.cpp's methods name its type of weights. `tok_pass` counts the tokens after the first one
+per target pass. `at_1` … are the shares of drafts whose first, second, … token was accepted, with
+all before it.
 
     python -m benchmarks.chat [--model smollm2] [--dtype float32] [--k 4] [--fixed-k] [--tokens 128]
         [--temperature 0] [--drafters eagle3 ngram auto] [--each 3] [--runs 3] [--alone] [--json]
+        [--quantize int8] [--llama q8_0 q4_1]
 
 `--alone` leaves generate() out, and `--fixed-k` the controller: so is a head's acceptance measured.
+`--llama` adds llama.cpp, plain and with the prompt lookup of its Python package, where
+llama-cpp-python and gguf are installed; and the time of its passes and of ours.
 """
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from contextlib import ExitStack
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
 
 import benchmarks as bench
+from benchmarks import llama_peer
 from benchmarks.peers import Peer
 from messages import Request, Sampling
 from serving.catalogue import folder_of
@@ -67,7 +75,9 @@ PROMPTS = {
 }
 
 
-def ways(engine: Any, peer: Peer | None, given: Any) -> dict[tuple[str, str], Callable[[Any], Any]]:
+def ways(
+    engine: Any, peer: Peer | None, workers: dict[str, llama_peer.Worker], given: Any
+) -> dict[tuple[str, str], Callable[[Any], Any]]:
     """(who, method) -> a function from a prompt's ids to its result."""
     sampling = Sampling(temperature=given.temperature)
 
@@ -82,10 +92,28 @@ def ways(engine: Any, peer: Peer | None, given: Any) -> dict[tuple[str, str], Ca
     found |= {("ours", name): ours(name) for name in given.drafters}
     for method in ("greedy", "ngram") if peer else ():
         found["generate", method] = lambda p, m=method: peer.generate(m, p, given.tokens)
+
+    def theirs(worker: llama_peer.Worker, k: int) -> Callable[[list[int]], Any]:
+        return lambda prompt: Written(
+            *worker.write(prompt, given.tokens, k, sorted(engine.eos_ids))
+        )
+
+    for kind, worker in workers.items():
+        found["llama.cpp", kind] = theirs(worker, 0)
+        found["llama.cpp", f"{kind}, lookup"] = theirs(worker, given.k)
     return found
 
 
-def measure(engine: Any, peer: Peer | None, given: Any) -> tuple[list[Any], list[Any]]:
+class Written(NamedTuple):
+    """What llama.cpp wrote, and how long it took without the pauses around it."""
+
+    ms: float
+    tokens: list[int]
+
+
+def measure(
+    engine: Any, peer: Peer | None, workers: dict[str, llama_peer.Worker], given: Any
+) -> tuple[list[Any], list[Any]]:
     """One row per way, and one per drafter and kind of prompts."""
     tokenizer, length = engine.target.tokenizer, engine.target.max_length
     ids = {
@@ -93,7 +121,7 @@ def measure(engine: Any, peer: Peer | None, given: Any) -> tuple[list[Any], list
         for kind, texts in PROMPTS.items()
         for i, text in enumerate(texts[: given.each])
     }
-    methods = ways(engine, peer, given)
+    methods = ways(engine, peer, workers, given)
     calls = {
         (way, place): lambda run=run, prompt=prompt: run(prompt)
         for place, prompt in ids.items()
@@ -103,7 +131,7 @@ def measure(engine: Any, peer: Peer | None, given: Any) -> tuple[list[Any], list
     speeds, rows, kinds = {}, [], []
     for way in methods:
         of_runs = zip(*(timed[way, place] for place in ids), strict=True)
-        speeds[way] = [sum(c.ms for c in run) / sum(map(num_tokens, run)) for run in of_runs]
+        speeds[way] = [sum(map(ms_of, run)) / sum(map(num_tokens, run)) for run in of_runs]
     first = {way: [timed[way, place][0].result for place in ids] for way in methods}
     plain = [result.output for result in first["ours", "plain"]]
     for who, name in methods:
@@ -128,9 +156,28 @@ def measure(engine: Any, peer: Peer | None, given: Any) -> tuple[list[Any], list
     return rows, kinds
 
 
+def compare(
+    engine: Any, peer: Peer | None, types: list[str], given: Any
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """What `measure` gives, and our passes beside llama.cpp's with weights of each of `types`."""
+    text, passes = bench.random_tokens(engine.target.vocab_size, 200), []
+    with TemporaryDirectory() as folder, ExitStack() as closing:
+        for kind in types:
+            passes += llama_peer.measure(peer.model, engine.target, kind, text, given.runs)
+        workers = {kind: llama_peer.start(peer.model, kind, folder, 1024) for kind in types}
+        for worker in workers.values():
+            closing.callback(worker.close)
+        rows, kinds = measure(engine, None if given.alone else peer, workers, given)
+    return rows, kinds, passes
+
+
 def tokens_of(result: Any) -> list[int]:
     """What was generated, by ours or by generate()."""
     return result.output if isinstance(result, bench.Finished) else result.tokens
+
+
+def ms_of(call: bench.Timed) -> float:
+    return call.result.ms if isinstance(call.result, Written) else call.ms
 
 
 def num_tokens(call: bench.Timed) -> int:
@@ -145,6 +192,8 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     options.add_argument("--k", type=between(1, MAX_SPECULATIVE_TOKENS), default=4)
     options.add_argument("--fixed-k", action="store_true", help="without the controller")
+    options.add_argument("--quantize", choices=["int8"], help="of our target")
+    options.add_argument("--llama", nargs="+", choices=llama_peer.TYPES, default=[])
     options.add_argument("--alone", action="store_true", help="without generate()")
     options.add_argument("--temperature", type=float, default=0.0)
     options.add_argument("--drafters", nargs="+", help="(default: all that fit, and auto)")
@@ -156,15 +205,23 @@ def main(arguments: list[str] | None = None) -> None:
     engine = bench.load_engine(
         model=given.model, eagle3=given.eagle3, dtype=given.dtype, fixed_k=given.fixed_k,
         num_speculative_tokens=given.k, max_running=2, max_model_len=1024, drafter=bench.AUTO,
+        quantize=given.quantize,
     )  # fmt: skip
     choices = list(engine.panel.choices)
     given.drafters = given.drafters or choices
     if unknown := set(given.drafters) - set(choices):
         options.error(f"no drafter {min(unknown)}: choose from {', '.join(choices)}")
     device, folder = engine.target.model.device, folder_of(given.model)
-    peer = None if given.alone else Peer(folder, given.dtype, device, given.k, False)
-    rows, kinds = measure(engine, peer, given)
-    tables = {"results": rows, "accepted": kinds}
+    if lacking := llama_peer.missing() if given.llama else None:
+        print(lacking, file=sys.stderr)
+    peer = (
+        None
+        if given.alone and not given.llama
+        else Peer(folder, given.dtype, device, given.k, False)
+    )
+    types = [] if lacking else given.llama
+    rows, kinds, passes = compare(engine, peer, types, given)
+    tables = {"results": rows, "accepted": kinds, "passes": passes}
     bench.report(__spec__.name, arguments, given, tables, list(tables))
 
 

@@ -1,11 +1,12 @@
 """llama.cpp beside ours: the same weights in the same type, forwards of one row and of six.
 
-What benchmarks.peers adds where llama-cpp-python and gguf are installed. The model, which must have
-Qwen3's structure, is written to a GGUF file without a tokenizer. llama.cpp reads it in a process of
-its own (llama_worker.py). Both take turns, with a pause between, so that neither's idle threads
-still spin while the other is measured. Keys and values have the weights' type, flash attention is
-off. Quantised weights, which are what llama.cpp is mostly used with, are another trade and are not
-compared.
+What benchmarks.peers and benchmarks.chat add where llama-cpp-python and gguf are installed. The
+model, which must have Qwen3's or Llama's structure, is written to a GGUF file without a tokenizer.
+llama.cpp reads it in a process of its own (llama_worker.py). Both take turns, with a pause between,
+so that neither's idle threads still spin while the other is measured. Keys and values have the
+weights' type, flash attention is off. Of the quantised types, which are what llama.cpp is mostly
+used with, q8_0 and q4_1 can be written as well: other models than the one in the file, like our own
+int8.
 """
 
 import importlib.util
@@ -26,6 +27,8 @@ import benchmarks as bench
 
 PAUSE_S = 0.3
 TURN_S = 0.5  # of forwards, one after another
+ROWS = 1, 2, 4, 6, 8
+TYPES = "float32", "bfloat16", "q8_0", "q4_1"
 NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -58,27 +61,36 @@ def name_of(name: str) -> str:
     return f"blk.{layer}.{NAMES[part.removesuffix('.weight')]}.weight"
 
 
-def write_gguf(model: Any, path: str) -> None:
-    """A model of transformers with Qwen3's structure, as llama.cpp reads it.
+def write_gguf(model: Any, path: str, kind: str | None = None) -> None:
+    """A model of transformers with Qwen3's or Llama's structure, as llama.cpp reads it.
 
-    Raises KeyError for weights that Qwen3 does not have.
+    `kind`: q8_0 or q4_1, or the weights' own type. Raises KeyError for weights of other structures.
     """
     import gguf
 
-    config, writer = model.config, gguf.GGUFWriter(path, "qwen3")
+    config = model.config
+    writer = gguf.GGUFWriter(path, "llama" if config.model_type == "llama" else "qwen3")
     write_sizes(writer, config)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     rope = config.rope_parameters
     writer.add_rope_freq_base((rope.get("full_attention") or rope)["rope_theta"])
     writer.add_tokenizer_model("none")
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, weight in model.named_parameters():  # a tied output layer comes once
-        weight, kind = weight.detach(), None
+        weight, stored = weight.detach(), None
+        if config.model_type == "llama" and (count := heads.get(name.split(".")[-2])):
+            # It rotates neighbours of a llama's heads, where transformers rotates halves.
+            halves = weight.unflatten(0, (count, 2, -1))
+            weight = halves.transpose(1, 2).flatten(0, 2).contiguous()
         if weight.dim() == 1:
             weight = weight.float()
+        elif kind:
+            stored = gguf.GGMLQuantizationType[kind.upper()]
+            weight = torch.from_numpy(gguf.quants.quantize(weight.float().numpy(), stored))
         elif weight.dtype == torch.bfloat16:
-            weight, kind = weight.view(torch.uint8), gguf.GGMLQuantizationType.BF16
-        writer.add_tensor(name_of(name), weight.numpy(), raw_dtype=kind)
+            weight, stored = weight.view(torch.uint8), gguf.GGMLQuantizationType.BF16
+        writer.add_tensor(name_of(name), weight.numpy(), raw_dtype=stored)
     finish(writer)
 
 
@@ -114,29 +126,48 @@ class Worker:
 
     def feed(self, tokens: list[int], keep: int) -> tuple[float, list[int]]:
         """Feed `tokens` behind the first `keep` ones: milliseconds, and the argmax behind each."""
-        print(json.dumps([tokens, keep]), file=self._process.stdin, flush=True)
-        ms, argmax = json.loads(self._process.stdout.readline())
-        return ms, argmax
+        return self._ask(tokens, keep)
+
+    def write(
+        self, prompt: list[int], count: int, num_drafted: int, ends: list[int]
+    ) -> tuple[float, list[int]]:
+        """Up to `count` greedy tokens, looking up drafts if `num_drafted`: milliseconds, tokens."""
+        time.sleep(PAUSE_S)  # until our idle threads sleep
+        answer = self._ask(prompt, count, num_drafted, ends)
+        time.sleep(PAUSE_S)  # and its own
+        return answer
+
+    def _ask(self, *question: Any) -> tuple[float, list[int]]:
+        print(json.dumps(question), file=self._process.stdin, flush=True)
+        ms, tokens = json.loads(self._process.stdout.readline())
+        return ms, tokens
 
     def close(self) -> None:
         """End the process."""
         self._process.communicate()
 
 
-def measure(
-    model: Any, target: Any, dtype: str, prompt: list[int], runs: int
-) -> list[dict[str, Any]]:
-    """A row for one token and one for six behind `prompt`; below 1 the ratio says ours is faster.
+def start(model: Any, kind: str, folder: str, context: int) -> Worker:
+    """A worker with a model of transformers in a type of weights; the file goes to `folder`."""
+    path = f"{folder}/{kind}.gguf"
+    write_gguf(model, path, kind if kind.startswith("q") else None)
+    return Worker(path, kind, context)
 
-    `model` is transformers', untouched; `target` the same in a cached model of ours.
+
+def measure(
+    model: Any, target: Any, kind: str, prompt: list[int], runs: int
+) -> list[dict[str, Any]]:
+    """A row for each number of tokens behind `prompt`; below 1 the ratio says ours is faster.
+
+    `model` is transformers', untouched; `target` the same in a cached model of ours. `kind` is
+    llama.cpp's type of weights: float32, bfloat16, q8_0 or q4_1.
     """
     (row,), rows = bench.hold(target, prompt), []
     with TemporaryDirectory() as folder:
-        write_gguf(model, f"{folder}/model.gguf")
-        worker = Worker(f"{folder}/model.gguf", dtype, len(prompt) + 64)
+        worker = start(model, kind, folder, len(prompt) + 64)
         try:
             worker.feed(prompt, 0)
-            for n in 1, 6:
+            for n in ROWS:
                 verify = bench.verifying(target, [row], prompt[:n])
 
                 def ours(verify: Any = verify) -> tuple[float, list[int]]:
@@ -152,6 +183,7 @@ def measure(
                 ms, its = (median(call.result for call in calls) for calls in timed.values())
                 rows.append(
                     {
+                        "type": kind,
                         "rows": n,
                         "ours_ms": round(ms, 3),
                         "llama_cpp_ms": round(its, 3),

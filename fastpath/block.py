@@ -20,9 +20,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from . import attention
 from .activation import steady
 from .attention import CausalMasks, Ragged, additive, attend, causal_mask, grouped_mask
 from .linear import JoinedLinear, Kind, Weights, linear_of
+from .native import NativeStack, Rows, native_stack
 
 # Names of norms before attention, after it, before the MLP and after it.
 _NORMS = (
@@ -133,6 +135,8 @@ class RMSNorm:
 class FusedBlock(nn.Module):
     """Takes a decoder block's place; transformers may call it as it called that."""
 
+    has_other_inputs = False  # than a hidden state
+
     def __init__(self, parts: Parts) -> None:
         super().__init__()
         attention = parts.attention
@@ -154,7 +158,7 @@ class FusedBlock(nn.Module):
         self.qkv, self.out = JoinedLinear(parts.qkv), JoinedLinear([parts.out])
         self.gate_up, self.down = JoinedLinear(parts.up), JoinedLinear([parts.down])
         down = linear_of(parts.down)[0]
-        self.is_gated = parts.is_gated
+        self.is_gated, self.activation_name = parts.is_gated, type(parts.activation).__name__
         self.activation = steady(parts.activation, down.shape[1], down.dtype)
 
     @property
@@ -258,6 +262,8 @@ class FusedPositionalBlock(FusedBlock):
 class FusedEagleBlock(FusedBlock):
     """The first layer of an EAGLE-3 head: x is [embedding, state], side by side."""
 
+    has_other_inputs = True
+
     def __init__(self, layer: nn.Module) -> None:
         super().__init__(parts_of(layer, besides=("hidden_norm",)))
         self.hidden_norm = norm_of(layer.hidden_norm)
@@ -335,6 +341,16 @@ class FusedStack:
             self._masks[kind] = CausalMasks(
                 blocks[0].groups, length, windows[kind], weight.dtype, weight.device
             )
+        self._native: NativeStack | None = None
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the blocks run in C++."""
+        return self._native is not None
+
+    def compile(self) -> None:
+        """Compute in C++ from now on, where --compile asked for it; the weights are packed."""
+        self._native = native_stack(self.blocks, self._kinds, self._ropes, self._masks)
 
     def __call__(
         self,
@@ -362,6 +378,10 @@ class FusedStack:
             ropes[kind] = (cos, sin) if ragged is None else (cos[0], sin[0])
         for kind, table in self._masks.items():
             masks[kind] = table.of(queries, start, where.kv_length)
+        if self._native is not None and cache is not None and not attention.is_recording():
+            buffers = self._native.buffers(cache)
+            if buffers is not None:
+                return self._compiled(x, ropes, masks, buffers, where, states or {})
         if ragged is not None:
             x = x[0]
         for i, (block, kind) in enumerate(zip(self.blocks, self._kinds, strict=True)):
@@ -369,3 +389,28 @@ class FusedStack:
             if states and i in states:
                 states[i] = x if ragged is None else x[None]
         return x if ragged is None else x[None]
+
+    def _compiled(
+        self,
+        x: Tensor,
+        ropes: dict[str, Rope],
+        masks: dict[str, Tensor],
+        buffers: Any,
+        where: Any,
+        states: dict[int, Any],
+    ) -> Tensor:
+        """The same by the compiled blocks, up to each state that is wanted."""
+        count = x.shape[1]
+        rows, x = Rows.of(where, count), x[0]
+        flat = {
+            kind: tuple(table.reshape(count, -1).contiguous() for table in tables)
+            for kind, tables in ropes.items()
+        }
+        begin, first = 0, self.blocks[0]
+        read, x = first.read(x) if first.has_other_inputs else (None, x)
+        for end in sorted({i + 1 for i in states if i >= 0} | {len(self.blocks)}):
+            x = self._native(x, begin, end, flat, masks, buffers, rows, read)
+            begin, read = end, None
+            if end - 1 in states:
+                states[end - 1] = x[None]
+        return x[None]

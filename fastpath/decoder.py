@@ -62,6 +62,17 @@ class FusedDecoder:
         rotary = None if self._positions is not None else rotary_of(decoder.rotary_emb)
         self._stack = FusedStack(self.blocks, kinds, windows, rotary, length)
 
+    def join(self, kind: Kind = Weights) -> None:
+        """Pack the blocks' weights, and let go of the modules'."""
+        for block in self.blocks:
+            block.join(kind)
+        self._stack.compile()
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the blocks run in C++ (native.py)."""
+        return self._stack.is_compiled
+
     @torch.inference_mode()
     def __call__(
         self,
@@ -108,6 +119,7 @@ class FusedHead(nn.Module):
         """Pack the weights, and let go of the module's."""
         self._block.join(kind)
         self._project.join(kind)
+        self._stack.compile()
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, hidden: Tensor, where: Where, cache: Any) -> Tensor:
@@ -202,8 +214,8 @@ def speed_up_modules(
 
 def pack_modules(model: Any, fused: FusedDecoder | None, kind: Kind) -> None:
     """Pack all linear layers of a model, and let go of the module's weights."""
-    for block in fused.blocks if fused else ():
-        block.join(kind)
+    if fused:
+        fused.join(kind)
     pack(model, kind)
 
 
@@ -269,6 +281,7 @@ def speed_up_eagle(head: Any, length: int, quantize: str | None = None) -> Fused
         if is_same(fused(x, OneText(positions, count, count), None), expected):
             block.join(KINDS[quantize])
             head.layers = nn.ModuleList([block])
+            fused.compile()
         else:
             fused = None
     if not fused:

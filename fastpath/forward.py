@@ -22,10 +22,12 @@ from torch import Tensor
 
 from messages import Output
 
+from . import native
 from .attention import NAME, Ragged
 from .block import is_same
 from .decoder import FusedDecoder, quantise_modules, speed_up_modules
 from .exact import Shapes
+from .int8 import check_int8
 
 MOST_SHARED = 32  # tokens of a text that shares its forward with others: more than any draft has
 
@@ -226,6 +228,11 @@ class FastForward:
             scores = list(flat[0, : sum(wanted)].split(wanted))
         return scores, {layer: place.part(found) for layer, found in states.items()}
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the model's blocks run in C++ (native.py)."""
+        return self.fused is not None and self.fused.is_compiled
+
     def reason_not_to_share(self) -> str | None:
         """Why this model's forwards cannot keep to few shapes; None if they can."""
         return None if self.runs.can_share else "its sequences are padded to one length in a batch"
@@ -234,6 +241,12 @@ class FastForward:
 def join(parts: list[Tensor]) -> Tensor:
     """The parts one behind the other; a single one needs no copy."""
     return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def get_ready(model: Any, quantize: str | None, is_compiled: bool | None) -> None:
+    """Before anything is built. Raises ValueError, with a sentence, for what cannot be had."""
+    check_int8(quantize, model)
+    native.use(is_compiled)
 
 
 def speed_up(

@@ -47,6 +47,8 @@ class Weights:
     that were checked (exact.py).
     """
 
+    _is_packed = False
+
     @torch.no_grad()
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -67,6 +69,15 @@ class Weights:
     def signature(self) -> tuple[Any, ...]:
         """Layers of equal signatures run the same code on numbers of their own."""
         return self.out_features, self.in_features, self.dtype, self._bias is None
+
+    @property
+    def can_be_native(self) -> bool:
+        """Whether native.cpp computes with it."""
+        return self._is_packed
+
+    def add_to(self, stack: Any, which: int) -> None:
+        """Make it the linear layer number `which` of the last block of a native stack."""
+        stack.floats(which, self._weight, self._bias, self.most_rows or 0)
 
     @property
     def num_bytes(self) -> int:

@@ -135,6 +135,7 @@ def health(engine: Any, worker: Worker, options: Options) -> dict[str, Any]:
         "status": worker.status,
         "model": model_id(engine.target.name),  # not where its folder is
         "quantization": options.quantize,
+        "compiled": bool(engine.target.fast and engine.target.fast.is_compiled),
         "model_card": options.card,
         "chat_template": options.is_chat(engine.target.tokenizer),  # the page asks for it
         "drafter": engine.default_drafter,

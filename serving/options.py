@@ -58,6 +58,7 @@ class Options:
     mmap: bool = False
     max_model_len: int | None = None  # the model's context, at most LONGEST_DEFAULT
     fastpath: bool = True
+    compile: bool | None = None  # None: where there is a compiler
     bitwise: bool = True
     dtype: str = "auto"
     device: str = "auto"
@@ -77,6 +78,11 @@ class Options:
     def is_chat(self, tokenizer: Any) -> bool:
         """Whether --demo, --prompt and the page put a prompt into the model's chat template."""
         return bool(tokenizer.chat_template) and not self.raw
+
+    @property
+    def is_compiled(self) -> bool | None:
+        """Whether blocks run in C++; None: where they can."""
+        return self.compile if self.fastpath else False
 
     @property
     def card(self) -> dict[str, Any] | None:
@@ -208,6 +214,10 @@ _FLAGS: dict[str, dict[str, Any]] = {
     },
     "max_model_len": {"type": _COUNT, "help": "context length"},
     "fastpath": {"action": _SWITCH, "help": "packed and fused layers where they fit"},
+    "compile": {
+        "action": _SWITCH,
+        "help": "blocks in C++, compiled once in 10 s (default: where there is a compiler)",
+    },
     "bitwise": {"action": _SWITCH, "help": "shapes that keep equal logits equal bits"},
     "dtype": {"choices": ["auto", "float32", "bfloat16"], "help": "auto: float32 on a CPU"},
     "device": {"help": "auto, cpu, cuda, …"},
@@ -293,6 +303,8 @@ def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error("--demo compares drafters: --drafter none does not go with it")
     if given.quantize and not given.fastpath:
         parser.error("--quantize goes with the fast path: leave out --no-fastpath")
+    if given.compile and not given.fastpath:
+        parser.error("--compile goes with the fast path: leave out --no-fastpath")
     if given.json and not given.demo:
         parser.error("--json goes with --demo")
     if given.prompts and not given.demo:

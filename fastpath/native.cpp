@@ -1,0 +1,401 @@
+// The blocks of block.py in one call: the same steps, without Python between them.
+//
+//     x → norm → queries, keys, values → norm, rotation → attention → out → norm → + x
+//     x → norm → gate and up → activation → down → norm → + x
+//
+// Matrix products and attention are torch's, as in Python. What lies between them is written out
+// here, row by row: what a row gets depends on nothing but the row. Sums run in 16 lanes, so that
+// the compiler can use vectors without a choice of its own in their order. native.py compiles it.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/native/quantized/PackedParams.h>
+#include <ATen/ops/_scaled_dot_product_flash_attention_for_cpu.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/index_select.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/custom_class.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <cstring>
+
+namespace {
+
+using at::Tensor;
+using std::optional;
+using Integers = c10::intrusive_ptr<LinearPackedParamsBase>;
+using Scalars = c10::List<optional<at::Scalar>>;
+
+constexpr int64_t kLanes = 16;
+constexpr int64_t kGrain = 1 << 15;  // numbers that are worth a thread
+constexpr int64_t kQueryRows = 8;    // see attention.py, as for the next one
+constexpr int64_t kOneTask = 32;
+constexpr int64_t kWidestHead = 512;
+constexpr float kTiny = 1e-30f;  // the scale of a row of zeros, as in int8.py
+
+// ------------------------------------------------------------------------------ arithmetic
+
+float combined(const float* lanes) {
+  float sum = 0;
+  for (int64_t i = 0; i < kLanes; ++i) sum += lanes[i];
+  return sum;
+}
+
+template <typename T>
+float sum_of_squares(const T* x, int64_t n) {
+  float lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (int64_t j = 0; j < kLanes; ++j) lanes[j] += float(x[i + j]) * float(x[i + j]);
+  for (int64_t j = 0; i + j < n; ++j) lanes[j] += float(x[i + j]) * float(x[i + j]);
+  return combined(lanes);
+}
+
+// The largest size in a row. A NaN stays, so that it is not lost among the integers.
+template <typename T>
+float largest(const T* x, int64_t n) {
+  float lanes[kLanes] = {};
+  auto keep = [&](int64_t j, float value) {
+    float size = std::fabs(value);
+    lanes[j] = lanes[j] >= size || lanes[j] != lanes[j] ? lanes[j] : size;
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (int64_t j = 0; j < kLanes; ++j) keep(j, float(x[i + j]));
+  for (int64_t j = 0; i + j < n; ++j) keep(j, float(x[i + j]));
+  float most = kTiny;
+  for (float lane : lanes) most = most >= lane || most != most ? most : lane;
+  return most;
+}
+
+// exp(x) for |x| up to 87, by a polynomial on half of ln 2 to each side; 2 units of rounding.
+// Written out, as a library's vectors and its single numbers give different bits.
+inline float exponential(float x) {
+  x = x < -87.0f ? -87.0f : x;
+  x = x > 87.0f ? 87.0f : x;
+  float n = std::floor(x * 1.44269504f + 0.5f);
+  float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  float p = 1.98756915e-4f;
+  p = p * r + 1.39819995e-3f;
+  p = p * r + 8.33345190e-3f;
+  p = p * r + 4.16657962e-2f;
+  p = p * r + 1.66666657e-1f;
+  p = p * r + 5.00000012e-1f;
+  p = p * r * r + r + 1.0f;
+  int32_t bits = (int32_t(n) + 127) << 23;
+  float power;
+  std::memcpy(&power, &bits, sizeof power);
+  return p * power;
+}
+
+// x times a sigmoid: of x itself (silu), or of what the tanh in gelu's approximation is made of.
+inline float activated(float x, bool is_gelu) {
+  float z = is_gelu ? 1.59576912f * (x + 0.044715f * x * x * x) : x;
+  return x / (1.0f + exponential(-z));
+}
+
+template <typename F>
+void for_rows(int64_t rows, int64_t width, const F& one) {
+  at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / width), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) one(row);
+  });
+}
+
+// ------------------------------------------------------------------------------------ parts
+
+struct Norm {
+  Tensor weight;  // [D], or one row for each head; undefined where there is no norm
+  double epsilon = 0;
+
+  explicit operator bool() const { return weight.defined(); }
+
+  template <typename T>
+  float factor(const T* x, int64_t n) const {
+    return 1.0f / std::sqrt(sum_of_squares(x, n) / float(n) + float(epsilon));
+  }
+};
+
+// x [N, D] normed, and added to a residual if there is one.
+template <typename T>
+Tensor normed(const Tensor& x, const Norm& norm, const Tensor* residual) {
+  int64_t width = x.size(1);
+  Tensor result = at::empty_like(x);
+  const T* given = x.const_data_ptr<T>();
+  const T* weight = norm.weight.const_data_ptr<T>();
+  const T* added = residual ? residual->const_data_ptr<T>() : nullptr;
+  T* out = result.mutable_data_ptr<T>();
+  for_rows(x.size(0), width, [&](int64_t row) {
+    const T* from = given + row * width;
+    float factor = norm.factor(from, width);
+    for (int64_t i = 0; i < width; ++i) {
+      float value = float(from[i]) * factor * float(weight[i]);
+      out[row * width + i] = T(added ? float(added[row * width + i]) + value : value);
+    }
+  });
+  return result;
+}
+
+// A linear layer of linear.py (packed floats) or of int8.py.
+struct Linear {
+  Tensor weight;
+  optional<Tensor> bias;
+  Integers integers;
+  int64_t most_rows = 0;  // of a call; 0: any number
+  int64_t most = 0, zero = 0;  // of the inputs' integers
+
+  template <typename T>
+  Tensor operator()(const Tensor& x, const Tensor* residual = nullptr) const {
+    if (integers) return quantised<T>(x, residual);
+    if (residual) {
+      static auto op = c10::Dispatcher::singleton()
+                           .findSchemaOrThrow("mkldnn::_linear_pointwise", "binary")
+                           .typed<Tensor(const Tensor&, const Tensor&, const Tensor&,
+                                         const optional<Tensor>&, std::string_view)>();
+      return op.call(x, *residual, weight, bias, "add");
+    }
+    if (most_rows && x.size(0) > most_rows) {
+      std::vector<Tensor> parts;
+      for (const Tensor& part : x.split(most_rows)) parts.push_back((*this).operator()<T>(part));
+      return at::cat(parts);
+    }
+    static auto op = c10::Dispatcher::singleton()
+                         .findSchemaOrThrow("mkldnn::_linear_pointwise", "")
+                         .typed<Tensor(const Tensor&, const Tensor&, const optional<Tensor>&,
+                                       std::string_view, Scalars, optional<std::string_view>)>();
+    return op.call(x, weight, bias, "none", Scalars(), "");
+  }
+
+  template <typename T>
+  Tensor quantised(const Tensor& x, const Tensor* residual) const {
+    int64_t rows = x.size(0), width = x.size(1);
+    Tensor scaled = at::empty({rows, width}, x.options().dtype(at::kFloat));
+    std::vector<float> scales(rows);
+    const T* given = x.const_data_ptr<T>();
+    float* to = scaled.mutable_data_ptr<float>();
+    for_rows(rows, width, [&](int64_t row) {
+      const T* from = given + row * width;
+      float scale = scales[row] = largest(from, width);
+      for (int64_t i = 0; i < width; ++i) to[row * width + i] = float(from[i]) / scale;
+    });
+    Tensor sums =
+        integers->apply_with_input_q_dq_qweight_dq_output_fp32(scaled, 1.0 / double(most), zero);
+    int64_t outputs = sums.size(1);
+    Tensor result = x.scalar_type() == at::kFloat ? sums : at::empty({rows, outputs}, x.options());
+    const float* read = sums.const_data_ptr<float>();
+    const float* shift = bias ? bias->const_data_ptr<float>() : nullptr;
+    const T* added = residual ? residual->const_data_ptr<T>() : nullptr;
+    T* out = result.mutable_data_ptr<T>();
+    for_rows(rows, outputs, [&](int64_t row) {
+      for (int64_t i = 0; i < outputs; ++i) {
+        float value = read[row * outputs + i] * scales[row];
+        if (shift) value += shift[i];
+        if (added) value += float(added[row * outputs + i]);
+        out[row * outputs + i] = T(value);
+      }
+    });
+    return result;
+  }
+};
+
+struct Block {
+  Norm input_norm, out_norm, mlp_norm, down_norm, qk_norm;
+  Linear qkv, out, up, down;
+  int64_t kind = 0;  // of attention: which rotations and mask are its own
+  bool is_gated = true, is_gelu = false;
+};
+
+// Where the rows of a forward stand, and what its blocks share.
+struct Forward {
+  std::vector<Tensor> cos, sin, masks;  // by kind: [N, head_dim] twice, [B, 1, rows, L]
+  std::vector<Tensor> keys, values;     // by block: [slots, heads, capacity, head_dim]
+  const int64_t *slots, *positions;     // [N] in the cache; slot -1: the row is not written
+  const int64_t* places;                // [N] among the queries [B, T]
+  int64_t batch, num_queries, first_slot, kv_length;
+  Tensor others;  // slots that are attended to where they do not lie side by side
+};
+
+// ------------------------------------------------------------------------------------ stack
+
+struct Stack : torch::CustomClassHolder {
+  int64_t heads, kv_heads, head_dim;
+  double scaling;
+  std::vector<Block> blocks;
+
+  Stack(int64_t heads, int64_t kv_heads, int64_t head_dim, double scaling)
+      : heads(heads), kv_heads(kv_heads), head_dim(head_dim), scaling(scaling) {
+    TORCH_CHECK(head_dim <= kWidestHead && head_dim % 2 == 0, "heads of ", head_dim);
+  }
+
+  // norms: 5 weights, an empty tensor where there is none; then each one's epsilon.
+  void begin(int64_t kind, bool is_gated, bool is_gelu, std::vector<Tensor> norms,
+             std::vector<double> epsilons) {
+    Block block;
+    block.kind = kind, block.is_gated = is_gated, block.is_gelu = is_gelu;
+    Norm* to[] = {&block.input_norm, &block.out_norm, &block.mlp_norm, &block.down_norm,
+                  &block.qk_norm};
+    for (size_t i = 0; i < norms.size(); ++i)
+      if (norms[i].numel()) *to[i] = Norm{norms[i].contiguous(), epsilons[i]};
+    blocks.push_back(block);
+  }
+
+  Linear& linear(int64_t which) {
+    Block& block = blocks.back();
+    Linear* all[] = {&block.qkv, &block.out, &block.up, &block.down};
+    return *all[which];
+  }
+
+  void floats(int64_t which, Tensor weight, optional<Tensor> bias, int64_t most_rows) {
+    linear(which) = Linear{weight, bias, {}, most_rows};
+  }
+
+  void integers(int64_t which, Integers packed, optional<Tensor> bias, int64_t most, int64_t zero) {
+    linear(which) = Linear{{}, bias, packed, 0, most, zero};
+  }
+
+  Tensor run(Tensor x, int64_t begin, int64_t end, std::vector<Tensor> cos, std::vector<Tensor> sin,
+             std::vector<Tensor> masks, std::vector<Tensor> keys, std::vector<Tensor> values,
+             Tensor slots, Tensor positions, Tensor places, Tensor others,
+             std::vector<int64_t> sizes, optional<Tensor> read) {
+    c10::InferenceMode guard;
+    Forward forward{cos, sin, masks, keys, values, slots.const_data_ptr<int64_t>(),
+                    positions.const_data_ptr<int64_t>(), places.const_data_ptr<int64_t>(),
+                    sizes[0], sizes[1], sizes[2], sizes[3], others};
+    x = x.contiguous();
+    for (int64_t i = begin; i < end; ++i, read.reset())
+      x = x.scalar_type() == at::kFloat ? one<float>(x, read, i, forward)
+                                        : one<at::BFloat16>(x, read, i, forward);
+    return x;
+  }
+
+  // `given` is what attention reads, where that is not made of x alone.
+  template <typename T>
+  Tensor one(const Tensor& x, const optional<Tensor>& given, int64_t i, const Forward& forward) const {
+    const Block& block = blocks[i];
+    Tensor read = given ? given->contiguous()
+                  : block.input_norm ? normed<T>(x, block.input_norm, nullptr) : x;
+    Tensor joined = block.qkv.template operator()<T>(read);
+    Tensor attended = attend<T>(block, joined, i, forward);
+    Tensor y = added<T>(block.out, attended, block.out_norm, x);
+    read = block.mlp_norm ? normed<T>(y, block.mlp_norm, nullptr) : y;
+    return added<T>(block.down, activate<T>(block, block.up.template operator()<T>(read)),
+                    block.down_norm, y);
+  }
+
+  template <typename T>
+  static Tensor added(const Linear& layer, const Tensor& x, const Norm& norm, const Tensor& y) {
+    return norm ? normed<T>(layer.template operator()<T>(x), norm, &y)
+                : layer.template operator()<T>(x, &y);
+  }
+
+  template <typename T>
+  static Tensor activate(const Block& block, const Tensor& inner) {
+    int64_t width = inner.size(1) / (block.is_gated ? 2 : 1);
+    Tensor result = at::empty({inner.size(0), width}, inner.options());
+    const T* given = inner.const_data_ptr<T>();
+    T* out = result.mutable_data_ptr<T>();
+    for_rows(inner.size(0), width * 8, [&](int64_t row) {
+      const T* gate = given + row * inner.size(1);
+      for (int64_t i = 0; i < width; ++i) {
+        float value = activated(float(gate[i]), block.is_gelu);
+        out[row * width + i] = T(block.is_gated ? value * float(gate[width + i]) : value);
+      }
+    });
+    return result;
+  }
+
+  // One head's numbers, normed and rotated.
+  template <typename T>
+  void rotate(const T* x, const Norm& norm, int64_t head, const T* cos, const T* sin,
+              T* out) const {
+    float wide[kWidestHead];
+    for (int64_t i = 0; i < head_dim; ++i) wide[i] = float(x[i]);
+    if (norm) {
+      const T* weight = norm.weight.const_data_ptr<T>() + head * head_dim;
+      float factor = norm.factor(x, head_dim);
+      for (int64_t i = 0; i < head_dim; ++i) wide[i] = wide[i] * factor * float(weight[i]);
+    }
+    int64_t half = head_dim / 2;
+    if (!cos) {
+      for (int64_t i = 0; i < head_dim; ++i) out[i] = T(wide[i]);
+      return;
+    }
+    for (int64_t i = 0; i < half; ++i)
+      out[i] = T(wide[i] * float(cos[i]) + wide[i + half] * float(sin[i]));
+    for (int64_t i = half; i < head_dim; ++i)
+      out[i] = T(wide[i] * float(cos[i]) + wide[i - half] * float(sin[i]));
+  }
+
+  // Queries, keys and values side by side [N, all heads] -> [N, H · head_dim].
+  template <typename T>
+  Tensor attend(const Block& block, const Tensor& joined, int64_t i, const Forward& f) const {
+    int64_t count = joined.size(0), width = joined.size(1), groups = heads / kv_heads;
+    int64_t rows = f.num_queries * groups;
+    int64_t padded = (rows + kQueryRows - 1) / kQueryRows * kQueryRows;
+    Tensor query = at::zeros({f.batch, kv_heads, padded, head_dim}, joined.options());
+    const T* given = joined.const_data_ptr<T>();
+    const bool turns = !f.cos.empty();
+    const T* cos = turns ? f.cos[block.kind].const_data_ptr<T>() : nullptr;
+    const T* sin = turns ? f.sin[block.kind].const_data_ptr<T>() : nullptr;
+    T* queries = query.mutable_data_ptr<T>();
+    T* keys = f.keys[i].mutable_data_ptr<T>();
+    T* values = f.values[i].mutable_data_ptr<T>();
+    int64_t slot_size = f.keys[i].stride(0), head_size = f.keys[i].stride(1);
+    for_rows(count, width, [&](int64_t row) {
+      const T *x = given + row * width, *c = turns ? cos + row * head_dim : nullptr,
+              *s = turns ? sin + row * head_dim : nullptr;
+      int64_t text = f.places[row] / f.num_queries, at = f.places[row] % f.num_queries;
+      for (int64_t h = 0; h < heads && f.places[row] >= 0; ++h) {
+        int64_t to = (text * kv_heads + h / groups) * padded + at * groups + h % groups;
+        rotate<T>(x + h * head_dim, block.qk_norm, h, c, s, queries + to * head_dim);
+      }
+      for (int64_t h = 0; h < kv_heads && f.slots[row] >= 0; ++h) {
+        int64_t to = f.slots[row] * slot_size + h * head_size + f.positions[row] * head_dim;
+        int64_t own = heads + h;
+        rotate<T>(x + own * head_dim, block.qk_norm, own, c, s, keys + to);
+        std::memcpy(values + to, x + (own + kv_heads) * head_dim, head_dim * sizeof(T));
+      }
+    });
+    Tensor key = seen(f.keys[i], f), value = seen(f.values[i], f);
+    if (f.batch * kv_heads == 1 && padded <= kOneTask) {
+      query = query.expand({2, -1, -1, -1});
+      key = key.expand({2, -1, -1, -1}), value = value.expand({2, -1, -1, -1});
+    }
+    Tensor found = std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, false, f.masks[block.kind], scaling));
+    Tensor result = at::empty({count, heads * head_dim}, joined.options());
+    T* out = result.mutable_data_ptr<T>();
+    const T* from = found.const_data_ptr<T>();
+    for (int64_t row = 0; row < count; ++row) {
+      int64_t place = f.places[row] < 0 ? 0 : f.places[row];
+      int64_t text = place / f.num_queries, at = place % f.num_queries;
+      for (int64_t h = 0; h < heads; ++h)
+        std::memcpy(out + (row * heads + h) * head_dim,
+                    from + text * found.stride(0) + h / groups * found.stride(1) +
+                        (at * groups + h % groups) * found.stride(2),
+                    head_dim * sizeof(T));
+    }
+    return result;
+  }
+
+  static Tensor seen(const Tensor& buffer, const Forward& f) {
+    Tensor rows = f.others.numel() ? buffer.index_select(0, f.others)
+                                   : buffer.narrow(0, f.first_slot, f.batch);
+    return rows.narrow(2, 0, f.kv_length);
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY(speculative, library) {
+  library.class_<Stack>("Stack")
+      .def(torch::init<int64_t, int64_t, int64_t, double>())
+      .def("begin", &Stack::begin)
+      .def("floats", &Stack::floats)
+      .def("integers", &Stack::integers)
+      .def("run", &Stack::run);
+}

@@ -1,0 +1,185 @@
+"""The compiled blocks compute what the blocks in Python do, keep bits alone and in company, and
+step aside where there is no compiler or where a model has what they do not know."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import speculative_decoding as core
+import torch
+from conftest import FAMILIES, ROOT, run
+from test_batching import together
+from test_eagle3 import new_head, target_folder  # noqa: F401
+
+from fastpath import int8, linear, native
+from fastpath.block import is_same
+from serving import answers
+from serving.worker import Worker
+
+needs_compiler = pytest.mark.skipif(
+    native.why_not() is not None or not linear.can_pack(torch.float32),
+    reason="no C++ compiler here, or no packed layers",
+)
+TEXT = [311, 42, 7, 900, 13, 42, 7, 900, 55, 1024, 3, 42]
+# What the blocks in C++ know; the others have soft caps, other norms or a part of their own.
+COMPILED = {"llama", "qwen3", "mistral", "qwen2", "granite", "gemma3_text", "phi3"}
+KINDS = [("float32", None), ("bfloat16", None), ("float32", "int8"), ("bfloat16", "int8")]
+
+
+def load(folder, **changes):
+    options = {"drafter": "ngram", "fixed_k": True} | changes
+    return core.load_engine(core.Options(model=str(folder), **options))
+
+
+def logits(engine, text=TEXT):
+    """Of every token of a text, read in two forwards."""
+    row = engine.target.cache.open_row(len(text))
+    parts = [
+        engine.target.forward([row], [part], [len(part)]).logits[0] for part in (text[:7], text[7:])
+    ]
+    engine.target.cache.close_row(row)
+    return torch.cat(parts)
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_families_it_knows_get_the_same_logits(family, tiny_folder):
+    apart, compiled = (load(tiny_folder(family), compile=c, bitwise=False) for c in (False, None))
+    assert compiled.target.fast.is_compiled == (family in COMPILED)
+    assert not apart.target.fast.is_compiled
+    assert is_same(logits(compiled), logits(apart))
+
+
+@needs_compiler
+@pytest.mark.parametrize(("dtype", "quantize"), KINDS)
+def test_speculation_alone_and_in_a_batch_keeps_every_bit(dtype, quantize, tiny_folder):
+    if quantize and int8.inputs() is None or not linear.can_pack(getattr(torch, dtype)):
+        pytest.skip("not on this CPU")
+    engine = load(tiny_folder("qwen3"), dtype=dtype, quantize=quantize)
+    assert engine.target.fast.is_compiled and engine.target.report.is_exact
+    prompts = [TEXT, TEXT[2:] * 4, TEXT[::-1], TEXT[:3]]
+    requests = [core.Request(prompt, 24, "ngram") for prompt in prompts]
+    plain = [core.plain_decode(engine.target, p, 24, engine.eos_ids) for p in prompts]
+    alone = [run(engine, p, max_tokens=24, drafter="ngram")[0].output for p in prompts]
+    assert alone == plain
+    assert [s.output for s in together(engine, requests)] == plain
+
+
+@needs_compiler
+def test_an_int8_block_differs_from_python_by_roundings_only(tiny_folder):
+    """Random weights make jumps large; a wrong scale or a lost norm would be far larger."""
+    if int8.inputs() is None:
+        pytest.skip("no exact int8 here")
+    apart, compiled = (
+        load(tiny_folder("qwen2"), quantize="int8", compile=c) for c in (False, True)
+    )
+    ours, theirs = logits(compiled), logits(apart)
+    assert compiled.target.fast.is_compiled
+    assert torch.nn.functional.cosine_similarity(ours, theirs).min() > 0.995
+
+
+@needs_compiler
+def test_a_row_without_numbers_is_not_hidden_by_integers(tiny_folder):
+    if int8.inputs() is None:
+        pytest.skip("no exact int8 here")
+    engine = load(tiny_folder("llama"), quantize="int8")
+    embedding = engine.target.model.get_input_embeddings()
+    embedding.scales[900] = torch.nan
+    found = logits(engine)
+    assert found[3].isnan().all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("drafter", ["mtp", "draft_model", "auto"])
+def test_the_embedded_models_and_the_mtp_head_are_compiled(drafter, prompts):
+    engine = core.load_engine(core.Options(drafter=drafter, fixed_k=True))
+    prompt = prompts["code_class"]
+    plain = core.plain_decode(engine.target, prompt, 32, engine.eos_ids)
+    sequence, events = run(engine, prompt, max_tokens=32, drafter=drafter)
+    assert sequence.output == plain and sum(event["accepted_count"] for event in events) > 3
+    if drafter == "mtp":
+        assert engine.panel.drafters["mtp"]._fused._stack.is_compiled
+
+
+@needs_compiler
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+def test_an_eagle_head_reads_two_inputs(norm_before_residual, target_folder, tmp_path):  # noqa: F811
+    new_head(tmp_path / "head", norm_before_residual=norm_before_residual)
+    found = []
+    for compiled in (False, True):
+        engine = load(
+            target_folder, eagle3=str(tmp_path / "head"), drafter="eagle3", compile=compiled
+        )
+        assert engine.panel.drafters["eagle3"]._head.fused.is_compiled == compiled
+        sequence, events = run(engine, TEXT, max_tokens=24, drafter="eagle3")
+        found.append((sequence.output, [event["accepted_count"] for event in events]))
+    assert found[0] == found[1]
+
+
+@needs_compiler
+def test_a_block_that_computes_something_else_stays_in_python(tiny_folder, monkeypatch):
+    monkeypatch.setitem(native._ACTIVATIONS, "SiLUActivation", True)  # which is not gelu
+    monkeypatch.setitem(native._ACTIVATIONS, "SiLU", True)
+    engine = load(tiny_folder("llama"), bitwise=False)
+    assert not engine.target.fast.is_compiled
+
+
+@needs_compiler
+def test_health_says_whether_it_is_compiled(demo_engine):
+    worker = Worker(demo_engine, core.Options())
+    assert answers.health(demo_engine, worker, core.Options())["compiled"] is True
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    monkeypatch.setattr(native, "_is_loaded", False)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+
+
+def test_without_a_compiler_the_blocks_run_in_python(no_compiler, tiny_folder):
+    engine = load(tiny_folder("llama"), bitwise=False)
+    assert not engine.target.fast.is_compiled
+    with pytest.raises(ValueError, match="--compile needs a C\\+\\+ compiler"):
+        load(tiny_folder("llama"), compile=True)
+
+
+def test_a_compiler_that_fails_costs_nothing_but_a_line(tmp_path, monkeypatch):
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho 'native.cpp:1: error: no such header' >&2\nexit 1\n")
+    broken.chmod(broken.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setattr(native, "_is_loaded", False)
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(
+        ValueError, match="the compiler failed: native.cpp:1: error: no such header"
+    ):
+        native.use(True)
+    native.use(None)
+    assert not native.is_used and list((tmp_path / "cache").rglob("*.so")) == []
+
+
+@needs_compiler
+def test_what_was_compiled_is_used_again_and_a_broken_file_is_made_anew(tmp_path):
+    """In processes of their own: a library is loaded once."""
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    script = "from fastpath import native; native.use(True); print(native.is_used)"
+    times = []
+    for damage in (False, False, True):
+        if damage:
+            (file,) = tmp_path.rglob("*.so")
+            file.write_bytes(b"\x7fELF")
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.stdout == "True\n", done.stderr
+        (file,) = tmp_path.rglob("*.so")
+        times.append(Path(file).stat().st_mtime_ns)
+    assert times[0] == times[1] < times[2]
+
+
+def test_compile_goes_with_the_fast_path(capsys):
+    with pytest.raises(SystemExit):
+        core.parse_arguments("", ["--demo", "--compile", "--no-fastpath"])
+    assert "--compile goes with the fast path" in capsys.readouterr().err
