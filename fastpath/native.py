@@ -139,7 +139,10 @@ def _compile(file: Path) -> None:
 
 _ACTIVATIONS = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True}  # whether it is gelu
 _WIDEST_HEAD = 512
-_JUMPS = 0.03  # of the largest number, by which integers may differ that were rounded up or down
+# By how much of the largest number a block may differ: a few roundings of its type. Measured were
+# 1.2e-6 and .02, and for integers, which may be rounded up or down, .004 and .07.
+_ROUNDINGS = {torch.float32: 2e-5, torch.bfloat16: 0.06}
+_JUMPS = 0.03
 
 
 class NativeStack:
@@ -263,17 +266,18 @@ def _computes_the_same(
     rows = Rows(positions * 0, positions, positions, positions[:0], [1, count, 0, count])
     random = torch.Generator().manual_seed(0)
     width = first.down.compute.out_features * (1 + first.has_other_inputs)
-    x = torch.randn(count, width, generator=random).to(like.dtype)
+    x = torch.randn(count, width, generator=random).to(like.dtype) / 64
+    is_integer = isinstance(first.qkv.compute, Int8Weights)
+    tolerance = _ROUNDINGS[x.dtype] + (_JUMPS if is_integer else 0)
     for i, (block, kind) in enumerate(zip(blocks, kinds, strict=True)):
         tables = tuple(t[:, :count] for t in ropes[kind]) if ropes else None
         expected = block.run(x[None], tables, mask[kind], None)[0]
         read, x = block.read(x) if block.has_other_inputs else (None, x)
         actual = stack(x, i, i + 1, rope, mask, buffers, rows, read)
-        eps = torch.finfo(x.dtype).eps
-        tolerance = _JUMPS if isinstance(block.qkv.compute, Int8Weights) else 32 * eps
-        largest = float((expected - x).abs().max())  # of what the block adds
+        # x is so small that its roundings hide nothing of what the block adds.
+        largest = float((expected - x).abs().max())
         difference = float((actual - expected).abs().max())
-        if not difference <= tolerance * max(largest, float(x.abs().max()) * eps):
+        if not difference <= tolerance * largest:
             LOG.info("--compile: block %d differs by %.2g of %.2g", i, difference, largest)
             return False
     return True
