@@ -40,62 +40,93 @@ constexpr float kTiny = 1e-30f;  // the scale of a row of zeros, as in int8.py
 
 // ------------------------------------------------------------------------------ arithmetic
 
-float combined(const float* lanes) {
-  float sum = 0;
-  for (int64_t i = 0; i < kLanes; ++i) sum += lanes[i];
-  return sum;
+using Lanes = float __attribute__((vector_size(kLanes * 4)));
+using Ints = int32_t __attribute__((vector_size(kLanes * 4)));
+using Shorts = uint16_t __attribute__((vector_size(kLanes * 2)));
+
+inline Ints bits_of(Lanes x) { return (Ints)x; }
+inline Lanes from_bits(Ints x) { return (Lanes)x; }
+
+// Up to 16 numbers; the others are 0.
+inline Lanes load(const float* from, int64_t count) {
+  Lanes x = {};
+  std::memcpy(&x, from, count == kLanes ? sizeof x : count * sizeof *from);
+  return x;
+}
+
+inline Lanes load(const at::BFloat16* from, int64_t count) {
+  Shorts x = {};
+  std::memcpy(&x, from, count == kLanes ? sizeof x : count * sizeof *from);
+  return from_bits(__builtin_convertvector(x, Ints) << 16);
+}
+
+inline void store(float* to, Lanes x, int64_t count) {
+  std::memcpy(to, &x, count == kLanes ? sizeof x : count * sizeof *to);
+}
+
+inline void store(at::BFloat16* to, Lanes x, int64_t count) {
+  Ints bits = bits_of(x);
+  Ints rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;  // to the nearest, ties to even
+  rounded = x == x ? rounded : 0x7fc0;                        // a NaN stays one
+  Shorts halves = __builtin_convertvector(rounded, Shorts);
+  std::memcpy(to, &halves, count == kLanes ? sizeof halves : count * sizeof *to);
+}
+
+// f(i, count) for the numbers i to i + count - 1 of a row; the last ones may be fewer than 16.
+template <typename F>
+inline void by_lanes(int64_t n, const F& f) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) f(i, kLanes);
+  if (i < n) f(i, n - i);
 }
 
 template <typename T>
 float sum_of_squares(const T* x, int64_t n) {
-  float lanes[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes)
-    for (int64_t j = 0; j < kLanes; ++j) lanes[j] += float(x[i + j]) * float(x[i + j]);
-  for (int64_t j = 0; i + j < n; ++j) lanes[j] += float(x[i + j]) * float(x[i + j]);
-  return combined(lanes);
+  Lanes sums = {};
+  by_lanes(n, [&](int64_t i, int64_t count) {
+    Lanes part = load(x + i, count);
+    sums += part * part;
+  });
+  float sum = 0;
+  for (int64_t j = 0; j < kLanes; ++j) sum += sums[j];
+  return sum;
 }
 
 // The largest size in a row. A NaN stays, so that it is not lost among the integers.
 template <typename T>
 float largest(const T* x, int64_t n) {
-  float lanes[kLanes] = {};
-  auto keep = [&](int64_t j, float value) {
-    float size = std::fabs(value);
-    lanes[j] = lanes[j] >= size || lanes[j] != lanes[j] ? lanes[j] : size;
-  };
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes)
-    for (int64_t j = 0; j < kLanes; ++j) keep(j, float(x[i + j]));
-  for (int64_t j = 0; i + j < n; ++j) keep(j, float(x[i + j]));
-  float most = kTiny;
-  for (float lane : lanes) most = most >= lane || most != most ? most : lane;
-  return most;
+  Lanes most = {};
+  by_lanes(n, [&](int64_t i, int64_t count) {
+    Lanes size = from_bits(bits_of(load(x + i, count)) & 0x7fffffff);
+    most = (most >= size) | (most != most) ? most : size;
+  });
+  float result = kTiny;
+  for (int64_t j = 0; j < kLanes; ++j)
+    result = result >= most[j] || result != result ? result : most[j];
+  return result;
 }
 
 // exp(x) for |x| up to 87, by a polynomial on half of ln 2 to each side; 2 units of rounding.
 // Written out, as a library's vectors and its single numbers give different bits.
-inline float exponential(float x) {
+inline Lanes exponential(Lanes x) {
   x = x < -87.0f ? -87.0f : x;
   x = x > 87.0f ? 87.0f : x;
-  float n = std::floor(x * 1.44269504f + 0.5f);
-  float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  float p = 1.98756915e-4f;
-  p = p * r + 1.39819995e-3f;
+  Lanes scaled = x * 1.44269504f;
+  Ints whole = __builtin_convertvector(scaled + (scaled < 0.0f ? -0.5f : 0.5f - Lanes{}), Ints);
+  Lanes n = __builtin_convertvector(whole, Lanes);
+  Lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Lanes p = r * 1.98756915e-4f + 1.39819995e-3f;
   p = p * r + 8.33345190e-3f;
   p = p * r + 4.16657962e-2f;
   p = p * r + 1.66666657e-1f;
   p = p * r + 5.00000012e-1f;
   p = p * r * r + r + 1.0f;
-  int32_t bits = (int32_t(n) + 127) << 23;
-  float power;
-  std::memcpy(&power, &bits, sizeof power);
-  return p * power;
+  return p * from_bits((whole + 127) << 23);
 }
 
 // x times a sigmoid: of x itself (silu), or of what the tanh in gelu's approximation is made of.
-inline float activated(float x, bool is_gelu) {
-  float z = is_gelu ? 1.59576912f * (x + 0.044715f * x * x * x) : x;
+inline Lanes activated(Lanes x, bool is_gelu) {
+  Lanes z = is_gelu ? 1.59576912f * (x + 0.044715f * x * x * x) : x;
   return x / (1.0f + exponential(-z));
 }
 
@@ -132,10 +163,11 @@ Tensor normed(const Tensor& x, const Norm& norm, const Tensor* residual) {
   for_rows(x.size(0), width, [&](int64_t row) {
     const T* from = given + row * width;
     float factor = norm.factor(from, width);
-    for (int64_t i = 0; i < width; ++i) {
-      float value = float(from[i]) * factor * float(weight[i]);
-      out[row * width + i] = T(added ? float(added[row * width + i]) + value : value);
-    }
+    by_lanes(width, [&](int64_t i, int64_t count) {
+      Lanes value = load(from + i, count) * factor * load(weight + i, count);
+      if (added) value += load(added + row * width + i, count);
+      store(out + row * width + i, value, count);
+    });
   });
   return result;
 }
@@ -180,7 +212,9 @@ struct Linear {
     for_rows(rows, width, [&](int64_t row) {
       const T* from = given + row * width;
       float scale = scales[row] = largest(from, width);
-      for (int64_t i = 0; i < width; ++i) to[row * width + i] = float(from[i]) / scale;
+      by_lanes(width, [&](int64_t i, int64_t count) {
+        store(to + row * width + i, load(from + i, count) / scale, count);
+      });
     });
     Tensor sums =
         integers->apply_with_input_q_dq_qweight_dq_output_fp32(scaled, 1.0 / double(most), zero);
@@ -191,12 +225,12 @@ struct Linear {
     const T* added = residual ? residual->const_data_ptr<T>() : nullptr;
     T* out = result.mutable_data_ptr<T>();
     for_rows(rows, outputs, [&](int64_t row) {
-      for (int64_t i = 0; i < outputs; ++i) {
-        float value = read[row * outputs + i] * scales[row];
-        if (shift) value += shift[i];
-        if (added) value += float(added[row * outputs + i]);
-        out[row * outputs + i] = T(value);
-      }
+      by_lanes(outputs, [&](int64_t i, int64_t count) {
+        Lanes value = load(read + row * outputs + i, count) * scales[row];
+        if (shift) value += load(shift + i, count);
+        if (added) value += load(added + row * outputs + i, count);
+        store(out + row * outputs + i, value, count);
+      });
     });
     return result;
   }
@@ -298,12 +332,13 @@ struct Stack : torch::CustomClassHolder {
     Tensor result = at::empty({inner.size(0), width}, inner.options());
     const T* given = inner.const_data_ptr<T>();
     T* out = result.mutable_data_ptr<T>();
-    for_rows(inner.size(0), width * 8, [&](int64_t row) {
+    for_rows(inner.size(0), width * 4, [&](int64_t row) {
       const T* gate = given + row * inner.size(1);
-      for (int64_t i = 0; i < width; ++i) {
-        float value = activated(float(gate[i]), block.is_gelu);
-        out[row * width + i] = T(block.is_gated ? value * float(gate[width + i]) : value);
-      }
+      by_lanes(width, [&](int64_t i, int64_t count) {
+        Lanes value = activated(load(gate + i, count), block.is_gelu);
+        if (block.is_gated) value *= load(gate + width + i, count);
+        store(out + row * width + i, value, count);
+      });
     });
     return result;
   }
@@ -312,22 +347,22 @@ struct Stack : torch::CustomClassHolder {
   template <typename T>
   void rotate(const T* x, const Norm& norm, int64_t head, const T* cos, const T* sin,
               T* out) const {
-    float wide[kWidestHead];
-    for (int64_t i = 0; i < head_dim; ++i) wide[i] = float(x[i]);
-    if (norm) {
-      const T* weight = norm.weight.const_data_ptr<T>() + head * head_dim;
-      float factor = norm.factor(x, head_dim);
-      for (int64_t i = 0; i < head_dim; ++i) wide[i] = wide[i] * factor * float(weight[i]);
-    }
+    float wide[kWidestHead + kLanes];
+    const T* weight = norm ? norm.weight.const_data_ptr<T>() + head * head_dim : nullptr;
+    float factor = norm ? norm.factor(x, head_dim) : 1.0f;
+    by_lanes(head_dim, [&](int64_t i, int64_t count) {
+      Lanes value = load(x + i, count);
+      if (weight) value = value * factor * load(weight + i, count);
+      store(wide + i, value, count);
+      if (!cos) store(out + i, value, count);
+    });
     int64_t half = head_dim / 2;
-    if (!cos) {
-      for (int64_t i = 0; i < head_dim; ++i) out[i] = T(wide[i]);
-      return;
-    }
-    for (int64_t i = 0; i < half; ++i)
-      out[i] = T(wide[i] * float(cos[i]) + wide[i + half] * float(sin[i]));
-    for (int64_t i = half; i < head_dim; ++i)
-      out[i] = T(wide[i] * float(cos[i]) + wide[i - half] * float(sin[i]));
+    for (int64_t begin = 0; cos && begin < head_dim; begin += half)
+      by_lanes(half, [&](int64_t i, int64_t count) {
+        Lanes own = load(wide + begin + i, count), other = load(wide + half - begin + i, count);
+        store(out + begin + i,
+              own * load(cos + begin + i, count) + other * load(sin + begin + i, count), count);
+      });
   }
 
   // Queries, keys and values side by side [N, all heads] -> [N, H · head_dim].
@@ -370,7 +405,7 @@ struct Stack : torch::CustomClassHolder {
     Tensor result = at::empty({count, heads * head_dim}, joined.options());
     T* out = result.mutable_data_ptr<T>();
     const T* from = found.const_data_ptr<T>();
-    for (int64_t row = 0; row < count; ++row) {
+    for_rows(count, width, [&](int64_t row) {
       int64_t place = f.places[row] < 0 ? 0 : f.places[row];
       int64_t text = place / f.num_queries, at = place % f.num_queries;
       for (int64_t h = 0; h < heads; ++h)
@@ -378,7 +413,7 @@ struct Stack : torch::CustomClassHolder {
                     from + text * found.stride(0) + h / groups * found.stride(1) +
                         (at * groups + h % groups) * found.stride(2),
                     head_dim * sizeof(T));
-    }
+    });
     return result;
   }
 
