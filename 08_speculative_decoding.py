@@ -631,6 +631,7 @@ def prepare(engine: Engine, options: Options) -> None:
         with refusal(model):
             model.report = calibrate(model, most, options.bitwise and model is engine.target)
         check(model)
+    answers.LOG.info(answers.setting(engine, options))
     warm_up(engine)
 
 

@@ -26,6 +26,7 @@ from control.formulas import steadiness
 from control.statistics import PLAIN, ratio
 from messages import Request
 from serving import trace
+from serving.answers import setting
 from serving.errors import RequestError
 from serving.loading import StartError
 from serving.options import ROOT, Options
@@ -258,6 +259,7 @@ def show_demo(engine: Any, options: Options, plain_decode: Decode, given: Namesp
     is_chat = options.is_chat(engine.target.tokenizer)
     prompts = chosen_prompts(engine, options, given.prompts)
     if not given.json:
+        print(setting(engine, options))
         print(legend(colour), flush=True)
     document: dict[str, Any] = {"prompts": [], "interrupted": False}
     try:

@@ -28,6 +28,7 @@ from .block import is_same
 from .decoder import FusedDecoder, quantise_modules, speed_up_modules
 from .exact import Shapes
 from .int8 import check_int8
+from .linear import computes_bfloat16
 
 MOST_SHARED = 32  # tokens of a text that shares its forward with others: more than any draft has
 
@@ -232,6 +233,20 @@ class FastForward:
     def is_compiled(self) -> bool:
         """Whether the model's blocks run in C++ (native.py)."""
         return self.fused is not None and self.fused.is_compiled
+
+    @property
+    def way(self) -> str:
+        """How the model is computed, in few words."""
+        if self.fused is None:
+            return "transformers' modules with packed layers"
+        return f"its blocks fused in {'C++' if self.is_compiled else 'Python'}"
+
+    @property
+    def could_be_bfloat16(self) -> bool:
+        """Whether floats of half the size would be read in half the time."""
+        model = self._model.model
+        is_wide = model.device.type == "cpu" and model.dtype == torch.float32
+        return is_wide and computes_bfloat16()
 
     def reason_not_to_share(self) -> str | None:
         """Why this model's forwards cannot keep to few shapes; None if they can."""

@@ -36,6 +36,12 @@ def can_pack(dtype: torch.dtype, device: str = "cpu") -> bool:
     return bool((result == 16).all() and (added == 17).all())
 
 
+def computes_bfloat16() -> bool:
+    """Whether this CPU multiplies numbers of bfloat16 by itself, without making floats of them."""
+    tests = "_is_avx512_bf16_supported", "_is_amx_tile_supported"
+    return any(getattr(torch.cpu, name)() for name in tests if hasattr(torch.cpu, name))
+
+
 LARGE = 8192  # outputs, of a layer that takes long
 _MOST_ROWS = 32
 

@@ -18,6 +18,8 @@ from .options import Options
 from .parsing import model_id
 from .worker import WAITING, Job, Worker, cancel
 
+LOG = logging.getLogger("serving.answers")
+
 _MIN_DRAFTS_TO_JUDGE = 100
 _POOR_FIRST_ACCEPTANCE = 0.2
 
@@ -119,6 +121,18 @@ def failures_as_events(jobs: list[Job], events: Iterator[str]) -> Iterator[str]:
 def sse(data: dict[str, Any]) -> str:
     """One server-sent event."""
     return f"data: {json.dumps(data)}\n\n"
+
+
+def setting(engine: Any, options: Options) -> str:
+    """One line: what the target is computed with on this machine, and whether that is exact."""
+    model, fast, report = engine.target.model, engine.target.fast, engine.target.report
+    kind = "int8" if options.quantize else str(model.dtype).removeprefix("torch.")
+    way = fast.way if fast else "transformers' modules"
+    exact = "with equal bits, checked" if report and report.is_exact else "without equal bits"
+    line = f"the target runs in {kind}: {way}, {torch.get_num_threads()} threads, {exact}"
+    if fast and fast.could_be_bfloat16 and not (options.is_embedded or options.quantize):
+        line += "; this CPU computes bfloat16 by itself, so --dtype bfloat16 would be faster"
+    return line
 
 
 def health(engine: Any, worker: Worker, options: Options) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from conftest import FAMILIES, ROOT, run
 from test_batching import together
 from test_eagle3 import new_head, target_folder  # noqa: F401
 
-from fastpath import int8, linear, native
+from fastpath import forward, int8, linear, native
 from fastpath.block import is_same
 from serving import answers
 from serving.worker import Worker
@@ -183,3 +183,18 @@ def test_compile_goes_with_the_fast_path(capsys):
     with pytest.raises(SystemExit):
         core.parse_arguments("", ["--demo", "--compile", "--no-fastpath"])
     assert "--compile goes with the fast path" in capsys.readouterr().err
+
+
+def test_one_line_says_what_is_computed_with(demo_engine, tiny_folder, monkeypatch):
+    options = core.Options()
+    line = answers.setting(demo_engine, options)
+    assert line.startswith("the target runs in float32: its blocks fused in ")
+    assert line.endswith("1 threads, with equal bits, checked")
+    monkeypatch.setattr(forward, "computes_bfloat16", lambda: True)
+    assert "--dtype bfloat16" not in answers.setting(demo_engine, options)
+    folder = tiny_folder("llama")
+    engine = load(folder, compile=False, bitwise=False)
+    line = answers.setting(engine, core.Options(model=str(folder)))
+    assert "fused in Python" in line and "without equal bits; this CPU computes bfloat16" in line
+    engine = load(folder, fastpath=False)
+    assert "float32: transformers' modules" in answers.setting(engine, options)
