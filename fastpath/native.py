@@ -121,7 +121,7 @@ def _compile(file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             made = Path(folder) / file.name
-            libraries = [f"-L{root}/lib", "-ltorch_cpu", "-lc10"]
+            libraries = [f"-L{root}/lib", "-ltorch_cpu", "-lc10", *_threads(root / "lib")]
             command = [compiler(), *_FLAGS, abi, *include, _SOURCE, "-o", made, *libraries]
             subprocess.run(
                 list(map(str, command)), check=True, capture_output=True, text=True,
@@ -133,6 +133,12 @@ def _compile(file: Path) -> None:
         raise ValueError(f"--compile: the compiler failed: {first[:200]}") from error
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ValueError(f"--compile: {error}") from error
+
+
+def _threads(folder: Path) -> list[str]:
+    """Torch's own threads, where it brings their library: a second one would fight with it."""
+    own = sorted(folder.glob("libgomp*.so*"))
+    return ["-fopenmp", "-Wl,--as-needed", str(own[0])] if own else []
 
 
 # --------------------------------------------------------------------------------- the stack

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import partial
 
+import gguf
 import pytest
 import torch
 import transformers
@@ -149,12 +150,26 @@ def test_the_benchmark_against_generate_takes_models_of_random_weights(measure, 
 
 
 FAKE_LLAMA = """
+import pathlib
+import sys
+import types
+
 import numpy
+
+speculative = types.ModuleType("llama_cpp.llama_speculative")
+speculative.LlamaPromptLookupDecoding = lambda num_pred_tokens: num_pred_tokens
+sys.modules["llama_cpp.llama_speculative"] = speculative
 
 class Llama:
     def __init__(self, model_path, n_ctx, **options):
-        assert options["flash_attn"] is False and options["type_k"] == options["type_v"] == 0
-        self.n_tokens, self.scores = 0, numpy.zeros((n_ctx, 50))
+        kind = {"q8_0": 1, "float32": 0}[pathlib.Path(model_path).stem]
+        assert options["flash_attn"] is False and options["type_k"] == options["type_v"] == kind
+        self.n_tokens, self.scores, self.draft_model = 5, numpy.zeros((n_ctx, 50)), None
+
+    def generate(self, tokens, temp):
+        assert temp == 0 and self.n_tokens == 0  # nothing is left of what was read before
+        for token in range(10, 40):
+            yield token + (self.draft_model or 0)
 
     def eval(self, tokens):
         for token in tokens:  # its argmax is the token itself
@@ -166,14 +181,43 @@ class Llama:
 def test_llama_cpp_works_in_a_process_of_its_own(tmp_path, monkeypatch):
     (tmp_path / "llama_cpp.py").write_text(FAKE_LLAMA)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    worker = llama_peer.Worker("model.gguf", "float32", 16)
+    monkeypatch.setattr(llama_peer, "PAUSE_S", 0)
+    worker = llama_peer.Worker("float32.gguf", "float32", 16)
     try:
         assert worker.feed([1, 2, 3], 0)[1] == [1, 2, 3]
         assert worker.feed([7, 8], 2)[1] == [7, 8]
         ms, argmax = worker.feed([9], 4)
         assert argmax == [9] and ms > 0
+        assert worker.write([1, 2], 3, 0, [])[1] == [10, 11, 12]
+        assert worker.write([1, 2], 3, 0, [11])[1] == [10, 11]  # its end
+        assert worker.write([1, 2], 2, 4, [])[1] == [14, 15]  # with a prompt lookup of 4 tokens
     finally:
         worker.close()
+
+
+def test_a_llama_is_written_as_llama_cpp_reads_it(tmp_path, monkeypatch):
+    """It rotates neighbours where transformers rotates halves; and it may be quantised."""
+    (tmp_path / "llama_cpp.py").write_text(FAKE_LLAMA)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 50}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    config = transformers.AutoConfig.for_model("llama", **sizes, **heads)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    worker = llama_peer.start(model, "q8_0", str(tmp_path), 16)  # keys and values in float16
+    try:
+        assert worker.feed([3], 0)[1] == [3]
+    finally:
+        worker.close()
+    written = {t.name: t for t in gguf.GGUFReader(tmp_path / "q8_0.gguf").tensors}
+    query = written["blk.0.attn_q.weight"]
+    found = gguf.quants.dequantize(query.data, query.tensor_type)
+    weight = model.model.layers[0].self_attn.q_proj.weight.detach().numpy()
+    for head in range(2):
+        for i in range(16):  # neighbours: one of each half
+            ours = weight[head * 32 + i], weight[head * 32 + 16 + i]
+            theirs = found[head * 32 + 2 * i], found[head * 32 + 2 * i + 1]
+            assert abs(ours[0] - theirs[0]).max() < 1e-3 > abs(ours[1] - theirs[1]).max()
+    assert written["blk.0.ffn_norm.weight"].data.dtype == "float32"
 
 
 def test_every_weight_has_a_name_in_llama_cpp():
