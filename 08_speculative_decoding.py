@@ -45,7 +45,7 @@ from drafters import Context, Drafter, Noise
 from drafters.noise import ACCEPT, DRAW, NO_NUMBERS, RECOVER, draw
 from drafters.panel import Panel, Seat
 from fastpath.exact import KEY_BLOCK, Report, Shapes, calibrate
-from fastpath.forward import get_ready, lazy_zeros, scrub, speed_up
+from fastpath.forward import check_quantized, get_ready, lazy_zeros, scrub, speed_up
 from fastpath.sampling import penalise, survivors, truncated_softmax
 from messages import Cycle, Draft, Judgement, Layers, Output, Request, Sampling
 from serving import answers, faults, http, loading
@@ -603,8 +603,9 @@ def plain_decode(
 # ----------------------------------------------------------------------------------- loading
 def load_model(name: str, options: Options) -> CachedModel:
     """Load what --model names, and give it a KV cache. Raises StartError if it cannot be."""
+    get_ready(options.quantize, options.device, options.is_compiled)
     model = CachedModel(loading.load_pretrained(name, options), name, options.max_running)
-    get_ready(model, options.quantize, options.is_compiled)
+    check_quantized(options.quantize, model)
     model.reference = Reference.of(model)  # before the fast path takes the weights
     follow_masks(model.model, model.cache.capacity)
     return model
@@ -646,8 +647,7 @@ def load_engine(options: Options) -> Engine:
 def create_app(engine: Engine, options: Options, worker: Worker | None = None) -> Flask:
     """The web application: POST /generate, GET /health and /metrics, /v1, and the page at /."""
     worker = worker or Worker(engine, options)
-    prompts = demo.read_prompts(options.is_chat(engine.target.tokenizer))
-    app = http.new_app(worker, options, prompts)
+    app = http.new_app(worker, options, demo.read_prompts(options.is_chat(engine.target.tokenizer)))
     begin = http.beginning(engine, worker, options)
 
     @app.post("/generate")

@@ -63,9 +63,9 @@ def exit_status(act: Callable[[], int]) -> int:
     sys.stdout.reconfigure(errors="replace")  # a terminal without "·" gets "?" and its text
     transformers.logging.set_verbosity_error()
     huggingface_hub.logging.set_verbosity_error()
-    fetching = logging.getLogger("serving.progress.fetch")  # a model of the catalogue
-    fetching.setLevel(logging.INFO)
-    fetching.addHandler(logging.StreamHandler())
+    once = logging.getLogger("serving.progress.once")  # a model is fetched, blocks are compiled
+    once.setLevel(logging.INFO)
+    once.addHandler(logging.StreamHandler())
     if not sys.stderr.isatty():
         transformers.logging.disable_progress_bar()
     try:

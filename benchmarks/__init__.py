@@ -56,7 +56,12 @@ def _qwen3(vocabulary: int, width: int, layers: int, heads: int, head_dim: int) 
     }
 
 
-SHAPES = {"0.6b": _qwen3(151_936, 1024, 28, 16, 128), "tiny": _qwen3(4096, 64, 2, 2, 32)}
+SHAPES = {
+    "0.6b": _qwen3(151_936, 1024, 28, 16, 128),
+    "1.5b": _qwen3(151_936, 1536, 28, 12, 128)  # as wide as Qwen2.5-1.5B
+    | {"intermediate_size": 8960, "num_key_value_heads": 2},
+    "tiny": _qwen3(4096, 64, 2, 2, 32),
+}
 
 # ------------------------------------------------------------------------------------- engines
 

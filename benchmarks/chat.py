@@ -150,6 +150,7 @@ def measure(
             of_kind = [timed[("ours", name), p][0].result for p in ids if kind in (p[0], "all")]
             total = bench.total(of_kind)
             shares = total.per_position()["acceptance_rate_per_position"]
+            shares += [None] * (given.k - len(shares))  # places that no draft reached
             at = {f"at_{i}": bench.places(share, 2) for i, share in enumerate(shares, 1)}
             tok_pass = bench.places(total.tokens_per_pass, 2)
             kinds.append({"drafter": name, "prompts": kind, "tok_pass": tok_pass} | at)

@@ -1,4 +1,4 @@
-"""llama.cpp beside ours: the same weights in the same type, forwards of one row and of six.
+"""llama.cpp beside ours: the same weights, forwards of few rows, and whole texts.
 
 What benchmarks.peers and benchmarks.chat add where llama-cpp-python and gguf are installed. The
 model, which must have Qwen3's or Llama's structure, is written to a GGUF file without a tokenizer.
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 import benchmarks as bench
+from fastpath.exact import weights_of
 
 PAUSE_S = 0.3
 TURN_S = 0.5  # of forwards, one after another
@@ -61,10 +62,10 @@ def name_of(name: str) -> str:
     return f"blk.{layer}.{NAMES[part.removesuffix('.weight')]}.weight"
 
 
-def write_gguf(model: Any, path: str, kind: str | None = None) -> None:
+def write_gguf(model: Any, path: str, kind: str) -> None:
     """A model of transformers with Qwen3's or Llama's structure, as llama.cpp reads it.
 
-    `kind`: q8_0 or q4_1, or the weights' own type. Raises KeyError for weights of other structures.
+    `kind` is one of TYPES. Raises KeyError for weights of other structures.
     """
     import gguf
 
@@ -85,11 +86,13 @@ def write_gguf(model: Any, path: str, kind: str | None = None) -> None:
             weight = halves.transpose(1, 2).flatten(0, 2).contiguous()
         if weight.dim() == 1:
             weight = weight.float()
-        elif kind:
+        elif kind.startswith("q"):
             stored = gguf.GGMLQuantizationType[kind.upper()]
             weight = torch.from_numpy(gguf.quants.quantize(weight.float().numpy(), stored))
-        elif weight.dtype == torch.bfloat16:
-            weight, stored = weight.view(torch.uint8), gguf.GGMLQuantizationType.BF16
+        elif kind == "bfloat16":
+            weight, stored = weight.bfloat16().view(torch.uint8), gguf.GGMLQuantizationType.BF16
+        else:
+            weight = weight.float()
         writer.add_tensor(name_of(name), weight.numpy(), raw_dtype=stored)
     finish(writer)
 
@@ -150,7 +153,7 @@ class Worker:
 def start(model: Any, kind: str, folder: str, context: int) -> Worker:
     """A worker with a model of transformers in a type of weights; the file goes to `folder`."""
     path = f"{folder}/{kind}.gguf"
-    write_gguf(model, path, kind if kind.startswith("q") else None)
+    write_gguf(model, path, kind)
     return Worker(path, kind, context)
 
 
@@ -162,7 +165,7 @@ def measure(
     `model` is transformers', untouched; `target` the same in a cached model of ours. `kind` is
     llama.cpp's type of weights: float32, bfloat16, q8_0 or q4_1.
     """
-    (row,), rows = bench.hold(target, prompt), []
+    (row,), rows, floor = bench.hold(target, prompt), [], floor_ms(target)
     with TemporaryDirectory() as folder:
         worker = start(model, kind, folder, len(prompt) + 64)
         try:
@@ -188,6 +191,7 @@ def measure(
                         "ours_ms": round(ms, 3),
                         "llama_cpp_ms": round(its, 3),
                         "ratio": round(ms / its, 2),
+                        "floor": round(floor / ms, 2),
                         "equal_argmax": ours()[1] == theirs()[1],
                         "version": version("llama-cpp-python"),
                     }
@@ -196,6 +200,17 @@ def measure(
         finally:
             worker.close()
             target.cache.close_row(row)
+
+
+def floor_ms(target: Any) -> float:
+    """What reading the weights of all linear layers once takes at least, in milliseconds."""
+    memory, times = torch.ones(1 << 27), []  # 512 MiB: no cache holds it
+    for _ in range(7):
+        began = time.perf_counter()
+        memory.sum()
+        times.append(time.perf_counter() - began)
+    size = sum(weights.num_bytes for weights in weights_of(target.model))
+    return size * min(times) / (memory.numel() * memory.itemsize) * 1e3
 
 
 def turn(call: Callable[[], tuple[float, list[int]]]) -> float:

@@ -19,10 +19,13 @@ first difference. In float32 all should be equal; in bfloat16 a position's logit
 number of rows beside it, in generate() as well, and texts part at near-ties.
 
 Where llama-cpp-python and gguf are installed, a second table compares forwards with llama.cpp's
-(llama_peer.py). Not covered: vLLM, which is made for other machines.
+(llama_peer.py), with weights of the same type or of those that `--llama` names; `--passes` measures
+nothing else. `floor` is the share that reading the weights takes of our pass, at the speed at which
+this machine reads memory. Not covered: vLLM, which is made for other machines.
 
-    python -m benchmarks.peers [--shape demo|0.6b] [--dtype float32|bfloat16] [--context 64] [--k 5]
-        [--kinds easy hard] [--tokens 96] [--runs 5] [--json]
+    python -m benchmarks.peers [--shape demo|0.6b|1.5b] [--dtype float32|bfloat16] [--context 64]
+        [--k 5] [--kinds easy hard] [--tokens 96] [--quantize int8] [--llama q8_0 q4_1] [--passes]
+        [--runs 5] [--json]
 """
 
 import os
@@ -217,6 +220,9 @@ def main(arguments: list[str] | None = None) -> None:
     bench.add_count(options, "--k", 1, MAX_SPECULATIVE_TOKENS, 5, "draft tokens")
     options.add_argument("--kinds", nargs="+", help="demo prompts whose names begin so (all)")
     bench.add_count(options, "--tokens", 2, 1000, 96, "a request, at most")
+    options.add_argument("--quantize", choices=["int8"], help="of our target")
+    options.add_argument("--llama", nargs="+", choices=llama_peer.TYPES, help="(as --dtype)")
+    options.add_argument("--passes", action="store_true", help="leave generate() out")
     given = options.parse_args(arguments)
     is_demo = given.shape == "demo"
     if is_demo and given.context or given.kinds and not is_demo:
@@ -225,7 +231,8 @@ def main(arguments: list[str] | None = None) -> None:
     length = None if is_demo else context + max(given.tokens, 8)  # six rows, at the least
     with bench.model_folder(given.shape, given.dtype) as folder:
         size = {"max_running": 2, "max_model_len": length}
-        engine = bench.load_engine(model=folder, dtype=given.dtype, fixed_k=True, **size)
+        kind = {"dtype": given.dtype, "quantize": given.quantize}
+        engine = bench.load_engine(model=folder, fixed_k=True, **kind, **size)
         peer = Peer(folder, given.dtype, engine.target.model.device, given.k, is_demo)
     text = pattern(engine.target.vocab_size, context)
     if is_demo:
@@ -233,12 +240,13 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         engine.eos_ids = set()  # as generate() has none for a random model
         kinds = {"random": {"pattern": text}}
-    rows = measure(engine, peer, kinds, given)
+    rows = [] if given.passes else measure(engine, peer, kinds, given)
     lacking, llama = llama_peer.missing(), []
     if lacking:
         print(lacking, file=sys.stderr)
     else:
-        llama = llama_peer.measure(peer.model, engine.target, given.dtype, text, given.runs)
+        for kind in given.llama or [given.dtype]:
+            llama += llama_peer.measure(peer.model, engine.target, kind, text, given.runs)
     lengths = {kind: {name: len(p) for name, p in group.items()} for kind, group in kinds.items()}
     results = {"prompts": lengths, "results": rows, "llama_cpp": llama}
     bench.report(__spec__.name, arguments, given, results, ["results", "llama_cpp"])

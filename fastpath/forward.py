@@ -27,7 +27,7 @@ from .attention import NAME, Ragged
 from .block import is_same
 from .decoder import FusedDecoder, quantise_modules, speed_up_modules
 from .exact import Shapes
-from .int8 import check_int8
+from .int8 import why_not
 from .linear import computes_bfloat16
 
 MOST_SHARED = 32  # tokens of a text that shares its forward with others: more than any draft has
@@ -238,7 +238,7 @@ class FastForward:
     def way(self) -> str:
         """How the model is computed, in few words."""
         if self.fused is None:
-            return "transformers' modules with packed layers"
+            return "transformers' modules, its linear layers packed where they can be"
         return f"its blocks fused in {'C++' if self.is_compiled else 'Python'}"
 
     @property
@@ -258,10 +258,23 @@ def join(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def get_ready(model: Any, quantize: str | None, is_compiled: bool | None) -> None:
-    """Before anything is built. Raises ValueError, with a sentence, for what cannot be had."""
-    check_int8(quantize, model)
-    native.use(is_compiled)
+def get_ready(quantize: str | None, device: str, is_compiled: bool | None) -> None:
+    """Before weights are read. Raises ValueError, with a sentence, for what cannot be had.
+
+    `is_compiled`: whether blocks are to run in C++; None: where they can.
+    """
+    on_cpu = device == "cpu" or device == "auto" and not torch.cuda.is_available()
+    if quantize and (reason := why_not("cpu" if on_cpu else device)):
+        raise ValueError(reason)
+    native.use(is_compiled if on_cpu else False)
+
+
+def check_quantized(quantize: str | None, model: Any) -> None:
+    """Raises ValueError, with a sentence, if a cached model is to be quantised and cannot be."""
+    if quantize and model.has_experts:
+        raise ValueError(
+            f"--quantize int8 does not go with {model.name}: its experts would stay floats"
+        )
 
 
 def speed_up(

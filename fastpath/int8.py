@@ -162,15 +162,6 @@ def _slices(weight: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     return zip((part.float() for part in weight.split(4096)), scales.split(4096), strict=True)
 
 
-def check_int8(quantize: str | None, model: Any) -> None:
-    """Raises ValueError, with a sentence, if a cached model is to be quantised and cannot be."""
-    reason = why_not(model.model.device.type) if quantize else None
-    if quantize and model.has_experts:
-        reason = f"--quantize int8 does not go with {model.name}: its experts would stay floats"
-    if reason:
-        raise ValueError(reason)
-
-
 def why_not(device: str) -> str | None:
     """Why there is no int8 on this device, in a sentence; None if there is."""
     if device != "cpu":

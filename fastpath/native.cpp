@@ -106,8 +106,8 @@ float largest(const T* x, int64_t n) {
   return result;
 }
 
-// exp(x) for |x| up to 87, by a polynomial on half of ln 2 to each side; 2 units of rounding.
-// Written out, as a library's vectors and its single numbers give different bits.
+// exp(x) for |x| up to 87, by a polynomial on half of ln 2 to each side; within 2 units in the
+// last place. Written out, as a library's vectors and its single numbers differ in bits.
 inline Lanes exponential(Lanes x) {
   x = x < -87.0f ? -87.0f : x;
   x = x > 87.0f ? 87.0f : x;
@@ -383,9 +383,9 @@ struct Stack : torch::CustomClassHolder {
     for_rows(count, width, [&](int64_t row) {
       const T *x = given + row * width, *c = turns ? cos + row * head_dim : nullptr,
               *s = turns ? sin + row * head_dim : nullptr;
-      int64_t text = f.places[row] / f.num_queries, at = f.places[row] % f.num_queries;
+      int64_t text = f.places[row] / f.num_queries, token = f.places[row] % f.num_queries;
       for (int64_t h = 0; h < heads && f.places[row] >= 0; ++h) {
-        int64_t to = (text * kv_heads + h / groups) * padded + at * groups + h % groups;
+        int64_t to = (text * kv_heads + h / groups) * padded + token * groups + h % groups;
         rotate<T>(x + h * head_dim, block.qk_norm, h, c, s, queries + to * head_dim);
       }
       for (int64_t h = 0; h < kv_heads && f.slots[row] >= 0; ++h) {
@@ -407,20 +407,21 @@ struct Stack : torch::CustomClassHolder {
     const T* from = found.const_data_ptr<T>();
     for_rows(count, width, [&](int64_t row) {
       int64_t place = f.places[row] < 0 ? 0 : f.places[row];
-      int64_t text = place / f.num_queries, at = place % f.num_queries;
+      int64_t text = place / f.num_queries, token = place % f.num_queries;
       for (int64_t h = 0; h < heads; ++h)
         std::memcpy(out + (row * heads + h) * head_dim,
                     from + text * found.stride(0) + h / groups * found.stride(1) +
-                        (at * groups + h % groups) * found.stride(2),
+                        (token * groups + h % groups) * found.stride(2),
                     head_dim * sizeof(T));
     });
     return result;
   }
 
   static Tensor seen(const Tensor& buffer, const Forward& f) {
-    Tensor rows = f.others.numel() ? buffer.index_select(0, f.others)
-                                   : buffer.narrow(0, f.first_slot, f.batch);
-    return rows.narrow(2, 0, f.kv_length);
+    // First what is attended to: the rest of the cache was never written, and takes no memory yet.
+    Tensor known = buffer.narrow(2, 0, f.kv_length);
+    return f.others.numel() ? known.index_select(0, f.others)
+                            : known.narrow(0, f.first_slot, f.batch);
   }
 };
 

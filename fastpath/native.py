@@ -1,9 +1,10 @@
 """The blocks in C++ (native.cpp), for --compile: without Python between a block's operations.
 
-In Python a block of one row spends as much time between its matrix products and its attention as in
-them. The compiled stack does the same steps in one call. It rounds in another order, so its bits
-are its own: `calibrate` checks them like any others. What it does not know (other norms than RMS
-norms, soft caps, other activations than silu and gelu by tanh) stays in Python.
+In Python a block of a small model spends more time between its matrix products and its attention
+than in them. The compiled stack does the same steps in one call. It rounds in another order, so its
+bits are its own: `calibrate` checks them like any others. What it does not know (other norms than
+RMS norms, norms over all heads at once, soft caps, other activations than silu and gelu by tanh)
+stays in Python.
 
 The code is compiled once for each CPU and version of torch, and kept in the user's cache.
 """
@@ -12,9 +13,11 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,11 +31,11 @@ from .int8 import Int8Weights
 from .linear import Weights
 
 LOG = logging.getLogger("serving.native")
-PROGRESS = logging.getLogger("serving.progress")
+PROGRESS = logging.getLogger("serving.progress.once")  # told on a terminal, too
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
-# No product is added without being rounded first, so that Python's integers give the same bits. No
-# -ffast-math: it would let the compiler choose the order of sums.
+# A product is rounded before it is added, as in Python. No -ffast-math: it would let the compiler
+# choose the order of sums.
 _FLAGS = "-O3 -march=native -std=c++20 -fPIC -shared -ffp-contract=off -fno-math-errno".split()
 _FLAGS += ["-fno-trapping-math"]
 _SECONDS = 300
@@ -43,15 +46,18 @@ def why_not() -> str | None:
     """Why nothing can be compiled here, in a sentence; None if it can."""
     if platform.system() != "Linux":
         return "--compile is for Linux only"
-    if compiler() is None:
+    if not compiler():
         return "--compile needs a C++ compiler (g++, clang++, or what CXX names)"
     return None
 
 
-def compiler() -> str | None:
-    """The path of the C++ compiler, if there is one."""
-    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
-    return next(filter(None, map(shutil.which, names)), None)
+def compiler() -> list[str]:
+    """The command of the C++ compiler; empty if there is none."""
+    given = os.environ.get("CXX")
+    for name, *rest in [shlex.split(given)] if given else [["g++"], ["clang++"], ["c++"]]:
+        if path := shutil.which(name):
+            return [path, *rest]
+    return []
 
 
 def use(wanted: bool | None) -> None:
@@ -63,92 +69,126 @@ def use(wanted: bool | None) -> None:
     is_used = False
     try:
         if wanted is not False:
-            load()
+            load(again=bool(wanted))
             is_used = True
     except ValueError as error:
         if wanted:
             raise
-        LOG.info("the blocks run in Python: %s", error)
+        # A machine without a compiler is nothing to worry about; one whose compiler fails is.
+        level = logging.WARNING if why_not() is None else logging.INFO
+        LOG.log(level, "the blocks run in Python: %s", error)
 
 
-def load() -> None:
-    """Compile what is not in the cache, and load it. Raises ValueError, with a sentence."""
+def load(again: bool = True) -> None:
+    """Compile what is not in the cache, and load it. Raises ValueError, with a sentence.
+
+    What failed once is tried only `again` if that is asked for: it takes a while.
+    """
     global _is_loaded
     if _is_loaded:
         return
     if reason := why_not():
         raise ValueError(reason)
-    file = _cache() / f"{_key()}.so"
     try:
-        _open(file)
-    except OSError:  # none yet, or a damaged one
-        PROGRESS.info("compiling the blocks, once for this machine")
-        _compile(file)
-        try:
+        file = _cache() / f"{_key()}.so"
+        if _is_whole(file):
             _open(file)
-        except OSError as error:
-            reason = in_short(error)
-            raise ValueError(f"--compile: what was compiled cannot be loaded: {reason}") from error
+        else:
+            failed = file.with_suffix(".failed")
+            if failed.exists() and not again:
+                raise ValueError(f"it failed before (remove {failed} to try again)")
+            try:
+                _compile(file)
+                _open(file)
+            except (OSError, ValueError):
+                failed.touch()
+                raise
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        raise ValueError(f"--compile: {in_short(error.__cause__ or error)}") from error
     _is_loaded = True
 
 
 def _open(file: Path) -> None:
-    """Raises OSError."""
-    if not file.exists():
-        raise FileNotFoundError(file)
     torch.classes.load_library(str(file))
 
 
 def _cache() -> Path:
+    """A folder of the user's own: what lies there is run."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "speculative-decoding" / "compiled"
+    folder = Path(root) / "speculative-decoding" / "compiled"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise PermissionError(f"{folder} belongs to others, or others may write there")
+    return folder
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether it is what was compiled: half a library would end the process."""
+    digest = file.with_suffix(".sha256")
+    if not (file.exists() and digest.exists()):
+        return False
+    return hashlib.sha256(file.read_bytes()).hexdigest() == digest.read_text("utf-8")
 
 
 def _key() -> str:
     """Of all that the compiled code depends on."""
     cpu = Path("/proc/cpuinfo").read_text("utf-8").split("\n\n")[0].splitlines()
     flags = [line for line in cpu if line.startswith(("flags", "Features", "model name"))]
-    parts = [_SOURCE.read_text("utf-8"), torch.__version__, str(compiler()), *_FLAGS, *flags]
+    asked = subprocess.run([*compiler(), "--version"], capture_output=True, text=True, timeout=60)
+    parts = [_SOURCE.read_text("utf-8"), torch.__version__, asked.stdout, *_command(), *flags]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _compile(file: Path) -> None:
-    """To a file beside first: several processes may do so at once."""
+def _command() -> list[str]:
+    """How to compile, without the name of what is made."""
     root = Path(torch.__file__).parent
     include = [f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include"]
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-            made = Path(folder) / file.name
-            libraries = [f"-L{root}/lib", "-ltorch_cpu", "-lc10", *_threads(root / "lib")]
-            command = [compiler(), *_FLAGS, abi, *include, _SOURCE, "-o", made, *libraries]
-            subprocess.run(
-                list(map(str, command)), check=True, capture_output=True, text=True,
-                timeout=_SECONDS,
-            )  # fmt: skip
-            made.replace(file)
-    except subprocess.CalledProcessError as error:
-        first = next((line for line in error.stderr.splitlines() if "error" in line), "")
-        raise ValueError(f"--compile: the compiler failed: {first[:200]}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ValueError(f"--compile: {error}") from error
+    libraries = [f"-L{root}/lib", "-ltorch_cpu", "-lc10", *_threads(root / "lib")]
+    return [*compiler(), *_FLAGS, abi, *include, str(_SOURCE), *libraries]
 
 
 def _threads(folder: Path) -> list[str]:
-    """Torch's own threads, where it brings their library: a second one would fight with it."""
+    """Torch's own threads, where it brings their library: a second one would fight with it.
+
+    clang++ would bring one. Without threads only the reading of long prompts is slower.
+    """
     own = sorted(folder.glob("libgomp*.so*"))
-    return ["-fopenmp", "-Wl,--as-needed", str(own[0])] if own else []
+    is_clang = any("clang" in Path(part).resolve().name for part in compiler())
+    return ["-fopenmp", "-Wl,--as-needed", str(own[0])] if own and not is_clang else []
+
+
+def _compile(file: Path) -> None:
+    """To a file beside first: several processes may do so at once. Raises ValueError or OSError."""
+    PROGRESS.info("compiling the blocks for this machine (10 to 30 s, once)")
+    for left in file.parent.glob("tmp*"):  # by a process that was killed meanwhile
+        if time.time() - left.stat().st_mtime > 3600:
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        made = Path(folder) / file.name
+        done = subprocess.run(
+            [*_command(), "-o", str(made)], capture_output=True, text=True, timeout=_SECONDS,
+            env=os.environ | {"LC_ALL": "C"},
+        )  # fmt: skip
+        if done.returncode:
+            said = done.stderr.splitlines() or ["it said nothing"]
+            first = next((line for line in said if "error" in line), said[-1])
+            raise ValueError(f"--compile: the compiler failed: {first[:200]}")
+        digest = made.with_suffix(".sha256")
+        digest.write_text(hashlib.sha256(made.read_bytes()).hexdigest(), "utf-8")
+        made.replace(file)
+        digest.replace(file.with_suffix(".sha256"))
 
 
 # --------------------------------------------------------------------------------- the stack
 
 _ACTIVATIONS = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True}  # whether it is gelu
 _WIDEST_HEAD = 512
-# By how much of the largest number a block may differ: a few roundings of its type. Measured were
-# 1.2e-6 and .02, and for integers, which may be rounded up or down, .004 and .07.
-_ROUNDINGS = {torch.float32: 2e-5, torch.bfloat16: 0.06}
-_JUMPS = 0.03
+# By how much of the largest number a block may differ: some roundings of its type. Measured were
+# 1.2e-6 and .02 (.06 with large biases), and with integers, which may jump, .004 and .07 (.14).
+_ROUNDINGS = {torch.float32: 2e-5, torch.bfloat16: 0.15}
+_JUMPS = 0.05
 
 
 class NativeStack:
@@ -234,13 +274,19 @@ def native_stack(
     blocks: Sequence[Any], kinds: Sequence[str], ropes: Any, masks: Any
 ) -> NativeStack | None:
     """The blocks compiled, where that was asked for, if it knows them and computes the same."""
-    if not is_used or not all(map(_is_known, blocks)):
+    if not is_used or not ropes or not all(map(_is_known, blocks)):
         return None
     shapes = {(b.num_heads, b.num_kv_heads, b.head_dim, b.scaling) for b in blocks}
     if len(shapes) > 1:
         return None
-    stack = NativeStack(blocks, kinds)
-    return stack if _computes_the_same(stack, blocks, kinds, ropes, masks) else None
+    try:
+        stack = NativeStack(blocks, kinds)
+        differs = _difference(stack, blocks, kinds, ropes, masks)
+    except Exception as error:  # the blocks in Python are still there
+        differs = in_short(error)
+    if differs:
+        LOG.warning("the blocks run in Python: %s", differs)
+    return None if differs else stack
 
 
 def _is_known(block: Any) -> bool:
@@ -258,32 +304,32 @@ def _is_known(block: Any) -> bool:
 
 
 @torch.inference_mode()
-def _computes_the_same(
+def _difference(
     stack: NativeStack, blocks: Sequence[Any], kinds: Sequence[str], ropes: Any, masks: Any
-) -> bool:
-    """Whether each block gives what it gives in Python, but for roundings."""
-    first, count = blocks[0], 8
+) -> str | None:
+    """Where a block gives something else than in Python, but for roundings."""
+    first, like = blocks[0], blocks[0].like
+    count = min(8, *(tables[0].shape[1] for tables in ropes.values()))
     positions = torch.arange(count)
     shape = 1, first.num_kv_heads, count, first.head_dim
-    like = first.like
     buffers = tuple([like.new_zeros(shape) for _ in blocks] for _ in range(2))
     rope = {kind: tuple(t[0, :count, 0] for t in tables) for kind, tables in ropes.items()}
     mask = {kind: table.of(positions[None], 0, count) for kind, table in masks.items()}
     rows = Rows(positions * 0, positions, positions, positions[:0], [1, count, 0, count])
     random = torch.Generator().manual_seed(0)
     width = first.down.compute.out_features * (1 + first.has_other_inputs)
-    x = torch.randn(count, width, generator=random).to(like.dtype) / 64
+    # Small, so that roundings of x hide nothing of what the block adds.
+    given = torch.randn(count, width, generator=random).to(like.dtype) / 64
     is_integer = isinstance(first.qkv.compute, Int8Weights)
-    tolerance = _ROUNDINGS[x.dtype] + (_JUMPS if is_integer else 0)
+    tolerance = _ROUNDINGS[like.dtype] + (_JUMPS if is_integer else 0)
     for i, (block, kind) in enumerate(zip(blocks, kinds, strict=True)):
-        tables = tuple(t[:, :count] for t in ropes[kind]) if ropes else None
-        expected = block.run(x[None], tables, mask[kind], None)[0]
-        read, x = block.read(x) if block.has_other_inputs else (None, x)
+        tables = tuple(t[:, :count] for t in ropes[kind])
+        expected = block.run(given[None], tables, mask[kind], None)[0]
+        read, x = block.read(given) if block.has_other_inputs else (None, given)
         actual = stack(x, i, i + 1, rope, mask, buffers, rows, read)
-        # x is so small that its roundings hide nothing of what the block adds.
         largest = float((expected - x).abs().max())
+        roundings = 2 * torch.finfo(x.dtype).eps * float(x.abs().max())
         difference = float((actual - expected).abs().max())
-        if not difference <= tolerance * largest:
-            LOG.info("--compile: block %d differs by %.2g of %.2g", i, difference, largest)
-            return False
-    return True
+        if not difference <= tolerance * largest + roundings:
+            return f"block {i} differs by {difference:.2g} of {largest:.2g} in C++"
+    return None

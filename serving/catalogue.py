@@ -29,7 +29,7 @@ from messages import in_short
 
 from . import gguf
 
-PROGRESS = logging.getLogger("serving.progress.fetch")
+PROGRESS = logging.getLogger("serving.progress.once")
 ROOT = Path(__file__).resolve().parent.parent
 _CONVERSION = 1  # to be raised when folders come out differently
 _PART = ".part-"

@@ -85,9 +85,10 @@ def log_to_stderr() -> Callable[[], bool]:
     root = logging.getLogger()
     root.handlers = [_Handler(lines)]
     LOG.setLevel(logging.INFO)
-    logging.getLogger("serving.exact").setLevel(logging.INFO)  # what was checked at start
+    for name in ("exact", "native", "answers"):  # what was checked and chosen at start
+        logging.getLogger(f"serving.{name}").setLevel(logging.INFO)
     PROGRESS.setLevel(logging.INFO)
-    logging.getLogger("serving.progress.fetch").handlers = []  # the terminal's
+    logging.getLogger("serving.progress.once").handlers = []  # the terminal's
     QueueListener(lines, writer).start()
 
     def flush() -> bool:

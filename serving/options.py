@@ -216,7 +216,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "fastpath": {"action": _SWITCH, "help": "packed and fused layers where they fit"},
     "compile": {
         "action": _SWITCH,
-        "help": "blocks in C++, compiled once in 10 s (default: where there is a compiler)",
+        "help": "blocks in C++, compiled once (default: where there is a compiler)",
     },
     "bitwise": {"action": _SWITCH, "help": "shapes that keep equal logits equal bits"},
     "dtype": {"choices": ["auto", "float32", "bfloat16"], "help": "auto: float32 on a CPU"},

@@ -74,8 +74,8 @@ TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def demo_engine() -> Any:
-    """The embedded target with every drafter."""
-    return core.load_engine(core.Options(fixed_k=True))
+    """The embedded target with every drafter, its blocks in Python (see test_native)."""
+    return core.load_engine(core.Options(fixed_k=True, compile=False))
 
 
 @pytest.fixture(scope="session")

@@ -162,7 +162,7 @@ def load_once() -> None:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     importlib.import_module("fastpath.forward").mmap = partial(mmap.mmap, flags=flags)
     load = core.load_engine
-    engine = load(core.Options(fixed_k=True))
+    engine = load(core.Options(fixed_k=True, compile=False))
 
     def load_or_inherit(options: Any) -> Any:
         is_fixture = sys._getframe(1).f_globals["__name__"] == "conftest"
