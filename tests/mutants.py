@@ -24,6 +24,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -31,6 +32,8 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+
+from fastpath.native import why_not
 
 LIMIT_S = 120.0  # a mutant may hang: then it was noticed
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,6 +47,7 @@ MODULES = {
     "text": "serving.text", "parsing": "serving.parsing", "prompts": "serving.prompts",
     "worker": "serving.worker", "head": "drafters.head",
     "comparison": "serving.comparison", "connection": "serving.connection",
+    "native": "fastpath.native",
 }  # fmt: skip
 
 
@@ -165,8 +169,11 @@ def load_once() -> None:
     engine = load(core.Options(fixed_k=True, compile=False))
 
     def load_or_inherit(options: Any) -> Any:
-        is_fixture = sys._getframe(1).f_globals["__name__"] == "conftest"
-        return engine if is_fixture else load(options)
+        caller = sys._getframe(1).f_globals["__name__"]
+        in_python = replace(options, compile=False)  # where the mutants are, but for native.py's
+        if caller == "conftest":
+            return engine
+        return load(options if caller == "test_native" else in_python)
 
     core.load_engine = load_or_inherit
     gc.collect()
@@ -644,6 +651,25 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      '"HTTP_CONTENT_LENGTH" in environ', "False", PEP_3333),
     ("a header with _ is one with -", "connection:environ_of", '"_" in name', "False", PEP_3333),
 ]]  # fmt: skip
+
+_APART = "native::test_rows_that_lie_apart_are_fed_without_the_one_between_them"
+_ALONE = "native::test_speculation_alone_and_in_a_batch_keeps_every_bit[float32-None]"
+if why_not() is None:  # without a compiler nobody runs these
+    MUTANTS += [
+        Mutant(
+            "compiled blocks cache rows to spare", "native:Rows.of",
+            "torch.full((num_rows,), -1)", "torch.full((num_rows,), first)", (_APART, _ALONE),
+        ),
+        Mutant(
+            "compiled blocks cache pads", "native:Rows.of",
+            "slots[: num_rows - count] = -1", "pass", (_ALONE,),
+        ),
+        Mutant(
+            "compiled blocks attend to the rows between", "native:Rows.of",
+            "is_compact = where.slots == list(range(first, last + 1))", "is_compact = True",
+            (_APART,),
+        ),
+    ]  # fmt: skip
 
 if __name__ == "__main__":
     sys.exit(main())

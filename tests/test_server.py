@@ -314,6 +314,7 @@ def test_flags_of_the_whole_server_are_followed(server, port):
     assert state["bitwise_lossless"] == (state["exactness"]["doubt"] is None)
     said = [line for line in server.log().splitlines() if "serving.exact" in line]
     assert len(said) == 1 and "weight matrices" in said[0] and "threads" in said[0]
+    assert "the target runs in float32: its blocks fused in " in server.log()
     defaults = ("--temperature", "1.1", "--top-k", "30", "--seed", "5")
     with serving("--no-bitwise", "--no-fastpath", *defaults) as other:
         assert health(other.port)["bitwise_lossless"] is False
