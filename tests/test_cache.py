@@ -8,14 +8,17 @@ from conftest import FAMILIES
 from fastpath.forward import speed_up
 
 
-def tiny_model(folder, num_rows=4, fast=False):
-    target = core.load_model(str(folder), core.Options(max_running=num_rows))
+def tiny_model(folder, num_rows=4, fast=False, compile=False):
+    target = core.load_model(str(folder), core.Options(max_running=num_rows, compile=compile))
     if fast:
         speed_up(target)
         # With pads in rows and keys: they must not show either.
         target.shapes.rows, target.shapes.min_rows = (8, 16, 32), 8
         target.shapes.key_steps = (64, 128, 192, 256)
     return target
+
+
+WAYS = "modules", "fast", "compiled"
 
 
 @torch.inference_mode()
@@ -31,13 +34,14 @@ def assert_same(ours, theirs):
     torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("fast", [False, True], ids=["modules", "fast"])
+@pytest.mark.parametrize("way", [(False, False), (True, False), (True, None)], ids=WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ragged_rows_with_random_truncation_equal_a_cache_free_recompute(
-    family, fast, tiny_folder, reference
+    family, way, tiny_folder, reference
 ):
     """Logits of three rows of unequal length, and hidden states behind the layers asked for."""
-    target, oracle = tiny_model(tiny_folder(family), fast=fast), reference(tiny_folder(family))
+    folder, (fast, compile) = tiny_folder(family), way
+    target, oracle = tiny_model(folder, fast=fast, compile=compile), reference(folder)
     random = torch.Generator().manual_seed(1)
     draw = lambda high: int(torch.randint(1, high, (1,), generator=random))  # noqa: E731
     rows = [target.cache.open_row() for _ in range(3)]
