@@ -21,7 +21,7 @@ number of rows beside it, in generate() as well, and texts part at near-ties.
 Where llama-cpp-python and gguf are installed, a second table compares forwards with llama.cpp's
 (llama_peer.py), with weights of the same type or of those that `--llama` names; `--passes` measures
 nothing else. `floor` is the share that reading the weights takes of our pass, at the speed at which
-this machine reads memory. Not covered: vLLM, which is made for other machines.
+torch sums 512 MiB, which some kernels surpass. Not covered: vLLM, which is made for other machines.
 
     python -m benchmarks.peers [--shape demo|0.6b|1.5b] [--dtype float32|bfloat16] [--context 64]
         [--k 5] [--kinds easy hard] [--tokens 96] [--quantize int8] [--llama q8_0 q4_1] [--passes]
