@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 import drafters
 from benchmarks import quality
+from control.planner import FixedK
 from fastpath import decoder, int8
 from fastpath.int8 import Int8Embedding, Int8Weights
 from fastpath.linear import JoinedLinear, PackedLinear
@@ -316,9 +317,10 @@ def test_auto_takes_it_in_beside_an_mtp_head(monkeypatch):
     assert {"mtp", "self_int8"} < set(engine.panel.choices["auto"])
     prompt = engine.target.tokenizer("def add(a, b):\n    return")["input_ids"]
     plain = core.plain_decode(engine.target, prompt, 40, engine.eos_ids)
-    for name in ("auto", "self_int8"):
-        s, _ = run(engine, prompt, max_tokens=40, drafter=name)
-        assert s.output == plain and s.statistics.num_draft_tokens > 0, name
+    assert run(engine, prompt, max_tokens=40, drafter="auto")[0].output == plain
+    engine.planner = FixedK()  # the clock may say that it does not pay on a model so small
+    s, _ = run(engine, prompt, max_tokens=40, drafter="self_int8")
+    assert s.output == plain and s.statistics.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize(
