@@ -157,15 +157,13 @@ def measure(
     return rows, kinds
 
 
-def compare(
-    engine: Any, peer: Peer | None, types: list[str], given: Any
-) -> tuple[list[Any], list[Any], list[Any]]:
-    """What `measure` gives, and our passes beside llama.cpp's with weights of each of `types`."""
+def compare(engine: Any, peer: Peer | None, given: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    """What `measure` gives, and our passes beside llama.cpp's."""
     text, passes = bench.random_tokens(engine.target.vocab_size, 200), []
     with TemporaryDirectory() as folder, ExitStack() as closing:
-        for kind in types:
+        for kind in given.llama:
             passes += llama_peer.measure(peer.model, engine.target, kind, text, given.runs)
-        workers = {kind: llama_peer.start(peer.model, kind, folder, 1024) for kind in types}
+        workers = {kind: llama_peer.start(peer.model, kind, folder, 1024) for kind in given.llama}
         for worker in workers.values():
             closing.callback(worker.close)
         rows, kinds = measure(engine, None if given.alone else peer, workers, given)
@@ -212,16 +210,14 @@ def main(arguments: list[str] | None = None) -> None:
     given.drafters = given.drafters or choices
     if unknown := set(given.drafters) - set(choices):
         options.error(f"no drafter {min(unknown)}: choose from {', '.join(choices)}")
-    device, folder = engine.target.model.device, folder_of(given.model)
     if lacking := llama_peer.missing() if given.llama else None:
         print(lacking, file=sys.stderr)
-    peer = (
-        None
-        if given.alone and not given.llama
-        else Peer(folder, given.dtype, device, given.k, False)
-    )
-    types = [] if lacking else given.llama
-    rows, kinds, passes = compare(engine, peer, types, given)
+        given.llama = []
+    peer = None
+    if given.llama or not given.alone:
+        folder, device = folder_of(given.model), engine.target.model.device
+        peer = Peer(folder, given.dtype, device, given.k, False)
+    rows, kinds, passes = compare(engine, peer, given)
     tables = {"results": rows, "accepted": kinds, "passes": passes}
     bench.report(__spec__.name, arguments, given, tables, list(tables))
 

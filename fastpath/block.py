@@ -24,7 +24,7 @@ from . import attention
 from .activation import steady
 from .attention import CausalMasks, Ragged, additive, attend, causal_mask, grouped_mask
 from .linear import JoinedLinear, Kind, Weights, linear_of
-from .native import NativeStack, Rows, native_stack
+from .native import PROMPT_ROWS, NativeStack, Rows, native_stack
 
 # Names of norms before attention, after it, before the MLP and after it.
 _NORMS = (
@@ -329,7 +329,7 @@ class FusedStack:
         length: int,
     ) -> None:
         """kinds[i] is block i's kind of attention; `rotary` (x, positions, kind) gives cos, sin."""
-        self.blocks, self._kinds = blocks, kinds
+        self.blocks, self._kinds, self._windows = blocks, kinds, windows
         weight = blocks[0].like
         positions = torch.arange(length + 1, device=weight.device)[None]
         self._ropes: dict[str, Rope] = {}  # [1, length, 1, D]
@@ -350,7 +350,9 @@ class FusedStack:
 
     def compile(self) -> None:
         """Compute in C++ from now on, where --compile asked for it; the weights are packed."""
-        self._native = native_stack(self.blocks, self._kinds, self._ropes, self._masks)
+        self._native = native_stack(
+            self.blocks, self._kinds, self._windows, self._ropes, self._masks
+        )
 
     def __call__(
         self,
@@ -365,30 +367,38 @@ class FusedStack:
         A token is rotated as if it stood `shift` positions further on. `states` is given what comes
         out of those blocks that it names.
         """
-        ropes, masks = {}, {}
+        states = states or {}
         ragged: Ragged | None = getattr(where, "ragged", None)  # several texts have it
-        queries, start = where.positions, where.end - x.shape[1]
-        if ragged is not None:
-            queries, start = ragged.queries, -1
-        start = None if start < 0 else start  # positions then do not follow one another
-        at = slice(start + shift, start + shift + x.shape[1]) if start is not None else None
-        rows = where.positions + shift if at is None else (slice(None), at)
-        for kind, (cos, sin) in self._ropes.items():
-            cos, sin = (table[0, rows] if at is None else table[rows] for table in (cos, sin))
-            ropes[kind] = (cos, sin) if ragged is None else (cos[0], sin[0])
-        for kind, table in self._masks.items():
-            masks[kind] = table.of(queries, start, where.kv_length)
+        start: int | None = where.end - x.shape[1]
+        if ragged is not None or start < 0:  # positions do not follow one another
+            rows, start = where.positions[0] + shift, None
+        else:
+            rows = slice(start + shift, start + shift + x.shape[1])
+        ropes = {  # [N, 1, D] each
+            kind: (cos[0, rows], sin[0, rows]) for kind, (cos, sin) in self._ropes.items()
+        }
         if self._native is not None and cache is not None and not attention.is_recording():
             buffers = self._native.buffers(cache)
             if buffers is not None:
-                return self._compiled(x, ropes, masks, buffers, where, states or {})
-        if ragged is not None:
-            x = x[0]
+                is_prompt = ragged is None and x.shape[1] >= PROMPT_ROWS
+                masks = self._masks_of(where.positions, start, where) if is_prompt else {}
+                return self._compiled(x[0], ropes, masks, buffers, where, states)[None]
+        if ragged is None:
+            masks = self._masks_of(where.positions, start, where)
+            ropes = {kind: (cos[None], sin[None]) for kind, (cos, sin) in ropes.items()}
+        else:
+            masks, x = self._masks_of(ragged.queries, start, where), x[0]
         for i, (block, kind) in enumerate(zip(self.blocks, self._kinds, strict=True)):
             x = block.run(x, ropes.get(kind), masks[kind], cache, ragged)
-            if states and i in states:
+            if i in states:
                 states[i] = x if ragged is None else x[None]
         return x if ragged is None else x[None]
+
+    def _masks_of(self, queries: Tensor, start: int | None, where: Where) -> dict[str, Tensor]:
+        """By kind of attention; `start` as for CausalMasks.of."""
+        return {
+            kind: table.of(queries, start, where.kv_length) for kind, table in self._masks.items()
+        }
 
     def _compiled(
         self,
@@ -399,13 +409,9 @@ class FusedStack:
         where: Any,
         states: dict[int, Any],
     ) -> Tensor:
-        """The same by the compiled blocks, up to each state that is wanted."""
-        count = x.shape[1]
-        rows, x = Rows.of(where, count), x[0]
-        flat = {
-            kind: tuple(table.reshape(count, -1).contiguous() for table in tables)
-            for kind, tables in ropes.items()
-        }
+        """x [N, D] -> [N, D] by the compiled blocks, up to each state that is wanted."""
+        rows = Rows.of(where, len(x))
+        flat = {kind: (cos[:, 0], sin[:, 0]) for kind, (cos, sin) in ropes.items()}
         begin, first = 0, self.blocks[0]
         read, x = first.read(x) if first.has_other_inputs else (None, x)
         for end in sorted({i + 1 for i in states if i >= 0} | {len(self.blocks)}):
@@ -413,4 +419,4 @@ class FusedStack:
             begin, read = end, None
             if end - 1 in states:
                 states[end - 1] = x[None]
-        return x[None]
+        return x

@@ -149,8 +149,10 @@ def calibrate(model: Any, most_rows: int = 64, bitwise: bool = True) -> Report |
     if doubt is None:
         with attention.recording() as calls:
             _short_forward(model)
-        shapes.rows, shapes.prompt_rows, checked = equal_rows(weights)
-        shapes.key_steps, doubt = equal_keys(calls, model.model.dtype, model.cache.num_rows)
+        has_own = model.fast.is_compiled  # an attention that is steady for any number of rows
+        shapes.rows, shapes.prompt_rows, checked = equal_rows(weights, has_own)
+        least = ROWS[-1] if has_own else 1
+        shapes.key_steps, doubt = equal_keys(calls, model.model.dtype, model.cache.num_rows, least)
     if model.fast:
         shapes.min_rows = by_speed(model)[0]
     else:  # forwards keep to no shapes
@@ -188,10 +190,13 @@ def weights_of(module: nn.Module) -> Iterator[Weights]:
 
 
 @torch.inference_mode()
-def equal_rows(weights: list[Weights]) -> tuple[tuple[int, ...], int | None, int]:
+def equal_rows(
+    weights: list[Weights], is_apart: bool = False
+) -> tuple[tuple[int, ...], int | None, int]:
     """(numbers of rows at which all weights give the same bits, prompts' blocks, weights checked).
 
-    The second is None where a prompt's blocks belong to the first. One matrix of each shape is
+    The second is None where a prompt's blocks belong to the first; `is_apart` says that they do not
+    in any case, as another attention reads them. One matrix of each shape is
     checked first, at every number; the others, which run the same code, at those that decode, for
     as long as the time allows it.
     """
@@ -220,8 +225,8 @@ def equal_rows(weights: list[Weights]) -> tuple[tuple[int, ...], int | None, int
     for most in {matrix.most_rows for matrix in weights} - {None}:
         for rows in (rows for rows in ROWS if rows > most):  # computed as several calls of these
             equal[rows] &= equal[most] and equal.get(rows % most, True)
-    rows = tuple(rows for rows in ROWS if equal[rows])
-    is_apart = ROWS[-1] not in rows and is_block_steady
+    is_apart = (is_apart or not equal[ROWS[-1]]) and is_block_steady
+    rows = tuple(rows for rows in ROWS if equal[rows] and not (is_apart and rows == ROWS[-1]))
     return rows or (_REFERENCE,), ROWS[-1] if is_apart else None, num_checked
 
 
@@ -278,15 +283,16 @@ class _RowTrial:
 
 @torch.inference_mode()
 def equal_keys(
-    calls: set[attention.Call], dtype: torch.dtype, num_rows: int
+    calls: set[attention.Call], dtype: torch.dtype, num_rows: int, least: int = 1
 ) -> tuple[tuple[int, ...], str | None]:
     """(numbers of keys that a last block may be filled up to, what is wrong with whole blocks).
 
-    For every kind of attention in `calls`, with up to `num_rows` sequences.
+    For every kind of attention in `calls`, with up to `num_rows` sequences. Calls have at least
+    `least` queries, and never fewer keys than queries.
     """
-    steps = list(KEY_STEPS)
+    steps = [step for step in KEY_STEPS if step >= least]
     for call in calls:
-        trial = _KeyTrial(call, dtype)
+        trial = _KeyTrial(call, dtype, least)
         ends = sorted({end for step in (20, *KEY_STEPS, KEY_BLOCK) for end in _around(step)})
         for begin in (0, KEY_BLOCK):  # in the first block of keys, and behind a whole one
             for end in (end for end in ends if end <= KEY_BLOCK):
@@ -317,8 +323,8 @@ class _KeyTrial:
     opposite value, at a random distance.
     """
 
-    def __init__(self, call: attention.Call, dtype: torch.dtype) -> None:
-        self._call, self._dtype = call, dtype
+    def __init__(self, call: attention.Call, dtype: torch.dtype, least: int) -> None:
+        self._call, self._dtype, self._least = call, dtype, least
         self._random = Generator().manual_seed(call.key_width)
         shape = 1, call.kv_heads, 3 * KEY_BLOCK
         width, half = call.key_width, call.key_width // 2
@@ -362,9 +368,10 @@ class _KeyTrial:
         )
 
     def run(self, end: int, length: int) -> Tensor:
-        """The attention of one query to `end` keys among `length`."""
+        """The attention of the one query, `least` times, to `end` keys among `length`."""
         keys, values = self._cancelling(end)
-        return self._attend(self._query, keys[:, :, :length], values[:, :, :length], end)
+        query = self._query.repeat(1, self._least, 1, 1)
+        return self._attend(query, keys[:, :, :length], values[:, :, :length], end)
 
     def queries_that_differ(self, step: int, num_rows: int) -> int | None:
         """The number of queries, if any, at which a query's bits depend on the others.
@@ -380,7 +387,8 @@ class _KeyTrial:
                 for own, other in zip(self._cancelling(end), others, strict=True)
             ]
             expected = self.run(end, length)[0, 0]
-            for count in ROWS if length <= KEY_BLOCK else ROWS[:_NUM_DRAFTED]:
+            counts = ROWS if length <= KEY_BLOCK else ROWS[:_NUM_DRAFTED]
+            for count in [n for n in counts if n >= self._least] or [self._least]:
                 for batch in {1, 2, most} if count in ROWS[:_NUM_DRAFTED] else {1}:
                     query = self._others[:batch, :count].clone()
                     places = [0, count // 2, count - 1]

@@ -3,9 +3,10 @@
 //     x → norm → queries, keys, values → norm, rotation → attention → out → norm → + x
 //     x → norm → gate and up → activation → down → norm → + x
 //
-// Matrix products and attention are torch's, as in Python. What lies between them is written out
-// here, row by row: what a row gets depends on nothing but the row. Sums run in 16 lanes, so that
-// the compiler can use vectors without a choice of its own in their order. native.py compiles it.
+// Matrix products are torch's, as in Python, and so is the attention of a long prompt's blocks. All
+// else is written out here, row by row: what a row gets depends on the row alone, and in attention on
+// the keys that it sees. Sums run in 16 lanes, so that the compiler can use vectors without a choice
+// of its own in their order. native.py compiles it.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -15,12 +16,12 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/index_select.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -33,9 +34,8 @@ using Scalars = c10::List<optional<at::Scalar>>;
 
 constexpr int64_t kLanes = 16;
 constexpr int64_t kGrain = 1 << 15;  // numbers that are worth a thread
-constexpr int64_t kQueryRows = 8;    // see attention.py, as for the next one
-constexpr int64_t kOneTask = 32;
 constexpr int64_t kWidestHead = 512;
+constexpr int64_t kTogether = 4;     // queries that read a key together
 constexpr float kTiny = 1e-30f;  // the scale of a row of zeros, as in int8.py
 
 // ------------------------------------------------------------------------------ arithmetic
@@ -57,7 +57,9 @@ inline Lanes load(const float* from, int64_t count) {
 inline Lanes load(const at::BFloat16* from, int64_t count) {
   Shorts x = {};
   std::memcpy(&x, from, count == kLanes ? sizeof x : count * sizeof *from);
-  return from_bits(__builtin_convertvector(x, Ints) << 16);
+  Ints wide;  // in a loop, of which g++ makes better code than of __builtin_convertvector
+  for (int64_t j = 0; j < kLanes; ++j) wide[j] = x[j] << 16;
+  return from_bits(wide);
 }
 
 inline void store(float* to, Lanes x, int64_t count) {
@@ -72,11 +74,14 @@ inline void store(at::BFloat16* to, Lanes x, int64_t count) {
   std::memcpy(to, &halves, count == kLanes ? sizeof halves : count * sizeof *to);
 }
 
-// f(i, count) for the numbers i to i + count - 1 of a row; the last ones may be fewer than 16.
-template <typename F>
+// f(i, count) for the numbers i to i + count - 1 of a row; the last ones may be fewer than 16. The
+// compiler sees N calls at once.
+template <int64_t N = 1, typename F>
 inline void by_lanes(int64_t n, const F& f) {
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) f(i, kLanes);
+  for (; i + N * kLanes <= n; i += N * kLanes)
+    for (int64_t j = 0; j < N; ++j) f(i + j * kLanes, kLanes);
+  for (; N > 1 && i + kLanes <= n; i += kLanes) f(i, kLanes);
   if (i < n) f(i, n - i);
 }
 
@@ -239,18 +244,126 @@ struct Linear {
 struct Block {
   Norm input_norm, out_norm, mlp_norm, down_norm, qk_norm;
   Linear qkv, out, up, down;
-  int64_t kind = 0;  // of attention: which rotations and mask are its own
+  int64_t kind = 0;    // of attention: which rotations and mask are its own
+  int64_t window = 0;  // how many keys a token sees, itself included; 0: all before it
   bool is_gated = true, is_gelu = false;
 };
 
 // Where the rows of a forward stand, and what its blocks share.
 struct Forward {
-  std::vector<Tensor> cos, sin, masks;  // by kind: [N, head_dim] twice, [B, 1, rows, L]
-  std::vector<Tensor> keys, values;     // by block: [slots, heads, capacity, head_dim]
-  const int64_t *slots, *positions;     // [N] in the cache; slot -1: the row is not written
-  const int64_t* places;                // [N] among the queries [B, T]
-  int64_t batch, num_queries, first_slot, kv_length;
-  Tensor others;  // slots that are attended to where they do not lie side by side
+  std::vector<Tensor> cos, sin;      // by kind: [N, head_dim]; none where nothing is rotated
+  std::vector<Tensor> masks;         // by kind: [1, 1, rows, L] for torch's attention, or none
+  std::vector<Tensor> keys, values;  // by block: [slots, heads, capacity, head_dim]
+  const int64_t *slots, *positions;  // [N] in the cache; slot -1: the row is a pad
+};
+
+// -------------------------------------------------------------------------------- attention
+//
+// Of a token to the keys that it sees, and no others: neither its neighbours nor the length of what
+// is held beside it change a bit, and nothing is computed for pads.
+
+// The sums of neighbours: a's and then b's.
+inline Lanes pairs(Lanes a, Lanes b) {
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+         __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#else
+  constexpr Ints even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+  return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, even + 1);
+#endif
+}
+
+// Each vector's sum of lanes; all of them are added in the same order.
+inline Lanes across(Lanes (&x)[kLanes]) {
+  for (int64_t half = kLanes / 2; half; half /= 2)
+    for (int64_t i = 0; i < half; ++i) x[i] = pairs(x[2 * i], x[2 * i + 1]);
+  return x[0];
+}
+
+// One token's G queries of the same keys and values [capacity, width].
+template <typename T, int G>
+struct Attention {
+  const T *keys, *values;
+  int64_t width, begin, end;  // of a head; the first position that is seen, and one behind the last
+  float scaling;
+  std::vector<float>& room;
+  int64_t first = begin / kLanes * kLanes, length = (end - first + kLanes - 1) / kLanes * kLanes;
+
+  // queries [G, width] -> out [G, width]
+  void operator()(const T* queries, T* out) const {
+    room.resize(G * length);
+    Lanes most[G];
+    score(queries, most);
+    float sums[G];
+    for (int g = 0; g < G; ++g) sums[g] = exponentials(&room[g * length], most[g]);
+    int64_t i = 0;
+    for (; i + 4 * kLanes <= width; i += 4 * kLanes) mix<4>(i, kLanes, sums, out);
+    for (; i + kLanes <= width; i += kLanes) mix<1>(i, kLanes, sums, out);
+    if (i < width) mix<1>(i, width - i, sums, out);
+  }
+
+  // Products of queries and keys, scaled; and the largest ones, by lane.
+  void score(const T* queries, Lanes (&most)[G]) const {
+    alignas(64) float wide[G][kWidestHead + kLanes];
+    for (int g = 0; g < G; ++g) {
+      most[g] = Lanes{} - INFINITY;
+      by_lanes(width, [&](int64_t i, int64_t count) {
+        store(wide[g] + i, load(queries + g * width + i, count), count);
+      });
+    }
+    Lanes products[G][kLanes] = {};
+    for (int64_t at = first; at < end; at += kLanes) {
+      for (int64_t key = std::max(begin, at); key < std::min(end, at + kLanes); ++key) {
+        Lanes sums[G] = {};
+        by_lanes<4>(width, [&](int64_t i, int64_t count) {
+          Lanes part = load(keys + key * width + i, count);
+          for (int g = 0; g < G; ++g) sums[g] += load(wide[g] + i, count) * part;
+        });
+        for (int g = 0; g < G; ++g) products[g][key - at] = sums[g];
+      }
+      for (int g = 0; g < G; ++g) {
+        Lanes scores = across(products[g]) * scaling;
+        scores = is_seen(at) ? scores : Lanes{} - INFINITY;
+        most[g] = scores > most[g] ? scores : most[g];
+        store(&room[g * length + at - first], scores, kLanes);
+      }
+    }
+  }
+
+  Ints is_seen(int64_t at) const {
+    constexpr Ints order = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    Ints place = order + int32_t(at);
+    return (place >= int32_t(begin)) & (place < int32_t(end));
+  }
+
+  // Scores to exponentials of their distance from the largest; returns their sum.
+  float exponentials(float* scores, const Lanes& most) const {
+    float top = most[0], sum = 0;
+    for (int64_t j = 1; j < kLanes; ++j) top = std::max(top, most[j]);
+    Lanes sums = {};
+    for (int64_t at = first; at < end; at += kLanes) {
+      Lanes found = exponential(load(scores + at - first, kLanes) - top);
+      found = is_seen(at) ? found : 0.0f;
+      sums += found;
+      store(scores + at - first, found, kLanes);
+    }
+    for (int64_t j = 0; j < kLanes; ++j) sum += sums[j];
+    return sum;
+  }
+
+  // The values' numbers from i on, weighted: N vectors of `count` each.
+  template <int N>
+  void mix(int64_t i, int64_t count, const float (&sums)[G], T* out) const {
+    Lanes mixed[G][N] = {};
+    for (int64_t key = begin; key < end; ++key)
+      for (int n = 0; n < N; ++n) {
+        Lanes value = load(values + key * width + i + n * kLanes, count);
+        for (int g = 0; g < G; ++g) mixed[g][n] += room[g * length + key - first] * value;
+      }
+    for (int g = 0; g < G; ++g)
+      for (int n = 0; n < N; ++n)
+        store(out + g * width + i + n * kLanes, mixed[g][n] / sums[g], count);
+  }
 };
 
 // ------------------------------------------------------------------------------------ stack
@@ -266,10 +379,10 @@ struct Stack : torch::CustomClassHolder {
   }
 
   // norms: 5 weights, an empty tensor where there is none; then each one's epsilon.
-  void begin(int64_t kind, bool is_gated, bool is_gelu, std::vector<Tensor> norms,
+  void begin(int64_t kind, int64_t window, bool is_gated, bool is_gelu, std::vector<Tensor> norms,
              std::vector<double> epsilons) {
     Block block;
-    block.kind = kind, block.is_gated = is_gated, block.is_gelu = is_gelu;
+    block.kind = kind, block.window = window, block.is_gated = is_gated, block.is_gelu = is_gelu;
     Norm* to[] = {&block.input_norm, &block.out_norm, &block.mlp_norm, &block.down_norm,
                   &block.qk_norm};
     for (size_t i = 0; i < norms.size(); ++i)
@@ -293,12 +406,10 @@ struct Stack : torch::CustomClassHolder {
 
   Tensor run(Tensor x, int64_t begin, int64_t end, std::vector<Tensor> cos, std::vector<Tensor> sin,
              std::vector<Tensor> masks, std::vector<Tensor> keys, std::vector<Tensor> values,
-             Tensor slots, Tensor positions, Tensor places, Tensor others,
-             std::vector<int64_t> sizes, optional<Tensor> read) {
+             Tensor slots, Tensor positions, optional<Tensor> read) {
     c10::InferenceMode guard;
     Forward forward{cos, sin, masks, keys, values, slots.const_data_ptr<int64_t>(),
-                    positions.const_data_ptr<int64_t>(), places.const_data_ptr<int64_t>(),
-                    sizes[0], sizes[1], sizes[2], sizes[3], others};
+                    positions.const_data_ptr<int64_t>()};
     x = x.contiguous();
     for (int64_t i = begin; i < end; ++i, read.reset())
       x = x.scalar_type() == at::kFloat ? one<float>(x, read, i, forward)
@@ -368,10 +479,8 @@ struct Stack : torch::CustomClassHolder {
   // Queries, keys and values side by side [N, all heads] -> [N, H · head_dim].
   template <typename T>
   Tensor attend(const Block& block, const Tensor& joined, int64_t i, const Forward& f) const {
-    int64_t count = joined.size(0), width = joined.size(1), groups = heads / kv_heads;
-    int64_t rows = f.num_queries * groups;
-    int64_t padded = (rows + kQueryRows - 1) / kQueryRows * kQueryRows;
-    Tensor query = at::zeros({f.batch, kv_heads, padded, head_dim}, joined.options());
+    int64_t count = joined.size(0), width = joined.size(1);
+    Tensor query = at::empty({count, heads * head_dim}, joined.options());
     const T* given = joined.const_data_ptr<T>();
     const bool turns = !f.cos.empty();
     const T* cos = turns ? f.cos[block.kind].const_data_ptr<T>() : nullptr;
@@ -383,11 +492,8 @@ struct Stack : torch::CustomClassHolder {
     for_rows(count, width, [&](int64_t row) {
       const T *x = given + row * width, *c = turns ? cos + row * head_dim : nullptr,
               *s = turns ? sin + row * head_dim : nullptr;
-      int64_t text = f.places[row] / f.num_queries, token = f.places[row] % f.num_queries;
-      for (int64_t h = 0; h < heads && f.places[row] >= 0; ++h) {
-        int64_t to = (text * kv_heads + h / groups) * padded + token * groups + h % groups;
-        rotate<T>(x + h * head_dim, block.qk_norm, h, c, s, queries + to * head_dim);
-      }
+      for (int64_t h = 0; h < heads; ++h)
+        rotate<T>(x + h * head_dim, block.qk_norm, h, c, s, queries + (row * heads + h) * head_dim);
       for (int64_t h = 0; h < kv_heads && f.slots[row] >= 0; ++h) {
         int64_t to = f.slots[row] * slot_size + h * head_size + f.positions[row] * head_dim;
         int64_t own = heads + h;
@@ -395,33 +501,52 @@ struct Stack : torch::CustomClassHolder {
         std::memcpy(values + to, x + (own + kv_heads) * head_dim, head_dim * sizeof(T));
       }
     });
-    Tensor key = seen(f.keys[i], f), value = seen(f.values[i], f);
-    if (f.batch * kv_heads == 1 && padded <= kOneTask) {
-      query = query.expand({2, -1, -1, -1});
-      key = key.expand({2, -1, -1, -1}), value = value.expand({2, -1, -1, -1});
-    }
-    Tensor found = std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, false, f.masks[block.kind], scaling));
-    Tensor result = at::empty({count, heads * head_dim}, joined.options());
+    if (!f.masks.empty()) return attend_in_blocks(block, query, i, f);
+    Tensor result = at::zeros_like(query);
     T* out = result.mutable_data_ptr<T>();
-    const T* from = found.const_data_ptr<T>();
-    for_rows(count, width, [&](int64_t row) {
-      int64_t place = f.places[row] < 0 ? 0 : f.places[row];
-      int64_t text = place / f.num_queries, token = place % f.num_queries;
-      for (int64_t h = 0; h < heads; ++h)
-        std::memcpy(out + (row * heads + h) * head_dim,
-                    from + text * found.stride(0) + h / groups * found.stride(1) +
-                        (token * groups + h % groups) * found.stride(2),
-                    head_dim * sizeof(T));
+    int64_t groups = heads / kv_heads, longest = 1;
+    for (int64_t row = 0; row < count; ++row) longest = std::max(longest, f.positions[row] + 1);
+    int64_t grain = std::max<int64_t>(1, 2 * kGrain / (longest * groups * head_dim));
+    at::parallel_for(0, count * kv_heads, grain, [&](int64_t begin, int64_t end) {
+      std::vector<float> room;
+      for (int64_t task = begin; task < end; ++task) {
+        int64_t row = task / kv_heads, h = task % kv_heads;
+        if (f.slots[row] < 0) continue;
+        int64_t seen = f.positions[row] + 1, from = f.slots[row] * slot_size + h * head_size;
+        int64_t first = block.window ? std::max<int64_t>(0, seen - block.window) : 0;
+        for (int64_t g = 0; g < groups; g += kTogether) {
+          int64_t at = (row * heads + h * groups + g) * head_dim;
+          auto with = [&](auto together) {
+            Attention<T, together()>{keys + from, values + from, head_dim, first, seen,
+                                     float(scaling), room}(queries + at, out + at);
+          };
+          switch (std::min(kTogether, groups - g)) {
+            case 4: with(std::integral_constant<int, 4>()); break;
+            case 3: with(std::integral_constant<int, 3>()); break;
+            case 2: with(std::integral_constant<int, 2>()); break;
+            default: with(std::integral_constant<int, 1>());
+          }
+        }
+      }
     });
     return result;
   }
 
-  static Tensor seen(const Tensor& buffer, const Forward& f) {
-    // First what is attended to: the rest of the cache was never written, and takes no memory yet.
-    Tensor known = buffer.narrow(2, 0, f.kv_length);
-    return f.others.numel() ? known.index_select(0, f.others)
-                            : known.narrow(0, f.first_slot, f.batch);
+  // The same for a block of a prompt, by torch, which is faster for so many rows.
+  Tensor attend_in_blocks(const Block& block, const Tensor& query, int64_t i,
+                          const Forward& f) const {
+    int64_t count = query.size(0), rows = count * heads / kv_heads;
+    const Tensor& mask = f.masks[block.kind];
+    int64_t slot = *std::max_element(f.slots, f.slots + count);  // of all but pads
+    auto seen = [&](const Tensor& buffer) {
+      return buffer.narrow(0, slot, 1).narrow(2, 0, mask.size(3));
+    };
+    Tensor grouped = query.view({count, kv_heads, -1, head_dim}).transpose(0, 1).contiguous();
+    Tensor found = std::get<0>(at::_scaled_dot_product_flash_attention_for_cpu(
+        grouped.view({1, kv_heads, rows, head_dim}), seen(f.keys[i]), seen(f.values[i]), 0.0, false,
+        mask.narrow(2, 0, rows), scaling));
+    found = found.reshape({kv_heads, count, -1, head_dim}).transpose(0, 1);
+    return found.reshape({count, heads * head_dim});
   }
 };
 

@@ -1,12 +1,13 @@
 """The blocks in C++ (native.cpp), for --compile: without Python between a block's operations.
 
-In Python a block of a small model spends more time between its matrix products and its attention
-than in them. The compiled stack does the same steps in one call. It rounds in another order, so its
-bits are its own: `calibrate` checks them like any others. What it does not know (other norms than
-RMS norms, norms over all heads at once, soft caps, other activations than silu and gelu by tanh)
-stays in Python.
+In Python a block of a small model spends more time between its matrix products than in them. The
+compiled stack does the same steps in one call. It rounds in another order, so its bits are its own:
+`calibrate` checks them like any others. Its attention reads the keys that a token sees and no
+others, so its bits cannot depend on the token's company. What the stack does not know (other norms
+than RMS norms, norms over all heads at once, soft caps, other activations than silu and gelu by
+tanh) stays in Python.
 
-The code is compiled once for each CPU and version of torch, and kept in the user's cache.
+The code is compiled once for each CPU, compiler and version of torch, and kept in the user's cache.
 """
 
 import hashlib
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from messages import in_short
 
+from .activation import ROWS
 from .int8 import Int8Weights
 from .linear import Weights
 
@@ -34,10 +36,8 @@ LOG = logging.getLogger("serving.native")
 PROGRESS = logging.getLogger("serving.progress.once")  # told on a terminal, too
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
-# A product is rounded before it is added, as in Python. No -ffast-math: it would let the compiler
-# choose the order of sums.
-_FLAGS = "-O3 -march=native -std=c++20 -fPIC -shared -ffp-contract=off -fno-math-errno".split()
-_FLAGS += ["-fno-trapping-math"]
+# No -ffast-math: it would let the compiler choose the order of sums.
+_FLAGS = "-O3 -march=native -std=c++20 -fPIC -shared -fno-math-errno -fno-trapping-math".split()
 _SECONDS = 300
 _is_loaded = is_used = False
 
@@ -183,8 +183,10 @@ def _compile(file: Path) -> None:
 
 # --------------------------------------------------------------------------------- the stack
 
+PROMPT_ROWS = ROWS[-1]  # from so many rows of one text on torch's attention is faster
+_NORMS = "input_norm", "out_norm", "mlp_norm", "down_norm", "qk_norm"
 _ACTIVATIONS = {"SiLU": False, "SiLUActivation": False, "GELUTanh": True}  # whether it is gelu
-_WIDEST_HEAD = 512
+_WIDEST_HEAD = 512  # as in native.cpp
 # By how much of the largest number a block may differ: some roundings of its type. Measured were
 # 1.2e-6 and .02 (.06 with large biases), and with integers, which may jump, .004 and .07 (.14).
 _ROUNDINGS = {torch.float32: 2e-5, torch.bfloat16: 0.15}
@@ -194,8 +196,10 @@ _JUMPS = 0.05
 class NativeStack:
     """Blocks of block.py, compiled; they share the weights and the cache with those."""
 
-    def __init__(self, blocks: Sequence[Any], kinds: Sequence[str]) -> None:
-        """kinds[i] is block i's kind of attention."""
+    def __init__(
+        self, blocks: Sequence[Any], kinds: Sequence[str], windows: dict[str, int | None]
+    ) -> None:
+        """kinds[i] is block i's kind of attention, windows[kind] how far back it sees."""
         first = blocks[0]
         sizes = first.num_heads, first.num_kv_heads, first.head_dim, first.scaling
         self._stack = torch.classes.speculative.Stack(*sizes)
@@ -206,7 +210,8 @@ class NativeStack:
             epsilons = [0.0 if norm is None else norm.epsilon for norm in norms]
             is_gelu = _ACTIVATIONS[block.activation_name]
             kind_index = self._kinds.index(kind)
-            self._stack.begin(kind_index, block.is_gated, is_gelu, weights, epsilons)
+            what = kind_index, windows[kind] or 0, block.is_gated, is_gelu
+            self._stack.begin(*what, weights, epsilons)
             for i, layer in enumerate((block.qkv, block.out, block.gate_up, block.down)):
                 layer.compute.add_to(self._stack, i)
 
@@ -223,12 +228,13 @@ class NativeStack:
     ) -> Tensor:
         """Blocks `begin` to `end` - 1 of x [N, D] -> [N, D]; `buffers` are the cache's.
 
-        `read` is what the first one's attention reads, if that is not x, normed.
+        Of each kind of attention: `ropes`, cos and signed sin [N, head_dim], and for a prompt's
+        block `masks` (PROMPT_ROWS tokens and more of one text), else none. `read` is what the first
+        block's attention reads, if that is not x, normed.
         """
         cos, sin = ([ropes[kind][i] for kind in self._kinds if ropes] for i in range(2))
-        return self._stack.run(
-            x, begin, end, cos, sin, [masks[kind] for kind in self._kinds], *buffers, *rows, read
-        )
+        seen = [masks[kind] for kind in self._kinds if masks]
+        return self._stack.run(x, begin, end, cos, sin, seen, *buffers, *rows, read)
 
     def buffers(self, cache: Any) -> tuple[list[Tensor], list[Tensor]] | None:
         """The cache's keys and values [slots, heads, capacity, head_dim], if it has them by now."""
@@ -239,39 +245,30 @@ class NativeStack:
 
 
 class Rows(NamedTuple):
-    """Where the N rows of a forward stand, as native.cpp takes it."""
+    """Where the N rows of a forward stand in the cache, as native.cpp takes it."""
 
-    slots: Tensor  # [N] in the cache; -1: the row is not written
+    slots: Tensor  # [N]; -1: the row is a pad
     positions: Tensor  # [N]
-    places: Tensor  # [N] among the queries [B, T]; -1: the row has none
-    others: Tensor  # slots that are attended to where they do not lie side by side, else empty
-    sizes: list[int]  # B, T, the first slot, the number of keys
 
     @classmethod
     def of(cls, where: Any, num_rows: int) -> "Rows":
         """From a place of forward.py."""
-        ragged, count = getattr(where, "ragged", None), sum(where.counts)
-        first, last = where.slots[0], where.slots[-1]
-        if ragged is None:
-            positions = torch.arange(where.end - num_rows, where.end)
-            slots = torch.full((num_rows,), first)
-            slots[: num_rows - count] = -1  # pads stand on the left
-            sizes = [1, num_rows, first, where.kv_length]
-            return cls(slots, positions, torch.arange(num_rows), torch.empty(0).long(), sizes)
+        count = sum(where.counts)
+        if getattr(where, "ragged", None) is None:  # pads stand on the left
+            slots = torch.full((num_rows,), where.slots[0])
+            slots[: num_rows - count] = -1
+            return cls(slots, torch.arange(where.end - num_rows, where.end))
         slots = torch.full((num_rows,), -1)
         slots[:count] = where.padded.written[0]
-        places = torch.where(slots < 0, -1, ragged.real)
-        is_compact = where.slots == list(range(first, last + 1))
-        others = torch.tensor([] if is_compact else where.slots, dtype=torch.long)
-        sizes = [*ragged.padded.shape, first, where.kv_length]
-        return cls(slots, where.positions[0], places, others, sizes)
-
-
-_NORMS = "input_norm", "out_norm", "mlp_norm", "down_norm", "qk_norm"
+        return cls(slots, where.positions[0])
 
 
 def native_stack(
-    blocks: Sequence[Any], kinds: Sequence[str], ropes: Any, masks: Any
+    blocks: Sequence[Any],
+    kinds: Sequence[str],
+    windows: dict[str, int | None],
+    ropes: Any,
+    masks: Any,
 ) -> NativeStack | None:
     """The blocks compiled, where that was asked for, if it knows them and computes the same."""
     if not is_used or not ropes or not all(map(_is_known, blocks)):
@@ -280,7 +277,7 @@ def native_stack(
     if len(shapes) > 1:
         return None
     try:
-        stack = NativeStack(blocks, kinds)
+        stack = NativeStack(blocks, kinds, windows)
         differs = _difference(stack, blocks, kinds, ropes, masks)
     except Exception as error:  # the blocks in Python are still there
         differs = in_short(error)
@@ -315,7 +312,7 @@ def _difference(
     buffers = tuple([like.new_zeros(shape) for _ in blocks] for _ in range(2))
     rope = {kind: tuple(t[0, :count, 0] for t in tables) for kind, tables in ropes.items()}
     mask = {kind: table.of(positions[None], 0, count) for kind, table in masks.items()}
-    rows = Rows(positions * 0, positions, positions, positions[:0], [1, count, 0, count])
+    rows = Rows(positions * 0, positions)
     random = torch.Generator().manual_seed(0)
     width = first.down.compute.out_features * (1 + first.has_other_inputs)
     # Small, so that roundings of x hide nothing of what the block adds.
@@ -326,7 +323,7 @@ def _difference(
         tables = tuple(t[:, :count] for t in ropes[kind])
         expected = block.run(given[None], tables, mask[kind], None)[0]
         read, x = block.read(given) if block.has_other_inputs else (None, given)
-        actual = stack(x, i, i + 1, rope, mask, buffers, rows, read)
+        actual = stack(x, i, i + 1, rope, {}, buffers, rows, read)
         largest = float((expected - x).abs().max())
         roundings = 2 * torch.finfo(x.dtype).eps * float(x.abs().max())
         difference = float((actual - expected).abs().max())

@@ -47,6 +47,7 @@ MODULES = {
     "text": "serving.text", "parsing": "serving.parsing", "prompts": "serving.prompts",
     "worker": "serving.worker", "head": "drafters.head",
     "comparison": "serving.comparison", "connection": "serving.connection",
+    "block": "fastpath.block",
     "native": "fastpath.native",
 }  # fmt: skip
 
@@ -654,20 +655,24 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
 
 _APART = "native::test_rows_that_lie_apart_are_fed_without_the_one_between_them"
 _ALONE = "native::test_speculation_alone_and_in_a_batch_keeps_every_bit[float32-None]"
+_SHAPES = "native::test_attention_of_any_shape_gives_what_torch_s_gives[5-1-40]"
 if why_not() is None:  # without a compiler nobody runs these
     MUTANTS += [
         Mutant(
             "compiled blocks cache rows to spare", "native:Rows.of",
-            "torch.full((num_rows,), -1)", "torch.full((num_rows,), first)", (_APART, _ALONE),
+            "torch.full((num_rows,), -1)", "torch.full((num_rows,), 0)", (_APART, _ALONE),
         ),
         Mutant(
             "compiled blocks cache pads", "native:Rows.of",
             "slots[: num_rows - count] = -1", "pass", (_ALONE,),
         ),
         Mutant(
-            "compiled blocks attend to the rows between", "native:Rows.of",
-            "is_compact = where.slots == list(range(first, last + 1))", "is_compact = True",
-            (_APART,),
+            "compiled blocks see behind the window", "native:NativeStack.__init__",
+            "windows[kind] or 0", "0", (_SHAPES,),
+        ),
+        Mutant(
+            "torch's attention reads blocks of any length", "block:FusedStack.__call__",
+            "ragged is None and x.shape[1] >= PROMPT_ROWS", "ragged is None", (_ALONE,),
         ),
     ]  # fmt: skip
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import speculative_decoding as core
 import torch
+import transformers
 from conftest import FAMILIES, ROOT, run
 from test_batching import together
 from test_eagle3 import new_head, target_folder  # noqa: F401
@@ -66,6 +67,47 @@ def test_speculation_alone_and_in_a_batch_keeps_every_bit(dtype, quantize, tiny_
     alone = [run(engine, p, max_tokens=24, drafter="ngram")[0].output for p in prompts]
     assert alone == plain
     assert [s.output for s in together(engine, requests)] == plain
+
+
+@needs_compiler
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(5, 1, 40), (4, 4, 24), (6, 2, 80)])
+def test_attention_of_any_shape_gives_what_torch_s_gives(heads, kv_heads, width, tmp_path):
+    """Groups of 5, 1 and 3 queries; widths that 16 does not divide; texts in blocks and behind."""
+    config = transformers.Qwen3Config(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, head_dim=width, vocab_size=4096, max_position_embeddings=640,
+        use_sliding_window=True, sliding_window=37, max_window_layers=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(ROOT / "demo_models" / "target").save_pretrained(
+        tmp_path
+    )
+    text = torch.randint(4096, (600,), generator=torch.Generator().manual_seed(0)).tolist()
+    found = []
+    for compiled in (False, True):
+        engine = load(tmp_path, compile=compiled)
+        assert engine.target.fast.is_compiled == compiled and engine.target.report.is_exact
+        row = engine.target.cache.open_row(len(text))
+        found.append(engine.target.forward([row], [text], [600]).logits[0])
+    assert engine.target.shapes.prompt_rows == native.PROMPT_ROWS > engine.target.shapes.rows[-1]
+    assert is_same(*found)
+
+
+@needs_compiler
+def test_keys_that_a_token_does_not_see_are_not_read(tiny_folder):
+    """What lies behind a text is left over from others; numbers that are none do not matter."""
+    target = load(tiny_folder("llama")).target
+    row = target.cache.open_row(len(TEXT))
+    target.forward([row], [TEXT], [1])
+    found = []
+    for left in (0.0, torch.nan):
+        with torch.inference_mode():
+            for layer in target.cache.layers:
+                layer.keys[:, :, len(TEXT) :] = layer.values[:, :, len(TEXT) :] = left
+        found.append(target.forward([row], [TEXT[:2]], [2]).logits[0])
+        target.cache.truncate(row, len(TEXT))
+    assert target.fast.is_compiled and torch.equal(*found)
 
 
 @needs_compiler
