@@ -46,11 +46,11 @@ from drafters.noise import ACCEPT, DRAW, NO_NUMBERS, RECOVER, draw
 from drafters.panel import Panel, Seat
 from fastpath.exact import KEY_BLOCK, Report, Shapes, calibrate
 from fastpath.forward import check_quantized, get_ready, lazy_zeros, scrub, speed_up
+from fastpath.prefix import PrefixCache
 from fastpath.sampling import penalise, survivors, truncated_softmax
 from messages import Cycle, Draft, Judgement, Layers, Output, Request, Sampling
 from serving import answers, faults, http, loading
 from serving.gpt_neo import follow_masks
-from serving.metrics import register_metrics
 from serving.openai import register_openai
 from serving.options import Options, parse_arguments
 from serving.parsing import parse_request
@@ -399,12 +399,11 @@ class Sequence:
 
     def __init__(self, request: Request, row: int, tokenizer: Any) -> None:
         self.request, self.row, self.tokenizer = request, row, tokenizer
-        self.seat = Seat(len(request.prompt), request.sampling, row)  # among the drafters
+        self.seat = Seat(request.prompt, request.sampling, row)  # among the drafters
         self.noise, self.tokens = Noise(request.seed), list(request.prompt)
         self.text = TextStream(tokenizer, request.stop)
         self.logprobs: list[dict[str, Any]] = []
-        self.statistics = Statistics()
-        self.num_steps = 0
+        self.statistics, self.num_steps = Statistics(), 0
         self.finish_reason: str | None = None
         self.failure: Exception | None = None  # its own; then the finish_reason is "error"
 
@@ -452,11 +451,12 @@ class Engine:
         controller: Controller | None = None,
         draft_model: CachedModel | None = None,
         is_strict: bool = False,
+        prefixes: PrefixCache | None = None,
     ):
         """Without controller every draft has the length that the request asks for."""
         self.target, self.draft_model, self.prefill_chunk = target, draft_model, prefill_chunk
         self.eos_ids = loading.ends_of(target.model, target.tokenizer)
-        self.panel = Panel(loaded, target.vocab_size, default, is_strict)
+        self.panel = Panel(loaded, target.vocab_size, default, is_strict, prefixes)
         self.default_drafter, self.controller = default, controller
         self.now = partial(now, target.model.device)
         self.planner = Planner(controller, self.panel) if controller else FixedK()
@@ -501,8 +501,7 @@ class Engine:
 
         The first cycle of a sequence is its prefill: a long run of tokens to feed, and no draft. A
         sequence whose prompt is not read yet gets no cycle, nor does one that cannot go on, as its
-        logits are no numbers, say. A forward that fails raises, and nothing has been accepted (see
-        serving/faults.py for what is tried again).
+        logits are no numbers, say. A forward that fails raises, and nothing has been accepted.
         """
         batch = self.read_prompts(sequences)
         if not batch:
@@ -538,7 +537,7 @@ class Engine:
             layers = self.panel.layers([s.seat])
             output = self.target.forward([s.row], [s.tokens[cached : cached + size]], [1], layers)
             found = {layer: states for layer, (states,) in output.hidden.items()}
-            s.seat.hidden[cached // size :] = [found]  # a step that failed may have read it, too
+            s.seat.hidden[cached] = found
             s.statistics.prompt_ms += (self.now() - began) * 1e3
         return [s for s in sequences if s not in reading]
 
@@ -561,6 +560,7 @@ class Engine:
         cache.keep(s.row, len(draft.tokens), range(kept - 1))  # all but the pending token
         lengths, pieces = (held, cache.lengths[s.row]), s.text.release(bool(s.finish_reason))
         cycle = Cycle(s.num_steps, draft.tokens, judged, kept, *lengths, pieces, logits, scores)
+        self.panel.keep(s.seat, hidden)  # of the prompt, once it is read
         s.num_steps += 1
         s.statistics.record(cycle.num_drafted, [token.kind for token in cycle.tokens])
         self.totals.note(cycle.num_drafted, cycle.num_accepted)
@@ -621,7 +621,8 @@ def assemble_engine(options: Options) -> Engine:
         with refusal(model, is_fast=True):
             speed_up(model, options.quantize, check)
     controller = None if options.fixed_k else Controller.of(target, loaded)
-    return Engine(target, loaded, default, options.prefill_chunk, controller, draft, options.strict)
+    chunk, known = options.prefill_chunk, PrefixCache.of(target, options.prefix_cache_mb)
+    return Engine(target, loaded, default, chunk, controller, draft, options.strict, known)
 
 
 def prepare(engine: Engine, options: Options) -> None:
@@ -647,7 +648,8 @@ def load_engine(options: Options) -> Engine:
 def create_app(engine: Engine, options: Options, worker: Worker | None = None) -> Flask:
     """The web application: POST /generate, GET /health and /metrics, /v1, and the page at /."""
     worker = worker or Worker(engine, options)
-    app = http.new_app(worker, options, demo.read_prompts(options.is_chat(engine.target.tokenizer)))
+    prompts = demo.read_prompts(options.is_chat(engine.target.tokenizer))
+    app = http.new_app(engine, worker, options, prompts)
     begin = http.beginning(engine, worker, options)
 
     @app.post("/generate")
@@ -656,8 +658,7 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
         jobs, stream, notes = begin(http.read_body())
         dtype = engine.target.model.dtype
         if stream:
-            events = answers.stream_answer(jobs, notes, dtype)
-            return Response(events, mimetype="text/event-stream")
+            return Response(answers.stream_answer(jobs, notes, dtype), mimetype="text/event-stream")
         # 499: the client has left, and nobody reads it.
         return answers.answer(jobs, notes, dtype) if http.finish(jobs) else Response(status=499)
 
@@ -666,7 +667,6 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
         body = answers.health(engine, worker, options)
         return body, 200 if body["status"] == "ok" else 503
 
-    register_metrics(app, engine, worker)
     register_openai(app, engine, begin, options.max_tokens)
     return app
 

@@ -256,6 +256,7 @@ def show_demo(engine: Any, options: Options, plain_decode: Decode, given: Namesp
     that of plain decoding, else 130 if it was interrupted.
     """
     shown, colour = engine.default_drafter, has_colour()
+    engine.panel.prefixes = None  # each run reads its prompt: all are to be timed alike
     is_chat = options.is_chat(engine.target.tokenizer)
     prompts = chosen_prompts(engine, options, given.prompts)
     if not given.json:

@@ -67,8 +67,11 @@ SHAPES = {
 
 
 def load_engine(**options: Any) -> Any:
-    """An engine that is ready to run. The options are those of the command line."""
-    return core.load_engine(Options(**options))
+    """An engine that is ready to run. The options are those of the command line.
+
+    It reads each prompt each time: what is measured must not depend on what was measured before.
+    """
+    return core.load_engine(Options(**{"prefix_cache_mb": 0} | options))
 
 
 def without_controller(engine: Any) -> Any:

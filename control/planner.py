@@ -66,7 +66,7 @@ class Planner:
 
     def open(self, seat: Seat) -> None:
         """A new request: each of its drafters gets a record."""
-        given = seat.prompt_length, seat.sampling.rule
+        given = len(seat.prompt), seat.sampling.rule
         seat.records = {name: self.controller.record(name, *given) for name in seat.states}
 
     def plan(self, sequences: list[Any]) -> list[tuple[str, int]]:

@@ -46,6 +46,7 @@ class Context:
     timeout_s: float = 10.0  # of a call to a drafter that comes from a file
     mmap: bool = False  # whether weights may stay in mapped files
     eagle3: str | None = None  # folder or hub id of an EAGLE-3 head
+    prefix_cache_mb: int = 0  # for the keys and values of prompts read before; 0: none
     allow_pickle: bool = False  # whether weights may come from files that can run code
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastpath.prefix import PrefixCache
 from messages import Draft, Sampling, Verdict, in_short
 
 from .base import Drafter
@@ -32,7 +33,7 @@ class DrafterFailed(ValueError):
 class Seat:
     """Drafting for one request: the drafters that read along, and what is known of them."""
 
-    prompt_length: int
+    prompt: list[int]
     sampling: Sampling
     row: int = -1  # in the target's KV cache
     states: dict[str, Any] = field(default_factory=dict)  # by drafter, of those that can go on
@@ -43,7 +44,16 @@ class Seat:
     decision: Any = None  # the planner's last one
     warnings: list[str] = field(default_factory=list)
     failure: Exception | None = None  # where a drafter's fault is to end the request
-    hidden: list[dict[int, Tensor]] = field(default_factory=list)  # of chunks of a prompt, so far
+    num_cached: int = 0  # tokens of the prompt that were known already
+    is_kept: bool = False  # whether the whole prompt is known now
+    # Of chunks of a prompt that are read, by the position of their first token.
+    hidden: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+
+    def read(self, hidden: dict[int, Tensor]) -> dict[int, Tensor]:
+        """States [fed, D] by layer, behind those of the chunks before -> [prompt, D]."""
+        chunks = list(self.hidden.values())
+        layers = [layer for layer in hidden if all(layer in chunk for chunk in chunks)]
+        return {i: torch.cat([*(chunk[i] for chunk in chunks), hidden[i]]) for i in layers}
 
 
 class Call(NamedTuple):
@@ -64,9 +74,14 @@ class Panel:
         vocab_size: int,
         default: str | None = None,
         is_strict: bool = False,
+        prefixes: PrefixCache | None = None,
     ) -> None:
-        """`is_strict` lets a drafter's fault fail the request: for those who write a drafter."""
+        """`is_strict` lets a drafter's fault fail the request: for those who write a drafter.
+
+        `prefixes` are the target's: what it knows of a prompt, the drafters read along.
+        """
         self.drafters, self._vocab_size, self._is_strict = drafters, vocab_size, is_strict
+        self.prefixes = prefixes
         # What a request may ask for, and the drafters that this means: of several, the one to
         # begin with stands first.
         first = default if default in drafters else first_choice(drafters)
@@ -87,6 +102,16 @@ class Panel:
                 failed[name] = error
         for name, error in failed.items():
             self._lose(seat, name, error)
+        if self.prefixes:
+            hidden = self.prefixes.restore(seat.row, prompt, self.layers([seat]))
+            seat.num_cached = self.prefixes.length(seat.row)
+            seat.hidden = {0: hidden} if hidden else {}
+
+    def keep(self, seat: Seat, hidden: dict[int, Tensor]) -> None:
+        """Remember a prompt that has been read; `hidden` [fed, D] are its last states, by layer."""
+        if self.prefixes and not seat.is_kept:
+            self.prefixes.keep(seat.row, seat.prompt, seat.read(hidden))
+        seat.is_kept = True
 
     def layers(self, seats: list[Seat]) -> tuple[int, ...]:
         """The layers whose hidden states the drafters of these seats want."""
@@ -187,15 +212,15 @@ class Panel:
         Who proposed rolls back. To the others what came is text like any other. `hidden` are the
         states [fed, D] of what was verified, by layer.
         """
-        chunks, seat.hidden, seat.draft = [*seat.hidden, hidden], [], None
+        states, seat.hidden, seat.draft = seat.read(hidden), {}, None
         num_rejected = verdict.drafted - verdict.accepted
         for name in list(seat.states):
             drafter = self.drafters[name]
             own = verdict if name == seat.asked else replace(verdict, drafted=0)
             try:
                 if drafter.needs_hidden:
-                    states = torch.cat([_beside(chunk, drafter.hidden_layers) for chunk in chunks])
-                    own = replace(own, hidden=states[: len(states) - num_rejected])
+                    beside = torch.cat([states[layer] for layer in drafter.hidden_layers], -1)
+                    own = replace(own, hidden=beside[: len(beside) - num_rejected])
                 drafter.observe(seat.states[name], own)
             except Exception as error:
                 self._lose(seat, name, error)
@@ -242,8 +267,3 @@ def first_choice(names: Iterable[str]) -> str:
     return next(
         (name for name in ("mtp", "eagle3", "self_int8", "ngram", *names) if name in names), ""
     )
-
-
-def _beside(states: dict[int, Tensor], layers: tuple[int, ...]) -> Tensor:
-    """The states [n, D] of these layers, side by side: [n, D · layers]."""
-    return torch.cat([states[layer] for layer in layers], -1)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from fastpath.prefix import PrefixCache
 from messages import Draft, Sampling, Verdict
 
 from .base import Context, Drafter
@@ -42,6 +43,7 @@ class SmallModelDrafter(Drafter):
         self._draft = draft
         self.num_step_weights = self._draft.num_weights
         self._sample = context.sample
+        self._prefixes = PrefixCache.of(draft, context.prefix_cache_mb)
         # An embedding may be padded: ids that only one of the two models has are never drafted.
         self._vocab_size = context.target.vocab_size
         self._shared = min(self._draft.vocab_size, self._vocab_size)
@@ -73,7 +75,10 @@ class SmallModelDrafter(Drafter):
         return cls(context, draft)
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> State:
-        return State(self._draft.cache.open_row(len(prompt)), list(prompt), sampling, noise)
+        row = self._draft.cache.open_row(len(prompt))
+        if self._prefixes:
+            self._prefixes.restore(row, list(prompt))
+        return State(row, list(prompt), sampling, noise)
 
     def propose(self, state: State, max_tokens: int) -> Draft:
         return self.propose_batch([state], [max_tokens])[0]
@@ -119,4 +124,8 @@ class SmallModelDrafter(Drafter):
         state.tokens.extend(verdict.tokens)
 
     def close(self, state: State) -> None:
-        self._draft.cache.close_row(state.row)
+        try:
+            if self._prefixes:
+                self._prefixes.keep(state.row, state.tokens)
+        finally:
+            self._draft.cache.close_row(state.row)

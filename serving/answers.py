@@ -44,6 +44,7 @@ def answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> dict[str, A
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sequence.seat.num_cached},
         },
         "metrics": {
             "speculative_decoding": {"drafter": request.drafter or PLAIN} | counters,
@@ -163,6 +164,7 @@ def health(engine: Any, worker: Worker, options: Options) -> dict[str, Any]:
         "exactness": report and report.as_dict(),
         "kv_cache_capacity_tokens": cache.num_rows * cache.max_length,
         "kv_cache_usage_perc": round(sum(cache.lengths) / (cache.num_rows * cache.max_length), 4),
+        "prefix_cache": engine.panel.prefixes and engine.panel.prefixes.as_dict(),
         "speculative_decoding": total.counters(num_spec_tokens)
         | {"recent_acceptance_rate": ratio(sum(a for _, a in recent), sum(d for d, _ in recent))}
         | total.per_position()

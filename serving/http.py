@@ -28,6 +28,7 @@ from .comparison import runs_to_compare
 from .connection import CLIENT_LEFT, MAX_ACCEPTED, MAX_BODY_BYTES, REFUSAL, Server
 from .errors import RequestError, engine_failure
 from .log import Progress, log_to_stderr, name_requests
+from .metrics import register_metrics
 from .page import register_page
 from .parsing import model_id, parse_json, parse_request
 from .worker import Job, Worker, cancel, unavailable
@@ -97,10 +98,11 @@ def base_app(options: Any) -> Flask:
     return app
 
 
-def new_app(worker: Worker, options: Any, prompts: dict[str, str]) -> Flask:
-    """An application with the page, and all that its routes have in common."""
+def new_app(engine: Any, worker: Worker, options: Any, prompts: dict[str, str]) -> Flask:
+    """An application with the page and GET /metrics, and all that its routes have in common."""
     app = base_app(options)
     register_page(app, prompts)
+    register_metrics(app, engine, worker)
     app.extensions["worker"] = worker
     return app
 

@@ -47,6 +47,7 @@ class _Figures(Collector):
         """Make every figure but the histogram, which collects its own."""
         engine, worker = self._engine, self._worker
         total = sum(dict(engine.totals.by_drafter).values(), Statistics())
+        prefixes = engine.panel.prefixes
         for name, meaning, value in (
             ("spec_decode_num_drafts", "cycles with a draft", total.num_spec_steps),
             ("spec_decode_num_draft_tokens", "tokens drafted", total.num_draft_tokens),
@@ -59,6 +60,9 @@ class _Figures(Collector):
              engine.panel.num_failures),
             ("engine_faults", "target forwards that failed and were tried again",
              engine.totals.num_faults),
+            ("prefix_cache_queries", "tokens of prompts", prefixes.num_asked if prefixes else 0),
+            ("prefix_cache_hits", "tokens of prompts that were known already",
+             prefixes.num_found if prefixes else 0),
         ):  # fmt: skip
             yield CounterMetricFamily(name, meaning, value)
         accepted = CounterMetricFamily(

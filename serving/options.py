@@ -44,6 +44,7 @@ class Options:
     max_running: int = 8
     max_queued: int = 64
     prefill_chunk: int = 256
+    prefix_cache_mb: int = 512
     request_timeout: float = 600.0  # seconds, as the next three
     drafter_timeout: float = 10.0
     stall_limit: float = 120.0
@@ -110,6 +111,7 @@ class Options:
             "quantize": self.quantize,
             "timeout_s": self.drafter_timeout,
             "mmap": self.mmap,
+            "prefix_cache_mb": self.prefix_cache_mb,
             "eagle3": self.eagle3_folder,
             "allow_pickle": self.allow_pickle,
         }
@@ -188,6 +190,10 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "seed": {"type": int, "help": "where a request names none (default: by chance)"},
     "max_running": {"type": between(1, 256), "help": "rows of the KV cache"},
     "max_queued": {"type": between(1, 1000), "help": "requests that may wait"},
+    "prefix_cache_mb": {
+        "type": between(0, 1 << 20),
+        "help": "memory for prompts read before, which need not be read again; 0 = off",
+    },
     "prefill_chunk": {"type": _COUNT, "help": "tokens of a prompt read between two cycles"},
     "request_timeout": {"type": seconds, "help": "after which a request ends with 504"},
     "drafter_timeout": {"type": seconds, "help": "of a call to a drafter from a file"},

@@ -47,7 +47,7 @@ MODULES = {
     "text": "serving.text", "parsing": "serving.parsing", "prompts": "serving.prompts",
     "worker": "serving.worker", "head": "drafters.head",
     "comparison": "serving.comparison", "connection": "serving.connection",
-    "block": "fastpath.block",
+    "block": "fastpath.block", "prefix": "fastpath.prefix",
     "native": "fastpath.native",
 }  # fmt: skip
 
@@ -225,6 +225,7 @@ PREFIX = "lossless::test_exactly_the_prefix_before_the_first_wrong_token_is_kept
 ADVANCES = "lossless::test_the_kv_cache_advances_by_what_was_emitted_not_by_what_was_proposed"
 SEVERAL = "exactness::test_a_batch_of_more_rows_than_may_be_run_is_run_in_several_forwards"
 EVERY_P_Q = "sampling::test_verify_emits_exactly_p_for_every_small_p_and_q"
+ONLY_SHARED = "prefix::test_only_what_is_shared_from_the_beginning_counts"
 KEEPS_P = "sampling::test_verify_keeps_the_target_distribution"
 GIVEN_BACK = "drafters::test_every_row_is_given_back"
 COSTS_IT = "drafters::test_a_drafter_that_fails_costs_its_request_the_speculation_never_the_answer"
@@ -418,9 +419,9 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("who is still reading takes part in the cycle", "core:Engine.read_prompts",
      "if s not in reading", "if True", "batching::test_a_long_prompt_does_not_stop_the_others"),
     ("hidden states of a prompt's chunks are forgotten", "core:Engine.read_prompts",
-     "s.seat.hidden[cached // size :] = [found]", "pass", f"{NO_TRACE}[greedy-1-mtp]"),
+     "s.seat.hidden[cached] = found", "pass", f"{NO_TRACE}[greedy-1-mtp]"),
     ("a chunk that is read again counts twice", "core:Engine.read_prompts",
-     "s.seat.hidden[cached // size :] = [found]", "s.seat.hidden.append(found)",
+     "s.seat.hidden[cached] = found", "s.seat.hidden[began] = found",
      "batching::test_a_neighbour_s_fault_does_not_let_a_chunk_of_a_prompt_count_twice"),
     ("only the pending token is fed", "core:Engine.forward",
      "s.tokens[lengths[s.row] :]", "s.tokens[-1:]", f"{PREFIX}[greedy-0]"),
@@ -484,16 +485,31 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("a draft that was not judged is made anew", "panel:Panel.propose",
      "if seat.draft is None]", "]", f"{NO_TRACE}[greedy-3-mtp]"),
     ("a draft that was judged is handed out again", "panel:Panel.observe",
-     "[*seat.hidden, hidden], [], None", "[*seat.hidden, hidden], [], seat.draft", NO_DRAFT,
+     "seat.read(hidden), {}, None", "seat.read(hidden), {}, seat.draft", NO_DRAFT,
      f"{PREFIX}[greedy-1]"),
     ("a guess that fails ends the request", "panel:Panel.guess",
      "self._lose(seat, name, error)", "raise",
      "controller::test_a_guess_that_fails_costs_the_drafter_and_not_the_answer"),
     ("a hidden state too many is handed out", "panel:Panel.observe",
-     "len(states) - num_rejected]", "len(states) - num_rejected + 1]",
+     "len(beside) - num_rejected]", "len(beside) - num_rejected + 1]",
      "drafters::test_drafts_are_known_ids_and_no_more_than_asked_for"),
-    ("chunks of hidden states are handed out backwards", "panel:Panel.observe",
-     "[*seat.hidden, hidden]", "[hidden, *seat.hidden]",
+    ("blocks of a prompt are known by their own tokens", "prefix:PrefixCache._keys",
+     "digest.update(", "digest = sha256(", ONLY_SHARED),
+    ("the last token of a prompt need not be fed", "prefix:PrefixCache._keys",
+     "len(prompt), self._size)", "len(prompt) + 1, self._size)", ONLY_SHARED),
+    ("blocks without hidden states will do", "prefix:PrefixCache.restore",
+     "block is None or not block.hidden.keys() >= set(layers)", "block is None",
+     "prefix::test_a_head_waits_for_the_hidden_states_that_it_needs"),
+    ("the beginning of a prompt is forgotten first", "prefix:PrefixCache._touch",
+     "reversed(keys)", "keys",
+     "prefix::test_the_end_of_a_prompt_is_forgotten_before_its_beginning"),
+    ("a prompt is remembered before it is known to be sound", "core:Engine.forward",
+     "lengths, pairs = self.target.cache.lengths,",
+     "lengths, pairs = [self.panel.keep(s.seat, {}) for s in batch]"
+     " and self.target.cache.lengths,",
+     "prefix::test_a_prompt_that_failed_is_not_remembered"),
+    ("chunks of hidden states are handed out backwards", "panel:Seat.read",
+     "[*(chunk[i] for chunk in chunks), hidden[i]]", "[hidden[i], *(chunk[i] for chunk in chunks)]",
      "batching::test_a_prompt_read_in_chunks_gives_the_output_of_one_read_at_once"),
     ("who was passed over does not observe", "panel:Panel.observe",
      "for name in list(seat.states):", "for name in [seat.asked]:", NO_DRAFT),

@@ -565,7 +565,7 @@ def test_a_fault_in_a_batch_of_model_drafts_leaves_the_others_as_if_alone(
 
 def seated(drafters):
     """A panel of these drafters, and a seat at which all of them read along."""
-    panel, seat = Panel(drafters, 100), Seat(2, core.Sampling())
+    panel, seat = Panel(drafters, 100), Seat([1, 2], core.Sampling())
     panel.open(seat, drafters, [1, 2], core.Noise(0))
     return panel, seat
 

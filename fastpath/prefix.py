@@ -1,0 +1,149 @@
+"""Prefix caching: a prompt that begins like an earlier one is not read from the beginning again.
+
+Every turn of a chat repeats the ones before it, and a system prompt stands before every question.
+The keys and values of prompts are kept here, a block of tokens at a time:
+
+    [block 0][block 1][block 2] the rest          a block is found by a hash of all tokens up to
+                                                  its end, as its keys depend on all of them
+
+A new prompt takes over the blocks that it shares with earlier ones, and the rest is read. Of
+prompts, only whole blocks are kept that run in the same shapes whatever comes behind them (see
+exact.py), so the bits are those that reading would give. What hidden states of the target a drafter
+wants is kept as well: a head drafts as if it had read the prompt along.
+
+Rows of the KV cache are contiguous, so a hit is a copy. It takes a hundredth of the time of
+reading. Not covered: generated tokens, which are read once more when they come back in a prompt.
+
+Sources: vLLM's automatic prefix caching; SGLang's radix attention, arXiv 2312.07104.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .exact import Shapes
+
+_SIZE = 64  # tokens of a block, where prompts run in the shapes of all other tokens
+
+
+@dataclass
+class _Block:
+    """What is kept of some successive tokens."""
+
+    buffers: list[Tensor]  # keys and values [heads, tokens, width] of each layer
+    hidden: dict[int, Tensor] = field(default_factory=dict)  # [tokens, D] by layer
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(kept.nbytes for kept in (*self.buffers, *self.hidden.values()))
+
+
+class PrefixCache:
+    """Blocks of the prompts that went through one KV cache; the least recently used ones go."""
+
+    def __init__(self, cache: Any, shapes: Shapes, capacity_mb: int) -> None:
+        """`cache` is the core's SlotCache, `shapes` what its model's forwards keep to."""
+        self._cache, self._shapes = cache, shapes
+        self.capacity_bytes, self.num_bytes = capacity_mb << 20, 0
+        self.num_asked = self.num_found = 0  # tokens of prompts
+        self._blocks: OrderedDict[bytes, _Block] = OrderedDict()  # the next to go first
+
+    @classmethod
+    def of(cls, model: Any, capacity_mb: int) -> "PrefixCache | None":
+        """For a cached model of the core; None where the capacity is 0."""
+        return cls(model.cache, model.shapes, capacity_mb) if capacity_mb else None
+
+    def length(self, row: int) -> int:
+        """How many tokens the row holds."""
+        return self._cache.lengths[row]
+
+    @property
+    def _size(self) -> int:
+        return self._shapes.prompt_rows or _SIZE
+
+    def _keys(self, prompt: list[int]) -> list[bytes]:
+        """Of the whole blocks of a prompt, but for the one with its last token, if it is whole.
+
+        That token has to be fed: what is wanted of a prompt is the choice behind it.
+        """
+        keys, digest = [], sha256()
+        for end in range(self._size, len(prompt), self._size):
+            digest.update(torch.tensor(prompt[end - self._size : end]).numpy().tobytes())
+            keys.append(digest.digest())
+        return keys
+
+    @torch.inference_mode()
+    def restore(
+        self, row: int, prompt: list[int], layers: tuple[int, ...] = ()
+    ) -> dict[int, Tensor]:
+        """Let an empty row hold what is known of its prompt.
+
+        Returns the hidden states [tokens, D] of `layers` of the tokens that the row holds now.
+        Blocks that lack one of them do not count.
+        """
+        keys = self._keys(prompt)
+        found = []
+        for key in keys:
+            block = self._blocks.get(key)
+            if block is None or not block.hidden.keys() >= set(layers):
+                break
+            found.append(block)
+        self._touch(keys[: len(found)])
+        self.num_asked += len(prompt)
+        if not found:
+            return {}
+        count = len(found) * self._size
+        place, slot = self._cache.place([row], [count]), self._cache.slot(row)
+        for i, buffer in enumerate(self._buffers()):
+            torch.cat([block.buffers[i] for block in found], 1, out=buffer[slot, :, :count])
+        self._cache.advance(place)
+        self.num_found += count
+        return {layer: torch.cat([block.hidden[layer] for block in found]) for layer in layers}
+
+    @torch.inference_mode()
+    def keep(self, row: int, prompt: list[int], hidden: dict[int, Tensor] | None = None) -> None:
+        """Copy the blocks of a prompt that the row holds; hidden [tokens, D] by layer."""
+        slot, held, size = self._cache.slot(row), self._cache.lengths[row], self._size
+        keys = self._keys(prompt)[: held // size]
+        for i, key in enumerate(keys):
+            begin, end = i * size, (i + 1) * size
+            block = self._blocks.get(key)
+            if block is None:
+                block = _Block([b[slot, :, begin:end].clone() for b in self._buffers()])
+                if (i + 1) * block.num_bytes > self.capacity_bytes:
+                    break
+                self._blocks[key] = block
+                self.num_bytes += block.num_bytes
+            for layer, states in (hidden or {}).items():
+                if layer not in block.hidden:
+                    block.hidden[layer] = states[begin:end].clone()
+                    self.num_bytes += block.hidden[layer].nbytes
+        self._touch(keys)
+        while self.num_bytes > self.capacity_bytes:
+            _, gone = self._blocks.popitem(last=False)
+            self.num_bytes -= gone.num_bytes
+
+    def _buffers(self) -> list[Tensor]:
+        """[rows, heads, capacity, width] each."""
+        own = [layer for layer in self._cache.layers if layer.is_initialized]
+        return [buffer for layer in own for buffer in (layer.keys, layer.values)]
+
+    def _touch(self, keys: list[bytes]) -> None:
+        """They are in use. The first ones go last: without them the others are not found."""
+        for key in reversed(keys):
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+
+    def as_dict(self) -> dict[str, int]:
+        """For /health."""
+        return {
+            "num_blocks": len(self._blocks),
+            "num_bytes": self.num_bytes,
+            "capacity_bytes": self.capacity_bytes,
+            "queried_tokens": self.num_asked,
+            "hit_tokens": self.num_found,
+        }

@@ -1,0 +1,189 @@
+"""A prompt that begins like an earlier one gets the same answer, to the last bit, and sooner; its
+drafters draft as if they had read it, and what is kept stays within its memory."""
+
+import pytest
+import speculative_decoding as core
+import torch
+from conftest import ScriptedDrafter, run
+from test_native import needs_compiler
+
+from fastpath.prefix import PrefixCache
+from serving import answers, metrics
+from serving.worker import Worker
+
+SHARED = torch.randint(4096, (560,), generator=torch.Generator().manual_seed(0)).tolist()
+FIRST, SECOND = [*SHARED, 5, 6, 7], [*SHARED, 8, 9, 8, 9, 8]
+MTP = "mtp"
+
+
+@pytest.fixture
+def engine(demo_engine):
+    """The embedded target and its drafters, with an empty memory of prompts."""
+    return with_prefixes(demo_engine)
+
+
+def with_prefixes(engine, capacity_mb=64, drafters=None):
+    known = PrefixCache.of(engine.target, capacity_mb)
+    drafters = engine.panel.drafters if drafters is None else drafters
+    return core.Engine(engine.target, drafters, prefixes=known)
+
+
+def most(engine):
+    """Of SHARED, the tokens that lie in whole blocks."""
+    size = engine.target.shapes.prompt_rows or 64
+    return len(SHARED) // size * size
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram", "draft_model", MTP, "auto"])
+def test_a_hit_changes_neither_the_text_nor_a_draft(engine, demo_engine, drafter, way):
+    apart = core.Engine(demo_engine.target, demo_engine.panel.drafters)
+    fields = {"max_tokens": 24, "drafter": drafter, "logprobs": 2} | way
+    expected, drafts = run(apart, SECOND, **fields)
+    run(engine, FIRST, **fields)
+    found, same_drafts = run(engine, SECOND, **fields)
+    assert found.seat.num_cached == most(engine) > 256 and expected.seat.num_cached == 0
+    assert found.output == expected.output and found.logprobs == expected.logprobs
+    assert [event["proposals"] for event in same_drafts] == [e["proposals"] for e in drafts]
+
+
+@needs_compiler
+@pytest.mark.parametrize("chunk", [256, 100])
+def test_a_hit_changes_no_bit_of_compiled_blocks(chunk):
+    """There a prompt's blocks run in another kernel than its end, and than what is generated."""
+    options = core.Options(drafter=MTP, fixed_k=True, prefill_chunk=chunk)
+    engine = core.load_engine(options)
+    assert engine.target.report.is_exact and engine.target.fast.is_compiled
+    fields = {"max_tokens": 16, "drafter": MTP, "logprobs": 2}
+    run(engine, FIRST, **fields)
+    found, _ = run(engine, SECOND, **fields)
+    known, engine.panel.prefixes = engine.panel.prefixes, None
+    expected, _ = run(engine, SECOND, **fields)
+    assert found.seat.num_cached == 512 and known.num_found == 512
+    assert found.output == expected.output and found.logprobs == expected.logprobs
+
+
+def test_only_what_is_shared_from_the_beginning_counts(engine):
+    size = engine.target.shapes.prompt_rows or 64
+    run(engine, FIRST, max_tokens=1)
+    run(engine, SHARED[::-1], max_tokens=1)
+    for prompt, expected in (
+        ([*SHARED[::-1][:size], *SHARED[size:]], size),
+        (SHARED[1:], 0),
+        ([*SHARED[: size - 1], 1, *SHARED[size:]], 0),
+        ([*SHARED[: size + 1], 1, 2, *SHARED], size),
+        (SHARED[: 2 * size], size),  # its last token has to be fed
+        (FIRST, most(engine)),
+    ):
+        assert run(engine, prompt, max_tokens=2)[0].seat.num_cached == expected
+    assert engine.panel.prefixes.as_dict()["hit_tokens"] == 3 * size + most(engine)
+
+
+def test_a_head_waits_for_the_hidden_states_that_it_needs(engine):
+    """Without them it would draft worse than after reading the prompt."""
+    found = [
+        run(engine, FIRST, max_tokens=4, drafter=name)[0].seat.num_cached
+        for name in (None, "ngram", MTP, MTP, "ngram")
+    ]
+    assert found == [0, most(engine), 0, most(engine), most(engine)]
+
+
+def test_a_stranger_s_drafter_gets_all_hidden_states(engine):
+    class Reading(ScriptedDrafter):
+        needs_hidden, hidden_layers = True, (0, -1)
+
+    drafter = Reading(lambda state, limit: state[-1:])
+    reading = with_prefixes(engine, drafters={"scripted": drafter})
+    for prompt in (FIRST, SECOND):
+        run(reading, prompt, max_tokens=4, drafter="scripted")
+    seen = [verdict.hidden for verdict in drafter.verdicts if len(verdict.hidden) > 500]
+    assert [len(states) for states in seen] == [len(FIRST), len(SECOND)]
+    assert torch.equal(seen[0][: len(SHARED)], seen[1][: len(SHARED)])
+
+
+def test_the_draft_model_remembers_its_own_keys(demo_engine):
+    drafter = demo_engine.panel.drafters["draft_model"]
+    known = drafter._prefixes
+    before, prompt = known.num_found, [7, *SHARED]
+    for _ in range(2):
+        run(demo_engine, prompt, max_tokens=8, drafter="draft_model")
+    assert known.num_found - before > 256
+
+
+def test_memory_is_bounded_and_the_least_recently_used_goes_first(demo_engine):
+    engine = with_prefixes(demo_engine, capacity_mb=3)
+    known, texts = engine.panel.prefixes, [[i, *SHARED[:300]] for i in range(9)]
+    for text in texts:
+        run(engine, text, max_tokens=1)
+        run(engine, texts[0], max_tokens=1)  # in use all the time
+        assert known.num_bytes <= known.capacity_bytes
+        assert known.num_bytes == sum(block.num_bytes for block in known._blocks.values())
+    first, *others = (run(engine, text, max_tokens=1)[0].seat.num_cached for text in texts)
+    assert first >= 256 and not all(others)
+
+
+def test_the_end_of_a_prompt_is_forgotten_before_its_beginning(engine):
+    known, size = engine.panel.prefixes, engine.target.shapes.prompt_rows or 64
+    texts = [SHARED[: 2 * size + 1], SHARED[::-1][: 2 * size + 1]]
+    for text in texts:
+        run(engine, text, max_tokens=1)
+        known.capacity_bytes = known.num_bytes * 3 // 2  # three blocks of four
+    found = [run(engine, text, max_tokens=1)[0].seat.num_cached for text in texts[::-1]]
+    assert found == [2 * size, size]
+
+
+def test_of_a_long_prompt_the_beginning_is_kept(demo_engine):
+    engine = with_prefixes(demo_engine, capacity_mb=1)
+    run(engine, FIRST * 2, max_tokens=1)
+    found = run(engine, FIRST, max_tokens=1)[0].seat.num_cached
+    assert 0 < engine.panel.prefixes.num_bytes <= 1 << 20
+    assert found or engine.target.shapes.prompt_rows  # else a block is too large
+
+
+def test_a_prompt_that_failed_is_not_remembered(engine, monkeypatch):
+    def broken(*given, **fields):
+        output = right(*given, **fields)
+        return core.Output([logits * torch.nan for logits in output.logits], output.hidden)
+
+    right = engine.target.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.target, "forward", broken)
+        with pytest.raises(ValueError, match="no numbers|not a number|NaN"):
+            run(engine, FIRST, max_tokens=2)
+    assert run(engine, FIRST, max_tokens=2)[0].seat.num_cached == 0
+
+
+def test_requests_that_run_together_share_what_the_first_one_read(engine):
+    one = engine.open(core.Request(FIRST, 8))
+    while not one.num_steps:
+        engine.step([one])
+    other = engine.open(core.Request(SECOND, 8))
+    assert other.seat.num_cached == most(engine)
+    while one.finish_reason is None or other.finish_reason is None:
+        engine.step([s for s in (one, other) if s.finish_reason is None])
+    expected = [core.plain_decode(engine.target, p, 8, engine.eos_ids) for p in (FIRST, SECOND)]
+    assert [one.output, other.output] == expected
+    engine.close(one), engine.close(other)
+
+
+def test_health_metrics_and_answers_tell(engine):
+    for prompt in (FIRST, SECOND):
+        sequence, _ = run(engine, prompt, max_tokens=2)
+    worker = Worker(engine, core.Options())
+    told = answers.health(engine, worker, core.Options())["prefix_cache"]
+    assert told["hit_tokens"] == sequence.seat.num_cached > 0
+    assert told["queried_tokens"] == len(FIRST) + len(SECOND)
+    page = metrics.metrics(engine, worker).decode()
+    assert f"prefix_cache_hits_total {float(told['hit_tokens'])}" in page
+    job = type("Job", (), {"sequence": sequence, "events": []})()
+    usage = answers.answer([job], [], torch.float32)["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": told["hit_tokens"]}
+
+
+def test_it_can_be_turned_off():
+    engine = core.load_engine(core.Options(drafter="ngram", prefix_cache_mb=0, bitwise=False))
+    for _ in range(2):
+        assert run(engine, FIRST, max_tokens=1)[0].seat.num_cached == 0
+    assert (
+        answers.health(engine, Worker(engine, core.Options()), core.Options())["prefix_cache"]
+        is None
+    )
