@@ -67,8 +67,11 @@ SHAPES = {
 
 
 def load_engine(**options: Any) -> Any:
-    """An engine that is ready to run. The options are those of the command line."""
-    return core.load_engine(Options(**options))
+    """An engine that is ready to run. The options are those of the command line.
+
+    It forgets past outputs, unless told otherwise: second runs would only repeat the first.
+    """
+    return core.load_engine(Options(**{"suffix_cache": 0} | options))
 
 
 def without_controller(engine: Any) -> Any:

@@ -9,7 +9,7 @@ import demo
 import drafters
 from serving import faults
 
-DRAFTERS = ("ngram", "draft_model", "mtp")
+DRAFTERS = ("ngram", "suffix", "draft_model", "mtp")
 NAMES = tuple(demo.read_prompts())
 
 
