@@ -61,12 +61,14 @@ def test_the_automaton_agrees_with_a_brute_force_search():
 
 
 def test_a_place_is_the_longest_suffix_that_occurs_in_another_text(monkeypatch):
-    monkeypatch.setattr(suffix_tree, "DEPTH", 5)
-    chance, num_cut = random.Random(1), 0
+    chance, num_cut, automata = random.Random(1), 0, []
     for _ in range(100):
         text = [*(chance.randrange(3) for _ in range(40)), suffix_tree.END]
-        automaton, place, asked = SuffixAutomaton(), Place(), []
-        automaton.extend(text)
+        automata.append((text, SuffixAutomaton()))
+        automata[-1][1].extend(text)
+    monkeypatch.setattr(suffix_tree, "DEPTH", 5)
+    for text, automaton in automata:
+        place, asked = Place(), []
         for _ in range(12):
             new = [chance.randrange(4) for _ in range(chance.randint(1, 3))]
             asked += new
