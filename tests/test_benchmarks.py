@@ -72,7 +72,12 @@ def test_the_benchmark_of_losslessness_shows_a_drafter_that_lies_about_its_q(
         assert row["coupled_differing"] == 0  # whoever lies
         smallest = min(row[view]["p_value"] for view in lossless.VIEWS)
         assert (smallest < 1e-6) == (row["drafter"] == "liar")
-    assert [row["drafter"] for row in document["kept"]] == ["ngram", "draft_model", "mtp"]
+    assert [row["drafter"] for row in document["kept"]] == [
+        "ngram",
+        "suffix",
+        "draft_model",
+        "mtp",
+    ]
     assert all(row["rejection"]["tokens_per_pass"] > 1 for row in document["kept"])
 
 
@@ -90,7 +95,7 @@ def test_a_speedup_is_a_median_of_runs_with_its_quartiles():
 
 def test_the_benchmark_of_batches_compares_outputs_and_measures_gaps(measure):
     document = measure("batch", "--tokens", 3, "--runs", 1, "--sizes", 2)
-    assert len(document["batches"]) == 8 and len(document["gaps"]) == 1
+    assert len(document["batches"]) == 10 and len(document["gaps"]) == 1
     assert all(row["identical"] and row["ratio"] > 0 for row in document["batches"])
     assert document["gaps"][0]["longest_gap_ms"] > 0
 
@@ -98,7 +103,7 @@ def test_the_benchmark_of_batches_compares_outputs_and_measures_gaps(measure):
 def test_the_benchmark_of_the_controller_compares_it_with_every_k(measure):
     options = "--tokens", 6, "--k", 1, 3, "--temperature", 1, "--runs", 1
     document = measure("controller", *options)
-    assert len(document["results"]) == 2 * (1 + 3 * 2 + 4) and len(document["summary"]) == 11
+    assert len(document["results"]) == 2 * (1 + 4 * 2 + 5) and len(document["summary"]) == 14
     for row in document["results"]:
         assert row["identical"] is True  # sampled as well
         assert (row["alpha"] is not None) or not row["tokens_per_pass"] > 1
