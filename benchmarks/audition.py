@@ -23,6 +23,7 @@ from typing import Any
 
 import benchmarks as bench
 from messages import Request, Sampling
+from serving.errors import RequestError
 from serving.options import Options, between
 from serving.parsing import MAX_SPECULATIVE_TOKENS
 
@@ -111,7 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
             **models, drafter=bench.AUTO, num_speculative_tokens=given.k, max_running=1
         )
         prompts = bench.ids_of(texts, engine, given.raw)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RequestError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
     rows = measure(engine, prompts, given)
