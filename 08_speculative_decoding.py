@@ -399,7 +399,7 @@ class Sequence:
 
     def __init__(self, request: Request, row: int, tokenizer: Any) -> None:
         self.request, self.row, self.tokenizer = request, row, tokenizer
-        self.seat = Seat(request.prompt, request.sampling, row)  # among the drafters
+        self.seat = Seat(request.prompt, request.sampling, row, request.is_alone)
         self.noise, self.tokens = Noise(request.seed), list(request.prompt)
         self.text = TextStream(tokenizer, request.stop)
         self.logprobs: list[dict[str, Any]] = []
@@ -565,8 +565,7 @@ class Engine:
         s.statistics.record(cycle.num_drafted, [token.kind for token in cycle.tokens])
         self.totals.note(cycle.num_drafted, cycle.num_accepted)
         self.planner.learn(s.seat, cycle)
-        if s.finish_reason is None:
-            self.panel.observe(s.seat, cycle.verdict(), hidden)
+        self.panel.observe(s.seat, cycle.verdict(), hidden, s.finish_reason is not None)
         return cycle
 
     def judge(self, s: Sequence, draft: Draft, scores: Tensor) -> list[Judgement]:

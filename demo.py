@@ -256,7 +256,6 @@ def show_demo(engine: Any, options: Options, plain_decode: Decode, given: Namesp
     that of plain decoding, else 130 if it was interrupted.
     """
     shown, colour = engine.default_drafter, has_colour()
-    engine.panel.prefixes = None  # each run reads its prompt: all are to be timed alike
     is_chat = options.is_chat(engine.target.tokenizer)
     prompts = chosen_prompts(engine, options, given.prompts)
     if not given.json:
@@ -310,7 +309,9 @@ def compare(
                 )
             else:
                 k = options.num_speculative_tokens
-                wanted = Request(prompt, max_tokens, name, k, sampling=sampling, seed=seed)
+                wanted = Request(
+                    prompt, max_tokens, name, k, sampling=sampling, seed=seed, is_alone=True
+                )
                 ((sequence, _),) = deque(engine.generate(wanted), maxlen=1)
                 runs[name].append(sequence)
                 if sampling.is_coupled:
@@ -337,7 +338,7 @@ def worked_cycle(
     for name, prompt in prompts.items():
         wanted = Request(
             prompt, options.max_tokens or Request.max_tokens, engine.default_drafter, k,
-            sampling=options.sampling, seed=options.seed or 0, trace=True,
+            sampling=options.sampling, seed=options.seed or 0, trace=True, is_alone=True,
         )  # fmt: skip
         for sequence, cycle in engine.generate(wanted):
             if cycle.num_accepted and cycle.rejected:

@@ -60,6 +60,7 @@ class Request:
     seed: int = 0
     logprobs: int | None = None  # of each token, and of this many likeliest ones; None = none
     trace: bool = False  # events say what the target thought, too
+    is_alone: bool = False  # drafted without what others were answered, as measurements are
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +184,8 @@ class Cycle:
 
     def verdict(self) -> Verdict:
         """For drafters; without hidden states."""
-        emitted = [judgement.id for judgement in self.emitted]
-        return Verdict(len(self.proposals), len(emitted) - 1, emitted)
+        tokens = [judgement.id for judgement in self.tokens]
+        return Verdict(len(self.proposals), len(tokens) - 1, tokens)
 
 
 def in_short(error: Exception) -> str:

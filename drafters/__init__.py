@@ -21,6 +21,7 @@ __all__ = [
 # name -> (module, class); a module is imported when its drafter is first asked for
 _REGISTRY = {
     "ngram": ("drafters.ngram", "NgramDrafter"),
+    "suffix": ("drafters.suffix", "SuffixDrafter"),
     "draft_model": ("drafters.small_model", "SmallModelDrafter"),
     "mtp": ("drafters.mtp_head", "MtpHeadDrafter"),
     "eagle3": ("drafters.eagle3", "Eagle3Drafter"),

@@ -48,6 +48,7 @@ class Context:
     eagle3: str | None = None  # folder or hub id of an EAGLE-3 head
     prefix_cache_mb: int = 0  # for the keys and values of prompts read before; 0: none
     allow_pickle: bool = False  # whether weights may come from files that can run code
+    suffix_cache: int = 0  # tokens of past outputs that the drafter suffix may keep
 
 
 class Drafter(ABC):
@@ -59,7 +60,9 @@ class Drafter(ABC):
     name: ClassVar[str]
     needs_hidden: bool = False  # whether verdicts are to bring hidden states of the target
     hidden_layers: tuple[int, ...] = (-1,)  # of which; -1 is the final norm's output
-    shares_cache: bool = False  # built-in drafters only: a state gets `row`, the target's
+    # Built-in drafters only:
+    shares_cache: bool = False  # a state gets `row`, the target's
+    keeps_outputs: bool = False  # a state gets `is_alone`, and hears of the last tokens, too
 
     @classmethod
     def build(cls, context: Context) -> "Drafter":

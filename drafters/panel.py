@@ -36,6 +36,7 @@ class Seat:
     prompt: list[int]
     sampling: Sampling
     row: int = -1  # in the target's KV cache
+    is_alone: bool = False  # not helped by what others were answered, nor of help to them
     states: dict[str, Any] = field(default_factory=dict)  # by drafter, of those that can go on
     asked: str | None = None  # who was to draft in this cycle
     num_asked: int = 0  # and how many tokens at most
@@ -98,18 +99,20 @@ class Panel:
                 seat.states[name] = self.drafters[name].open(prompt, seat.sampling, noise)
                 if self.drafters[name].shares_cache:
                     seat.states[name].row = seat.row
+                if self.drafters[name].keeps_outputs:
+                    seat.states[name].is_alone = seat.is_alone
             except Exception as error:
                 failed[name] = error
         for name, error in failed.items():
             self._lose(seat, name, error)
-        if self.prefixes:
+        if self.prefixes and not seat.is_alone:
             hidden = self.prefixes.restore(seat.row, prompt, self.layers([seat]))
             seat.num_cached = self.prefixes.length(seat.row)
             seat.hidden = {0: hidden} if hidden else {}
 
     def keep(self, seat: Seat, hidden: dict[int, Tensor]) -> None:
         """Remember a prompt that has been read; `hidden` [fed, D] are its last states, by layer."""
-        if self.prefixes and not seat.is_kept:
+        if self.prefixes and not (seat.is_kept or seat.is_alone):
             self.prefixes.keep(seat.row, seat.prompt, seat.read(hidden))
         seat.is_kept = True
 
@@ -206,8 +209,10 @@ class Panel:
             self._lose(seat, name, error)
             return []
 
-    def observe(self, seat: Seat, verdict: Verdict, hidden: dict[int, Tensor]) -> None:
-        """Tell the seat's drafters what came.
+    def observe(
+        self, seat: Seat, verdict: Verdict, hidden: dict[int, Tensor], is_last: bool = False
+    ) -> None:
+        """Tell the seat's drafters what came; of a request's last tokens, those that keep outputs.
 
         Who proposed rolls back. To the others what came is text like any other. `hidden` are the
         states [fed, D] of what was verified, by layer.
@@ -216,6 +221,8 @@ class Panel:
         num_rejected = verdict.drafted - verdict.accepted
         for name in list(seat.states):
             drafter = self.drafters[name]
+            if is_last and not drafter.keeps_outputs:
+                continue
             own = verdict if name == seat.asked else replace(verdict, drafted=0)
             try:
                 if drafter.needs_hidden:

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from dataclasses import dataclass, fields
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from .errors import RequestError
 from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, check_fields
 
 KEY_VARIABLE = "SPECULATIVE_API_KEY"
+REMEMBERED = 50_000  # tokens of past outputs: 0.4 kB each
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -32,6 +34,7 @@ class Options:
     strict: bool = False
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 1
+    suffix_cache: int | None = None  # REMEMBERED, or 0 where the server is exposed
     raw: bool = False
     max_tokens: int | None = None  # 128; in a chat as many as the context holds
     repetition_penalty: float = Sampling.repetition_penalty
@@ -101,6 +104,16 @@ class Options:
         return self.eagle3
 
     @property
+    def is_exposed(self) -> bool:
+        """Whether others than who started the server may be meant to call it."""
+        if self.api_key or self.allowed_host or self.allow_origin:
+            return True
+        try:
+            return not ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host != "localhost"
+
+    @property
     def for_drafters(self) -> dict[str, Any]:
         """What a drafter's context has of this, by its names there."""
         return {
@@ -114,7 +127,15 @@ class Options:
             "prefix_cache_mb": self.prefix_cache_mb,
             "eagle3": self.eagle3_folder,
             "allow_pickle": self.allow_pickle,
+            "suffix_cache": self.num_remembered,
         }
+
+    @property
+    def num_remembered(self) -> int:
+        """Tokens of past outputs that help to draft: times tell what others were answered."""
+        if self.suffix_cache is None:
+            return 0 if self.is_exposed else REMEMBERED
+        return self.suffix_cache
 
     @property
     def is_embedded(self) -> bool:
@@ -168,6 +189,12 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "strict": {"action": "store_true", "help": "a drafter's fault fails the request"},
     "prompt_lookup_max": {"type": _COUNT, "help": "longest suffix that ngram looks up"},
     "prompt_lookup_min": {"type": _COUNT, "help": "shortest suffix that ngram looks up"},
+    "suffix_cache": {
+        "type": between(0, 10_000_000),
+        "metavar": "N",
+        "help": "tokens of past outputs that suffix looks up, 0 for none (default: "
+        f"{REMEMBERED}, 0 where the server is exposed)",
+    },
     "raw": {
         "action": "store_true",
         "help": "--demo, --prompt and the page send prompts as they stand, without the model's "

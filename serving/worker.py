@@ -332,7 +332,7 @@ def warm_up(engine: Any) -> None:
     for _ in range(2):
         for name in [None, *engine.panel.drafters]:
             with suppress(Exception):
-                for _, cycle in engine.generate(Request(prompt, 16, name)):
+                for _, cycle in engine.generate(Request(prompt, 16, name, is_alone=True)):
                     if cycle.number == 2:
                         break
         if time.perf_counter() - began > _WARM_UP_S:

@@ -14,7 +14,7 @@ from serving import faults
 from serving.errors import RequestError
 from serving.worker import WAITING, Worker
 
-DRAFTERS = (None, "ngram", "draft_model", "mtp")
+DRAFTERS = (None, "ngram", "suffix", "draft_model", "mtp")
 SAMPLINGS = (core.Sampling(), core.Sampling(1.1, 0.9, 50, 0.95))
 
 

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from argparse import Namespace
 from functools import partial
 
 import gguf
@@ -16,7 +17,7 @@ from conftest import ROOT
 from tqdm import tqdm
 
 import benchmarks as bench
-from benchmarks import llama_peer, lossless, soak, soak_clients
+from benchmarks import audition, llama_peer, lossless, soak, soak_clients, suffix
 from benchmarks.batch import of_best
 
 OWN = """
@@ -72,7 +73,12 @@ def test_the_benchmark_of_losslessness_shows_a_drafter_that_lies_about_its_q(
         assert row["coupled_differing"] == 0  # whoever lies
         smallest = min(row[view]["p_value"] for view in lossless.VIEWS)
         assert (smallest < 1e-6) == (row["drafter"] == "liar")
-    assert [row["drafter"] for row in document["kept"]] == ["ngram", "draft_model", "mtp"]
+    assert [row["drafter"] for row in document["kept"]] == [
+        "ngram",
+        "suffix",
+        "draft_model",
+        "mtp",
+    ]
     assert all(row["rejection"]["tokens_per_pass"] > 1 for row in document["kept"])
 
 
@@ -90,7 +96,7 @@ def test_a_speedup_is_a_median_of_runs_with_its_quartiles():
 
 def test_the_benchmark_of_batches_compares_outputs_and_measures_gaps(measure):
     document = measure("batch", "--tokens", 3, "--runs", 1, "--sizes", 2)
-    assert len(document["batches"]) == 8 and len(document["gaps"]) == 1
+    assert len(document["batches"]) == 10 and len(document["gaps"]) == 1
     assert all(row["identical"] and row["ratio"] > 0 for row in document["batches"])
     assert document["gaps"][0]["longest_gap_ms"] > 0
 
@@ -98,7 +104,7 @@ def test_the_benchmark_of_batches_compares_outputs_and_measures_gaps(measure):
 def test_the_benchmark_of_the_controller_compares_it_with_every_k(measure):
     options = "--tokens", 6, "--k", 1, 3, "--temperature", 1, "--runs", 1
     document = measure("controller", *options)
-    assert len(document["results"]) == 2 * (1 + 3 * 2 + 4) and len(document["summary"]) == 11
+    assert len(document["results"]) == 2 * (1 + 4 * 2 + 5) and len(document["summary"]) == 14
     for row in document["results"]:
         assert row["identical"] is True  # sampled as well
         assert (row["alpha"] is not None) or not row["tokens_per_pass"] > 1
@@ -111,6 +117,71 @@ def test_the_benchmark_of_the_controller_compares_it_with_every_k(measure):
         key = {name: row[name] for name in ("temperature", "drafter", "k")}
         of = [r["speedup"] for r in document["results"] if r.items() >= key.items()]
         assert row["worst"] == min(of) and row["below_0.97"] == sum(x < 0.97 for x in of)
+
+
+def test_an_audition_ranks_what_fits_and_ends_with_a_command_line(measure, tmp_path):
+    path = tmp_path / "own.txt"
+    path.write_text("1, 2, 1, 2,\n\ndef main():\n")
+    document = measure("audition", "--prompts", path, "--tokens", 8, "--runs", 2, "--k", 3)
+    rows, (advice,) = document["results"], document["advice"]
+    names = {row["drafter"] for row in rows}
+    assert names == {"none", "ngram", "suffix", "draft_model", "mtp", "auto"}
+    assert all(row["equal"] for row in rows)
+    speeds = [row["of_plain"] for row in rows]
+    assert speeds == sorted(speeds, reverse=True)
+    assert next(row["tok_pass"] for row in rows if row["drafter"] == "none") == 1
+    words = ["python", "08_speculative_decoding.py", "--port", "5000", "--drafter"]
+    given = advice["command_line"].split()
+    assert given[:5] == words and given[5] in (rows[0]["drafter"], "none")
+
+
+@pytest.mark.parametrize(("quartile", "ending"), [
+    (1.01, "--draft-model 'a b' --drafter ngram --num-speculative-tokens 7"),
+    (0.99, "--draft-model 'a b' --drafter none"),
+])  # fmt: skip
+def test_an_audition_recommends_only_what_pays(quartile, ending):
+    given = Namespace(model=bench.Options.model, draft_model="a b", eagle3=None, dtype="auto",
+                      quantize=None, k=7)  # fmt: skip
+    row = {"drafter": "ngram", "of_plain": 1.2, "quartiles": [quartile, 1.4]}
+    found = audition.advice([row, {"drafter": "none"}], given)
+    assert found["command_line"] == f"python 08_speculative_decoding.py --port 5000 {ending}"
+    assert ("does not pay" in found["found"]) == (quartile < 1)
+
+
+@pytest.mark.parametrize(("text", "reason"), [
+    ("", "there are no prompts"),
+    ('{"prompt": "a", "name": "x"}\n{"prompt": "b", "name": "x"}', "a name stands twice"),
+    ('{"prompt": "a"}\n["b"]', "prompt 2 is not an object with the field prompt"),
+    ('{"prompt": ""}', "prompt 1 is not an object"),
+])  # fmt: skip
+def test_a_file_of_prompts_that_cannot_be_read_is_one_line(text, reason, tmp_path, capsys):
+    path = tmp_path / "own.jsonl"
+    path.write_text(text)
+    with pytest.raises(SystemExit) as caught:
+        audition.main(["--prompts", str(path)])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and reason in error and error.count("\n") == 1
+
+
+def test_prompts_have_a_name_or_a_number(tmp_path):
+    path = tmp_path / "own.jsonl"
+    path.write_text('{"prompt": "a b"}\n\n{"name": "x", "prompt": "c"}\n')
+    assert bench.prompts_of(path) == {"1": "a b", "x": "c"}
+
+
+def test_the_benchmark_of_suffixes_counts_and_times(measure, monkeypatch, tmp_path):
+    path = tmp_path / "own.jsonl"
+    path.write_text('{"name": "agent_a", "prompt": "1, 2, 1,"}\n{"name": "new_a", "prompt": "x"}')
+    monkeypatch.setattr(suffix, "PROMPTS", path)
+    document = measure("suffix", "--tokens", 12, "--sizes", 300)
+    assert [row["prompts"] for row in document["passes"]] == [
+        "demo (2)", "agents and editors (1)", "new text (1)",
+    ]  # fmt: skip
+    for row in document["passes"]:
+        assert row["equal"] and row["again"] > 2.5 and row["ngram"] >= 1
+    (cost,) = document["costs"]
+    assert cost["tokens"] <= 300 and cost["propose_us"] > 0
 
 
 def test_the_benchmark_of_caches_works_on_equal_keys(measure):

@@ -75,7 +75,7 @@ def test_the_demo_s_document_has_every_prompt_and_drafter(demo):
         ]  # fmt: skip
         assert statistics.median(standard["ms_of_runs"]) == standard["ms"]
         assert standard["target_passes"] == len(standard["token_ids"]) - 1
-        assert set(prompt["speculative"]) == {"ngram", "draft_model", "mtp", "auto"}
+        assert set(prompt["speculative"]) == {"ngram", "suffix", "draft_model", "mtp", "auto"}
         for run in prompt["speculative"].values():
             assert set(run) == set(standard) | {
                 "draft_acceptance_rate", "mean_acceptance_length", "num_draft_tokens",
@@ -86,7 +86,7 @@ def test_the_demo_s_document_has_every_prompt_and_drafter(demo):
             assert run["identical"] is True
             assert run["token_ids"] == standard["token_ids"] and run["text"] == standard["text"]
             assert run["ms"] > 0
-    assert set(demo["totals"]) == {"standard", "ngram", "draft_model", "mtp", "auto"}
+    assert set(demo["totals"]) == {"standard", "ngram", "suffix", "draft_model", "mtp", "auto"}
 
 
 def test_a_speed_up_that_only_a_busy_machine_explains_is_called_disturbed(demo, capsys):
@@ -306,7 +306,7 @@ def test_a_terminal_of_few_characters_gets_the_text_all_the_same(main, monkeypat
 def test_the_embedded_target_is_recognised_however_it_is_spelt(monkeypatch):
     monkeypatch.chdir(ROOT)
     engine = core.load_engine(core.Options(model="demo_models/target", bitwise=False))
-    assert set(engine.panel.choices) == {"ngram", "draft_model", "mtp", "auto"}
+    assert set(engine.panel.choices) == {"ngram", "suffix", "draft_model", "mtp", "auto"}
 
 
 def test_the_drafter_none_is_plain_decoding_where_a_request_does_not_say(tiny_folder):

@@ -375,7 +375,7 @@ def adaptive(demo_engine):
 
 @pytest.mark.parametrize("name", ["code_class", "repetitive_letters"])
 def test_whatever_it_chooses_the_output_is_plain_decoding(adaptive, prompts, plain, name, way):
-    for drafter in ("ngram", "draft_model", "mtp", "auto"):
+    for drafter in ("ngram", "suffix", "draft_model", "mtp", "auto"):
         given = {"max_tokens": 24, "drafter": drafter, "trace": True}
         sequence, events = run(adaptive, prompts[name], **given, **way)
         assert sequence.output == plain(prompts[name], 24, **way)
@@ -502,8 +502,8 @@ def test_a_guess_that_fails_costs_the_drafter_and_not_the_answer(demo_engine, pr
 @pytest.mark.parametrize("first", ["ngram", "mtp"])
 def test_who_was_passed_over_proposes_as_if_it_had_been_there(demo_engine, prompts, first):
     """Each of several drafters proposes in turn; each does what one that saw all of it does."""
-    loaded = {n: demo_engine.panel.drafters[n] for n in ("ngram", "draft_model", "mtp")}
-    chosen = itertools.cycle(["draft_model", first, "ngram", "mtp"])
+    loaded = {n: demo_engine.panel.drafters[n] for n in ("ngram", "suffix", "draft_model", "mtp")}
+    chosen = itertools.cycle(["draft_model", first, "suffix", "ngram", "mtp"])
     engine = core.Engine(demo_engine.target, loaded, "auto")
     propose = engine.panel.propose
 

@@ -93,4 +93,9 @@ def test_training_runs_end_to_end_and_its_folders_serve(tmp_path):
     out = tmp_path / "out"
     assert reports[1] == json.loads((out / "training.json").read_text())
     options = core.Options(model=str(out / "target"), draft_model=str(out / "draft"))
-    assert set(core.load_engine(options).panel.drafters) == {"ngram", "draft_model", "mtp"}
+    assert set(core.load_engine(options).panel.drafters) == {
+        "ngram",
+        "suffix",
+        "draft_model",
+        "mtp",
+    }

@@ -21,8 +21,8 @@ from drafters.panel import DrafterFailed
 from drafters.timed import TimedDrafter
 from messages import Draft, Verdict
 
-DRAFTERS = ("ngram", "draft_model", "mtp")
-MODELS = DRAFTERS[1:]
+DRAFTERS = ("ngram", "suffix", "draft_model", "mtp")
+MODELS = DRAFTERS[2:]
 GREEDY = core.Sampling()
 
 
@@ -459,7 +459,7 @@ def context(target, draft=None):
     [
         (
             "telepathy",
-            "choose ngram, draft_model, mtp, eagle3, self_int8, auto, none or file.py:Class",
+            "choose ngram, suffix, draft_model, mtp, eagle3, self_int8, auto, none or file.py",
         ),
         ("nowhere.py:Mine", "not found"),
         ("broken.py:Mine", "failed to load"),

@@ -431,7 +431,8 @@ def test_without_a_head_the_drafter_is_not_there(target_folder):
 
 def test_auto_takes_the_head_in(head_folder, prompts):
     engine = load(core.Options().model, head_folder, drafter="auto", fixed_k=False)
-    assert set(engine.panel.choices["auto"]) == {"mtp", "eagle3", "ngram", "draft_model"}
+    names = {"mtp", "eagle3", "ngram", "suffix", "draft_model"}
+    assert set(engine.panel.choices["auto"]) == names
     prompt = prompts["hard_story"]
     sequence, _ = run(engine, prompt, max_tokens=40, drafter="auto")
     assert sequence.output == core.plain_decode(engine.target, prompt, 40, engine.eos_ids)

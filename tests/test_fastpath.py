@@ -192,7 +192,7 @@ def slow(demo_engine):
     return engine
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "draft_model", "mtp"])
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "draft_model", "mtp"])
 def test_the_fast_path_changes_no_token(demo_engine, slow, prompts, plain, drafter, way):
     for name in ("code_class", "repetitive_letters"):
         wanted = {"max_tokens": 24, "drafter": drafter, **way}

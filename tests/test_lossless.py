@@ -9,7 +9,7 @@ import demo
 import drafters
 from serving import faults
 
-DRAFTERS = ("ngram", "draft_model", "mtp")
+DRAFTERS = ("ngram", "suffix", "draft_model", "mtp")
 NAMES = tuple(demo.read_prompts())
 
 
@@ -57,7 +57,8 @@ def test_any_causal_model_is_lossless_with_every_fitting_drafter(family, tiny_fo
 def test_requests_in_one_batch_with_their_own_drafters_equal_each_alone(
     demo_engine, prompts, plain, way
 ):
-    names = ("repetitive_colours", "code_class", "hard_story", "easy_facts", "code_function")
+    names = ["repetitive_colours", "code_class", "hard_story", "easy_facts", "code_function"]
+    names.append("easy_json")
     sequences = [
         demo_engine.open(core.Request(prompts[name], 24, drafter, 2 + i, **way))
         for i, (name, drafter) in enumerate(zip(names, (*DRAFTERS, None, "mtp"), strict=True))

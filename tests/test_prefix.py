@@ -179,6 +179,14 @@ def test_health_metrics_and_answers_tell(engine):
     assert usage["prompt_tokens_details"] == {"cached_tokens": told["hit_tokens"]}
 
 
+def test_what_is_measured_reads_its_prompt(engine):
+    """A comparison or a demo runs the same prompt again and again."""
+    for is_alone in (True, False, True):
+        sequence, _ = run(engine, FIRST, max_tokens=1, is_alone=is_alone)
+        assert sequence.seat.num_cached == 0
+    assert run(engine, FIRST, max_tokens=1)[0].seat.num_cached == most(engine)
+
+
 def test_it_can_be_turned_off():
     engine = core.load_engine(core.Options(drafter="ngram", prefix_cache_mb=0, bitwise=False))
     for _ in range(2):

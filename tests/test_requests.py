@@ -16,7 +16,7 @@ from conftest import probabilities, run, scripted_engine
 from serving import answers, trace
 from serving.text import TextStream
 
-DRAFTERS = ("ngram", "draft_model", "mtp")
+DRAFTERS = ("ngram", "suffix", "draft_model", "mtp")
 SAMPLING = core.Sampling(1.1, 0.9, 100, 0.95, 0.001)
 
 

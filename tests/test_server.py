@@ -160,7 +160,7 @@ def test_the_model_may_be_named(port):
         assert status == 200 and body["warnings"] == []
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "draft_model", "mtp", None])
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "draft_model", "mtp", None])
 def test_the_seed_that_was_used_is_returned_and_gives_the_same_output_again(port, drafter):
     fields = SAMPLED | ({"drafter": drafter} if drafter else {"speculative": False})
     status, first = generate(port, **fields)
@@ -292,7 +292,9 @@ def test_health_counts_what_was_generated(port):
 def test_the_controller_says_what_it_thinks_in_answers_and_health(adaptive):
     answer = generate(adaptive, prompt="red, green, blue, red,", max_tokens=60, drafter="auto")[1]
     decision = answer["metrics"]["controller"]
-    assert decision["drafter"] in ("ngram", "draft_model", "mtp") and "α" in decision["says"]
+    assert (
+        decision["drafter"] in ("ngram", "suffix", "draft_model", "mtp") and "α" in decision["says"]
+    )
     assert answer["metrics"]["speculative_decoding"]["drafter"] == "auto"
     plain = generate(adaptive, prompt="a", max_tokens=4, speculative=False)[1]
     assert plain["metrics"]["controller"] is None

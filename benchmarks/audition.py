@@ -1,0 +1,124 @@
+"""Which drafter is the fastest for your model and your prompts, or is plain decoding?
+
+Every drafter that fits the model, `auto` and plain decoding have every prompt in turn. Speeds are
+tokens per second, prompts included; `of_plain` is the speed in that of plain decoding in the same
+run, as a median with its quartiles. `tok_pass` counts the tokens after the first one per target
+pass, and `equal` says whether all outputs are plain decoding's. The last table has the command line
+to use: that of the fastest, or of plain decoding where even its lower quartile is not above 1.
+
+    python -m benchmarks.audition --prompts FILE [--model NAME_OR_PATH] [--draft-model …]
+        [--eagle3 …] [--dtype float32] [--quantize int8] [--k 5] [--tokens 128] [--temperature 0]
+        [--raw] [--runs 5] [--json]
+
+FILE has a prompt per line; or, if its name ends with .jsonl, an object {"prompt": …} per line. A
+chat model gets them in its chat template, unless --raw is given. Past outputs, which a server may
+look up for the drafter suffix, are left out: every run has the same prompts.
+"""
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import benchmarks as bench
+from messages import Request, Sampling
+from serving.errors import RequestError
+from serving.options import Options, between
+from serving.parsing import MAX_SPECULATIVE_TOKENS
+
+PLAIN = "none"  # as the command line has it
+_NAMED = ("model", "draft_model", "eagle3", "dtype", "quantize")
+
+
+def measure(
+    engine: Any, prompts: dict[str, list[int]], given: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """One row per way of decoding, the fastest first."""
+    sampling = Sampling(temperature=given.temperature)
+
+    def method(drafter: str, prompt: list[int]) -> Callable[[], bench.Finished]:
+        named = None if drafter == PLAIN else drafter
+        request = Request(prompt, given.tokens, named, given.k, sampling=sampling, seed=1)
+        return lambda: bench.run(engine, request)
+
+    ways = [PLAIN, *engine.panel.choices]
+    calls = {(way, name): method(way, p) for name, p in prompts.items() for way in ways}
+    timed, rows = bench.interleave(calls, given.runs, "prompts"), []
+
+    def run_ms(way: str) -> list[float]:
+        """Of each run, the time that all prompts took together."""
+        return list(
+            map(sum, zip(*(bench.times(timed[way, name]) for name in prompts), strict=True))
+        )
+
+    plain_ms = run_ms(PLAIN)
+    outputs = {way: [timed[way, name][0].result.output for name in prompts] for way in ways}
+    num_tokens = sum(map(len, outputs[PLAIN]))
+    for way in ways:
+        gain = bench.speedup(plain_ms, run_ms(way))
+        total = bench.total([timed[way, name][0].result for name in prompts])
+        rows.append(
+            {
+                "drafter": way,
+                "tokens_per_s": round(num_tokens / bench.median(run_ms(way)) * 1e3, 1),
+                "of_plain": gain.median,
+                "quartiles": gain.quartiles,
+                "tok_pass": bench.places(total.tokens_per_pass, 2),
+                "acceptance": bench.places(total.draft_acceptance_rate),
+                "equal": outputs[way] == outputs[PLAIN],
+            }
+        )
+    return sorted(rows, key=lambda row: -row["of_plain"])
+
+
+def advice(rows: list[dict[str, Any]], given: argparse.Namespace) -> dict[str, str]:
+    """The fastest way in words, and its command line."""
+    best, pays = rows[0], rows[0]["quartiles"][0] > 1
+    words = ["python", "08_speculative_decoding.py", "--port", "5000"]
+    for name in _NAMED:
+        value = getattr(given, name)
+        if value not in (None, getattr(Options, name)):
+            words += [f"--{name.replace('_', '-')}", value]
+    words += ["--drafter", best["drafter"] if pays else PLAIN]
+    if pays and given.k != Options.num_speculative_tokens:
+        words += ["--num-speculative-tokens", str(given.k)]
+    gain = f"{best['drafter']} has {best['of_plain']:.2f} times the speed of plain decoding"
+    found = gain if pays else "speculation does not pay here"
+    return {"found": found, "command_line": shlex.join(words)}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line."""
+    options = bench.parser(__doc__)
+    options.add_argument(
+        "--prompts", required=True, metavar="FILE",
+        help="a prompt per line, or in a .jsonl file an object with the field prompt",
+    )  # fmt: skip
+    options.add_argument("--model", default=Options.model, help="the target (default: ours)")
+    options.add_argument("--draft-model", help="for the drafter draft_model")
+    options.add_argument("--eagle3", help="a head for the target")
+    options.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    options.add_argument("--quantize", choices=["int8"], help="of the target")
+    options.add_argument("--k", type=between(1, MAX_SPECULATIVE_TOKENS), default=5)
+    options.add_argument("--temperature", type=float, default=0.0)
+    options.add_argument("--raw", action="store_true", help="without the chat template")
+    bench.add_count(options, "--tokens", 2, 100_000, 128, "a request, at most")
+    given = options.parse_args(arguments)
+    try:
+        texts = bench.prompts_of(given.prompts)
+        models = {name: getattr(given, name) for name in _NAMED}
+        engine = bench.load_engine(
+            **models, drafter=bench.AUTO, num_speculative_tokens=given.k, max_running=1
+        )
+        prompts = bench.ids_of(texts, engine, given.raw)
+    except (ValueError, OSError, RequestError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+    rows = measure(engine, prompts, given)
+    results = {"results": rows, "advice": [advice(rows, given)]}
+    bench.report(__spec__.name, arguments, given, results, ["results", "advice"])
+
+
+if __name__ == "__main__":
+    main()

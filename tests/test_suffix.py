@@ -1,0 +1,249 @@
+"""The drafter suffix: its automaton, past outputs, and that these change times alone.
+
+The contract of all drafters is in test_drafters.py.
+"""
+
+import random
+
+import pytest
+import speculative_decoding as core
+from conftest import WAYS, run
+
+from drafters import suffix_tree
+from drafters.suffix import LEAST_CHANCE, PastOutputs, SuffixDrafter, likely
+from drafters.suffix_tree import Place, Step, SuffixAutomaton
+from messages import Verdict
+from serving.comparison import runs_to_compare
+from serving.options import REMEMBERED, parse_arguments
+
+GREEDY = core.Sampling()
+REJECTION = core.Sampling(temperature=0.8, verification="rejection")
+
+
+def followers(text, context):
+    """What follows a string in a text, each time that it occurs and does not end the text."""
+    size = len(context)
+    return [text[i + size] for i in range(len(text) - size) if text[i : i + size] == context]
+
+
+def longest_suffix(text, inside, most=None):
+    """Of `text`, which occurs and is followed `inside` another."""
+    sizes = range(min(len(text), most or len(text)), 0, -1)
+    return next((text[-n:] for n in sizes if followers(inside, text[-n:])), [])
+
+
+def check_walk(text, context, steps):
+    """Each step is the most frequent follower of the longest suffix, the latest of equals."""
+    context = list(context)
+    for i, step in enumerate(steps):
+        suffix = longest_suffix(context, text)
+        found = followers(text, suffix)
+        most = max(map(found.count, found))
+        latest = next(token for token in reversed(found) if found.count(token) == most)
+        assert (step.token, step.count, step.length) == (latest, most, len(suffix))
+        assert 0 <= step.total - len(found) <= (i > 0)  # the end of the text may be counted
+        context = [*suffix, step.token]
+
+
+def test_the_automaton_agrees_with_a_brute_force_search():
+    chance = random.Random(0)
+    for _ in range(300):
+        automaton, text = SuffixAutomaton(), []
+        for _ in range(chance.randint(1, 10)):
+            new = [chance.randrange(3) for _ in range(chance.randint(1, 5))]
+            text += new
+            automaton.extend(new)
+            known = longest_suffix(text, text)
+            assert (len(automaton), automaton.num_known) == (len(text), len(known))
+            steps = [step for _, step in zip(range(6), automaton.walk(automaton.end), strict=False)]
+            assert len(steps) == (6 if known else 0)
+            check_walk(text, known, steps)
+
+
+def test_a_place_is_the_longest_suffix_that_occurs_in_another_text(monkeypatch):
+    chance, num_cut, automata = random.Random(1), 0, []
+    for _ in range(100):
+        text = [*(chance.randrange(3) for _ in range(40)), suffix_tree.END]
+        automata.append((text, SuffixAutomaton()))
+        automata[-1][1].extend(text)
+    monkeypatch.setattr(suffix_tree, "DEPTH", 5)
+    for text, automaton in automata:
+        place, asked = Place(), []
+        for _ in range(12):
+            new = [chance.randrange(4) for _ in range(chance.randint(1, 3))]
+            asked += new
+            place = automaton.follow(place, new)
+            suffix = longest_suffix(asked, text, 5)
+            assert place.length == len(suffix)
+            assert place == automaton.follow(Place(), asked[-5:])
+            num_cut += place.length == 5
+            step = next(automaton.walk(place), None) if suffix else None
+            if step:
+                check_walk(text, suffix, [step])
+            else:  # an output ended here last, or nothing is known
+                assert not suffix or followers(text, suffix)[-1] == suffix_tree.END
+    assert num_cut > 20
+
+
+def test_no_token_is_counted_for_more_than_64_suffixes():
+    """And still a draft reads on into itself in periodic text."""
+    automaton = SuffixAutomaton()
+    automaton.extend([7, 8] * 500)
+    assert automaton._count[automaton._next[0][7]] < 100  # of 500
+    assert automaton._count[automaton._link[automaton._last]] == 2
+    tokens, score = likely(automaton.walk(automaton.end), 6)
+    assert tokens == [7, 8] * 3 and score > 5
+
+
+def test_a_draft_ends_where_it_is_no_longer_likely():
+    sure, torn = Step(5, 9, 9, 8), Step(6, 1, 4, 8)
+    assert likely([sure] * 9, 4)[0] == [5] * 4
+    assert likely([sure, torn, torn, sure], 4)[0] == [5, 6, 6, 5]
+    assert likely([sure, torn, torn, torn, sure], 5)[0] == [5, 6, 6]
+    chance = 9 / (9 + 1 / 8)
+    assert likely([sure, sure], 4)[1] == pytest.approx(chance + chance**2)
+    assert likely([Step(5, 1, 1 / LEAST_CHANCE, 1)], 4) == ([], 0.0)
+
+
+# ----------------------------------------------------------------------------------- past outputs
+
+
+def draft(drafter, text, sampling=GREEDY, k=6):
+    state = drafter.open(text, sampling, None)
+    tokens = drafter.propose(state, k).tokens
+    assert tokens == drafter.guess(state, k)
+    return tokens
+
+
+def remember(drafter, output):
+    state = drafter.open([1], GREEDY, None)
+    drafter.observe(state, Verdict(0, len(output) - 1, output))
+    drafter.close(state)
+
+
+def test_the_oldest_outputs_are_forgotten_first():
+    drafter, past = SuffixDrafter(100), []
+    for i in range(40):
+        past.append(list(range(100 * i, 100 * i + 9)))
+        remember(drafter, past[-1])
+        assert len(drafter.past) <= 100
+        known = [draft(drafter, output[:3]) == output[3:] for output in past]
+        assert known == sorted(known) and known[-1]
+        assert sum(known) == min(i + 1, 5 + i % 5 + 1)  # ten tokens each: five outputs a half
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 3, 20])
+def test_of_an_output_that_is_too_long_its_end_is_kept(capacity):
+    past = PastOutputs(capacity)
+    for _ in range(3):
+        past.add(list(range(50)))
+        assert len(past) <= capacity
+    half = past.halves[0]
+    assert half.follow(Place(), range(50)).length == (9 if capacity == 20 else 0)
+
+
+def test_no_draft_goes_on_from_one_output_into_the_next():
+    drafter = SuffixDrafter(100)
+    remember(drafter, [5, 6, 7])
+    remember(drafter, [8, 9, 10])
+    assert draft(drafter, [5, 6]) == [7] and draft(drafter, [1, 8]) == [9, 10]
+    assert draft(drafter, [6, 7]) == []
+
+
+def test_the_longer_match_is_proposed_where_it_scores_better():
+    drafter = SuffixDrafter(100)
+    remember(drafter, [1, 2, 3, 4, 5])
+    assert draft(drafter, [7, 2, 8, 1, 2]) == [3, 4, 5]  # own: one token, then 8
+    assert draft(drafter, [1, 2, 9, 9, 1, 2])[:1] == [9]  # as long: its own text comes first
+
+
+def test_a_state_that_saw_outputs_come_and_go_proposes_like_a_fresh_one():
+    drafter, chance = SuffixDrafter(60), random.Random(2)
+    text = [chance.randrange(3) for _ in range(8)]
+    state, num_longer = drafter.open(text, GREEDY, None), 0
+    for _ in range(60):
+        drafter.propose(state, 4)
+        if chance.random() < 0.3:
+            remember(drafter, [chance.randrange(3) for _ in range(chance.randint(2, 12))])
+        new = [chance.randrange(3) for _ in range(chance.randint(1, 3))]
+        drafter.observe(state, Verdict(3, len(new) - 1, new))
+        text += new
+        assert drafter.propose(state, 4).tokens == draft(drafter, text, k=4)
+        num_longer += max(place.length for place in state.places) > state.own.num_known
+    assert num_longer > 3
+
+
+def test_who_is_alone_or_verified_by_rejection_finds_nothing_of_others():
+    """Under the rule of rejection drafts decide which text comes: there others' would show."""
+    drafter = SuffixDrafter(100)
+    remember(drafter, [5, 6, 7, 8])
+    assert draft(drafter, [5, 6]) == [7, 8]
+    assert draft(drafter, [5, 6], REJECTION) == []
+    assert draft(drafter, [5, 6], core.Sampling(temperature=0.8)) == [7, 8]
+    state = drafter.open([5, 6], GREEDY, None)
+    state.is_alone, before = True, len(drafter.past)
+    drafter.observe(state, Verdict(0, 1, [5, 6]))
+    assert drafter.propose(state, 6).tokens == [5, 6, 5, 6, 5, 6]
+    drafter.close(state)
+    assert len(drafter.past) == before
+
+
+@pytest.fixture
+def engine(demo_engine):
+    return core.Engine(demo_engine.target, {"suffix": SuffixDrafter(2000)})
+
+
+@pytest.mark.parametrize("way", [*WAYS.values(), {"sampling": REJECTION, "seed": 3}], ids=str)
+def test_what_others_were_answered_changes_times_and_no_text(engine, prompts, plain, way):
+    """Each request twice: all its tokens are known the second time, the last ones too."""
+    given, num_outputs = {"max_tokens": 40, "drafter": "suffix"} | way, 0
+    for name in ("hard_story", "code_class", "easy_table"):
+        first, second = (run(engine, prompts[name], **given)[0] for _ in range(2))
+        assert first.output == second.output and second.seat.warnings == []
+        num_outputs += 2 * (len(first.output) + 1)
+        passes = second.statistics.target_passes
+        if way.get("sampling") == REJECTION:
+            assert passes == first.statistics.target_passes
+        else:
+            assert first.output == plain(prompts[name], 40, **way)
+            assert passes <= -(-len(first.output) // 6) + 2 < first.statistics.target_passes
+    assert len(engine.panel.drafters["suffix"].past) == num_outputs
+
+
+def test_what_comes_after_a_stop_string_is_not_kept(engine, prompts):
+    given = {"max_tokens": 40, "drafter": "suffix", "stop": (" green",)}
+    for _ in range(2):
+        s, _ = run(engine, prompts["repetitive_colours"], **given)
+        assert s.finish_reason == "stop"
+    past = engine.panel.drafters["suffix"].past
+    assert len(past) == 2 * (len(s.output) + 1)
+
+
+def test_a_comparison_is_not_helped_by_its_own_first_run(engine, prompts):
+    request = core.Request(prompts["code_class"], 24, "suffix")
+    passes = []
+    for wanted in runs_to_compare(request)[::2]:
+        *_, (s, _) = engine.generate(wanted)
+        passes.append(s.statistics.target_passes)
+    assert passes == passes[:1] * 3 and len(engine.panel.drafters["suffix"].past) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], REMEMBERED),
+        (["--host", "localhost"], REMEMBERED),
+        (["--host", "::1"], REMEMBERED),
+        (["--host", "0.0.0.0"], 0),
+        (["--host", "::"], 0),
+        (["--host", "example.org"], 0),
+        (["--api-key", "k"], 0),
+        (["--allowed-host", "example.org"], 0),
+        (["--allow-origin", "*"], 0),
+        (["--suffix-cache", "0"], 0),
+        (["--host", "0.0.0.0", "--suffix-cache", "7"], 7),
+    ],
+)
+def test_an_exposed_server_keeps_no_outputs_unless_told_to(arguments, expected):
+    _, options = parse_arguments("", ["--port", "5000", *arguments])
+    assert options.for_drafters["suffix_cache"] == expected
