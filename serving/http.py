@@ -100,7 +100,7 @@ def base_app(options: Any) -> Flask:
 def new_app(worker: Worker, options: Any, prompts: dict[str, str]) -> Flask:
     """An application with the page, and all that its routes have in common."""
     app = base_app(options)
-    register_page(app, prompts)
+    register_page(app, prompts, worker.story)
     app.extensions["worker"] = worker
     return app
 
