@@ -1,154 +1,251 @@
-// The page: one request at a time, from the form through a run to the pictures.
+// The page: a story first, then one request at a time through its views.
 //
-//   form → Run ──cycles──→ tokens, figures, cycle picture, charts
-//            └──plain────→ race          answer → verdict, what if
+//   form → begin → Run ──cycles──→ session {cycles, figures, text} → the cycle, the charts
+//                   └──plain────→ race       answer → verdict, what if, the address
+//
+// A session is what one request gave. `now` is the one that is looked at, `run` the one under way.
 
-import { TokenCard } from "./card.js";
 import { drawCharts } from "./charts.js";
-import { CyclePicture } from "./cycle.js";
-import { byId, element } from "./elements.js";
+import { Chat } from "./chat.js";
+import { Distribution } from "./distribution.js";
+import { byId, element, enable, mayMove, onPress, reveal } from "./elements.js";
 import { Figures } from "./figures.js";
 import { RequestForm } from "./form.js";
-import { fromHealth, fromRace, fromRun } from "./measured.js";
+import { Guide } from "./guide.js";
+import { fromHealth, fromRace, fromStory } from "./measured.js";
+import { drawModel } from "./model.js";
+import { phasesOf, Picture } from "./picture.js";
+import { Popup } from "./popup.js";
 import { Race } from "./race.js";
 import { Run } from "./run.js";
+import { Story } from "./story.js";
 import { getJson } from "./stream.js";
 import { TokenText } from "./tokens.js";
-import { readCycle } from "./trace.js";
+import { numAccepted, readCycle, readCycles } from "./trace.js";
 import { WhatIf } from "./whatif.js";
 import { counted, milliseconds, short, summary } from "./words.js";
 
-// While a run streams, pictures are drawn this often: as long as a truncation is seen to take.
-const PICTURE_MS = 1000;
+const PICTURE_MS = 1000; // between two pictures while a run streams
 const LOADING_MS = 500; // between two questions whether the model is loaded
+const SLOW_MS = 700; // of a phase that is shown slowly
 
+const popup = new Popup();
 const form = new RequestForm();
-const text = new TokenText(new TokenCard(), (cycle) => browse(cycle.step));
-const picture = new CyclePicture();
+const story = new Story();
 const race = new Race();
 const whatIf = new WhatIf();
-const number = byId("cycle-number");
+const distribution = new Distribution();
+const picture = new Picture(byId("picture"), (place) => showPlace(place, true));
+const text = new TokenText({ box: byId("text"), list: byId("tokens"), prompt: byId("prompt-text") }, popup,
+  (cycle, place) => showCycle(cycle.step, place, true));
+const chat = new Chat(popup, (messages, answer) => begin("running", { messages, answer }), (cycle, answer) => {
+  now = answer.session;
+  showCycle(cycle.step, null, true);
+});
+const guide = new Guide(runOnce, (result, step) => {
+  now = result;
+  text.clear(result.request.prompt);
+  for (const cycle of result.cycles) text.add(cycle);
+  select("text");
+  text.flush();
+  showCycle(step);
+});
 
-let run = null; // the one under way
+const fresh = (more = {}) => ({ request: {}, cycles: [], figures: new Figures(), answer: null, at: -1, text, isRace: false, ...more });
+let now = fresh();
+let run = null; // {stream: a Run, session, ended: called with the session or null}
 let mode = "idle"; // idle | running | stepping | racing
-let cycles = [];
-let figures = new Figures();
-let answer = null; // of the last run, once it is complete
-let isRace = false; // whether that was, or is, one
-let follows = true; // the picture shows the newest cycle
+let view = "story";
 let drawnAt = 0;
+let slowly = 0; // a timer
+let health = null;
+let isLoading = false;
 
 // ---------------------------------------------------------------------------------- a run
 
-function begin(wanted) {
+/** Start what the form asks for, or a conversation; false, and an error shown, if it cannot be sent. */
+function begin(wanted, { messages = null, answer = null, ended = () => {} } = {}) {
   showError(null);
   let request;
   try {
     request = form.request(wanted === "racing");
   } catch (error) {
     showError(error);
-    return;
+    return false;
   }
-  [cycles, figures, answer, follows, drawnAt] = [[], new Figures(), null, true, 0];
-  isRace = wanted === "racing";
-  text.clear(request.chat ? `${request.prompt}\n` : request.prompt);
+  if (messages) Object.assign(request, { prompt: messages, chat: true });
+  now = fresh({ request, isRace: wanted === "racing", ...(answer ? { text: answer.text, asAnswer: answer } : {}) });
+  if (answer) answer.session = now;
+  else text.clear(request.chat ? `${request.prompt}\n` : request.prompt);
   picture.clear();
-  race.start();
+  byId("distribution").replaceChildren();
+  byId("cycle-says").textContent = "Cycles are drawn here as they come.";
   byId("warnings").replaceChildren();
   byId("whole-text").textContent = "";
+  drawnAt = 0;
+  if (now.isRace) race.start();
   setMode(wanted);
-  run = new Run(request, form.key, view, wanted === "stepping");
+  run = { session: now, ended, follows: true };
+  run.stream = new Run(request, form.key, shown, wanted === "stepping");
+  return true;
 }
 
-const view = {
-  cycle(event, at) {
-    const cycle = readCycle(event, cycles.at(-1) ?? null);
-    cycles.push(cycle);
-    text.add(cycle);
-    figures.add(cycle);
-    if (isRace) race.cycle(event, at);
+const shown = {
+  cycle(event) {
+    const { session } = run;
+    const cycle = readCycle(event, session.cycles.at(-1) ?? null);
+    session.cycles.push(cycle);
+    session.text.add(cycle);
+    session.figures.add(cycle);
+    if (session.isRace) race.add("speculative", event);
   },
-  plain(event, at) {
-    race.plain(event, at);
+  plain(event) {
+    race.add("plain", event);
   },
   answer(event) {
-    answer = event;
+    run.session.answer = event;
   },
   flush() {
-    text.flush();
-    showFigures();
-    if (isRace) race.flush();
+    run.session.text.flush();
+    run.session.asAnswer?.follow();
     if (mode === "stepping" || performance.now() - drawnAt > PICTURE_MS) drawPictures();
-    if (mode === "stepping" && cycles.length) say(summary(cycles.at(-1)));
   },
   ended({ state, error }) {
-    run = null;
+    const { session, ended } = run;
     drawPictures();
+    run = null;
     setMode("idle");
     if (state === "failed") showError(error);
-    if (state !== "finished") say(state === "stopped" ? "Stopped." : "Failed.");
-    else showAnswer();
+    if (state === "finished") showAnswer(session);
+    else say(state === "stopped" ? "Stopped." : "Failed.");
+    if (session.isRace && state !== "finished") race.stop("The race did not come to its end.");
+    session.asAnswer?.finish(state === "finished" ? session.answer : null, session.figures, session.cycles);
     if (state !== "failed") askHealth();
+    writeLink();
+    ended(state === "finished" ? session : null);
   },
 };
 
-function showAnswer() {
+function showAnswer({ answer, figures, cycles, isRace }) {
   const { finish_reason: reason, seed, usage, warnings } = answer;
-  const passes = counted(figures.passes, "pass", "passes");
-  say(`Finished (${reason}): ${counted(usage.completion_tokens, "token")} in ${passes}, `
+  say(`Finished (${reason}): ${counted(usage.completion_tokens, "token")} in ${counted(figures.passes, "pass", "passes")}, `
     + `${short(figures.tokensPerPass)} tokens per pass, seed ${seed}.`);
   byId("whole-text").textContent = `The whole text: ${answer.text}`;
   byId("warnings").replaceChildren(...warnings.map((words) => element("li", {}, words)));
-  if (isRace) race.finish(answer, textOf);
+  if (!isRace) return;
+  const known = new Map(cycles.flatMap((cycle) => [...cycle.tokens, ...cycle.distributions.flat()]).map((token) => [token.id, token.text]));
+  race.finish(answer, (id) => known.get(id) ?? `#${id}`);
+  const point = fromRace(answer);
+  if (point) whatIf.add([point]);
 }
 
-/** The text of a token id, if any cycle had it. */
-function textOf(id) {
-  const all = cycles.flatMap((cycle) => [...cycle.tokens, ...cycle.choices]);
-  return all.find((token) => token.id === id)?.text ?? `#${id}`;
+/** An experiment's run: the form is set to `fields` and nothing else, and what it gave comes back. */
+function runOnce(fields) {
+  if (mode !== "idle" || isLoading) return null;
+  form.fill({ temperature: 0, top_p: 1, seed: "", verification: "", chat: false, ...fields });
+  return new Promise((resolve) => {
+    if (!begin("running", { ended: resolve })) resolve(null);
+  });
 }
 
 // -------------------------------------------------------------------------------- pictures
 
-function showFigures() {
-  const shown = {
-    tokens: figures.tokens,
-    passes: figures.passes,
-    tokensPerPass: short(figures.tokensPerPass),
-    acceptanceRate: short(figures.acceptanceRate),
-    acceptanceLength: short(figures.acceptanceLength),
-    time: milliseconds(figures.totalMs),
+function drawPictures() {
+  drawnAt = performance.now();
+  if (view === "statistics") drawStatistics();
+  if (!now.cycles.length) return;
+  if (!run || run.follows) showCycle(now.cycles.length - 1);
+  else showCycle(now.at, now.place);
+}
+
+function drawStatistics() {
+  const { figures } = now;
+  const rows = [
+    ["tokens", figures.tokens, "accepted + recovered + bonus"],
+    ["target passes", figures.passes, "target forwards after prefill", "passes"],
+    ["tokens per pass", short(figures.tokensPerPass), "tokens after prefill / passes", "tokensPerPass"],
+    ["draft acceptance rate", short(figures.acceptanceRate), "accepted / drafted"],
+    ["mean acceptance length", short(figures.acceptanceLength), "1 + accepted / cycles with a draft"],
+    ["time", milliseconds(figures.totalMs), "draft + verify + other, after prefill"],
+  ];
+  byId("figures").replaceChildren(...rows.map(([name, value, formula, key = name]) => element("div", {}, element("dt", {}, name),
+    element("dd", { class: "figure", "data-figure": key }, value), element("dd", { class: "formula" }, formula))));
+  drawCharts(figures);
+}
+
+/** Show a cycle of the session that is looked at, and the place in it that says most. */
+function showCycle(step, place = null, isAsked = false) {
+  clearTimeout(slowly);
+  const cycle = now.cycles[step];
+  if (!cycle) return;
+  now.at = step;
+  const [number, last] = [byId("cycle-number"), now.cycles.length - 1];
+  number.disabled = false;
+  [number.max, number.value] = [last, step];
+  const count = `${step} of ${last}${step === 0 ? ", the prefill" : ""}`;
+  byId("cycle-count").textContent = count;
+  number.setAttribute("aria-valuetext", `cycle ${count}`);
+  const { draft, verify, other } = cycle.ms;
+  byId("cycle-says").textContent = `${summary(cycle)} Draft ${milliseconds(draft)}, verify ${milliseconds(verify)}, other ${milliseconds(other)}.`;
+  picture.draw(cycle, now.text.kinds);
+  showPlace(place ?? Math.min(numAccepted(cycle), cycle.tokens.length - 1));
+  now.text.mark(cycle.first, cycle.tokens.length);
+  enable("back", step > 0);
+  if (!isAsked) return;
+  if (run) run.follows = step === last;
+  reveal(byId("cycle"));
+  writeLink();
+}
+
+/** Show the two distributions at a place of the cycle. */
+function showPlace(place, isAsked = false) {
+  now.place = place;
+  picture.mark(place);
+  distribution.show(now.cycles[now.at], place, now.request);
+  if (isAsked) reveal(byId("verdict") ?? byId("picture"));
+}
+
+/** Show the cycle that is looked at once more, phase by phase. */
+function playSlowly() {
+  const cycle = now.cycles[now.at];
+  if (!cycle || !mayMove()) return;
+  clearTimeout(slowly);
+  const phases = phasesOf(cycle);
+  const play = (phase) => {
+    picture.show(phase);
+    byId("cycle-says").textContent = phases[phase - 1]?.says ?? "Slowly:";
+    if (phase < phases.length) slowly = setTimeout(() => play(phase + 1), SLOW_MS * (phase ? 3 : 1));
   };
-  for (const [name, words] of Object.entries(shown)) {
-    document.querySelector(`[data-figure=${name}]`).textContent = words;
+  play(0);
+}
+
+/** One cycle back; or on, with a new one where the last one is shown. */
+function back() {
+  if (now.at > 0) showCycle(now.at - 1, null, true);
+}
+
+function onward() {
+  if (now.at >= 0 && now.at < now.cycles.length - 1) {
+    showCycle(now.at + 1, null, true);
+  } else if (mode === "idle") {
+    if (now.answer && view === "text" && now.at >= 0 && isSameRequest()) say("This is the last cycle.");
+    else if (begin("stepping")) select("text");
+  } else if (mode !== "racing") {
+    if (mode === "running") setMode("stepping");
+    run.follows = true;
+    run.stream.step();
   }
 }
 
-function drawPictures() {
-  drawnAt = performance.now();
-  drawCharts(figures);
-  number.disabled = !cycles.length;
-  number.max = Math.max(0, cycles.length - 1);
-  if (follows && cycles.length) showCycle(cycles.length - 1);
+function isSameRequest() {
+  try {
+    return JSON.stringify(form.request(false)) === JSON.stringify({ ...now.request, compare: undefined });
+  } catch {
+    return false;
+  }
 }
 
-function showCycle(step) {
-  number.value = step;
-  const count = `${step} of ${cycles.length - 1}${step === 0 ? ", the prefill" : ""}`;
-  byId("cycle-count").textContent = count;
-  number.setAttribute("aria-valuetext", `cycle ${count}`);
-  picture.draw(cycles[step], text.kinds);
-}
-
-/** Show one cycle and stay with it, unless it is the newest. */
-function browse(step) {
-  follows = step === cycles.length - 1;
-  number.max = cycles.length - 1;
-  number.disabled = false;
-  showCycle(step);
-}
-
-// ----------------------------------------------------------------------- words and buttons
+// -------------------------------------------------------------------- words, views, address
 
 const say = (words) => {
   byId("status").textContent = words;
@@ -166,90 +263,158 @@ const BEGUN = { running: "Running.", stepping: "Step by step.", racing: "Racing.
 function setMode(wanted) {
   mode = wanted;
   const isIdle = mode === "idle";
-  // Not `disabled`, which would take the focus from whoever has just pressed it.
-  const enable = (id, isOn) => byId(id).setAttribute("aria-disabled", !isOn);
-  enable("run", isIdle || mode === "stepping");
-  enable("step", mode !== "racing");
+  enable("run", !isLoading && (isIdle || mode === "stepping"));
+  enable("step", !isLoading && mode !== "racing");
+  enable("back", now.at > 0);
   enable("stop", !isIdle);
-  enable("race", isIdle);
+  enable("race", !isLoading && isIdle);
+  chat.isBusy = isLoading || !isIdle;
   byId("run").textContent = mode === "stepping" ? "Run on" : "Run";
   byId("text").setAttribute("aria-busy", !isIdle);
   if (!isIdle) say(BEGUN[mode]);
 }
 
-const onPress = (id, act) => byId(id).addEventListener("click", () => {
-  if (byId(id).getAttribute("aria-disabled") !== "true") act();
-});
+/** Show one of the views; those of texts share the panel of the cycle. */
+function select(wanted) {
+  view = wanted;
+  for (const tab of byId("tabs").children) {
+    const isChosen = tab.dataset.view === wanted;
+    tab.setAttribute("aria-selected", isChosen);
+    tab.tabIndex = isChosen ? 0 : -1;
+    byId(`view-${tab.dataset.view}`).hidden = !isChosen;
+    if (isChosen && tab.parentElement.scrollWidth > tab.parentElement.clientWidth) tab.scrollIntoView({ block: "nearest", inline: "center" });
+  }
+  if (wanted === "text" || wanted === "chat") byId(`view-${wanted}`).append(byId("cycle"));
+  if (wanted !== "story") story.pause();
+  redraw();
+  const top = document.querySelector("main").getBoundingClientRect().top - byId("bar").getBoundingClientRect().bottom;
+  if (top < 0) scrollBy({ top, behavior: "instant" });
+}
+
+/** Draw anew what depends on the width of what is shown. */
+function redraw() {
+  if (view === "statistics") drawStatistics();
+  if (view === "whatif") whatIf.draw();
+  if (view === "race") race.draw();
+  if (view === "story") story.draw();
+  distribution.draw();
+}
+
+const SENT = ["prompt", "chat", "drafter", "num_speculative_tokens", "temperature", "top_p", "verification", "max_tokens", "seed"];
+
+/** Keep the run in the address: its request, its seed, and the cycle that is shown. */
+function writeLink() {
+  const { request, answer, at } = now;
+  if (typeof request.prompt !== "string") return; // a conversation is no single request
+  const fields = { ...request, seed: answer?.seed ?? request.seed };
+  const parts = SENT.filter((name) => fields[name] !== undefined).map((name) => [name, fields[name]]);
+  history.replaceState(null, "", `#${new URLSearchParams([...parts, ["at", at]])}`);
+}
+
+/** Run again what the address tells of, and go to its cycle. */
+function followLink() {
+  const parts = new URLSearchParams(location.hash.slice(1));
+  if (!parts.has("prompt") || mode !== "idle") return;
+  const fields = Object.fromEntries(SENT.filter((name) => parts.has(name)).map((name) => [name, parts.get(name)]));
+  form.fill({ verification: "", seed: "", ...fields, chat: fields.chat === "true" });
+  select("text");
+  begin("running", { ended: (session) => session && showCycle(Math.min(Number(parts.get("at")) || 0, session.cycles.length - 1), null, true) });
+}
 
 byId("request").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (mode === "idle") {
-    begin("running");
-  } else if (mode === "stepping") {
+  if (byId("run").getAttribute("aria-disabled") === "true") return;
+  if (mode === "stepping") {
     setMode("running");
-    follows = true;
-    run.release();
+    run.follows = true;
+    run.stream.release();
+  } else if (begin("running")) {
+    select("text");
   }
 });
-onPress("step", () => {
-  if (mode === "idle") {
-    begin("stepping");
-  } else {
-    if (mode === "running") setMode("stepping");
-    follows = true;
-    run.step();
-  }
+onPress("back", back);
+onPress("step", onward);
+onPress("stop", () => run.stream.stop());
+onPress("race", () => begin("racing") && select("race"));
+onPress("slow", playSlowly);
+onPress("link", async () => {
+  await navigator.clipboard?.writeText(location.href).catch(() => {});
+  say("The address of this run is copied: it holds the request, the seed and the cycle.");
 });
-onPress("stop", () => run.stop());
-onPress("race", () => begin("racing"));
-number.addEventListener("input", () => browse(Number(number.value)));
-addEventListener("resize", () => {
-  drawCharts(figures);
-  whatIf.draw();
-  race.draw();
+byId("cycle-number").addEventListener("input", () => showCycle(Number(byId("cycle-number").value), null, true));
+byId("tabs").addEventListener("click", (event) => event.target.dataset.view && select(event.target.dataset.view));
+byId("tabs").addEventListener("keydown", (event) => {
+  const tabs = [...byId("tabs").children].filter((tab) => !tab.hidden);
+  const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  if (!by) return;
+  const next = tabs.at((tabs.indexOf(document.activeElement) + by) % tabs.length);
+  select(next.dataset.view);
+  next.focus();
+  event.preventDefault();
 });
+addEventListener("keydown", (event) => {
+  const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  const isTaken = event.defaultPrevented || event.ctrlKey || event.altKey || event.metaKey || event.shiftKey
+    || event.target.closest?.("input, select, textarea, pre, [role=listbox], [role=tablist]");
+  if (!by || isTaken) return;
+  if (view === "story") story.move(by);
+  else if (view === "text" || view === "chat") (by < 0 ? back : onward)();
+});
+addEventListener("resize", redraw);
+addEventListener("hashchange", followLink);
 
 // ------------------------------------------------------------------------------ the server
-
-let wasLoading = false;
 
 /** Show what the server says of itself, with 503, too; false and an error shown if nothing. */
 async function askHealth() {
   try {
-    const health = await getJson("health", form.key, [200, 503]);
-    if (health.status === "loading") {
-      wasLoading = true;
-      byId("server").textContent = `The server loads ${health.model}: ${health.stage} `
-        + `(${Math.round(health.elapsed_s)} s). The page then reloads itself.`;
-      setTimeout(load, LOADING_MS);
-      return false;
-    }
-    if (wasLoading) {
-      location.reload();
-      return false;
-    }
-    const state = health.status === "ok" ? "" : ` (${health.status})`;
-    byId("server").textContent = `Target: ${health.model}${state}. Drafters: `
-      + `${health.drafters.join(", ")}.`;
-    form.offerDrafters(health);
-    whatIf.measured = measure(health);
-    return true;
+    health = await getJson("health", form.key, [200, 503]);
   } catch (error) {
     byId("server").textContent = "The server does not answer.";
     showError(error);
     return false;
   }
+  isLoading = health.status === "loading";
+  byId("server").classList.toggle("loading", isLoading);
+  if (mode === "idle") setMode("idle");
+  if (isLoading) {
+    byId("server").textContent = `The server loads ${health.model}: ${health.stage} (${Math.round(health.elapsed_s)} s).`;
+    say("The model is being loaded. The recorded cycle below needs none.");
+    setTimeout(load, LOADING_MS);
+    return false;
+  }
+  const state = health.status === "ok" ? "" : ` (${health.status})`;
+  byId("server").textContent = `Target: ${health.model}${state}. Drafters: ${health.drafters.join(", ")}.`;
+  form.offerDrafters(health);
+  guide.drafters = health.drafters;
+  document.querySelector("[data-view=chat]").hidden = !health.chat_template;
+  whatIf.add(fromHealth(health));
+  return true;
 }
 
-function measure(health) {
-  if (answer?.compare) return fromRace(answer);
-  return answer ? fromRun(answer, figures, health) : fromHealth(health);
+let told = null; // the story that is told
+
+async function tellStory() {
+  const recorded = await getJson("page/story.json", "");
+  if (told?.stored === recorded.stored && told.model === recorded.model) return;
+  told = recorded;
+  story.tell(recorded);
 }
 
 async function load() {
-  if (!await askHealth()) return;
   try {
+    const isFirst = !told;
+    if (isFirst) await tellStory();
+    if (!await askHealth()) return;
+    if (told.stored) await tellStory();
+    if (byId("status").textContent.startsWith("The model is being")) say("Ready.");
     form.offerPrompts((await getJson("prompts", form.key)).prompts);
+    const isOurs = !told.stored && told.model === health.model;
+    drawModel(health, isOurs ? told : null);
+    const counts = new Figures();
+    for (const cycle of readCycles(told.cycles)) counts.add(cycle);
+    if (isOurs) whatIf.add(fromStory(told, counts));
+    followLink();
   } catch (error) {
     showError(error);
   }
@@ -259,6 +424,12 @@ byId("key").addEventListener("change", () => {
   showError(null);
   load();
 });
+for (const tab of byId("tabs").children) {
+  Object.entries({ id: `tab-${tab.dataset.view}`, "aria-controls": `view-${tab.dataset.view}` }).forEach(([name, value]) => tab.setAttribute(name, value));
+  const panel = byId(`view-${tab.dataset.view}`);
+  panel.setAttribute("role", "tabpanel");
+  panel.setAttribute("aria-labelledby", tab.id);
+}
 setMode("idle");
-drawCharts(figures);
+select("story");
 load();

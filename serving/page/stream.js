@@ -80,7 +80,7 @@ async function refusal(response) {
   const { message = response.statusText, param = null } = body?.error ?? {};
   const details = { param, status: response.status };
   if (response.status === 401) {
-    const ask = "The server asks for an API key: enter it under “How to decode”, then try again.";
+    const ask = "The server asks for an API key: enter it in the bar above, then try again.";
     return new ServerError(ask, details);
   }
   if (response.status === 429) {

@@ -2,9 +2,9 @@
 // frame's worth at once, to the last of several stretches: a frame lays out that one and not the
 // whole text. A single element is a tab stop, arrow keys move it.
 
-import { byId, element } from "./elements.js";
+import { element } from "./elements.js";
 import { pieces } from "./pieces.js";
-import { visible } from "./words.js";
+import { visible, why } from "./words.js";
 
 const LONGEST = 120; // tokens of a stretch, before its last line becomes the next one
 const NEAR_END = 48; // px: a reader who has scrolled further up than this is left there
@@ -14,28 +14,35 @@ const MOVES = {
 };
 
 export class TokenText {
-  #box = byId("text");
-  #prompt = byId("prompt-text");
-  #list = byId("tokens");
+  #box;
+  #prompt;
+  #list;
   #tokens = []; // {token, cycle, element}
   #stretch = null; // the last one
   #new = document.createDocumentFragment();
   #stop = null; // the element that Tab goes to
-  #card;
+  #popup;
 
-  /** `card` tells about a token; `choose(cycle)` is called when one is clicked or entered. */
-  constructor(card, choose) {
-    this.#card = card;
+  /**
+   * In `box` (which scrolls) the tokens go to `list`, behind the text of `prompt` if there is one.
+   * `popup` tells about a token; `choose(cycle, place)` is called when one is clicked or entered.
+   */
+  constructor({ box, list, prompt = null }, popup, choose) {
+    [this.#box, this.#list, this.#prompt, this.#popup] = [box, list, prompt, popup];
     const at = (event) => event.target.closest(".token");
     const tell = (event) => at(event) && this.#tell(at(event));
-    const pick = (element) => element && choose(this.#tokens[element.dataset.index].cycle);
+    const pick = (element) => {
+      if (!element) return;
+      const { token, cycle } = this.#tokens[element.dataset.index];
+      choose(cycle, cycle.tokens.indexOf(token));
+    };
     this.#list.addEventListener("pointerover", tell);
-    this.#list.addEventListener("pointerout", () => card.hideSoon());
+    this.#list.addEventListener("pointerout", () => popup.hideSoon());
     this.#list.addEventListener("focusin", (event) => {
       this.#makeStop(at(event));
       tell(event);
     });
-    this.#list.addEventListener("focusout", () => card.hide());
+    this.#list.addEventListener("focusout", () => popup.hide());
     this.#list.addEventListener("click", (event) => pick(at(event)));
     this.#list.addEventListener("keydown", (event) => {
       if (event.ctrlKey || event.altKey || event.metaKey) return;
@@ -50,9 +57,15 @@ export class TokenText {
     return this.#tokens.map(({ token }) => token.kind);
   }
 
+  /** Tell the tokens of a cycle from the others. */
+  mark(first, count) {
+    for (const old of this.#list.querySelectorAll(".current")) old.classList.remove("current");
+    for (const { element: one } of this.#tokens.slice(first, first + count)) one.classList.add("current");
+  }
+
   clear(prompt) {
-    this.#card.hide();
-    this.#prompt.textContent = prompt;
+    this.#popup.hide();
+    if (this.#prompt) this.#prompt.textContent = prompt;
     // The first stretch goes on in the prompt's last line, the others are blocks.
     this.#stretch = element("span", { role: "none" });
     this.#list.replaceChildren(this.#stretch);
@@ -84,7 +97,8 @@ export class TokenText {
   /** Move the last line, what is there of it, to a stretch of its own; nothing is seen to move. */
   #beginStretch() {
     const elements = [...this.#stretch.children];
-    const { top } = lastRect(elements.at(-1));
+    const { top } = lastRect(elements.at(-1)) ?? {};
+    if (top === undefined) return; // nothing is laid out where it is not seen
     const begin = elements.findLastIndex((token) => lastRect(token).top < top - 1) + 1;
     if (begin === 0) return;
     const [first, ...line] = elements.slice(begin);
@@ -111,7 +125,7 @@ export class TokenText {
 
   #tell(element) {
     const { token, cycle } = this.#tokens[element.dataset.index];
-    this.#card.show(element, token, cycle);
+    this.#popup.show(element, why(token, cycle));
   }
 
   #makeStop(element) {

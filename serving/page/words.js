@@ -26,6 +26,13 @@ export function chance(value) {
 export const milliseconds = (ms) => (ms < 10_000 ? `${ms.toFixed(ms < 10 ? 1 : 0)} ms`
   : `${(ms / 1000).toFixed(1)} s`);
 
+/** 538060032 -> "538 MB". */
+export const bytes = (count) => {
+  const power = count >= 1e9 ? 3 : count >= 1e6 ? 2 : 1;
+  const value = count / 1000 ** power;
+  return `${value.toFixed(value < 10 ? 1 : 0)} ${["", "kB", "MB", "GB"][power]}`;
+};
+
 export const times = (factor) => (Number.isFinite(factor) ? `${factor.toFixed(2)}×` : "–");
 
 export const counted = (count, noun, plural = `${noun}s`) => (
@@ -67,20 +74,15 @@ export function why(token, cycle) {
     : `Nothing was drafted in this cycle: plain decoding, ${source}.`;
 }
 
-/** What happened in a cycle, in one or two sentences. */
+/** What happened in a cycle, in a sentence. */
 export function summary(cycle) {
-  const [verified, kept] = cycle.cached;
   if (cycle.step === 0) {
-    return `Prefill: the prompt (${counted(kept, "token")}) was read and gave the first token, `
-      + `“${visible(cycle.tokens[0].text)}”, which is pending now.`;
+    return `The prefill read the prompt (${counted(cycle.cached[1], "token")}) and gave “${visible(cycle.tokens[0].text)}”, which is pending now.`;
   }
   const own = cycle.tokens.at(-1);
   const parts = cycle.proposals.length
-    ? [`${cycle.proposals.length} proposed`, `${numAccepted(cycle)} accepted`]
-    : ["nothing proposed, so this is plain decoding"];
+    ? [`${cycle.proposals.length} proposed`, `${numAccepted(cycle)} accepted`] : ["nothing proposed: plain decoding"];
   if (cycle.rejected) parts.push(`“${visible(cycle.rejected.text)}” rejected`);
   if (own.kind !== "accepted") parts.push(`“${visible(own.text)}” ${own.kind}`);
-  return `Cycle ${cycle.step}: ${parts.join(", ")}: ${counted(cycle.tokens.length, "token")} for `
-    + `one target pass. KV cache: ${cycle.before} before, ${verified} after the verify, ${kept} `
-    + "after the truncation.";
+  return `Cycle ${cycle.step}: ${parts.join(", ")}. ${counted(cycle.tokens.length, "token")} for one pass.`;
 }
