@@ -12,7 +12,6 @@ export class Chat {
   #say;
   #popup;
   #choose;
-
   /** `say(messages, answer)` starts a run that is shown in `answer`; `choose(cycle, answer)` picks a cycle. */
   constructor(popup, say, choose) {
     [this.#popup, this.#say, this.#choose] = [popup, say, choose];
@@ -22,17 +21,12 @@ export class Chat {
     });
     byId("forget").addEventListener("click", () => this.#forget());
   }
-
-  set isBusy(isBusy) {
-    for (const id of ["send", "forget"]) enable(id, !isBusy);
-  }
-
+  set isBusy(isBusy) { for (const id of ["send", "forget"]) enable(id, !isBusy); }
   #forget() {
     if (byId("forget").getAttribute("aria-disabled") === "true") return;
     this.#messages = [];
     this.#turns.replaceChildren();
   }
-
   #send() {
     const text = this.#message.value.trim();
     if (!text) return;
@@ -40,17 +34,13 @@ export class Chat {
     const turn = { role: "user", content: text };
     const asked = [...(system ? [{ role: "system", content: system }] : []), ...this.#messages, turn];
     const answer = new Answer(this.#popup, (cycle) => this.#choose(cycle, answer));
-    answer.ended = (whole) => {
-      if (whole) this.#messages.push(turn, { role: "assistant", content: whole.text });
-    };
+    answer.ended = (whole) => { if (whole) this.#messages.push(turn, { role: "assistant", content: whole.text }); };
     const question = element("div", { class: "turn user" }, element("p", { class: "role" }, "user"), element("p", {}, text));
     if (!this.#say(asked, answer)) return;
     this.#message.value = "";
     this.#turns.append(question, answer.element);
     this.#turns.scrollTop = this.#turns.scrollHeight;
-    answer.follow = () => {
-      this.#turns.scrollTop = this.#turns.scrollHeight;
-    };
+    answer.follow = () => { this.#turns.scrollTop = this.#turns.scrollHeight; };
   }
 }
 
@@ -58,7 +48,6 @@ export class Chat {
 class Answer {
   ended = () => {};
   follow = () => {};
-
   constructor(popup, choose) {
     const list = element("span", { role: "listbox", class: "tokens", hidden: true, "aria-label": "Tokens of this answer; Enter shows the cycle" });
     const box = element("div", { class: "answer" }, list);
@@ -69,7 +58,6 @@ class Answer {
     this.text = new TokenText({ box, list }, popup, choose);
     this.text.clear("");
   }
-
   /** The end of its run: the answer's event, or null where it was stopped or failed. */
   finish(whole, figures, cycles) {
     this.read.textContent = cycles[0]?.promptText ?? "";

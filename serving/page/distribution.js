@@ -23,15 +23,14 @@ export class Distribution {
   #says = element("p", { class: "says", role: "status", id: "verdict" });
   #note = element("p", { class: "note" });
   #about = null; // what is shown: entries, rule, drafted, chosen, judged, temperature, topP
-
+  clear() {
+    this.#about = null;
+    this.#box.replaceChildren();
+  }
   /** Show place `i` of `cycle`; `request` is what the run was asked with. */
   show(cycle, i, request) {
     const entries = cycle.distributions[i];
-    if (!entries?.length) {
-      this.#about = null;
-      this.#box.replaceChildren();
-      return;
-    }
+    if (!entries?.length) return this.clear();
     const chosen = cycle.tokens[i];
     const drafted = cycle.proposals[i] ?? null;
     const judged = i === numAccepted(cycle) && cycle.rejected ? cycle.rejected : chosen;
@@ -54,7 +53,6 @@ export class Distribution {
     this.#box.replaceChildren(element("h3", {}, `Why: ${place}`), this.#says, controls, this.#svg, this.#note);
     this.draw();
   }
-
   draw() {
     if (!this.#about) return;
     const { entries, rule } = this.#about;
@@ -75,18 +73,15 @@ export class Distribution {
       : rule === "greedy" ? "p before any temperature: greedy decoding takes the largest, so nothing is drawn and there is no u."
         : "The likeliest tokens, as the server had them.") + missing;
   }
-
   /** The run's own u, as exactly as it came; another one as the needle says. */
   #sameAsRun(needle) {
     return needle !== null && String(needle) === String(Number(byId("needle").dataset.first)) ? this.#about.judged.u : needle;
   }
-
   /** q of an entry; all on the draft where the drafter has no distribution, null without a draft. */
   #q(entry) {
     const { drafted } = this.#about;
     return entry.q ?? (drafted ? Number(entry.id === drafted.id) : null);
   }
-
   #recomputed(entries) {
     const [heat, nucleus, was] = [Number(byId("heat").value), Number(byId("nucleus").value), this.#about.temperature];
     const cut = (weights) => {
@@ -106,7 +101,6 @@ export class Distribution {
     const q = entries.some((entry) => entry.q !== undefined) ? cut(entries.map((entry) => (entry.q ?? 0) ** (was / heat))) : null;
     return entries.map((entry, i) => ({ ...entry, p: p[i], ...(q ? { q: q[i] } : {}) }));
   }
-
   #greedy(entries) {
     const { drafted, chosen } = this.#about;
     this.#bars(entries, { same: chosen.id });
@@ -114,7 +108,6 @@ export class Distribution {
       : drafted.id === chosen.id ? `The target’s best is the draft, “${visible(drafted.text)}”: kept.`
         : `The target’s best is “${visible(chosen.text)}”, the draft was “${visible(drafted.text)}”: rejected.`;
   }
-
   #rejection(entries, u) {
     const { drafted, chosen, judged } = this.#about;
     if (!drafted) {
@@ -132,7 +125,6 @@ export class Distribution {
     this.#says.textContent = `u = ${chance(u)} ${isKept ? "<" : "≥"} p / q = ${chance(p)} / ${chance(q)} = ${chance(share)}: `
       + `“${visible(drafted.text)}” is ${isKept ? "kept" : "rejected; another is drawn from the shaded part, max(0, p − q)"}.${moved}`;
   }
-
   #coupled(entries, number) {
     const { drafted } = this.#about;
     const noisy = entries.map((entry) => {
@@ -148,7 +140,6 @@ export class Distribution {
         : `With the same noise the drafter lands on “${visible(guess.text)}”, the target on “${visible(own.text)}”: rejected.`;
     if (number) this.#says.textContent += " (Noise made here; the run had another.)";
   }
-
   /** A row for each token: p above q, the residual shaded, or both with noise as marks on the right. */
   #bars(entries, { same, residual = false, noisy = null, guess = null }) {
     const { drafted } = this.#about;
@@ -183,15 +174,14 @@ export class Distribution {
     });
     this.#svg.replaceChildren(svg);
   }
-
   #scale(noisy, width) {
     const values = noisy.flatMap(({ target, draft }) => [target, draft]).filter(Number.isFinite);
     const [high, low] = [Math.max(...values), Math.max(Math.min(...values), Math.max(...values) - 9)];
-    return (value) => width * 0.56 + 8 + ((Math.max(value, low) - low) / (high - low || 1)) * (width * 0.44 - 20);
+    const place = (value) => width * 0.56 + 8 + ((Math.max(value, low) - low) / (high - low || 1)) * (width * 0.44 - 20);
+    return Object.assign(place, { from: place(low), to: place(high) });
   }
-
   #marks(svg, { target, draft }, y, place, hasQ) {
-    svg.append(drawing("line", { x1: place(-Infinity), x2: place(Infinity), y1: y, y2: y, class: "grid" }));
+    svg.append(drawing("line", { x1: place.from, x2: place.to, y1: y, y2: y, class: "grid" }));
     if (Number.isFinite(target)) svg.append(drawing("circle", { cx: place(target), cy: y, r: 4.5, class: "mark-p" }, drawing("title", {}, fixed(target, 2))));
     if (!hasQ || !Number.isFinite(draft)) return;
     const at = place(draft);

@@ -15,9 +15,7 @@ export const drawing = (name, attributes = {}, ...children) => (
 
 function filled(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
-    if (value !== null && value !== undefined && value !== false) {
-      node.setAttribute(name, value === true ? "" : value);
-    }
+    if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : value);
   }
   node.append(...children.filter((child) => child !== null && child !== false));
   return node;

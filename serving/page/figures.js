@@ -17,7 +17,6 @@ export class Figures {
   ms = { draft: 0, verify: 0, other: 0 }; // after prefill
   controller = null; // its last sentence, and the cycle's number
   controllerStep = 0;
-
   add(cycle) {
     this.tokens += cycle.tokens.length;
     if (cycle.step === 0) return; // the prefill drafts nothing and counts as no pass
@@ -35,28 +34,12 @@ export class Figures {
     }
     if (cycle.controller) [this.controller, this.controllerStep] = [cycle.controller, cycle.step];
   }
-
-  get totalMs() {
-    return this.ms.draft + this.ms.verify + this.ms.other;
-  }
-
-  get tokensPerPass() {
-    return ratio(this.tokens - 1, this.passes);
-  }
-
-  get acceptanceRate() {
-    return ratio(this.accepted, this.drafted);
-  }
-
-  get acceptanceLength() {
-    return this.speculative ? 1 + this.accepted / this.speculative : null;
-  }
-
+  get totalMs() { return this.ms.draft + this.ms.verify + this.ms.other; }
+  get tokensPerPass() { return ratio(this.tokens - 1, this.passes); }
+  get acceptanceRate() { return ratio(this.accepted, this.drafted); }
+  get acceptanceLength() { return this.speculative ? 1 + this.accepted / this.speculative : null; }
   /** Accepted, of those with everything before them accepted: α, as in a comparison's costs. */
-  get alpha() {
-    return ratio(this.accepted, this.reachedAt.reduce((sum, count) => sum + count, 0));
-  }
-
+  get alpha() { return ratio(this.accepted, this.reachedAt.reduce((sum, count) => sum + count, 0)); }
   /** By position: {conditional, unconditional}, null where nothing came so far. */
   get positions() {
     return this.draftedAt.map((drafted, i) => ({

@@ -20,23 +20,16 @@ export class RequestForm {
   #demo = byId("demo-prompt");
   #prompt = byId("prompt");
   #prompts = {};
-
   constructor() {
-    this.#demo.addEventListener("change", () => {
-      if (this.#demo.value) this.#prompt.value = this.#prompts[this.#demo.value];
-    });
-    this.#prompt.addEventListener("input", () => {
-      this.#demo.value = "";
-    });
+    this.#demo.addEventListener("change", () => { if (this.#demo.value) this.#prompt.value = this.#prompts[this.#demo.value]; });
+    this.#prompt.addEventListener("input", () => { this.#demo.value = ""; });
     byId("settings-button").addEventListener("click", () => this.open(!byId("settings").classList.contains("open")));
   }
-
   /** Show the settings, or hide them where the window is narrow. */
   open(isOpen) {
     byId("settings").classList.toggle("open", isOpen);
     byId("settings-button").setAttribute("aria-expanded", isOpen);
   }
-
   /** Offer the demo prompts, grouped by the first word of their names. */
   offerPrompts(prompts) {
     this.#prompts = prompts;
@@ -51,7 +44,6 @@ export class RequestForm {
     const first = Object.keys(prompts)[0] ?? ""; // a chat model's are those of the kind chat
     this.fill({ demo: first.startsWith("chat") || !(FIRST_PROMPT in prompts) ? first : FIRST_PROMPT });
   }
-
   /** Offer the server's drafters, once, and the chat template if the model has one. */
   offerDrafters({ drafters, drafter, chat_template, speculative_decoding: { num_spec_tokens: k } }) {
     byId("chat-field").hidden = !chat_template;
@@ -59,7 +51,6 @@ export class RequestForm {
     byId("drafter").replaceChildren(...[...drafters, "none"].map((name) => element("option", { value: name }, name)));
     this.fill({ drafter, num_speculative_tokens: k });
   }
-
   /** Set some fields; `demo` is the name of a demo prompt. */
   fill({ demo = null, chat = null, ...fields }) {
     if (demo !== null && demo in this.#prompts) [this.#demo.value, this.#prompt.value] = [demo, this.#prompts[demo]];
@@ -69,20 +60,12 @@ export class RequestForm {
       if (name === "prompt") this.#demo.value = "";
     }
   }
-
-  get key() {
-    return byId("key").value;
-  }
-
-  get asksForChat() {
-    return !byId("chat-field").hidden;
-  }
-
+  get key() { return byId("key").value; }
+  get asksForChat() { return !byId("chat-field").hidden; }
   askForKey() {
     byId("key-field").hidden = false;
     this.open(true);
   }
-
   /** The request as the server wants it; empty fields are left to its defaults. */
   request(isRace) {
     const body = { prompt: this.#prompt.value, stream: true, trace: true };
@@ -100,7 +83,6 @@ export class RequestForm {
     }
     return body;
   }
-
   /** Mark the field that an error is about, if it is one of these; null marks none. */
   mark(param) {
     for (const name of FIELDS) {

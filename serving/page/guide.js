@@ -63,7 +63,6 @@ export class Guide {
   #run;
   #look;
   #best = "ngram";
-
   /** `run(fields)` gives {cycles, figures, answer}, or null; `look(result, step)` shows it cycle by cycle. */
   constructor(run, look) {
     [this.#run, this.#look] = [run, look];
@@ -74,12 +73,10 @@ export class Guide {
     }));
     this.#show(0);
   }
-
   /** The drafters that are loaded; the model drafter among them is the experiments'. */
   set drafters(names) {
     this.#best = ["draft_model", "eagle3", "mtp", "self_int8"].find((name) => names.includes(name)) ?? names[0];
   }
-
   #show(i) {
     [...byId("experiments").querySelectorAll("button")].forEach((button, at) => button.setAttribute("aria-pressed", at === i));
     const { title, ask, choices } = EXPERIMENTS[i];
@@ -92,7 +89,6 @@ export class Guide {
     byId("experiment").replaceChildren(element("h3", {}, `${i + 1}. ${title}`), element("p", {}, ask),
       element("div", { class: "buttons", role: "group", "aria-label": "Your prediction" }, ...buttons), says);
   }
-
   async #try(i, at, button, says) {
     const { choices, right, runs, tell, at: place } = EXPERIMENTS[i];
     const results = [];

@@ -78,7 +78,7 @@ function begin(wanted, { messages = null, answer = null, ended = () => {} } = {}
   if (answer) answer.session = now;
   else text.clear(request.chat ? `${request.prompt}\n` : request.prompt);
   picture.clear();
-  byId("distribution").replaceChildren();
+  distribution.clear();
   byId("cycle-says").textContent = "Cycles are drawn here as they come.";
   byId("warnings").replaceChildren();
   byId("whole-text").textContent = "";
@@ -99,12 +99,8 @@ const shown = {
     session.figures.add(cycle);
     if (session.isRace) race.add("speculative", event);
   },
-  plain(event) {
-    race.add("plain", event);
-  },
-  answer(event) {
-    run.session.answer = event;
-  },
+  plain(event) { race.add("plain", event); },
+  answer(event) { run.session.answer = event; },
   flush() {
     run.session.text.flush();
     run.session.asAnswer?.follow();
@@ -143,9 +139,7 @@ function showAnswer({ answer, figures, cycles, isRace }) {
 function runOnce(fields) {
   if (mode !== "idle" || isLoading) return null;
   form.fill({ temperature: 0, top_p: 1, seed: "", verification: "", chat: false, ...fields });
-  return new Promise((resolve) => {
-    if (!begin("running", { ended: resolve })) resolve(null);
-  });
+  return new Promise((resolve) => { if (!begin("running", { ended: resolve })) resolve(null); });
 }
 
 // -------------------------------------------------------------------------------- pictures
@@ -220,9 +214,7 @@ function playSlowly() {
 }
 
 /** One cycle back; or on, with a new one where the last one is shown. */
-function back() {
-  if (now.at > 0) showCycle(now.at - 1, null, true);
-}
+function back() { if (now.at > 0) showCycle(now.at - 1, null, true); }
 
 function onward() {
   if (now.at >= 0 && now.at < now.cycles.length - 1) {
@@ -247,9 +239,7 @@ function isSameRequest() {
 
 // -------------------------------------------------------------------- words, views, address
 
-const say = (words) => {
-  byId("status").textContent = words;
-};
+const say = (words) => { byId("status").textContent = words; };
 
 /** An error in words, marking the field that it is about and asking for a key where one is due. */
 function showError(error) {
@@ -328,9 +318,7 @@ byId("request").addEventListener("submit", (event) => {
     setMode("running");
     run.follows = true;
     run.stream.release();
-  } else if (begin("running")) {
-    select("text");
-  }
+  } else if (begin("running")) { select("text"); }
 });
 onPress("back", back);
 onPress("step", onward);
@@ -415,9 +403,7 @@ async function load() {
     for (const cycle of readCycles(told.cycles)) counts.add(cycle);
     if (isOurs) whatIf.add(fromStory(told, counts));
     followLink();
-  } catch (error) {
-    showError(error);
-  }
+  } catch (error) { showError(error); }
 }
 
 byId("key").addEventListener("change", () => {

@@ -49,17 +49,12 @@ export class Picture {
   #box;
   #choose;
   #parts = []; // [element, class, phase from which it has the class]
-
   /** `choose(i)` is called with the place in the draft whose slot was pressed. */
   constructor(box, choose = () => {}) {
     this.#box = box;
     this.#choose = choose;
   }
-
-  clear() {
-    this.#box.replaceChildren();
-  }
-
+  clear() { this.#box.replaceChildren(); }
   /** Draw `cycle` and show its end; `kinds` are the origins of all output tokens. */
   draw(cycle, kinds) {
     this.#parts = [];
@@ -71,29 +66,22 @@ export class Picture {
     this.#box.replaceChildren(list, beam, this.#strip(cycle, kinds));
     this.show(Infinity);
   }
-
   /** Show the first `phase` phases of phasesOf(cycle). */
-  show(phase) {
-    for (const [part, name, from] of this.#parts) part.classList.toggle(name, phase >= from);
-  }
-
+  show(phase) { for (const [part, name, from] of this.#parts) part.classList.toggle(name, phase >= from); }
   /** Mark the slot whose distribution is shown. */
   mark(place) {
     for (const button of this.#box.querySelectorAll("button.slot")) {
       button.setAttribute("aria-pressed", Number(button.dataset.place) === place);
     }
   }
-
   #on(part, name, from) {
     this.#parts.push([part, name, from]);
     return part;
   }
-
   /** What is seen from a phase on. */
   #later(from, name, attributes, ...children) {
     return this.#on(element(name, { ...attributes, class: `later ${attributes.class}` }, ...children), "on", from);
   }
-
   #slots(cycle) {
     const [n, accepted, own] = [cycle.proposals.length, numAccepted(cycle), ownToken(cycle)];
     const result = [];
@@ -130,7 +118,6 @@ export class Picture {
     }
     return result;
   }
-
   #slot(kind, place, at, n, parts, isPlain = false) {
     const inner = isPlain ? element("div", { class: `slot ${kind}` }, ...parts)
       : element("button", { type: "button", class: `slot ${kind}`, "data-place": place, "aria-pressed": "false" }, ...parts);
@@ -139,7 +126,6 @@ export class Picture {
     this.#on(inner, "judged", at);
     return element("li", {}, inner);
   }
-
   #strip(cycle, kinds) {
     const [verified, kept] = cycle.cached;
     const isPrefill = cycle.step === 0;

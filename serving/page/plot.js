@@ -7,7 +7,6 @@ const [LEFT, RIGHT, TOP, BOTTOM] = [46, 12, 12, 38];
 export class Plot {
   #box;
   #svg;
-
   /** x from 0 to xMax, y from 0 to yMax; ticks are [value, text]. `label` is read out. */
   constructor(box, label, { xMax, yMax, xTicks, yTicks, xTitle, yTitle }) {
     [this.#box, this.xMax, this.yMax] = [box, xMax, yMax];
@@ -22,43 +21,20 @@ export class Plot {
     this.text((this.x(0) + this.x(xMax)) / 2, this.height - 5, xTitle, "title middle");
     this.text(4, TOP - 2, yTitle, "title");
   }
-
-  x(value) {
-    return LEFT + (value / (this.xMax || 1)) * (this.width - LEFT - RIGHT);
-  }
-
-  y(value) {
-    return this.height - BOTTOM - (value / (this.yMax || 1)) * (this.height - BOTTOM - TOP - 8);
-  }
-
-  add(name, attributes, ...children) {
-    this.#svg.append(drawing(name, attributes, ...children));
-  }
-
-  line(x1, y1, x2, y2, kind) {
-    this.add("line", { x1, y1, x2, y2, class: kind });
-  }
-
-  text(x, y, words, kind) {
-    this.add("text", { x, y, class: kind }, words);
-  }
-
+  x(value) { return LEFT + (value / (this.xMax || 1)) * (this.width - LEFT - RIGHT); }
+  y(value) { return this.height - BOTTOM - (value / (this.yMax || 1)) * (this.height - BOTTOM - TOP - 8); }
+  add(name, attributes, ...children) { this.#svg.append(drawing(name, attributes, ...children)); }
+  line(x1, y1, x2, y2, kind) { this.add("line", { x1, y1, x2, y2, class: kind }); }
+  text(x, y, words, kind) { this.add("text", { x, y, class: kind }, words); }
   /** A bar from x1 to x2 (pixels) of height `value`. */
   bar(x1, x2, value, kind) {
     this.add("rect", { x: x1, y: this.y(value), width: Math.max(1, x2 - x1), height: this.y(0) - this.y(value), class: kind });
   }
-
   diamond(x, y, size, kind) {
     this.add("polygon", { points: [[x, y - size], [x + size, y], [x, y + size], [x - size, y]].join(" "), class: kind });
   }
-
-  curve(points, kind) {
-    this.add("polyline", { points: points.join(" "), class: kind });
-  }
-
-  show() {
-    this.#box.replaceChildren(this.#svg);
-  }
+  curve(points, kind) { this.add("polyline", { points: points.join(" "), class: kind }); }
+  show() { this.#box.replaceChildren(this.#svg); }
 }
 
 /** Whole numbers from `low` to `high`, at most `count` or so of them, as ticks. */

@@ -23,7 +23,6 @@ export class Popup {
   #box = byId("popup");
   #anchor = null;
   #leaving = 0;
-
   constructor() {
     this.#box.addEventListener("pointerenter", () => clearTimeout(this.#leaving));
     this.#box.addEventListener("pointerleave", () => this.hideSoon());
@@ -36,7 +35,6 @@ export class Popup {
     addEventListener("pointerout", (event) => word(event) && this.hideSoon());
     addEventListener("focusout", (event) => word(event) && this.hide());
   }
-
   /** Say `content`, a text or elements, about what `anchor` shows. */
   show(anchor, ...content) {
     this.hide();
@@ -46,19 +44,16 @@ export class Popup {
     this.#box.hidden = false;
     this.#place();
   }
-
   hide() {
     clearTimeout(this.#leaving);
     this.#anchor?.removeAttribute("aria-describedby");
     this.#anchor = null;
     this.#box.hidden = true;
   }
-
   hideSoon() {
     clearTimeout(this.#leaving);
     this.#leaving = setTimeout(() => this.hide(), LEAVE_MS);
   }
-
   /** Below the anchor, or above it where there is no room; within the window. */
   #place() {
     if (!this.#anchor) return;

@@ -10,28 +10,21 @@ const BAR = 22; // px
 /** One way of decoding: its events, each with the time at which it came. */
 class Lane {
   #events = []; // [ms since the prefill's end, tokens, passes, text]
-
   constructor(id) {
     const lane = byId(id);
     this.counts = Object.fromEntries([...lane.querySelectorAll("[data-count]")].map((span) => [span.dataset.count, span]));
     this.box = lane.querySelector(".text");
   }
-
   clear() {
     this.#events = [];
     this.show(0);
   }
-
   add({ step, tokens, text, ms }) {
     const [before, count, passes, all] = this.#events.at(-1) ?? [0, 0, 0, ""];
     const took = step && ms ? ms.draft + ms.verify + ms.other : 0; // the prompt is read before the clock starts
     this.#events.push([before + took, count + tokens.length, passes + (step > 0), all + text]);
   }
-
-  get ends() {
-    return this.#events.at(-1)?.[0] ?? 0;
-  }
-
+  get ends() { return this.#events.at(-1)?.[0] ?? 0; }
   show(ms) {
     const [, tokens, passes, text] = this.#events.findLast(([at]) => at <= ms) ?? [0, 0, 0, ""];
     this.counts.tokens.textContent = tokens;
@@ -45,11 +38,7 @@ export class Race {
   #lanes = { speculative: new Lane("lane-speculative"), plain: new Lane("lane-plain") };
   #bars = null; // [label, ms per token]
   #frame = 0;
-
-  constructor() {
-    onPress("race-again", () => this.#replay());
-  }
-
+  constructor() { onPress("race-again", () => this.#replay()); }
   start() {
     cancelAnimationFrame(this.#frame);
     for (const lane of Object.values(this.#lanes)) lane.clear();
@@ -60,16 +49,9 @@ export class Race {
     byId("race-clock").textContent = "0 ms";
     byId("race-pace").textContent = "";
   }
-
-  add(name, event) {
-    this.#lanes[name].add(event);
-  }
-
+  add(name, event) { this.#lanes[name].add(event); }
   /** It ended without figures. */
-  stop(words) {
-    byId("race-says").textContent = words;
-  }
-
+  stop(words) { byId("race-says").textContent = words; }
   /** The verdict of an answer with a comparison; `textOf` gives the text of a token id. */
   finish({ compare }, textOf) {
     this.#bars = ["speculative", "plain"].map((name) => {
@@ -81,7 +63,6 @@ export class Race {
     this.draw();
     this.#replay();
   }
-
   #replay() {
     cancelAnimationFrame(this.#frame);
     const end = Math.max(...Object.values(this.#lanes).map(({ ends }) => ends));
@@ -95,7 +76,6 @@ export class Race {
     };
     show(mayMove() ? 0 : end);
   }
-
   /** Both times per token, on one scale. */
   draw() {
     if (!this.#bars) return;

@@ -12,7 +12,6 @@ export class Run {
   #frame = 0;
   #end = null; // how it ended, once it has
   #view;
-
   /**
    * `view` is told what to show: cycle(event), plain(event), answer(event), flush() after each
    * frame's share, and once ended({state, error}) with "finished", "stopped" or "failed".
@@ -22,19 +21,16 @@ export class Run {
     this.#allowed = isStepping ? 1 : Infinity;
     this.#read(request, key);
   }
-
   /** Show one more cycle, when it is there; whoever ran freely goes step by step from here on. */
   step() {
     this.#allowed = this.#allowed === Infinity ? 1 : this.#allowed + 1;
     this.#wake();
   }
-
   /** Show everything from here on. */
   release() {
     this.#allowed = Infinity;
     this.#wake();
   }
-
   /** Hang up, which frees the server, and show nothing more. */
   stop() {
     this.#abort.abort();
@@ -42,7 +38,6 @@ export class Run {
     this.#end = { state: "stopped" }; // even if all was read, and waited to be shown
     this.#wake();
   }
-
   async #read(request, key) {
     let end = { state: "finished" };
     try {
@@ -58,11 +53,7 @@ export class Run {
     this.#end ??= end;
     this.#wake();
   }
-
-  #wake() {
-    this.#frame ||= requestAnimationFrame(() => this.#show());
-  }
-
+  #wake() { this.#frame ||= requestAnimationFrame(() => this.#show()); }
   #show() {
     const until = performance.now() + BUDGET_MS;
     const mayShow = () => this.#allowed > 0 || !("step" in this.#waiting[0]);
@@ -76,7 +67,6 @@ export class Run {
       this.#view.ended(this.#end);
     }
   }
-
   #tell(event) {
     if ("plain" in event) {
       this.#view.plain(event.plain);

@@ -21,7 +21,6 @@ export class Story {
   #phase = 0;
   #timer = 0;
   #story = null;
-
   constructor() {
     onPress("story-back", () => this.move(-1));
     onPress("story-on", () => this.move(1));
@@ -31,12 +30,8 @@ export class Story {
       this.#begin();
     });
   }
-
   /** Draw anew what depends on the width. */
-  draw() {
-    if (this.#story) this.#drawTimeline();
-  }
-
+  draw() { if (this.#story) this.#drawTimeline(); }
   /** Tell a story as GET page/story.json has it. */
   tell(story) {
     this.#story = story;
@@ -45,7 +40,6 @@ export class Story {
     this.#at = best.step;
     this.#begin();
   }
-
   #begin() {
     const kinds = this.#cycles.flatMap(({ tokens }) => tokens.map(({ kind }) => kind));
     this.#picture.draw(this.cycle, kinds);
@@ -58,35 +52,25 @@ export class Story {
       this.pause();
     }
   }
-
-  get cycle() {
-    return this.#cycles[this.#at];
-  }
-
-  get phases() {
-    return phasesOf(this.cycle);
-  }
-
+  get cycle() { return this.#cycles[this.#at]; }
+  get phases() { return phasesOf(this.cycle); }
   /** One phase on, or back; whoever does that wants no clock. */
   move(by) {
     if (!this.#story) return;
     this.#phase = Math.max(0, Math.min(this.phases.length, this.#phase + by));
     this.pause();
   }
-
   pause() {
     if (!this.#story) return;
     clearTimeout(this.#timer);
     this.#timer = 0;
     this.#show();
   }
-
   play() {
     if (this.#phase >= this.phases.length) this.#phase = 0;
     this.#show();
     this.#wait();
   }
-
   #wait() {
     const stage = this.phases[this.#phase - 1]?.stage ?? "draft";
     this.#timer = setTimeout(() => {
@@ -96,7 +80,6 @@ export class Story {
       this.#show();
     }, PACE_MS[stage]);
   }
-
   #show() {
     const phase = this.phases[this.#phase - 1];
     this.#picture.show(this.#phase);
@@ -108,7 +91,6 @@ export class Story {
     }
     this.#drawTimeline();
   }
-
   #label() {
     const { model, drafter, stored, prompt } = this.#story;
     const where = stored ? "Recorded earlier, as an example, with" : "Recorded when this server started, with";
@@ -119,7 +101,6 @@ export class Story {
       ...earlier.flatMap(({ tokens }) => tokens.map(({ text, kind }) => element("span", { class: `token ${kind}` }, text))),
     );
   }
-
   /** The two ways for this cycle's tokens, in measured ms; what has happened so far is filled. */
   #drawTimeline() {
     const { plain_ms: plain, costs, drafter, target } = this.#story;

@@ -1,8 +1,7 @@
 // The server as the page sees it: JSON at GET, server-sent events at POST /generate, and its
 // refusals as errors whose message is a sentence for the reader.
 
-const GONE = "The server cannot be reached. Is it still running? "
-  + "Start it with: python 08_speculative_decoding.py --port 5000";
+const GONE = "The server cannot be reached. Is it still running? " + "Start it with: python 08_speculative_decoding.py --port 5000";
 const CUT = "The connection to the server broke off before the answer was complete.";
 
 /** What went wrong, in words; `param` is the field and `status` HTTP's, where there are any. */
@@ -47,9 +46,7 @@ const headersWith = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
 async function send(path, options) {
   try {
     return await fetch(path, options);
-  } catch (error) {
-    throw options.signal?.aborted ? error : new ServerError(GONE);
-  }
+  } catch (error) { throw options.signal?.aborted ? error : new ServerError(GONE); }
 }
 
 /** The data of each server-sent event; comments such as ": ping" are skipped. */
@@ -61,18 +58,14 @@ async function* messages(reader, signal) {
     if (done) return;
     const parts = (rest + decoder.decode(value, { stream: true })).split("\n\n");
     rest = parts.pop();
-    for (const part of parts) {
-      if (part.startsWith("data: ")) yield part.slice("data: ".length);
-    }
+    for (const part of parts) if (part.startsWith("data: ")) yield part.slice("data: ".length);
   }
 }
 
 async function next(reader, signal) {
   try {
     return await reader.read();
-  } catch (error) {
-    throw signal.aborted ? error : new ServerError(CUT);
-  }
+  } catch (error) { throw signal.aborted ? error : new ServerError(CUT); }
 }
 
 async function refusal(response) {
@@ -88,8 +81,6 @@ async function refusal(response) {
     const when = seconds ? `Try again in ${seconds} s.` : "Try again in a moment.";
     return new ServerError(`The server is busy (${message}). ${when}`, details);
   }
-  if (response.status >= 500) {
-    return new ServerError(`The server cannot do this now: ${message}.`, details);
-  }
+  if (response.status >= 500) return new ServerError(`The server cannot do this now: ${message}.`, details);
   return new ServerError(`The server refused this request: ${message}.`, details);
 }

@@ -13,12 +13,10 @@ const curveOf = ({ alpha, c, v }) => Array.from({ length: LARGEST_K + 1 }, (_, k
 
 export class WhatIf {
   #points = []; // of measured.js
-
   constructor() {
     for (const id of Object.values(INPUTS)) byId(id).addEventListener("input", () => this.draw());
     this.draw();
   }
-
   /** Points of measured.js, the newest of a name last; those of other names stay. */
   add(points) {
     this.#points = [...new Map([...this.#points, ...points].map((point) => [point.name, point])).values()];
@@ -30,7 +28,6 @@ export class WhatIf {
     }));
     this.draw();
   }
-
   /** Let every slider reach what was measured. */
   #reach(point) {
     for (const name of ["c", "v"]) {
@@ -39,12 +36,10 @@ export class WhatIf {
       input.min = Math.min(Number(input.min), Math.floor(point[name] * 11) / 10);
     }
   }
-
   #take(point) {
     for (const [name, id] of Object.entries(INPUTS)) byId(id).value = point[name];
     this.draw();
   }
-
   draw() {
     const chosen = Object.fromEntries(Object.entries(INPUTS).map(([name, id]) => [name, Number(byId(id).value)]));
     for (const [name, id] of Object.entries(INPUTS)) byId(`${id}-value`).textContent = name === "k" ? chosen.k : short(chosen[name], name === "v" ? 3 : 2);
@@ -53,7 +48,6 @@ export class WhatIf {
     byId("measured-says").textContent = this.#points.map(measuredWords).join(" ") || "Nothing was measured yet: run or race with a drafter.";
     this.#plot(chosen, speedups);
   }
-
   #plot(chosen, speedups) {
     const curves = this.#points.map(curveOf);
     const most = Math.max(1.5, ...speedups, ...curves.flat(), ...this.#points.map(({ speedup }) => speedup)) * 1.08;

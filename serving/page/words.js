@@ -23,8 +23,7 @@ export function chance(value) {
   return short(value, value < 1 ? 3 : 2);
 }
 
-export const milliseconds = (ms) => (ms < 10_000 ? `${ms.toFixed(ms < 10 ? 1 : 0)} ms`
-  : `${(ms / 1000).toFixed(1)} s`);
+export const milliseconds = (ms) => (ms < 10_000 ? `${ms.toFixed(ms < 10 ? 1 : 0)} ms` : `${(ms / 1000).toFixed(1)} s`);
 
 /** 538060032 -> "538 MB". */
 export const bytes = (count) => {
@@ -66,11 +65,8 @@ export function why(token, cycle) {
     return `“${visible(refused.text)}” was drafted here and rejected (${comparison(refused)}). ${how}`;
   }
   const source = isCoupled ? `the target’s own choice (${comparison(token)})` : "drawn from p by its u";
-  if (cycle.step === 0) {
-    return `The prefill’s token: ${source}, once the prompt was read; nothing was drafted yet.`;
-  }
-  return cycle.proposals.length
-    ? `The whole draft was accepted, so the pass gives one more token, ${source}.`
+  if (cycle.step === 0) return `The prefill’s token: ${source}, once the prompt was read; nothing was drafted yet.`;
+  return cycle.proposals.length ? `The whole draft was accepted, so the pass gives one more token, ${source}.`
     : `Nothing was drafted in this cycle: plain decoding, ${source}.`;
 }
 
