@@ -7,14 +7,27 @@ import { milliseconds, short } from "./words.js";
 const NARROWEST = 4; // px of a cycle's bar; more cycles than fit are shown as means
 const SHARES = [0, 0.25, 0.5, 0.75, 1].map((share) => [share, `${share * 100} %`]);
 
-/** Draw all of them, from the figures of a run. */
-export function drawCharts(figures) {
+/** Draw the figures of a run, and all charts of it. */
+export function drawStatistics(figures) {
+  const rows = [
+    ["tokens", figures.tokens, "accepted + recovered + bonus"],
+    ["target passes", figures.passes, "target forwards after prefill"],
+    ["tokens per pass", short(figures.tokensPerPass), "tokens after prefill / passes"],
+    ["draft acceptance rate", short(figures.acceptanceRate), "accepted / drafted"],
+    ["mean acceptance length", short(figures.acceptanceLength), "1 + accepted / cycles with a draft"],
+    ["time", milliseconds(figures.totalMs), "draft + verify + other, after prefill"],
+  ];
+  byId("figures").replaceChildren(...rows.map((row) => entry(...row)));
   drawAccepted(byId("chart-accepted"), figures);
   drawPositions(byId("chart-positions"), figures);
   drawTime(byId("chart-time"), byId("time-split"), figures);
   byId("controller-says").textContent = figures.controller ? `Cycle ${figures.controllerStep}: ${figures.controller}`
     : "No controller has spoken: plain decoding, or a server with --fixed-k.";
 }
+
+/** A figure with its name and its formula. */
+export const entry = (name, value, more = "") => element("div", {}, element("dt", {}, name),
+  element("dd", { class: "figure", "data-figure": name }, value), element("dd", { class: "formula" }, more));
 
 function isEmpty(box, count) {
   if (!count) box.replaceChildren(element("p", { class: "note" }, "Nothing to show yet."));

@@ -15,7 +15,7 @@ const [ROW, LEFT, SHOWN] = [21, 92, 9]; // px, px, bars
 
 const slider = (id, words, value, max, step) => element("div", {},
   element("label", { for: id }, words, element("output", { id: `${id}-value`, for: id, "aria-live": "off" })),
-  element("input", { id, type: "range", min: 0, max, step, value }));
+  element("input", { id, type: "range", min: 0, max, step, value, class: id === "needle" && max === 1 ? "share" : null }));
 
 export class Distribution {
   #box = byId("distribution");
@@ -39,7 +39,7 @@ export class Distribution {
     this.#about = { entries, rule, drafted, chosen, judged, temperature, topP: Number(request.top_p ?? 1) };
     const controls = element("div", { class: "knobs" });
     if (rule === "rejection" && drafted) controls.append(slider("needle", "u, drawn from 0 to 1 ", judged.u, 1, 0.001));
-    if (rule === "coupled") controls.append(slider("needle", "noise of another seed ", 0, 20, 1));
+    if (rule === "coupled") controls.append(slider("needle", "another noise ", 0, 20, 1));
     if (rule !== "greedy") {
       controls.append(slider("heat", "temperature ", Math.min(2, temperature), 2, 0.05), slider("nucleus", "top-p ", this.#about.topP, 1, 0.01));
       controls.querySelector("#heat").min = 0.05;
@@ -119,7 +119,7 @@ export class Distribution {
     const [p, q] = [entry.p, this.#q(entry)];
     const share = q ? p / q : p ? Infinity : 0;
     const isKept = u * q < p;
-    this.#bars(entries, { same: drafted.id, residual: true });
+    this.#bars(entries, { same: isKept ? drafted.id : null, residual: true });
     byId("needle").style.setProperty("--share", `${Math.min(1, share) * 100}%`);
     const moved = u === judged.u ? "" : ` (The run had u = ${chance(judged.u)}.)`;
     this.#says.textContent = `u = ${chance(u)} ${isKept ? "<" : "≥"} p / q = ${chance(p)} / ${chance(q)} = ${chance(share)}: `

@@ -1,5 +1,5 @@
 // What was measured on this server, each as a point for "What if?": {name, alpha, k, c, v, speedup,
-// disturbed, source}. v is what each further token adds to a pass: t_verify is 1 + v·k. A race is the
+// disturbed, source, rank}. v is what each further token adds to a pass: t_verify is 1 + v·k. A race is the
 // best source, as it decodes plainly, too; /health tells of all runs of each drafter so far.
 
 import { expectedSpeedup, isDisturbed } from "./formulas.js";
@@ -12,7 +12,7 @@ export function fromRace(answer) {
   if (costs.alpha === null || costs.c === null || speedup === null) return null;
   const k = draftedPerCycle(answer.metrics.speculative_decoding);
   const name = answer.metrics.speculative_decoding.drafter;
-  return { name, alpha: costs.alpha, c: costs.c, v: (costs.t_verify - 1) / k, k, speedup, disturbed, source: "the last race" };
+  return { name, alpha: costs.alpha, c: costs.c, v: (costs.t_verify - 1) / k, k, speedup, disturbed, source: "the last race", rank: 2 };
 }
 
 /** From each drafter's life so far, against the controller's idea of a plain pass. */
@@ -27,7 +27,7 @@ export function fromHealth(health) {
     const [k, c, v] = [draftedPerCycle(metrics), step / pass, costs.token_ms / pass];
     const speedup = metrics.tokens_per_pass / (k * c + 1 + v * k);
     const disturbed = isDisturbed(speedup, metrics.tokens_per_pass, 1 + v * k);
-    return [{ name, alpha, k, c, v, speedup, disturbed, source: `all runs of ${name} so far` }];
+    return [{ name, alpha, k, c, v, speedup, disturbed, source: `all runs of ${name} so far`, rank: 1 }];
   });
 }
 
@@ -39,5 +39,5 @@ export function fromStory({ plain_ms: plain, costs, drafter }, { alpha, drafted,
   const v = (verify / plain - 1) / 5; // its drafts have five tokens
   const speedup = expectedSpeedup(alpha, k, c, 1 + v * k);
   const disturbed = isDisturbed(speedup, Infinity, 1 + v * 5);
-  return [{ name: drafter, alpha, k, c, v, speedup, disturbed, source: "the recorded cycles of the first view, by the formula" }];
+  return [{ name: drafter, alpha, k, c, v, speedup, disturbed, source: "the recorded cycles of the first view, by the formula", rank: 0 }];
 }

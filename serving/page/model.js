@@ -1,5 +1,6 @@
 // The model that is served, and its drafters: a sentence on each and what it costs here.
 
+import { entry } from "./charts.js";
 import { byId, element } from "./elements.js";
 import { bytes, milliseconds, short } from "./words.js";
 
@@ -11,7 +12,6 @@ const KINDS = {
   self_int8: "The target itself with its weights rounded to 8 bits: it reads a quarter of the bytes and is nearly always right.",
   auto: "The server chooses among all of them every cycle, by what each has cost and kept so far.",
 };
-const entry = (name, value, more = "") => element("div", {}, element("dt", {}, name), element("dd", { class: "figure" }, value), element("dd", { class: "formula" }, more));
 
 /** Draw both, from /health and the recorded story (null where it is another model's). */
 export function drawModel(health, story) {

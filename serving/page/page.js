@@ -5,7 +5,7 @@
 //
 // A session is what one request gave. `now` is the one that is looked at, `run` the one under way.
 
-import { drawCharts } from "./charts.js";
+import { drawStatistics } from "./charts.js";
 import { Chat } from "./chat.js";
 import { Distribution } from "./distribution.js";
 import { byId, element, enable, mayMove, onPress, reveal } from "./elements.js";
@@ -60,6 +60,7 @@ let drawnAt = 0;
 let slowly = 0; // a timer
 let health = null;
 let isLoading = false;
+let isChanged = false; // whether the form was, since the last run
 
 // ---------------------------------------------------------------------------------- a run
 
@@ -82,7 +83,8 @@ function begin(wanted, { messages = null, answer = null, ended = () => {} } = {}
   byId("cycle-says").textContent = "Cycles are drawn here as they come.";
   byId("warnings").replaceChildren();
   byId("whole-text").textContent = "";
-  drawnAt = 0;
+  [drawnAt, isChanged] = [0, false];
+  form.open(false);
   if (now.isRace) race.start();
   setMode(wanted);
   run = { session: now, ended, follows: true };
@@ -146,25 +148,10 @@ function runOnce(fields) {
 
 function drawPictures() {
   drawnAt = performance.now();
-  if (view === "statistics") drawStatistics();
+  if (view === "statistics") drawStatistics(now.figures);
   if (!now.cycles.length) return;
   if (!run || run.follows) showCycle(now.cycles.length - 1);
   else showCycle(now.at, now.place);
-}
-
-function drawStatistics() {
-  const { figures } = now;
-  const rows = [
-    ["tokens", figures.tokens, "accepted + recovered + bonus"],
-    ["target passes", figures.passes, "target forwards after prefill", "passes"],
-    ["tokens per pass", short(figures.tokensPerPass), "tokens after prefill / passes", "tokensPerPass"],
-    ["draft acceptance rate", short(figures.acceptanceRate), "accepted / drafted"],
-    ["mean acceptance length", short(figures.acceptanceLength), "1 + accepted / cycles with a draft"],
-    ["time", milliseconds(figures.totalMs), "draft + verify + other, after prefill"],
-  ];
-  byId("figures").replaceChildren(...rows.map(([name, value, formula, key = name]) => element("div", {}, element("dt", {}, name),
-    element("dd", { class: "figure", "data-figure": key }, value), element("dd", { class: "formula" }, formula))));
-  drawCharts(figures);
 }
 
 /** Show a cycle of the session that is looked at, and the place in it that says most. */
@@ -179,8 +166,8 @@ function showCycle(step, place = null, isAsked = false) {
   const count = `${step} of ${last}${step === 0 ? ", the prefill" : ""}`;
   byId("cycle-count").textContent = count;
   number.setAttribute("aria-valuetext", `cycle ${count}`);
-  const { draft, verify, other } = cycle.ms;
-  byId("cycle-says").textContent = `${summary(cycle)} Draft ${milliseconds(draft)}, verify ${milliseconds(verify)}, other ${milliseconds(other)}.`;
+  const spent = Object.entries(cycle.ms).map(([name, ms]) => `${name} ${milliseconds(ms)}`).join(", ");
+  byId("cycle-says").textContent = `${summary(cycle)} (${spent})`;
   picture.draw(cycle, now.text.kinds);
   showPlace(place ?? Math.min(numAccepted(cycle), cycle.tokens.length - 1));
   now.text.mark(cycle.first, cycle.tokens.length);
@@ -200,41 +187,26 @@ function showPlace(place, isAsked = false) {
 }
 
 /** Show the cycle that is looked at once more, phase by phase. */
-function playSlowly() {
-  const cycle = now.cycles[now.at];
-  if (!cycle || !mayMove()) return;
+function playSlowly(phase = 0) {
+  const phases = now.at < 0 ? [] : phasesOf(now.cycles[now.at]);
+  if (!phases.length || !mayMove()) return;
   clearTimeout(slowly);
-  const phases = phasesOf(cycle);
-  const play = (phase) => {
-    picture.show(phase);
-    byId("cycle-says").textContent = phases[phase - 1]?.says ?? "Slowly:";
-    if (phase < phases.length) slowly = setTimeout(() => play(phase + 1), SLOW_MS * (phase ? 3 : 1));
-  };
-  play(0);
+  picture.show(phase, true);
+  byId("cycle-says").textContent = phases[phase - 1]?.says ?? "Slowly:";
+  if (phase < phases.length) slowly = setTimeout(() => playSlowly(phase + 1), phase ? 3 * SLOW_MS : SLOW_MS);
 }
 
 /** One cycle back; or on, with a new one where the last one is shown. */
 function back() { if (now.at > 0) showCycle(now.at - 1, null, true); }
 
 function onward() {
-  if (now.at >= 0 && now.at < now.cycles.length - 1) {
-    showCycle(now.at + 1, null, true);
-  } else if (mode === "idle") {
-    if (now.answer && view === "text" && now.at >= 0 && isSameRequest()) say("This is the last cycle.");
-    else if (begin("stepping")) select("text");
-  } else if (mode !== "racing") {
-    if (mode === "running") setMode("stepping");
-    run.follows = true;
-    run.stream.step();
-  }
-}
-
-function isSameRequest() {
-  try {
-    return JSON.stringify(form.request(false)) === JSON.stringify({ ...now.request, compare: undefined });
-  } catch {
-    return false;
-  }
+  if (now.at >= 0 && now.at < now.cycles.length - 1) return showCycle(now.at + 1, null, true);
+  if (mode === "idle" && now.answer && !isChanged && view !== "story") return say("This is the last cycle. Run begins anew.");
+  if (mode === "idle") return begin("stepping") && select("text");
+  if (mode === "racing") return null;
+  if (mode === "running") setMode("stepping");
+  run.follows = true;
+  return run.stream.step();
 }
 
 // -------------------------------------------------------------------- words, views, address
@@ -253,11 +225,9 @@ const BEGUN = { running: "Running.", stepping: "Step by step.", racing: "Racing.
 function setMode(wanted) {
   mode = wanted;
   const isIdle = mode === "idle";
-  enable("run", !isLoading && (isIdle || mode === "stepping"));
-  enable("step", !isLoading && mode !== "racing");
-  enable("back", now.at > 0);
-  enable("stop", !isIdle);
-  enable("race", !isLoading && isIdle);
+  const isOn = { run: !isLoading && (isIdle || mode === "stepping"), step: !isLoading && mode !== "racing", back: now.at > 0,
+    stop: !isIdle, race: !isLoading && isIdle };
+  for (const [id, on] of Object.entries(isOn)) enable(id, on);
   chat.isBusy = isLoading || !isIdle;
   byId("run").textContent = mode === "stepping" ? "Run on" : "Run";
   byId("text").setAttribute("aria-busy", !isIdle);
@@ -283,7 +253,7 @@ function select(wanted) {
 
 /** Draw anew what depends on the width of what is shown. */
 function redraw() {
-  if (view === "statistics") drawStatistics();
+  if (view === "statistics") drawStatistics(now.figures);
   if (view === "whatif") whatIf.draw();
   if (view === "race") race.draw();
   if (view === "story") story.draw();
@@ -348,6 +318,7 @@ addEventListener("keydown", (event) => {
   if (view === "story") story.move(by);
   else if (view === "text" || view === "chat") (by < 0 ? back : onward)();
 });
+byId("request").addEventListener("input", () => { isChanged = true; });
 addEventListener("resize", redraw);
 addEventListener("hashchange", followLink);
 

@@ -66,8 +66,11 @@ export class Picture {
     this.#box.replaceChildren(list, beam, this.#strip(cycle, kinds));
     this.show(Infinity);
   }
-  /** Show the first `phase` phases of phasesOf(cycle). */
-  show(phase) { for (const [part, name, from] of this.#parts) part.classList.toggle(name, phase >= from); }
+  /** Show the first `phase` phases of phasesOf(cycle). Where they are played, they move. */
+  show(phase, isPlayed = false) {
+    this.#box.classList.toggle("played", isPlayed);
+    for (const [part, name, from] of this.#parts) part.classList.toggle(name, phase >= from);
+  }
   /** Mark the slot whose distribution is shown. */
   mark(place) {
     for (const button of this.#box.querySelectorAll("button.slot")) {

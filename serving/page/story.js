@@ -82,7 +82,7 @@ export class Story {
   }
   #show() {
     const phase = this.phases[this.#phase - 1];
-    this.#picture.show(this.#phase);
+    this.#picture.show(this.#phase, true);
     byId("story-says").textContent = phase?.says
       ?? `The text so far ends with “${visible(this.cycle.pending.text)}”. It is chosen, but the target has not read it yet: it is pending.`;
     byId("story-play").textContent = this.#timer ? "Pause" : this.#phase >= this.phases.length ? "Replay" : "Play";
@@ -95,10 +95,10 @@ export class Story {
     const { model, drafter, stored, prompt } = this.#story;
     const where = stored ? "Recorded earlier, as an example, with" : "Recorded when this server started, with";
     byId("story-label").textContent = `${where} ${model}; drafter: ${drafter}, K = 5, greedy. Cycle ${this.cycle.step} of ${this.#cycles.length - 1}.`;
-    const earlier = this.#cycles.slice(0, this.#at);
+    const earlier = this.#cycles.slice(0, this.#at).flatMap(({ tokens }) => tokens).slice(-14);
     byId("story-text").replaceChildren(
-      element("span", { class: "soft" }, prompt.length > 60 ? `…${prompt.slice(-60)}` : prompt),
-      ...earlier.flatMap(({ tokens }) => tokens.map(({ text, kind }) => element("span", { class: `token ${kind}` }, text))),
+      element("span", { class: "soft" }, this.#at < 4 ? prompt.slice(-60) : "… "),
+      ...earlier.map(({ text, kind }) => element("span", { class: `token ${kind}` }, text)),
     );
   }
   /** The two ways for this cycle's tokens, in measured ms; what has happened so far is filled. */

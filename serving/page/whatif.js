@@ -17,9 +17,11 @@ export class WhatIf {
     for (const id of Object.values(INPUTS)) byId(id).addEventListener("input", () => this.draw());
     this.draw();
   }
-  /** Points of measured.js, the newest of a name last; those of other names stay. */
+  /** Points of measured.js, one for each drafter: a newer one takes the place of one that is not better. */
   add(points) {
-    this.#points = [...new Map([...this.#points, ...points].map((point) => [point.name, point])).values()];
+    const known = new Map(this.#points.map((point) => [point.name, point]));
+    for (const point of points) if (!(known.get(point.name)?.rank > point.rank)) known.set(point.name, point);
+    this.#points = [...known.values()];
     for (const point of points) this.#reach(point);
     byId("take").replaceChildren(...this.#points.map((point) => {
       const button = element("button", { type: "button", class: "quiet" }, `Take ${point.name}`);
