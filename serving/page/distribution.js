@@ -162,9 +162,7 @@ export class Distribution {
     rows.forEach((entry, i) => {
       const y = 17 + i * ROW;
       const q = this.#q(entry);
-      if (entry.id === drafted?.id || entry.id === same) {
-        bar(0, width, y, ROW - 1, entry.id === same ? "row-chosen" : "row-drafted");
-      }
+      if (entry.id === drafted?.id || entry.id === same) bar(0, width, y, ROW - 1, entry.id === same ? "row-chosen" : "row-drafted");
       text(4, y + 14, short(visible(entry.text)), "token-name");
       bar(LEFT, x(entry.p), y + 2, hasQ ? 8 : 15, "bar-p");
       if (residual && entry.p > q) bar(x(q), x(entry.p), y + 2, 8, "bar-more");

@@ -6,12 +6,10 @@ const SVG = "http://www.w3.org/2000/svg"; // a name, not an address: nothing is 
 export const byId = (id) => document.getElementById(id);
 
 /** element("li", {class: "slot"}, "text", child); null and false are left out. */
-export const element = (name, attributes = {}, ...children) => (
-  filled(document.createElement(name), attributes, children));
+export const element = (name, attributes = {}, ...children) => (filled(document.createElement(name), attributes, children));
 
 /** The same for SVG. */
-export const drawing = (name, attributes = {}, ...children) => (
-  filled(document.createElementNS(SVG, name), attributes, children));
+export const drawing = (name, attributes = {}, ...children) => (filled(document.createElementNS(SVG, name), attributes, children));
 
 function filled(node, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {

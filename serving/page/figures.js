@@ -19,7 +19,7 @@ export class Figures {
   controllerStep = 0;
   add(cycle) {
     this.tokens += cycle.tokens.length;
-    if (cycle.step === 0) return; // the prefill drafts nothing and counts as no pass
+    if (cycle.step === 0) return this; // the prefill drafts nothing and counts as no pass
     this.passes += 1;
     for (const name of Object.keys(this.ms)) this.ms[name] += cycle.ms[name];
     const [drafted, accepted] = [numJudged(cycle), numAccepted(cycle)];
@@ -33,6 +33,7 @@ export class Figures {
       this.acceptedAt[i] = (this.acceptedAt[i] ?? 0) + (i < accepted);
     }
     if (cycle.controller) [this.controller, this.controllerStep] = [cycle.controller, cycle.step];
+    return this;
   }
   get totalMs() { return this.ms.draft + this.ms.verify + this.ms.other; }
   get tokensPerPass() { return ratio(this.tokens - 1, this.passes); }

@@ -25,6 +25,4 @@ export function breakEvenAlpha(k, c, tVerify = 1) {
 }
 
 /** Whether a measured speed-up can only come of a busy machine: see steadiness() in formulas.py. */
-export function isDisturbed(speedup, tokensPerPass, tVerify) {
-  return speedup > 1.05 * tokensPerPass || tVerify < 0.7 || tVerify > 3;
-}
+export function isDisturbed(speedup, tokensPerPass, tVerify) { return speedup > 1.05 * tokensPerPass || tVerify < 0.7 || tVerify > 3; }

@@ -74,9 +74,7 @@ export class Guide {
     this.#show(0);
   }
   /** The drafters that are loaded; the model drafter among them is the experiments'. */
-  set drafters(names) {
-    this.#best = ["draft_model", "eagle3", "mtp", "self_int8"].find((name) => names.includes(name)) ?? names[0];
-  }
+  set drafters(names) { this.#best = ["draft_model", "eagle3", "mtp", "self_int8"].find((name) => names.includes(name)) ?? names[0]; }
   #show(i) {
     [...byId("experiments").querySelectorAll("button")].forEach((button, at) => button.setAttribute("aria-pressed", at === i));
     const { title, ask, choices } = EXPERIMENTS[i];

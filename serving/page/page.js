@@ -26,6 +26,7 @@ import { WhatIf } from "./whatif.js";
 import { counted, milliseconds, short, summary } from "./words.js";
 
 const PICTURE_MS = 1000; // between two pictures while a run streams
+const LOADING = "The model is being loaded. The cycle below was recorded earlier.";
 const LOADING_MS = 500; // between two questions whether the model is loaded
 const SLOW_MS = 700; // of a phase that is shown slowly
 
@@ -43,7 +44,7 @@ const chat = new Chat(popup, (messages, answer) => begin("running", { messages, 
   showCycle(cycle.step, null, true);
 });
 const guide = new Guide(runOnce, (result, step) => {
-  now = result;
+  now = latest.text = result;
   text.clear(result.request.prompt);
   for (const cycle of result.cycles) text.add(cycle);
   select("text");
@@ -53,6 +54,7 @@ const guide = new Guide(runOnce, (result, step) => {
 
 const fresh = (more = {}) => ({ request: {}, cycles: [], figures: new Figures(), answer: null, at: -1, text, isRace: false, ...more });
 let now = fresh();
+const latest = { text: now, chat: now }; // sessions, by the view that they are seen in
 let run = null; // {stream: a Run, session, ended: called with the session or null}
 let mode = "idle"; // idle | running | stepping | racing
 let view = "story";
@@ -76,6 +78,7 @@ function begin(wanted, { messages = null, answer = null, ended = () => {} } = {}
   }
   if (messages) Object.assign(request, { prompt: messages, chat: true });
   now = fresh({ request, isRace: wanted === "racing", ...(answer ? { text: answer.text, asAnswer: answer } : {}) });
+  latest[answer ? "chat" : "text"] = now;
   if (answer) answer.session = now;
   else text.clear(request.chat ? `${request.prompt}\n` : request.prompt);
   picture.clear();
@@ -218,6 +221,7 @@ function showError(error) {
   byId("error").replaceChildren(...(error ? [element("p", {}, error.message)] : []));
   form.mark(error?.param ?? null);
   if (error?.status === 401) form.askForKey();
+  if (error?.isGone) byId("server").textContent = "The server does not answer.";
 }
 
 const BEGUN = { running: "Running.", stepping: "Step by step.", racing: "Racing." };
@@ -244,7 +248,11 @@ function select(wanted) {
     byId(`view-${tab.dataset.view}`).hidden = !isChosen;
     if (isChosen && tab.parentElement.scrollWidth > tab.parentElement.clientWidth) tab.scrollIntoView({ block: "nearest", inline: "center" });
   }
-  if (wanted === "text" || wanted === "chat") byId(`view-${wanted}`).append(byId("cycle"));
+  if (wanted in latest) {
+    byId(`view-${wanted}`).append(byId("cycle"));
+    if (!now.cycles.length || (now.asAnswer ? "chat" : "text") !== wanted) now = latest[wanted];
+    if (now.cycles.length && !run) showCycle(now.at);
+  }
   if (wanted !== "story") story.pause();
   redraw();
   const top = document.querySelector("main").getBoundingClientRect().top - byId("bar").getBoundingClientRect().bottom;
@@ -301,21 +309,16 @@ onPress("link", async () => {
 });
 byId("cycle-number").addEventListener("input", () => showCycle(Number(byId("cycle-number").value), null, true));
 byId("tabs").addEventListener("click", (event) => event.target.dataset.view && select(event.target.dataset.view));
-byId("tabs").addEventListener("keydown", (event) => {
-  const tabs = [...byId("tabs").children].filter((tab) => !tab.hidden);
-  const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-  if (!by) return;
-  const next = tabs.at((tabs.indexOf(document.activeElement) + by) % tabs.length);
-  select(next.dataset.view);
-  next.focus();
-  event.preventDefault();
-});
 addEventListener("keydown", (event) => {
   const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-  const isTaken = event.defaultPrevented || event.ctrlKey || event.altKey || event.metaKey || event.shiftKey
-    || event.target.closest?.("input, select, textarea, pre, [role=listbox], [role=tablist]");
-  if (!by || isTaken) return;
-  if (view === "story") story.move(by);
+  const isTaken = event.ctrlKey || event.altKey || event.metaKey || event.shiftKey || event.defaultPrevented;
+  if (!by || isTaken || event.target.closest?.("input, select, textarea, pre, [role=listbox]")) return;
+  if (event.target.closest?.("[role=tablist]")) {
+    const tabs = [...byId("tabs").children].filter((tab) => !tab.hidden);
+    const next = tabs.at((tabs.indexOf(event.target) + by) % tabs.length);
+    select(next.dataset.view);
+    next.focus();
+  } else if (view === "story") story.move(by);
   else if (view === "text" || view === "chat") (by < 0 ? back : onward)();
 });
 byId("request").addEventListener("input", () => { isChanged = true; });
@@ -329,7 +332,6 @@ async function askHealth() {
   try {
     health = await getJson("health", form.key, [200, 503]);
   } catch (error) {
-    byId("server").textContent = "The server does not answer.";
     showError(error);
     return false;
   }
@@ -338,7 +340,7 @@ async function askHealth() {
   if (mode === "idle") setMode("idle");
   if (isLoading) {
     byId("server").textContent = `The server loads ${health.model}: ${health.stage} (${Math.round(health.elapsed_s)} s).`;
-    say("The model is being loaded. The recorded cycle below needs none.");
+    say(LOADING);
     setTimeout(load, LOADING_MS);
     return false;
   }
@@ -353,26 +355,22 @@ async function askHealth() {
 
 let told = null; // the story that is told
 
+/** Tell the recorded story, or the stored one while a model is being loaded. */
 async function tellStory() {
   const recorded = await getJson("page/story.json", "");
-  if (told?.stored === recorded.stored && told.model === recorded.model) return;
+  if (told?.model !== recorded.model || told.stored !== recorded.stored) story.tell(recorded);
   told = recorded;
-  story.tell(recorded);
 }
 
 async function load() {
   try {
-    const isFirst = !told;
-    if (isFirst) await tellStory();
+    if (!told) await tellStory();
     if (!await askHealth()) return;
     if (told.stored) await tellStory();
-    if (byId("status").textContent.startsWith("The model is being")) say("Ready.");
+    if (byId("status").textContent === LOADING) say("Ready.");
     form.offerPrompts((await getJson("prompts", form.key)).prompts);
-    const isOurs = !told.stored && told.model === health.model;
-    drawModel(health, isOurs ? told : null);
-    const counts = new Figures();
-    for (const cycle of readCycles(told.cycles)) counts.add(cycle);
-    if (isOurs) whatIf.add(fromStory(told, counts));
+    drawModel(health, told.stored ? null : told);
+    if (!told.stored) whatIf.add(fromStory(told, readCycles(told.cycles).reduce((counts, cycle) => counts.add(cycle), new Figures())));
     followLink();
   } catch (error) { showError(error); }
 }
@@ -381,12 +379,6 @@ byId("key").addEventListener("change", () => {
   showError(null);
   load();
 });
-for (const tab of byId("tabs").children) {
-  Object.entries({ id: `tab-${tab.dataset.view}`, "aria-controls": `view-${tab.dataset.view}` }).forEach(([name, value]) => tab.setAttribute(name, value));
-  const panel = byId(`view-${tab.dataset.view}`);
-  panel.setAttribute("role", "tabpanel");
-  panel.setAttribute("aria-labelledby", tab.id);
-}
 setMode("idle");
 select("story");
 load();

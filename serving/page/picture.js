@@ -32,8 +32,7 @@ export function phasesOf(cycle) {
       stage: "accept",
       says: own.kind === "recovered"
         ? `Here the target wants ${quote(own)} and not ${quote(cycle.rejected)}: rejected, with all behind it. ${quote(own)} takes the place.`
-        : n ? `All were accepted. The pass also says what comes next: ${quote(own)}, a bonus.`
-          : `It says what comes next: ${quote(own)}.`,
+        : n ? `All were accepted. The pass also says what comes next: ${quote(own)}, a bonus.` : `It says what comes next: ${quote(own)}.`,
     });
   }
   const cut = verified - kept;
@@ -90,8 +89,7 @@ export class Picture {
     const result = [];
     if (cycle.pending) {
       const word = element("button", { type: "button", class: "word label", "data-word": "pending" }, "pending");
-      result.push(element("li", { class: "slot pending" }, word,
-        element("span", { class: "chip" }, visible(cycle.pending.text))));
+      result.push(element("li", { class: "slot pending" }, word, element("span", { class: "chip" }, visible(cycle.pending.text))));
     }
     for (let i = 0; i < n; i += 1) {
       if (i === numJudged(cycle) || (cycle.rejected && i === accepted)) {

@@ -86,9 +86,7 @@ export class Story {
     byId("story-says").textContent = phase?.says
       ?? `The text so far ends with “${visible(this.cycle.pending.text)}”. It is chosen, but the target has not read it yet: it is pending.`;
     byId("story-play").textContent = this.#timer ? "Pause" : this.#phase >= this.phases.length ? "Replay" : "Play";
-    for (const item of document.querySelectorAll(".stages li")) {
-      item.toggleAttribute("aria-current", item.dataset.stage === phase?.stage);
-    }
+    for (const item of document.querySelectorAll(".stages li")) item.toggleAttribute("aria-current", item.dataset.stage === phase?.stage);
     this.#drawTimeline();
   }
   #label() {

@@ -1,15 +1,14 @@
 // The server as the page sees it: JSON at GET, server-sent events at POST /generate, and its
 // refusals as errors whose message is a sentence for the reader.
 
-const GONE = "The server cannot be reached. Is it still running? " + "Start it with: python 08_speculative_decoding.py --port 5000";
+const GONE = "The server cannot be reached. Is it still running? Start it with: python 08_speculative_decoding.py --port 5000";
 const CUT = "The connection to the server broke off before the answer was complete.";
 
-/** What went wrong, in words; `param` is the field and `status` HTTP's, where there are any. */
+/** What went wrong, in words; `param` is the field and `status` HTTP's, where there are any; isGone: nobody answers. */
 export class ServerError extends Error {
-  constructor(message, { param = null, status = null } = {}) {
+  constructor(message, { param = null, status = null, isGone = false } = {}) {
     super(message);
-    this.param = param;
-    this.status = status;
+    Object.assign(this, { param, status, isGone });
   }
 }
 
@@ -38,7 +37,7 @@ export async function* generate(request, key, signal) {
     if (event.error) throw new ServerError(`The run failed: ${event.error.message}`, event.error);
     yield event;
   }
-  throw new ServerError(CUT);
+  throw new ServerError(CUT, { isGone: true });
 }
 
 const headersWith = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
@@ -46,7 +45,7 @@ const headersWith = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
 async function send(path, options) {
   try {
     return await fetch(path, options);
-  } catch (error) { throw options.signal?.aborted ? error : new ServerError(GONE); }
+  } catch (error) { throw options.signal?.aborted ? error : new ServerError(GONE, { isGone: true }); }
 }
 
 /** The data of each server-sent event; comments such as ": ping" are skipped. */
@@ -65,7 +64,7 @@ async function* messages(reader, signal) {
 async function next(reader, signal) {
   try {
     return await reader.read();
-  } catch (error) { throw signal.aborted ? error : new ServerError(CUT); }
+  } catch (error) { throw signal.aborted ? error : new ServerError(CUT, { isGone: true }); }
 }
 
 async function refusal(response) {

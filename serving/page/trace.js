@@ -24,8 +24,7 @@ export function readCycle(event, previous) {
 }
 
 /** All cycles of a list of events. */
-export const readCycles = (events) => events.reduce((cycles, event) => (
-  [...cycles, readCycle(event, cycles.at(-1) ?? null)]), []);
+export const readCycles = (events) => events.reduce((cycles, event) => ([...cycles, readCycle(event, cycles.at(-1) ?? null)]), []);
 
 /** How many proposals were judged; none are behind an end of text among the accepted. */
 export function numJudged(cycle) {

@@ -34,8 +34,7 @@ export const bytes = (count) => {
 
 export const times = (factor) => (Number.isFinite(factor) ? `${factor.toFixed(2)}×` : "–");
 
-export const counted = (count, noun, plural = `${noun}s`) => (
-  `${count} ${count === 1 ? noun : plural}`);
+export const counted = (count, noun, plural = `${noun}s`) => (`${count} ${count === 1 ? noun : plural}`);
 
 /** A token whose blanks can be seen: " blue\n" -> "␣blue↵"; "∅" where it has no text. */
 export function visible(text) {
