@@ -1,6 +1,6 @@
 // The charts of a run: accepted per cycle, acceptance per position, and where the time went.
 
-import { byId, drawing, element } from "./elements.js";
+import { byId, element } from "./elements.js";
 import { Plot, wholeTicks } from "./plot.js";
 import { milliseconds, short } from "./words.js";
 
@@ -72,16 +72,11 @@ function drawPositions(box, { positions }) {
 function drawTime(box, list, { ms, totalMs }) {
   list.replaceChildren();
   if (isEmpty(box, totalMs)) return;
-  const [width, parts] = [Math.max(260, box.clientWidth || 480), Object.entries(ms)];
-  const label = parts.map(([name, spent]) => `${name} ${milliseconds(spent)}`).join(", ");
-  const svg = drawing("svg", { viewBox: `0 0 ${width} 48`, role: "img", "aria-label": label });
-  let x = 0;
-  for (const [name, spent] of parts) {
-    const share = (spent / totalMs) * width;
-    svg.append(drawing("rect", { x, y: 4, width: share, height: 40, class: `time-${name}` }));
-    x += share;
+  box.replaceChildren(...Object.entries(ms).map(([name, spent]) => {
     list.append(element("li", {}, element("span", { class: `swatch time-${name}` }),
       ` ${name} ${milliseconds(spent)}, ${Math.round((spent / totalMs) * 100)} %`));
-  }
-  box.replaceChildren(svg);
+    const bar = element("div", { class: `time-${name}` });
+    bar.style.flexGrow = spent;
+    return bar;
+  }));
 }

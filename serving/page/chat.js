@@ -1,7 +1,7 @@
 // A conversation with an instruct model: system, turns, and each answer token by token. Every answer
 // is a request of its own, with all turns before it put into the model's chat template.
 
-import { byId, element, enable } from "./elements.js";
+import { byId, element, enable, onPress } from "./elements.js";
 import { TokenText } from "./tokens.js";
 import { counted, milliseconds, short } from "./words.js";
 
@@ -19,14 +19,12 @@ export class Chat {
       event.preventDefault();
       if (byId("send").getAttribute("aria-disabled") !== "true") this.#send();
     });
-    byId("forget").addEventListener("click", () => this.#forget());
+    onPress("forget", () => {
+      this.#messages = [];
+      this.#turns.replaceChildren();
+    });
   }
   set isBusy(isBusy) { for (const id of ["send", "forget"]) enable(id, !isBusy); }
-  #forget() {
-    if (byId("forget").getAttribute("aria-disabled") === "true") return;
-    this.#messages = [];
-    this.#turns.replaceChildren();
-  }
   #send() {
     const text = this.#message.value.trim();
     if (!text) return;
@@ -39,8 +37,8 @@ export class Chat {
     if (!this.#say(asked, answer)) return;
     this.#message.value = "";
     this.#turns.append(question, answer.element);
-    this.#turns.scrollTop = this.#turns.scrollHeight;
     answer.follow = () => { this.#turns.scrollTop = this.#turns.scrollHeight; };
+    answer.follow();
   }
 }
 

@@ -2,19 +2,12 @@
 // by the server, which names the field; here what is no number is refused. An address can hold it all.
 
 import { byId, element } from "./elements.js";
+import { ServerError } from "./stream.js";
 
 const NUMBERS = ["num_speculative_tokens", "temperature", "top_p", "max_tokens", "seed"];
 const CHOICES = ["drafter", "verification"];
 const FIELDS = ["prompt", ...CHOICES, ...NUMBERS];
 const FIRST_PROMPT = "code_function";
-
-/** A value that cannot be sent; `param` names its field. */
-export class FieldError extends Error {
-  constructor(message, param) {
-    super(message);
-    this.param = param;
-  }
-}
 
 export class RequestForm {
   #demo = byId("demo-prompt");
@@ -75,11 +68,11 @@ export class RequestForm {
     for (const name of NUMBERS) {
       const text = byId(name).value.trim().replace(",", ".");
       if (text === "") continue;
-      if (!/^[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$/i.test(text)) throw new FieldError(`${labelOf(name)}: “${text}” is not a number.`, name);
+      if (!/^[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$/i.test(text)) throw new ServerError(`${labelOf(name)}: “${text}” is not a number.`, { param: name });
       body[name] = Number(text);
     }
     if (Number.isInteger(body.seed) && !Number.isSafeInteger(body.seed)) {
-      throw new FieldError("Seed: a browser cannot send a number of more than 53 bits.", "seed");
+      throw new ServerError("Seed: a browser cannot send a number of more than 53 bits.", { param: "seed" });
     }
     return body;
   }

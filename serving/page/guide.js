@@ -14,39 +14,30 @@ const cutMost = (cycles) => cycles.reduce((a, b) => (b.cached[0] - b.cached[1] >
 
 // ask(names) gives the question, runs(names) [label, fields][], tell(results) what is learnt; names are the drafters that are loaded.
 const EXPERIMENTS = [
-  {
-    title: "Colours, then a story",
+  { title: "Colours, then a story",
     ask: "The n-gram drafter guesses what followed the last time. Which text takes fewer passes for 48 tokens?",
     choices: ["a list of colours", "a story", "both the same"], right: 0,
     runs: () => [["colours", { ...COLOURS, drafter: "ngram", num_speculative_tokens: 5 }], ["story", { ...STORY, drafter: "ngram", num_speculative_tokens: 5 }]],
-    tell: ([a, b]) => `Colours repeat, so guesses are kept: ${perPass(a)} tokens per pass. A story does not: ${perPass(b)}. The gain depends on the text.`,
-  },
-  {
-    title: "Raise K",
+    tell: ([a, b]) => `Colours repeat, so guesses are kept: ${perPass(a)} tokens per pass. A story does not: ${perPass(b)}. The gain depends on the text.`, },
+  { title: "Raise K",
     ask: "Longer drafts may save more passes. Does the time per token keep falling from K = 2 to 6 to 14?",
     choices: ["yes, the more the better", "no, it turns"], right: 1,
     runs: (best) => [2, 6, 14].map((k) => [`K = ${k}`, { demo: "code_function", max_tokens: 48, drafter: best, num_speculative_tokens: k }]),
     tell: (all) => `Tokens per pass: ${all.map(perPass).join(", ")}. Time per token: ${all.map(perToken).join(", ")}. `
-      + "A guess far to the right is kept only if all before it are, and costs as much as the first.",
-  },
-  {
-    title: "See it lose",
+      + "A guess far to the right is kept only if all before it are, and costs as much as the first.", },
+  { title: "See it lose",
     ask: "A model drafter guesses 12 tokens of a story in every cycle. Is that faster than plain decoding?",
     choices: ["faster", "slower"], right: 1,
     runs: (best) => [["drafted", { ...STORY, drafter: best, num_speculative_tokens: 12 }], ["plain", { ...STORY, drafter: "none" }]],
     tell: ([a, b]) => `${perToken(a)} per token drafted, ${perToken(b)} plain. ${counted(a.figures.drafted, "guess", "guesses")} were paid for and `
-      + `${a.figures.accepted} kept. ${a.figures.totalMs > b.figures.totalMs ? "Drafting cost more than the passes that it saved." : "Here it did not lose: these guesses are cheap or good enough."}`,
-  },
-  {
-    title: "Sample",
+      + `${a.figures.accepted} kept. ${a.figures.totalMs > b.figures.totalMs ? "Drafting cost more than the passes that it saved." : "Here it did not lose: these guesses are cheap or good enough."}`, },
+  { title: "Sample",
     ask: "At temperature 0.9 tokens are drawn by chance. With the same seed, does a drafter change the text?",
     choices: ["yes, other numbers are drawn", "no, not a token"], right: 1,
     runs: (best) => [["with drafts", { ...SAMPLED, drafter: best, num_speculative_tokens: 5, verification: "coupled" }], ["without", { ...SAMPLED, drafter: "none", verification: "coupled" }]],
     tell: ([a, b]) => (a.answer.text === b.answer.text ? `The same text, in ${a.figures.passes} passes and in ${b.figures.passes}. The noise belongs to the seed and the place, not to the draft.`
-      : "The texts differ here: this server does not compute to the bit, so rounding decided a near-tie."),
-  },
-  {
-    title: "Read the cache",
+      : "The texts differ here: this server does not compute to the bit, so rounding decided a near-tie."), },
+  { title: "Read the cache",
     ask: "Five tokens are drafted, two are kept. By how much does the cache grow in that cycle?",
     choices: ["2", "3", "6"], right: 1,
     runs: (best) => [["run", { ...STORY, drafter: best, num_speculative_tokens: 5 }]],
@@ -55,8 +46,7 @@ const EXPERIMENTS = [
       return `By 3: the pending token and the two kept. In cycle ${cycle.step} of this run the pass cached ${cycle.cached[0] - cycle.before} tokens; ${numAccepted(cycle)} of ${cycle.proposals.length} were kept, `
         + `so the cache was cut from ${cycle.cached[0]} to ${cycle.cached[1]}, ${counted(cycle.cached[1] - cycle.before, "token")} more than before.`;
     },
-    at: ([{ cycles }]) => cutMost(cycles).step,
-  },
+    at: ([{ cycles }]) => cutMost(cycles).step, },
 ];
 
 export class Guide {

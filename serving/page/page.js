@@ -96,16 +96,16 @@ function begin(wanted, { messages = null, answer = null, ended = () => {} } = {}
 }
 
 const shown = {
-  cycle(event) {
+  take(event) {
     const { session } = run;
+    if ("plain" in event) return race.add("plain", event.plain);
+    if (!("step" in event)) return Object.assign(session, { answer: event });
     const cycle = readCycle(event, session.cycles.at(-1) ?? null);
     session.cycles.push(cycle);
     session.text.add(cycle);
     session.figures.add(cycle);
-    if (session.isRace) race.add("speculative", event);
+    return session.isRace && race.add("speculative", event);
   },
-  plain(event) { race.add("plain", event); },
-  answer(event) { run.session.answer = event; },
   flush() {
     run.session.text.flush();
     run.session.asAnswer?.follow();
@@ -263,7 +263,6 @@ function select(wanted) {
 function redraw() {
   if (view === "statistics") drawStatistics(now.figures);
   if (view === "whatif") whatIf.draw();
-  if (view === "race") race.draw();
   if (view === "story") story.draw();
   distribution.draw();
 }

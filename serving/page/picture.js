@@ -49,10 +49,7 @@ export class Picture {
   #choose;
   #parts = []; // [element, class, phase from which it has the class]
   /** `choose(i)` is called with the place in the draft whose slot was pressed. */
-  constructor(box, choose = () => {}) {
-    this.#box = box;
-    this.#choose = choose;
-  }
+  constructor(box, choose = () => {}) { [this.#box, this.#choose] = [box, choose]; }
   clear() { this.#box.replaceChildren(); }
   /** Draw `cycle` and show its end; `kinds` are the origins of all output tokens. */
   draw(cycle, kinds) {
@@ -72,9 +69,7 @@ export class Picture {
   }
   /** Mark the slot whose distribution is shown. */
   mark(place) {
-    for (const button of this.#box.querySelectorAll("button.slot")) {
-      button.setAttribute("aria-pressed", Number(button.dataset.place) === place);
-    }
+    for (const slot of this.#box.querySelectorAll("button.slot")) slot.setAttribute("aria-pressed", Number(slot.dataset.place) === place);
   }
   #on(part, name, from) {
     this.#parts.push([part, name, from]);
@@ -96,9 +91,7 @@ export class Picture {
         result.push(this.#later(cycle.tokens.length + n + 2, "li", { class: "cut" }, element("span", { "aria-hidden": "true" }, "✂"), " cut"));
       }
       const kind = i < accepted ? "accepted" : i === accepted && cycle.rejected ? "rejected" : "unjudged";
-      const [sign, target] = {
-        accepted: ["✓ kept", cycle.tokens[i]], rejected: ["✗ rejected", own], unjudged: ["not judged", null],
-      }[kind];
+      const [sign, target] = { accepted: ["✓ kept", cycle.tokens[i]], rejected: ["✗ rejected", own], unjudged: ["not judged"] }[kind];
       const at = n + 2 + Math.min(i, accepted);
       const parts = [
         element("span", { class: "label" }, `d${i + 1}`),
@@ -108,8 +101,8 @@ export class Picture {
       ];
       result.push(this.#slot(kind, i, at, n, parts, kind === "unjudged"));
     }
+    const at = n + 2 + accepted;
     if (own && own.kind === "bonus") {
-      const at = n + 2 + accepted;
       result.push(this.#slot("bonus", n, at, n, [
         element("span", { class: "label" }, n ? `after d${n}` : "next"),
         element("span", { class: "chip none" }, "\u00a0"),
@@ -139,9 +132,9 @@ export class Picture {
       const origin = i < cycle.numPrompt ? "prompt" : kinds[i - cycle.numPrompt] ?? "prompt";
       const named = i === cycle.before ? cycle.pending : cycle.proposals[i - cycle.before - 1];
       const token = isPrefill ? { text: cycle.promptTail.at(i - verified) ?? "" } : isNew ? named : { text: "" };
-      const cell = element("span", { class: `cell ${isNew ? "new" : ""} ${i < kept ? origin : ""}` }, visible(token.text || " "));
+      const cell = element("span", { class: `cell ${isNew ? "new" : origin}` }, visible(token.text || " "));
       if (isNew) this.#on(cell, "on", read);
-      if (i >= kept) this.#on(cell, "tail", cut);
+      if (isNew) this.#on(cell, i < kept ? origin : "tail", cut);
       cells.push(cell);
     }
     const after = element("span", { class: "more length" }, `${cycle.before} → ${verified}${kept < verified ? ` → ${kept}` : ""} tokens`);

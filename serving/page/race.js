@@ -1,20 +1,16 @@
 // The race: one request decoded both ways, replayed on one clock from the times that the server has
 // recorded, slowed. The figures under it are medians of three runs of each.
 
-import { byId, drawing, element, mayMove, onPress } from "./elements.js";
+import { byId, element, mayMove, onPress } from "./elements.js";
 import { milliseconds, times, visible } from "./words.js";
 
 const REPLAY_MS = 7000; // what the slower lane takes on the screen
-const BAR = 22; // px
 
 /** One way of decoding: its events, each with the time at which it came. */
 class Lane {
   #events = []; // [ms since the prefill's end, tokens, passes, text]
-  constructor(id) {
-    const lane = byId(id);
-    this.counts = Object.fromEntries([...lane.querySelectorAll("[data-count]")].map((span) => [span.dataset.count, span]));
-    this.box = lane.querySelector(".text");
-  }
+  #box;
+  constructor(id) { this.#box = byId(id); }
   clear() {
     this.#events = [];
     this.show(0);
@@ -27,40 +23,40 @@ class Lane {
   get ends() { return this.#events.at(-1)?.[0] ?? 0; }
   show(ms) {
     const [, tokens, passes, text] = this.#events.findLast(([at]) => at <= ms) ?? [0, 0, 0, ""];
-    this.counts.tokens.textContent = tokens;
-    this.counts.passes.textContent = passes;
-    this.box.textContent = text;
-    this.box.scrollTop = this.box.scrollHeight;
+    for (const [name, count] of Object.entries({ tokens, passes })) this.#box.querySelector(`[data-count=${name}]`).textContent = count;
+    const box = this.#box.querySelector(".text");
+    box.textContent = text;
+    box.scrollTop = box.scrollHeight;
   }
 }
 
 export class Race {
   #lanes = { speculative: new Lane("lane-speculative"), plain: new Lane("lane-plain") };
-  #bars = null; // [label, ms per token]
   #frame = 0;
   constructor() { onPress("race-again", () => this.#replay()); }
   start() {
     cancelAnimationFrame(this.#frame);
     for (const lane of Object.values(this.#lanes)) lane.clear();
-    this.#bars = null;
     byId("chart-race").replaceChildren();
     byId("race-says").textContent = "The server runs both ways, three times each …";
     byId("race-again").hidden = true;
-    byId("race-clock").textContent = "0 ms";
-    byId("race-pace").textContent = "";
+    [byId("race-clock").textContent, byId("race-pace").textContent] = ["0 ms", ""];
   }
   add(name, event) { this.#lanes[name].add(event); }
   /** It ended without figures. */
   stop(words) { byId("race-says").textContent = words; }
   /** The verdict of an answer with a comparison; `textOf` gives the text of a token id. */
   finish({ compare }, textOf) {
-    this.#bars = ["speculative", "plain"].map((name) => {
-      const { predicted_ms: ms, predicted_n: count } = compare[name].timings;
-      return [name, ms / Math.max(1, count - 1)];
-    });
+    const perToken = ({ timings: { predicted_ms: ms, predicted_n: count } }) => ms / Math.max(1, count - 1);
+    const most = Math.max(perToken(compare.speculative), perToken(compare.plain)) || 1;
+    byId("chart-race").replaceChildren(...["speculative", "plain"].map((name) => {
+      const ms = perToken(compare[name]);
+      const bar = element("div", { class: `race-${name}` });
+      bar.style.width = `${(100 * ms) / most}%`;
+      return element("div", {}, `${name}: ${ms.toFixed(2)} ms per token, the median of three runs`, bar);
+    }));
     byId("race-says").textContent = `${speedWords(compare)} ${textWords(compare, textOf)}`;
     byId("race-again").hidden = false;
-    this.draw();
     this.#replay();
   }
   #replay() {
@@ -75,20 +71,6 @@ export class Race {
       if (ms < end) this.#frame = requestAnimationFrame(() => show((performance.now() - began) / slower));
     };
     show(mayMove() ? 0 : end);
-  }
-  /** Both times per token, on one scale. */
-  draw() {
-    if (!this.#bars) return;
-    const width = Math.max(260, byId("chart-race").clientWidth || 480);
-    const most = Math.max(...this.#bars.map(([, ms]) => ms)) || 1;
-    const label = this.#bars.map(([name, ms]) => `${name} ${ms.toFixed(2)} ms per token`).join();
-    const svg = drawing("svg", { viewBox: `0 0 ${width} ${2 * (BAR + 20)}`, role: "img", "aria-label": label });
-    this.#bars.forEach(([name, ms], i) => {
-      const y = i * (BAR + 20);
-      svg.append(drawing("text", { x: 0, y: y + 12 }, `${name}: ${ms.toFixed(2)} ms per token, the median of three runs`),
-        drawing("rect", { x: 0, y: y + 16, width: Math.max(1, (width * ms) / most), height: BAR, class: `race-${name}` }));
-    });
-    byId("chart-race").replaceChildren(svg);
   }
 }
 

@@ -12,10 +12,7 @@ export class Run {
   #frame = 0;
   #end = null; // how it ended, once it has
   #view;
-  /**
-   * `view` is told what to show: cycle(event), plain(event), answer(event), flush() after each
-   * frame's share, and once ended({state, error}) with "finished", "stopped" or "failed".
-   */
+  /** `view` is told what to show: take(event), flush() after each frame's share, and once ended({state, error}). */
   constructor(request, key, view, isStepping) {
     this.#view = view;
     this.#allowed = isStepping ? 1 : Infinity;
@@ -57,24 +54,16 @@ export class Run {
   #show() {
     const until = performance.now() + BUDGET_MS;
     const mayShow = () => this.#allowed > 0 || !("step" in this.#waiting[0]);
-    while (this.#waiting.length && mayShow() && performance.now() < until) this.#tell(this.#waiting.shift());
+    while (this.#waiting.length && mayShow() && performance.now() < until) {
+      const event = this.#waiting.shift();
+      if ("step" in event) this.#allowed -= 1;
+      this.#view.take(event);
+    }
     this.#view.flush();
     this.#frame = 0;
-    if (this.#waiting.length) {
-      if (mayShow()) this.#wake();
-    } else if (this.#end && !this.#end.isTold) {
-      this.#end.isTold = true;
-      this.#view.ended(this.#end);
-    }
-  }
-  #tell(event) {
-    if ("plain" in event) {
-      this.#view.plain(event.plain);
-    } else if ("step" in event) {
-      this.#allowed -= 1;
-      this.#view.cycle(event);
-    } else {
-      this.#view.answer(event);
-    }
+    if (this.#waiting.length) return mayShow() && this.#wake();
+    if (!this.#end || this.#end.isTold) return null;
+    this.#end.isTold = true;
+    return this.#view.ended(this.#end);
   }
 }

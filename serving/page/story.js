@@ -36,21 +36,16 @@ export class Story {
   tell(story) {
     this.#story = story;
     this.#cycles = readCycles(story.cycles);
-    const best = this.#cycles.reduce((a, b) => (worth(b) > worth(a) ? b : a));
-    this.#at = best.step;
+    this.#at = this.#cycles.reduce((a, b) => (worth(b) > worth(a) ? b : a)).step;
     this.#begin();
   }
   #begin() {
     const kinds = this.#cycles.flatMap(({ tokens }) => tokens.map(({ kind }) => kind));
     this.#picture.draw(this.cycle, kinds);
     this.#label();
-    if (mayMove()) {
-      this.#phase = 0;
-      this.play();
-    } else {
-      this.#phase = this.phases.length;
-      this.pause();
-    }
+    this.#phase = mayMove() ? 0 : this.phases.length;
+    if (mayMove()) this.play();
+    else this.pause();
   }
   get cycle() { return this.#cycles[this.#at]; }
   get phases() { return phasesOf(this.cycle); }
@@ -73,10 +68,11 @@ export class Story {
   }
   #wait() {
     const stage = this.phases[this.#phase - 1]?.stage ?? "draft";
+    clearTimeout(this.#timer);
     this.#timer = setTimeout(() => {
       this.#phase += 1;
-      if (this.#phase >= this.phases.length) this.pause();
-      else this.#wait();
+      this.#timer = 0;
+      if (this.#phase < this.phases.length) this.#wait();
       this.#show();
     }, PACE_MS[stage]);
   }
@@ -125,11 +121,14 @@ export class Story {
     svg.append(drawing("line", { x1: 1, y1: 180, x2: width - 1, y2: 180, class: "axis" }),
       drawing("text", { x: width - 1, y: 196, class: "end" }, milliseconds(total)));
     const gain = (gained * plain) / (n * step + verify);
+    const [, ...later] = this.#cycles;
+    const tokens = later.reduce((sum, cycle) => sum + cycle.tokens.length, 0);
+    const spent = later.reduce((sum, cycle) => sum + cycle.proposals.length * step + verify, 0);
     const ratio = verify / plain;
     const doubt = ratio < 0.7 || ratio > 3 ? " These times are disturbed: the machine was busy when they were taken." : "";
     const words = `A pass over ${n + 1} positions took ${times(ratio)} the time of a pass over one, because both read the same `
       + `${bytes(target.weight_bytes)} of weights, and reading takes most of the time. This cycle gave ${counted(gained, "token")}: one by one `
-      + `${milliseconds(gained * plain)}, so ${times(gain)} as fast.${doubt}`;
+      + `${milliseconds(gained * plain)}, so ${times(gain)} as fast; over all ${later.length} cycles of this recording, ${times((tokens * plain) / spent)}.${doubt}`;
     svg.setAttribute("aria-label", words);
     box.replaceChildren(svg);
     byId("timeline-says").textContent = `${words} Times are medians of this recording.`;

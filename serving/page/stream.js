@@ -71,14 +71,10 @@ async function refusal(response) {
   const body = await response.json().catch(() => null);
   const { message = response.statusText, param = null } = body?.error ?? {};
   const details = { param, status: response.status };
-  if (response.status === 401) {
-    const ask = "The server asks for an API key: enter it in the bar above, then try again.";
-    return new ServerError(ask, details);
-  }
+  if (response.status === 401) return new ServerError("The server asks for an API key: enter it in the bar above, then try again.", details);
   if (response.status === 429) {
     const seconds = response.headers.get("Retry-After");
-    const when = seconds ? `Try again in ${seconds} s.` : "Try again in a moment.";
-    return new ServerError(`The server is busy (${message}). ${when}`, details);
+    return new ServerError(`The server is busy (${message}). Try again in ${seconds ? `${seconds} s` : "a moment"}.`, details);
   }
   if (response.status >= 500) return new ServerError(`The server cannot do this now: ${message}.`, details);
   return new ServerError(`The server refused this request: ${message}.`, details);
