@@ -158,7 +158,7 @@ export class Distribution {
     text(LEFT, 11, hasQ ? "p target" : "p", "key-p");
     if (hasQ) text(LEFT + 62, 11, residual ? "q drafter · shaded: max(0, p − q)" : "q drafter", "key-q");
     const place = noisy && this.#scale(noisy, width);
-    if (noisy) text(width * 0.56 + 8, 11, hasQ ? "with noise: ● target ◇ drafter" : "with noise", "");
+    if (noisy) text(width * 0.56 + 8, 11, hasQ ? "+ noise: ● p  ◇ q" : "+ noise", "");
     rows.forEach((entry, i) => {
       const y = 17 + i * ROW;
       const q = this.#q(entry);

@@ -176,6 +176,7 @@ function showCycle(step, place = null, isAsked = false) {
   now.text.mark(cycle.first, cycle.tokens.length);
   enable("back", step > 0);
   if (!isAsked) return;
+  form.open(false);
   if (run) run.follows = step === last;
   reveal(byId("cycle"));
   writeLink();
