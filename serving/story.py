@@ -79,23 +79,25 @@ def _record(engine: Any, options: Options, names: list[str]) -> dict[str, Any]:
             if cycle.number >= num_cycles or (cycle.number > 1 and time.perf_counter() > end):
                 return
 
-    cycles = [_event(s, cycle) for s, cycle in run(names[0], _MAX_TOKENS, True)]
-    plain = [_spans(cycle)[1] for _, cycle in run(None, _NUM_PLAIN)][1:]
-    costs = {
-        name: _costs(
-            [cycle for _, cycle in run(name, _NUM_OTHERS)][1:], engine.panel.drafters[name]
-        )
-        for name in names
-    }
+    events, told = [], []
+    for sequence, cycle in run(names[0], _MAX_TOKENS, True):
+        events.append(_event(sequence, cycle))
+        told.append(cycle)
+    plain = [_spans(cycle)[1] for _, cycle in run(None, _NUM_PLAIN)]
+    every = {names[0]: told}
+    every |= {name: [cycle for _, cycle in run(name, _NUM_OTHERS)] for name in names[1:]}
+    drafters = engine.panel.drafters
+    if not any(cycle.proposals for cycle in told):
+        raise ValueError(f"{names[0]} proposed nothing")
     return {
         "stored": False,
         "model": model_id(target.name),
         "drafter": names[0],
         "prompt": text,
         "chat": is_chat,
-        "cycles": cycles,
-        "plain_ms": median(plain),
-        "costs": costs,
+        "cycles": events,
+        "plain_ms": median(plain[1:]),  # the first pass is the prefill
+        "costs": {name: _costs(cycles[1:], drafters[name]) for name, cycles in every.items()},
         "target": weights_of(engine, options),
     }
 
@@ -116,10 +118,10 @@ def _costs(cycles: list[Any], drafter: Any) -> dict[str, Any]:
     """What drafting takes: ms per drafted token, ms of the passes over K + 1, and its weights."""
     drafted = [cycle for cycle in cycles if cycle.proposals]
     steps = [_spans(cycle)[0] / len(cycle.proposals) for cycle in drafted]
-    whole = [_spans(cycle)[1] for cycle in drafted if len(cycle.proposals) == _K]
+    whole = [cycle for cycle in drafted if len(cycle.proposals) == _K] or drafted
     return {
         "step_ms": median(steps) if steps else None,
-        "verify_ms": median(whole) if whole else None,
+        "verify_ms": median(_spans(cycle)[1] for cycle in whole) if whole else None,
         "parameters": getattr(drafter, "num_step_weights", 0),
     }
 

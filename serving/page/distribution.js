@@ -13,6 +13,7 @@ import { chance, fixed, visible } from "./words.js";
 
 const [ROW, LEFT, SHOWN] = [21, 92, 9]; // px, px, bars
 
+const U = () => element("button", { type: "button", class: "word", "data-word": "u" }, "What is u?");
 const slider = (id, words, value, max, step) => element("div", {},
   element("label", { for: id }, words, element("output", { id: `${id}-value`, for: id, "aria-live": "off" })),
   element("input", { id, type: "range", min: 0, max, step, value, class: id === "needle" && max === 1 ? "share" : null }));
@@ -69,9 +70,9 @@ export class Distribution {
     const hasQ = entries.some(({ q }) => q !== undefined);
     const missing = this.#about.drafted && !hasQ && rule !== "greedy"
       ? " This drafter draws nothing: all of its q is on the token that it names." : "";
-    this.#note.textContent = (isMoved ? "Worked out here, of the tokens that are shown; the rest is left out."
+    this.#note.replaceChildren((isMoved ? "Worked out here, of the tokens that are shown; the rest is left out."
       : rule === "greedy" ? "p before any temperature: greedy decoding takes the largest, so nothing is drawn and there is no u."
-        : "The likeliest tokens, as the server had them.") + missing;
+        : "The likeliest tokens, as the server had them.") + missing, rule === "rejection" ? " " : "", rule === "rejection" ? U() : "");
   }
   /** The run's own u, as exactly as it came; another one as the needle says. */
   #sameAsRun(needle) {

@@ -225,8 +225,6 @@ function showError(error) {
   if (error?.isGone) byId("server").textContent = "The server does not answer.";
 }
 
-const BEGUN = { running: "Running.", stepping: "Step by step.", racing: "Racing." };
-
 function setMode(wanted) {
   mode = wanted;
   const isIdle = mode === "idle";
@@ -236,7 +234,7 @@ function setMode(wanted) {
   chat.isBusy = isLoading || !isIdle;
   byId("run").textContent = mode === "stepping" ? "Run on" : "Run";
   byId("text").setAttribute("aria-busy", !isIdle);
-  if (!isIdle) say(BEGUN[mode]);
+  if (!isIdle) say({ running: "Running.", stepping: "Step by step.", racing: "Racing." }[mode]);
 }
 
 /** Show one of the views; those of texts share the panel of the cycle. */
