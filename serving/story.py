@@ -15,6 +15,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from statistics import median
 from typing import Any
 
@@ -48,8 +49,13 @@ def uncounted(engine: Any) -> Iterator[None]:
         yield
     finally:
         told.disabled = False
-        engine.planner, engine.panel.num_failures = planner, 0
-        engine.totals = Totals(engine.panel.choices)
+        engine.planner = planner
+        forget(engine)
+
+
+def forget(engine: Any) -> None:
+    """Count from here on."""
+    engine.panel.num_failures, engine.totals = 0, Totals(engine.panel.choices)
 
 
 def record(engine: Any, options: Options) -> dict[str, Any] | None:
@@ -73,31 +79,31 @@ def _record(engine: Any, options: Options, names: list[str]) -> dict[str, Any]:
     prompt = read(text, target.tokenizer, target.max_length)
 
     def run(drafter: str | None, num_cycles: int, is_traced: bool = False) -> Iterator[Any]:
+        """Each cycle, with its event where it is to be shown."""
         request = Request(prompt, _MAX_TOKENS, drafter, _K, trace=is_traced)
         for s, cycle in engine.generate(request):
-            yield s, cycle
+            yield _event(s, cycle) if is_traced else None, cycle
             if cycle.number >= num_cycles or (cycle.number > 1 and time.perf_counter() > end):
                 return
 
-    events, told = [], []
-    for sequence, cycle in run(names[0], _MAX_TOKENS, True):
-        events.append(_event(sequence, cycle))
-        told.append(cycle)
-    plain = [_spans(cycle)[1] for _, cycle in run(None, _NUM_PLAIN)]
-    every = {names[0]: told}
-    every |= {name: [cycle for _, cycle in run(name, _NUM_OTHERS)] for name in names[1:]}
-    drafters = engine.panel.drafters
-    if not any(cycle.proposals for cycle in told):
+    # In turn, so that a busy machine slows both. A cache of one row holds one after the other.
+    sides = [run(names[0], _MAX_TOKENS, True), run(None, _NUM_PLAIN)]
+    pairs = zip_longest(*sides if target.cache.num_rows > 1 else map(list, sides))
+    told, plain = zip(*pairs, strict=True)
+    told, plain = ([pair for pair in side if pair] for side in (told, plain))
+    if not any(cycle.proposals for _, cycle in told):
         raise ValueError(f"{names[0]} proposed nothing")
+    every = {names[0]: told} | {name: list(run(name, _NUM_OTHERS)) for name in names[1:]}
+    drafters, later = engine.panel.drafters, [_spans(cycle)[1] for _, cycle in plain[1:]]
     return {
         "stored": False,
         "model": model_id(target.name),
         "drafter": names[0],
         "prompt": text,
         "chat": is_chat,
-        "cycles": events,
-        "plain_ms": median(plain[1:]),  # the first pass is the prefill
-        "costs": {name: _costs(cycles[1:], drafters[name]) for name, cycles in every.items()},
+        "cycles": [event for event, _ in told],
+        "plain_ms": median(later),
+        "costs": {name: _costs(cycles, drafters[name]) for name, cycles in every.items()},
         "target": weights_of(engine, options),
     }
 
@@ -116,7 +122,7 @@ def _spans(cycle: Any) -> tuple[float, float]:
 
 def _costs(cycles: list[Any], drafter: Any) -> dict[str, Any]:
     """What drafting takes: ms per drafted token, ms of the passes over K + 1, and its weights."""
-    drafted = [cycle for cycle in cycles if cycle.proposals]
+    drafted = [cycle for _, cycle in cycles if cycle.proposals]  # so without the prefill
     steps = [_spans(cycle)[0] / len(cycle.proposals) for cycle in drafted]
     whole = [cycle for cycle in drafted if len(cycle.proposals) == _K] or drafted
     return {

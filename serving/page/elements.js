@@ -22,9 +22,7 @@ function filled(node, attributes, children) {
 /** A button that can be off without `disabled`, which would take the focus from who has pressed it. */
 export const enable = (id, isOn) => byId(id).setAttribute("aria-disabled", !isOn);
 
-export const onPress = (id, act) => byId(id).addEventListener("click", () => {
-  if (byId(id).getAttribute("aria-disabled") !== "true") act();
-});
+export const onPress = (id, act) => byId(id).addEventListener("click", () => { if (byId(id).getAttribute("aria-disabled") !== "true") act(); });
 
 /** Whether pictures may move. */
 export const mayMove = () => !matchMedia("(prefers-reduced-motion: reduce)").matches;

@@ -1,6 +1,6 @@
 // Five experiments. Each asks for a prediction first, then runs real requests and tells what came.
 
-import { byId, element } from "./elements.js";
+import { byId, element, reveal } from "./elements.js";
 import { numAccepted } from "./trace.js";
 import { counted, milliseconds, short } from "./words.js";
 
@@ -94,6 +94,7 @@ export class Guide {
     const look = element("button", { type: "button" }, "Look at its cycles");
     look.addEventListener("click", () => this.#look(results[0], place ? place(results) : 1));
     says.after(look);
+    reveal(look);
     for (const old of [...byId("experiment").querySelectorAll(".says ~ button")].slice(1)) old.remove();
   }
 }

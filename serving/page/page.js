@@ -300,7 +300,8 @@ onPress("back", back);
 onPress("step", onward);
 onPress("stop", () => run.stream.stop());
 onPress("race", () => begin("racing") && select("race"));
-onPress("slow", playSlowly);
+onPress("slow", () => playSlowly());
+onPress("story-try", () => select("try"));
 onPress("link", async () => {
   await navigator.clipboard?.writeText(location.href).catch(() => {});
   say("The address of this run is copied: it holds the request, the seed and the cycle.");

@@ -47,7 +47,8 @@ export class WhatIf {
     for (const [name, id] of Object.entries(INPUTS)) byId(`${id}-value`).textContent = name === "k" ? chosen.k : short(chosen[name], name === "v" ? 3 : 2);
     const speedups = curveOf(chosen);
     byId("whatif-says").textContent = sentence(chosen, speedups);
-    byId("measured-says").textContent = this.#points.map(measuredWords).join(" ") || "Nothing was measured yet: run or race with a drafter.";
+    byId("measured-says").replaceChildren(...this.#points.map((point) => element("span", {}, measuredWords(point))),
+      this.#points.length ? "" : "Nothing was measured yet: run or race with a drafter.");
     this.#plot(chosen, speedups);
   }
   #plot(chosen, speedups) {
@@ -65,7 +66,7 @@ export class WhatIf {
       trace(curve, "curve thin");
       const at = Math.min(k, LARGEST_K);
       plot.diamond(plot.x(at), plot.y(speedup), 7, "diamond measured");
-      plot.text(plot.x(at), plot.y(speedup) + 21, `${name} ${times(speedup)}`, `value ${sideOf(at)}`);
+      plot.text(plot.x(at), plot.y(speedup) + 21 + 15 * i, `${name} ${times(speedup)}`, `value ${sideOf(at)}`);
     });
     trace(speedups, "curve");
     speedups.forEach((speedup, k) => plot.add("circle", { cx: plot.x(k), cy: plot.y(speedup), r: 2.5, class: "dot" }));
@@ -87,7 +88,7 @@ function sentence({ alpha, k, c, v }, speedups) {
     + `Best for α ${short(alpha)} and c ${short(c)}: K=${best}, ${times(speedups[best])}.`;
 }
 
-function measuredWords({ alpha, k, c, v, speedup, source, disturbed }) {
-  return `Measured (${source}${disturbed ? ", disturbed: the machine was busy" : ""}): ${times(speedup)} with α ${short(alpha)}, `
+function measuredWords({ name, alpha, k, c, v, speedup, source, disturbed }) {
+  return `${name}, measured (${source}${disturbed ? ", disturbed: the machine was busy" : ""}): ${times(speedup)} with α ${short(alpha)}, `
     + `${k.toFixed(1)} drafted per cycle, c ${short(c)}, t_verify ${short(1 + v * k)}.`;
 }

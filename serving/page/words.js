@@ -54,8 +54,7 @@ export function comparison({ p, q, u, kind, score, total }) {
 export function why(token, cycle) {
   const isCoupled = token.u === undefined;
   if (token.kind === "accepted") {
-    return isCoupled ? `Drafted, and the target’s own choice (${comparison(token)}): accepted.`
-      : `Drafted, and ${comparison(token)}: accepted.`;
+    return isCoupled ? `Drafted, and the target’s own choice (${comparison(token)}): accepted.` : `Drafted, and ${comparison(token)}: accepted.`;
   }
   if (token.kind === "recovered") {
     const refused = cycle.rejected;
