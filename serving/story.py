@@ -34,7 +34,7 @@ _TELLERS = ("draft_model", "eagle3", "mtp", "self_int8", "ngram")
 _PROMPT = "def read_lines(path):\n    with open(path) as f:\n        return f."
 _CHAT_PROMPT = "Why is the sky blue?"
 _K, _MAX_TOKENS, _NUM_PLAIN, _NUM_OTHERS = 5, 40, 12, 4  # the last two are cycles
-_LONGEST_S = 1.0  # of all together: a slow model tells less
+_LONGEST_S = 2.0  # of all together: a slow model tells less
 
 LOG = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def forget(engine: Any) -> None:
 
 
 def record(engine: Any, options: Options) -> dict[str, Any] | None:
-    """The story as JSON has it, in a second or so; None where there is no drafter to tell it."""
+    """The story as JSON has it, in two seconds or so; None where no drafter can tell it."""
     own = engine.panel.drafters
     names = [n for n in _TELLERS if n in own and not isinstance(own[n], TimedDrafter)]
     if not names:
@@ -109,9 +109,13 @@ def _record(engine: Any, options: Options, names: list[str]) -> dict[str, Any]:
 
 
 def _event(s: Any, cycle: Any) -> dict[str, Any]:
-    """A cycle as the stream of a traced request shows it."""
+    """A cycle as the stream of a traced request shows it, without what a story does not show."""
     event = trace.event(s, cycle)
-    return event | {"text": "".join(text for text, _ in event.pop("pieces"))}
+    event["text"] = "".join(text for text, _ in event.pop("pieces"))
+    del event["distributions"], event["target_top"]
+    known = {*event["proposals"], *(token["id"] for token in event["tokens"])}
+    event["texts"] = {i: text for i, text in event["texts"].items() if i in known}
+    return event
 
 
 def _spans(cycle: Any) -> tuple[float, float]:

@@ -9,6 +9,8 @@ const perToken = ({ figures }) => milliseconds(figures.totalMs / Math.max(1, fig
 const COLOURS = { prompt: "red, green, blue, red, green,", max_tokens: 48 };
 const STORY = { demo: "hard_story", max_tokens: 48 };
 const SAMPLED = { demo: "code_function", max_tokens: 32, temperature: 0.9, seed: 7 };
+/** Where a controller chooses, K is a limit. */
+const chosen = ({ figures }) => (figures.controller ? ` (This server’s controller may draft less: ${short(figures.drafted / figures.passes)} per cycle.)` : "");
 /** The cycle that says most about truncation. */
 const cutMost = (cycles) => cycles.reduce((a, b) => (b.cached[0] - b.cached[1] > a.cached[0] - a.cached[1] ? b : a));
 
@@ -24,13 +26,13 @@ const EXPERIMENTS = [
     choices: ["yes, the more the better", "no, it turns"], right: 1,
     runs: (best) => [2, 6, 14].map((k) => [`K = ${k}`, { demo: "code_function", max_tokens: 48, drafter: best, num_speculative_tokens: k }]),
     tell: (all) => `Tokens per pass: ${all.map(perPass).join(", ")}. Time per token: ${all.map(perToken).join(", ")}. `
-      + "A guess far to the right is kept only if all before it are, and costs as much as the first.", },
+      + "A guess far to the right is kept only if all before it are, and costs as much as the first." + chosen(all.at(-1)), },
   { title: "See it lose",
-    ask: "A model drafter guesses 12 tokens of a story in every cycle. Is that faster than plain decoding?",
+    ask: "A model drafter may guess 12 tokens of a story in every cycle. Is that faster than plain decoding?",
     choices: ["faster", "slower"], right: 1,
     runs: (best) => [["drafted", { ...STORY, drafter: best, num_speculative_tokens: 12 }], ["plain", { ...STORY, drafter: "none" }]],
     tell: ([a, b]) => `${perToken(a)} per token drafted, ${perToken(b)} plain. ${counted(a.figures.drafted, "guess", "guesses")} were paid for and `
-      + `${a.figures.accepted} kept. ${a.figures.totalMs > b.figures.totalMs ? "Drafting cost more than the passes that it saved." : "Here it did not lose: these guesses are cheap or good enough."}`, },
+      + `${a.figures.accepted} kept. ${a.figures.totalMs > b.figures.totalMs ? "Drafting cost more than the passes that it saved." : "Here it did not lose: these guesses are cheap, few or good."}${chosen(a)}`, },
   { title: "Sample",
     ask: "At temperature 0.9 tokens are drawn by chance. With the same seed, does a drafter change the text?",
     choices: ["yes, other numbers are drawn", "no, not a token"], right: 1,

@@ -84,7 +84,9 @@ export class Picture {
     const result = [];
     if (cycle.pending) {
       const word = element("button", { type: "button", class: "word label", "data-word": "pending" }, "pending");
-      result.push(element("li", { class: "slot pending" }, word, element("span", { class: "chip" }, visible(cycle.pending.text))));
+      const slot = element("li", { class: "slot pending" }, word, element("span", { class: "chip" }, visible(cycle.pending.text)));
+      this.#on(slot, "read", n + 1);
+      result.push(this.#on(slot, "judged", n + 2));
     }
     for (let i = 0; i < n; i += 1) {
       if (i === numJudged(cycle) || (cycle.rejected && i === accepted)) {
@@ -132,7 +134,7 @@ export class Picture {
       const origin = i < cycle.numPrompt ? "prompt" : kinds[i - cycle.numPrompt] ?? "prompt";
       const named = i === cycle.before ? cycle.pending : cycle.proposals[i - cycle.before - 1];
       const token = isPrefill ? { text: cycle.promptTail.at(i - verified) ?? "" } : isNew ? named : { text: "" };
-      const cell = element("span", { class: `cell ${isNew ? "new" : origin}` }, visible(token.text || " "));
+      const cell = element("span", { class: `cell ${isNew ? "new" : origin}` }, isNew ? visible(token.text) : "");
       if (isNew) this.#on(cell, "on", read);
       if (isNew) this.#on(cell, i < kept ? origin : "tail", cut);
       cells.push(cell);

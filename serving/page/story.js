@@ -63,8 +63,8 @@ export class Story {
   }
   play() {
     if (this.#phase >= this.phases.length) this.#phase = 0;
-    this.#show();
     this.#wait();
+    this.#show();
   }
   #wait() {
     const stage = this.phases[this.#phase - 1]?.stage ?? "draft";
@@ -112,7 +112,7 @@ export class Story {
     const say = (y, words, kind = "") => svg.append(drawing("text", { x: 1, y, class: kind }, words));
     say(14, "One by one: each token needs a pass", "value");
     for (let i = 0; i <= n; i += 1) block(i * plain, plain, 22, i < gained ? "plain-pass" : "plain-pass more", `pass ${i + 1}`);
-    say(72, `${counted(n + 1, "pass", "passes")}, ${bytes((n + 1) * target.weight_bytes)} read, ${milliseconds((n + 1) * plain)}`);
+    say(72, `${counted(n + 1, "pass", "passes")}, ${bytes((n + 1) * target.weight_bytes)} read, ${milliseconds((n + 1) * plain)}${gained <= n ? " · dashed: not gained here" : ""}`);
     say(108, `Guess and check: ${counted(n, "draft step")} and one pass`, "value");
     for (let i = 0; i < n; i += 1) block(i * step, step, 116, this.#phase > i ? "draft-step" : "draft-step more", "");
     block(n * step, verify, 116, this.#phase > n ? "verify-pass" : "verify-pass more", "one pass");
