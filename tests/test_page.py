@@ -325,6 +325,12 @@ def test_nothing_that_a_button_does_is_off_screen(open_page, size):
             for _ in range(3):
                 page.locator("#back").click()
     page.locator("#tab-text").click()
+    if size is WIDE:
+        run(page, num_speculative_tokens=16)
+        for _ in range(4):
+            assert page.evaluate(OUTSIDE, ["#picture", "#distribution"]) == []
+            page.locator("#back").click()
+        run(page, num_speculative_tokens=4)
     for _ in range(3):
         page.locator("#back").click()
     for slot in page.locator("#picture button.slot").all():

@@ -11,7 +11,7 @@ import { byId, drawing, element } from "./elements.js";
 import { numAccepted, ruleOf } from "./trace.js";
 import { chance, fixed, visible } from "./words.js";
 
-const [ROW, LEFT, SHOWN] = [21, 92, 9]; // px, px, bars
+const [ROW, LEFT, SHOWN] = [20, 92, 8]; // px, px, bars
 
 const U = () => element("button", { type: "button", class: "word", "data-word": "u" }, "What is u?");
 const slider = (id, words, value, max, step) => element("div", {},

@@ -58,7 +58,7 @@ export class Picture {
     const beam = element("p", { class: "beam" },
       element("span", {}, cycle.pending ? `one pass of the target over ${counted(n + 1, "position")}` : "one pass over the prompt"));
     this.#on(beam, "lit", n + 1);
-    const list = element("ol", { class: "draft", "aria-label": "The draft and the target’s verdicts" }, ...this.#slots(cycle));
+    const list = element("ol", { class: n > 7 ? "draft many" : "draft", "aria-label": "The draft and the target’s verdicts" }, ...this.#slots(cycle));
     this.#box.replaceChildren(list, beam, this.#strip(cycle, kinds));
     this.show(Infinity);
   }

@@ -16,7 +16,7 @@ const WORDS = {
   c: "c, the cost: the time of one draft step, in passes of plain decoding. At c = 0.1 ten drafted tokens cost one pass.",
   tverify: "t_verify, the time of a pass over K + 1 tokens, in passes over one. It is near 1 while reading the weights takes longest.",
   cache: "The KV cache keeps each read token’s keys and values, so that a pass has to read the new tokens only. To truncate it is to lower a length.",
-  u: "u, a number drawn evenly from 0 to 1. It decides whether a drafted token is kept: it is, if u < p / q.",
+  u: "u is a number drawn evenly from 0 to 1. p and q are the chances that the target and the drafter give the drafted token. It is kept if u < p / q: always where the target likes it better, else with the chance p / q.",
 };
 
 export class Popup {
