@@ -317,6 +317,7 @@ def test_nothing_that_a_button_does_is_off_screen(open_page, size):
             fill(page, **SAMPLED | {"max_tokens": 24})
         if not button.startswith("#story"):
             page.evaluate("scrollTo(0, document.body.scrollHeight)")
+            assert page.evaluate(OUTSIDE, [button]) == []  # the bar stays
         page.locator(button).click()
         if button in ("#run", "#race"):
             wait_for_status(page, "Finished")
@@ -325,16 +326,14 @@ def test_nothing_that_a_button_does_is_off_screen(open_page, size):
             for _ in range(3):
                 page.locator("#back").click()
     page.locator("#tab-text").click()
-    if size is WIDE:
-        run(page, num_speculative_tokens=16)
-        for _ in range(4):
+    run(page, num_speculative_tokens=16)
+    for _ in range(4):
+        if size is WIDE:
             assert page.evaluate(OUTSIDE, ["#picture", "#distribution"]) == []
-            page.locator("#back").click()
-        run(page, num_speculative_tokens=4)
-    for _ in range(3):
         page.locator("#back").click()
     for slot in page.locator("#picture button.slot").all():
-        slot.click()
+        page.evaluate("scrollTo(0, document.body.scrollHeight)")
+        slot.evaluate("slot => slot.click()")
         assert page.evaluate(OUTSIDE, ["#verdict"]) == []
 
 
@@ -553,9 +552,11 @@ def test_rejection_is_shown_as_u_against_p_over_q_and_the_needle_changes_the_ver
     set_slider(page, "needle", min(0.999, token["p"] / token["q"] + 0.05))
     assert "rejected" in verdict.text_content()
     assert f"The run had u = {shown_number(token['u'])}" in verdict.text_content()
-    page.locator("#needle").focus()
-    page.keyboard.press("Home")
+    set_slider(page, "needle", (token["p"] + token["p"] / token["q"]) / 2)  # above p alone
     assert "kept" in verdict.text_content()
+    page.locator("#needle").focus()
+    page.keyboard.press("End")
+    assert "rejected" in verdict.text_content()
 
 
 def test_the_coupled_rule_is_shown_as_the_same_noise_on_both(page, port):
