@@ -141,9 +141,8 @@ def chat_ids(value: Any, tokenizer: Any, max_length: int) -> list[int]:
     try:
         return chat_prompt(turns, tokenizer, max_length)
     except RequestError as error:
-        error.message = (
-            error.message.replace("messages[0]", "prompt") if not is_list else error.message
-        )
+        if not is_list:
+            error.message = error.message.replace("messages[0]", "prompt")
         error.param = "prompt"
         raise
 

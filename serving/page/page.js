@@ -303,8 +303,8 @@ onPress("race", () => begin("racing") && select("race"));
 onPress("slow", () => playSlowly());
 onPress("story-try", () => select("try"));
 onPress("link", async () => {
-  await navigator.clipboard?.writeText(location.href).catch(() => {});
-  say("The address of this run is copied: it holds the request, the seed and the cycle.");
+  const isCopied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false);
+  say(`The address of this run ${isCopied ? "is copied" : "stands above"}: it holds the request, the seed and the cycle.`);
 });
 byId("cycle-number").addEventListener("input", () => showCycle(Number(byId("cycle-number").value), null, true));
 byId("tabs").addEventListener("click", (event) => event.target.dataset.view && select(event.target.dataset.view));

@@ -67,7 +67,7 @@ export class Race {
     const show = (ms) => {
       for (const lane of Object.values(this.#lanes)) lane.show(ms);
       byId("race-clock").textContent = milliseconds(Math.min(ms, end));
-      byId("race-pace").textContent = `on the server’s clock; replayed ${slower.toFixed(slower < 10 ? 1 : 0)} times slower`;
+      byId("race-pace").textContent = `on the server’s clock; ${mayMove() ? `replayed ${slower.toFixed(slower < 10 ? 1 : 0)} times slower` : "not replayed, as less motion is wanted"}`;
       if (ms < end) this.#frame = requestAnimationFrame(() => show((performance.now() - began) / slower));
     };
     show(mayMove() ? 0 : end);

@@ -126,7 +126,7 @@ export class Story {
     const spent = later.reduce((sum, cycle) => sum + cycle.proposals.length * step + verify, 0);
     const ratio = verify / plain;
     const doubt = ratio < 0.7 || ratio > 3 ? " These times are disturbed: the machine was busy when they were taken." : "";
-    const words = `A pass over ${n + 1} positions took ${times(ratio)} the time of a pass over one, because both read the same `
+    const words = `A pass over 6 positions took ${times(ratio)} the time of a pass over one, because both read the same `
       + `${bytes(target.weight_bytes)} of weights, and reading takes most of the time. This cycle gave ${counted(gained, "token")}: one by one `
       + `${milliseconds(gained * plain)}, so ${times(gain)} as fast; over all ${later.length} cycles of this recording, ${times((tokens * plain) / spent)}.${doubt}`;
     svg.setAttribute("aria-label", words);
