@@ -983,9 +983,9 @@ def test_a_server_that_goes_away_is_told_in_the_middle_and_after(open_page, comp
     page.locator("#error", has_text="broke off").wait_for()
     assert counts(page, "#tokens .token")[0] > 0
     assert text_of(page, "#server") == "The server does not answer."
-    with page.expect_event("console", lambda said: "REFUSED" in said.text):
-        page.locator("#run").click()
+    page.locator("#run").click()
     page.locator("#error", has_text="The server cannot be reached").wait_for()
+    page.close()  # its console has no more to say
     complaints[:] = [text for text in complaints if "ERR_" not in text]
 
 
