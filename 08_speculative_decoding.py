@@ -327,12 +327,12 @@ def sample(
 ) -> tuple[int, Tensor | None]:
     """How plain decoding and model drafters choose after `text`: a token, and q or None.
 
-    q [V] is the distribution that the token was drawn from; only the rule of rejection needs it.
+    q [V] is what the token was drawn from; only the rule of rejection and traces need it.
     """
     scores = penalise(logits[None], sampling.repetition_penalty, text, [])
+    q = truncated_softmax(scores, *sampling.transforms)[0] if sampling.needs_q else None
     if sampling.is_coupled:
-        return next(own_choices(scores, sampling, noise, len(text))), None
-    q = truncated_softmax(scores, *sampling.transforms)[0]
+        return next(own_choices(scores, sampling, noise, len(text))), q
     return draw(q, noise.uniform(len(text), DRAW)), q
 
 
@@ -399,7 +399,7 @@ class Sequence:
 
     def __init__(self, request: Request, row: int, tokenizer: Any) -> None:
         self.request, self.row, self.tokenizer = request, row, tokenizer
-        self.seat = Seat(request.prompt, request.sampling, row, request.is_alone)
+        self.seat = Seat(request.prompt, request.drafting, row, request.is_alone)
         self.noise, self.tokens = Noise(request.seed), list(request.prompt)
         self.text = TextStream(tokenizer, request.stop)
         self.logprobs: list[dict[str, Any]] = []
@@ -559,7 +559,7 @@ class Engine:
         kept = s.append(judged, self.eos_ids)
         cache.keep(s.row, len(draft.tokens), range(kept - 1))  # all but the pending token
         lengths, pieces = (held, cache.lengths[s.row]), s.text.release(bool(s.finish_reason))
-        cycle = Cycle(s.num_steps, draft.tokens, judged, kept, *lengths, pieces, logits, scores)
+        cycle = Cycle(s.num_steps, draft, judged, kept, *lengths, pieces, logits, scores)
         self.panel.keep(s.seat, hidden)  # of the prompt, once it is read
         s.num_steps += 1
         s.statistics.record(cycle.num_drafted, [token.kind for token in cycle.tokens])

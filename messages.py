@@ -42,9 +42,22 @@ class Sampling:
         return "greedy" if self.is_greedy else self.verification
 
     @property
+    def needs_q(self) -> bool:
+        """Whether a drafter that draws has to tell the distribution that it drew from."""
+        return not self.is_coupled
+
+    @property
     def transforms(self) -> tuple[float, int, float, float]:
         """What makes probabilities of penalised logits."""
         return self.temperature, self.top_k, self.top_p, self.min_p
+
+
+class TracedSampling(Sampling):
+    """The same for a traced request's drafters: a trace shows q under the coupled rule, too."""
+
+    @property
+    def needs_q(self) -> bool:
+        return not self.is_greedy
 
 
 @dataclass(frozen=True)
@@ -62,15 +75,20 @@ class Request:
     trace: bool = False  # events say what the target thought, too
     is_alone: bool = False  # drafted without what others were answered, as measurements are
 
+    @property
+    def drafting(self) -> Sampling:
+        """What its drafters are told of the sampling."""
+        return TracedSampling(**vars(self.sampling)) if self.trace else self.sampling
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:
     """Up to K proposed tokens.
 
-    Only requests that are verified by rejection read `probs` [n, V] float32: the distribution q
-    that each token was drawn from. None says that nothing was drawn (q is one-hot). Two mistakes
-    change the distribution of such a request's output: to report a q that the token was not drawn
-    from, and to drop a token because of what was drawn.
+    `probs` [n, V] float32 is the distribution q that each token was drawn from. None says that
+    nothing was drawn (q is one-hot). Traces show it, and where a request is verified by rejection
+    it decides. There two mistakes change the distribution of the output: to report a q that the
+    token was not drawn from, and to drop a token because of what was drawn.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -144,7 +162,7 @@ class Cycle:
     """
 
     number: int  # 0 is the prefill
-    proposals: list[int]
+    draft: Draft
     judged: list[Judgement]
     num_kept: int  # of the emitted tokens
     held: int  # tokens in the KV cache after the verify
@@ -153,6 +171,10 @@ class Cycle:
     logits: Tensor  # [n + 1, V] of the target
     scores: Tensor  # [n + 1, V], penalised
     times: list[float] = field(default_factory=list)  # s: began, drafted, passed, done
+
+    @property
+    def proposals(self) -> list[int]:
+        return self.draft.tokens
 
     @cached_property
     def emitted(self) -> list[Judgement]:

@@ -12,6 +12,7 @@ import torch
 
 from control.statistics import FORMULAS, PLAIN, Statistics, ratio
 
+from . import story
 from .comparison import comparison
 from .errors import RequestError, engine_failure
 from .options import Options
@@ -93,7 +94,7 @@ def _events(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> Iterator[s
                 continue
             text = {"text": "".join(text for text, _ in event["pieces"])}
             if job is not jobs[0]:
-                yield sse({"plain": brief(event) | text})
+                yield sse({"plain": brief(event) | text | {"ms": event["ms"]}})
                 continue
             shown = public(event) if job.request.trace else brief(event)
             if "logprobs" in event:
@@ -154,6 +155,7 @@ def health(engine: Any, worker: Worker, options: Options) -> dict[str, Any]:
         "quantization": options.quantize,
         "compiled": bool(engine.target.fast and engine.target.fast.is_compiled),
         "model_card": options.card,
+        "target": story.weights_of(engine, options),
         "chat_template": options.is_chat(engine.target.tokenizer),  # the page asks for it
         "drafter": engine.default_drafter,
         "drafters": list(engine.panel.choices),

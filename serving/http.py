@@ -101,7 +101,7 @@ def base_app(options: Any) -> Flask:
 def new_app(engine: Any, worker: Worker, options: Any, prompts: dict[str, str]) -> Flask:
     """An application with the page and GET /metrics, and all that its routes have in common."""
     app = base_app(options)
-    register_page(app, prompts)
+    register_page(app, prompts, worker.story)
     register_metrics(app, engine, worker)
     app.extensions["worker"] = worker
     return app

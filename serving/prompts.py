@@ -127,16 +127,22 @@ def prompt_ids(value: Any, tokenizer: Any, max_length: int) -> list[int]:
 
 
 def chat_ids(value: Any, tokenizer: Any, max_length: int) -> list[int]:
-    """The ids of a prompt as a user's first message, by the tokenizer's chat template."""
+    """The ids of a conversation by the tokenizer's chat template.
+
+    `value` is a text, which is a user's first message, or a list of messages.
+    """
     if not tokenizer.chat_template:
         raise RequestError("chat: this model has no chat template", param="chat")
-    if not isinstance(value, str) or not value:
-        message = "prompt must be a non-empty string where chat is true, not token ids"
+    is_list = isinstance(value, list) and all(isinstance(turn, dict) for turn in value)
+    if not value or not (is_list or isinstance(value, str)):
+        message = "prompt must be a non-empty string or messages where chat is true, not token ids"
         raise RequestError(message, param="prompt")
+    turns = value if is_list else [{"role": "user", "content": value}]
     try:
-        return chat_prompt([{"role": "user", "content": value}], tokenizer, max_length)
+        return chat_prompt(turns, tokenizer, max_length)
     except RequestError as error:
-        error.message = error.message.replace("messages[0]", "prompt")
+        if not is_list:
+            error.message = error.message.replace("messages[0]", "prompt")
         error.param = "prompt"
         raise
 

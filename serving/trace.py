@@ -11,6 +11,9 @@ from torch import Tensor
 from drafters.noise import log_probabilities
 from messages import Cycle, Judgement
 
+_PROMPT_SHOWN, _TAIL_SHOWN = 2000, 16  # tokens of a prompt that a trace repeats
+_BY_P, _BY_Q = 8, 4  # tokens of a distribution that a trace shows, the likeliest by p and by q
+
 
 def event(s: Any, cycle: Cycle) -> dict[str, Any]:
     """The event of a Sequence's latest cycle.
@@ -50,16 +53,23 @@ def _details(s: Any, cycle: Cycle, event: dict[str, Any]) -> dict[str, Any]:
     """What a trace adds.
 
     `target_argmax` [n + 1], `target_top` (the tokens that led where each new one was chosen),
-    `texts` of all ids in the event (a part of a character as "�"), the controller's reason, and the
-    times of the cycle.
+    `distributions` there, `texts` of all ids in the event (a part of a character as "�"), the
+    controller's reason, and the times of the cycle. The prefill's has the end of the prompt: as
+    the text that the target read (with what a chat template wrote), and its last tokens' texts.
     """
     asked: dict[str, Any] = {}
     if s.seat.decision:
         asked["controller"] = str(s.seat.decision)
+    if cycle.number == 0:
+        prompt = s.request.prompt
+        asked["prompt_text"] = s.tokenizer.decode(prompt[-_PROMPT_SHOWN:])
+        asked["prompt_tail"] = [s.tokenizer.decode([i]) for i in prompt[-_TAIL_SHOWN:]]
     asked["target_argmax"] = cycle.scores.argmax(-1).tolist()
     asked["target_top"] = _leaders(s, event, cycle.scores[: cycle.num_kept])
+    asked["distributions"] = _distributions(s, cycle)
     ids = {*cycle.proposals, *asked["target_argmax"]}
-    ids |= {token["id"] for token in chain(event["tokens"], *asked["target_top"])}
+    shown = chain(event["tokens"], *asked["target_top"], *asked["distributions"])
+    ids |= {token["id"] for token in shown}
     asked["texts"] = {i: s.tokenizer.decode([i]) for i in sorted(ids)}
     spans = [(end - begin) * 1e3 for begin, end in pairwise(cycle.times)]
     asked["ms"] = dict(zip(("draft", "verify", "other"), spans, strict=True))
@@ -96,6 +106,48 @@ def _leaders(s: Any, event: dict[str, Any], scores: Tensor) -> list[list[dict[st
             able.sort(key=lambda i: i != event["tokens"][row]["id"])
         result.append([entry(row, i) for i in able])
     return result
+
+
+def _distributions(s: Any, cycle: Cycle) -> list[list[dict[str, Any]]]:
+    """The likeliest tokens where each new one was chosen: those of the target and of the drafter.
+
+    An entry is {id, score, p}, by falling p; the drafted and the chosen token are among them.
+    `score` is the penalised logit. `p` is the probability by the request's own transforms; at
+    temperature 0, where nothing is drawn, that of temperature 1. Where the drafter drew from
+    probabilities there is `q`, and under the coupled rule `noise`, which is added to log p and to
+    log q.
+    """
+    sampling, count = s.request.sampling, cycle.num_kept
+    scores, probs = cycle.scores[:count], cycle.draft.probs
+    p = scores.softmax(-1) if sampling.is_greedy else log_probabilities(scores, sampling).exp()
+    result = []
+    for row, token in enumerate(cycle.tokens):
+        q = probs[row] if probs is not None and row < len(probs) else None
+        ids = {token.id, *cycle.proposals[row : row + 1], *_likeliest(p[row], _BY_P)}
+        ids |= set() if q is None else set(_likeliest(q, _BY_Q))
+        ranked = sorted(ids, key=lambda i: -float(p[row, i]))
+        entries = [
+            {"id": i, "score": _short(scores[row, i]), "p": _short(p[row, i])} for i in ranked
+        ]
+        if q is not None:
+            for entry in entries:
+                entry["q"] = _short(q[entry["id"]])
+        if sampling.is_coupled and not sampling.is_greedy:
+            position = len(s.tokens) - count + row
+            times = s.noise.exponentials(position, np.array(ranked))
+            for entry, e in zip(entries, times, strict=True):
+                entry["noise"] = _short(-np.log(e))
+        result.append(entries)
+    return result
+
+
+def _likeliest(probabilities: Tensor, count: int) -> list[int]:
+    return probabilities.topk(min(count, len(probabilities))).indices.tolist()
+
+
+def _short(value: Any) -> float:
+    """To six digits, as nobody sees more of a bar."""
+    return float(f"{float(value):.6g}")
 
 
 def _finite(value: Tensor) -> float | None:

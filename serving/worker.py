@@ -22,11 +22,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from control.planner import FixedK
-from control.statistics import Totals
 from messages import Request
 
-from . import faults, trace
+from . import faults, story, trace
 from .errors import RequestError
 from .metrics import Histogram
 from .options import Options
@@ -133,7 +131,11 @@ class Worker:
     def __init__(
         self, engine: Any, options: Options, prepare: Callable[[], Any] | None = None
     ) -> None:
-        """`prepare` runs first, in the worker's thread. Raises what it raises."""
+        """`prepare` runs first, in the worker's thread; then the page's story is recorded.
+
+        Raises what `prepare` raises.
+        """
+        self.story: dict[str, Any] | None = None
         self._engine, self._options, self._prepare = engine, options, prepare
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
@@ -221,6 +223,7 @@ class Worker:
         try:
             if self._prepare:
                 self._prepare()
+                self.story = story.record(self._engine, self._options)
         except BaseException as error:
             self._refusal = error
             return
@@ -326,17 +329,13 @@ def warm_up(engine: Any) -> None:
     """
     PROGRESS.info("running the target and each drafter once")
     prompt = [i % engine.target.vocab_size for i in (1, 2, 3, 1, 2, 3)]
-    began, planner, engine.planner = time.perf_counter(), engine.planner, FixedK()
-    told = logging.getLogger("serving.drafters")
-    told.disabled = True
-    for _ in range(2):
-        for name in [None, *engine.panel.drafters]:
-            with suppress(Exception):
-                for _, cycle in engine.generate(Request(prompt, 16, name, is_alone=True)):
-                    if cycle.number == 2:
-                        break
-        if time.perf_counter() - began > _WARM_UP_S:
-            break
-    told.disabled = False
-    engine.planner, engine.panel.num_failures = planner, 0
-    engine.totals = Totals(engine.panel.choices)
+    began = time.perf_counter()
+    with story.uncounted(engine):
+        for _ in range(2):
+            for name in [None, *engine.panel.drafters]:
+                with suppress(Exception):
+                    for _, cycle in engine.generate(Request(prompt, 16, name, is_alone=True)):
+                        if cycle.number == 2:
+                            break
+            if time.perf_counter() - began > _WARM_UP_S:
+                break

@@ -49,7 +49,7 @@ MODULES = {
     "suffix_tree": "drafters.suffix_tree",
     "comparison": "serving.comparison", "connection": "serving.connection",
     "block": "fastpath.block", "prefix": "fastpath.prefix",
-    "native": "fastpath.native",
+    "native": "fastpath.native", "story": "serving.story",
 }  # fmt: skip
 
 
@@ -334,7 +334,7 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "not abs(float(score)) < torch.inf", "False",
      "sampling::test_logits_that_are_no_numbers_are_an_error_and_no_token"),
     ("noise of plain decoding is one position off", "core:sample",
-     "len(text))), None", "len(text) - 1)), None", f"{PREFIX}[sampled-0]"),
+     "len(text))), q", "len(text) - 1)), q", f"{PREFIX}[sampled-0]"),
     ("a drafter penalises the first token alone", "core:sample",
      "text, [])", "text[:1], [])", PENALTY),
     ("weights are taken to sum to 1", "noise:draw",
@@ -441,8 +441,8 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "sampling.is_coupled", "sampling.is_greedy", f"{PREFIX}[sampled-2]"),
     ("plain decoding has one seed", "core:plain_decode",
      "Noise(seed)", "Noise(0)", f"{PREFIX}[sampled-0]"),
-    ("a measurement warms up and counts", "worker:warm_up",
-     "engine.totals = Totals(engine.panel.choices)", "pass",
+    ("a measurement warms up and counts", "story:forget",
+     "0, Totals(engine.panel.choices)", "0, engine.totals",
      "controller::test_all_is_run_at_one_and_k_plus_1_rows_before_a_measurement_counts"),
     # --------------------------------------------------------------------------------- faults
     ("a forward that failed is not tried again", "faults:_step",
@@ -657,6 +657,9 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("logprobs are those of the last rows", "trace:token_logprobs",
      "logits[: len(tokens)]", "logits[-len(tokens) :]",
      "requests::test_logprobs_are_equal_with_speculation_on_and_off"),
+    ("a trace's bars have the noise of the next place", "trace:_distributions",
+     "len(s.tokens) - count + row", "len(s.tokens) - count + row + 1",
+     "story::test_a_trace_shows_the_distributions_that_decided[draft_model-coupled]"),
     ("a trace has the noise of the next place", "trace:_leaders",
      "len(s.tokens) - len(scores), np", "len(s.tokens) - len(scores) + 1, np",
      "requests::test_a_trace_says_what_decided_about_each_token"),

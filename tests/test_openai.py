@@ -63,13 +63,20 @@ def own(port, **fields):
 
 
 def test_generate_puts_a_prompt_into_the_chat_template_where_it_is_asked_to(chatting, port):
-    """It is the same as a conversation of one message. /health tells the page to ask for it."""
+    """A text is a conversation of one message. /health tells the page to ask for it."""
     answer = own(chatting, prompt="red, green,", chat=True, max_tokens=8)
     text = own(chatting, prompt="user: red, green,\nassistant:", max_tokens=8)
     assert answer["token_ids"] == text["token_ids"]
     assert answer["usage"] == text["usage"]
+    turns = [{"role": "system", "content": "Go on."}, {"role": "user", "content": "red, green,"}]
+    talk = own(chatting, prompt=turns, chat=True, max_tokens=8, trace=True)
+    read = "system: Go on.\nuser: red, green,\nassistant:"
+    assert talk["trace"][0]["prompt_text"] == read and "prompt_text" not in talk["trace"][1]
+    assert talk["token_ids"] == own(chatting, prompt=read, max_tokens=8)["token_ids"]
     for status, fields, param in (
         (400, {"prompt": [1, 2], "chat": True}, "prompt"),
+        (400, {"prompt": [], "chat": True}, "prompt"),
+        (400, {"prompt": [{"role": "user"}], "chat": True}, "prompt"),
         (400, {"prompt": "a", "chat": 1}, "chat"),
         (400, {"prompt": "a" * 200_000, "chat": True}, "prompt"),
     ):

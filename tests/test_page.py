@@ -3,22 +3,37 @@
     python -m pytest tests/test_page.py    needs playwright and chromium
 
 What its files alone can tell is in test_operations.py. No test may leave an error on the browser's
-console, nor a violation of the page's policy.
+console, nor a violation of the page's policy. The check for accessibility needs axe-core, which
+`npm ci --prefix .ci` installs; where NEEDS_AXE is set, its absence is a failure.
 """
 
 import json
+import os
 import re
 import shutil
+from urllib.parse import urlencode
 
 import pytest
 from server import ENDLESS as COUNTING
-from server import Gate, generate, serving, until, wait_until_idle, wait_until_running
+from server import (
+    ROOT,
+    Gate,
+    call,
+    generate,
+    health,
+    serving,
+    until,
+    wait_until_idle,
+    wait_until_running,
+)
 
 pytestmark = pytest.mark.browser
 
 SAMPLED = {"prompt": "def read(path):", "drafter": "draft_model", "num_speculative_tokens": 4}
 SAMPLED |= {"temperature": 0.8, "seed": 1, "max_tokens": 60}
 COLOURS = {"prompt": "red, green, blue, red, green,", "drafter": "ngram", "max_tokens": 40}
+AXE = ROOT / ".ci" / "node_modules" / "axe-core" / "axe.min.js"
+WIDE, NARROW = {"width": 1280, "height": 800}, {"width": 400, "height": 800}
 ENDLESS = {"prompt": COUNTING["prompt"], "num_speculative_tokens": 0, "max_tokens": 1900}
 
 
@@ -30,6 +45,7 @@ def browser():
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     program = shutil.which("chromium")
     if program is None:
+        assert "NEEDS_AXE" not in os.environ, "chromium is not installed"
         pytest.skip("chromium is not installed")
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
@@ -55,7 +71,8 @@ def open_page(browser, port, complaints):
     """Opens the page, of a server of one's own if need be; at the end nothing must be wrong."""
     contexts = []
 
-    def open_one(at=port, is_ready=True, **options):
+    def open_one(at=port, is_ready=True, address="", **options):
+        options = {"viewport": WIDE, "reduced_motion": "reduce"} | options
         contexts.append(browser.new_context(**options))
         page = contexts[-1].new_page()
         page.set_default_timeout(20_000)
@@ -65,7 +82,7 @@ def open_page(browser, port, complaints):
             """document.addEventListener("securitypolicyviolation",
                    (event) => console.error("policy: " + event.violatedDirective));"""
         )
-        page.goto(f"http://127.0.0.1:{at}/")
+        page.goto(f"http://127.0.0.1:{at}/{address}")
         if is_ready:
             page.locator("#demo-prompt optgroup").first.wait_for(state="attached")
         return page
@@ -95,24 +112,9 @@ def expect_failed_load(complaints, status):
     complaints[:] = [text for text in complaints if text not in wanted]
 
 
-def test_the_page_shows_that_the_model_is_loading_and_then_reloads_itself(
-    open_page, complaints, tmp_path, tiny_folder
-):
-    gate = Gate(tmp_path, tiny_folder("llama"))
-    gate.shut("load")
-    with serving(*gate.arguments, wait=False) as server:
-        until(lambda: "until then" in server.log())
-        page = open_page(server.port, is_ready=False)
-        said = page.locator("#server")
-        said.get_by_text("The server loads llama").wait_for()
-        assert "reading the weights" in said.inner_text()
-        gate.open("load")
-        page.locator("#demo-prompt optgroup").first.wait_for(state="attached")
-        assert said.inner_text().startswith("Target: llama")
-    expect_failed_load(complaints, "503")
-
-
 def fill(page, **fields):
+    if not page.locator("#seed").is_visible():
+        page.locator("#settings-button").click()
     for name, value in fields.items():
         field = page.locator(f"#{name}")
         if name in ("drafter", "verification"):
@@ -130,6 +132,10 @@ def run(page, button="#run", **fields):
     fill(page, **fields)
     page.locator(button).click()
     wait_for_status(page, "Finished")
+
+
+def show(page, view):
+    page.locator(f"#tab-{view}").click()
 
 
 def text_of(page, selector):
@@ -187,7 +193,192 @@ def mock(page, cycles, end=None):
     page.route("**/generate", lambda route: route.fulfill(body=body, content_type=kind))
 
 
-# --------------------------------------------------------------------------------------- claims
+# ------------------------------------------------------------------------------ the first minute
+
+
+def test_the_page_opens_on_a_recorded_cycle_that_costs_no_generation(open_page):
+    """Nobody has pressed anything, nothing was generated, and no key was asked for."""
+    with serving("--fixed-k", "--no-bitwise", "--api-key", "secret") as server:
+        story = json.loads(call(server.port, "GET", "/page/story.json")[2])
+        asked = []
+        page = open_page(server.port, is_ready=False, reduced_motion="no-preference")
+        page.on("request", lambda request: asked.append(request.method))
+        label = page.locator("#story-label", has_text="Recorded when this server started")
+        assert f"{story['model']}; drafter: {story['drafter']}" in label.text_content()
+        picture = page.locator("#story-picture")
+        picture.locator("button.slot .chip.on").first.wait_for()  # the first guess, by itself
+        assert text_of(page, "#story-play") == "Pause"
+        page.locator("#story-play").click()
+        assert text_of(page, "#story-play") == "Play"
+        assert set(asked) <= {"GET"} and not page.locator("#key-field").is_visible()
+        figures = health(server.port)["speculative_decoding"]
+        assert figures["target_passes"] == figures["num_draft_tokens"] == 0
+        assert json.loads(call(server.port, "GET", "/page/story.json")[2]) == story
+
+
+def lit(page):
+    """What is seen of the story's cycle: guesses, the pass, verdicts, the cut tail."""
+    parts = [".slot .chip.on:not(.own)", ".beam.lit", ".verdict.on", ".cell.tail"]
+    return counts(page, *(f"#story-picture {part}" for part in parts))
+
+
+def test_the_story_goes_guess_by_guess_one_pass_verdicts_and_the_cut(page, port):
+    """By buttons and by arrow keys, forth and back; less motion begins with the whole picture."""
+    story = json.loads(call(port, "GET", "/page/story.json")[2])
+    step = int(re.search(r"Cycle (\d+) of", text_of(page, "#story-label"))[1])
+    cycle = story["cycles"][step]
+    n, tail = len(cycle["proposals"]), cycle["cached"][0] - cycle["cached"][1]
+    assert n > cycle["accepted_count"] > 0 and tail > 0  # it tells all that can happen
+    assert lit(page) == [n, 1, n, tail]
+    for _ in range(2 * n + 4):
+        page.locator("#story-back").click()
+    assert lit(page) == [0, 0, 0, 0] and "pending" in text_of(page, "#story-says")
+    for guesses in range(1, n + 1):
+        page.locator("#story-on").click()
+        assert lit(page) == [guesses, 0, 0, 0]
+    page.locator("#story-on").press("ArrowRight")
+    assert lit(page) == [n, 1, 0, 0] and "One pass" in text_of(page, "#story-says")
+    assert text_of(page, ".stages [aria-current]") == "2 verify"
+    page.keyboard.press("ArrowLeft")
+    assert lit(page) == [n, 0, 0, 0]
+
+
+def test_the_timeline_sets_sequential_passes_against_draft_steps_and_one_pass(page, port):
+    story = json.loads(call(port, "GET", "/page/story.json")[2])
+    page.locator("#story-next").click()
+    step = int(re.search(r"Cycle (\d+) of", text_of(page, "#story-label"))[1])
+    cycle, cost = story["cycles"][step], story["costs"][story["drafter"]]
+    n, kept = len(cycle["proposals"]), cycle["emitted_count"]
+    bars = ["plain-pass", "plain-pass.more", "draft-step", "verify-pass"]
+    assert counts(page, *(f"#timeline .{bar}" for bar in bars)) == [n + 1, n + 1 - kept, n, 1]
+    words = text_of(page, "#timeline-says")
+    size = f"{story['target']['weight_bytes'] / 1e6:.0f} MB"
+    ratio = f"{cost['verify_ms'] / story['plain_ms']:.2f}×"
+    assert size in words and ratio in words and f"{kept} token" in words
+    whole = sum(
+        len(c["proposals"]) * cost["step_ms"] + cost["verify_ms"] for c in story["cycles"][1:]
+    )
+    tokens = sum(c["emitted_count"] for c in story["cycles"][1:])
+    assert f"{tokens * story['plain_ms'] / whole:.2f}×" in words  # the others count, too
+
+
+def test_while_the_model_is_loaded_a_stored_story_is_told_and_then_the_page_is_ready(
+    open_page, complaints, tmp_path, tiny_folder
+):
+    gate = Gate(tmp_path, tiny_folder("llama"))
+    gate.shut("load")
+    with serving(*gate.arguments, wait=False) as server:
+        until(lambda: "until then" in server.log())
+        page = open_page(server.port, is_ready=False)
+        said = page.locator("#server")
+        said.get_by_text("The server loads llama").wait_for()
+        assert "reading the weights" in said.inner_text()
+        assert "Recorded earlier, as an example" in text_of(page, "#story-label")
+        off = ["run", "step", "race"]
+        state = [page.locator(f"#{name}").get_attribute("aria-disabled") for name in off]
+        assert state == ["true"] * 3
+        gate.open("load")
+        page.locator("#demo-prompt optgroup").first.wait_for(state="attached")
+        assert said.inner_text().startswith("Target: llama")
+        assert page.locator("#run").get_attribute("aria-disabled") == "false"
+    expect_failed_load(complaints, "503")
+
+
+# ----------------------------------------------------------------------------------- the layout
+
+OUTSIDE = """(selectors) => selectors.filter((selector) => {
+    const box = document.querySelector(selector).getBoundingClientRect();
+    const bar = document.querySelector("#bar").getBoundingClientRect();
+    const top = document.querySelector(selector).closest("#bar") ? 0 : bar.bottom - 1;
+    return !(box.width && box.top >= top && box.bottom <= innerHeight + 1
+        && box.right <= innerWidth + 1);
+})"""
+
+
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1280", "400"])
+def test_nothing_that_a_button_does_is_off_screen(open_page, size):
+    """From wherever the reader has scrolled to."""
+    page = open_page(viewport=size)
+    outcomes = {
+        "#story-back": ["#story-picture", "#story-says", "#story-play"],
+        "#run": ["#status", "#tokens .token.current:last-child"],
+        "#step": ["#status", "#cycle-says", "#picture", "#picture .cache"],
+        "#back": ["#cycle-count", "#cycle-says", "#picture", "#picture .cache"],
+        "#race": ["#status", "#lane-speculative .text", "#lane-plain .text", "#race-clock"],
+    }
+    if size is WIDE:
+        outcomes["#run"] += ["#cycle-says", "#picture", "#distribution"]
+        outcomes["#step"] += ["#distribution", "#text"]
+        outcomes["#race"] += ["#chart-race", "#race-says"]
+    else:
+        outcomes["#run"] = ["#status", "#cycle-says", "#picture"]
+    for button, changed in outcomes.items():
+        if button == "#run":
+            fill(page, **SAMPLED | {"max_tokens": 24})
+        if not button.startswith("#story"):
+            page.evaluate("scrollTo(0, document.body.scrollHeight)")
+            assert page.evaluate(OUTSIDE, [button]) == []  # the bar stays
+        page.locator(button).click()
+        if button in ("#run", "#race"):
+            wait_for_status(page, "Finished")
+        assert page.evaluate(OUTSIDE, changed) == [], button
+        if button == "#run":
+            for _ in range(3):
+                page.locator("#back").click()
+    page.locator("#tab-text").click()
+    run(page, num_speculative_tokens=16)
+    for _ in range(4):
+        if size is WIDE:
+            assert page.evaluate(OUTSIDE, ["#picture", "#distribution"]) == []
+        page.locator("#back").click()
+    for slot in page.locator("#picture button.slot").all():
+        page.evaluate("scrollTo(0, document.body.scrollHeight)")
+        slot.evaluate("slot => slot.click()")
+        assert page.evaluate(OUTSIDE, ["#verdict"]) == []
+
+
+def test_text_and_cycle_stand_side_by_side_and_stacked_where_it_is_narrow(open_page):
+    boxes = []
+    for size in (WIDE, NARROW):
+        page = open_page(viewport=size)
+        run(page, **SAMPLED | {"max_tokens": 12})
+        boxes += [page.locator(name).bounding_box() for name in ("#text", "#cycle", "#bar")]
+    text, cycle, _, narrow_text, narrow_cycle, bar = boxes
+    assert text["x"] + text["width"] <= cycle["x"] and cycle["y"] < text["y"] + text["height"]
+    assert bar["y"] + bar["height"] <= narrow_cycle["y"] < bar["y"] + bar["height"] + 40
+    assert narrow_cycle["y"] + narrow_cycle["height"] <= narrow_text["y"]
+
+
+def test_nothing_scrolls_sideways_at_400_pixels(open_page):
+    page = open_page(viewport=NARROW)
+
+    def excess():
+        return page.evaluate("document.documentElement.scrollWidth - innerWidth")
+
+    run(page, **SAMPLED | {"num_speculative_tokens": 16, "prompt": "x" * 300, "max_tokens": 40})
+    for view in ("story", "try", "text", "race", "whatif", "statistics", "model"):
+        show(page, view)
+        assert excess() <= 0, view
+    show(page, "text")
+    page.locator("#tokens .token").last.focus()
+    box = page.locator("#popup").bounding_box()
+    assert 0 <= box["x"] and box["x"] + box["width"] <= 400
+    run(page, "#race", **COLOURS | {"max_tokens": 16})
+    assert excess() <= 0
+
+
+def test_views_are_tabs_that_arrow_keys_go_through(page):
+    page.locator("#tab-story").focus()
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.id") == "tab-try"
+    assert page.locator("[role=tabpanel]:visible").get_attribute("id") == "view-try"
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    assert page.evaluate("document.activeElement.id") == "tab-model"  # around
+    assert counts(page, "[role=tab][tabindex='0']", "[aria-selected=true][role=tab]") == [1, 1]
+
+
+# ---------------------------------------------------------------------------------- runs, cycles
 
 
 def test_a_run_shows_the_answers_text_with_each_token_marked_by_its_origin(page, port):
@@ -201,15 +392,16 @@ def test_a_run_shows_the_answers_text_with_each_token_marked_by_its_origin(page,
     names = ("accepted_draft", "recovered", "bonus")
     assert shown == [metrics[f"num_{name}_tokens"] for name in names]
     assert min(shown) > 0
-    assert text_of(page, "[data-figure=passes]") == str(metrics["target_passes"])
-    tokens_per_pass = f"{metrics['tokens_per_pass']:.2f}"
-    assert text_of(page, "[data-figure=tokensPerPass]") == tokens_per_pass
     # Origins differ without colour: in the underline's style.
     styles = page.evaluate(
         """["accepted", "recovered", "bonus"].map((kind) =>
             getComputedStyle(document.querySelector(`#tokens .${kind}`)).borderBottomStyle)"""
     )
     assert styles == ["solid", "dashed", "double"]
+    show(page, "statistics")
+    assert text_of(page, "[data-figure='target passes']") == str(metrics["target_passes"])
+    tokens_per_pass = f"{metrics['tokens_per_pass']:.2f}"
+    assert text_of(page, "[data-figure='tokens per pass']") == tokens_per_pass
     accepted = [cycle["accepted_count"] for cycle in body["trace"][1:]]
     drafted = [len(cycle["proposals"]) for cycle in body["trace"][1:]]
     bars = ["#chart-accepted .accepted-bar", "#chart-accepted .drafted-bar"]
@@ -240,26 +432,58 @@ def test_step_advances_exactly_one_cycle_and_run_on_shows_the_rest(page, port):
         page.locator("#cycle-count", has_text=f"{step} of {step}").wait_for()
         assert counts(page, "#tokens .token") == [num_tokens]
         verified, kept = cycle["cached"]
-        slots = "#draft .accepted.slot", "#draft .rejected.slot", "#cache .tail"
+        slots = (".slot.accepted", ".slot.rejected", ".cell.tail")
         rejected = cycle["rejected"] is not None
-        assert counts(page, *slots) == [cycle["accepted_count"], rejected, verified - kept]
+        found = counts(page, *(f"#picture {slot}" for slot in slots))
+        assert found == [cycle["accepted_count"], rejected, verified - kept]
         assert "Finished" not in text_of(page, "#status")
+    page.locator("#back").click()  # what has come stays, and can be gone through
+    page.locator("#cycle-count", has_text="4 of 5").wait_for()
+    page.locator("#step").click()
+    page.locator("#cycle-count", has_text="5 of 5").wait_for()
+    assert counts(page, "#tokens .token") == [num_tokens]
     page.locator("#run", has_text="Run on").click()
     wait_for_status(page, "Finished")
     assert text_of(page, "#tokens") == body["text"]
 
 
-def test_a_token_and_the_slider_lead_back_to_its_cycle(page, port):
+def test_a_token_the_slider_buttons_and_arrow_keys_lead_to_cycles(page, port):
     _, body = generate(port, **SAMPLED, trace=True)
     run(page, **SAMPLED)
     last = len(body["trace"]) - 1
     assert text_of(page, "#cycle-count") == f"{last} of {last}"
+    page.locator("#step").click()
+    wait_for_status(page, "This is the last cycle")
     page.locator("#tokens .token").nth(1).click()
     assert text_of(page, "#cycle-count") == f"1 of {last}"
+    marked = page.locator("#tokens .token.current").evaluate_all(
+        "all => all.map(t => t.dataset.index)"
+    )
+    assert marked == [str(1 + i) for i in range(body["trace"][1]["emitted_count"])]
     page.locator("#cycle-number").focus()
     page.keyboard.press("ArrowRight")
     assert text_of(page, "#cycle-count") == f"2 of {last}"
     assert "Cycle 2:" in text_of(page, "#cycle-says")
+    page.locator("#step").focus()
+    page.keyboard.press("ArrowRight")
+    assert text_of(page, "#cycle-count") == f"3 of {last}"
+    page.keyboard.press("ArrowLeft")
+    page.locator("#back").click()
+    assert text_of(page, "#cycle-count") == f"1 of {last}"
+
+
+def test_a_link_restores_a_run_with_its_seed_and_its_place(open_page, page):
+    run(page, **SAMPLED | {"seed": ""})
+    page.locator("#tokens .token").nth(9).click()
+    address = page.evaluate("location.hash")
+    place, text = text_of(page, "#cycle-count"), text_of(page, "#tokens")
+    again = open_page(address=address)
+    wait_for_status(again, "Finished")
+    assert text_of(again, "#tokens") == text and text_of(again, "#cycle-count") == place
+    assert again.locator("#drafter").input_value() == SAMPLED["drafter"]
+    wrong = urlencode({"prompt": "x", "temperature": "hot"})
+    refused = open_page(address=f"#{wrong}")
+    refused.locator("#error", has_text="“hot” is not a number").wait_for()
 
 
 def test_stop_frees_the_servers_slot(page, port):
@@ -276,7 +500,174 @@ def test_stop_frees_the_servers_slot(page, port):
     run(page, **COLOURS | {"num_speculative_tokens": 5})
 
 
-def test_a_race_ends_with_equal_texts_and_shows_measured_and_predicted(page):
+def test_2000_tokens_keep_the_page_responsive(page):
+    words = [(f" word{i}", "accepted") for i in range(3)] + [(" end", "bonus")]
+    cycles = [event(0, [("Start", "bonus")], 0)]
+    cycles += [event(step, words, 5 + 4 * (step - 1)) for step in range(1, 501)]
+    mock(page, cycles)
+    page.locator("#run").click()
+    set_slider(page, "alpha", 0.33)
+    assert text_of(page, "#alpha-value") == ".33"
+    wait_for_status(page, "Finished")
+    assert counts(page, "#tokens [role=option]", "#tokens [tabindex='0']") == [2001, 1]
+    assert text_of(page, "#tokens") == "".join(cycle["text"] for cycle in cycles)
+    assert counts(page, "#picture .cell")[0] <= 16 + 17
+    assert "more" in text_of(page, "#picture .cache .more >> nth=0")
+
+
+# --------------------------------------------------------------------------------- distributions
+
+
+def shown_number(value):
+    """A probability as words.js writes it, for values that are plain."""
+    return f"{value:.3f}".removeprefix("0") if value < 1 else f"{value:.2f}"
+
+
+def open_cycle(page, step):
+    set_slider(page, "cycle-number", step)
+    page.locator("#cycle-count", has_text=f"{step} of").wait_for()
+
+
+def test_rejection_is_shown_as_u_against_p_over_q_and_the_needle_changes_the_verdict(page, port):
+    _, body = generate(port, **SAMPLED, verification="rejection", trace=True)
+    run(page, **SAMPLED, verification="rejection")
+    plain = [
+        (c, i)
+        for c in body["trace"]
+        for i, t in enumerate(c["tokens"])
+        if t["kind"] == "accepted"
+        and all(0.01 < t[name] < 0.99 for name in "pqu")
+        and t["p"] < 0.9 * t["q"]
+    ]
+    cycle, place = plain[0]
+    token = cycle["tokens"][place]
+    open_cycle(page, cycle["step"])
+    page.locator(f"#picture [data-place='{place}']").click()
+    verdict = page.locator("#verdict")
+    for name in "pqu":
+        assert shown_number(token[name]) in verdict.text_content()
+    assert "kept" in verdict.text_content()
+    assert counts(page, "#distribution .bar-p")[0] == counts(page, "#distribution .bar-q")[0] > 3
+    assert counts(page, "#distribution .bar-more")[0] > 0  # max(0, p − q)
+    set_slider(page, "needle", min(0.999, token["p"] / token["q"] + 0.05))
+    assert "rejected" in verdict.text_content()
+    assert f"The run had u = {shown_number(token['u'])}" in verdict.text_content()
+    set_slider(page, "needle", (token["p"] + token["p"] / token["q"]) / 2)  # above p alone
+    assert "kept" in verdict.text_content()
+    page.locator("#needle").focus()
+    page.keyboard.press("End")
+    assert "rejected" in verdict.text_content()
+
+
+def test_the_coupled_rule_is_shown_as_the_same_noise_on_both(page, port):
+    """The picture's own arithmetic finds the tokens that the server has found."""
+    _, body = generate(port, **SAMPLED, trace=True)
+    run(page, **SAMPLED)
+    kept = next(c for c in body["trace"] if c["accepted_count"] > 0)
+    open_cycle(page, kept["step"])
+    page.locator("#picture [data-place='0']").click()
+    assert "both land on" in text_of(page, "#verdict") and "kept" in text_of(page, "#verdict")
+    refused = next(c for c in body["trace"] if c["rejected"])
+    open_cycle(page, refused["step"])
+    drafted, own = refused["rejected"]["id"], refused["tokens"][-1]["id"]
+    words = [visible(refused["texts"][str(i)]) for i in (drafted, own)]
+    assert "the drafter lands on “{}”, the target on “{}”: rejected".format(*words) in text_of(
+        page, "#verdict"
+    )
+    assert counts(page, "#distribution .mark-p")[0] > 3 and "p / q" not in text_of(page, "#verdict")
+    set_slider(page, "needle", 3)
+    assert "Noise made here" in text_of(page, "#verdict")
+
+
+def visible(text):
+    return text.replace("\n", "↵").replace(" ", "␣")
+
+
+def test_greedy_decoding_has_no_u_and_no_noise(page):
+    run(page, **COLOURS | {"drafter": "draft_model"}, temperature=0)
+    page.locator("#tokens .token.accepted").first.click()
+    assert re.search("The target’s best is the draft, “.*”: kept", text_of(page, "#verdict"))
+    page.locator("#tokens .token.recovered").first.click()
+    assert "rejected" in text_of(page, "#verdict")
+    assert counts(page, "#distribution input", "#distribution .bar-q") == [0, 0]
+    assert "there is no u" in text_of(page, "#distribution .note")
+
+
+def test_temperature_and_top_p_change_the_bars(page):
+    run(page, **SAMPLED, verification="rejection")
+
+    def widths():
+        bars = page.locator("#distribution .bar-p")
+        return bars.evaluate_all("all => all.map((bar) => Number(bar.getAttribute('width')))")
+
+    as_sent = widths()
+    set_slider(page, "heat", 0.05)
+    cold = widths()
+    assert cold != as_sent and max(cold) == pytest.approx(sum(cold), rel=0.05)  # nearly greedy
+    assert "Worked out here" in text_of(page, "#distribution .note")
+    set_slider(page, "heat", 2)
+    assert max(widths()) < max(cold)
+    set_slider(page, "nucleus", 0.05)
+    assert sum(width > 1 for width in widths()) == 1
+    set_slider(page, "heat", 0.8)
+    set_slider(page, "nucleus", 1)
+    assert widths() == as_sent and "as the server had them" in text_of(page, "#distribution .note")
+
+
+def test_a_drafter_without_probabilities_is_said_to_have_none(page):
+    run(page, **COLOURS, temperature=0.5, seed=1, verification="rejection")
+    page.locator("#tokens .token.accepted").first.click()
+    assert "This drafter draws nothing" in text_of(page, "#distribution .note")
+    assert "/ 1 =" in text_of(page, "#verdict")  # all of its q is on the draft
+
+
+def test_pointing_at_a_token_or_focusing_it_tells_the_reason(page, port):
+    _, body = generate(port, **SAMPLED, verification="rejection", trace=True)
+    run(page, **SAMPLED, verification="rejection")
+    tokens = [token for cycle in body["trace"] for token in cycle["tokens"]]
+    index = next(i for i, t in enumerate(tokens) if t["kind"] == "accepted")
+    page.locator("#tokens .token").nth(index).hover()
+    card = page.locator("#popup")
+    card.wait_for()
+    assert "accepted" in card.text_content() and "< p/q" in card.text_content()
+    page.keyboard.press("Escape")
+    card.wait_for(state="hidden")
+
+    page.mouse.move(0, 0)
+    assert counts(page, "#tokens [tabindex='0']") == [1]  # a single tab stop
+    page.locator("#tokens [tabindex='0']").focus()
+    assert "prefill" in card.text_content().lower() and card.is_visible()
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.dataset.index") == "1"
+    assert page.locator("#tokens [tabindex='0']").get_attribute("data-index") == "1"
+    assert page.locator(":focus").get_attribute("aria-describedby") == "popup"
+    page.keyboard.press("End")
+    assert page.evaluate("document.activeElement.dataset.index") == str(len(tokens) - 1)
+    page.keyboard.press("Escape")
+    card.wait_for(state="hidden")
+    page.locator("#tokens .token.recovered").first.hover()
+    words = text_of(page, "#popup")
+    cycle = next(cycle for cycle in body["trace"] if cycle["rejected"])
+    assert visible(cycle["texts"][str(cycle["rejected"]["id"])]) in words
+    assert "norm(max(0, p − q))" in words and "≥ p/q" in words
+
+
+def test_a_coupled_token_tells_its_score_and_the_noise(page, port):
+    _, body = generate(port, **SAMPLED, trace=True)
+    run(page, **SAMPLED)
+    tokens = [token for cycle in body["trace"] for token in cycle["tokens"]]
+    for kind in ("accepted", "recovered", "bonus"):
+        index = [token["kind"] for token in tokens].index(kind)
+        page.locator("#tokens .token").nth(index).hover()
+        total = f"{tokens[index]['total']:z.2f}".replace("-", "−")
+        words = page.locator("#popup", has_text=f"= {total}").text_content()
+        assert "the target’s own choice" in words and "p/q" not in words
+
+
+# ------------------------------------------------------------------------------ race and what if
+
+
+def test_a_race_replays_both_and_shows_measured_and_predicted(page):
     run(page, "#race", **COLOURS)
     ours, theirs = (text_of(page, f"#lane-{lane} .text") for lane in ("speculative", "plain"))
     assert ours == theirs == text_of(page, "#tokens") != ""
@@ -288,8 +679,50 @@ def test_a_race_ends_with_equal_texts_and_shows_measured_and_predicted(page):
     assert [text_of(page, lane) for lane in lanes] == ["40", "40"]
     assert text_of(page, "#lane-plain [data-count=passes]") == "39"
     assert int(text_of(page, "#lane-speculative [data-count=passes]")) < 39
-    assert counts(page, "#chart-race rect", "#chart-whatif .measured") == [2, 1]
+    assert text_of(page, "#chart-race").count("the median of three runs") == 2
+    show(page, "whatif")
+    assert counts(page, "#chart-whatif .measured")[0] >= 1
     assert "the last race" in text_of(page, "#measured-says")
+
+
+def test_a_race_is_replayed_on_one_clock_from_the_servers_times(open_page):
+    """At half the slower lane's time neither lane shows what came later."""
+    page = open_page(reduced_motion="no-preference")
+    page.add_init_script(
+        "window.frames = []; requestAnimationFrame = (f) => window.frames.push(f);"
+    )
+    page.reload()
+    page.locator("#demo-prompt optgroup").first.wait_for(state="attached")
+    ms = {"draft": 1.0, "verify": 8.0, "other": 1.0}
+    fast = [event(0, [("a", "bonus")], 0), event(1, [("b", "accepted"), ("c", "bonus")], 5, ms=ms)]
+    slow = [event(i, [(text, "bonus")], 4 + i, ms=ms) for i, text in enumerate("abc")]
+    costs = {"alpha": 1.0, "c": 0.1, "t_verify": 1.0}
+    timings = {"predicted_ms": 10.0, "predicted_n": 3}
+    compare = {"identical": True, "measured_speedup": 2.0, "predicted_speedup": 1.8}
+    compare |= {"costs": costs, "num_runs": 3, "spread": [1.9, 2.1], "disturbed": False}
+    compare |= {"first_difference": None, "speculative": {"timings": timings}}
+    compare |= {"plain": {"timings": timings | {"predicted_ms": 20.0}}}
+    end = [{"plain": cycle} for cycle in slow] + [answer_of(fast) | {"compare": compare}]
+    mock(page, fast, end)
+
+    def frame(now):
+        page.evaluate(
+            """(now) => {
+            performance.now = () => now;
+            window.frames.splice(0).forEach((draw) => draw(now));
+        }""",
+            now,
+        )
+
+    page.locator("#race").click()
+    until(lambda: frame(0) or page.locator("#race-again").is_visible())
+    assert "350 times slower" in text_of(page, "#race-pace")  # 20 ms in seven seconds
+    seen = []
+    for now in (0, 3400, 3600, 7100):
+        frame(now)
+        seen.append([text_of(page, f"#lane-{lane} .text") for lane in ("speculative", "plain")])
+    assert seen == [["a", "a"], ["a", "a"], ["abc", "ab"], ["abc", "abc"]]
+    assert text_of(page, "#race-clock") == "20 ms"
 
 
 def test_a_race_that_only_a_busy_machine_explains_is_called_disturbed(page):
@@ -318,75 +751,216 @@ def test_a_race_compares_sampled_texts_unless_they_are_verified_by_rejection(pag
     assert "not compared" in text_of(page, "#race-says")
 
 
-def refused_words(page, body):
-    """What the first recovered token's card says, which names what was rejected in its place."""
-    page.locator("#tokens .token.recovered").first.hover()
-    words = text_of(page, "#token-card")
-    cycle = next(cycle for cycle in body["trace"] if cycle["rejected"])
-    refused = cycle["texts"][str(cycle["rejected"]["id"])]
-    assert refused.replace(" ", "␣").replace("\n", "↵") in words
-    return words
+def set_slider(page, name, value):
+    page.locator(f"#{name}").evaluate(
+        """(slider, value) => {
+            slider.value = value;
+            slider.dispatchEvent(new Event("input"));
+        }""",
+        value,
+    )
 
 
-def test_pointing_at_a_token_or_focusing_it_shows_p_q_and_u(page, port):
-    _, body = generate(port, **SAMPLED, verification="rejection", trace=True)
-    run(page, **SAMPLED, verification="rejection")
-    tokens = [token for cycle in body["trace"] for token in cycle["tokens"]]
-    plain = [all(0.001 < (t[name] or 0) < 0.999 for name in "pqu") for t in tokens]
-    index = next(i for i, t in enumerate(tokens) if t["kind"] == "accepted" and plain[i])
-    page.locator("#tokens .token").nth(index).hover()
-    card = page.locator("#token-card")
-    card.wait_for()
-    words = card.text_content()
-    assert re.search(r"p target.*q drafter.*u uniform", words)
-    for name in "pqu":
-        assert f"{tokens[index][name]:.3f}".removeprefix("0") in words
-    assert "accepted" in words and "< p/q" in words
-    page.keyboard.press("Escape")
-    card.wait_for(state="hidden")
+def test_what_if_draws_the_formulas_curve_and_is_1_at_k_0(page):
+    show(page, "whatif")
+    for name, value in {"alpha": 0.5, "whatif-k": 1, "cost": 0.5, "row-cost": 0}.items():
+        set_slider(page, name, value)
+    assert "K=1: expected 1.00×, t_verify 1.00, it pays from α .50" in text_of(page, "#whatif-says")
+    assert counts(page, "#chart-whatif .break-even", "#chart-whatif .dot") == [1, 17]
 
-    page.mouse.move(0, 0)
-    assert counts(page, "#tokens [tabindex='0']") == [1]  # a single tab stop
-    page.locator("#tokens [tabindex='0']").focus()
-    assert "prefill" in card.text_content().lower() and card.is_visible()
+    def curve():
+        return page.locator("#chart-whatif .curve:not(.thin)").get_attribute("points")
+
+    for name, value in {"alpha": 0.9, "cost": 0.05, "row-cost": 0.1}.items():
+        before = curve()
+        set_slider(page, name, value)
+        assert curve() != before
+    ring = page.locator("#chart-whatif .ring").get_attribute("cx")
+    page.locator("#whatif-k").focus()
     page.keyboard.press("ArrowRight")
-    assert page.evaluate("document.activeElement.dataset.index") == "1"
-    assert page.locator("#tokens [tabindex='0']").get_attribute("data-index") == "1"
-    assert page.locator(":focus").get_attribute("aria-describedby") == "token-card"
-    page.keyboard.press("End")
-    assert page.evaluate("document.activeElement.dataset.index") == "59"
+    assert text_of(page, "#whatif-k-value") == "2"
+    assert page.locator("#chart-whatif .ring").get_attribute("cx") != ring
+    # 2.71 tokens in 2 · .05 + 1 + 2 · .1 passes
+    assert text_of(page, "#whatif-says").startswith("K=2: expected 2.08×, t_verify 1.20")
+    set_slider(page, "whatif-k", 0)
+    assert text_of(page, "#whatif-says").startswith("K=0: expected 1.00×, t_verify 1.00")
+
+
+def test_what_if_marks_what_was_measured_and_its_sliders_reach_it(page):
+    """A race's α, c and t_verify, however large."""
+
+    def slow_down(route):
+        response = route.fetch()
+        *events, answer, done, rest = response.text().split("\n\n")
+        body = json.loads(answer.removeprefix("data: "))
+        body["compare"]["costs"] = {"alpha": 0.62, "c": 4.2, "t_verify": 2.5}
+        events += [f"data: {json.dumps(body)}", done, rest]
+        route.fulfill(response=response, body="\n\n".join(events))
+
+    page.route("**/generate", slow_down)
+    run(page, "#race", **COLOURS)
+    show(page, "whatif")
+    assert counts(page, "#chart-whatif .measured", "#chart-whatif .thin") == [
+        2,
+        2,
+    ]  # and the story's
+    page.get_by_role("button", name="Take ngram").click()
+    assert [text_of(page, "#alpha-value"), text_of(page, "#cost-value")] == [".62", "4.20"]
+
+
+def test_what_if_knows_the_drafters_that_the_controller_has_timed(adaptive_page):
+    page = adaptive_page
+    run(page, **COLOURS | {"num_speculative_tokens": 5})
+    page.locator("#measured-says", has_text="all runs of ngram so far").wait_for(state="attached")
+
+
+# ------------------------------------------------------------------------- experiments and words
+
+
+def test_an_experiment_asks_for_a_prediction_runs_and_tells_what_came(page, port):
+    show(page, "try")
+    assert counts(page, "#experiments button") == [5]
+    page.get_by_role("button", name="a story", exact=True).click()
+    says = page.locator("#experiment .says", has_text="You predicted “a story”")
+    said = [float(found) for found in re.findall(r"\d+\.\d\d", says.text_content())]
+    story = json.loads(call(port, "GET", "/prompts")[2])["prompts"]["hard_story"]
+    for shown, prompt in zip(said, (COLOURS["prompt"], story), strict=True):
+        fields = {"drafter": "ngram", "num_speculative_tokens": 5, "max_tokens": 48}
+        metrics = generate(port, prompt=prompt, **fields)[1]["metrics"]["speculative_decoding"]
+        assert shown == pytest.approx(metrics["tokens_per_pass"], abs=0.006)
+    page.get_by_role("button", name="Look at its cycles").click()
+    assert text_of(page, "#prompt-text") == COLOURS["prompt"] and "1 of" in text_of(
+        page, "#cycle-count"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("Raise K", "Tokens per pass: "), ("See it lose", "per token drafted"),
+     ("Sample", "The same text, in "), ("Read the cache", "By 3: the pending token")],
+)  # fmt: skip
+def test_every_experiment_comes_to_its_end(page, name, words):
+    show(page, "try")
+    page.get_by_role("button", name=name).click()
+    page.locator("#experiment .buttons button").last.click()
+    page.locator("#experiment .says", has_text=words).wait_for()
+    page.get_by_role("button", name="Look at its cycles").click()
+    assert page.locator("#picture .cache").is_visible()
+
+
+def test_words_with_a_dotted_line_explain_themselves(page):
+    """To the pointer and to the keyboard."""
+    explained = page.locator("[data-word]").evaluate_all("all => all.map((w) => w.dataset.word)")
+    assert {"pending", "recovered", "bonus", "alpha", "c", "tverify"} <= set(explained)
+    popup = page.locator("#popup")
+    for word in page.locator("#view-story .word").all():
+        word.focus()
+        assert popup.is_visible() and len(popup.text_content()) > 40
+        assert word.evaluate("w => getComputedStyle(w).borderBottomStyle") == "dotted"
     page.keyboard.press("Escape")
-    card.wait_for(state="hidden")
-    words = refused_words(page, body)
-    assert "norm(max(0, p − q))" in words and "≥ p/q" in words
+    assert popup.is_hidden()
+    page.locator("#view-story .word").first.hover()
+    assert popup.is_visible()
 
 
-def test_a_coupled_token_shows_its_score_the_noise_and_the_runner_up(page, port):
-    _, body = generate(port, **SAMPLED, trace=True)
-    run(page, **SAMPLED)
-    tokens = [(cycle, i) for cycle in body["trace"] for i in range(len(cycle["tokens"]))]
-    kinds = [cycle["tokens"][i]["kind"] for cycle, i in tokens]
-    for kind in ("accepted", "recovered", "bonus"):
-        index = kinds.index(kind)
-        cycle, i = tokens[index]
-        token, (_, second, *_) = cycle["tokens"][i], cycle["target_top"][i]
-        page.locator("#tokens .token").nth(index).hover()
-        card = page.locator("#token-card", has_text=f"{kind}, cycle {cycle['step']}")
-        words = card.text_content()
-        shown = [token["score"], token["total"], second["total"]]
-        assert all(f"{value:z.3f}".replace("-", "−") in words for value in shown)
-        assert "runner-up" in words
-        assert "the target’s own choice" in words and "p/q" not in words
-    assert "p/q" not in refused_words(page, body)
-    # A greedy token has its score alone.
-    page.mouse.move(0, 0)
-    run(page, **COLOURS, temperature=0)
-    page.locator("#tokens .token.accepted").first.hover()
-    words = text_of(page, "#token-card")
-    assert "target’s score" in words and "noise" not in words
+def test_the_model_card_and_the_drafters_have_their_figures(page, port):
+    show(page, "model")
+    target = health(port)["target"]
+    card = text_of(page, "#model-card")
+    for value in (f"{target['parameters'] / 1e6:.1f} M", target["dtype"], "to the bit"):
+        assert value in card
+    for name in ("ngram", "draft_model", "mtp"):
+        words = page.locator("#drafters li", has_text=name).first.text_content()
+        assert "for each guess" in words and "c = " in words
 
 
-def test_a_bad_value_is_told_in_the_servers_words_and_its_field_is_marked(page, complaints):
+# ------------------------------------------------------------------------------------------ chat
+
+
+def test_a_conversation_has_turns_a_template_figures_and_cycles(open_page, chat_folder):
+    with serving("--model", str(chat_folder("llama")), "--fixed-k") as server:
+        page = open_page(server.port)
+        sent = []
+        page.on("request", lambda request: request.post_data and sent.append(request.post_data))
+        show(page, "chat")
+        page.fill("#max_tokens", "6")
+        page.fill("#system", "Be brief.")
+        for message in ("Hello", "And now?"):
+            page.fill("#message", message)
+            page.locator("#send").click()
+            page.locator(".turn.assistant .note", has_text="tokens per pass").nth(
+                ["Hello", "And now?"].index(message)
+            ).wait_for()
+        first, second = (json.loads(body)["prompt"] for body in sent)
+        answer = page.locator(".turn.assistant [role=listbox]").first.text_content()
+        assert [turn["role"] for turn in second] == ["system", "user", "assistant", "user"]
+        assert second[:2] == first and second[3]["content"] == "And now?"
+        assert second[2]["content"] in answer
+        read = page.locator(".turn.assistant pre").last.text_content()
+        assert all(turn["content"] in read for turn in second[:2]) and len(read) > len("Be brief.")
+        page.locator(".turn.assistant .token").first.click()
+        assert text_of(page, "#cycle-count").startswith("0 of")
+        assert page.locator("#view-chat #picture").is_visible()
+
+
+def test_a_stopped_answer_is_no_turn(open_page, chat_folder):
+    with serving("--model", str(chat_folder("llama"))) as server:
+        page = open_page(server.port)
+        show(page, "chat")
+        page.fill("#max_tokens", "900")
+        page.fill("#message", "Go on")
+        page.locator("#send").click()
+        page.locator(".turn .token").first.wait_for()
+        page.locator("#stop").click()
+        page.locator(".turn .note", has_text="it does not count as a turn").wait_for()
+        wait_until_idle(server.port)
+
+
+def test_a_chat_model_gets_the_prompt_in_its_template(open_page, chat_folder):
+    """Unless the box is not ticked; a demo prompt of the kind chat is offered first."""
+    with serving("--model", str(chat_folder("llama"))) as server:
+        page = open_page(server.port)
+        assert page.locator("#demo-prompt").input_value().startswith("chat_")
+        sent = []
+        page.on("request", lambda request: sent.append(request.post_data))
+        for is_chat in (True, False):
+            fill(page, prompt="Hi", max_tokens=2)
+            page.set_checked("#chat", is_chat)
+            run(page)
+            body = json.loads([data for data in sent if data][-1])
+            assert body.get("chat", False) is is_chat
+
+
+def test_a_model_without_template_has_no_chat(page):
+    assert page.locator("#chat-field").is_hidden() and page.locator("#tab-chat").is_hidden()
+    assert page.locator("#demo-prompt").input_value() == "code_function"
+    names = page.locator("#demo-prompt option").evaluate_all("all => all.map((o) => o.value)")
+    assert not [name for name in names if name.startswith("chat")]
+
+
+# ---------------------------------------------------------------------------------------- states
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("temperature", "abc", "“abc” is not a number"),
+        ("num_speculative_tokens", "0x", "“0x” is not a number"),
+        ("seed", "99999999999999999999", "53 bits"),
+    ],
+)
+def test_what_is_no_number_is_marked_and_nothing_is_sent(page, field, value, words):
+    sent = []
+    page.on("request", lambda request: sent.append(request.method))
+    fill(page, **{field: value})
+    page.locator("#run").click()
+    page.locator("#error", has_text=words).wait_for()
+    assert page.locator(f"#{field}").get_attribute("aria-invalid") == "true"
+    assert "POST" not in sent
+
+
+def test_a_bad_value_is_told_in_the_servers_words_and_its_field_is_marked(open_page, complaints):
+    page = open_page(viewport=NARROW)
     fill(page, **COLOURS | {"num_speculative_tokens": 99})
     page.locator("#run").click()
     alert = page.locator("#error p")
@@ -394,7 +968,7 @@ def test_a_bad_value_is_told_in_the_servers_words_and_its_field_is_marked(page, 
     assert "num_speculative_tokens must be an integer from 0 to 16" in alert.text_content()
     assert page.locator("#error").get_attribute("role") == "alert"
     field = page.locator("#num_speculative_tokens")
-    assert field.get_attribute("aria-invalid") == "true"
+    assert field.get_attribute("aria-invalid") == "true" and field.is_visible()  # settings opened
     expect_failed_load(complaints, "400")
     run(page, num_speculative_tokens=4)
     assert counts(page, "#error p") == [0] and field.get_attribute("aria-invalid") == "false"
@@ -408,8 +982,10 @@ def test_a_server_that_goes_away_is_told_in_the_middle_and_after(open_page, comp
         page.locator("#tokens .token").first.wait_for()
     page.locator("#error", has_text="broke off").wait_for()
     assert counts(page, "#tokens .token")[0] > 0
+    assert text_of(page, "#server") == "The server does not answer."
     page.locator("#run").click()
     page.locator("#error", has_text="The server cannot be reached").wait_for()
+    page.close()  # its console has no more to say
     complaints[:] = [text for text in complaints if "ERR_" not in text]
 
 
@@ -447,7 +1023,7 @@ def test_an_api_key_is_asked_for_sent_and_kept_in_memory_only(page, complaints):
     run(page, **COLOURS | {"key": "secret"})
     assert sent == [None, "Bearer secret"] and counts(page, "#error p") == [0]
     kept = page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]")
-    assert kept == [0, 0, ""]
+    assert kept == [0, 0, ""] and "secret" not in page.url
     expect_failed_load(complaints, "401")
 
 
@@ -465,82 +1041,12 @@ def test_an_error_in_the_middle_of_a_stream_is_told_behind_its_tokens(page, end,
     assert text_of(page, "#tokens") == "a"
 
 
-def set_slider(page, name, value):
-    page.locator(f"#{name}").evaluate(
-        """(slider, value) => {
-            slider.value = value;
-            slider.dispatchEvent(new Event("input"));
-        }""",
-        value,
-    )
-
-
-def test_what_if_draws_the_formulas_curve_and_moves_with_the_sliders(page):
-    for name, value in {"alpha": 0.5, "whatif-k": 1, "cost": 0.5, "verify-cost": 1}.items():
-        set_slider(page, name, value)
-    assert "K=1: expected 1.00×, it pays from α .50 on" in text_of(page, "#whatif-says")
-    assert counts(page, "#chart-whatif .break-even", "#chart-whatif .dot") == [1, 17]
-
-    def curve():
-        return page.locator("#chart-whatif .curve").get_attribute("points")
-
-    for name, value in {"alpha": 0.9, "cost": 0.05, "verify-cost": 1.2}.items():
-        before = curve()
-        set_slider(page, name, value)
-        assert curve() != before
-    ring = page.locator("#chart-whatif .ring").get_attribute("cx")
-    page.locator("#whatif-k").focus()
-    page.keyboard.press("ArrowRight")
-    assert text_of(page, "#whatif-k-value") == "2"
-    assert page.locator("#chart-whatif .ring").get_attribute("cx") != ring
-    assert text_of(page, "#whatif-says").startswith("K=2: expected 2.08×")
-
-
-def test_what_if_takes_what_the_last_run_measured(adaptive_page):
-    page = adaptive_page
-    run(page, **COLOURS | {"num_speculative_tokens": 5})
-    says = page.locator("#measured-says", has_text="the last run")
-    says.wait_for()
-    assert counts(page, "#chart-whatif .measured") == [1]
-    page.locator("#take-measured").click()
-    alpha = float(re.search(r"with α ([\d.]+)", says.text_content())[1])
-    assert float(text_of(page, "#alpha-value")) == pytest.approx(alpha, abs=0.011)
-
-
-def test_nothing_scrolls_sideways_at_400_pixels(open_page):
-    page = open_page(viewport={"width": 400, "height": 800})
-
-    def excess():
-        return page.evaluate("document.documentElement.scrollWidth - innerWidth")
-
-    assert excess() <= 0
-    run(page, **SAMPLED | {"num_speculative_tokens": 16, "prompt": "x" * 300, "max_tokens": 40})
-    assert excess() <= 0
-    page.locator("#tokens .token").last.focus()
-    box = page.locator("#token-card").bounding_box()
-    assert 0 <= box["x"] and box["x"] + box["width"] <= 400
-    run(page, "#race", **COLOURS | {"max_tokens": 16})
-    assert excess() <= 0
-
-
-def test_2000_tokens_keep_the_page_responsive(page):
-    words = [(f" word{i}", "accepted") for i in range(3)] + [(" end", "bonus")]
-    cycles = [event(0, [("Start", "bonus")], 0)]
-    cycles += [event(step, words, 5 + 4 * (step - 1)) for step in range(1, 501)]
-    mock(page, cycles)
-    page.locator("#run").click()
-    set_slider(page, "alpha", 0.33)
-    assert text_of(page, "#alpha-value") == ".33"
-    wait_for_status(page, "Finished")
-    assert counts(page, "#tokens [role=option]", "#tokens [tabindex='0']") == [2001, 1]
-    assert text_of(page, "#tokens") == "".join(cycle["text"] for cycle in cycles)
-    # A frame lays out the last stretch of the text, not all of it.
-    stretches = page.evaluate(
-        "[...document.querySelectorAll('#tokens > *')].map((stretch) => stretch.childElementCount)"
-    )
-    assert len(stretches) > 10 and max(stretches) < 300
-    assert counts(page, "#cache .cell")[0] <= 32 + 17
-    assert "more" in text_of(page, "#cache .more")
+def test_a_drafter_that_fails_is_told_and_the_text_comes_all_the_same(open_page):
+    with serving("--no-bitwise", module="faulty_server") as server:
+        page = open_page(server.port)
+        run(page, **COLOURS | {"drafter": "raises"})
+        assert "out of ideas" in text_of(page, "#warnings")
+        assert len(text_of(page, "#tokens")) > 40
 
 
 def test_markup_in_prompts_outputs_and_errors_stays_text(page, complaints):
@@ -548,14 +1054,21 @@ def test_markup_in_prompts_outputs_and_errors_stays_text(page, complaints):
     fields = COLOURS | {"prompt": attack}
     run(page, **fields)
     assert text_of(page, "#prompt-text") == attack
+    entries = [
+        {"id": 0, "score": 1.0, "p": 0.5, "q": 0.4},
+        {"id": 1, "score": 0.9, "p": 0.4, "q": 0.6},
+    ]
     cycles = [
         event(0, [(attack, "bonus")], 0),
-        event(1, [(attack, "accepted"), (attack, "bonus")], 5, controller=attack),
+        event(1, [(attack, "accepted"), (attack, "bonus")], 5, controller=attack)
+        | {"distributions": [entries, entries]},
     ]
     mock(page, cycles, [answer_of(cycles) | {"warnings": [attack]}])
     run(page)
+    page.locator("#picture button.slot").first.click()
     page.locator("#tokens .token").nth(1).hover()
     assert text_of(page, "#tokens") == attack * 3
+    show(page, "statistics")
     assert attack in text_of(page, "#warnings") and attack in text_of(page, "#controller-says")
     page.unroute("**/generate")
     body = json.dumps({"error": {"message": attack}})
@@ -567,84 +1080,82 @@ def test_markup_in_prompts_outputs_and_errors_stays_text(page, complaints):
     assert counts(page, "img", "body script") == [0, 0]
 
 
-CONTRAST = """(selectors) => {
-    const parse = (colour) => colour.match(/[\\d.]+/g).map(Number);
-    const shade = (colour) => {
-        const [r, g, b] = parse(colour).map((v) => v / 255)
-            .map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
-        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-    };
-    const ground = (element) => {
-        for (let at = element; at; at = at.parentElement) {
-            const colour = getComputedStyle(at).backgroundColor;
-            if (parse(colour)[3] !== 0) return colour;
-        }
-        return "rgb(255, 255, 255)";
-    };
-    return Object.fromEntries(selectors.map((selector) => {
-        const element = document.querySelector(selector);
-        const own = getComputedStyle(element).color;
-        const [low, high] = [shade(own), shade(ground(element))].sort((a, b) => a - b);
-        return [selector, (high + 0.05) / (low + 0.05)];
-    }));
-}"""
+# --------------------------------------------------------------------------------- accessibility
 
 
-@pytest.mark.parametrize(("scheme", "motion"), [("light", "reduce"), ("dark", "no-preference")])
-def test_text_has_contrast_and_the_truncation_is_animated_unless_less_motion_is_wanted(
-    open_page, port, scheme, motion
-):
+@pytest.fixture
+def violations():
+    """What axe-core finds wrong with a page, as words."""
+    if not AXE.exists():
+        assert "NEEDS_AXE" not in os.environ, "npm ci --prefix .ci has not installed axe-core"
+        pytest.skip("axe-core is not installed: npm ci --prefix .ci")
+    source = AXE.read_text("utf-8")
+
+    def find(page):
+        page.evaluate(source)
+        found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+        return [
+            f"{v['id']}: {n['html'][:150]} {n['failureSummary']}" for v in found for n in v["nodes"]
+        ]
+
+    return find
+
+
+@pytest.mark.parametrize(
+    ("scheme", "size"), [("light", WIDE), ("dark", WIDE), ("light", NARROW), ("dark", NARROW)]
+)
+def test_axe_finds_nothing_wrong_with_any_view(open_page, violations, scheme, size):
+    page = open_page(color_scheme=scheme, viewport=size)
+    run(page, "#race", **SAMPLED | {"max_tokens": 40})
+    fill(page, temperature="abc")
+    page.locator("#run").click()
+    for view in ("story", "try", "text", "race", "whatif", "statistics", "model"):
+        show(page, view)
+        if view == "text":
+            page.locator("#tokens .recovered").first.click()
+            page.locator("#tokens .bonus").first.focus()
+        assert violations(page) == [], view
+
+
+def test_axe_finds_nothing_wrong_with_a_conversation(open_page, violations, chat_folder):
+    with serving("--model", str(chat_folder("llama")), "--fixed-k") as server:
+        page = open_page(server.port)
+        show(page, "chat")
+        page.fill("#max_tokens", "6")
+        page.fill("#message", "Hello")
+        page.locator("#send").click()
+        page.locator(".turn .note", has_text="tokens per pass").wait_for()
+        page.locator(".turn summary").click()
+        assert violations(page) == []
+
+
+@pytest.mark.parametrize("motion", ["reduce", "no-preference"])
+def test_what_is_truncated_is_animated_unless_less_motion_is_wanted(open_page, port, motion):
     """The rejected tail ends dashed either way."""
     _, body = generate(port, **SAMPLED, trace=True)
-    page = open_page(color_scheme=scheme, reduced_motion=motion)
+    page = open_page(reduced_motion=motion)
     run(page, **SAMPLED)
-    kinds = ("accepted", "recovered", "bonus")
-    selectors = [f"#tokens .token.{kind}" for kind in kinds]
-    selectors += "h1 figcaption .hint #run #step #prompt-text #status .formula .verdict".split()
-    ratios = page.evaluate(CONTRAST, selectors)
-    assert {name: ratio for name, ratio in ratios.items() if ratio < 4.5} == {}
     cut = next(c["step"] for c in body["trace"] if c["cached"][0] > c["cached"][1])
-    set_slider(page, "cycle-number", cut)
+    open_cycle(page, cut)
+    page.evaluate("document.querySelector('#picture').classList.add('played')")
     style = "(cell) => [getComputedStyle(cell).animationName, getComputedStyle(cell).borderStyle]"
-    name, border = page.locator("#cache .tail").first.evaluate(style)
+    name, border = page.locator("#picture .tail").first.evaluate(style)
     assert name == ("none" if motion == "reduce" else "truncate")
     assert border == "dashed" or motion != "reduce"
 
 
-def test_every_control_has_a_name_and_the_status_is_polite(page):
-    nameless = page.evaluate(
-        """[...document.querySelectorAll("input, select, textarea, button")]
-            .filter((field) => !(field.labels?.length || field.textContent.trim()))
-            .map((field) => field.id)"""
-    )
-    assert nameless == []
+def test_a_cycle_of_ones_own_can_be_seen_slowly(open_page):
+    page = open_page(reduced_motion="no-preference")
+    run(page, **SAMPLED)
+    page.locator("#tokens .recovered").first.click()
+    whole = counts(page, "#picture .later.on")
+    page.locator("#slow").click()
+    assert counts(page, "#picture .later.on") == [0]
+    page.locator("#cycle-says", has_text="One pass").wait_for()
+    page.locator("#tokens .recovered").first.click()
+    assert counts(page, "#picture .later.on") == whole
+
+
+def test_the_status_is_polite_and_tokens_are_not_read_one_by_one(page):
     assert page.locator("#status").get_attribute("role") == "status"
     assert page.locator("#tokens").get_attribute("aria-live") is None  # not per token
-
-
-def test_a_chat_model_gets_the_prompt_in_its_template(open_page, chat_folder):
-    """Unless the box is not ticked; a demo prompt of the kind chat is offered first."""
-    with serving("--model", str(chat_folder("llama"))) as server:
-        page = open_page(server.port)
-        assert page.locator("#demo-prompt").input_value().startswith("chat_")
-        sent = []
-        page.on("request", lambda request: sent.append(request.post_data))
-        page.fill("#prompt", "Hi")
-        page.fill("#max_tokens", "2")
-        for is_chat in (True, False):
-            page.set_checked("#chat", is_chat)
-            page.get_by_role("button", name="Run", exact=True).click()
-            page.get_by_text("Finished").wait_for()
-            body = json.loads([data for data in sent if data][-1])
-            assert body.get("chat", False) is is_chat
-            page.reload()
-            page.locator("#demo-prompt optgroup").first.wait_for(state="attached")
-            page.fill("#prompt", "Hi")
-            page.fill("#max_tokens", "2")
-
-
-def test_a_model_without_template_has_no_box_to_tick(page):
-    assert page.locator("#chat-field").is_hidden()
-    assert page.locator("#demo-prompt").input_value() == "code_function"
-    names = page.locator("#demo-prompt option").evaluate_all("all => all.map((o) => o.value)")
-    assert not [name for name in names if name.startswith("chat")]

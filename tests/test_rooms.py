@@ -63,6 +63,11 @@ def test_the_core_has_at_most_700_lines():
     assert (ROOT / f"{CORE}.py").read_text("utf-8").count("\n") <= 700
 
 
+def test_the_page_has_at_most_2500_lines():
+    files = [path for path in (ROOT / "serving" / "page").iterdir() if path.suffix != ".png"]
+    assert sum(path.read_text("utf-8").count("\n") for path in files if path.is_file()) <= 2500
+
+
 def test_requirements_name_what_is_imported_each_with_a_reason():
     names = {n.split(".")[0] for m, t in TREES.items() for n in imported(m, ast.walk(t))}
     lines = (ROOT / "requirements.txt").read_text("utf-8").splitlines()

@@ -1,8 +1,11 @@
 """The teaching page: static files of this folder at /, nothing fetched from elsewhere.
 
-The page speaks to the server as any client does: POST /generate with stream and trace, GET /health.
+The page opens on a story: a run that the server recorded when it started (serving/story.py). Until
+then it shows stored_story.json, which another start has recorded. Later the page speaks to the
+server as any client does: POST /generate with stream and trace, GET /health.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,9 @@ POLICY = "; ".join(
 )
 
 
-def register_page(app: Flask, prompts: dict[str, str]) -> None:
-    """Serve the page, its files, and `prompts` by name to pick from."""
+def register_page(app: Flask, prompts: dict[str, str], story: dict[str, Any] | None = None) -> None:
+    """Serve the page, its files, `prompts` by name to pick from, and a recorded `story`."""
+    told = story or json.loads((FOLDER / "stored_story.json").read_text("utf-8")) | {"stored": True}
 
     def file(name: str) -> Response:
         """Send a file of this folder, with the headers that keep the page safe."""
@@ -34,6 +38,11 @@ def register_page(app: Flask, prompts: dict[str, str]) -> None:
         if path.suffix in FILES:
             url = f"/page/{path.name}"
             app.add_url_rule(url, view_func=lambda n=path.name: file(n), endpoint=url[1:])
+
+    @app.get("/page/story.json")
+    def get_story() -> dict[str, Any]:
+        """Send the run that the page opens on; nothing is generated for that."""
+        return told
 
     @app.get("/prompts")
     def get_prompts() -> dict[str, Any]:

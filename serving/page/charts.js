@@ -1,59 +1,55 @@
-// The charts of a run: accepted per cycle, acceptance per position, where the time went, and what
-// the controller decided.
+// The charts of a run: accepted per cycle, acceptance per position, and where the time went.
 
-import { byId, drawing, element } from "./elements.js";
-import { Plot, SHARE_TICKS, wholeTicks } from "./plot.js";
+import { byId, element } from "./elements.js";
+import { Plot, wholeTicks } from "./plot.js";
 import { milliseconds, short } from "./words.js";
 
 const NARROWEST = 4; // px of a cycle's bar; more cycles than fit are shown as means
-const EMPTY = "Nothing to show yet.";
+const SHARES = [0, 0.25, 0.5, 0.75, 1].map((share) => [share, `${share * 100} %`]);
 
-/** Draw all four of them. */
-export function drawCharts(figures) {
+/** Draw the figures of a run, and all charts of it. */
+export function drawStatistics(figures) {
+  const rows = [
+    ["tokens", figures.tokens, "accepted + recovered + bonus"],
+    ["target passes", figures.passes, "target forwards after prefill"],
+    ["tokens per pass", short(figures.tokensPerPass), "tokens after prefill / passes"],
+    ["draft acceptance rate", short(figures.acceptanceRate), "accepted / drafted"],
+    ["mean acceptance length", short(figures.acceptanceLength), "1 + accepted / cycles with a draft"],
+    ["time", milliseconds(figures.totalMs), "draft + verify + other, after prefill"],
+  ];
+  byId("figures").replaceChildren(...rows.map((row) => entry(...row)));
   drawAccepted(byId("chart-accepted"), figures);
   drawPositions(byId("chart-positions"), figures);
   drawTime(byId("chart-time"), byId("time-split"), figures);
-  drawController(byId("chart-controller"), byId("controller-says"), figures);
+  byId("controller-says").textContent = figures.controller ? `Cycle ${figures.controllerStep}: ${figures.controller}`
+    : "No controller has spoken: plain decoding, or a server with --fixed-k.";
 }
 
-const isEmpty = (box, count) => {
-  if (!count) box.replaceChildren(element("p", { class: "hint" }, EMPTY));
+/** A figure with its name and its formula. */
+export const entry = (name, value, more = "") => element("div", {}, element("dt", {}, name),
+  element("dd", { class: "figure", "data-figure": name }, value), element("dd", { class: "formula" }, more));
+
+function isEmpty(box, count) {
+  if (!count) box.replaceChildren(element("p", { class: "note" }, "Nothing to show yet."));
   return !count;
-};
-
-/** Neighbouring cycles as means of at most `most` stretches: [{from, to, drafted, accepted}]. */
-function stretches(cycles, most) {
-  const size = Math.ceil(cycles.length / Math.max(1, Math.floor(most)));
-  const result = [];
-  for (let from = 0; from < cycles.length; from += size) {
-    const part = cycles.slice(from, from + size);
-    const mean = (name) => part.reduce((sum, cycle) => sum + cycle[name], 0) / part.length;
-    const to = from + part.length;
-    result.push({ from, to, drafted: mean("drafted"), accepted: mean("accepted") });
-  }
-  return result;
-}
-
-/** A plot over the cycles: x is their number, y tokens. */
-function cyclesPlot(box, label, cycles, yTitle) {
-  const most = Math.max(1, ...cycles.map((cycle) => cycle.drafted));
-  return new Plot(box, label, {
-    xMax: cycles.length, yMax: most, yTitle, xTitle: "cycle",
-    xTicks: wholeTicks(1, cycles.length).map(([value, text]) => [value - 0.5, text]),
-    yTicks: wholeTicks(0, most, 5),
-  });
 }
 
 function drawAccepted(box, { perCycle, accepted, drafted }) {
   if (isEmpty(box, perCycle.length)) return;
-  const label = `${accepted} of ${drafted} drafted tokens accepted in ${perCycle.length} cycles`;
-  const plot = cyclesPlot(box, label, perCycle, "tokens");
-  const width = plot.x(plot.xMax) - plot.x(0);
-  for (const part of stretches(perCycle, width / NARROWEST)) {
-    const [from, to] = [plot.x(part.from), plot.x(part.to)];
-    const gap = Math.min(3, (to - from) / 6);
-    if (part.drafted) plot.bar(from + gap, to - gap, part.drafted, "drafted-bar");
-    if (part.accepted) plot.bar(from + gap, to - gap, part.accepted, "accepted-bar");
+  const [count, most] = [perCycle.length, Math.max(1, ...perCycle.map((cycle) => cycle.drafted))];
+  const plot = new Plot(box, `${accepted} of ${drafted} drafted tokens accepted in ${count} cycles`, {
+    xMax: count, yMax: most, yTitle: "tokens", xTitle: "cycle", yTicks: wholeTicks(0, most, 5),
+    xTicks: wholeTicks(1, count).map(([value, text]) => [value - 0.5, text]),
+  });
+  const size = Math.ceil(count / Math.max(1, Math.floor((plot.x(count) - plot.x(0)) / NARROWEST)));
+  for (let from = 0; from < count; from += size) {
+    const part = perCycle.slice(from, from + size);
+    const [x1, x2] = [plot.x(from), plot.x(from + part.length)];
+    const gap = Math.min(3, (x2 - x1) / 6);
+    for (const name of ["drafted", "accepted"]) {
+      const mean = part.reduce((sum, cycle) => sum + cycle[name], 0) / part.length;
+      if (mean) plot.bar(x1 + gap, x2 - gap, mean, `${name}-bar`);
+    }
   }
   plot.show();
 }
@@ -62,14 +58,11 @@ function drawPositions(box, { positions }) {
   if (isEmpty(box, positions.length)) return;
   const words = positions.map(({ conditional }, i) => `position ${i + 1}: ${short(conditional)}`);
   const plot = new Plot(box, `Conditional acceptance, ${words.join(", ")}`, {
-    xMax: positions.length, yMax: 1, yTitle: "accepted", xTitle: "position in the draft",
+    xMax: positions.length, yMax: 1, yTitle: "accepted", xTitle: "position in the draft", yTicks: SHARES,
     xTicks: positions.map((_, i) => [i + 0.5, String(i + 1)]),
-    yTicks: SHARE_TICKS,
   });
   positions.forEach(({ conditional, unconditional }, i) => {
-    const [from, to] = [plot.x(i), plot.x(i + 1)];
-    const half = Math.min(22, (to - from) * 0.35);
-    const middle = (from + to) / 2;
+    const [middle, half] = [plot.x(i + 0.5), Math.min(22, (plot.x(1) - plot.x(0)) * 0.35)];
     if (conditional !== null) plot.bar(middle - half, middle + half, conditional, "accepted-bar");
     if (unconditional !== null) plot.diamond(middle, plot.y(unconditional), 5, "diamond");
   });
@@ -79,45 +72,11 @@ function drawPositions(box, { positions }) {
 function drawTime(box, list, { ms, totalMs }) {
   list.replaceChildren();
   if (isEmpty(box, totalMs)) return;
-  const [width, height] = [Math.max(260, box.clientWidth || 480), 48];
-  const parts = Object.entries(ms);
-  const label = parts.map(([name, spent]) => `${name} ${milliseconds(spent)}`).join(", ");
-  const size = `0 0 ${width} ${height}`;
-  const svg = drawing("svg", { viewBox: size, role: "img", "aria-label": label }, hatch());
-  let x = 0;
-  for (const [name, spent] of parts) {
-    const share = (spent / totalMs) * width;
-    const bar = { x, y: 4, width: share, height: height - 8 };
-    svg.append(drawing("rect", { ...bar, class: `time-${name}` }));
-    if (name === "verify") svg.append(drawing("rect", { ...bar, fill: "url(#hatch)" }));
-    x += share;
-    const percent = Math.round((spent / totalMs) * 100);
-    list.append(element("li", {},
-      element("span", { class: `swatch time-${name}` }),
-      ` ${name} ${milliseconds(spent)}, ${percent} %`));
-  }
-  box.replaceChildren(svg);
-}
-
-/** Stripes that tell the verify from its neighbours without colour. */
-function hatch() {
-  const stripe = drawing("path", { d: "M-1 7 L7 -1 M-1 1 L1 -1 M5 7 L7 5", class: "stripe" });
-  const size = { id: "hatch", width: 6, height: 6, patternUnits: "userSpaceOnUse" };
-  return drawing("defs", {}, drawing("pattern", size, stripe));
-}
-
-function drawController(box, says, { perCycle, controller, controllerStep }) {
-  says.textContent = controller
-    ? `Cycle ${controllerStep}: ${controller}`
-    : "No controller has spoken: plain decoding, or a server with --fixed-k.";
-  if (isEmpty(box, perCycle.length)) return;
-  const drafting = perCycle.filter((cycle) => cycle.drafted).length;
-  const label = `Tokens were drafted in ${drafting} of ${perCycle.length} cycles`;
-  const plot = cyclesPlot(box, label, perCycle, "drafted");
-  const width = plot.x(plot.xMax) - plot.x(0);
-  const points = stretches(perCycle, width / NARROWEST).flatMap((part) => [
-    [plot.x(part.from), plot.y(part.drafted)], [plot.x(part.to), plot.y(part.drafted)],
-  ]);
-  plot.curve(points, "step-line");
-  plot.show();
+  box.replaceChildren(...Object.entries(ms).map(([name, spent]) => {
+    list.append(element("li", {}, element("span", { class: `swatch time-${name}` }),
+      ` ${name} ${milliseconds(spent)}, ${Math.round((spent / totalMs) * 100)} %`));
+    const bar = element("div", { class: `time-${name}` });
+    bar.style.flexGrow = spent;
+    return bar;
+  }));
 }

@@ -17,10 +17,9 @@ export class Figures {
   ms = { draft: 0, verify: 0, other: 0 }; // after prefill
   controller = null; // its last sentence, and the cycle's number
   controllerStep = 0;
-
   add(cycle) {
     this.tokens += cycle.tokens.length;
-    if (cycle.step === 0) return; // the prefill drafts nothing and counts as no pass
+    if (cycle.step === 0) return this; // the prefill drafts nothing and counts as no pass
     this.passes += 1;
     for (const name of Object.keys(this.ms)) this.ms[name] += cycle.ms[name];
     const [drafted, accepted] = [numJudged(cycle), numAccepted(cycle)];
@@ -34,29 +33,14 @@ export class Figures {
       this.acceptedAt[i] = (this.acceptedAt[i] ?? 0) + (i < accepted);
     }
     if (cycle.controller) [this.controller, this.controllerStep] = [cycle.controller, cycle.step];
+    return this;
   }
-
-  get totalMs() {
-    return this.ms.draft + this.ms.verify + this.ms.other;
-  }
-
-  get tokensPerPass() {
-    return ratio(this.tokens - 1, this.passes);
-  }
-
-  get acceptanceRate() {
-    return ratio(this.accepted, this.drafted);
-  }
-
-  get acceptanceLength() {
-    return this.speculative ? 1 + this.accepted / this.speculative : null;
-  }
-
+  get totalMs() { return this.ms.draft + this.ms.verify + this.ms.other; }
+  get tokensPerPass() { return ratio(this.tokens - 1, this.passes); }
+  get acceptanceRate() { return ratio(this.accepted, this.drafted); }
+  get acceptanceLength() { return this.speculative ? 1 + this.accepted / this.speculative : null; }
   /** Accepted, of those with everything before them accepted: α, as in a comparison's costs. */
-  get alpha() {
-    return ratio(this.accepted, this.reachedAt.reduce((sum, count) => sum + count, 0));
-  }
-
+  get alpha() { return ratio(this.accepted, this.reachedAt.reduce((sum, count) => sum + count, 0)); }
   /** By position: {conditional, unconditional}, null where nothing came so far. */
   get positions() {
     return this.draftedAt.map((drafted, i) => ({

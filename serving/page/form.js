@@ -1,32 +1,28 @@
-// The request's form: what the server offers goes in, a checked request comes out. Values are
-// judged by the server, which names the field; here only what cannot be sent is refused.
+// The request's form: what the server offers goes in, a checked request comes out. Ranges are judged
+// by the server, which names the field; here what is no number is refused. An address can hold it all.
 
 import { byId, element } from "./elements.js";
+import { ServerError } from "./stream.js";
 
-const NUMBERS = ["num_speculative_tokens", "temperature", "max_tokens", "seed"];
-const FIELDS = ["prompt", "drafter", "verification", ...NUMBERS];
+const NUMBERS = ["num_speculative_tokens", "temperature", "top_p", "max_tokens", "seed"];
+const CHOICES = ["drafter", "verification"];
+const FIELDS = ["prompt", ...CHOICES, ...NUMBERS];
 const FIRST_PROMPT = "code_function";
-
-/** A value that cannot be sent; `param` names its field. */
-export class FieldError extends Error {
-  constructor(message, param) {
-    super(message);
-    this.param = param;
-  }
-}
 
 export class RequestForm {
   #demo = byId("demo-prompt");
   #prompt = byId("prompt");
   #prompts = {};
-
   constructor() {
-    this.#demo.addEventListener("change", () => this.#pick());
-    this.#prompt.addEventListener("input", () => {
-      this.#demo.value = "";
-    });
+    this.#demo.addEventListener("change", () => { if (this.#demo.value) this.#prompt.value = this.#prompts[this.#demo.value]; });
+    this.#prompt.addEventListener("input", () => { this.#demo.value = ""; });
+    byId("settings-button").addEventListener("click", () => this.open(!byId("settings").classList.contains("open")));
   }
-
+  /** Show the settings, or hide them where the window is narrow. */
+  open(isOpen) {
+    byId("settings").classList.toggle("open", isOpen);
+    byId("settings-button").setAttribute("aria-expanded", isOpen);
+  }
   /** Offer the demo prompts, grouped by the first word of their names. */
   offerPrompts(prompts) {
     this.#prompts = prompts;
@@ -39,58 +35,54 @@ export class RequestForm {
     this.#demo.replaceChildren(this.#demo.options[0], ...groups.values());
     if (this.#prompt.value) return; // somebody was faster than the server
     const first = Object.keys(prompts)[0] ?? ""; // a chat model's are those of the kind chat
-    const isChat = first.startsWith("chat") || !(FIRST_PROMPT in prompts);
-    this.#demo.value = isChat ? first : FIRST_PROMPT;
-    this.#pick();
+    this.fill({ demo: first.startsWith("chat") || !(FIRST_PROMPT in prompts) ? first : FIRST_PROMPT });
   }
-
   /** Offer the server's drafters, once, and the chat template if the model has one. */
   offerDrafters({ drafters, drafter, chat_template, speculative_decoding: { num_spec_tokens: k } }) {
     byId("chat-field").hidden = !chat_template;
     if (byId("drafter").options.length) return;
-    const options = drafters.map((name) => element("option", { value: name }, name));
-    byId("drafter").replaceChildren(...options);
-    byId("drafter").value = drafter;
-    byId("num_speculative_tokens").value = k;
+    byId("drafter").replaceChildren(...[...drafters, "none"].map((name) => element("option", { value: name }, name)));
+    this.fill({ drafter, num_speculative_tokens: k });
   }
-
-  get key() {
-    return byId("key").value;
+  /** Set some fields; `demo` is the name of a demo prompt. */
+  fill({ demo = null, chat = null, ...fields }) {
+    if (demo !== null && demo in this.#prompts) [this.#demo.value, this.#prompt.value] = [demo, this.#prompts[demo]];
+    if (chat !== null) byId("chat").checked = chat;
+    for (const name of FIELDS.filter((field) => field in fields)) {
+      byId(name).value = fields[name];
+      if (name === "prompt") this.#demo.value = "";
+    }
   }
-
+  get key() { return byId("key").value; }
+  get asksForChat() { return !byId("chat-field").hidden; }
   askForKey() {
     byId("key-field").hidden = false;
+    this.open(true);
   }
-
   /** The request as the server wants it; empty fields are left to its defaults. */
   request(isRace) {
     const body = { prompt: this.#prompt.value, stream: true, trace: true };
     if (isRace) body.compare = true;
-    if (!byId("chat-field").hidden && byId("chat").checked) body.chat = true;
-    for (const name of ["drafter", "verification"]) {
-      if (byId(name).value) body[name] = byId(name).value;
-    }
+    if (this.asksForChat && byId("chat").checked) body.chat = true;
+    for (const name of CHOICES) if (byId(name).value) body[name] = byId(name).value;
     for (const name of NUMBERS) {
-      const input = byId(name);
-      if (input.validity.badInput) throw new FieldError(`${labelOf(name)} is not a number.`, name);
-      if (input.value !== "") body[name] = Number(input.value);
+      const text = byId(name).value.trim().replace(",", ".");
+      if (text === "") continue;
+      if (!/^[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$/i.test(text)) throw new ServerError(`${labelOf(name)}: “${text}” is not a number.`, { param: name });
+      body[name] = Number(text);
     }
-    if ("seed" in body && Number.isInteger(body.seed) && !Number.isSafeInteger(body.seed)) {
-      throw new FieldError("Seed: a browser cannot send a number of more than 53 bits.", "seed");
+    if (Number.isInteger(body.seed) && !Number.isSafeInteger(body.seed)) {
+      throw new ServerError("Seed: a browser cannot send a number of more than 53 bits.", { param: "seed" });
     }
     return body;
   }
-
   /** Mark the field that an error is about, if it is one of these; null marks none. */
   mark(param) {
     for (const name of FIELDS) {
       byId(name).toggleAttribute("data-wrong", name === param);
       byId(name).setAttribute("aria-invalid", name === param);
     }
-  }
-
-  #pick() {
-    if (this.#demo.value) this.#prompt.value = this.#prompts[this.#demo.value];
+    if (FIELDS.includes(param)) this.open(true);
   }
 }
 

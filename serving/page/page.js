@@ -1,258 +1,377 @@
-// The page: one request at a time, from the form through a run to the pictures.
+// The page: a story first, then one request at a time through its views.
 //
-//   form → Run ──cycles──→ tokens, figures, cycle picture, charts
-//            └──plain────→ race          answer → verdict, what if
+//   form → begin → Run ──cycles──→ session {cycles, figures, text} → the cycle, the charts
+//                   └──plain────→ race       answer → verdict, what if, the address
+//
+// A session is what one request gave. `now` is the one that is looked at, `run` the one under way.
 
-import { TokenCard } from "./card.js";
-import { drawCharts } from "./charts.js";
-import { CyclePicture } from "./cycle.js";
-import { byId, element } from "./elements.js";
+import { drawStatistics } from "./charts.js";
+import { Chat } from "./chat.js";
+import { Distribution } from "./distribution.js";
+import { byId, element, enable, mayMove, onPress, reveal } from "./elements.js";
 import { Figures } from "./figures.js";
 import { RequestForm } from "./form.js";
-import { fromHealth, fromRace, fromRun } from "./measured.js";
+import { Guide } from "./guide.js";
+import { fromHealth, fromRace, fromStory } from "./measured.js";
+import { drawModel } from "./model.js";
+import { phasesOf, Picture } from "./picture.js";
+import { Popup } from "./popup.js";
 import { Race } from "./race.js";
 import { Run } from "./run.js";
+import { Story } from "./story.js";
 import { getJson } from "./stream.js";
 import { TokenText } from "./tokens.js";
-import { readCycle } from "./trace.js";
+import { numAccepted, readCycle, readCycles } from "./trace.js";
 import { WhatIf } from "./whatif.js";
 import { counted, milliseconds, short, summary } from "./words.js";
 
-// While a run streams, pictures are drawn this often: as long as a truncation is seen to take.
-const PICTURE_MS = 1000;
+const PICTURE_MS = 1000; // between two pictures while a run streams
+const LOADING = "The model is being loaded. The cycle below was recorded earlier.";
 const LOADING_MS = 500; // between two questions whether the model is loaded
+const SLOW_MS = 700; // of a phase that is shown slowly
 
+const popup = new Popup();
 const form = new RequestForm();
-const text = new TokenText(new TokenCard(), (cycle) => browse(cycle.step));
-const picture = new CyclePicture();
+const story = new Story();
 const race = new Race();
 const whatIf = new WhatIf();
-const number = byId("cycle-number");
+const distribution = new Distribution();
+const picture = new Picture(byId("picture"), (place) => showPlace(place, true));
+const text = new TokenText({ box: byId("text"), list: byId("tokens"), prompt: byId("prompt-text") }, popup,
+  (cycle, place) => showCycle(cycle.step, place, true));
+const chat = new Chat(popup, (messages, answer) => begin("running", { messages, answer }), (cycle, answer) => {
+  now = answer.session;
+  showCycle(cycle.step, null, true);
+});
+const guide = new Guide(runOnce, (result, step) => {
+  now = latest.text = result;
+  text.clear(result.request.prompt);
+  for (const cycle of result.cycles) text.add(cycle);
+  select("text");
+  text.flush();
+  showCycle(step);
+});
 
-let run = null; // the one under way
+const fresh = (more = {}) => ({ request: {}, cycles: [], figures: new Figures(), answer: null, at: -1, text, isRace: false, ...more });
+let now = fresh();
+const latest = { text: now, chat: now }; // sessions, by the view that they are seen in
+let run = null; // {stream: a Run, session, ended: called with the session or null}
 let mode = "idle"; // idle | running | stepping | racing
-let cycles = [];
-let figures = new Figures();
-let answer = null; // of the last run, once it is complete
-let isRace = false; // whether that was, or is, one
-let follows = true; // the picture shows the newest cycle
+let view = "story";
 let drawnAt = 0;
+let slowly = 0; // a timer
+let health = null;
+let isLoading = false;
+let isChanged = false; // whether the form was, since the last run
 
 // ---------------------------------------------------------------------------------- a run
 
-function begin(wanted) {
+/** Start what the form asks for, or a conversation; false, and an error shown, if it cannot be sent. */
+function begin(wanted, { messages = null, answer = null, ended = () => {} } = {}) {
   showError(null);
   let request;
   try {
     request = form.request(wanted === "racing");
   } catch (error) {
     showError(error);
-    return;
+    return false;
   }
-  [cycles, figures, answer, follows, drawnAt] = [[], new Figures(), null, true, 0];
-  isRace = wanted === "racing";
-  text.clear(request.chat ? `${request.prompt}\n` : request.prompt);
+  if (messages) Object.assign(request, { prompt: messages, chat: true });
+  now = fresh({ request, isRace: wanted === "racing", ...(answer ? { text: answer.text, asAnswer: answer } : {}) });
+  latest[answer ? "chat" : "text"] = now;
+  if (answer) answer.session = now;
+  else text.clear(request.chat ? `${request.prompt}\n` : request.prompt);
   picture.clear();
-  race.start();
+  distribution.clear();
+  byId("cycle-says").textContent = "Cycles are drawn here as they come.";
   byId("warnings").replaceChildren();
   byId("whole-text").textContent = "";
+  [drawnAt, isChanged] = [0, false];
+  form.open(false);
+  if (now.isRace) race.start();
   setMode(wanted);
-  run = new Run(request, form.key, view, wanted === "stepping");
+  run = { session: now, ended, follows: true };
+  run.stream = new Run(request, form.key, shown, wanted === "stepping");
+  return true;
 }
 
-const view = {
-  cycle(event, at) {
-    const cycle = readCycle(event, cycles.at(-1) ?? null);
-    cycles.push(cycle);
-    text.add(cycle);
-    figures.add(cycle);
-    if (isRace) race.cycle(event, at);
-  },
-  plain(event, at) {
-    race.plain(event, at);
-  },
-  answer(event) {
-    answer = event;
+const shown = {
+  take(event) {
+    const { session } = run;
+    if ("plain" in event) return race.add("plain", event.plain);
+    if (!("step" in event)) return Object.assign(session, { answer: event });
+    const cycle = readCycle(event, session.cycles.at(-1) ?? null);
+    session.cycles.push(cycle);
+    session.text.add(cycle);
+    session.figures.add(cycle);
+    return session.isRace && race.add("speculative", event);
   },
   flush() {
-    text.flush();
-    showFigures();
-    if (isRace) race.flush();
+    run.session.text.flush();
+    run.session.asAnswer?.follow();
     if (mode === "stepping" || performance.now() - drawnAt > PICTURE_MS) drawPictures();
-    if (mode === "stepping" && cycles.length) say(summary(cycles.at(-1)));
   },
   ended({ state, error }) {
-    run = null;
+    const { session, ended } = run;
     drawPictures();
+    run = null;
     setMode("idle");
     if (state === "failed") showError(error);
-    if (state !== "finished") say(state === "stopped" ? "Stopped." : "Failed.");
-    else showAnswer();
+    if (state === "finished") showAnswer(session);
+    else say(state === "stopped" ? "Stopped." : "Failed.");
+    if (session.isRace && state !== "finished") race.stop("The race did not come to its end.");
+    session.asAnswer?.finish(state === "finished" ? session.answer : null, session.figures, session.cycles);
     if (state !== "failed") askHealth();
+    writeLink();
+    ended(state === "finished" ? session : null);
   },
 };
 
-function showAnswer() {
+function showAnswer({ answer, figures, cycles, isRace }) {
   const { finish_reason: reason, seed, usage, warnings } = answer;
-  const passes = counted(figures.passes, "pass", "passes");
-  say(`Finished (${reason}): ${counted(usage.completion_tokens, "token")} in ${passes}, `
+  say(`Finished (${reason}): ${counted(usage.completion_tokens, "token")} in ${counted(figures.passes, "pass", "passes")}, `
     + `${short(figures.tokensPerPass)} tokens per pass, seed ${seed}.`);
   byId("whole-text").textContent = `The whole text: ${answer.text}`;
   byId("warnings").replaceChildren(...warnings.map((words) => element("li", {}, words)));
-  if (isRace) race.finish(answer, textOf);
+  if (!isRace) return;
+  const known = new Map(cycles.flatMap((cycle) => [...cycle.tokens, ...cycle.distributions.flat()]).map((token) => [token.id, token.text]));
+  race.finish(answer, (id) => known.get(id) ?? `#${id}`);
+  const point = fromRace(answer);
+  if (point) whatIf.add([point]);
 }
 
-/** The text of a token id, if any cycle had it. */
-function textOf(id) {
-  const all = cycles.flatMap((cycle) => [...cycle.tokens, ...cycle.choices]);
-  return all.find((token) => token.id === id)?.text ?? `#${id}`;
+/** An experiment's run: the form is set to `fields` and nothing else, and what it gave comes back. */
+function runOnce(fields) {
+  if (mode !== "idle" || isLoading) return null;
+  form.fill({ temperature: 0, top_p: 1, seed: "", verification: "", chat: false, ...fields });
+  return new Promise((resolve) => { if (!begin("running", { ended: resolve })) resolve(null); });
 }
 
 // -------------------------------------------------------------------------------- pictures
 
-function showFigures() {
-  const shown = {
-    tokens: figures.tokens,
-    passes: figures.passes,
-    tokensPerPass: short(figures.tokensPerPass),
-    acceptanceRate: short(figures.acceptanceRate),
-    acceptanceLength: short(figures.acceptanceLength),
-    time: milliseconds(figures.totalMs),
-  };
-  for (const [name, words] of Object.entries(shown)) {
-    document.querySelector(`[data-figure=${name}]`).textContent = words;
-  }
-}
-
 function drawPictures() {
   drawnAt = performance.now();
-  drawCharts(figures);
-  number.disabled = !cycles.length;
-  number.max = Math.max(0, cycles.length - 1);
-  if (follows && cycles.length) showCycle(cycles.length - 1);
+  if (view === "statistics") drawStatistics(now.figures);
+  if (!now.cycles.length) return;
+  if (!run || run.follows) showCycle(now.cycles.length - 1);
+  else showCycle(now.at, now.place);
 }
 
-function showCycle(step) {
-  number.value = step;
-  const count = `${step} of ${cycles.length - 1}${step === 0 ? ", the prefill" : ""}`;
+/** Show a cycle of the session that is looked at, and the place in it that says most. */
+function showCycle(step, place = null, isAsked = false) {
+  clearTimeout(slowly);
+  const cycle = now.cycles[step];
+  if (!cycle) return;
+  now.at = step;
+  const [number, last] = [byId("cycle-number"), now.cycles.length - 1];
+  number.disabled = false;
+  [number.max, number.value] = [last, step];
+  const count = `${step} of ${last}${step === 0 ? ", the prefill" : ""}`;
   byId("cycle-count").textContent = count;
   number.setAttribute("aria-valuetext", `cycle ${count}`);
-  picture.draw(cycles[step], text.kinds);
+  const spent = Object.entries(cycle.ms).map(([name, ms]) => `${name} ${milliseconds(ms)}`).join(", ");
+  byId("cycle-says").textContent = `${summary(cycle)} (${spent})`;
+  picture.draw(cycle, now.text.kinds);
+  showPlace(place ?? Math.min(numAccepted(cycle), cycle.tokens.length - 1));
+  now.text.mark(cycle.first, cycle.tokens.length);
+  enable("back", step > 0);
+  if (!isAsked) return;
+  form.open(false);
+  if (run) run.follows = step === last;
+  reveal(byId("cycle"));
+  writeLink();
 }
 
-/** Show one cycle and stay with it, unless it is the newest. */
-function browse(step) {
-  follows = step === cycles.length - 1;
-  number.max = cycles.length - 1;
-  number.disabled = false;
-  showCycle(step);
+/** Show the two distributions at a place of the cycle. */
+function showPlace(place, isAsked = false) {
+  now.place = place;
+  picture.mark(place);
+  distribution.show(now.cycles[now.at], place, now.request);
+  if (isAsked) reveal(byId("verdict") ?? byId("picture"));
 }
 
-// ----------------------------------------------------------------------- words and buttons
+/** Show the cycle that is looked at once more, phase by phase. */
+function playSlowly(phase = 0) {
+  const phases = now.at < 0 ? [] : phasesOf(now.cycles[now.at]);
+  if (!phases.length || !mayMove()) return;
+  clearTimeout(slowly);
+  picture.show(phase, true);
+  byId("cycle-says").textContent = phases[phase - 1]?.says ?? "Slowly:";
+  if (phase < phases.length) slowly = setTimeout(() => playSlowly(phase + 1), phase ? 3 * SLOW_MS : SLOW_MS);
+}
 
-const say = (words) => {
-  byId("status").textContent = words;
-};
+/** One cycle back; or on, with a new one where the last one is shown. */
+function back() { if (now.at > 0) showCycle(now.at - 1, null, true); }
+
+function onward() {
+  if (now.at >= 0 && now.at < now.cycles.length - 1) return showCycle(now.at + 1, null, true);
+  if (mode === "idle" && now.answer && !isChanged && view !== "story") return say("This is the last cycle. Run begins anew.");
+  if (mode === "idle") return begin("stepping") && select("text");
+  if (mode === "racing") return null;
+  if (mode === "running") setMode("stepping");
+  run.follows = true;
+  return run.stream.step();
+}
+
+// -------------------------------------------------------------------- words, views, address
+
+const say = (words) => { byId("status").textContent = words; };
 
 /** An error in words, marking the field that it is about and asking for a key where one is due. */
 function showError(error) {
   byId("error").replaceChildren(...(error ? [element("p", {}, error.message)] : []));
   form.mark(error?.param ?? null);
   if (error?.status === 401) form.askForKey();
+  if (error?.isGone) byId("server").textContent = "The server does not answer.";
 }
-
-const BEGUN = { running: "Running.", stepping: "Step by step.", racing: "Racing." };
 
 function setMode(wanted) {
   mode = wanted;
   const isIdle = mode === "idle";
-  // Not `disabled`, which would take the focus from whoever has just pressed it.
-  const enable = (id, isOn) => byId(id).setAttribute("aria-disabled", !isOn);
-  enable("run", isIdle || mode === "stepping");
-  enable("step", mode !== "racing");
-  enable("stop", !isIdle);
-  enable("race", isIdle);
+  const isOn = { run: !isLoading && (isIdle || mode === "stepping"), step: !isLoading && mode !== "racing", back: now.at > 0,
+    stop: !isIdle, race: !isLoading && isIdle };
+  for (const [id, on] of Object.entries(isOn)) enable(id, on);
+  chat.isBusy = isLoading || !isIdle;
   byId("run").textContent = mode === "stepping" ? "Run on" : "Run";
   byId("text").setAttribute("aria-busy", !isIdle);
-  if (!isIdle) say(BEGUN[mode]);
+  if (!isIdle) say({ running: "Running.", stepping: "Step by step.", racing: "Racing." }[mode]);
 }
 
-const onPress = (id, act) => byId(id).addEventListener("click", () => {
-  if (byId(id).getAttribute("aria-disabled") !== "true") act();
-});
+/** Show one of the views; those of texts share the panel of the cycle. */
+function select(wanted) {
+  view = wanted;
+  for (const tab of byId("tabs").children) {
+    const isChosen = tab.dataset.view === wanted;
+    tab.setAttribute("aria-selected", isChosen);
+    tab.tabIndex = isChosen ? 0 : -1;
+    byId(`view-${tab.dataset.view}`).hidden = !isChosen;
+    if (isChosen && tab.parentElement.scrollWidth > tab.parentElement.clientWidth) tab.scrollIntoView({ block: "nearest", inline: "center" });
+  }
+  if (wanted in latest) {
+    byId(`view-${wanted}`).append(byId("cycle"));
+    if (!now.cycles.length || (now.asAnswer ? "chat" : "text") !== wanted) now = latest[wanted];
+    if (now.cycles.length && !run) showCycle(now.at);
+  }
+  if (wanted !== "story") story.pause();
+  redraw();
+  const top = document.querySelector("main").getBoundingClientRect().top - byId("bar").getBoundingClientRect().bottom;
+  if (top < 0) scrollBy({ top, behavior: "instant" });
+}
+
+/** Draw anew what depends on the width of what is shown. */
+function redraw() {
+  if (view === "statistics") drawStatistics(now.figures);
+  if (view === "whatif") whatIf.draw();
+  if (view === "story") story.draw();
+  distribution.draw();
+}
+
+const SENT = ["prompt", "chat", "drafter", "num_speculative_tokens", "temperature", "top_p", "verification", "max_tokens", "seed"];
+
+/** Keep the run in the address: its request, its seed, and the cycle that is shown. */
+function writeLink() {
+  const { request, answer, at } = now;
+  if (typeof request.prompt !== "string") return; // a conversation is no single request
+  const fields = { ...request, seed: answer?.seed ?? request.seed };
+  const parts = SENT.filter((name) => fields[name] !== undefined).map((name) => [name, fields[name]]);
+  history.replaceState(null, "", `#${new URLSearchParams([...parts, ["at", at]])}`);
+}
+
+/** Run again what the address tells of, and go to its cycle. */
+function followLink() {
+  const parts = new URLSearchParams(location.hash.slice(1));
+  if (!parts.has("prompt") || mode !== "idle") return;
+  const fields = Object.fromEntries(SENT.filter((name) => parts.has(name)).map((name) => [name, parts.get(name)]));
+  form.fill({ verification: "", seed: "", ...fields, chat: fields.chat === "true" });
+  select("text");
+  begin("running", { ended: (session) => session && showCycle(Math.min(Number(parts.get("at")) || 0, session.cycles.length - 1), null, true) });
+}
 
 byId("request").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (mode === "idle") {
-    begin("running");
-  } else if (mode === "stepping") {
+  if (byId("run").getAttribute("aria-disabled") === "true") return;
+  if (mode === "stepping") {
     setMode("running");
-    follows = true;
-    run.release();
-  }
+    run.follows = true;
+    run.stream.release();
+  } else if (begin("running")) { select("text"); }
 });
-onPress("step", () => {
-  if (mode === "idle") {
-    begin("stepping");
-  } else {
-    if (mode === "running") setMode("stepping");
-    follows = true;
-    run.step();
-  }
+onPress("back", back);
+onPress("step", onward);
+onPress("stop", () => run.stream.stop());
+onPress("race", () => begin("racing") && select("race"));
+onPress("slow", () => playSlowly());
+onPress("story-try", () => select("try"));
+onPress("link", async () => {
+  const isCopied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false);
+  say(`The address of this run ${isCopied ? "is copied" : "stands above"}: it holds the request, the seed and the cycle.`);
 });
-onPress("stop", () => run.stop());
-onPress("race", () => begin("racing"));
-number.addEventListener("input", () => browse(Number(number.value)));
-addEventListener("resize", () => {
-  drawCharts(figures);
-  whatIf.draw();
-  race.draw();
+byId("cycle-number").addEventListener("input", () => showCycle(Number(byId("cycle-number").value), null, true));
+byId("tabs").addEventListener("click", (event) => event.target.dataset.view && select(event.target.dataset.view));
+addEventListener("keydown", (event) => {
+  const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  const isTaken = event.ctrlKey || event.altKey || event.metaKey || event.shiftKey || event.defaultPrevented;
+  if (!by || isTaken || event.target.closest?.("input, select, textarea, pre, [role=listbox]")) return;
+  if (event.target.closest?.("[role=tablist]")) {
+    const tabs = [...byId("tabs").children].filter((tab) => !tab.hidden);
+    const next = tabs.at((tabs.indexOf(event.target) + by) % tabs.length);
+    select(next.dataset.view);
+    next.focus();
+  } else if (view === "story") story.move(by);
+  else if (view === "text" || view === "chat") (by < 0 ? back : onward)();
 });
+byId("request").addEventListener("input", () => { isChanged = true; });
+addEventListener("resize", redraw);
+addEventListener("hashchange", followLink);
 
 // ------------------------------------------------------------------------------ the server
-
-let wasLoading = false;
 
 /** Show what the server says of itself, with 503, too; false and an error shown if nothing. */
 async function askHealth() {
   try {
-    const health = await getJson("health", form.key, [200, 503]);
-    if (health.status === "loading") {
-      wasLoading = true;
-      byId("server").textContent = `The server loads ${health.model}: ${health.stage} `
-        + `(${Math.round(health.elapsed_s)} s). The page then reloads itself.`;
-      setTimeout(load, LOADING_MS);
-      return false;
-    }
-    if (wasLoading) {
-      location.reload();
-      return false;
-    }
-    const state = health.status === "ok" ? "" : ` (${health.status})`;
-    byId("server").textContent = `Target: ${health.model}${state}. Drafters: `
-      + `${health.drafters.join(", ")}.`;
-    form.offerDrafters(health);
-    whatIf.measured = measure(health);
-    return true;
+    health = await getJson("health", form.key, [200, 503]);
   } catch (error) {
-    byId("server").textContent = "The server does not answer.";
     showError(error);
     return false;
   }
+  isLoading = health.status === "loading";
+  byId("server").classList.toggle("loading", isLoading);
+  if (mode === "idle") setMode("idle");
+  if (isLoading) {
+    byId("server").textContent = `The server loads ${health.model}: ${health.stage} (${Math.round(health.elapsed_s)} s).`;
+    say(LOADING);
+    setTimeout(load, LOADING_MS);
+    return false;
+  }
+  const state = health.status === "ok" ? "" : ` (${health.status})`;
+  byId("server").textContent = `Target: ${health.model}${state}. Drafters: ${health.drafters.join(", ")}.`;
+  form.offerDrafters(health);
+  guide.drafters = health.drafters;
+  document.querySelector("[data-view=chat]").hidden = !health.chat_template;
+  whatIf.add(fromHealth(health));
+  return true;
 }
 
-function measure(health) {
-  if (answer?.compare) return fromRace(answer);
-  return answer ? fromRun(answer, figures, health) : fromHealth(health);
+let told = null; // the story that is told
+
+/** Tell the recorded story, or the stored one while a model is being loaded. */
+async function tellStory() {
+  const recorded = await getJson("page/story.json", "");
+  if (told?.model !== recorded.model || told.stored !== recorded.stored) story.tell(recorded);
+  told = recorded;
 }
 
 async function load() {
-  if (!await askHealth()) return;
   try {
+    if (!told) await tellStory();
+    if (!await askHealth()) return;
+    if (told.stored) await tellStory();
+    if (byId("status").textContent === LOADING) say("Ready.");
     form.offerPrompts((await getJson("prompts", form.key)).prompts);
-  } catch (error) {
-    showError(error);
-  }
+    drawModel(health, told.stored ? null : told);
+    if (!told.stored) whatIf.add(fromStory(told, readCycles(told.cycles).reduce((counts, cycle) => counts.add(cycle), new Figures())));
+    followLink();
+  } catch (error) { showError(error); }
 }
 
 byId("key").addEventListener("change", () => {
@@ -260,5 +379,5 @@ byId("key").addEventListener("change", () => {
   load();
 });
 setMode("idle");
-drawCharts(figures);
+select("story");
 load();

@@ -1,118 +1,76 @@
-// The race: speculative and plain decoding of one request in two lanes whose tokens, passes and
-// time count live, then the measured speed-up against the predicted one.
+// The race: one request decoded both ways, replayed on one clock from the times that the server has
+// recorded, slowed. The figures under it are medians of three runs of each.
 
-import { byId, drawing } from "./elements.js";
+import { byId, element, mayMove, onPress } from "./elements.js";
 import { milliseconds, times, visible } from "./words.js";
 
-const BAR = 26; // px
+const REPLAY_MS = 7000; // what the slower lane takes on the screen
 
-/** One way of decoding: its text and counters. */
+/** One way of decoding: its events, each with the time at which it came. */
 class Lane {
-  tokens = 0;
-  passes = 0;
-  #began = null;
-  #ms = 0;
-  #new = "";
-
-  constructor(id) {
-    const lane = byId(id);
-    this.counts = Object.fromEntries([...lane.querySelectorAll("[data-count]")]
-      .map((span) => [span.dataset.count, span]));
-    this.box = lane.querySelector(".text");
-    this.text = this.box.appendChild(document.createTextNode(""));
-  }
-
+  #events = []; // [ms since the prefill's end, tokens, passes, text]
+  #box;
+  constructor(id) { this.#box = byId(id); }
   clear() {
-    Object.assign(this, { tokens: 0, passes: 0 });
-    [this.#began, this.#ms, this.#new] = [null, 0, ""];
-    this.text.data = "";
-    this.flush();
+    this.#events = [];
+    this.show(0);
   }
-
-  /** A cycle that came at `at` ms: time counts from the prefill's, as the server's does. */
-  add({ step, tokens, text }, at) {
-    this.#began ??= at;
-    this.#ms = at - this.#began;
-    this.tokens += tokens.length;
-    this.passes += step > 0;
-    this.#new += text;
+  add({ step, tokens, text, ms }) {
+    const [before, count, passes, all] = this.#events.at(-1) ?? [0, 0, 0, ""];
+    const took = step && ms ? ms.draft + ms.verify + ms.other : 0; // the prompt is read before the clock starts
+    this.#events.push([before + took, count + tokens.length, passes + (step > 0), all + text]);
   }
-
-  flush() {
-    this.counts.tokens.textContent = this.tokens;
-    this.counts.passes.textContent = this.passes;
-    this.counts.time.textContent = milliseconds(this.#ms);
-    if (!this.#new) return;
-    this.text.appendData(this.#new);
-    this.#new = "";
-    this.box.scrollTop = this.box.scrollHeight;
-  }
-
-  /** The server's own clock, the median of its runs. Returns ms per token after prefill. */
-  finish(timings) {
-    this.#ms = timings.predicted_ms;
-    this.flush();
-    return timings.predicted_ms / Math.max(1, timings.predicted_n - 1);
+  get ends() { return this.#events.at(-1)?.[0] ?? 0; }
+  show(ms) {
+    const [, tokens, passes, text] = this.#events.findLast(([at]) => at <= ms) ?? [0, 0, 0, ""];
+    for (const [name, count] of Object.entries({ tokens, passes })) this.#box.querySelector(`[data-count=${name}]`).textContent = count;
+    const box = this.#box.querySelector(".text");
+    box.textContent = text;
+    box.scrollTop = box.scrollHeight;
   }
 }
 
 export class Race {
-  #speculative = new Lane("lane-speculative");
-  #plain = new Lane("lane-plain");
-  #chart = byId("chart-race");
-  #says = byId("race-says");
-  #bars = null; // [label, ms per token]
-
+  #lanes = { speculative: new Lane("lane-speculative"), plain: new Lane("lane-plain") };
+  #frame = 0;
+  constructor() { onPress("race-again", () => this.#replay()); }
   start() {
-    this.#speculative.clear();
-    this.#plain.clear();
-    this.#bars = null;
-    this.#chart.replaceChildren();
-    this.#says.textContent = "";
+    cancelAnimationFrame(this.#frame);
+    for (const lane of Object.values(this.#lanes)) lane.clear();
+    byId("chart-race").replaceChildren();
+    byId("race-says").textContent = "The server runs both ways, three times each …";
+    byId("race-again").hidden = true;
+    [byId("race-clock").textContent, byId("race-pace").textContent] = ["0 ms", ""];
   }
-
-  cycle(event, at) {
-    this.#speculative.add(event, at);
-  }
-
-  plain(event, at) {
-    this.#plain.add(event, at);
-  }
-
-  flush() {
-    this.#speculative.flush();
-    this.#plain.flush();
-  }
-
+  add(name, event) { this.#lanes[name].add(event); }
+  /** It ended without figures. */
+  stop(words) { byId("race-says").textContent = words; }
   /** The verdict of an answer with a comparison; `textOf` gives the text of a token id. */
-  finish(answer, textOf) {
-    const { compare } = answer;
-    this.#bars = [
-      ["speculative", this.#speculative.finish(compare.speculative.timings)],
-      ["plain", this.#plain.finish(compare.plain.timings)],
-    ];
-    this.#says.textContent = `${speedWords(compare)} ${textWords(compare, textOf)}`;
-    this.draw();
+  finish({ compare }, textOf) {
+    const perToken = ({ timings: { predicted_ms: ms, predicted_n: count } }) => ms / Math.max(1, count - 1);
+    const most = Math.max(perToken(compare.speculative), perToken(compare.plain)) || 1;
+    byId("chart-race").replaceChildren(...["speculative", "plain"].map((name) => {
+      const ms = perToken(compare[name]);
+      const bar = element("div", { class: `race-${name}` });
+      bar.style.width = `${(100 * ms) / most}%`;
+      return element("div", {}, `${name}: ${ms.toFixed(2)} ms per token, the median of three runs`, bar);
+    }));
+    byId("race-says").textContent = `${speedWords(compare)} ${textWords(compare, textOf)}`;
+    byId("race-again").hidden = false;
+    this.#replay();
   }
-
-  /** Both times per token, on one scale. */
-  draw() {
-    if (!this.#bars) return;
-    const width = Math.max(260, this.#chart.clientWidth || 480);
-    const most = Math.max(...this.#bars.map(([, ms]) => ms)) || 1;
-    const label = this.#bars.map(([name, ms]) => `${name} ${ms.toFixed(2)} ms per token`).join();
-    const size = `0 0 ${width} ${2 * (BAR + 22)}`;
-    const svg = drawing("svg", { viewBox: size, role: "img", "aria-label": label });
-    this.#bars.forEach(([name, ms], i) => {
-      const y = i * (BAR + 22);
-      const length = Math.max(1, (width * ms) / most);
-      const words = `${name}: ${ms.toFixed(2)} ms per token`;
-      svg.append(
-        drawing("text", { x: 0, y: y + 13, class: "tick" }, words),
-        drawing("rect", { x: 0, y: y + 18, width: length, height: BAR, class: `race-${name}` }),
-      );
-    });
-    this.#chart.replaceChildren(svg);
+  #replay() {
+    cancelAnimationFrame(this.#frame);
+    const end = Math.max(...Object.values(this.#lanes).map(({ ends }) => ends));
+    const slower = Math.max(1, REPLAY_MS / (end || 1));
+    const began = performance.now();
+    const show = (ms) => {
+      for (const lane of Object.values(this.#lanes)) lane.show(ms);
+      byId("race-clock").textContent = milliseconds(Math.min(ms, end));
+      byId("race-pace").textContent = `on the server’s clock; ${mayMove() ? `replayed ${slower.toFixed(slower < 10 ? 1 : 0)} times slower` : "not replayed, as less motion is wanted"}`;
+      if (ms < end) this.#frame = requestAnimationFrame(() => show((performance.now() - began) / slower));
+    };
+    show(mayMove() ? 0 : end);
   }
 }
 
@@ -120,24 +78,18 @@ function speedWords(compare) {
   const { measured_speedup: measured, predicted_speedup: predicted, costs } = compare;
   if (measured === null) return "Too few tokens to measure a speed-up.";
   const [least, most] = compare.spread.map(times);
-  const runs = `${compare.num_runs} runs gave ${least} to ${most}`;
-  const doubt = `disturbed: the machine was busy, ${runs}`;
+  const doubt = `disturbed: the machine was busy, ${compare.num_runs} runs gave ${least} to ${most}`;
   const words = `Measured speed-up ${times(measured)}${compare.disturbed ? ` (${doubt})` : ""}`;
   if (predicted === null || costs.alpha === null) return `${words}; nothing was drafted.`;
-  return `${words}, predicted ${times(predicted)} (α ${costs.alpha.toFixed(2)}, c `
-    + `${costs.c.toFixed(2)}, t_verify ${costs.t_verify.toFixed(2)}).`;
+  return `${words}, predicted ${times(predicted)} (α ${costs.alpha.toFixed(2)}, c ${costs.c.toFixed(2)}, t_verify ${costs.t_verify.toFixed(2)}).`;
 }
 
 function textWords({ identical, first_difference: difference }, textOf) {
-  if (identical === null) {
-    return "The texts are two draws from one distribution (verified by rejection): they are not compared.";
-  }
+  if (identical === null) return "The texts are two draws from one distribution (verified by rejection): they are not compared.";
   if (identical) return "The texts are identical, token for token.";
   const [ours, theirs] = [difference.speculative_token, difference.plain_token]
     .map((id) => (id === null ? "its end" : `“${visible(textOf(id))}”`));
-  const why = difference.verdict === "near-tie" ? "a near-tie that rounding decided"
-    : difference.verdict === "bug" ? "too far apart for rounding: a bug"
-    : "where rounding may have moved the border of top-k, top-p or min-p";
-  const place = `from token ${difference.position + 1} on`;
-  return `The texts differ ${place}: ${ours} against ${theirs}, ${why}.`;
+  const why = { "near-tie": "a near-tie that rounding decided", bug: "too far apart for rounding: a bug" }[difference.verdict]
+    ?? "where rounding may have moved the border of top-k, top-p or min-p";
+  return `The texts differ from token ${difference.position + 1} on: ${ours} against ${theirs}, ${why}.`;
 }

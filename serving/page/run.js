@@ -7,38 +7,27 @@ const BUDGET_MS = 8; // of a frame: what is left over waits for the next one, an
 
 export class Run {
   #abort = new AbortController();
-  #waiting = []; // [event, when it came]
+  #waiting = []; // events
   #allowed; // cycles that may still be shown
   #frame = 0;
   #end = null; // how it ended, once it has
   #view;
-
-  /**
-   * `view` is told what to show: cycle(event, at), plain(event, at), answer(event), flush() after
-   * each frame's share, and once ended({state, error}) with "finished", "stopped" or "failed".
-   */
+  /** `view` is told what to show: take(event), flush() after each frame's share, and once ended({state, error}). */
   constructor(request, key, view, isStepping) {
     this.#view = view;
     this.#allowed = isStepping ? 1 : Infinity;
     this.#read(request, key);
   }
-
   /** Show one more cycle, when it is there; whoever ran freely goes step by step from here on. */
   step() {
-    this.#allowed = this.isStepping ? this.#allowed + 1 : 1;
+    this.#allowed = this.#allowed === Infinity ? 1 : this.#allowed + 1;
     this.#wake();
   }
-
   /** Show everything from here on. */
   release() {
     this.#allowed = Infinity;
     this.#wake();
   }
-
-  get isStepping() {
-    return this.#allowed !== Infinity;
-  }
-
   /** Hang up, which frees the server, and show nothing more. */
   stop() {
     this.#abort.abort();
@@ -46,58 +35,35 @@ export class Run {
     this.#end = { state: "stopped" }; // even if all was read, and waited to be shown
     this.#wake();
   }
-
   async #read(request, key) {
     let end = { state: "finished" };
     try {
       for await (const event of generate(request, key, this.#abort.signal)) {
         if (this.#end) return; // stopped, with more of a chunk still to read
-        this.#waiting.push([event, performance.now()]);
+        this.#waiting.push(event);
         this.#wake();
       }
     } catch (error) {
       end = { state: "failed", error };
       this.#allowed = Infinity; // nobody should have to step towards an error
     }
-    this.#finish(end);
-  }
-
-  #finish(end) {
     this.#end ??= end;
     this.#wake();
   }
-
-  #wake() {
-    this.#frame ||= requestAnimationFrame(() => this.#show());
-  }
-
+  #wake() { this.#frame ||= requestAnimationFrame(() => this.#show()); }
   #show() {
     const until = performance.now() + BUDGET_MS;
-    while (this.#waiting.length && this.#mayShow() && performance.now() < until) {
-      this.#tell(...this.#waiting.shift());
+    const mayShow = () => this.#allowed > 0 || !("step" in this.#waiting[0]);
+    while (this.#waiting.length && mayShow() && performance.now() < until) {
+      const event = this.#waiting.shift();
+      if ("step" in event) this.#allowed -= 1;
+      this.#view.take(event);
     }
     this.#view.flush();
     this.#frame = 0;
-    if (this.#waiting.length) {
-      if (this.#mayShow()) this.#wake();
-    } else if (this.#end && !this.#end.isTold) {
-      this.#end.isTold = true;
-      this.#view.ended(this.#end);
-    }
-  }
-
-  #mayShow() {
-    return this.#allowed > 0 || !("step" in this.#waiting[0][0]);
-  }
-
-  #tell(event, at) {
-    if ("plain" in event) {
-      this.#view.plain(event.plain, at);
-    } else if ("step" in event) {
-      this.#allowed -= 1;
-      this.#view.cycle(event, at);
-    } else {
-      this.#view.answer(event);
-    }
+    if (this.#waiting.length) return mayShow() && this.#wake();
+    if (!this.#end || this.#end.isTold) return null;
+    this.#end.isTold = true;
+    return this.#view.ended(this.#end);
   }
 }

@@ -1,16 +1,14 @@
 // The server as the page sees it: JSON at GET, server-sent events at POST /generate, and its
 // refusals as errors whose message is a sentence for the reader.
 
-const GONE = "The server cannot be reached. Is it still running? "
-  + "Start it with: python 08_speculative_decoding.py --port 5000";
+const GONE = "The server cannot be reached. Is it still running? Start it with: python 08_speculative_decoding.py --port 5000";
 const CUT = "The connection to the server broke off before the answer was complete.";
 
-/** What went wrong, in words; `param` is the field and `status` HTTP's, where there are any. */
+/** What went wrong, in words; `param` is the field and `status` HTTP's, where there are any; isGone: nobody answers. */
 export class ServerError extends Error {
-  constructor(message, { param = null, status = null } = {}) {
+  constructor(message, { param = null, status = null, isGone = false } = {}) {
     super(message);
-    this.param = param;
-    this.status = status;
+    Object.assign(this, { param, status, isGone });
   }
 }
 
@@ -39,7 +37,7 @@ export async function* generate(request, key, signal) {
     if (event.error) throw new ServerError(`The run failed: ${event.error.message}`, event.error);
     yield event;
   }
-  throw new ServerError(CUT);
+  throw new ServerError(CUT, { isGone: true });
 }
 
 const headersWith = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
@@ -47,9 +45,7 @@ const headersWith = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
 async function send(path, options) {
   try {
     return await fetch(path, options);
-  } catch (error) {
-    throw options.signal?.aborted ? error : new ServerError(GONE);
-  }
+  } catch (error) { throw options.signal?.aborted ? error : new ServerError(GONE, { isGone: true }); }
 }
 
 /** The data of each server-sent event; comments such as ": ping" are skipped. */
@@ -61,35 +57,25 @@ async function* messages(reader, signal) {
     if (done) return;
     const parts = (rest + decoder.decode(value, { stream: true })).split("\n\n");
     rest = parts.pop();
-    for (const part of parts) {
-      if (part.startsWith("data: ")) yield part.slice("data: ".length);
-    }
+    for (const part of parts) if (part.startsWith("data: ")) yield part.slice("data: ".length);
   }
 }
 
 async function next(reader, signal) {
   try {
     return await reader.read();
-  } catch (error) {
-    throw signal.aborted ? error : new ServerError(CUT);
-  }
+  } catch (error) { throw signal.aborted ? error : new ServerError(CUT, { isGone: true }); }
 }
 
 async function refusal(response) {
   const body = await response.json().catch(() => null);
   const { message = response.statusText, param = null } = body?.error ?? {};
   const details = { param, status: response.status };
-  if (response.status === 401) {
-    const ask = "The server asks for an API key: enter it under “How to decode”, then try again.";
-    return new ServerError(ask, details);
-  }
+  if (response.status === 401) return new ServerError("The server asks for an API key: enter it in the bar above, then try again.", details);
   if (response.status === 429) {
     const seconds = response.headers.get("Retry-After");
-    const when = seconds ? `Try again in ${seconds} s.` : "Try again in a moment.";
-    return new ServerError(`The server is busy (${message}). ${when}`, details);
+    return new ServerError(`The server is busy (${message}). Try again in ${seconds ? `${seconds} s` : "a moment"}.`, details);
   }
-  if (response.status >= 500) {
-    return new ServerError(`The server cannot do this now: ${message}.`, details);
-  }
+  if (response.status >= 500) return new ServerError(`The server cannot do this now: ${message}.`, details);
   return new ServerError(`The server refused this request: ${message}.`, details);
 }

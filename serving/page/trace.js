@@ -9,14 +9,13 @@ export function readCycle(event, previous) {
     first: previous ? previous.first + previous.tokens.length : 0, // of its tokens, in the output
     before: previous ? previous.cached[1] : 0,
     numPrompt: previous ? previous.numPrompt : event.cached[1],
+    promptText: previous ? previous.promptText : event.prompt_text ?? null,
+    promptTail: previous ? previous.promptTail : event.prompt_tail ?? [],
     pending: previous ? previous.tokens.at(-1) : null,
     proposals: event.proposals.map((id) => named({ id })),
-    tokens: event.tokens.map((token, i) => {
-      const second = event.target_top[i]?.find(({ id }) => id !== token.id);
-      return { ...named(token), runnerUp: second && named(second) };
-    }),
+    tokens: event.tokens.map(named),
     rejected: event.rejected && named(event.rejected),
-    choices: event.target_argmax.map((id) => named({ id })),
+    distributions: (event.distributions ?? []).map((entries) => entries.map(named)),
     cached: event.cached,
     controller: event.controller ?? null,
     ms: event.ms,
@@ -24,11 +23,22 @@ export function readCycle(event, previous) {
   };
 }
 
+/** All cycles of a list of events. */
+export const readCycles = (events) => events.reduce((cycles, event) => ([...cycles, readCycle(event, cycles.at(-1) ?? null)]), []);
+
 /** How many proposals were judged; none are behind an end of text among the accepted. */
 export function numJudged(cycle) {
   const isCut = cycle.tokens.at(-1).kind === "accepted";
   return isCut ? cycle.tokens.length : cycle.proposals.length;
 }
 
-export const numAccepted = (cycle) => cycle.tokens
-  .filter((token) => token.kind === "accepted").length;
+export const numAccepted = (cycle) => cycle.tokens.filter(({ kind }) => kind === "accepted").length;
+
+/** The target's own token of a cycle; null where the text ends among the accepted. */
+export const ownToken = (cycle) => (cycle.tokens.at(-1).kind === "accepted" ? null : cycle.tokens.at(-1));
+
+/** By which rule a token was chosen: rejection, greedy or coupled. */
+export function ruleOf(token) {
+  if (token.u !== undefined) return "rejection";
+  return token.total === undefined || token.total === token.score ? "greedy" : "coupled";
+}

@@ -1,107 +1,94 @@
-// What if: the expected speed-up over K for an α, c and t_verify of one's choice, the break-even
-// line at 1, and the point that this server measured.
+// What if: the expected speed-up over K for an α, c and v of one's choice, beside the curves of what
+// was measured on this server. At K = 0 nothing is drafted, t_verify is 1, and so is the speed-up.
 
-import { byId } from "./elements.js";
+import { byId, element } from "./elements.js";
 import { breakEvenAlpha, expectedSpeedup } from "./formulas.js";
 import { Plot, wholeTicks } from "./plot.js";
 import { short, times } from "./words.js";
 
 const LARGEST_K = 16;
-const INPUTS = { alpha: "alpha", k: "whatif-k", c: "cost", tVerify: "verify-cost" };
+const INPUTS = { alpha: "alpha", k: "whatif-k", c: "cost", v: "row-cost" };
+
+const curveOf = ({ alpha, c, v }) => Array.from({ length: LARGEST_K + 1 }, (_, k) => expectedSpeedup(alpha, k, c, 1 + v * k));
 
 export class WhatIf {
-  #box = byId("chart-whatif");
-  #measured = null;
-
+  #points = []; // of measured.js
   constructor() {
     for (const id of Object.values(INPUTS)) byId(id).addEventListener("input", () => this.draw());
-    byId("take-measured").addEventListener("click", () => this.#take());
     this.draw();
   }
-
-  /** A point of measured.js, or null where there is none; an older one then stays. */
-  set measured(point) {
-    this.#measured = point ?? this.#measured;
+  /** Points of measured.js, one for each drafter: a newer one takes the place of one that is not better. */
+  add(points) {
+    const known = new Map(this.#points.map((point) => [point.name, point]));
+    for (const point of points) if (!(known.get(point.name)?.rank > point.rank)) known.set(point.name, point);
+    this.#points = [...known.values()];
+    for (const point of points) this.#reach(point);
+    byId("take").replaceChildren(...this.#points.map((point) => {
+      const button = element("button", { type: "button", class: "quiet" }, `Take ${point.name}`);
+      button.addEventListener("click", () => this.#take(point));
+      return button;
+    }));
     this.draw();
   }
-
-  draw() {
-    const chosen = this.#values();
-    for (const [name, id] of Object.entries(INPUTS)) {
-      byId(`${id}-value`).textContent = name === "k" ? chosen.k : short(chosen[name]);
+  /** Let every slider reach what was measured. */
+  #reach(point) {
+    for (const name of ["c", "v"]) {
+      const input = byId(INPUTS[name]);
+      input.max = Math.max(Number(input.max), Math.ceil(point[name] * 11) / 10);
+      input.min = Math.min(Number(input.min), Math.floor(point[name] * 11) / 10);
     }
-    const speedups = Array.from({ length: LARGEST_K + 1 }, (_, k) => (
-      expectedSpeedup(chosen.alpha, k, chosen.c, chosen.tVerify)));
+  }
+  #take(point) {
+    for (const [name, id] of Object.entries(INPUTS)) byId(id).value = point[name];
+    this.draw();
+  }
+  draw() {
+    const chosen = Object.fromEntries(Object.entries(INPUTS).map(([name, id]) => [name, Number(byId(id).value)]));
+    for (const [name, id] of Object.entries(INPUTS)) byId(`${id}-value`).textContent = name === "k" ? chosen.k : short(chosen[name], name === "v" ? 3 : 2);
+    const speedups = curveOf(chosen);
     byId("whatif-says").textContent = sentence(chosen, speedups);
-    byId("take-measured").setAttribute("aria-disabled", this.#measured === null);
-    byId("measured-says").textContent = measuredWords(this.#measured);
+    byId("measured-says").replaceChildren(...this.#points.map((point) => element("span", {}, measuredWords(point))),
+      this.#points.length ? "" : "Nothing was measured yet: run or race with a drafter.");
     this.#plot(chosen, speedups);
   }
-
-  #values() {
-    const entries = Object.entries(INPUTS).map(([name, id]) => [name, Number(byId(id).value)]);
-    return Object.fromEntries(entries);
-  }
-
-  #take() {
-    if (!this.#measured) return;
-    for (const [name, id] of Object.entries(INPUTS)) byId(id).value = this.#measured[name];
-    this.draw();
-  }
-
   #plot(chosen, speedups) {
-    const point = this.#measured;
-    const most = Math.max(1.5, ...speedups, point ? point.speedup : 0) * 1.08;
-    const plot = new Plot(this.#box, `Expected speed-up over K. ${sentence(chosen, speedups)}`, {
-      xMax: LARGEST_K, yMax: most, xTitle: "K", yTitle: "expected speed-up",
-      xTicks: wholeTicks(0, LARGEST_K, 8),
-      yTicks: speedupTicks(most),
+    const curves = this.#points.map(curveOf);
+    const most = Math.max(1.5, ...speedups, ...curves.flat(), ...this.#points.map(({ speedup }) => speedup)) * 1.08;
+    const parts = most < 3 ? 2 : 1;
+    const plot = new Plot(byId("chart-whatif"), `Expected speed-up over K. ${sentence(chosen, speedups)}`, {
+      xMax: LARGEST_K, yMax: most, xTitle: "K", yTitle: "expected speed-up", xTicks: wholeTicks(0, LARGEST_K, 8),
+      yTicks: wholeTicks(0, most * parts).map(([value]) => [value / parts, `${value / parts}×`]),
     });
     plot.line(plot.x(0), plot.y(1), plot.x(LARGEST_K), plot.y(1), "break-even");
-    plot.text(plot.x(LARGEST_K) - 2, plot.y(1) - 5, "break-even", "tick end");
-    plot.curve(speedups.map((speedup, k) => [plot.x(k), plot.y(speedup)]), "curve");
-    speedups.forEach((speedup, k) => {
-      plot.add("circle", { cx: plot.x(k), cy: plot.y(speedup), r: 2.5, class: "dot" });
+    const trace = (curve, kind) => plot.curve(curve.map((speedup, k) => [plot.x(k), plot.y(speedup)]), kind);
+    curves.forEach((curve, i) => {
+      const { name, k, speedup } = this.#points[i];
+      trace(curve, "curve thin");
+      const at = Math.min(k, LARGEST_K);
+      plot.diamond(plot.x(at), plot.y(speedup), 7, "diamond measured");
+      plot.text(plot.x(at), plot.y(speedup) + 21 + 15 * i, `${name} ${times(speedup)}`, `value ${sideOf(at)}`);
     });
+    trace(speedups, "curve");
+    speedups.forEach((speedup, k) => plot.add("circle", { cx: plot.x(k), cy: plot.y(speedup), r: 2.5, class: "dot" }));
     const [x, y] = [plot.x(chosen.k), plot.y(speedups[chosen.k])];
     plot.add("circle", { cx: x, cy: y, r: 7, class: "ring" });
     plot.text(x, y - 13, times(speedups[chosen.k]), `value ${sideOf(chosen.k)}`);
-    if (point) this.#mark(plot, point);
     plot.show();
   }
-
-  #mark(plot, { k, speedup }) {
-    const [x, y] = [plot.x(Math.min(k, LARGEST_K)), plot.y(speedup)];
-    plot.diamond(x, y, 7, "diamond measured");
-    plot.text(x, y + 21, `measured ${times(speedup)}`, `value ${sideOf(k)}`);
-  }
-}
-
-/** Halves where there is room for them. */
-function speedupTicks(most) {
-  const parts = most < 3 ? 2 : 1;
-  return wholeTicks(0, most * parts).map(([value]) => [value / parts, `${value / parts}×`]);
 }
 
 /** Where a point's label goes, so that it stays inside the plot. */
 const sideOf = (k) => (k < 3 ? "start" : k > LARGEST_K - 3 ? "end" : "middle");
 
-function sentence({ alpha, k, c, tVerify }, speedups) {
+function sentence({ alpha, k, c, v }, speedups) {
   const best = speedups.indexOf(Math.max(...speedups));
-  const breakEven = k === 0 ? null : breakEvenAlpha(k, c, tVerify);
+  const breakEven = k === 0 ? null : breakEvenAlpha(k, c, 1 + v * k);
   const need = breakEven === null ? "it cannot pay" : `it pays from α ${short(breakEven)} on`;
-  const pays = k === 0 ? "this is plain decoding" : need;
-  return `K=${k}: expected ${times(speedups[k])}, ${pays}. Best for α ${short(alpha)} and `
-    + `c ${short(c)}: K=${best}, ${times(speedups[best])}.`;
+  return `K=${k}: expected ${times(speedups[k])}, t_verify ${short(1 + v * k)}, ${k === 0 ? "this is plain decoding" : need}. `
+    + `Best for α ${short(alpha)} and c ${short(c)}: K=${best}, ${times(speedups[best])}.`;
 }
 
-function measuredWords(point) {
-  if (!point) {
-    return "Nothing was measured yet: race with a drafter, or just run where the server has a "
-      + "controller.";
-  }
-  const { alpha, k, c, tVerify, speedup, source, disturbed } = point;
-  const doubt = disturbed ? ", disturbed: the machine was busy" : "";
-  return `Measured (${source}${doubt}): ${times(speedup)} with α ${short(alpha)}, `
-    + `${k.toFixed(1)} drafted per cycle, c ${short(c)}, t_verify ${short(tVerify)}.`;
+function measuredWords({ name, alpha, k, c, v, speedup, source, disturbed }) {
+  return `${name}, measured (${source}${disturbed ? ", disturbed: the machine was busy" : ""}): ${times(speedup)} with α ${short(alpha)}, `
+    + `${k.toFixed(1)} drafted per cycle, c ${short(c)}, t_verify ${short(1 + v * k)}.`;
 }

@@ -23,13 +23,18 @@ export function chance(value) {
   return short(value, value < 1 ? 3 : 2);
 }
 
-export const milliseconds = (ms) => (ms < 10_000 ? `${ms.toFixed(ms < 10 ? 1 : 0)} ms`
-  : `${(ms / 1000).toFixed(1)} s`);
+export const milliseconds = (ms) => (ms < 10_000 ? `${ms.toFixed(ms < 10 ? 1 : 0)} ms` : `${(ms / 1000).toFixed(1)} s`);
+
+/** 538060032 -> "538 MB". */
+export const bytes = (count) => {
+  const power = count >= 1e9 ? 3 : count >= 1e6 ? 2 : 1;
+  const value = count / 1000 ** power;
+  return `${value.toFixed(value < 10 ? 1 : 0)} ${["", "kB", "MB", "GB"][power]}`;
+};
 
 export const times = (factor) => (Number.isFinite(factor) ? `${factor.toFixed(2)}×` : "–");
 
-export const counted = (count, noun, plural = `${noun}s`) => (
-  `${count} ${count === 1 ? noun : plural}`);
+export const counted = (count, noun, plural = `${noun}s`) => (`${count} ${count === 1 ? noun : plural}`);
 
 /** A token whose blanks can be seen: " blue\n" -> "␣blue↵"; "∅" where it has no text. */
 export function visible(text) {
@@ -49,8 +54,7 @@ export function comparison({ p, q, u, kind, score, total }) {
 export function why(token, cycle) {
   const isCoupled = token.u === undefined;
   if (token.kind === "accepted") {
-    return isCoupled ? `Drafted, and the target’s own choice (${comparison(token)}): accepted.`
-      : `Drafted, and ${comparison(token)}: accepted.`;
+    return isCoupled ? `Drafted, and the target’s own choice (${comparison(token)}): accepted.` : `Drafted, and ${comparison(token)}: accepted.`;
   }
   if (token.kind === "recovered") {
     const refused = cycle.rejected;
@@ -59,28 +63,20 @@ export function why(token, cycle) {
     return `“${visible(refused.text)}” was drafted here and rejected (${comparison(refused)}). ${how}`;
   }
   const source = isCoupled ? `the target’s own choice (${comparison(token)})` : "drawn from p by its u";
-  if (cycle.step === 0) {
-    return `The prefill’s token: ${source}, once the prompt was read; nothing was drafted yet.`;
-  }
-  return cycle.proposals.length
-    ? `The whole draft was accepted, so the pass gives one more token, ${source}.`
+  if (cycle.step === 0) return `The prefill’s token: ${source}, once the prompt was read; nothing was drafted yet.`;
+  return cycle.proposals.length ? `The whole draft was accepted, so the pass gives one more token, ${source}.`
     : `Nothing was drafted in this cycle: plain decoding, ${source}.`;
 }
 
-/** What happened in a cycle, in one or two sentences. */
+/** What happened in a cycle, in a sentence. */
 export function summary(cycle) {
-  const [verified, kept] = cycle.cached;
   if (cycle.step === 0) {
-    return `Prefill: the prompt (${counted(kept, "token")}) was read and gave the first token, `
-      + `“${visible(cycle.tokens[0].text)}”, which is pending now.`;
+    return `The prefill read the prompt (${counted(cycle.cached[1], "token")}) and gave “${visible(cycle.tokens[0].text)}”, which is pending now.`;
   }
   const own = cycle.tokens.at(-1);
   const parts = cycle.proposals.length
-    ? [`${cycle.proposals.length} proposed`, `${numAccepted(cycle)} accepted`]
-    : ["nothing proposed, so this is plain decoding"];
+    ? [`${cycle.proposals.length} proposed`, `${numAccepted(cycle)} accepted`] : ["nothing proposed: plain decoding"];
   if (cycle.rejected) parts.push(`“${visible(cycle.rejected.text)}” rejected`);
   if (own.kind !== "accepted") parts.push(`“${visible(own.text)}” ${own.kind}`);
-  return `Cycle ${cycle.step}: ${parts.join(", ")}: ${counted(cycle.tokens.length, "token")} for `
-    + `one target pass. KV cache: ${cycle.before} before, ${verified} after the verify, ${kept} `
-    + "after the truncation.";
+  return `Cycle ${cycle.step}: ${parts.join(", ")}. ${counted(cycle.tokens.length, "token")} for one pass.`;
 }

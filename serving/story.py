@@ -1,0 +1,151 @@
+"""The run that the page opens on: recorded once, when the server starts, and shown to everybody.
+
+    record(engine) → {model, drafter, prompt, cycles, plain_ms, costs, weights, …}
+
+It is one short request with a trace, the same by plain decoding, and a few cycles of every other
+drafter that comes with the project, so that the page can say what each of them costs here. Nothing
+of it is counted in /health or learnt by the controller. A fault costs the story, never the start.
+
+To renew the one that is shown while a model loads, from the repository's root:
+
+    curl -s localhost:5000/page/story.json > serving/page/stored_story.json
+"""
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import zip_longest
+from statistics import median
+from typing import Any
+
+from control.planner import FixedK
+from control.statistics import Totals
+from drafters.timed import TimedDrafter
+from messages import Request
+
+from . import trace
+from .options import Options
+from .parsing import model_id
+from .prompts import chat_ids, prompt_ids
+
+# Who tells it, if loaded: first those that write a draft token by token.
+_TELLERS = ("draft_model", "eagle3", "mtp", "self_int8", "ngram")
+_PROMPT = "def read_lines(path):\n    with open(path) as f:\n        return f."
+_CHAT_PROMPT = "Why is the sky blue?"
+_K, _MAX_TOKENS, _NUM_PLAIN, _NUM_OTHERS = 5, 40, 12, 4  # the last two are cycles
+_LONGEST_S = 2.0  # of all together: a slow model tells less
+
+LOG = logging.getLogger(__name__)
+
+
+@contextmanager
+def uncounted(engine: Any) -> Iterator[None]:
+    """What runs in here is forgotten: by the statistics, the controller and the log."""
+    planner, engine.planner = engine.planner, FixedK()
+    told = logging.getLogger("serving.drafters")
+    told.disabled = True
+    try:
+        yield
+    finally:
+        told.disabled = False
+        engine.planner = planner
+        forget(engine)
+
+
+def forget(engine: Any) -> None:
+    """Count from here on."""
+    engine.panel.num_failures, engine.totals = 0, Totals(engine.panel.choices)
+
+
+def record(engine: Any, options: Options) -> dict[str, Any] | None:
+    """The story as JSON has it, in two seconds or so; None where no drafter can tell it."""
+    own = engine.panel.drafters
+    names = [n for n in _TELLERS if n in own and not isinstance(own[n], TimedDrafter)]
+    if not names:
+        return None
+    try:
+        with uncounted(engine):
+            return _record(engine, options, names)
+    except Exception as error:
+        LOG.debug("no story was recorded: %s", error)
+        return None
+
+
+def _record(engine: Any, options: Options, names: list[str]) -> dict[str, Any]:
+    target, end = engine.target, time.perf_counter() + _LONGEST_S
+    is_chat = options.is_chat(target.tokenizer)
+    text, read = (_CHAT_PROMPT, chat_ids) if is_chat else (_PROMPT, prompt_ids)
+    prompt = read(text, target.tokenizer, target.max_length)
+
+    def run(drafter: str | None, num_cycles: int, is_traced: bool = False) -> Iterator[Any]:
+        """Each cycle, with its event where it is to be shown."""
+        request = Request(prompt, _MAX_TOKENS, drafter, _K, trace=is_traced, is_alone=True)
+        for s, cycle in engine.generate(request):
+            yield _event(s, cycle) if is_traced else None, cycle
+            if cycle.number >= num_cycles or (cycle.number > 1 and time.perf_counter() > end):
+                return
+
+    # In turn, so that a busy machine slows both. A cache of one row holds one after the other.
+    sides = [run(names[0], _MAX_TOKENS, True), run(None, _NUM_PLAIN)]
+    pairs = zip_longest(*sides if target.cache.num_rows > 1 else map(list, sides))
+    told, plain = zip(*pairs, strict=True)
+    told, plain = ([pair for pair in side if pair] for side in (told, plain))
+    if not any(cycle.proposals for _, cycle in told):
+        raise ValueError(f"{names[0]} proposed nothing")
+    every = {names[0]: told} | {name: list(run(name, _NUM_OTHERS)) for name in names[1:]}
+    drafters, later = engine.panel.drafters, [_spans(cycle)[1] for _, cycle in plain[1:]]
+    return {
+        "stored": False,
+        "model": model_id(target.name),
+        "drafter": names[0],
+        "prompt": text,
+        "chat": is_chat,
+        "cycles": [event for event, _ in told],
+        "plain_ms": median(later),
+        "costs": {name: _costs(cycles, drafters[name]) for name, cycles in every.items()},
+        "target": weights_of(engine, options),
+    }
+
+
+def _event(s: Any, cycle: Any) -> dict[str, Any]:
+    """A cycle as the stream of a traced request shows it, without what a story does not show."""
+    event = trace.event(s, cycle)
+    event["text"] = "".join(text for text, _ in event.pop("pieces"))
+    del event["distributions"], event["target_top"]
+    known = {*event["proposals"], *(token["id"] for token in event["tokens"])}
+    event["texts"] = {i: text for i, text in event["texts"].items() if i in known}
+    return event
+
+
+def _spans(cycle: Any) -> tuple[float, float]:
+    """(draft, verify) of a cycle, in ms."""
+    began, drafted, passed, _ = cycle.times
+    return (drafted - began) * 1e3, (passed - drafted) * 1e3
+
+
+def _costs(cycles: list[Any], drafter: Any) -> dict[str, Any]:
+    """What drafting takes: ms per drafted token, ms of the passes over K + 1, and its weights."""
+    drafted = [cycle for _, cycle in cycles if cycle.proposals]  # so without the prefill
+    steps = [_spans(cycle)[0] / len(cycle.proposals) for cycle in drafted]
+    whole = [cycle for cycle in drafted if len(cycle.proposals) == _K] or drafted
+    return {
+        "step_ms": median(steps) if steps else None,
+        "verify_ms": median(_spans(cycle)[1] for cycle in whole) if whole else None,
+        "parameters": getattr(drafter, "num_step_weights", 0),
+    }
+
+
+def weights_of(engine: Any, options: Options) -> dict[str, Any]:
+    """The target in numbers: what a pass reads, and how much a text may hold."""
+    target = engine.target
+    config = target.model.config.get_text_config()
+    size = 1 if options.quantize == "int8" else target.model.dtype.itemsize
+    return {
+        "parameters": target.num_weights,
+        "layers": config.num_hidden_layers,
+        "dtype": options.quantize or str(target.model.dtype).removeprefix("torch."),
+        "weight_bytes": target.num_weights * size,
+        "vocabulary": target.vocab_size,
+        "context": target.max_length,
+    }
