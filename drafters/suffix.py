@@ -66,12 +66,17 @@ class State:
     """A request's text, and where its end stands in past outputs."""
 
     num_prompt_tokens: int
-    reads_past: bool
+    reads_past: bool  # if its rule of acceptance allows for that
     is_alone: bool = False  # neither reads past outputs nor adds to them; the panel sets it
     tokens: list[int] = field(default_factory=list)
     own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
     places: list[Place] = field(default_factory=list)  # one in each half
     version: int = -1  # of the past outputs that `places` belong to
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether past outputs may be proposed to it."""
+        return self.reads_past and not self.is_alone
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens. Drafts never come here, so a refused one needs no rollback."""
@@ -116,7 +121,7 @@ class SuffixDrafter(Drafter):
 
     def _draft(self, state: State, max_tokens: int) -> list[int]:
         tokens, best = likely(state.own.walk(state.own.end), max_tokens)
-        if state.reads_past and not state.is_alone:
+        if state.looks_back:
             state.find(self.past, 0)
             for half, place in zip(self.past.halves, state.places, strict=True):
                 if place.length > state.own.num_known:
@@ -127,7 +132,7 @@ class SuffixDrafter(Drafter):
 
     def observe(self, state: State, verdict: Verdict) -> None:
         state.extend(verdict.tokens)
-        if state.reads_past and not state.is_alone:
+        if state.looks_back:
             state.find(self.past, len(verdict.tokens))
 
     def close(self, state: State) -> None:

@@ -17,7 +17,7 @@ from .errors import RequestError
 from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, check_fields
 
 KEY_VARIABLE = "SPECULATIVE_API_KEY"
-REMEMBERED = 50_000  # tokens of past outputs: 0.4 kB each
+REMEMBERED = 50_000  # tokens of past outputs: 0.5 kB each
 ROOT = Path(__file__).resolve().parent.parent
 
 
