@@ -76,7 +76,8 @@ class SmallModelDrafter(Drafter):
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> State:
         row = self._draft.cache.open_row(len(prompt))
-        if self._prefixes:
+        # Under the rule of rejection drafts decide the text, and so would roundings of these keys.
+        if self._prefixes and sampling.is_coupled:
             self._prefixes.restore(row, list(prompt))
         return State(row, list(prompt), sampling, noise)
 

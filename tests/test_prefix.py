@@ -107,6 +107,9 @@ def test_the_draft_model_remembers_its_own_keys(demo_engine):
     for _ in range(2):
         run(demo_engine, prompt, max_tokens=8, drafter="draft_model")
     assert known.num_found - before > 256
+    held, rejecting = known.num_found, core.Sampling(temperature=1, verification="rejection")
+    run(demo_engine, prompt, max_tokens=8, drafter="draft_model", sampling=rejecting)
+    assert known.num_found == held  # drafts decide the text there, and roundings with them
 
 
 def test_memory_is_bounded_and_the_least_recently_used_goes_first(demo_engine):
