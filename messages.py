@@ -73,6 +73,7 @@ class Request:
     seed: int = 0
     logprobs: int | None = None  # of each token, and of this many likeliest ones; None = none
     trace: bool = False  # events say what the target thought, too
+    fixed_k: bool = False  # each draft has as many tokens as allowed, whether that pays or not
     is_alone: bool = False  # drafted without what others were answered, as measurements are
 
     @property

@@ -1,7 +1,7 @@
 """The planner says who drafts for each request in a cycle, and how many tokens at most.
 
 FixedK lets a request's first drafter propose as much as the request allows. Planner asks the
-controller, and tells it what a cycle cost and what came of it.
+controller, and tells it what a cycle cost and what came of it; a request may ask for fixed_k.
 """
 
 from itertools import pairwise, takewhile
@@ -19,6 +19,7 @@ class Wish(NamedTuple):
     seat: Seat
     limit: int  # drafted tokens, at most
     remaining: int  # tokens until it ends
+    is_fixed: bool = False  # it wants as many as that, whether it pays or not
 
     @classmethod
     def of(cls, s: Any) -> "Wish":
@@ -28,11 +29,17 @@ class Wish(NamedTuple):
         be verified again.
         """
         limit = min(s.request.num_speculative_tokens, s.remaining - 1) if s.num_steps else 0
-        return cls(s.seat, limit if s.seat.draft is None else 0, s.remaining)
+        limit = limit if s.seat.draft is None else 0
+        return cls(s.seat, limit, s.remaining, s.request.fixed_k)
 
     @property
     def can_draft(self) -> bool:
         return bool(self.limit and self.seat.states)
+
+    @property
+    def fixed(self) -> tuple[str, int]:
+        """The first drafter, and all that is allowed."""
+        return (next(iter(self.seat.states)), self.limit) if self.can_draft else ("", 0)
 
 
 class FixedK:
@@ -43,11 +50,7 @@ class FixedK:
 
     def plan(self, sequences: list[Any]) -> list[tuple[str, int]]:
         """Who drafts for each of the core's sequences, and how many tokens at most."""
-        wishes = map(Wish.of, sequences)
-        return [
-            (next(iter(wish.seat.states)), wish.limit) if wish.can_draft else ("", 0)
-            for wish in wishes
-        ]
+        return [Wish.of(s).fixed for s in sequences]
 
     def learn(self, seat: Seat, cycle: Cycle) -> None:
         """What became of one request's draft."""
@@ -75,18 +78,19 @@ class Planner:
         asks = [Ask(self._able(wish), wish.limit, wish.remaining) for wish in wishes]
         able = [i for i, ask in enumerate(asks) if ask.records]
         decisions = self.controller.plan([asks[i] for i in able], len(wishes))
-        plan, self._unread = [("", 0)] * len(wishes), {}
+        plan = [wish.fixed if wish.is_fixed else ("", 0) for wish in wishes]
         for i, decision in zip(able, decisions, strict=True):
-            seat, name = wishes[i].seat, decision.drafter
-            seat.decision = self.decisions[name] = decision
-            plan[i] = name, decision.num_tokens
-            if decision.num_tokens:
-                self._unread[name] = self._unread.get(name, 0) + seat.records[name].unread
+            wishes[i].seat.decision = self.decisions[decision.drafter] = decision
+            plan[i] = decision.drafter, decision.num_tokens
+        self._unread = {}
+        for wish, (name, limit) in zip(wishes, plan, strict=True):
+            if limit:
+                self._unread[name] = self._unread.get(name, 0) + wish.seat.records[name].unread
         return plan
 
     def _able(self, wish: Wish) -> dict[str, Acceptance]:
         """The records of whom to choose from: not of one that is known to have no proposal now."""
-        if not wish.can_draft:
+        if not wish.can_draft or wish.is_fixed:
             return {}
         seat, panel = wish.seat, self._panel
         able = [name for name in list(seat.states) if panel.guess(seat, name, 1) != []]

@@ -100,6 +100,7 @@ MAX_SPECULATIVE_TOKENS = 16
 _CHECKS: dict[str, Callable[[Any], str | None]] = {
     "max_tokens": _integer(1, MAX_TOKENS_LIMIT),
     "num_speculative_tokens": _integer(0, MAX_SPECULATIVE_TOKENS),
+    "fixed_k": _flag,
     "speculative": _flag,
     "stream": _flag,
     "trace": _flag,

@@ -486,6 +486,23 @@ def test_passes_are_measured_with_all_their_rows_and_prefills_not_at_all(demo_en
     assert max(rows) > 2 and all(ms > 0 for _, _, *each, _ in measured for ms in each)
 
 
+def test_a_request_may_have_its_k_beside_others_that_adapt(demo_engine, prompts):
+    """The controller, which knows that nothing pays, decides for the other one alone."""
+    loaded = scripted(wrong=lambda state, limit: [1] * limit)
+    engine, prompt = engine_of(demo_engine, loaded, {"wrong": 300}), prompts["code_class"]
+    fixed, other = (
+        engine.open(core.Request(prompt, 40, "wrong", 3, fixed_k=is_fixed))
+        for is_fixed in (True, False)
+    )
+    drafted = {fixed: [], other: []}
+    for _ in range(8):
+        for s, cycle in engine.step([fixed, other]).items():
+            drafted[s].append(len(cycle.proposals))
+    assert drafted[fixed] == [0] + 7 * [3] and sum(drafted[other]) <= 3
+    assert fixed.seat.decision is None and other.seat.decision is not None
+    engine.close(fixed), engine.close(other)
+
+
 def test_a_guess_that_fails_costs_the_drafter_and_not_the_answer(demo_engine, prompts, plain):
     drafters = scripted(own=lambda tokens, n: [0] * n)
 
