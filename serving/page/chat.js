@@ -50,7 +50,7 @@ class Answer {
   follow = () => {};
   constructor(popup, choose) {
     const label = "Tokens of this answer; Enter shows the cycle";
-    const list = element("span.tokens", { role: "listbox", hidden: true, "aria-label": label });
+    const list = element("span", { role: "listbox", hidden: true, "aria-label": label });
     const box = element("div.answer", list);
     this.read = element("pre", { tabindex: 0, "aria-label": PROMPT });
     this.figures = element("p.note", "…");

@@ -22,7 +22,7 @@ const sum = (numbers) => numbers.reduce((total, number) => total + number, 0);
 
 export class Distribution {
   #box = byId("distribution");
-  #svg = element("div.bars");
+  #svg = element("div");
   #says = element("p.says", { role: "status", id: "verdict" });
   #note = element("p.note");
   #about = null; // what is shown: entries, rule, drafted, chosen, judged, temperature, topP

@@ -37,8 +37,8 @@ const race = new Race();
 const whatIf = new WhatIf();
 const distribution = new Distribution();
 const picture = new Picture(byId("picture"), (place) => showPlace(place, true));
-const whole = { box: byId("text"), list: byId("tokens"), prompt: byId("prompt-text") };
-const text = new TokenText(whole, popup, (cycle, place) => showCycle(cycle.step, place, true));
+const parts = { box: byId("text"), list: byId("tokens"), prompt: byId("prompt-text") };
+const text = new TokenText(parts, popup, (cycle, place) => showCycle(cycle.step, place, true));
 const choose = (cycle, answer) => {
   now = answer.session;
   showCycle(cycle.step, null, true);
