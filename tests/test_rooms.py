@@ -68,6 +68,13 @@ def test_the_page_has_at_most_2500_lines():
     assert sum(path.read_text("utf-8").count("\n") for path in files if path.is_file()) <= 2500
 
 
+def test_no_line_of_the_page_is_wider_than_110_columns():
+    for path in (ROOT / "serving" / "page").iterdir():
+        if path.suffix in {".html", ".css", ".js"}:
+            for number, line in enumerate(path.read_text("utf-8").split("\n"), start=1):
+                assert len(line) <= 110, f"{path.name}, line {number}"
+
+
 def test_requirements_name_what_is_imported_each_with_a_reason():
     names = {n.split(".")[0] for m, t in TREES.items() for n in imported(m, ast.walk(t))}
     lines = (ROOT / "requirements.txt").read_text("utf-8").splitlines()

@@ -1,6 +1,6 @@
 // The charts of a run: accepted per cycle, acceptance per position, and where the time went.
 
-import { byId, element } from "./elements.js";
+import { byId, element, write } from "./elements.js";
 import { Plot, wholeTicks } from "./plot.js";
 import { milliseconds, short } from "./words.js";
 
@@ -21,16 +21,16 @@ export function drawStatistics(figures) {
   drawAccepted(byId("chart-accepted"), figures);
   drawPositions(byId("chart-positions"), figures);
   drawTime(byId("chart-time"), byId("time-split"), figures);
-  byId("controller-says").textContent = figures.controller ? `Cycle ${figures.controllerStep}: ${figures.controller}`
-    : "No controller has spoken: plain decoding, or a server with --fixed-k.";
+  write("controller-says", figures.controller ? `Cycle ${figures.controllerStep}: ${figures.controller}`
+    : "No controller has spoken: plain decoding, or a server with --fixed-k.");
 }
 
 /** A figure with its name and its formula. */
-export const entry = (name, value, more = "") => element("div", {}, element("dt", {}, name),
-  element("dd", { class: "figure", "data-figure": name }, value), element("dd", { class: "formula" }, more));
+export const entry = (name, value, more = "") => element("div", element("dt", name),
+  element("dd.figure", { "data-figure": name }, value), element("dd.formula", more));
 
 function isEmpty(box, count) {
-  if (!count) box.replaceChildren(element("p", { class: "note" }, "Nothing to show yet."));
+  if (!count) box.replaceChildren(element("p.note", "Nothing to show yet."));
   return !count;
 }
 
@@ -73,9 +73,9 @@ function drawTime(box, list, { ms, totalMs }) {
   list.replaceChildren();
   if (isEmpty(box, totalMs)) return;
   box.replaceChildren(...Object.entries(ms).map(([name, spent]) => {
-    list.append(element("li", {}, element("span", { class: `swatch time-${name}` }),
-      ` ${name} ${milliseconds(spent)}, ${Math.round((spent / totalMs) * 100)} %`));
-    const bar = element("div", { class: `time-${name}` });
+    const words = ` ${name} ${milliseconds(spent)}, ${Math.round((spent / totalMs) * 100)} %`;
+    list.append(element("li", element(`span.swatch.time-${name}`), words));
+    const bar = element(`div.time-${name}`);
     bar.style.flexGrow = spent;
     return bar;
   }));

@@ -1,9 +1,11 @@
 // A conversation with an instruct model: system, turns, and each answer token by token. Every answer
 // is a request of its own, with all turns before it put into the model's chat template.
 
-import { byId, element, enable, onPress } from "./elements.js";
+import { byId, element, enable, isOff, onPress } from "./elements.js";
 import { TokenText } from "./tokens.js";
 import { counted, milliseconds, short } from "./words.js";
+
+const PROMPT = "The prompt as the model reads it";
 
 export class Chat {
   #turns = byId("turns");
@@ -12,12 +14,12 @@ export class Chat {
   #say;
   #popup;
   #choose;
-  /** `say(messages, answer)` starts a run that is shown in `answer`; `choose(cycle, answer)` picks a cycle. */
+  /** `say(messages, answer)` shows a run in `answer`; `choose(cycle, answer)` picks a cycle of it. */
   constructor(popup, say, choose) {
     [this.#popup, this.#say, this.#choose] = [popup, say, choose];
     byId("say").addEventListener("submit", (event) => {
       event.preventDefault();
-      if (byId("send").getAttribute("aria-disabled") !== "true") this.#send();
+      if (!isOff("send")) this.#send();
     });
     onPress("forget", () => {
       this.#messages = [];
@@ -32,8 +34,8 @@ export class Chat {
     const turn = { role: "user", content: text };
     const asked = [...(system ? [{ role: "system", content: system }] : []), ...this.#messages, turn];
     const answer = new Answer(this.#popup, (cycle) => this.#choose(cycle, answer));
-    answer.ended = (whole) => { if (whole) this.#messages.push(turn, { role: "assistant", content: whole.text }); };
-    const question = element("div", { class: "turn user" }, element("p", { class: "role" }, "user"), element("p", {}, text));
+    answer.ended = ({ text: content }) => this.#messages.push(turn, { role: "assistant", content });
+    const question = element("div.turn.user", element("p.role", "user"), element("p", text));
     if (!this.#say(asked, answer)) return;
     this.#message.value = "";
     this.#turns.append(question, answer.element);
@@ -47,22 +49,26 @@ class Answer {
   ended = () => {};
   follow = () => {};
   constructor(popup, choose) {
-    const list = element("span", { role: "listbox", class: "tokens", hidden: true, "aria-label": "Tokens of this answer; Enter shows the cycle" });
-    const box = element("div", { class: "answer" }, list);
-    this.read = element("pre", { tabindex: 0, "aria-label": "The prompt as the model reads it" });
-    this.figures = element("p", { class: "note" }, "…");
-    this.element = element("div", { class: "turn assistant" }, element("p", { class: "role" }, "assistant"), box, this.figures,
-      element("details", {}, element("summary", {}, "The prompt as the model reads it"), this.read));
+    const label = "Tokens of this answer; Enter shows the cycle";
+    const list = element("span", { role: "listbox", hidden: true, "aria-label": label });
+    const box = element("div.answer", list);
+    this.read = element("pre", { tabindex: 0, "aria-label": PROMPT });
+    this.figures = element("p.note", "…");
+    const details = element("details", element("summary", PROMPT), this.read);
+    this.element = element("div.turn.assistant", element("p.role", "assistant"), box, this.figures, details);
     this.text = new TokenText({ box, list }, popup, choose);
     this.text.clear("");
   }
   /** The end of its run: the answer's event, or null where it was stopped or failed. */
   finish(whole, figures, cycles) {
     this.read.textContent = cycles[0]?.promptText ?? "";
-    const end = !whole ? "Stopped here; it does not count as a turn." : whole.finish_reason === "stop" ? "The model ended its turn." : "Cut at the limit of tokens.";
-    this.figures.textContent = `${counted(figures.tokens, "token")} in ${counted(figures.passes, "pass", "passes")}, `
-      + `${short(figures.tokensPerPass)} tokens per pass, acceptance ${short(figures.acceptanceRate)}, ${milliseconds(figures.totalMs)}. ${end}`;
-    this.ended(whole);
+    const end = !whole ? "Stopped here; it does not count as a turn."
+      : whole.finish_reason === "stop" ? "The model ended its turn." : "Cut at the limit of tokens.";
+    const { tokens, passes, tokensPerPass, acceptanceRate, totalMs } = figures;
+    this.figures.textContent = `${counted(tokens, "token")} in ${counted(passes, "pass", "passes")}, `
+      + `${short(tokensPerPass)} tokens per pass, acceptance ${short(acceptanceRate)}, `
+      + `${milliseconds(totalMs)}. ${end}`;
+    if (whole) this.ended(whole);
     this.follow();
   }
 }

@@ -5,24 +5,45 @@ const SVG = "http://www.w3.org/2000/svg"; // a name, not an address: nothing is 
 
 export const byId = (id) => document.getElementById(id);
 
-/** element("li", {class: "slot"}, "text", child); null and false are left out. */
-export const element = (name, attributes = {}, ...children) => (filled(document.createElement(name), attributes, children));
+/** Put words into the element of this id. */
+export const write = (id, words) => { byId(id).textContent = words; };
+
+/** element("li.slot", {title: "x"}, "text", child); attributes may be missing, and null is left out. */
+export const element = (tag, ...parts) => filled((name) => document.createElement(name), tag, parts);
 
 /** The same for SVG. */
-export const drawing = (name, attributes = {}, ...children) => (filled(document.createElementNS(SVG, name), attributes, children));
+export const drawing = (tag, ...parts) => filled((name) => document.createElementNS(SVG, name), tag, parts);
 
-function filled(node, attributes, children) {
-  for (const [name, value] of Object.entries(attributes)) {
-    if (value !== null && value !== undefined && value !== false) node.setAttribute(name, value === true ? "" : value);
+function filled(make, tag, parts) {
+  const [name, ...classes] = tag.split(".");
+  const [attributes, ...children] = parts[0]?.constructor === Object ? parts : [{}, ...parts];
+  const node = make(name);
+  if (classes.length) node.setAttribute("class", classes.join(" "));
+  for (const [key, value] of Object.entries(attributes)) {
+    if ((value ?? false) !== false) node.setAttribute(key, value === true ? "" : value);
   }
   node.append(...children.filter((child) => child !== null && child !== false));
   return node;
 }
 
-/** A button that can be off without `disabled`, which would take the focus from who has pressed it. */
+/** A button that does something; `tag` may give it classes. */
+export function button(words, act, tag = "button") {
+  const made = element(tag, { type: "button" }, words);
+  made.addEventListener("click", act);
+  return made;
+}
+
+/** A word that the popup explains. */
+export const explained = (word, words) => (
+  element("button.word", { type: "button", "data-word": word }, words)
+);
+
+/** A button is off without `disabled`, which would take the focus from who has pressed it. */
 export const enable = (id, isOn) => byId(id).setAttribute("aria-disabled", !isOn);
 
-export const onPress = (id, act) => byId(id).addEventListener("click", () => { if (byId(id).getAttribute("aria-disabled") !== "true") act(); });
+export const isOff = (id) => byId(id).getAttribute("aria-disabled") === "true";
+
+export const onPress = (id, act) => byId(id).addEventListener("click", () => isOff(id) || act());
 
 /** Whether pictures may move. */
 export const mayMove = () => !matchMedia("(prefers-reduced-motion: reduce)").matches;

@@ -1,12 +1,13 @@
 // The request's form: what the server offers goes in, a checked request comes out. Ranges are judged
 // by the server, which names the field; here what is no number is refused. An address can hold it all.
 
-import { byId, element } from "./elements.js";
+import { byId, element, onPress } from "./elements.js";
 import { ServerError } from "./stream.js";
 
 const NUMBERS = ["num_speculative_tokens", "temperature", "top_p", "max_tokens", "seed"];
 const CHOICES = ["drafter", "verification"];
 const FIELDS = ["prompt", ...CHOICES, ...NUMBERS];
+const NUMBER = /^[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$/i;
 const FIRST_PROMPT = "code_function";
 
 export class RequestForm {
@@ -14,9 +15,9 @@ export class RequestForm {
   #prompt = byId("prompt");
   #prompts = {};
   constructor() {
-    this.#demo.addEventListener("change", () => { if (this.#demo.value) this.#prompt.value = this.#prompts[this.#demo.value]; });
+    this.#demo.addEventListener("change", () => this.fill({ demo: this.#demo.value }));
     this.#prompt.addEventListener("input", () => { this.#demo.value = ""; });
-    byId("settings-button").addEventListener("click", () => this.open(!byId("settings").classList.contains("open")));
+    onPress("settings-button", () => this.open(!byId("settings").classList.contains("open")));
   }
   /** Show the settings, or hide them where the window is narrow. */
   open(isOpen) {
@@ -41,12 +42,13 @@ export class RequestForm {
   offerDrafters({ drafters, drafter, chat_template, speculative_decoding: { num_spec_tokens: k } }) {
     byId("chat-field").hidden = !chat_template;
     if (byId("drafter").options.length) return;
-    byId("drafter").replaceChildren(...[...drafters, "none"].map((name) => element("option", { value: name }, name)));
+    const options = [...drafters, "none"].map((name) => element("option", { value: name }, name));
+    byId("drafter").replaceChildren(...options);
     this.fill({ drafter, num_speculative_tokens: k });
   }
   /** Set some fields; `demo` is the name of a demo prompt. */
-  fill({ demo = null, chat = null, ...fields }) {
-    if (demo !== null && demo in this.#prompts) [this.#demo.value, this.#prompt.value] = [demo, this.#prompts[demo]];
+  fill({ demo = "", chat = null, ...fields }) {
+    if (demo in this.#prompts) [this.#demo.value, this.#prompt.value] = [demo, this.#prompts[demo]];
     if (chat !== null) byId("chat").checked = chat;
     for (const name of FIELDS.filter((field) => field in fields)) {
       byId(name).value = fields[name];
@@ -68,7 +70,9 @@ export class RequestForm {
     for (const name of NUMBERS) {
       const text = byId(name).value.trim().replace(",", ".");
       if (text === "") continue;
-      if (!/^[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?$/i.test(text)) throw new ServerError(`${labelOf(name)}: “${text}” is not a number.`, { param: name });
+      if (!NUMBER.test(text)) {
+        throw new ServerError(`${labelOf(name)}: “${text}” is not a number.`, { param: name });
+      }
       body[name] = Number(text);
     }
     if (Number.isInteger(body.seed) && !Number.isSafeInteger(body.seed)) {

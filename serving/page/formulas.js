@@ -6,10 +6,10 @@
 //   tVerify  the time of a target forward over k + 1 tokens, in the same unit; 1 = free
 
 /** Tokens that a cycle gives: 1 + α + … + α^k = (1 - α^(k+1)) / (1 - α). Any k, whole or not. */
-export function expectedTokens(alpha, k) { return alpha === 1 ? k + 1 : (1 - alpha ** (k + 1)) / (1 - alpha); }
+export const expectedTokens = (alpha, k) => (alpha === 1 ? k + 1 : (1 - alpha ** (k + 1)) / (1 - alpha));
 
 /** Expected tokens per time of a plain pass: above 1 speculation is faster. */
-export function expectedSpeedup(alpha, k, c, tVerify = 1) { return expectedTokens(alpha, k) / (k * c + tVerify); }
+export const expectedSpeedup = (alpha, k, c, tVerify = 1) => expectedTokens(alpha, k) / (k * c + tVerify);
 
 /** The alpha at which k drafts neither gain nor lose; null if even 1 would not do. */
 export function breakEvenAlpha(k, c, tVerify = 1) {
@@ -25,4 +25,6 @@ export function breakEvenAlpha(k, c, tVerify = 1) {
 }
 
 /** Whether a measured speed-up can only come of a busy machine: see steadiness() in formulas.py. */
-export function isDisturbed(speedup, tokensPerPass, tVerify) { return speedup > 1.05 * tokensPerPass || tVerify < 0.7 || tVerify > 3; }
+export const isDisturbed = (speedup, tokensPerPass, tVerify) => (
+  speedup > 1.05 * tokensPerPass || tVerify < 0.7 || tVerify > 3
+);

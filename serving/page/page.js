@@ -8,7 +8,7 @@
 import { drawStatistics } from "./charts.js";
 import { Chat } from "./chat.js";
 import { Distribution } from "./distribution.js";
-import { byId, element, enable, mayMove, onPress, reveal } from "./elements.js";
+import { byId, element, enable, isOff, mayMove, onPress, reveal, write } from "./elements.js";
 import { Figures } from "./figures.js";
 import { RequestForm } from "./form.js";
 import { Guide } from "./guide.js";
@@ -21,7 +21,7 @@ import { Run } from "./run.js";
 import { Story } from "./story.js";
 import { getJson } from "./stream.js";
 import { TokenText } from "./tokens.js";
-import { numAccepted, readCycle, readCycles } from "./trace.js";
+import { numAccepted, readCycle } from "./trace.js";
 import { WhatIf } from "./whatif.js";
 import { counted, milliseconds, short, summary } from "./words.js";
 
@@ -37,12 +37,13 @@ const race = new Race();
 const whatIf = new WhatIf();
 const distribution = new Distribution();
 const picture = new Picture(byId("picture"), (place) => showPlace(place, true));
-const text = new TokenText({ box: byId("text"), list: byId("tokens"), prompt: byId("prompt-text") }, popup,
-  (cycle, place) => showCycle(cycle.step, place, true));
-const chat = new Chat(popup, (messages, answer) => begin("running", { messages, answer }), (cycle, answer) => {
+const parts = { box: byId("text"), list: byId("tokens"), prompt: byId("prompt-text") };
+const text = new TokenText(parts, popup, (cycle, place) => showCycle(cycle.step, place, true));
+const choose = (cycle, answer) => {
   now = answer.session;
   showCycle(cycle.step, null, true);
-});
+};
+const chat = new Chat(popup, (messages, answer) => begin("running", { messages, answer }), choose);
 const guide = new Guide(runOnce, (result, step) => {
   now = latest.text = result;
   text.clear(result.request.prompt);
@@ -52,7 +53,9 @@ const guide = new Guide(runOnce, (result, step) => {
   showCycle(step);
 });
 
-const fresh = (more = {}) => ({ request: {}, cycles: [], figures: new Figures(), answer: null, at: -1, text, isRace: false, ...more });
+const fresh = (more) => ({
+  request: {}, cycles: [], figures: new Figures(), answer: null, at: -1, text, isRace: false, ...more,
+});
 let now = fresh();
 const latest = { text: now, chat: now }; // sessions, by the view that they are seen in
 let run = null; // {stream: a Run, session, ended: called with the session or null}
@@ -66,7 +69,7 @@ let isChanged = false; // whether the form was, since the last run
 
 // ---------------------------------------------------------------------------------- a run
 
-/** Start what the form asks for, or a conversation; false, and an error shown, if it cannot be sent. */
+/** Start what the form asks for, or a conversation; false, with an error shown, if it cannot be sent. */
 function begin(wanted, { messages = null, answer = null, ended = () => {} } = {}) {
   showError(null);
   let request;
@@ -77,15 +80,15 @@ function begin(wanted, { messages = null, answer = null, ended = () => {} } = {}
     return false;
   }
   if (messages) Object.assign(request, { prompt: messages, chat: true });
-  now = fresh({ request, isRace: wanted === "racing", ...(answer ? { text: answer.text, asAnswer: answer } : {}) });
+  now = fresh({ request, isRace: wanted === "racing", text: answer?.text ?? text, asAnswer: answer });
   latest[answer ? "chat" : "text"] = now;
   if (answer) answer.session = now;
   else text.clear(request.chat ? `${request.prompt}\n` : request.prompt);
   picture.clear();
   distribution.clear();
-  byId("cycle-says").textContent = "Cycles are drawn here as they come.";
+  write("cycle-says", "Cycles are drawn here as they come.");
   byId("warnings").replaceChildren();
-  byId("whole-text").textContent = "";
+  write("whole-text", "");
   [drawnAt, isChanged] = [0, false];
   form.open(false);
   if (now.isRace) race.start();
@@ -129,12 +132,14 @@ const shown = {
 
 function showAnswer({ answer, figures, cycles, isRace }) {
   const { finish_reason: reason, seed, usage, warnings } = answer;
-  say(`Finished (${reason}): ${counted(usage.completion_tokens, "token")} in ${counted(figures.passes, "pass", "passes")}, `
+  const passes = counted(figures.passes, "pass", "passes");
+  say(`Finished (${reason}): ${counted(usage.completion_tokens, "token")} in ${passes}, `
     + `${short(figures.tokensPerPass)} tokens per pass, seed ${seed}.`);
-  byId("whole-text").textContent = `The whole text: ${answer.text}`;
-  byId("warnings").replaceChildren(...warnings.map((words) => element("li", {}, words)));
+  write("whole-text", `The whole text: ${answer.text}`);
+  byId("warnings").replaceChildren(...warnings.map((words) => element("li", words)));
   if (!isRace) return;
-  const known = new Map(cycles.flatMap((cycle) => [...cycle.tokens, ...cycle.distributions.flat()]).map((token) => [token.id, token.text]));
+  const tokens = cycles.flatMap((cycle) => [...cycle.tokens, ...cycle.distributions.flat()]);
+  const known = new Map(tokens.map((token) => [token.id, token.text]));
   race.finish(answer, (id) => known.get(id) ?? `#${id}`);
   const point = fromRace(answer);
   if (point) whatIf.add([point]);
@@ -144,7 +149,9 @@ function showAnswer({ answer, figures, cycles, isRace }) {
 function runOnce(fields) {
   if (mode !== "idle" || isLoading) return null;
   form.fill({ temperature: 0, top_p: 1, seed: "", verification: "", chat: false, ...fields });
-  return new Promise((resolve) => { if (!begin("running", { ended: resolve })) resolve(null); });
+  return new Promise((resolve) => {
+    if (!begin("running", { ended: resolve })) resolve(null);
+  });
 }
 
 // -------------------------------------------------------------------------------- pictures
@@ -167,10 +174,10 @@ function showCycle(step, place = null, isAsked = false) {
   number.disabled = false;
   [number.max, number.value] = [last, step];
   const count = `${step} of ${last}${step === 0 ? ", the prefill" : ""}`;
-  byId("cycle-count").textContent = count;
+  write("cycle-count", count);
   number.setAttribute("aria-valuetext", `cycle ${count}`);
   const spent = Object.entries(cycle.ms).map(([name, ms]) => `${name} ${milliseconds(ms)}`).join(", ");
-  byId("cycle-says").textContent = `${summary(cycle)} (${spent})`;
+  write("cycle-says", `${summary(cycle)} (${spent})`);
   picture.draw(cycle, now.text.kinds);
   showPlace(place ?? Math.min(numAccepted(cycle), cycle.tokens.length - 1));
   now.text.mark(cycle.first, cycle.tokens.length);
@@ -196,16 +203,19 @@ function playSlowly(phase = 0) {
   if (!phases.length || !mayMove()) return;
   clearTimeout(slowly);
   picture.show(phase, true);
-  byId("cycle-says").textContent = phases[phase - 1]?.says ?? "Slowly:";
-  if (phase < phases.length) slowly = setTimeout(() => playSlowly(phase + 1), phase ? 3 * SLOW_MS : SLOW_MS);
+  write("cycle-says", phases[phase - 1]?.says ?? "Slowly:");
+  if (phase === phases.length) return;
+  slowly = setTimeout(() => playSlowly(phase + 1), phase ? 3 * SLOW_MS : SLOW_MS);
 }
 
-/** One cycle back; or on, with a new one where the last one is shown. */
+/** Go one cycle back. */
 function back() { if (now.at > 0) showCycle(now.at - 1, null, true); }
 
+/** Go one cycle on, and ask for a new one where the last one is shown. */
 function onward() {
   if (now.at >= 0 && now.at < now.cycles.length - 1) return showCycle(now.at + 1, null, true);
-  if (mode === "idle" && now.answer && !isChanged && view !== "story") return say("This is the last cycle. Run begins anew.");
+  const isEnd = now.answer && !isChanged && view !== "story";
+  if (mode === "idle" && isEnd) return say("This is the last cycle. Run begins anew.");
   if (mode === "idle") return begin("stepping") && select("text");
   if (mode === "racing") return null;
   if (mode === "running") setMode("stepping");
@@ -215,24 +225,26 @@ function onward() {
 
 // -------------------------------------------------------------------- words, views, address
 
-const say = (words) => { byId("status").textContent = words; };
+const say = (words) => write("status", words);
 
 /** An error in words, marking the field that it is about and asking for a key where one is due. */
 function showError(error) {
-  byId("error").replaceChildren(...(error ? [element("p", {}, error.message)] : []));
+  byId("error").replaceChildren(...(error ? [element("p", error.message)] : []));
   form.mark(error?.param ?? null);
   if (error?.status === 401) form.askForKey();
-  if (error?.isGone) byId("server").textContent = "The server does not answer.";
+  if (error?.isGone) write("server", "The server does not answer.");
 }
 
 function setMode(wanted) {
   mode = wanted;
   const isIdle = mode === "idle";
-  const isOn = { run: !isLoading && (isIdle || mode === "stepping"), step: !isLoading && mode !== "racing", back: now.at > 0,
-    stop: !isIdle, race: !isLoading && isIdle };
-  for (const [id, on] of Object.entries(isOn)) enable(id, on);
+  enable("run", !isLoading && (isIdle || mode === "stepping"));
+  enable("step", !isLoading && mode !== "racing");
+  enable("back", now.at > 0);
+  enable("stop", !isIdle);
+  enable("race", !isLoading && isIdle);
   chat.isBusy = isLoading || !isIdle;
-  byId("run").textContent = mode === "stepping" ? "Run on" : "Run";
+  write("run", mode === "stepping" ? "Run on" : "Run");
   byId("text").setAttribute("aria-busy", !isIdle);
   if (!isIdle) say({ running: "Running.", stepping: "Step by step.", racing: "Racing." }[mode]);
 }
@@ -245,7 +257,9 @@ function select(wanted) {
     tab.setAttribute("aria-selected", isChosen);
     tab.tabIndex = isChosen ? 0 : -1;
     byId(`view-${tab.dataset.view}`).hidden = !isChosen;
-    if (isChosen && tab.parentElement.scrollWidth > tab.parentElement.clientWidth) tab.scrollIntoView({ block: "nearest", inline: "center" });
+    if (isChosen && byId("tabs").scrollWidth > byId("tabs").clientWidth) {
+      tab.scrollIntoView({ block: "nearest", inline: "center" });
+    }
   }
   if (wanted in latest) {
     byId(`view-${wanted}`).append(byId("cycle"));
@@ -254,7 +268,8 @@ function select(wanted) {
   }
   if (wanted !== "story") story.pause();
   redraw();
-  const top = document.querySelector("main").getBoundingClientRect().top - byId("bar").getBoundingClientRect().bottom;
+  const bar = byId("bar").getBoundingClientRect();
+  const top = document.querySelector("main").getBoundingClientRect().top - bar.bottom;
   if (top < 0) scrollBy({ top, behavior: "instant" });
 }
 
@@ -266,7 +281,10 @@ function redraw() {
   distribution.draw();
 }
 
-const SENT = ["prompt", "chat", "drafter", "num_speculative_tokens", "temperature", "top_p", "verification", "max_tokens", "seed"];
+const SENT = [
+  "prompt", "chat", "drafter", "num_speculative_tokens", "temperature", "top_p", "verification",
+  "max_tokens", "seed",
+];
 
 /** Keep the run in the address: its request, its seed, and the cycle that is shown. */
 function writeLink() {
@@ -281,20 +299,26 @@ function writeLink() {
 function followLink() {
   const parts = new URLSearchParams(location.hash.slice(1));
   if (!parts.has("prompt") || mode !== "idle") return;
-  const fields = Object.fromEntries(SENT.filter((name) => parts.has(name)).map((name) => [name, parts.get(name)]));
+  const names = SENT.filter((name) => parts.has(name));
+  const fields = Object.fromEntries(names.map((name) => [name, parts.get(name)]));
+  const at = Number(parts.get("at")) || 0;
   form.fill({ verification: "", seed: "", ...fields, chat: fields.chat === "true" });
   select("text");
-  begin("running", { ended: (session) => session && showCycle(Math.min(Number(parts.get("at")) || 0, session.cycles.length - 1), null, true) });
+  begin("running", {
+    ended: (session) => session && showCycle(Math.min(at, session.cycles.length - 1), null, true),
+  });
 }
 
 byId("request").addEventListener("submit", (event) => {
   event.preventDefault();
-  if (byId("run").getAttribute("aria-disabled") === "true") return;
+  if (isOff("run")) return;
   if (mode === "stepping") {
     setMode("running");
     run.follows = true;
     run.stream.release();
-  } else if (begin("running")) { select("text"); }
+  } else if (begin("running")) {
+    select("text");
+  }
 });
 onPress("back", back);
 onPress("step", onward);
@@ -304,10 +328,11 @@ onPress("slow", () => playSlowly());
 onPress("story-try", () => select("try"));
 onPress("link", async () => {
   const isCopied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false);
-  say(`The address of this run ${isCopied ? "is copied" : "stands above"}: it holds the request, the seed and the cycle.`);
+  const where = isCopied ? "is copied" : "stands above";
+  say(`The address of this run ${where}: it holds the request, the seed and the cycle.`);
 });
-byId("cycle-number").addEventListener("input", () => showCycle(Number(byId("cycle-number").value), null, true));
-byId("tabs").addEventListener("click", (event) => event.target.dataset.view && select(event.target.dataset.view));
+byId("cycle-number").addEventListener("input", ({ target }) => showCycle(Number(target.value), null, true));
+byId("tabs").addEventListener("click", ({ target }) => target.dataset.view && select(target.dataset.view));
 addEventListener("keydown", (event) => {
   const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
   const isTaken = event.ctrlKey || event.altKey || event.metaKey || event.shiftKey || event.defaultPrevented;
@@ -338,13 +363,14 @@ async function askHealth() {
   byId("server").classList.toggle("loading", isLoading);
   if (mode === "idle") setMode("idle");
   if (isLoading) {
-    byId("server").textContent = `The server loads ${health.model}: ${health.stage} (${Math.round(health.elapsed_s)} s).`;
+    const seconds = Math.round(health.elapsed_s);
+    write("server", `The server loads ${health.model}: ${health.stage} (${seconds} s).`);
     say(LOADING);
     setTimeout(load, LOADING_MS);
     return false;
   }
   const state = health.status === "ok" ? "" : ` (${health.status})`;
-  byId("server").textContent = `Target: ${health.model}${state}. Drafters: ${health.drafters.join(", ")}.`;
+  write("server", `Target: ${health.model}${state}. Drafters: ${health.drafters.join(", ")}.`);
   form.offerDrafters(health);
   guide.drafters = health.drafters;
   document.querySelector("[data-view=chat]").hidden = !health.chat_template;
@@ -369,9 +395,11 @@ async function load() {
     if (byId("status").textContent === LOADING) say("Ready.");
     form.offerPrompts((await getJson("prompts", form.key)).prompts);
     drawModel(health, told.stored ? null : told);
-    if (!told.stored) whatIf.add(fromStory(told, readCycles(told.cycles).reduce((counts, cycle) => counts.add(cycle), new Figures())));
+    if (!told.stored) whatIf.add(fromStory(told));
     followLink();
-  } catch (error) { showError(error); }
+  } catch (error) {
+    showError(error);
+  }
 }
 
 byId("key").addEventListener("change", () => {

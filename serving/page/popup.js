@@ -6,17 +6,26 @@ import { byId } from "./elements.js";
 const GAP = 8; // px between the anchor and the popup, and to the window's edge
 const LEAVE_MS = 150; // to get from the anchor to the popup
 const WORDS = {
-  pass: "One forward of the target through all its layers. It reads every weight once, whether it looks at one position or at six.",
-  drafter: "Whatever proposes tokens: a lookup in the text, a small model, an extra layer. It never decides.",
+  pass: "One forward of the target through all its layers. It reads every weight once, whether it looks "
+    + "at one position or at six.",
+  drafter: "Whatever proposes tokens: a lookup in the text, a small model, an extra layer. It never "
+    + "decides.",
   target: "The model whose text is wanted. It judges the drafts, and only its own choices are written.",
-  pending: "The last token of the text. It is chosen, but not in the KV cache yet: the next pass reads it first.",
-  recovered: "The target’s own token in the place of the first rejected one. It costs nothing extra: the pass has it anyway.",
+  pending: "The last token of the text. It is chosen, but not in the KV cache yet: the next pass reads "
+    + "it first.",
+  recovered: "The target’s own token in the place of the first rejected one. It costs nothing extra: "
+    + "the pass has it anyway.",
   bonus: "The target’s own token after a draft that was accepted as a whole. The same pass gives it.",
   alpha: "α, the acceptance: the chance that a drafted token is accepted, once all before it were.",
-  c: "c, the cost: the time of one draft step, in passes of plain decoding. At c = 0.1 ten drafted tokens cost one pass.",
-  tverify: "t_verify, the time of a pass over K + 1 tokens, in passes over one. It is near 1 while reading the weights takes longest.",
-  cache: "The KV cache keeps each read token’s keys and values, so that a pass has to read the new tokens only. To truncate it is to lower a length.",
-  u: "u is a number drawn evenly from 0 to 1. p and q are the chances that the target and the drafter give the drafted token. It is kept if u < p / q: always where the target likes it better, else with the chance p / q.",
+  c: "c, the cost: the time of one draft step, in passes of plain decoding. At c = 0.1 ten drafted "
+    + "tokens cost one pass.",
+  tverify: "t_verify, the time of a pass over K + 1 tokens, in passes over one. It is near 1 while "
+    + "reading the weights takes longest.",
+  cache: "The KV cache keeps each read token’s keys and values, so that a pass has to read the new "
+    + "tokens only. To truncate it is to lower a length.",
+  u: "u is a number drawn evenly from 0 to 1. p and q are the chances that the target and the drafter "
+    + "give the drafted token. It is kept if u < p / q: always where the target likes it better, else "
+    + "with the chance p / q.",
 };
 
 export class Popup {

@@ -12,7 +12,7 @@ export class Run {
   #frame = 0;
   #end = null; // how it ended, once it has
   #view;
-  /** `view` is told what to show: take(event), flush() after each frame's share, and once ended({state, error}). */
+  /** `view` shows: take(event), flush() after each frame's share, and once ended({state, error}). */
   constructor(request, key, view, isStepping) {
     this.#view = view;
     this.#allowed = isStepping ? 1 : Infinity;

@@ -1,10 +1,11 @@
 // The server as the page sees it: JSON at GET, server-sent events at POST /generate, and its
 // refusals as errors whose message is a sentence for the reader.
 
-const GONE = "The server cannot be reached. Is it still running? Start it with: python 08_speculative_decoding.py --port 5000";
+const GONE = "The server cannot be reached. Is it still running? "
+  + "Start it with: python 08_speculative_decoding.py --port 5000";
 const CUT = "The connection to the server broke off before the answer was complete.";
 
-/** What went wrong, in words; `param` is the field and `status` HTTP's, where there are any; isGone: nobody answers. */
+/** What went wrong, in words; `param` is the field, `status` HTTP's; with isGone nobody answers. */
 export class ServerError extends Error {
   constructor(message, { param = null, status = null, isGone = false } = {}) {
     super(message);
@@ -45,7 +46,9 @@ const headersWith = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
 async function send(path, options) {
   try {
     return await fetch(path, options);
-  } catch (error) { throw options.signal?.aborted ? error : new ServerError(GONE, { isGone: true }); }
+  } catch (error) {
+    throw options.signal?.aborted ? error : new ServerError(GONE, { isGone: true });
+  }
 }
 
 /** The data of each server-sent event; comments such as ": ping" are skipped. */
@@ -64,18 +67,19 @@ async function* messages(reader, signal) {
 async function next(reader, signal) {
   try {
     return await reader.read();
-  } catch (error) { throw signal.aborted ? error : new ServerError(CUT, { isGone: true }); }
+  } catch (error) {
+    throw signal.aborted ? error : new ServerError(CUT, { isGone: true });
+  }
 }
 
 async function refusal(response) {
   const body = await response.json().catch(() => null);
   const { message = response.statusText, param = null } = body?.error ?? {};
-  const details = { param, status: response.status };
-  if (response.status === 401) return new ServerError("The server asks for an API key: enter it in the bar above, then try again.", details);
-  if (response.status === 429) {
-    const seconds = response.headers.get("Retry-After");
-    return new ServerError(`The server is busy (${message}). Try again in ${seconds ? `${seconds} s` : "a moment"}.`, details);
-  }
-  if (response.status >= 500) return new ServerError(`The server cannot do this now: ${message}.`, details);
-  return new ServerError(`The server refused this request: ${message}.`, details);
+  const seconds = response.headers.get("Retry-After");
+  const words = {
+    401: "The server asks for an API key: enter it in the bar above, then try again.",
+    429: `The server is busy (${message}). Try again in ${seconds ? `${seconds} s` : "a moment"}.`,
+  }[response.status];
+  const verb = response.status >= 500 ? "cannot do this now" : "refused this request";
+  return new ServerError(words ?? `The server ${verb}: ${message}.`, { param, status: response.status });
 }

@@ -6,7 +6,10 @@ import { pieces } from "./pieces.js";
 import { visible, why } from "./words.js";
 
 const NEAR_END = 48; // px: a reader who has scrolled further up than this is left there
-const MOVES = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1, PageUp: -20, PageDown: 20, Home: -Infinity, End: Infinity };
+const MOVES = {
+  ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1,
+  PageUp: -20, PageDown: 20, Home: -Infinity, End: Infinity,
+};
 
 export class TokenText {
   #box;
@@ -78,9 +81,10 @@ export class TokenText {
   #element(token, cycle, text) {
     // What ends a text or a turn is a token without text of its own: its name is shown.
     const isEnd = !text && /^<.+>$/.test(token.text);
-    const made = element("span", {
-      class: `token ${token.kind}${text.includes("\n") ? " break" : ""}${isEnd ? " special" : ""}`, role: "option", tabindex: -1,
-      "aria-selected": "false", "aria-label": `${visible(token.text)}, ${token.kind}`, "data-index": this.#tokens.length,
+    const kinds = [token.kind, text.includes("\n") && "break", isEnd && "special"].filter(Boolean);
+    const made = element(`span.token.${kinds.join(".")}`, {
+      role: "option", tabindex: -1, "aria-selected": "false",
+      "aria-label": `${visible(token.text)}, ${token.kind}`, "data-index": this.#tokens.length,
     }, isEnd ? token.text : text);
     this.#tokens.push({ token, cycle, element: made });
     return made;

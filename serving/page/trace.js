@@ -24,7 +24,11 @@ export function readCycle(event, previous) {
 }
 
 /** All cycles of a list of events. */
-export const readCycles = (events) => events.reduce((cycles, event) => ([...cycles, readCycle(event, cycles.at(-1) ?? null)]), []);
+export function readCycles(events) {
+  const cycles = [];
+  for (const event of events) cycles.push(readCycle(event, cycles.at(-1) ?? null));
+  return cycles;
+}
 
 /** How many proposals were judged; none are behind an end of text among the accepted. */
 export function numJudged(cycle) {

@@ -23,7 +23,9 @@ export function chance(value) {
   return short(value, value < 1 ? 3 : 2);
 }
 
-export const milliseconds = (ms) => (ms < 10_000 ? `${ms.toFixed(ms < 10 ? 1 : 0)} ms` : `${(ms / 1000).toFixed(1)} s`);
+export const milliseconds = (ms) => (
+  ms < 10_000 ? `${ms.toFixed(ms < 10 ? 1 : 0)} ms` : `${(ms / 1000).toFixed(1)} s`
+);
 
 /** 538060032 -> "538 MB". */
 export const bytes = (count) => {
@@ -42,6 +44,9 @@ export function visible(text) {
   return shown === "" ? "∅" : shown;
 }
 
+/** A token in quotes, with its blanks to be seen. */
+export const quoted = (token) => `“${visible(token.text)}”`;
+
 /** The rule of rejection: "u .31 < p/q .83". Else what the target's choice went by. */
 export function comparison({ p, q, u, kind, score, total }) {
   if (u !== undefined) return `u ${chance(u)} ${kind === "rejected" ? "≥" : "<"} p/q ${chance(p / q)}`;
@@ -53,17 +58,20 @@ export function comparison({ p, q, u, kind, score, total }) {
 /** Why a token stands in the text: a sentence on `token` of `cycle`. */
 export function why(token, cycle) {
   const isCoupled = token.u === undefined;
+  const reason = comparison(token);
   if (token.kind === "accepted") {
-    return isCoupled ? `Drafted, and the target’s own choice (${comparison(token)}): accepted.` : `Drafted, and ${comparison(token)}: accepted.`;
+    return isCoupled ? `Drafted, and the target’s own choice (${reason}): accepted.`
+      : `Drafted, and ${reason}: accepted.`;
   }
   if (token.kind === "recovered") {
-    const refused = cycle.rejected;
-    const how = isCoupled ? `This one is the target’s own choice (${comparison(token)}).`
+    const how = isCoupled ? `This one is the target’s own choice (${reason}).`
       : "This one was drawn from norm(max(0, p − q)); its u is that draw.";
-    return `“${visible(refused.text)}” was drafted here and rejected (${comparison(refused)}). ${how}`;
+    return `${quoted(cycle.rejected)} was drafted here and rejected (${comparison(cycle.rejected)}). ${how}`;
   }
-  const source = isCoupled ? `the target’s own choice (${comparison(token)})` : "drawn from p by its u";
-  if (cycle.step === 0) return `The prefill’s token: ${source}, once the prompt was read; nothing was drafted yet.`;
+  const source = isCoupled ? `the target’s own choice (${reason})` : "drawn from p by its u";
+  if (cycle.step === 0) {
+    return `The prefill’s token: ${source}, once the prompt was read; nothing was drafted yet.`;
+  }
   return cycle.proposals.length ? `The whole draft was accepted, so the pass gives one more token, ${source}.`
     : `Nothing was drafted in this cycle: plain decoding, ${source}.`;
 }
@@ -71,12 +79,15 @@ export function why(token, cycle) {
 /** What happened in a cycle, in a sentence. */
 export function summary(cycle) {
   if (cycle.step === 0) {
-    return `The prefill read the prompt (${counted(cycle.cached[1], "token")}) and gave “${visible(cycle.tokens[0].text)}”, which is pending now.`;
+    const prompt = counted(cycle.cached[1], "token");
+    return `The prefill read the prompt (${prompt}) and gave ${quoted(cycle.tokens[0])}, `
+      + "which is pending now.";
   }
   const own = cycle.tokens.at(-1);
-  const parts = cycle.proposals.length
-    ? [`${cycle.proposals.length} proposed`, `${numAccepted(cycle)} accepted`] : ["nothing proposed: plain decoding"];
-  if (cycle.rejected) parts.push(`“${visible(cycle.rejected.text)}” rejected`);
-  if (own.kind !== "accepted") parts.push(`“${visible(own.text)}” ${own.kind}`);
+  const n = cycle.proposals.length;
+  const parts = n ? [`${n} proposed`, `${numAccepted(cycle)} accepted`]
+    : ["nothing proposed: plain decoding"];
+  if (cycle.rejected) parts.push(`${quoted(cycle.rejected)} rejected`);
+  if (own.kind !== "accepted") parts.push(`${quoted(own)} ${own.kind}`);
   return `Cycle ${cycle.step}: ${parts.join(", ")}. ${counted(cycle.tokens.length, "token")} for one pass.`;
 }
