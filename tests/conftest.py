@@ -74,8 +74,11 @@ TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def demo_engine() -> Any:
-    """The embedded target with every drafter, its blocks in Python (see test_native)."""
-    return core.load_engine(core.Options(fixed_k=True, compile=False))
+    """The embedded target with every drafter, its blocks in Python (see test_native).
+
+    All tests share it, so no drafter may remember what it wrote for another one.
+    """
+    return core.load_engine(core.Options(fixed_k=True, compile=False, suffix_cache=0))
 
 
 @pytest.fixture(scope="session")
