@@ -41,8 +41,8 @@ export class Distribution {
     const temperature = Number(request.temperature ?? 0) || (rule === "greedy" ? 0 : 1);
     const none = cycle.proposals.length ? "Nothing was drafted for this place: the draft ended before it."
       : "Nothing was drafted.";
-    const topP = Number(request.top_p ?? 1);
-    this.#about = { entries, rule, drafted, chosen, judged, temperature, topP, none };
+    this.#about = { entries, rule, drafted, chosen, judged, temperature, none };
+    this.#about.topP = Number(request.top_p ?? 1);
     const place = drafted ? `d${i + 1}, ${quoted(drafted)}` : quoted(chosen);
     const knobs = element("div.knobs", ...this.#sliders());
     this.#box.replaceChildren(element("h3", `Why: ${place}`), this.#says, knobs, this.#svg, this.#note);

@@ -17,6 +17,10 @@ export class RequestForm {
   constructor() {
     this.#demo.addEventListener("change", () => this.fill({ demo: this.#demo.value }));
     this.#prompt.addEventListener("input", () => { this.#demo.value = ""; });
+    // The prompt is tall while it is written. A click is done before it shrinks and moves the buttons.
+    const resize = ({ target }) => this.#prompt.classList.toggle("tall", target === this.#prompt);
+    for (const kind of ["click", "keyup"]) addEventListener(kind, resize, true);
+    this.#prompt.addEventListener("focus", resize);
     onPress("settings-button", () => this.open(!byId("settings").classList.contains("open")));
   }
   /** Show the settings, or hide them where the window is narrow. */

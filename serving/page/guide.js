@@ -10,9 +10,7 @@ const perPass = ({ figures }) => short(figures.tokensPerPass);
 const perToken = ({ figures }) => figures.totalMs / Math.max(1, figures.tokens - 1);
 
 /** Each run three times, in turn, so that what disturbs the machine disturbs them all. */
-const thrice = (runs) => [1, 2, 3].flatMap((round) => (
-  runs.map(([label, fields]) => [`${label}, ${round} of 3`, fields])
-));
+const thrice = (runs) => [1, 2, 3].flatMap((n) => runs.map(([label, to]) => [`${label}, ${n} of 3`, to]));
 
 /** Of `count` runs that were made thrice, the median times per token. */
 const medians = (results, count) => Array.from({ length: count }, (_, at) => (
@@ -25,9 +23,7 @@ function fastest(times) {
   return second < ENOUGH * first ? null : times.indexOf(first);
 }
 
-const timesWords = (times) => (
-  `Time per token, medians of three runs each: ${times.map(milliseconds).join(", ")}.`
-);
+const timesWords = (times) => `Medians of the time per token: ${times.map(milliseconds).join(", ")}.`;
 const CLOSE = "The best and the second differ by less than 10 %: too close to call.";
 
 const COLOURS = { prompt: "red, green, blue, red, green,", max_tokens: 48 };
@@ -39,10 +35,8 @@ const drafts = (drafter, k = 5) => ({ drafter, num_speculative_tokens: k });
 
 /** The cycle that says most about truncation: some kept, the others rejected, and most cut. */
 function cutMost(cycles) {
-  const cut = (cycle) => {
-    const { rejected, cached: [verified, kept] } = cycle;
-    return verified - kept + (rejected && numAccepted(cycle) ? 100 : 0);
-  };
+  const isBoth = (cycle) => cycle.rejected && numAccepted(cycle) > 0;
+  const cut = (cycle) => cycle.cached[0] - cycle.cached[1] + (isBoth(cycle) ? 100 : 0);
   return cycles.reduce((a, b) => (cut(b) > cut(a) ? b : a));
 }
 
@@ -80,7 +74,7 @@ const EXPERIMENTS = [
           : "Longer drafts cost more than they saved: a guess far to the right is kept only if all "
             + "before it are, and costs as much as the first.";
       const passes = all.slice(0, 3).map(perPass).join(", ");
-      return `K = 2, 6, 14. Tokens per pass: ${passes}. ${timesWords(medians(all, 3))} ${why}`;
+      return `Tokens per pass: ${passes}. ${timesWords(medians(all, 3))} ${why}`;
     },
   },
   {
@@ -88,15 +82,13 @@ const EXPERIMENTS = [
     ask: "A model drafter guesses 12 tokens of a story in every cycle. "
       + "Is that faster than plain decoding?",
     choices: ["faster", "slower"],
-    runs: (best) => (
-      thrice([["drafted", { ...STORY, ...drafts(best, 12) }], ["plain", { ...STORY, ...PLAIN }]])
-    ),
+    runs: (best) => thrice(
+      [["drafted", { ...STORY, ...drafts(best, 12) }], ["plain", { ...STORY, ...PLAIN }]]),
     right: (all) => fastest(medians(all, 2)),
     tell(all) {
-      const why = {
-        0: "Here it did not lose: these guesses are cheap or good.",
-        1: "Drafting cost more than the passes that it saved.",
-      }[fastest(medians(all, 2))] ?? CLOSE;
+      const whys = ["Here it did not lose: these guesses are cheap or good.",
+        "Drafting cost more than the passes that it saved."];
+      const why = whys[fastest(medians(all, 2))] ?? CLOSE;
       const { drafted, accepted } = all[0].figures;
       return `Drafted, then plain. ${timesWords(medians(all, 2))} `
         + `${counted(drafted, "guess", "guesses")} were paid for and ${accepted} kept. ${why}`;
@@ -169,10 +161,7 @@ export class Guide {
     for (const [label, fields] of runs(this.#best)) {
       says.textContent = `Running: ${label} …`;
       const result = await this.#run(fields);
-      if (!result) {
-        says.textContent = "This run did not come to its end: see above.";
-        return;
-      }
+      if (!result) return says.replaceChildren("This run did not come to its end: see above.");
       results.push(result);
     }
     const came = right(results);
@@ -182,6 +171,6 @@ export class Guide {
     const look = button("Look at its cycles", () => this.#look(results[0], place ? place(results) : 1));
     says.nextElementSibling?.remove();
     says.after(look);
-    reveal(look);
+    return reveal(look);
   }
 }

@@ -46,9 +46,8 @@ const choose = (cycle, answer) => {
 const chat = new Chat(popup, (messages, answer) => begin("running", { messages, answer }), choose);
 const guide = new Guide(runOnce, (result, step) => {
   const { request, cycles } = result;
-  now = latest.text = result;
+  [now, latest.text, isChanged] = [result, result, false];
   form.fill({ verification: "", seed: "", ...request, chat: Boolean(request.chat) });
-  isChanged = false;
   text.clear(request.prompt);
   for (const cycle of cycles) text.add(cycle);
   select("text");

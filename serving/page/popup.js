@@ -24,8 +24,8 @@ const WORDS = {
     + "reading the weights takes longest.",
   cache: "The KV cache keeps each read token’s keys and values, so that a pass has to read the new "
     + "tokens only. To truncate it is to lower a length.",
-  rule: "How drafts of sampled text are judged. Coupled: drafter and target add the same noise, and a draft is "
-    + "kept if the target lands on it, too; a seed’s text is plain decoding’s, whatever is drafted. "
+  rule: "How drafts of sampled text are judged. Coupled: drafter and target add the same noise, and a draft "
+    + "is kept if the target lands on it, too; a seed’s text is plain decoding’s, whatever is drafted. "
     + "Rejection: a draft is kept with the chance p / q; only the distribution is plain decoding’s.",
   noise: "One random number for each token of the vocabulary, made from the seed and the place. The token "
     + "with the largest log p + noise is a draw from p. The drafter adds the same noise to log q, so both "

@@ -109,7 +109,7 @@ export class Story {
     const [n, gained, box] = [this.cycle.proposals.length, this.cycle.tokens.length, byId("timeline")];
     const [weights, each] = [target.weight_bytes, target.weight_bytes / target.parameters];
     const [alone, together] = [(n + 1) * plain, n * step + verify];
-    const isKnown = this.#isKnown;
+    const shown = this.#isKnown ? gained : n + 1; // of the passes; the others are dashed
     const total = Math.max(alone, together);
     const width = Math.max(280, box.clientWidth || 400);
     const x = (ms) => (ms / total) * (width - 2);
@@ -123,8 +123,8 @@ export class Story {
       svg.append(drawing("text.middle", { x: 1 + x(from + ms / 2), y: y + 22 }, said));
     };
     say(14, "One by one: each token needs a pass", "value");
-    for (let i = 0; i <= n; i += 1) block(i * plain, plain, 22, "plain-pass", !isKnown || i < gained, `pass ${i + 1}`);
-    const unused = isKnown && gained <= n ? " · dashed: not gained here" : "";
+    for (let i = 0; i <= n; i += 1) block(i * plain, plain, 22, "plain-pass", i < shown, `pass ${i + 1}`);
+    const unused = shown <= n ? " · dashed: not gained here" : "";
     const passes = counted(n + 1, "pass", "passes");
     say(72, `${passes}, ${bytes((n + 1) * weights)} read, ${milliseconds(alone)}${unused}`);
     say(108, `Guess and check: ${counted(n, "draft step")} and one pass`, "value");
