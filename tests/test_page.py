@@ -710,6 +710,7 @@ def test_where_nothing_was_drafted_there_was_no_race(page):
     says = text_of(page, "#race-says")
     assert says.startswith("Nothing was drafted, so this was no race.") and "×" not in says
     assert counts(page, "#chart-race .race-speculative") == [0]
+    assert text_of(page, "#race-clock") == ""
     assert text_of(page, "#lane-speculative .text") == text_of(page, "#tokens")
 
 

@@ -53,6 +53,7 @@ export class Race {
     if (compare.costs.alpha === null) {
       write("race-says", `Nothing was drafted, so this was no race. ${textWords(compare, textOf)}`);
       for (const lane of Object.values(this.#lanes)) lane.show(Infinity);
+      write("race-clock", "");
       return;
     }
     const most = Math.max(perToken(compare.speculative), perToken(compare.plain)) || 1;
