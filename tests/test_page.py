@@ -233,14 +233,21 @@ def test_the_story_goes_guess_by_guess_one_pass_verdicts_and_the_cut(page, port)
     for _ in range(2 * n + 4):
         page.locator("#story-back").click()
     assert lit(page) == [0, 0, 0, 0] and "pending" in text_of(page, "#story-says")
+    spoilers = ["#story-picture .cut:visible", "#timeline .plain-pass.more"]
     for guesses in range(1, n + 1):
         page.locator("#story-on").click()
         assert lit(page) == [guesses, 0, 0, 0]
+    assert counts(page, *spoilers) == [0, 0]
+    assert "This cycle gave" not in text_of(page, "#timeline-says")
     page.locator("#story-on").press("ArrowRight")
     assert lit(page) == [n, 1, 0, 0] and "One pass" in text_of(page, "#story-says")
     assert text_of(page, ".stages [aria-current]") == "2 verify"
     page.keyboard.press("ArrowLeft")
     assert lit(page) == [n, 0, 0, 0]
+    for _ in range(n + 3):
+        page.locator("#story-on").click()
+    assert counts(page, *spoilers) == [1, n + 1 - cycle["emitted_count"]]
+    assert "This cycle gave" in text_of(page, "#timeline-says")
 
 
 def test_the_timeline_sets_sequential_passes_against_draft_steps_and_one_pass(page, port):
@@ -335,6 +342,13 @@ def test_nothing_that_a_button_does_is_off_screen(open_page, size):
         page.evaluate("scrollTo(0, document.body.scrollHeight)")
         slot.evaluate("slot => slot.click()")
         assert page.evaluate(OUTSIDE, ["#verdict"]) == []
+
+
+def test_six_cards_stand_in_one_row_at_400_pixels(open_page):
+    page = open_page(viewport=NARROW)
+    tops = "slots => new Set(slots.map((slot) => slot.getBoundingClientRect().top)).size"
+    assert counts(page, "#story-picture .slot") == [6]
+    assert page.locator("#story-picture .draft > li").evaluate_all(tops) == 1
 
 
 def test_text_and_cycle_stand_side_by_side_and_stacked_where_it_is_narrow(open_page):
@@ -577,6 +591,8 @@ def test_the_coupled_rule_is_shown_as_the_same_noise_on_both(page, port):
     assert counts(page, "#distribution .mark-p")[0] > 3 and "p / q" not in text_of(page, "#verdict")
     set_slider(page, "needle", 3)
     assert "Noise made here" in text_of(page, "#verdict")
+    page.get_by_role("button", name="What is the noise?").focus()
+    assert "made from the seed and the place" in text_of(page, "#popup")
 
 
 def visible(text):
@@ -591,6 +607,10 @@ def test_greedy_decoding_has_no_u_and_no_noise(page):
     assert "rejected" in text_of(page, "#verdict")
     assert counts(page, "#distribution input", "#distribution .bar-q") == [0, 0]
     assert "there is no u" in text_of(page, "#distribution .note")
+    run(page, drafter="none")
+    page.locator("#tokens .token").nth(3).click()
+    assert "Nothing was drafted." in text_of(page, "#verdict")
+    assert "bonus" not in text_of(page, "#cycle-says") + text_of(page, "#picture")
 
 
 def test_temperature_and_top_p_change_the_bars(page):
@@ -683,6 +703,15 @@ def test_a_race_replays_both_and_shows_measured_and_predicted(page):
     show(page, "whatif")
     assert counts(page, "#chart-whatif .measured")[0] >= 1
     assert "the last race" in text_of(page, "#measured-says")
+
+
+def test_where_nothing_was_drafted_there_was_no_race(page):
+    run(page, "#race", **COLOURS | {"drafter": "none"})
+    says = text_of(page, "#race-says")
+    assert says.startswith("Nothing was drafted, so this was no race.") and "×" not in says
+    assert counts(page, "#chart-race .race-speculative") == [0]
+    assert text_of(page, "#race-clock") == ""
+    assert text_of(page, "#lane-speculative .text") == text_of(page, "#tokens")
 
 
 def test_a_race_is_replayed_on_one_clock_from_the_servers_times(open_page):
@@ -817,6 +846,16 @@ def test_what_if_knows_the_drafters_that_the_controller_has_timed(adaptive_page)
 # ------------------------------------------------------------------------- experiments and words
 
 
+def test_a_named_drafter_drafts_k_tokens_and_with_auto_the_controller_decides(adaptive_page):
+    page, sent = adaptive_page, []
+    page.on("request", lambda request: request.post_data and sent.append(request.post_data))
+    for drafter in ("draft_model", "auto"):
+        run(page, **SAMPLED | {"drafter": drafter, "max_tokens": 12})
+    assert [json.loads(body).get("fixed_k", False) for body in sent] == [True, False]
+    hint = page.locator("#num_speculative_tokens").get_attribute("title")
+    assert "the controller may draft fewer, or none" in hint
+
+
 def test_an_experiment_asks_for_a_prediction_runs_and_tells_what_came(page, port):
     show(page, "try")
     assert counts(page, "#experiments button") == [5]
@@ -829,15 +868,45 @@ def test_an_experiment_asks_for_a_prediction_runs_and_tells_what_came(page, port
         metrics = generate(port, prompt=prompt, **fields)[1]["metrics"]["speculative_decoding"]
         assert shown == pytest.approx(metrics["tokens_per_pass"], abs=0.006)
     page.get_by_role("button", name="Look at its cycles").click()
-    assert text_of(page, "#prompt-text") == COLOURS["prompt"] and "1 of" in text_of(
-        page, "#cycle-count"
-    )
+    assert "1 of" in text_of(page, "#cycle-count")
+    assert text_of(page, "#prompt-text") == page.input_value("#prompt") == COLOURS["prompt"]
+    assert f"{said[0]:.2f} tokens per pass" in text_of(page, "#status")  # of the run that is shown
+
+
+@pytest.mark.parametrize(
+    ("slow", "choice", "words"),
+    [
+        ([1, 1.05, 3], "K = 2", "You predicted “K = 2”; nothing is proved.*too close to call"),
+        ([2, 1, 3], "K = 6", "As you predicted.*Longer drafts cost more than they saved"),
+        ([3, 2, 1], "K = 2", "You predicted “K = 2”; it was “K = 14”.*enough guesses were kept"),
+    ],
+)
+def test_the_best_k_is_judged_by_medians_and_the_reason_follows(page, slow, choice, words):
+    """The first round is disturbed, which the median of three leaves out."""
+    asked = []
+
+    def answer(route):
+        k = json.loads(route.request.post_data)["num_speculative_tokens"]
+        asked.append(k)
+        verify = 500 if len(asked) == 1 else 10 * dict(zip([2, 6, 14], slow, strict=True))[k]
+        ms = {"draft": 0, "verify": verify, "other": 0}
+        cycles = [event(0, [("a", "bonus")], 0), event(1, [("b", "bonus")], 5, ms=ms)]
+        data = [*cycles, answer_of(cycles)]
+        body = "".join(f"data: {json.dumps(one)}\n\n" for one in data) + "data: [DONE]\n\n"
+        route.fulfill(body=body, content_type="text/event-stream")
+
+    page.route("**/generate", answer)
+    show(page, "try")
+    page.get_by_role("button", name="Raise K").click()
+    page.get_by_role("button", name=choice, exact=True).click()
+    page.locator("#experiment .says", has_text=re.compile(words)).wait_for()
+    assert asked == [2, 6, 14] * 3
 
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("Raise K", "Tokens per pass: "), ("See it lose", "per token drafted"),
-     ("Sample", "The same text, in "), ("Read the cache", "By 3: the pending token")],
+    [("Raise K", "Tokens per pass: "), ("See it lose", "guesses were paid for"),
+     ("Sample", "The same text, in "), ("Read the cache", "it was “by those kept and one”")],
 )  # fmt: skip
 def test_every_experiment_comes_to_its_end(page, name, words):
     show(page, "try")
@@ -846,12 +915,16 @@ def test_every_experiment_comes_to_its_end(page, name, words):
     page.locator("#experiment .says", has_text=words).wait_for()
     page.get_by_role("button", name="Look at its cycles").click()
     assert page.locator("#picture .cache").is_visible()
+    if name == "Read the cache":  # of its cycle some drafts were kept, and one rejected
+        kept, rejected = counts(page, "#picture .slot.accepted", "#picture .slot.rejected")
+        assert kept > 0 and rejected == 1
 
 
 def test_words_with_a_dotted_line_explain_themselves(page):
     """To the pointer and to the keyboard."""
     explained = page.locator("[data-word]").evaluate_all("all => all.map((w) => w.dataset.word)")
-    assert {"pending", "recovered", "bonus", "alpha", "c", "tverify"} <= set(explained)
+    words = {"pending", "recovered", "bonus", "alpha", "c", "tverify", "rule"}
+    assert words <= set(explained)
     popup = page.locator("#popup")
     for word in page.locator("#view-story .word").all():
         word.focus()
@@ -867,11 +940,16 @@ def test_the_model_card_and_the_drafters_have_their_figures(page, port):
     show(page, "model")
     target = health(port)["target"]
     card = text_of(page, "#model-card")
-    for value in (f"{target['parameters'] / 1e6:.1f} M", target["dtype"], "to the bit"):
+    exact = "by the rule of rejection only the distribution is"
+    for value in (f"{target['parameters'] / 1e6:.1f} M", target["dtype"], "to the bit", exact):
         assert value in card
     for name in ("ngram", "draft_model", "mtp"):
         words = page.locator("#drafters li", has_text=name).first.text_content()
         assert "for each guess" in words and "c = " in words
+    costs = json.loads(call(port, "GET", "/page/story.json")[2])["costs"]
+    read = costs["draft_model"]["parameters"] * target["weight_bytes"] / target["parameters"]
+    words = page.locator("#drafters li", has_text="draft_model").first.text_content()
+    assert f"A step reads {read / 1e6:.1f} MB" in words
 
 
 # ------------------------------------------------------------------------------------------ chat
@@ -965,13 +1043,27 @@ def test_a_bad_value_is_told_in_the_servers_words_and_its_field_is_marked(open_p
     page.locator("#run").click()
     alert = page.locator("#error p")
     alert.wait_for()
-    assert "num_speculative_tokens must be an integer from 0 to 16" in alert.text_content()
+    assert "K must be an integer from 0 to 16" in alert.text_content()
     assert page.locator("#error").get_attribute("role") == "alert"
     field = page.locator("#num_speculative_tokens")
     assert field.get_attribute("aria-invalid") == "true" and field.is_visible()  # settings opened
     expect_failed_load(complaints, "400")
-    run(page, num_speculative_tokens=4)
-    assert counts(page, "#error p") == [0] and field.get_attribute("aria-invalid") == "false"
+    fill(page, num_speculative_tokens=4)
+    assert counts(page, "#error p", "[data-wrong]") == [0, 0]  # as soon as it is corrected
+    run(page)
+    assert field.get_attribute("aria-invalid") == "false"
+
+
+def test_a_run_without_a_prompt_asks_for_one(page):
+    """The button is hit although the field that the reader comes from shrinks."""
+    sent = []
+    page.on("request", lambda request: sent.append(request.method))
+    fill(page, prompt="")
+    page.locator("#run").click()
+    page.locator("#error", has_text="Write a prompt first").wait_for()
+    assert page.locator("#prompt").get_attribute("aria-invalid") == "true" and "POST" not in sent
+    page.locator("#demo-prompt").select_option("hard_story")
+    assert counts(page, "#error p", "[data-wrong]") == [0, 0]
 
 
 def test_a_server_that_goes_away_is_told_in_the_middle_and_after(open_page, complaints):

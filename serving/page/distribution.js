@@ -39,7 +39,10 @@ export class Distribution {
     const judged = i === numAccepted(cycle) && cycle.rejected ? cycle.rejected : chosen;
     const rule = ruleOf(chosen);
     const temperature = Number(request.temperature ?? 0) || (rule === "greedy" ? 0 : 1);
-    this.#about = { entries, rule, drafted, chosen, judged, temperature, topP: Number(request.top_p ?? 1) };
+    const none = cycle.proposals.length ? "Nothing was drafted for this place: the draft ended before it."
+      : "Nothing was drafted.";
+    this.#about = { entries, rule, drafted, chosen, judged, temperature, none };
+    this.#about.topP = Number(request.top_p ?? 1);
     const place = drafted ? `d${i + 1}, ${quoted(drafted)}` : quoted(chosen);
     const knobs = element("div.knobs", ...this.#sliders());
     this.#box.replaceChildren(element("h3", `Why: ${place}`), this.#says, knobs, this.#svg, this.#note);
@@ -77,6 +80,7 @@ export class Distribution {
     else this.#greedy(shown);
     this.#note.replaceChildren(this.#source(isMoved));
     if (rule === "rejection") this.#note.append(" ", explained("u", "What is u?"));
+    if (rule === "coupled") this.#note.append(" ", explained("noise", "What is the noise?"));
   }
   /** Where the bars come from. */
   #source(isMoved) {
@@ -119,19 +123,19 @@ export class Distribution {
     return entries.map((entry, i) => ({ ...entry, p: p[i], q: q[i] }));
   }
   #greedy(entries) {
-    const { drafted, chosen } = this.#about;
+    const { drafted, chosen, none } = this.#about;
     this.#bars(entries, { same: chosen.id });
-    const draft = !drafted ? `${quoted(chosen)}. Nothing was drafted here.`
+    const draft = !drafted ? `${quoted(chosen)}. ${none}`
       : drafted.id === chosen.id ? `the draft, ${quoted(drafted)}: kept.`
         : `${quoted(chosen)}, the draft was ${quoted(drafted)}: rejected.`;
     this.#says.textContent = `The target’s best is ${draft}`;
   }
   #rejection(entries, u) {
-    const { drafted, chosen, judged } = this.#about;
+    const { drafted, chosen, judged, none } = this.#about;
     if (!drafted) {
       this.#bars(entries, { same: chosen.id });
       const draw = `${quoted(chosen)} was drawn from p by u = ${chance(chosen.u)}`;
-      this.#says.textContent = `Nothing was drafted here: ${draw}.`;
+      this.#says.textContent = `${none} ${draw}.`;
       return;
     }
     const entry = entries.find(({ id }) => id === drafted.id);
@@ -146,7 +150,7 @@ export class Distribution {
       + `${chance(share)}: ${quoted(drafted)} is ${verdict}.${moved}`;
   }
   #coupled(entries, number) {
-    const { drafted } = this.#about;
+    const { drafted, none } = this.#about;
     const noisy = entries.map((entry) => {
       const noise = number ? gumbel(number, entry.id) : entry.noise;
       const q = this.#q(entry);
@@ -158,7 +162,7 @@ export class Distribution {
     this.#bars(noisy, { same: own.id, noisy, guess });
     const lands = `With the same noise the drafter lands on ${guess && quoted(guess)}`;
     const words = !guess
-      ? `Nothing was drafted here. With its noise ${quoted(own)} is the largest of p: the target’s choice.`
+      ? `${none} With its noise ${quoted(own)} is the largest of p: the target’s choice.`
       : own.id === guess.id ? `The same noise was added to both, and both land on ${quoted(own)}: kept.`
         : `${lands}, the target on ${quoted(own)}: rejected.`;
     this.#says.textContent = words + (number ? " (Noise made here; the run had another.)" : "");

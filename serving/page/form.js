@@ -17,6 +17,10 @@ export class RequestForm {
   constructor() {
     this.#demo.addEventListener("change", () => this.fill({ demo: this.#demo.value }));
     this.#prompt.addEventListener("input", () => { this.#demo.value = ""; });
+    // The prompt is tall while it is written. A click is done before it shrinks and moves the buttons.
+    const resize = ({ target }) => this.#prompt.classList.toggle("tall", target === this.#prompt);
+    for (const kind of ["click", "keyup"]) addEventListener(kind, resize, true);
+    this.#prompt.addEventListener("focus", resize);
     onPress("settings-button", () => this.open(!byId("settings").classList.contains("open")));
   }
   /** Show the settings, or hide them where the window is narrow. */
@@ -61,12 +65,17 @@ export class RequestForm {
     byId("key-field").hidden = false;
     this.open(true);
   }
-  /** The request as the server wants it; empty fields are left to its defaults. */
-  request(isRace) {
-    const body = { prompt: this.#prompt.value, stream: true, trace: true };
+  /**
+   * The request as the server wants it; empty fields are left to its defaults. A named drafter drafts as
+   * many tokens as K says; with auto the controller decides. `messages` go instead of the prompt.
+   */
+  request(isRace, messages = null) {
+    const body = { prompt: messages ?? this.#prompt.value, stream: true, trace: true };
+    if (!body.prompt.length) throw new ServerError("Write a prompt first.", { param: "prompt" });
     if (isRace) body.compare = true;
-    if (this.asksForChat && byId("chat").checked) body.chat = true;
+    if (messages || (this.asksForChat && byId("chat").checked)) body.chat = true;
     for (const name of CHOICES) if (byId(name).value) body[name] = byId(name).value;
+    if (body.drafter && body.drafter !== "auto") body.fixed_k = true;
     for (const name of NUMBERS) {
       const text = byId(name).value.trim().replace(",", ".");
       if (text === "") continue;
@@ -87,6 +96,10 @@ export class RequestForm {
       byId(name).setAttribute("aria-invalid", name === param);
     }
     if (FIELDS.includes(param)) this.open(true);
+  }
+  /** An error's words, with the field called as it is here. */
+  words({ message, param }) {
+    return NUMBERS.includes(param) ? message.replace(param, labelOf(param)) : message;
   }
 }
 

@@ -29,19 +29,22 @@ export function drawModel({ model, target, model_card: card, bitwise_lossless: i
     entry("layers", target.layers),
     entry("weights", bytes(target.weight_bytes), `${target.dtype}; every pass reads them all`),
     entry("one pass", story ? milliseconds(story.plain_ms) : "–", "median, one token, recorded at the start"),
-    isExact ? entry("exact", "to the bit", "the text is plain decoding’s, checked at the start")
+    isExact ? entry("exact", "to the bit", "greedy and coupled text is plain decoding’s, checked at the "
+      + "start; by the rule of rejection only the distribution is")
       : entry("exact", "not to the bit", "rounding may decide near-ties"),
   );
   byId("drafters").replaceChildren(...drafters.map((name) => {
     const words = KINDS[name] ?? "A drafter of your own.";
-    return element("li", element("h3", name), element("p", words), element("p.note", costOf(name, story)));
+    const cost = element("p.note", costOf(name, story, target));
+    return element("li", element("h3", name), element("p", words), cost);
   }));
 }
 
-function costOf(name, story) {
+function costOf(name, story, target) {
   const costs = story?.costs[name];
   if (!costs) return "";
-  const size = costs.parameters ? `${millions(costs.parameters)} weights; ` : "";
+  const read = costs.parameters * target.weight_bytes / target.parameters;
+  const size = read ? `A step reads ${bytes(read)}; ` : "";
   const step = costs.step_ms;
   if (!step) return `${size}it guessed nothing in the recording.`;
   return `${size}${milliseconds(step)} for each guess, c = ${short(step / story.plain_ms)}.`;

@@ -21,7 +21,7 @@ import { Run } from "./run.js";
 import { Story } from "./story.js";
 import { getJson } from "./stream.js";
 import { TokenText } from "./tokens.js";
-import { numAccepted, readCycle } from "./trace.js";
+import { numAccepted, readCycle, ruleOf } from "./trace.js";
 import { WhatIf } from "./whatif.js";
 import { counted, milliseconds, short, summary } from "./words.js";
 
@@ -45,12 +45,16 @@ const choose = (cycle, answer) => {
 };
 const chat = new Chat(popup, (messages, answer) => begin("running", { messages, answer }), choose);
 const guide = new Guide(runOnce, (result, step) => {
-  now = latest.text = result;
-  text.clear(result.request.prompt);
-  for (const cycle of result.cycles) text.add(cycle);
+  const { request, cycles } = result;
+  [now, latest.text, isChanged] = [result, result, false];
+  form.fill({ verification: "", seed: "", ...request, chat: Boolean(request.chat) });
+  text.clear(request.prompt);
+  for (const cycle of cycles) text.add(cycle);
   select("text");
   text.flush();
+  showAnswer(result);
   showCycle(step);
+  writeLink();
 });
 
 const fresh = (more) => ({
@@ -74,12 +78,11 @@ function begin(wanted, { messages = null, answer = null, ended = () => {} } = {}
   showError(null);
   let request;
   try {
-    request = form.request(wanted === "racing");
+    request = form.request(wanted === "racing", messages);
   } catch (error) {
     showError(error);
     return false;
   }
-  if (messages) Object.assign(request, { prompt: messages, chat: true });
   now = fresh({ request, isRace: wanted === "racing", text: answer?.text ?? text, asAnswer: answer });
   latest[answer ? "chat" : "text"] = now;
   if (answer) answer.session = now;
@@ -229,7 +232,7 @@ const say = (words) => write("status", words);
 
 /** An error in words, marking the field that it is about and asking for a key where one is due. */
 function showError(error) {
-  byId("error").replaceChildren(...(error ? [element("p", error.message)] : []));
+  byId("error").replaceChildren(...(error ? [element("p", form.words(error))] : []));
   form.mark(error?.param ?? null);
   if (error?.status === 401) form.askForKey();
   if (error?.isGone) write("server", "The server does not answer.");
@@ -329,7 +332,9 @@ onPress("story-try", () => select("try"));
 onPress("link", async () => {
   const isCopied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false);
   const where = isCopied ? "is copied" : "stands above";
-  say(`The address of this run ${where}: it holds the request, the seed and the cycle.`);
+  const isDrawn = now.cycles.length && ruleOf(now.cycles[0].tokens[0]) === "rejection";
+  const doubt = isDrawn ? " By the rule of rejection the text depends on the drafts, too." : "";
+  say(`The address of this run ${where}: it holds the request, the seed and the cycle.${doubt}`);
 });
 byId("cycle-number").addEventListener("input", ({ target }) => showCycle(Number(target.value), null, true));
 byId("tabs").addEventListener("click", ({ target }) => target.dataset.view && select(target.dataset.view));
@@ -345,7 +350,10 @@ addEventListener("keydown", (event) => {
   } else if (view === "story") story.move(by);
   else if (view === "text" || view === "chat") (by < 0 ? back : onward)();
 });
-byId("request").addEventListener("input", () => { isChanged = true; });
+byId("request").addEventListener("input", ({ target }) => {
+  isChanged = true;
+  if (target.matches("[data-wrong], #demo-prompt")) showError(null); // it is being corrected
+});
 addEventListener("resize", redraw);
 addEventListener("hashchange", followLink);
 

@@ -108,7 +108,9 @@ export class Picture {
     if (own?.kind === "bonus") {
       const guess = element("span.chip.none", "\u00a0");
       const label = n ? `after d${n}` : "next";
-      result.push(this.#slot(n, n, n + 2 + accepted, label, guess, ["bonus", "+ bonus", own]));
+      const [at, sign] = [n + 2 + accepted, n ? "+ bonus" : "target’s own"];
+      result.push(this.#on(this.#slot(n, n, at, label, guess, ["bonus", sign, own]), "on", at));
+      result.at(-1).classList.add("later");
     }
     return result;
   }

@@ -15,7 +15,8 @@ const WORDS = {
     + "it first.",
   recovered: "The target’s own token in the place of the first rejected one. It costs nothing extra: "
     + "the pass has it anyway.",
-  bonus: "The target’s own token after a draft that was accepted as a whole. The same pass gives it.",
+  bonus: "The target’s own token after a draft that was accepted as a whole. The same pass gives it. "
+    + "Where nothing was drafted, the same look marks the target’s own token.",
   alpha: "α, the acceptance: the chance that a drafted token is accepted, once all before it were.",
   c: "c, the cost: the time of one draft step, in passes of plain decoding. At c = 0.1 ten drafted "
     + "tokens cost one pass.",
@@ -23,6 +24,12 @@ const WORDS = {
     + "reading the weights takes longest.",
   cache: "The KV cache keeps each read token’s keys and values, so that a pass has to read the new "
     + "tokens only. To truncate it is to lower a length.",
+  rule: "How drafts of sampled text are judged. Coupled: drafter and target add the same noise, and a draft "
+    + "is kept if the target lands on it, too; a seed’s text is plain decoding’s, whatever is drafted. "
+    + "Rejection: a draft is kept with the chance p / q; only the distribution is plain decoding’s.",
+  noise: "One random number for each token of the vocabulary, made from the seed and the place. The token "
+    + "with the largest log p + noise is a draw from p. The drafter adds the same noise to log q, so both "
+    + "often land on the same token.",
   u: "u is a number drawn evenly from 0 to 1. p and q are the chances that the target and the drafter "
     + "give the drafted token. It is kept if u < p / q: always where the target likes it better, else "
     + "with the chance p / q.",

@@ -50,6 +50,12 @@ export class Race {
   /** The verdict of an answer with a comparison; `textOf` gives the text of a token id. */
   finish({ compare }, textOf) {
     const perToken = ({ timings: { predicted_ms: ms, predicted_n: count } }) => ms / Math.max(1, count - 1);
+    if (compare.costs.alpha === null) {
+      write("race-says", `Nothing was drafted, so this was no race. ${textWords(compare, textOf)}`);
+      for (const lane of Object.values(this.#lanes)) lane.show(Infinity);
+      write("race-clock", "");
+      return;
+    }
     const most = Math.max(perToken(compare.speculative), perToken(compare.plain)) || 1;
     byId("chart-race").replaceChildren(...["speculative", "plain"].map((name) => {
       const ms = perToken(compare[name]);
@@ -84,7 +90,7 @@ function speedWords(compare) {
   const [least, most] = compare.spread.map(times);
   const doubt = `disturbed: the machine was busy, ${compare.num_runs} runs gave ${least} to ${most}`;
   const words = `Measured speed-up ${times(measured)}${compare.disturbed ? ` (${doubt})` : ""}`;
-  if (predicted === null || costs.alpha === null) return `${words}; nothing was drafted.`;
+  if (predicted === null) return `${words}.`;
   const { alpha, c, t_verify: tVerify } = costs;
   const factors = `α ${alpha.toFixed(2)}, c ${c.toFixed(2)}, t_verify ${tVerify.toFixed(2)}`;
   return `${words}, predicted ${times(predicted)} (${factors}).`;

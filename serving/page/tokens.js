@@ -3,7 +3,7 @@
 
 import { element } from "./elements.js";
 import { pieces } from "./pieces.js";
-import { visible, why } from "./words.js";
+import { originOf, visible, why } from "./words.js";
 
 const NEAR_END = 48; // px: a reader who has scrolled further up than this is left there
 const MOVES = {
@@ -84,7 +84,7 @@ export class TokenText {
     const kinds = [token.kind, text.includes("\n") && "break", isEnd && "special"].filter(Boolean);
     const made = element(`span.token.${kinds.join(".")}`, {
       role: "option", tabindex: -1, "aria-selected": "false",
-      "aria-label": `${visible(token.text)}, ${token.kind}`, "data-index": this.#tokens.length,
+      "aria-label": `${visible(token.text)}, ${originOf(token, cycle)}`, "data-index": this.#tokens.length,
     }, isEnd ? token.text : text);
     this.#tokens.push({ token, cycle, element: made });
     return made;

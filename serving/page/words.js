@@ -55,6 +55,11 @@ export function comparison({ p, q, u, kind, score, total }) {
   return `log p ${fixed(score, 2)} + noise ${fixed(total - score, 2)} = ${fixed(total, 2)}`;
 }
 
+/** Where a token comes from, in a word; what is nobody's bonus has no such name. */
+export function originOf({ kind }, { proposals }) {
+  return kind === "bonus" && !proposals.length ? "the target’s own token; nothing was drafted" : kind;
+}
+
 /** Why a token stands in the text: a sentence on `token` of `cycle`. */
 export function why(token, cycle) {
   const isCoupled = token.u === undefined;
@@ -86,8 +91,8 @@ export function summary(cycle) {
   const own = cycle.tokens.at(-1);
   const n = cycle.proposals.length;
   const parts = n ? [`${n} proposed`, `${numAccepted(cycle)} accepted`]
-    : ["nothing proposed: plain decoding"];
+    : ["plain decoding"];
   if (cycle.rejected) parts.push(`${quoted(cycle.rejected)} rejected`);
-  if (own.kind !== "accepted") parts.push(`${quoted(own)} ${own.kind}`);
+  if (own.kind !== "accepted") parts.push(`${quoted(own)} ${n ? "" : "is "}${originOf(own, cycle)}`);
   return `Cycle ${cycle.step}: ${parts.join(", ")}. ${counted(cycle.tokens.length, "token")} for one pass.`;
 }
