@@ -41,12 +41,13 @@ import drafters
 from control.controller import Controller
 from control.planner import FixedK, Planner
 from control.statistics import Statistics, Totals, now
-from drafters import Context, Drafter, Noise
+from drafters import Context, Drafter, Line, Noise, branches
 from drafters.noise import ACCEPT, DRAW, NO_NUMBERS, RECOVER, draw
 from drafters.panel import Panel, Seat
 from fastpath.exact import KEY_BLOCK, Report, Shapes, calibrate
 from fastpath.forward import check_quantized, get_ready, lazy_zeros, scrub, speed_up
 from fastpath.prefix import PrefixCache
+from fastpath.recurrent import follow_rows
 from fastpath.sampling import penalise, survivors, truncated_softmax
 from messages import Cycle, Draft, Judgement, Layers, Output, Request, Sampling
 from serving import answers, faults, http, loading
@@ -161,20 +162,21 @@ class SlotCache(Cache):
         self.lengths = [0] * num_rows
         self.prompt_lengths = [0] * num_rows  # a prompt may be read in blocks (see fastpath/exact)
         self.current: Place  # of the forward under way
+        self.recurrent: list[Any] = []  # layers that keep states (see fastpath/recurrent)
         self._free = list(range(num_rows))[::-1]
-        self._rows: list[int] = []  # the open ones, by slot
+        self.rows: list[int] = []  # the open ones, by slot
         self._written = [0] * num_rows  # up to where each slot was, since it was clean
 
     def slot(self, row: int) -> int:
         """Where an open row lies in the buffers."""
-        return self._rows.index(row)
+        return self.rows.index(row)
 
     def open_row(self, prompt_length: int = 0) -> int:
         """An empty row for a new request. Raises ValueError when all are taken."""
         if not self._free:
             raise ValueError(f"all {self.num_rows} rows of the KV cache are in use")
         row = self._free.pop()
-        self._rows.append(row)
+        self.rows.append(row)
         self.prompt_lengths[row] = prompt_length
         return row
 
@@ -182,14 +184,14 @@ class SlotCache(Cache):
     def close_row(self, row: int) -> None:
         """Give the row back; costs a copy of the row in the last slot, if that is another."""
         assert row not in self._free, f"row {row} closed twice"
-        slot, last, buffers = self.slot(row), self._rows.pop(), self._buffers()
+        slot, last, buffers = self.slot(row), self.rows.pop(), self._buffers()
         scrub(buffers, slot, self._written[slot])
         if last != row:
-            source, length = len(self._rows), self.lengths[last]
+            source, length = len(self.rows), self.lengths[last]
             for buffer in buffers:
                 buffer[slot, :, :length] = buffer[source, :, :length]
             scrub(buffers, source, self._written[source])
-            self._rows[slot], self._written[slot], slot = last, length, source
+            self.rows[slot], self._written[slot], slot = last, length, source
         self.lengths[row] = self._written[slot] = 0
         self._free.append(row)
 
@@ -211,17 +213,16 @@ class SlotCache(Cache):
         slots = [self.slot(row) for row in rows]
         for slot, last in zip(slots, ends, strict=True):  # now, as the forward may fail halfway
             self._written[slot] = max(self._written[slot], last)
-        positions = torch.arange(end - width, end, device=self.device)[None]
+        positions = torch.arange(end - width, end, device=self.device)[None]  # of pads: any
         if len(rows) > 1:
             positions = positions + (torch.tensor(ends, device=self.device) - end)[:, None]
-        positions = positions.clamp_(min=0)  # [B, T]: pads stand anywhere
-        self.current = Place(slots, counts, positions, end, max(kv_length, end))
+        self.current = Place(slots, counts, positions.clamp_(min=0), end, max(kv_length, end))
         return self.current
 
     def advance(self, place: Place) -> None:
         """The placed tokens are cached now."""
         for slot, count in zip(place.slots, place.counts, strict=True):
-            self.lengths[self._rows[slot]] += count
+            self.lengths[self.rows[slot]] += count
 
     def truncate(self, row: int, length: int) -> None:
         """Forget row's tokens from `length` on. O(1): stale slots are masked, then overwritten."""
@@ -261,9 +262,9 @@ class CachedModel:
         self.report: Report | None = None  # on shapes that give equal bits
         self.reference: Reference | None = None  # what transformers' own modules gave
 
-    def new_cache(self, num_layers: int, num_rows: int) -> SlotCache:
-        """An empty cache as long as this model's own, for a head that runs beside it."""
-        return SlotCache(num_layers, num_rows, self.max_length, self.model.device)
+    def new_cache(self, num_layers: int, num_rows: int, spare: int = 0) -> SlotCache:
+        """An empty cache, `spare` tokens longer than this model's own, for a head beside it."""
+        return SlotCache(num_layers, num_rows, self.max_length + spare, self.model.device)
 
     @torch.inference_mode()
     def forward(
@@ -456,7 +457,7 @@ class Engine:
         """Without controller every draft has the length that the request asks for."""
         self.target, self.draft_model, self.prefill_chunk = target, draft_model, prefill_chunk
         self.eos_ids = loading.ends_of(target.model, target.tokenizer)
-        self.panel = Panel(loaded, target.vocab_size, default, is_strict, prefixes)
+        self.panel = Panel(loaded, target.vocab_size, default, is_strict, prefixes, target.fast)
         self.default_drafter, self.controller = default, controller
         self.now = partial(now, target.model.device)
         self.planner = Planner(controller, self.panel) if controller else FixedK()
@@ -508,8 +509,7 @@ class Engine:
             return {}
         has_prefill = not all(s.num_steps for s in batch)
         times = [self.now()]
-        plan = self.planner.plan(batch)
-        drafts = self.panel.propose([s.seat for s in batch], plan)
+        drafts = self.panel.propose([s.seat for s in batch], self.planner.plan(batch))
         times.append(self.now())
         output = self.forward(batch, drafts)
         times.append(self.now())
@@ -536,8 +536,7 @@ class Engine:
             began, cached = self.now(), lengths[s.row]
             layers = self.panel.layers([s.seat])
             output = self.target.forward([s.row], [s.tokens[cached : cached + size]], [1], layers)
-            found = {layer: states for layer, (states,) in output.hidden.items()}
-            s.seat.hidden[cached] = found
+            s.seat.hidden[cached] = {i: states for i, (states,) in output.hidden.items()}
             s.statistics.prompt_ms += (self.now() - began) * 1e3
         return [s for s in sequences if s not in reading]
 
@@ -549,21 +548,22 @@ class Engine:
             tokens=[s.tokens[lengths[s.row] :] + draft.tokens for s, draft in pairs],
             num_logits=[len(draft.tokens) + 1 for draft in drafts],
             layers=self.panel.layers([s.seat for s in batch]),
+            **branches(drafts),
         )
 
     def accept(self, s: Sequence, draft: Draft, logits: Tensor, hidden: dict[int, Tensor]) -> Cycle:
         """Judge the draft, append what stays, truncate the cache, and tell those who learn."""
+        tree, (draft, places, logits, hidden) = draft, Line.of(draft, logits, hidden, s, sample)
         scores = penalise(logits, s.request.sampling.repetition_penalty, s.tokens, draft.tokens)
         judged = self.judge(s, draft, scores)
         cache, held = self.target.cache, self.target.cache.lengths[s.row]
         kept = s.append(judged, self.eos_ids)
-        cache.keep(s.row, len(draft.tokens), range(kept - 1))  # all but the pending token
-        lengths, pieces = (held, cache.lengths[s.row]), s.text.release(bool(s.finish_reason))
-        cycle = Cycle(s.num_steps, draft, judged, kept, *lengths, pieces, logits, scores)
-        self.panel.keep(s.seat, hidden)  # of the prompt, once it is read
+        cache.keep(s.row, len(tree.tokens), places[: kept - 1])  # all but the pending token
+        told = held, cache.lengths[s.row], s.text.release(bool(s.finish_reason))
+        cycle = Cycle(s.num_steps, tree, places, draft, judged, kept, *told, logits, scores)
         s.num_steps += 1
-        s.statistics.record(cycle.num_drafted, [token.kind for token in cycle.tokens])
-        self.totals.note(cycle.num_drafted, cycle.num_accepted)
+        s.statistics.record(cycle.num_drafted, cycle.kinds, cycle.num_beside)
+        self.totals.note(cycle.num_drafted + cycle.num_beside, cycle.num_accepted)
         self.planner.learn(s.seat, cycle)
         self.panel.observe(s.seat, cycle.verdict(), hidden, s.finish_reason is not None)
         return cycle
@@ -607,6 +607,7 @@ def load_model(name: str, options: Options) -> CachedModel:
     check_quantized(options.quantize, model)
     model.reference = Reference.of(model)  # before the fast path takes the weights
     follow_masks(model.model, model.cache.capacity)
+    follow_rows(model)
     return model
 
 

@@ -23,6 +23,7 @@ import transformers
 from tqdm import tqdm
 
 from control.formulas import steadiness
+from control.planner import TREE
 from control.statistics import PLAIN, ratio
 from messages import Request
 from serving import trace
@@ -152,15 +153,15 @@ def explain(event: dict[str, Any]) -> str:
     """
     texts, (verified, kept) = event["texts"], event["cached"]
     drafted, tokens = event["proposals"], event["tokens"]
-    held = verified - 1 - len(drafted)
+    tree = event.get("tree") or [{"id": id, "parent": i - 1} for i, id in enumerate(drafted)]
+    held = verified - 1 - len(tree)
     lines = [f"cycle {event['step']}"]
     if event["step"] == 0:
         lines[0] += f": prefill, {verified} tokens of the prompt are cached now"
     else:
-        shown = " ".join(repr(texts[i]) for i in drafted) or "nothing"
-        lines.append(f"  draft     {shown}")
+        lines.append(f"  draft     {_branches(tree, texts) or 'nothing'}")
         lines.append(
-            f"  verify    pending and {len(drafted)} drafted in one forward: "
+            f"  verify    pending and {len(tree)} drafted in one forward: "
             f"cache {held} -> {verified}"
         )
     if event.get("controller"):
@@ -177,6 +178,16 @@ def explain(event: dict[str, Any]) -> str:
             lines.append(f"  target's  {texts[token['id']]!r:12} {_why(token)}: {token['kind']}")
     cut = f"cache {verified} -> {kept}" if kept < verified else f"nothing to cut, cache {kept}"
     return "\n".join([*lines, f"  truncate  {cut}; pending {texts[tokens[-1]['id']]!r}"])
+
+
+def _branches(tree: list[dict[str, int]], texts: dict[int, str], at: int = -1) -> str:
+    """What was drafted behind a token of a tree. Example: 'a' ('b' | 'c' 'd')."""
+    ways = [
+        f"{texts[token['id']]!r} {_branches(tree, texts, i)}".strip()
+        for i, token in enumerate(tree)
+        if token["parent"] == at
+    ]
+    return f"({' | '.join(ways)})" if len(ways) > 1 else "".join(ways)
 
 
 def _why(token: dict[str, Any]) -> str:
@@ -296,7 +307,7 @@ def compare(
     """
     sampling, seed = options.sampling, options.seed or 0
     max_tokens = options.max_tokens or Request.max_tokens
-    methods = list(engine.panel.choices)
+    methods = [n for n in engine.panel.choices if n != TREE or n == engine.default_drafter]
     times: dict[str, list[float]] = {name: [] for name in [PLAIN, *methods]}
     identical = dict.fromkeys(methods, True if sampling.is_coupled else None)
     runs: dict[str, list[Any]] = {name: [] for name in methods}

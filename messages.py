@@ -6,6 +6,7 @@ Request ──→ engine ──→ drafter: Draft ──→ verify: Judgement �
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -84,16 +85,23 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Up to K proposed tokens.
+    """Up to K proposed tokens: a chain, or a tree where `parents` are given.
+
+    parents[i] is the index of the token that token i follows, below i, or -1: the pending token.
+    Where trees cannot be verified, the longest chain of one is.
 
     `probs` [n, V] float32 is the distribution q that each token was drawn from. None says that
     nothing was drawn (q is one-hot). Traces show it, and where a request is verified by rejection
     it decides. There two mistakes change the distribution of the output: to report a q that the
     token was not drawn from, and to drop a token because of what was drawn.
+
+    `confidence` [n] says how likely each token was by the drafter's own softmax, where it tells.
     """
 
     tokens: list[int] = field(default_factory=list)
     probs: Tensor | None = None
+    parents: list[int] | None = None
+    confidence: list[float] = field(default_factory=list)
 
     def q(self, i: int, like: Tensor) -> Tensor:
         """The distribution [V] that token i was drawn from; one-hot where nothing was drawn."""
@@ -102,12 +110,6 @@ class Draft:
         q = torch.zeros_like(like)
         q[self.tokens[i]] = 1.0
         return q
-
-    @classmethod
-    def of(cls, drawn: Sequence[tuple[int, Tensor | None]]) -> "Draft":
-        """From each token with the q [V] that it was drawn from, or None for all of them."""
-        probs = [q for _, q in drawn if q is not None]
-        return cls([token for token, _ in drawn], torch.stack(probs) if probs else None)
 
 
 class Judgement(NamedTuple):
@@ -163,7 +165,9 @@ class Cycle:
     """
 
     number: int  # 0 is the prefill
-    draft: Draft
+    tree: Draft  # as it was verified
+    places: Sequence[int]  # in it, of the tokens of the chain that the text took
+    draft: Draft  # that chain; where nothing branches, the same
     judged: list[Judgement]
     num_kept: int  # of the emitted tokens
     held: int  # tokens in the KV cache after the verify
@@ -188,6 +192,16 @@ class Cycle:
         return self.emitted[: self.num_kept]
 
     @property
+    def kinds(self) -> list[str]:
+        """Of the tokens that stay."""
+        return [judgement.kind for judgement in self.tokens]
+
+    @property
+    def spans_ms(self) -> list[float]:
+        """How long it took to draft, to verify, and what else it did; in milliseconds."""
+        return [(end - begin) * 1e3 for begin, end in pairwise(self.times)]
+
+    @property
     def is_whole(self) -> bool:
         """Whether nothing was cut."""
         return self.num_kept == len(self.emitted)
@@ -195,6 +209,11 @@ class Cycle:
     @property
     def num_drafted(self) -> int:
         return len(self.proposals) if self.is_whole else self.num_kept
+
+    @property
+    def num_beside(self) -> int:
+        """Drafted tokens of other branches than the one that the text took."""
+        return len(self.tree.tokens) - len(self.proposals) if self.is_whole else 0
 
     @property
     def num_accepted(self) -> int:

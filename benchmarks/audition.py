@@ -7,8 +7,8 @@ pass, and `equal` says whether all outputs are plain decoding's. The last table 
 to use: that of the fastest, or of plain decoding where even its lower quartile is not above 1.
 
     python -m benchmarks.audition --prompts FILE [--model NAME_OR_PATH] [--draft-model …]
-        [--eagle3 …] [--dtype float32] [--quantize int8] [--k 5] [--tokens 128] [--temperature 0]
-        [--raw] [--runs 5] [--json]
+        [--eagle3 …] [--dflash …] [--dtype float32] [--quantize int8] [--k 5] [--tokens 128]
+        [--temperature 0] [--raw] [--runs 5] [--json]
 
 FILE has a prompt per line; or, if its name ends with .jsonl, an object {"prompt": …} per line. A
 chat model gets them in its chat template, unless --raw is given. Past outputs, which a server may
@@ -28,7 +28,7 @@ from serving.options import Options, between
 from serving.parsing import MAX_SPECULATIVE_TOKENS
 
 PLAIN = "none"  # as the command line has it
-_NAMED = ("model", "draft_model", "eagle3", "dtype", "quantize")
+_NAMED = ("model", "draft_model", "eagle3", "dflash", "dtype", "quantize")
 
 
 def measure(
@@ -98,6 +98,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--model", default=Options.model, help="the target (default: ours)")
     options.add_argument("--draft-model", help="for the drafter draft_model")
     options.add_argument("--eagle3", help="a head for the target")
+    options.add_argument("--dflash", help="a head of that kind")
     options.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
     options.add_argument("--quantize", choices=["int8"], help="of the target")
     options.add_argument("--k", type=between(1, MAX_SPECULATIVE_TOKENS), default=5)

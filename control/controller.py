@@ -20,11 +20,14 @@ changes no token, unless a request is verified by rejection: then the same seed 
 of the same distribution.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import sqrt
+from math import prod, sqrt
 from operator import mul
 from typing import Any
+
+from drafters.panel import TREE
 
 from .costs import PAD_SHARE, Costs
 from .plans import (
@@ -47,21 +50,71 @@ _WORTHWHILE = 1.01  # drafts must promise at least this much more than none
 _SERVED = 32  # cycles for which text that a model reads now is thought to serve
 
 
+class Calibration:
+    """How often tokens are accepted that a drafter was so sure of, by tenths of its confidence."""
+
+    def __init__(self) -> None:
+        """Before anything was seen it is believed."""
+        self._reached = [_TYPICAL_WEIGHT] * 10
+        self._accepted = [_TYPICAL_WEIGHT * (tenth + 0.5) / 10 for tenth in range(10)]
+        self.mean = PRIOR  # share of all judged tokens that were accepted, recent ones above all
+
+    def observe(self, confidence: float, is_accepted: bool) -> None:
+        """A token that was judged."""
+        tenth = min(9, int(10 * confidence))
+        self._reached[tenth] = _TYPICAL_KEPT * self._reached[tenth] + 1
+        self._accepted[tenth] = _TYPICAL_KEPT * self._accepted[tenth] + is_accepted
+        self.mean += (1 - _TYPICAL_KEPT) * (is_accepted - self.mean)
+
+    def chance(self, confidence: float) -> float:
+        """That such a token is accepted, if those before it are."""
+        tenth = min(9, int(10 * confidence))
+        return self._accepted[tenth] / self._reached[tenth]
+
+
 @dataclass
 class Acceptance:
-    """One drafter's record in one request: the conditional acceptance of each position."""
+    """One drafter's record in one request: the conditional acceptance of each position.
+
+    A drafter may stop before it has drafted what it was asked for. The position at which it stopped
+    counts as reached and not accepted: so `reach` is the chance that a token is drafted and
+    accepted.
+    """
 
     reached: list[float] = field(default_factory=list)
     accepted: list[float] = field(default_factory=list)
+    asked: list[float] = field(default_factory=list)  # cycles that asked for so many tokens
+    drafted: list[float] = field(default_factory=list)  # and those in which they were drafted
     since: int = 0  # cycles without a draft
     cycles: int = 0  # with one
     coverage: float = 1.0  # share of the cycles in which it had anything to propose when asked
     unread: int = 0  # tokens of the text that it will have to read first
     typical: "Acceptance | None" = field(default=None, repr=False, compare=False)
+    calibration: Calibration = field(default_factory=Calibration, repr=False, compare=False)
     _reach: list[float] = field(default_factory=list, repr=False, compare=False)
+    # Records of proposals by their evidence (see Panel.guess).
+    _by_evidence: dict[int, "Acceptance"] = field(default_factory=dict, repr=False, compare=False)
 
-    def observe(self, drafted: int, accepted: int, asked: int = 0) -> None:
-        """A cycle in which `accepted` of `drafted` tokens were; `asked` for were so many."""
+    def with_evidence(self, evidence: int) -> "Acceptance":
+        """The record of proposals that rest on so much; it begins with what is typical of them.
+
+        Example: what followed four equal words comes again more often than what followed one.
+        """
+        if not evidence:
+            return self
+        if evidence not in self._by_evidence:
+            typical = self.typical.with_evidence(evidence) if self.typical else self
+            self._by_evidence[evidence] = Acceptance(typical=typical)
+        self._by_evidence[evidence].unread = self.unread
+        return self._by_evidence[evidence]
+
+    def observe(
+        self, drafted: int, accepted: int, asked: int = 0, places: Collection[int] | None = None
+    ) -> None:
+        """A cycle that asked for `asked` tokens, drafted `drafted` and accepted `accepted`.
+
+        `places` are those of the accepted ones in a tree.
+        """
         if asked:
             self.coverage += (1 - _KEPT) * ((drafted > 0) - self.coverage)
         if not drafted:
@@ -70,19 +123,19 @@ class Acceptance:
         # It ages with the text, drafts or not; within bounds, as one probe is not much to go by.
         kept, self.since = _KEPT ** min(1 + self.since, _OLDEST), 0
         self._reach = []
-        self.count(kept, min(drafted, accepted + 1), accepted)
+        hits = accepted if places is None else places
+        self.count(kept, drafted, hits, max(asked, drafted))
         if self.typical:
-            self.typical.count(_TYPICAL_KEPT, min(drafted, accepted + 1), accepted)
+            self.typical.count(_TYPICAL_KEPT, drafted, hits, max(asked, drafted))
 
-    def count(self, kept: float, reached: int, accepted: int) -> None:
+    def count(self, kept: float, drafted: int, accepted: Any, asked: int) -> None:
         """Age what was counted by position, and count so many more."""
         self.cycles += 1
-        grown = [0.0] * (reached - len(self.reached))
-        self.reached = [kept * x for x in self.reached] + grown
-        self.accepted = [kept * x for x in self.accepted] + grown
-        for i in range(reached):
-            self.reached[i] += 1
-            self.accepted[i] += i < accepted
+        reached = min(asked, accepted + 1)
+        self.reached = _counted(self.reached, kept, reached)
+        self.accepted = _counted(self.accepted, kept, accepted, reached)
+        self.asked = _counted(self.asked, kept, asked)
+        self.drafted = _counted(self.drafted, kept, drafted, asked)
 
     def alphas(self, count: int) -> list[float]:
         """α₁ … α_count; where little was seen a position is thought to be like the one before.
@@ -92,9 +145,7 @@ class Acceptance:
         """
         result, before = [], PRIOR
         expected = self.typical.alphas(count) if self.typical else []
-        weight = _TYPICAL_WEIGHT
-        if not self.typical:  # what was thought before anything was seen fades
-            weight /= 1 + self.cycles / _TYPICAL_WEIGHT
+        weight = self._weight
         for i in range(count):
             reached = self.reached[i] if i < len(self.reached) else 0.0
             accepted = self.accepted[i] if i < len(self.accepted) else 0.0
@@ -105,11 +156,73 @@ class Acceptance:
             result.append(before)
         return result
 
+    @property
+    def _weight(self) -> float:
+        """Of what is typical; what was thought before anything was seen fades."""
+        return _TYPICAL_WEIGHT / (1 if self.typical else 1 + self.cycles / _TYPICAL_WEIGHT)
+
+    def taken(self, count: int) -> list[float]:
+        """The chance that a draft of up to `count` tokens comes to its first, second, … one."""
+        expected = self.typical.taken(count) if self.typical else [1.0] * count
+        result, weight, known = [], self._weight, len(self.asked)
+        for i in range(count):
+            drafted, asked = (self.drafted[i], self.asked[i]) if i < known else (0.0, 0.0)
+            result.append((drafted + weight * expected[i]) / (asked + weight))
+        return result
+
+    def learn_confidence(self, confidence: list[float], accepted: int) -> None:
+        """A draft with its drafter's confidence in each token, if it told; `accepted` were."""
+        calibration = (self.typical or self).calibration
+        for i, sure in enumerate(confidence[: accepted + 1]):
+            calibration.observe(sure, i < accepted)
+
+    def goes_on(self, least_chance: float, confidence: list[float]) -> bool:
+        """Whether one more token is likely enough to be accepted, behind such tokens."""
+        calibration = (self.typical or self).calibration
+        return prod(map(calibration.chance, confidence)) * calibration.mean >= least_chance
+
     def reach(self, count: int) -> list[float]:
         """The chance that 1, 2, … count tokens are all accepted."""
         if len(self._reach) < count:
             self._reach = list(accumulate(self.alphas(count), mul))
         return self._reach[:count]
+
+
+class TreeAcceptance(Acceptance):
+    """The record of drafts that branch, best tokens first: how often the i-th one was accepted.
+
+    Whatever became of those before it: it may follow another one.
+    """
+
+    def count(self, kept: float, drafted: int, accepted: Collection[int], asked: int) -> None:
+        """The same, with the places of the accepted tokens."""
+        self.cycles += 1
+        self.reached = _counted(self.reached, kept, drafted)
+        aged = _counted(self.accepted, kept, 0, drafted)
+        self.accepted = [x + (i in accepted) for i, x in enumerate(aged)]
+
+    def reach(self, count: int) -> list[float]:
+        """The chance of the 1st, 2nd, … count-th token to be accepted; falling, or equal."""
+        if len(self._reach) < count:
+            expected = self.typical.reach(count) if self.typical else []
+            blocks: list[tuple[float, int]] = []  # (mean, tokens): a larger one is spread backwards
+            for i in range(count):
+                reached = self.reached[i] if i < len(self.reached) else 0.0
+                accepted = self.accepted[i] if i < len(self.accepted) else 0.0
+                before = expected[i] if expected else PRIOR ** (i + 1)
+                mean, size = (accepted + self._weight * before) / (reached + self._weight), 1
+                while blocks and blocks[-1][0] < mean:
+                    other, others = blocks.pop()
+                    mean, size = (other * others + mean * size) / (others + size), others + size
+                blocks.append((mean, size))
+            self._reach = [mean for mean, size in blocks for _ in range(size)]
+        return self._reach[:count]
+
+
+def _counted(counts: list[float], kept: float, more: int, length: int = 0) -> list[float]:
+    """Counts by position, aged, and one more for each of the first `more`."""
+    aged = [kept * x for x in counts] + [0.0] * (max(more, length) - len(counts))
+    return [x + (i < more) for i, x in enumerate(aged)]
 
 
 @dataclass(frozen=True)
@@ -122,6 +235,7 @@ class Decision:
     c: float
     expected_speedup: float  # of the whole batch
     break_even: float  # the α at which one drafted token would pay for itself
+    least_chance: float  # a token that is less likely to be accepted is not worth its step
     is_probe: bool = False
 
     def as_dict(self) -> dict[str, Any]:
@@ -160,9 +274,9 @@ class Ask:
 class Controller:
     """Chooses for each batch and cycle; learns from what the engine measures and what came."""
 
-    def __init__(self, num_target_weights: int, num_step_weights: dict[str, int]) -> None:
-        """Numbers of weights that a pass, and a draft step of each drafter, read."""
-        self.costs = Costs(num_target_weights, num_step_weights)
+    def __init__(self, num_target_weights: int, *others: dict[str, int]) -> None:
+        """What Costs takes."""
+        self.costs = Costs(num_target_weights, *others)
         # Of all requests so far, by drafter and rule.
         self._typical: dict[tuple[str, str], Acceptance] = {}
         self._saved: dict[str, float] = {}  # tokens that probing may cost, of each idle drafter
@@ -172,12 +286,14 @@ class Controller:
     def of(cls, target: Any, drafters: dict[str, Any]) -> "Controller":
         """For the core's target and its drafters, each with its name."""
         sizes = {name: getattr(own, "num_step_weights", 0) for name, own in drafters.items()}
-        return cls(target.num_weights, sizes)
+        at_once = {name: n for name, own in drafters.items() if (n := own.drafts_at_once)}
+        return cls(target.num_weights, sizes, at_once)
 
     def record(self, name: str, num_prompt_tokens: int, rule: str) -> Acceptance:
         """For a new request, whose drafts are judged by `rule`."""
-        typical = self._typical.setdefault((name, rule), Acceptance())
-        return Acceptance(unread=num_prompt_tokens, typical=typical)
+        kind = TreeAcceptance if name == TREE else Acceptance
+        typical = self._typical.setdefault((name, rule), kind())
+        return kind(unread=num_prompt_tokens, typical=typical)
 
     def plan(self, asks: list[Ask], batch: int) -> list[Decision]:
         """Who drafts for each of these asks, and how much; `batch` requests share the pass."""
@@ -225,18 +341,22 @@ class _Cycle:
         ms = self.alone_ms + self.costs.other(self.batch)
         # A position more for one request is a pad more for each of the others.
         width_ms = PAD_SHARE * self.batch * self.line.slope if self.batch > 1 else 0.0
-        return Prices(float(self.batch), ms, steps, width_ms)
+        return Prices(float(self.batch), ms, steps, width_ms, self.costs.at_once)
 
     def _offers(self, ask: Ask) -> Offers:
         """What each drafter may do for a request; what it reads first serves for some cycles."""
         cycles = min(_SERVED, max(1, ask.remaining // 2))
         offers = {}
         for name, record in ask.records.items():
-            worth, row_ms = record.reach(ask.limit), self.row_ms
+            longest = self.costs.at_once.get(name, 0)
+            worth, row_ms = record.reach(min(ask.limit, longest or ask.limit)), self.row_ms
             if record.coverage < 1:  # it may have nothing to propose
                 worth, row_ms = [record.coverage * x for x in worth], record.coverage * row_ms
-            read_ms = record.unread * self.read_ms[name] / cycles
-            offers[name] = Offer(worth, row_ms + self.step_ms[name][1], read_ms)
+            read_ms, each_ms = record.unread * self.read_ms[name] / cycles, self.step_ms[name][1]
+            if longest:  # its part of the one step
+                read_ms, each_ms = read_ms + each_ms, 0.0
+            taken = record.taken(len(worth))
+            offers[name] = Offer(worth, row_ms + each_ms, read_ms, taken)
         return offers
 
     def budget(self) -> float:
@@ -247,6 +367,8 @@ class _Cycle:
         """Tokens that request i loses by a probe, the step apart, in place of what gains it so."""
         offer = self.offers[i][name]
         read_ms = self.asks[i].records[name].unread * self.read_ms[name]
+        if name in self.costs.at_once:  # its part of the one step
+            read_ms += self.step_ms[name][1]
         return gain + self.plan.rate * (offer.token_ms + read_ms) - offer.worth[0]
 
     def _free(self, offers: Offers) -> tuple[float, Choice]:
@@ -305,9 +427,15 @@ class _Cycle:
             fixed, each = self.step_ms[name]
             c = (fixed + each * self.batch) / self.alone_ms
             alpha = self.asks[i].records[name].reach(1)[0]
-            values = alpha, c, speedup, self._break_even(i, name)
+            values = alpha, c, speedup, self._break_even(i, name), self._least_chance(i, name)
             result.append(Decision(name, count, *values, i in self.probing))
         return result
+
+    def _least_chance(self, i: int, name: str) -> float:
+        """What one more step costs this request, in tokens, if all who draft now share it."""
+        num_sharing = max(1, sum(choice.drafter == name for choice in self.choices))
+        step_ms = self.prices.step_ms(name, 1) / num_sharing
+        return self.plan.rate * (step_ms + self.offers[i][name].token_ms)
 
     def _nearest(self, i: int) -> str:
         """Whom a request that drafts nothing would rather have than others."""

@@ -115,11 +115,18 @@ def _low_median(values: Iterable[Any]) -> Any:
 class Costs:
     """What is known of the target's passes and of each drafter's steps."""
 
-    def __init__(self, num_target_weights: int, num_step_weights: dict[str, int]) -> None:
+    def __init__(
+        self,
+        num_target_weights: int,
+        num_step_weights: dict[str, int],
+        at_once: dict[str, int] | None = None,
+    ) -> None:
         """Numbers of weights that a pass, and a draft step of each drafter, read.
 
-        Example: Costs(100, {"mtp": 20}) -> a step of mtp costs a fifth of a pass.
+        Example: Costs(100, {"mtp": 20}) -> a step of mtp costs a fifth of a pass. Those in
+        `at_once` draft up to so many tokens in a single step.
         """
+        self.at_once = at_once or {}
         self.shares = {n: size / num_target_weights for n, size in num_step_weights.items()}
         self.passes: dict[int, Line] = {}  # by class of batches: 1, 2 to 3, 4 to 7, …
         self._others: dict[int, Line] = {}  # the engine's own time, likewise
@@ -164,6 +171,7 @@ class Costs:
         self._drafts.clear()
 
     def _learn_draft(self, name: str, num_tokens: list[int], unread: int, ms: float) -> None:
+        num_tokens = [1 for _ in num_tokens] if name in self.at_once else num_tokens
         steps, drafted = max(num_tokens), sum(num_tokens)
         is_model = self.runs_model(name)
         line = self.steps.setdefault(name, Line(_REQUEST_SHARE if is_model else 0.0))

@@ -4,10 +4,12 @@ FixedK lets a request's first drafter propose as much as the request allows. Pla
 controller, and tells it what a cycle cost and what came of it; a request may ask for fixed_k.
 """
 
+from functools import partial
 from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
-from drafters.panel import Panel, Seat
+from drafters.panel import TREE, Guess, Panel, Seat
+from drafters.tree import longest
 from messages import Cycle, Draft
 
 from .controller import Acceptance, Ask, Controller, Decision
@@ -20,6 +22,7 @@ class Wish(NamedTuple):
     limit: int  # drafted tokens, at most
     remaining: int  # tokens until it ends
     is_fixed: bool = False  # it wants as many as that, whether it pays or not
+    is_tree: bool = False  # of all its drafters
 
     @classmethod
     def of(cls, s: Any) -> "Wish":
@@ -30,7 +33,8 @@ class Wish(NamedTuple):
         """
         limit = min(s.request.num_speculative_tokens, s.remaining - 1) if s.num_steps else 0
         limit = limit if s.seat.draft is None else 0
-        return cls(s.seat, limit, s.remaining, s.request.fixed_k)
+        is_tree = s.request.drafter == TREE
+        return cls(s.seat, limit, s.remaining, s.request.fixed_k, is_tree)
 
     @property
     def can_draft(self) -> bool:
@@ -38,8 +42,10 @@ class Wish(NamedTuple):
 
     @property
     def fixed(self) -> tuple[str, int]:
-        """The first drafter, and all that is allowed."""
-        return (next(iter(self.seat.states)), self.limit) if self.can_draft else ("", 0)
+        """The first drafter, or all for a tree, and as much as is allowed."""
+        if not self.can_draft:
+            return "", 0
+        return TREE if self.is_tree else next(iter(self.seat.states)), self.limit
 
 
 class FixedK:
@@ -66,21 +72,30 @@ class Planner:
         self.controller, self._panel = controller, panel
         self.decisions: dict[str, Decision] = {}  # the last one on each drafter
         self._unread: dict[str, int] = {}  # tokens that each drafter has to read in this cycle
+        if model := panel.choices.get(TREE):  # a tree has its steps
+            controller.costs.shares[TREE] = controller.costs.shares.get(model[0], 0.0)
 
     def open(self, seat: Seat) -> None:
-        """A new request: each of its drafters gets a record."""
+        """A new request: each of its drafters gets a record, and a tree of them."""
         given = len(seat.prompt), seat.sampling.rule
-        seat.records = {name: self.controller.record(name, *given) for name in seat.states}
+        names = [*seat.states, TREE] if len(self._panel.members(seat, TREE)) > 1 else seat.states
+        seat.records = {name: self.controller.record(name, *given) for name in names}
 
     def plan(self, sequences: list[Any]) -> list[tuple[str, int]]:
         """Who drafts for each of the core's sequences, and how many tokens at most."""
         wishes = list(map(Wish.of, sequences))
+        for wish in wishes:
+            wish.seat.goes_on, wish.seat.evidence = None, {}
         asks = [Ask(self._able(wish), wish.limit, wish.remaining) for wish in wishes]
         able = [i for i, ask in enumerate(asks) if ask.records]
         decisions = self.controller.plan([asks[i] for i in able], len(wishes))
         plan = [wish.fixed if wish.is_fixed else ("", 0) for wish in wishes]
         for i, decision in zip(able, decisions, strict=True):
-            wishes[i].seat.decision = self.decisions[decision.drafter] = decision
+            seat = wishes[i].seat
+            seat.decision = self.decisions[decision.drafter] = decision
+            if seat.sampling.is_coupled and decision.drafter != TREE:  # else see Chain
+                record = seat.records[decision.drafter]
+                seat.goes_on = partial(record.goes_on, decision.least_chance)
             plan[i] = decision.drafter, decision.num_tokens
         self._unread = {}
         for wish, (name, limit) in zip(wishes, plan, strict=True):
@@ -92,31 +107,58 @@ class Planner:
         """The records of whom to choose from: not of one that is known to have no proposal now."""
         if not wish.can_draft or wish.is_fixed:
             return {}
-        seat, panel = wish.seat, self._panel
-        able = [name for name in list(seat.states) if panel.guess(seat, name, 1) != []]
-        able = able or list(seat.states)  # guessing may have cost the seat a drafter
-        return {name: seat.records[name] for name in able if name in seat.states}
+        seat, able = wish.seat, {}
+        for name in list(seat.states):
+            guess = self._panel.guess(seat, name, 1)
+            if guess is None:
+                able[name] = seat.records[name]
+            elif guess.tokens:
+                seat.evidence[name] = guess.evidence
+                able[name] = seat.records[name].with_evidence(guess.evidence)
+        able = able or dict(seat.records)  # guessing may have cost the seat a drafter
+        able = {name: record for name, record in able.items() if name in seat.states}
+        if wish.is_tree and TREE in seat.records and len(self._panel.members(seat, TREE)) > 1:
+            able[TREE] = seat.records[TREE]  # it is compared with a chain of each of its drafters
+        return able
 
     def learn(self, seat: Seat, cycle: Cycle) -> None:
         """What a cycle says of each drafter that the request may choose from.
 
-        Of those that did not draft: of what they would have drafted, how much came true.
+        Of those that did not draft, or not alone: of what they would have drafted, how much came
+        true.
         """
         tokens = [token.id for token in cycle.tokens]
         for name in list(seat.states):
-            record = seat.records[name]
+            record, draft = seat.records[name], seat.drafts.get(name)
+            record.unread = record.unread + len(tokens) if draft is None else 0
             if name == seat.asked:
-                record.observe(cycle.num_drafted, cycle.num_accepted, seat.num_asked)
-                record.unread = 0
-                continue
-            guess = self._panel.guess(seat, name, len(tokens))
-            record.unread += len(tokens)
-            if guess is None:
-                record.observe(0, 0)
+                evidence = seat.evidence.get(name, 0)
+                # What a cut has left of a draft does not say that the drafter stopped.
+                asked = seat.num_asked if cycle.is_whole else cycle.num_drafted
+                seen = cycle.num_drafted, cycle.num_accepted, asked
+                told = cycle.draft.confidence[: cycle.num_drafted]
+                record.learn_confidence(told, cycle.num_accepted)
+            elif draft is None:
+                guess = self._panel.guess(seat, name, len(tokens))
+                evidence, seen = guess.evidence if guess else 0, _came_true(guess, tokens)
             else:
-                pairs = zip(guess, tokens, strict=False)
-                came_true = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-                record.observe(len(guess), came_true, len(tokens))
+                evidence = seat.evidence.get(name, 0)
+                seen = _came_true(Guess(longest(draft).tokens[: len(tokens)]), tokens)
+            record.observe(*seen)
+            if evidence:
+                record.with_evidence(evidence).observe(*seen)
+        if TREE in seat.records:
+            self._learn_tree(seat, cycle)
+
+    def _learn_tree(self, seat: Seat, cycle: Cycle) -> None:
+        """Which tokens of a tree were accepted; a cut one teaches nothing."""
+        record, members = seat.records[TREE], self._panel.members(seat, TREE)
+        if seat.asked == TREE and cycle.is_whole:
+            places = cycle.places[: cycle.num_accepted]
+            record.observe(len(cycle.tree.tokens), len(places), seat.num_asked, places)
+        else:
+            record.observe(0, 0)
+        record.unread = max((seat.records[name].unread for name in members), default=0)
 
     def timed(self, panel: Panel, drafts: list[Draft], times: list[float] | None) -> None:
         """What a cycle cost, in which these drafts and each request's pending token were verified.
@@ -125,9 +167,18 @@ class Planner:
         read, which costs something else.
         """
         costs = self.controller.costs
-        for call in panel.calls:
-            costs.observe_draft(call.name, call.limits, self._unread[call.name], call.ms)
+        for name, counts, ms in panel.spent():
+            costs.observe_draft(name, counts, self._unread[name], ms)
         if times:
             fed = [len(draft.tokens) + 1 for draft in drafts]
             before, passed, after = ((end - begin) * 1e3 for begin, end in pairwise(times))
             costs.observe_pass(len(fed), sum(fed), passed, before + after, max(fed))
+
+
+def _came_true(guess: Guess | None, tokens: list[int]) -> tuple[int, int, int]:
+    """How many tokens would have been drafted, how many of them came, and for how many asked."""
+    if guess is None:
+        return 0, 0, 0
+    pairs = zip(guess.tokens, tokens, strict=False)
+    came_true = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    return len(guess.tokens), came_true, len(tokens)

@@ -16,6 +16,9 @@ choose all have the same one. What costs no steps (n-gram) may always go along. 
 each length of the longest draft, as the whole batch is padded to it.
 """
 
+from collections.abc import Collection, Iterable
+from itertools import accumulate, zip_longest
+from math import prod
 from typing import NamedTuple
 
 _ROUNDS = 8
@@ -28,6 +31,11 @@ class Offer(NamedTuple):
     worth: list[float]  # of each drafted token: the chance that it and all before it are accepted
     token_ms: float  # what each of them costs: a row of the pass, and its part of a step
     read_ms: float = 0.0  # to read what the drafter has missed, by cycle that it serves
+    taken: list[float] | None = None  # the chance that it is drafted at all; None: always
+
+    def steps(self, count: int) -> list[float]:
+        """For each of the first `count` tokens, the chance that it is drafted."""
+        return [1.0] * count if self.taken is None else self.taken[:count]
 
 
 class Choice(NamedTuple):
@@ -44,6 +52,11 @@ class Prices(NamedTuple):
     ms: float
     steps: dict[str, float]  # ms of a model's step, whoever takes part
     width_ms: float = 0.0  # of each position of the longest draft: others are padded to it
+    at_once: Collection[str] = ()  # who drafts any number of tokens in one step
+
+    def step_ms(self, name: str, step: int) -> float:
+        """What the first (0), second, … step of a draft costs, whoever takes part."""
+        return 0.0 if step and name in self.at_once else self.steps.get(name, 0.0)
 
 
 class Plan(NamedTuple):
@@ -79,18 +92,25 @@ def best_plan(seats: list[Offers], prices: Prices, rate: float = 0.0) -> Plan:
 
 def evaluate(choices: list[Choice], seats: list[Offers], prices: Prices) -> Plan:
     """What these choices give and cost."""
-    tokens, ms, steps, width = prices.tokens, prices.ms, dict[str, int](), 0
+    tokens, ms, drafts = prices.tokens, prices.ms, list[tuple[str, list[float]]]()
     for (name, count), seat in zip(choices, seats, strict=True):
         if count:
             offer = seat[name]
+            steps = offer.steps(count)
+            drafts.append((name, steps))
             tokens += sum(offer.worth[:count])
-            ms += count * offer.token_ms + offer.read_ms
-            steps[name] = max(steps.get(name, 0), count)
-            width = max(width, count)
-    for name, count in steps.items():
-        ms += prices.steps.get(name, 0.0) * count
-    ms += prices.width_ms * width
+            ms += sum(steps) * offer.token_ms + offer.read_ms
+    for name in dict.fromkeys(name for name, _ in drafts):
+        shares = anybody(steps for own, steps in drafts if own == name)
+        ms += sum(share * prices.step_ms(name, i) for i, share in enumerate(shares))
+    ms += prices.width_ms * sum(anybody(steps for _, steps in drafts))
     return Plan(choices, tokens, ms)
+
+
+def anybody(drafts: Iterable[list[float]]) -> list[float]:
+    """From the chances of each draft to come to each token: that at least one comes there."""
+    columns = zip_longest(*drafts, fillvalue=0.0)
+    return [1 - prod(1 - share for share in column) for column in columns]
 
 
 def choose(seats: list[Offers], prices: Prices, rate: float) -> list[Choice]:
@@ -104,8 +124,6 @@ def choose(seats: list[Offers], prices: Prices, rate: float) -> list[Choice]:
         total -= rate * prices.width_ms * width
         if total > best:
             best, choices = total, found
-        elif best:
-            break  # each position adds less than the one before: narrower is no better either
         if not prices.width_ms:
             break
     return choices
@@ -122,16 +140,17 @@ def _choose_within(
         able = [i for i, names in enumerate(models) if name in names]
         bound = [i for i in able if len(models[i]) == 1]  # who was asked for no other model
         lost = {i: free[i][0] + rate * seats[i][name].read_ms for i in able}
-        step = rate * prices.steps[name]
-        runs[name] = _run(name, able, gains, lost, step)
-        own[name] = runs[name] if bound == able else _run(name, bound, gains, lost, step)
+        taken = anybody(seats[i][name].steps(len(gains[i][name])) for i in able)
+        costs = [rate * share * prices.step_ms(name, step) for step, share in enumerate(taken)]
+        runs[name] = _run(name, able, gains, lost, costs)
+        own[name] = runs[name] if bound == able else _run(name, bound, gains, lost, costs)
     favourite = max(runs, key=lambda name: runs[name][0] - own[name][0], default=None)
     choices = [choice for _, choice in free]
     total = sum(gain for gain, _ in free)
     for name in runs:
-        gain, taken = runs[name] if name == favourite else own[name]
+        gain, joined = runs[name] if name == favourite else own[name]
         total += gain
-        for i, count in taken.items():
+        for i, count in joined.items():
             choices[i] = Choice(name, count)
     return total, choices
 
@@ -146,14 +165,14 @@ def best_free(gains: dict[str, list[float]], prices: Prices) -> tuple[float, Cho
 
 
 def gains_of(offer: Offer, rate: float) -> list[float]:
-    """What a draft of 1, 2, … tokens gains, as long as the next one adds to it."""
-    gains, total, cost = [], 0.0, rate * offer.token_ms
-    for worth in offer.worth:
-        if worth <= cost:
-            break
-        total += worth - cost
-        gains.append(total)
-    return gains
+    """What a draft of 1, 2, … tokens gains, up to the length that gains the most."""
+    pairs, cost = (
+        zip(offer.worth, offer.steps(len(offer.worth)), strict=True),
+        rate * offer.token_ms,
+    )
+    gains = list(accumulate(worth - cost * taken for worth, taken in pairs))
+    best = max(gains, default=0.0)
+    return gains[: gains.index(best) + 1] if best > 0 else []
 
 
 def _run(
@@ -161,11 +180,12 @@ def _run(
     able: list[int],
     seats: list[dict[str, list[float]]],
     lost: dict[int, float],
-    step: float,
+    costs: list[float],
 ) -> tuple[float, dict[int, int]]:
-    """The best number of steps of one model: (gain in tokens, how many each request joins).
+    """The best length of one model's drafts: (gain in tokens, how many each request joins).
 
-    Who joins has `lost` what it would have had instead; all in tokens, and so is a `step`.
+    Who joins has `lost` what it would have had instead, and each further token `costs` so much for
+    all together; in tokens, both.
     """
     most, more = {}, []  # more[j]: what step j + 1 adds to the gains of all
     for i in able:
@@ -179,10 +199,10 @@ def _run(
                 more[j] += gain - lost[i] - before
                 before = gain - lost[i]
     best, best_steps, total = 0.0, 0, 0.0
-    for steps, gain in enumerate(more, 1):
-        total += gain - step
+    for count, (gain, cost) in enumerate(zip(more, costs, strict=False), 1):
+        total += gain - cost
         if total > best:
-            best, best_steps = total, steps
+            best, best_steps = total, count
     taken = {
         i: min(best_steps, largest) for i, (largest, least) in most.items() if best_steps >= least
     }

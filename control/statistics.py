@@ -47,9 +47,10 @@ class Statistics:
     verify_ms: float = 0.0
     other_ms: float = 0.0
 
-    def record(self, drafted: int, kinds: list[str]) -> None:
+    def record(self, drafted: int, kinds: list[str], beside: int = 0) -> None:
         """Count one cycle: `drafted` tokens judged, and the kind of each token that stays.
 
+        `beside` more were drafted in other branches; positions are those of the text's own.
         Example: record(3, ["accepted", "recovered"]) counts 3 drafted, 1 accepted, 1 recovered.
         """
         accepted = kinds.count("accepted")
@@ -57,7 +58,7 @@ class Statistics:
         self.num_bonus_tokens += kinds.count("bonus")
         if drafted:
             self.num_spec_steps += 1
-            self.num_draft_tokens += drafted
+            self.num_draft_tokens += drafted + beside
             self.num_accepted_draft_tokens += accepted
             _add(self.acceptance_histogram, [0] * accepted + [1])
             _add(self.drafted_at, [1] * drafted)

@@ -197,6 +197,8 @@ def train_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
 class Corpus:
     """Token streams by source, with where each document starts; windows are drawn from them."""
 
+    mix = MIX
+
     def __init__(self, folder: Path, size: Size) -> None:
         self.folder = folder
         if not (folder / "done").exists():
@@ -212,7 +214,7 @@ class Corpus:
         sample = [
             t for (_, part), docs in documents.items() if part == "train" for t, _ in docs[::3]
         ]
-        tokenizer = train_tokenizer(iter(sample))
+        tokenizer = self.new_tokenizer(sample)
         tokenizer.save_pretrained(folder)
         for (source, part), docs in documents.items():
             ids: list[int] = []
@@ -230,10 +232,14 @@ class Corpus:
             np.save(folder / f"{source}.{part}.starts.npy", np.array(starts))
         (folder / "done").touch()
 
+    def new_tokenizer(self, texts: list[str]) -> PreTrainedTokenizerFast:
+        """What the texts are told in."""
+        return train_tokenizer(iter(texts))
+
     def windows(self, step: int, seed: int, batch: int, length: int) -> Tensor:
         """[batch, length] ids of step `step`; the same for the same seed, whatever ran before."""
         rng = np.random.default_rng([seed, step])
-        sources = rng.choice(list(MIX), size=batch, p=list(MIX.values()))
+        sources = rng.choice(list(self.mix), size=batch, p=list(self.mix.values()))
         rows = []
         for source in sources:
             stream, starts = (

@@ -11,11 +11,13 @@ from messages import Draft, Sampling, Verdict
 
 from .base import Context, Drafter
 from .noise import Noise
-from .panel import AUTO, PLAIN, first_choice
+from .panel import AUTO, PLAIN, TREE, first_choice
 from .timed import TimedDrafter
+from .tree import Line, branches
 
 __all__ = [
-    "NAMES", "Context", "Draft", "Drafter", "Noise", "Sampling", "Verdict", "load", "load_all",
+    "NAMES", "Context", "Draft", "Drafter", "Line", "Noise", "Sampling", "Verdict", "branches",
+    "load", "load_all",
 ]  # fmt: skip
 
 # name -> (module, class); a module is imported when its drafter is first asked for
@@ -25,6 +27,7 @@ _REGISTRY = {
     "draft_model": ("drafters.small_model", "SmallModelDrafter"),
     "mtp": ("drafters.mtp_head", "MtpHeadDrafter"),
     "eagle3": ("drafters.eagle3", "Eagle3Drafter"),
+    "dflash": ("drafters.dflash", "DFlashDrafter"),
     "self_int8": ("drafters.self_int8", "SelfInt8Drafter"),
 }
 NAMES = tuple(_REGISTRY)
@@ -45,7 +48,7 @@ def load(name: str, context: Context) -> Drafter:
         module, attribute = _REGISTRY[name]
         drafter_class = getattr(importlib.import_module(module), attribute)
     else:
-        choices = ", ".join([*NAMES, AUTO, PLAIN])
+        choices = ", ".join([*NAMES, AUTO, TREE, PLAIN])
         raise ValueError(f"unknown drafter {name!r}: choose {choices} or file.py:Class")
     try:
         drafter = drafter_class.build(context)
@@ -63,15 +66,16 @@ def load_all(
 ) -> tuple[dict[str, Drafter], str]:
     """Every drafter that fits, by name, and the default's name.
 
-    `wanted` is what the command line says: a drafter, auto, "none" (plain decoding), or nothing.
-    Then the default is auto, where there is a choice and `may_choose` allows it. Raises ValueError
-    if one asked for does not fit.
+    `wanted` is what the command line says: a drafter, auto, tree, "none" (plain decoding), or
+    nothing. Then the default is auto, where there is a choice and `may_choose` allows it. Raises
+    ValueError if one asked for does not fit.
     """
     loaded: dict[str, Drafter] = {}
-    own = wanted if wanted not in (AUTO, PLAIN) else None
-    chooses = wanted == AUTO or (wanted is None and may_choose)
+    own = wanted if wanted not in (AUTO, TREE, PLAIN) else None
+    chooses = wanted in (AUTO, TREE) or (wanted is None and may_choose)
     context = replace(context, wanted=own)
-    given = {"draft_model": context.draft, "eagle3": context.eagle3}
+    given = {name: getattr(context, name) for name in ("eagle3", "dflash")}
+    given["draft_model"] = context.draft
     default, asked = None, {own, "ngram", *(name for name, value in given.items() if value)}
     for name in dict.fromkeys([own, *NAMES] if own else NAMES):
         if name in _COSTLY and name != own and not chooses:
@@ -82,13 +86,13 @@ def load_all(
             if name in asked:
                 raise
             continue  # this target has no MTP head, say
-        if drafter.name in (*loaded, AUTO, PLAIN):
+        if drafter.name in (*loaded, AUTO, TREE, PLAIN):
             raise ValueError(f"{name}: the name {drafter.name!r} is taken, give it another")
         loaded[drafter.name] = drafter
         if name == own:
             default = drafter.name
-    if wanted == PLAIN:
-        return loaded, PLAIN
+    if wanted in (TREE, PLAIN):
+        return loaded, wanted
     can_choose = wanted is None and len(loaded) > 1 and may_choose
     is_auto = wanted == AUTO or can_choose
     return loaded, AUTO if is_auto else default or first_choice(loaded)

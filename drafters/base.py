@@ -6,7 +6,7 @@ A drafter holds shared weights and is read-only after construction; what belongs
 lives in the state that `open` returns. The smallest useful drafter is `propose` alone: see "Your
 own drafter" in README.md.
 
-Not covered: trees of drafts; a draft here is one chain of tokens.
+A draft is a chain of tokens, or a tree if its `parents` say so (see tree.py).
 """
 
 from abc import ABC, abstractmethod
@@ -14,11 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from messages import Draft, Sampling, Verdict
 
 from .noise import Noise
+
+Sample = Callable[[Tensor, list[int], Sampling, Noise], tuple[int, Tensor | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,7 @@ class Context:
 
     `target` and `draft` are the core's cached models (`draft` is None where no draft model was
     named), with `.name`, `.model`, `.tokenizer`, `.vocab_size`, `.max_length`,
-    `.forward(rows, tokens, num_logits)`, `.cache` and `.new_cache(num_layers, num_rows)`.
+    `.forward(rows, tokens, num_logits)`, `.cache` and `.new_cache(num_layers, num_rows, spare)`.
 
     `sample(logits [V], text, sampling, noise)` is how a model drafter chooses: the token drawn
     after the request's own transforms (`text`: the tokens before it, drafts included), and the q
@@ -35,7 +38,7 @@ class Context:
     """
 
     target: Any
-    sample: Callable[[Tensor, list[int], Sampling, Noise], tuple[int, Tensor | None]]
+    sample: Sample
     draft: Any | None = None
     num_rows: int = 1
     prompt_lookup_max: int = 4
@@ -46,9 +49,67 @@ class Context:
     timeout_s: float = 10.0  # of a call to a drafter that comes from a file
     mmap: bool = False  # whether weights may stay in mapped files
     eagle3: str | None = None  # folder or hub id of an EAGLE-3 head
+    dflash: str | None = None  # and of a DFlash head
     prefix_cache_mb: int = 0  # for the keys and values of prompts read before; 0: none
     allow_pickle: bool = False  # whether weights may come from files that can run code
     suffix_cache: int = 0  # tokens of past outputs that the drafter suffix may keep
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelState:
+    """What drafting with a model needs to know of a request."""
+
+    text: list[int]  # committed so far
+    sampling: Sampling
+    noise: Noise
+    # Whether one more token is worth its step, given the confidence in those drafted; set by the
+    # panel. None: always.
+    goes_on: Callable[[list[float]], bool] | None = None
+
+
+class Chain:
+    """A model's draft in the making.
+
+    It may stop early, but not for a request that is verified by rejection. Where it stopped depends
+    on all that was drawn. What was drawn behind a refused token is not judged, and its numbers are
+    drawn with again; a later choice that knows of it would change the distribution of the output.
+    """
+
+    def __init__(self, state: ModelState, limit: int) -> None:
+        """At most `limit` tokens."""
+        self._state, self._limit = state, limit
+        self.text = list(state.text)  # with the draft so far
+        self._probs: list[Tensor] = []
+        self._confidence: list[float] = []
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.text[len(self._state.text) :]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether one more token is wanted."""
+        goes_on = self._state.goes_on
+        if len(self.tokens) >= self._limit:
+            return False
+        return not self._confidence or goes_on is None or goes_on(self._confidence)
+
+    def extend(self, logits: Tensor, sample: Sample) -> int:
+        """Draw the next token by the drafter's logits [V]; see Context for `sample`."""
+        token, q = sample(logits, self.text, self._state.sampling, self._state.noise)
+        if q is not None:
+            self._probs.append(q)
+        if self._state.goes_on is not None:
+            self._confidence.append(float((logits[token] - logits.logsumexp(-1)).exp()))
+        self.text.append(token)
+        return token
+
+    def draft(self, vocab_size: int = 0) -> Draft:
+        """What was drawn; `vocab_size` of the target, where the drafter knows fewer tokens."""
+        probs = torch.stack(self._probs) if self._probs else None
+        if probs is not None and probs.shape[1] < vocab_size:
+            probs = torch.nn.functional.pad(probs, (0, vocab_size - probs.shape[1]))
+        return Draft(self.tokens, probs, confidence=self._confidence)
 
 
 class Drafter(ABC):
@@ -60,8 +121,11 @@ class Drafter(ABC):
     name: ClassVar[str]
     needs_hidden: bool = False  # whether verdicts are to bring hidden states of the target
     hidden_layers: tuple[int, ...] = (-1,)  # of which; -1 is the final norm's output
+    drafts_at_once: int = 0  # tokens of its longest draft, if a shorter one costs as much
     # Built-in drafters only:
     shares_cache: bool = False  # a state gets `row`, the target's
+    stops_early: bool = False  # a state is a ModelState
+    branches: bool = False  # a state gets `can_branch`: a tree is welcome
     keeps_outputs: bool = False  # a state gets `is_alone`, and hears of the last tokens, too
 
     @classmethod

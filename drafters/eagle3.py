@@ -6,7 +6,7 @@ demo_models/train_eagle3.py, or take one of the public ones: `--eagle3 FOLDER_OR
 The head predicts words of a draft vocabulary. Its scores are laid out over the target's vocabulary
 before anything is drawn from them, so that q is a distribution over the same tokens as p.
 
-Source: arXiv 2503.01840. Not covered: trees of drafts.
+Source: arXiv 2503.01840.
 """
 
 from math import inf
@@ -21,7 +21,7 @@ from messages import in_short
 from .base import Context
 from .eagle3_head import Eagle3Head, HeadConfig, build_head, read_head
 from .head import HeadDrafter
-from .weights import own_weights
+from .weights import check_sizes, own_weights
 
 
 class Eagle3Drafter(HeadDrafter):
@@ -78,22 +78,12 @@ def check_target(config: HeadConfig, target: Any) -> None:
 
     Targets are compared by the last part of their names: a folder may be a copy from the hub.
     """
-    text = target.model.config.get_text_config()
     if config.verifier and Path(config.verifier).name.lower() not in names_of(target):
         raise ValueError(
             f"it was trained for {config.verifier}, and the target is {target.name} (if that is a "
             f"copy, name its folder {Path(config.verifier).name})"
         )
-    if config.target_hidden_size != text.hidden_size:
-        raise ValueError(
-            f"it reads states of {config.target_hidden_size} numbers, and those of {target.name} "
-            f"have {text.hidden_size}"
-        )
-    if config.layer.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"it was trained for a vocabulary of {config.layer.vocab_size} tokens, and "
-            f"{target.name} has {target.vocab_size}"
-        )
+    check_sizes(config.target_hidden_size, config.layer.vocab_size, target)
 
 
 def names_of(target: Any) -> set[str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import (
@@ -26,10 +26,10 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
-from transformers.utils import cached_file
+
+from .weights import FILE, fill, read_folder
 
 _LAYERS = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
-_FILE, _PICKLED = "model.safetensors", "pytorch_model.bin"
 
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # Fields that change what a head computes, each with the one value that is served.
@@ -210,23 +210,8 @@ def read_head(name: str, allow_pickle: bool = False) -> tuple[HeadConfig, dict[s
 
     Raises ValueError or OSError, saying what is missing.
     """
-    if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
-        raise ValueError("there is no such folder")
-    config = HeadConfig.of(json.loads(Path(_file(name, "config.json")).read_text("utf-8")))
-    file = _file(name, _FILE, is_optional=True)
-    if file is not None:
-        weights = load_file(file)
-    elif allow_pickle:
-        weights = torch.load(_file(name, _PICKLED), map_location="cpu", weights_only=True)
-    else:
-        raise ValueError(
-            f"it has no {_FILE} (a {_PICKLED} can run code, and is loaded with --allow-pickle only)"
-        )
-    return config, {_renamed(key): weight for key, weight in weights.items()}
-
-
-def _file(name: str, file: str, is_optional: bool = False) -> str | None:
-    return cached_file(name, file, _raise_exceptions_for_missing_entries=not is_optional)
+    content, weights = read_folder(name, allow_pickle)
+    return HeadConfig.of(content), {_renamed(key): weight for key, weight in weights.items()}
 
 
 def _renamed(key: str) -> str:
@@ -258,14 +243,7 @@ def build_head(
         )
     if config.draft_vocab_size == len(like):
         weights.setdefault("d2t", head.d2t)
-    wanted = head.state_dict()
-    for key in sorted(wanted.keys() ^ weights.keys()):
-        raise ValueError(f"{'it lacks' if key in wanted else 'unknown weight'} {key}")
-    for key, weight in weights.items():
-        if weight.shape != wanted[key].shape:
-            found, expected = list(weight.shape), list(wanted[key].shape)
-            raise ValueError(f"{key} is {found} instead of {expected}")
-    head.load_state_dict(weights)
+    fill(head, weights)
     ids = head.target_ids
     if len(ids.unique()) != len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < len(like):
         raise ValueError("d2t does not lead to different tokens of the target")
@@ -309,5 +287,5 @@ def save_head(head: Eagle3Head, folder: Path, verifier: dict[str, Any], num_toke
     weights["t2d"] = torch.zeros(config.layer.vocab_size, dtype=torch.bool)
     weights["t2d"][head.target_ids] = True
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder / _FILE, metadata={"format": "pt"})
+    save_file(weights, folder / FILE, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")

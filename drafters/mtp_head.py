@@ -7,6 +7,9 @@ Source: arXiv 2412.19437. Not covered: checkpoints with several MTP layers, mean
 each; the first one is reused.
 """
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -18,6 +21,44 @@ from fastpath.decoder import speed_up_head
 from .base import Context
 from .head import HeadDrafter
 from .weights import own_weights, why_not_loaded
+
+# What configs call the number of MTP layers: transformers' name, then Qwen's and GLM's.
+_COUNTS = "num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers"
+
+
+@contextmanager
+def _told(model: Any, count: int) -> Iterator[None]:
+    """Say in transformers' words what MTP layers a target has, where its config does not.
+
+    Writes to the target's config, and takes that back if what is done meanwhile fails.
+    """
+    text = model.config.get_text_config()
+    known, ignored = dict(vars(text)), model._keys_to_ignore_on_load_unexpected
+    try:
+        _tell(model, text, count)
+        yield
+    except Exception:
+        vars(text).clear()
+        vars(text).update(known)
+        model._keys_to_ignore_on_load_unexpected = ignored
+        raise
+
+
+def _tell(model: Any, text: Any, count: int) -> None:
+    """Write it to the target's config `text`, and to the model what weights are not its own."""
+    text.num_mtp_layers = count
+    kinds = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}
+    for name, kind in kinds.items():
+        if getattr(text, name, None) and not getattr(text, f"mtp_{name}", None):
+            setattr(text, f"mtp_{name}", [kind] * count)
+    # Those that are numbered on are known by the numbers of the published checkpoints alone.
+    if any(re.match(r"model\\\.layers", known) for known in _patterns(model)):
+        numbers = range(text.num_hidden_layers, text.num_hidden_layers + count)
+        model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{n}\." for n in numbers]
+
+
+def _patterns(model: Any) -> list[str]:
+    return list(model._keys_to_ignore_on_load_unexpected or [])
 
 
 class MtpHeadDrafter(HeadDrafter):
@@ -42,18 +83,15 @@ class MtpHeadDrafter(HeadDrafter):
         """Raises ValueError if the target has no MTP head, or one that cannot be loaded."""
         model = context.target.model
         text = model.config.get_text_config()
-        names = ("num_mtp_layers", "mtp_num_hidden_layers")
-        count = next((n for name in names if (n := getattr(text, name, None))), 0)
+        count = next((n for name in _COUNTS if (n := getattr(text, name, None))), 0)
         if not count:
             raise ValueError(
                 f"the target {context.target.name} has no MTP head (no num_mtp_layers in config): "
                 "use --drafter ngram or draft_model, or a checkpoint that has one"
             )
-        if not getattr(text, names[0], None):  # Qwen3-Next and Qwen3.5 have the other name
-            text.num_mtp_layers = count
-            text.mtp_layer_types = ["full_attention"] * count
         try:
-            head = MtpModel.from_pretrained(model)
+            with _told(model, count):
+                head = MtpModel.from_pretrained(model)
         except Exception as error:  # a family that registers no MTP weights fails in its own way
             name, reason = context.target.name, why_not_loaded(error)
             raise ValueError(f"the MTP head of {name} could not be loaded: {reason}") from error

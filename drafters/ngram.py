@@ -50,16 +50,22 @@ class NgramIndex:
         A match near the end runs out of text after a few tokens; the draft then reads on in itself,
         which is what periodic text does.
         """
+        text, (size, start) = self.tokens, self.match()
+        if not size:
+            return []
+        draft, period = text[start : start + max_tokens], len(text) - start
+        while len(draft) < max_tokens:
+            draft.append(draft[len(draft) - period])
+        return draft
+
+    def match(self) -> tuple[int, int]:
+        """The length of the longest known suffix, and where its continuation stands; (0, 0)."""
         text = self.tokens
         for size in self._sizes:
             start = self._followed_at.get(tuple(text[-size:])) if size <= len(text) else None
             if start is not None:
-                draft = text[start : start + max_tokens]
-                period = len(text) - start
-                while len(draft) < max_tokens:
-                    draft.append(draft[len(draft) - period])
-                return draft
-        return []
+                return size, start
+        return 0, 0
 
 
 class NgramDrafter(Drafter):
@@ -87,6 +93,10 @@ class NgramDrafter(Drafter):
     def guess(self, state: NgramIndex, max_tokens: int) -> list[int]:
         """What `propose` would propose: the controller asks, to know what it would be worth."""
         return state.continuation(max_tokens)
+
+    def evidence(self, state: NgramIndex) -> int:
+        """How many tokens of the text a proposal rests on."""
+        return state.match()[0]
 
     def propose(self, state: NgramIndex, max_tokens: int) -> Draft:
         return Draft(state.continuation(max_tokens))

@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastpath.sampling import truncated_softmax
+from fastpath.sampling import largest, penalise, survivors, truncated_softmax
 from messages import Sampling
 
 NO_NUMBERS = "the model gave no probabilities to draw from (NaN in its logits?)"
 _WORD = (1 << 64) - 1
+_FIRST = 32  # tokens that may be among the first ones to be drawn
 _FEW = 2048  # tokens; of more, only those that can still win are looked at closely
 
 # Numbers of their own for each use at one position. The rule of rejection draws a token with DRAW,
@@ -130,3 +131,27 @@ def draw(weights: Tensor, u: float) -> int:
 def log_probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
     """log p [n, V] float64 of penalised logits [n, V]: temperature, then top-k, top-p, min-p."""
     return truncated_softmax(scores, *sampling.transforms).double().log()
+
+
+def ranked(
+    logits: Tensor, text: list[int], sampling: Sampling, noise: Noise, count: int
+) -> list[tuple[int, float]]:
+    """The `count` tokens that a model would choose first after `text`, and how sure it is of each.
+
+    Of logits [V]. Where tokens are drawn they come as they end their race, and are the likelier the
+    larger their lead is.
+    """
+    scores = penalise(logits[None], sampling.repetition_penalty, text, [])[0]
+    if sampling.is_greedy:
+        found, ids = largest(scores, count)
+        chances = (found - scores.logsumexp(0)).exp()
+    else:
+        weights, able = survivors(scores, *sampling.transforms)
+        weights, ids = weights.topk(min(_FIRST, len(weights)))
+        ids = ids if able is None else able[ids]
+        speeds = weights.double() / torch.from_numpy(noise.exponentials(len(text), ids.numpy()))
+        found, order = (speeds / speeds.sum()).topk(min(count, len(speeds)))
+        ids, chances = ids[order], found
+    if not 0 < float(chances[0]) <= 1 + 1e-6:  # NaN neither
+        raise ValueError(NO_NUMBERS)
+    return list(zip(ids.tolist(), chances.tolist(), strict=True))

@@ -7,7 +7,7 @@ request's other drafters go on.
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -19,9 +19,12 @@ from messages import Draft, Sampling, Verdict, in_short
 
 from .base import Drafter
 from .noise import Noise
+from .tree import heard, longest, merged
 
 AUTO = "auto"  # the name under which a request asks for all drafters
+TREE = "tree"  # for several at once, whose drafts become one that branches
 PLAIN = "none"  # and for none of them
+_MOST_EVIDENCE = 8
 LOG = logging.getLogger("serving.drafters")
 
 
@@ -40,6 +43,9 @@ class Seat:
     states: dict[str, Any] = field(default_factory=dict)  # by drafter, of those that can go on
     asked: str | None = None  # who was to draft in this cycle
     num_asked: int = 0  # and how many tokens at most
+    goes_on: Callable[[list[float]], bool] | None = None  # of the planner (see ModelState)
+    evidence: dict[str, int] = field(default_factory=dict)  # of those that guessed in this cycle
+    drafts: dict[str, Draft] = field(default_factory=dict)  # what each one proposed
     draft: Draft | None = None  # what was proposed and is not judged yet
     records: dict[str, Any] = field(default_factory=dict)  # the planner's, by drafter
     decision: Any = None  # the planner's last one
@@ -52,9 +58,18 @@ class Seat:
 
     def read(self, hidden: dict[int, Tensor]) -> dict[int, Tensor]:
         """States [fed, D] by layer, behind those of the chunks before -> [prompt, D]."""
+        if not self.hidden:
+            return hidden
         chunks = list(self.hidden.values())
         layers = [layer for layer in hidden if all(layer in chunk for chunk in chunks)]
         return {i: torch.cat([*(chunk[i] for chunk in chunks), hidden[i]]) for i in layers}
+
+
+class Guess(NamedTuple):
+    """What a drafter would propose, nobody having asked."""
+
+    tokens: list[int]
+    evidence: int = 0  # proposals of one number share a record
 
 
 class Call(NamedTuple):
@@ -62,7 +77,7 @@ class Call(NamedTuple):
 
     name: str
     seats: list[Seat]
-    limits: list[int]  # tokens asked for
+    counts: list[int]  # tokens drafted, or asked for where none came
     ms: float
 
 
@@ -76,10 +91,13 @@ class Panel:
         default: str | None = None,
         is_strict: bool = False,
         prefixes: PrefixCache | None = None,
+        fast: Any = None,
     ) -> None:
         """`is_strict` lets a drafter's fault fail the request: for those who write a drafter.
 
         `prefixes` are the target's: what it knows of a prompt, the drafters read along.
+        `fast` is the target's fast path, if any: compiled blocks can verify a tree. Raises
+        ValueError if the default needs that.
         """
         self.drafters, self._vocab_size, self._is_strict = drafters, vocab_size, is_strict
         self.prefixes = prefixes
@@ -88,6 +106,15 @@ class Panel:
         first = default if default in drafters else first_choice(drafters)
         every = dict.fromkeys([first, *drafters] if drafters else ())
         self.choices = {name: (name,) for name in drafters} | {AUTO: tuple(every)}
+        self.can_branch = bool(fast and fast.is_compiled)
+        free = [name for name, drafter in drafters.items() if hasattr(drafter, "guess")]
+        models = [name for name in every if name not in free]
+        if self.can_branch and len(drafters) > 1:
+            self.choices[TREE] = (*models[:1], *free)
+        elif default == TREE:
+            raise ValueError(
+                "--drafter tree needs two drafters, and blocks that are compiled (--compile)"
+            )
         self.num_failures = 0
         self.calls: list[Call] = []  # of the last `propose`
 
@@ -110,10 +137,10 @@ class Panel:
             seat.num_cached = self.prefixes.length(seat.row)
             seat.hidden = {0: hidden} if hidden else {}
 
-    def keep(self, seat: Seat, hidden: dict[int, Tensor]) -> None:
-        """Remember a prompt that has been read; `hidden` [fed, D] are its last states, by layer."""
+    def keep(self, seat: Seat, states: dict[int, Tensor]) -> None:
+        """Remember a prompt, once it has been read; `states` [prompt, D] by layer."""
         if self.prefixes and not (seat.is_kept or seat.is_alone):
-            self.prefixes.keep(seat.row, seat.prompt, seat.read(hidden))
+            self.prefixes.keep(seat.row, seat.prompt, states)
         seat.is_kept = True
 
     def layers(self, seats: list[Seat]) -> tuple[int, ...]:
@@ -133,19 +160,58 @@ class Panel:
             if seat.draft is None:
                 seat.asked, seat.num_asked = (name, limit) if limit else (None, 0)
                 seat.draft = Draft()
-        for name in dict.fromkeys(seat.asked for seat in waiting if seat.asked):
-            group = [seat for seat in waiting if seat.asked == name]
+                seat.drafts = dict.fromkeys(self.members(seat, seat.asked), Draft())
+        for name in dict.fromkeys(name for seat in waiting for name in seat.drafts):
+            group = [seat for seat in waiting if name in seat.drafts]
             limits = [seat.num_asked for seat in group]
+            for seat in group if self.drafters[name].branches else ():
+                seat.states[name].can_branch = len(seat.drafts) > 1
             began = time.perf_counter()
-            for seat, draft in zip(group, self._ask(name, group, limits), strict=True):
-                seat.draft = draft
-            self.calls.append(Call(name, group, limits, (time.perf_counter() - began) * 1e3))
+            drafts = self._ask(name, group, limits)
+            ms = (time.perf_counter() - began) * 1e3
+            for seat, draft in zip(group, drafts, strict=True):
+                seat.drafts[name] = draft
+            counts = [len(d.tokens) or limit for d, limit in zip(drafts, limits, strict=True)]
+            self.calls.append(Call(name, group, counts, ms))
+        for seat in waiting:
+            if seat.drafts:
+                seat.draft = merged(list(seat.drafts.values()), seat.num_asked)
         return [seat.draft for seat in seats]
+
+    def can_grow(self, seat: Seat) -> bool:
+        """Whether the seat's drafts may branch."""
+        return self.can_branch and seat.sampling.is_coupled
+
+    def members(self, seat: Seat, asked: str | None) -> list[str]:
+        """Who drafts, of those at the seat, where one of them is asked, or all for a tree."""
+        if asked != TREE:
+            return [asked] if asked else []
+        names = [name for name in self.choices.get(TREE, ()) if name in seat.states]
+        return names if names and self.can_grow(seat) else list(seat.states)[:1]
+
+    def spent(self) -> list[tuple[str, list[int], float]]:
+        """Who drafted in the last `propose`: name, tokens by request, and ms.
+
+        Who drafted for a tree alone is counted as that.
+        """
+        found, tree = [], list[Call]()
+        for call in self.calls:
+            if all(seat.asked == TREE for seat in call.seats):
+                tree.append(call)
+            else:
+                found.append((call.name, call.counts, call.ms))
+        if tree:
+            asked = [seat.num_asked for seat in tree[0].seats]
+            found.append((TREE, asked, sum(call.ms for call in tree)))
+        return found
 
     def _ask(self, name: str, seats: list[Seat], limits: list[int]) -> list[Draft]:
         """Drafts that can be verified; an empty one for a seat that loses its drafter."""
         try:
             states = [seat.states[name] for seat in seats]
+            if self.drafters[name].stops_early:
+                for state, seat in zip(states, seats, strict=True):
+                    state.goes_on = seat.goes_on
             proposed = list(self.drafters[name].propose_batch(states, limits))
             if len(proposed) != len(seats):
                 raise ValueError(f"{len(proposed)} drafts for {len(seats)} requests")
@@ -159,7 +225,7 @@ class Panel:
         for seat, limit, draft in zip(seats, limits, proposed, strict=True):
             try:
                 self._check(draft, limit, seat.sampling)
-                sound.append(draft)
+                sound.append(draft if self.can_grow(seat) else longest(draft))
             except Exception as error:
                 self._lose(seat, name, error)
                 sound.append(Draft())
@@ -173,6 +239,17 @@ class Panel:
         count = len(draft.tokens)
         if count > limit:
             raise ValueError(f"{count} tokens proposed, {limit} asked for")
+        sure = draft.confidence
+        if sure and not (len(sure) == count and all(0 <= chance <= 1 for chance in sure)):
+            raise ValueError("confidence is not one number from 0 to 1 for each token")
+        if draft.parents is not None:
+            parents = list(draft.parents)
+            if len(parents) != count or not all(-1 <= p < i for i, p in enumerate(parents)):
+                raise ValueError(f"parents {parents!r:.100} for {count} tokens")
+            if draft.probs is not None and not sampling.is_coupled:
+                raise ValueError(
+                    "a draft of drawn tokens that branches cannot be judged by rejection"
+                )
         if count and draft.probs is not None and not sampling.is_coupled:
             if draft.probs.shape != (count, self._vocab_size):
                 shape = list(draft.probs.shape)
@@ -191,23 +268,29 @@ class Panel:
                     f"proposed {token!r:.100}, which is no id below {self._vocab_size}"
                 )
 
-    def guess(self, seat: Seat, name: str, max_tokens: int) -> list[int] | None:
+    def guess(self, seat: Seat, name: str, max_tokens: int) -> Guess | None:
         """What a drafter would propose, nobody having asked; None from those that cannot tell.
 
         A drafter that costs next to nothing and draws nothing may have a method
-        `guess(state, max_tokens)`.
+        `guess(state, max_tokens)`. It may have another, `evidence(state)`, that says what the
+        proposal rests on, as an integer up to 8: the length of the match, say.
         """
-        guess = getattr(self.drafters[name], "guess", None)
-        if guess is None or name not in seat.states:
+        drafter = self.drafters[name]
+        if name not in seat.states or not hasattr(drafter, "guess"):
             return None
         try:
-            tokens = guess(seat.states[name], max_tokens)
-            if tokens is not None:
-                self._check_tokens(tokens)
-            return tokens
+            state = seat.states[name]
+            tokens = drafter.guess(state, max_tokens)
+            if tokens is None:
+                return None
+            self._check_tokens(tokens)
+            has_evidence = tokens and hasattr(drafter, "evidence")
+            return Guess(
+                tokens, min(int(drafter.evidence(state)), _MOST_EVIDENCE) if has_evidence else 0
+            )
         except Exception as error:
             self._lose(seat, name, error)
-            return []
+            return Guess([])
 
     def observe(
         self, seat: Seat, verdict: Verdict, hidden: dict[int, Tensor], is_last: bool = False
@@ -215,20 +298,23 @@ class Panel:
         """Tell the seat's drafters what came; of a request's last tokens, those that keep outputs.
 
         Who proposed rolls back. To the others what came is text like any other. `hidden` are the
-        states [fed, D] of what was verified, by layer.
+        states [fed, D] of what was verified, by layer: of the text's own branch of a tree.
         """
         states, seat.hidden, seat.draft = seat.read(hidden), {}, None
+        self.keep(seat, states)
         num_rejected = verdict.drafted - verdict.accepted
         for name in list(seat.states):
             drafter = self.drafters[name]
             if is_last and not drafter.keeps_outputs:
                 continue
-            own = verdict if name == seat.asked else replace(verdict, drafted=0)
+            own = verdict if name in seat.drafts else replace(verdict, drafted=0)
             try:
                 if drafter.needs_hidden:
                     beside = torch.cat([states[layer] for layer in drafter.hidden_layers], -1)
                     own = replace(own, hidden=beside[: len(beside) - num_rejected])
-                drafter.observe(seat.states[name], own)
+                draft = seat.drafts.get(name) if len(seat.drafts) > 1 else None
+                for part in heard(own, draft):
+                    drafter.observe(seat.states[name], part)
             except Exception as error:
                 self._lose(seat, name, error)
 
@@ -272,5 +358,10 @@ def first_choice(names: Iterable[str]) -> str:
     """The drafter to begin with where nobody chooses."""
     names = list(names)
     return next(
-        (name for name in ("mtp", "eagle3", "self_int8", "ngram", *names) if name in names), ""
+        (
+            name
+            for name in ("mtp", "eagle3", "dflash", "self_int8", "ngram", *names)
+            if name in names
+        ),
+        "",
     )

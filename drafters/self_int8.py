@@ -44,6 +44,8 @@ class SelfInt8Drafter(SmallModelDrafter):
                 "the drafter self_int8 does not go with "
                 + (what if context.fast else "--no-fastpath")
             )
+        if target.cache.recurrent:
+            raise ValueError("the drafter self_int8 does not go with recurrent layers")
         if context.wanted != cls.name and target.num_weights < _FEW_WEIGHTS:
             raise ValueError(f"{target.name} is too small to gain by self_int8")
         return cls(context)
@@ -55,7 +57,7 @@ class SelfInt8Drafter(SmallModelDrafter):
 
     def open(self, prompt: list[int], sampling: Sampling, noise: Noise) -> State:
         """The panel sets the state's row: the target's."""
-        return State(-1, list(prompt), sampling, noise)
+        return State(row=-1, text=list(prompt), sampling=sampling, noise=noise)
 
     def propose_batch(self, states: list[State], max_tokens: list[int]) -> list[Draft]:
         """As a draft model does; then the rows are as they were."""
@@ -80,7 +82,7 @@ class SelfInt8Drafter(SmallModelDrafter):
 
     def observe(self, state: State, verdict: Verdict) -> None:
         """The engine truncates."""
-        state.tokens.extend(verdict.tokens)
+        state.text.extend(verdict.tokens)
 
     def close(self, state: State) -> None:
         """The row is the engine's."""

@@ -13,30 +13,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from fastpath.prefix import PrefixCache
 from messages import Draft, Sampling, Verdict
 
-from .base import Context, Drafter
+from .base import Chain, Context, Drafter, ModelState
 from .noise import Noise
 
 
-@dataclass(slots=True)
-class State:
+@dataclass(slots=True, kw_only=True)
+class State(ModelState):
     """A request's, in a model that drafts."""
 
     row: int  # in the draft model's KV cache
-    tokens: list[int]  # committed so far
-    sampling: Sampling
-    noise: Noise
 
 
 class SmallModelDrafter(Drafter):
     """Runs `--draft-model`, one batched forward per draft step for all requests that use it."""
 
     name: ClassVar[str] = "draft_model"
+    stops_early = True
 
     def __init__(self, context: Context, draft: Any) -> None:
         """`draft` is a cached model with the target's tokens."""
@@ -55,6 +50,11 @@ class SmallModelDrafter(Drafter):
         if draft is None:
             raise ValueError(
                 "the drafter draft_model needs a model: give --draft-model DIR_OR_HUB_ID"
+            )
+        if draft.cache.recurrent:  # a draft is several forwards, and they keep states of few
+            raise ValueError(
+                f"draft model {draft.name} has recurrent layers, which only a target may have: "
+                "give another --draft-model, or use --drafter ngram"
             )
         # By content: vocabularies of one size may differ, and embeddings may be padded.
         differing = set(draft.tokenizer.get_vocab().items()) ^ set(
@@ -79,7 +79,7 @@ class SmallModelDrafter(Drafter):
         # Under the rule of rejection drafts decide the text, and so would roundings of these keys.
         if self._prefixes and sampling.is_coupled:
             self._prefixes.restore(row, list(prompt))
-        return State(row, list(prompt), sampling, noise)
+        return State(row=row, text=list(prompt), sampling=sampling, noise=noise)
 
     def propose(self, state: State, max_tokens: int) -> Draft:
         return self.propose_batch([state], [max_tokens])[0]
@@ -87,46 +87,37 @@ class SmallModelDrafter(Drafter):
     def propose_batch(self, states: list[State], max_tokens: list[int]) -> list[Draft]:
         """One batched forward per draft step; the first also feeds what is not cached yet."""
         cache = self._draft.cache
-        drawn: list[list[tuple[int, Tensor | None]]] = [[] for _ in states]
         for state in states:  # remove what a draft that failed has left
-            length = min(cache.lengths[state.row], len(state.tokens) - 1)
+            length = min(cache.lengths[state.row], len(state.text) - 1)
             cache.truncate(state.row, length)
-        texts = [list(state.tokens) for state in states]  # with the draft so far
-        fed = [state.tokens[cache.lengths[state.row] :] for state in states]
+        fed = [state.text[cache.lengths[state.row] :] for state in states]
         # A target of more (padded) rows may have been given an id that the draft model cannot read.
         limits = [
             limit if max(ids) < self._draft.vocab_size else 0
             for limit, ids in zip(max_tokens, fed, strict=True)
         ]
-        for step in range(max(limits)):
-            active = [i for i, limit in enumerate(limits) if limit > step]
+        chains = list(map(Chain, states, limits))
+        while active := [i for i, chain in enumerate(chains) if chain.is_open]:
             output = self._draft.forward(
                 [states[i].row for i in active],
                 [fed[i] for i in active],
                 num_logits=[1] * len(active),
             )
             for i, logits in zip(active, output.logits, strict=True):
-                token, q = self._sample(
-                    logits[0, : self._shared], texts[i], states[i].sampling, states[i].noise
-                )
-                if q is not None and self._shared < self._vocab_size:
-                    q = torch.nn.functional.pad(q, (0, self._vocab_size - self._shared))
-                drawn[i].append((token, q))
-                texts[i].append(token)
-                fed[i] = [token]
-        return [Draft.of(tokens) for tokens in drawn]
+                fed[i] = [chains[i].extend(logits[0, : self._shared], self._sample)]
+        return [chain.draft(self._vocab_size) for chain in chains]
 
     def observe(self, state: State, verdict: Verdict) -> None:
         cache = self._draft.cache
-        # Before the append, len(state.tokens) of the cached tokens are committed text; of the draft
+        # Before the append, len(state.text) of the cached tokens are committed text; of the draft
         # after them, `accepted` tokens are.
-        committed = len(state.tokens) + verdict.accepted
+        committed = len(state.text) + verdict.accepted
         cache.truncate(state.row, min(cache.lengths[state.row], committed))
-        state.tokens.extend(verdict.tokens)
+        state.text.extend(verdict.tokens)
 
     def close(self, state: State) -> None:
         try:
             if self._prefixes:
-                self._prefixes.keep(state.row, state.tokens)
+                self._prefixes.keep(state.row, state.text)
         finally:
             self._draft.cache.close_row(state.row)

@@ -40,10 +40,11 @@ class TimedDrafter(Drafter):
     def __init__(self, inner: Drafter, limit_s: float) -> None:
         self._inner, self._limit_s = inner, limit_s
         self.name, self.needs_hidden = inner.name, inner.needs_hidden  # type: ignore[misc]
-        self.hidden_layers = inner.hidden_layers
+        self.hidden_layers, self.drafts_at_once = inner.hidden_layers, inner.drafts_at_once
         self.num_step_weights = getattr(inner, "num_step_weights", 0)
-        if hasattr(inner, "guess"):
-            self.guess = partial(self._call, inner.guess)
+        for name in ("guess", "evidence"):
+            if hasattr(inner, name):
+                setattr(self, name, partial(self._call, getattr(inner, name)))
         self._unclosed: list[Any] = []  # states, until the drafter can be spoken to again
         self._start()
 

@@ -1,10 +1,70 @@
-"""Weights from files: what loading a model and loading its MTP head have in common."""
+"""Weights from files: what loading a model and loading its heads have in common."""
 
+import json
 import traceback
+from pathlib import Path
+from typing import Any
 
+import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
 from messages import in_short
+
+FILE, _PICKLED = "model.safetensors", "pytorch_model.bin"
+
+
+def read_folder(name: str, allow_pickle: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What config.json says, and the weights, in one file or several; `name` may be a hub id.
+
+    Raises ValueError or OSError, saying what is missing.
+    """
+    if not Path(name).exists() and (name.startswith((".", "/", "~")) or name.count("/") > 1):
+        raise ValueError("there is no such folder")
+    content = json.loads(Path(cached_file(name, "config.json")).read_text("utf-8"))
+    whole, index = (
+        cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+        for file in (FILE, SAFE_WEIGHTS_INDEX_NAME)
+    )
+    if whole is not None:
+        return content, load_file(whole)
+    if index is not None:
+        parts = set(json.loads(Path(index).read_text("utf-8"))["weight_map"].values())
+        files = [load_file(cached_file(name, part)) for part in sorted(parts)]
+        return content, {key: weight for file in files for key, weight in file.items()}
+    if allow_pickle:
+        file = cached_file(name, _PICKLED)
+        return content, torch.load(file, map_location="cpu", weights_only=True)
+    raise ValueError(
+        f"it has no {FILE} (a {_PICKLED} can run code, and is loaded with --allow-pickle only)"
+    )
+
+
+def fill(module: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Load weights. Raises ValueError if one is missing, unknown or of another size."""
+    wanted = module.state_dict()
+    for key in sorted(wanted.keys() ^ weights.keys()):
+        raise ValueError(f"{'it lacks' if key in wanted else 'unknown weight'} {key}")
+    for key, weight in weights.items():
+        if weight.shape != wanted[key].shape:
+            found, expected = list(weight.shape), list(wanted[key].shape)
+            raise ValueError(f"{key} is {found} instead of {expected}")
+    module.load_state_dict(weights)
+
+
+def check_sizes(hidden_size: int, vocab_size: int, target: Any) -> None:
+    """Raises ValueError if a head was trained for another target, by what it reads and writes."""
+    width = target.model.config.get_text_config().hidden_size
+    if hidden_size != width:
+        raise ValueError(
+            f"it reads states of {hidden_size} numbers, and those of {target.name} have {width}"
+        )
+    if vocab_size != target.vocab_size:
+        raise ValueError(
+            f"it was trained for a vocabulary of {vocab_size} tokens, and "
+            f"{target.name} has {target.vocab_size}"
+        )
 
 
 def why_not_loaded(error: Exception) -> str:
@@ -15,7 +75,8 @@ def why_not_loaded(error: Exception) -> str:
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     report = frame.f_locals.get("loading_info")
     for weight, lines in sorted(getattr(report, "conversion_errors", {}).items()):
-        return f"{weight}: {lines.splitlines()[-2:][0][:300]}"
+        if lines.strip():
+            return f"{weight}: {lines.splitlines()[-2:][0][:300]}"
     for weight, found, wanted in sorted(getattr(report, "mismatched_keys", ())):
         return f"{weight}: {list(found)} instead of {list(wanted)}"
     return in_short(error)

@@ -5,15 +5,17 @@ thread's share it computes one by one, and there some functions call another exp
 number may give other bits in another row, beside more rows or with more threads.
 
 Either no share ends in a left-over, which depends on the width and on the number of threads, or the
-activation is put together here from functions that have no second form: exp, tanh and erf, and
-operations that IEEE 754 rounds in one way only. That takes three to five operations for one.
+activation is put together here from functions that have no second form: exp, log1p, tanh and erf,
+and operations that IEEE 754 rounds in one way only. That takes three to five operations for one.
 """
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 # Numbers of rows that a forward may have, of which exact.py takes those with equal bits. Few, as
 # oneDNN makes code for each and keeps it.
@@ -59,6 +61,17 @@ _STEADY = {
 }  # by the names of torch's and transformers' modules
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), inside in float32."""
+    return x.float().neg().exp_().add_(1).reciprocal_().to(x.dtype)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)), inside in float32, and x where torch gives x."""
+    wide = x.float()
+    return torch.where(wide > 20, wide, wide.exp().log1p()).to(x.dtype)
+
+
 def has_left_over(width: int, dtype: torch.dtype) -> bool:
     """Whether some share of some number of rows of this width ends within a vector."""
     lanes = _VECTOR_BYTES // dtype.itemsize
@@ -98,3 +111,27 @@ def make_steady(model: nn.Module) -> None:
         for name, child in list(module.named_children()):
             if type(child).__name__ in _STEADY:
                 setattr(module, name, Steady(_STEADY[type(child).__name__]))
+
+
+_STEADY_FUNCTIONS: dict[Any, Callable[..., Tensor]] = {
+    torch.sigmoid: sigmoid,
+    torch.Tensor.sigmoid: sigmoid,
+    nn.functional.softplus: softplus,
+    nn.functional.silu: silu,
+}
+
+
+class SteadyMode(TorchFunctionMode):
+    """Within it these functions are the steady ones, whoever calls them: a model's own code.
+
+    A call with options, as softplus(x, beta=4), is torch's own.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), options: Any = None
+    ) -> Any:
+        """What torch calls in the place of any of its functions."""
+        is_plain = len(args) == 1 and options in (None, {}, {"inplace": False})  # nn.SiLU's
+        if function in _STEADY_FUNCTIONS and is_plain:
+            return _STEADY_FUNCTIONS[function](args[0])
+        return function(*args, **(options or {}))

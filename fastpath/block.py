@@ -183,12 +183,15 @@ class FusedBlock(nn.Module):
         With `ragged` x is [N, D]: only attention needs rows of one length.
         """
         read, x = self.read(x)
-        query, key, value = self._heads(self.qkv.compute(read), rope)
+        query, key, value = self.heads(self.qkv.compute(read), rope)
         if ragged is None:
             key, value = key.transpose(1, 2), value.transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        attended = attend(query, key, value, mask, self.scaling, ragged, self.softcap)
+        return self.finish(x, attend(query, key, value, mask, self.scaling, ragged, self.softcap))
+
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """What attention is added to [..., D], and its result by heads -> the block's [..., D]."""
         x = _added(self.out, attended, self.out_norm, x)
         inner = self.gate_up.compute(x if self.mlp_norm is None else self.mlp_norm(x))
         if self.is_gated:
@@ -198,7 +201,7 @@ class FusedBlock(nn.Module):
             inner = self.activation(inner)
         return _added(self.down, inner, self.down_norm, x)
 
-    def _heads(self, joined: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(self, joined: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values side by side -> [..., heads, head_dim] each, rotated."""
         if self.wide_norms:
             widths = [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads)]

@@ -476,6 +476,8 @@ class _ForwardTrial:
                 copies = buffer[source, :, : self._num_known]
                 copies = copies.repeat(1, -(-length // self._num_known), 1)
                 buffer[slot, :, :length] = copies[:, :length]
+        for layer in self._cache.recurrent:
+            layer.hold(row, length, self._rows[0])
         self._cache.lengths[row] = length
 
     def _feed(self, rows: list[int], tokens: list[list[int]]) -> Tensor:

@@ -254,13 +254,17 @@ struct Forward {
   std::vector<Tensor> cos, sin;      // by kind: [N, head_dim]; none where nothing is rotated
   std::vector<Tensor> masks;         // by kind: [1, 1, rows, L] for torch's attention, or none
   std::vector<Tensor> keys, values;  // by block: [slots, heads, capacity, head_dim]
-  const int64_t *slots, *positions;  // [N] in the cache; slot -1: the row is a pad
+  const int64_t *slots, *positions;  // [N] in the text; slot -1: the row is a pad
+  const int64_t* places;             // [N] where in its slot a row's keys and values lie
+  const int64_t* line;               // [N, depth] where those of its last tokens and its own lie
+  int64_t depth;                     // tokens before these lie where they stand in the text
 };
 
 // -------------------------------------------------------------------------------- attention
 //
 // Of a token to the keys that it sees, and no others: neither its neighbours nor the length of what
-// is held beside it change a bit, and nothing is computed for pads.
+// is held beside it change a bit, and nothing is computed for pads. Keys are read in the text's order,
+// wherever they lie: a token of a branch gets the bits that it would get in a chain.
 
 // The sums of neighbours: a's and then b's.
 inline Lanes pairs(Lanes a, Lanes b) {
@@ -287,7 +291,11 @@ struct Attention {
   int64_t width, begin, end;  // of a head; the first position that is seen, and one behind the last
   float scaling;
   std::vector<float>& room;
+  const int64_t* line;  // where the keys from position `base` on lie
+  int64_t base;
   int64_t first = begin / kLanes * kLanes, length = (end - first + kLanes - 1) / kLanes * kLanes;
+
+  int64_t place(int64_t key) const { return key < base ? key : line[key - base]; }
 
   // queries [G, width] -> out [G, width]
   void operator()(const T* queries, T* out) const {
@@ -314,9 +322,10 @@ struct Attention {
     Lanes products[G][kLanes] = {};
     for (int64_t at = first; at < end; at += kLanes) {
       for (int64_t key = std::max(begin, at); key < std::min(end, at + kLanes); ++key) {
+        const T* from = keys + place(key) * width;
         Lanes sums[G] = {};
         by_lanes<4>(width, [&](int64_t i, int64_t count) {
-          Lanes part = load(keys + key * width + i, count);
+          Lanes part = load(from + i, count);
           for (int g = 0; g < G; ++g) sums[g] += load(wide[g] + i, count) * part;
         });
         for (int g = 0; g < G; ++g) products[g][key - at] = sums[g];
@@ -355,11 +364,13 @@ struct Attention {
   template <int N>
   void mix(int64_t i, int64_t count, const float (&sums)[G], T* out) const {
     Lanes mixed[G][N] = {};
-    for (int64_t key = begin; key < end; ++key)
+    for (int64_t key = begin; key < end; ++key) {
+      const T* from = values + place(key) * width + i;
       for (int n = 0; n < N; ++n) {
-        Lanes value = load(values + key * width + i + n * kLanes, count);
+        Lanes value = load(from + n * kLanes, count);
         for (int g = 0; g < G; ++g) mixed[g][n] += room[g * length + key - first] * value;
       }
+    }
     for (int g = 0; g < G; ++g)
       for (int n = 0; n < N; ++n)
         store(out + g * width + i + n * kLanes, mixed[g][n] / sums[g], count);
@@ -406,10 +417,11 @@ struct Stack : torch::CustomClassHolder {
 
   Tensor run(Tensor x, int64_t begin, int64_t end, std::vector<Tensor> cos, std::vector<Tensor> sin,
              std::vector<Tensor> masks, std::vector<Tensor> keys, std::vector<Tensor> values,
-             Tensor slots, Tensor positions, optional<Tensor> read) {
+             Tensor slots, Tensor positions, Tensor places, Tensor line, optional<Tensor> read) {
     c10::InferenceMode guard;
     Forward forward{cos, sin, masks, keys, values, slots.const_data_ptr<int64_t>(),
-                    positions.const_data_ptr<int64_t>()};
+                    positions.const_data_ptr<int64_t>(), places.const_data_ptr<int64_t>(),
+                    line.const_data_ptr<int64_t>(), line.size(1)};
     x = x.contiguous();
     for (int64_t i = begin; i < end; ++i, read.reset())
       x = x.scalar_type() == at::kFloat ? one<float>(x, read, i, forward)
@@ -495,7 +507,7 @@ struct Stack : torch::CustomClassHolder {
       for (int64_t h = 0; h < heads; ++h)
         rotate<T>(x + h * head_dim, block.qk_norm, h, c, s, queries + (row * heads + h) * head_dim);
       for (int64_t h = 0; h < kv_heads && f.slots[row] >= 0; ++h) {
-        int64_t to = f.slots[row] * slot_size + h * head_size + f.positions[row] * head_dim;
+        int64_t to = f.slots[row] * slot_size + h * head_size + f.places[row] * head_dim;
         int64_t own = heads + h;
         rotate<T>(x + own * head_dim, block.qk_norm, own, c, s, keys + to);
         std::memcpy(values + to, x + (own + kv_heads) * head_dim, head_dim * sizeof(T));
@@ -518,7 +530,8 @@ struct Stack : torch::CustomClassHolder {
           int64_t at = (row * heads + h * groups + g) * head_dim;
           auto with = [&](auto together) {
             Attention<T, together()>{keys + from, values + from, head_dim, first, seen,
-                                     float(scaling), room}(queries + at, out + at);
+                                     float(scaling), room, f.line + row * f.depth,
+                                     seen - f.depth}(queries + at, out + at);
           };
           switch (std::min(kTogether, groups - g)) {
             case 4: with(std::integral_constant<int, 4>()); break;

@@ -248,7 +248,14 @@ class Rows(NamedTuple):
     """Where the N rows of a forward stand in the cache, as native.cpp takes it."""
 
     slots: Tensor  # [N]; -1: the row is a pad
-    positions: Tensor  # [N]
+    positions: Tensor  # [N], in the text
+    places: Tensor  # [N]: where in the slot a row's keys and values lie
+    line: Tensor  # [N, depth]: where those of the text's last tokens lie, up to the row's own
+
+    @classmethod
+    def chain(cls, slots: Tensor, positions: Tensor) -> "Rows":
+        """All tokens lie where they stand in the text."""
+        return cls(slots, positions, positions, positions.new_empty(len(positions), 0))
 
     @classmethod
     def of(cls, where: Any, num_rows: int) -> "Rows":
@@ -257,10 +264,12 @@ class Rows(NamedTuple):
         if getattr(where, "ragged", None) is None:  # pads stand on the left
             slots = torch.full((num_rows,), where.slots[0])
             slots[: num_rows - count] = -1
-            return cls(slots, torch.arange(where.end - num_rows, where.end))
+            return cls.chain(slots, torch.arange(where.end - num_rows, where.end))
         slots = torch.full((num_rows,), -1)
         slots[:count] = where.padded.written[0]
-        return cls(slots, where.positions[0])
+        if where.line is None:
+            return cls.chain(slots, where.positions[0])
+        return cls(slots, where.positions[0], where.places, where.line)
 
 
 def native_stack(
@@ -312,7 +321,7 @@ def _difference(
     buffers = tuple([like.new_zeros(shape) for _ in blocks] for _ in range(2))
     rope = {kind: tuple(t[0, :count, 0] for t in tables) for kind, tables in ropes.items()}
     mask = {kind: table.of(positions[None], 0, count) for kind, table in masks.items()}
-    rows = Rows(positions * 0, positions)
+    rows = Rows.chain(positions * 0, positions)
     random = torch.Generator().manual_seed(0)
     width = first.down.compute.out_features * (1 + first.has_other_inputs)
     # Small, so that roundings of x hide nothing of what the block adds.

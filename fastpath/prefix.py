@@ -54,8 +54,9 @@ class PrefixCache:
 
     @classmethod
     def of(cls, model: Any, capacity_mb: int) -> "PrefixCache | None":
-        """For a cached model of the core; None where the capacity is 0."""
-        return cls(model.cache, model.shapes, capacity_mb) if capacity_mb else None
+        """For a cached model of the core; None without capacity, and where layers keep states."""
+        can_keep = capacity_mb and not model.cache.recurrent
+        return cls(model.cache, model.shapes, capacity_mb) if can_keep else None
 
     def length(self, row: int) -> int:
         """How many tokens the row holds."""

@@ -128,7 +128,7 @@ def sse(data: dict[str, Any]) -> str:
 def setting(engine: Any, options: Options) -> str:
     """One line: what the target is computed with on this machine, and whether that is exact."""
     model, fast, report = engine.target.model, engine.target.fast, engine.target.report
-    kind = "int8" if options.quantize else str(model.dtype).removeprefix("torch.")
+    kind = story.weights_of(engine, options)["dtype"]
     way = fast.way if fast else "transformers' modules"
     exact = "with equal bits, checked" if report and report.is_exact else "without equal bits"
     count, device = torch.get_num_threads(), model.device.type
@@ -154,11 +154,13 @@ def health(engine: Any, worker: Worker, options: Options) -> dict[str, Any]:
         "model": model_id(engine.target.name),  # not where its folder is
         "quantization": options.quantize,
         "compiled": bool(engine.target.fast and engine.target.fast.is_compiled),
+        "trees": engine.panel.can_branch,
         "model_card": options.card,
         "target": story.weights_of(engine, options),
         "chat_template": options.is_chat(engine.target.tokenizer),  # the page asks for it
         "drafter": engine.default_drafter,
         "drafters": list(engine.panel.choices),
+        "num_speculative_tokens": options.num_speculative_tokens,
         "uptime_s": round(worker.uptime_s, 3),
         "num_requests_running": worker.num_running,
         "num_requests_waiting": worker.num_waiting,

@@ -28,6 +28,7 @@ class Options:
     model: str = str(ROOT / "demo_models" / "target")
     draft_model: str | None = None  # beside the embedded target: the embedded draft
     eagle3: str | None = None  # a head for the target; smollm2 has one
+    dflash: str | None = None  # a head of another kind; the embedded target has one
     drafter: str | None = None  # auto, or mtp or ngram, whichever fits
     num_speculative_tokens: int = Request.num_speculative_tokens
     fixed_k: bool = False
@@ -104,6 +105,13 @@ class Options:
         return self.eagle3
 
     @property
+    def dflash_folder(self) -> str | None:
+        """The DFlash head: what was named, or the embedded one, where that drafter was named."""
+        is_asked = self.is_embedded and self.drafter == "dflash"
+        embedded = str(ROOT / "demo_models" / "target_dflash") if is_asked else None
+        return embedded if self.dflash is None else self.dflash
+
+    @property
     def is_exposed(self) -> bool:
         """Whether others than who started the server may be meant to call it."""
         if self.api_key or self.allowed_host or self.allow_origin:
@@ -126,6 +134,7 @@ class Options:
             "mmap": self.mmap,
             "prefix_cache_mb": self.prefix_cache_mb,
             "eagle3": self.eagle3_folder,
+            "dflash": self.dflash_folder,
             "allow_pickle": self.allow_pickle,
             "suffix_cache": self.num_remembered,
         }
@@ -183,7 +192,8 @@ _FLAGS: dict[str, dict[str, Any]] = {
     | {"help": f"the target: {', '.join(CATALOGUE)}, a folder, a .gguf file or a hub id"},
     "draft_model": _MODEL | {"help": "for the drafter draft_model; named like the target"},
     "eagle3": _MODEL | {"help": "an EAGLE-3 head for the target: a folder or a hub id"},
-    "drafter": {"help": f"{', '.join(NAMES)}, auto, none or file.py:Class"},
+    "dflash": _MODEL | {"help": "a DFlash head for the target: a folder or a hub id"},
+    "drafter": {"help": f"{', '.join(NAMES)}, auto, tree, none or file.py:Class"},
     "num_speculative_tokens": {"type": between(1, MAX_SPECULATIVE_TOKENS), "help": "K"},
     "fixed_k": {"action": "store_true", "help": "always draft K, whether it pays or not"},
     "strict": {"action": "store_true", "help": "a drafter's fault fails the request"},

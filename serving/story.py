@@ -30,7 +30,7 @@ from .parsing import model_id
 from .prompts import chat_ids, prompt_ids
 
 # Who tells it, if loaded: first those that write a draft token by token.
-_TELLERS = ("draft_model", "eagle3", "mtp", "self_int8", "ngram")
+_TELLERS = ("draft_model", "eagle3", "mtp", "dflash", "self_int8", "ngram")
 _PROMPT = "def read_lines(path):\n    with open(path) as f:\n        return f."
 _CHAT_PROMPT = "Why is the sky blue?"
 _K, _MAX_TOKENS, _NUM_PLAIN, _NUM_OTHERS = 5, 40, 12, 4  # the last two are cycles
@@ -94,7 +94,7 @@ def _record(engine: Any, options: Options, names: list[str]) -> dict[str, Any]:
     if not any(cycle.proposals for _, cycle in told):
         raise ValueError(f"{names[0]} proposed nothing")
     every = {names[0]: told} | {name: list(run(name, _NUM_OTHERS)) for name in names[1:]}
-    drafters, later = engine.panel.drafters, [_spans(cycle)[1] for _, cycle in plain[1:]]
+    drafters, later = engine.panel.drafters, [cycle.spans_ms[1] for _, cycle in plain[1:]]
     return {
         "stored": False,
         "model": model_id(target.name),
@@ -112,26 +112,21 @@ def _event(s: Any, cycle: Any) -> dict[str, Any]:
     """A cycle as the stream of a traced request shows it, without what a story does not show."""
     event = trace.event(s, cycle)
     event["text"] = "".join(text for text, _ in event.pop("pieces"))
-    del event["distributions"], event["target_top"]
+    for name in ("distributions", "target_top", "drafter"):
+        event.pop(name, None)
     known = {*event["proposals"], *(token["id"] for token in event["tokens"])}
     event["texts"] = {i: text for i, text in event["texts"].items() if i in known}
     return event
 
 
-def _spans(cycle: Any) -> tuple[float, float]:
-    """(draft, verify) of a cycle, in ms."""
-    began, drafted, passed, _ = cycle.times
-    return (drafted - began) * 1e3, (passed - drafted) * 1e3
-
-
 def _costs(cycles: list[Any], drafter: Any) -> dict[str, Any]:
     """What drafting takes: ms per drafted token, ms of the passes over K + 1, and its weights."""
     drafted = [cycle for _, cycle in cycles if cycle.proposals]  # so without the prefill
-    steps = [_spans(cycle)[0] / len(cycle.proposals) for cycle in drafted]
+    steps = [cycle.spans_ms[0] / len(cycle.proposals) for cycle in drafted]
     whole = [cycle for cycle in drafted if len(cycle.proposals) == _K] or drafted
     return {
         "step_ms": median(steps) if steps else None,
-        "verify_ms": median(_spans(cycle)[1] for cycle in whole) if whole else None,
+        "verify_ms": median(cycle.spans_ms[1] for cycle in whole) if whole else None,
         "parameters": getattr(drafter, "num_step_weights", 0),
     }
 

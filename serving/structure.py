@@ -30,8 +30,9 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query,
 
 _NUM_READ = 4  # tokens
 _NUM_QUERIES = 64  # positions that a rule is asked about, besides those at its borders
-# Keys and values, or nothing.
+# Keys and values, or nothing; or states that fastpath/recurrent.py keeps.
 _CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
+_STATES = LinearAttentionCacheLayerMixin
 
 
 class UnsupportedModel(ValueError):
@@ -46,6 +47,7 @@ class Structure:
     num_cache_layers: int
     length: int  # how many positions the windows hold for
     has_experts: bool  # whether layers choose among experts
+    is_recurrent: bool  # whether layers keep states
 
 
 def examine(model: Any, length: int) -> Structure:
@@ -56,7 +58,7 @@ def examine(model: Any, length: int) -> Structure:
     """
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or []
-    rules, num_cache_layers = _read(model)
+    rules, num_cache_layers, is_recurrent = _read(model)
     windows: dict[str, int | None] = {}
     for layer, rule in sorted(rules.items()):
         window, length = window_of(rule, length, model.device)
@@ -69,7 +71,7 @@ def examine(model: Any, length: int) -> Structure:
     num_cache_layers = num_cache_layers or config.num_hidden_layers
     # A config may name experts that no layer has.
     has_experts = any("experts" in name.split(".") for name, _ in model.named_modules())
-    return Structure(windows, num_cache_layers, length, has_experts)
+    return Structure(windows, num_cache_layers, length, has_experts, is_recurrent)
 
 
 @dataclass
@@ -111,10 +113,11 @@ class _Watch:
 
 
 @torch.inference_mode()
-def _read(model: Any) -> tuple[dict[int, Rule], int]:
-    """Let the model read a few tokens: each layer's rule, and how many layers of a cache it uses.
+def _read(model: Any) -> tuple[dict[int, Rule], int, bool]:
+    """Let the model read a few tokens.
 
-    Layers that make their own masks have no rule here. Raises UnsupportedModel.
+    Returns each layer's rule, how many layers of a cache it uses, and whether some of these hold
+    states. Layers that make their own masks have no rule here. Raises UnsupportedModel.
     """
     ids, watch = torch.ones(1, _NUM_READ, dtype=torch.long, device=model.device), _Watch()
     with ExitStack() as stack:
@@ -132,12 +135,16 @@ def _read(model: Any) -> tuple[dict[int, Rule], int]:
         raise UnsupportedModel("has no KV cache in transformers")
     cache = getattr(cache, "self_attention_cache", cache)  # a decoder's, without its encoder
     layers = getattr(cache, "layers", [])
-    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers):
-        raise UnsupportedModel("has recurrent layers, not supported yet")
-    others = {type(part).__name__ for part in (cache, *layers) if type(part) not in _CACHES}
+    recurrent = [layer for layer in layers if isinstance(layer, _STATES)]
+    known = {*_CACHES, *map(type, recurrent)}
+    others = {type(part).__name__ for part in (cache, *layers) if type(part) not in known}
     if others:
         raise UnsupportedModel(f"caches more than keys and values ({', '.join(sorted(others))})")
-    return watch.rules, len(layers)
+    if len(recurrent) == len(layers) and not any(isinstance(x, DynamicLayer) for x in layers):
+        raise UnsupportedModel("has recurrent layers only, not supported yet")
+    if any(layer.number_of_states > 1 for layer in recurrent):
+        raise UnsupportedModel("keeps several states in one layer")
+    return watch.rules, len(layers), bool(recurrent)
 
 
 def window_of(rule: Rule, length: int, device: Any = "cpu") -> tuple[int | None, int]:

@@ -1,6 +1,6 @@
 """A cycle as an event: what a request asked to know about it, in values that JSON has."""
 
-from itertools import chain, pairwise
+from itertools import chain
 from math import inf
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drafters.noise import log_probabilities
-from messages import Cycle, Judgement
+from messages import Cycle, Draft, Judgement
 
 _PROMPT_SHOWN, _TAIL_SHOWN = 2000, 16  # tokens of a prompt that a trace repeats
 _BY_P, _BY_Q = 8, 4  # tokens of a distribution that a trace shows, the likeliest by p and by q
@@ -18,14 +18,17 @@ _BY_P, _BY_Q = 8, 4  # tokens of a distribution that a trace shows, the likelies
 def event(s: Any, cycle: Cycle) -> dict[str, Any]:
     """The event of a Sequence's latest cycle.
 
-    {step, proposals, accepted_count, emitted_count, tokens, rejected, cached, pieces}: proposals is
-    the draft as it was made, the others are what stays of it after a cut. cached is how many tokens
-    the KV cache held after the verify and after the truncation. pieces is the text that may be
-    shown now, as (text, kind). A request may ask for `logprobs` and for a trace, which has more.
+    {step, proposals, tree, accepted_count, emitted_count, tokens, rejected, cached, pieces}:
+    proposals is the draft as it was made, the others are what stays of it after a cut. Of a draft
+    that branched, proposals is the text's own chain, and tree has all tokens as {id, parent}; else
+    it is None. cached is how many tokens the KV cache held after the verify and after the
+    truncation. pieces is the text that may be shown now, as (text, kind). A request may ask for
+    `logprobs` and for a trace, which has more.
     """
     found: dict[str, Any] = {
         "step": cycle.number,
         "proposals": cycle.proposals,
+        "tree": cycle.tree.parents and tree_as_dicts(cycle.tree),
         "accepted_count": cycle.num_accepted,
         "emitted_count": cycle.num_kept,
         "tokens": [judgement_as_dict(token) for token in cycle.tokens],
@@ -42,6 +45,12 @@ def event(s: Any, cycle: Cycle) -> dict[str, Any]:
     return found
 
 
+def tree_as_dicts(draft: Draft) -> list[dict[str, int]]:
+    """Each token, and the place of the one that it follows; -1 is the pending token."""
+    pairs = zip(draft.tokens, draft.parents, strict=True)
+    return [{"id": token, "parent": parent} for token, parent in pairs]
+
+
 def judgement_as_dict(judgement: Judgement) -> dict[str, Any]:
     """For an event; p, q and u only where they decided."""
     if judgement.u is None:
@@ -54,12 +63,15 @@ def _details(s: Any, cycle: Cycle, event: dict[str, Any]) -> dict[str, Any]:
 
     `target_argmax` [n + 1], `target_top` (the tokens that led where each new one was chosen),
     `distributions` there, `texts` of all ids in the event (a part of a character as "�"), the
-    controller's reason, and the times of the cycle. The prefill's has the end of the prompt: as
-    the text that the target read (with what a chat template wrote), and its last tokens' texts.
+    controller's reason, who has drafted, and the times of the cycle. The prefill's has the end of
+    the prompt: as the text that the target read (with what a chat template wrote), and its last
+    tokens' texts.
     """
     asked: dict[str, Any] = {}
     if s.seat.decision:
         asked["controller"] = str(s.seat.decision)
+    if cycle.proposals:
+        asked["drafter"] = s.seat.asked
     if cycle.number == 0:
         prompt = s.request.prompt
         asked["prompt_text"] = s.tokenizer.decode(prompt[-_PROMPT_SHOWN:])
@@ -67,12 +79,11 @@ def _details(s: Any, cycle: Cycle, event: dict[str, Any]) -> dict[str, Any]:
     asked["target_argmax"] = cycle.scores.argmax(-1).tolist()
     asked["target_top"] = _leaders(s, event, cycle.scores[: cycle.num_kept])
     asked["distributions"] = _distributions(s, cycle)
-    ids = {*cycle.proposals, *asked["target_argmax"]}
+    ids = {*cycle.tree.tokens, *asked["target_argmax"]}
     shown = chain(event["tokens"], *asked["target_top"], *asked["distributions"])
     ids |= {token["id"] for token in shown}
     asked["texts"] = {i: s.tokenizer.decode([i]) for i in sorted(ids)}
-    spans = [(end - begin) * 1e3 for begin, end in pairwise(cycle.times)]
-    asked["ms"] = dict(zip(("draft", "verify", "other"), spans, strict=True))
+    asked["ms"] = dict(zip(("draft", "verify", "other"), cycle.spans_ms, strict=True))
     return asked
 
 

@@ -42,6 +42,12 @@ ODD = {
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24, "sliding_window": 300,
     },
     "gpt2": {"vocab_size": 4096, "n_embd": 100, "n_layer": 2, "n_head": 5},
+    "qwen3_5_text": {  # recurrent layers beside attention
+        "hidden_size": 100, "intermediate_size": 200, "num_hidden_layers": 4, "vocab_size": 4096,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 24,
+        "linear_num_key_heads": 3, "linear_num_value_heads": 6, "linear_key_head_dim": 20,
+        "linear_value_head_dim": 36,
+    },
 }  # fmt: skip
 
 
@@ -90,12 +96,16 @@ def compare_forwards(target: Any, rounds: int, chance: random.Random) -> tuple[i
     target.forward([one], [text[:longest]], [1])
     for buffer in cache._buffers():
         buffer[1:, :, :longest] = buffer[:1, :, :longest]
+    for layer in cache.recurrent:
+        layer.num_marks += 7  # below, a text goes back several calls
     for i in range(rounds):
         near = chance.choice([b for b in BORDERS if b < longest]) - chance.randrange(7)
         length = near if i % 2 else chance.randrange(10, longest)
         lengths = [length, *(chance.randrange(10, longest) for _ in rows[1:])]
         for row, held in zip(rows, lengths, strict=True):
             cache.lengths[row] = held
+            for layer in cache.recurrent:
+                layer.hold(row, held, one)
         k = chance.randrange(1, 9)
         drafts = [text[held : held + k] for held in lengths]
         verified = feed([one], [drafts[0]], k)
@@ -120,6 +130,8 @@ def compare_forwards(target: Any, rounds: int, chance: random.Random) -> tuple[i
         last = feed([row], [prompt[cache.lengths[row] :]], 6)
         hold(last, whole[-len(last) :], f"a prompt of {len(prompt)} in pieces")
         cache.close_row(row)
+    for layer in cache.recurrent:
+        layer.num_marks -= 7
     return compared, differing
 
 

@@ -39,8 +39,9 @@ LIMIT_S = 120.0  # a mutant may hang: then it was noticed
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = {
     "core": "08_speculative_decoding", "messages": "messages", "panel": "drafters.panel",
-    "noise": "drafters.noise", "ngram": "drafters.ngram", "small_model": "drafters.small_model",
-    "mtp_head": "drafters.mtp_head", "timed": "drafters.timed", "planner": "control.planner",
+    "base": "drafters.base", "noise": "drafters.noise", "ngram": "drafters.ngram",
+    "small_model": "drafters.small_model", "mtp_head": "drafters.mtp_head",
+    "dflash": "drafters.dflash", "timed": "drafters.timed", "planner": "control.planner",
     "controller": "control.controller", "plans": "control.plans", "costs": "control.costs",
     "statistics": "control.statistics", "forward": "fastpath.forward",
     "sampling": "fastpath.sampling", "faults": "serving.faults", "trace": "serving.trace",
@@ -49,7 +50,8 @@ MODULES = {
     "suffix_tree": "drafters.suffix_tree",
     "comparison": "serving.comparison", "connection": "serving.connection",
     "block": "fastpath.block", "prefix": "fastpath.prefix",
-    "native": "fastpath.native", "story": "serving.story",
+    "native": "fastpath.native", "story": "serving.story", "tree": "drafters.tree",
+    "recurrent": "fastpath.recurrent", "activation": "fastpath.activation",
 }  # fmt: skip
 
 
@@ -175,7 +177,7 @@ def load_once() -> None:
         in_python = replace(options, compile=False)  # where the mutants are, but for native.py's
         if caller == "conftest":
             return engine
-        return load(options if caller == "test_native" else in_python)
+        return load(options if caller in ("test_native", "test_tree") else in_python)
 
     core.load_engine = load_or_inherit
     gc.collect()
@@ -241,6 +243,9 @@ MEASURED = "controller::test_passes_are_measured_with_all_their_rows_and_prefill
 AGES = (
     "controller::test_a_record_ages_with_the_text_and_knows_how_often_there_was_nothing_to_propose"
 )
+EVIDENCE = "controller::test_proposals_with_more_evidence_have_a_record_of_their_own"
+STOPPED = "controller::test_where_a_draft_stopped_counts_as_reached_and_not_accepted"
+DOUBTS = "controller::test_a_model_s_draft_ends_with_the_token_that_it_doubts[mtp]"
 EACH_PLACE = "controller::test_the_record_estimates_each_position_by_itself"
 PROBES = "controller::test_without_drafts_it_probes_now_and_then_and_comes_back"
 BEST_K = "controller::test_the_choice_is_the_best_of_all_k_by_the_formula"
@@ -248,6 +253,7 @@ BEST_PLAN = "controller::test_the_joint_choice_is_the_best_of_all_choices"
 NOT_DEAR = "controller::test_neither_text_to_read_nor_a_cycle_slow_as_a_whole_makes_a_step_dear"
 FIGURES = "requests::test_figures_divide_what_their_formulas_say"
 SLOW_SENDERS = "connection::test_a_client_has_so_much_time_for_what_it_sends"
+TAKEN_BACK = "recurrent::test_what_was_taken_back_leaves_no_trace[qwen3_5_text-1]"
 SLOW_READERS = "connection::test_a_client_has_to_take_its_answer"
 ANY_CUT = "connection::test_a_request_is_read_alike_however_it_is_cut"
 PEP_3333 = "connection::test_an_environ_is_what_pep_3333_has"
@@ -420,9 +426,9 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("who is still reading takes part in the cycle", "core:Engine.read_prompts",
      "if s not in reading", "if True", "batching::test_a_long_prompt_does_not_stop_the_others"),
     ("hidden states of a prompt's chunks are forgotten", "core:Engine.read_prompts",
-     "s.seat.hidden[cached] = found", "pass", f"{NO_TRACE}[greedy-1-mtp]"),
+     "s.seat.hidden[cached] = {", "_ = {", f"{NO_TRACE}[greedy-1-mtp]"),
     ("a chunk that is read again counts twice", "core:Engine.read_prompts",
-     "s.seat.hidden[cached] = found", "s.seat.hidden[began] = found",
+     "s.seat.hidden[cached] =", "s.seat.hidden[began] =",
      "batching::test_a_neighbour_s_fault_does_not_let_a_chunk_of_a_prompt_count_twice"),
     ("only the pending token is fed", "core:Engine.forward",
      "s.tokens[lengths[s.row] :]", "s.tokens[-1:]", f"{PREFIX}[greedy-0]"),
@@ -432,9 +438,9 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "s.tokens, draft.tokens)\n", "s.request.prompt, draft.tokens)\n",
      "requests::test_greedy_output_does_not_depend_on_the_seed_and_knows_the_penalty"),
     ("a refused draft stays in the cache", "core:Engine.accept",
-     "cache.keep(s.row, len(draft.tokens), range(kept - 1))", "pass", ADVANCES),
+     "cache.keep(s.row, len(tree.tokens), places[: kept - 1])", "pass", ADVANCES),
     ("the pending token is kept in the cache", "core:Engine.accept",
-     "range(kept - 1)", "range(min(kept, len(draft.tokens)))", ADVANCES),
+     "places[: kept - 1]", "places[: min(kept, len(draft.tokens))]", ADVANCES),
     ("noise counts positions from the answer's start", "core:Engine.judge",
      "len(s.tokens)", "len(s.output)", f"{PREFIX}[sampled-0]"),
     ("sampled text is always judged by rejection", "core:Engine.judge",
@@ -479,7 +485,8 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("probs of another shape are taken", "panel:Panel._check",
      "draft.probs.shape != (count, self._vocab_size)", "False", BAD_PROBS),
     ("probs are checked where nobody reads them", "panel:Panel._check",
-     " and not sampling.is_coupled", "", BAD_PROBS),
+     "if count and draft.probs is not None and not sampling.is_coupled",
+     "if count and draft.probs is not None", BAD_PROBS),
     ("negative ids are proposed", "panel:Panel._check_tokens", "0 <= token <", "token <", COSTS_IT),
     ("the first drafter always proposes", "panel:Panel.propose",
      "(name, limit) if limit", "(next(iter(seat.states)), limit) if limit", NO_DRAFT),
@@ -571,13 +578,21 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("what a failed draft left behind is kept", "small_model:SmallModelDrafter.propose_batch",
      "cache.truncate(state.row, length)", "pass",
      "controller::test_a_fault_in_a_batch_of_model_drafts_leaves_the_others_as_if_alone"),
-    ("a draft does not know its own tokens", "small_model:SmallModelDrafter.propose_batch",
-     "texts[i].append(token)", "pass", PENALTY),
+    ("a draft does not know its own tokens", "base:Chain.extend",
+     "self.text.append(token)", "self._state.text and self.text.insert(0, token)", PENALTY),
     ("the draft model keeps its row", "small_model:SmallModelDrafter.close",
      "self._draft.cache.close_row(state.row)", "pass", f"{GIVEN_BACK}[draft_model]"),
     ("the head forgets the true pairs", "head:HeadDrafter._draft",
      "self._cache.lengths[state.row] + len(state.tokens) for", "self._cache.lengths[state.row] for",
      "lossless::test_acceptance_is_in_the_expected_range[mtp-code_class]"),
+    ("a block is causal", "dflash:DFlashDrafter._masks", "queries[:, :, -1:]", "queries",
+     "dflash::test_a_head_drafts_as_the_paper_says[as published-packed]"),
+    ("a block stays in the head's cache", "dflash:DFlashDrafter._draft",
+     "cache.lengths[state.row] - size", "cache.lengths[state.row]",
+     "dflash::test_a_block_may_stand_behind_the_end_of_the_context"),
+    ("a draft of many tokens costs many steps", "plans:Prices.step_ms",
+     "0.0 if step and name in self.at_once else", "",
+     "controller::test_who_drafts_at_once_is_paid_once[0.5-0.7]"),
     ("a drafter that hung once is never tried again", "timed:TimedDrafter._call",
      "if self._thread.is_alive():", "if True:", "drafters::test_a_loop_in_a_drafter_is_ended"),
     ("states of a drafter that hangs are not closed", "timed:TimedDrafter.close",
@@ -585,40 +600,60 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "drafters::test_a_drafter_that_blocks_is_left_alone_until_it_returns"),
     # -------------------------------------------------------------------------------- planner
     ("text that was read stays unread", "planner:Planner.learn",
-     "record.unread = 0", "pass", WHAT_CAME),
+     "if draft is None else 0", "", WHAT_CAME),
     ("text that was missed is thought to be read", "planner:Planner.learn",
-     "record.unread += len(tokens)", "pass", WHAT_CAME),
-    ("a guess is never right", "planner:Planner.learn", "pair[0] == pair[1]", "False", WHAT_CAME),
+     "record.unread + len(tokens) if", "0 if", WHAT_CAME),
+    ("a guess is never right", "planner:_came_true", "pair[0] == pair[1]", "False", WHAT_CAME),
     ("who has nothing to propose may be chosen", "planner:Planner._able",
-     "if panel.guess(seat, name, 1) != []", "if True",
+     "elif guess.tokens", "else",
      "controller::test_who_has_nothing_to_propose_is_not_chosen"),
     ("passes are measured as if of one row each", "planner:Planner.timed",
      "len(draft.tokens) + 1 for", "1 for", MEASURED),
     # ------------------------------------------------------------------ controller, plans, costs
+    ("evidence has no record of its own", "controller:Acceptance.with_evidence",
+     "if not evidence", "if True", EVIDENCE),
+    ("what is typical of evidence is not shared", "controller:Acceptance.with_evidence",
+     "self.typical.with_evidence(evidence) if self.typical else self", "self", EVIDENCE),
+    ("a draft's stop is not counted", "controller:Acceptance.count",
+     "min(asked, accepted + 1)", "min(drafted, accepted + 1)", STOPPED),
+    ("each step is thought to be taken", "controller:Acceptance.taken",
+     "return result", "return [1.0] * count", STOPPED),
+    ("a drafter's confidence is believed", "controller:Calibration.chance",
+     "self._accepted[tenth] / self._reached[tenth]", "confidence",
+     "controller::test_a_draft_goes_on_while_the_next_token_pays_for_its_step"),
+    ("nobody shares a step", "controller:_Cycle._least_chance", "/ num_sharing", "",
+     "controller::test_what_a_step_must_bring_is_what_it_costs"),
+    ("a draft never stops early", "base:Chain.is_open",
+     "goes_on(self._confidence)", "True", DOUBTS),
+    ("a doubtful token is dropped", "base:Chain.draft",
+     "Draft(self.tokens, probs, confidence=self._confidence)",
+     "Draft(self.tokens[:-1], None, confidence=self._confidence[:-1])", DOUBTS),
     ("records do not age without drafts", "controller:Acceptance.observe",
      "_KEPT ** min(1 + self.since, _OLDEST)", "_KEPT", AGES),
-    ("positions behind a refusal count as reached", "controller:Acceptance.observe",
-     "self.count(kept, min(drafted, accepted + 1), accepted)",
-     "self.count(kept, drafted, accepted)", EACH_PLACE),
+    ("positions behind a refusal count as reached", "controller:Acceptance.count",
+     "min(asked, accepted + 1)", "asked", EACH_PLACE),
     ("an old reach is used again", "controller:Acceptance.observe",
      "self._reach = []", "pass", PROBES),
     ("coverage stays 1", "controller:Acceptance.observe",
      "(1 - _KEPT) * ((drafted > 0) - self.coverage)", "0", AGES),
     ("the refused token counts as accepted", "controller:Acceptance.count",
-     "i < accepted", "i <= accepted", EACH_PLACE),
-    ("old cycles count as much as new ones", "controller:Acceptance.count",
-     "[kept * x for x in self.reached] + grown", "self.reached + grown", EACH_PLACE),
+     "_counted(self.accepted, kept, accepted, reached)",
+     "_counted(self.accepted, kept, accepted + 1, reached)", EACH_PLACE),
+    ("old cycles count as much as new ones", "controller:_counted",
+     "kept * x", "x", AGES),
     ("probes are never made", "controller:Controller.plan",
      "self._saved.get(name, 0.0) + cycle.budget()", "0.0", PROBES),
     ("the width of a batch is free", "plans:evaluate",
-     "ms += prices.width_ms * width", "pass", "controller::test_k_falls_as_the_batch_fills_up"),
+     "ms += prices.width_ms * sum(anybody(steps for _, steps in drafts))", "pass",
+     "controller::test_k_falls_as_the_batch_fills_up"),
     ("drafts go on where a token is not worth its row", "plans:gains_of",
-     "worth <= cost", "False", f"{BEST_PLAN}[1-('own', 'free')]"),
+     "gains.index(best) + 1", "len(gains)", f"{BEST_PLAN}[1-('own', 'free')]"),
     ("rows cost nothing", "plans:gains_of",
-     "total += worth - cost", "total += worth", f"{BEST_K}[0.1-0.5]"),
+     "worth - cost * taken", "worth", f"{BEST_K}[0.1-0.5]"),
     ("who joins a model loses nothing", "plans:_run",
      "gain - lost[i] - before", "gain - before", f"{BEST_PLAN}[0-('own', 'other')]"),
-    ("steps of a model are free", "plans:_run", "gain - step", "gain", f"{BEST_K}[0.1-0.3]"),
+    ("steps of a model are free", "plans:_run",
+     "gain - cost", "gain", f"{BEST_K}[0.1-0.3]"),
     ("the first rate is the last", "plans:best_plan",
      "rate = found.rate\n", "break\n", f"{BEST_K}[0.1-0.5]"),
     ("what was measured cold is kept", "costs:Line.observe",
@@ -672,6 +707,27 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("the slowest run is the median", "comparison:_median_run",
      "(len(runs) - 1) // 2", "-1",
      "requests::test_a_comparison_of_three_runs_takes_medians_and_says_when_it_was_disturbed"),
+    # ------------------------------------------------------------------------- recurrent layers
+    ("a refused draft stays in the state", "recurrent:RecurrentLayer._at",
+     "marks[-1].length > length", "marks[-1].length > length + 4", TAKEN_BACK),
+    ("a token too many is stepped again", "recurrent:RecurrentLayer._at",
+     "x[:missing] for", "x[: missing + 1] for", TAKEN_BACK),
+    ("the convolution stays where the draft began", "recurrent:RecurrentLayer._at",
+     "torch.cat([last.tail, last.fed[:missing]])[missing:], None", "last.tail, None", TAKEN_BACK),
+    ("a step writes over the state before it", "recurrent:RecurrentLayer._run",
+     "torch.empty_like(state)", "state", TAKEN_BACK),
+    ("a new text goes on with the state of another", "recurrent:RecurrentLayer._at",
+     "if not length:", "if not marks:",
+     "recurrent::test_a_text_keeps_its_state_while_others_come_and_go[lfm2]"),
+    ("the mark where a call began is dropped", "recurrent:RecurrentLayer._record",
+     "m.length == begin or", "",
+     "recurrent::test_a_call_of_many_forwards_that_fails_is_done_again[lfm2]"),
+    ("a verify keeps its last three forwards alone", "recurrent:RecurrentLayer._record",
+     "end - _MOST_RECORDED", "end",
+     "recurrent::test_a_verify_cut_into_four_forwards_is_taken_back[lfm2-8]"),
+    ("a sigmoid depends on its place", "activation:SteadyMode.__torch_function__",
+     "if function in _STEADY_FUNCTIONS", "if False",
+     "recurrent::test_a_token_has_the_same_bits_however_it_is_computed[qwen3_5_text]"),
     # -------------------------------------------------------------------------- the connection
     ("a head may take for ever", "connection:Connection.watch",
      "self.head and waited > self.limit_s", "False", SLOW_SENDERS),
@@ -703,6 +759,9 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
 _APART = "native::test_rows_that_lie_apart_are_fed_without_the_one_between_them"
 _ALONE = "native::test_speculation_alone_and_in_a_batch_keeps_every_bit[float32-None]"
 _SHAPES = "native::test_attention_of_any_shape_gives_what_torch_s_gives[5-1-40]"
+_TREE = "tree::test_a_tree_s_output_is_plain_decoding_s_to_the_bit[float32-None-greedy]"
+_OWN_BITS = "tree::test_each_token_of_a_tree_gets_the_bits_of_its_own_chain[llama]"
+_SEVERAL = "tree::test_several_drafters_make_one_tree[greedy]"
 if why_not() is None:  # without a compiler nobody runs these
     MUTANTS += [
         Mutant(
@@ -716,6 +775,41 @@ if why_not() is None:  # without a compiler nobody runs these
         Mutant(
             "compiled blocks see behind the window", "native:NativeStack.__init__",
             "windows[kind] or 0", "0", (_SHAPES,),
+        ),
+        Mutant(
+            "a branch's token stands where it is cached", "forward:stands_of",
+            "first + len(line) - 1", "first + line[-1]", (_TREE, _OWN_BITS),
+        ),
+        Mutant(
+            "a branch sees the one before it", "forward:lines_of",
+            "[*lines[before], i] if i else [i]", "list(range(i + 1))", (_TREE, _OWN_BITS),
+        ),
+        Mutant(
+            "of a branch's text the last token is left out", "forward:stands_of",
+            "range(first + len(line) - depth, first)",
+            "range(first + len(line) - depth - 1, first - 1)", (_TREE, _OWN_BITS),
+        ),
+        Mutant(
+            "the first tokens of a tree are kept", "core:Engine.accept",
+            "places[: kept - 1]", "range(kept - 1)", (_TREE,),
+        ),
+        Mutant(
+            "a branch is judged by its neighbour's logits", "tree:Line.of",
+            "logits[[0, *(place + 1 for place in places)]]", "logits[: len(places) + 1]", (_TREE,),
+        ),
+        Mutant(
+            "any branch is gone along", "tree:Line.of",
+            "draft.tokens[i] == chosen), at)", "True), at)",
+            ("tree::test_a_line_goes_on_behind_what_the_target_refused",),
+        ),
+        Mutant(
+            "a drafter takes another's branch for its own", "tree:heard",
+            "own = max(own, len(way))", "own = verdict.accepted", (_SEVERAL,),
+        ),
+        Mutant(
+            "a drafter is given states of another branch", "tree:Line.of",
+            "[*range(first), *(first + place for place in places)]", "range(first + len(places))",
+            (_SEVERAL,),
         ),
         Mutant(
             "torch's attention reads blocks of any length", "block:FusedStack.__call__",

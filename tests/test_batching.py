@@ -48,7 +48,7 @@ def is_idle(engine):
     return all(
         cache.lengths == [0] * cache.num_rows
         and sorted(cache._free) == list(range(cache.num_rows))
-        and cache._rows == []
+        and cache.rows == []
         for cache in (engine.target.cache, own["draft_model"]._draft.cache, own["mtp"]._cache)
     )
 
@@ -64,7 +64,7 @@ def test_rows_stay_compact_and_keep_what_they_hold(demo_engine, demo_reference):
             target.cache.close_row(row)
         else:
             texts[target.cache.open_row()] = []
-        assert sorted(target.cache._rows) == sorted(texts)
+        assert sorted(target.cache.rows) == sorted(texts)
         if not texts:
             continue
         rows = chance.sample(list(texts), chance.randint(1, len(texts)))

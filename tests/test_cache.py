@@ -3,7 +3,7 @@
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import FAMILIES
+from conftest import FAMILIES, HYBRIDS
 
 from fastpath.forward import speed_up
 
@@ -28,19 +28,23 @@ def recompute(oracle, text):
     return output.logits[0], {i: output.hidden_states[j][0] for i, j in ((0, 1), (-1, -1))}
 
 
-def assert_same(ours, theirs):
+def assert_same(ours, theirs, roundings=1):
     """In fp32 within 1e-5 of the largest one: these weights are large, so that the text matters."""
-    atol = 1e-5 * max(1.0, float(theirs.abs().max()))
+    atol = 1e-5 * roundings * max(1.0, float(theirs.abs().max()))
     torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("way", [(False, False), (True, False), (True, None)], ids=WAYS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | HYBRIDS)
 def test_ragged_rows_with_random_truncation_equal_a_cache_free_recompute(
     family, way, tiny_folder, reference
 ):
-    """Logits of three rows of unequal length, and hidden states behind the layers asked for."""
+    """Logits of three rows of unequal length, and hidden states behind the layers asked for.
+
+    transformers takes several tokens of a recurrent layer at once, which rounds otherwise.
+    """
     folder, (fast, compile) = tiny_folder(family), way
+    roundings = 10 if family in HYBRIDS else 1
     target, oracle = tiny_model(folder, fast=fast, compile=compile), reference(folder)
     random = torch.Generator().manual_seed(1)
     draw = lambda high: int(torch.randint(1, high, (1,), generator=random))  # noqa: E731
@@ -56,9 +60,9 @@ def test_ragged_rows_with_random_truncation_equal_a_cache_free_recompute(
         for b, (row, size) in enumerate(zip(batch, sizes, strict=True)):
             whole = texts[row] + fed[b]
             logits, hidden = recompute(oracle, whole)
-            assert_same(output.logits[b], logits[-size:])
+            assert_same(output.logits[b], logits[-size:], roundings)
             for layer, states in hidden.items():
-                assert_same(output.hidden[layer][b], states[-size:])
+                assert_same(output.hidden[layer][b], states[-size:], roundings)
             texts[row] = whole[: len(texts[row]) + draw(size + 1)]
             target.cache.truncate(row, len(texts[row]))
 

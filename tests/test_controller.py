@@ -15,7 +15,7 @@ from test_batching import together
 
 from control.controller import PROBE_BUDGET, Acceptance, Ask, Controller
 from control.costs import Costs, Line
-from control.plans import NOTHING, Choice, Offer, Prices, best_plan, evaluate
+from control.plans import NOTHING, Choice, Offer, Prices, best_plan, evaluate, gains_of
 from drafters.panel import Panel, Seat
 from messages import Verdict
 from serving.worker import warm_up
@@ -38,9 +38,9 @@ def measure(costs, batch=1, pass_ms=10.0, token_ms=0.2, **step_ms):
             costs.observe_draft(name, [1], 0, ms)
 
 
-def controller(c=0.2, token_share=0.02, batch=1):
+def controller(c=0.2, token_share=0.02, batch=1, **given):
     """With measured costs: a pass of 10 ms, a draft step of c passes."""
-    result = Controller(*WEIGHTS)
+    result = Controller(*WEIGHTS, *given.values())
     measure(result.costs, batch, token_ms=10.0 * token_share, own=c * 10.0)
     return result
 
@@ -53,6 +53,125 @@ def ask(own, records, batch=1, limit=K):
 
 def choose(alpha, c=0.2, batch=1, token_share=0.02):
     return ask(controller(c, token_share, batch), {"own": settled(alpha)}, batch)
+
+
+def test_proposals_with_more_evidence_have_a_record_of_their_own():
+    """What followed one word came never, what followed four always; the next request knows."""
+    own = Controller(*WEIGHTS)
+    record = own.record("free", 1, "greedy")
+    for _ in range(60):
+        for evidence, accepted in ((1, 0), (4, 3)):
+            record.with_evidence(evidence).observe(3, accepted, 3)
+            record.observe(3, accepted, 3)
+    other = own.record("free", 1, "greedy")
+    for each in (record, other):
+        low, high = (each.with_evidence(n).reach(3) for n in (1, 4))
+        assert low[0] < 0.05 and high[2] > 0.9 and 0.4 < each.reach(1)[0] < 0.6
+    assert record.with_evidence(0) is record
+    # What was never seen begins like all of the drafter's.
+    assert other.with_evidence(2).reach(1)[0] == pytest.approx(other.reach(1)[0], abs=0.1)
+
+
+def test_where_a_draft_stopped_counts_as_reached_and_not_accepted():
+    record = Acceptance()
+    for _ in range(200):
+        record.observe(1, 1, 4)  # stopped behind one token, which was right
+        record.observe(4, 4, 4)
+    assert record.reach(4) == pytest.approx([1, 0.5, 0.5, 0.5], abs=0.06)
+    assert record.taken(4) == pytest.approx([1, 0.5, 0.5, 0.5], abs=0.06)
+    # A step that is not taken costs nothing: then the rest of the draft is worth it.
+    own = controller(c=0.4)
+    assert ask(own, {"own": record}, limit=4).num_tokens == 4
+    always = Acceptance([10.0] * 4, [10.0, 5.0, 10.0, 10.0], cycles=1000)
+    assert ask(own, {"own": always}, limit=4).num_tokens < 4
+
+
+def test_a_draft_goes_on_while_the_next_token_pays_for_its_step():
+    """Confidence is judged by what became of it: here .35 is as good as .95, and .65 is bad."""
+    own = Controller(*WEIGHTS)
+    record = own.record("own", 1, "greedy")
+    for _ in range(200):
+        for sure, accepted in ((0.35, 2), (0.95, 2), (0.65, 0)):
+            record.learn_confidence([sure, 0.95], accepted)
+    mean = record.typical.calibration.mean
+    assert mean == pytest.approx(4 / 5, abs=0.05)
+    for sure, chance in (([0.35], 1.0), ([0.95, 0.35], 1.0), ([0.65], 0.0), ([0.95, 0.65], 0.0)):
+        assert record.goes_on(0.9 * mean, sure) is bool(chance)
+    assert own.record("other", 1, "greedy").typical.calibration.chance(0.62) == 0.65
+
+
+def test_a_step_costs_as_often_as_anybody_takes_it():
+    """Eight drafts that go on to their second token in half of all cases nearly always do."""
+    offer = Offer([0.9, 0.4, 0.3], 0.1, taken=[1.0, 0.5, 0.0])
+    seats, prices = [{"own": offer}] * 8, Prices(8.0, 10.0, {"own": 3.0}, width_ms=1.0)
+    steps = 1 + (1 - 0.5**8)
+    plan = evaluate([Choice("own", 3)] * 8, seats, prices)
+    assert plan.ms == pytest.approx(10 + steps * (3 + 1) + 8 * 1.5 * 0.1)
+    at_once = evaluate([Choice("own", 3)] * 8, seats, prices._replace(at_once=["own"]))
+    assert at_once.ms == pytest.approx(10 + 3 + steps + 8 * 1.5 * 0.1)
+
+
+def test_a_draft_may_gain_by_its_second_token_alone():
+    """One that is drafted only where it is likely may be worth more than the one before."""
+    assert gains_of(Offer([0.5, 0.45], 0.6, taken=[1.0, 0.5]), 1.0) == pytest.approx([-0.1, 0.05])
+    assert gains_of(Offer([0.5, 0.1], 0.6), 1.0) == []
+
+
+def test_what_a_step_must_bring_is_what_it_costs():
+    """In tokens: the plan's rate times a step and a row. Two requests give tokens at nearly twice
+    the rate, and share the step.
+    """
+    own = controller(c=0.4)
+    alone = ask(own, {"own": settled(0.9)})
+    assert alone.num_tokens and 0.4 < alone.least_chance < 1
+    rate = alone.expected_speedup / own.costs.passes[1].at(1)
+    assert alone.least_chance == pytest.approx(rate * (4 + 0.2), rel=0.1)
+    both = own.plan([Ask({"own": settled(0.9)}, K, 1000) for _ in range(2)], 2)
+    assert both[0].least_chance == pytest.approx(alone.least_chance, rel=0.1)
+
+
+@pytest.mark.parametrize("drafter", ["mtp", "draft_model"])
+def test_a_model_s_draft_ends_with_the_token_that_it_doubts(demo_engine, prompts, plain, drafter):
+    """The controller's rule is asked after each token; a fixed K never stops."""
+    loaded, prompt = demo_engine.panel.drafters, prompts["hard_docs"]
+    engine = engine_of(demo_engine, {drafter: loaded[drafter]}, {drafter: 1})
+    plan, drafts, doubts = engine.planner.plan, [], lambda sure: sure[-1] > 0.8
+
+    def planned(batch):
+        plan(batch)
+        for s in batch:
+            s.seat.goes_on = doubts
+        return [(drafter, min(5, s.remaining - 1)) if s.num_steps else ("", 0) for s in batch]
+
+    engine.planner.plan = planned
+    for _, cycle in engine.generate(core.Request(prompt, 40, drafter, 5)):
+        drafts += [cycle.draft] if cycle.proposals and cycle.is_whole else []
+    for draft in drafts:
+        assert len(draft.confidence) == len(draft.tokens)
+        assert all(chance > 0.8 for chance in draft.confidence[:-1])
+        assert len(draft.tokens) == 5 or draft.confidence[-1] <= 0.8
+    assert len({len(draft.tokens) for draft in drafts}) > 1
+    engine = engine_of(demo_engine, {drafter: loaded[drafter]}, {drafter: 1})
+    request = core.Request(prompt, 40, drafter, 5, fixed_k=True)
+    lengths = [len(c.proposals) for _, c in engine.generate(request) if c.number]
+    assert lengths[:4] == [5] * 4
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_a_draft_that_is_judged_by_rejection_does_not_stop(demo_engine, prompts, rule):
+    """Its length would tell later cycles of tokens that were never judged."""
+    mtp = {"mtp": demo_engine.panel.drafters["mtp"]}
+    engine, sampling = (
+        engine_of(demo_engine, mtp, {"mtp": 1}),
+        core.Sampling(temperature=0.8, verification=rule),
+    )
+    stops = []
+    for s, cycle in engine.generate(
+        core.Request(prompts["hard_docs"], 30, "mtp", 5, sampling=sampling)
+    ):
+        stops += [s.seat.goes_on is not None] if cycle.proposals else []
+        assert rule == "coupled" or not cycle.draft.confidence
+    assert stops and set(stops) == {rule == "coupled"}
 
 
 def test_the_record_estimates_each_position_by_itself():
@@ -108,16 +227,38 @@ def test_k_falls_as_the_batch_fills_up():
 @pytest.mark.parametrize("c", [0.0, 0.1, 0.3])
 def test_the_choice_is_the_best_of_all_k_by_the_formula(alpha, c):
     """Against (1 − α^(K+1)) / (1 − α) over K · c + t_verify(K + 1), tried for every K."""
-    own, record = controller(c), settled(alpha)
+    check_choice(controller(c), alpha, lambda k: k * c)
+
+
+@pytest.mark.parametrize("alpha", [0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("c", [0.1, 0.5, 1.0])
+def test_who_drafts_at_once_is_paid_once(alpha, c):
+    """The same with c for the whole draft, of 5 tokens at most."""
+    decision = check_choice(controller(c, at_once={"own": 5}), alpha, lambda k: c if k else 0, 5)
+    assert decision.num_tokens <= 5
+
+
+def check_choice(own, alpha, cost, longest=K):
+    """The decision is the best of all by the formula; `cost` in passes of a draft of k tokens."""
+    record = settled(alpha)
     reach, line = record.reach(K), own.costs.pass_line(1)
 
     def speedup(k):
-        return (1 + sum(reach[:k])) * line.at(1) / (k * c * 10 + line.at(k + 1))
+        return (1 + sum(reach[:k])) * line.at(1) / (cost(k) * 10 + line.at(k + 1))
 
-    best = max(range(K + 1), key=speedup)
+    best = max(range(longest + 1), key=speedup)
     decision = ask(own, {"own": record})
     assert speedup(decision.num_tokens) > 0.99 * speedup(best) or decision.is_probe
     assert decision.expected_speedup == pytest.approx(speedup(decision.num_tokens), rel=0.01)
+    return decision
+
+
+def test_a_step_that_drafts_at_once_is_measured_as_one():
+    costs = Costs(*WEIGHTS, {"own": 7})
+    measure(costs)
+    for num_tokens in (1, 7, 3) * 2:
+        costs.observe_draft("own", [num_tokens], 0, 2.0)
+    assert step_of(costs) == pytest.approx(2.0)
 
 
 def test_without_drafts_it_probes_now_and_then_and_comes_back():
@@ -308,12 +449,15 @@ def offers_at_random(chance, names):
 @pytest.mark.parametrize("names", [("own", "free"), ("own", "other")], ids=str)
 @pytest.mark.parametrize("seed", range(10))
 def test_the_joint_choice_is_the_best_of_all_choices(names, seed):
-    """Three requests, two drafters, up to four tokens, hypothetical costs: 9³ choices each."""
+    """Three requests, two drafters, up to four tokens, hypothetical costs: 9³ choices each.
+
+    In every other case one of the models drafts at once.
+    """
     chance = random.Random(seed)
     seats = offers_at_random(chance, names)
     steps = {name: chance.random() for name in names if name != "free"}
     width_ms = chance.choice([0.0, chance.uniform(0, 0.5)])
-    prices = Prices(3.0, chance.uniform(1, 5), steps, width_ms)
+    prices = Prices(3.0, chance.uniform(1, 5), steps, width_ms, names[: seed % 2])
     best = 0.0
     every = [[NOTHING, *(Choice(n, k) for n in seat for k in range(1, 5))] for seat in seats]
     for choices in itertools.product(*every):

@@ -79,6 +79,17 @@ def test_synthetic_text_is_the_same_for_the_same_seed_and_of_every_kind():
 
 
 @pytest.mark.slow
+def test_a_block_head_is_trained_and_serves(tmp_path):
+    """train_dflash.py --smoke: every stage in miniature."""
+    command = [sys.executable, str(MODELS / "train_dflash.py"), "--smoke"]
+    command += ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1])["steps"] > 0
+    assert "dflash" in core.load_engine(core.Options(dflash=str(tmp_path / "out"))).panel.drafters
+
+
+@pytest.mark.slow
 def test_training_runs_end_to_end_and_its_folders_serve(tmp_path):
     """train.py --smoke: every stage in miniature; the result drafts with all three drafters."""
     command = [sys.executable, str(MODELS / "train.py"), "--smoke", "--threads", "1"]

@@ -459,7 +459,8 @@ def context(target, draft=None):
     [
         (
             "telepathy",
-            "choose ngram, suffix, draft_model, mtp, eagle3, self_int8, auto, none or file.py",
+            "choose ngram, suffix, draft_model, mtp, eagle3, dflash, self_int8, auto, tree, none "
+            "or file.py",
         ),
         ("nowhere.py:Mine", "not found"),
         ("broken.py:Mine", "failed to load"),

@@ -328,6 +328,19 @@ def test_steady_activations_compute_the_same_in_every_place(name, module, dtype,
             assert torch.equal(function(x[:rows, :99]), alone[:rows])
 
 
+def test_only_a_plain_call_of_an_activation_is_replaced():
+    x, functional = torch.linspace(-3, 25, 64), torch.nn.functional
+    expected = functional.softplus(x, beta=4), functional.softplus(x, 2, 30), functional.silu(x)
+    with activation.SteadyMode():
+        assert torch.equal(functional.softplus(x, beta=4), expected[0])
+        assert torch.equal(functional.softplus(x, 2, 30), expected[1])
+        assert torch.allclose(torch.sigmoid(input=x), x.sigmoid())
+        assert functional.silu(y := x.clone(), inplace=True) is y
+        for silu in (functional.silu, torch.nn.SiLU()):
+            assert torch.equal(silu(x), activation.silu(x))
+    torch.testing.assert_close(y, expected[2])
+
+
 def test_an_activation_is_left_alone_where_no_share_ends_within_a_vector(threads):
     silu, tanh = nn.SiLU(), nn.Tanh()
     threads(2)

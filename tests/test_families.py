@@ -3,7 +3,7 @@
 import pytest
 from families import EXACT, NAMES, REFUSED, RIGHT, UNBUILT, documented, outcome_of
 
-# Windows; shared caches and kinds of layers; masks of its own; a mixture; MLA; refused.
+# Windows; shared caches and kinds of layers; masks of its own; a mixture; MLA; recurrent; refused.
 FEW = "mistral gemma3n_text gpt_neo gpt_oss deepseek_v3 lfm2 minimax bloom".split()
 LATER = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 OTHERS = [pytest.param(name, marks=LATER) for name in NAMES if name not in FEW]

@@ -19,6 +19,7 @@ from server import generate, serving
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import chunked_causal_mask_function, sliding_window_overlay
 
+from drafters.weights import why_not_loaded
 from serving import loading, reference, structure
 from serving.loading import StartError
 from serving.structure import FULL, UnsupportedModel, examine, window_of
@@ -134,6 +135,16 @@ def test_an_expert_of_another_size_is_named(folder):
     message = r"layers\.1\.mlp\.experts\.gate_up_proj: .*\[96, 64\].* \[95, 64\]"
     with pytest.raises(StartError, match=message):
         load(path)
+
+
+@pytest.mark.parametrize("text", ["", "\n"])
+def test_a_weight_with_an_empty_report_is_passed_over(text):
+    def fail(loading_info):
+        raise OSError("not converted")
+
+    with pytest.raises(OSError) as caught:
+        fail(SimpleNamespace(conversion_errors={"a": text}))
+    assert why_not_loaded(caught.value) == "not converted"
 
 
 def test_a_weight_of_an_mtp_head_that_has_another_size_is_named(float32_target):

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shutil
+from itertools import pairwise
 from urllib.parse import urlencode
 
 import pytest
@@ -84,7 +85,7 @@ def open_page(browser, port, complaints):
         )
         page.goto(f"http://127.0.0.1:{at}/{address}")
         if is_ready:
-            page.locator("#demo-prompt optgroup").first.wait_for(state="attached")
+            page.locator("#demo-prompt option").nth(1).wait_for(state="attached")
         return page
 
     yield open_one
@@ -250,6 +251,19 @@ def test_the_story_goes_guess_by_guess_one_pass_verdicts_and_the_cut(page, port)
     assert "This cycle gave" in text_of(page, "#timeline-says")
 
 
+def test_the_strip_of_the_story_ends_with_the_pending_token_at_one_height(page):
+    heights = set()
+    for _ in range(8):
+        page.locator("#story-next").click()
+        strip = page.locator("#story-text").bounding_box()
+        last = page.locator("#story-text .token").last.bounding_box()
+        assert last["y"] >= strip["y"] - 1
+        assert last["y"] + last["height"] <= strip["y"] + strip["height"] + 6  # its underline
+        heights.add(strip["height"])
+        assert "\n" not in text_of(page, "#story-text")
+    assert len(heights) == 1
+
+
 def test_the_timeline_sets_sequential_passes_against_draft_steps_and_one_pass(page, port):
     story = json.loads(call(port, "GET", "/page/story.json")[2])
     page.locator("#story-next").click()
@@ -285,7 +299,7 @@ def test_while_the_model_is_loaded_a_stored_story_is_told_and_then_the_page_is_r
         state = [page.locator(f"#{name}").get_attribute("aria-disabled") for name in off]
         assert state == ["true"] * 3
         gate.open("load")
-        page.locator("#demo-prompt optgroup").first.wait_for(state="attached")
+        page.locator("#demo-prompt option").nth(1).wait_for(state="attached")
         assert said.inner_text().startswith("Target: llama")
         assert page.locator("#run").get_attribute("aria-disabled") == "false"
     expect_failed_load(complaints, "503")
@@ -308,7 +322,7 @@ def test_nothing_that_a_button_does_is_off_screen(open_page, size):
     page = open_page(viewport=size)
     outcomes = {
         "#story-back": ["#story-picture", "#story-says", "#story-play"],
-        "#run": ["#status", "#tokens .token.current:last-child"],
+        "#run": ["#status", "#text .tokens .token.current:last-child"],
         "#step": ["#status", "#cycle-says", "#picture", "#picture .cache"],
         "#back": ["#cycle-count", "#cycle-says", "#picture", "#picture .cache"],
         "#race": ["#status", "#lane-speculative .text", "#lane-plain .text", "#race-clock"],
@@ -344,6 +358,24 @@ def test_nothing_that_a_button_does_is_off_screen(open_page, size):
         assert page.evaluate(OUTSIDE, ["#verdict"]) == []
 
 
+def test_the_prompt_shows_whole_lines_and_colours_are_explained_beside_the_text(page):
+    lines = """box => {
+        const { lineHeight, paddingTop, paddingBottom } = getComputedStyle(box);
+        const room = box.clientHeight - parseFloat(paddingTop) - parseFloat(paddingBottom);
+        return room / parseFloat(lineHeight);
+    }"""
+    shown = page.locator("#prompt").evaluate(lines)
+    assert shown >= 2.9 and abs(shown - round(shown)) < 0.1
+    for view, beside in {"story": "#story-text", "text": "#text"}.items():
+        show(page, view)
+        legend = page.locator(f"#view-{view} .kinds")
+        assert legend.locator(".token").all_text_contents() == ["accepted", "recovered", "bonus"]
+        gap = page.locator(beside).bounding_box()["y"] - legend.bounding_box()["y"]
+        assert abs(gap) < 60
+        legend.locator(".recovered").focus()
+        assert "in the place of the first rejected one" in text_of(page, "#popup")
+
+
 def test_six_cards_stand_in_one_row_at_400_pixels(open_page):
     page = open_page(viewport=NARROW)
     tops = "slots => new Set(slots.map((slot) => slot.getBoundingClientRect().top)).size"
@@ -374,7 +406,7 @@ def test_nothing_scrolls_sideways_at_400_pixels(open_page):
         show(page, view)
         assert excess() <= 0, view
     show(page, "text")
-    page.locator("#tokens .token").last.focus()
+    page.locator("#text .tokens .token").last.focus()
     box = page.locator("#popup").bounding_box()
     assert 0 <= box["x"] and box["x"] + box["width"] <= 400
     run(page, "#race", **COLOURS | {"max_tokens": 16})
@@ -399,17 +431,17 @@ def test_a_run_shows_the_answers_text_with_each_token_marked_by_its_origin(page,
     """In the text and in the charts."""
     _, body = generate(port, **SAMPLED, trace=True)
     run(page, **SAMPLED)
-    assert text_of(page, "#tokens") == body["text"]
-    assert text_of(page, "#prompt-text") == SAMPLED["prompt"]
+    assert text_of(page, "#text .tokens") == body["text"]
+    assert text_of(page, "#text .prompt") == SAMPLED["prompt"]
     metrics = body["metrics"]["speculative_decoding"]
-    shown = counts(page, *(f"#tokens .token.{k}" for k in ("accepted", "recovered", "bonus")))
+    shown = counts(page, *(f"#text .tokens .token.{k}" for k in ("accepted", "recovered", "bonus")))
     names = ("accepted_draft", "recovered", "bonus")
     assert shown == [metrics[f"num_{name}_tokens"] for name in names]
     assert min(shown) > 0
     # Origins differ without colour: in the underline's style.
     styles = page.evaluate(
         """["accepted", "recovered", "bonus"].map((kind) =>
-            getComputedStyle(document.querySelector(`#tokens .${kind}`)).borderBottomStyle)"""
+            getComputedStyle(document.querySelector(`#text .tokens .${kind}`)).borderBottomStyle)"""
     )
     assert styles == ["solid", "dashed", "double"]
     show(page, "statistics")
@@ -418,10 +450,12 @@ def test_a_run_shows_the_answers_text_with_each_token_marked_by_its_origin(page,
     assert text_of(page, "[data-figure='tokens per pass']") == tokens_per_pass
     accepted = [cycle["accepted_count"] for cycle in body["trace"][1:]]
     drafted = [len(cycle["proposals"]) for cycle in body["trace"][1:]]
-    bars = ["#chart-accepted .accepted-bar", "#chart-accepted .drafted-bar"]
-    assert counts(page, *bars) == [sum(map(bool, accepted)), sum(map(bool, drafted))]
-    assert counts(page, "#chart-positions .diamond") == [max(drafted)]
-    assert text_of(page, "#time-split").count("ms") == 3
+    heights = "all => all.filter((bar) => parseFloat(bar.style.height)).length"
+    for name, values in (("accepted", accepted), ("drafted", drafted)):
+        bars = page.locator(f"#chart-accepted .{name}")
+        assert bars.evaluate_all(heights) == sum(map(bool, values))
+    assert counts(page, "#chart-positions .row") == [max(drafted)]
+    assert text_of(page, "#chart-time").count("ms") == 3
 
 
 def test_characters_of_several_tokens_and_special_tokens_keep_the_text_whole(page):
@@ -432,8 +466,8 @@ def test_characters_of_several_tokens_and_special_tokens_keep_the_text_whole(pag
     ]
     mock(page, cycles)
     run(page)
-    assert text_of(page, "#tokens") == "café!<|end|>"  # which has no text but its name
-    assert counts(page, "#tokens .token") == [5]
+    assert text_of(page, "#text .tokens") == "café!<|end|>"  # which has no text but its name
+    assert counts(page, "#text .tokens .token") == [5]
 
 
 def test_step_advances_exactly_one_cycle_and_run_on_shows_the_rest(page, port):
@@ -444,7 +478,7 @@ def test_step_advances_exactly_one_cycle_and_run_on_shows_the_rest(page, port):
         page.locator("#step").click()
         num_tokens += cycle["emitted_count"]
         page.locator("#cycle-count", has_text=f"{step} of {step}").wait_for()
-        assert counts(page, "#tokens .token") == [num_tokens]
+        assert counts(page, "#text .tokens .token") == [num_tokens]
         verified, kept = cycle["cached"]
         slots = (".slot.accepted", ".slot.rejected", ".cell.tail")
         rejected = cycle["rejected"] is not None
@@ -455,10 +489,28 @@ def test_step_advances_exactly_one_cycle_and_run_on_shows_the_rest(page, port):
     page.locator("#cycle-count", has_text="4 of 5").wait_for()
     page.locator("#step").click()
     page.locator("#cycle-count", has_text="5 of 5").wait_for()
-    assert counts(page, "#tokens .token") == [num_tokens]
+    assert counts(page, "#text .tokens .token") == [num_tokens]
     page.locator("#run", has_text="Run on").click()
     wait_for_status(page, "Finished")
-    assert text_of(page, "#tokens") == body["text"]
+    assert text_of(page, "#text .tokens") == body["text"]
+
+
+def test_a_draft_that_branched_shows_all_branches_and_what_the_cache_keeps(page, port):
+    if not health(port)["trees"]:
+        pytest.skip("no compiled blocks here")
+    asked = {"prompt": "def read(path):", "drafter": "tree", "num_speculative_tokens": 8}
+    run(page, **asked, max_tokens=60)
+    labels = []
+    for step in range(1, 9):
+        page.locator("#cycle-number").fill(str(step))
+        page.locator("#cycle-count", has_text=re.compile(rf"^{step} of")).wait_for()
+        lengths = re.findall(r"\d+", text_of(page, "#picture .more.length"))
+        before, verified, kept = map(int, (*lengths, lengths[-1])[:3])
+        slots = (".slot.accepted", ".cell.new", ".cell.tail")
+        found = counts(page, *(f"#picture {slot}" for slot in slots))
+        assert found == [kept - before - 1, verified - before, verified - kept]
+        labels += page.locator("#picture .slot .label").all_inner_texts()
+    assert any(" or " in label for label in labels)
 
 
 def test_a_token_the_slider_buttons_and_arrow_keys_lead_to_cycles(page, port):
@@ -468,9 +520,9 @@ def test_a_token_the_slider_buttons_and_arrow_keys_lead_to_cycles(page, port):
     assert text_of(page, "#cycle-count") == f"{last} of {last}"
     page.locator("#step").click()
     wait_for_status(page, "This is the last cycle")
-    page.locator("#tokens .token").nth(1).click()
+    page.locator("#text .tokens .token").nth(1).click()
     assert text_of(page, "#cycle-count") == f"1 of {last}"
-    marked = page.locator("#tokens .token.current").evaluate_all(
+    marked = page.locator("#text .tokens .token.current").evaluate_all(
         "all => all.map(t => t.dataset.index)"
     )
     assert marked == [str(1 + i) for i in range(body["trace"][1]["emitted_count"])]
@@ -486,14 +538,43 @@ def test_a_token_the_slider_buttons_and_arrow_keys_lead_to_cycles(page, port):
     assert text_of(page, "#cycle-count") == f"1 of {last}"
 
 
+def marked_inside(page):
+    """Whether the marked tokens lie inside the box of the text."""
+    return page.evaluate(
+        """() => {
+            const [box, ...marked] = [...document.querySelectorAll("#text, #text .current")]
+                .map((one) => one.getBoundingClientRect());
+            const inside = ({ top, bottom }) => top >= box.top - 1 && bottom <= box.bottom + 1;
+            return marked.length > 0 && marked.every(inside);
+        }"""
+    )
+
+
+@pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1280", "400"])
+def test_the_box_of_the_text_follows_the_cycle(open_page, size):
+    page = open_page(viewport=size)
+    fields = SAMPLED | {"prompt": "def read(path):\n" * 40, "max_tokens": 300}
+    run(page, **fields)
+    assert marked_inside(page)
+    place = page.evaluate("scrollY")
+    for share in (1, 0.5, 0.1, 0.9):
+        last = int(page.locator("#cycle-number").get_attribute("max"))
+        set_slider(page, "cycle-number", round(share * last))
+        assert marked_inside(page), share
+        assert size is NARROW or page.evaluate("scrollY") == place
+    run(page, "#race", **fields | {"max_tokens": 60})
+    show(page, "text")
+    assert marked_inside(page)
+
+
 def test_a_link_restores_a_run_with_its_seed_and_its_place(open_page, page):
     run(page, **SAMPLED | {"seed": ""})
-    page.locator("#tokens .token").nth(9).click()
+    page.locator("#text .tokens .token").nth(9).click()
     address = page.evaluate("location.hash")
-    place, text = text_of(page, "#cycle-count"), text_of(page, "#tokens")
+    place, text = text_of(page, "#cycle-count"), text_of(page, "#text .tokens")
     again = open_page(address=address)
     wait_for_status(again, "Finished")
-    assert text_of(again, "#tokens") == text and text_of(again, "#cycle-count") == place
+    assert text_of(again, "#text .tokens") == text and text_of(again, "#cycle-count") == place
     assert again.locator("#drafter").input_value() == SAMPLED["drafter"]
     wrong = urlencode({"prompt": "x", "temperature": "hot"})
     refused = open_page(address=f"#{wrong}")
@@ -503,13 +584,13 @@ def test_a_link_restores_a_run_with_its_seed_and_its_place(open_page, page):
 def test_stop_frees_the_servers_slot(page, port):
     fill(page, **ENDLESS)
     page.locator("#run").click()
-    page.locator("#tokens .token").first.wait_for()
+    page.locator("#text .tokens .token").first.wait_for()
     wait_until_running(port)
     assert text_of(page, "#status") == "Running."  # it streams: tokens come before the end
     page.locator("#stop").click()
     wait_for_status(page, "Stopped")
     wait_until_idle(port)
-    (shown,) = counts(page, "#tokens .token")
+    (shown,) = counts(page, "#text .tokens .token")
     assert 0 < shown < ENDLESS["max_tokens"]
     run(page, **COLOURS | {"num_speculative_tokens": 5})
 
@@ -523,8 +604,8 @@ def test_2000_tokens_keep_the_page_responsive(page):
     set_slider(page, "alpha", 0.33)
     assert text_of(page, "#alpha-value") == ".33"
     wait_for_status(page, "Finished")
-    assert counts(page, "#tokens [role=option]", "#tokens [tabindex='0']") == [2001, 1]
-    assert text_of(page, "#tokens") == "".join(cycle["text"] for cycle in cycles)
+    assert counts(page, "#text .tokens [role=option]", "#text .tokens [tabindex='0']") == [2001, 1]
+    assert text_of(page, "#text .tokens") == "".join(cycle["text"] for cycle in cycles)
     assert counts(page, "#picture .cell")[0] <= 16 + 17
     assert "more" in text_of(page, "#picture .cache .more >> nth=0")
 
@@ -571,6 +652,9 @@ def test_rejection_is_shown_as_u_against_p_over_q_and_the_needle_changes_the_ver
     page.locator("#needle").focus()
     page.keyboard.press("End")
     assert "rejected" in verdict.text_content()
+    open_cycle(page, 0)  # nothing was drafted there
+    page.get_by_role("button", name="What is u?").focus()
+    assert "in the vocabulary’s order" in text_of(page, "#popup")
 
 
 def test_the_coupled_rule_is_shown_as_the_same_noise_on_both(page, port):
@@ -601,14 +685,14 @@ def visible(text):
 
 def test_greedy_decoding_has_no_u_and_no_noise(page):
     run(page, **COLOURS | {"drafter": "draft_model"}, temperature=0)
-    page.locator("#tokens .token.accepted").first.click()
+    page.locator("#text .tokens .token.accepted").first.click()
     assert re.search("The target’s best is the draft, “.*”: kept", text_of(page, "#verdict"))
-    page.locator("#tokens .token.recovered").first.click()
+    page.locator("#text .tokens .token.recovered").first.click()
     assert "rejected" in text_of(page, "#verdict")
     assert counts(page, "#distribution input", "#distribution .bar-q") == [0, 0]
     assert "there is no u" in text_of(page, "#distribution .note")
     run(page, drafter="none")
-    page.locator("#tokens .token").nth(3).click()
+    page.locator("#text .tokens .token").nth(3).click()
     assert "Nothing was drafted." in text_of(page, "#verdict")
     assert "bonus" not in text_of(page, "#cycle-says") + text_of(page, "#picture")
 
@@ -618,7 +702,7 @@ def test_temperature_and_top_p_change_the_bars(page):
 
     def widths():
         bars = page.locator("#distribution .bar-p")
-        return bars.evaluate_all("all => all.map((bar) => Number(bar.getAttribute('width')))")
+        return bars.evaluate_all("all => all.map((bar) => parseFloat(bar.style.width))")
 
     as_sent = widths()
     set_slider(page, "heat", 0.05)
@@ -636,7 +720,7 @@ def test_temperature_and_top_p_change_the_bars(page):
 
 def test_a_drafter_without_probabilities_is_said_to_have_none(page):
     run(page, **COLOURS, temperature=0.5, seed=1, verification="rejection")
-    page.locator("#tokens .token.accepted").first.click()
+    page.locator("#text .tokens .token.accepted").first.click()
     assert "This drafter draws nothing" in text_of(page, "#distribution .note")
     assert "/ 1 =" in text_of(page, "#verdict")  # all of its q is on the draft
 
@@ -646,7 +730,7 @@ def test_pointing_at_a_token_or_focusing_it_tells_the_reason(page, port):
     run(page, **SAMPLED, verification="rejection")
     tokens = [token for cycle in body["trace"] for token in cycle["tokens"]]
     index = next(i for i, t in enumerate(tokens) if t["kind"] == "accepted")
-    page.locator("#tokens .token").nth(index).hover()
+    page.locator("#text .tokens .token").nth(index).hover()
     card = page.locator("#popup")
     card.wait_for()
     assert "accepted" in card.text_content() and "< p/q" in card.text_content()
@@ -654,18 +738,18 @@ def test_pointing_at_a_token_or_focusing_it_tells_the_reason(page, port):
     card.wait_for(state="hidden")
 
     page.mouse.move(0, 0)
-    assert counts(page, "#tokens [tabindex='0']") == [1]  # a single tab stop
-    page.locator("#tokens [tabindex='0']").focus()
+    assert counts(page, "#text .tokens [tabindex='0']") == [1]  # a single tab stop
+    page.locator("#text .tokens [tabindex='0']").focus()
     assert "prefill" in card.text_content().lower() and card.is_visible()
     page.keyboard.press("ArrowRight")
     assert page.evaluate("document.activeElement.dataset.index") == "1"
-    assert page.locator("#tokens [tabindex='0']").get_attribute("data-index") == "1"
+    assert page.locator("#text .tokens [tabindex='0']").get_attribute("data-index") == "1"
     assert page.locator(":focus").get_attribute("aria-describedby") == "popup"
     page.keyboard.press("End")
     assert page.evaluate("document.activeElement.dataset.index") == str(len(tokens) - 1)
     page.keyboard.press("Escape")
     card.wait_for(state="hidden")
-    page.locator("#tokens .token.recovered").first.hover()
+    page.locator("#text .tokens .token.recovered").first.hover()
     words = text_of(page, "#popup")
     cycle = next(cycle for cycle in body["trace"] if cycle["rejected"])
     assert visible(cycle["texts"][str(cycle["rejected"]["id"])]) in words
@@ -678,7 +762,7 @@ def test_a_coupled_token_tells_its_score_and_the_noise(page, port):
     tokens = [token for cycle in body["trace"] for token in cycle["tokens"]]
     for kind in ("accepted", "recovered", "bonus"):
         index = [token["kind"] for token in tokens].index(kind)
-        page.locator("#tokens .token").nth(index).hover()
+        page.locator("#text .tokens .token").nth(index).hover()
         total = f"{tokens[index]['total']:z.2f}".replace("-", "−")
         words = page.locator("#popup", has_text=f"= {total}").text_content()
         assert "the target’s own choice" in words and "p/q" not in words
@@ -690,28 +774,36 @@ def test_a_coupled_token_tells_its_score_and_the_noise(page, port):
 def test_a_race_replays_both_and_shows_measured_and_predicted(page):
     run(page, "#race", **COLOURS)
     ours, theirs = (text_of(page, f"#lane-{lane} .text") for lane in ("speculative", "plain"))
-    assert ours == theirs == text_of(page, "#tokens") != ""
+    assert ours == theirs == text_of(page, "#text .tokens") != ""
     says = text_of(page, "#race-says")
     busy = r"( \(disturbed: [^)]*\))?"  # as the machine may be
     assert re.search(rf"Measured speed-up \d+\.\d\d×{busy}, predicted \d+\.\d\d×", says)
     assert "identical, token for token" in says
-    lanes = [f"#lane-{lane} [data-count=tokens]" for lane in ("speculative", "plain")]
-    assert [text_of(page, lane) for lane in lanes] == ["40", "40"]
-    assert text_of(page, "#lane-plain [data-count=passes]") == "39"
-    assert int(text_of(page, "#lane-speculative [data-count=passes]")) < 39
-    assert text_of(page, "#chart-race").count("the median of three runs") == 2
+    counts_of = [text_of(page, f"#lane-{lane} .counts") for lane in ("speculative", "plain")]
+    assert counts_of[1] == "40 tokens · 39 passes"
+    tokens, passes = map(int, re.findall(r"\d+", counts_of[0]))
+    assert tokens == 40 and passes < 39
+    assert says.startswith("Medians of three runs.")
+    assert text_of(page, "#chart-race").count("ms per token") == 2
+    assert re.search(r"Speculative decoding was (about as fast as|faster than|slower than)", says)
+    words = page.locator("#race-says .word")
+    assert words.all_text_contents() == ["α", "c", "t_verify"]
+    words.last.focus()
+    assert text_of(page, "#popup").startswith("t_verify, the time")
+    assert "40 tokens, 39 after the first in " in text_of(page, "#status")
     show(page, "whatif")
     assert counts(page, "#chart-whatif .measured")[0] >= 1
-    assert "the last race" in text_of(page, "#measured-says")
+    assert "the last race" in text_of(page, "#measured")
+    assert "as fast as plain decoding in that race" in text_of(page, "#measured")
 
 
 def test_where_nothing_was_drafted_there_was_no_race(page):
     run(page, "#race", **COLOURS | {"drafter": "none"})
     says = text_of(page, "#race-says")
     assert says.startswith("Nothing was drafted, so this was no race.") and "×" not in says
-    assert counts(page, "#chart-race .race-speculative") == [0]
+    assert counts(page, "#chart-race .row") == [0]
     assert text_of(page, "#race-clock") == ""
-    assert text_of(page, "#lane-speculative .text") == text_of(page, "#tokens")
+    assert text_of(page, "#lane-speculative .text") == text_of(page, "#text .tokens")
 
 
 def test_a_race_is_replayed_on_one_clock_from_the_servers_times(open_page):
@@ -721,7 +813,7 @@ def test_a_race_is_replayed_on_one_clock_from_the_servers_times(open_page):
         "window.frames = []; requestAnimationFrame = (f) => window.frames.push(f);"
     )
     page.reload()
-    page.locator("#demo-prompt optgroup").first.wait_for(state="attached")
+    page.locator("#demo-prompt option").nth(1).wait_for(state="attached")
     ms = {"draft": 1.0, "verify": 8.0, "other": 1.0}
     fast = [event(0, [("a", "bonus")], 0), event(1, [("b", "accepted"), ("c", "bonus")], 5, ms=ms)]
     slow = [event(i, [(text, "bonus")], 4 + i, ms=ms) for i, text in enumerate("abc")]
@@ -762,6 +854,7 @@ def test_a_race_that_only_a_busy_machine_explains_is_called_disturbed(page):
         *events, answer, done, rest = response.text().split("\n\n")
         body = json.loads(answer.removeprefix("data: "))
         body["compare"] |= {"disturbed": True, "spread": [0.6, 1.4]}
+        body["compare"]["costs"]["t_verify"] = 0.5
         events += [f"data: {json.dumps(body)}", done, rest]
         route.fulfill(response=response, body="\n\n".join(events))
 
@@ -769,7 +862,9 @@ def test_a_race_that_only_a_busy_machine_explains_is_called_disturbed(page):
     run(page, "#race", **COLOURS)
     says = text_of(page, "#race-says")
     assert "disturbed: the machine was busy, 3 runs gave 0.60× to 1.40×" in says
-    assert "the last race, disturbed: the machine was busy" in text_of(page, "#measured-says")
+    assert "the last race, disturbed: the machine was busy" in text_of(page, "#measured")
+    assert page.locator("#row-cost").get_attribute("min") == "0"
+    assert "This machine is busy" not in says
 
 
 def test_a_race_compares_sampled_texts_unless_they_are_verified_by_rejection(page):
@@ -784,7 +879,7 @@ def set_slider(page, name, value):
     page.locator(f"#{name}").evaluate(
         """(slider, value) => {
             slider.value = value;
-            slider.dispatchEvent(new Event("input"));
+            slider.dispatchEvent(new Event("input", {bubbles: true}));
         }""",
         value,
     )
@@ -827,6 +922,10 @@ def test_what_if_marks_what_was_measured_and_its_sliders_reach_it(page):
         route.fulfill(response=response, body="\n\n".join(events))
 
     page.route("**/generate", slow_down)
+    run(page, "#race", **SAMPLED)
+    says = text_of(page, "#race-says")
+    assert "This machine is busy or computes slowly just now" in says
+    assert "took 2.50× the time of one" in says
     run(page, "#race", **COLOURS)
     show(page, "whatif")
     assert counts(page, "#chart-whatif .measured", "#chart-whatif .thin") == [
@@ -837,10 +936,34 @@ def test_what_if_marks_what_was_measured_and_its_sliders_reach_it(page):
     assert [text_of(page, "#alpha-value"), text_of(page, "#cost-value")] == [".62", "4.20"]
 
 
+def test_labels_of_what_was_measured_lie_beside_each_other(page):
+    """However near to each other the points are, and with as many as there are drafters."""
+    points = [
+        {"name": f"drafter_{i}", "alpha": 0.7, "k": k, "c": 0.1, "v": 0, "speedup": speedup}
+        for i, (k, speedup) in enumerate([(5, 1.5), (5, 1.51), (5.1, 1.5), (5, 0.02), (12, 0.01)])
+    ]
+    show(page, "whatif")
+    page.evaluate(
+        """async (points) => {
+            const { WhatIf } = await import("/page/whatif.js");
+            document.querySelector("#whatif-sliders").replaceChildren();
+            new WhatIf().add(points);
+        }""",
+        points,
+    )
+    labels = page.locator("#chart-whatif text", has_text="drafter_").all()
+    found = [label.bounding_box() for label in labels]
+    boxes = sorted((box["y"], box["y"] + box["height"]) for box in found)
+    assert len(boxes) == len(points)
+    assert all(end <= begin + 2 for (_, end), (begin, _) in pairwise(boxes))
+    axis = page.locator("#chart-whatif text", has_text=re.compile("^16$")).bounding_box()
+    assert boxes[-1][1] <= axis["y"] + axis["height"]
+
+
 def test_what_if_knows_the_drafters_that_the_controller_has_timed(adaptive_page):
     page = adaptive_page
     run(page, **COLOURS | {"num_speculative_tokens": 5})
-    page.locator("#measured-says", has_text="all runs of ngram so far").wait_for(state="attached")
+    page.locator("#measured", has_text="all runs of ngram so far").wait_for(state="attached")
 
 
 # ------------------------------------------------------------------------- experiments and words
@@ -849,14 +972,41 @@ def test_what_if_knows_the_drafters_that_the_controller_has_timed(adaptive_page)
 def test_a_named_drafter_drafts_k_tokens_and_with_auto_the_controller_decides(adaptive_page):
     page, sent = adaptive_page, []
     page.on("request", lambda request: request.post_data and sent.append(request.post_data))
-    for drafter in ("draft_model", "auto"):
+    says = {"draft_model": "You named the drafter", "none": "It decided nothing", "auto": "Cycle "}
+    for drafter, words in says.items():
         run(page, **SAMPLED | {"drafter": drafter, "max_tokens": 12})
-    assert [json.loads(body).get("fixed_k", False) for body in sent] == [True, False]
+        show(page, "statistics")
+        assert text_of(page, "#controller-says").startswith(words)
+    assert [json.loads(body).get("fixed_k", False) for body in sent] == [True, True, False]
+    page.locator("#link").click()
+    wait_for_status(page, "The text returns; with auto its cycles may differ.")
     hint = page.locator("#num_speculative_tokens").get_attribute("title")
     assert "the controller may draft fewer, or none" in hint
 
 
+def form_of(page):
+    fields = page.locator("#request :is(input, select, textarea)")
+    return fields.evaluate_all("all => all.map((field) => [field.id, field.value, field.checked])")
+
+
+def test_the_cycle_says_who_has_drafted_where_the_server_chooses(adaptive_page):
+    page = adaptive_page
+    run(page, **COLOURS | {"drafter": "auto"})
+    page.locator("#text .token.accepted").first.click()
+    assert re.search(
+        r"Cycle \d+: (ngram|suffix|mtp|draft_model) proposed", text_of(page, "#cycle-says")
+    )
+
+
+def test_k_is_what_the_server_was_started_with_whatever_was_asked_since(open_page):
+    with serving("--num-speculative-tokens", "3", "--no-bitwise") as server:
+        generate(server.port, **COLOURS, num_speculative_tokens=12, fixed_k=True)
+        assert open_page(server.port).input_value("#num_speculative_tokens") == "3"
+
+
 def test_an_experiment_asks_for_a_prediction_runs_and_tells_what_came(page, port):
+    fill(page, **SAMPLED, verification="rejection")
+    before = form_of(page)
     show(page, "try")
     assert counts(page, "#experiments button") == [5]
     page.get_by_role("button", name="a story", exact=True).click()
@@ -869,8 +1019,9 @@ def test_an_experiment_asks_for_a_prediction_runs_and_tells_what_came(page, port
         assert shown == pytest.approx(metrics["tokens_per_pass"], abs=0.006)
     page.get_by_role("button", name="Look at its cycles").click()
     assert "1 of" in text_of(page, "#cycle-count")
-    assert text_of(page, "#prompt-text") == page.input_value("#prompt") == COLOURS["prompt"]
+    assert text_of(page, "#text .prompt") == COLOURS["prompt"]
     assert f"{said[0]:.2f} tokens per pass" in text_of(page, "#status")  # of the run that is shown
+    assert form_of(page) == before  # the reader's own request is not lost
 
 
 @pytest.mark.parametrize(
@@ -905,7 +1056,8 @@ def test_the_best_k_is_judged_by_medians_and_the_reason_follows(page, slow, choi
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("Raise K", "Tokens per pass: "), ("See it lose", "guesses were paid for"),
+    [("Raise K", re.compile(r"Tokens per pass: (K = \d+: [\d.]+, .+ a token[; ]*){3}")),
+     ("See it lose", "guesses were paid for"),
      ("Sample", "The same text, in "), ("Read the cache", "it was “by those kept and one”")],
 )  # fmt: skip
 def test_every_experiment_comes_to_its_end(page, name, words):
@@ -934,6 +1086,13 @@ def test_words_with_a_dotted_line_explain_themselves(page):
     assert popup.is_hidden()
     page.locator("#view-story .word").first.hover()
     assert popup.is_visible()
+    page.locator("#tab-text").evaluate("tab => tab.click()")
+    popup.wait_for(state="hidden")
+    run(page, **SAMPLED)
+    page.locator("#picture [data-word=pending]").hover()
+    assert popup.is_visible()
+    set_slider(page, "cycle-number", 0)  # which has no pending token
+    popup.wait_for(state="hidden")
 
 
 def test_the_model_card_and_the_drafters_have_their_figures(page, port):
@@ -1049,7 +1208,7 @@ def test_a_bad_value_is_told_in_the_servers_words_and_its_field_is_marked(open_p
     assert field.get_attribute("aria-invalid") == "true" and field.is_visible()  # settings opened
     expect_failed_load(complaints, "400")
     fill(page, num_speculative_tokens=4)
-    assert counts(page, "#error p", "[data-wrong]") == [0, 0]  # as soon as it is corrected
+    assert counts(page, "#error p", "[aria-invalid=true]") == [0, 0]  # as soon as it is corrected
     run(page)
     assert field.get_attribute("aria-invalid") == "false"
 
@@ -1063,7 +1222,7 @@ def test_a_run_without_a_prompt_asks_for_one(page):
     page.locator("#error", has_text="Write a prompt first").wait_for()
     assert page.locator("#prompt").get_attribute("aria-invalid") == "true" and "POST" not in sent
     page.locator("#demo-prompt").select_option("hard_story")
-    assert counts(page, "#error p", "[data-wrong]") == [0, 0]
+    assert counts(page, "#error p", "[aria-invalid=true]") == [0, 0]
 
 
 def test_a_server_that_goes_away_is_told_in_the_middle_and_after(open_page, complaints):
@@ -1071,9 +1230,9 @@ def test_a_server_that_goes_away_is_told_in_the_middle_and_after(open_page, comp
         page = open_page(server.port)
         fill(page, **ENDLESS)
         page.locator("#run").click()
-        page.locator("#tokens .token").first.wait_for()
+        page.locator("#text .tokens .token").first.wait_for()
     page.locator("#error", has_text="broke off").wait_for()
-    assert counts(page, "#tokens .token")[0] > 0
+    assert counts(page, "#text .tokens .token")[0] > 0
     assert text_of(page, "#server") == "The server does not answer."
     page.locator("#run").click()
     page.locator("#error", has_text="The server cannot be reached").wait_for()
@@ -1130,7 +1289,7 @@ def test_an_error_in_the_middle_of_a_stream_is_told_behind_its_tokens(page, end,
     mock(page, [event(0, [("a", "bonus")], 0)], end)
     page.locator("#run").click()
     page.locator("#error", has_text=words).wait_for()
-    assert text_of(page, "#tokens") == "a"
+    assert text_of(page, "#text .tokens") == "a"
 
 
 def test_a_drafter_that_fails_is_told_and_the_text_comes_all_the_same(open_page):
@@ -1138,14 +1297,14 @@ def test_a_drafter_that_fails_is_told_and_the_text_comes_all_the_same(open_page)
         page = open_page(server.port)
         run(page, **COLOURS | {"drafter": "raises"})
         assert "out of ideas" in text_of(page, "#warnings")
-        assert len(text_of(page, "#tokens")) > 40
+        assert len(text_of(page, "#text .tokens")) > 40
 
 
 def test_markup_in_prompts_outputs_and_errors_stays_text(page, complaints):
     attack = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"
     fields = COLOURS | {"prompt": attack}
     run(page, **fields)
-    assert text_of(page, "#prompt-text") == attack
+    assert text_of(page, "#text .prompt") == attack
     entries = [
         {"id": 0, "score": 1.0, "p": 0.5, "q": 0.4},
         {"id": 1, "score": 0.9, "p": 0.4, "q": 0.6},
@@ -1158,8 +1317,8 @@ def test_markup_in_prompts_outputs_and_errors_stays_text(page, complaints):
     mock(page, cycles, [answer_of(cycles) | {"warnings": [attack]}])
     run(page)
     page.locator("#picture button.slot").first.click()
-    page.locator("#tokens .token").nth(1).hover()
-    assert text_of(page, "#tokens") == attack * 3
+    page.locator("#text .tokens .token").nth(1).hover()
+    assert text_of(page, "#text .tokens") == attack * 3
     show(page, "statistics")
     assert attack in text_of(page, "#warnings") and attack in text_of(page, "#controller-says")
     page.unroute("**/generate")
@@ -1204,8 +1363,8 @@ def test_axe_finds_nothing_wrong_with_any_view(open_page, violations, scheme, si
     for view in ("story", "try", "text", "race", "whatif", "statistics", "model"):
         show(page, view)
         if view == "text":
-            page.locator("#tokens .recovered").first.click()
-            page.locator("#tokens .bonus").first.focus()
+            page.locator("#text .tokens .recovered").first.click()
+            page.locator("#text .tokens .bonus").first.focus()
         assert violations(page) == [], view
 
 
@@ -1239,15 +1398,15 @@ def test_what_is_truncated_is_animated_unless_less_motion_is_wanted(open_page, p
 def test_a_cycle_of_ones_own_can_be_seen_slowly(open_page):
     page = open_page(reduced_motion="no-preference")
     run(page, **SAMPLED)
-    page.locator("#tokens .recovered").first.click()
+    page.locator("#text .tokens .recovered").first.click()
     whole = counts(page, "#picture .later.on")
     page.locator("#slow").click()
     assert counts(page, "#picture .later.on") == [0]
     page.locator("#cycle-says", has_text="One pass").wait_for()
-    page.locator("#tokens .recovered").first.click()
+    page.locator("#text .tokens .recovered").first.click()
     assert counts(page, "#picture .later.on") == whole
 
 
 def test_the_status_is_polite_and_tokens_are_not_read_one_by_one(page):
     assert page.locator("#status").get_attribute("role") == "status"
-    assert page.locator("#tokens").get_attribute("aria-live") is None  # not per token
+    assert page.locator("#text .tokens").get_attribute("aria-live") is None  # not per token

@@ -426,11 +426,11 @@ class CacheAgainstLists(RuleBasedStateMachine):
     @invariant()
     def rows_hold_what_the_lists_hold(self):
         cache = self.cache
-        assert sorted(cache._rows) == sorted(self.texts)
-        assert sorted([*cache._rows, *cache._free]) == [*range(cache.num_rows)]
+        assert sorted(cache.rows) == sorted(self.texts)
+        assert sorted([*cache.rows, *cache._free]) == [*range(cache.num_rows)]
         assert cache.lengths == [len(self.texts.get(row, [])) for row in range(cache.num_rows)]
         for i, layer in enumerate(cache.layers if cache.layers[0].is_initialized else ()):
-            for slot, row in enumerate(cache._rows):
+            for slot, row in enumerate(cache.rows):
                 self.assert_holds(i, layer.keys[slot], layer.values[slot], self.texts[row])
             for buffer in (layer.keys, layer.values):  # 0 · NaN would be NaN, behind the mask, too
                 assert buffer[len(self.texts) :].isfinite().all()

@@ -8,7 +8,7 @@ export const byId = (id) => document.getElementById(id);
 /** Put words into the element of this id. */
 export const write = (id, words) => { byId(id).textContent = words; };
 
-/** element("li.slot", {title: "x"}, "text", child); attributes may be missing, and null is left out. */
+/** element("li.slot", {title: "x", click: act}, "text", child); what is null or false is left out. */
 export const element = (tag, ...parts) => filled((name) => document.createElement(name), tag, parts);
 
 /** The same for SVG. */
@@ -20,23 +20,22 @@ function filled(make, tag, parts) {
   const node = make(name);
   if (classes.length) node.setAttribute("class", classes.join(" "));
   for (const [key, value] of Object.entries(attributes)) {
-    if ((value ?? false) !== false) node.setAttribute(key, value === true ? "" : value);
+    if (typeof value === "function") node.addEventListener(key, value);
+    else if ((value ?? false) !== false) node.setAttribute(key, value === true ? "" : value);
   }
   node.append(...children.filter((child) => child !== null && child !== false));
   return node;
 }
 
-/** A button that does something; `tag` may give it classes. */
-export function button(words, act, tag = "button") {
-  const made = element(tag, { type: "button" }, words);
-  made.addEventListener("click", act);
-  return made;
-}
-
 /** A word that the popup explains. */
-export const explained = (word, words) => (
-  element("button.word", { type: "button", "data-word": word }, words)
+export const explained = (word, words, kind = "word") => (
+  element(`button.${kind}`, { "data-word": word }, words)
 );
+
+/** A slider below its label, which ends with its value. */
+export const slider = (id, words, value, [min, max, step]) => element("label", { for: id }, `${words} `,
+  element("output", { id: `${id}-value`, "aria-live": "off" }),
+  element("input", { id, type: "range", min, max, step, value }));
 
 /** A button is off without `disabled`, which would take the focus from who has pressed it. */
 export const enable = (id, isOn) => byId(id).setAttribute("aria-disabled", !isOn);

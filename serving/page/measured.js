@@ -1,26 +1,71 @@
-// What was measured on this server, each as a point for "What if?": {name, alpha, k, c, v, speedup,
-// disturbed, source, rank}. v is what each further token adds to a pass: t_verify is 1 + v·k. A race is the
-// best source, as it decodes plainly, too; /health tells of all runs of each drafter so far.
+// What speculation ought to bring, by the formulas of Leviathan et al. (arXiv 2211.17192), and what was
+// measured on this server, each as a point for "What if?":
+//
+//   alpha    the chance that a drafted token is accepted, the same for every token of a draft
+//   k        drafted tokens per cycle
+//   c        the time of one draft step, in passes of plain decoding
+//   v        what each further token adds to a pass: t_verify, a pass over k + 1 tokens, is 1 + v·k
+//   rank     of its source. A race is the best one, as it decodes plainly, too.
 
-import { Figures } from "./figures.js";
-import { expectedSpeedup, isDisturbed } from "./formulas.js";
-import { readCycles } from "./trace.js";
+import { figuresOf, readCycles } from "./trace.js";
+import { times } from "./words.js";
+
+/** Tokens that a cycle gives: 1 + α + … + α^k = (1 - α^(k+1)) / (1 - α). Any k, whole or not. */
+const expectedTokens = (alpha, k) => (alpha === 1 ? k + 1 : (1 - alpha ** (k + 1)) / (1 - alpha));
+
+/** Expected tokens per time of a plain pass: above 1 speculation is faster. */
+export const expectedSpeedup = (alpha, k, c, tVerify = 1) => expectedTokens(alpha, k) / (k * c + tVerify);
+
+/** The alpha at which k drafts neither gain nor lose; null if even 1 would not do. */
+export function breakEvenAlpha(k, c, tVerify) {
+  if (expectedSpeedup(1, k, c, tVerify) < 1) return null;
+  let [low, high] = [0, 1];
+  for (let i = 0; i < 50; i += 1) {
+    const middle = (low + high) / 2;
+    if (expectedSpeedup(middle, k, c, tVerify) < 1) low = middle;
+    else high = middle;
+  }
+  return high;
+}
+
+/** Whether a measured speed-up can only come of a busy machine: see steadiness() in formulas.py. */
+export const isDisturbed = (speedup, tokensPerPass, tVerify) => (
+  speedup > 1.05 * tokensPerPass || tVerify < 0.7 || tVerify > 3
+);
 
 const draftedPerCycle = (metrics) => metrics.num_draft_tokens / metrics.target_passes;
 
-/** From an answer with a comparison; null where nothing was drafted. */
-export function fromRace(answer) {
-  const { costs, measured_speedup: speedup, disturbed } = answer.compare;
-  const { alpha, c, t_verify: tVerify } = costs;
-  if (alpha === null || c === null || speedup === null) return null;
-  const metrics = answer.metrics.speculative_decoding;
-  const [name, k] = [metrics.drafter, draftedPerCycle(metrics)];
-  return { name, alpha, c, v: (tVerify - 1) / k, k, speedup, disturbed, source: "the last race", rank: 2 };
+/** A drafter's c and v in the recorded story; null where it guessed nothing there. */
+function recordedCosts({ plain_ms: plain, costs }, name) {
+  const { step_ms: step, verify_ms: verify } = costs[name] ?? {};
+  if (!plain || !step || !verify) return null;
+  return { c: step / plain, v: (verify / plain - 1) / 5 }; // its drafts have five tokens
+}
+
+/** A sentence where a race's passes or draft steps cost far more than the story's at the same K, or "". */
+export function busyWords(answer, story) {
+  const [raced] = fromRace(answer);
+  const recorded = raced && !story.stored && recordedCosts(story, raced.name);
+  if (!recorded) return "";
+  const [took, usual] = [raced, recorded].map(({ v }) => 1 + raced.k * v);
+  if (took < 1.5 * usual && raced.c < 1.5 * recorded.c + 0.02) return ""; // a lookup's c is near 0
+  return "This machine is busy or computes slowly just now: a pass over K + 1 positions took "
+    + `${times(took)} the time of one (${times(usual)} at the start), a draft step ${times(raced.c)} `
+    + `(${times(recorded.c)}).`;
+}
+
+/** From an answer with a comparison; none where nothing was drafted. */
+export function fromRace({ compare, metrics }) {
+  const { costs: { alpha, c, t_verify: tVerify }, measured_speedup: speedup, disturbed } = compare;
+  if (alpha === null || c === null || speedup === null) return [];
+  const [name, k] = [metrics.speculative_decoding.drafter, draftedPerCycle(metrics.speculative_decoding)];
+  const told = { source: "the last race", base: "plain decoding in that race", rank: 2 };
+  return [{ name, alpha, k, c, v: (tVerify - 1) / k, speedup, disturbed, ...told }];
 }
 
 /** From each drafter's life so far, against the controller's idea of a plain pass. */
 export function fromHealth(health) {
-  const costs = health?.controller?.costs_by_batch?.["1"];
+  const costs = health.controller?.costs_by_batch?.["1"];
   if (!costs?.pass_ms) return [];
   const pass = costs.pass_ms + costs.token_ms;
   return Object.entries(health.speculative_decoding.per_drafter).flatMap(([name, metrics]) => {
@@ -30,21 +75,20 @@ export function fromHealth(health) {
     const [k, c, v] = [draftedPerCycle(metrics), step / pass, costs.token_ms / pass];
     const speedup = metrics.tokens_per_pass / (k * c + 1 + v * k);
     const disturbed = isDisturbed(speedup, metrics.tokens_per_pass, 1 + v * k);
-    return [{ name, alpha, k, c, v, speedup, disturbed, source: `all runs of ${name} so far`, rank: 1 }];
+    const source = `all runs of ${name} so far, experiments too`;
+    const base = "plain passes as the controller times them";
+    return [{ name, alpha, k, c, v, speedup, disturbed, source, base, rank: 1 }];
   });
 }
 
 /** From the recorded story: the drafter that told it, its acceptance counted there. */
-export function fromStory({ plain_ms: plain, costs, drafter, cycles }) {
-  const figures = new Figures();
-  for (const cycle of readCycles(cycles)) figures.add(cycle);
-  const { alpha, drafted, passes } = figures;
-  const { step_ms: step, verify_ms: verify } = costs[drafter];
-  if (!plain || !step || !verify || alpha === null) return [];
-  const [k, c] = [drafted / passes, step / plain];
-  const v = (verify / plain - 1) / 5; // its drafts have five tokens
+export function fromStory({ drafter: name, cycles, ...story }) {
+  const { alpha, drafted, passes } = figuresOf(readCycles(cycles));
+  const [k, recorded] = [drafted / passes, recordedCosts(story, name)];
+  if (!recorded || alpha === null) return [];
+  const { c, v } = recorded;
   const speedup = expectedSpeedup(alpha, k, c, 1 + v * k);
   const disturbed = isDisturbed(speedup, Infinity, 1 + v * 5);
   const source = "the recorded cycles of the first view, by the formula";
-  return [{ name: drafter, alpha, k, c, v, speedup, disturbed, source, rank: 0 }];
+  return [{ name, alpha, k, c, v, speedup, disturbed, source, base: "plain passes there", rank: 0 }];
 }

@@ -5,47 +5,40 @@ import { byId, element } from "./elements.js";
 import { bytes, milliseconds, short } from "./words.js";
 
 const KINDS = {
-  ngram: "Looks up how the text went on when it last ended like this. It has no model and no probabilities, "
-    + "and is nearly free.",
+  ngram: "Looks up how the text went on when it last ended like this. It has no model and is nearly free.",
   suffix: "Looks up the longest ending of the text that occurred before, in this text or in what the server "
     + "wrote before. Its guess is as long as its chances are good, and is nearly free.",
-  draft_model: "A small model of the same kind writes the guesses one after the other, with probabilities of "
-    + "its own.",
+  draft_model: "A small model of the same kind writes one guess after the other, with its own chances.",
   mtp: "A layer that was trained with the target guesses from the target’s own hidden states.",
   eagle3: "A layer that was trained afterwards guesses from hidden states of three of the target’s layers.",
-  self_int8: "The target itself with its weights rounded to 8 bits: it reads a quarter of the bytes and is "
-    + "nearly always right.",
+  dflash: "A few layers trained afterwards guess all tokens at once, from the target’s hidden states.",
+  self_int8: "The target itself, its weights rounded to 8 bits: a quarter of the bytes, nearly always right.",
   auto: "The server chooses among all of them every cycle, by what each has cost and kept so far.",
 };
 
-const millions = (count) => `${(count / 1e6).toFixed(1)} M`;
-
 /** Draw both, from /health and the recorded story (null where it is another model's). */
-export function drawModel({ model, target, model_card: card, bitwise_lossless: isExact, drafters }, story) {
+export function drawModel({ model, target, model_card: card, drafters, ...health }, story) {
   const vocabulary = `vocabulary ${target.vocabulary}, context ${target.context}`;
+  const exact = "greedy and coupled text is plain decoding’s, checked at the start; "
+    + "by the rule of rejection only the distribution is";
   byId("model-card").replaceChildren(
     entry("model", model, card ? `${card.origin}, ${card.licence}` : ""),
-    entry("parameters", millions(target.parameters), vocabulary),
+    entry("parameters", `${(target.parameters / 1e6).toFixed(1)} M`, vocabulary),
     entry("layers", target.layers),
     entry("weights", bytes(target.weight_bytes), `${target.dtype}; every pass reads them all`),
     entry("one pass", story ? milliseconds(story.plain_ms) : "–", "median, one token, recorded at the start"),
-    isExact ? entry("exact", "to the bit", "greedy and coupled text is plain decoding’s, checked at the "
-      + "start; by the rule of rejection only the distribution is")
+    health.bitwise_lossless ? entry("exact", "to the bit", exact)
       : entry("exact", "not to the bit", "rounding may decide near-ties"),
   );
-  byId("drafters").replaceChildren(...drafters.map((name) => {
-    const words = KINDS[name] ?? "A drafter of your own.";
-    const cost = element("p.note", costOf(name, story, target));
-    return element("li", element("h3", name), element("p", words), cost);
-  }));
+  byId("drafters").replaceChildren(...drafters.map((name) => element("li", element("h3", name),
+    element("p", KINDS[name] ?? "A drafter of your own."), element("p.note", costOf(name, story, target)))));
 }
 
 function costOf(name, story, target) {
-  const costs = story?.costs[name];
-  if (!costs) return "";
-  const read = costs.parameters * target.weight_bytes / target.parameters;
-  const size = read ? `A step reads ${bytes(read)}; ` : "";
-  const step = costs.step_ms;
+  const { parameters, step_ms: step } = story?.costs[name] ?? {};
+  if (parameters === undefined) return "";
+  const size = parameters
+    ? `A step reads ${bytes(parameters * target.weight_bytes / target.parameters)}; ` : "";
   if (!step) return `${size}it guessed nothing in the recording.`;
   return `${size}${milliseconds(step)} for each guess, c = ${short(step / story.plain_ms)}.`;
 }

@@ -3,71 +3,61 @@
 //   form → begin → Run ──cycles──→ session {cycles, figures, text} → the cycle, the charts
 //                   └──plain────→ race       answer → verdict, what if, the address
 //
-// A session is what one request gave. `now` is the one that is looked at, `run` the one under way.
+// A session is what one request gave. `now` is the one that is looked at, `run` the one under way; an
+// experiment's runs are looked at only when the reader asks for it, and never change the form.
 
 import { drawStatistics } from "./charts.js";
 import { Chat } from "./chat.js";
 import { Distribution } from "./distribution.js";
-import { byId, element, enable, isOff, mayMove, onPress, reveal, write } from "./elements.js";
-import { Figures } from "./figures.js";
+import { byId, element, enable, explained, isOff, mayMove, onPress, reveal, write } from "./elements.js";
 import { RequestForm } from "./form.js";
 import { Guide } from "./guide.js";
-import { fromHealth, fromRace, fromStory } from "./measured.js";
+import { busyWords, fromHealth, fromRace, fromStory } from "./measured.js";
 import { drawModel } from "./model.js";
 import { phasesOf, Picture } from "./picture.js";
-import { Popup } from "./popup.js";
 import { Race } from "./race.js";
 import { Run } from "./run.js";
 import { Story } from "./story.js";
 import { getJson } from "./stream.js";
 import { TokenText } from "./tokens.js";
-import { numAccepted, readCycle, ruleOf } from "./trace.js";
+import { figuresOf, numAccepted, readCycle, ruleOf } from "./trace.js";
 import { WhatIf } from "./whatif.js";
-import { counted, milliseconds, short, summary } from "./words.js";
+import { pace, summary } from "./words.js";
 
 const PICTURE_MS = 1000; // between two pictures while a run streams
 const LOADING = "The model is being loaded. The cycle below was recorded earlier.";
 const LOADING_MS = 500; // between two questions whether the model is loaded
 const SLOW_MS = 700; // of a phase that is shown slowly
 
-const popup = new Popup();
 const form = new RequestForm();
 const story = new Story();
 const race = new Race();
 const whatIf = new WhatIf();
 const distribution = new Distribution();
 const picture = new Picture(byId("picture"), (place) => showPlace(place, true));
-const parts = { box: byId("text"), list: byId("tokens"), prompt: byId("prompt-text") };
-const text = new TokenText(parts, popup, (cycle, place) => showCycle(cycle.step, place, true));
-const choose = (cycle, answer) => {
+const text = new TokenText(byId("text"), (cycle, place) => showCycle(cycle.step, place, true));
+const chat = new Chat((messages, answer) => begin("running", { messages, answer }), (cycle, answer) => {
   now = answer.session;
   showCycle(cycle.step, null, true);
-};
-const chat = new Chat(popup, (messages, answer) => begin("running", { messages, answer }), choose);
-const guide = new Guide(runOnce, (result, step) => {
-  const { request, cycles } = result;
-  [now, latest.text, isChanged] = [result, result, false];
-  form.fill({ verification: "", seed: "", ...request, chat: Boolean(request.chat) });
-  text.clear(request.prompt);
-  for (const cycle of cycles) text.add(cycle);
+});
+const guide = new Guide(experiment, (session, step) => {
+  look(session);
   select("text");
-  text.flush();
-  showAnswer(result);
+  showAnswer(session);
   showCycle(step);
   writeLink();
 });
 
-const fresh = (more) => ({
-  request: {}, cycles: [], figures: new Figures(), answer: null, at: -1, text, isRace: false, ...more,
-});
+const fresh = (more) => ({ request: {}, cycles: [], answer: null, at: -1, text, view: "text", ...more });
 let now = fresh();
 const latest = { text: now, chat: now }; // sessions, by the view that they are seen in
-let run = null; // {stream: a Run, session, ended: called with the session or null}
+let run = null; // {stream: a Run, session, ended: called with the session or null, follows}
 let mode = "idle"; // idle | running | stepping | racing
 let view = "story";
 let drawnAt = 0;
 let slowly = 0; // a timer
 let health = null;
+let told = null; // the story that is told
 let isLoading = false;
 let isChanged = false; // whether the form was, since the last run
 
@@ -83,22 +73,45 @@ function begin(wanted, { messages = null, answer = null, ended = () => {} } = {}
     showError(error);
     return false;
   }
-  now = fresh({ request, isRace: wanted === "racing", text: answer?.text ?? text, asAnswer: answer });
-  latest[answer ? "chat" : "text"] = now;
-  if (answer) answer.session = now;
-  else text.clear(request.chat ? `${request.prompt}\n` : request.prompt);
+  const session = fresh({ request });
+  if (answer) {
+    answer.session = session;
+    Object.assign(session, { view: "chat", text: answer.text, asAnswer: answer });
+  }
+  look(session);
+  isChanged = false;
+  form.open(false);
+  if (request.compare) race.start();
+  start(wanted, session, ended);
+  return true;
+}
+
+function start(wanted, session, ended) {
+  setMode(wanted);
+  run = { session, ended, follows: true };
+  run.stream = new Run(session.request, form.key, shown, wanted === "stepping");
+}
+
+/** An experiment's run of a request with these fields: its session, or null if there is none. */
+function experiment({ demo, ...fields }) {
+  if (mode !== "idle" || isLoading) return null;
+  showError(null);
+  const request = { stream: true, trace: true, prompt: form.prompts[demo], temperature: 0, ...fields };
+  return new Promise((resolve) => start("running", fresh({ request }), resolve));
+}
+
+/** Look at a session: its text, with its cycles as far as they have come. */
+function look(session) {
+  [now, latest[session.view], drawnAt] = [session, session, 0];
+  const { prompt, chat: isChat } = session.request;
+  session.text.clear(session.view === "chat" ? "" : isChat ? `${prompt}\n` : prompt);
+  for (const cycle of session.cycles) session.text.add(cycle);
+  session.text.flush();
   picture.clear();
   distribution.clear();
   write("cycle-says", "Cycles are drawn here as they come.");
   byId("warnings").replaceChildren();
   write("whole-text", "");
-  [drawnAt, isChanged] = [0, false];
-  form.open(false);
-  if (now.isRace) race.start();
-  setMode(wanted);
-  run = { session: now, ended, follows: true };
-  run.stream = new Run(request, form.key, shown, wanted === "stepping");
-  return true;
 }
 
 const shown = {
@@ -108,9 +121,8 @@ const shown = {
     if (!("step" in event)) return Object.assign(session, { answer: event });
     const cycle = readCycle(event, session.cycles.at(-1) ?? null);
     session.cycles.push(cycle);
-    session.text.add(cycle);
-    session.figures.add(cycle);
-    return session.isRace && race.add("speculative", event);
+    if (session === latest[session.view]) session.text.add(cycle);
+    return session.request.compare && race.add("speculative", event);
   },
   flush() {
     run.session.text.flush();
@@ -119,51 +131,40 @@ const shown = {
   },
   ended({ state, error }) {
     const { session, ended } = run;
+    const isFinished = state === "finished";
     drawPictures();
     run = null;
     setMode("idle");
     if (state === "failed") showError(error);
-    if (state === "finished") showAnswer(session);
-    else say(state === "stopped" ? "Stopped." : "Failed.");
-    if (session.isRace && state !== "finished") race.stop("The race did not come to its end.");
-    session.asAnswer?.finish(state === "finished" ? session.answer : null, session.figures, session.cycles);
+    if (isFinished && session === latest[session.view]) showAnswer(session);
+    else say({ finished: "Finished.", stopped: "Stopped.", failed: "Failed." }[state]);
+    if (session.request.compare && !isFinished) race.say("The race did not come to its end.");
+    session.asAnswer?.finish(session);
     if (state !== "failed") askHealth();
     writeLink();
-    ended(state === "finished" ? session : null);
+    ended(isFinished ? session : null);
   },
 };
 
-function showAnswer({ answer, figures, cycles, isRace }) {
-  const { finish_reason: reason, seed, usage, warnings } = answer;
-  const passes = counted(figures.passes, "pass", "passes");
-  say(`Finished (${reason}): ${counted(usage.completion_tokens, "token")} in ${passes}, `
-    + `${short(figures.tokensPerPass)} tokens per pass, seed ${seed}.`);
+function showAnswer({ answer, cycles, request }) {
+  const { finish_reason: reason, seed, warnings } = answer;
+  say(`Finished (${reason}): ${pace(figuresOf(cycles))}, seed ${seed}.`);
   write("whole-text", `The whole text: ${answer.text}`);
   byId("warnings").replaceChildren(...warnings.map((words) => element("li", words)));
-  if (!isRace) return;
+  if (!request.compare) return;
   const tokens = cycles.flatMap((cycle) => [...cycle.tokens, ...cycle.distributions.flat()]);
   const known = new Map(tokens.map((token) => [token.id, token.text]));
-  race.finish(answer, (id) => known.get(id) ?? `#${id}`);
-  const point = fromRace(answer);
-  if (point) whatIf.add([point]);
-}
-
-/** An experiment's run: the form is set to `fields` and nothing else, and what it gave comes back. */
-function runOnce(fields) {
-  if (mode !== "idle" || isLoading) return null;
-  form.fill({ temperature: 0, top_p: 1, seed: "", verification: "", chat: false, ...fields });
-  return new Promise((resolve) => {
-    if (!begin("running", { ended: resolve })) resolve(null);
-  });
+  race.finish(answer, (id) => known.get(id) ?? `#${id}`, busyWords(answer, told));
+  whatIf.add(fromRace(answer));
 }
 
 // -------------------------------------------------------------------------------- pictures
 
 function drawPictures() {
   drawnAt = performance.now();
-  if (view === "statistics") drawStatistics(now.figures);
-  if (!now.cycles.length) return;
-  if (!run || run.follows) showCycle(now.cycles.length - 1);
+  if (view === "statistics") drawStatistics(now);
+  if (run.session !== now) return;
+  if (run.follows) showCycle(now.cycles.length - 1);
   else showCycle(now.at, now.place);
 }
 
@@ -179,11 +180,10 @@ function showCycle(step, place = null, isAsked = false) {
   const count = `${step} of ${last}${step === 0 ? ", the prefill" : ""}`;
   write("cycle-count", count);
   number.setAttribute("aria-valuetext", `cycle ${count}`);
-  const spent = Object.entries(cycle.ms).map(([name, ms]) => `${name} ${milliseconds(ms)}`).join(", ");
-  write("cycle-says", `${summary(cycle)} (${spent})`);
-  picture.draw(cycle, now.text.kinds);
+  write("cycle-says", summary(cycle));
+  picture.draw(cycle, now.cycles);
   showPlace(place ?? Math.min(numAccepted(cycle), cycle.tokens.length - 1));
-  now.text.mark(cycle.first, cycle.tokens.length);
+  now.text.mark(cycle.first, cycle.tokens.length, isAsked || mode !== "running");
   enable("back", step > 0);
   if (!isAsked) return;
   form.open(false);
@@ -207,12 +207,10 @@ function playSlowly(phase = 0) {
   clearTimeout(slowly);
   picture.show(phase, true);
   write("cycle-says", phases[phase - 1]?.says ?? "Slowly:");
-  if (phase === phases.length) return;
-  slowly = setTimeout(() => playSlowly(phase + 1), phase ? 3 * SLOW_MS : SLOW_MS);
+  if (phase < phases.length) slowly = setTimeout(() => playSlowly(phase + 1), (phase ? 3 : 1) * SLOW_MS);
 }
 
-/** Go one cycle back. */
-function back() { if (now.at > 0) showCycle(now.at - 1, null, true); }
+const back = () => now.at > 0 && showCycle(now.at - 1, null, true);
 
 /** Go one cycle on, and ask for a new one where the last one is shown. */
 function onward() {
@@ -256,62 +254,49 @@ function setMode(wanted) {
 function select(wanted) {
   view = wanted;
   for (const tab of byId("tabs").children) {
-    const isChosen = tab.dataset.view === wanted;
+    const isChosen = tab.id === `tab-${wanted}`;
     tab.setAttribute("aria-selected", isChosen);
     tab.tabIndex = isChosen ? 0 : -1;
-    byId(`view-${tab.dataset.view}`).hidden = !isChosen;
-    if (isChosen && byId("tabs").scrollWidth > byId("tabs").clientWidth) {
-      tab.scrollIntoView({ block: "nearest", inline: "center" });
-    }
+    byId(tab.getAttribute("aria-controls")).hidden = !isChosen;
+    if (isChosen) tab.scrollIntoView({ block: "nearest", inline: "center" });
   }
   if (wanted in latest) {
     byId(`view-${wanted}`).append(byId("cycle"));
-    if (!now.cycles.length || (now.asAnswer ? "chat" : "text") !== wanted) now = latest[wanted];
+    if (!now.cycles.length || now.view !== wanted) now = latest[wanted];
     if (now.cycles.length && !run) showCycle(now.at);
   }
   if (wanted !== "story") story.pause();
-  redraw();
+  if (wanted === "statistics") drawStatistics(now);
+  if (wanted === "whatif") whatIf.draw();
   const bar = byId("bar").getBoundingClientRect();
   const top = document.querySelector("main").getBoundingClientRect().top - bar.bottom;
   if (top < 0) scrollBy({ top, behavior: "instant" });
 }
 
-/** Draw anew what depends on the width of what is shown. */
-function redraw() {
-  if (view === "statistics") drawStatistics(now.figures);
-  if (view === "whatif") whatIf.draw();
-  if (view === "story") story.draw();
-  distribution.draw();
-}
-
-const SENT = [
-  "prompt", "chat", "drafter", "num_speculative_tokens", "temperature", "top_p", "verification",
-  "max_tokens", "seed",
-];
-
 /** Keep the run in the address: its request, its seed, and the cycle that is shown. */
 function writeLink() {
   const { request, answer, at } = now;
   if (typeof request.prompt !== "string") return; // a conversation is no single request
-  const fields = { ...request, seed: answer?.seed ?? request.seed };
-  const parts = SENT.filter((name) => fields[name] !== undefined).map((name) => [name, fields[name]]);
-  history.replaceState(null, "", `#${new URLSearchParams([...parts, ["at", at]])}`);
+  const fields = new URLSearchParams({ ...request, seed: answer?.seed ?? request.seed ?? "", at });
+  for (const name of ["stream", "trace", "compare", "fixed_k"]) fields.delete(name);
+  history.replaceState(null, "", `#${fields}`);
 }
 
 /** Run again what the address tells of, and go to its cycle. */
 function followLink() {
-  const parts = new URLSearchParams(location.hash.slice(1));
-  if (!parts.has("prompt") || mode !== "idle") return;
-  const names = SENT.filter((name) => parts.has(name));
-  const fields = Object.fromEntries(names.map((name) => [name, parts.get(name)]));
-  const at = Number(parts.get("at")) || 0;
+  const { at, ...fields } = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+  if (!("prompt" in fields) || mode !== "idle") return;
   form.fill({ verification: "", seed: "", ...fields, chat: fields.chat === "true" });
   select("text");
-  begin("running", {
-    ended: (session) => session && showCycle(Math.min(at, session.cycles.length - 1), null, true),
-  });
+  const place = Number(at) || 0;
+  const ended = (session) => session && showCycle(Math.min(place, session.cycles.length - 1), null, true);
+  begin("running", { ended });
 }
 
+for (const legend of document.querySelectorAll(".kinds")) {
+  const kinds = ["accepted", "recovered", "bonus"];
+  legend.append("Tokens: ", ...kinds.map((kind) => explained(kind, kind, `token.${kind}`)));
+}
 byId("request").addEventListener("submit", (event) => {
   event.preventDefault();
   if (isOff("run")) return;
@@ -331,13 +316,14 @@ onPress("slow", () => playSlowly());
 onPress("story-try", () => select("try"));
 onPress("link", async () => {
   const isCopied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false);
-  const where = isCopied ? "is copied" : "stands above";
   const isDrawn = now.cycles.length && ruleOf(now.cycles[0].tokens[0]) === "rejection";
-  const doubt = isDrawn ? " By the rule of rejection the text depends on the drafts, too." : "";
-  say(`The address of this run ${where}: it holds the request, the seed and the cycle.${doubt}`);
+  const { drafter } = now.request;
+  const varies = ["auto", "suffix"].includes(drafter) ? `; with ${drafter} its cycles may differ` : "";
+  say(`The address ${isCopied ? "is copied" : "stands above"}: it holds the request, the seed and the cycle. `
+    + `${isDrawn ? "By rejection the text depends on the drafts" : "The text returns"}${varies}.`);
 });
 byId("cycle-number").addEventListener("input", ({ target }) => showCycle(Number(target.value), null, true));
-byId("tabs").addEventListener("click", ({ target }) => target.dataset.view && select(target.dataset.view));
+byId("tabs").addEventListener("click", ({ target }) => target.id !== "tabs" && select(target.id.slice(4)));
 addEventListener("keydown", (event) => {
   const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
   const isTaken = event.ctrlKey || event.altKey || event.metaKey || event.shiftKey || event.defaultPrevented;
@@ -345,16 +331,16 @@ addEventListener("keydown", (event) => {
   if (event.target.closest?.("[role=tablist]")) {
     const tabs = [...byId("tabs").children].filter((tab) => !tab.hidden);
     const next = tabs.at((tabs.indexOf(event.target) + by) % tabs.length);
-    select(next.dataset.view);
+    select(next.id.slice(4));
     next.focus();
   } else if (view === "story") story.move(by);
-  else if (view === "text" || view === "chat") (by < 0 ? back : onward)();
+  else if (view in latest) (by < 0 ? back : onward)();
 });
 byId("request").addEventListener("input", ({ target }) => {
   isChanged = true;
-  if (target.matches("[data-wrong], #demo-prompt")) showError(null); // it is being corrected
+  if (target.matches("[aria-invalid=true], #demo-prompt")) showError(null); // it is being corrected
 });
-addEventListener("resize", redraw);
+addEventListener("resize", () => whatIf.draw());
 addEventListener("hashchange", followLink);
 
 // ------------------------------------------------------------------------------ the server
@@ -368,7 +354,6 @@ async function askHealth() {
     return false;
   }
   isLoading = health.status === "loading";
-  byId("server").classList.toggle("loading", isLoading);
   if (mode === "idle") setMode("idle");
   if (isLoading) {
     const seconds = Math.round(health.elapsed_s);
@@ -381,16 +366,14 @@ async function askHealth() {
   write("server", `Target: ${health.model}${state}. Drafters: ${health.drafters.join(", ")}.`);
   form.offerDrafters(health);
   guide.drafters = health.drafters;
-  document.querySelector("[data-view=chat]").hidden = !health.chat_template;
+  byId("tab-chat").hidden = !health.chat_template;
   whatIf.add(fromHealth(health));
   return true;
 }
 
-let told = null; // the story that is told
-
 /** Tell the recorded story, or the stored one while a model is being loaded. */
 async function tellStory() {
-  const recorded = await getJson("page/story.json", "");
+  const recorded = await getJson("page/story.json");
   if (told?.model !== recorded.model || told.stored !== recorded.stored) story.tell(recorded);
   told = recorded;
 }
@@ -414,6 +397,7 @@ byId("key").addEventListener("change", () => {
   showError(null);
   load();
 });
+text.clear("Press Run or Step: the text appears here.");
 setMode("idle");
 select("story");
 load();

@@ -2,15 +2,15 @@
 // KV cache whose rejected tail is truncated. It is drawn whole, and `show` tells how far the cycle
 // has come: parts that come later are unseen. So a story plays it and a step shows its end.
 
-import { button, element, explained } from "./elements.js";
-import { numAccepted, numJudged, ownToken } from "./trace.js";
+import { element, explained } from "./elements.js";
+import { numAccepted, numJudged, ownToken, placesOf } from "./trace.js";
 import { counted, quoted, visible } from "./words.js";
 
 const WINDOW = 16; // cells of what was cached before; what lies further back is a number
 
 /** The phases of a cycle, in order: [{stage, says}]. */
 export function phasesOf(cycle) {
-  const { proposals, tokens } = cycle;
+  const { proposals, tokens, cached: [verified, kept] } = cycle;
   const [n, own] = [proposals.length, ownToken(cycle)];
   const phases = proposals.map((token, i) => ({
     stage: "draft",
@@ -21,17 +21,14 @@ export function phasesOf(cycle) {
     phases.push({ stage: "accept", says: `The target’s choice here is ${quoted(token)}, too: accepted.` });
   }
   if (own) phases.push({ stage: "accept", says: ownWords(cycle, own) });
-  const cut = cycle.cached[0] - cycle.cached[1];
-  const cutWords = cut ? `The cache drops the ${counted(cut, "token")} that no longer belong to the text`
-    : "Nothing to cut: the cache keeps all";
+  const cut = verified === kept ? "Nothing to cut: the cache keeps all"
+    : `The cache drops the ${counted(verified - kept, "token")} that no longer belong to the text`;
   const next = own ? `; ${quoted(own)} is pending now` : "";
-  const gained = counted(tokens.length, "token");
-  phases.push({ stage: "truncate", says: `${cutWords}. ${gained} for one pass${next}.` });
+  phases.push({ stage: "truncate", says: `${cut}. ${counted(tokens.length, "token")} for one pass${next}.` });
   return phases;
 }
 
-function passWords({ proposals, pending, cached }) {
-  const n = proposals.length;
+function passWords({ fed: { length: n }, pending, cached }) {
   if (!pending) return `One pass reads the prompt, ${counted(cached[1], "token")}.`;
   if (n === 0) return `Nothing was drafted: one pass reads the pending token ${quoted(pending)}.`;
   const guesses = counted(n, "guess", "guesses");
@@ -55,16 +52,18 @@ export class Picture {
   /** `choose(i)` is called with the place in the draft whose slot was pressed. */
   constructor(box, choose = () => {}) { [this.#box, this.#choose] = [box, choose]; }
   clear() { this.#box.replaceChildren(); }
-  /** Draw `cycle` and show its end; `kinds` are the origins of all output tokens. */
-  draw(cycle, kinds) {
+  /** Draw one of `cycles`, as it is at its end. */
+  draw(cycle, cycles) {
     this.#parts = [];
     const n = cycle.proposals.length;
-    const read = cycle.pending ? `one pass of the target over ${counted(n + 1, "position")}`
+    const read = cycle.pending ? `one pass of the target over ${counted(cycle.fed.length + 1, "position")}`
       : "one pass over the prompt";
-    const beam = this.#on(element("p.beam", element("span", read)), "lit", n + 1);
     const label = { "aria-label": "The draft and the target’s verdicts" };
-    const list = element(n > 7 ? "ol.draft.many" : "ol.draft", label, ...this.#slots(cycle));
-    this.#box.replaceChildren(list, beam, this.#strip(cycle, kinds));
+    this.#box.replaceChildren(
+      element(n > 7 ? "ol.draft.many" : "ol.draft", label, ...this.#slots(cycle)),
+      this.#from(n + 1, "lit", element("p.beam", read)),
+      this.#cache(cycle, cycles.flatMap(({ tokens }) => tokens.map(({ kind }) => kind))),
+    );
     this.show(Infinity);
   }
   /** Show the first `phase` phases of phasesOf(cycle). Where they are played, they move. */
@@ -78,80 +77,75 @@ export class Picture {
       slot.setAttribute("aria-pressed", Number(slot.dataset.place) === place);
     }
   }
-  #on(part, name, from) {
-    this.#parts.push([part, name, from]);
+  /** Give a part a class from a phase on. */
+  #from(phase, name, part) {
+    this.#parts.push([part, name, phase]);
     return part;
   }
-  /** What is seen from a phase on. */
-  #later(from, tag, ...children) { return this.#on(element(`${tag}.later`, ...children), "on", from); }
+  #later(phase, tag, ...children) { return this.#from(phase, "on", element(`${tag}.later`, ...children)); }
   #slots(cycle) {
-    const { proposals, pending, rejected, tokens } = cycle;
+    const { fed, proposals, pending, rejected, tokens } = cycle;
     const [n, accepted, own] = [proposals.length, numAccepted(cycle), ownToken(cycle)];
-    const result = [];
+    const [places, result] = [placesOf(cycle), []];
     if (pending) {
-      const chip = element("span.chip", visible(pending.text));
-      const slot = element("li.slot.pending", explained("pending", "pending"), chip);
-      this.#on(slot, "read", n + 1);
-      result.push(this.#on(slot, "judged", n + 2));
+      const slot = element("li.slot.pending", explained("pending", "pending"),
+        element("span.chip", visible(pending.text)));
+      result.push(this.#from(n + 1, "read", this.#from(n + 2, "judged", slot)));
     }
     proposals.forEach((token, i) => {
       if (i === numJudged(cycle) || (rejected && i === accepted)) {
         const scissors = element("span", { "aria-hidden": "true" }, "✂");
         result.push(this.#later(tokens.length + n + 2, "li.cut", scissors, " cut"));
       }
-      const at = n + 2 + Math.min(i, accepted);
       const guess = this.#later(i + 1, "span.chip", visible(token.text));
-      const slot = i < accepted ? ["accepted", "✓ kept", tokens[i]]
+      const verdict = i < accepted ? ["accepted", "✓ kept", tokens[i]]
         : i === accepted && rejected ? ["rejected", "✗ rejected", own] : ["unjudged", "not judged", null];
-      result.push(this.#slot(i, n, at, `d${i + 1}`, guess, slot));
+      const rivals = fed.filter(({ parent }, j) => parent === fed[places[i]].parent && j !== places[i]);
+      const label = [`d${i + 1}`, ...rivals.map(quoted)].join(" or ");
+      result.push(element("li", this.#slot(cycle, i, label, guess, verdict)));
     });
     if (own?.kind === "bonus") {
-      const guess = element("span.chip.none", "\u00a0");
-      const label = n ? `after d${n}` : "next";
-      const [at, sign] = [n + 2 + accepted, n ? "+ bonus" : "target’s own"];
-      result.push(this.#on(this.#slot(n, n, at, label, guess, ["bonus", sign, own]), "on", at));
-      result.at(-1).classList.add("later");
+      const blank = element("span.chip.none", "\u00a0");
+      const verdict = ["bonus", n ? "+ bonus" : "target’s own", own];
+      const slot = this.#slot(cycle, n, n ? `after d${n}` : "next", blank, verdict);
+      result.push(this.#later(n + 2 + accepted, "li", slot));
     }
     return result;
   }
-  /** A place's slot: what was guessed, and from phase `at` on the verdict and the target's token. */
-  #slot(place, n, at, label, guess, [kind, sign, target]) {
+  /** A place's slot: what was guessed, and later the verdict and the target's token. */
+  #slot(cycle, place, label, guess, [kind, sign, target]) {
+    const n = cycle.proposals.length;
+    const at = n + 2 + Math.min(place, numAccepted(cycle));
     const parts = [element("span.label", label), guess, this.#later(at, "span.verdict", sign)];
     if (target) parts.push(this.#later(at, `span.chip.own.${target.kind}`, visible(target.text)));
-    let inner = element(`div.slot.${kind}`, ...parts);
-    if (target) {
-      inner = button("", () => this.#choose(place), `button.slot.${kind}`);
-      inner.append(...parts);
-      inner.dataset.place = place;
-      inner.setAttribute("aria-pressed", "false");
-    }
-    this.#on(inner, "read", n + 1);
-    this.#on(inner, "judged", at);
-    return element("li", inner);
+    const press = { "data-place": place, "aria-pressed": "false", click: () => this.#choose(place) };
+    const slot = target ? element(`button.slot.${kind}`, press, ...parts)
+      : element(`div.slot.${kind}`, ...parts);
+    return this.#from(n + 1, "read", this.#from(at, "judged", slot));
   }
-  #strip(cycle, kinds) {
-    const { before, cached: [verified, kept], pending, proposals, promptTail, numPrompt } = cycle;
-    const isPrefill = cycle.step === 0;
-    const start = Math.max(0, (isPrefill ? verified : before) - WINDOW);
+  /** The cells of the KV cache, with the kinds of all tokens that the text has. */
+  #cache(cycle, kinds) {
+    const { step, before, cached: [verified, kept], fed, pending, proposals, prompt } = cycle;
+    const stay = placesOf(cycle).slice(0, kept - before - 1).map((place) => before + 1 + place);
+    const shown = step === 0 ? verified : before; // the prefill's are all new
+    const start = Math.max(0, shown - WINDOW);
     const [read, cut] = [proposals.length + 1, phasesOf(cycle).length];
     const cells = [explained("cache", "KV cache")];
     if (start) cells.push(element("span.more", `${start} more …`));
     for (let i = start; i < verified; i += 1) {
-      const origin = i < numPrompt ? "prompt" : kinds[i - numPrompt] ?? "prompt";
-      if (i < before && !isPrefill) {
-        cells.push(element(`span.cell.${origin}`));
-        continue;
+      const origin = kinds[i - prompt.length] ?? "prompt";
+      const token = step === 0 ? prompt.tail.at(i - verified) : [pending, ...fed][i - before]?.text;
+      if (step && i < before) cells.push(element(`span.cell.${origin}`));
+      else {
+        const cell = this.#from(read, "on", element("span.cell.new", visible(token ?? "")));
+        const isNew = step === 0 || i === before;
+        cells.push(this.#from(cut, isNew ? origin : stay.includes(i) ? "accepted" : "tail", cell));
       }
-      const drafted = i === before ? pending : proposals[i - before - 1];
-      const text = isPrefill ? promptTail.at(i - verified) ?? "" : drafted.text;
-      const cell = element("span.cell.new", visible(text));
-      this.#on(cell, "on", read);
-      cells.push(this.#on(cell, i < kept ? origin : "tail", cut));
     }
     const lengths = kept < verified ? [before, verified, kept] : [before, verified];
-    const after = this.#on(element("span.more.length", `${lengths.join(" → ")} tokens`), "on", cut);
+    cells.push(this.#from(cut, "on", element("span.more.length", `${lengths.join(" → ")} tokens`)));
     const label = `The KV cache holds ${before} tokens before the cycle, `
       + `${verified} after the verify, ${kept} after the truncation`;
-    return element("div.cache", { role: "group", "aria-label": label }, ...cells, after);
+    return element("div.cache", { role: "group", "aria-label": label }, ...cells);
   }
 }

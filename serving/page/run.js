@@ -10,7 +10,7 @@ export class Run {
   #waiting = []; // events
   #allowed; // cycles that may still be shown
   #frame = 0;
-  #end = null; // how it ended, once it has
+  #end = null; // {state, error}: how it ended, once it has
   #view;
   /** `view` shows: take(event), flush() after each frame's share, and once ended({state, error}). */
   constructor(request, key, view, isStepping) {
@@ -19,51 +19,48 @@ export class Run {
     this.#read(request, key);
   }
   /** Show one more cycle, when it is there; whoever ran freely goes step by step from here on. */
-  step() {
-    this.#allowed = this.#allowed === Infinity ? 1 : this.#allowed + 1;
-    this.#wake();
-  }
+  step() { this.#allow(this.#allowed === Infinity ? 1 : this.#allowed + 1); }
   /** Show everything from here on. */
-  release() {
-    this.#allowed = Infinity;
-    this.#wake();
-  }
-  /** Hang up, which frees the server, and show nothing more. */
+  release() { this.#allow(Infinity); }
+  /** Hang up, which frees the server, and show nothing more, even if all was read. */
   stop() {
     this.#abort.abort();
     this.#waiting = [];
-    this.#end = { state: "stopped" }; // even if all was read, and waited to be shown
-    this.#wake();
+    this.#end = { state: "stopped" };
+    this.#allow(Infinity);
   }
   async #read(request, key) {
-    let end = { state: "finished" };
     try {
       for await (const event of generate(request, key, this.#abort.signal)) {
         if (this.#end) return; // stopped, with more of a chunk still to read
         this.#waiting.push(event);
-        this.#wake();
+        this.#allow(this.#allowed);
       }
+      this.#end ??= { state: "finished" };
+      this.#allow(this.#allowed);
     } catch (error) {
-      end = { state: "failed", error };
-      this.#allowed = Infinity; // nobody should have to step towards an error
+      this.#end ??= { state: "failed", error };
+      this.release(); // nobody should have to step towards an error
     }
-    this.#end ??= end;
-    this.#wake();
   }
-  #wake() { this.#frame ||= requestAnimationFrame(() => this.#show()); }
+  #allow(count) {
+    this.#allowed = count;
+    this.#frame ||= requestAnimationFrame(() => this.#show());
+  }
   #show() {
     const until = performance.now() + BUDGET_MS;
-    const mayShow = () => this.#allowed > 0 || !("step" in this.#waiting[0]);
-    while (this.#waiting.length && mayShow() && performance.now() < until) {
+    const mayShow = () => this.#waiting.length && (this.#allowed > 0 || !("step" in this.#waiting[0]));
+    while (mayShow() && performance.now() < until) {
       const event = this.#waiting.shift();
       if ("step" in event) this.#allowed -= 1;
       this.#view.take(event);
     }
     this.#view.flush();
     this.#frame = 0;
-    if (this.#waiting.length) return mayShow() && this.#wake();
-    if (!this.#end || this.#end.isTold) return null;
-    this.#end.isTold = true;
-    return this.#view.ended(this.#end);
+    if (mayShow()) this.#allow(this.#allowed);
+    else if (!this.#waiting.length && this.#end) {
+      this.#frame = -1; // no more of them: it is told once
+      this.#view.ended(this.#end);
+    }
   }
 }

@@ -14,8 +14,8 @@ export class ServerError extends Error {
 }
 
 /** The JSON at `path`; `good` are the statuses that have it. Raises ServerError. */
-export async function getJson(path, key, good = [200]) {
-  const response = await send(path, { headers: headersWith(key) });
+export async function getJson(path, key = "", good = [200]) {
+  const response = await reached(fetch(path, { headers: headersWith(key) }), GONE);
   if (!good.includes(response.status)) throw await refusal(response);
   return response.json();
 }
@@ -25,12 +25,9 @@ export async function getJson(path, key, good = [200]) {
  * server. Raises ServerError, or the signal's AbortError.
  */
 export async function* generate(request, key, signal) {
-  const response = await send("generate", {
-    method: "POST",
-    headers: { "Content-Type": "application/json", ...headersWith(key) },
-    body: JSON.stringify(request),
-    signal,
-  });
+  const headers = { "Content-Type": "application/json", ...headersWith(key) };
+  const sent = fetch("generate", { method: "POST", headers, body: JSON.stringify(request), signal });
+  const response = await reached(sent, GONE, signal);
   if (!response.ok) throw await refusal(response);
   for await (const data of messages(response.body.getReader(), signal)) {
     if (data === "[DONE]") return;
@@ -43,11 +40,12 @@ export async function* generate(request, key, signal) {
 
 const headersWith = (key) => (key ? { Authorization: `Bearer ${key}` } : {});
 
-async function send(path, options) {
+/** What the network gives; where it fails, and nobody has hung up, `words` as an error. */
+async function reached(promise, words, signal = null) {
   try {
-    return await fetch(path, options);
+    return await promise;
   } catch (error) {
-    throw options.signal?.aborted ? error : new ServerError(GONE, { isGone: true });
+    throw signal?.aborted ? error : new ServerError(words, { isGone: true });
   }
 }
 
@@ -56,19 +54,11 @@ async function* messages(reader, signal) {
   const decoder = new TextDecoder();
   let rest = "";
   for (;;) {
-    const { done, value } = await next(reader, signal);
+    const { done, value } = await reached(reader.read(), CUT, signal);
     if (done) return;
     const parts = (rest + decoder.decode(value, { stream: true })).split("\n\n");
     rest = parts.pop();
     for (const part of parts) if (part.startsWith("data: ")) yield part.slice("data: ".length);
-  }
-}
-
-async function next(reader, signal) {
-  try {
-    return await reader.read();
-  } catch (error) {
-    throw signal.aborted ? error : new ServerError(CUT, { isGone: true });
   }
 }
 

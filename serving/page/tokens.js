@@ -2,64 +2,60 @@
 // worth at once. A single element is a tab stop, arrow keys move it.
 
 import { element } from "./elements.js";
-import { pieces } from "./pieces.js";
+import { explain, hidePopup } from "./popup.js";
 import { originOf, visible, why } from "./words.js";
 
+const PART = "\ufffd"; // what a tokenizer writes for the bytes of an unfinished character
 const NEAR_END = 48; // px: a reader who has scrolled further up than this is left there
 const MOVES = {
   ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1,
   PageUp: -20, PageDown: 20, Home: -Infinity, End: Infinity,
 };
+const LABEL = "Tokens of the text; arrow keys move, Enter shows the cycle";
 
 export class TokenText {
   #box;
-  #prompt;
-  #list;
-  #popup;
+  #prompt = element("span.soft.prompt");
+  #list = element("span.tokens", { role: "listbox", "aria-label": LABEL });
   #tokens = []; // {token, cycle, element}
   #new = document.createDocumentFragment();
   #stop = null; // the element that Tab goes to
-  /**
-   * In `box` (which scrolls) the tokens go to `list`, behind the text of `prompt` if there is one.
-   * `popup` tells about a token; `choose(cycle, place)` is called when one is clicked or entered.
-   */
-  constructor({ box, list, prompt = null }, popup, choose) {
-    [this.#box, this.#list, this.#prompt, this.#popup] = [box, list, prompt, popup];
-    const at = (event) => event.target.closest(".token");
-    const tell = (event) => at(event) && this.#tell(at(event));
-    const pick = (element) => {
-      if (!element) return;
-      popup.hide();
-      const { token, cycle } = this.#tokens[element.dataset.index];
+  /** In `box`, which scrolls. `choose(cycle, place)` is called when a token is clicked or entered. */
+  constructor(box, choose) {
+    this.#box = box;
+    box.append(this.#prompt, this.#list);
+    const pick = ({ target }) => {
+      const { token, cycle } = this.#tokens[target.closest(".token")?.dataset.index] ?? {};
+      if (!cycle) return;
+      hidePopup();
       choose(cycle, cycle.tokens.indexOf(token));
     };
-    list.addEventListener("pointerover", tell);
-    list.addEventListener("pointerout", () => popup.hideSoon());
-    list.addEventListener("focusin", (event) => {
-      this.#makeStop(at(event));
-      tell(event);
-    });
-    list.addEventListener("focusout", () => popup.hide());
-    list.addEventListener("click", (event) => pick(at(event)));
-    list.addEventListener("keydown", (event) => {
-      if (event.ctrlKey || event.altKey || event.metaKey) return;
-      if (event.key === "Enter" || event.key === " ") pick(at(event));
-      else if (!this.#move(event.key)) return;
+    this.#list.addEventListener("focusin", ({ target }) => this.#makeStop(target));
+    this.#list.addEventListener("click", pick);
+    this.#list.addEventListener("keydown", (event) => {
+      const { key, ctrlKey, altKey, metaKey } = event;
+      if (ctrlKey || altKey || metaKey) return;
+      if (key === "Enter" || key === " ") pick(event);
+      else if (key in MOVES) this.#move(MOVES[key]);
+      else return;
       event.preventDefault();
     });
   }
-  /** The origin of every token so far. */
-  get kinds() { return this.#tokens.map(({ token }) => token.kind); }
-  /** Tell the tokens of a cycle from the others. */
-  mark(first, count) {
+  /** Tell the tokens of a cycle from the others, and scroll the box as little as shows them. */
+  mark(first, count, mayScroll) {
     for (const old of this.#list.querySelectorAll(".current")) old.classList.remove("current");
-    for (const { element: one } of this.#tokens.slice(first, first + count)) one.classList.add("current");
+    const marked = this.#tokens.slice(first, first + count).map(({ element: one }) => one);
+    for (const one of marked) one.classList.add("current");
+    if (!mayScroll || !marked.length) return;
+    const [box, top, end] = [this.#box, marked[0], marked.at(-1)].map((one) => one.getBoundingClientRect());
+    this.#box.scrollTop += Math.min(top.top - box.top, Math.max(0, end.bottom - box.bottom));
   }
+  /** Begin anew, behind a prompt. */
   clear(prompt) {
-    this.#popup.hide();
-    if (this.#prompt) this.#prompt.textContent = prompt;
+    hidePopup();
+    this.#prompt.textContent = prompt;
     this.#list.replaceChildren();
-    this.#list.hidden = true;
+    this.#list.hidden = true; // a list without options is none
     [this.#tokens, this.#stop] = [[], null];
     this.#box.scrollTop = this.#box.scrollHeight; // to the end of the prompt
   }
@@ -72,7 +68,7 @@ export class TokenText {
   flush() {
     if (!this.#new.firstChild) return;
     const box = this.#box;
-    const follows = box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END;
+    const follows = !this.#stop || box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END;
     this.#list.append(this.#new);
     this.#list.hidden = false;
     if (!this.#stop) this.#makeStop(this.#tokens[0].element);
@@ -86,24 +82,42 @@ export class TokenText {
       role: "option", tabindex: -1, "aria-selected": "false",
       "aria-label": `${visible(token.text)}, ${originOf(token, cycle)}`, "data-index": this.#tokens.length,
     }, isEnd ? token.text : text);
+    explain(made, () => why(token, cycle));
     this.#tokens.push({ token, cycle, element: made });
     return made;
   }
-  #tell(element) {
-    const { token, cycle } = this.#tokens[element.dataset.index];
-    this.#popup.show(element, why(token, cycle));
+  #makeStop(wanted) {
+    for (const one of [this.#stop, wanted]) {
+      one?.setAttribute("tabindex", one === wanted ? 0 : -1);
+      one?.setAttribute("aria-selected", one === wanted);
+    }
+    this.#stop = wanted;
   }
-  #makeStop(element) {
-    this.#stop?.setAttribute("tabindex", -1);
-    this.#stop?.setAttribute("aria-selected", "false");
-    element.setAttribute("tabindex", 0);
-    element.setAttribute("aria-selected", "true");
-    this.#stop = element;
-  }
-  #move(key) {
-    if (!(key in MOVES)) return false;
-    const wanted = Number(this.#stop.dataset.index) + MOVES[key];
+  #move(by) {
+    const wanted = Number(this.#stop.dataset.index) + by;
     this.#tokens[Math.max(0, Math.min(this.#tokens.length - 1, wanted))].element.focus();
-    return true;
   }
+}
+
+/**
+ * Splits `text`, which a cycle released, among its tokens, whose own texts are `labels`. A token's own
+ * text does not say which part it wrote: the bytes of one character may be spread over several tokens,
+ * some tokenizers drop a lone token's leading blank, and special tokens write nothing.
+ *
+ * Example: pieces(["caf", "\ufffd", "\ufffd", "!"], "café!") -> ["caf", "", "é", "!"].
+ */
+function pieces(labels, text) {
+  const result = labels.map(() => "");
+  let at = 0;
+  labels.forEach((label, i) => {
+    const found = label && !label.includes(PART) ? text.indexOf(label, at) : -1;
+    if (found < 0) return;
+    const before = text.slice(at, found);
+    const isBlank = i === 0 || before.trim() === "";
+    result[isBlank ? i : i - 1] += before;
+    result[i] += label;
+    at = found + label.length;
+  });
+  if (labels.length) result[labels.length - 1] += text.slice(at);
+  return result;
 }

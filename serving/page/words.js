@@ -1,6 +1,6 @@
 // Numbers, tokens and verdicts in words.
 
-import { numAccepted } from "./trace.js";
+import { numAccepted, ownToken } from "./trace.js";
 
 /** Two places, as the controller writes them: 0.714 -> ".71", null -> "–". */
 export function short(value, places = 2) {
@@ -60,39 +60,43 @@ export function originOf({ kind }, { proposals }) {
   return kind === "bonus" && !proposals.length ? "the target’s own token; nothing was drafted" : kind;
 }
 
+/** What a run gave, in figures that add up: the prefill gives the first token. */
+export const pace = ({ tokens, passes, tokensPerPass }) => (
+  `${counted(tokens, "token")}, ${tokens - 1} after the first in ${counted(passes, "pass", "passes")}: `
+    + `${short(tokensPerPass)} tokens per pass`);
+
 /** Why a token stands in the text: a sentence on `token` of `cycle`. */
-export function why(token, cycle) {
+export function why(token, { step, proposals, rejected }) {
   const isCoupled = token.u === undefined;
   const reason = comparison(token);
   if (token.kind === "accepted") {
-    return isCoupled ? `Drafted, and the target’s own choice (${reason}): accepted.`
-      : `Drafted, and ${reason}: accepted.`;
+    return `Drafted, and ${isCoupled ? `the target’s own choice (${reason})` : reason}: accepted.`;
   }
   if (token.kind === "recovered") {
     const how = isCoupled ? `This one is the target’s own choice (${reason}).`
       : "This one was drawn from norm(max(0, p − q)); its u is that draw.";
-    return `${quoted(cycle.rejected)} was drafted here and rejected (${comparison(cycle.rejected)}). ${how}`;
+    return `${quoted(rejected)} was drafted here and rejected (${comparison(rejected)}). ${how}`;
   }
   const source = isCoupled ? `the target’s own choice (${reason})` : "drawn from p by its u";
-  if (cycle.step === 0) {
+  if (step === 0) {
     return `The prefill’s token: ${source}, once the prompt was read; nothing was drafted yet.`;
   }
-  return cycle.proposals.length ? `The whole draft was accepted, so the pass gives one more token, ${source}.`
+  return proposals.length ? `The whole draft was accepted, so the pass gives one more token, ${source}.`
     : `Nothing was drafted in this cycle: plain decoding, ${source}.`;
 }
 
 /** What happened in a cycle, in a sentence. */
 export function summary(cycle) {
-  if (cycle.step === 0) {
-    const prompt = counted(cycle.cached[1], "token");
-    return `The prefill read the prompt (${prompt}) and gave ${quoted(cycle.tokens[0])}, `
-      + "which is pending now.";
+  const { step, tokens, proposals: { length: n }, rejected, drafter, cached, ms } = cycle;
+  const spent = Object.entries(ms).map(([name, took]) => `${name} ${milliseconds(took)}`).join(", ");
+  const own = ownToken(cycle);
+  if (step === 0) {
+    const prompt = counted(cached[1], "token");
+    return `The prefill read the prompt (${prompt}) and gave ${quoted(own)}, now pending (${spent}).`;
   }
-  const own = cycle.tokens.at(-1);
-  const n = cycle.proposals.length;
-  const parts = n ? [`${n} proposed`, `${numAccepted(cycle)} accepted`]
+  const parts = n ? [`${drafter ?? "the drafter"} proposed ${n}`, `${numAccepted(cycle)} accepted`]
     : ["plain decoding"];
-  if (cycle.rejected) parts.push(`${quoted(cycle.rejected)} rejected`);
-  if (own.kind !== "accepted") parts.push(`${quoted(own)} ${n ? "" : "is "}${originOf(own, cycle)}`);
-  return `Cycle ${cycle.step}: ${parts.join(", ")}. ${counted(cycle.tokens.length, "token")} for one pass.`;
+  if (rejected) parts.push(`${quoted(rejected)} rejected`);
+  if (own) parts.push(`${quoted(own)} ${n ? "" : "is "}${originOf(own, cycle)}`);
+  return `Cycle ${step}: ${parts.join(", ")}. ${counted(tokens.length, "token")} for one pass (${spent}).`;
 }

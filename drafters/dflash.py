@@ -1,0 +1,256 @@
+"""DFlash: a head that drafts a whole block in one forward (block diffusion).
+
+    states of some layers [N, L · D] ─ fc ─ norm ─→ context ─┐ keys and values, in every layer
+    embeddings of [pending, mask, mask, …] ───────→ block ───┴→ layers ─ norm ─→ d1 d2 … of the
+                                                            target's output layer
+
+Only the block has queries. Each of its places sees the whole context and the whole block, those
+behind it too; the masks are to become tokens all at once. So the tokens of a draft are chosen
+independently: what was drawn for d1 is unknown to d2. A draft costs one forward, however long it
+is, and the layers may be several where an EAGLE-3 head has one. Keys and values of the context
+stay, those of the block are forgotten.
+
+Embedding and output layer are the target's. Train a head with demo_models/train_dflash.py, or take
+one of z-lab's: `--dflash FOLDER_OR_HUB_ID`.
+
+Sources: arXiv 2602.06036; the layout of z-lab/dflash. Not covered: DFlash 2, whose convolutions and
+candidate selector are refused as unknown weights; the layout of speculators.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3DecoderLayer,
+    Qwen3RMSNorm,
+    Qwen3RotaryEmbedding,
+)
+
+from fastpath.attention import FULL, additive, attend, grouped_mask
+from fastpath.block import FusedBlock, norm_of, parts_of, sign
+from fastpath.decoder import KINDS, can_tabulate
+from fastpath.forward import FastPlace
+from fastpath.linear import JoinedLinear
+from messages import Draft, in_short
+
+from .base import Chain, Context
+from .head import StateReader, _State
+from .weights import FILE, check_sizes, fill, read_folder
+
+_NEEDED = "hidden_size", "block_size", "mask_token_id", "target_layer_ids"
+# Fields that change what a head computes, each with the one value that is served.
+_ONLY = {
+    "model_type": "qwen3",
+    "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": None,
+}
+_LARGEST_BLOCK = 256
+_SLIDING = "sliding_attention"
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """What config.json says of a head."""
+
+    layer: PreTrainedConfig  # of the layers; has the sizes
+    block_size: int  # the pending token and the masks behind it
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]  # whose results are read
+    num_target_layers: int | None = None
+    is_causal: bool | None = None  # None: where a layer sees a window only
+
+    @classmethod
+    def of(cls, content: dict[str, Any]) -> "BlockConfig":
+        """Read config.json. Raises ValueError for what is not supported."""
+        given = content | (content.get("dflash_config") or {})
+        for name in _NEEDED:
+            if given.get(name) is None:
+                raise ValueError(f"config.json has no {name}: is this a DFlash head?")
+        for name, served in _ONLY.items():
+            if given.get(name, served) != served:
+                raise ValueError(f"{name} is {given[name]!r}, supported is {served!r}")
+        size, mask, ids = (given[name] for name in _NEEDED[1:])
+        if type(size) is not int or not 2 <= size <= _LARGEST_BLOCK:
+            raise ValueError(f"block_size is {size!r}: it must be from 2 to {_LARGEST_BLOCK}")
+        if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+            raise ValueError(f"target_layer_ids are {ids!r}, not integers")
+        layer = AutoConfig.for_model(**{"model_type": "qwen3"} | content)
+        layer._attn_implementation = "sdpa"
+        if unknown := {*layer.layer_types} - {FULL, _SLIDING}:
+            raise ValueError(f"layer_types has {min(unknown)!r}, which is not supported")
+        rest = given.get("num_target_layers"), given.get("is_causal")
+        return cls(layer, size, mask, tuple(ids), *rest)
+
+    def check(self, target: Any) -> None:
+        """Raises ValueError if the head was trained for another target."""
+        num_layers = target.model.config.get_text_config().num_hidden_layers
+        if self.num_target_layers not in (None, num_layers):
+            raise ValueError(
+                f"it was trained for a target of {self.num_target_layers} layers, and "
+                f"{target.name} has {num_layers}"
+            )
+        for i in self.target_layer_ids:
+            if not 0 <= i < num_layers:
+                raise ValueError(f"it reads layer {i}, and can read 0 to {num_layers - 1}")
+        check_sizes(self.layer.hidden_size, self.layer.vocab_size, target)
+        if type(self.mask_token_id) is not int or not 0 <= self.mask_token_id < target.vocab_size:
+            raise ValueError(f"mask_token_id is {self.mask_token_id!r}, which is no token")
+
+    def save(self, head: "DFlashHead", folder: Path) -> None:
+        """Write a head in the public layout, in bfloat16."""
+        own = {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layer_ids}
+        content = self.layer.to_diff_dict() | {
+            "architectures": ["DFlashDraftModel"],
+            "block_size": self.block_size,
+            "dflash_config": own,
+            "num_target_layers": self.num_target_layers,
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = {name: weight.bfloat16() for name, weight in head.state_dict().items()}
+        save_file(weights, folder / FILE, metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+
+
+class DFlashHead(nn.Module):
+    """The head's weights, named as in the public layout."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self.config, layer = config, config.layer
+        width = layer.hidden_size
+        self.fc = nn.Linear(len(config.target_layer_ids) * width, width, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(width, layer.rms_norm_eps)
+        self.layers = nn.ModuleList(
+            Qwen3DecoderLayer(layer, i) for i in range(layer.num_hidden_layers)
+        )
+        self.norm = Qwen3RMSNorm(width, layer.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(layer)
+
+
+class DFlashDrafter(StateReader):
+    """Drafts with a DFlash head, batched over requests."""
+
+    name: ClassVar[str] = "dflash"
+
+    def __init__(self, head: DFlashHead, context: Context) -> None:
+        model, self._config = context.target.model, head.config
+        ids, last = head.config.target_layer_ids, model.config.get_text_config().num_hidden_layers
+        self.hidden_layers = tuple(i if i < last - 1 else -1 for i in ids)
+        self.drafts_at_once = head.config.block_size - 1
+        super().__init__(context, len(head.layers), spare=head.config.block_size)
+        self._embed, self._output = model.get_input_embeddings(), model.get_output_embeddings()
+        weights = [*head.parameters(), *self._output.parameters()]
+        self.num_step_weights = sum(weight.numel() for weight in weights)
+        self._hidden_norm, self._norm = norm_of(head.hidden_norm), norm_of(head.norm)
+        self._fc = JoinedLinear([head.fc])
+        self._blocks = [FusedBlock(parts_of(layer)) for layer in head.layers]
+        for part in (self._fc, *self._blocks) if context.fast else ():
+            part.join(KINDS[context.quantize])
+        positions = torch.arange(self._cache.max_length, device=model.device)
+        cos, sin = head.rotary_emb(head.norm.weight, positions[None])
+        self._rope = cos[0, :, None], sign(sin)[0, :, None]  # [length, 1, head_dim] each
+
+    @classmethod
+    def build(cls, context: Context) -> "DFlashDrafter":
+        """Raises ValueError without a head, or with one of another target."""
+        if context.dflash is None:
+            raise ValueError("the drafter dflash needs a head: give --dflash DIR_OR_HUB_ID")
+        try:
+            content, weights = read_folder(context.dflash, context.allow_pickle)
+            config = BlockConfig.of(content)
+            config.check(context.target)
+            head = DFlashHead(config)
+            fill(head, weights)
+            like = context.target.model.get_input_embeddings().weight
+            head = head.to(like.device, like.dtype).eval()
+            # Rotations stay in float32, as transformers keeps them.
+            head.rotary_emb = Qwen3RotaryEmbedding(config.layer).to(like.device)
+            if not can_tabulate(head, head.layers[0].self_attn.head_dim):
+                raise ValueError("its rotations are of an unknown kind (rope_type in config.json)")
+            return cls(head, context)
+        except Exception as error:  # a broken folder raises any of a dozen kinds
+            reason = in_short(error)
+            raise ValueError(f"cannot use the DFlash head {context.dflash}: {reason}") from error
+
+    def _draft(self, states: list[_State], max_tokens: list[int]) -> list[Draft]:
+        size, cache = self._config.block_size, self._cache
+        counts = [min(limit, self.drafts_at_once) for limit in max_tokens]
+        order = sorted(range(len(states)), key=lambda i: cache.slot(states[i].row))
+        blocks = dict(zip(order, self._run([states[i] for i in order]), strict=True))
+        places = torch.cat([blocks[i][1 : count + 1] for i, count in enumerate(counts)])
+        drafts = []
+        for state, logits in zip(states, self._logits(places).split(counts), strict=True):
+            chain = Chain(state, len(logits))
+            while chain.is_open:
+                chain.extend(logits[len(chain.tokens)], self._sample)
+            drafts.append(chain.draft())
+        for state in states:
+            cache.truncate(state.row, cache.lengths[state.row] - size)
+            state.hidden, state.tokens = [], []
+        return drafts
+
+    def _run(self, states: list[_State]) -> Tensor:
+        """The layers over each text's block [B, block_size, D]; caches contexts and blocks."""
+        size, cache, rows = self._config.block_size, self._cache, [state.row for state in states]
+        hidden = [torch.cat(state.hidden) for state in states]  # [N, L · D], since the last draft
+        place = FastPlace(cache.place(rows, [len(new) + size for new in hidden]))
+        ends = [cache.lengths[row] + len(new) for row, new in zip(rows, hidden, strict=True)]
+        # First the blocks of all texts, then what is new of their contexts, then rows to spare.
+        spans = [(slot, end, size) for slot, end in zip(place.slots, ends, strict=True)]
+        counts = map(len, hidden)
+        spans += [(slot, end - n, n) for (slot, end, _), n in zip(spans, counts, strict=True)]
+        slots = self._tensor([slot for slot, _, count in spans for _ in range(count)])
+        positions = self._tensor([at + i for _, at, count in spans for i in range(count)])
+        spare = self._shapes.run_rows(len(slots)) - len(slots)
+        pad, shape = nn.functional.pad, (len(states), size)
+        context = self._hidden_norm(self._fc.compute(pad(torch.cat(hidden), (0, 0, 0, spare))))
+        rope = [table[pad(positions, (0, spare))] for table in self._rope]
+        masks = self._masks(positions[: len(states) * size].view(shape), place.kv_length)
+        ids = [[state.text[-1]] + [self._config.mask_token_id] * (size - 1) for state in states]
+        x = self._embed(self._tensor(ids)).flatten(0, 1)
+        for block, layer, kind in zip(self._blocks, cache.layers, self._kinds, strict=True):
+            read = torch.cat([block.input_norm(x), context])
+            query, key, value = block.heads(block.qkv.compute(read), rope)
+            if not layer.is_initialized:
+                layer.lazy_initialization(key, value)
+            layer.keys[slots, :, positions] = key[: len(slots)]
+            layer.values[slots, :, positions] = value[: len(slots)]
+            cached = place.view(layer.keys), place.view(layer.values)
+            query = query[: len(x)].unflatten(0, shape)
+            attended = attend(query, *cached, masks[kind], block.scaling)
+            x = block.finish(x, attended.flatten(0, 1))
+        cache.advance(place)
+        return x.unflatten(0, shape)
+
+    def _tensor(self, values: list[Any]) -> Tensor:
+        return torch.tensor(values, device=self._cache.device)
+
+    @property
+    def _kinds(self) -> list[str]:
+        """Of attention, layer by layer."""
+        return self._config.layer.layer_types
+
+    def _masks(self, positions: Tensor, num_keys: int) -> dict[str, Tensor]:
+        """By kind of attention what blocks at `positions` [B, size] see: additive, grouped."""
+        keys, queries = self._tensor(range(num_keys)), positions[:, None, :, None]
+        masks = {}
+        for kind in dict.fromkeys(self._kinds):
+            is_sliding, is_causal = kind == _SLIDING, self._config.is_causal
+            is_causal = is_sliding if is_causal is None else is_causal
+            seen = keys <= (queries if is_causal else queries[:, :, -1:])
+            if is_sliding and (window := self._config.layer.sliding_window):
+                seen = seen & (keys > queries - window)
+            mask = additive(seen, self._rope[0].dtype)
+            groups = self._blocks[0].groups
+            masks[kind] = mask if mask.shape[2] == 1 else grouped_mask(mask, groups)
+        return masks
+
+    def _to_logits(self, outputs: Tensor) -> Tensor:
+        return self._output(self._norm(outputs))

@@ -1,0 +1,214 @@
+"""Drafts that branch: several guesses of what comes next, verified in one pass over a tree.
+
+                 ┌ the ─ lazy                            0    1     2    3     4
+    pending ─────┤                     tokens            the  lazy  a    dog   cat
+                 └ a ─┬ dog            parents          −1    0    −1    2     2
+                      └ cat            in the KV cache   pending the lazy a dog cat
+
+Each token sees its ancestors and stands as far behind the pending token as it has of them, so its
+logits are those that it would get in a chain (fastpath/native.cpp). The target chooses after the
+pending token. If one of its children is that choice, it goes on from there, and so on. What it goes
+along is a chain, a `Line`; all that comes behind, from the verdict to the page, sees that chain
+alone. The KV cache keeps what was accepted of it.
+
+This is for drafts that are accepted for being the target's own choice, greedy or sampled with the
+position's noise. Then one choice judges all branches. The rule of rejection would have to correct
+for each refused branch, so there drafts are chains, and so they are where blocks are not compiled.
+
+Sources: Miao et al., SpecInfer, arXiv 2305.09781; Cai et al., Medusa, arXiv 2401.10774.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from messages import Draft, Verdict
+
+from .base import ModelState, Sample
+from .noise import ranked
+
+_BESIDE = 3  # tokens beside each one of a branch, at most
+_SURE = 0.7  # the chance of a token of whom nothing is known, behind an accepted one
+
+
+class Comb:
+    """A tree of a model's likeliest tokens: one long branch, and others beside each of its tokens.
+
+    The model runs along the long branch alone, so the others cost no step of it. A token's chance
+    is the product of the model's probabilities up to it. The tree has the tokens of the largest
+    chances, best first, and is done as soon as no longer branch could have one of those.
+    """
+
+    def __init__(self, state: ModelState, limit: int) -> None:
+        """For at most `limit` tokens."""
+        self._state, self._limit, self._branch = state, limit, list[int]()
+        self._chance = 1.0  # of the whole branch
+        self._ways: list[tuple[float, list[int], float]] = []  # each with those before it, and p
+
+    def extend(self, logits: Tensor, _: Sample) -> int:
+        """Add what the model's logits [V] say; returns the token that the branch goes on with."""
+        given = [*self._state.text, *self._branch], self._state.sampling, self._state.noise
+        return self.grow(ranked(logits, *given, _BESIDE + 1))
+
+    def grow(self, able: list[tuple[int, float]]) -> int:
+        """Add what may follow the branch: tokens with their probabilities, the next one first.
+
+        Returns that one, which the branch goes on with.
+        """
+        self._ways += [(self._chance * p, [*self._branch, token], p) for token, p in able]
+        token, p = able[0]
+        self._branch.append(token)
+        self._chance *= p
+        return token
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a longer branch would change the draft."""
+        return sum(chance >= self._chance for chance, *_ in self._ways) < self._limit
+
+    def draft(self) -> Draft:
+        """The tree."""
+        best = sorted(self._ways, key=lambda way: (-way[0], len(way[1])))[: self._limit]
+        places = {(): -1} | {tuple(way): i for i, (_, way, _) in enumerate(best)}
+        nodes = [(way[-1], places[tuple(way[:-1])]) for _, way, _ in best]
+        return tree_of(nodes, [p for *_, p in best])
+
+
+class Line(NamedTuple):
+    """The way of a text through a draft, and what was computed along it."""
+
+    draft: Draft  # a chain
+    places: Sequence[int]  # of its tokens in the draft as it was verified
+    logits: Tensor  # [n + 1, V]
+    hidden: dict[int, Tensor]  # by layer [fed, D]: of tokens that were not cached yet, of the chain
+
+    @classmethod
+    def of(
+        cls,
+        draft: Draft,
+        logits: Tensor,
+        hidden: dict[int, Tensor],
+        s: Any,
+        sample: Callable[..., tuple[int, Any]],
+    ) -> "Line":
+        """From what a pass gave of a draft and of the core's sequence; `sample` is the core's.
+
+        Behind the first token that the target does not choose it goes on along first children: they
+        were drafted, and are not judged. A chain is its own line.
+        """
+        if draft.parents is None:
+            return cls(draft, range(len(draft.tokens)), logits, hidden)
+        places, drafted, at, is_chosen = list[int](), list[int](), -1, True
+        while children := [i for i, parent in enumerate(draft.parents) if parent == at]:
+            at = children[0]
+            if is_chosen:
+                row, text = logits[places[-1] + 1 if places else 0], s.tokens + drafted
+                chosen, _ = sample(row, text, s.request.sampling, s.noise)
+                at = next((i for i in children if draft.tokens[i] == chosen), at)
+                is_chosen = draft.tokens[at] == chosen
+            places.append(at)
+            drafted.append(draft.tokens[at])
+        along = dict[int, Tensor]()
+        for layer, states in hidden.items():
+            first = len(states) - len(draft.tokens)  # the draft's tokens are the last ones
+            along[layer] = states[[*range(first), *(first + place for place in places)]]
+        rows = logits[[0, *(place + 1 for place in places)]]
+        return cls(chain_of(draft, places), places, rows, along)
+
+
+def chain_of(draft: Draft, places: Sequence[int]) -> Draft:
+    """The tokens at these places, as a chain."""
+    probs = draft.probs if draft.probs is None else draft.probs[list(places)]
+    sure = [draft.confidence[place] for place in places] if draft.confidence else []
+    return Draft([draft.tokens[place] for place in places], probs, confidence=sure)
+
+
+def longest(draft: Draft) -> Draft:
+    """The longest chain of a draft, the first one of several."""
+    ways = ways_of(draft)
+    return draft if draft.parents is None else chain_of(draft, max(ways, key=len, default=[]))
+
+
+def ways_of(draft: Draft) -> list[list[int]]:
+    """For each token the places of its ancestors, in order, and its own."""
+    ways = list[list[int]]()
+    for i in range(len(draft.tokens)):
+        parent = i - 1 if draft.parents is None else draft.parents[i]
+        ways.append([*(ways[parent] if parent >= 0 else []), i])
+    return ways
+
+
+def merged(drafts: list[Draft], most: int) -> Draft:
+    """One draft of several: their `most` likeliest tokens; what begins alike is drafted once.
+
+    A token's chance is its drafter's confidence times the chance of the token that it follows.
+    Where a drafter does not tell, each is thought to have _SURE of what the token before it has,
+    and others beside it leave over.
+
+    Example: chains 1 2 3 and 1 4 5, at most 4 -> tokens 1 2 3 4, parents -1 0 1 0.
+    """
+    if len(drafts) == 1:
+        return drafts[0]
+    known: dict[tuple[int, int], int] = {}  # (parent, token) -> node
+    chances, left, depths = list[float](), {-1: 1.0}, {-1: 0}  # of nodes; left for those behind
+    for draft in sorted(drafts, key=lambda draft: not draft.confidence):
+        nodes = {-1: -1}
+        for way in ways_of(draft):
+            parent = nodes[way[-2] if len(way) > 1 else -1]
+            key, node = (parent, draft.tokens[way[-1]]), len(known)
+            if key not in known:
+                known[key], depths[node] = node, depths[parent] + 1
+                own = _SURE * left[parent]
+                if draft.confidence:
+                    own = draft.confidence[way[-1]] * (chances[parent] if parent >= 0 else 1.0)
+                chances.append(own)
+                left[node], left[parent] = chances[node], max(0.0, left[parent] - chances[node])
+            nodes[way[-1]] = known[key]
+    best = sorted(known.values(), key=lambda node: (-chances[node], depths[node]))[:most]
+    places, pairs = {-1: -1} | {node: i for i, node in enumerate(best)}, list(known)
+    return tree_of([(pairs[node][1], places[pairs[node][0]]) for node in best], [])
+
+
+def tree_of(nodes: list[tuple[int, int]], confidence: list[float]) -> Draft:
+    """From each token and the place of the one that it follows; a chain has no parents."""
+    parents = [parent for _, parent in nodes]
+    is_chain = parents == list(range(-1, len(parents) - 1))
+    return Draft([token for token, _ in nodes], None, None if is_chain else parents, confidence)
+
+
+def heard(verdict: Verdict, draft: Draft | None) -> list[Verdict]:
+    """What a drafter is told whose draft was one of several in a tree.
+
+    First how far its own draft came. The rest of what was accepted came from another one, so to it
+    that is text like any other.
+
+    Example: 5 6 7 accepted, then 8; of a draft 5 9 -> [5, 6] with 1 of 2 accepted, and then [7, 8].
+    """
+    if draft is None:
+        return [verdict]
+    accepted, own = verdict.tokens[:-1], 0
+    for way in ways_of(draft):
+        tokens = [draft.tokens[place] for place in way]
+        if tokens == accepted[: len(way)]:
+            own = max(own, len(way))
+    rest, hidden = verdict.accepted - own, verdict.hidden
+    first = replace(
+        verdict, drafted=len(draft.tokens), accepted=own, tokens=verdict.tokens[: own + 1]
+    )
+    if not rest:
+        return [first]
+    others = Verdict(0, rest - 1, verdict.tokens[own + 1 :])
+    if hidden is not None:
+        first, others = (
+            replace(first, hidden=hidden[:-rest]),
+            replace(others, hidden=hidden[-rest:]),
+        )
+    return [first, others]
+
+
+def branches(drafts: list[Draft]) -> dict[str, Any]:
+    """What a forward has to be told of drafts that branch; nothing where none does."""
+    trees = {b: draft.parents for b, draft in enumerate(drafts) if draft.parents is not None}
+    return {"trees": trees} if trees else {}

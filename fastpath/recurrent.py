@@ -1,0 +1,346 @@
+"""Recurrent layers beside attention: what a text leaves in them, and how a draft is taken back.
+
+Such a layer keeps no keys. It keeps a state of one size, and every token changes it:
+
+    x → linear layers → convolution over k tokens → rule: (state, token) → (state, output) → …
+
+A refused draft has changed the state, and what was there before does not follow from what is there
+now. So each layer keeps marks of each text, the states at some of its lengths, and beside a mark
+what the rule was given for the tokens behind it:
+
+    tokens     … 39 │ pending  d1  d2 │ d3  d4  d5 │     3 of 6 tokens stay
+    marks           40 ─── recorded ─────────────→ 46
+    rolled back     40 ── stepped again ─→ 43
+
+Nobody tells a layer of a rollback. The next forward begins where the KV cache says that the text
+ends: a mark there is taken, marks behind are dropped, and what is missing is stepped again from the
+record. Where all or nothing was accepted, that costs nothing. A forward that fails leaves no trace
+either. What it wrote lies behind the length that the text still has, where the next forward drops
+it or writes it again; and the mark where the core's call began stays until the next call, however
+many forwards the call is cut into.
+
+The rule goes token by token, in every forward and in one shape: so a token has the same bits
+decoded, verified or beside others. transformers has another rule for several tokens at once. Its
+forward runs here all the same, with our convolution and our rule in the place of its own functions.
+
+Sources: gated delta networks, arXiv 2412.06464; Mamba-2, 2405.21060. Not covered: Mamba-1, KDA,
+branches of a draft, and prefixes: a state cannot be cut into blocks.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import wraps
+from types import FunctionType, MethodType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from .activation import SteadyMode, softplus
+
+_NUM_MARKS = 3  # of a text that are kept in any case: the checks at load go back by two calls
+_MOST_RECORDED = 32  # tokens of a forward that can be taken back in part: more than any draft has
+_STATES = {"get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state"}
+_RULED = {"get_recurrent_state", "update_recurrent_state"}  # what layers with a rule call
+
+
+class Rule:
+    """How a token changes a state [H, M, N]; all in float32, as in transformers.
+
+    `prepare` and `finish` are given what transformers' function is given.
+    """
+
+    name: ClassVar[str]  # of transformers' function
+
+    def prepare(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        """What `step` needs of each token: tensors [B, T, …]."""
+        raise NotImplementedError
+
+    def zeros(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        """The state of an empty text."""
+        raise NotImplementedError
+
+    def step(self, state: Tensor, out: Tensor, *inputs: Tensor) -> Tensor:
+        """One token: the new state goes to `out`, which may be `state`; returns the output."""
+        raise NotImplementedError
+
+    def finish(self, outputs: Tensor, *args: Any, **options: Any) -> Any:
+        """What transformers' function returns, of the steps' outputs [B, T, H, …]."""
+        raise NotImplementedError
+
+
+class GatedDelta(Rule):
+    """S ← decay · S + k ⊗ β (v − decay · Sᵀk), read by q; S [H, key width, value width]."""
+
+    name = "torch_chunk_gated_delta_rule"
+
+    def prepare(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        use_qk_l2norm_in_kernel: bool = False,
+        **_: Any,
+    ) -> tuple[Tensor, ...]:
+        """Keys over queries [B, T, H, 2, K], values [B, T, H, 1, V], decay, beta, products q · k.
+
+        query, key [B, T, heads of keys, K], value [B, T, H, V], g and beta [B, T, H].
+        """
+        both = torch.stack([key.float(), query.float()], -2)
+        if use_qk_l2norm_in_kernel:
+            both = both * torch.rsqrt((both * both).sum(-1, keepdim=True) + 1e-6)
+        both[..., 1, :] *= key.shape[-1] ** -0.5
+        product = (both[..., 0, :] * both[..., 1, :]).sum(-1)[..., None, None]
+        groups = value.shape[2] // key.shape[2]
+        if groups > 1:
+            both, product = (x.repeat_interleave(groups, 2) for x in (both, product))
+        decay, beta = g.float().exp()[..., None, None], beta.float()[..., None, None]
+        return both, value.float()[..., None, :], decay, beta, product
+
+    def zeros(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        both, value, *_ = inputs
+        return both.new_zeros(both.shape[-3], both.shape[-1], value.shape[-1])
+
+    def step(self, state: Tensor, out: Tensor, *inputs: Tensor) -> Tensor:
+        both, value, decay, beta, product = inputs
+        read = torch.bmm(both, state).mul_(decay)  # [H, 2, V]: by the key, by the query
+        delta = (value - read[:, :1]).mul_(beta)
+        torch.mul(state, decay, out=out).baddbmm_(both[:, :1].transpose(1, 2), delta)
+        return torch.addcmul(read[:, 1:], product, delta)[:, 0]
+
+    def finish(self, outputs: Tensor, query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return outputs.to(query.dtype), None
+
+
+class Mamba2(Rule):
+    """S ← decay · S + x ⊗ B, read by C; S [H, head width, state size]."""
+
+    name = "mamba2_chunk_scan"
+
+    def prepare(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, torch.inf),
+        **_: Any,
+    ) -> tuple[Tensor, ...]:
+        """x [B, T, H, P, 1], B [B, T, H, 1, N], C [B, T, H, N, 1], decay.
+
+        Of x [B, T, H, P], dt [B, T, H], a [H], b and c [B, T, groups, N].
+        """
+        if dt_bias is not None:
+            dt = dt + dt_bias.to(dt.dtype)
+        dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
+        b, c = (part.float().repeat_interleave(len(a) // part.shape[2], 2) for part in (b, c))
+        scaled = x.float() * dt[..., None]
+        return scaled[..., None], b[..., None, :], c[..., None], (a * dt).exp()[..., None, None]
+
+    def zeros(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        x, b, *_ = inputs
+        return x.new_zeros(x.shape[-3], x.shape[-2], b.shape[-1])
+
+    def step(self, state: Tensor, out: Tensor, *inputs: Tensor) -> Tensor:
+        x, b, c, decay = inputs
+        return torch.bmm(torch.mul(state, decay, out=out).baddbmm_(x, b), c)[..., 0]
+
+    def finish(
+        self, outputs: Tensor, x: Tensor, *_: Any, D: Tensor | None = None, **__: Any
+    ) -> Tensor:
+        return outputs if D is None else outputs + D[:, None] * x.float()
+
+
+RULES = {rule.name: rule for rule in (GatedDelta(), Mamba2())}
+
+
+@dataclass(slots=True)
+class Mark:
+    """What a layer holds of a text of `length` tokens, and the record of the forward behind it."""
+
+    length: int
+    tail: Tensor  # [k - 1, C]: what the convolution was last given
+    state: Tensor | None = None  # the rule's; None before the first token
+    fed: Tensor | None = None  # [t, C]: what the convolution was given next
+    inputs: tuple[Tensor, ...] = ()  # [t, …] each: and the rule
+
+    @property
+    def reach(self) -> int:
+        """The longest text whose state can be made from here."""
+        return self.length + (0 if self.fed is None else len(self.fed))
+
+
+class RecurrentLayer:
+    """A module of transformers that keeps states, made to keep them for the rows of a KV cache."""
+
+    def __init__(self, mixer: nn.Module, cache: Any, rule: Rule | None) -> None:
+        """`cache` is the core's SlotCache. Puts itself in the place of the module's forward."""
+        self._cache, self._rule = cache, rule
+        self._marks: dict[int, list[Mark]] = {}  # by row, in order of their lengths
+        self._begins: dict[int, int] = {}  # by row, its length where the core's last call began
+        self.num_marks = _NUM_MARKS
+        self._theirs, plain = mixer.forward, inspect.unwrap(type(mixer).forward)
+        names = inspect.signature(plain).parameters
+        self._name = "cache_params" if "cache_params" in names else "past_key_values"
+        own: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": self._convolve}
+        if rule:
+            own[rule.name] = self._scan
+        ours = FunctionType(
+            plain.__code__, plain.__globals__ | own, None, plain.__defaults__, plain.__closure__
+        )
+        ours.__kwdefaults__ = plain.__kwdefaults__
+        self._ours = MethodType(ours, mixer)
+        mixer.forward = self._forward
+
+    def begin(self, rows: list[int]) -> None:
+        """A call of several forwards begins: if it fails, these rows go back to where they are."""
+        self._begins |= {row: self._cache.lengths[row] for row in rows}
+
+    def _forward(self, *args: Any, **options: Any) -> Tensor:
+        """The module's, for whoever calls it: with another cache, or without, all is as it was."""
+        if options.get(self._name) is not self._cache:
+            return self._theirs(*args, **options)
+        # Without a cache it takes every text to begin here; our functions know where each is.
+        return self._ours(*args, **options | {self._name: None, "attention_mask": None})
+
+    def _rows(self) -> list[int]:
+        """Of the forward under way."""
+        return [self._cache.rows[slot] for slot in self._cache.current.slots]
+
+    def _convolve(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """x [B, C, T], arranged as the forward's tokens are, weight [C, k] -> [B, C, T]."""
+        place, width = self._cache.current, weight.shape[1]
+        joined, begins = [], []
+        for row, fed in zip(self._rows(), place.part(x.transpose(1, 2)), strict=True):
+            mark = self._at(row, fed.new_zeros(width - 1, fed.shape[1]))
+            begins.append(sum(map(len, joined)))
+            joined.append(torch.cat([mark.tail, fed]))
+            self._record(row, mark, fed, joined[-1][len(fed) :])
+        every, taps = torch.cat(joined).float(), weight.float().T
+        count = len(every) - width + 1
+        result = every[:count] * taps[0]
+        for i in range(1, width):
+            result += every[i : i + count] * taps[i]
+        if bias is not None:
+            result += bias.float()
+        own = [result[i : i + n] for i, n in zip(begins, place.counts, strict=True)]
+        result = place.arrange(own).to(x.dtype)
+        return (ACT2FN[activation](result) if activation else result).transpose(1, 2)
+
+    def _scan(self, *args: Any, **options: Any) -> Any:
+        """The rule over all tokens, from where each text was."""
+        place, rule = self._cache.current, self._rule
+        assert rule is not None
+        inputs = rule.prepare(*args, **options)
+        outputs = []
+        for row, *own in zip(self._rows(), *map(place.part, inputs), strict=True):
+            mark, after = self._marks[row][-2:]
+            assert mark.state is not None or not mark.length
+            after.state, found = self._run(mark.state, tuple(own))
+            outputs.append(torch.stack(found))
+            mark.inputs = tuple(x.clone() for x in own) if mark.fed is not None else ()
+        return rule.finish(place.arrange(outputs), *args, **options)
+
+    def _run(self, state: Tensor | None, inputs: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:
+        """The state behind some tokens, and their outputs. The state before stays as it is."""
+        rule, outputs = self._rule, []
+        state = rule.zeros(inputs) if state is None else state
+        out = torch.empty_like(state)
+        for token in zip(*inputs, strict=True):
+            outputs.append(rule.step(state, out, *token))
+            state = out
+        return state, outputs
+
+    def _record(self, row: int, mark: Mark, fed: Tensor, tail: Tensor) -> None:
+        """Set a mark where the row will be; its state follows. Drop marks that nobody goes back to.
+
+        A call that fails goes back to its beginning, and a verify by less than _MOST_RECORDED.
+        """
+        marks, begin = self._marks[row], self._begins.get(row, mark.length)
+        # Copies: what is fed here is a part of a forward of more texts, or with pads.
+        mark.fed = fed.clone() if len(fed) <= _MOST_RECORDED else None
+        end = mark.length + len(fed)
+        marks.append(Mark(end, tail.clone()))
+        marks[: -self.num_marks] = [
+            m
+            for m in marks[: -self.num_marks]
+            if m.length == begin or (m.length > begin and m.reach > end - _MOST_RECORDED)
+        ]
+
+    def _at(self, row: int, empty: Tensor) -> Mark:
+        """Where the row is, after whatever was taken back. `empty` is a text's first tail."""
+        length = self._cache.lengths[row]
+        if row not in self._marks:  # a good time to let go of rows that were closed
+            self._marks = {r: m for r, m in self._marks.items() if r in self._cache.rows}
+        marks = self._marks.setdefault(row, [])
+        if not length:
+            marks[:] = [Mark(0, empty)]
+        while marks and marks[-1].length > length:
+            marks.pop()
+        if not marks or marks[-1].reach < length:
+            raise ValueError(f"a recurrent layer cannot go back to {length} tokens")
+        last, missing = marks[-1], length - marks[-1].length
+        if missing:
+            tail, state = torch.cat([last.tail, last.fed[:missing]])[missing:], None
+            if self._rule:
+                state, _ = self._run(last.state, tuple(x[:missing] for x in last.inputs))
+            marks.append(Mark(length, tail, state))  # last: the step may have failed
+        return marks[-1]
+
+    def hold(self, row: int, length: int, source: int) -> None:
+        """Let a row hold what `source` holds, as if that were `length` tokens."""
+        newest = self._marks[source][-1]
+        self._marks[row] = [Mark(length, newest.tail, newest.state)]
+
+
+def recurrent_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Rule | None]]:
+    """The modules that keep states, each with its rule. Raises ValueError for an unknown kind."""
+    for module in model.modules():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        names = set(code.co_names) if code else set()
+        if not names & _STATES:
+            continue
+        rules = [rule for name, rule in RULES.items() if name in names]
+        if "causal_conv1d_fn" not in names or (names & _RULED and not rules):
+            kind = type(module).__name__
+            raise ValueError(f"has recurrent layers of a kind that is not supported yet ({kind})")
+        yield module, rules[0] if rules else None
+
+
+def follow_rows(cached: Any) -> None:
+    """Let a CachedModel's recurrent layers, if any, keep their states by the rows of its cache.
+
+    Raises ValueError, with a sentence, where they are of a kind that is not known here.
+    """
+    model = cached.model
+    try:
+        found = list(recurrent_modules(model))
+    except ValueError as error:
+        kind = model.config.get_text_config().model_type
+        raise ValueError(f"{cached.name} ({kind}) {error}") from error
+    if not found:
+        return
+    cached.cache.recurrent = [RecurrentLayer(module, cached.cache, rule) for module, rule in found]
+    forward = model.forward
+
+    @wraps(forward)
+    def steadily(*args: Any, **options: Any) -> Any:
+        """The model's forward; sigmoids between its layers do not depend on the place either."""
+        with SteadyMode():
+            return forward(*args, **options)
+
+    model.forward = steadily

@@ -1,0 +1,369 @@
+"""DFlash heads: what is computed, for which target, in which files; and the contract of all."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import speculative_decoding as core
+import torch
+import train_dflash
+from conftest import ROOT, run
+from safetensors.torch import load_file, save_file
+from test_batching import together
+
+# The contract of all drafters, for the embedded head: a test is run where it is imported.
+from test_drafters import (  # noqa: F401
+    fresh_state,
+    propose_and_close,
+    test_a_batch_of_states_proposes_like_each_alone,
+    test_a_rolled_back_state_proposes_like_a_fresh_one,
+    test_drafts_are_known_ids_and_no_more_than_asked_for,
+)
+from test_eagle3 import NUM_LAYERS, WIDTH, changed, changed_weights, normed, rotated, target_folder
+from transformers import AutoConfig, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+from transformers.cache_utils import DFlashCache
+
+import demo
+from benchmarks import lossless
+from drafters.dflash import BlockConfig, DFlashHead
+from fastpath import decoder
+
+__all__ = ["target_folder"]  # a fixture
+HEAD = ROOT / "demo_models" / "target_dflash"
+MASK, SIZE, WINDOW = 5, 6, 9
+WINDOWS = {
+    "layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW,
+    "use_sliding_window": True,
+}  # fmt: skip
+KINDS = {
+    "as published": {},
+    "windows are causal": WINDOWS,
+    "windows that are not": WINDOWS | {"is_causal": False},
+    "all is causal": WINDOWS | {"is_causal": True},
+    "the last state": {"dflash_config": {"mask_token_id": MASK, "target_layer_ids": [5]}},
+    "a block size of dflash_config's": {
+        "block_size": None,
+        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 3, 5], "block_size": 3},
+    },
+}
+
+
+def new_head(folder, **fields):
+    """Write a head of random weights; `fields` are put into its config. Returns it."""
+    torch.manual_seed(0)
+    layer = AutoConfig.for_model(
+        "qwen3", vocab_size=4096, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
+    )  # fmt: skip
+    BlockConfig(layer, SIZE, MASK, (0, 3, 5), NUM_LAYERS).save(torch.nn.Module(), folder)
+    changed(folder, **fields)
+    head = DFlashHead(BlockConfig.of(json.loads((folder / "config.json").read_text("utf-8"))))
+    with torch.no_grad():
+        for name, weight in head.named_parameters():
+            weight.copy_(torch.randn(weight.shape) * 0.3 + ("norm" in name))
+            weight.copy_(weight.bfloat16())
+    save_file(head.state_dict(), folder / "model.safetensors")
+    return head
+
+
+# ------------------------------------------------------------------------ a plain reference
+@torch.inference_mode()
+def reference_logits(head, model, text):
+    """[block_size - 1, V] behind a text, by the formulas of the paper, all from scratch."""
+    w = {name: weight.float() for name, weight in head.state_dict().items()}
+    config, old = head.config, len(text) - 1
+    size, at = config.block_size, torch.arange(old + config.block_size)
+    states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
+    read = torch.cat([states[i + 1][0, :old] for i in config.target_layer_ids], -1)
+    context = normed(read @ w["fc.weight"].T, w["hidden_norm.weight"])
+    x = model.get_input_embeddings().weight[[text[-1]] + [MASK] * (size - 1)]
+    for i, kind in enumerate(config.layer.layer_types):
+        own = {key.removeprefix(f"layers.{i}."): value for key, value in w.items()}
+        block = normed(x, own["input_layernorm.weight"])
+        rows, heads = {"q": block, "k": torch.cat([context, block])}, {}
+        for name in "qkv":
+            y = rows.get(name, rows["k"]) @ own[f"self_attn.{name}_proj.weight"].T
+            heads[name] = y.view(len(y), -1, 8)
+            if name != "v":
+                y = normed(heads[name], own[f"self_attn.{name}_norm.weight"])
+                heads[name] = rotated(y, at[-len(y) :])
+        is_window = kind == "sliding_attention"
+        is_causal = is_window if config.is_causal is None else config.is_causal
+        attended = torch.zeros(size, 4, 8)
+        for j, h in ((j, h) for j in range(size) for h in range(4)):
+            end = old + j + 1 if is_causal else len(at)
+            seen = slice(max(0, old + j + 1 - WINDOW) if is_window else 0, end)
+            scores = heads["k"][seen, h // 2] @ heads["q"][j, h] / 8**0.5
+            attended[j, h] = scores.softmax(0) @ heads["v"][seen, h // 2]
+        x = x + attended.flatten(1) @ own["self_attn.o_proj.weight"].T
+        y = normed(x, own["post_attention_layernorm.weight"])
+        gate, up = (y @ own[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (torch.nn.functional.silu(gate) * up) @ own["mlp.down_proj.weight"].T
+    return model.get_output_embeddings()(normed(x, w["norm.weight"]))[1:]
+
+
+def load(model=None, head=None, **fields):
+    """An engine for the embedded target, or another one, with the embedded head or another one."""
+    fields = {"fixed_k": True, "drafter": "dflash"} | fields
+    fields |= {"model": str(model)} if model else {}
+    return core.load_engine(core.Options(dflash=head and str(head), **fields))
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["packed", "plain"])
+def demo_engine(request):
+    """The engine of the contract's tests; it finds the embedded head by itself."""
+    return load(fastpath=request.param)
+
+
+@pytest.fixture(scope="module")
+def prompts(demo_engine):
+    tokenizer = demo_engine.target.tokenizer
+    return {name: tokenizer(text)["input_ids"] for name, text in demo.read_prompts().items()}
+
+
+@pytest.fixture(scope="module")
+def name():
+    return "dflash"
+
+
+# --------------------------------------------------------------------------- what it computes
+@pytest.mark.parametrize("fastpath", [True, False], ids=["packed", "plain"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_drafts_as_the_paper_says(target_folder, tmp_path, reference, kind, fastpath):
+    head = new_head(tmp_path, **KINDS[kind])
+    check_drafts(target_folder, tmp_path, reference, head, fastpath=fastpath)
+
+
+def test_weights_may_lie_in_several_files(target_folder, tmp_path, reference):
+    head = new_head(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    files = {key: f"model-{i % 2}.safetensors" for i, key in enumerate(weights)}
+    for file in set(files.values()):
+        save_file({key: weights[key] for key in weights if files[key] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors").unlink()
+    index = json.dumps({"weight_map": files})
+    (tmp_path / "model.safetensors.index.json").write_text(index, "utf-8")
+    check_drafts(target_folder, tmp_path, reference, head)
+
+
+def check_drafts(target_folder, folder, reference, head, **fields):
+    """Tokens and scores of drafts, over two verdicts, are those of the reference."""
+    engine = load(target_folder, folder, **fields)
+    drafter, seen, model = engine.panel.drafters["dflash"], [], reference(target_folder)
+    choose, count = drafter._sample, head.config.block_size - 1
+
+    def watched(logits, *rest):
+        seen.append(logits)
+        return choose(logits, *rest)
+
+    drafter._sample, text = watched, list(range(7, 40))
+    for given in ([], [99, 98, 97]):
+        text = [*text, *given]
+        expected, seen[:] = reference_logits(head, model, text), []
+        (tokens,) = propose_and_close(drafter, [fresh_state(engine, drafter, text)], [9])
+        assert tokens == expected.argmax(-1).tolist() and len(tokens) == count
+        torch.testing.assert_close(torch.stack(seen), expected, rtol=1e-3, atol=2e-3)
+
+
+@torch.inference_mode()
+def test_the_reference_is_what_transformers_computes(target_folder, tmp_path, reference):
+    """Of a head of its own with the weights of the public layout, by other names."""
+    head, model, text = new_head(tmp_path), reference(target_folder), list(range(7, 40))
+    layer = head.config.layer.to_dict()
+    names = (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "rms_norm_eps", "layer_types", "rope_parameters",
+    )  # fmt: skip
+    ids = list(head.config.target_layer_ids)
+    config = MuseGlimmerAssistantConfig(
+        **{name: layer[name] for name in names}, block_size=SIZE, target_layer_ids=ids
+    )
+    theirs, renamed = MuseGlimmerAssistantModel(config).eval(), {}
+    for key, weight in head.state_dict().items():
+        key = key.replace("fc.", "encoder.fc.").replace("hidden_norm", "encoder.output_norm_enc")
+        renamed[key] = weight
+    theirs.load_state_dict(renamed)
+    states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
+    cache = DFlashCache(config=config)
+    cache.set_previous_accepted_tokens(len(text) - 1)
+    output = theirs(
+        noise_embeds=model.get_input_embeddings()(torch.tensor([[text[-1], *[MASK] * (SIZE - 1)]])),
+        context_hidden_states=torch.cat([states[i + 1][:, :-1] for i in ids], -1),
+        past_key_values=cache,
+    )
+    expected = model.get_output_embeddings()(output.last_hidden_state[0, 1:])
+    actual = reference_logits(head, model, text)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_trained_is_what_drafts(target_folder, tmp_path, reference):
+    """Blocks at two places of a text, next to each other in one forward."""
+    head, model, ids = new_head(tmp_path), reference(target_folder), torch.arange(7, 60)[None]
+    states, _ = train_dflash.read(model, head, ids)
+    logits = train_dflash.block_logits(head, model, states, ids, torch.tensor([[32, 20]]))[0]
+    for found, anchor in zip(logits, (32, 20), strict=True):
+        expected = reference_logits(head, model, ids[0, : anchor + 1].tolist())
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-3)
+
+
+def test_each_q_belongs_to_its_place_and_not_to_what_was_drawn_before_it(
+    target_folder, tmp_path, reference
+):
+    head, text = new_head(tmp_path), list(range(7, 40))
+    engine = load(target_folder, tmp_path)
+    drafter, drawn = engine.panel.drafters["dflash"], set()
+    expected = reference_logits(head, reference(target_folder), text).softmax(-1)
+    sampling = core.Sampling(temperature=1.0, verification="rejection")
+    for seed in range(8):
+        state = fresh_state(engine, drafter, text, sampling, core.Noise(seed))
+        draft = drafter.propose(state, 5)
+        drafter.close(state)
+        torch.testing.assert_close(draft.probs, expected, rtol=1e-2, atol=1e-4)
+        drawn.add(tuple(draft.tokens))
+    assert len(drawn) == 8
+
+
+# ------------------------------------------------------------------------------ losslessness
+def test_the_head_that_comes_along_is_accepted(demo_engine, prompts):
+    """Else the tests here would see refused drafts only."""
+    rates = []
+    for prompt in list(prompts.values())[:4]:
+        sequence, _ = run(demo_engine, prompt, max_tokens=40, drafter="dflash")
+        rates.append(sequence.statistics.draft_acceptance_rate)
+    assert max(rates) > 0.2, rates
+
+
+def test_output_is_plain_decoding_s(demo_engine, prompts, way):
+    for prompt in list(prompts.values())[::3]:
+        expected = core.plain_decode(demo_engine.target, prompt, 30, demo_engine.eos_ids, **way)
+        sequence, _ = run(demo_engine, prompt, max_tokens=30, drafter="dflash", **way)
+        assert sequence.output == expected and not sequence.seat.warnings
+
+
+def test_a_batch_is_drafted_like_each_alone(demo_engine, prompts, way):
+    requests = [core.Request(p, 24, "dflash", 4, **way) for p in list(prompts.values())[:6]]
+    for request, sequence in zip(requests, together(demo_engine, requests), strict=True):
+        target, ends = demo_engine.target, demo_engine.eos_ids
+        assert sequence.output == core.plain_decode(target, request.prompt, 24, ends, **way)
+        assert not sequence.seat.warnings
+
+
+def test_every_row_of_the_head_s_cache_is_given_back(demo_engine, prompts):
+    cache = demo_engine.panel.drafters["dflash"]._cache
+    run(demo_engine, prompts["code_class"], max_tokens=8, drafter="dflash")
+    assert cache.lengths == [0] * 8 and sorted(cache._free) == list(range(8))
+
+
+@pytest.mark.parametrize("given", [{"quantize": "int8"}, {"dtype": "bfloat16"}], ids=str)
+def test_a_head_computes_in_its_target_s_numbers(given, prompts):
+    engine, prompt = load(**given), prompts["repetitive_colours"]
+    drafter = engine.panel.drafters["dflash"]
+    linear, dtype = drafter._fc.compute, engine.target.model.dtype
+    assert type(linear) is decoder.KINDS[given.get("quantize")] and linear.dtype == dtype
+    sequence, _ = run(engine, prompt, max_tokens=30, drafter="dflash")
+    assert sequence.output == core.plain_decode(engine.target, prompt, 30, engine.eos_ids)
+    assert sequence.statistics.num_accepted_draft_tokens > 5 and not sequence.seat.warnings
+
+
+def test_a_block_may_stand_behind_the_end_of_the_context():
+    engine = load(max_model_len=48)
+    prompt = [7 + i % 5 for i in range(30)]
+    sequence, _ = run(engine, prompt, max_tokens=99, drafter="dflash", num_speculative_tokens=7)
+    assert sequence.output == core.plain_decode(engine.target, prompt, 99, engine.eos_ids)
+    assert not [text for text in sequence.seat.warnings if "dflash" in text]
+
+
+def test_a_prompt_in_chunks_and_one_that_is_known_are_drafted_alike():
+    """The first run reads it in chunks, the second finds most of it in the prefix cache."""
+    engine, runs = load(prefill_chunk=100), []
+    prompt = [7 + i % 50 for i in range(600)]
+    whole = run(load(prefix_cache_mb=0), prompt, max_tokens=20, drafter="dflash")[1]
+    for _ in range(2):
+        sequence, events = run(engine, prompt, max_tokens=20, drafter="dflash")
+        assert [e["proposals"] for e in events] == [e["proposals"] for e in whole]
+        assert not sequence.seat.warnings
+        runs.append(sequence.seat.num_cached)
+    assert runs[0] == 0 < runs[1]
+
+
+def test_rejection_keeps_the_distribution_of_the_first_tokens():
+    """Three views (2nd, 3rd, all three tokens): odds of a false alarm 3e-6."""
+    engine = load(max_running=lossless.BATCH, max_model_len=32, bitwise=False)
+    prompt, name = engine.target.tokenizer(lossless.PROMPT)["input_ids"], "temperature 0.7"
+    plain = core.Request(prompt, 12, None, sampling=lossless.SAMPLINGS[name], seed=7)
+    rule = replace(plain.sampling, verification="rejection")
+    ours = replace(plain, drafter="dflash", num_speculative_tokens=3, sampling=rule, seed=7_000_000)
+    theirs = lossless.first_tokens(engine, plain, 512)
+    tests = lossless.compare(lossless.first_tokens(engine, ours, 256), theirs)
+    assert min(test.p_value for test in tests.values()) > 1e-6
+
+
+def test_a_head_that_fails_amid_a_draft_can_draft_again(demo_engine, prompts, monkeypatch):
+    drafter, text = demo_engine.panel.drafters["dflash"], prompts["code_class"]
+    state, fresh = (fresh_state(demo_engine, drafter, text) for _ in range(2))
+    held = drafter._cache.lengths[state.row]
+    for part in ("_sample", "_output"):
+        with monkeypatch.context() as patch:
+            patch.setattr(drafter, part, None)
+            with pytest.raises(TypeError):
+                drafter.propose(state, 3)
+        assert drafter._cache.lengths[state.row] == held
+    drafts = [propose_and_close(drafter, [each], [3]) for each in (state, fresh)]
+    assert drafts[0] == drafts[1]
+
+
+# ------------------------------------------------------------------------- options and refusals
+def config_changed(**own):
+    return lambda f: changed(f, dflash_config={"mask_token_id": 1, "target_layer_ids": [0]} | own)
+
+
+BROKEN = {
+    "another head": (lambda f: changed(f, dflash_config=None), "no mask_token_id: is this a DF"),
+    "no block": (lambda f: changed(f, block_size=None), "no block_size"),
+    "a small block": (lambda f: changed(f, block_size=1), "block_size is 1: it must be from 2"),
+    "a block of text": (lambda f: changed(f, block_size="16"), "block_size is '16'"),
+    "another family": (lambda f: changed(f, model_type="llama"), "supported is 'qwen3'"),
+    "scaled": (config_changed(output_multiplier=0.2), "output_multiplier is 0.2"),
+    "ids": (config_changed(target_layer_ids=["a"]), "target_layer_ids are ['a'], not integers"),
+    "no ids": (config_changed(target_layer_ids=[]), "target_layer_ids are [], not integers"),
+    "layer 6": (config_changed(target_layer_ids=[1, 6]), "reads layer 6, and can read 0 to 5"),
+    "mask": (config_changed(mask_token_id=4096), "mask_token_id is 4096, which is no token"),
+    "layers": (lambda f: changed(f, num_target_layers=36), "a target of 36 layers"),
+    "attention": (lambda f: changed(f, layer_types=["chunked_attention"] * 2), "chunked_attention"),
+    "wide": (lambda f: changed(f, hidden_size=64), "states of 64 numbers"),
+    "vocabulary": (lambda f: changed(f, vocab_size=5000), "a vocabulary of 5000"),
+    "no JSON": (lambda f: (f / "config.json").write_text("{"), "Expecting property name"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "--allow-pickle"),
+    "cut off": (lambda f: (f / "model.safetensors").write_bytes(b"abc"), "eader"),
+    "lacks": (lambda f: changed_weights(f, lambda w: w.pop("norm.weight")), "lacks norm.weight"),
+    "unknown": (
+        lambda f: changed_weights(f, lambda w: w.update({"lm_head.weight": torch.ones(2)})),
+        "unknown weight lm_head.weight",
+    ),
+    "size": (
+        lambda f: changed_weights(f, lambda w: w.update({"fc.weight": w["fc.weight"][:8].clone()})),
+        "fc.weight is [8, 96] instead of [32, 96]",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_head_that_cannot_be_used_is_one_line(target_folder, tmp_path, kind):
+    new_head(tmp_path)
+    break_it, reason = BROKEN[kind]
+    break_it(tmp_path)
+    with pytest.raises(ValueError, match="cannot use the DFlash head") as error:
+        load(target_folder, tmp_path, drafter=None)  # asked for by --dflash, not passed over
+    assert reason in str(error.value) and "\n" not in str(error.value), error.value
+
+
+def test_the_embedded_head_is_there_where_it_is_asked_for(target_folder, prompts):
+    assert "dflash" not in core.load_engine(core.Options()).panel.drafters
+    with pytest.raises(ValueError, match="give --dflash"):
+        core.load_engine(core.Options(model=str(target_folder), drafter="dflash"))
+    engine = load(head=HEAD, drafter="auto", fixed_k=False)
+    assert {"dflash", "mtp", "ngram"} < set(engine.panel.choices["auto"])
+    assert engine.controller.costs.at_once == {"dflash": 7}
+    sequence, _ = run(engine, prompts["hard_story"], max_tokens=40, drafter="auto")
+    plain = core.plain_decode(engine.target, prompts["hard_story"], 40, engine.eos_ids)
+    assert sequence.output == plain

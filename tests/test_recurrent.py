@@ -1,0 +1,288 @@
+"""Recurrent layers: a state is what the text has left, whatever was drafted, refused or broken.
+
+test_cache.py compares their logits with a cache-free recompute of ragged, truncated rows.
+"""
+
+import itertools
+from random import Random
+
+import pytest
+import speculative_decoding as core
+import torch
+from conftest import HYBRIDS, WAYS, ScriptedDrafter, make_exact, run
+from exactness import compare_forwards
+from families import save_small
+from transformers import AutoModelForCausalLM
+
+from fastpath.forward import speed_up
+from fastpath.recurrent import RecurrentLayer
+from serving import answers, faults
+from serving.worker import Worker
+
+FEW = "qwen3_5_text", "lfm2", "granitemoehybrid"  # one of each rule
+TEXT = torch.randint(4096, (230,), generator=torch.Generator().manual_seed(2)).tolist()
+
+
+@pytest.fixture(scope="module")
+def target(tiny_folder):
+    """A fast target of a family, checked to give equal bits."""
+    known = {}
+
+    def load(family):
+        if family not in known:
+            known[family] = core.load_model(str(tiny_folder(family)), core.Options())
+            speed_up(known[family])
+            assert make_exact(known[family]), known[family].report
+        return known[family]
+
+    return load
+
+
+@pytest.fixture
+def row(target, family):
+    """Of the target's cache; it has read the first tokens of the text."""
+    row = target(family).cache.open_row()
+    target(family).forward([row], [TEXT[:20]], [1])
+    yield row
+    target(family).cache.close_row(row)
+
+
+def fed(target, row, tokens):
+    """Logits of all of them."""
+    return target.forward([row], [tokens], [len(tokens)]).logits[0]
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_a_token_has_the_same_bits_however_it_is_computed(target, family):
+    compared, differing = compare_forwards(target(family), 8, Random(4))
+    assert compared > 50 and not differing
+
+
+@pytest.mark.parametrize("accepted", [0, 1, 3, 5])
+@pytest.mark.parametrize("family", FEW)
+def test_what_was_taken_back_leaves_no_trace(target, family, row, accepted):
+    """Of a draft of five, the bits of what follows are those of a text that had no draft."""
+    model = target(family)
+    verified = fed(model, row, [TEXT[20], *TEXT[21 : 21 + accepted], *range(7, 12 - accepted)])
+    model.cache.keep(row, 5, range(accepted))
+    assert model.cache.lengths[row] == 21 + accepted
+    after = [fed(model, row, [token]) for token in TEXT[21 + accepted : 24 + accepted]]
+    plain = model.cache.open_row()
+    model.forward([plain], [TEXT[:20]], [1])
+    for token, expected in zip(TEXT[20:], [*verified[: accepted + 1], *after], strict=False):
+        assert torch.equal(fed(model, plain, [token])[0], expected.flatten())
+    model.cache.close_row(plain)
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_a_forward_that_fails_in_a_layer_leaves_no_trace(target, family, row, monkeypatch):
+    """Every other layer has gone on by then; and a neighbour's state is as it was, too."""
+    model, other = target(family), target(family).cache.open_row()
+    model.forward([other], [TEXT[50:80]], [1])
+    expected = model.forward([row, other], [TEXT[20:23], TEXT[80:81]], [3, 1]).logits
+    for opened, held in ((row, 20), (other, 30)):
+        model.cache.truncate(opened, held)
+    broken = model.cache.recurrent[-1]
+    name = "_scan" if broken._rule else "_convolve"
+    for mend in ("_convolve", name):
+        fail = lambda *_, **__: 1 / 0  # noqa: E731
+        ours = broken._ours.__func__.__globals__
+        called = "causal_conv1d_fn" if mend == "_convolve" else broken._rule.name
+        monkeypatch.setitem(ours, called, fail)
+        with pytest.raises(ZeroDivisionError):
+            model.forward([row, other], [[1, 2, 3, 4], [5]], [4, 1])
+        monkeypatch.undo()
+    again = model.forward([row, other], [TEXT[20:23], TEXT[80:81]], [3, 1]).logits
+    assert all(map(torch.equal, again, expected))
+    model.cache.close_row(other)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
+def test_a_rollback_that_fails_is_done_again(target, family, row, monkeypatch):
+    model = target(family)
+    rule = type(model.cache.recurrent[1]._rule)
+    fed(model, row, [*TEXT[20:22], 7, 7])
+    model.cache.truncate(row, 22)
+    with monkeypatch.context() as patch:
+        patch.setattr(rule, "step", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            fed(model, row, TEXT[22:24])
+    after = fed(model, row, TEXT[22:24])
+    model.cache.truncate(row, 0)
+    fed(model, row, TEXT[:20])
+    assert torch.equal(after, fed(model, row, TEXT[20:24])[2:])
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_a_text_keeps_its_state_while_others_come_and_go(target, family, row):
+    model = target(family)
+    rows = [model.cache.open_row() for _ in range(2)]
+    expected = fed(model, row, TEXT[20:26])
+    model.cache.truncate(row, 20)
+    model.forward(rows, [TEXT[:9], TEXT[5:40]], [1, 1])
+    model.cache.close_row(rows[0])  # the last row takes its slot
+    new = model.cache.open_row()
+    found = model.forward([rows[1], row, new], [[3], TEXT[20:26], TEXT[:20]], [1, 6, 1]).logits[1]
+    assert torch.equal(found, expected)
+    assert torch.equal(fed(model, new, TEXT[20:26]), expected)  # in a row that had another text
+    for opened in (rows[1], new):
+        model.cache.close_row(opened)
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_a_long_text_is_read_as_transformers_reads_it(tmp_path, family):
+    """In float32 within 1e-4 of the largest logit, at the end of 1 000 tokens and some drafts."""
+    save_small(family, tmp_path, max_position_embeddings=1100)
+    model, text = core.load_model(str(tmp_path), core.Options()), (TEXT * 5)[:1000]
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32").eval()
+    with torch.inference_mode():
+        expected = oracle(torch.tensor([text])).logits[0, -20:]
+    row = model.cache.open_row(len(text))
+    for begin in range(0, 980, 140):
+        model.forward([row], [text[begin : begin + 140]], [1])
+    found = []
+    for at in range(980, 1000, 4):
+        found.append(fed(model, row, [*text[at : at + 4], 5, 6, 7])[:4])
+        model.cache.truncate(row, at + 4)
+    atol = 1e-4 * float(expected.abs().max())
+    torch.testing.assert_close(torch.cat(found), expected, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("accepted", [0, 7, 8, 15, 24])
+@pytest.mark.parametrize("family", FEW)
+def test_a_verify_cut_into_four_forwards_is_taken_back(target, family, row, monkeypatch, accepted):
+    model = target(family)
+    monkeypatch.setattr(model.shapes, "rows", (8,))
+    text = TEXT[: 21 + accepted]
+    fed(model, row, [*text[20:], *range(7, 31 - accepted)])
+    model.cache.keep(row, 24, range(accepted))
+    after = fed(model, row, [3])
+    model.cache.truncate(row, 0)
+    fed(model, row, text)
+    assert torch.equal(after, fed(model, row, [3]))
+
+
+@pytest.mark.parametrize("family", FEW)
+def test_a_call_of_many_forwards_that_fails_is_done_again(target, family, row, monkeypatch):
+    """As the core does: back to where the call began. Few marks are kept on the way."""
+    model, layer = target(family), target(family).cache.recurrent[-1]
+    expected = fed(model, row, TEXT[20:230])[-1]
+    model.cache.truncate(row, 0)
+    fed(model, row, TEXT[:20])
+    monkeypatch.setattr(model.shapes, "rows", (8,))
+    convolve, calls = layer._convolve, []
+
+    def fail(*args, **options):
+        calls.append(len(layer._marks[row]))
+        return convolve(*args, **options) if len(calls) % 12 else 1 / 0
+
+    monkeypatch.setitem(layer._ours.__func__.__globals__, "causal_conv1d_fn", fail)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            fed(model, row, TEXT[20:230])
+        model.cache.truncate(row, 20)
+    monkeypatch.setitem(layer._ours.__func__.__globals__, "causal_conv1d_fn", convolve)
+    assert torch.equal(fed(model, row, TEXT[20:230])[-1], expected) and max(calls) <= 6
+
+
+def test_a_layer_keeps_the_defaults_of_its_options():
+    class Mixer(torch.nn.Module):
+        def forward(self, x, attention_mask=None, *, past_key_values=None, scale=2):
+            return x * scale
+
+    mixer, cache = Mixer(), object()
+    RecurrentLayer(mixer, cache, None)
+    assert mixer(3, past_key_values=cache) == mixer(3) == 6
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])
+def test_going_back_too_far_is_an_error_and_not_a_wrong_state(target, family, row):
+    model = target(family)
+    fed(model, row, TEXT[20:100])  # longer than any draft: nothing is recorded
+    model.cache.truncate(row, 60)
+    with pytest.raises(ValueError, match="a recurrent layer cannot go back to 60 tokens"):
+        fed(model, row, [1])
+    model.cache.truncate(row, 0)  # an empty text has a state that everybody knows
+    assert torch.isfinite(fed(model, row, TEXT[:3])).all()
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("family", FEW)
+def test_speculation_writes_the_text_of_plain_decoding(target, family, way):
+    """Drafts right and wrong, requests that join one after the other."""
+    model, chance = target(family), Random(1)
+    prompts = [TEXT[:3], TEXT[3:150], [*TEXT[150:160]] * 3]
+    alone = [run(core.Engine(model, {}), p, max_tokens=30, **way)[0] for p in prompts]
+
+    def script(state, limit):
+        """The text to come, up to a mistake at a random place."""
+        (text,) = (s.tokens for s, p in zip(alone, prompts, strict=True) if state[: len(p)] == p)
+        right = chance.randrange(limit + 1)
+        return [*text[len(state) : len(state) + right], *[9] * limit][:limit]
+
+    engine = core.Engine(model, {"scripted": ScriptedDrafter(script)}, "scripted", prefill_chunk=64)
+    requests = [core.Request(p, 30, "scripted", 5, **way) for p in prompts]
+    sequences = list(map(engine.open, requests))
+    try:
+        for number in itertools.count(1):  # they join one after the other
+            running = [s for s in sequences[:number] if s.finish_reason is None]
+            faults.step(engine, running)
+            if number > 3 and not running:
+                break
+    finally:
+        for s in sequences:
+            engine.close(s)
+    for s, plain in zip(sequences, alone, strict=True):
+        assert s.output == plain.output and not s.seat.warnings
+        counted = s.statistics
+        assert 0 < counted.num_accepted_draft_tokens < counted.num_draft_tokens
+
+
+def test_prompts_are_not_kept_and_health_says_so(tiny_folder):
+    options = core.Options(model=str(tiny_folder("lfm2")), drafter="ngram", prefix_cache_mb=64)
+    engine = core.load_engine(options)
+    health = answers.health(engine, Worker(engine, options), options)
+    assert health["prefix_cache"] is None and health["bitwise_lossless"] is True
+    assert run(engine, TEXT[:200], max_tokens=2)[0].seat.num_cached == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "message"),
+    [
+        ("llama", {"draft_model": "lfm2"}, "has recurrent layers, which only a target may have"),
+        ("lfm2", {"drafter": "self_int8"}, "does not go with recurrent layers"),
+    ],
+)
+def test_what_does_not_go_with_recurrent_layers_is_refused(tiny_folder, family, options, message):
+    options = {k: str(tiny_folder(v)) if v == "lfm2" else v for k, v in options.items()}
+    with pytest.raises(ValueError, match=message):
+        core.assemble_engine(core.Options(model=str(tiny_folder(family)), **options))
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("jamba", "has recurrent layers of a kind that is not supported yet .JambaMambaMixer."),
+        ("mamba", "has recurrent layers of a kind that is not supported yet"),
+        ("inkling_text", "keeps several states in one layer"),
+    ],
+)
+def test_unknown_recurrent_layers_are_refused_by_name(tmp_path, family, message):
+    save_small(family, tmp_path)
+    with pytest.raises(ValueError, match=rf"\({family}\) {message}"):
+        core.load_model(str(tmp_path), core.Options())
+
+
+def test_closed_texts_give_their_memory_back(target):
+    model = target("qwen3_5_text")
+    layer, rows = model.cache.recurrent[0], [model.cache.open_row() for _ in range(6)]
+    model.forward(rows, [[1, 2]] * len(rows), [1] * len(rows))
+    for mark in (layer._marks[row][0] for row in rows):  # nothing of its neighbours
+        assert all(x.untyped_storage().nbytes() == x.nbytes for x in (mark.fed, *mark.inputs))
+    for row in rows:
+        model.cache.close_row(row)
+    layer._marks.pop(rows[-1])  # opened next: as if it were new
+    row = model.cache.open_row()
+    model.forward([row], [[1, 2]], [1])
+    assert set(layer._marks) == {row}
+    model.cache.close_row(row)

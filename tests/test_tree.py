@@ -1,0 +1,324 @@
+"""Drafts that branch: one pass over a tree gives every token the bits that a chain would give it,
+so the text stays; and who drafted learns how far its own branch came."""
+
+import random
+
+import pytest
+import speculative_decoding as core
+import torch
+from conftest import ScriptedDrafter, run
+from test_batching import together
+from test_drafters import fresh_state, propose_and_close
+from test_native import KINDS, TEXT, load, needs_compiler
+
+from drafters.base import ModelState
+from drafters.noise import Noise
+from drafters.tree import Comb, Line, heard, longest, merged
+from fastpath import int8, linear
+from fastpath.forward import lines_of
+from messages import Draft, Verdict
+from serving import answers
+from serving.worker import Worker
+
+SAMPLED = core.Sampling(repetition_penalty=1.1, temperature=0.9, top_k=50, top_p=0.95)
+COUNT = 24
+
+
+class TreeDrafter(ScriptedDrafter):
+    """Knows the text that is to come, and hides it in trees of any shape."""
+
+    def __init__(self, text, chance):
+        super().__init__(None)
+        self.text, self.chance, self.needs_hidden = text, chance, True
+
+    def propose(self, state, max_tokens):
+        chance, tokens, parents = self.chance, [], []
+        for i in range(chance.randint(1, max_tokens)):
+            parent = chance.randrange(-1, i)
+            depth = 0 if parent < 0 else len(self.way(parents, parent))
+            coming = self.text[len(state) + depth : len(state) + depth + 1]
+            is_right = coming and chance.random() < 0.5
+            tokens.append(coming[0] if is_right else chance.randrange(10, 4000))
+            parents.append(parent)
+        return Draft(tokens, None, parents)
+
+    @staticmethod
+    def way(parents, i):
+        return [i] if parents[i] < 0 else [*TreeDrafter.way(parents, parents[i]), i]
+
+
+def with_trees(engine, prompt, chance, **request):
+    """An engine with that drafter for this request, and what plain decoding makes of it."""
+    plain, _ = run(engine, prompt, max_tokens=COUNT, logprobs=2, **request)
+    drafter = TreeDrafter(prompt + plain.output, chance)
+    return core.Engine(engine.target, {"scripted": drafter}, "scripted"), plain
+
+
+@needs_compiler
+@pytest.mark.parametrize("sampling", [core.Sampling(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("dtype", "quantize"), KINDS)
+def test_a_tree_s_output_is_plain_decoding_s_to_the_bit(dtype, quantize, sampling, tiny_folder):
+    """The same tokens and log-probabilities; and each branch was taken now and then."""
+    if quantize and int8.inputs() is None or not linear.can_pack(getattr(torch, dtype)):
+        pytest.skip("not on this CPU")
+    engine = load(tiny_folder("qwen3"), dtype=dtype, quantize=quantize)
+    assert engine.target.report.is_exact
+    chance, moved = random.Random(1), 0
+    for seed in range(4):
+        given = {"sampling": sampling, "seed": seed}
+        tree, plain = with_trees(engine, TEXT[seed:], chance, **given)
+        given |= {"max_tokens": COUNT, "logprobs": 2, "drafter": "scripted"}
+        for k in (3, 7, 15):
+            ours, events = run(tree, TEXT[seed:], num_speculative_tokens=k, **given)
+            assert ours.output == plain.output and ours.logprobs == plain.logprobs
+            assert ours.statistics.num_accepted_draft_tokens > 3 and not ours.seat.warnings
+            moved += sum(e["accepted_count"] > 0 and e["tree"] is not None for e in events)
+    assert moved > 12
+
+
+@needs_compiler
+@torch.inference_mode()
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
+def test_each_token_of_a_tree_gets_the_bits_of_its_own_chain(family, tiny_folder):
+    """Logits, and keys and values once the branch is kept; windows of 12 keys end inside it."""
+    target, chance = load(tiny_folder(family)).target, random.Random(0)
+    cache, fed = target.cache, TEXT[:2]
+    row, other = (cache.open_row(len(TEXT)) for _ in range(2))
+    for _ in range(8):
+        for each in (row, other):
+            cache.truncate(each, 0)
+            target.forward([each], [TEXT * chance.choice([1, 2])], [1])
+        held, beside = cache.lengths[row], cache.lengths[other]
+        parents = [chance.randrange(-1, i) for i in range(9)]
+        tokens = [chance.randrange(10, 4000) for _ in parents]
+        logits = target.forward([other, row], [[7, 8], fed + tokens], [2, 10], trees={1: parents})
+        buffers = [buffer.clone() for buffer in cache._buffers()]
+        for i in range(len(parents)):
+            way = TreeDrafter.way(parents, i)
+            cache.truncate(row, held)
+            chain = [tokens[place] for place in way]
+            expected = target.forward([row], [fed + chain], [len(way) + 1]).logits[0]
+            actual = logits.logits[1][[0, *(place + 1 for place in way)]]
+            assert torch.equal(actual, expected)
+            alone = [buffer[:, :, : held + 2 + len(way)].clone() for buffer in cache._buffers()]
+            for buffer, found in zip(cache._buffers(), buffers, strict=True):
+                buffer[:] = found
+            cache.lengths[row] = held + 2 + len(tokens)
+            cache.keep(row, len(tokens), way)
+            slot = cache.slot(row)
+            kept = [buffer[slot, :, : cache.lengths[row]] for buffer in cache._buffers()]
+            assert all(map(torch.equal, kept, (buffer[slot] for buffer in alone)))
+        cache.truncate(other, beside)
+        expected = target.forward([other], [[7, 8]], [2]).logits[0]
+        assert torch.equal(logits.logits[0], expected)
+
+
+@needs_compiler
+def test_trees_and_chains_share_a_pass(tiny_folder, way):
+    engine = load(tiny_folder("qwen3"))
+    chance, prompts = random.Random(2), [TEXT, TEXT[::-1], TEXT[2:] * 3, TEXT[5:], TEXT * 2]
+    pairs = [with_trees(engine, prompt, chance, **way) for prompt in prompts]
+    trees = {f"tree{i}": tree.panel.drafters["scripted"] for i, (tree, _) in enumerate(pairs[:3])}
+    shared = core.Engine(engine.target, engine.panel.drafters | trees)
+    names = [*trees, "ngram", None]
+    requests = [
+        core.Request(prompt, COUNT, name, 6, logprobs=2, **way)
+        for prompt, name in zip(prompts, names, strict=True)
+    ]
+    for found, (_, plain) in zip(together(shared, requests), pairs, strict=True):
+        assert found.output == plain.output
+    assert engine.target.cache.lengths == [0] * engine.target.cache.num_rows
+
+
+@needs_compiler
+@pytest.mark.parametrize("call", [1, 2, 4])
+def test_a_tree_whose_pass_failed_is_verified_again(tiny_folder, monkeypatch, call):
+    tree, plain = with_trees(load(tiny_folder("qwen3")), TEXT, random.Random(3))
+    forward, calls = tree.target.forward, iter(range(1000))
+
+    def faulty(*given, **named):
+        output = forward(*given, **named)
+        if next(calls) == call:
+            raise RuntimeError("out of memory")
+        return output
+
+    monkeypatch.setattr(tree.target, "forward", faulty)
+    ours, _ = run(tree, TEXT, max_tokens=COUNT, drafter="scripted")
+    assert ours.output == plain.output and tree.totals.num_faults == 1
+    assert not ours.seat.warnings
+
+
+# ------------------------------------------------------------------------ several drafters at once
+
+
+@pytest.fixture(scope="module")
+def several():
+    """The embedded models, compiled."""
+    return core.load_engine(core.Options(drafter="tree", fixed_k=True, suffix_cache=0))
+
+
+@needs_compiler
+def test_several_drafters_make_one_tree(several, prompts, way):
+    """And each of them goes on as if it had read the text alone, whoever's branch was taken."""
+    members = {"ngram", "suffix", "mtp"}
+    assert several.panel.can_branch and set(several.panel.choices["tree"]) == members
+    engine = core.Engine(several.target, several.panel.drafters | {}, "tree")
+    engine.panel.choices["tree"] = ("draft_model", *several.panel.choices["tree"])
+    branched = 0
+    for name in ("code_class", "hard_story", "easy_json"):
+        plain, _ = run(engine, prompts[name], max_tokens=COUNT, **way)
+        s = engine.open(core.Request(prompts[name], COUNT, "tree", 7, **way))
+        while s.finish_reason is None:
+            limit, tokens = min(7, s.remaining - 1), list(s.tokens)
+            cycle = engine.step([s])[s]
+            branched += cycle.tree.parents is not None
+            for member, draft in s.seat.drafts.items() if limit > 0 else ():
+                drafter = engine.panel.drafters[member]
+                sampling = s.request.sampling
+                state = fresh_state(engine, drafter, tokens, sampling, s.noise)
+                if drafter.branches:
+                    state.can_branch = True
+                assert propose_and_close(drafter, [state], [limit]) == [draft.tokens], member
+        engine.close(s)
+        assert s.output == plain.output and not s.seat.warnings
+    assert branched > 5
+
+
+@needs_compiler
+def test_a_tree_of_several_keeps_the_text_under_the_controller(several, prompts):
+    engine = core.load_engine(core.Options(suffix_cache=0))
+    for name, prompt in prompts.items():
+        plain, _ = run(engine, prompt, max_tokens=12)
+        ours, _ = run(engine, prompt, max_tokens=12, drafter="tree")
+        assert ours.output == plain.output, name
+    costs, used = engine.controller.costs, engine.totals.by_drafter
+    assert "tree" in costs.steps and costs.runs_model("tree")
+    assert used["tree"].num_accepted_draft_tokens > 20
+
+
+@needs_compiler
+def test_where_the_classical_rule_judges_a_draft_is_a_chain(several, prompts):
+    sampling = core.Sampling(temperature=0.8, verification="rejection")
+    fields = {"max_tokens": COUNT, "drafter": "tree", "sampling": sampling}
+    _, events = run(several, prompts["repetitive_counting"], **fields)
+    assert sum(event["accepted_count"] for event in events) > 3
+    assert all(event["tree"] is None for event in events)
+
+
+def test_where_blocks_are_not_compiled_the_longest_branch_is_the_draft(demo_engine, prompts, plain):
+    drafter = ScriptedDrafter(None)
+    drafter.propose = lambda state, limit: Draft([5, 6, 7, 8][:limit], None, [-1, -1, 1, 0][:limit])
+    engine = core.Engine(demo_engine.target, {"scripted": drafter}, "scripted")
+    ours, events = run(engine, prompts["hard_prose"], max_tokens=12, drafter="scripted")
+    assert ours.output == plain(prompts["hard_prose"], 12) and "tree" not in engine.panel.choices
+    assert [event["proposals"] for event in events[1:-3]] == [[6, 7]] * 8
+    with pytest.raises(ValueError, match="--drafter tree needs two drafters, and blocks that are"):
+        core.Engine(demo_engine.target, demo_engine.panel.drafters, "tree")
+
+
+def test_health_says_whether_drafts_may_branch(demo_engine):
+    worker = Worker(demo_engine, core.Options())
+    assert answers.health(demo_engine, worker, core.Options())["trees"] is False
+
+
+@pytest.mark.parametrize("parents", [[-1], [-1, 1, 0], [-2, 0, 1], [0, 0, 1], "abc"], ids=str)
+def test_parents_that_cannot_be_cost_the_drafter(demo_engine, prompts, plain, parents):
+    drafter = ScriptedDrafter(None)
+    drafter.propose = lambda state, limit: Draft([5, 6, 7][:limit], None, parents)
+    engine = core.Engine(demo_engine.target, {"scripted": drafter}, "scripted")
+    ours, _ = run(engine, prompts["hard_prose"], max_tokens=6, drafter="scripted")
+    assert ours.output == plain(prompts["hard_prose"], 6)
+    assert len(ours.seat.warnings) == 1 and "drafter scripted failed" in ours.seat.warnings[0]
+
+
+# ------------------------------------------------------------------------------------ the parts
+
+
+@pytest.mark.parametrize(
+    ("chains", "most", "tokens", "parents"),
+    [
+        ([[1, 2, 3], [1, 4, 5]], 4, [1, 2, 3, 4], [-1, 0, 1, 0]),
+        ([[1, 2], [1, 2, 3]], 5, [1, 2, 3], None),
+        ([[1, 2], [3], [1, 4]], 9, [1, 2, 3, 4], [-1, 0, -1, 0]),
+        ([[1, 2], [3, 4]], 1, [1], None),
+        ([[], [3, 4], []], 5, [3, 4], None),
+        ([[], []], 5, [], None),
+        ([[1, 2], [3, 2, 9]], 3, [1, 2, 3], [-1, 0, -1]),
+        ([[1, 2, 4], [3, 2]], 3, [1, 2, 4], None),
+    ],
+    ids=str,
+)
+def test_drafts_that_begin_alike_share_their_beginning(chains, most, tokens, parents):
+    draft = merged([Draft(chain) for chain in chains], most)
+    assert (draft.tokens, draft.parents) == (tokens, parents)
+
+
+def comb_of(limit):
+    return Comb(ModelState(text=[], sampling=core.Sampling(), noise=Noise(0)), limit)
+
+
+def test_a_comb_has_the_likeliest_tokens_of_one_branch_and_beside_it():
+    """It is done when no longer branch could have one of them: .5 · .8 < .45."""
+    comb = comb_of(3)
+    assert comb.grow([(7, 0.5), (8, 0.45), (9, 0.01)]) == 7 and comb.is_open
+    assert comb.grow([(5, 0.8), (6, 0.1)]) == 5 and not comb.is_open
+    assert (comb.draft().tokens, comb.draft().parents) == ([7, 8, 5], [-1, -1, 0])
+    sure = comb_of(2)
+    sure.grow([(7, 0.9), (8, 0.1)])
+    assert sure.is_open and sure.grow([(5, 0.9), (6, 0.1)]) == 5
+    assert (sure.draft().tokens, sure.draft().parents) == ([7, 5], None)
+
+
+def test_trees_are_merged_as_chains_are():
+    tree = Draft([1, 2, 3], None, [-1, -1, 1])
+    found = merged([Draft([2, 3, 4]), tree], 9)
+    assert (found.tokens, found.parents) == ([2, 3, 4, 1], [-1, 0, 1, -1])
+    sure = Draft([8, 9], None, [-1, -1], [0.2, 0.1])
+    found = merged([Draft([5, 6]), sure], 3)
+    assert (found.tokens, found.parents) == ([5, 6, 8], [-1, 0, -1])  # .49, .343 and .2
+    assert longest(merged([Draft([5, 6]), sure], 9)).tokens == [5, 6] and longest(tree).tokens == [
+        2,
+        3,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("draft", "told"),
+    [
+        ([5, 9], [(2, 1, [5, 6], [0, 1]), (0, 1, [7, 8], [2, 3])]),
+        ([5, 6, 7, 1], [(4, 3, [5, 6, 7, 8], [0, 1, 2, 3])]),
+        ([5, 6, 7, 8], [(4, 3, [5, 6, 7, 8], [0, 1, 2, 3])]),
+        ([], [(0, 0, [5], [0]), (0, 2, [6, 7, 8], [1, 2, 3])]),
+    ],
+    ids=str,
+)
+def test_a_drafter_hears_how_far_its_own_branch_came(draft, told):
+    """[5, 6, 7] was accepted, of some tree, and 8 is the target's; hidden states go along."""
+    verdict = Verdict(9, 3, [5, 6, 7, 8], torch.arange(4.0)[:, None])
+    parts = heard(verdict, Draft(draft))
+    assert [(v.drafted, v.accepted, v.tokens, v.hidden[:, 0].tolist()) for v in parts] == told
+
+
+def test_a_token_sees_its_ancestors():
+    assert lines_of([-1, -1, 0], 4) == [[0], [0, 1], [0, 2], [0, 1, 3]]
+    assert lines_of([-1, 0], 4) == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
+    assert lines_of([], 2) == [[0], [0, 1]]
+
+
+def test_a_line_goes_on_behind_what_the_target_refused():
+    """It chooses 2, 3 and 9; of what was drafted behind 3 first children are shown."""
+    tree = Draft([1, 2, 4, 3, 5, 6, 7], None, [-1, -1, 1, 1, 3, 3, 4])
+    choices = {0: 2, 2: 3, 4: 9}
+    logits = torch.arange(8.0)[:, None]
+
+    class Text:
+        tokens, noise = [0], None
+        request = core.Request([0])
+
+    def sample(row, text, sampling, noise):
+        return choices[int(row)], None
+
+    line = Line.of(tree, logits, {-1: torch.arange(10.0)[:, None]}, Text, sample)
+    assert (line.draft.tokens, line.places) == ([2, 3, 5, 7], [1, 3, 4, 6])
+    assert line.logits[:, 0].tolist() == [0, 2, 4, 5, 7]
+    assert line.hidden[-1][:, 0].tolist() == [0, 1, 2, 4, 6, 7, 9]
