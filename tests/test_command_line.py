@@ -306,7 +306,8 @@ def test_a_terminal_of_few_characters_gets_the_text_all_the_same(main, monkeypat
 def test_the_embedded_target_is_recognised_however_it_is_spelt(monkeypatch):
     monkeypatch.chdir(ROOT)
     engine = core.load_engine(core.Options(model="demo_models/target", bitwise=False))
-    assert set(engine.panel.choices) == {"ngram", "suffix", "draft_model", "mtp", "auto"}
+    expected = {"ngram", "suffix", "draft_model", "mtp", "tree", "auto"}
+    assert set(engine.panel.choices) == expected
 
 
 def test_the_drafter_none_is_plain_decoding_where_a_request_does_not_say(tiny_folder):

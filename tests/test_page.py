@@ -101,9 +101,14 @@ def page(open_page):
 
 @pytest.fixture
 def adaptive_page(open_page):
-    """Of a server whose controller chooses K, and measures what it costs."""
+    """Of a server whose controller chooses K, and measures what it costs.
+
+    A page is closed before its server is, or it may still be asking and see its request refused.
+    """
     with serving("--no-bitwise") as server:
-        yield open_page(server.port)
+        page = open_page(server.port)
+        yield page
+        page.close()
 
 
 def expect_failed_load(complaints, status):
@@ -1001,7 +1006,9 @@ def test_the_cycle_says_who_has_drafted_where_the_server_chooses(adaptive_page):
 def test_k_is_what_the_server_was_started_with_whatever_was_asked_since(open_page):
     with serving("--num-speculative-tokens", "3", "--no-bitwise") as server:
         generate(server.port, **COLOURS, num_speculative_tokens=12, fixed_k=True)
-        assert open_page(server.port).input_value("#num_speculative_tokens") == "3"
+        page = open_page(server.port)
+        assert page.input_value("#num_speculative_tokens") == "3"
+        page.close()
 
 
 def test_an_experiment_asks_for_a_prediction_runs_and_tells_what_came(page, port):
@@ -1151,6 +1158,7 @@ def test_a_stopped_answer_is_no_turn(open_page, chat_folder):
         page.locator("#stop").click()
         page.locator(".turn .note", has_text="it does not count as a turn").wait_for()
         wait_until_idle(server.port)
+        page.close()
 
 
 def test_a_chat_model_gets_the_prompt_in_its_template(open_page, chat_folder):
@@ -1166,6 +1174,7 @@ def test_a_chat_model_gets_the_prompt_in_its_template(open_page, chat_folder):
             run(page)
             body = json.loads([data for data in sent if data][-1])
             assert body.get("chat", False) is is_chat
+        page.close()
 
 
 def test_a_model_without_template_has_no_chat(page):
@@ -1298,6 +1307,7 @@ def test_a_drafter_that_fails_is_told_and_the_text_comes_all_the_same(open_page)
         run(page, **COLOURS | {"drafter": "raises"})
         assert "out of ideas" in text_of(page, "#warnings")
         assert len(text_of(page, "#text .tokens")) > 40
+        page.close()
 
 
 def test_markup_in_prompts_outputs_and_errors_stays_text(page, complaints):
@@ -1378,6 +1388,7 @@ def test_axe_finds_nothing_wrong_with_a_conversation(open_page, violations, chat
         page.locator(".turn .note", has_text="tokens per pass").wait_for()
         page.locator(".turn summary").click()
         assert violations(page) == []
+        page.close()
 
 
 @pytest.mark.parametrize("motion", ["reduce", "no-preference"])
