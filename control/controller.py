@@ -2,7 +2,11 @@
 
     expected tokens of a cycle with K drafts:  E(K) = 1 + α₁ + α₁α₂ + … + α₁…α_K
     its cost, in passes of plain decoding:     T(K) = K · c + t_verify(K)
-    choose what makes E / T largest: for one request its K, for a batch all of them (plans.py)
+    choose what makes E − rate · T largest:    for one request its K, for a batch all (plans.py)
+
+The rate is what time is worth: the tokens per ms that the text gives on average, over the last
+cycles. (This cycle's own E / T would be greedy. Example: n-gram finds nothing for once, and a model
+would draft eight tokens at half the usual rate. Two are better: then n-gram may go on.)
 
 αᵢ, the chance that the i-th token is accepted once those before it are, is estimated from the
 request's own cycles, recent ones counting more. A new request is thought to be like those before
@@ -20,209 +24,32 @@ changes no token, unless a request is verified by rejection: then the same seed 
 of the same distribution.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import prod, sqrt
-from operator import mul
 from typing import Any
 
 from drafters.panel import TREE
 
+from .acceptance import Acceptance, TreeAcceptance
 from .costs import PAD_SHARE, Costs
 from .plans import (
     NOTHING,
     Choice,
     Offer,
     Offers,
+    Plan,
     Prices,
     best_free,
     best_plan,
+    choose,
     evaluate,
     gains_of,
 )
 
-PRIOR = 0.85  # α before anything was seen
-_KEPT, _OLDEST = 0.85, 4  # of what was seen, with each cycle; of at most so many at once
-_TYPICAL_KEPT, _TYPICAL_WEIGHT = 0.99, 4.0  # the same of what is typical of a drafter
 PROBE_TOKENS, PROBE_BUDGET = 1, 0.01  # of a probe; the share of the time that probes may cost
-_WORTHWHILE = 1.01  # drafts must promise at least this much more than none
+_WORTHWHILE = 0.01  # of what a cycle gives without drafts: they must promise so much more
+_PACE_KEPT = 0.9  # of the pace of a text, with each cycle
 _SERVED = 32  # cycles for which text that a model reads now is thought to serve
-
-
-class Calibration:
-    """How often tokens are accepted that a drafter was so sure of, by tenths of its confidence."""
-
-    def __init__(self) -> None:
-        """Before anything was seen it is believed."""
-        self._reached = [_TYPICAL_WEIGHT] * 10
-        self._accepted = [_TYPICAL_WEIGHT * (tenth + 0.5) / 10 for tenth in range(10)]
-        self.mean = PRIOR  # share of all judged tokens that were accepted, recent ones above all
-
-    def observe(self, confidence: float, is_accepted: bool) -> None:
-        """A token that was judged."""
-        tenth = min(9, int(10 * confidence))
-        self._reached[tenth] = _TYPICAL_KEPT * self._reached[tenth] + 1
-        self._accepted[tenth] = _TYPICAL_KEPT * self._accepted[tenth] + is_accepted
-        self.mean += (1 - _TYPICAL_KEPT) * (is_accepted - self.mean)
-
-    def chance(self, confidence: float) -> float:
-        """That such a token is accepted, if those before it are."""
-        tenth = min(9, int(10 * confidence))
-        return self._accepted[tenth] / self._reached[tenth]
-
-
-@dataclass
-class Acceptance:
-    """One drafter's record in one request: the conditional acceptance of each position.
-
-    A drafter may stop before it has drafted what it was asked for. The position at which it stopped
-    counts as reached and not accepted: so `reach` is the chance that a token is drafted and
-    accepted.
-    """
-
-    reached: list[float] = field(default_factory=list)
-    accepted: list[float] = field(default_factory=list)
-    asked: list[float] = field(default_factory=list)  # cycles that asked for so many tokens
-    drafted: list[float] = field(default_factory=list)  # and those in which they were drafted
-    since: int = 0  # cycles without a draft
-    cycles: int = 0  # with one
-    coverage: float = 1.0  # share of the cycles in which it had anything to propose when asked
-    unread: int = 0  # tokens of the text that it will have to read first
-    typical: "Acceptance | None" = field(default=None, repr=False, compare=False)
-    calibration: Calibration = field(default_factory=Calibration, repr=False, compare=False)
-    _reach: list[float] = field(default_factory=list, repr=False, compare=False)
-    # Records of proposals by their evidence (see Panel.guess).
-    _by_evidence: dict[int, "Acceptance"] = field(default_factory=dict, repr=False, compare=False)
-
-    def with_evidence(self, evidence: int) -> "Acceptance":
-        """The record of proposals that rest on so much; it begins with what is typical of them.
-
-        Example: what followed four equal words comes again more often than what followed one.
-        """
-        if not evidence:
-            return self
-        if evidence not in self._by_evidence:
-            typical = self.typical.with_evidence(evidence) if self.typical else self
-            self._by_evidence[evidence] = Acceptance(typical=typical)
-        self._by_evidence[evidence].unread = self.unread
-        return self._by_evidence[evidence]
-
-    def observe(
-        self, drafted: int, accepted: int, asked: int = 0, places: Collection[int] | None = None
-    ) -> None:
-        """A cycle that asked for `asked` tokens, drafted `drafted` and accepted `accepted`.
-
-        `places` are those of the accepted ones in a tree.
-        """
-        if asked:
-            self.coverage += (1 - _KEPT) * ((drafted > 0) - self.coverage)
-        if not drafted:
-            self.since += 1
-            return
-        # It ages with the text, drafts or not; within bounds, as one probe is not much to go by.
-        kept, self.since = _KEPT ** min(1 + self.since, _OLDEST), 0
-        self._reach = []
-        hits = accepted if places is None else places
-        self.count(kept, drafted, hits, max(asked, drafted))
-        if self.typical:
-            self.typical.count(_TYPICAL_KEPT, drafted, hits, max(asked, drafted))
-
-    def count(self, kept: float, drafted: int, accepted: Any, asked: int) -> None:
-        """Age what was counted by position, and count so many more."""
-        self.cycles += 1
-        reached = min(asked, accepted + 1)
-        self.reached = _counted(self.reached, kept, reached)
-        self.accepted = _counted(self.accepted, kept, accepted, reached)
-        self.asked = _counted(self.asked, kept, asked)
-        self.drafted = _counted(self.drafted, kept, drafted, asked)
-
-    def alphas(self, count: int) -> list[float]:
-        """α₁ … α_count; where little was seen a position is thought to be like the one before.
-
-        With a typical record it is thought to be like the same position there, but better or worse
-        as this request was before.
-        """
-        result, before = [], PRIOR
-        expected = self.typical.alphas(count) if self.typical else []
-        weight = self._weight
-        for i in range(count):
-            reached = self.reached[i] if i < len(self.reached) else 0.0
-            accepted = self.accepted[i] if i < len(self.accepted) else 0.0
-            if expected:
-                level = sqrt(before / max(expected[i - 1], 1e-6)) if i else 1.0
-                before = min(1.0, expected[i] * level)
-            before = (accepted + weight * before) / (reached + weight)
-            result.append(before)
-        return result
-
-    @property
-    def _weight(self) -> float:
-        """Of what is typical; what was thought before anything was seen fades."""
-        return _TYPICAL_WEIGHT / (1 if self.typical else 1 + self.cycles / _TYPICAL_WEIGHT)
-
-    def taken(self, count: int) -> list[float]:
-        """The chance that a draft of up to `count` tokens comes to its first, second, … one."""
-        expected = self.typical.taken(count) if self.typical else [1.0] * count
-        result, weight, known = [], self._weight, len(self.asked)
-        for i in range(count):
-            drafted, asked = (self.drafted[i], self.asked[i]) if i < known else (0.0, 0.0)
-            result.append((drafted + weight * expected[i]) / (asked + weight))
-        return result
-
-    def learn_confidence(self, confidence: list[float], accepted: int) -> None:
-        """A draft with its drafter's confidence in each token, if it told; `accepted` were."""
-        calibration = (self.typical or self).calibration
-        for i, sure in enumerate(confidence[: accepted + 1]):
-            calibration.observe(sure, i < accepted)
-
-    def goes_on(self, least_chance: float, confidence: list[float]) -> bool:
-        """Whether one more token is likely enough to be accepted, behind such tokens."""
-        calibration = (self.typical or self).calibration
-        return prod(map(calibration.chance, confidence)) * calibration.mean >= least_chance
-
-    def reach(self, count: int) -> list[float]:
-        """The chance that 1, 2, … count tokens are all accepted."""
-        if len(self._reach) < count:
-            self._reach = list(accumulate(self.alphas(count), mul))
-        return self._reach[:count]
-
-
-class TreeAcceptance(Acceptance):
-    """The record of drafts that branch, best tokens first: how often the i-th one was accepted.
-
-    Whatever became of those before it: it may follow another one.
-    """
-
-    def count(self, kept: float, drafted: int, accepted: Collection[int], asked: int) -> None:
-        """The same, with the places of the accepted tokens."""
-        self.cycles += 1
-        self.reached = _counted(self.reached, kept, drafted)
-        aged = _counted(self.accepted, kept, 0, drafted)
-        self.accepted = [x + (i in accepted) for i, x in enumerate(aged)]
-
-    def reach(self, count: int) -> list[float]:
-        """The chance of the 1st, 2nd, … count-th token to be accepted; falling, or equal."""
-        if len(self._reach) < count:
-            expected = self.typical.reach(count) if self.typical else []
-            blocks: list[tuple[float, int]] = []  # (mean, tokens): a larger one is spread backwards
-            for i in range(count):
-                reached = self.reached[i] if i < len(self.reached) else 0.0
-                accepted = self.accepted[i] if i < len(self.accepted) else 0.0
-                before = expected[i] if expected else PRIOR ** (i + 1)
-                mean, size = (accepted + self._weight * before) / (reached + self._weight), 1
-                while blocks and blocks[-1][0] < mean:
-                    other, others = blocks.pop()
-                    mean, size = (other * others + mean * size) / (others + size), others + size
-                blocks.append((mean, size))
-            self._reach = [mean for mean, size in blocks for _ in range(size)]
-        return self._reach[:count]
-
-
-def _counted(counts: list[float], kept: float, more: int, length: int = 0) -> list[float]:
-    """Counts by position, aged, and one more for each of the first `more`."""
-    aged = [kept * x for x in counts] + [0.0] * (max(more, length) - len(counts))
-    return [x + (i < more) for i, x in enumerate(aged)]
 
 
 @dataclass(frozen=True)
@@ -263,12 +90,26 @@ def _short(value: float) -> str:
 
 
 @dataclass(slots=True)
+class Pace:
+    """How fast a request's text comes, by the estimates of its last cycles."""
+
+    tokens: float = 0.0
+    ms: float = 0.0
+
+    def add(self, tokens: float, ms: float) -> None:
+        """A cycle; those before it count less."""
+        self.tokens = _PACE_KEPT * self.tokens + tokens
+        self.ms = _PACE_KEPT * self.ms + ms
+
+
+@dataclass(slots=True)
 class Ask:
     """One request of a batch, as the controller sees it."""
 
     records: dict[str, Acceptance]  # of the drafters that may propose now
     limit: int  # drafted tokens, at most
     remaining: int  # tokens until it ends
+    pace: Pace = field(default_factory=Pace)
 
 
 class Controller:
@@ -280,7 +121,6 @@ class Controller:
         # Of all requests so far, by drafter and rule.
         self._typical: dict[tuple[str, str], Acceptance] = {}
         self._saved: dict[str, float] = {}  # tokens that probing may cost, of each idle drafter
-        self._rates: dict[int, float] = {}  # of the last plan, by size of the batch
 
     @classmethod
     def of(cls, target: Any, drafters: dict[str, Any]) -> "Controller":
@@ -299,8 +139,8 @@ class Controller:
         """Who drafts for each of these asks, and how much; `batch` requests share the pass."""
         if not asks:
             return []
-        cycle = _Cycle(asks, self.costs, batch, self._rates.get(batch, 0.0))
-        self._rates[batch] = cycle.plan.rate
+        cycle = _Cycle(asks, self.costs, batch)
+        cycle.keep_pace()
         for name in cycle.used:
             self._saved.pop(name, None)
         for name in cycle.idle:
@@ -315,8 +155,8 @@ class Controller:
 class _Cycle:
     """One cycle's choice for requests that are decided together."""
 
-    def __init__(self, asks: list[Ask], costs: Costs, batch: int, rate: float) -> None:
-        """`rate` guesses the tokens per ms."""
+    def __init__(self, asks: list[Ask], costs: Costs, batch: int) -> None:
+        """`batch` requests share the pass; those that do not ask draft nothing."""
         self.asks, self.costs, self.batch = asks, costs, batch
         self.line = costs.pass_line(batch)
         self.alone_ms = self.line.at(batch)  # a pass without drafts
@@ -327,14 +167,34 @@ class _Cycle:
         self.row_ms = self.line.slope * (1 - PAD_SHARE if batch > 1 else 1)
         self.prices = self._prices()
         self.offers = [self._offers(ask) for ask in asks]
-        self.plan = best_plan(self.offers, self.prices, rate)
         self.plain_rate = self.prices.tokens / self.prices.ms
-        if self.plan.rate < _WORTHWHILE * self.plain_rate:
-            self.plan = evaluate([NOTHING] * len(asks), self.offers, self.prices)
+        self.rate, self.plan = self._best()
         self.choices, self.probing = self.plan.choices, set[int]()
         self._shared: dict[str, float] = {}  # what all requests gain by a model's first step
         self.used = {choice.drafter for choice in self.choices}
         self.idle = {name for ask in asks for name in ask.records} - self.used
+
+    def _best(self) -> tuple[float, Plan]:
+        """What a ms is worth, in tokens, and the plan that gains the most by that."""
+        if all(ask.pace.ms for ask in self.asks):
+            others = (self.batch - len(self.asks)) / self.prices.ms
+            rate = others + sum(ask.pace.tokens / ask.pace.ms for ask in self.asks)
+            rate = max(rate, self.plain_rate)
+            plan = evaluate(choose(self.offers, self.prices, rate), self.offers, self.prices)
+        else:  # a text that begins: as if all of it were like this
+            plan = best_plan(self.offers, self.prices)
+            rate = plan.rate
+        plain = evaluate([NOTHING] * len(self.asks), self.offers, self.prices)
+        gain = plan.tokens - plain.tokens - rate * (plan.ms - plain.ms)
+        return rate, plan if gain > _WORTHWHILE * plain.tokens else plain
+
+    def keep_pace(self) -> None:
+        """Let each request know how fast its text comes."""
+        for ask, offers, (name, count) in zip(
+            self.asks, self.offers, self.plan.choices, strict=True
+        ):
+            drafted = sum(offers[name].worth[:count]) if name else 0.0
+            ask.pace.add(1 + drafted, self.plan.ms)
 
     def _prices(self) -> Prices:
         steps = {n: fixed for n, (fixed, _) in self.step_ms.items() if self.costs.runs_model(n)}
@@ -369,11 +229,11 @@ class _Cycle:
         read_ms = self.asks[i].records[name].unread * self.read_ms[name]
         if name in self.costs.at_once:  # its part of the one step
             read_ms += self.step_ms[name][1]
-        return gain + self.plan.rate * (offer.token_ms + read_ms) - offer.worth[0]
+        return gain + self.rate * (offer.token_ms + read_ms) - offer.worth[0]
 
     def _free(self, offers: Offers) -> tuple[float, Choice]:
         """What a request gains without a model, and how."""
-        rate = self.plan.rate
+        rate = self.rate
         return best_free({name: gains_of(o, rate) for name, o in offers.items()}, self.prices)
 
     def join(self) -> None:
@@ -390,7 +250,7 @@ class _Cycle:
 
         Of the requests it takes those that make a probe cheapest for each: they share its step.
         """
-        rate, steps = self.plan.rate, self.prices.steps
+        rate, steps = self.rate, self.prices.steps
         free = [self._free(offers) for offers in self.offers]
         for name in sorted(self.idle, key=lambda name: -saved.get(name, 0.0)):
             # Two models in one cycle would take twice the time: the chosen one has a rest.
@@ -435,7 +295,7 @@ class _Cycle:
         """What one more step costs this request, in tokens, if all who draft now share it."""
         num_sharing = max(1, sum(choice.drafter == name for choice in self.choices))
         step_ms = self.prices.step_ms(name, 1) / num_sharing
-        return self.plan.rate * (step_ms + self.offers[i][name].token_ms)
+        return self.rate * (step_ms + self.offers[i][name].token_ms)
 
     def _nearest(self, i: int) -> str:
         """Whom a request that drafts nothing would rather have than others."""
@@ -447,7 +307,7 @@ class _Cycle:
 
         Others would share the step: what they gain by it is taken off.
         """
-        rate, offer = self.plan.rate, self.offers[i][name]
+        rate, offer = self.rate, self.offers[i][name]
         needed = rate * (offer.token_ms + offer.read_ms)
         if name not in self.prices.steps or name in self.used:
             return needed

@@ -12,7 +12,8 @@ from drafters.panel import TREE, Guess, Panel, Seat
 from drafters.tree import longest
 from messages import Cycle, Draft
 
-from .controller import Acceptance, Ask, Controller, Decision
+from .acceptance import Acceptance
+from .controller import Ask, Controller, Decision, Pace
 
 
 class Wish(NamedTuple):
@@ -79,6 +80,7 @@ class Planner:
         """A new request: each of its drafters gets a record, and a tree of them."""
         given = len(seat.prompt), seat.sampling.rule
         names = [*seat.states, TREE] if len(self._panel.members(seat, TREE)) > 1 else seat.states
+        seat.pace = Pace()
         seat.records = {name: self.controller.record(name, *given) for name in names}
 
     def plan(self, sequences: list[Any]) -> list[tuple[str, int]]:
@@ -86,7 +88,7 @@ class Planner:
         wishes = list(map(Wish.of, sequences))
         for wish in wishes:
             wish.seat.goes_on, wish.seat.evidence = None, {}
-        asks = [Ask(self._able(wish), wish.limit, wish.remaining) for wish in wishes]
+        asks = [Ask(self._able(w), w.limit, w.remaining, w.seat.pace) for w in wishes]
         able = [i for i, ask in enumerate(asks) if ask.records]
         decisions = self.controller.plan([asks[i] for i in able], len(wishes))
         plan = [wish.fixed if wish.is_fixed else ("", 0) for wish in wishes]

@@ -2,13 +2,14 @@
 
     tokens of a cycle:  Σ over requests of 1 + α₁ + α₁α₂ + … + α₁…α_k
     time of a cycle:    a pass over all rows, padded to the longest + the steps that are taken
-    choose the drafters and every k so that tokens / time is largest
+    choose the drafters and every k so that tokens − rate · time is largest
 
-What is worth drafting depends on the tokens that a ms gives (the rate), and that on what is
-drafted. So guess a rate, choose as if a ms cost so many tokens, and go on with the rate of that
-choice until it stays (Dinkelbach's method: each round is at least as good, and the last one the
-best there is). At a given rate the choice falls apart into small ones: a token is worth its chance
-of being reached and accepted, less its row of the pass. These chances only fall along a draft, so a
+What is worth drafting depends on the tokens that a ms gives (the rate). It is known from the cycles
+before (controller.py). In a text that begins it depends on what is drafted: guess a rate, choose as
+if a ms cost so many tokens, and go on with the rate of that choice until it stays (Dinkelbach's
+method: each round is at least as good, and the last one the best there is). At a given rate the
+choice falls apart into small ones: a token is worth its chance of being reached and accepted, less
+its row of the pass. These chances only fall along a draft, so a
 draft ends where a token is no longer worth it. The steps of a model are shared by all requests that
 draft with it: for each number of steps, let every request join that gains by it, and keep the
 number that gains the most. Two models would run one after the other, so those requests that may
@@ -76,10 +77,10 @@ Offers = dict[str, Offer]  # by drafter: what one request may choose from
 NOTHING = Choice(None, 0)
 
 
-def best_plan(seats: list[Offers], prices: Prices, rate: float = 0.0) -> Plan:
-    """The plan of the largest rate; `rate` is a first guess."""
+def best_plan(seats: list[Offers], prices: Prices) -> Plan:
+    """The plan of the largest rate."""
     plan = Plan([NOTHING] * len(seats), prices.tokens, prices.ms)
-    rate = max(rate, plan.rate)
+    rate = plan.rate
     for _ in range(_ROUNDS):
         found = evaluate(choose(seats, prices, rate), seats, prices)
         if found.rate > plan.rate:

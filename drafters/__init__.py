@@ -52,7 +52,7 @@ def load(name: str, context: Context) -> Drafter:
         raise ValueError(f"unknown drafter {name!r}: choose {choices} or file.py:Class")
     try:
         drafter = drafter_class.build(context)
-        _check_layers(drafter, context)
+        _check(drafter, context)
         return TimedDrafter(drafter, context.timeout_s) if ":" in name else drafter
     except ValueError:
         raise
@@ -98,8 +98,11 @@ def load_all(
     return loaded, AUTO if is_auto else default or first_choice(loaded)
 
 
-def _check_layers(drafter: Drafter, context: Context) -> None:
-    """Raises ValueError if it wants hidden states of layers that the target has not."""
+def _check(drafter: Drafter, context: Context) -> None:
+    """Raises ValueError if it says something of itself that cannot be."""
+    at_once = drafter.drafts_at_once
+    if not isinstance(at_once, int) or at_once < 0:
+        raise ValueError(f"drafts_at_once of {drafter.name} is {at_once!r}: write 0 or more")
     num_layers = context.target.model.config.get_text_config().num_hidden_layers
     if drafter.needs_hidden and not set(drafter.hidden_layers) <= {-1, *range(num_layers - 1)}:
         raise ValueError(

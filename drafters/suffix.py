@@ -116,6 +116,11 @@ class SuffixDrafter(Drafter):
         """What `propose` would propose: the controller asks, to know what it would be worth."""
         return self._draft(state, max_tokens)
 
+    def evidence(self, state: State) -> int:
+        """How many tokens of the text a proposal rests on, of own text or past outputs."""
+        places = state.places if state.looks_back else []
+        return max([state.own.num_known, *(place.length for place in places)])
+
     def propose(self, state: State, max_tokens: int) -> Draft:
         return Draft(self._draft(state, max_tokens))
 

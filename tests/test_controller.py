@@ -13,7 +13,8 @@ import speculative_decoding as core
 from conftest import ROOT, ScriptedDrafter, run
 from test_batching import together
 
-from control.controller import PROBE_BUDGET, Acceptance, Ask, Controller
+from control.acceptance import Acceptance
+from control.controller import PROBE_BUDGET, Ask, Controller, Pace
 from control.costs import Costs, Line
 from control.plans import NOTHING, Choice, Offer, Prices, best_plan, evaluate, gains_of
 from drafters.panel import Panel, Seat
@@ -115,6 +116,23 @@ def test_a_draft_may_gain_by_its_second_token_alone():
     """One that is drafted only where it is likely may be worth more than the one before."""
     assert gains_of(Offer([0.5, 0.45], 0.6, taken=[1.0, 0.5]), 1.0) == pytest.approx([-0.1, 0.05])
     assert gains_of(Offer([0.5, 0.1], 0.6), 1.0) == []
+
+
+def test_time_is_worth_what_the_text_gives_on_average():
+    """Where a free drafter mostly goes far, a model's draft only leads to where it can go on."""
+    own, pace = controller(c=0.1), Pace()
+    model, free = {"own": settled(0.85)}, {"free": settled(0.9)}
+    first = own.plan([Ask(model, K, 1000, pace)], 1)[0].num_tokens
+    for _ in range(30):
+        assert own.plan([Ask(model | free, K, 1000, pace)], 1)[0].drafter == "free"
+    rate = pace.tokens / pace.ms
+    found = own.plan([Ask(model, K, 1000, pace)], 1)[0].num_tokens
+    pass_ms, reach = own.costs.passes[1], model["own"].reach(K)
+    gains = [1 + sum(reach[:k]) - rate * (pass_ms.at(1 + k) + k) for k in range(K + 1)]
+    assert found == gains.index(max(gains)) and 0 < found < first
+    for _ in range(60):
+        last = own.plan([Ask(model, K, 1000, pace)], 1)[0].num_tokens
+    assert last == first
 
 
 def test_what_a_step_must_bring_is_what_it_costs():
