@@ -17,7 +17,7 @@ from conftest import ROOT
 from tqdm import tqdm
 
 import benchmarks as bench
-from benchmarks import audition, llama_peer, lossless, soak, soak_clients, suffix
+from benchmarks import audition, fixed_clock, llama_peer, lossless, soak, soak_clients, suffix
 from benchmarks.batch import of_best
 
 OWN = """
@@ -309,6 +309,26 @@ def test_int8_is_near_float32_and_smaller(measure):
     assert 0.9 < integers["agree"] <= 1 and 0.9 < integers["overlap"] < 1
     assert integers["bytes_per_weight"] < halves["bytes_per_weight"] < floats["bytes_per_weight"]
     assert [row["weights"] for row in document["ms"]] == ["float32", "bfloat16", "int8"]
+
+
+@pytest.mark.slow
+def test_auto_loses_to_no_drafter_by_more_than_five_percent_on_any_kind_of_prompt(capsys):
+    """Under a clock of given costs."""
+    fixed_clock.main(["--json"])
+    rows = json.loads(capsys.readouterr().out)["results"]
+    assert {row["prompts"] for row in rows} == {"all", "code", "easy", "hard", "repetitive"}
+    assert {row["prompts"]: row["of_best"] for row in rows if row["of_best"] < 0.95} == {}
+
+
+def test_under_a_fixed_clock_times_are_what_the_costs_say(measure):
+    """Plain decoding has a pass of one row for each token behind the first."""
+    few = ("fixed_clock", "--tokens", 24, "--k", 2, "--other-ms", 0)
+    cheap, dear = (
+        measure(*few, "--pass-ms", 4, "--row-ms", 0, "--step-ms", step)["results"][-1]
+        for step in (0.001, 4)
+    )
+    assert cheap["prompts"] == dear["prompts"] == "all" and cheap["ngram"] == dear["ngram"]
+    assert cheap["mtp"] > 1.2 and 0.8 < dear["mtp"] <= 1
 
 
 def test_a_table_aligns_and_marks_what_is_missing(capsys):

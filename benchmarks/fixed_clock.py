@@ -1,0 +1,103 @@
+"""Does `auto` find the best drafter, on a machine whose costs are given and never vary?
+
+Each demo prompt is generated twice by each drafter alone and by auto, all under the controller. The
+models run, but a cycle is thought to take
+
+    step_ms for each step of a model, and a twentieth of it for each token that it missed
+    pass_ms + row_ms · rows, and other_ms
+
+which the controller learns in place of what the clock says. So the times do not depend on how busy
+the machine is, and a change of the controller by a percent can be seen. The prompt's time is left
+out. `of_best` is auto's speed in that of the drafter that is best alone on that kind of prompt.
+
+    python -m benchmarks.fixed_clock [--pass-ms 1.4] [--row-ms 0.09] [--step-ms 0.5]
+        [--other-ms 0.2] [--k 8] [--tokens 96] [--kinds easy hard] [--model DIR] [--json]
+"""
+
+import argparse
+import random
+from collections import Counter
+from typing import Any
+
+from tqdm import tqdm
+
+import benchmarks as bench
+from control.controller import Controller
+from control.planner import Planner
+from drafters.panel import Panel
+from messages import Draft, Request
+from serving.options import Options, between
+from serving.parsing import MAX_SPECULATIVE_TOKENS
+
+_FREE_MS = 0.005  # a token of a drafter without a model
+_READ_SHARE, _FEW = 0.05, 2  # of a step: a token that was missed; so many are read by the way
+
+
+class FixedClock(Planner):
+    """A planner whose cycles take what they are said to take."""
+
+    def __init__(self, engine: Any, prices: argparse.Namespace) -> None:
+        """Of a new controller, that has learnt nothing."""
+        controller = Controller.of(engine.target, engine.panel.drafters)
+        super().__init__(controller, engine.panel)
+        self.prices, self.ms = prices, 0.0
+
+    def timed(self, panel: Panel, drafts: list[Draft], times: list[float] | None) -> None:
+        costs, prices, draft_ms = self.controller.costs, self.prices, 0.0
+        for name, counts, _ in panel.spent():
+            ms = _FREE_MS * sum(counts)
+            if costs.runs_model(name):
+                num_steps = 1 if name in costs.at_once else max(counts)
+                missed = max(0, self._unread[name] - _FEW)
+                ms = prices.step_ms * (num_steps + _READ_SHARE * missed)
+            costs.observe_draft(name, counts, self._unread[name], ms)
+            draft_ms += ms
+        if times:
+            fed = [len(draft.tokens) + 1 for draft in drafts]
+            ms, other_ms = prices.pass_ms + prices.row_ms * sum(fed), draft_ms + prices.other_ms
+            costs.observe_pass(len(fed), sum(fed), ms, other_ms, max(fed))
+            self.ms += ms + other_ms
+
+
+def measure(engine: Any, given: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row per kind of prompt, and one for all: ms of each drafter, as speed-ups."""
+    prompts = bench.demo_prompts(engine.target.tokenizer, given.kinds)
+    work = [(kind, ids) for kind, own in prompts.items() for ids in own.values()]
+    names = [None, *bench.drafter_names(engine), bench.AUTO]
+    spent = {name: Counter[str]() for name in names}
+    for name in tqdm(names, desc="drafters", disable=None):
+        clock = engine.planner = FixedClock(engine, given)
+        for turn in range(2):
+            for kind, ids in random.Random(turn).sample(work, len(work)):
+                before = clock.ms
+                bench.run(engine, Request(ids, given.tokens, name, given.k))
+                spent[name][kind] += clock.ms - before
+    for own in spent.values():
+        own["all"] = sum(own.values())
+    return [row_of(kind, {name: own[kind] for name, own in spent.items()}) for kind in spent[None]]
+
+
+def row_of(kind: str, ms: dict[str | None, float]) -> dict[str, Any]:
+    """How many times as fast as plain decoding each drafter is."""
+    speedups = {name: round(ms[None] / own, 3) for name, own in ms.items() if name}
+    best = max(1.0, *(own for name, own in speedups.items() if name != bench.AUTO))
+    return {"prompts": kind} | speedups | {"of_best": round(speedups[bench.AUTO] / best, 3)}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line."""
+    options = bench.parser(__doc__, runs=None)
+    for name, ms in {"pass": 1.4, "row": 0.09, "step": 0.5, "other": 0.2}.items():
+        options.add_argument(f"--{name}-ms", type=float, default=ms, help=f"({ms})")
+    k = between(1, MAX_SPECULATIVE_TOKENS)
+    options.add_argument("--k", type=k, default=8, help="draft tokens, at most (8)")
+    options.add_argument("--kinds", nargs="+", help="prompts whose names begin so (default: all)")
+    options.add_argument("--model", default=Options.model, help="the target (default: ours)")
+    bench.add_count(options, "--tokens", 2, 1000, 96, "a request, at most")
+    given = options.parse_args(arguments)
+    engine = bench.load_engine(model=given.model, bitwise=False)
+    bench.report(__spec__.name, arguments, given, {"results": measure(engine, given)}, ["results"])
+
+
+if __name__ == "__main__":
+    main()
