@@ -1266,6 +1266,19 @@ def test_refusals_are_told_in_words(page, complaints, status, error, headers, wo
     expect_failed_load(complaints, str(status))
 
 
+def test_a_key_that_is_entered_does_not_repeat_the_run_that_is_made_meanwhile(page):
+    """The page asks the server anew, and by then its address tells of that run."""
+    sent, held = [], []
+    page.on("request", lambda request: sent.append(request.method))
+    page.route("**/prompts", lambda route: held.append(route))
+    run(page, **COLOURS | {"key": "any"})
+    assert sent.count("POST") == 1 and len(held) == 1 and "prompt=" in page.url
+    with page.expect_response("**/prompts"):
+        held[0].continue_()
+    page.wait_for_timeout(200)
+    assert sent.count("POST") == 1
+
+
 def test_an_api_key_is_asked_for_sent_and_kept_in_memory_only(page, complaints):
     sent = []
 

@@ -59,6 +59,7 @@ let slowly = 0; // a timer
 let health = null;
 let told = null; // the story that is told
 let isLoading = false;
+let isOpening = true; // until the server was asked for all that the page needs
 let isChanged = false; // whether the form was, since the last run
 
 // ---------------------------------------------------------------------------------- a run
@@ -387,7 +388,8 @@ async function load() {
     form.offerPrompts((await getJson("prompts", form.key)).prompts);
     drawModel(health, told.stored ? null : told);
     if (!told.stored) whatIf.add(fromStory(told));
-    followLink();
+    if (isOpening) followLink(); // later the address tells of a run that was made here
+    isOpening = false;
   } catch (error) {
     showError(error);
   }
