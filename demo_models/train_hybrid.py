@@ -180,7 +180,7 @@ def in_float32(loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 def stage(
     name: str, module: nn.Module, args: argparse.Namespace, size: train.Size
 ) -> train.Trainer:
-    """A trainer with AdamW alone: Muon computes in bfloat16, which here takes longer than the rest."""
+    """A trainer with AdamW alone: Muon computes in bfloat16, here for longer than all else."""
     trainer = train.Trainer(name, module, args.work, size, args)
     trainer.optimizers = [torch.optim.AdamW(trainer.params, betas=(0.9, 0.95), weight_decay=0.01)]
     trainer.base_rates = [RATES[name]]

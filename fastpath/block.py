@@ -65,6 +65,13 @@ class Parts:
     norms: tuple[nn.Module | None, ...]  # before attention, after it, before the MLP, after it
 
     @property
+    def is_plain(self) -> bool:
+        """Whether there are queries, keys and values and no more: Qwen3.5's have gates, too."""
+        groups = getattr(self.attention, "num_key_value_groups", 1)
+        made = sum(len(linear_of(layer)[0]) for layer in self.qkv)
+        return made * groups == linear_of(self.out)[0].shape[1] * (groups + 2)
+
+    @property
     def is_gated(self) -> bool:
         """Whether the activation's result is multiplied by another projection of the same input."""
         (weight, _), *_ = map(linear_of, self.up)
@@ -98,7 +105,8 @@ def parts_of(layer: nn.Module, besides: tuple[str, ...] = ()) -> Parts | None:
     )  # fmt: skip
     linears = [*found.qkv, found.out, *found.up, found.down]
     every_norm = [norm for norm in (*found.norms, *found.qk_norms) if norm is not None]
-    return found if all(map(linear_of, linears)) and all(map(norm_of, every_norm)) else None
+    is_known = all(map(linear_of, linears)) and all(map(norm_of, every_norm))
+    return found if is_known and found.is_plain else None
 
 
 def _names(module: nn.Module) -> set[str]:

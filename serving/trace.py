@@ -19,14 +19,13 @@ def event(s: Any, cycle: Cycle) -> dict[str, Any]:
     """The event of a Sequence's latest cycle.
 
     {step, proposals, tree, accepted_count, emitted_count, tokens, rejected, cached, recurrent,
-    pieces}:
-    proposals is the draft as it was made, the others are what stays of it after a cut. Of a draft
-    that branched, proposals is the text's own chain, and tree has all tokens as {id, parent}; else
-    it is None. cached is how many tokens the KV cache held after the verify and after the
-    truncation. recurrent is None but for a target with layers that keep states, whose states were
-    taken back as far: {layers, from, to, stepped}; the last is how many tokens they step through
-    again from the state before the verify. pieces is the text that may be shown now, as (text, kind). A request may ask for
-    `logprobs` and for a trace, which has more.
+    pieces}: proposals is the draft as it was made, the others are what stays of it after a cut. Of
+    a draft that branched, proposals is the text's own chain, and tree has all tokens as {id,
+    parent}; else it is None. cached is how many tokens the KV cache held after the verify and
+    after the truncation. recurrent is None but for a target with layers that keep states, which go
+    back as far: {layers, from, to, stepped}; the last is how many tokens they step through again,
+    from the state before the verify. pieces is the text that may be shown now, as (text, kind). A
+    request may ask for `logprobs` and for a trace, which has more.
     """
     found: dict[str, Any] = {
         "step": cycle.number,
