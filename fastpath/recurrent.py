@@ -14,7 +14,7 @@ what the rule was given for the tokens behind it:
 
 Nobody tells a layer of a rollback. The next forward begins where the KV cache says that the text
 ends: a mark there is taken, marks behind are dropped, and what is missing is stepped again from the
-record. Where all or nothing was accepted, that costs nothing. A forward that fails leaves no trace
+record. Where all was accepted, that costs nothing. A forward that fails leaves no trace
 either. What it wrote lies behind the length that the text still has, where the next forward drops
 it or writes it again; and the mark where the core's call began stays until the next call, however
 many forwards the call is cut into.
