@@ -28,6 +28,7 @@ from .block import (
     norm_of,
     parts_of,
 )
+from .delta import DeltaBlock
 from .int8 import Int8Weights, quantise_embedding
 from .linear import JoinedLinear, Kind, Weights, pack
 
@@ -57,8 +58,9 @@ class FusedDecoder:
         self._positions: nn.Module | None = getattr(decoder, "wpe", None)
         self._softcap = getattr(config, "final_logit_softcapping", None)
         kinds = getattr(config, "layer_types", None) or [FULL] * len(layers)
-        block = FusedBlock if self._positions is None else FusedPositionalBlock
-        self.blocks = [block(parts_of(layer)) for layer in layers]
+        plain = FusedBlock if self._positions is None else FusedPositionalBlock
+        parts = [parts_of(layer) for layer in layers]
+        self.blocks = [(DeltaBlock if p.is_recurrent else plain)(p) for p in parts]
         rotary = None if self._positions is not None else rotary_of(decoder.rotary_emb)
         self._stack = FusedStack(self.blocks, kinds, windows, rotary, length)
 
@@ -168,9 +170,13 @@ def fused_decoder(model: Any, length: int, windows: Windows) -> FusedDecoder | N
     layers, last_norm = layers_of(decoder)
     if not layers or last_norm is None or norm_of(last_norm) is None:
         return None
-    if not all(map(parts_of, layers)):
+    parts = list(map(parts_of, layers))
+    if not all(parts):
         return None
-    head_dim = parts_of(layers[0]).attention.head_dim
+    heads = [p.attention for p in parts if not p.is_recurrent]
+    if not heads:
+        return None
+    head_dim = heads[0].head_dim
     if not hasattr(decoder, "wpe") and not can_tabulate(decoder, head_dim):
         return None
     fused, count = FusedDecoder(model, length, windows), min(_NUM_COMPARED, length)
