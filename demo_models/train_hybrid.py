@@ -242,6 +242,7 @@ def export(
         t.name: {"tokens": t.tokens, "steps": t.step, "minutes": round(t.seconds / 60, 1)}
         for t in stages
     }
+    (args.out / "training.json").write_text(json.dumps(figures, indent=2) + "\n")
     return figures
 
 
