@@ -25,8 +25,8 @@ nothing else. `floor` is the share that reading the weights takes of our pass, a
 torch sums 512 MiB, which some kernels surpass. Not covered: vLLM, which is made for other machines.
 
     python -m benchmarks.peers [--shape demo|hybrid|0.6b|1.5b] [--dtype float32|bfloat16]
-        [--context 64] [--k 5] [--kinds easy hard] [--tokens 96] [--quantize int8] [--llama q8_0 q4_1] [--passes]
-        [--runs 5] [--json]
+        [--context 64] [--k 5] [--kinds easy hard] [--tokens 96] [--quantize int8]
+        [--llama q8_0 q4_1] [--passes] [--runs 5] [--json]
 """
 
 import os

@@ -263,8 +263,7 @@ class FusedBlock(nn.Module):
         if self.qk_norm is not None:
             rotated = self.qk_norm(rotated)
         if rope is not None:
-            cos, sin = rope
-            rotated = torch.addcmul(rotated * cos, rotated.roll(self.head_dim // 2, -1), sin)
+            rotated = rotate(rotated, *rope)
         return rotated[..., : self.num_heads, :], rotated[..., self.num_heads :, :], value
 
     @torch.no_grad()
@@ -330,6 +329,14 @@ class FusedEagleBlock(FusedBlock):
         return read, normed if self.norm_before_residual else state.contiguous()
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [..., head_dim] by cos and signed sin [..., width]: its first `width` numbers, or all."""
+    width = cos.shape[-1]
+    turned = x if width == x.shape[-1] else x[..., :width]
+    turned = torch.addcmul(turned * cos, turned.roll(width // 2, -1), sin)
+    return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], -1)
+
+
 def sign(sin: Tensor) -> Tensor:
     """Rotating x by cos, sin is then x · cos + (x with its halves swapped) · signed sin."""
     half = sin.shape[-1] // 2
@@ -362,11 +369,11 @@ def norm_of(module: nn.Module) -> Any:
     return None
 
 
-def is_same(actual: Tensor, expected: Tensor) -> bool:
+def is_same(actual: Tensor, expected: Tensor, num_roundings: int = 32) -> bool:
     """Equal but for some roundings of their type, relative to the largest number."""
     if actual.shape != expected.shape:
         return False
-    tolerance = 32 * torch.finfo(expected.dtype).eps * float(expected.abs().max())
+    tolerance = num_roundings * torch.finfo(expected.dtype).eps * float(expected.abs().max())
     return float((actual - expected).abs().max()) <= tolerance
 
 
