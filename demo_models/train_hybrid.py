@@ -42,7 +42,7 @@ from transformers.modeling_layers import MtpModel
 PERIOD = 4  # every fourth layer keeps its attention, the last one among them
 SHARE = 0.85  # of the loss of stage hybrid: against the target's probabilities; the rest: the text
 RATES = {"layers": 3e-3, "hybrid": 1.5e-3, "mtp": 1.5e-3}
-TOKENS = {"layers": 0.5e6, "hybrid": 1.7e6, "mtp": 0.6e6}
+TOKENS = {"layers": 0.5e6, "hybrid": 1.25e6, "mtp": 0.5e6}
 HEAD = {"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"]}  # in transformers' words
 _COPIED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
