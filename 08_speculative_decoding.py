@@ -559,7 +559,7 @@ class Engine:
         cache, held = self.target.cache, self.target.cache.lengths[s.row]
         kept = s.append(judged, self.eos_ids)
         cache.keep(s.row, len(tree.tokens), places[: kept - 1])  # all but the pending token
-        told = held, cache.lengths[s.row], s.text.release(bool(s.finish_reason))
+        told = held, cache.lengths[s.row], cache.recurrent, s.text.release(bool(s.finish_reason))
         cycle = Cycle(s.num_steps, tree, places, draft, judged, kept, *told, logits, scores)
         s.num_steps += 1
         s.statistics.record(cycle.num_drafted, cycle.kinds, cycle.num_beside)

@@ -177,6 +177,9 @@ def explain(event: dict[str, Any]) -> str:
         if token["kind"] != "accepted":
             lines.append(f"  target's  {texts[token['id']]!r:12} {_why(token)}: {token['kind']}")
     cut = f"cache {verified} -> {kept}" if kept < verified else f"nothing to cut, cache {kept}"
+    if (states := event.get("recurrent")) and kept < verified:
+        again = f", {states['stepped']} tokens stepped again" if states["stepped"] else ""
+        lines.append(f"  states    of {states['layers']} layers: {verified} -> {kept}{again}")
     return "\n".join([*lines, f"  truncate  {cut}; pending {texts[tokens[-1]['id']]!r}"])
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -172,6 +172,7 @@ class Cycle:
     num_kept: int  # of the emitted tokens
     held: int  # tokens in the KV cache after the verify
     cached: int  # and after the truncation
+    recurrent: Sequence[Any]  # the target's layers that keep a state in the place of keys
     pieces: list[tuple[str, str]]  # text that may be shown now, and the kind of token it came from
     logits: Tensor  # [n + 1, V] of the target
     scores: Tensor  # [n + 1, V], penalised
@@ -200,6 +201,12 @@ class Cycle:
     def spans_ms(self) -> list[float]:
         """How long it took to draft, to verify, and what else it did; in milliseconds."""
         return [(end - begin) * 1e3 for begin, end in pairwise(self.times)]
+
+    @property
+    def num_stepped(self) -> int:
+        """Tokens that stay and that recurrent layers step through again: a part was refused."""
+        begin = self.held - len(self.tree.tokens) - 1
+        return self.cached - begin if self.number and self.cached < self.held else 0
 
     @property
     def is_whole(self) -> bool:

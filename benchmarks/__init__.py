@@ -64,6 +64,8 @@ SHAPES = {
     "tiny": _qwen3(4096, 64, 2, 2, 32),
 }
 
+EMBEDDED = {"demo": Options.model, "hybrid": str(ROOT / "demo_models" / "hybrid")}
+
 # ------------------------------------------------------------------------------------- engines
 
 
@@ -88,9 +90,9 @@ def drafter_names(engine: Any) -> list[str]:
 
 @contextmanager
 def model_folder(shape: str, dtype: str) -> Iterator[str]:
-    """A model to load: "demo" is the embedded target, the others of SHAPES have random weights."""
-    if shape == "demo":
-        yield Options.model
+    """A model to load: those of EMBEDDED are real, the others of SHAPES have random weights."""
+    if shape in EMBEDDED:
+        yield EMBEDDED[shape]
         return
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model("qwen3", **SHAPES[shape])
@@ -319,7 +321,8 @@ def add_count(
 
 def add_model(options: argparse.ArgumentParser) -> None:
     """The options --shape and --dtype, for `model_folder`."""
-    options.add_argument("--shape", choices=["demo", *SHAPES], default="demo", help="of the model")
+    shapes = [*EMBEDDED, *SHAPES]
+    options.add_argument("--shape", choices=shapes, default="demo", help="of the model")
     options.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
 
 

@@ -6,7 +6,8 @@ confidence threshold 0, so that it drafts K tokens as well; and MTP, where gener
 token per layer of the head, so K is 1 for both. generate() reads the head from disk at each call;
 here it gets one that was loaded before. Its models are separate copies that nothing was done to.
 Models of random weights (--shape 0.6b) have neither draft model nor head, and their prompt is a
-random pattern, repeated.
+random pattern, repeated. For a model with recurrent layers (--shape hybrid, the embedded one)
+generate() refuses every way to draft, so there `mtp` is ours against its plain greedy decoding.
 
 `ratio` counts prompts, too, and is a median of runs; `decode_ratio` counts only what comes after
 the first tokens; `pass_ratio` is per pass and not per token, for outputs that are not equal and so
@@ -23,9 +24,9 @@ Where llama-cpp-python and gguf are installed, a second table compares forwards 
 nothing else. `floor` is the share that reading the weights takes of our pass, at the speed at which
 torch sums 512 MiB, which some kernels surpass. Not covered: vLLM, which is made for other machines.
 
-    python -m benchmarks.peers [--shape demo|0.6b|1.5b] [--dtype float32|bfloat16] [--context 64]
-        [--k 5] [--kinds easy hard] [--tokens 96] [--quantize int8] [--llama q8_0 q4_1] [--passes]
-        [--runs 5] [--json]
+    python -m benchmarks.peers [--shape demo|hybrid|0.6b|1.5b] [--dtype float32|bfloat16]
+        [--context 64] [--k 5] [--kinds easy hard] [--tokens 96] [--quantize int8]
+        [--llama q8_0 q4_1] [--passes] [--runs 5] [--json]
 """
 
 import os
@@ -75,7 +76,7 @@ class _Clock:
 class Peer:
     """transformers' generate(), on models of its own, told to draft as much as ours does."""
 
-    def __init__(self, folder: str, dtype: str, device: Any, k: int, with_drafters: bool) -> None:
+    def __init__(self, folder: str, dtype: str, device: Any, k: int, shape: str) -> None:
         def load(name: str) -> Any:
             return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
 
@@ -85,7 +86,9 @@ class Peer:
         largest = Options.prompt_lookup_max
         lookup = {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": largest}
         self.arguments: dict[str, dict[str, Any]] = {"greedy": {}, "ngram": lookup}
-        if with_drafters:
+        if shape == "hybrid":
+            self.arguments = {"greedy": {}, "mtp": {}}
+        if shape == "demo":
             assistant = load(str(ROOT / "demo_models" / "draft"))
             own = assistant.generation_config
             own.num_assistant_tokens, own.num_assistant_tokens_schedule = k, "constant"
@@ -133,7 +136,7 @@ def measure(
     """One row per method and kind of prompts."""
     prompts, methods = bench.flat(kinds), {}
     for method in peer.arguments:
-        k = min(given.k, peer.head.num_mtp_layers) if method == "mtp" else given.k
+        k = min(given.k, peer.head.num_mtp_layers) if method == "mtp" and peer.head else given.k
         drafter = None if method == "greedy" else method
         for name, prompt in prompts.items():
             request, theirs = Request(prompt, given.tokens, drafter, k), (method, prompt)
@@ -224,7 +227,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--llama", nargs="+", choices=llama_peer.TYPES, help="(as --dtype)")
     options.add_argument("--passes", action="store_true", help="leave generate() out")
     given = options.parse_args(arguments)
-    is_demo = given.shape == "demo"
+    is_demo = given.shape in bench.EMBEDDED
     if is_demo and given.context or given.kinds and not is_demo:
         options.error("--context goes with a random --shape, and --kinds with the demo prompts")
     context = given.context or (300 if is_demo else 64)
@@ -233,7 +236,7 @@ def main(arguments: list[str] | None = None) -> None:
         size = {"max_running": 2, "max_model_len": length}
         kind = {"dtype": given.dtype, "quantize": given.quantize}
         engine = bench.load_engine(model=folder, fixed_k=True, **kind, **size)
-        peer = Peer(folder, given.dtype, engine.target.model.device, given.k, is_demo)
+        peer = Peer(folder, given.dtype, engine.target.model.device, given.k, given.shape)
     text = pattern(engine.target.vocab_size, context)
     if is_demo:
         kinds = bench.demo_prompts(engine.target.tokenizer, given.kinds)

@@ -324,6 +324,22 @@ def soft_cross_entropy(logits: Tensor, probs: Tensor) -> Tensor:
     return -(probs * torch.log_softmax(logits, -1)).sum(-1).mean()
 
 
+def distillation_loss(
+    student: PreTrainedModel, teacher: PreTrainedModel, ids: Tensor, share: float
+) -> Tensor:
+    """`share` of it is cross-entropy against the frozen teacher, the rest against the text.
+
+    Every other position is judged, as for the MTP head.
+    """
+    judged = slice(int(ids[0, 0]) % 2, None, 2)
+    with torch.no_grad():
+        hidden = hidden_states(teacher, ids[:, :-1])[:, judged]
+        probs = torch.softmax(logits_of(teacher, hidden), -1)
+    logits = logits_of(student, hidden_states(student, ids[:, :-1])[:, judged])
+    hard = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:][:, judged].flatten())
+    return share * soft_cross_entropy(logits, probs) + (1 - share) * hard
+
+
 class UnrolledKeys:
     """What the head's attention sees at draft step k: the true rows, then its own earlier steps.
 
@@ -359,9 +375,8 @@ def mtp_losses(head: MtpModel, target: PreTrainedModel, ids: Tensor) -> list[Ten
     diagonal = torch.full((length, length), float("-inf")).fill_diagonal_(0.0)
     for k in range(1, steps + 1):
         embeds = head.embed_tokens(ids[:, k : k + length])
-        rope = head.rotary_emb(
-            embeds, torch.arange(k, k + length)[None], layer_type="full_attention"
-        )
+        kind = {"layer_type": "full_attention"} if head.has_per_layer_rope else {}
+        rope = head.rotary_emb(embeds, torch.arange(k, k + length)[None], **kind)
         state = head.layers[0](
             embeds, state, position_embeddings=rope, attention_mask=mask[None, None],
             position_ids=None, past_key_values=keys,
@@ -626,10 +641,14 @@ def train_target(corpus: Corpus, size: Size, args: argparse.Namespace) -> Traine
 
 
 def train_head(
-    target: PreTrainedModel, corpus: Corpus, size: Size, args: argparse.Namespace
+    target: PreTrainedModel,
+    corpus: Corpus,
+    size: Size,
+    args: argparse.Namespace,
+    head: MtpModel | None = None,
 ) -> Trainer:
-    """The frozen target's MTP head, trained if its stage was asked for."""
-    head = MtpModel(target, 1)
+    """The frozen target's MTP head, new or `head`, trained if its stage was asked for."""
+    head = head or MtpModel(target, 1)
     head.requires_grad_(False).layers.requires_grad_(True)
     trainer = Trainer("mtp", head, args.work, size, args)
 
@@ -649,18 +668,8 @@ def train_draft(
     draft = Qwen3ForCausalLM(draft_config(size))
     draft.config._attn_implementation = "train"
     trainer = Trainer("draft", draft, args.work, size, args)
-
-    def distil(ids: Tensor) -> Tensor:
-        judged = slice(int(ids[0, 0]) % 2, None, 2)  # every other position, as for the MTP head
-        with torch.no_grad():
-            hidden = hidden_states(target, ids[:, :-1])[:, judged]
-            probs = torch.softmax(logits_of(target, hidden), -1)
-        logits = logits_of(draft, hidden_states(draft, ids[:, :-1])[:, judged])
-        hard = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:][:, judged].flatten())
-        return 0.7 * soft_cross_entropy(logits, probs) + 0.3 * hard
-
     if args.stage in ("all", "draft"):
-        trainer.run(corpus, distil)
+        trainer.run(corpus, lambda ids: distillation_loss(draft, target, ids, 0.7))
     return trainer
 
 

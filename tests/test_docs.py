@@ -74,7 +74,7 @@ def test_each_step_of_the_lesson_writes_the_same_text(monkeypatch, capsys):
 
 
 def test_the_lesson_s_command_extracts_the_blocks():
-    (command,) = blocks(read("docs/lesson.md"), "bash")
+    command, _ = blocks(read("docs/lesson.md"), "bash")
     extract = command.split(" > ")[0]
     found = subprocess.check_output(["bash", "-c", extract], cwd=ROOT, text=True)
     assert found == "".join(blocks(read("docs/lesson.md"), "python"))

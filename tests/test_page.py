@@ -473,6 +473,35 @@ def test_characters_of_several_tokens_and_special_tokens_keep_the_text_whole(pag
     run(page)
     assert text_of(page, "#text .tokens") == "café!<|end|>"  # which has no text but its name
     assert counts(page, "#text .tokens .token") == [5]
+    assert counts(page, "#picture .cache", "#picture .states") == [1, 0]  # no layer keeps a state
+
+
+@pytest.mark.parametrize("width", [WIDE, NARROW], ids=["wide", "narrow"])
+def test_the_states_of_a_hybrid_go_back_beside_the_cache(open_page, width):
+    def states(begin, end, stepped):
+        return {"layers": 6, "from": begin, "to": end, "stepped": stepped}
+
+    judged = {"p": 0.1, "q": 0.4, "u": 0.9}
+    cycles = [
+        event(0, [("a", "bonus")], 0, recurrent=states(5, 5, 0)),
+        event(1, [(" b", "accepted"), (" c", "recovered")], 5, proposals=[0, 7, 8], cached=[9, 7],
+              texts={"0": " b", "1": " c", "7": " x", "8": " y"}, recurrent=states(9, 7, 2),
+              rejected={"id": 7, "kind": "rejected"} | judged),
+        event(2, [(" d", "accepted"), (" e", "bonus")], 7, recurrent=states(9, 9, 0)),
+    ]  # fmt: skip
+    page = open_page(viewport=width)
+    mock(page, cycles)
+    run(page)
+    row = page.locator("#picture .states")
+    assert text_of(page, "#picture .states .cell") == "after ␣d"  # all was accepted
+    page.locator("#back").click()
+    page.locator("#cycle-count", has_text="1 of 2").wait_for()
+    assert row.locator(".cell").all_text_contents() == ["after ␣y", "after ␣b"]
+    assert text_of(page, "#picture .states .tail") == "after ␣y"
+    assert "of 6 layers, 2 tokens stepped again" in row.text_content()
+    assert row.evaluate("row => row.scrollWidth <= row.clientWidth")
+    row.locator("button").focus()
+    assert "one state, which every token changes" in text_of(page, "#popup")
 
 
 def test_step_advances_exactly_one_cycle_and_run_on_shows_the_rest(page, port):
@@ -1266,19 +1295,6 @@ def test_refusals_are_told_in_words(page, complaints, status, error, headers, wo
     expect_failed_load(complaints, str(status))
 
 
-def test_a_key_that_is_entered_does_not_repeat_the_run_that_is_made_meanwhile(page):
-    """The page asks the server anew, and by then its address tells of that run."""
-    sent, held = [], []
-    page.on("request", lambda request: sent.append(request.method))
-    page.route("**/prompts", lambda route: held.append(route))
-    run(page, **COLOURS | {"key": "any"})
-    assert sent.count("POST") == 1 and len(held) == 1 and "prompt=" in page.url
-    with page.expect_response("**/prompts"):
-        held[0].continue_()
-    page.wait_for_timeout(200)
-    assert sent.count("POST") == 1
-
-
 def test_an_api_key_is_asked_for_sent_and_kept_in_memory_only(page, complaints):
     sent = []
 
@@ -1293,7 +1309,13 @@ def test_an_api_key_is_asked_for_sent_and_kept_in_memory_only(page, complaints):
     assert not page.locator("#key").is_visible()
     page.locator("#run").click()
     page.locator("#key").wait_for()
+    held = []  # with a key the page asks anew, and gets the last answer after the run
+    page.route("**/prompts", lambda route: held.append(route))
     run(page, **COLOURS | {"key": "secret"})
+    assert "prompt=" in page.url
+    with page.expect_response("**/prompts"):
+        held.pop().continue_()
+    page.wait_for_timeout(200)  # it might repeat the run that its address tells of
     assert sent == [None, "Bearer secret"] and counts(page, "#error p") == [0]
     kept = page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]")
     assert kept == [0, 0, ""] and "secret" not in page.url

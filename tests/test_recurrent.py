@@ -52,6 +52,14 @@ def fed(target, row, tokens):
     return target.forward([row], [tokens], [len(tokens)]).logits[0]
 
 
+def intercept(monkeypatch, layer, name, function):
+    """Put a function in the place of a layer's, whether its module calls it or a fused block."""
+    monkeypatch.setattr(layer, name, function)
+    if layer._ours is not None:
+        called = "causal_conv1d_fn" if name == "convolve" else layer._rule.name
+        monkeypatch.setitem(layer._ours.__func__.__globals__, called, function)
+
+
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_a_token_has_the_same_bits_however_it_is_computed(target, family):
     compared, differing = compare_forwards(target(family), 8, Random(4))
@@ -83,12 +91,8 @@ def test_a_forward_that_fails_in_a_layer_leaves_no_trace(target, family, row, mo
     for opened, held in ((row, 20), (other, 30)):
         model.cache.truncate(opened, held)
     broken = model.cache.recurrent[-1]
-    name = "_scan" if broken._rule else "_convolve"
-    for mend in ("_convolve", name):
-        fail = lambda *_, **__: 1 / 0  # noqa: E731
-        ours = broken._ours.__func__.__globals__
-        called = "causal_conv1d_fn" if mend == "_convolve" else broken._rule.name
-        monkeypatch.setitem(ours, called, fail)
+    for name in ("convolve", "scan" if broken._rule else "convolve"):
+        intercept(monkeypatch, broken, name, lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model.forward([row, other], [[1, 2, 3, 4], [5]], [4, 1])
         monkeypatch.undo()
@@ -170,18 +174,18 @@ def test_a_call_of_many_forwards_that_fails_is_done_again(target, family, row, m
     model.cache.truncate(row, 0)
     fed(model, row, TEXT[:20])
     monkeypatch.setattr(model.shapes, "rows", (8,))
-    convolve, calls = layer._convolve, []
+    convolve, calls = layer.convolve, []
 
     def fail(*args, **options):
         calls.append(len(layer._marks[row]))
         return convolve(*args, **options) if len(calls) % 12 else 1 / 0
 
-    monkeypatch.setitem(layer._ours.__func__.__globals__, "causal_conv1d_fn", fail)
+    intercept(monkeypatch, layer, "convolve", fail)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             fed(model, row, TEXT[20:230])
         model.cache.truncate(row, 20)
-    monkeypatch.setitem(layer._ours.__func__.__globals__, "causal_conv1d_fn", convolve)
+    intercept(monkeypatch, layer, "convolve", convolve)
     assert torch.equal(fed(model, row, TEXT[20:230])[-1], expected) and max(calls) <= 6
 
 

@@ -64,6 +64,7 @@ export class Picture {
       this.#from(n + 1, "lit", element("p.beam", read)),
       this.#cache(cycle, cycles.flatMap(({ tokens }) => tokens.map(({ kind }) => kind))),
     );
+    if (cycle.recurrent) this.#box.append(this.#states(cycle));
     this.show(Infinity);
   }
   /** Show the first `phase` phases of phasesOf(cycle). Where they are played, they move. */
@@ -147,5 +148,20 @@ export class Picture {
     const label = `The KV cache holds ${before} tokens before the cycle, `
       + `${verified} after the verify, ${kept} after the truncation`;
     return element("div.cache", { role: "group", "aria-label": label }, ...cells);
+  }
+  /** What layers hold that keep a state: of all that was read, then of what stays. */
+  #states(cycle) {
+    const { before, cached: [verified, kept], fed, pending, prompt, recurrent: { layers, stepped } } = cycle;
+    const [read, cut] = [cycle.proposals.length + 1, phasesOf(cycle).length];
+    const after = (token) => element("span.cell.new",
+      `after ${visible(token?.text ?? prompt.tail.at(-1) ?? "")}`);
+    const last = this.#from(read, "on", after(fed.at(-1) ?? pending));
+    const stays = after(fed[placesOf(cycle)[kept - before - 2]] ?? pending);
+    const again = stepped ? `, ${counted(stepped, "token")} stepped again` : "";
+    this.#from(cut, kept < verified ? "tail" : "accepted", last);
+    stays.classList.add("accepted", "later");
+    const back = kept < verified ? [this.#later(cut, "span", "→"), this.#from(cut, "on", stays)] : [];
+    return element("div.cache.states", explained("state", "Recurrent state"), last, ...back,
+      this.#later(cut, "span.more", `of ${counted(layers, "layer")}${again}`));
   }
 }

@@ -21,6 +21,8 @@ const WORDS = {
     + "reading the weights takes longest.",
   cache: "The KV cache keeps each read token’s keys and values, so that a pass has to read the new "
     + "tokens only. To truncate it is to lower a length.",
+  state: "Some layers keep no keys but one state, which every token changes; it has no earlier version, so "
+    + "the one from before the pass was kept, and steps again through the tokens that stay.",
   rule: "How drafts of sampled text are judged. Coupled: drafter and target add the same noise, and a draft "
     + "is kept if the target lands on it, too; a seed’s text is plain decoding’s, whatever is drafted. "
     + "Rejection: a draft is kept with the chance p / q; only the distribution is plain decoding’s.",

@@ -18,6 +18,7 @@ export function readCycle(event, previous) {
     rejected: event.rejected && named(event.rejected),
     distributions: (event.distributions ?? []).map((entries) => entries.map(named)),
     cached: event.cached,
+    recurrent: event.recurrent ?? null, // how far the states of recurrent layers go back
     controller: event.controller ?? null,
     ms: event.ms,
     text: event.text,

@@ -1,0 +1,108 @@
+"""The embedded hybrid: six layers keep states, two attend, and an MTP head drafts.
+
+test_recurrent.py has the families, and what a rollback leaves in one layer.
+"""
+
+import pytest
+import speculative_decoding as core
+import torch
+from conftest import ROOT, WAYS, run
+
+from fastpath.recurrent import GatedDelta
+from serving import answers, faults
+from serving.worker import Worker
+
+FOLDER = str(ROOT / "demo_models/hybrid")
+OPTIONS = core.Options(
+    model="hybrid", draft_model=str(ROOT / "demo_models/draft"), fixed_k=True, compile=False,
+    suffix_cache=0,
+)  # fmt: skip
+DRAFTERS = ("mtp", "ngram", "suffix", "draft_model")
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return core.load_engine(OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def alone(engine, prompts):
+    """Plain decoding, by the way that tokens are chosen and by prompt."""
+
+    def decode(prompt, way):
+        fields = {"sampling": core.Sampling(), "seed": 0} | WAYS[way]
+        return core.plain_decode(engine.target, prompt, 90, engine.eos_ids, **fields)
+
+    return {way: [decode(p, way) for p in three(prompts)] for way in WAYS}
+
+
+def three(prompts):
+    """Of different lengths, so that what stands side by side is ragged."""
+    return list(prompts.values())[:3]
+
+
+def test_it_is_found_by_name_and_health_says_what_it_is(engine):
+    assert set(engine.panel.drafters) == set(DRAFTERS)
+    health = answers.health(engine, Worker(engine, OPTIONS), OPTIONS)
+    assert health["model"] == "hybrid" and health["bitwise_lossless"] is True
+    assert health["prefix_cache"] is None and len(engine.target.cache.recurrent) == 6
+
+
+def test_its_fused_blocks_compute_what_transformers_computes(engine, prompts, reference):
+    """Within 1e-4 of the largest logit, at the end of a text and of drafts that are refused."""
+    target, text = engine.target, list(prompts.values())[0] * 8
+    assert target.fast.way == "its blocks fused in Python"
+    assert engine.panel.drafters["mtp"]._fused is not None
+    with torch.inference_mode():
+        expected = reference(FOLDER)(torch.tensor([text])).logits[0, -12:]
+    row, found = target.cache.open_row(len(text)), []
+    target.forward([row], [text[:-12]], [1])
+    for at in range(len(text) - 12, len(text), 3):
+        found += target.forward([row], [[*text[at : at + 3], 7, 8, 9]], [6]).logits[0][:3]
+        target.cache.keep(row, 5, range(2))
+    target.cache.close_row(row)
+    atol = 1e-4 * float(expected.abs().max())
+    torch.testing.assert_close(torch.stack(found), expected, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_every_drafter_writes_the_text_of_plain_decoding(engine, prompts, alone, drafter, way):
+    """Together, in one batch."""
+    requests = [core.Request(p, 90, drafter, 5, **WAYS[way]) for p in three(prompts)]
+    sequences = list(map(engine.open, requests))
+    try:
+        while running := [s for s in sequences if s.finish_reason is None]:
+            faults.step(engine, running)
+        assert [s.output for s in sequences] == alone[way]
+        counted = [s.statistics for s in sequences]
+        drafted, accepted = (
+            sum(getattr(s, name) for s in counted)
+            for name in ("num_draft_tokens", "num_accepted_draft_tokens")
+        )
+        assert 0 < accepted < drafted and not any(s.seat.warnings for s in sequences)
+    finally:
+        for s in sequences:
+            engine.close(s)
+
+
+@pytest.mark.parametrize("drafter", ["mtp", "ngram"])
+def test_a_trace_tells_how_far_the_states_go_back(engine, prompts, drafter, monkeypatch):
+    """And what it says that is stepped again is."""
+    steps, step = [], GatedDelta.step
+    monkeypatch.setattr(GatedDelta, "step", lambda *given: steps.append(1) or step(*given))
+    _, events = run(engine, three(prompts)[0], max_tokens=60, drafter=drafter)
+    read, begin = 0, 0
+    for event in events:
+        verified, kept = event["cached"]
+        again = kept - begin if event["step"] and kept < verified else 0
+        way = {"from": verified, "to": kept, "stepped": again}
+        assert event["recurrent"] == {"layers": 6} | way
+        read, begin = read + verified - begin + again, kept
+    assert len(steps) == 6 * (read - again)  # what the last cycle refused is not needed
+    assert any(event["recurrent"]["stepped"] for event in events)
+
+
+def test_a_target_without_states_tells_of_none(demo_engine):
+    _, events = run(demo_engine, [277, 480], max_tokens=4, drafter="ngram")
+    assert all(event["recurrent"] is None for event in events)
