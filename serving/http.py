@@ -228,7 +228,7 @@ def loading_app(options: Any) -> Flask:
     app = base_app(options)
     register_page(app, {})
     progress = Progress()
-    body = {"status": "loading", "model": model_id(options.model)}
+    body = {"status": "loading", "model": model_id(options.title)}
     app.add_url_rule("/health", view_func=lambda: (body | progress.as_dict(), 503))
 
     @app.before_request
@@ -297,7 +297,7 @@ def serve(load: Callable[[], Flask], port: int, options: Any) -> NoReturn:
     server = Server(front, check, options.host, port, num_threads, limit)
     server.start(at_end=lambda: ends.put(None))
     url = f"http://{options.host}:{port}"
-    say(f"loading {options.model}: until then {url} answers 503")
+    say(f"loading {options.title}: until then {url} answers 503")
     front.app = app = load()
     gc.collect()
     gc.freeze()  # what is loaded stays: looking through it for garbage would hold up all for 0.3 s

@@ -18,7 +18,8 @@ ROOMS: dict[str, set[str]] = {"messages": set()} | {
     "control": {"messages", "drafters"},
     "serving": {"messages", "drafters", "control"},
     "demo": {"messages", "control", "serving"},
-    CORE: {"messages", "fastpath", "drafters", "control", "serving", "demo"},
+    "engines": {"messages", "drafters", "control", "serving", "demo"},
+    CORE: {"messages", "fastpath", "drafters", "control", "serving", "demo", "engines"},
 }
 OURS = {*ROOMS, "speculative_decoding", "benchmarks", "tests", "conftest"}
 FILES = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
