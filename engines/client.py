@@ -165,11 +165,6 @@ class Exchange:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def is_taken(self) -> bool:
-        """Whether the engine has taken the request: the head of its answer says so."""
-        return self._status == 200
-
     def close(self) -> None:
         """Give the connection back; the engine ends a request whose client has gone."""
         self._socket.close()

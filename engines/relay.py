@@ -27,7 +27,7 @@ from serving.worker import FAILURES_TO_TELL, POLL_S, WAITING, WHY_NOT, Job, unav
 
 from .client import Client, Exchange, broke_off
 
-_HEAD_S = 5.0  # to wait for the engine's consent, before a stream of our own begins
+_FIRST_S = 1.0  # to wait for a first token before a stream of our own begins
 _BEHIND_S = 0.05
 
 
@@ -182,14 +182,15 @@ class RemoteJob(Job):
         return self.sequence.usage.get("prompt_tokens")
 
     def start(self) -> None:
-        """Send it now if there is a place, and wait for the engine's consent, if not for long.
+        """Send it now if there is a place, and wait for the first token, if not for long.
 
         So what the engine refuses is an error with a status, also where the answer is streamed.
         """
         try:
             if self._relay.enter(self, 0):
-                exchange, end = self._send(), time.monotonic() + _HEAD_S
-                while not exchange.is_taken and time.monotonic() < end:
+                self._send()
+                end = time.monotonic() + _FIRST_S
+                while not self._held and time.monotonic() < end:
                     self._check()
                     event = self._take(POLL_S)
                     self._held += [] if event is WAITING else [event]
@@ -236,10 +237,9 @@ class RemoteJob(Job):
                 self._check()
                 yield WAITING
 
-    def _send(self) -> Exchange:
+    def _send(self) -> None:
         self.began = self.heard = time.monotonic()
         self._exchange = self._relay.send(self.request)
-        return self._exchange
 
     def _take(self, timeout_s: float) -> Any:
         """An event, WAITING, or None at the end. Raises RequestError."""
