@@ -8,7 +8,6 @@ app.py puts them behind the routes. docs/engines.md says what such an engine can
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 from flask import Flask
 
@@ -26,10 +25,22 @@ def load(options: Options, own: Callable[[Options], Flask]) -> Flask:
     """
     if not options.engine:
         return own(options)
-    from . import app, client  # only who asks for an engine pays for it
+    from . import app, child, client  # only who asks for an engine pays for it
 
-    found: Any = client.Client(options.engine, os.environ.get(KEY_VARIABLE))
+    started = None if options.has_address else child.Child(options)
     try:
-        return app.create_app(client.Engine.ask(found), options)
+        if started:
+            started.wait()
+            config = child.speculative_config(options) or {}
+            drafting = config.get("method"), config.get("num_speculative_tokens")
+            engine = client.Engine.ask(started.client, *drafting)
+        else:
+            key = os.environ.get(KEY_VARIABLE)
+            engine = client.Engine.ask(client.Client(str(options.engine), key))
     except RequestError as error:
+        if started:
+            started.kill()
         raise StartError(f"cannot use --engine {options.engine}: {error}") from error
+    made = app.create_app(engine, options)
+    made.extensions["engine"] = started
+    return made

@@ -72,11 +72,12 @@ class _Handler(BaseHTTPRequestHandler):
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, port=0):
+        super().__init__(("127.0.0.1", port), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.seen = []  # what was asked for: (path, body, key)
-        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+        self.thread = threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True)
+        self.thread.start()
 
     def handle_error(self, *_):
         """A test that cuts a connection knows."""
@@ -92,11 +93,11 @@ class Replay(_Server):
     status: of a refusal with one line · pace: seconds between two pieces
     """
 
-    def __init__(self):
+    def __init__(self, port=0):
         self.told = json.loads(CONVERSATION.read_text("utf-8"))
         self.cut = self.hang = self.status = None
         self.pace, self.num_left, self.go_on = 0.0, 0, threading.Event()
-        super().__init__()
+        super().__init__(port)
 
     def answer(self, handler, body):
         self.note(handler, body)

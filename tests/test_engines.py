@@ -8,16 +8,30 @@ test against a vLLM that runs is marked `network`, as that has to be installed f
 
 import json
 import os
+import signal
 import socket
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from engine import CHAT, COLOURS, SAID, replaying
-from server import call, connect, events_of, health, is_error, serving, until, wait_until_taken
+from server import (
+    ROOT,
+    call,
+    connect,
+    events_of,
+    health,
+    is_error,
+    serving,
+    until,
+    wait_until_taken,
+)
 
-from engines import app, client
+from engines import app, child, client
 from serving.errors import RequestError
-from serving.options import Options
+from serving.loading import StartError
+from serving.options import Options, parse_arguments
 
 TEXT = " blue, red, green, blue, red, green,"
 LONG = SAID["long"][1]
@@ -267,6 +281,145 @@ def test_a_client_that_reads_slowly_slows_the_engine(replay):
         slow.close()
         until(lambda: health(server.port)["num_requests_running"] == 0)
         server.end_well()
+
+
+# ------------------------------------------------------------------------------- a child of ours
+
+_VLLM = """#!{python}
+import json, os, sys, time
+sys.path.insert(0, {tests!r})
+from engine import Replay
+print("loading the weights", flush=True)
+while not os.path.exists({gate!r}):
+    time.sleep(0.02)
+if os.path.getsize({gate!r}):
+    raise SystemExit("no such model")
+port = int(sys.argv[sys.argv.index("--port") + 1])
+with open({told!r}, "w") as file:
+    json.dump([os.getpid(), os.environ["VLLM_API_KEY"], sys.argv[1:]], file)
+Replay(port).thread.join()
+"""
+
+
+class Vllm:
+    """A program named vllm that replays, and starts serving when it is let."""
+
+    def __init__(self, folder):
+        self.program, self.gate, self.told = folder / "vllm", folder / "gate", folder / "told"
+        names = {"gate": str(self.gate), "told": str(self.told), "python": sys.executable}
+        self.program.write_text(_VLLM.format(tests=str(ROOT / "tests"), **names))
+        self.program.chmod(0o755)
+        self.arguments = ("--engine", str(self.program), "--model", str(folder))
+
+    @property
+    def pid(self):
+        return json.loads(self.told.read_text())[0]
+
+    def has_ended(self):
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return True
+        return Path(f"/proc/{self.pid}/stat").read_text().split()[2] == "Z"
+
+
+@pytest.fixture
+def vllm(tmp_path):
+    return Vllm(tmp_path)
+
+
+def test_a_vllm_of_ours_is_started_shown_and_ended(vllm):
+    with serving(*vllm.arguments, "--max-running", "5", wait=False) as server:
+        until(lambda: "loading the weights" in server.log())
+        status, _, body = call(server.port, "GET", "/health")
+        assert status == 503 and json.loads(body)["stage"] == "vllm: loading the weights"
+        vllm.gate.touch()
+        until(lambda: "serving on" in server.log())
+        body = health(server.port)
+        assert body["status"] == "ok" and body["drafters"] == ["ngram"]
+        _, key, words = json.loads(vllm.told.read_text())
+        assert key not in " ".join(words) and words[words.index("--host") + 1] == "127.0.0.1"
+        assert words[words.index("--max-num-seqs") + 1] == "5"
+        status, _, body = call(server.port, "POST", "/generate", SAID["plain"][1])
+        assert status == 200 and json.loads(body)["text"] == TEXT
+        server.end_well()
+        until(vllm.has_ended)
+
+
+def test_its_end_is_ours(vllm):
+    vllm.gate.touch()
+    with serving(*vllm.arguments) as server:
+        os.kill(vllm.pid, signal.SIGKILL)
+        assert server.exit_code() == 1
+        assert "vLLM has ended with status -9" in server.log()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a child of its parent's death")
+def test_it_ends_where_we_are_killed(vllm):
+    vllm.gate.touch()
+    with serving(*vllm.arguments) as server:
+        server.send(signal.SIGKILL)
+        until(vllm.has_ended)
+
+
+def test_its_failure_to_load_is_one_line(vllm):
+    vllm.gate.write_text("no")
+    with serving(*vllm.arguments, wait=False) as server:
+        assert server.exit_code() == 2
+        last = server.log().splitlines()[-1]
+        assert last.startswith("error: vLLM has ended with status 1 while loading")
+        assert last.endswith("no such model")
+
+
+K5 = {"num_speculative_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("given", "config"),
+    [
+        ({}, {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1} | K5),
+        ({"drafter": "suffix"}, {"method": "suffix"} | K5),
+        ({"drafter": "suffix", "suffix_cache": 0},
+         {"method": "suffix", "suffix_decoding_max_cached_requests": 0} | K5),
+        ({"draft_model": "D"}, {"method": "draft_model", "model": "D"} | K5),
+        ({"drafter": "eagle3", "eagle3": "E"}, {"method": "eagle3", "model": "E"} | K5),
+        ({"drafter": "dflash", "dflash": "F"}, {"method": "dflash", "model": "F"} | K5),
+        ({"drafter": "mtp"}, {"method": "mtp"} | K5),
+        ({"drafter": "none"}, None),
+    ],
+)  # fmt: skip
+def test_a_drafter_is_written_as_vllm_has_it(given, config):
+    assert child.speculative_config(Options(model="T", **given)) == config
+
+
+@pytest.mark.parametrize("drafter", ["self_int8", "tree", "draft_model", "mine.py:Mine"])
+def test_a_drafter_that_vllm_has_not_is_refused(drafter):
+    with pytest.raises(StartError, match="vllm|vLLM"):
+        child.speculative_config(Options(model="T", drafter=drafter))
+
+
+def test_the_command_line_is_translated(monkeypatch, capsys):
+    words = ["--port", "5000", "--engine", "vllm", "--model", "T", "--tensor-parallel-size", "2"]
+    _, options = parse_arguments("", [*words, "--max-model-len", "99", "--", "--seed", "1"])
+    assert options.max_running == 64
+    line = " ".join(child.command(options, 8000))
+    assert line.startswith("vllm serve T --served-model-name T --host 127.0.0.1 --port 8000 ")
+    assert line.endswith("--max-model-len 99 --tensor-parallel-size 2 --seed 1")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--engine", "vllm"], ["--port", "1", "--engine", "ollama"],
+        ["--port", "1", "--engine", "http://"], ["--port", "1", "--tensor-parallel-size", "2"],
+        ["--port", "1", "--engine", "http://x:1", "--", "--seed", "1"],
+        ["--port", "1", "--engine", "vllm", "--quantize", "int8"], ["--port", "1", "--", "x"],
+    ],
+)  # fmt: skip
+def test_flags_that_do_not_go_together_are_one_line(words, capsys):
+    with pytest.raises(SystemExit):
+        parse_arguments("", words if "--port" in words else [*words, "--demo"])
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 # ----------------------------------------------------------------------------------- real vLLM
