@@ -96,16 +96,17 @@ class Replay(_Server):
     def __init__(self, port=0):
         self.told = json.loads(CONVERSATION.read_text("utf-8"))
         self.cut = self.hang = self.status = None
+        self.is_lenient = False  # whatever is generated, the last answer of that route is given
         self.pace, self.num_left, self.go_on = 0.0, 0, threading.Event()
         super().__init__(port)
 
     def answer(self, handler, body):
         self.note(handler, body)
-        found = [
-            turn
-            for turn in self.told["turns"]
-            if (turn["method"], turn["path"], turn["body"]) == (handler.command, handler.path, body)
-        ]
+        asked = handler.command, handler.path, body
+        found = [t for t in self.told["turns"] if (t["method"], t["path"], t["body"]) == asked]
+        if self.is_lenient and body:
+            found = [t for t in self.told["turns"] if t["path"] == handler.path and t["body"]]
+            found = [t for t in found if "out of vocabulary" not in t["pieces"][0]]
         if not found:
             return handler.say(404, [json.dumps({"error": {"message": f"not recorded: {body}"}})])
         if "completions" in handler.path and self.status:
