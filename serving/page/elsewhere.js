@@ -14,6 +14,7 @@ const silence = ({ name, version }) => `${name} ${version ?? ""} runs this model
 /** Hide what needs a trace, and the choices that the engine has made; say why. */
 export function hideTraces({ engine }) {
   for (const id of NEED_A_TRACE) byId(id).hidden = true;
+  for (const about of document.querySelectorAll(".kinds, #view-text .note")) about.hidden = true;
   for (const id of CHOSEN_BY_THE_ENGINE) byId(id).parentElement.hidden = true;
   write("cycle-says", silence(engine));
   write("story-label", `${silence(engine)} This cycle was recorded with another engine.`);
