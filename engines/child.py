@@ -143,6 +143,7 @@ class Child:
         )
         ends_with_us(self)
         threading.Thread(target=self._listen, name="engine's output", daemon=True).start()
+        threading.Thread(target=self._watch, name="engine's end", daemon=True).start()
 
     def wait(self) -> None:
         """Until it answers. Raises StartError if it ends before."""
@@ -162,7 +163,7 @@ class Child:
             raise
 
     def _listen(self) -> None:
-        """Show what it says while it loads, then its faults alone; at its end tell of it."""
+        """Show what it says while it loads, then its faults alone."""
         for line in self._process.stdout:
             text = line.decode(errors="replace").rstrip()
             if not text:
@@ -173,17 +174,25 @@ class Child:
                 say(text)
             elif " ERROR " in text or " CRITICAL " in text:
                 LOG.warning("vllm: %s", text[:1000])
+
+    def _watch(self) -> None:
+        """Tell of its end. Not by that of its output: its own children hold that open, too."""
         status = self._process.wait()
         if self._is_ready and not self._is_ending:
             self.has_died = True
-            LOG.error("vLLM has ended with status %d: %s", status, "; ".join(self._said)[-1000:])
+            self._signal(signal.SIGKILL)  # they would go on without it
+            said = "; ".join(list(self._said))[-1000:]
+            LOG.error("vLLM has ended with status %d: %s", status, said)
             self.at_death()
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
 
     def kill(self) -> None:
         """End it and what it has started: in order, or at once after a while."""
         self._is_ending = True
         for number, wait_s in ((signal.SIGTERM, _END_S), (signal.SIGKILL, 1.0)):
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, number)
+            self._signal(number)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(wait_s)

@@ -286,7 +286,7 @@ def test_a_client_that_reads_slowly_slows_the_engine(replay):
 # ------------------------------------------------------------------------------- a child of ours
 
 _VLLM = """#!{python}
-import json, os, sys, time
+import json, os, subprocess, sys, time
 sys.path.insert(0, {tests!r})
 from engine import Replay
 print("loading the weights", flush=True)
@@ -294,9 +294,10 @@ while not os.path.exists({gate!r}):
     time.sleep(0.02)
 if os.path.getsize({gate!r}):
     raise SystemExit("no such model")
+own = subprocess.Popen(["sleep", "60"])  # as vLLM has, with the same output
 port = int(sys.argv[sys.argv.index("--port") + 1])
 with open({told!r}, "w") as file:
-    json.dump([os.getpid(), os.environ["VLLM_API_KEY"], sys.argv[1:]], file)
+    json.dump([os.getpid(), os.environ["VLLM_API_KEY"], sys.argv[1:], own.pid], file)
 Replay(port).thread.join()
 """
 
@@ -315,12 +316,14 @@ class Vllm:
     def pid(self):
         return json.loads(self.told.read_text())[0]
 
-    def has_ended(self):
+    def has_ended(self, number=0):
+        """Whether it has; with 3, the process that it has started."""
+        pid = json.loads(self.told.read_text())[number]
         try:
-            os.kill(self.pid, 0)
+            os.kill(pid, 0)
         except ProcessLookupError:
             return True
-        return Path(f"/proc/{self.pid}/stat").read_text().split()[2] == "Z"
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
 
 
 @pytest.fixture
@@ -337,13 +340,13 @@ def test_a_vllm_of_ours_is_started_shown_and_ended(vllm):
         until(lambda: "serving on" in server.log())
         body = health(server.port)
         assert body["status"] == "ok" and body["drafters"] == ["ngram"]
-        _, key, words = json.loads(vllm.told.read_text())
+        _, key, words, _ = json.loads(vllm.told.read_text())
         assert key not in " ".join(words) and words[words.index("--host") + 1] == "127.0.0.1"
         assert words[words.index("--max-num-seqs") + 1] == "5"
         status, _, body = call(server.port, "POST", "/generate", SAID["plain"][1])
         assert status == 200 and json.loads(body)["text"] == TEXT
         server.end_well()
-        until(vllm.has_ended)
+        until(lambda: vllm.has_ended() and vllm.has_ended(3))
 
 
 def test_its_end_is_ours(vllm):
@@ -352,6 +355,7 @@ def test_its_end_is_ours(vllm):
         os.kill(vllm.pid, signal.SIGKILL)
         assert server.exit_code() == 1
         assert "vLLM has ended with status -9" in server.log()
+        until(lambda: vllm.has_ended(3))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a child of its parent's death")
