@@ -37,7 +37,7 @@ LOG = logging.getLogger("serving.engine")
 PROGRESS = logging.getLogger("serving.progress")
 
 _POLL_S = 0.25
-_LAST_WORDS = 12  # lines that a failure is told with
+_LAST_WORDS = 3  # lines that a failure is told with
 _END_S = 5.0  # to end in order
 # PR_SET_PDEATHSIG is 1. A parent that has ended before that sends no signal.
 _LAUNCH = """
@@ -150,7 +150,7 @@ class Child:
         try:
             while True:
                 if self._process.poll() is not None:
-                    words = "; ".join(line for line in list(self._said)[-3:])
+                    words = "; ".join(list(self._said)[-_LAST_WORDS:])
                     status = self._process.returncode
                     raise StartError(f"vLLM has ended with status {status} while loading: {words}")
                 with suppress(RequestError):
@@ -181,7 +181,7 @@ class Child:
         if self._is_ready and not self._is_ending:
             self.has_died = True
             self._signal(signal.SIGKILL)  # they would go on without it
-            said = "; ".join(list(self._said))[-1000:]
+            said = "; ".join(list(self._said)[-_LAST_WORDS:])[-1000:]
             LOG.error("vLLM has ended with status %d: %s", status, said)
             self.at_death()
 

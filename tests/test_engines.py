@@ -28,7 +28,7 @@ from server import (
     wait_until_taken,
 )
 
-from engines import app, child, client
+from engines import KEY_VARIABLE, app, child, client
 from serving.errors import RequestError
 from serving.loading import StartError
 from serving.options import Options, parse_arguments
@@ -432,7 +432,7 @@ def test_flags_that_do_not_go_together_are_one_line(words, capsys):
 @pytest.mark.network
 def test_a_vllm_that_runs_answers_as_the_recorded_one():
     url = os.environ["VLLM_URL"]
-    engine = client.Engine.ask(client.Client(url))
+    engine = client.Engine.ask(client.Client(url, os.environ.get(KEY_VARIABLE)))
     asked = app.create_app(engine, Options(max_running=8)).test_client()
     for name in ("plain", "streamed", "stopped"):
         path, body = SAID[name]
