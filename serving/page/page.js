@@ -110,7 +110,7 @@ function look(session) {
   session.text.flush();
   picture.clear();
   distribution.clear();
-  if (!health.engine) write("cycle-says", "Cycles are drawn here as they come.");
+  if (!health?.engine) write("cycle-says", "Cycles are drawn here as they come.");
   byId("warnings").replaceChildren();
   write("whole-text", "");
 }
@@ -120,7 +120,7 @@ const shown = {
     const { session } = run;
     if ("plain" in event) return race.add("plain", event.plain);
     if (!("step" in event)) return Object.assign(session, { answer: event });
-    if (health.engine) return session === latest[session.view] && session.text.write(event.text);
+    if (health?.engine) return session === latest[session.view] && session.text.write(event.text);
     const cycle = readCycle(event, session.cycles.at(-1) ?? null);
     session.cycles.push(cycle);
     if (session === latest[session.view]) session.text.add(cycle);
