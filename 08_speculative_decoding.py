@@ -38,6 +38,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 import demo
 import drafters
+import engines
 from control.controller import Controller
 from control.planner import FixedK, Planner
 from control.statistics import Statistics, Totals, now
@@ -684,14 +685,13 @@ def main(arguments: list[str] | None = None) -> int:
     def act() -> int:
         given, options = parse_arguments(__doc__.splitlines()[0], arguments)
         if given.port:
-            return http.serve(lambda: load_app(options), given.port, options)
+            return http.serve(lambda: engines.load(options, load_app), given.port, options)
         engine = load_engine(options)
         if given.prompt is None:
             return demo.show_demo(engine, options, plain_decode, given)
         is_chat = options.is_chat(engine.target.tokenizer)
         body = {"prompt": given.prompt, "stop": given.stop, "chat": is_chat}
-        demo.show_prompt(engine, parse_request(body, engine, options)[0], given.explain)
-        return 0
+        return demo.show_prompt(engine, parse_request(body, engine, options)[0], given.explain)
 
     return demo.exit_status(act)
 

@@ -91,10 +91,11 @@ def exit_status(act: Callable[[], int]) -> int:
 # ------------------------------------------------------------------------------ one prompt
 
 
-def show_prompt(engine: Any, wanted: Request, num_explained: int = 0) -> None:
+def show_prompt(engine: Any, wanted: Request, num_explained: int = 0) -> int:
     """One generation, streamed to the terminal with the origin of each token, then its figures.
 
     Of the first `num_explained` cycles, prefill included, every step is shown before the text.
+    Returns 0, the exit status.
     """
     if num_explained:
         for sequence, cycle in engine.generate(replace(wanted, trace=True)):
@@ -115,6 +116,7 @@ def show_prompt(engine: Any, wanted: Request, num_explained: int = 0) -> None:
         print(f"seed {wanted.seed}")
     for warning in finished.seat.warnings:
         print(f"warning: {warning}", file=sys.stderr)
+    return 0
 
 
 def has_colour() -> bool:

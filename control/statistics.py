@@ -96,6 +96,11 @@ class Statistics:
         return self.num_accepted_draft_tokens + self.num_recovered_tokens + self.num_bonus_tokens
 
     @property
+    def passes(self) -> int:
+        """All forwards of the target."""
+        return self.target_passes + self.prefills
+
+    @property
     def draft_acceptance_rate(self) -> float | None:
         return ratio(self.num_accepted_draft_tokens, self.num_draft_tokens)
 

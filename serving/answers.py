@@ -5,7 +5,7 @@ They read the core's sequences and engine, handed in; docs/api.md has examples o
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -81,10 +81,15 @@ def stream_answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> Iter
     Those of a comparison's plain decoding stand under "plain". It is measured several times, and
     the first time is shown.
     """
-    return failures_as_events(jobs, _events(jobs, notes, dtype))
+    return stream_events(jobs, lambda: answer(jobs, notes, dtype))
 
 
-def _events(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> Iterator[str]:
+def stream_events(jobs: list[Job], whole: Callable[[], dict[str, Any]]) -> Iterator[str]:
+    """The same; `whole` makes the answer once all jobs are done."""
+    return failures_as_events(jobs, _events(jobs, whole))
+
+
+def _events(jobs: list[Job], whole: Callable[[], dict[str, Any]]) -> Iterator[str]:
     for i, job in enumerate(jobs):
         for event in job:
             if i > 1 and event is not WAITING:
@@ -100,7 +105,7 @@ def _events(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> Iterator[s
             if "logprobs" in event:
                 shown["logprobs"] = event["logprobs"]
             yield sse(shown | text)
-    yield sse(answer(jobs, notes, dtype))
+    yield sse(whole())
 
 
 def failures_as_events(jobs: list[Job], events: Iterator[str]) -> Iterator[str]:
@@ -151,6 +156,7 @@ def health(engine: Any, worker: Worker, options: Options) -> dict[str, Any]:
     }
     return {
         "status": worker.status,
+        "engine": None,  # another one than this server's own
         "model": model_id(engine.target.name),  # not where its folder is
         "quantization": options.quantize,
         "compiled": bool(engine.target.fast and engine.target.fast.is_compiled),

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _CONVERSION = 1  # to be raised when folders come out differently
 _PART = ".part-"
 _under_way: list[Path] = []  # folders that are no use if this process ends
-_children: list[subprocess.Popen[str]] = []
+_children: list[Any] = []
 
 
 class NotFetched(ValueError):
@@ -170,6 +170,11 @@ def _fetch(entry: Entry, folder: Path) -> None:
             (work / entry.title).rename(folder)
         finally:
             _under_way.clear()
+
+
+def ends_with_us(process: Any) -> None:
+    """Have `process.kill()` called when this process ends."""
+    _children.append(process)
 
 
 def abandon() -> None:

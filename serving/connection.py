@@ -47,6 +47,7 @@ MAX_BODY_BYTES = 1 << 20
 MAX_HEAD_BYTES = 1 << 16
 REFUSAL = "serving.refusal"  # in the environ: the RequestError that the application has to raise
 CLIENT_LEFT = "serving.client_left"  # in the environ: tells whether nobody waits any more
+CLIENT_BEHIND = "serving.client_behind"  # whether an answer piles up, as its client reads slowly
 LOG = logging.getLogger(__name__)
 
 _MAX_FRAMING_BYTES = 1 << 16  # of a chunked body: sizes, extensions, trailers
@@ -303,6 +304,7 @@ class Connection(asyncio.Protocol):
             "REMOTE_ADDR": str((self.transport.get_extra_info("peername") or ("",))[0]),
             "wsgi.input": io.BytesIO(body),
             CLIENT_LEFT: lambda: self.has_left,
+            CLIENT_BEHIND: lambda: self.is_behind,
         }
         self._enter(State.ANSWER)
         is_quick = REFUSAL in self.environ or self.environ["REQUEST_METHOD"] in _QUICK

@@ -228,7 +228,7 @@ def loading_app(options: Any) -> Flask:
     app = base_app(options)
     register_page(app, {})
     progress = Progress()
-    body = {"status": "loading", "model": model_id(options.model)}
+    body = {"status": "loading", "model": model_id(options.title)}
     app.add_url_rule("/health", view_func=lambda: (body | progress.as_dict(), 503))
 
     @app.before_request
@@ -297,15 +297,21 @@ def serve(load: Callable[[], Flask], port: int, options: Any) -> NoReturn:
     server = Server(front, check, options.host, port, num_threads, limit)
     server.start(at_end=lambda: ends.put(None))
     url = f"http://{options.host}:{port}"
-    say(f"loading {options.model}: until then {url} answers 503")
+    say(f"loading {options.title}: until then {url} answers 503")
     front.app = app = load()
     gc.collect()
     gc.freeze()  # what is loaded stays: looking through it for garbage would hold up all for 0.3 s
+    engine = app.extensions.get("engine")  # a process of its own, if there is one
+    if engine:
+        engine.at_death = lambda: ends.put(None)
     say(f"serving on {url} (the page, POST /generate, /v1, GET /health)")
-    wait_for(ends)
-    if not server.has_died:
-        _drain(app.extensions["worker"], server, options.grace_period)
-    end(flush_log, 1 if server.has_died else 0)
+    if not (engine and engine.has_died):
+        wait_for(ends)
+    is_orphan = bool(engine and engine.has_died)
+    if not server.has_died:  # what an engine has left behind ends by itself, with an error
+        grace_s = _LAST_WORDS_S if is_orphan else options.grace_period
+        _drain(app.extensions["worker"], server, grace_s)
+    end(flush_log, 1 if server.has_died or is_orphan else 0)
 
 
 def wait_for(ends: "queue.SimpleQueue[None]") -> None:

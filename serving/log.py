@@ -145,11 +145,11 @@ def _write(
 
 def _figures(job: Job, arrived: float) -> dict[str, Any]:
     figures: dict[str, Any] = {"finish": job.finish, "drafter": job.request.drafter}
-    figures["prompt_tokens"] = len(job.request.prompt)
+    figures["prompt_tokens"] = job.num_prompt_tokens
     if s := job.sequence:
         figures |= {
             "tokens": len(s.output),
-            "passes": s.statistics.target_passes + s.statistics.prefills,
+            "passes": s.statistics.passes,
             "acceptance": s.statistics.draft_acceptance_rate,
         }
     for name, moment in {"queue_ms": job.began, "first_token_ms": job.first_token}.items():

@@ -13,6 +13,7 @@ Not covered: several choices or prompts in one request, tools, images, embedding
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from flask import Flask, Response, g
@@ -47,6 +48,7 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((["text"],), f'must be ["text"]: others are {_TEXT_ALONE}'),
 }
 Begin = Callable[[dict[str, Any]], tuple[list[Job], bool, list[str]]]
+Whole = Callable[[list[Job], list[str]], dict[str, Any]]
 Shape = Callable[[str, str | None, list[dict[str, Any]] | None], dict[str, Any]]
 
 
@@ -57,16 +59,39 @@ def register_openai(app: Flask, engine: Any, begin: Begin, max_tokens: int | Non
     on to the end of the context: its clients mostly name none, and want the whole answer.
     """
     target = engine.target
+
+    def read_chat(messages: Any, fields: dict[str, Any]) -> None:
+        """Put a conversation into the fields, as its ids."""
+        fields["prompt"] = chat_prompt(messages, target.tokenizer, target.max_length)
+        if max_tokens is None and fields.get("max_tokens") is None:
+            fields["max_tokens"] = max(1, target.max_length - len(fields["prompt"]))
+
+    def whole(jobs: list[Job], notes: list[str]) -> dict[str, Any]:
+        """What /generate would answer."""
+        return answer(jobs, notes, target.model.dtype)
+
+    register_routes(app, target, begin, whole, read_chat)
+
+
+def register_routes(
+    app: Flask, target: Any, begin: Begin, whole: Whole, read_chat: Callable[..., None]
+) -> None:
+    """Add the routes of whatever has a target's `name` and `max_length`.
+
+    `read_chat(messages, fields)` puts a conversation into the fields that `begin` gets, and `whole`
+    makes the answer of /generate, of which these routes take the figures.
+    """
     name = model_id(target.name)
     card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "local"}
     card["max_model_len"] = target.max_length
+    serve = partial(_serve, name, begin, whole)
 
     @app.post("/v1/completions")
     def completions() -> Response | dict[str, Any]:
         """Continue a prompt."""
         fields = _supported(read_body())
         fields["prompt"] = _single(fields.get("prompt"))
-        return _serve(target, begin, fields, "text_completion", _completion, _completion)
+        return serve(fields, "text_completion", _completion, _completion)
 
     @app.post("/v1/chat/completions")
     def chat() -> Response | dict[str, Any]:
@@ -75,11 +100,9 @@ def register_openai(app: Flask, engine: Any, begin: Begin, max_tokens: int | Non
         sent = {"prompt": "messages"}  # our name of a field -> the client's
         with _errors_name(sent):
             messages = fields.pop("messages", None)
-            fields["prompt"] = chat_prompt(messages, target.tokenizer, target.max_length)
             _translate_chat(fields, sent)
-            if max_tokens is None and fields.get("max_tokens") is None:
-                fields["max_tokens"] = max(1, target.max_length - len(fields["prompt"]))
-            return _serve(target, begin, fields, "chat.completion", _message, _delta)
+            read_chat(messages, fields)
+            return serve(fields, "chat.completion", _message, _delta)
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
@@ -112,11 +135,17 @@ def _routes(app: Flask) -> str:
 
 
 def _serve(
-    target: Any, begin: Begin, fields: dict[str, Any], kind: str, whole: Shape, part: Shape
+    name: str,
+    begin: Begin,
+    whole: Whole,
+    fields: dict[str, Any],
+    kind: str,
+    one: Shape,
+    part: Shape,
 ) -> Response | dict[str, Any]:
     """Begin the request, then answer when all is done, or stream it.
 
-    `whole` makes the choice of a whole answer, `part` that of a stream's chunk.
+    `one` makes the choice of a whole answer, `part` that of a stream's chunk.
     """
     options = fields.get("stream_options")
     jobs, is_stream, notes = begin(fields)
@@ -125,19 +154,18 @@ def _serve(
         "id": f"{prefix}-{g.id}",  # the X-Request-Id
         "object": kind_of_chunk if is_stream else kind,
         "created": int(time.time()),
-        "model": model_id(target.name),
+        "model": name,
     }
-    dtype = target.model.dtype
     if is_stream:
         with_usage = bool(options and options.get("include_usage"))
-        events = _chunks(jobs, head, part, lambda: _figures(jobs, notes, dtype), with_usage)
+        events = _chunks(jobs, head, part, lambda: _figures(whole(jobs, notes)), with_usage)
         return Response(failures_as_events(jobs, events), mimetype="text/event-stream")
     if not finish(jobs):
         return Response(status=499)  # nobody reads it
     s = jobs[0].sequence
     logprobs = None if s.request.logprobs is None else s.logprobs
-    choice = whole(s.text.text, s.finish_reason, logprobs)
-    return head | {"choices": [choice]} | _figures(jobs, notes, dtype)
+    choice = one(s.text.text, s.finish_reason, logprobs)
+    return head | {"choices": [choice]} | _figures(whole(jobs, notes))
 
 
 @contextmanager
@@ -192,9 +220,8 @@ def _single(prompt: Any) -> Any:
     return prompt
 
 
-def _figures(jobs: list[Job], notes: list[str], dtype: Any) -> dict[str, Any]:
+def _figures(body: dict[str, Any]) -> dict[str, Any]:
     """What stands beside the choices; the same as in /generate's answer."""
-    body = answer(jobs, notes, dtype)
     names = ("usage", "metrics", "timings", "warnings", "seed", "trace", "compare")
     return {name: body[name] for name in names if name in body}
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from drafters import NAMES
 from drafters.panel import PLAIN
@@ -17,6 +18,7 @@ from .errors import RequestError
 from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, check_fields
 
 KEY_VARIABLE = "SPECULATIVE_API_KEY"
+RUNNING_ELSEWHERE = 64  # requests at once in an engine that is not this server's own
 REMEMBERED = 50_000  # tokens of past outputs: 0.5 kB each
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -45,7 +47,7 @@ class Options:
     min_p: float = Sampling.min_p
     verification: str = Sampling.verification
     seed: int | None = None  # where a request names none: a new one by chance
-    max_running: int = 8
+    max_running: int = 8  # 64 with --engine
     max_queued: int = 64
     prefill_chunk: int = 256
     prefix_cache_mb: int = 512
@@ -68,6 +70,20 @@ class Options:
     dtype: str = "auto"
     device: str = "auto"
     quantize: str | None = None
+    engine: str | None = None  # vllm, a program of that name, or the address of one that runs
+    tensor_parallel_size: int | None = None  # of --engine vllm, as the next two
+    pipeline_parallel_size: int | None = None
+    engine_arguments: tuple[str, ...] = ()  # what follows --
+
+    @property
+    def has_address(self) -> bool:
+        """Whether the engine is one that runs already."""
+        return bool(self.engine) and self.engine.startswith(("http://", "https://"))
+
+    @property
+    def title(self) -> str:
+        """What is loaded, for those who wait for it."""
+        return str(self.engine) if self.has_address else self.model
 
     @property
     def sampling(self) -> Sampling:
@@ -225,7 +241,10 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "help": "rule for drafts of sampled text, where a request does not say",
     },
     "seed": {"type": int, "help": "where a request names none (default: by chance)"},
-    "max_running": {"type": between(1, 256), "help": "rows of the KV cache"},
+    "max_running": {
+        "type": between(1, 256),
+        "help": f"rows of the KV cache (default: 8; {RUNNING_ELSEWHERE} with --engine)",
+    },
     "max_queued": {"type": between(1, 1000), "help": "requests that may wait"},
     "prefix_cache_mb": {
         "type": between(0, 1 << 20),
@@ -268,6 +287,12 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "choices": ["int8"],
         "help": "weights of 8 bits: another model than the one in the file, smaller and faster",
     },
+    "engine": {
+        "metavar": "vllm|PROGRAM|URL",
+        "help": "have vLLM run the model: it is started, or one that runs at URL is used",
+    },
+    "tensor_parallel_size": {"type": _COUNT, "help": "of --engine vllm: devices for each layer"},
+    "pipeline_parallel_size": {"type": _COUNT, "help": "of --engine vllm: groups of layers"},
 }
 
 
@@ -277,14 +302,19 @@ def parse_arguments(
     """The command line, and the options in it. A mistake is one line on stderr and exit 2."""
     parser = Parser(description=description)
     _add_actions(parser)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    end = arguments.index("--") if "--" in arguments else len(arguments)
     for name, details in _FLAGS.items():
-        default = getattr(Options(), name)
+        default = None if name == "max_running" else getattr(Options(), name)
         default = list(default) if isinstance(default, tuple) else default
         shown = "" if default in (None, []) else " (default: %(default)s)"
         details = details | {"help": details["help"] + shown, "default": default}
         parser.add_argument(f"--{name.replace('_', '-')}", **details)
-    given = parser.parse_args(arguments)
+    given = parser.parse_args(arguments[:end])
+    given.engine_arguments = tuple(arguments[end + 1 :])
     _check(given, parser)
+    _check_engine(given, parser)
+    given.max_running = given.max_running or (RUNNING_ELSEWHERE if given.engine else 8)
     try:
         given.api_key = read_key(given.api_key, given.api_key_file, os.environ.get(KEY_VARIABLE))
     except (OSError, ValueError) as error:
@@ -364,3 +394,31 @@ def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         check_fields({name: getattr(given, name) for name in SAMPLING_FIELDS})
     except RequestError as error:
         parser.error(str(error))
+
+
+def _check_engine(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuse what another engine does not do, and what goes with one alone."""
+    own = (given.tensor_parallel_size, given.pipeline_parallel_size)
+    if given.engine is None:
+        if any(own) or given.engine_arguments:
+            what = "--tensor-parallel-size, --pipeline-parallel-size and what follows --"
+            parser.error(f"{what} go with --engine vllm")
+        return
+    if given.port is None:
+        parser.error("--engine goes with --port: the engine is served, not looked into")
+    if Options(engine=given.engine).has_address:
+        try:
+            parts = urlsplit(given.engine)
+            is_address = bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        except ValueError:
+            is_address = False
+        if not is_address:
+            parser.error(f"--engine {given.engine}: this is no address such as http://host:8000")
+        if any(own) or given.engine_arguments:
+            parser.error(f"{given.engine} runs already: give its options where it is started")
+    elif Path(given.engine).name != "vllm":
+        parser.error(f"--engine must be vllm, a program of that name or a URL, not {given.engine}")
+    for name in ("quantize", "compile", "fixed_k", "strict"):
+        if getattr(given, name):
+            flag = f"--{name.replace('_', '-')}"
+            parser.error(f"{flag} is for this server's own engine: it does not go with --engine")

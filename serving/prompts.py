@@ -152,14 +152,7 @@ def chat_prompt(messages: Any, tokenizer: Any, max_length: int) -> list[int]:
 
     Raises RequestError for messages that are none, and where there is no template.
     """
-    if not isinstance(messages, list) or not messages:
-        raise RequestError("messages must be a non-empty list", param="messages")
-    if len(messages) > _MAX_MESSAGES:
-        raise RequestError(
-            f"messages has {len(messages)} entries; at most {_MAX_MESSAGES} are read",
-            param="messages",
-        )
-    turns = [_turn(message, i) for i, message in enumerate(messages)]
+    turns = read_turns(messages)
     if not tokenizer.chat_template:
         raise RequestError(
             "this model's tokenizer has no chat template: use /v1/completions", param="messages"
@@ -170,6 +163,18 @@ def chat_prompt(messages: Any, tokenizer: Any, max_length: int) -> list[int]:
         text = _render(turns, tokenizer)
     # The template has written the special tokens already.
     return tokenize(text, tokenizer, max_length, add_special_tokens=False)
+
+
+def read_turns(messages: Any) -> list[dict[str, str]]:
+    """The messages of a conversation, each as {role, content}. Raises RequestError."""
+    if not isinstance(messages, list) or not messages:
+        raise RequestError("messages must be a non-empty list", param="messages")
+    if len(messages) > _MAX_MESSAGES:
+        raise RequestError(
+            f"messages has {len(messages)} entries; at most {_MAX_MESSAGES} are read",
+            param="messages",
+        )
+    return [_turn(message, i) for i, message in enumerate(messages)]
 
 
 def _render(turns: list[dict[str, str]], tokenizer: Any) -> str:

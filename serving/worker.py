@@ -33,9 +33,9 @@ WAITING = object()  # what a job yields while nothing happens
 LOG = logging.getLogger(__name__)
 PROGRESS = logging.getLogger("serving.progress")
 _END = object()
-_POLL_S = 0.1
+POLL_S = 0.1
 _WARM_UP_S = 0.5  # after so much nothing is run a second time
-_FAILURES_TO_TELL = 3  # requests in a row: one of them may be to blame itself
+FAILURES_TO_TELL = 3  # requests in a row: one of them may be to blame itself
 
 
 def unavailable(why: str) -> RequestError:
@@ -43,7 +43,7 @@ def unavailable(why: str) -> RequestError:
     return RequestError(why, status=503, code="unavailable")
 
 
-_WHY_NOT = {
+WHY_NOT = {
     "draining": "the server is shutting down",
     "dead": "the engine has stopped",
     "stuck": "the engine does not answer",
@@ -70,6 +70,10 @@ class Job:
     def cancel(self) -> None:
         """The client has gone: stop at the next cycle, or do not start."""
         self.cancelled = True
+
+    @property
+    def num_prompt_tokens(self) -> int | None:
+        return len(self.request.prompt)
 
     @property
     def takes_place(self) -> bool:
@@ -107,7 +111,7 @@ class Job:
                 self.failure = RequestError("the request took too long", status=504, code="timeout")
                 raise self.failure
             try:
-                item = self._items.get(timeout=_POLL_S)
+                item = self._items.get(timeout=POLL_S)
             except queue.Empty:
                 item = WAITING
             if item is _END:
@@ -166,7 +170,7 @@ class Worker:
         is_stuck = since is not None and time.monotonic() - since > self._options.stall_limit
         if is_stuck:
             return "stuck"
-        return "failing" if self._failures_in_a_row >= _FAILURES_TO_TELL else "ok"
+        return "failing" if self._failures_in_a_row >= FAILURES_TO_TELL else "ok"
 
     @property
     def uptime_s(self) -> float:
@@ -188,8 +192,8 @@ class Worker:
         Raises RequestError: 429 if the queue is full, 503 without an engine that works.
         """
         with self._changed:
-            if (status := self.status) in _WHY_NOT:
-                raise unavailable(_WHY_NOT[status])
+            if (status := self.status) in WHY_NOT:
+                raise unavailable(WHY_NOT[status])
             waiting = sum(job.takes_place for job in self._waiting)
             free = max(0, self._options.max_running - len(self._running))
             if waiting >= self._options.max_queued + free:
@@ -216,7 +220,7 @@ class Worker:
         self._thread.join(timeout_s)
         left = [*self._running, *self._waiting]
         for job in left:  # a stream that merely ends looks whole
-            job.end(unavailable(_WHY_NOT["draining"]))
+            job.end(unavailable(WHY_NOT["draining"]))
         return len(left)
 
     def _run(self) -> None:
@@ -245,7 +249,7 @@ class Worker:
             for job in self._running:
                 job.end(RequestError("the engine has stopped", status=500, code="engine_dead"))
             for job in self._waiting:
-                job.end(unavailable(_WHY_NOT["dead"]))
+                job.end(unavailable(WHY_NOT["dead"]))
             self._running, self._waiting = [], deque()
 
     def _step(self) -> None:

@@ -15,6 +15,7 @@ from itertools import pairwise
 from urllib.parse import urlencode
 
 import pytest
+from engine import replaying
 from server import ENDLESS as COUNTING
 from server import (
     ROOT,
@@ -1456,3 +1457,34 @@ def test_a_cycle_of_ones_own_can_be_seen_slowly(open_page):
 def test_the_status_is_polite_and_tokens_are_not_read_one_by_one(page):
     assert page.locator("#status").get_attribute("role") == "status"
     assert page.locator("#text .tokens").get_attribute("aria-live") is None  # not per token
+
+
+# ------------------------------------------------------------------------- another engine
+
+
+def test_what_another_engine_does_not_tell_is_said_and_not_drawn(open_page):
+    """The engine is a recorded vLLM; whatever is asked, it gives one of the recorded answers."""
+    with replaying() as replay, serving("--engine", replay.url) as server:
+        replay.is_lenient = True
+        page = open_page(server.port)
+        assert "vllm 0.32.0 runs this model" in page.locator("#story-label").inner_text()
+        for name in ("#race", "#step", "#drafter", "#tab-race", "#tab-try", "#tab-whatif"):
+            assert not page.locator(name).is_visible()
+        for _ in range(2):  # the second text takes the place of the first
+            page.locator("#run").click()
+            wait_for_status(page, "Finished (length): 6 tokens, 5 of 5 drafted ones accepted")
+            text = page.locator("#text").inner_text()
+            assert text.endswith(" hi\nassistant") and text.count("assistant") == 1
+        assert "It does not tell p, q, u" in page.locator("#cycle-says").inner_text()
+        page.locator("#tab-statistics").click()
+        assert page.locator("[data-figure='draft acceptance rate']").inner_text() == "1.00"
+        page.locator("#tab-model").click()
+        assert "vllm" in page.locator("#model-card").inner_text()
+        page.locator("#tab-chat").click()
+        page.locator("#message").fill("hi")
+        page.locator("#send").click()
+        page.locator(".answer", has_text="hi").wait_for()
+        wait_for_status(page, "Finished")
+        sent = [body for _, body, _ in replay.seen if body and "temperature" in body]
+        assert len(sent) == 3 and "messages" in sent[-1]
+        page.close()

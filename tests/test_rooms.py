@@ -18,7 +18,8 @@ ROOMS: dict[str, set[str]] = {"messages": set()} | {
     "control": {"messages", "drafters"},
     "serving": {"messages", "drafters", "control"},
     "demo": {"messages", "control", "serving"},
-    CORE: {"messages", "fastpath", "drafters", "control", "serving", "demo"},
+    "engines": {"messages", "drafters", "control", "serving", "demo"},
+    CORE: {"messages", "fastpath", "drafters", "control", "serving", "demo", "engines"},
 }
 OURS = {*ROOMS, "speculative_decoding", "benchmarks", "tests", "conftest"}
 FILES = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
@@ -63,9 +64,9 @@ def test_the_core_has_at_most_700_lines():
     assert (ROOT / f"{CORE}.py").read_text("utf-8").count("\n") <= 700
 
 
-def test_the_page_has_at_most_2810_lines():
+def test_the_page_has_at_most_2875_lines():
     files = [path for path in (ROOT / "serving" / "page").iterdir() if path.suffix != ".png"]
-    assert sum(path.read_text("utf-8").count("\n") for path in files if path.is_file()) <= 2810
+    assert sum(path.read_text("utf-8").count("\n") for path in files if path.is_file()) <= 2875
 
 
 def test_no_line_of_the_page_is_wider_than_110_columns():

@@ -20,7 +20,8 @@ export const entry = (name, value, more = "") => element("div", element("dt", na
   element("dd.figure", { "data-figure": name }, value), element("dd.formula", more));
 
 /** Draw the figures of a session, and all charts of it. */
-export function drawStatistics({ cycles, request }) {
+export function drawStatistics({ cycles, request, answer }) {
+  if (answer && !cycles.length) return drawTold(answer);
   const figures = figuresOf(cycles);
   byId("figures").replaceChildren(
     entry("tokens", figures.tokens, "accepted + recovered + bonus"),
@@ -43,6 +44,22 @@ export function drawStatistics({ cycles, request }) {
   write("controller-says", figures.controller ?? (request.fixed_k && request.drafter !== "none"
     ? "You named the drafter, so every cycle had the K that you asked for."
     : "It decided nothing: no run yet, plain decoding, or a server started with --fixed-k."));
+}
+
+/** Draw what another engine has told of a run; the rest it does not tell. */
+function drawTold({ usage, timings, metrics: { speculative_decoding: told } }) {
+  byId("figures").replaceChildren(
+    entry("tokens", usage.completion_tokens, "of the answer"),
+    entry("cycles with a draft", told.num_spec_steps ?? "–", "as the engine counts"),
+    entry("draft acceptance rate", short(told.draft_acceptance_rate), "accepted / drafted"),
+    entry("mean acceptance length", short(told.mean_acceptance_length), "1 + accepted / cycles with a draft"),
+    entry("time", milliseconds(timings.predicted_ms), "after the first token, as it came here"),
+  );
+  for (const id of ["chart-accepted", "chart-positions", "chart-time"]) {
+    byId(id).replaceChildren(element("p.note", "The engine does not tell this of one run."));
+  }
+  write("accepted-says", "");
+  write("controller-says", "The engine chooses; /health has its acceptance by position.");
 }
 
 /** A column for each cycle: what was drafted, and the accepted part of it. */

@@ -2,6 +2,7 @@
 // is a request of its own, with all turns before it put into the model's chat template.
 
 import { byId, element, enable, isOff, onPress } from "./elements.js";
+import { toldWords } from "./elsewhere.js";
 import { TokenText } from "./tokens.js";
 import { figuresOf } from "./trace.js";
 import { milliseconds, pace, short } from "./words.js";
@@ -56,8 +57,9 @@ class Answer {
     const end = !answer ? "Stopped here; it does not count as a turn."
       : answer.finish_reason === "stop" ? "The model ended its turn." : "Cut at the limit of tokens.";
     const figures = figuresOf(cycles);
-    this.#figures.textContent = `${pace(figures)}, acceptance ${short(figures.acceptanceRate)}, `
-      + `${milliseconds(figures.totalMs)}. ${end}`;
+    const told = cycles.length || !answer ? `${pace(figures)}, acceptance ${short(figures.acceptanceRate)}, `
+      + milliseconds(figures.totalMs) : toldWords(answer);
+    this.#figures.textContent = `${told}. ${end}`;
     if (answer) this.keep(answer.text);
     this.follow();
   }

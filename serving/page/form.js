@@ -15,6 +15,7 @@ const labelOf = (name) => byId(name).labels[0].textContent.trim();
 export class RequestForm {
   #demo = byId("demo-prompt");
   #prompt = byId("prompt");
+  #isElsewhere = false;
   prompts = {}; // by name
   constructor() {
     this.#demo.addEventListener("change", () => this.fill({ demo: this.#demo.value }));
@@ -37,7 +38,8 @@ export class RequestForm {
     this.fill({ demo: isChat || !(FIRST_PROMPT in prompts) ? names[0] : FIRST_PROMPT });
   }
   /** Offer the server's drafters, once, and the chat template if the model has one. */
-  offerDrafters({ drafters, drafter, chat_template, num_speculative_tokens }) {
+  offerDrafters({ drafters, drafter, chat_template, num_speculative_tokens, engine }) {
+    this.#isElsewhere = Boolean(engine); // which has chosen the drafter, and tells of no cycle
     byId("chat-field").hidden = !chat_template;
     if (byId("drafter").options.length) return;
     byId("drafter").append(...[...drafters, "none"].map((name) => element("option", name)));
@@ -62,13 +64,15 @@ export class RequestForm {
   request(isRace, messages = null) {
     const body = { prompt: messages ?? this.#prompt.value, stream: true, trace: true };
     if (!body.prompt.length) throw new ServerError("Write a prompt first.", { param: "prompt" });
+    if (this.#isElsewhere) delete body.trace;
     if (isRace) body.compare = true;
     if (messages || (!byId("chat-field").hidden && byId("chat").checked)) body.chat = true;
-    for (const name of CHOICES) if (byId(name).value) body[name] = byId(name).value;
+    const choices = this.#isElsewhere ? [] : CHOICES;
+    for (const name of choices) if (byId(name).value) body[name] = byId(name).value;
     if (body.drafter && body.drafter !== "auto") body.fixed_k = true;
     for (const name of NUMBERS) {
       const text = byId(name).value.trim().replace(",", ".");
-      if (text === "") continue;
+      if (text === "" || (this.#isElsewhere && name === "num_speculative_tokens")) continue;
       if (!NUMBER.test(text)) {
         throw new ServerError(`${labelOf(name)}: “${text}” is not a number.`, { param: name });
       }

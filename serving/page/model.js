@@ -18,6 +18,7 @@ const KINDS = {
 
 /** Draw both, from /health and the recorded story (null where it is another model's). */
 export function drawModel({ model, target, model_card: card, drafters, ...health }, story) {
+  if (!target) return drawElsewhere(model, health.engine, drafters);
   const vocabulary = `vocabulary ${target.vocabulary}, context ${target.context}`;
   const exact = "greedy and coupled text is plain decoding’s, checked at the start; "
     + "by the rule of rejection only the distribution is";
@@ -32,6 +33,14 @@ export function drawModel({ model, target, model_card: card, drafters, ...health
   );
   byId("drafters").replaceChildren(...drafters.map((name) => element("li", element("h3", name),
     element("p", KINDS[name] ?? "A drafter of your own."), element("p.note", costOf(name, story, target)))));
+}
+
+/** The same where another engine runs the model: it does not tell its weights or its costs. */
+function drawElsewhere(model, { name, version }, drafters) {
+  byId("model-card").replaceChildren(entry("model", model), entry("engine", name, version ?? ""));
+  const words = (drafter) => KINDS[drafter] ?? "A drafter that the engine was started with.";
+  byId("drafters").replaceChildren(...drafters.map((drafter) => (
+    element("li", element("h3", drafter), element("p", words(drafter))))));
 }
 
 function costOf(name, story, target) {

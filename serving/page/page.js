@@ -9,6 +9,7 @@
 import { drawStatistics } from "./charts.js";
 import { Chat } from "./chat.js";
 import { Distribution } from "./distribution.js";
+import { hideTraces, toldWords } from "./elsewhere.js";
 import { byId, element, enable, explained, isOff, mayMove, onPress, reveal, write } from "./elements.js";
 import { RequestForm } from "./form.js";
 import { Guide } from "./guide.js";
@@ -110,7 +111,7 @@ function look(session) {
   session.text.flush();
   picture.clear();
   distribution.clear();
-  write("cycle-says", "Cycles are drawn here as they come.");
+  if (!health?.engine) write("cycle-says", "Cycles are drawn here as they come.");
   byId("warnings").replaceChildren();
   write("whole-text", "");
 }
@@ -120,6 +121,7 @@ const shown = {
     const { session } = run;
     if ("plain" in event) return race.add("plain", event.plain);
     if (!("step" in event)) return Object.assign(session, { answer: event });
+    if (health?.engine) return session === latest[session.view] && session.text.write(event.text);
     const cycle = readCycle(event, session.cycles.at(-1) ?? null);
     session.cycles.push(cycle);
     if (session === latest[session.view]) session.text.add(cycle);
@@ -149,7 +151,8 @@ const shown = {
 
 function showAnswer({ answer, cycles, request }) {
   const { finish_reason: reason, seed, warnings } = answer;
-  say(`Finished (${reason}): ${pace(figuresOf(cycles))}, seed ${seed}.`);
+  const figures = cycles.length ? `${pace(figuresOf(cycles))}, seed ${seed}` : toldWords(answer);
+  say(`Finished (${reason}): ${figures}.`);
   write("whole-text", `The whole text: ${answer.text}`);
   byId("warnings").replaceChildren(...warnings.map((words) => element("li", words)));
   if (!request.compare) return;
@@ -366,6 +369,7 @@ async function askHealth() {
   const state = health.status === "ok" ? "" : ` (${health.status})`;
   write("server", `Target: ${health.model}${state}. Drafters: ${health.drafters.join(", ")}.`);
   form.offerDrafters(health);
+  if (health.engine) hideTraces(health);
   guide.drafters = health.drafters;
   byId("tab-chat").hidden = !health.chat_template;
   whatIf.add(fromHealth(health));

@@ -1,0 +1,46 @@
+"""Engines of others behind this server's interface: one that runs already, or one it starts itself.
+
+    --engine http://host:8000   relay.py sends requests there, client.py speaks HTTP with it
+    --engine vllm               the same, and child.py starts it and ends with it
+
+app.py puts them behind the routes. docs/engines.md says what such an engine can and cannot do.
+"""
+
+import os
+from collections.abc import Callable
+
+from flask import Flask
+
+from serving.errors import RequestError
+from serving.loading import StartError
+from serving.options import Options
+
+KEY_VARIABLE = "SPECULATIVE_ENGINE_KEY"  # which an engine at an address asks for
+
+
+def load(options: Options, own: Callable[[Options], Flask]) -> Flask:
+    """The application in front of the engine that was asked for; `own` makes that of this server's.
+
+    Raises RequestError if an engine does not answer as one.
+    """
+    if not options.engine:
+        return own(options)
+    from . import app, child, client  # only who asks for an engine pays for it
+
+    started = None if options.has_address else child.Child(options)
+    try:
+        if started:
+            started.wait()
+            config = child.speculative_config(options) or {}
+            drafting = config.get("method"), config.get("num_speculative_tokens")
+            engine = client.Engine.ask(started.client, *drafting)
+        else:
+            key = os.environ.get(KEY_VARIABLE)
+            engine = client.Engine.ask(client.Client(str(options.engine), key))
+    except RequestError as error:
+        if started:
+            started.kill()
+        raise StartError(f"cannot use --engine {options.engine}: {error}") from error
+    made = app.create_app(engine, options)
+    made.extensions["engine"] = started
+    return made

@@ -1,0 +1,362 @@
+"""The routes of this server with another engine behind them.
+
+    create_app(engine, options) → Flask: POST /generate, /v1, GET /health, /metrics and the page
+
+Requests are checked as ever. What the engine cannot do is refused in a sentence, and what it cannot
+tell is null.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import prometheus_client
+from flask import Flask, Response, g, request
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector, CollectorRegistry
+
+import demo
+from control.statistics import FORMULAS, ratio
+from drafters.panel import PLAIN
+from messages import Request, Sampling
+from serving.answers import stream_events
+from serving.connection import CLIENT_BEHIND
+from serving.errors import RequestError
+from serving.http import base_app, finish, read_body
+from serving.metrics import CONTENT_TYPE
+from serving.openai import register_routes
+from serving.options import Options
+from serving.page import register_page
+from serving.parsing import SAMPLING_FIELDS, parse_fields
+from serving.prompts import is_text, read_turns
+
+from .client import PER_POSITION, Engine
+from .relay import Relay, RemoteJob, Told, Wanted
+
+_QUESTION_S = 2.0  # for the engine to say how it is
+_BY_POSITION = "the engine does not count drafts by position"
+_FORMULAS = FORMULAS | {
+    "num_draft_tokens": "drafted tokens, as the engine counts them",
+    "acceptance_rate_per_position": f"position i accepted / drafts; {_BY_POSITION}",
+    "conditional_acceptance_rate_per_position": f"i accepted / i - 1 accepted; {_BY_POSITION}",
+}
+_COUNTERS = {  # ours -> the engine's, and what they count
+    "spec_decode_num_drafts": "drafts that were verified",
+    "spec_decode_num_draft_tokens": "tokens drafted",
+    "spec_decode_num_accepted_tokens": "drafted tokens accepted",
+    "generation_tokens": "tokens generated",
+    "prefix_cache_queries": "tokens of prompts",
+    "prefix_cache_hits": "tokens of prompts that were known already",
+}
+
+
+# ------------------------------------------------------------------------------------ requests
+
+
+def text_or_ids(value: Any, _: Any, max_length: int) -> str | list[int]:
+    """A prompt as it stands: the engine tokenises. Raises RequestError for anything else."""
+    if isinstance(value, str) and is_text(value):
+        return value
+    is_list = isinstance(value, list) and value
+    if is_list and all(type(token) is int and token >= 0 for token in value):
+        if len(value) >= max_length:
+            message = f"the prompt's {len(value)} tokens leave no room in a context of {max_length}"
+            raise RequestError(message, param="prompt")
+        return value
+    message = "prompt must be a non-empty string or a non-empty list of token ids"
+    raise RequestError(message, param="prompt")
+
+
+def turns(value: Any, _: Any, __: int) -> list[dict[str, str]]:
+    """A conversation: a text is a user's first message. Raises RequestError."""
+    try:
+        return read_turns([{"role": "user", "content": value}] if is_text(value) else value)
+    except RequestError as error:
+        error.param = "prompt"
+        raise
+
+
+def refuse_what_it_cannot(body: dict[str, Any], engine: Engine) -> None:
+    """Raises RequestError for what only this server's own engine can do."""
+    does_draft, who = engine.drafter is not None, f"the engine ({engine.kind})"
+    for name, is_asked, why in (
+        ("trace", body.get("trace") is True, "does not tell p, q, u or its cache"),
+        ("compare", body.get("compare") is True, "cannot decode plainly beside its drafter"),
+        ("verification", body.get("verification") == "coupled", "has a rule of its own"),
+        ("speculative", does_draft and body.get("speculative") is False,
+         "drafts for every request, or for none"),
+        ("drafter", does_draft and body.get("drafter") == PLAIN,
+         "drafts for every request, or for none"),
+        ("num_speculative_tokens",
+         body.get("num_speculative_tokens") not in (None, engine.num_spec_tokens),
+         f"drafts {engine.num_spec_tokens or 'its own number of'} tokens in every cycle"),
+    ):  # fmt: skip
+        if is_asked:
+            raise RequestError(f"{name}: {who} {why}", param=name)
+
+
+def parse(body: dict[str, Any], engine: Engine, options: Options) -> tuple[Wanted, bool, list[str]]:
+    """A request's fields, defaults filled in: (request, stream, warnings). Raises RequestError."""
+    defaults = {name: getattr(options, name) for name in SAMPLING_FIELDS}
+    defaults |= {"drafter": engine.drafter, "max_tokens": options.max_tokens or Request.max_tokens}
+    is_seeded = body.get("seed", options.seed) is not None
+    is_open = options.max_tokens is None and request.path == "/v1/chat/completions"
+    given, notes = parse_fields(
+        body, None, engine.choices, defaults, engine.name, engine.max_length, (text_or_ids, turns)
+    )
+    refuse_what_it_cannot(body, engine)
+    stream = given.pop("stream")
+    for name in ("trace", "compare", "num_speculative_tokens", "fixed_k"):
+        given.pop(name, None)
+    if is_open and body.get("max_tokens") is None:
+        given["max_tokens"] = None
+    elif given["max_tokens"] > (room := _room(given["prompt"], engine)):
+        notes.append(
+            f"max_tokens was lowered from {given['max_tokens']} to {room}: the context holds "
+            f"{engine.max_length} tokens"
+        )
+        given["max_tokens"] = room
+    if not is_seeded:
+        given["seed"] = None  # the engine's own noise: one seed a request would slow it down
+    sampling = Sampling(**{field.name: given.pop(field.name) for field in fields(Sampling)})
+    is_chat = body.get("chat") is True
+    return Wanted(**given, sampling=sampling, is_chat=is_chat, is_streamed=stream), stream, notes
+
+
+def _room(prompt: Any, engine: Engine) -> int:
+    """How many tokens may follow; of a text's own tokens only the engine knows."""
+    is_ids = isinstance(prompt, list) and isinstance(prompt[0], int)
+    return engine.max_length - (len(prompt) if is_ids else 0)
+
+
+# ------------------------------------------------------------------------------------- answers
+
+
+def answer(jobs: list[RemoteJob], notes: list[str], engine: Engine) -> dict[str, Any]:
+    """What /generate returns for a finished job."""
+    job = jobs[0]
+    told: Told = job.sequence
+    wanted, usage = told.request, told.usage
+    body = {
+        "text": told.text.text,
+        "token_ids": told.output if told.has_ids else None,
+        "finish_reason": told.finish_reason,
+        "seed": wanted.seed,
+        "warnings": notes,
+        "usage": {
+            "prompt_tokens": usage.get("prompt_tokens"),
+            "completion_tokens": told.num_tokens,
+            "total_tokens": usage.get("total_tokens"),
+            "prompt_tokens_details": usage.get("prompt_tokens_details"),
+        },
+        "metrics": {
+            "speculative_decoding": {"drafter": engine.drafter or PLAIN} | speculation(told),
+            "controller": None,
+        },
+        "timings": timings(job),
+    }
+    if wanted.logprobs is not None:
+        body["logprobs"] = told.logprobs
+    return body
+
+
+def speculation(told: Told) -> dict[str, Any]:
+    """The counters of a request, as far as the engine reports them with its answer."""
+    found = told.speculation
+    names = (
+        "num_spec_tokens", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens",
+    )  # fmt: skip
+    counts = {name: found.get(name) for name in names}
+    drafted, accepted = (counts[name] or 0 for name in names[2:])
+    length = ratio(accepted, counts["num_spec_steps"] or 0)
+    return counts | {
+        "num_recovered_tokens": None,
+        "num_bonus_tokens": None,
+        "draft_acceptance_rate": ratio(accepted, drafted),
+        "mean_acceptance_length": None if length is None else round(1 + length, 4),
+        "acceptance_histogram": found.get("acceptance_histogram"),
+        "target_passes": None,
+        "tokens_per_pass": None,
+    }
+
+
+def timings(job: RemoteJob) -> dict[str, Any]:
+    """Times as they are seen from here: the first token's is on the way, so is the queue there."""
+    end, first = job.heard, job.first_token
+    found = job.sequence.speculation
+    return {
+        "prompt_ms": None if first is None else round((first - (job.began or first)) * 1e3, 3),
+        "predicted_ms": None if first is None else round((end - first) * 1e3, 3),
+        "predicted_n": job.sequence.num_tokens,
+        "draft_n": found.get("num_draft_tokens"),
+        "draft_n_accepted": found.get("num_accepted_draft_tokens"),
+        "draft_ms": None,
+        "verify_ms": None,
+        "other_ms": None,
+    }
+
+
+# ------------------------------------------------------------------------- health and metrics
+
+
+def acceptance(metrics: dict[str, float], k: int | None) -> dict[str, Any]:
+    """The `speculative_decoding` block of /health from the engine's own counters."""
+
+    def count(name: str) -> int | None:
+        value = metrics.get(name)
+        return None if value is None else int(value)
+
+    drafts, drafted, accepted = (
+        count(f"spec_decode_num_{what}_total")
+        for what in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    at = []
+    while (value := count(f"{PER_POSITION}[{len(at)}]")) is not None:
+        at.append(value)
+    length = ratio(accepted or 0, drafts or 0)
+    return {
+        "num_spec_tokens": k or len(at) or None,
+        "num_spec_steps": drafts,
+        "num_draft_tokens": drafted,
+        "num_accepted_draft_tokens": accepted,
+        "num_recovered_tokens": None,
+        "num_bonus_tokens": None,
+        "draft_acceptance_rate": ratio(accepted or 0, drafted or 0),
+        "mean_acceptance_length": None if length is None else round(1 + length, 4),
+        "acceptance_histogram": None,
+        "target_passes": None,
+        "tokens_per_pass": None,
+        "recent_acceptance_rate": None,
+        "acceptance_rate_per_position": [ratio(n, drafts or 0) for n in at],
+        "conditional_acceptance_rate_per_position": [
+            ratio(n, before) for before, n in zip([drafts or 0, *at], at, strict=False)
+        ],
+    }
+
+
+def state(relay: Relay, engine: Engine) -> tuple[str, dict[str, float], list[str]]:
+    """The status for /health, the engine's metrics, and warnings."""
+    if relay.draining:
+        return "draining", {}, []
+    try:
+        engine.client.get("/health", _QUESTION_S)
+        metrics = engine.client.metrics(_QUESTION_S)
+    except RequestError as error:
+        return "stuck" if error.status == 504 else "dead", {}, [error.message]
+    return "failing" if relay.is_failing else "ok", metrics, []
+
+
+def health(engine: Engine, relay: Relay, options: Options) -> dict[str, Any]:
+    """The body of GET /health. What the engine does not tell is null."""
+    status, metrics, warnings = state(relay, engine)
+    told = acceptance(metrics, engine.num_spec_tokens)
+    usage = metrics.get("kv_cache_usage_perc")
+    nulls = (
+        "quantization", "compiled", "trees", "model_card", "target", "bitwise_lossless",
+        "exactness", "kv_cache_capacity_tokens", "controller",
+    )  # fmt: skip
+    hits, asked = (metrics.get(f"prefix_cache_{what}_total") for what in ("hits", "queries"))
+    cache = {"num_blocks": None, "num_bytes": None, "capacity_bytes": None}
+    return {
+        "status": status,
+        "engine": {"name": engine.kind, "version": engine.version},
+        "model": engine.name,
+        **dict.fromkeys(nulls),
+        "chat_template": engine.is_chat and not options.raw,
+        "drafter": engine.drafter or PLAIN,
+        "drafters": list(engine.choices),
+        "num_speculative_tokens": told["num_spec_tokens"],
+        "uptime_s": round(relay.uptime_s, 3),
+        "num_requests_running": relay.num_running,
+        "num_requests_waiting": relay.num_waiting,
+        "kv_cache_usage_perc": usage,
+        "prefix_cache": None if asked is None else cache | {
+            "queried_tokens": int(asked), "hit_tokens": int(hits or 0)
+        },
+        "speculative_decoding": told | {
+            "per_drafter": {engine.drafter: told} if engine.drafter else {},
+            "per_rule": None,
+            "formulas": _FORMULAS,
+        },
+        "warnings": warnings,
+    }  # fmt: skip
+
+
+class _Figures(Collector):
+    """The engine's counters under this server's names; what it does not count is left out."""
+
+    def __init__(self, engine: Engine, relay: Relay) -> None:
+        self._engine, self._relay = engine, relay
+
+    def collect(self) -> Iterator[Metric]:
+        """Ask the engine, and translate."""
+        told = self._engine.client.metrics(_QUESTION_S)
+        for name, meaning in _COUNTERS.items():
+            if (value := told.get(f"{name}_total")) is not None:
+                yield CounterMetricFamily(name, meaning, value)
+        accepted = CounterMetricFamily(
+            PER_POSITION.removesuffix("_total"),
+            "drafted tokens accepted, by position in the draft",
+            labels=["position"],
+        )
+        for name, value in told.items():
+            if name.startswith(f"{PER_POSITION}["):
+                accepted.add_metric([name.partition("[")[2].rstrip("]")], value)
+        yield accepted
+        for name, meaning, value in (
+            ("num_requests_running", "requests in the engine", self._relay.num_running),
+            ("num_requests_waiting", "requests in the queue", self._relay.num_waiting),
+            ("kv_cache_usage_perc", "share of the KV cache in use, 0 to 1",
+             told.get("kv_cache_usage_perc")),
+        ):  # fmt: skip
+            if value is not None:
+                yield GaugeMetricFamily(name, meaning, value)
+
+
+# ------------------------------------------------------------------------------ the application
+
+
+def create_app(engine: Engine, options: Options) -> Flask:
+    """The web application in front of an engine that answers."""
+    relay, app = Relay(engine.client, engine.model, options), base_app(options)
+    is_chat = engine.is_chat and not options.raw
+    register_page(app, demo.read_prompts(is_chat))
+    app.extensions["worker"] = relay
+    whole = partial(answer, engine=engine)
+
+    def begin(body: dict[str, Any]) -> tuple[list[RemoteJob], bool, list[str]]:
+        """The request's job, whether to stream, and warnings."""
+        wanted, stream, notes = parse(body, engine, options)
+        is_behind: Callable[[], bool] = request.environ.get(CLIENT_BEHIND, lambda: False)
+        g.jobs = [relay.submit(wanted, is_behind)]
+        g.jobs[0].start()
+        return g.jobs, stream, notes
+
+    def read_chat(messages: Any, body: dict[str, Any]) -> None:
+        """Put a conversation into the fields, for the engine to write as a text."""
+        body |= {"prompt": messages, "chat": True}
+
+    @app.post("/generate")
+    def generate() -> Response | dict[str, Any]:
+        """Answer when all is done, or stream it."""
+        jobs, stream, notes = begin(read_body())
+        if stream:
+            events = stream_events(jobs, lambda: whole(jobs, notes))
+            return Response(events, mimetype="text/event-stream")
+        return whole(jobs, notes) if finish(jobs) else Response(status=499)
+
+    @app.get("/health")
+    def get_health() -> tuple[dict[str, Any], int]:
+        body = health(engine, relay, options)
+        return body, 200 if body["status"] == "ok" else 503
+
+    @app.get("/metrics")
+    def get_metrics() -> Response:
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Figures(engine, relay))
+        registry.register(relay.first_token_s)
+        return Response(prometheus_client.generate_latest(registry), content_type=CONTENT_TYPE)
+
+    register_routes(app, engine, begin, whole, read_chat)
+    return app

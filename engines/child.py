@@ -1,0 +1,198 @@
+"""vLLM as a child process: started with our command line in its words, and ended with us.
+
+    child = Child(options)     starts `vllm serve …` on the loopback, with a key of its own
+    child.wait()               shows what it says until it answers
+    child.at_death = …         called when it ends by itself
+
+It ends when we do: in order, or by Linux's parent-death signal where we are killed.
+"""
+
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from drafters.panel import PLAIN
+from serving.catalogue import NotFetched, ends_with_us, folder_of
+from serving.errors import RequestError
+from serving.http import say
+from serving.loading import StartError
+from serving.options import Options
+from serving.parsing import model_id
+
+from .client import Client
+
+LOG = logging.getLogger("serving.engine")
+PROGRESS = logging.getLogger("serving.progress")
+
+_POLL_S = 0.25
+_LAST_WORDS = 3  # lines that a failure is told with
+_END_S = 5.0  # to end in order
+# PR_SET_PDEATHSIG is 1. A parent that has ended before that sends no signal.
+_LAUNCH = """
+import ctypes, os, signal, sys
+try:
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+except (OSError, AttributeError):
+    pass
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+def speculative_config(options: Options) -> dict[str, Any] | None:
+    """The drafter as vLLM's --speculative-config has it; None is plain decoding.
+
+    Raises StartError for a drafter that vLLM has not.
+    """
+    drafter = options.drafter
+    models = {
+        "draft_model": options.draft_folder,
+        "eagle3": options.eagle3_folder,
+        "dflash": options.dflash_folder,
+    }
+    if drafter in (None, "auto"):  # what was named, or what every model has
+        drafter = next((name for name, model in models.items() if model), "ngram")
+    if drafter == PLAIN:
+        return None
+    config: dict[str, Any] = {
+        "method": drafter,
+        "num_speculative_tokens": options.num_speculative_tokens,
+    }
+    if drafter == "ngram":
+        config["prompt_lookup_max"] = options.prompt_lookup_max
+        config["prompt_lookup_min"] = options.prompt_lookup_min
+    elif drafter == "suffix" and not options.num_remembered:
+        config["suffix_decoding_max_cached_requests"] = 0
+    elif drafter in models:
+        if not models[drafter]:
+            flag = f"--{drafter.replace('_', '-')}"
+            raise StartError(f"--drafter {drafter} with --engine vllm needs {flag}")
+        config["model"] = models[drafter]
+    elif drafter not in ("suffix", "mtp"):
+        known = "ngram, suffix, draft_model, mtp, eagle3, dflash and none"
+        raise StartError(f"vLLM has no drafter {drafter}: with --engine vllm there are {known}")
+    return config
+
+
+def command(options: Options, port: int) -> list[str]:
+    """What starts vLLM. Raises StartError for what it has not."""
+    model, config = folder_of(options.model), speculative_config(options)
+    words = [str(options.engine), "serve", model, "--served-model-name", model_id(options.model)]
+    words += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
+    words += ["--max-num-seqs", str(options.max_running)]
+    if config:
+        words += ["--speculative-config", json.dumps(config)]
+        words += ["--per-request-spec-decode-metrics", "summary"]
+    for flag, value in (
+        ("--max-model-len", options.max_model_len),
+        ("--tensor-parallel-size", options.tensor_parallel_size),
+        ("--pipeline-parallel-size", options.pipeline_parallel_size),
+        ("--dtype", None if options.dtype == "auto" else options.dtype),
+    ):
+        words += [] if value is None else [flag, str(value)]
+    words += ["--trust-remote-code"] if options.trust_remote_code else []
+    return [*words, *options.engine_arguments]
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Child:
+    """A vLLM of our own."""
+
+    def __init__(self, options: Options) -> None:
+        """Start it. Raises StartError if it is not installed."""
+        if shutil.which(str(options.engine)) is None:
+            raise StartError(
+                f"--engine {options.engine}: there is no such program; install vLLM, or give the "
+                "path of the program in its own environment"
+            )
+        port, key = free_port(), secrets.token_urlsafe(24)
+        try:
+            words = command(options, port)
+        except NotFetched as error:
+            raise StartError(str(error)) from error
+        self.client = Client(f"http://127.0.0.1:{port}", key)
+        self.at_death: Callable[[], None] = lambda: None
+        self.has_died = self._is_ready = self._is_ending = False
+        self._said: deque[str] = deque(maxlen=_LAST_WORDS)
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-c", _LAUNCH, str(os.getpid()), *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"VLLM_API_KEY": key},  # not in ps, as an argument would be
+            start_new_session=True,  # Ctrl-C is for us: first we finish what runs
+        )
+        ends_with_us(self)
+        threading.Thread(target=self._listen, name="engine's output", daemon=True).start()
+        threading.Thread(target=self._watch, name="engine's end", daemon=True).start()
+
+    def wait(self) -> None:
+        """Until it answers. Raises StartError if it ends before."""
+        try:
+            while True:
+                if self._process.poll() is not None:
+                    words = "; ".join(list(self._said)[-_LAST_WORDS:])
+                    status = self._process.returncode
+                    raise StartError(f"vLLM has ended with status {status} while loading: {words}")
+                with suppress(RequestError):
+                    self.client.get("/health", 2.0)
+                    self._is_ready = True
+                    return
+                time.sleep(_POLL_S)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _listen(self) -> None:
+        """Show what it says while it loads, then its faults alone."""
+        for line in self._process.stdout:
+            text = line.decode(errors="replace").rstrip()
+            if not text:
+                continue
+            self._said.append(text)
+            if not self._is_ready:
+                PROGRESS.info("vllm: %s", text[:200])
+                say(text)
+            elif " ERROR " in text or " CRITICAL " in text:
+                LOG.warning("vllm: %s", text[:1000])
+
+    def _watch(self) -> None:
+        """Tell of its end. Not by that of its output: its own children hold that open, too."""
+        status = self._process.wait()
+        if self._is_ready and not self._is_ending:
+            self.has_died = True
+            self._signal(signal.SIGKILL)  # they would go on without it
+            said = "; ".join(list(self._said)[-_LAST_WORDS:])[-1000:]
+            LOG.error("vLLM has ended with status %d: %s", status, said)
+            self.at_death()
+
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, number)
+
+    def kill(self) -> None:
+        """End it and what it has started: in order, or at once after a while."""
+        self._is_ending = True
+        for number, wait_s in ((signal.SIGTERM, _END_S), (signal.SIGKILL, 1.0)):
+            self._signal(number)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(wait_s)

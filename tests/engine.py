@@ -1,0 +1,200 @@
+"""A conversation with a real vLLM: recorded once, and replayed by a small server in the tests.
+
+To record it anew, with a vLLM that runs (docs/engines.md says how one is installed on a CPU):
+
+    python tests/engine.py http://127.0.0.1:8000
+
+tests/vllm_conversation.json has the version, the requests that this server sent and the bodies that
+came back, piece by piece. Of /metrics the lines that are read are kept.
+"""
+
+import json
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+CONVERSATION = Path(__file__).with_name("vllm_conversation.json")
+COLOURS = "red, green, blue, red, green,"
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}
+SAID = {  # name -> route and body, of each request that is made while it is recorded
+    "plain": ("/generate", {"prompt": COLOURS, "max_tokens": 12}),
+    "streamed": ("/generate", {"prompt": COLOURS, "max_tokens": 12, "stream": True}),
+    "ids": ("/generate", {"prompt": [715, 12, 1381, 12], "max_tokens": 5}),
+    "stopped": ("/generate", {"prompt": COLOURS, "max_tokens": 12, "stop": " green"}),
+    "seeded": (
+        "/generate",
+        {"prompt": "def f(", "max_tokens": 8, "temperature": 0.8, "top_p": 0.9, "seed": 7},
+    ),
+    "logprobs": ("/generate", {"prompt": COLOURS, "max_tokens": 4, "logprobs": 1}),
+    "long": ("/generate", {"prompt": "1, 2, 3, 4, 5,", "max_tokens": 200, "stream": True}),
+    "completion": ("/v1/completions", {"prompt": COLOURS, "max_tokens": 12, "logprobs": 1}),
+    "chat": ("/v1/chat/completions", CHAT),
+    "chat_streamed": ("/v1/chat/completions", CHAT | {"stream": True, "logprobs": True}),
+    "refused": ("/generate", {"prompt": [99999], "max_tokens": 5}),
+    "refused_stream": ("/generate", {"prompt": [99999], "max_tokens": 5, "stream": True}),
+}
+_READ = ("spec_decode", "num_requests", "kv_cache_usage", "prefix_cache", "generation_tokens")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        """Say nothing."""
+
+    def do_GET(self):
+        length = int(self.headers.get("Content-Length", 0))
+        body = json.loads(self.rfile.read(length)) if length else None
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self.server.answer(self, body)
+
+    do_POST = do_GET
+
+    def say(self, status, pieces, kind="application/json"):
+        """Send a whole answer, piece by piece; pieces may stop on the way."""
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        for piece in pieces:
+            data = piece.encode()
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+            self.wfile.flush()
+        self.wfile.write(b"0\r\n\r\n")
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, port=0):
+        super().__init__(("127.0.0.1", port), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}"
+        self.seen = []  # what was asked for: (path, body, key)
+        self.thread = threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True)
+        self.thread.start()
+
+    def handle_error(self, *_):
+        """A test that cuts a connection knows."""
+
+    def note(self, handler, body):
+        self.seen.append((handler.path, body, handler.headers.get("Authorization")))
+
+
+class Replay(_Server):
+    """Answers as the recorded vLLM did; a test may set how generation fails.
+
+    cut: the connection is closed after so many pieces · hang: nothing comes after so many ·
+    status: of a refusal with one line · pace: seconds between two pieces
+    """
+
+    def __init__(self, port=0):
+        self.told = json.loads(CONVERSATION.read_text("utf-8"))
+        self.cut = self.hang = self.status = None
+        self.is_lenient = False  # whatever is generated, the last answer of that route is given
+        self.pace, self.num_left, self.go_on = 0.0, 0, threading.Event()
+        super().__init__(port)
+
+    def answer(self, handler, body):
+        self.note(handler, body)
+        asked = handler.command, handler.path, body
+        found = [t for t in self.told["turns"] if (t["method"], t["path"], t["body"]) == asked]
+        if self.is_lenient and body:
+            found = [t for t in self.told["turns"] if t["path"] == handler.path and t["body"]]
+            found = [t for t in found if "out of vocabulary" not in t["pieces"][0]]
+        if not found:
+            return handler.say(404, [json.dumps({"error": {"message": f"not recorded: {body}"}})])
+        if "completions" in handler.path and self.status:
+            return handler.say(self.status, ["Internal Server Error"], "text/plain")
+        turn = found[-1]
+        pieces = turn["pieces"]
+        if "completions" in handler.path:
+            pieces = self.failing(pieces, handler)
+        return handler.say(turn["status"], pieces)
+
+    def failing(self, pieces, handler):
+        for i, piece in enumerate(pieces):
+            if i == self.cut:
+                handler.connection.close()
+                raise ConnectionResetError
+            if i == self.hang:
+                self.go_on.wait(60)
+                self.num_left += has_left(handler.connection)
+                raise ConnectionResetError
+            time.sleep(self.pace)
+            yield piece
+
+
+def has_left(connection):
+    """Whether the other side has closed, within a few seconds."""
+    connection.settimeout(20)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+
+
+@contextmanager
+def replaying():
+    """The recorded vLLM for a while."""
+    server = Replay()
+    try:
+        yield server
+    finally:
+        server.go_on.set()
+        server.shutdown()
+        server.server_close()
+
+
+# ---------------------------------------------------------------------------------- recording
+
+
+class Recorder(_Server):
+    """Passes everything on to a real vLLM, and writes down what is said."""
+
+    def __init__(self, url):
+        self.to, self.turns = urlsplit(url).netloc, []
+        super().__init__()
+
+    def answer(self, handler, body):
+        connection = HTTPConnection(self.to, timeout=120)
+        data = None if body is None else json.dumps(body)
+        headers = {"Content-Type": "application/json"} if data else {}
+        connection.request(handler.command, handler.path, data, headers)
+        response = connection.getresponse()
+        pieces = []
+        while piece := response.read1(1 << 16).decode():
+            pieces.append(piece)
+        if handler.path == "/metrics":
+            lines = "".join(pieces).split("\n")
+            pieces = ["\n".join(line for line in lines if any(map(line.count, _READ))) + "\n"]
+        turn = {"method": handler.command, "path": handler.path, "body": body}
+        self.turns.append(turn | {"status": response.status, "pieces": pieces})
+        handler.say(response.status, pieces)
+
+
+def main(url):
+    """Say all that is in SAID to a running vLLM, through this server's own routes."""
+    from engines import app, client
+    from serving.options import Options
+
+    recorder = Recorder(url)
+    engine = client.Engine.ask(client.Client(recorder.url))
+    asked = app.create_app(engine, Options(max_running=8)).test_client()
+    for path, body in SAID.values():
+        print(path, asked.post(path, json=body).data[:200])
+    asked.get("/health")
+    told = {"engine": engine.kind, "version": engine.version, "turns": recorder.turns}
+    CONVERSATION.write_text(json.dumps(told, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    main(sys.argv[1])
