@@ -418,7 +418,9 @@ def _check_engine(given: argparse.Namespace, parser: argparse.ArgumentParser) ->
             parser.error(f"{given.engine} runs already: give its options where it is started")
     elif Path(given.engine).name != "vllm":
         parser.error(f"--engine must be vllm, a program of that name or a URL, not {given.engine}")
-    for name in ("quantize", "compile", "fixed_k", "strict"):
-        if getattr(given, name):
+    elif given.model == Options.model:
+        parser.error(f"--engine {given.engine} needs --model: it does not know our embedded target")
+    for name in ("quantize", "compile", "fixed_k", "strict", "device", "mmap", "allow_pickle"):
+        if getattr(given, name) != getattr(Options, name):
             flag = f"--{name.replace('_', '-')}"
             parser.error(f"{flag} is for this server's own engine: it does not go with --engine")

@@ -417,7 +417,10 @@ def test_the_command_line_is_translated(monkeypatch, capsys):
         ["--engine", "vllm"], ["--port", "1", "--engine", "ollama"],
         ["--port", "1", "--engine", "http://"], ["--port", "1", "--tensor-parallel-size", "2"],
         ["--port", "1", "--engine", "http://x:1", "--", "--seed", "1"],
-        ["--port", "1", "--engine", "vllm", "--quantize", "int8"], ["--port", "1", "--", "x"],
+        ["--port", "1", "--engine", "vllm", "--model", "T", "--quantize", "int8"],
+        ["--port", "1", "--engine", "http://x:1", "--mmap"], ["--port", "1", "--engine", "vllm"],
+        ["--port", "1", "--engine", "vllm", "--model", "T", "--device", "cuda"],
+        ["--port", "1", "--", "x"],
     ],
 )  # fmt: skip
 def test_flags_that_do_not_go_together_are_one_line(words, capsys):
