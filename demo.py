@@ -80,7 +80,8 @@ def exit_status(act: Callable[[], int]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except (StartError, RequestError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        # The line's end with it: the server's log may be written at the same time.
+        print(f"error: {error}\n", end="", file=sys.stderr)
         return 2
     except (MemoryError, RuntimeError) as error:
         if not is_shortage(error):

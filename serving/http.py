@@ -298,7 +298,10 @@ def serve(load: Callable[[], Flask], port: int, options: Any) -> NoReturn:
     server.start(at_end=lambda: ends.put(None))
     url = f"http://{options.host}:{port}"
     say(f"loading {options.title}: until then {url} answers 503")
-    front.app = app = load()
+    try:
+        front.app = app = load()
+    finally:
+        flush_log()  # what is told of an error is the last line
     gc.collect()
     gc.freeze()  # what is loaded stays: looking through it for garbage would hold up all for 0.3 s
     engine = app.extensions.get("engine")  # a process of its own, if there is one

@@ -25,7 +25,9 @@ def is_shortage(error: BaseException) -> bool:
 def told(error: BaseException) -> int:
     """Print the last line of what the error says. Returns the exit status."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-    print(f"error: too little memory, or too few threads: {reason[:300]}", file=sys.stderr)
+    print(
+        f"error: too little memory, or too few threads: {reason[:300]}\n", end="", file=sys.stderr
+    )
     return 2
 
 
