@@ -53,7 +53,7 @@ def test_what_is_said_to_be_exact_is(model, dtype, threads):
         assert found["is_exact"], found["report"]
 
 
-# oneDNN and MKL ignore a setting that the CPU does not have, so that every machine runs what it can.
+# oneDNN and MKL ignore a setting that the CPU does not have: every machine runs what it can.
 MACHINES = [  # (threads, environment, flags)
     (1, {}, []),
     (2, {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}, []),
