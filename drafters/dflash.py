@@ -40,7 +40,7 @@ from fastpath.linear import JoinedLinear
 from messages import Draft, in_short
 
 from .base import Chain, Context
-from .head import StateReader, _State
+from .head import HeadState, StateReader
 from .weights import FILE, check_sizes, fill, read_folder
 
 _NEEDED = "hidden_size", "block_size", "mask_token_id", "target_layer_ids"
@@ -179,7 +179,7 @@ class DFlashDrafter(StateReader):
             reason = in_short(error)
             raise ValueError(f"cannot use the DFlash head {context.dflash}: {reason}") from error
 
-    def _draft(self, states: list[_State], max_tokens: list[int]) -> list[Draft]:
+    def _draft(self, states: list[HeadState], max_tokens: list[int]) -> list[Draft]:
         size, cache = self._config.block_size, self._cache
         counts = [min(limit, self.drafts_at_once) for limit in max_tokens]
         order = sorted(range(len(states)), key=lambda i: cache.slot(states[i].row))
@@ -196,19 +196,13 @@ class DFlashDrafter(StateReader):
             state.hidden, state.tokens = [], []
         return drafts
 
-    def _run(self, states: list[_State]) -> Tensor:
+    def _run(self, states: list[HeadState]) -> Tensor:
         """The layers over each text's block [B, block_size, D]; caches contexts and blocks."""
         size, cache, rows = self._config.block_size, self._cache, [state.row for state in states]
         hidden = [torch.cat(state.hidden) for state in states]  # [N, L · D], since the last draft
         place = FastPlace(cache.place(rows, [len(new) + size for new in hidden]))
-        ends = [cache.lengths[row] + len(new) for row, new in zip(rows, hidden, strict=True)]
-        # First the blocks of all texts, then what is new of their contexts, then rows to spare.
-        spans = [(slot, end, size) for slot, end in zip(place.slots, ends, strict=True)]
-        counts = map(len, hidden)
-        spans += [(slot, end - n, n) for (slot, end, _), n in zip(spans, counts, strict=True)]
-        slots = self._tensor([slot for slot, _, count in spans for _ in range(count)])
-        positions = self._tensor([at + i for _, at, count in spans for i in range(count)])
-        spare = self._shapes.run_rows(len(slots)) - len(slots)
+        slots, positions = self._where(place.slots, rows, [len(new) for new in hidden])
+        spare = self._shapes.run_rows(len(slots)) - len(slots)  # rows behind all others
         pad, shape = nn.functional.pad, (len(states), size)
         context = self._hidden_norm(self._fc.compute(pad(torch.cat(hidden), (0, 0, 0, spare))))
         rope = [table[pad(positions, (0, spare))] for table in self._rope]
@@ -228,6 +222,16 @@ class DFlashDrafter(StateReader):
             x = block.finish(x, attended.flatten(0, 1))
         cache.advance(place)
         return x.unflatten(0, shape)
+
+    def _where(self, slots: list[int], rows: list[int], counts: list[int]) -> tuple[Tensor, Tensor]:
+        """Slot and position of each token of a pass: all blocks first, then the new contexts."""
+        size, held = self._config.block_size, [self._cache.lengths[row] for row in rows]
+        new = list(zip(slots, held, counts, strict=True))
+        spans = [(slot, at + count, size) for slot, at, count in new] + new
+        return (
+            self._tensor([slot for slot, _, count in spans for _ in range(count)]),
+            self._tensor([at + i for _, at, count in spans for i in range(count)]),
+        )
 
     def _tensor(self, values: list[Any]) -> Tensor:
         return torch.tensor(values, device=self._cache.device)

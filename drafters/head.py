@@ -29,7 +29,7 @@ from .tree import Comb
 
 
 @dataclass(slots=True, kw_only=True)
-class _State(ModelState):
+class HeadState(ModelState):
     """The true pairs that are not fed yet are (hidden, tokens)."""
 
     row: int  # in the head's KV cache
@@ -52,22 +52,22 @@ class StateReader(Drafter):
         self._sample = context.sample
 
     @abstractmethod
-    def _draft(self, states: list[_State], max_tokens: list[int]) -> list[Draft]:
+    def _draft(self, states: list[HeadState], max_tokens: list[int]) -> list[Draft]:
         """A draft for each; their cache rows then hold what belongs to the text, and no more."""
 
     @abstractmethod
     def _to_logits(self, outputs: Tensor) -> Tensor:
         """What the head gave [B, D] -> [B, V]."""
 
-    def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> _State:
+    def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> HeadState:
         row = self._cache.open_row(len(prompt) - 1)
-        return _State(row=row, text=list(prompt), sampling=sampling, noise=noise)
+        return HeadState(row=row, text=list(prompt), sampling=sampling, noise=noise)
 
-    def propose(self, state: _State, max_tokens: int) -> Draft:
+    def propose(self, state: HeadState, max_tokens: int) -> Draft:
         return self.propose_batch([state], [max_tokens])[0]
 
     @torch.inference_mode()
-    def propose_batch(self, states: list[_State], max_tokens: list[int]) -> list[Draft]:
+    def propose_batch(self, states: list[HeadState], max_tokens: list[int]) -> list[Draft]:
         """Drafts of all in the same forwards."""
         lengths = [self._cache.lengths[state.row] for state in states]
         try:
@@ -83,7 +83,7 @@ class StateReader(Drafter):
         padded = torch.nn.functional.pad(outputs, (0, 0, 0, num_rows - len(outputs)))
         return self._to_logits(padded)[: len(outputs)].float()
 
-    def observe(self, state: _State, verdict: Verdict) -> None:
+    def observe(self, state: HeadState, verdict: Verdict) -> None:
         assert verdict.hidden is not None, (
             "the engine hands hidden states to a drafter that needs them"
         )
@@ -94,7 +94,7 @@ class StateReader(Drafter):
         state.hidden.append(verdict.hidden)
         state.tokens.extend(following)
 
-    def close(self, state: _State) -> None:
+    def close(self, state: HeadState) -> None:
         self._cache.close_row(state.row)
 
 
@@ -116,7 +116,7 @@ class HeadDrafter(StateReader):
         Hidden states are the target's where `is_first`, else what this returned: [B, T, D].
         """
 
-    def _draft(self, states: list[_State], max_tokens: list[int]) -> list[Draft]:
+    def _draft(self, states: list[HeadState], max_tokens: list[int]) -> list[Draft]:
         """One batched run of the layer per draft step; the first feeds the true pairs.
 
         A tree has the layer's other likely tokens beside those that it goes on with.

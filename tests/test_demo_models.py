@@ -114,14 +114,18 @@ def test_a_hybrid_begins_with_the_numbers_of_its_target():
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
-def test_a_hybrid_is_made_and_serves(tmp_path):
-    """train_hybrid.py --smoke: every stage in miniature."""
-    command = [sys.executable, str(MODELS / "train_hybrid.py"), "--smoke"]
-    command += ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
+def trained(script, folder):
+    """Run a script's every stage in miniature, into folder/out. Returns the figures it prints."""
+    command = [sys.executable, str(MODELS / script), "--smoke"]
+    command += ["--work", str(folder / "work"), "--out", str(folder / "out")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
-    figures = json.loads(result.stdout.splitlines()[-1])
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_a_hybrid_is_made_and_serves(tmp_path):
+    figures = trained("train_hybrid.py", tmp_path)
     assert all(figures["stages"][name]["steps"] for name in ("layers", "hybrid", "mtp"))
     engine = core.load_engine(core.Options(model=str(tmp_path / "out")))
     assert "mtp" in engine.panel.drafters and len(engine.target.cache.recurrent) == 6
@@ -129,12 +133,7 @@ def test_a_hybrid_is_made_and_serves(tmp_path):
 
 @pytest.mark.slow
 def test_a_block_head_is_trained_and_serves(tmp_path):
-    """train_dflash.py --smoke: every stage in miniature."""
-    command = [sys.executable, str(MODELS / "train_dflash.py"), "--smoke"]
-    command += ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout.splitlines()[-1])["steps"] > 0
+    assert trained("train_dflash.py", tmp_path)["steps"] > 0
     assert "dflash" in core.load_engine(core.Options(dflash=str(tmp_path / "out"))).panel.drafters
 
 

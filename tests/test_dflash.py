@@ -1,15 +1,23 @@
 """DFlash heads: what is computed, for which target, in which files; and the contract of all."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import speculative_decoding as core
 import torch
 import train_dflash
 from conftest import ROOT, run
+from head_contract import BROKEN as COMMON
+from head_contract import (  # noqa: F401
+    changed,
+    changed_weights,
+    test_a_batch_is_drafted_like_each_alone,
+    test_every_row_of_the_head_s_cache_is_given_back,
+    test_output_is_plain_decoding_s,
+    test_rejection_keeps_the_distribution_of_the_first_tokens,
+    test_the_head_is_accepted,
+)
 from safetensors.torch import load_file, save_file
-from test_batching import together
 
 # The contract of all drafters, for the embedded head: a test is run where it is imported.
 from test_drafters import (  # noqa: F401
@@ -19,12 +27,11 @@ from test_drafters import (  # noqa: F401
     test_a_rolled_back_state_proposes_like_a_fresh_one,
     test_drafts_are_known_ids_and_no_more_than_asked_for,
 )
-from test_eagle3 import NUM_LAYERS, WIDTH, changed, changed_weights, normed, rotated, target_folder
+from test_eagle3 import NUM_LAYERS, WIDTH, normed, rotated, target_folder
 from transformers import AutoConfig, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.cache_utils import DFlashCache
 
 import demo
-from benchmarks import lossless
 from drafters.dflash import BlockConfig, DFlashHead
 from fastpath import decoder
 
@@ -113,6 +120,11 @@ def load(model=None, head=None, **fields):
 def demo_engine(request):
     """The engine of the contract's tests; it finds the embedded head by itself."""
     return load(fastpath=request.param)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return load
 
 
 @pytest.fixture(scope="module")
@@ -224,36 +236,6 @@ def test_each_q_belongs_to_its_place_and_not_to_what_was_drawn_before_it(
 
 
 # ------------------------------------------------------------------------------ losslessness
-def test_the_head_that_comes_along_is_accepted(demo_engine, prompts):
-    """Else the tests here would see refused drafts only."""
-    rates = []
-    for prompt in list(prompts.values())[:4]:
-        sequence, _ = run(demo_engine, prompt, max_tokens=40, drafter="dflash")
-        rates.append(sequence.statistics.draft_acceptance_rate)
-    assert max(rates) > 0.2, rates
-
-
-def test_output_is_plain_decoding_s(demo_engine, prompts, way):
-    for prompt in list(prompts.values())[::3]:
-        expected = core.plain_decode(demo_engine.target, prompt, 30, demo_engine.eos_ids, **way)
-        sequence, _ = run(demo_engine, prompt, max_tokens=30, drafter="dflash", **way)
-        assert sequence.output == expected and not sequence.seat.warnings
-
-
-def test_a_batch_is_drafted_like_each_alone(demo_engine, prompts, way):
-    requests = [core.Request(p, 24, "dflash", 4, **way) for p in list(prompts.values())[:6]]
-    for request, sequence in zip(requests, together(demo_engine, requests), strict=True):
-        target, ends = demo_engine.target, demo_engine.eos_ids
-        assert sequence.output == core.plain_decode(target, request.prompt, 24, ends, **way)
-        assert not sequence.seat.warnings
-
-
-def test_every_row_of_the_head_s_cache_is_given_back(demo_engine, prompts):
-    cache = demo_engine.panel.drafters["dflash"]._cache
-    run(demo_engine, prompts["code_class"], max_tokens=8, drafter="dflash")
-    assert cache.lengths == [0] * 8 and sorted(cache._free) == list(range(8))
-
-
 @pytest.mark.parametrize("given", [{"quantize": "int8"}, {"dtype": "bfloat16"}], ids=str)
 def test_a_head_computes_in_its_target_s_numbers(given, prompts):
     engine, prompt = load(**given), prompts["repetitive_colours"]
@@ -286,18 +268,6 @@ def test_a_prompt_in_chunks_and_one_that_is_known_are_drafted_alike():
     assert runs[0] == 0 < runs[1]
 
 
-def test_rejection_keeps_the_distribution_of_the_first_tokens():
-    """Three views (2nd, 3rd, all three tokens): odds of a false alarm 3e-6."""
-    engine = load(max_running=lossless.BATCH, max_model_len=32, bitwise=False)
-    prompt, name = engine.target.tokenizer(lossless.PROMPT)["input_ids"], "temperature 0.7"
-    plain = core.Request(prompt, 12, None, sampling=lossless.SAMPLINGS[name], seed=7)
-    rule = replace(plain.sampling, verification="rejection")
-    ours = replace(plain, drafter="dflash", num_speculative_tokens=3, sampling=rule, seed=7_000_000)
-    theirs = lossless.first_tokens(engine, plain, 512)
-    tests = lossless.compare(lossless.first_tokens(engine, ours, 256), theirs)
-    assert min(test.p_value for test in tests.values()) > 1e-6
-
-
 def test_a_head_that_fails_amid_a_draft_can_draft_again(demo_engine, prompts, monkeypatch):
     drafter, text = demo_engine.panel.drafters["dflash"], prompts["code_class"]
     state, fresh = (fresh_state(demo_engine, drafter, text) for _ in range(2))
@@ -317,7 +287,7 @@ def config_changed(**own):
     return lambda f: changed(f, dflash_config={"mask_token_id": 1, "target_layer_ids": [0]} | own)
 
 
-BROKEN = {
+BROKEN = COMMON | {
     "another head": (lambda f: changed(f, dflash_config=None), "no mask_token_id: is this a DF"),
     "no block": (lambda f: changed(f, block_size=None), "no block_size"),
     "a small block": (lambda f: changed(f, block_size=1), "block_size is 1: it must be from 2"),
@@ -332,17 +302,9 @@ BROKEN = {
     "attention": (lambda f: changed(f, layer_types=["chunked_attention"] * 2), "chunked_attention"),
     "wide": (lambda f: changed(f, hidden_size=64), "states of 64 numbers"),
     "vocabulary": (lambda f: changed(f, vocab_size=5000), "a vocabulary of 5000"),
-    "no JSON": (lambda f: (f / "config.json").write_text("{"), "Expecting property name"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "--allow-pickle"),
-    "cut off": (lambda f: (f / "model.safetensors").write_bytes(b"abc"), "eader"),
-    "lacks": (lambda f: changed_weights(f, lambda w: w.pop("norm.weight")), "lacks norm.weight"),
     "unknown": (
         lambda f: changed_weights(f, lambda w: w.update({"lm_head.weight": torch.ones(2)})),
         "unknown weight lm_head.weight",
-    ),
-    "size": (
-        lambda f: changed_weights(f, lambda w: w.update({"fc.weight": w["fc.weight"][:8].clone()})),
-        "fc.weight is [8, 96] instead of [32, 96]",
     ),
 }
 
