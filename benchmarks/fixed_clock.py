@@ -11,7 +11,8 @@ the machine is, and a change of the controller by a percent can be seen. The pro
 out. `of_best` is auto's speed in that of the drafter that is best alone on that kind of prompt.
 
     python -m benchmarks.fixed_clock [--pass-ms 1.4] [--row-ms 0.09] [--step-ms 0.5]
-        [--other-ms 0.2] [--k 8] [--tokens 96] [--kinds easy hard] [--model DIR] [--json]
+        [--other-ms 0.2] [--choice-ms 0] [--together 1] [--k 8] [--tokens 96] [--kinds easy hard]
+        [--model DIR] [--json]
 """
 
 import argparse
@@ -57,23 +58,29 @@ class FixedClock(Planner):
             ms, other_ms = prices.pass_ms + prices.row_ms * sum(fed), draft_ms + prices.other_ms
             costs.observe_pass(len(fed), sum(fed), ms, other_ms, max(fed))
             self.ms += ms + other_ms
+            if not self.is_resting:
+                costs.observe_choice(len(fed), choice_ms := prices.choice_ms * len(fed))
+                self.ms += choice_ms
 
 
 def measure(engine: Any, given: argparse.Namespace) -> list[dict[str, Any]]:
     """One row per kind of prompt, and one for all: ms of each drafter, as speed-ups."""
     prompts = bench.demo_prompts(engine.target.tokenizer, given.kinds)
     work = [(kind, ids) for kind, own in prompts.items() for ids in own.values()]
+    size = given.together
     names = [None, *bench.drafter_names(engine), bench.AUTO]
     spent = {name: Counter[str]() for name in names}
     for name in tqdm(names, desc="drafters", disable=None):
         clock = engine.planner = FixedClock(engine, given)
         for turn in range(2):
-            for kind, ids in random.Random(turn).sample(work, len(work)):
+            mixed = random.Random(turn).sample(work, len(work))
+            for batch in (mixed[i : i + size] for i in range(0, len(mixed), size)):
                 before = clock.ms
-                bench.run(engine, Request(ids, given.tokens, name, given.k))
-                spent[name][kind] += clock.ms - before
+                ask = [Request(ids, given.tokens, name, given.k) for _, ids in batch]
+                bench.run_together(engine, ask)
+                spent[name][batch[0][0] if size == 1 else "all"] += clock.ms - before
     for own in spent.values():
-        own["all"] = sum(own.values())
+        own["all"] = sum(own.values())  # of batches there is nothing else
     return [row_of(kind, {name: own[kind] for name, own in spent.items()}) for kind in spent[None]]
 
 
@@ -89,13 +96,15 @@ def main(arguments: list[str] | None = None) -> None:
     options = bench.parser(__doc__, runs=None)
     for name, ms in {"pass": 1.4, "row": 0.09, "step": 0.5, "other": 0.2}.items():
         options.add_argument(f"--{name}-ms", type=float, default=ms, help=f"({ms})")
+    options.add_argument("--choice-ms", type=float, default=0.0, help="a request's part (0)")
+    options.add_argument("--together", type=between(1, 16), default=1, help="requests (1)")
     k = between(1, MAX_SPECULATIVE_TOKENS)
     options.add_argument("--k", type=k, default=8, help="draft tokens, at most (8)")
     options.add_argument("--kinds", nargs="+", help="prompts whose names begin so (default: all)")
     options.add_argument("--model", default=Options.model, help="the target (default: ours)")
     bench.add_count(options, "--tokens", 2, 1000, 96, "a request, at most")
     given = options.parse_args(arguments)
-    engine = bench.load_engine(model=given.model, bitwise=False)
+    engine = bench.load_engine(model=given.model, bitwise=False, max_running=16)
     bench.report(__spec__.name, arguments, given, {"results": measure(engine, given)}, ["results"])
 
 

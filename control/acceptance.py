@@ -18,6 +18,7 @@ from typing import Any
 PRIOR = 0.85  # α before anything was seen
 _KEPT, _OLDEST = 0.85, 4  # of what was seen, with each cycle; of at most so many at once
 _TYPICAL_KEPT, _TYPICAL_WEIGHT = 0.99, 4.0  # the same of what is typical of a drafter
+_LARGE = 1e9  # a unit that is brought back to 1, before numbers overflow
 
 
 class Calibration:
@@ -61,6 +62,7 @@ class Acceptance:
     unread: int = 0  # tokens of the text that it will have to read first
     typical: "Acceptance | None" = field(default=None, repr=False, compare=False)
     calibration: Calibration = field(default_factory=Calibration, repr=False, compare=False)
+    unit: float = 1.0  # what counts as one now: old cycles fade as it grows
     _reach: list[float] = field(default_factory=list, repr=False, compare=False)
     # Records of proposals by their evidence (see Panel.guess).
     _by_evidence: dict[int, "Acceptance"] = field(default_factory=dict, repr=False, compare=False)
@@ -100,12 +102,31 @@ class Acceptance:
 
     def count(self, kept: float, drafted: int, accepted: Any, asked: int) -> None:
         """Age what was counted by position, and count so many more."""
+        self._fade(kept, asked)
+        for i in range(min(asked, accepted + 1)):
+            self.reached[i] += self.unit
+        for i in range(accepted):
+            self.accepted[i] += self.unit
+        for i in range(asked):
+            self.asked[i] += self.unit
+        for i in range(drafted):
+            self.drafted[i] += self.unit
+
+    def _fade(self, kept: float, length: int) -> None:
+        """Let old counts weigh `kept` of what they did, and make room for so many positions.
+
+        The unit grows in their place: that is one number, and they are many.
+        """
         self.cycles += 1
-        reached = min(asked, accepted + 1)
-        self.reached = _counted(self.reached, kept, reached)
-        self.accepted = _counted(self.accepted, kept, accepted, reached)
-        self.asked = _counted(self.asked, kept, asked)
-        self.drafted = _counted(self.drafted, kept, drafted, asked)
+        self.unit /= kept
+        every = self.reached, self.accepted, self.asked, self.drafted
+        for counts in every:
+            if len(counts) < length:
+                counts += [0.0] * (length - len(counts))
+        if self.unit > _LARGE:
+            for counts in every:
+                counts[:] = [count / self.unit for count in counts]
+            self.unit = 1.0
 
     def alphas(self, count: int) -> list[float]:
         """α₁ … α_count; where little was seen a position is thought to be like the one before.
@@ -115,7 +136,7 @@ class Acceptance:
         """
         result, before = [], PRIOR
         expected = self.typical.alphas(count) if self.typical else []
-        weight = self._weight
+        weight = self._weight * self.unit
         for i in range(count):
             reached = self.reached[i] if i < len(self.reached) else 0.0
             accepted = self.accepted[i] if i < len(self.accepted) else 0.0
@@ -134,7 +155,7 @@ class Acceptance:
     def taken(self, count: int) -> list[float]:
         """The chance that a draft of up to `count` tokens comes to its first, second, … one."""
         expected = self.typical.taken(count) if self.typical else [1.0] * count
-        result, weight, known = [], self._weight, len(self.asked)
+        result, weight, known = [], self._weight * self.unit, len(self.asked)
         for i in range(count):
             drafted, asked = (self.drafted[i], self.asked[i]) if i < known else (0.0, 0.0)
             result.append((drafted + weight * expected[i]) / (asked + weight))
@@ -166,30 +187,26 @@ class TreeAcceptance(Acceptance):
 
     def count(self, kept: float, drafted: int, accepted: Collection[int], asked: int) -> None:
         """The same, with the places of the accepted tokens."""
-        self.cycles += 1
-        self.reached = _counted(self.reached, kept, drafted)
-        aged = _counted(self.accepted, kept, 0, drafted)
-        self.accepted = [x + (i in accepted) for i, x in enumerate(aged)]
+        self._fade(kept, drafted)
+        for i in range(drafted):
+            self.reached[i] += self.unit
+        for i in accepted:
+            self.accepted[i] += self.unit
 
     def reach(self, count: int) -> list[float]:
         """The chance of the 1st, 2nd, … count-th token to be accepted; falling, or equal."""
         if len(self._reach) < count:
             expected = self.typical.reach(count) if self.typical else []
             blocks: list[tuple[float, int]] = []  # (mean, tokens): a larger one is spread backwards
+            weight = self._weight * self.unit
             for i in range(count):
                 reached = self.reached[i] if i < len(self.reached) else 0.0
                 accepted = self.accepted[i] if i < len(self.accepted) else 0.0
                 before = expected[i] if expected else PRIOR ** (i + 1)
-                mean, size = (accepted + self._weight * before) / (reached + self._weight), 1
+                mean, size = (accepted + weight * before) / (reached + weight), 1
                 while blocks and blocks[-1][0] < mean:
                     other, others = blocks.pop()
                     mean, size = (other * others + mean * size) / (others + size), others + size
                 blocks.append((mean, size))
             self._reach = [mean for mean, size in blocks for _ in range(size)]
         return self._reach[:count]
-
-
-def _counted(counts: list[float], kept: float, more: int, length: int = 0) -> list[float]:
-    """Counts by position, aged, and one more for each of the first `more`."""
-    aged = [kept * x for x in counts] + [0.0] * (max(more, length) - len(counts))
-    return [x + (i < more) for i, x in enumerate(aged)]

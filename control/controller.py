@@ -50,6 +50,9 @@ PROBE_TOKENS, PROBE_BUDGET = 1, 0.01  # of a probe; the share of the time that p
 _WORTHWHILE = 0.01  # of what a cycle gives without drafts: they must promise so much more
 _PACE_KEPT = 0.9  # of the pace of a text, with each cycle
 _SERVED = 32  # cycles for which text that a model reads now is thought to serve
+_FIRST_GAIN, _GAIN_KEPT = 0.2, 0.8  # of drafting, before it is known, and with each cycle
+_SMALL_EFFORT = 0.02  # of a cycle: so much for choosing is no reason to rest
+_FIRST_REST, _LONGEST_REST, _LOOKS = 4, 16, 4  # cycles
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class Decision:
     break_even: float  # the α at which one drafted token would pay for itself
     least_chance: float  # a token that is less likely to be accepted is not worth its step
     is_probe: bool = False
+    is_rest: bool = False  # nothing was chosen: that would have taken longer than drafts bring
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, with the sentence."""
@@ -74,6 +78,8 @@ class Decision:
 
     def __str__(self) -> str:
         alpha, c, even = map(_short, (self.alpha, self.c, self.break_even))
+        if self.is_rest:
+            return "K=0 is faster here: choosing takes longer than drafts would save"
         if self.is_probe:
             return f"a probe of {self.drafter}: α {alpha}, break-even {even} (c {c})"
         if self.num_tokens:
@@ -103,6 +109,34 @@ class Pace:
 
 
 @dataclass(slots=True)
+class Rest:
+    """Choosing takes time, too. Where drafts bring less than that, nothing is chosen for a while.
+
+    After each pause a few cycles are looked at, and each pause is twice as long as the one before.
+    """
+
+    gain: float = _FIRST_GAIN  # of the last cycles that were looked at, less the effort
+    length: int = _FIRST_REST  # of the next pause, in cycles
+    looks: int = 0  # cycles since the last one
+    left: int = 0  # cycles of this one
+
+    def goes_on(self) -> bool:
+        """Whether this cycle belongs to a pause."""
+        self.left -= self.left > 0
+        return self.left > 0
+
+    def learn(self, gain: float, effort: float) -> None:
+        """A cycle that was looked at; both in cycles of plain decoding."""
+        self.looks += 1
+        self.gain = _GAIN_KEPT * self.gain + (1 - _GAIN_KEPT) * (gain - effort)
+        if self.gain >= 0:
+            self.length = _FIRST_REST
+        elif effort > _SMALL_EFFORT and self.looks >= _LOOKS:
+            self.left, self.looks = self.length + 1, 0
+            self.length = min(2 * self.length, _LONGEST_REST)
+
+
+@dataclass(slots=True)
 class Ask:
     """One request of a batch, as the controller sees it."""
 
@@ -121,6 +155,7 @@ class Controller:
         # Of all requests so far, by drafter and rule.
         self._typical: dict[tuple[str, str], Acceptance] = {}
         self._saved: dict[str, float] = {}  # tokens that probing may cost, of each idle drafter
+        self._rests: dict[int, Rest] = {}  # by class of batches
 
     @classmethod
     def of(cls, target: Any, drafters: dict[str, Any]) -> "Controller":
@@ -135,12 +170,26 @@ class Controller:
         typical = self._typical.setdefault((name, rule), kind())
         return kind(unread=num_prompt_tokens, typical=typical)
 
+    def rests(self, batch: int) -> bool:
+        """Whether this cycle is plain decoding, without a choice; counts it."""
+        rest = self._rests.get(batch.bit_length())
+        return rest is not None and rest.goes_on()
+
+    def wake(self) -> None:
+        """Something new is there to be looked at."""
+        for rest in self._rests.values():
+            rest.left = 0
+
     def plan(self, asks: list[Ask], batch: int) -> list[Decision]:
         """Who drafts for each of these asks, and how much; `batch` requests share the pass."""
+        rest = self._rests.setdefault(batch.bit_length(), Rest())
+        effort = self.costs.choice(batch) / self.costs.plain(batch)
         if not asks:
+            rest.learn(0.0, effort)
             return []
         cycle = _Cycle(asks, self.costs, batch)
         cycle.keep_pace()
+        rest.learn(cycle.gain(), effort)
         for name in cycle.used:
             self._saved.pop(name, None)
         for name in cycle.idle:
@@ -165,6 +214,7 @@ class _Cycle:
         self.read_ms = {name: costs.read(name, self.alone_ms) for name in names}
         # A row that is fed is a pad less.
         self.row_ms = self.line.slope * (1 - PAD_SHARE if batch > 1 else 1)
+        self.row_ms += costs.other_line(batch).slope
         self.prices = self._prices()
         self.offers = [self._offers(ask) for ask in asks]
         self.plain_rate = self.prices.tokens / self.prices.ms
@@ -188,6 +238,11 @@ class _Cycle:
         gain = plan.tokens - plain.tokens - rate * (plan.ms - plain.ms)
         return rate, plan if gain > _WORTHWHILE * plain.tokens else plain
 
+    def gain(self) -> float:
+        """What the drafts bring, less their time: in cycles of plain decoding."""
+        tokens, ms = self.plan.tokens / self.prices.tokens, self.plan.ms / self.prices.ms
+        return tokens - ms
+
     def keep_pace(self) -> None:
         """Let each request know how fast its text comes."""
         for ask, offers, (name, count) in zip(
@@ -198,7 +253,7 @@ class _Cycle:
 
     def _prices(self) -> Prices:
         steps = {n: fixed for n, (fixed, _) in self.step_ms.items() if self.costs.runs_model(n)}
-        ms = self.alone_ms + self.costs.other(self.batch)
+        ms = self.costs.plain(self.batch)
         # A position more for one request is a pad more for each of the others.
         width_ms = PAD_SHARE * self.batch * self.line.slope if self.batch > 1 else 0.0
         return Prices(float(self.batch), ms, steps, width_ms, self.costs.at_once)

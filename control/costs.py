@@ -130,6 +130,7 @@ class Costs:
         self.shares = {n: size / num_target_weights for n, size in num_step_weights.items()}
         self.passes: dict[int, Line] = {}  # by class of batches: 1, 2 to 3, 4 to 7, …
         self._others: dict[int, Line] = {}  # the engine's own time, likewise
+        self._choices: dict[int, Line] = {}  # and the controller's
         self._rows = Line(_TOKEN_SHARE)  # passes of all batches: what a row costs
         self.steps: dict[str, Line] = {}
         self.reads: dict[str, Line] = {}
@@ -155,7 +156,11 @@ class Costs:
         self._rows.observe(tokens, ms)
         line = self.passes.setdefault(batch.bit_length(), Line(_TOKEN_SHARE))
         line.observe(tokens, ms, self._rows.slope)
-        self._others.setdefault(batch.bit_length(), Line()).observe(0, other_ms)
+        self._others.setdefault(batch.bit_length(), Line(_TOKEN_SHARE)).observe(tokens, other_ms)
+
+    def observe_choice(self, batch: int, ms: float) -> None:
+        """What it took to choose the drafts of a cycle, and to learn from what became of them."""
+        self._choices.setdefault(batch.bit_length(), Line()).observe(0, ms)
 
     def observe_draft(self, name: str, num_tokens: list[int], unread: int, ms: float) -> None:
         """One call of a drafter: drafts of so many tokens, `unread` tokens having been missed.
@@ -195,9 +200,17 @@ class Costs:
             return _nominal_pass()
         return known[min(known, key=lambda other: abs(other - size))]
 
-    def other(self, batch: int) -> float:
-        """The engine's own time in a cycle."""
-        line = self._others.get(batch.bit_length())
+    def other_line(self, batch: int) -> Line:
+        """The engine's own time in a cycle, by fed tokens."""
+        return self._others.get(batch.bit_length()) or Line()
+
+    def plain(self, batch: int) -> float:
+        """A cycle without drafts, and without a choice."""
+        return self.pass_line(batch).at(batch) + self.other_line(batch).at(batch)
+
+    def choice(self, batch: int) -> float:
+        """The controller's own time in a cycle."""
+        line = self._choices.get(batch.bit_length())
         return line.fixed if line else 0.0
 
     def step(self, name: str, batch: int, plain: float) -> tuple[float, float]:

@@ -4,6 +4,10 @@ FixedK lets a request's first drafter propose as much as the request allows. Pla
 controller, and tells it what a cycle cost and what came of it; a request may ask for fixed_k.
 """
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
@@ -73,6 +77,8 @@ class Planner:
         self.controller, self._panel = controller, panel
         self.decisions: dict[str, Decision] = {}  # the last one on each drafter
         self._unread: dict[str, int] = {}  # tokens that each drafter has to read in this cycle
+        self.is_resting = False  # nothing is chosen in this cycle
+        self._spent_ms = 0.0  # on choosing and learning, in this cycle
         if model := panel.choices.get(TREE):  # a tree has its steps
             controller.costs.shares[TREE] = controller.costs.shares.get(model[0], 0.0)
 
@@ -81,17 +87,48 @@ class Planner:
         given = len(seat.prompt), seat.sampling.rule
         names = [*seat.states, TREE] if len(self._panel.members(seat, TREE)) > 1 else seat.states
         seat.pace = Pace()
+        self.controller.wake()
         seat.records = {name: self.controller.record(name, *given) for name in names}
 
     def plan(self, sequences: list[Any]) -> list[tuple[str, int]]:
         """Who drafts for each of the core's sequences, and how many tokens at most."""
-        wishes = list(map(Wish.of, sequences))
+        with self._choosing():
+            wishes = list(map(Wish.of, sequences))
+            for wish in wishes:
+                wish.seat.goes_on, wish.seat.evidence = None, {}
+            plan = [wish.fixed if wish.is_fixed else ("", 0) for wish in wishes]
+            self.is_resting = self.controller.rests(len(wishes))
+            if self.is_resting:
+                self._rest(wishes)
+            else:
+                self._choose(wishes, plan)
+            self._unread = {}
+            for wish, (name, limit) in zip(wishes, plan, strict=True):
+                if limit:
+                    unread = wish.seat.records[name].unread
+                    self._unread[name] = self._unread.get(name, 0) + unread
+        return plan
+
+    @contextmanager
+    def _choosing(self) -> Iterator[None]:
+        """Adds to the controller's own time."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spent_ms += (time.perf_counter() - began) * 1e3
+
+    def _rest(self, wishes: list[Wish]) -> None:
+        """Tell that nothing was chosen."""
         for wish in wishes:
-            wish.seat.goes_on, wish.seat.evidence = None, {}
+            if (said := wish.seat.decision) and not said.is_rest:
+                wish.seat.decision = replace(said, num_tokens=0, is_probe=False, is_rest=True)
+
+    def _choose(self, wishes: list[Wish], plan: list[tuple[str, int]]) -> None:
+        """Put what the controller chooses into the plan."""
         asks = [Ask(self._able(w), w.limit, w.remaining, w.seat.pace) for w in wishes]
         able = [i for i, ask in enumerate(asks) if ask.records]
         decisions = self.controller.plan([asks[i] for i in able], len(wishes))
-        plan = [wish.fixed if wish.is_fixed else ("", 0) for wish in wishes]
         for i, decision in zip(able, decisions, strict=True):
             seat = wishes[i].seat
             seat.decision = self.decisions[decision.drafter] = decision
@@ -99,11 +136,6 @@ class Planner:
                 record = seat.records[decision.drafter]
                 seat.goes_on = partial(record.goes_on, decision.least_chance)
             plan[i] = decision.drafter, decision.num_tokens
-        self._unread = {}
-        for wish, (name, limit) in zip(wishes, plan, strict=True):
-            if limit:
-                self._unread[name] = self._unread.get(name, 0) + wish.seat.records[name].unread
-        return plan
 
     def _able(self, wish: Wish) -> dict[str, Acceptance]:
         """The records of whom to choose from: not of one that is known to have no proposal now."""
@@ -129,6 +161,15 @@ class Planner:
         Of those that did not draft, or not alone: of what they would have drafted, how much came
         true.
         """
+        with self._choosing():
+            if self.is_resting and not cycle.num_drafted:
+                for record in seat.records.values():
+                    record.unread += len(cycle.tokens)
+                    record.since += 1
+            else:
+                self._learn(seat, cycle)
+
+    def _learn(self, seat: Seat, cycle: Cycle) -> None:
         tokens = [token.id for token in cycle.tokens]
         for name in list(seat.states):
             record, draft = seat.records[name], seat.drafts.get(name)
@@ -168,13 +209,16 @@ class Planner:
         `times` says when it began, had drafted, had verified and was done. None where a prompt was
         read, which costs something else.
         """
-        costs = self.controller.costs
+        costs, (chose_ms, self._spent_ms) = self.controller.costs, (self._spent_ms, 0.0)
         for name, counts, ms in panel.spent():
             costs.observe_draft(name, counts, self._unread[name], ms)
         if times:
             fed = [len(draft.tokens) + 1 for draft in drafts]
             before, passed, after = ((end - begin) * 1e3 for begin, end in pairwise(times))
-            costs.observe_pass(len(fed), sum(fed), passed, before + after, max(fed))
+            other_ms = before + after - chose_ms
+            costs.observe_pass(len(fed), sum(fed), passed, other_ms, max(fed))
+            if not self.is_resting:
+                costs.observe_choice(len(fed), chose_ms)
 
 
 def _came_true(guess: Guess | None, tokens: list[int]) -> tuple[int, int, int]:

@@ -298,12 +298,7 @@ def serve(load: Callable[[], Flask], port: int, options: Any) -> NoReturn:
     server.start(at_end=lambda: ends.put(None))
     url = f"http://{options.host}:{port}"
     say(f"loading {options.title}: until then {url} answers 503")
-    try:
-        front.app = app = load()
-    finally:
-        flush_log()  # what is told of an error is the last line
-    gc.collect()
-    gc.freeze()  # what is loaded stays: looking through it for garbage would hold up all for 0.3 s
+    front.app = app = _loaded(load, flush_log)
     engine = app.extensions.get("engine")  # a process of its own, if there is one
     if engine:
         engine.at_death = lambda: ends.put(None)
@@ -315,6 +310,17 @@ def serve(load: Callable[[], Flask], port: int, options: Any) -> NoReturn:
         grace_s = _LAST_WORDS_S if is_orphan else options.grace_period
         _drain(app.extensions["worker"], server, grace_s)
     end(flush_log, 1 if server.has_died or is_orphan else 0)
+
+
+def _loaded(load: Callable[[], Flask], flush_log: Callable[[], bool]) -> Flask:
+    """The app; what is told of an error in loading it comes behind the log's lines."""
+    try:
+        app = load()
+    finally:
+        flush_log()
+    gc.collect()
+    gc.freeze()  # what is loaded stays: looking through it for garbage would hold up all for 0.3 s
+    return app
 
 
 def wait_for(ends: "queue.SimpleQueue[None]") -> None:

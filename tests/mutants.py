@@ -247,6 +247,11 @@ AGES = (
 EVIDENCE = "controller::test_proposals_with_more_evidence_have_a_record_of_their_own"
 STOPPED = "controller::test_where_a_draft_stopped_counts_as_reached_and_not_accepted"
 DOUBTS = "controller::test_a_model_s_draft_ends_with_the_token_that_it_doubts[mtp]"
+RESTS = (
+    "controller::"
+    "test_where_choosing_takes_longer_than_drafts_save_nothing_is_chosen_for_a_while[4.0-1]"
+)
+PAUSED = "controller::test_what_rests_drafts_nothing_says_so_and_knows_what_was_missed[coupled]"
 EACH_PLACE = "controller::test_the_record_estimates_each_position_by_itself"
 PROBES = "controller::test_without_drafts_it_probes_now_and_then_and_comes_back"
 BEST_K = "controller::test_the_choice_is_the_best_of_all_k_by_the_formula"
@@ -600,9 +605,9 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "self._unclosed.append(state)", "pass",
      "drafters::test_a_drafter_that_blocks_is_left_alone_until_it_returns"),
     # -------------------------------------------------------------------------------- planner
-    ("text that was read stays unread", "planner:Planner.learn",
+    ("text that was read stays unread", "planner:Planner._learn",
      "if draft is None else 0", "", WHAT_CAME),
-    ("text that was missed is thought to be read", "planner:Planner.learn",
+    ("text that was missed is thought to be read", "planner:Planner._learn",
      "record.unread + len(tokens) if", "0 if", WHAT_CAME),
     ("a guess is never right", "planner:_came_true", "pair[0] == pair[1]", "False", WHAT_CAME),
     ("who has nothing to propose may be chosen", "planner:Planner._able",
@@ -627,6 +632,21 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("time is worth what this cycle makes of it", "controller:_Cycle._best",
      "all(ask.pace.ms for ask in self.asks)", "False",
      "controller::test_time_is_worth_what_the_text_gives_on_average"),
+    ("choosing costs nothing", "controller:Rest.learn", "(gain - effort)", "gain", RESTS),
+    ("the controller never rests", "controller:Rest.goes_on",
+     "return self.left > 0", "return False", RESTS),
+    ("pauses never grow", "controller:Rest.learn", "2 * self.length", "self.length", RESTS),
+    ("a new request wakes nobody", "controller:Controller.wake", "rest.left = 0", "pass", RESTS),
+    ("a row costs a pass alone", "controller:_Cycle.__init__",
+     "costs.other_line(batch).slope", "0",
+     "controller::test_what_the_engine_does_for_a_token_is_part_of_its_cost"),
+    ("choosing is the engine's own time", "planner:Planner.timed",
+     "before + after - chose_ms", "before + after",
+     "controller::test_the_time_of_choosing_is_no_part_of_the_engine_s_own"),
+    ("what was missed in a pause is forgotten", "planner:Planner.learn",
+     "record.unread += len(cycle.tokens)", "pass", PAUSED),
+    ("a pause takes a fixed draft, too", "planner:Planner.plan",
+     "wish.fixed if wish.is_fixed else", "wish.fixed if wish.is_fixed and False else", PAUSED),
     ("a text's pace is never learnt", "controller:Controller.plan", "cycle.keep_pace()", "pass",
      "controller::test_time_is_worth_what_the_text_gives_on_average"),
     ("a draft never stops early", "base:Chain.is_open",
@@ -643,10 +663,12 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("coverage stays 1", "acceptance:Acceptance.observe",
      "(1 - _KEPT) * ((drafted > 0) - self.coverage)", "0", AGES),
     ("the refused token counts as accepted", "acceptance:Acceptance.count",
-     "_counted(self.accepted, kept, accepted, reached)",
-     "_counted(self.accepted, kept, accepted + 1, reached)", EACH_PLACE),
-    ("old cycles count as much as new ones", "acceptance:_counted",
-     "kept * x", "x", AGES),
+     "range(accepted)", "range(min(asked, accepted + 1))", EACH_PLACE),
+    ("old cycles count as much as new ones", "acceptance:Acceptance._fade",
+     "self.unit /= kept", "pass", AGES),
+    ("counts are lost as their unit grows", "acceptance:Acceptance._fade",
+     "count / self.unit for", "0.0 for",
+     "controller::test_old_cycles_fade_however_many_there_are"),
     ("probes are never made", "controller:Controller.plan",
      "self._saved.get(name, 0.0) + cycle.budget()", "0.0", PROBES),
     ("the width of a batch is free", "plans:evaluate",

@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 import speculative_decoding as core
@@ -212,6 +213,15 @@ def test_recent_cycles_count_more_and_a_new_request_is_like_those_before_it():
     first, second, *_ = own.record("own", 1, "greedy").alphas(4)
     assert first > 0.95 and second < 0.1
     assert own.record("own", 1, "coupled").alphas(2) == Acceptance().alphas(2)
+
+
+def test_old_cycles_fade_however_many_there_are():
+    record, accepted, reached = Acceptance(), 0.0, 0.0
+    for i in range(1000):
+        record.observe(2, i % 3 // 2, 2)
+        accepted, reached = 0.85 * accepted + i % 3 // 2, 0.85 * reached + 1
+        if i > 100:  # what was thought before is hardly left
+            assert record.alphas(1)[0] == pytest.approx(accepted / reached, abs=0.02)
 
 
 def test_a_record_ages_with_the_text_and_knows_how_often_there_was_nothing_to_propose():
@@ -519,7 +529,8 @@ def test_requests_that_may_choose_share_one_model_in_a_cycle(seed):
 def engine_of(demo_engine, loaded, shares):
     """The embedded target; these drafters cost such shares of its 100 weights, by no clock."""
     controller = Controller(100, shares)
-    controller.costs.observe_pass = controller.costs.observe_draft = lambda *_: None
+    costs = controller.costs
+    costs.observe_pass = costs.observe_draft = costs.observe_choice = lambda *_: None
     return core.Engine(demo_engine.target, loaded, "auto", controller=controller)
 
 
@@ -634,6 +645,92 @@ def test_a_drafter_that_costs_nothing_is_judged_by_what_came(demo_engine, prompt
     assert other.cycles == 0
     # The last token nobody was asked for.
     assert (found.unread, other.unread) == (len(sequence.tokens), 1)
+
+
+@pytest.mark.parametrize(("choice_ms", "expected"), [(0.1, 0), (2.0, 0), (4.0, 1)])
+def test_where_choosing_takes_longer_than_drafts_save_nothing_is_chosen_for_a_while(
+    choice_ms, expected
+):
+    """A draft that brings a fifth of a cycle, less what it takes to choose it."""
+    own = controller(c=0.5, batch=4)
+    own.costs.observe_choice(4, choice_ms)
+    seats = [Ask({"own": settled(0.95)}, 1, 1000) for _ in range(4)]
+    rested = []
+    for _ in range(200):
+        rested.append(own.rests(4))
+        if not rested[-1]:
+            assert own.plan(seats, 4)[0].num_tokens == 1
+    pauses = [len(list(group)) for is_rest, group in itertools.groupby(rested) if is_rest]
+    assert bool(pauses) == expected
+    if pauses:  # longer and longer, and short looks between them
+        assert pauses[:3] == [4, 8, 16] and set(pauses[3:-1]) == {16} and len(pauses) > 5
+        assert (
+            max(len(list(g)) for is_rest, g in itertools.groupby(rested[20:]) if not is_rest) == 4
+        )
+        assert not own.rests(1)  # batches of other sizes are known by themselves
+    while pauses and not own.rests(4):
+        own.plan(seats, 4)
+    own.wake()
+    assert not own.rests(4)
+
+
+def test_a_little_time_for_choosing_is_no_reason_to_rest():
+    own = controller()
+    own.costs.observe_choice(1, 0.1)
+    for _ in range(100):
+        assert not own.rests(1)
+        decision = ask(own, {"own": settled(0.1)})
+        assert decision.is_probe or not decision.num_tokens
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+def test_what_rests_drafts_nothing_says_so_and_knows_what_was_missed(demo_engine, prompts, rule):
+    """And a request that wants its K gets it all the same."""
+    engine = engine_of(demo_engine, scripted(own=lambda tokens, n: [1] * n), {"own": 1})
+    engine.controller.rests = lambda batch: next(rests)
+    sampling = core.Sampling(temperature=0.5, verification=rule)
+    first, second = (
+        engine.open(
+            core.Request(prompts["code_class"], 30, "own", 2, sampling=sampling, fixed_k=is_fixed)
+        )
+        for is_fixed in (False, True)
+    )
+    rests = iter((False, False, True, True))
+    for _ in range(4):
+        cycle = engine.step([first, second])
+    record = first.seat.records["own"]
+    assert cycle[first].num_drafted == 0 < cycle[second].num_drafted
+    assert first.seat.decision.is_rest and str(first.seat.decision).endswith("would save")
+    assert (record.unread, record.since) == (2, 2) and first.num_steps == 4
+
+
+def test_what_the_engine_does_for_a_token_is_part_of_its_cost():
+    costs = Costs(*WEIGHTS)
+    for rows in (8, 24) * 3:
+        costs.observe_pass(8, rows, 10.0 + 0.1 * rows, 2.0 + 0.5 * rows)
+    line = costs.other_line(8)
+    assert costs.plain(8) == pytest.approx(10.8 + 6.0, rel=0.05)
+    assert line.slope == pytest.approx(0.5, rel=0.2) and costs.plain(1) > 10
+    many = [Ask({"free": settled(0.2)}, K, 1000) for _ in range(8)]
+    own = Controller(*WEIGHTS)
+    own.costs = costs
+    assert own.plan(many, 8)[0].num_tokens == 0
+
+
+def test_the_time_of_choosing_is_no_part_of_the_engine_s_own(demo_engine, prompts):
+    ngram = {"ngram": demo_engine.panel.drafters["ngram"]}
+    engine, others, choices = engine_of(demo_engine, ngram, {"ngram": 0}), [], []
+    engine.controller.costs.observe_pass = lambda *given: others.append(given[3])
+    engine.controller.costs.observe_choice = lambda batch, ms: choices.append(ms)
+    plan = engine.controller.plan
+
+    def slow(asks, batch):
+        time.sleep(0.2)
+        return plan(asks, batch)
+
+    engine.controller.plan = slow
+    run(engine, prompts["repetitive_colours"], max_tokens=6, drafter="ngram")
+    assert min(choices) > 190 and min(others) < 100 and len(choices) == len(others)
 
 
 def test_passes_are_measured_with_all_their_rows_and_prefills_not_at_all(demo_engine, prompts):
