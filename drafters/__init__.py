@@ -103,7 +103,7 @@ def _check(drafter: Drafter, context: Context) -> None:
     at_once = drafter.drafts_at_once
     if not isinstance(at_once, int) or at_once < 0:
         raise ValueError(f"drafts_at_once of {drafter.name} is {at_once!r}: write 0 or more")
-    if not drafter.needs_hidden:
+    if not drafter.needs_hidden or context.target is None:
         return
     num_layers = context.target.model.config.get_text_config().num_hidden_layers
     if not set(drafter.hidden_layers) <= {-1, *range(num_layers - 1)}:

@@ -38,7 +38,7 @@ from messages import Request
 from serving.catalogue import folder_of
 from serving.options import RUNNING_ELSEWHERE, Options
 from serving.parsing import model_id
-from serving.prompts import ids_of, prompts_of
+from serving.prompts import check_prompt, ids_of, prompts_of
 
 from . import child
 
@@ -277,8 +277,13 @@ def notes(engine: Any, options: Options, offers: list[Offer], left_out: list[str
 def prompts_for(engine: Any, options: Options, given: Namespace) -> dict[str, list[int]]:
     """The prompts of a file, or demo prompts by name or kind. Raises ValueError, RequestError."""
     if given.prompts and Path(given.prompts[0]).is_file():
-        return ids_of(prompts_of(given.prompts[0]), engine, options.raw)
-    return {n: ids for n, (_, ids) in demo.chosen_prompts(engine, options, given.prompts).items()}
+        found = ids_of(prompts_of(given.prompts[0]), engine, options.raw)
+    else:
+        chosen = demo.chosen_prompts(engine, options, given.prompts)
+        found = {name: ids for name, (_, ids) in chosen.items()}
+    for ids in found.values():
+        check_prompt(ids, engine.target)
+    return found
 
 
 def show_plan(engine: Any, options: Options, _: Any, given: Namespace) -> int:
