@@ -80,7 +80,7 @@ def speculative_config(options: Options) -> dict[str, Any] | None:
     if ":" in drafter:
         if not Path(drafter.rpartition(":")[0]).is_file():
             raise StartError(f"--drafter {drafter}: no such file (vLLM needs file.py:Class)")
-        return config | OURS
+        return OURS | {"num_speculative_tokens": options.num_speculative_tokens}
     if drafter == "ngram":
         config["prompt_lookup_max"] = options.prompt_lookup_max
         config["prompt_lookup_min"] = options.prompt_lookup_min

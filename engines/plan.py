@@ -131,12 +131,17 @@ def count(
     return found
 
 
+def longest_of(options: Options) -> int:
+    """Tokens of the longest draft that is tried."""
+    return max(_LONGEST, options.num_speculative_tokens)
+
+
 def measure(
     engine: Any, names: list[str], prompts: dict[str, list[int]], options: Options
 ) -> list[Offer]:
     """Each drafter at its best K; what promises most stands first."""
     costs = Controller.of(engine.target, engine.panel.drafters).costs
-    longest = max(_LONGEST, options.num_speculative_tokens)
+    longest = longest_of(options)
     most = {name: min(longest, costs.at_once.get(name, longest)) for name in names}
     found = count(engine, most, prompts, options, "drafts of all drafters")
     chosen = {}
@@ -184,7 +189,7 @@ def vllm_line(options: Options, is_ours: bool = False) -> str:
     """
     config, variables = child.speculative_config(options), ""
     if is_ours:
-        config = {"num_speculative_tokens": options.num_speculative_tokens} | child.OURS
+        config = child.OURS | {"num_speculative_tokens": options.num_speculative_tokens}
     if config and config["method"] == child.OURS["method"]:
         pairs = child.environment(str(options.drafter)).items()
         variables = "".join(f"{name}={shlex.quote(value)} " for name, value in pairs)
@@ -260,8 +265,13 @@ def notes(engine: Any, options: Options, offers: list[Offer], left_out: list[str
         "at a temperature both engines accept drafts of models by another rule than was measured": (
             not options.sampling.is_greedy
         ),
-        "vLLM's own ngram and suffix look texts up in their own way: a drafter of ours proposes "
-        "there what was measured": bool(names & set(TOKENS_ONLY)),
+        "vLLM's own ngram and suffix look texts up in their own way; a drafter of ours proposes "
+        "there what was measured, but costs vLLM its asynchronous scheduling": (
+            bool(names & set(TOKENS_ONLY))
+        ),
+        "the longest draft that was tried is the best: --num-speculative-tokens tries longer": (
+            any(one.pays and one.k == longest_of(options) for one in offers)
+        ),
         "vLLM's suffix needs pip install arctic-inference; SGLang's nearest is NGRAM": (
             "suffix" in names
         ),
