@@ -275,6 +275,8 @@ def notes(engine: Any, options: Options, offers: list[Offer], left_out: list[str
         "vLLM's suffix needs pip install arctic-inference; SGLang's nearest is NGRAM": (
             "suffix" in names
         ),
+        f"it was measured in {str(target.model.dtype).removeprefix('torch.')}; without --dtype an "
+        "engine takes the checkpoint's type, and may choose other tokens": options.dtype == "auto",
         "mtp needs an engine that knows the heads of this family": "mtp" in names,
         "SGLang cannot be given a drafter from a file": any(n not in NAMES for n in names),
     }
