@@ -403,9 +403,8 @@ class Sequence:
         self.request, self.row, self.tokenizer = request, row, tokenizer
         self.seat = Seat(request.prompt, request.drafting, row, request.is_alone)
         self.noise, self.tokens = Noise(request.seed), list(request.prompt)
-        self.text = TextStream(tokenizer, request.stop)
-        self.logprobs: list[dict[str, Any]] = []
-        self.statistics, self.num_steps = Statistics(), 0
+        self.text, self.num_steps = TextStream(tokenizer, request.stop), 0
+        self.statistics, self.logprobs = Statistics(), list[dict[str, Any]]()
         self.finish_reason: str | None = None
         self.failure: Exception | None = None  # its own; then the finish_reason is "error"
 
@@ -688,7 +687,8 @@ def main(arguments: list[str] | None = None) -> int:
             return http.serve(lambda: engines.load(options, load_app), given.port, options)
         engine = load_engine(options)
         if given.prompt is None:
-            return demo.show_demo(engine, options, plain_decode, given)
+            show = engines.show_plan if given.plan else demo.show_demo
+            return show(engine, options, plain_decode, given)
         is_chat = options.is_chat(engine.target.tokenizer)
         body = {"prompt": given.prompt, "stop": given.stop, "chat": is_chat}
         return demo.show_prompt(engine, parse_request(body, engine, options)[0], given.explain)

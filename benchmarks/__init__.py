@@ -33,7 +33,7 @@ import demo
 from control.statistics import Statistics
 from messages import Request
 from serving.options import ROOT, Options, between
-from serving.prompts import chat_ids, prompt_ids
+from serving.prompts import ids_of, prompts_of  # noqa: F401  (for the benchmarks)
 
 # A test run has imported the core already. A second copy would have classes of its own.
 core: Any = sys.modules.get("speculative_decoding") or importlib.import_module(
@@ -117,37 +117,6 @@ def demo_prompts(tokenizer: Any, kinds: list[str] | None = None) -> dict[str, di
         print(f"error: no {unknown[0]} prompts: choose from {', '.join(found)}", file=sys.stderr)
         raise SystemExit(2)
     return {kind: found[kind] for kind in kinds or found}
-
-
-def prompts_of(path: str | Path) -> dict[str, str]:
-    """The prompts of a file by name.
-
-    A .jsonl file has a JSON object per line: {"name": …, "prompt": …}, where the name may be left
-    out. Any other file has a prompt per line; empty lines do not count. Raises ValueError.
-    """
-    lines = [line for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
-    entries: list[Any] = [{"prompt": line} for line in lines]
-    if Path(path).suffix == ".jsonl":
-        entries = list(map(json.loads, lines))
-    found = {}
-    for i, entry in enumerate(entries, 1):
-        text = entry.get("prompt") if isinstance(entry, dict) else None
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"{path}: prompt {i} is not an object with the field prompt, a text")
-        found[str(entry.get("name", i))] = text
-    if not found or len(found) < len(entries):
-        raise ValueError(f"{path}: {'a name stands twice' if found else 'there are no prompts'}")
-    return found
-
-
-def ids_of(texts: dict[str, str], engine: Any, is_raw: bool = False) -> dict[str, list[int]]:
-    """Token ids of these prompts, in the model's chat template if it has one and `is_raw` is false.
-
-    Raises RequestError for a prompt that does not fit.
-    """
-    tokenizer, length = engine.target.tokenizer, engine.target.max_length
-    read = chat_ids if tokenizer.chat_template and not is_raw else prompt_ids
-    return {name: read(text, tokenizer, length) for name, text in texts.items()}
 
 
 def flat(prompts: dict[str, dict[str, list[int]]]) -> dict[str, list[int]]:

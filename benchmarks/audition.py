@@ -22,13 +22,11 @@ from collections.abc import Callable
 from typing import Any
 
 import benchmarks as bench
+from engines.plan import LOADED, PLAIN, server_words
 from messages import Request, Sampling
 from serving.errors import RequestError
 from serving.options import Options, between
 from serving.parsing import MAX_SPECULATIVE_TOKENS
-
-PLAIN = "none"  # as the command line has it
-_NAMED = ("model", "draft_model", "eagle3", "dflash", "dtype", "quantize")
 
 
 def measure(
@@ -75,12 +73,7 @@ def measure(
 def advice(rows: list[dict[str, Any]], given: argparse.Namespace) -> dict[str, str]:
     """The fastest way in words, and its command line."""
     best, pays = rows[0], rows[0]["quartiles"][0] > 1
-    words = ["python", "08_speculative_decoding.py", "--port", "5000"]
-    for name in _NAMED:
-        value = getattr(given, name)
-        if value not in (None, getattr(Options, name)):
-            words += [f"--{name.replace('_', '-')}", value]
-    words += ["--drafter", best["drafter"] if pays else PLAIN]
+    words = [*server_words(given), "--drafter", best["drafter"] if pays else PLAIN]
     if pays and given.k != Options.num_speculative_tokens:
         words += ["--num-speculative-tokens", str(given.k)]
     gain = f"{best['drafter']} has {best['of_plain']:.2f} times the speed of plain decoding"
@@ -108,7 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = options.parse_args(arguments)
     try:
         texts = bench.prompts_of(given.prompts)
-        models = {name: getattr(given, name) for name in _NAMED}
+        models = {name: getattr(given, name) for name in LOADED}
         engine = bench.load_engine(
             **models, drafter=bench.AUTO, num_speculative_tokens=given.k, max_running=1
         )

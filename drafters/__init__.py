@@ -103,8 +103,10 @@ def _check(drafter: Drafter, context: Context) -> None:
     at_once = drafter.drafts_at_once
     if not isinstance(at_once, int) or at_once < 0:
         raise ValueError(f"drafts_at_once of {drafter.name} is {at_once!r}: write 0 or more")
+    if not drafter.needs_hidden or context.target is None:
+        return
     num_layers = context.target.model.config.get_text_config().num_hidden_layers
-    if drafter.needs_hidden and not set(drafter.hidden_layers) <= {-1, *range(num_layers - 1)}:
+    if not set(drafter.hidden_layers) <= {-1, *range(num_layers - 1)}:
         raise ValueError(
             f"hidden_layers of {drafter.name} are {drafter.hidden_layers!r}: write a tuple of -1 "
             f"(the final norm) and of numbers from 0 to {num_layers - 2}"

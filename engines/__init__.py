@@ -3,11 +3,13 @@
     --engine http://host:8000   relay.py sends requests there, client.py speaks HTTP with it
     --engine vllm               the same, and child.py starts it and ends with it
 
-app.py puts them behind the routes. docs/engines.md says what such an engine can and cannot do.
+app.py puts them behind the routes, and plan.py says how to start one. docs/engines.md says what
+such an engine can and cannot do.
 """
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 from flask import Flask
 
@@ -44,3 +46,10 @@ def load(options: Options, own: Callable[[Options], Flask]) -> Flask:
     made = app.create_app(engine, options)
     made.extensions["engine"] = started
     return made
+
+
+def show_plan(*given: Any) -> int:
+    """What plan.show_plan takes and does."""
+    from . import plan
+
+    return plan.show_plan(*given)

@@ -21,14 +21,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from drafters.panel import PLAIN
+from drafters.vllm_proposer import VARIABLE, Proposer
 from serving.catalogue import NotFetched, ends_with_us, folder_of
 from serving.errors import RequestError
 from serving.http import say
 from serving.loading import StartError
-from serving.options import Options
+from serving.options import ROOT, Options
 from serving.parsing import model_id
 
 from .client import Client
@@ -52,6 +54,10 @@ os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
+# vLLM's own class for drafters of others, and ours in it.
+OURS = {"method": "custom_class", "model": f"{Proposer.__module__}.{Proposer.__name__}"}
+
+
 def speculative_config(options: Options) -> dict[str, Any] | None:
     """The drafter as vLLM's --speculative-config has it; None is plain decoding.
 
@@ -71,6 +77,10 @@ def speculative_config(options: Options) -> dict[str, Any] | None:
         "method": drafter,
         "num_speculative_tokens": options.num_speculative_tokens,
     }
+    if ":" in drafter:
+        if not Path(drafter.rpartition(":")[0]).is_file():
+            raise StartError(f"--drafter {drafter}: no such file (vLLM needs file.py:Class)")
+        return OURS | {"num_speculative_tokens": options.num_speculative_tokens}
     if drafter == "ngram":
         config["prompt_lookup_max"] = options.prompt_lookup_max
         config["prompt_lookup_min"] = options.prompt_lookup_min
@@ -82,14 +92,22 @@ def speculative_config(options: Options) -> dict[str, Any] | None:
             raise StartError(f"--drafter {drafter} with --engine vllm needs {flag}")
         config["model"] = models[drafter]
     elif drafter not in ("suffix", "mtp"):
-        known = "ngram, suffix, draft_model, mtp, eagle3, dflash and none"
+        known = "ngram, suffix, draft_model, mtp, eagle3, dflash, file.py:Class and none"
         raise StartError(f"vLLM has no drafter {drafter}: with --engine vllm there are {known}")
     return config
 
 
-def command(options: Options, port: int) -> list[str]:
-    """What starts vLLM. Raises StartError for what it has not."""
-    model, config = folder_of(options.model), speculative_config(options)
+def environment(drafter: str) -> dict[str, str]:
+    """The variables with which vLLM finds a drafter of ours, which the config OURS asks for."""
+    file, colon, name = drafter.rpartition(":")
+    given = f"{Path(file).resolve()}:{name}" if colon else drafter
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {VARIABLE: given, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def command(options: Options, port: int, config: dict[str, Any] | None) -> list[str]:
+    """What starts vLLM with a speculative config. Raises NotFetched for a model."""
+    model = folder_of(options.model)
     words = [str(options.engine), "serve", model, "--served-model-name", model_id(options.model)]
     words += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
     words += ["--max-num-seqs", str(options.max_running)]
@@ -126,9 +144,10 @@ class Child:
             )
         port, key = free_port(), secrets.token_urlsafe(24)
         try:
-            words = command(options, port)
+            words = command(options, port, speculative_config(options))
         except NotFetched as error:
             raise StartError(str(error)) from error
+        ours = environment(options.drafter) if ":" in (options.drafter or "") else {}
         self.client = Client(f"http://127.0.0.1:{port}", key)
         self.at_death: Callable[[], None] = lambda: None
         self.has_died = self._is_ready = self._is_ending = False
@@ -138,7 +157,7 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"VLLM_API_KEY": key},  # not in ps, as an argument would be
+            env=os.environ | ours | {"VLLM_API_KEY": key},  # not in ps, as an argument would be
             start_new_session=True,  # Ctrl-C is for us: first we finish what runs
         )
         ends_with_us(self)

@@ -314,12 +314,15 @@ def parse_arguments(
     given.engine_arguments = tuple(arguments[end + 1 :])
     _check(given, parser)
     _check_engine(given, parser)
-    given.max_running = given.max_running or (RUNNING_ELSEWHERE if given.engine else 8)
     try:
         given.api_key = read_key(given.api_key, given.api_key_file, os.environ.get(KEY_VARIABLE))
     except (OSError, ValueError) as error:
         parser.error(f"cannot use the API key: {error}")
-    return given, Options(**{field.name: getattr(given, field.name) for field in fields(Options)})
+    values = {field.name: getattr(given, field.name) for field in fields(Options)}
+    values["max_running"] = given.max_running or (RUNNING_ELSEWHERE if given.engine else 8)
+    if given.plan:  # for engines that have no controller; --max-running is theirs
+        values |= {"fixed_k": True, "max_running": 8}
+    return given, Options(**values)
 
 
 def _add_actions(parser: argparse.ArgumentParser) -> None:
@@ -329,19 +332,23 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
         "--demo", action="store_true", help="standard decoding against each drafter"
     )
     action.add_argument("--prompt", help="one generation, streamed to the terminal")
+    action.add_argument(
+        "--plan", action="store_true", help="the command line for vLLM and SGLang, and why"
+    )
     action.add_argument("--port", type=between(1, 65535), help="serve HTTP")
     parser.add_argument(
         "--api-key-file", metavar="FILE", help=f"has the API key (so may ${KEY_VARIABLE})"
     )
     parser.add_argument(
         "--prompts", nargs="+", metavar="NAME",
-        help="with --demo: only these of demo_prompts/, by name or kind (chat, code, …)",
+        help="with --demo and --plan: only these of demo_prompts/, by name or kind (chat, code, "
+        "…); or with --plan a file that has a prompt per line",
     )  # fmt: skip
     parser.add_argument(
         "--repeats", type=between(1, 100), default=3,
         help="with --demo: times are medians of so many runs (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="with --demo: one JSON document")
+    parser.add_argument("--json", action="store_true", help="with --demo and --plan: one document")
     parser.add_argument(
         "--stop", action="append", help="with --prompt: end before this text (may be repeated)"
     )
@@ -378,14 +385,19 @@ def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error("--quantize goes with the fast path: leave out --no-fastpath")
     if given.compile and not given.fastpath:
         parser.error("--compile goes with the fast path: leave out --no-fastpath")
-    if given.json and not given.demo:
-        parser.error("--json goes with --demo")
-    if given.prompts and not given.demo:
-        parser.error("--prompts goes with --demo")
+    if given.plan and (given.drafter == PLAIN or given.quantize):
+        what = "--quantize" if given.quantize else "--drafter none"
+        parser.error(f"--plan compares drafters of a model as it is: {what} does not go with it")
+    if given.json and not (given.demo or given.plan):
+        parser.error("--json goes with --demo and --plan")
+    if given.prompts and not (given.demo or given.plan):
+        parser.error("--prompts goes with --demo and --plan")
     stems = {path.stem for path in (ROOT / "demo_prompts").glob("*.txt")}
     known = sorted({*stems, *(stem.partition("_")[0] for stem in stems)})
-    if unknown := set(given.prompts or ()) - set(known):
-        parser.error(f"no demo prompt {min(unknown)!r}: choose {', '.join(known)}")
+    is_file = given.plan and len(given.prompts or ()) == 1 and Path(given.prompts[0]).is_file()
+    if not is_file and (unknown := set(given.prompts or ()) - set(known)):
+        file = " or a file" if given.plan else ""
+        parser.error(f"no demo prompt {min(unknown)!r}: choose {', '.join(known)}{file}")
     if given.explain and given.prompt is None:
         parser.error("--explain goes with --prompt")
     if given.stop and given.prompt is None:
@@ -400,9 +412,9 @@ def _check_engine(given: argparse.Namespace, parser: argparse.ArgumentParser) ->
     """Refuse what another engine does not do, and what goes with one alone."""
     own = (given.tensor_parallel_size, given.pipeline_parallel_size)
     if given.engine is None:
-        if any(own) or given.engine_arguments:
+        if (any(own) or given.engine_arguments) and not given.plan:
             what = "--tensor-parallel-size, --pipeline-parallel-size and what follows --"
-            parser.error(f"{what} go with --engine vllm")
+            parser.error(f"{what} go with --engine vllm and --plan")
         return
     if given.port is None:
         parser.error("--engine goes with --port: the engine is served, not looked into")

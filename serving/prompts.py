@@ -5,12 +5,14 @@ template is code that comes with the model, and has a limit of time.
 """
 
 import ctypes
+import json
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from .errors import RequestError
@@ -229,3 +231,34 @@ def _turn(message: Any, i: int) -> dict[str, str]:
     except UnicodeEncodeError:
         raise RequestError(f"{where} holds a lone surrogate", param="messages") from None
     return {"role": message["role"], "content": content}
+
+
+def prompts_of(path: str | Path) -> dict[str, str]:
+    """The prompts of a file by name.
+
+    A .jsonl file has a JSON object per line: {"name": …, "prompt": …}, where the name may be left
+    out. Any other file has a prompt per line; empty lines do not count. Raises ValueError.
+    """
+    lines = [line for line in Path(path).read_text("utf-8").splitlines() if line.strip()]
+    entries: list[Any] = [{"prompt": line} for line in lines]
+    if Path(path).suffix == ".jsonl":
+        entries = list(map(json.loads, lines))
+    found = {}
+    for i, entry in enumerate(entries, 1):
+        text = entry.get("prompt") if isinstance(entry, dict) else None
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"{path}: prompt {i} is not an object with the field prompt, a text")
+        found[str(entry.get("name", i))] = text
+    if not found or len(found) < len(entries):
+        raise ValueError(f"{path}: {'a name stands twice' if found else 'there are no prompts'}")
+    return found
+
+
+def ids_of(texts: dict[str, str], engine: Any, is_raw: bool = False) -> dict[str, list[int]]:
+    """Token ids of these prompts, in the model's chat template if it has one and `is_raw` is false.
+
+    Raises RequestError for a prompt that does not fit.
+    """
+    tokenizer, length = engine.target.tokenizer, engine.target.max_length
+    read = chat_ids if tokenizer.chat_template and not is_raw else prompt_ids
+    return {name: read(text, tokenizer, length) for name, text in texts.items()}

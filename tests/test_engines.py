@@ -396,7 +396,17 @@ def test_a_drafter_is_written_as_vllm_has_it(given, config):
     assert child.speculative_config(Options(model="T", **given)) == config
 
 
-@pytest.mark.parametrize("drafter", ["self_int8", "tree", "draft_model", "mine.py:Mine"])
+def test_a_drafter_from_a_file_goes_to_vllm_s_custom_class(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").touch()
+    config = child.speculative_config(Options(model="T", drafter="mine.py:Mine"))
+    assert config == child.OURS | K5 and config["method"] == "custom_class"
+    given = child.environment("mine.py:Mine")
+    assert given["SPECULATIVE_DRAFTER"] == f"{tmp_path / 'mine.py'}:Mine"
+    assert given["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
+
+
+@pytest.mark.parametrize("drafter", ["self_int8", "tree", "draft_model", "no/mine.py:Mine"])
 def test_a_drafter_that_vllm_has_not_is_refused(drafter):
     with pytest.raises(StartError, match="vllm|vLLM"):
         child.speculative_config(Options(model="T", drafter=drafter))
@@ -406,7 +416,7 @@ def test_the_command_line_is_translated(monkeypatch, capsys):
     words = ["--port", "5000", "--engine", "vllm", "--model", "T", "--tensor-parallel-size", "2"]
     _, options = parse_arguments("", [*words, "--max-model-len", "99", "--", "--seed", "1"])
     assert options.max_running == 64
-    line = " ".join(child.command(options, 8000))
+    line = " ".join(child.command(options, 8000, child.speculative_config(options)))
     assert line.startswith("vllm serve T --served-model-name T --host 127.0.0.1 --port 8000 ")
     assert line.endswith("--max-model-len 99 --tensor-parallel-size 2 --seed 1")
 

@@ -1,0 +1,83 @@
+"""A drafter of this project inside vLLM, as its custom proposer: one that needs tokens only.
+
+    SPECULATIVE_DRAFTER=/path/mine.py:Mine PYTHONPATH=/path/of/this/repository vllm serve MODEL \\
+        --speculative-config '{"method": "custom_class",
+            "model": "drafters.vllm_proposer.Proposer", "num_speculative_tokens": 5}'
+
+vLLM makes the proposer once, and calls `propose` after each pass. It shows its batch's rows and
+does not say whose they are: a row may be another request's than it was. So each row's text is
+compared with what the row's drafter has read. What goes on is told as a verdict; any other text is
+a new request's.
+
+The panel stands between, as in the server: a drafter that fails, or proposes ids that do not exist,
+costs its request the speculation and not the answer.
+
+Not covered: what vLLM does not hand over, which is hidden states, sampling and a request's end.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from messages import Sampling, Verdict
+
+from . import Context, Noise, load
+from .panel import Panel, Seat
+
+VARIABLE = "SPECULATIVE_DRAFTER"  # has the drafter's name, as --drafter has it
+TOKENS_ONLY = ("ngram", "suffix")  # of our own; those from a file are asked
+
+
+class Proposer:
+    """What vLLM's speculative config names."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        """Raises ValueError for a drafter that needs more than tokens."""
+        name = os.environ.get(VARIABLE, "ngram")
+        drafter = load(name, Context(None, None)) if ":" in name or name in TOKENS_ONLY else None
+        if drafter is None or drafter.needs_hidden:
+            raise ValueError(f"{VARIABLE}={name}: this drafter needs more than tokens")
+        model = vllm_config.model_config
+        self._name, self._length = drafter.name, model.max_model_len
+        self._most = vllm_config.speculative_config.num_speculative_tokens
+        self._panel = Panel({drafter.name: drafter}, model.get_vocab_size())
+        self._rows: dict[int, tuple[list[int], Seat]] = {}  # what was read, and the drafter's seat
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """There is none, but vLLM calls this on a CPU."""
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: Sequence[int],
+        token_ids_cpu: Any,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """A draft for each row of the batch that got a token; token_ids_cpu is [rows, length]."""
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        rows = [row for row, sampled in enumerate(sampled_token_ids) if sampled]
+        texts = [token_ids_cpu[row, : num_tokens_no_spec[row]].tolist() for row in rows]
+        seats = [self._seat(row, text) for row, text in zip(rows, texts, strict=True)]
+        limits = [max(0, min(self._most, self._length - 1 - len(text))) for text in texts]
+        plan = [
+            (self._name, limit) if seat.states else ("", 0)
+            for seat, limit in zip(seats, limits, strict=True)
+        ]
+        for row, draft in zip(rows, self._panel.propose(seats, plan), strict=True):
+            drafts[row] = draft.tokens
+        return drafts
+
+    def _seat(self, row: int, text: list[int]) -> Seat:
+        """The row's drafter, having read the text."""
+        known, seat = self._rows.get(row, ([], None))
+        new = text[len(known) :]
+        if seat is None or text[: len(known)] != known:
+            if seat is not None:
+                self._panel.close(seat)
+            seat = Seat(text, Sampling())
+            self._panel.open(seat, [self._name], text, Noise(0))
+        elif new:
+            drafted = len(seat.draft.tokens) if seat.draft else 0
+            self._panel.observe(seat, Verdict(drafted, len(new) - 1, new), {})
+        self._rows[row] = text, seat
+        return seat

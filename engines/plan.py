@@ -1,0 +1,346 @@
+"""--plan: the best drafter and K for a model and its prompts, as vLLM and SGLang are told of it.
+
+    python 08_speculative_decoding.py --plan [--model M] [--prompts FILE] [--drafter …] [--json]
+
+Each drafter drafts K tokens in every cycle of the same prompts, as it would in those engines, which
+have no controller. That gives a_i, the share of all passes in which its first i tokens were
+accepted. It belongs to the model, the drafter and the text, and not to the machine. Hence
+
+    E(K) = 1 + a_1 + … + a_K                tokens that a pass gives
+    T(K) = steps · c + t_verify             its time, in passes of plain decoding
+    E / T                                   the speed-up to expect, for one request at a time
+
+What was timed here does not hold there, so T comes from sizes. A device that decodes spends its
+time reading weights: c is the weights that a draft step reads, in those of the target. t_verify is
+what control/costs.py believes before it has measured: 2 % more for each further row.
+
+Not covered: batches, in which a pass has rows for many requests, and stops being free of cost.
+"""
+
+import json
+import shlex
+from argparse import Namespace
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+import demo
+from control.controller import Controller
+from control.costs import Costs
+from control.statistics import Statistics
+from drafters import NAMES
+from drafters.vllm_proposer import TOKENS_ONLY
+from messages import Request
+from serving.catalogue import folder_of
+from serving.options import RUNNING_ELSEWHERE, Options
+from serving.parsing import model_id
+from serving.prompts import check_prompt, ids_of, prompts_of
+
+from . import child
+
+PLAIN = child.PLAIN
+_LONGEST = 8  # drafts that are tried, unless --num-speculative-tokens is larger
+_WORTHWHILE = 1.05  # what a speed-up must promise: an engine has costs of speculation of its own
+_PORT = 8000
+_FEW_WEIGHTS = 1_000_000_000  # below, a device is busy with other things than reading them
+LOADED = ("model", "draft_model", "eagle3", "dflash", "dtype", "quantize")
+# SGLang's names of what it has. A custom drafter cannot be named there.
+_SGLANG = {
+    "ngram": "NGRAM", "suffix": "NGRAM", "draft_model": "STANDALONE", "eagle3": "EAGLE3",
+    "mtp": "NEXTN", "dflash": "DFLASH",
+}  # fmt: skip
+_COLUMNS = ("drafter", "K", "tokens/pass", "c", "cost", "expected", "pays below")
+_ROW = "{:14}{:>3} {:>12} {:>6} {:>6} {:>9} {:>11}"
+ASSUMED = (
+    "measured on this machine: tokens per pass; they belong to model, drafter and text, and hold "
+    "in an engine whose drafter proposes the same",
+    "assumed and not measured: passes and draft steps last as long as reading their weights, and "
+    "each further row of a pass takes 2 % more (t_verify)",
+    "expected = tokens per pass / (draft steps · c + t_verify), for one request at a time; with "
+    "many at once rows cost more, and it falls",
+)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a drafter promises at a K, and where from."""
+
+    drafter: str
+    k: int
+    tokens_per_pass: float
+    c: float  # a draft step, in passes of plain decoding
+    cost: float  # a cycle, likewise
+    expected_speedup: float
+    t_verify_break_even: float  # a pass that takes so many plain ones makes it as slow as plain
+
+    @property
+    def pays(self) -> bool:
+        return self.expected_speedup >= _WORTHWHILE
+
+    @property
+    def why(self) -> str:
+        """In one sentence."""
+        gain = (
+            f"{self.tokens_per_pass:.2f} tokens a pass in the time of {self.cost:.2f} plain passes"
+        )
+        if not self.pays:
+            return f"{self.drafter} gives {gain}, which gains less than 5 %"
+        return (
+            f"{self.drafter} with K={self.k} gives {gain}, so {self.expected_speedup:.2f} times "
+            "the speed of plain decoding is expected, and it gains for as long as a pass over "
+            f"{self.k + 1} rows takes less than {self.t_verify_break_even:.2f} plain ones"
+        )
+
+
+def offer(name: str, counted: Statistics, costs: Costs, k: int) -> Offer:
+    """What a drafter promises at K, from what was counted with drafts at least as long.
+
+    Example: 10 passes, the first token accepted in 6 and the second in 3, and a step that reads a
+    tenth of the weights -> K = 2 gives 1.9 tokens in 0.2 + 1.04 passes, 1.53 times the speed.
+    """
+    passes, line, c = max(1, counted.target_passes), costs.pass_line(1), costs.shares[name]
+    tokens = 1 + sum(counted.accepted_at[:k]) / passes
+    rows = 1 + sum(counted.drafted_at[:k]) / passes
+    steps = c if name in costs.at_once else k * c
+    cost = steps + line.at(rows) / line.at(1)
+    return Offer(name, k, tokens, c, cost, tokens / cost, tokens - steps)
+
+
+def count(
+    engine: Any, drafts: dict[str, int], prompts: dict[str, list[int]], options: Options, title: str
+) -> dict[str, Statistics]:
+    """What became of each drafter's drafts, of so many tokens each, in all prompts."""
+    tokens = options.max_tokens or Request.max_tokens
+    found = {name: Statistics() for name in drafts}
+    with tqdm(total=len(drafts) * len(prompts), desc=title) as progress:
+        for prompt in prompts.values():
+            for name, k in drafts.items():
+                request = Request(
+                    prompt, tokens, name, k, sampling=options.sampling, seed=options.seed or 0,
+                    fixed_k=True, is_alone=True,
+                )  # fmt: skip
+                ((sequence, _),) = deque(engine.generate(request), maxlen=1)
+                if sequence.seat.warnings and name not in sequence.seat.states:
+                    raise ValueError(f"cannot plan with {name}: {sequence.seat.warnings[0]}")
+                found[name] += sequence.statistics
+                progress.update()
+    return found
+
+
+def longest_of(options: Options) -> int:
+    """Tokens of the longest draft that is tried."""
+    return max(_LONGEST, options.num_speculative_tokens)
+
+
+def measure(
+    engine: Any, names: list[str], prompts: dict[str, list[int]], options: Options
+) -> list[Offer]:
+    """Each drafter at its best K; what promises most stands first."""
+    costs = Controller.of(engine.target, engine.panel.drafters).costs
+    longest = longest_of(options)
+    most = {name: min(longest, costs.at_once.get(name, longest)) for name in names}
+    found = count(engine, most, prompts, options, "drafts of all drafters")
+    chosen = {}
+    for name, counted in found.items():
+        offers = [offer(name, counted, costs, k) for k in range(1, most[name] + 1)]
+        chosen[name] = max(offers, key=lambda one: one.expected_speedup).k
+    # With a smaller K cycles begin elsewhere in the text, so each is measured at the K it got.
+    found |= count(
+        engine, {n: k for n, k in chosen.items() if k < most[n]}, prompts, options, "at the best K"
+    )
+    offers = [offer(name, found[name], costs, k) for name, k in chosen.items()]
+    return sorted(offers, key=lambda one: -one.expected_speedup)
+
+
+# ------------------------------------------------------------------------------- command lines
+
+
+def server_words(given: Any) -> list[str]:
+    """This server's command line, as far as it is given: the models and how they are loaded."""
+    words = ["python", "08_speculative_decoding.py", "--port", "5000"]
+    for name in LOADED:
+        value = getattr(given, name)
+        if value not in (None, getattr(Options, name)):
+            words += [f"--{name.replace('_', '-')}", value]
+    return words
+
+
+def own_line(options: Options) -> str:
+    """This server's command line with vLLM behind it."""
+    words = [*server_words(options), "--engine", "vllm", "--drafter", str(options.drafter)]
+    if options.drafter != PLAIN:
+        words += ["--num-speculative-tokens", str(options.num_speculative_tokens)]
+    for name in ("max_model_len", "tensor_parallel_size", "pipeline_parallel_size"):
+        if getattr(options, name):
+            words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    words += ["--trust-remote-code"] if options.trust_remote_code else []
+    words += ["--", *options.engine_arguments] if options.engine_arguments else []
+    return shlex.join(words)
+
+
+def vllm_line(options: Options, is_ours: bool = False) -> str:
+    """What starts vLLM with the options' drafter; `is_ours`: with this project's own code for it.
+
+    Raises StartError for what it has not.
+    """
+    config, variables = child.speculative_config(options), ""
+    if is_ours:
+        config = child.OURS | {"num_speculative_tokens": options.num_speculative_tokens}
+    if config and config["method"] == child.OURS["method"]:
+        pairs = child.environment(str(options.drafter)).items()
+        variables = "".join(f"{name}={shlex.quote(value)} " for name, value in pairs)
+    return variables + shlex.join(child.command(options, _PORT, config))
+
+
+def sglang_line(options: Options) -> str:
+    """What starts SGLang with the options' drafter, by its documentation.
+
+    --speculative-num-draft-tokens counts the rows of a pass: K, and the token before them.
+    """
+    config = child.speculative_config(options) or {}
+    words = ["python", "-m", "sglang.launch_server", "--model-path", folder_of(options.model)]
+    words += ["--served-model-name", model_id(options.model)]
+    words += ["--host", "127.0.0.1", "--port", str(_PORT)]
+    words += ["--max-running-requests", str(options.max_running)]
+    if config:
+        k, algorithm = options.num_speculative_tokens, _SGLANG[config["method"]]
+        words += ["--speculative-algorithm", algorithm]
+        if "model" in config:
+            words += ["--speculative-draft-model-path", config["model"]]
+        if algorithm == "NGRAM":
+            words += ["--speculative-ngram-max-bfs-breadth", "1"]  # chains, as here
+        elif algorithm != "DFLASH":
+            words += ["--speculative-num-steps", str(k), "--speculative-eagle-topk", "1"]
+        words += ["--speculative-num-draft-tokens", str(k + 1)]
+    for flag, value in (
+        ("--context-length", options.max_model_len),
+        ("--tp-size", options.tensor_parallel_size),
+        ("--pp-size", options.pipeline_parallel_size),
+        ("--dtype", None if options.dtype == "auto" else options.dtype),
+    ):
+        words += [] if value is None else [flag, str(value)]
+    words += ["--trust-remote-code"] if options.trust_remote_code else []
+    return shlex.join(words)
+
+
+def command_lines(offers: list[Offer], options: Options) -> dict[str, str]:
+    """By what is started; each with the best drafter that it has, if one pays."""
+
+    def best(are_named: Callable[[str], bool] = bool) -> Options:
+        for one in offers:
+            name = one.drafter if one.drafter in NAMES else str(options.drafter)
+            if one.pays and are_named(name):
+                return replace(options, drafter=name, num_speculative_tokens=one.k)
+        return replace(options, drafter=PLAIN)
+
+    chosen = best()
+    lines = {"vLLM": vllm_line(chosen)}
+    if chosen.drafter in TOKENS_ONLY:
+        lines["vLLM, with the very drafter that was measured"] = vllm_line(chosen, is_ours=True)
+    lines["SGLang"] = sglang_line(best(_SGLANG.__contains__))
+    if not options.is_embedded:
+        lines["this server, with vLLM"] = own_line(chosen)
+    return lines
+
+
+def notes(engine: Any, options: Options, offers: list[Offer], left_out: list[str]) -> list[str]:
+    """What else there is to know, each in a sentence."""
+    target, names = engine.target, {one.drafter for one in offers if one.pays}
+    every = {
+        f"{', '.join(left_out)} and auto have no counterpart in either engine": True,
+        "neither engine knows the embedded target's family: these lines show the form": (
+            options.is_embedded
+        ),
+        f"{target.num_weights / 1e6:.0f} million weights are few: a large device is busy with "
+        "other things than reading them, so draft steps cost more than c says": (
+            target.num_weights < _FEW_WEIGHTS
+        ),
+        "a pass over several tokens reads more experts than one over one: t_verify is larger": (
+            target.has_experts
+        ),
+        "at a temperature both engines accept drafts of models by another rule than was measured": (
+            not options.sampling.is_greedy
+        ),
+        "vLLM's own ngram and suffix look texts up in their own way; a drafter of ours proposes "
+        "there what was measured, but costs vLLM its asynchronous scheduling": (
+            bool(names & set(TOKENS_ONLY))
+        ),
+        "the longest draft that was tried is the best: --num-speculative-tokens tries longer": (
+            any(one.pays and one.k == longest_of(options) for one in offers)
+        ),
+        "vLLM's suffix needs pip install arctic-inference; SGLang's nearest is NGRAM": (
+            "suffix" in names
+        ),
+        f"it was measured in {str(target.model.dtype).removeprefix('torch.')}; without --dtype an "
+        "engine takes the checkpoint's type, and may choose other tokens": options.dtype == "auto",
+        "mtp needs an engine that knows the heads of this family": "mtp" in names,
+        "SGLang cannot be given a drafter from a file": any(n not in NAMES for n in names),
+    }
+    return [sentence for sentence, holds in every.items() if holds]
+
+
+# ------------------------------------------------------------------------------------- to show
+
+
+def prompts_for(engine: Any, options: Options, given: Namespace) -> dict[str, list[int]]:
+    """The prompts of a file, or demo prompts by name or kind. Raises ValueError, RequestError."""
+    if given.prompts and Path(given.prompts[0]).is_file():
+        found = ids_of(prompts_of(given.prompts[0]), engine, options.raw)
+    else:
+        chosen = demo.chosen_prompts(engine, options, given.prompts)
+        found = {name: ids for name, (_, ids) in chosen.items()}
+    for ids in found.values():
+        check_prompt(ids, engine.target)
+    return found
+
+
+def show_plan(engine: Any, options: Options, _: Any, given: Namespace) -> int:
+    """Measure and print. Returns 0, the exit status; raises ValueError where it cannot be done."""
+    names, left_out = [], ["self_int8", "tree"]
+    for name, drafter in engine.panel.drafters.items():
+        if name in _SGLANG or (name not in NAMES and not drafter.needs_hidden):
+            names.append(name)
+        elif name not in left_out:
+            left_out.append(name)
+    options = replace(options, engine="vllm", max_running=given.max_running or RUNNING_ELSEWHERE)
+    prompts = prompts_for(engine, options, given)
+    offers = measure(engine, names, prompts, options)
+    tokens = options.max_tokens or Request.max_tokens
+    document = {
+        "model": model_id(options.model),
+        "prompts": len(prompts),
+        "max_tokens": tokens,
+        "drafters": [vars(one) | {"pays": one.pays} for one in offers],
+        "best": offers[0].drafter if offers[0].pays else PLAIN,
+        "why": offers[0].why if offers[0].pays else "plain decoding is best: no drafter gains 5 %",
+        "reasons": {one.drafter: one.why for one in offers},
+        "assumed": ASSUMED,
+        "command_lines": command_lines(offers, options),
+        "notes": notes(engine, options, offers, left_out),
+    }
+    print(json.dumps(document) if given.json else text_of(document))
+    return 0
+
+
+def text_of(document: dict[str, Any]) -> str:
+    """The plan as a terminal shows it."""
+    lines = [
+        f"{document['model']}: {document['prompts']} prompts, at most {document['max_tokens']} "
+        "tokens each",
+        "",
+        _ROW.format(*_COLUMNS),
+    ]
+    for one in document["drafters"]:
+        figures = (one["tokens_per_pass"], one["c"], one["cost"], one["expected_speedup"])
+        shown = [f"{value:.2f}" for value in (*figures, one["t_verify_break_even"])]
+        lines.append(_ROW.format(one["drafter"], one["k"], *shown))
+    lines += ["", f"best: {document['why']}"]
+    lines += [f"  {why}" for name, why in document["reasons"].items() if name != document["best"]]
+    lines += ["", *(f"- {sentence}" for sentence in [*document["assumed"], *document["notes"]])]
+    for title, line in document["command_lines"].items():
+        lines += ["", f"{title}:", f"  {line}"]
+    return "\n".join(lines)

@@ -1,0 +1,331 @@
+"""--plan, and drafters of ours inside vLLM.
+
+What vLLM handed its custom proposer was captured from the version that tests/vllm_proposer.json
+names. The test that starts a real one is marked `network`, as that has to be installed first:
+
+    VLLM=/opt/vllm/bin/vllm VLLM_MODEL=TARGET python -m pytest -n0 -m network tests/test_plan.py
+
+TARGET is the embedded target under the name of the family that it computes like (docs/engines.md).
+"""
+
+import json
+import os
+import shlex
+from contextlib import suppress
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import speculative_decoding as core
+from conftest import ROOT
+from server import generate, health, serving, until
+
+import demo as terminal
+from control.costs import Costs
+from control.statistics import Statistics
+from drafters.ngram import NgramIndex
+from drafters.vllm_proposer import VARIABLE, Proposer
+from engines import child, plan
+from serving.options import Options, parse_arguments
+
+CALLS = json.loads((ROOT / "tests" / "vllm_proposer.json").read_text("utf-8"))
+README = (ROOT / "README.md").read_text("utf-8")
+OWN = README[README.index("from drafters import Draft, Drafter") :].split("```")[0]
+BROKEN = """
+from drafters import Draft, Drafter
+
+class Broken(Drafter):
+    def propose(self, state, max_tokens):
+        if len(state) > 4:
+            raise RuntimeError("on purpose")
+        return Draft([9999])
+
+class Curious(Broken):
+    needs_hidden = True
+"""
+
+# --------------------------------------------------------------------------------- the proposer
+
+
+def proposer(monkeypatch, name, k=3, length=50):
+    monkeypatch.setenv(VARIABLE, name)
+    model = SimpleNamespace(max_model_len=length, get_vocab_size=lambda: 100)
+    config = SimpleNamespace(num_speculative_tokens=k)
+    return Proposer(SimpleNamespace(model_config=model, speculative_config=config))
+
+
+def propose(made, texts, sampled=None):
+    """As vLLM calls it: texts in the rows of its buffer, behind them what is left of others."""
+    ids = np.full((8, 60), 77, dtype=np.int32)
+    for row, text in enumerate(texts):
+        ids[row, : len(text)] = text
+    sampled = sampled or [text[-1:] for text in texts]
+    return made.propose(sampled, np.array([len(text) for text in texts]), ids, slot_mappings=None)
+
+
+def expected(text, k=3):
+    index = NgramIndex(1, 4)
+    index.extend(text)
+    return index.continuation(k)
+
+
+def test_a_proposer_drafts_what_the_drafter_does_wherever_a_request_s_row_is(monkeypatch):
+    made = proposer(monkeypatch, "ngram")
+    first, second = [1, 2, 3, 1, 2], [5, 6, 5]
+    assert propose(made, [first, second]) == [expected(first), expected(second)] == [
+        [3, 1, 2], [6, 5, 6],
+    ]  # fmt: skip
+    first, second = [*first, 3, 1, 9], [*second, 7]
+    assert propose(made, [first, second]) == [expected(first), []]
+    second += [5, 6]
+    assert propose(made, [second]) == [expected(second)] == [[5, 7, 5]]  # first has ended
+    third = [8, 8]
+    assert propose(made, [third, second]) == [[8, 8, 8], expected(second)]
+
+
+def test_a_row_without_a_new_token_has_no_draft_and_is_not_lost(monkeypatch):
+    made, text = proposer(monkeypatch, "suffix"), [1, 2, 3, 1, 2]
+    assert propose(made, [[4, 4, 4], text], sampled=[[], [2]])[0] == []
+    assert propose(made, [text], sampled=[[]]) == [[]]
+
+
+def test_drafts_end_where_the_context_does(monkeypatch):
+    made, text = proposer(monkeypatch, "ngram", length=10), [1, 2, 1, 2, 1, 2, 1]
+    assert [len(d) for d in propose(made, [text, [*text, 2], [*text, 2, 1]])] == [2, 1, 0]
+
+
+def test_verdicts_are_told_to_a_drafter_from_a_file(monkeypatch, tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    made = proposer(monkeypatch, f"{tmp_path / 'mine.py'}:EarliestMatch")
+    assert propose(made, [[1, 2, 3, 4, 1, 2]]) == [[3, 4, 1]]
+    assert propose(made, [[1, 2, 3, 4, 1, 2, 3, 4, 5]]) == [[]]
+    assert propose(made, [[1, 2, 3, 4, 1, 2, 3, 4, 5, 3, 4]]) == [[1, 2, 3]]
+
+
+def test_a_drafter_that_fails_costs_the_drafts_and_nothing_else(monkeypatch, tmp_path):
+    (tmp_path / "mine.py").write_text(BROKEN)
+    made = proposer(monkeypatch, f"{tmp_path / 'mine.py'}:Broken")
+    assert propose(made, [[1, 2, 3]]) == [[]]  # 9999 is no id
+    assert propose(made, [[1, 2, 3, 4]]) == [[]]
+    assert propose(made, [[1, 2, 3, 4, 5, 6], [1] * 6]) == [[], []]
+
+
+@pytest.mark.parametrize("name", ["mtp", "self_int8", "auto", "{}:Curious"])
+def test_a_drafter_that_needs_more_than_tokens_is_refused(monkeypatch, tmp_path, name):
+    (tmp_path / "mine.py").write_text(BROKEN)
+    with pytest.raises(ValueError, match="needs more than tokens"):
+        proposer(monkeypatch, name.format(tmp_path / "mine.py"))
+
+
+def test_what_vllm_asked_is_answered_as_it_was(monkeypatch):
+    """Recorded: two requests that came and went, in the same rows."""
+    monkeypatch.setenv(VARIABLE, CALLS["drafter"])
+    model = SimpleNamespace(max_model_len=2048, get_vocab_size=lambda: 4096)
+    config = SimpleNamespace(num_speculative_tokens=CALLS["k"])
+    made = Proposer(SimpleNamespace(model_config=model, speculative_config=config))
+    for call in CALLS["calls"]:
+        width = max(map(len, call["texts"]))
+        ids = np.zeros((len(call["texts"]), width), dtype=np.int32)
+        for row, text in zip(ids, call["texts"], strict=True):
+            row[: len(text)] = text
+        lengths = np.array([len(text) for text in call["texts"]])
+        assert made.propose(call["sampled"], lengths, ids, slot_mappings=None) == call["drafts"]
+    assert any(len(call["texts"]) > 1 for call in CALLS["calls"])
+    assert any(len(sampled) > 1 for call in CALLS["calls"] for sampled in call["sampled"])
+
+
+# ------------------------------------------------------------------------------------- the plan
+
+
+def counted(passes, accepted, drafted):
+    return Statistics(target_passes=passes, accepted_at=accepted, drafted_at=drafted)
+
+
+def test_an_offer_is_tokens_by_time():
+    costs = Costs(1000, {"model": 100, "free": 0, "block": 500}, {"block": 4})
+    ten = counted(10, [6, 3], [10, 10, 10])
+    two = plan.offer("model", ten, costs, 2)
+    assert two.tokens_per_pass == pytest.approx(1.9) and two.c == pytest.approx(0.1)
+    assert two.cost == pytest.approx(0.2 + 1.06 / 1.02)
+    assert two.expected_speedup == pytest.approx(1.9 / (0.2 + 1.06 / 1.02))
+    assert two.t_verify_break_even == pytest.approx(1.7)
+    assert plan.offer("free", ten, costs, 3).cost == pytest.approx(1.08 / 1.02)
+    assert plan.offer("block", ten, costs, 3).cost == pytest.approx(0.5 + 1.08 / 1.02)
+    rare = counted(10, [2], [3])
+    assert plan.offer("free", rare, costs, 1).cost == pytest.approx((1 + 0.02 * 1.3) / 1.02)
+
+
+def test_what_gains_less_than_five_percent_does_not_pay():
+    costs = Costs(1000, {"free": 0})
+    assert not plan.offer("free", counted(100, [3], [10]), costs, 1).pays
+    assert plan.offer("free", counted(100, [9], [10]), costs, 1).pays
+
+
+def offers_of(*names, speedup=2.0):
+    return [plan.Offer(name, 4, 3.0, 0.1, 1.5, speedup - i / 10, 2.6)
+            for i, name in enumerate(names)]  # fmt: skip
+
+
+def lines_of(offers, **options):
+    given = {"model": "T", "engine": "vllm", "max_running": 64} | options
+    return plan.command_lines(offers, Options(**given))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "config", "sglang"),
+    [
+        ("ngram", {}, {"method": "ngram"}, "NGRAM --speculative-ngram-max-bfs-breadth 1"),
+        ("draft_model", {"draft_model": "D"}, {"model": "D"},
+         "STANDALONE --speculative-draft-model-path D --speculative-num-steps 4 "
+         "--speculative-eagle-topk 1"),
+        ("eagle3", {"eagle3": "E"}, {"model": "E"},
+         "EAGLE3 --speculative-draft-model-path E --speculative-num-steps 4 "
+         "--speculative-eagle-topk 1"),
+        ("mtp", {}, {"method": "mtp"},
+         "NEXTN --speculative-num-steps 4 --speculative-eagle-topk 1"),
+        ("dflash", {"dflash": "F"}, {"model": "F"},
+         "DFLASH --speculative-draft-model-path F"),
+    ],
+)  # fmt: skip
+def test_the_best_drafter_is_written_for_both_engines(name, options, config, sglang):
+    lines = lines_of(offers_of(name, "suffix"), **options)
+    words = shlex.split(lines["vLLM"])
+    told = json.loads(words[words.index("--speculative-config") + 1])
+    assert told["num_speculative_tokens"] == 4 and told["method"] == name
+    assert told.items() >= config.items()
+    assert f"--speculative-algorithm {sglang} --speculative-num-draft-tokens 5" in lines["SGLang"]
+    own = shlex.split(lines["this server, with vLLM"])[2:]
+    _, back = parse_arguments("", own)
+    assert child.speculative_config(back) == told
+
+
+def test_a_drafter_of_ours_is_handed_over(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    ours = lines_of(offers_of("suffix", "mtp"))["vLLM, with the very drafter that was measured"]
+    assert ours.startswith(f"{VARIABLE}=suffix PYTHONPATH={ROOT} vllm serve T ")
+    assert '"model": "drafters.vllm_proposer.Proposer"' in ours
+    file = tmp_path / "my own.py"
+    file.write_text(OWN)
+    lines = lines_of(offers_of("earliest", "ngram"), drafter=f"{file}:EarliestMatch")
+    assert lines["vLLM"].startswith(f"{VARIABLE}='{file}:EarliestMatch' PYTHONPATH=")
+    assert "--speculative-algorithm NGRAM" in lines["SGLang"]  # the best that it has
+    assert parse_arguments("", shlex.split(lines["this server, with vLLM"])[2:])[1].drafter
+
+
+def test_where_nothing_pays_lines_are_of_plain_decoding():
+    lines = lines_of(offers_of("ngram", "mtp", speedup=1.04))
+    assert list(lines) == ["vLLM", "SGLang", "this server, with vLLM"]
+    assert not any("speculative-" in line for line in list(lines.values())[:2])
+    assert lines["this server, with vLLM"].endswith("--engine vllm --drafter none")
+
+
+def test_what_is_given_of_sizes_goes_along():
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "max_model_len": 99}
+    lines = lines_of(offers_of("ngram"), **sizes, dtype="bfloat16", trust_remote_code=True)
+    assert lines["SGLang"].endswith(
+        "--context-length 99 --tp-size 2 --pp-size 3 --dtype bfloat16 --trust-remote-code"
+    )
+    assert lines["vLLM"].endswith("--dtype bfloat16 --trust-remote-code")
+    assert " --max-num-seqs 64 " in lines["vLLM"] and "requests 64 " in lines["SGLang"]
+
+
+@pytest.fixture
+def main(demo_engine, monkeypatch, capsys):
+    """The command line on the engine that is loaded, and two demo prompts: (status, out, err)."""
+    prompts = terminal.read_prompts()
+    few = {name: prompts[name] for name in ("repetitive_colours", "hard_prose")}
+    monkeypatch.setattr(core, "load_engine", lambda options: demo_engine)
+    monkeypatch.setattr(terminal, "read_prompts", lambda is_chat=False: few)
+
+    def run(*arguments):
+        status = core.main(["--plan", *arguments])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_a_plan_measures_each_drafter_at_the_k_that_it_recommends(main, demo_engine):
+    status, out, err = main("--json", "--max-tokens", "24", "--max-running", "9")
+    found = json.loads(out)
+    assert status == 0 and "drafts of all drafters" in err and "at the best K" in err  # progress
+    assert {one["drafter"] for one in found["drafters"]} == {
+        "ngram", "suffix", "draft_model", "mtp",
+    }  # fmt: skip
+    speeds = [one["expected_speedup"] for one in found["drafters"]]
+    assert (
+        speeds == sorted(speeds, reverse=True) and found["best"] == found["drafters"][0]["drafter"]
+    )
+    texts, best = terminal.read_prompts().values(), found["drafters"][0]
+    total = Statistics()
+    for text in texts:
+        ids = demo_engine.target.tokenizer(text)["input_ids"]
+        request = core.Request(ids, 24, best["drafter"], best["k"], fixed_k=True, is_alone=True)
+        *_, (sequence, _) = demo_engine.generate(request)
+        total += sequence.statistics
+    tokens = 1 + total.num_accepted_draft_tokens / total.target_passes
+    assert best["tokens_per_pass"] == pytest.approx(tokens)
+    assert set(found["reasons"]) == {one["drafter"] for one in found["drafters"]}
+    assert any("self_int8, tree and auto" in note for note in found["notes"])
+    assert any("embedded target" in note for note in found["notes"])
+    assert " --max-num-seqs 9 " in found["command_lines"]["vLLM"]
+
+
+def test_a_plan_for_prompts_of_a_file_is_read_in_a_terminal(main, tmp_path):
+    path = tmp_path / "own.txt"
+    path.write_text("1, 2, 1, 2, 1, 2,\n\nred, green, red, green,\n")
+    status, out, _ = main("--prompts", str(path), "--max-tokens", "16")
+    assert status == 0 and out.startswith("target: 2 prompts, at most 16 tokens each\n")
+    assert "\nbest: " in out and "\nvLLM:\n  " in out and "\nSGLang:\n  python -m sglang" in out
+    assert "\n- measured on this machine" in out and "\n- assumed and not measured" in out
+
+
+@pytest.mark.parametrize("text", ["", "1, " * 9999])
+def test_prompts_that_cannot_be_planned_for_are_one_line(main, tmp_path, text):
+    path = tmp_path / "own.txt"
+    path.write_text(text)
+    status, out, err = main("--prompts", str(path))
+    assert status == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--plan", "--drafter", "none"], ["--plan", "--quantize", "int8"], ["--plan", "--demo"],
+        ["--plan", "--prompts", "nowhere.txt"], ["--plan", "--engine", "vllm", "--model", "T"],
+        ["--port", "1", "--json"], ["--plan", "--model", "no/such/folder", "--no-compile"],
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(words, capsys):
+    try:
+        status = core.main(words)
+    except SystemExit as ended:
+        status = ended.code
+    err = capsys.readouterr().err
+    assert status == 2 and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_sizes_of_an_engine_may_be_planned_for():
+    _, options = parse_arguments("", ["--plan", "--tensor-parallel-size", "2", "--", "--seed", "1"])
+    assert options.tensor_parallel_size == 2 and options.engine_arguments == ("--seed", "1")
+    assert options.fixed_k and options.max_running == 8
+
+
+# ------------------------------------------------------------------------------- a real vLLM
+
+
+@pytest.mark.network
+def test_a_drafter_of_ours_drafts_in_a_real_vllm(tmp_path, plain, prompts):
+    (tmp_path / "mine.py").write_text(OWN)
+    model, drafter = os.environ["VLLM_MODEL"], f"{tmp_path / 'mine.py'}:EarliestMatch"
+    words = ("--engine", os.environ["VLLM"], "--model", model, "--drafter", drafter)
+    sizes = ("--dtype", "float32", "--max-model-len", "2048", "--", "--enforce-eager")
+    with serving(*words, *sizes, wait=False) as server:
+        for _ in range(5):  # minutes
+            with suppress(AssertionError):
+                until(lambda: "serving on" in server.log())
+        for name, prompt in prompts.items():
+            status, body = generate(server.port, prompt=prompt, max_tokens=48)
+            assert status == 200 and body["token_ids"] == plain(prompt, 48), name
+        figures = health(server.port)["speculative_decoding"]
+        assert figures["num_draft_tokens"] > figures["num_accepted_draft_tokens"] > 0
+        print(health(server.port)["engine"], figures)
