@@ -70,11 +70,12 @@ def write_texts(name: str, corpus: Texts, work: Path, num_tokens: int) -> None:
     """Let the target go on with beginnings of its training texts; every other batch is sampled."""
     folder, target = work / "own", AutoModelForCausalLM.from_pretrained(name, dtype="bfloat16")
     folder.mkdir(exist_ok=True)
-    files = [folder / f"{i:04d}.npy" for i in range(-(-num_tokens // (OWN_BATCH * NEW)))]
+    batch = min(OWN_BATCH, -(-num_tokens // NEW))
+    files = [folder / f"{i:04d}.npy" for i in range(-(-num_tokens // (batch * NEW)))]
     for i, file in enumerate(tqdm(files, desc="the target's own texts")):
         if file.exists():
             continue
-        prefixes = corpus.windows(20_000_000 + i, 0, OWN_BATCH, PREFIX)
+        prefixes = corpus.windows(20_000_000 + i, 0, batch, PREFIX)
         torch.manual_seed(i)
         ids = target.generate(
             prefixes, attention_mask=torch.ones_like(prefixes), max_new_tokens=NEW,
@@ -235,7 +236,7 @@ def main() -> None:
     args = parser.parse_args()
     args.stage, args.compile, size = "dflash", False, replace(train.FULL, **_SIZE)
     if args.smoke:
-        args.tokens, args.own, size = 8e3, 1, train.SMOKE
+        args.tokens, args.own, size = 8e3, 8 * NEW, train.SMOKE
     print(json.dumps(run(args, size)))
 
 
