@@ -43,7 +43,7 @@ class Text:
         return drafted, accepted, drafted == accepted and chance.random() < self.alpha
 
 
-IN_ORDER, LAUNCH, DRAFT, SKIP = "in order", "launch ahead", "draft ahead", "draft ahead, skip"
+IN_ORDER, LAUNCH, DRAFT, SKIP = "in order", "launch ahead", "draft ahead", "skip"
 
 
 def cycle(
@@ -56,7 +56,7 @@ def cycle(
                   requests where they were not it is done again
     draft ahead   the next drafts are made beside verify, as if all drafts and then the drafter's
                   next token were accepted; for the other requests they are made again
-    … skip        the other requests go without a draft for a cycle
+    skip          the same, but the other requests go without a draft for a cycle
     """
     batch, drawn = len(texts), [text.draw(chance) for text in texts]
     drawn = [one if has else (0, 0, one[2]) for one, has in zip(drawn, has_draft, strict=True)]

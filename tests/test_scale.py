@@ -136,13 +136,13 @@ def test_optimistic_scheduling_hides_what_was_guessed_and_no_more():
 
 TIMES = {
     "k": 2,
+    "tokens": 31,
     "parts": [
         {"drafter": name, "batch": batch, "draft": 0.5 * wide, "verify": 2.0 + 0.1 * batch * rows,
-         "other": 0.1 * batch, "rows": batch * rows}
+         "other": 0.1 * batch, "rows": batch * rows, "prompts": 0.0, "whole": 60.0 / rows}
         for batch in (1, 4) for name, wide, rows in (("none", 0, 1), ("mtp", 1, 3))
     ],
     "rows": {"1": 2.1, "3": 2.3},
-    "prompts_ms": {"1": 0.0, "4": 0.0},
     "texts": {"mtp": [{"2,2": 3, "2,0": 1}] * 4},
 }  # fmt: skip
 
@@ -162,14 +162,16 @@ def test_measured_parts_make_a_cycle_of_any_size():
 
 def test_a_prediction_is_the_measured_gain_where_the_costs_are_right():
     """One request without chance: 3 tokens in 0.5 + 2.3 + 0.1 ms, of which plain needs 3 · 2.2."""
-    batches = {"tokens": 31, "batches": [
-        {"batch": 1, "drafter": "mtp", "k": "2", "of_none": 2.0},
-        {"batch": 1, "drafter": "mtp", "k": "controller", "of_none": 9.0},
+    batches = {"batches": [
+        {"batch": 1, "drafter": "mtp", "k": "2", "of_none": 2.0, "quartiles": [1.9, 2.1]},
+        {"batch": 1, "drafter": "mtp", "k": "controller", "of_none": 9.0, "quartiles": [9, 9]},
     ]}  # fmt: skip
-    sure = TIMES | {"texts": {"mtp": [{"2,2": 1}]}}
-    (row,) = scale.against_measured(sure, batches, random.Random(0))
-    assert row["predicted"] == row["from_one"] == round(3 * 2.2 / 2.9, 3)
-    assert row["predicted_error"] == round(3 * 2.2 / 2.9 / 2 - 1, 3)
+    sure = TIMES | {"texts": {"mtp": [{"2,2": 1}] * 4}}
+    one, four = scale.against_measured(sure, batches, random.Random(0))
+    assert one["predicted"] == one["from_one"] == round(3 * 2.2 / 2.9, 3)
+    assert one["predicted_error"] == round(3 * 2.2 / 2.9 / 3 - 1, 3)  # 60 / 20 was measured
+    assert (one["clock_2"], four["clock_2"]) == (2.0, None)
+    assert four["predicted"] == pytest.approx(3 * (2.4 + 0.4) / (0.5 + 3.2 + 0.4), abs=1e-3)
 
 
 def test_the_tables_of_the_page_are_those_that_the_script_prints(capsys):
@@ -184,7 +186,6 @@ def test_the_tables_of_the_page_are_those_that_the_script_prints(capsys):
 
 
 def test_the_parts_of_a_cycle_are_measured(capsys, monkeypatch):
-    monkeypatch.setattr(cycle_times, "SIZES", (1, 2))
     prompts = {"easy_a": "1, 2, 1, 2,", "hard_b": "def main():"}
     monkeypatch.setattr(cycle_times.bench.demo, "read_prompts", lambda is_chat=False: prompts)
     cycle_times.main(["--runs", "1", "--tokens", "8", "--k", "2", "--sizes", "1", "2", "--json"])
@@ -194,6 +195,6 @@ def test_the_parts_of_a_cycle_are_measured(capsys, monkeypatch):
         (name, batch) for name in names for batch in (1, 2)
     }
     for row in document["parts"]:
-        assert row["verify"] > 0 and row["batch"] <= row["rows"] <= 3 * row["batch"]
+        assert 0 < row["verify"] < row["whole"] and row["batch"] <= row["rows"] <= 3 * row["batch"]
     for counts in document["texts"].values():
-        assert len(counts) == 2 and all(counts)
+        assert len(counts) == 4 and all(counts)  # each prompt twice
