@@ -236,7 +236,7 @@ def main() -> None:
     args = parser.parse_args()
     args.stage, args.compile, size = "dflash", False, replace(train.FULL, **_SIZE)
     if args.smoke:
-        args.tokens, args.own, size = 8e3, 8 * NEW, train.SMOKE
+        args.tokens, args.own, size = 2e3, 8 * NEW, train.SMOKE
     print(json.dumps(run(args, size)))
 
 
