@@ -193,13 +193,15 @@ class DFlashDrafter(StateReader):
             drafts.append(chain.draft())
         for state in states:
             cache.truncate(state.row, cache.lengths[state.row] - size)
-            state.hidden, state.tokens = [], []
+            state.hidden[0] = []
         return drafts
 
     def _run(self, states: list[_State]) -> Tensor:
         """The layers over each text's block [B, block_size, D]; caches contexts and blocks."""
         size, cache, rows = self._config.block_size, self._cache, [state.row for state in states]
-        hidden = [torch.cat(state.hidden) for state in states]  # [N, L · D], since the last draft
+        hidden = [
+            torch.cat(state.hidden[0]) for state in states
+        ]  # [N, L · D], since the last draft
         place = FastPlace(cache.place(rows, [len(new) + size for new in hidden]))
         ends = [cache.lengths[row] + len(new) for row, new in zip(rows, hidden, strict=True)]
         # First the blocks of all texts, then what is new of their contexts, then rows to spare.

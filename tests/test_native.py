@@ -145,7 +145,7 @@ def test_the_embedded_models_and_the_mtp_head_are_compiled(drafter, prompts):
     assert sequence.output == plain and sum(event["accepted_count"] for event in events) > 3
     assert engine.target.fast.is_compiled and engine.draft_model.fast.is_compiled
     if drafter == "mtp":
-        assert engine.panel.drafters["mtp"]._fused._stack.is_compiled
+        assert engine.panel.drafters["mtp"]._fused[0]._stack.is_compiled
 
 
 @needs_compiler
@@ -295,7 +295,7 @@ def test_rows_that_lie_apart_are_fed_without_the_one_between_them(tiny_folder):
 @needs_compiler
 def test_a_short_context_has_short_tables(prompts):
     engine = core.load_engine(core.Options(drafter="mtp", max_model_len=6, bitwise=False))
-    assert engine.panel.drafters["mtp"]._fused._stack.is_compiled
+    assert engine.panel.drafters["mtp"]._fused[0]._stack.is_compiled
 
 
 @needs_compiler
