@@ -193,13 +193,15 @@ class DFlashDrafter(StateReader):
             drafts.append(chain.draft())
         for state in states:
             cache.truncate(state.row, cache.lengths[state.row] - size)
-            state.hidden, state.tokens = [], []
+            state.hidden[0] = []
         return drafts
 
     def _run(self, states: list[HeadState]) -> Tensor:
         """The layers over each text's block [B, block_size, D]; caches contexts and blocks."""
         size, cache, rows = self._config.block_size, self._cache, [state.row for state in states]
-        hidden = [torch.cat(state.hidden) for state in states]  # [N, L · D], since the last draft
+        hidden = [
+            torch.cat(state.hidden[0]) for state in states
+        ]  # [N, L · D], since the last draft
         place = FastPlace(cache.place(rows, [len(new) + size for new in hidden]))
         slots, positions = self._where(place.slots, rows, [len(new) for new in hidden])
         spare = self._shapes.run_rows(len(slots)) - len(slots)  # rows behind all others

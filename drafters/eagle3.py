@@ -60,9 +60,9 @@ class Eagle3Drafter(HeadDrafter):
             own_weights(head)
         return cls(head, context)
 
-    def _run(self, ids: Tensor, hidden: Tensor, place: Any, is_first: bool) -> Tensor:
+    def _run(self, ids: Tensor, hidden: Tensor, place: Any, step: int) -> Tensor:
         """The pair j of a text stands at position j, and in the cache's slot j."""
-        if is_first:
+        if not step:
             hidden = self._head.enter(hidden)
         return self._head(ids, hidden, place, self._cache)
 

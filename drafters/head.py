@@ -1,26 +1,34 @@
 """What drafters that run a head beside the target have in common: MTP, EAGLE and DFlash heads.
 
 An MTP or EAGLE head reads a pair (hidden state the target had at position j, token j + 1) and
-predicts token j + 2. Fed its own output it predicts on: one layer serves every draft step, as vLLM
-and SGLang do. (DFlash drafts otherwise: dflash.py.)
+predicts token j + 2. Fed its own output it predicts on. (DFlash drafts otherwise: dflash.py.)
 
     true pairs      (h₀,x₁) (h₁,x₂) … (hₙ₋₂,xₙ₋₁)           kept: n known tokens give n − 1 pairs
     recursive rows                                (g,d₁) (g,d₂) …   truncated when the draft is done
 
-Its KV cache is of the core's kind. The hidden states come with each verdict, at no extra forward of
+A head may have several layers. Each was trained for one draft step, so layer i drafts token i + 1,
+and the last layer drafts all that follow. Layer i reads what layer i − 1 gave at position j, and
+token j + i + 1. Each layer has a KV cache of its own, as its true pairs end one position earlier:
+
+    layer 0     (h₀,x₁) (h₁,x₂) … (hₙ₋₂,xₙ₋₁)               n − 1 true pairs; drafts d₁
+    layer 1     (g₀,x₂) (g₁,x₃) … (gₙ₋₃,xₙ₋₁) │ (gₙ₋₂,d₁)   n − 2 true pairs; drafts d₂
+                                              └ truncated; gₙ₋₂ is kept for the token to come
+
+The caches are of the core's kind. The hidden states come with each verdict, at no extra forward of
 the target.
 """
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fastpath.forward import Runs, whole
+from fastpath.forward import Runs, join, whole
 from messages import Draft, Sampling, Verdict
 
 from .base import Chain, Context, Drafter, ModelState
@@ -30,17 +38,15 @@ from .tree import Comb
 
 @dataclass(slots=True, kw_only=True)
 class HeadState(ModelState):
-    """The true pairs that are not fed yet are (hidden, tokens)."""
+    """A layer's next pair stands where its KV cache ends; its token is in `text` once known."""
 
-    row: int  # in the head's KV cache
-    hidden: list[Tensor] = field(default_factory=list)  # [pairs, D] each
-    tokens: list[int] = field(default_factory=list)
-    observed: int = 0  # positions of `text` whose hidden states have come
+    row: int  # in the head's KV caches
+    hidden: list[list[Tensor]]  # by layer, [pairs, D] each: what it is to read from there on
     can_branch: bool = False  # the panel sets it
 
 
 class StateReader(Drafter):
-    """Drafts from the target's hidden states, with a KV cache of its own, batched over requests."""
+    """Drafts from the target's hidden states, with KV caches of its own, batched over requests."""
 
     needs_hidden = True
     stops_early = True
@@ -48,6 +54,7 @@ class StateReader(Drafter):
     def __init__(self, context: Context, num_layers: int = 1, spare: int = 0) -> None:
         """For a cache of so many layers, with room for `spare` tokens behind the longest text."""
         self._cache = context.target.new_cache(num_layers, context.num_rows, spare)
+        self._caches = [self._cache]  # of layers that each have one
         self._shapes = context.target.shapes
         self._sample = context.sample
 
@@ -60,8 +67,12 @@ class StateReader(Drafter):
         """What the head gave [B, D] -> [B, V]."""
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> HeadState:
-        row = self._cache.open_row(len(prompt) - 1)
-        return HeadState(row=row, text=list(prompt), sampling=sampling, noise=noise)
+        num_pairs = len(prompt) - 1
+        rows = [cache.open_row(max(0, num_pairs - i)) for i, cache in enumerate(self._caches)]
+        assert len(set(rows)) == 1, "the caches' rows are opened and closed together"
+        hidden: list[list[Tensor]] = [[] for _ in rows]
+        text = list(prompt)
+        return HeadState(row=rows[0], hidden=hidden, text=text, sampling=sampling, noise=noise)
 
     def propose(self, state: HeadState, max_tokens: int) -> Draft:
         return self.propose_batch([state], [max_tokens])[0]
@@ -69,13 +80,18 @@ class StateReader(Drafter):
     @torch.inference_mode()
     def propose_batch(self, states: list[HeadState], max_tokens: list[int]) -> list[Draft]:
         """Drafts of all in the same forwards."""
-        lengths = [self._cache.lengths[state.row] for state in states]
+        held = [self._held(state) for state in states]
         try:
             return self._draft(states, max_tokens)
         except Exception:  # as if nothing had been fed: the states are still there
-            for state, length in zip(states, lengths, strict=True):
-                self._cache.truncate(state.row, length)
+            for state, lengths in zip(states, held, strict=True):
+                for cache, length in zip(self._caches, lengths, strict=True):
+                    cache.truncate(state.row, length)
             raise
+
+    def _held(self, state: HeadState) -> list[int]:
+        """By cache, how many pairs are in it."""
+        return [cache.lengths[state.row] for cache in self._caches]
 
     def _logits(self, outputs: Tensor) -> Tensor:
         """[B, D] -> [B, V] float32, in a number of rows that was checked."""
@@ -88,14 +104,13 @@ class StateReader(Drafter):
             "the engine hands hidden states to a drafter that needs them"
         )
         state.text.extend(verdict.tokens)
-        begin, state.observed = state.observed, state.observed + len(verdict.hidden)
-        following = state.text[begin + 1 :]  # what came after each newly cached position
-        assert len(following) == len(verdict.hidden)
-        state.hidden.append(verdict.hidden)
-        state.tokens.extend(following)
+        state.hidden[0].append(verdict.hidden)
+        num_pairs = self._cache.lengths[state.row] + sum(map(len, state.hidden[0]))
+        assert num_pairs == len(state.text) - 1, "each known token but the first one ends a pair"
 
     def close(self, state: HeadState) -> None:
-        self._cache.close_row(state.row)
+        for cache in self._caches:
+            cache.close_row(state.row)
 
 
 class HeadDrafter(StateReader):
@@ -103,58 +118,107 @@ class HeadDrafter(StateReader):
 
     branches = True
 
-    def __init__(self, context: Context, can_share: bool) -> None:
+    def __init__(self, context: Context, can_share: bool, num_layers: int = 1) -> None:
         """`can_share` says whether texts may stand one behind the other in a forward."""
         super().__init__(context)
-        fast, plain = Runs(self._cache, self._shapes, can_share), partial(whole, self._cache)
-        self._runs = fast if context.fast else plain
+        # Layer i is number i to a cache, and the numbers below it take no memory there.
+        new, num_rows = context.target.new_cache, context.num_rows
+        self._caches += [new(i + 1, num_rows) for i in range(1, num_layers)]
+        self._runs = [
+            Runs(cache, self._shapes, can_share) if context.fast else partial(whole, cache)
+            for cache in self._caches
+        ]
 
     @abstractmethod
-    def _run(self, ids: Tensor, hidden: Tensor, place: Any, is_first: bool) -> Tensor:
-        """The head over pairs, as the place arranges them: ids [B, T] and hidden [B, T, width].
+    def _run(self, ids: Tensor, hidden: Tensor, place: Any, step: int) -> Tensor:
+        """The layer of a draft step over pairs: ids [B, T] and hidden [B, T, width] -> [B, T, D].
 
-        Hidden states are the target's where `is_first`, else what this returned: [B, T, D].
+        The place has arranged them. Hidden states are the target's at step 0, and later on what the
+        step before returned.
         """
 
+    def _layer(self, step: int) -> int:
+        """Which layer drafts at a step."""
+        return min(step, len(self._caches) - 1)
+
     def _draft(self, states: list[HeadState], max_tokens: list[int]) -> list[Draft]:
-        """One batched run of the layer per draft step; the first feeds the true pairs.
+        """One batched run of a layer per draft step; it reads the true pairs that it has not read.
 
         A tree has the layer's other likely tokens beside those that it goes on with.
         """
         pairs_of = zip(states, max_tokens, strict=True)
         chains = [(Comb if state.can_branch else Chain)(state, limit) for state, limit in pairs_of]
-        pairs = [(torch.cat(state.hidden), state.tokens) for state in states]
-        known = [self._cache.lengths[state.row] + len(state.tokens) for state in states]
-        is_first = True
-        while active := [i for i, chain in enumerate(chains) if chain.is_open]:
-            rows, fed = [states[i].row for i in active], [pairs[i] for i in active]
-            outputs = self._forward(rows, fed, is_first)
-            logits = self._logits(torch.cat(outputs))  # [B, V]
+        read = [_Reading(state, self._held(state)) for state in states]
+        for step in count():
+            active = [i for i, chain in enumerate(chains) if chain.is_open]
+            if not active:
+                break
+            rows, layer = [states[i].row for i in active], self._layer(step)
+            outputs = self._forward(rows, [read[i].pairs(step, layer) for i in active], step)
+            logits = self._logits(torch.cat([output[-1:] for output in outputs]))  # [B, V]
             for b, i in enumerate(active):
-                pairs[i] = (outputs[b], [chains[i].extend(logits[b], self._sample)])
-            is_first = False
-        for state, length in zip(states, known, strict=True):
-            # The true pairs are cached now; the recursive pairs after them go.
-            self._cache.truncate(state.row, length)
-            state.hidden, state.tokens = [], []
+                read[i].note(outputs[b], layer, chains[i].extend(logits[b], self._sample))
+        for reading in read:
+            reading.keep_what_is_true(self._caches)
         return [chain.draft() for chain in chains]
 
     def _forward(
-        self, rows: list[int], pairs: list[tuple[Tensor, list[int]]], is_first: bool
+        self, rows: list[int], pairs: list[tuple[Tensor, list[int]]], step: int
     ) -> list[Tensor]:
-        """Run the head over each row's pairs; returns the output [1, D] of each row's last pair.
+        """Run a step's layer over each row's pairs; returns its outputs [pairs, D] of each row.
 
         The pairs of row b come after what its cache row holds.
         """
-        last: list[Tensor] = [None] * len(rows)
-        counts = [len(tokens) for _, tokens in pairs]
-        for pieces, place in self._runs(rows, counts):
+        found: list[list[Tensor]] = [[] for _ in rows]
+        counts, layer = [len(tokens) for _, tokens in pairs], self._layer(step)
+        for pieces, place in self._runs[layer](rows, counts):
             fed = [pairs[p.index][1][p.begin : p.end] for p in pieces]
             device = place.positions.device
             ids = place.arrange([torch.tensor(tokens, device=device) for tokens in fed])
             hidden = place.arrange([pairs[p.index][0][p.begin : p.end] for p in pieces])
-            output = self._run(ids, hidden, place, is_first)
-            self._cache.advance(place)
+            output = self._run(ids, hidden, place, step)
+            self._caches[layer].advance(place)
             for piece, own in zip(pieces, place.part(output), strict=True):
-                last[piece.index] = own[-1:]
-        return last
+                found[piece.index].append(own)
+        return list(map(join, found))
+
+
+class _Reading:
+    """What a head's layers read of one text while they draft.
+
+    Pair j of layer i ends in token j + i + 1, so n known tokens give it n − 1 − i true pairs.
+    """
+
+    def __init__(self, state: HeadState, held: list[int]) -> None:
+        """`held` says, by layer, how many of its pairs are cached."""
+        self._state, self._held = state, held
+        self._hidden = [*state.hidden]  # by layer, from the pair behind the cached ones on
+        self._drafted: list[int] = []
+        self._last: Tensor  # [1, D]
+
+    def pairs(self, step: int, layer: int) -> tuple[Tensor, list[int]]:
+        """Hidden states [pairs, D] and tokens: all that the layer has not read, or one behind."""
+        if step > layer:  # the last layer goes on
+            return self._last, self._drafted[-1:]
+        text = [*self._state.text, *self._drafted]
+        return torch.cat(self._hidden[layer]), text[self._held[layer] + layer + 1 :]
+
+    def note(self, outputs: Tensor, layer: int, token: int) -> None:
+        """A layer gave this [pairs, D], and the next token was drawn from the last of it."""
+        self._drafted.append(token)
+        self._last, behind = outputs[-1:], layer + 1
+        if behind < len(self._hidden) and len(self._drafted) == behind:
+            self._hidden[behind] = [*self._hidden[behind], outputs]
+
+    def keep_what_is_true(self, caches: list[Any]) -> None:
+        """Truncate the caches to true pairs, and keep of the hidden states what is not read."""
+        num_pairs, row, num_steps = len(self._state.text) - 1, self._state.row, len(self._drafted)
+        for layer, cache in enumerate(caches):
+            cache.truncate(row, min(cache.lengths[row], max(0, num_pairs - layer)))
+            hidden, has_read = self._hidden[layer], layer < num_steps
+            if 0 < layer <= num_steps:
+                *older, new = hidden
+                new = new[: max(0, len(new) - (layer - 1))]  # those behind are of drafted tokens
+                # Of the last pair that it read the token was a draft. Copies: the rest may go.
+                hidden = [new[-1:].clone()] if has_read else [*older, new.clone()]
+            self._state.hidden[layer] = hidden if layer or not has_read else []

@@ -1,10 +1,9 @@
-"""Multi-token prediction: an extra decoder layer of the target's own, run K times (DeepSeek-V3).
+"""Multi-token prediction: extra layers of the target's own, one per draft step (DeepSeek-V3).
 
 The head reads the target's last hidden state and the embedding of the token that followed it; how
 it drafts is told in head.py. Weights: transformers' MtpModel, from the target's own checkpoint.
 
-Source: arXiv 2412.19437. Not covered: checkpoints with several MTP layers, meant for one draft step
-each; the first one is reused.
+Source: arXiv 2412.19437. Not covered: layers with a window of attention.
 """
 
 import re
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from torch import Tensor
+from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_layers import MtpModel
 
 from fastpath.attention import NAME as GROUPED
@@ -24,6 +24,14 @@ from .weights import own_weights, why_not_loaded
 
 # What configs call the number of MTP layers: transformers' name, then Qwen's and GLM's.
 _COUNTS = "num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers"
+_MIMO = r"^mtp_layers\.(\d+)\."  # MiMo's names, behind "model.", in transformers' words
+_MIMO_NAMES = {
+    rf"{_MIMO}token_layernorm\.": r"layers.\1.enorm.",
+    rf"{_MIMO}hidden_layernorm\.": r"layers.\1.hnorm.",
+    rf"{_MIMO}(?:input|eh)_proj\.": r"layers.\1.eh_proj.",  # transformers renames a part of it
+    rf"{_MIMO}final_layernorm\.": r"layers.\1.post_norm.",
+    _MIMO: r"layers.\1.mtp_block.",
+}
 
 
 @contextmanager
@@ -34,6 +42,7 @@ def _told(model: Any, count: int) -> Iterator[None]:
     """
     text = model.config.get_text_config()
     known, ignored = dict(vars(text)), model._keys_to_ignore_on_load_unexpected
+    renamed = getattr(model, "_weight_conversions", None)
     try:
         _tell(model, text, count)
         yield
@@ -42,6 +51,8 @@ def _told(model: Any, count: int) -> Iterator[None]:
         vars(text).update(known)
         model._keys_to_ignore_on_load_unexpected = ignored
         raise
+    finally:
+        model._weight_conversions = renamed
 
 
 def _tell(model: Any, text: Any, count: int) -> None:
@@ -55,6 +66,10 @@ def _tell(model: Any, text: Any, count: int) -> None:
     if any(re.match(r"model\\\.layers", known) for known in _patterns(model)):
         numbers = range(text.num_hidden_layers, text.num_hidden_layers + count)
         model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{n}\." for n in numbers]
+    if any("mtp_layers" in known for known in _patterns(model)):
+        text.mtp_hidden_states_first = True
+        own = [WeightRenaming(name, new) for name, new in _MIMO_NAMES.items()]
+        model._weight_conversions = [*(model._weight_conversions or []), *own]
 
 
 def _patterns(model: Any) -> list[str]:
@@ -68,6 +83,7 @@ class MtpHeadDrafter(HeadDrafter):
 
     def __init__(self, head: MtpModel, context: Context) -> None:
         self._head = head
+        num_layers = len(head.layers)
         weights = [*head.layers[0].parameters(), *head.shared_head.parameters()]
         self.num_step_weights = sum(weight.numel() for weight in weights)
         target = context.target
@@ -76,7 +92,7 @@ class MtpHeadDrafter(HeadDrafter):
             self._fused = speed_up_head(head, target.model, target.max_length, context.quantize)
         # Without the fast path sequences are padded to one length to attend side by side.
         can_share = head.config._attn_implementation == GROUPED or self._fused is not None
-        super().__init__(context, can_share)
+        super().__init__(context, can_share, num_layers)
 
     @classmethod
     def build(cls, context: Context) -> "MtpHeadDrafter":
@@ -103,24 +119,25 @@ class MtpHeadDrafter(HeadDrafter):
     def _to_logits(self, outputs: Tensor) -> Tensor:
         return self._head._project_to_logits(outputs[None])[0]
 
-    def _run(self, ids: Tensor, hidden: Tensor, place: Any, is_first: bool) -> Tensor:
-        """The pair j of a text stands at position j + 1, and in the cache's slot j."""
+    def _run(self, ids: Tensor, hidden: Tensor, place: Any, step: int) -> Tensor:
+        """Layer i's pair j of a text stands at position j + i + 1, and in its cache's slot j."""
+        layer = self._layer(step)
         if self._fused:
-            return self._fused(ids, hidden, place, self._cache)
+            return self._fused[layer](ids, hidden, place, self._caches[layer])
         embeds = self._head.embed_tokens(ids)
-        positions = place.positions + 1
+        positions = place.positions + layer + 1
         rope_options = (
-            {"layer_type": self._head.config.layer_types[0]}
+            {"layer_type": self._head.config.layer_types[layer]}
             if self._head.has_per_layer_rope
             else {}
         )
-        output = self._head.layers[0](
+        output = self._head.layers[layer](
             embeds,
             hidden.to(embeds.dtype),
             position_embeddings=self._head.rotary_emb(embeds, positions, **rope_options),
             attention_mask=place.mask(embeds.dtype),
             position_ids=positions,
-            past_key_values=self._cache,
+            past_key_values=self._caches[layer],
         )
         if self._head.use_shared_post_norm:
             output = self._head.shared_post_norm(output)

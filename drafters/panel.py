@@ -114,7 +114,8 @@ class Panel:
             self.choices[TREE] = (*models[:1], *free)
         elif default == TREE:
             raise ValueError(
-                "--drafter tree needs two drafters, and blocks that are compiled (--compile)"
+                "--drafter tree needs two drafters, and blocks that are compiled (--compile), "
+                "which recurrent layers never are"
             )
         self.num_failures = 0
         self.calls: list[Call] = []  # of the last `propose`

@@ -101,12 +101,12 @@ class FusedDecoder:
 
 
 class FusedHead(nn.Module):
-    """The forward of an MTP layer around a plain block (transformers' MtpLayer)."""
+    """The forward of one MTP layer around a plain block (transformers' MtpLayer)."""
 
-    def __init__(self, head: Any, length: int) -> None:
+    def __init__(self, head: Any, number: int, length: int) -> None:
         """For texts of up to `length` tokens, with the head's own weights until `join`."""
         super().__init__()
-        layer = head.layers[0]
+        layer, self._shift = head.layers[number], number + 1
         self._embed, self._project = head.embed_tokens, JoinedLinear([layer.eh_proj])
         self._embed_norm, self._hidden_norm = norm_of(layer.enorm), norm_of(layer.hnorm)
         self._is_hidden_first = getattr(head.config, "mtp_hidden_states_first", False)
@@ -115,7 +115,7 @@ class FusedHead(nn.Module):
         self._last_norms = [norm_of(norm) for norm in last]
         self._block = FusedBlock(parts_of(layer.mtp_block))
         rotary = rotary_of(head.rotary_emb)
-        self._stack = FusedStack([self._block], [FULL], {FULL: None}, rotary, length)
+        self._stack = FusedStack([self._block], [FULL], {FULL: None}, rotary, length + number)
 
     def join(self, kind: Kind = Weights) -> None:
         """Pack the weights, and let go of the module's."""
@@ -125,13 +125,13 @@ class FusedHead(nn.Module):
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, hidden: Tensor, where: Where, cache: Any) -> Tensor:
-        """[1, N, D] of pairs (hidden [1, N, D], ids [1, N]); cache slot j is position j + 1."""
+        """[1, N, D] of pairs (hidden [1, N, D], ids [1, N]); slot j is position j + number + 1."""
         embeds = self._embed(ids)
         parts = [self._embed_norm(embeds), self._hidden_norm(hidden.to(embeds.dtype))]
         if self._is_hidden_first:
             parts.reverse()
         x = self._project.compute(torch.cat(parts, -1))
-        x = self._stack(x, where, cache, shift=1)
+        x = self._stack(x, where, cache, shift=self._shift)
         for norm in self._last_norms:
             x = norm(x)
         return x
@@ -237,47 +237,51 @@ def quantise_modules(
     pack_modules(model, fused, KINDS[quantize])
 
 
-@torch.inference_mode()
 def speed_up_head(
     head: Any, target: Any, length: int, quantize: str | None = None
-) -> FusedHead | None:
-    """The same for the first layer of an MTP head (transformers' MtpModel).
+) -> list[FusedHead] | None:
+    """The same for an MTP head (transformers' MtpModel): all its layers, or none.
 
     The layers that it shares with its target are packed when the target's are.
     """
-    layer, fused = head.layers[0], None
-    kind = (getattr(head.config, "layer_types", None) or [FULL])[0]
-    parts = parts_of(layer.mtp_block)
-    if (
-        kind == FULL
-        and parts
-        and not parts.is_recurrent
-        and can_tabulate(head, parts.attention.head_dim, bool(parts.gates))
-    ):
-        fused = FusedHead(head, length)
-        count = min(_NUM_COMPARED, length)
-        random = torch.Generator().manual_seed(0)
-        ids = torch.randint(head.embed_tokens.num_embeddings, (1, count), generator=random)
-        ids, positions = ids.to(head.device), torch.arange(count, device=head.device)[None]
-        embeds = head.embed_tokens(ids)
-        hidden = torch.randn(embeds.shape, generator=random).to(embeds)
-        expected = layer(
-            embeds,
-            hidden,
-            position_embeddings=rotary_of(head.rotary_emb)(embeds, positions + 1, kind),
-            attention_mask=causal_mask(count, count, embeds),
-            position_ids=positions + 1,
-            past_key_values=None,
-        )
-        if not is_same(fused(ids, hidden, OneText(positions, count, count), None), expected):
-            fused = None
-    if fused:
-        head.layers = nn.ModuleList([fused])
-        fused.join(KINDS[quantize])
+    fused = [fused_layer(head, number, length) for number in range(len(head.layers))]
+    if all(fused):
+        head.layers = nn.ModuleList(fused)
+        for layer in fused:
+            layer.join(KINDS[quantize])
     else:
         make_steady(head)
     pack(head, KINDS[quantize], besides=target)
-    return fused
+    return fused if all(fused) else None
+
+
+@torch.inference_mode()
+def fused_layer(head: Any, number: int, length: int) -> FusedHead | None:
+    """One layer of an MTP head, if its structure has a fused forward and it computes the same."""
+    layer = head.layers[number]
+    kind = (getattr(head.config, "layer_types", None) or [FULL] * (number + 1))[number]
+    parts = parts_of(layer.mtp_block)
+    if kind != FULL or not parts or parts.is_recurrent:
+        return None
+    if not can_tabulate(head, parts.attention.head_dim, bool(parts.gates)):
+        return None
+    fused, count = FusedHead(head, number, length), min(_NUM_COMPARED, length)
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(head.embed_tokens.num_embeddings, (1, count), generator=random)
+    ids, positions = ids.to(head.device), torch.arange(count, device=head.device)[None]
+    embeds = head.embed_tokens(ids)
+    hidden = torch.randn(embeds.shape, generator=random).to(embeds)
+    places = positions + number + 1
+    expected = layer(
+        embeds,
+        hidden,
+        position_embeddings=rotary_of(head.rotary_emb)(embeds, places, kind),
+        attention_mask=causal_mask(count, count, embeds),
+        position_ids=places,
+        past_key_values=None,
+    )
+    actual = fused(ids, hidden, OneText(positions, count, count), None)
+    return fused if is_same(actual, expected) else None
 
 
 @torch.inference_mode()

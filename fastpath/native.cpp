@@ -1,4 +1,5 @@
-// The blocks of block.py in one call: the same steps, without Python between them.
+// The blocks of block.py in one call, and the rule of delta nets: the same steps, without Python
+// between them.
 //
 //     x → norm → queries, keys, values → norm, rotation → attention → out → norm → + x
 //     x → norm → gate and up → activation → down → norm → + x
@@ -563,9 +564,86 @@ struct Stack : torch::CustomClassHolder {
   }
 };
 
+// ------------------------------------------------------------------------- recurrent layers
+
+// A few columns of a head's state over all tokens: S ← decay · S + k ⊗ β (v − decay · Sᵀk), read by
+// q. Row j of a token's `both` [2, K] is its key or query. Tokens lie `heads` heads apart. Vectors
+// are of eight numbers here: of sixteen the compiler would put the sums into memory.
+using Eight = float __attribute__((vector_size(32)));
+constexpr int64_t kVectors = 4, kColumns = 8 * kVectors;
+
+struct Columns {
+  Eight part[kVectors];
+};
+
+inline Columns load_columns(const float* from, int64_t count) {
+  Columns x = {};
+  std::memcpy(&x, from, count * sizeof *from);
+  return x;
+}
+
+void delta_columns(float* s, float* out, const float* both, const float* value, const float* decay,
+                   const float* beta, const float* product, int64_t tokens, int64_t heads,
+                   int64_t width, int64_t columns, int64_t count) {
+  Columns held[kWidestHead];
+  for (int64_t k = 0; k < width; ++k) held[k] = load_columns(s + k * columns, count);
+  for (int64_t t = 0; t < tokens; ++t) {
+    const int64_t at = t * heads;
+    const float *key = both + at * 2 * width, *query = key + width;
+    Eight by_key[kVectors] = {}, by_query[kVectors] = {}, delta[kVectors];
+    for (int64_t k = 0; k < width; ++k)
+      for (int64_t j = 0; j < kVectors; ++j) {
+        by_key[j] += held[k].part[j] * key[k];
+        by_query[j] += held[k].part[j] * query[k];
+      }
+    Columns given = load_columns(value + at * columns, count), found;
+    for (int64_t j = 0; j < kVectors; ++j) {
+      delta[j] = (given.part[j] - by_key[j] * decay[at]) * beta[at];
+      found.part[j] = by_query[j] * decay[at] + delta[j] * product[at];
+    }
+    std::memcpy(out + at * columns, &found, count * sizeof *out);
+    for (int64_t k = 0; k < width; ++k)
+      for (int64_t j = 0; j < kVectors; ++j)
+        held[k].part[j] = held[k].part[j] * decay[at] + delta[j] * key[k];
+  }
+  for (int64_t k = 0; k < width; ++k) std::memcpy(s + k * columns, &held[k], count * sizeof *s);
+}
+
+// The gated delta rule (recurrent.py) over the tokens of one text, one after the other: a token's
+// bits do not depend on how many come with it. state [H, K, V], both [T, H, 2, K], value [T, H, V];
+// decay, beta and product [T, H]. Returns the state behind them, and the outputs [T, H, V].
+std::tuple<Tensor, Tensor> delta_steps(const Tensor& state, const Tensor& both, const Tensor& value,
+                                       const Tensor& decay, const Tensor& beta,
+                                       const Tensor& product) {
+  for (const Tensor* x : {&state, &both, &value, &decay, &beta, &product})
+    TORCH_CHECK(x->is_contiguous() && x->scalar_type() == at::kFloat, "float32, without gaps");
+  const int64_t heads = state.size(0), width = state.size(1), columns = state.size(2);
+  const int64_t tokens = both.size(0), groups = (columns + kColumns - 1) / kColumns;
+  TORCH_CHECK(width <= kWidestHead, "heads are too wide");
+  TORCH_CHECK(both.numel() == tokens * heads * 2 * width && decay.numel() == tokens * heads &&
+                  value.numel() == tokens * heads * columns && beta.numel() == decay.numel() &&
+                  product.numel() == decay.numel(),
+              "sizes that do not go together");
+  Tensor after = state.clone(), out = at::empty_like(value);
+  float *s = after.mutable_data_ptr<float>(), *o = out.mutable_data_ptr<float>();
+  const float *b = both.const_data_ptr<float>(), *v = value.const_data_ptr<float>(),
+              *d = decay.const_data_ptr<float>(), *w = beta.const_data_ptr<float>(),
+              *p = product.const_data_ptr<float>();
+  const int64_t grain = std::max<int64_t>(1, kGrain / (tokens * width * kColumns + 1));
+  at::parallel_for(0, heads * groups, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t h = i / groups, j = i % groups * kColumns, to = h * columns + j;
+      delta_columns(s + h * width * columns + j, o + to, b + h * 2 * width, v + to, d + h, w + h,
+                    p + h, tokens, heads, width, columns, std::min(kColumns, columns - j));
+    }
+  });
+  return {after, out};
+}
+
 }  // namespace
 
 TORCH_LIBRARY(speculative, library) {
+  library.def("delta_steps", &delta_steps);
   library.class_<Stack>("Stack")
       .def(torch::init<int64_t, int64_t, int64_t, double>())
       .def("begin", &Stack::begin)

@@ -193,6 +193,21 @@ _ROUNDINGS = {torch.float32: 2e-5, torch.bfloat16: 0.15}
 _JUMPS = 0.05
 
 
+def delta_steps(
+    state: Tensor, both: Tensor, value: Tensor, decay: Tensor, beta: Tensor, product: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """The gated delta rule over the tokens of one text: the state behind them, and the outputs.
+
+    Takes what GatedDelta.prepare in recurrent.py gives [T, …], and returns [H, K, V] and [T, H, V].
+    None for heads that the code has no room for.
+    """
+    if state.shape[1] > _WIDEST_HEAD:
+        return None
+    inputs = [x.contiguous() for x in (state, both, value, decay, beta, product)]
+    after, outputs = torch.ops.speculative.delta_steps(*inputs)
+    return after, outputs[:, :, 0]
+
+
 class NativeStack:
     """Blocks of block.py, compiled; they share the weights and the cache with those."""
 

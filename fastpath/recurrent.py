@@ -20,8 +20,10 @@ it or writes it again; and the mark where the core's call began stays until the 
 many forwards the call is cut into.
 
 The rule goes token by token, in every forward and in one shape: so a token has the same bits
-decoded, verified or beside others. transformers has another rule for several tokens at once. Its
-forward runs here all the same, with our convolution and our rule in the place of its own functions.
+decoded, verified or beside others, however its prompt was cut. Python between the tokens takes
+longer than their arithmetic, so where blocks are compiled the gated delta rule goes through them in
+C++ (native.cpp). transformers has another rule for several tokens at once. Its forward runs here
+all the same, with our convolution and our rule in the place of its own functions.
 
 Sources: gated delta networks, arXiv 2412.06464; Mamba-2, 2405.21060. Not covered: Mamba-1, KDA,
 branches of a draft, and prefixes: a state cannot be cut into blocks.
@@ -38,6 +40,7 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from . import native
 from .activation import SteadyMode, softplus
 
 _NUM_MARKS = 3  # of a text that are kept in any case: the checks at load go back by two calls
@@ -65,6 +68,14 @@ class Rule:
     def step(self, state: Tensor, out: Tensor, *inputs: Tensor) -> Tensor:
         """One token: the new state goes to `out`, which may be `state`; returns the output."""
         raise NotImplementedError
+
+    def run(self, state: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """Steps of T >= 1 tokens: the state behind them, and their outputs [T, H, …]."""
+        outputs, out = [], torch.empty_like(state)
+        for token in zip(*inputs, strict=True):
+            outputs.append(self.step(state, out, *token))
+            state = out
+        return state, torch.stack(outputs)
 
     def finish(self, outputs: Tensor, *args: Any, **options: Any) -> Any:
         """What transformers' function returns, of the steps' outputs [B, T, H, …]."""
@@ -183,6 +194,7 @@ class RecurrentLayer:
     def __init__(self, mixer: nn.Module, cache: Any, rule: Rule | None) -> None:
         """`cache` is the core's SlotCache. Puts itself in the place of the module's forward."""
         self._cache, self._rule = cache, rule
+        self._is_compiled = rule is not None and can_compile(rule)
         self._marks: dict[int, list[Mark]] = {}  # by row, in order of their lengths
         self._begins: dict[int, int] = {}  # by row, its length where the core's last call began
         self.num_marks = _NUM_MARKS
@@ -256,19 +268,15 @@ class RecurrentLayer:
             mark, after = self._marks[row][-2:]
             assert mark.state is not None or not mark.length
             after.state, found = self._run(mark.state, tuple(own))
-            outputs.append(torch.stack(found))
+            outputs.append(found)
             mark.inputs = tuple(x.clone() for x in own) if mark.fed is not None else ()
         return rule.finish(place.arrange(outputs), *args, **options)
 
-    def _run(self, state: Tensor | None, inputs: tuple[Tensor, ...]) -> tuple[Tensor, list[Tensor]]:
+    def _run(self, state: Tensor | None, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """The state behind some tokens, and their outputs. The state before stays as it is."""
-        rule, outputs = self._rule, []
-        state = rule.zeros(inputs) if state is None else state
-        out = torch.empty_like(state)
-        for token in zip(*inputs, strict=True):
-            outputs.append(rule.step(state, out, *token))
-            state = out
-        return state, outputs
+        state = self._rule.zeros(inputs) if state is None else state
+        found = native.delta_steps(state, *inputs) if self._is_compiled else None
+        return found or self._rule.run(state, inputs)
 
     def _record(self, row: int, mark: Mark, fed: Tensor, tail: Tensor) -> None:
         """Set a mark where the row will be; its state follows. Drop marks that nobody goes back to.
@@ -310,6 +318,21 @@ class RecurrentLayer:
         """Let a row hold what `source` holds, as if that were `length` tokens."""
         newest = self._marks[source][-1]
         self._marks[row] = [Mark(length, newest.tail, newest.state)]
+
+
+@torch.inference_mode()
+def can_compile(rule: Rule) -> bool:
+    """Whether the rule is compiled, and gives the same there but for roundings."""
+    if not native.is_used or not isinstance(rule, GatedDelta):
+        return False
+    random = torch.Generator().manual_seed(0)
+    key, query, value = (torch.randn(1, 5, 2, n, generator=random) for n in (24, 24, 20))
+    decay, beta = (torch.rand(1, 5, 2, generator=random) for _ in range(2))
+    prepared = rule.prepare(query, key, value, -decay, beta, use_qk_l2norm_in_kernel=True)
+    inputs = tuple(x[0] for x in prepared)
+    state = torch.randn(2, 24, 20, generator=random)
+    pairs = zip(native.delta_steps(state, *inputs), rule.run(state, inputs), strict=True)
+    return all(torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5) for ours, theirs in pairs)
 
 
 def recurrent_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Rule | None]]:

@@ -18,7 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cach
 from drafters.weights import own_weights, why_not_loaded
 from messages import in_short
 
-from . import gguf
+from . import gguf, mimo
 from .catalogue import NotFetched, folder_of, likely
 from .options import Options
 from .rope import contexts, fix_rotations
@@ -78,6 +78,7 @@ def load_pretrained(name: str, options: Options) -> Loaded:
             gguf.check(name)
     except (NotFetched, gguf.BadFile) as error:
         raise StartError(str(error)) from error
+    mimo.register()
     PROGRESS.info("reading the weights of %s", Path(name).name)
     device = options.device
     if device == "auto":

@@ -246,6 +246,7 @@ AGES = (
 )
 EVIDENCE = "controller::test_proposals_with_more_evidence_have_a_record_of_their_own"
 STOPPED = "controller::test_where_a_draft_stopped_counts_as_reached_and_not_accepted"
+SEVERAL_FORGET = "mtp::test_every_layer_forgets_what_was_refused"
 DOUBTS = "controller::test_a_model_s_draft_ends_with_the_token_that_it_doubts[mtp]"
 RESTS = (
     "controller::"
@@ -588,9 +589,16 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "self.text.append(token)", "self._state.text and self.text.insert(0, token)", PENALTY),
     ("the draft model keeps its row", "small_model:SmallModelDrafter.close",
      "self._draft.cache.close_row(state.row)", "pass", f"{GIVEN_BACK}[draft_model]"),
-    ("the head forgets the true pairs", "head:HeadDrafter._draft",
-     "self._cache.lengths[state.row] + len(state.tokens) for", "self._cache.lengths[state.row] for",
+    ("the head forgets the true pairs", "head:_Reading.keep_what_is_true",
+     "max(0, num_pairs - layer)", "self._held[layer]",
      "lossless::test_acceptance_is_in_the_expected_range[mtp-code_class]"),
+    ("a layer of a head keeps pairs of drafted tokens", "head:_Reading.keep_what_is_true",
+     "num_pairs - layer)", "num_pairs)", f"{SEVERAL_FORGET}[glm4_moe-3-modules-0]"),
+    ("a layer of a head keeps what drafted tokens gave", "head:_Reading.keep_what_is_true",
+     "- (layer - 1)", "", f"{SEVERAL_FORGET}[glm4_moe-3-modules-0]"),
+    ("the layers of a head after the first are not used", "head:HeadDrafter._layer",
+     "len(self._caches) - 1", "0",
+     "mtp::test_each_of_several_layers_drafts_its_token[glm4_moe-3-modules-17]"),
     ("a block is causal", "dflash:DFlashDrafter._masks", "queries[:, :, -1:]", "queries",
      "dflash::test_a_head_drafts_as_the_paper_says[as published-packed]"),
     ("a block stays in the head's cache", "dflash:DFlashDrafter._draft",
@@ -742,8 +750,8 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "x[:missing] for", "x[: missing + 1] for", TAKEN_BACK),
     ("the convolution stays where the draft began", "recurrent:RecurrentLayer._at",
      "torch.cat([last.tail, last.fed[:missing]])[missing:], None", "last.tail, None", TAKEN_BACK),
-    ("a step writes over the state before it", "recurrent:RecurrentLayer._run",
-     "torch.empty_like(state)", "state", TAKEN_BACK),
+    ("a step writes over the state before it", "recurrent:Rule.run", "torch.empty_like(state)",
+     "state", "recurrent::test_what_was_taken_back_leaves_no_trace[granitemoehybrid-1]"),
     ("a new text goes on with the state of another", "recurrent:RecurrentLayer._at",
      "if not length:", "if not marks:",
      "recurrent::test_a_text_keeps_its_state_while_others_come_and_go[lfm2]"),

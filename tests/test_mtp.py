@@ -1,9 +1,10 @@
 """MTP heads of the families, from checkpoints with the names that published ones have.
 
-A small model with one layer more is taken apart: its last layer becomes the head's block.
+A small model with more layers is taken apart: the last ones become the blocks of the head.
 """
 
 import json
+from random import Random
 
 import pytest
 import speculative_decoding as core
@@ -15,17 +16,24 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import drafters
 from messages import Verdict
+from serving import mimo
 
+mimo.register()
 DEPTH, GREEDY = 4, core.Sampling()
 TEXT = torch.randint(10, 4096, (40,), generator=torch.Generator().manual_seed(3)).tolist()
-NUMBERED = {
-    "enorm": f"model.layers.{DEPTH}.enorm", "hnorm": f"model.layers.{DEPTH}.hnorm",
-    "fc": f"model.layers.{DEPTH}.eh_proj", "norm": f"model.layers.{DEPTH}.shared_head.norm",
-    "block": f"model.layers.{DEPTH}.",
+NUMBERED = {  # by DEPTH and on
+    "enorm": "model.layers.{}.enorm", "hnorm": "model.layers.{}.hnorm",
+    "fc": "model.layers.{}.eh_proj", "norm": "model.layers.{}.shared_head.norm",
+    "block": "model.layers.{}.",
 }  # fmt: skip
 OWN = {
     "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "fc": "mtp.fc",
     "norm": "mtp.norm", "block": "mtp.layers.0.",
+}  # fmt: skip
+MIMO = {
+    "enorm": "model.mtp_layers.0.token_layernorm", "hnorm": "model.mtp_layers.0.hidden_layernorm",
+    "fc": "model.mtp_layers.0.input_proj", "norm": "model.mtp_layers.0.final_layernorm",
+    "block": "model.mtp_layers.0.",
 }  # fmt: skip
 LAYOUTS = {  # names, what the config calls the number of MTP layers, and the text model's prefix
     "qwen3_5": (OWN, "mtp_num_hidden_layers", "model.language_model."),
@@ -33,42 +41,46 @@ LAYOUTS = {  # names, what the config calls the number of MTP layers, and the te
     "deepseek_v3": (NUMBERED, "num_nextn_predict_layers", "model."),
     "glm4_moe": (NUMBERED, "num_nextn_predict_layers", "model."),
     "glm4_moe_lite": (NUMBERED, "num_nextn_predict_layers", "model."),
+    "mimo": (MIMO, "num_nextn_predict_layers", "model."),
 }
 
 
-def larger_config(family):
-    """A small config with one layer more, as the published layers of MTP are: full and sparse."""
+def larger_config(family, num_more):
+    """A small config with more layers, as the published layers of MTP are: full and sparse."""
     config = small_config(family)
     for name, kind in (("layer_types", "full_attention"), ("mlp_layer_types", "sparse")):
         if getattr(config, name, None):
-            setattr(config, name, [*getattr(config, name)[:DEPTH], kind])
-    config.num_hidden_layers = DEPTH + 1
+            setattr(config, name, [*getattr(config, name)[:DEPTH], *[kind] * num_more])
+    config.num_hidden_layers = DEPTH + num_more
     return config
 
 
 @torch.no_grad()
-def checkpoint(family, folder):
-    """Write one in two files; returns the whole model, and the head's own norms and layer."""
+def checkpoint(family, folder, num_layers=1):
+    """Write one in two files; returns the whole model, and what each MTP layer has beside it."""
     names, count, prefix = LAYOUTS[family]
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(larger_config(family)).eval()
+    model = AutoModelForCausalLM.from_config(larger_config(family, num_layers)).eval()
     randomise(model)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(ROOT / "demo_models" / "target").save_pretrained(folder)
     (path,) = folder.glob("*.safetensors")
-    weights, block = load_file(path), f"model.layers.{DEPTH}."
+    weights, head, extras = load_file(path), {}, []
     path.unlink()
-    own = {n: weights.pop(n) for n in list(weights) if n.startswith(block)}
+    for number in range(DEPTH, DEPTH + num_layers):
+        name = {part: name.format(number) for part, name in names.items()}
+        block, width = f"model.layers.{number}.", model.config.hidden_size
+        own = {n: weights.pop(n) for n in list(weights) if n.startswith(block)}
+        head |= {name["block"] + n.removeprefix(block): w for n, w in own.items()}
+        extra = {n: torch.rand(width) + 0.2 for n in ("enorm", "hnorm", "norm")}
+        extra["fc"] = torch.randn(width, 2 * width) / width**0.5
+        head |= {f"{name[n]}.weight": w for n, w in extra.items()}
+        extras.append(extra)
+        if names is NUMBERED:
+            head[f"{block}embed_tokens.weight"] = model.get_input_embeddings().weight.clone()
+            head[f"{block}shared_head.head.weight"] = model.lm_head.weight.clone()
     weights = {n.replace("model.", prefix, 1): w for n, w in weights.items()}
-    head = {names["block"] + n.removeprefix(block): w for n, w in own.items()}
-    width = model.config.hidden_size
-    extra = {n: torch.rand(width) + 0.2 for n in ("enorm", "hnorm", "norm")}
-    extra["fc"] = torch.randn(width, 2 * width) / width**0.5
-    head |= {f"{names[n]}.weight": w for n, w in extra.items()}
-    if names is NUMBERED:
-        head[f"{block}embed_tokens.weight"] = model.get_input_embeddings().weight.clone()
-        head[f"{block}shared_head.head.weight"] = model.lm_head.weight.clone()
     index = {}
     for number, part in enumerate((weights, head), start=1):
         file = f"model-{number:05}-of-00002.safetensors"
@@ -78,48 +90,86 @@ def checkpoint(family, folder):
     text = json.dumps({"metadata": total, "weight_map": index})
     (folder / "model.safetensors.index.json").write_text(text, "utf-8")
     config = json.loads((folder / "config.json").read_text("utf-8"))
-    config |= {count: 1, "num_hidden_layers": DEPTH}
+    config |= {count: num_layers, "num_hidden_layers": DEPTH}
     for name in ("layer_types", "mlp_layer_types"):
         if name in config:
             config[name] = config[name][:DEPTH]
     if prefix != "model.":
         config = {"model_type": family, "text_config": config}
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
-    return model, extra
+    return model, extras
 
 
-@torch.inference_mode()
-def expected_drafts(model, extra, text):
-    """What the head predicts behind each pair: the equations, with the modules of transformers."""
-    decoder, ids = model.get_decoder(), torch.tensor([text])
-    block, decoder.layers = decoder.layers[DEPTH], decoder.layers[:DEPTH]
-    model.config.num_hidden_layers = DEPTH
-    hidden = decoder(ids).last_hidden_state  # behind the final norm
+class Equations:
+    """What a head computes, with the modules of transformers and without a cache."""
 
-    def normed(x, weight):
-        norm = type(decoder.norm)(len(weight), model.config.rms_norm_eps)
+    def __init__(self, model, extras):
+        self.model, self.extras, self.decoder = model, extras, model.get_decoder()
+        self.blocks = self.decoder.layers[DEPTH:]
+        self.decoder.layers = self.decoder.layers[:DEPTH]
+        model.config.num_hidden_layers = DEPTH
+
+    def norm(self, x, weight):
+        norm = type(self.decoder.norm)(len(weight), self.model.config.rms_norm_eps)
         norm.weight = torch.nn.Parameter(weight)
         return norm(x)
 
-    embeds = decoder.embed_tokens(ids[:, 1:])
-    pair = [normed(embeds, extra["enorm"]), normed(hidden[:, :-1], extra["hnorm"])]
-    x, positions = torch.cat(pair, -1) @ extra["fc"].T, torch.arange(1, len(text))[None]
-    mask = torch.full((len(text) - 1,) * 2, float("-inf")).triu(1)[None, None]
-    x = block(
-        x, position_embeddings=decoder.rotary_emb(x, positions), attention_mask=mask,
-        position_ids=positions, past_key_values=None,
-    )  # fmt: skip
-    return model.lm_head(normed(x, extra["norm"]))[0].argmax(-1).tolist()
+    def layer(self, number, hidden, tokens):
+        """[T, D] of pairs (hidden [T, D], tokens [T]), of which the first stands at number + 1."""
+        embeds, extra = self.decoder.embed_tokens(torch.tensor([tokens])), self.extras[number]
+        pair = [self.norm(embeds, extra["enorm"]), self.norm(hidden[None], extra["hnorm"])]
+        if self.model.config.model_type == "mimo":
+            pair.reverse()
+        x, count = torch.cat(pair, -1) @ extra["fc"].T, len(tokens)
+        positions = torch.arange(number + 1, number + 1 + count)[None]
+        mask = torch.full((count, count), float("-inf")).triu(1)[None, None]
+        x = self.blocks[number](
+            x, position_embeddings=self.decoder.rotary_emb(x, positions), attention_mask=mask,
+            position_ids=positions, past_key_values=None,
+        )  # fmt: skip
+        return self.norm(x, extra["norm"])[0]
+
+    def choices(self, x):
+        return self.model.lm_head(x).argmax(-1).tolist()
+
+    def hidden(self, text):
+        """Behind the final norm [T, D]."""
+        return self.decoder(torch.tensor([text])).last_hidden_state[0]
+
+    @torch.inference_mode()
+    def behind_each(self, text):
+        """What the first layer predicts behind each pair."""
+        return self.choices(self.layer(0, self.hidden(text)[:-1], text[1:]))
+
+    @torch.inference_mode()
+    def draft(self, text, limit):
+        """By the paper: layer i reads what layer i - 1 gave, one token on; the last one goes on."""
+        hidden, drafted, last = self.hidden(text)[:-1], [], len(self.blocks) - 1
+        for step in range(limit):
+            number = min(step, last)
+            given = self.layer(number, hidden, [*text, *drafted][number + 1 :])
+            drafted += self.choices(given[-1:])
+            hidden = given if step < last else torch.cat([hidden, given[-1:]])
+        return drafted
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe_lite"])
+def seen_by(target, drafter, text):
+    """A state of the drafter that has seen a text, the last token of it as a verdict."""
+    row, state = target.cache.open_row(), drafter.open(text[:-1], GREEDY, None)
+    hidden = target.forward([row], [text[:-1]], [1], (-1,)).hidden[-1][0]
+    target.cache.close_row(row)
+    drafter.observe(state, Verdict(0, 0, text[-1:], hidden))
+    return state
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe_lite", "mimo"])
 def test_a_head_that_does_not_load_leaves_the_target_as_it_was(family, tmp_path, monkeypatch):
     checkpoint(family, tmp_path)
     target = core.load_model(str(tmp_path), core.Options())
 
     def told():
         ignored = target.model._keys_to_ignore_on_load_unexpected
-        return target.model.config.to_dict(), ignored
+        return target.model.config.to_dict(), ignored, len(target.model._weight_conversions)
 
     known, during = told(), []
 
@@ -137,19 +187,111 @@ def test_a_head_that_does_not_load_leaves_the_target_as_it_was(family, tmp_path,
 @pytest.mark.parametrize("family", LAYOUTS)
 def test_a_head_of_a_published_layout_drafts_by_its_equations(family, fastpath, tmp_path):
     """And speculation with it writes the target's text; mixtures round, so there no bits count."""
-    model, extra = checkpoint(family, tmp_path)
+    equations = Equations(*checkpoint(family, tmp_path))
     options = {"drafter": "mtp", "fixed_k": True, "fastpath": fastpath, "bitwise": False}
     engine = core.load_engine(core.Options(model=str(tmp_path), **options))
     engine.eos_ids, target, drafter = set(), engine.target, engine.panel.drafters["mtp"]
-    expected = expected_drafts(model, extra, TEXT)
+    expected = equations.behind_each(TEXT)
     for length in (len(TEXT), 17):
-        row, state = target.cache.open_row(), drafter.open(TEXT[: length - 1], GREEDY, None)
-        hidden = target.forward([row], [TEXT[: length - 1]], [1], (-1,)).hidden[-1][0]
-        target.cache.close_row(row)
-        drafter.observe(state, Verdict(0, 0, TEXT[length - 1 : length], hidden))
+        state = seen_by(target, drafter, TEXT[:length])
         assert drafter.propose(state, 1).tokens == expected[length - 2 : length - 1]
         drafter.close(state)
     expected, _ = run(engine, TEXT, max_tokens=12)
     sequence, _ = run(engine, TEXT, max_tokens=12, drafter="mtp")
     assert sequence.output == expected.output and not sequence.seat.warnings
     assert sequence.statistics.num_draft_tokens > 5
+
+
+SEVERAL = {"deepseek_v3": 2, "glm4_moe": 3}  # the number of layers; one with MLA, one without
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(f, n, w) for f, n in SEVERAL.items() for w in (1, 0)],
+    ids=lambda given: f"{given[0]}-{given[1]}-{'fast' if given[2] else 'modules'}",
+)
+def several(request, tmp_path_factory):
+    """A server of a target with several MTP layers, and the equations."""
+    family, num_layers, is_fast = request.param
+    folder = tmp_path_factory.mktemp(family)
+    equations = Equations(*checkpoint(family, folder, num_layers))
+    options = {"drafter": "mtp", "fixed_k": True, "fastpath": bool(is_fast), "bitwise": False}
+    engine = core.load_engine(core.Options(model=str(folder), **options))
+    engine.eos_ids = set()
+    return engine, equations, num_layers
+
+
+@pytest.mark.parametrize("length", [2, 3, 17, len(TEXT)])
+def test_each_of_several_layers_drafts_its_token(several, length):
+    """And the last one those that follow; two tokens are fewer than three layers look at."""
+    engine, equations, num_layers = several
+    drafter = engine.panel.drafters["mtp"]
+    assert len(drafter._caches) == num_layers
+    state = seen_by(engine.target, drafter, TEXT[:length])
+    assert drafter.propose(state, 6).tokens == equations.draft(TEXT[:length], 6)
+    held = [cache.lengths[state.row] for cache in drafter._caches]
+    assert held == [max(0, length - 1 - layer) for layer in range(num_layers)]
+    drafter.close(state)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_layer_forgets_what_was_refused(several, seed):
+    """After verdicts and limits at random drafts are those of one who saw the text as it is."""
+    engine, equations, _ = several
+    drafter, chance, text = engine.panel.drafters["mtp"], Random(seed), TEXT[:9]
+    states = [seen_by(engine.target, drafter, text), seen_by(engine.target, drafter, TEXT[5:30])]
+    for _ in range(6):
+        limit = chance.randint(1, 6)
+        draft, _ = drafter.propose_batch(states, [limit, chance.randint(1, 6)])
+        assert draft.tokens == equations.draft(text, limit)
+        accepted = chance.randint(0, limit)
+        emitted = [*draft.tokens[:accepted], chance.randrange(10, 4000)]
+        with torch.inference_mode():
+            hidden = equations.hidden([*text, *emitted])[len(text) - 1 : -1]
+        text = [*text, *emitted]
+        drafter.observe(states[0], Verdict(limit, accepted, emitted, hidden))
+        drafter.observe(states[1], Verdict(0, 0, [7], hidden[:1]))
+    for state in states:
+        drafter.close(state)
+    assert all(cache.lengths == [0] * cache.num_rows for cache in drafter._caches)
+
+
+def test_several_layers_that_fail_amid_a_draft_can_draft_again(several, monkeypatch):
+    engine, equations, num_layers = several
+    drafter = engine.panel.drafters["mtp"]
+    state = seen_by(engine.target, drafter, TEXT)
+    drafter.propose(state, 1)
+    drafter.observe(state, Verdict(1, 0, [7], equations.hidden([*TEXT, 7])[-2:-1].detach()))
+    held = [cache.lengths[state.row] for cache in drafter._caches]
+    with monkeypatch.context() as patch:
+        choose, calls = drafter._sample, []
+        patch.setattr(drafter, "_sample", lambda *given: calls.append(1) or choose(*given))
+        run_layer = drafter._run
+        patch.setattr(
+            drafter, "_run", lambda *given: run_layer(*given) if len(calls) < 2 else 1 / 0
+        )
+        with pytest.raises(ZeroDivisionError):
+            drafter.propose(state, 4)
+    assert held == [cache.lengths[state.row] for cache in drafter._caches]
+    assert drafter.propose(state, 5).tokens == equations.draft([*TEXT, 7], 5)
+    drafter.close(state)
+
+
+def test_several_layers_write_the_text_of_plain_decoding(several):
+    engine, _, _ = several
+    expected, _ = run(engine, TEXT, max_tokens=20)
+    sequence, _ = run(engine, TEXT, max_tokens=20, drafter="mtp")
+    assert sequence.output == expected.output and not sequence.seat.warnings
+    assert sequence.statistics.num_draft_tokens > 5
+
+
+def test_a_head_reads_the_state_behind_the_final_norm(demo_engine, prompts, monkeypatch):
+    """Given the last block's output, on the other side of the norm, it accepts half as much."""
+    drafter, last = demo_engine.panel.drafters["mtp"], 7
+    accepted = {}
+    for layer in (-1, last):
+        monkeypatch.setattr(drafter, "hidden_layers", (layer,))
+        s, _ = run(demo_engine, prompts["code_class"], max_tokens=60, drafter="mtp")
+        assert not s.seat.warnings
+        accepted[layer] = s.statistics.draft_acceptance_rate
+    assert accepted[-1] > 2 * accepted[last] > 0

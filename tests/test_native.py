@@ -15,7 +15,7 @@ from conftest import FAMILIES, ROOT, run
 from test_batching import together
 from test_eagle3 import new_head, target_folder  # noqa: F401
 
-from fastpath import forward, int8, linear, native
+from fastpath import forward, int8, linear, native, recurrent
 from fastpath.block import is_same
 from serving import answers
 from serving.worker import Worker
@@ -145,7 +145,7 @@ def test_the_embedded_models_and_the_mtp_head_are_compiled(drafter, prompts):
     assert sequence.output == plain and sum(event["accepted_count"] for event in events) > 3
     assert engine.target.fast.is_compiled and engine.draft_model.fast.is_compiled
     if drafter == "mtp":
-        assert engine.panel.drafters["mtp"]._fused._stack.is_compiled
+        assert engine.panel.drafters["mtp"]._fused[0]._stack.is_compiled
 
 
 @needs_compiler
@@ -161,6 +161,56 @@ def test_an_eagle_head_reads_two_inputs(norm_before_residual, target_folder, tmp
         sequence, events = run(engine, TEXT, max_tokens=24, drafter="eagle3")
         found.append((sequence.output, [event["accepted_count"] for event in events]))
     assert found[0] == found[1]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("width", "columns"), [(8, 16), (24, 20), (128, 72)])
+def test_the_gated_delta_rule_keeps_a_token_s_bits_however_its_text_is_cut(width, columns):
+    """And gives what Python gives but for roundings, leaving the state before as it was."""
+    native.use(True)
+    rule, count, random = recurrent.GatedDelta(), 70, torch.Generator().manual_seed(1)
+    shapes = (2, width), (2, width), (4, columns), (4,), (4,)  # two heads of values to one of keys
+    query, key, value, g, beta = (torch.randn(1, count, *s, generator=random) for s in shapes)
+    options = {"use_qk_l2norm_in_kernel": True}
+    inputs = tuple(x[0] for x in rule.prepare(query, key, value, -g.abs(), beta.abs(), **options))
+    state = torch.randn(4, width, columns, generator=random)
+    before, parts, after = state.clone(), [], state
+    expected = rule.run(state, inputs)
+    whole = native.delta_steps(state, *inputs)
+    for begin, end in ((0, 1), (1, 30), (30, 33), (33, count)):
+        after, part = native.delta_steps(after, *(x[begin:end] for x in inputs))
+        parts.append(part)
+    assert torch.equal(after, whole[0]) and torch.equal(torch.cat(parts), whole[1])
+    assert torch.equal(state, before)
+    for ours, theirs in zip(whole, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@needs_compiler
+def test_heads_that_are_too_wide_go_through_the_rule_in_python():
+    native.use(True)
+    assert native.delta_steps(torch.zeros(1, 513, 8), *[torch.zeros(1)] * 5) is None
+
+
+@needs_compiler
+@pytest.mark.parametrize("compiled", [None, False])
+def test_a_delta_net_goes_through_the_compiled_rule_where_blocks_may_be(tiny_folder, compiled):
+    engine = load(tiny_folder("qwen3_5_text"), compile=compiled)
+    layers = engine.target.cache.recurrent
+    assert len(layers) == 3 and all(layer._is_compiled == (compiled is None) for layer in layers)
+    assert engine.target.report.is_exact
+    plain = core.plain_decode(engine.target, TEXT, 24, engine.eos_ids)
+    assert run(engine, TEXT, max_tokens=24, drafter="ngram")[0].output == plain
+
+
+@needs_compiler
+def test_a_compiled_rule_that_computes_something_else_is_not_used(monkeypatch):
+    native.use(True)
+    assert recurrent.can_compile(recurrent.GatedDelta())
+    assert not recurrent.can_compile(recurrent.Mamba2())
+    steps = native.delta_steps
+    monkeypatch.setattr(native, "delta_steps", lambda *given: (given[0], steps(*given)[1]))
+    assert not recurrent.can_compile(recurrent.GatedDelta())
 
 
 @needs_compiler
@@ -295,7 +345,7 @@ def test_rows_that_lie_apart_are_fed_without_the_one_between_them(tiny_folder):
 @needs_compiler
 def test_a_short_context_has_short_tables(prompts):
     engine = core.load_engine(core.Options(drafter="mtp", max_model_len=6, bitwise=False))
-    assert engine.panel.drafters["mtp"]._fused._stack.is_compiled
+    assert engine.panel.drafters["mtp"]._fused[0]._stack.is_compiled
 
 
 @needs_compiler

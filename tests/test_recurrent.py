@@ -8,6 +8,8 @@ from random import Random
 
 import pytest
 import speculative_decoding as core
+import test_dflash
+import test_eagle3
 import torch
 from conftest import HYBRIDS, WAYS, ScriptedDrafter, make_exact, run
 from exactness import compare_forwards
@@ -104,11 +106,10 @@ def test_a_forward_that_fails_in_a_layer_leaves_no_trace(target, family, row, mo
 @pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
 def test_a_rollback_that_fails_is_done_again(target, family, row, monkeypatch):
     model = target(family)
-    rule = type(model.cache.recurrent[1]._rule)
     fed(model, row, [*TEXT[20:22], 7, 7])
     model.cache.truncate(row, 22)
     with monkeypatch.context() as patch:
-        patch.setattr(rule, "step", lambda *_: 1 / 0)
+        patch.setattr(RecurrentLayer, "_run", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             fed(model, row, TEXT[22:24])
     after = fed(model, row, TEXT[22:24])
@@ -242,6 +243,25 @@ def test_speculation_writes_the_text_of_plain_decoding(target, family, way):
         assert 0 < counted.num_accepted_draft_tokens < counted.num_draft_tokens
 
 
+@pytest.mark.parametrize("head", ["eagle3", "dflash"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+def test_a_head_on_a_hybrid_writes_the_text_of_plain_decoding(tiny_folder, tmp_path, family, head):
+    """Its own blocks attend; it reads states of recurrent layers and of others."""
+    if head == "eagle3":
+        test_eagle3.new_head(tmp_path / "head", layer_ids=(1, 2, 3))
+    else:
+        layers = {"mask_token_id": test_dflash.MASK, "target_layer_ids": [0, 1, 3]}
+        test_dflash.new_head(tmp_path / "head", num_target_layers=4, dflash_config=layers)
+    options = {"drafter": head, head: str(tmp_path / "head"), "fixed_k": True, "compile": False}
+    engine = core.load_engine(core.Options(model=str(tiny_folder(family)), **options))
+    engine.eos_ids = set()
+    for prompt in (TEXT[:3], TEXT[3:150]):
+        plain = core.plain_decode(engine.target, prompt, 24, set())
+        s, _ = run(engine, prompt, max_tokens=24, drafter=head)
+        assert s.output == plain and not s.seat.warnings
+        assert s.statistics.num_draft_tokens > 20
+
+
 def test_prompts_are_not_kept_and_health_says_so(tiny_folder):
     options = core.Options(model=str(tiny_folder("lfm2")), drafter="ngram", prefix_cache_mb=64)
     engine = core.load_engine(options)
@@ -255,6 +275,8 @@ def test_prompts_are_not_kept_and_health_says_so(tiny_folder):
     [
         ("llama", {"draft_model": "lfm2"}, "has recurrent layers, which only a target may have"),
         ("lfm2", {"drafter": "self_int8"}, "does not go with recurrent layers"),
+        ("lfm2", {"drafter": "tree"}, "--drafter tree needs .* which recurrent layers never are"),
+        ("qwen3_5_text", {"drafter": "tree"}, "needs .* which recurrent layers never are"),
     ],
 )
 def test_what_does_not_go_with_recurrent_layers_is_refused(tiny_folder, family, options, message):
