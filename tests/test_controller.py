@@ -702,6 +702,8 @@ def test_what_rests_drafts_nothing_says_so_and_knows_what_was_missed(demo_engine
     assert cycle[first].num_drafted == 0 < cycle[second].num_drafted
     assert first.seat.decision.is_rest and str(first.seat.decision).endswith("would save")
     assert (record.unread, record.since) == (2, 2) and first.num_steps == 4
+    for sequence in (first, second):
+        engine.close(sequence)
 
 
 def test_what_the_engine_does_for_a_token_is_part_of_its_cost():
