@@ -6,8 +6,8 @@
 //
 // Matrix products are torch's, as in Python, and so is the attention of a long prompt's blocks. All
 // else is written out here, row by row: what a row gets depends on the row alone, and in attention on
-// the keys that it sees. Sums run in 16 lanes, so that the compiler can use vectors without a choice
-// of its own in their order. native.py compiles it.
+// the keys that it sees. Sums run in as many lanes as a vector has, so that the compiler can use vectors
+// without a choice of its own in their order. native.py compiles it.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -33,7 +33,11 @@ using std::optional;
 using Integers = c10::intrusive_ptr<LinearPackedParamsBase>;
 using Scalars = c10::List<optional<at::Scalar>>;
 
+#ifdef __AVX512F__
 constexpr int64_t kLanes = 16;
+#else
+constexpr int64_t kLanes = 8;  // a wider vector than the CPU's would be kept in memory
+#endif
 constexpr int64_t kGrain = 1 << 15;  // numbers that are worth a thread
 constexpr int64_t kWidestHead = 512;
 constexpr int64_t kTogether = 4;     // queries that read a key together
@@ -48,7 +52,7 @@ using Shorts = uint16_t __attribute__((vector_size(kLanes * 2)));
 inline Ints bits_of(Lanes x) { return (Ints)x; }
 inline Lanes from_bits(Ints x) { return (Lanes)x; }
 
-// Up to 16 numbers; the others are 0.
+// Up to so many numbers; the others are 0.
 inline Lanes load(const float* from, int64_t count) {
   Lanes x = {};
   std::memcpy(&x, from, count == kLanes ? sizeof x : count * sizeof *from);
@@ -75,8 +79,8 @@ inline void store(at::BFloat16* to, Lanes x, int64_t count) {
   std::memcpy(to, &halves, count == kLanes ? sizeof halves : count * sizeof *to);
 }
 
-// f(i, count) for the numbers i to i + count - 1 of a row; the last ones may be fewer than 16. The
-// compiler sees N calls at once.
+// f(i, count) for the numbers i to i + count - 1 of a row; the last ones may be fewer than kLanes.
+// The compiler sees N calls at once.
 template <int64_t N = 1, typename F>
 inline void by_lanes(int64_t n, const F& f) {
   int64_t i = 0;
@@ -269,12 +273,17 @@ struct Forward {
 
 // The sums of neighbours: a's and then b's.
 inline Lanes pairs(Lanes a, Lanes b) {
-#ifdef __clang__
-  return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-         __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#ifdef __AVX512F__
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
 #else
-  constexpr Ints even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-  return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, even + 1);
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15
+#endif
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, EVEN) + __builtin_shufflevector(a, b, ODD);
+#else
+  return __builtin_shuffle(a, b, Ints{EVEN}) + __builtin_shuffle(a, b, Ints{ODD});
 #endif
 }
 
@@ -341,8 +350,8 @@ struct Attention {
   }
 
   Ints is_seen(int64_t at) const {
-    constexpr Ints order = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    Ints place = order + int32_t(at);
+    Ints place;
+    for (int32_t j = 0; j < kLanes; ++j) place[j] = int32_t(at) + j;
     return (place >= int32_t(begin)) & (place < int32_t(end));
   }
 
