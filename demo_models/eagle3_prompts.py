@@ -111,9 +111,12 @@ def _functions() -> Iterator[str]:
             tree = ast.parse(source)
         except (UnicodeDecodeError, SyntaxError):
             continue
+        lines = source.split("\n")  # ast.get_source_segment splits it anew for each function
         for node in tree.body:
             if isinstance(node, ast.FunctionDef):
-                text = ast.get_source_segment(source, node) or ""
+                *body, last = lines[node.lineno - 1 : node.end_lineno]
+                last = last.encode()[: node.end_col_offset].decode()  # without a comment behind it
+                text = "\n".join([*body, last])
                 if 120 < len(text) < 600:
                     yield text
 
