@@ -30,6 +30,7 @@ import os
 import platform
 import random
 import shutil
+import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -37,6 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # fastpath/ lies there
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads cost 10x on busy cores
 
 import numpy as np
@@ -57,6 +59,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 from transformers.modeling_layers import MtpModel
+
+from fastpath.linear import computes_bfloat16
 
 PACKAGES = (
     "torch transformers numpy flask werkzeug jinja2 click waitress huggingface_hub tokenizers tqdm "
@@ -96,6 +100,11 @@ SMOKE = Size(
 
 
 # -------------------------------------------------------------------------------------------- text
+
+
+def in_bfloat16() -> torch.autocast:
+    """Mixed precision, where this CPU computes bfloat16 by itself; elsewhere it would be slower."""
+    return torch.autocast("cpu", torch.bfloat16, enabled=computes_bfloat16())
 
 
 def held_out(path: str) -> bool:
@@ -471,7 +480,7 @@ class Trainer:
                 batch = self.size.batch_tokens // length
                 ids = corpus.windows(self.step, self.args.seed, batch, length + extra)
                 self._set_rates()
-                with torch.autocast("cpu", torch.bfloat16):
+                with in_bfloat16():
                     loss = compiled(ids)
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(self.params, 1.0)
@@ -568,7 +577,10 @@ def unloop(target: PreTrainedModel, corpus: Corpus, args: argparse.Namespace, st
         bar = tqdm(range(steps), desc="unloop")
         for step in bar:
             target.set_attn_implementation("sdpa")
-            with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            with (
+                torch.no_grad(),
+                in_bfloat16(),
+            ):
                 prefixes = open_prefixes(corpus, step, args.seed, batch, length)
                 ids = target.generate(
                     prefixes, attention_mask=torch.ones_like(prefixes), max_new_tokens=new,
@@ -579,7 +591,7 @@ def unloop(target: PreTrainedModel, corpus: Corpus, args: argparse.Namespace, st
             looping = torch.tensor([repeats(row, LOOP) for row in ids.tolist()]) & ~ended
             looping[:, :length] = False
             text = corpus.windows(10_000_000 + step, args.seed, 8, 257)
-            with torch.autocast("cpu", torch.bfloat16):
+            with in_bfloat16():
                 own = torch.softmax(logits_of(target, hidden_states(target, ids[:, :-1])), -1)
                 likely = own.gather(-1, ids[:, 1:, None]).squeeze(-1)[looping[:, 1:]]
                 ordinary = next_token_loss(target, text)
