@@ -19,6 +19,7 @@ from messages import Verdict
 from serving import mimo
 
 mimo.register()
+INDEX = "model.safetensors.index.json"
 DEPTH, GREEDY = 4, core.Sampling()
 TEXT = torch.randint(10, 4096, (40,), generator=torch.Generator().manual_seed(3)).tolist()
 NUMBERED = {  # by DEPTH and on
@@ -88,7 +89,7 @@ def checkpoint(family, folder, num_layers=1):
         index |= dict.fromkeys(part, file)
     total = {"total_size": sum(w.nbytes for w in (*weights.values(), *head.values()))}
     text = json.dumps({"metadata": total, "weight_map": index})
-    (folder / "model.safetensors.index.json").write_text(text, "utf-8")
+    (folder / INDEX).write_text(text, "utf-8")
     config = json.loads((folder / "config.json").read_text("utf-8"))
     config |= {count: num_layers, "num_hidden_layers": DEPTH}
     for name in ("layer_types", "mlp_layer_types"):
@@ -160,6 +161,27 @@ def seen_by(target, drafter, text):
     target.cache.close_row(row)
     drafter.observe(state, Verdict(0, 0, text[-1:], hidden))
     return state
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_several_layers_with_one_projection_are_refused(family, tmp_path):
+    """Their second layer's weights are all there but for what the names have no room for."""
+    checkpoint(family, tmp_path)
+    file, index = (tmp_path / n for n in ("model-00002-of-00002.safetensors", INDEX))
+    head = load_file(file)
+    head |= {n.replace("layers.0", "layers.1"): w.clone() for n, w in head.items() if "rs.0" in n}
+    save_file(head, file, {"format": "pt"})
+    told = json.loads(index.read_text("utf-8"))
+    told["weight_map"] |= dict.fromkeys(head, file.name)
+    index.write_text(json.dumps(told), "utf-8")
+    config = (tmp_path / "config.json").read_text("utf-8")
+    name = LAYOUTS[family][1]
+    assert f'"{name}": 1' in config
+    (tmp_path / "config.json").write_text(config.replace(f'"{name}": 1', f'"{name}": 2'), "utf-8")
+    with pytest.raises(ValueError, match=r"missing.*layers\.1\.eh_proj\.weight") as error:
+        core.load_engine(core.Options(model=str(tmp_path), drafter="mtp"))
+    assert "\n" not in str(error.value)
+    assert "ngram" in core.load_engine(core.Options(model=str(tmp_path))).panel.drafters
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe_lite", "mimo"])
