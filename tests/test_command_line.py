@@ -322,7 +322,7 @@ MISTAKES = [
     (["--port", "80000"], "must be from 1 to 65535"),
     (["--port", "0"], "must be from 1 to 65535"),
     (["--port", "zero"], "invalid integer value"),
-    ([], "one of the arguments --demo --prompt --port is required"),
+    ([], "one of the arguments --demo --prompt --plan --port is required"),
     (["--demo", "--bogus"], "unrecognized arguments: --bogus"),
     (["--prompt", "x", "--json"], "--json goes with --demo"),
     (["--prompt", "x", "--num-speculative-tokens", "0"], "must be from 1 to 16"),
