@@ -172,18 +172,26 @@ class Costs:
     def _learn_drafts(self, slowdown: float = 1.0) -> None:
         """In a cycle that was slow as a whole it was not the drafter that has become slower."""
         for name, num_tokens, unread, ms in self._drafts:
-            self._learn_draft(name, num_tokens, unread, ms / slowdown)
+            self._learn_draft(name, num_tokens, unread, ms, slowdown)
         self._drafts.clear()
 
-    def _learn_draft(self, name: str, num_tokens: list[int], unread: int, ms: float) -> None:
+    def _learn_draft(
+        self, name: str, num_tokens: list[int], unread: int, ms: float, slowdown: float
+    ) -> None:
         num_tokens = [1 for _ in num_tokens] if name in self.at_once else num_tokens
         steps, drafted = max(num_tokens), sum(num_tokens)
         is_model = self.runs_model(name)
         line = self.steps.setdefault(name, Line(_REQUEST_SHARE if is_model else 0.0))
+        expected = sum(line.at(sum(n > i for n in num_tokens)) for i in range(steps))
         if not is_model:  # one request after the other
+            expected = line.fixed * drafted
+        elif not line.count:
+            expected = steps * self.shares[name] * self.pass_line(1).at(1)
+        # Nor has it become faster: it may have been the pass alone that was slow.
+        ms = max(ms / slowdown, min(ms, expected))
+        if not is_model:
             line.observe(0, ms / drafted)
             return
-        expected = sum(line.at(sum(n > i for n in num_tokens)) for i in range(steps))
         if unread <= _FEW_UNREAD * len(num_tokens) or _OUTLIER * ms < expected:
             line.observe(drafted / steps, ms / steps)
         elif line.count:

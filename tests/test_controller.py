@@ -408,6 +408,22 @@ def test_neither_text_to_read_nor_a_cycle_slow_as_a_whole_makes_a_step_dear():
     assert step_of(costs) == pytest.approx(1.0, rel=0.05)
 
 
+def test_a_pass_that_was_slow_alone_makes_no_step_cheap():
+    costs = Costs(*WEIGHTS)
+    measure(costs)
+    costs.observe_draft("own", [1], 0, 4.0)
+    costs.observe_pass(1, 2, 50 * 10.4)
+    assert step_of(costs) == pytest.approx(2.0, rel=0.1)  # as by its weights
+    costs = Costs(*WEIGHTS)
+    measure(costs, own=4.0, free=0.5)
+    costs.observe_pass(1, 2, 10.4)
+    for name, ms in (("own", 4.0), ("free", 0.5)):
+        for _ in range(3):
+            costs.observe_draft(name, [1], 0, ms)
+            costs.observe_pass(1, 2, 50 * 10.4)
+    assert step_of(costs) == pytest.approx(4.0) and step_of(costs, "free") == pytest.approx(0.5)
+
+
 def live(own, num_cycles, pass_ms=5.0, step_ms=1.0, prompt=1, slowness=()):
     """Cycles of one request on a clock that is made up; who drafted how much.
 
