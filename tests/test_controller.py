@@ -940,12 +940,24 @@ def test_an_engine_is_loaded_warm(demo_engine, monkeypatch):
 
 @pytest.mark.slow
 def test_a_demo_that_has_just_been_started_shows_no_drafter_off_that_pays():
-    """A process of its own each time. Off would be one token a pass; warm they have about two."""
+    """A process of its own each time. Off would be one token a pass; warm they have about two.
+
+    Who pays is seen without the controller: where draft steps are dear, a drafter is rightly off.
+    """
     command = [sys.executable, "08_speculative_decoding.py", "--demo", "--json"]
-    for _ in range(4):
+
+    def totals(*options):
         result = subprocess.run(
-            [*command, "--max-tokens", "32"], cwd=ROOT, capture_output=True, check=True
+            [*command, "--max-tokens", "32", *options], cwd=ROOT, capture_output=True, check=True
         )
-        totals = json.loads(result.stdout)["totals"]
-        for name in ("draft_model", "mtp", "auto"):
-            assert totals[name]["tokens_per_pass"] > 1.5, (name, totals[name])
+        return json.loads(result.stdout)["totals"]
+
+    fixed = totals("--fixed-k")
+    ms = fixed["standard"]["ms"]
+    paying = [name for name in ("draft_model", "mtp", "auto") if ms > 1.1 * fixed[name]["ms"]]
+    if not paying:
+        pytest.skip("drafts of five tokens pay for no drafter on this machine")
+    for _ in range(3):
+        found = totals()
+        for name in paying:
+            assert found[name]["tokens_per_pass"] > 1.5, (name, found[name])
