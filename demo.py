@@ -32,7 +32,7 @@ from serving.errors import RequestError
 from serving.loading import StartError
 from serving.options import ROOT, Options
 from serving.prompts import chat_ids, prompt_ids
-from serving.shortage import is_shortage, told
+from serving.shortage import is_shortage, tell_error, told
 
 _COLOURS = {"accepted": "\033[32m", "recovered": "\033[33m", "bonus": "\033[36m", "end": "\033[2m"}
 _BRACKETS = {"accepted": "[]", "recovered": "<>", "bonus": "{}", "end": ("", "")}
@@ -80,8 +80,7 @@ def exit_status(act: Callable[[], int]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except (StartError, RequestError, ValueError, OSError) as error:
-        # The line's end with it: the server's log may be written at the same time.
-        print(f"error: {error}\n", end="", file=sys.stderr)
+        tell_error(str(error))
         return 2
     except (MemoryError, RuntimeError) as error:
         if not is_shortage(error):

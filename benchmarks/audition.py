@@ -22,7 +22,8 @@ from collections.abc import Callable
 from typing import Any
 
 import benchmarks as bench
-from engines.plan import LOADED, PLAIN, server_words
+from drafters.panel import PLAIN
+from engines.plan import LOADED, server_words
 from messages import Request, Sampling
 from serving.errors import RequestError
 from serving.options import Options, between

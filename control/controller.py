@@ -122,8 +122,10 @@ class Rest:
 
     def goes_on(self) -> bool:
         """Whether this cycle belongs to a pause."""
-        self.left -= self.left > 0
-        return self.left > 0
+        if not self.left:
+            return False
+        self.left -= 1
+        return True
 
     def learn(self, gain: float, effort: float) -> None:
         """A cycle that was looked at; both in cycles of plain decoding."""
@@ -132,7 +134,7 @@ class Rest:
         if self.gain >= 0:
             self.length = _FIRST_REST
         elif effort > _SMALL_EFFORT and self.looks >= _LOOKS:
-            self.left, self.looks = self.length + 1, 0
+            self.left, self.looks = self.length, 0
             self.length = min(2 * self.length, _LONGEST_REST)
 
 

@@ -182,10 +182,11 @@ class Costs:
         steps, drafted = max(num_tokens), sum(num_tokens)
         is_model = self.runs_model(name)
         line = self.steps.setdefault(name, Line(_REQUEST_SHARE if is_model else 0.0))
-        expected = sum(line.at(sum(n > i for n in num_tokens)) for i in range(steps))
         if not is_model:  # one request after the other
             expected = line.fixed * drafted
-        elif not line.count:
+        elif line.count:
+            expected = sum(line.at(sum(n > i for n in num_tokens)) for i in range(steps))
+        else:
             expected = steps * self.shares[name] * self.pass_line(1).at(1)
         # Nor has it become faster: it may have been the pass alone that was slow.
         ms = max(ms / slowdown, min(ms, expected))

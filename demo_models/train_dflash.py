@@ -37,7 +37,6 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from drafters.dflash import BlockConfig, DFlashHead
-from fastpath.linear import computes_bfloat16
 
 BLOCK_SIZE, NUM_LAYERS, MASK = 8, 2, 0  # the end of a text is nobody's anchor: it is the mask
 DECAY = 4.0  # places until a weight has fallen to 1/e
@@ -69,8 +68,7 @@ class Texts(train.Corpus):
 @torch.inference_mode()
 def write_texts(name: str, corpus: Texts, work: Path, num_tokens: int) -> None:
     """Let the target go on with beginnings of its training texts; every other batch is sampled."""
-    dtype = "bfloat16" if computes_bfloat16() else "float32"
-    folder, target = work / "own", AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    folder, target = work / "own", AutoModelForCausalLM.from_pretrained(name, dtype=train.FAST)
     folder.mkdir(exist_ok=True)
     batch = min(OWN_BATCH, -(-num_tokens // NEW))
     files = [folder / f"{i:04d}.npy" for i in range(-(-num_tokens // (batch * NEW)))]

@@ -44,10 +44,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
+from train import FAST, in_bfloat16
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from drafters.eagle3_head import Eagle3Head, HeadConfig, save_head
-from fastpath.linear import computes_bfloat16
 
 NUM_STEPS = 4  # of the head from one place: the K that it learns for
 STEP_WEIGHT = 0.8  # of a step's loss, relative to the one before
@@ -511,7 +511,7 @@ def acceptance(head: Eagle3Head, target_rows: Tensor, data: Data, num_chats: int
         batch = data.batch(chats[at : at + 16])
         length = batch.tokens.shape[1]
         every = torch.arange(length).expand(len(batch.tokens), -1)
-        with torch.autocast("cpu", torch.bfloat16, enabled=computes_bfloat16()):
+        with in_bfloat16():
             found = [agrees for _, agrees in losses(head, target_rows, batch, every)]
         last = every + NUM_STEPS + 1  # the token that the last draft is compared with
         fits = (every >= batch.begins[:, None]) & (last < batch.lengths[:, None])
@@ -584,15 +584,14 @@ class Training:
             self.optimizer.load_state_dict(saved["optimizer"])
             self.average.weights, self.number = saved["average"], saved["number"]
         # Of the head's own vocabulary: that of a checkpoint stays when there are more texts.
-        dtype = torch.bfloat16 if computes_bfloat16() else torch.float32
-        self.target_rows = target.lm_head.weight[self.head.target_ids].to(dtype)
+        self.target_rows = target.lm_head.weight[self.head.target_ids].to(FAST)
 
     def step(self, batch: Batch) -> None:
         """Learn from some texts."""
         rng = torch.Generator().manual_seed(self.number)
         for group in self.optimizer.param_groups:
             group["lr"] = self.plan.learning_rate * rate_at(self.number / self.num_steps)
-        with torch.autocast("cpu", torch.bfloat16, enabled=computes_bfloat16()):
+        with in_bfloat16():
             found = list(losses(self.head, self.target_rows, batch, some_places(batch, rng)))
             loss = sum(STEP_WEIGHT**s * own for s, (own, _) in enumerate(found))
         self.optimizer.zero_grad()

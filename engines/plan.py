@@ -33,6 +33,7 @@ from control.controller import Controller
 from control.costs import Costs
 from control.statistics import Statistics
 from drafters import NAMES
+from drafters.panel import PLAIN
 from drafters.vllm_proposer import TOKENS_ONLY
 from messages import Request
 from serving.catalogue import folder_of
@@ -42,7 +43,6 @@ from serving.prompts import check_prompt, ids_of, prompts_of
 
 from . import child
 
-PLAIN = child.PLAIN
 _LONGEST = 8  # drafts that are tried, unless --num-speculative-tokens is larger
 _WORTHWHILE = 1.05  # what a speed-up must promise: an engine has costs of speculation of its own
 _PORT = 8000

@@ -25,10 +25,13 @@ def is_shortage(error: BaseException) -> bool:
 def told(error: BaseException) -> int:
     """Print the last line of what the error says. Returns the exit status."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
-    print(
-        f"error: too little memory, or too few threads: {reason[:300]}\n", end="", file=sys.stderr
-    )
+    tell_error(f"too little memory, or too few threads: {reason[:300]}")
     return 2
+
+
+def tell_error(reason: str) -> None:
+    """One line on stderr, written at once: the server's log may be written at the same time."""
+    print(f"error: {reason}\n", end="", file=sys.stderr)
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

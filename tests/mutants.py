@@ -642,7 +642,7 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "controller::test_time_is_worth_what_the_text_gives_on_average"),
     ("choosing costs nothing", "controller:Rest.learn", "(gain - effort)", "gain", RESTS),
     ("the controller never rests", "controller:Rest.goes_on",
-     "return self.left > 0", "return False", RESTS),
+     "return True", "return False", RESTS),
     ("pauses never grow", "controller:Rest.learn", "2 * self.length", "self.length", RESTS),
     ("a new request wakes nobody", "controller:Controller.wake", "rest.left = 0", "pass", RESTS),
     ("a row costs a pass alone", "controller:_Cycle.__init__",

@@ -114,11 +114,11 @@ def test_a_hybrid_begins_with_the_numbers_of_its_target():
     assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def trained(script, folder):
+def trained(script, folder, *options, timeout_s=600):
     """Run a script's every stage in miniature, into folder/out. Returns the figures it prints."""
-    command = [sys.executable, str(MODELS / script), "--smoke"]
+    command = [sys.executable, str(MODELS / script), "--smoke", *options]
     command += ["--work", str(folder / "work"), "--out", str(folder / "out")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -140,13 +140,9 @@ def test_a_block_head_is_trained_and_serves(tmp_path):
 @pytest.mark.slow
 def test_training_runs_end_to_end_and_its_folders_serve(tmp_path):
     """train.py --smoke: every stage in miniature; the result drafts with all three drafters."""
-    command = [sys.executable, str(MODELS / "train.py"), "--smoke", "--threads", "1"]
-    command += ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
-    reports = []
-    for _ in range(2):  # the second time everything is done: it resumes, and only exports
-        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert result.returncode == 0, result.stderr
-        reports.append(json.loads(result.stdout.splitlines()[-1]))
+    given = "train.py", tmp_path, "--threads", "1"
+    # The second time everything is done: it resumes, and only exports.
+    reports = [trained(*given, timeout_s=300) for _ in range(2)]
     assert reports[0]["stages"]["target"]["tokens"] > 0
     assert reports[1]["target"]["sha256"] == reports[0]["target"]["sha256"]
     out = tmp_path / "out"
