@@ -576,13 +576,11 @@ struct Stack : torch::CustomClassHolder {
 // ------------------------------------------------------------------------- recurrent layers
 
 // A few columns of a head's state over all tokens: S ← decay · S + k ⊗ β (v − decay · Sᵀk), read by
-// q. Row j of a token's `both` [2, K] is its key or query. Tokens lie `heads` heads apart. Vectors
-// are of eight numbers here: of sixteen the compiler would put the sums into memory.
-using Eight = float __attribute__((vector_size(32)));
-constexpr int64_t kVectors = 4, kColumns = 8 * kVectors;
+// q. Row j of a token's `both` [2, K] is its key or query. Tokens lie `heads` heads apart.
+constexpr int64_t kVectors = 4, kColumns = kLanes * kVectors;
 
 struct Columns {
-  Eight part[kVectors];
+  Lanes part[kVectors];
 };
 
 inline Columns load_columns(const float* from, int64_t count) {
@@ -599,7 +597,7 @@ void delta_columns(float* s, float* out, const float* both, const float* value, 
   for (int64_t t = 0; t < tokens; ++t) {
     const int64_t at = t * heads;
     const float *key = both + at * 2 * width, *query = key + width;
-    Eight by_key[kVectors] = {}, by_query[kVectors] = {}, delta[kVectors];
+    Lanes by_key[kVectors] = {}, by_query[kVectors] = {}, delta[kVectors];
     for (int64_t k = 0; k < width; ++k)
       for (int64_t j = 0; j < kVectors; ++j) {
         by_key[j] += held[k].part[j] * key[k];
