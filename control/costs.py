@@ -16,10 +16,12 @@ from math import sqrt
 from typing import Any
 
 _LATEST, _OLDEST = 8, 200  # measurements of one size that are kept, and for how many of all
+_SETTLED, _FIT_EVERY = 32, 4  # measurements until a line changes little; from then on
 _CONFIRMED = 3  # measurements until a cost is believed whatever it is
 _OUTLIER = 3.0  # times as long: an accident, or the first call
 _DOUBTFUL = 1.5  # times as long as others let expect: no more is believed until it is confirmed
 _RIDGE = 4.0
+_LATEST_SHARE = 0.1  # of the mean time of choosing
 PAD_SHARE = 0.25  # what a pad costs of a row: it takes part in attention alone
 _TOKEN_SHARE = 0.02  # what each further token costs of a pass, before measuring
 _REQUEST_SHARE = 0.1  # and each further request of a draft step
@@ -40,36 +42,47 @@ class Line:
         self.fixed = self.slope = 0.0
         self.count = 0  # measurements so far
         self._latest: dict[int, deque[tuple[float, float, int]]] = {}  # (ms, size, which) by class
+        self._slowest = 0.0  # ms, of those
 
     def at(self, size: float) -> float:
         """The time of work of this size."""
         return self.fixed + self.slope * size
 
     def observe(self, size: float, ms: float, slope: float | None = None) -> None:
-        """A measurement; `slope` where it is known from elsewhere.
-
-        It contradicts those that took far longer and were not far larger: they met with an
-        accident, and are forgotten. Example: 400 ms for 5 rows, after 6 ms for 6 rows.
-        """
+        """A measurement; `slope` where it is known from elsewhere."""
         self.count += 1
-        for kind, known in list(self._latest.items()):
-            kept = [
-                one
-                for one in known
-                if one[2] > self.count - _OLDEST and one[0] <= self._most(one[1], size, ms)
-            ]
-            if len(kept) < len(known):
-                self._latest[kind] = deque(kept, maxlen=_LATEST)
-                if not kept:
-                    del self._latest[kind]
+        self._forget(size, ms)
         kind = int(size) if size < 8 else 8 + int(size) // 8
         self._latest.setdefault(kind, deque(maxlen=_LATEST)).append((ms, size, self.count))
+        self._slowest = max(self._slowest, ms)
+        if self.count > _SETTLED and self.count % _FIT_EVERY:
+            return  # fitting takes time, too
         if slope is None:
             self._fit()
         else:
             self.slope = slope
             rest = [ms - slope * size for known in self._latest.values() for ms, size, _ in known]
             self.fixed = max(_low_median(rest), 0.0)
+
+    def _forget(self, size: float, ms: float) -> None:
+        """Drop what is old, and what this measurement contradicts.
+
+        It contradicts those that took far longer and were not far larger: they met with an
+        accident. Example: 400 ms for 5 rows, after 6 ms for 6 rows.
+        """
+        is_fast = self._slowest > _OUTLIER * ms  # else it contradicts none, of whatever size
+        for kind, known in list(self._latest.items()):
+            while known and known[0][2] <= self.count - _OLDEST:
+                known.popleft()
+            if is_fast:
+                kept = [one for one in known if one[0] <= self._most(one[1], size, ms)]
+                known = self._latest[kind] = deque(kept, maxlen=_LATEST)
+            if not known:
+                del self._latest[kind]
+        if is_fast:
+            self._slowest = max(
+                (one[0] for known in self._latest.values() for one in known), default=0.0
+            )
 
     def _most(self, other: float, size: float, ms: float) -> float:
         """What work of another size may take, if this size takes `ms`.
@@ -88,22 +101,31 @@ class Line:
 
     def _fit(self) -> None:
         """Least squares through the median of each class of sizes; a ridge keeps the slope sane."""
-        every = [one for known in self._latest.values() for one in known]
-        level = _low_median([ms / (1 + self.share * size) for ms, size, _ in every])
-        points = []
-        for known in self._latest.values():
-            ms, size, _ = _low_median(known)
-            if len(known) < _CONFIRMED:
-                ms = min(ms, _DOUBTFUL * level * (1 + self.share * size))
-            points.append((len(known), size, ms))
-        mean = sum(n * size for n, size, _ in points) / len(every)
-        mean_ms = sum(n * ms for n, _, ms in points) / len(every)
-        variance = sum(n * (size - mean) ** 2 for n, size, _ in points)
-        covariance = sum(n * (size - mean) * (ms - mean_ms) for n, size, ms in points)
+        points = [(len(known), *_low_median(known)[:2]) for known in self._latest.values()]
+        if any(n < _CONFIRMED for n, _, _ in points):
+            most = _DOUBTFUL * self._level()
+            points = [
+                (n, ms if n >= _CONFIRMED else min(ms, most * (1 + self.share * size)), size)
+                for n, ms, size in points
+            ]
+        total = mean = mean_ms = variance = covariance = 0.0
+        for n, ms, size in points:
+            total += n
+            mean += n * size
+            mean_ms += n * ms
+        mean, mean_ms = mean / total, mean_ms / total
+        for n, ms, size in points:
+            variance += n * (size - mean) ** 2
+            covariance += n * (size - mean) * (ms - mean_ms)
         expected = self.share * mean_ms / (1 + self.share * mean)
         slope = (covariance + _RIDGE * expected) / (variance + _RIDGE)
         self.slope = min(max(slope, 0.0), mean_ms / max(mean, 1.0))
         self.fixed = max(mean_ms - self.slope * mean, 0.0)
+
+    def _level(self) -> float:
+        """What work of no size takes, before the slope is known."""
+        every = [one for known in self._latest.values() for one in known]
+        return _low_median([ms / (1 + self.share * size) for ms, size, _ in every])
 
 
 def _low_median(values: Iterable[Any]) -> Any:
@@ -130,7 +152,7 @@ class Costs:
         self.shares = {n: size / num_target_weights for n, size in num_step_weights.items()}
         self.passes: dict[int, Line] = {}  # by class of batches: 1, 2 to 3, 4 to 7, …
         self._others: dict[int, Line] = {}  # the engine's own time, likewise
-        self._choices: dict[int, Line] = {}  # and the controller's
+        self._choices: dict[int, float] = {}  # and the controller's, on average
         self._rows = Line(_TOKEN_SHARE)  # passes of all batches: what a row costs
         self.steps: dict[str, Line] = {}
         self.reads: dict[str, Line] = {}
@@ -159,8 +181,14 @@ class Costs:
         self._others.setdefault(batch.bit_length(), Line(_TOKEN_SHARE)).observe(tokens, other_ms)
 
     def observe_choice(self, batch: int, ms: float) -> None:
-        """What it took to choose the drafts of a cycle, and to learn from what became of them."""
-        self._choices.setdefault(batch.bit_length(), Line()).observe(0, ms)
+        """What it took to choose the drafts of a cycle, and to learn from what became of them.
+
+        That varies with what there is to choose from, hence a mean. What takes as long as a pass
+        did not take that long to choose: the machine did something else.
+        """
+        size, ms = batch.bit_length(), min(ms, self.plain(batch))
+        mean = self._choices.get(size, ms)
+        self._choices[size] = mean + _LATEST_SHARE * (ms - mean)
 
     def observe_draft(self, name: str, num_tokens: list[int], unread: int, ms: float) -> None:
         """One call of a drafter: drafts of so many tokens, `unread` tokens having been missed.
@@ -219,8 +247,7 @@ class Costs:
 
     def choice(self, batch: int) -> float:
         """The controller's own time in a cycle."""
-        line = self._choices.get(batch.bit_length())
-        return line.fixed if line else 0.0
+        return self._choices.get(batch.bit_length(), 0.0)
 
     def step(self, name: str, batch: int, plain: float) -> tuple[float, float]:
         """A draft step costs (fixed, more for each request in it); a pass of the batch `plain`."""

@@ -110,6 +110,9 @@ def evaluate(choices: list[Choice], seats: list[Offers], prices: Prices) -> Plan
 
 def anybody(drafts: Iterable[list[float]]) -> list[float]:
     """From the chances of each draft to come to each token: that at least one comes there."""
+    drafts = list(drafts)
+    if len(drafts) == 1:
+        return drafts[0]
     columns = zip_longest(*drafts, fillvalue=0.0)
     return [1 - prod(1 - share for share in column) for column in columns]
 
@@ -167,10 +170,8 @@ def best_free(gains: dict[str, list[float]], prices: Prices) -> tuple[float, Cho
 
 def gains_of(offer: Offer, rate: float) -> list[float]:
     """What a draft of 1, 2, … tokens gains, up to the length that gains the most."""
-    pairs, cost = (
-        zip(offer.worth, offer.steps(len(offer.worth)), strict=True),
-        rate * offer.token_ms,
-    )
+    pairs = zip(offer.worth, offer.steps(len(offer.worth)), strict=True)
+    cost = rate * offer.token_ms
     gains = list(accumulate(worth - cost * taken for worth, taken in pairs))
     best = max(gains, default=0.0)
     return gains[: gains.index(best) + 1] if best > 0 else []

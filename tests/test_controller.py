@@ -690,6 +690,17 @@ def test_where_choosing_takes_longer_than_drafts_save_nothing_is_chosen_for_a_wh
     assert not own.rests(4)
 
 
+def test_choosing_takes_its_mean_as_cycles_with_little_to_choose_from_are_quick():
+    costs = Costs(*WEIGHTS)
+    costs.observe_pass(1, 1, 10.0)
+    for _ in range(50):
+        for ms in (1.0, 0.1, 1.0):
+            costs.observe_choice(1, ms)
+    assert 0.6 < costs.choice(1) < 0.8
+    costs.observe_choice(1, 1000.0)  # the machine did something else
+    assert costs.choice(1) < 2 and costs.choice(2) == 0
+
+
 def test_a_little_time_for_choosing_is_no_reason_to_rest():
     own = controller()
     own.costs.observe_choice(1, 0.1)
