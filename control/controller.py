@@ -318,7 +318,8 @@ class _Cycle:
             others = evaluate(rest, self.offers, self.prices)
             is_wider = not any(choice.num_tokens for choice in rest)
             alone_ms = steps.get(name, 0.0) + is_wider * self.prices.width_ms
-            lost = rate * (others.ms + alone_ms) - others.tokens
+            more_ms = others.ms + alone_ms - self.plan.ms
+            lost = rate * more_ms + self.plan.tokens - others.tokens
             able = sorted(
                 (self._lost(i, name, free[i][0]), i)
                 for i, offers in enumerate(self.offers)

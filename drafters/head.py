@@ -80,6 +80,11 @@ class StateReader(Drafter):
     @torch.inference_mode()
     def propose_batch(self, states: list[HeadState], max_tokens: list[int]) -> list[Draft]:
         """Drafts of all in the same forwards."""
+        for state in states:
+            num_pairs = self._cache.lengths[state.row] + sum(map(len, state.hidden[0]))
+            assert num_pairs == len(state.text) - 1, (
+                "each known token but the first one ends a pair"
+            )
         held = [self._held(state) for state in states]
         try:
             return self._draft(states, max_tokens)
@@ -105,8 +110,6 @@ class StateReader(Drafter):
         )
         state.text.extend(verdict.tokens)
         state.hidden[0].append(verdict.hidden)
-        num_pairs = self._cache.lengths[state.row] + sum(map(len, state.hidden[0]))
-        assert num_pairs == len(state.text) - 1, "each known token but the first one ends a pair"
 
     def close(self, state: HeadState) -> None:
         for cache in self._caches:

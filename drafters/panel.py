@@ -304,12 +304,12 @@ class Panel:
         """
         states, seat.hidden, seat.draft = seat.read(hidden), {}, None
         self.keep(seat, states)
-        num_rejected = verdict.drafted - verdict.accepted
+        num_rejected, passed_over = verdict.drafted - verdict.accepted, replace(verdict, drafted=0)
         for name in list(seat.states):
             drafter = self.drafters[name]
             if is_last and not drafter.keeps_outputs:
                 continue
-            own = verdict if name in seat.drafts else replace(verdict, drafted=0)
+            own = verdict if name in seat.drafts else passed_over
             try:
                 if drafter.needs_hidden:
                     beside = torch.cat([states[layer] for layer in drafter.hidden_layers], -1)
