@@ -701,6 +701,18 @@ def test_choosing_takes_its_mean_as_cycles_with_little_to_choose_from_are_quick(
     assert costs.choice(1) < 2 and costs.choice(2) == 0
 
 
+def test_probes_are_not_free_where_a_cycle_brings_more_than_its_text_does_on_average():
+    own, num_probes, num_cycles = controller(c=0.5, batch=2), 0, 200
+    for _ in range(num_cycles):
+        rich = Ask({"free": settled(0.95)}, K, 1000, Pace(1.0, 10.0))
+        poor = Ask({"own": settled(0.1)}, K, 1000, Pace(1.0, 10.0))
+        decisions = own.plan([rich, poor], 2)
+        assert decisions[0].num_tokens > 4
+        num_probes += decisions[1].is_probe
+    # A probe takes half a pass, which gives two tokens; about six of a cycle's are counted on.
+    assert 5 <= num_probes <= num_cycles * PROBE_BUDGET * 8
+
+
 def test_a_little_time_for_choosing_is_no_reason_to_rest():
     own = controller()
     own.costs.observe_choice(1, 0.1)
