@@ -3,7 +3,8 @@
     python -m benchmarks.engines --direct http://127.0.0.1:8000 --through http://127.0.0.1:5000
 
 Both must serve one model; --key is the engine's. Rounds are interleaved, and medians are shown:
-time to the first token and tokens per second, with 1 and with 32 clients. All processes share the
+time to the first token and tokens per second, with 1 client, with 32 that begin one after the other
+and ask four times each, and with 32 that all ask in the same moment. All processes share the
 machine, so on few cores the client and both servers take time from the model.
 """
 
@@ -14,6 +15,11 @@ import time
 from statistics import median
 from urllib.parse import urlsplit
 
+LOADS = {  # clients, requests of each, seconds within which they begin
+    "1 client": (1, 4, 0.0),
+    "32 clients": (32, 4, 1.5),
+    "32 at once": (32, 1, 0.0),
+}
 PROMPTS = ("red, green, blue, red, green,", "1, 2, 3, 4, 5,", "def read(path):", "x = [1, 2, 3")
 
 
@@ -42,10 +48,13 @@ async def one(url: str, key: str | None, prompt: str, max_tokens: int) -> tuple[
     return first, json.loads(last.removeprefix(b"data: "))["usage"]["completion_tokens"]
 
 
-async def load(url: str, key: str | None, clients: int, each: int, length: int) -> dict[str, float]:
-    """`clients` at once, each with `each` requests in turn."""
+async def load(
+    url: str, key: str | None, clients: int, each: int, spread_s: float, length: int
+) -> dict[str, float]:
+    """`clients` that begin within `spread_s`, each with `each` requests in turn."""
 
     async def client(i: int) -> list[tuple[float, int]]:
+        await asyncio.sleep(spread_s * i / clients)
         return [await one(url, key, PROMPTS[(i + j) % 4], length) for j in range(each)]
 
     began = time.perf_counter()
@@ -66,20 +75,20 @@ def main() -> None:
     given = parser.parse_args()
     ways = {"direct": (given.direct, given.key), "through": (given.through, None)}
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
-    for clients, each in ((1, 4), (32, 1)):
+    for what, load_of in LOADS.items():
         for i in range(given.rounds + 1):
             for name, way in ways.items():
-                told = asyncio.run(load(*way, clients, each, given.max_tokens))
+                told = asyncio.run(load(*way, *load_of, given.max_tokens))
                 if i:  # the first round warms up
-                    found.setdefault(str(clients), {}).setdefault(name, []).append(told)
-    for clients, sides in found.items():
+                    found.setdefault(what, {}).setdefault(name, []).append(told)
+    for what, sides in found.items():
         for name, runs in sides.items():
-            shown = [
-                f"{what} {median(run[what] for run in runs):.1f} "
-                f"({min(run[what] for run in runs):.1f} to {max(run[what] for run in runs):.1f})"
-                for what in ("first_ms", "tokens_per_s")
-            ]
-            print(f"{clients:>3} clients, {name:8}", *shown, sep="  ")
+            shown = []
+            for figure in ("first_ms", "tokens_per_s"):
+                values = [run[figure] for run in runs]
+                spread = f"{min(values):.1f} to {max(values):.1f}"
+                shown.append(f"{figure} {median(values):.1f} ({spread})")
+            print(f"{what}, {name:8}", *shown, sep="  ")
     print(json.dumps(found))
 
 
