@@ -63,9 +63,6 @@ class Acceptance:
     typical: "Acceptance | None" = field(default=None, repr=False, compare=False)
     calibration: Calibration = field(default_factory=Calibration, repr=False, compare=False)
     unit: float = 1.0  # what counts as one now: old cycles fade as it grows
-    # By position, until a cycle changes them.
-    _alphas: list[float] = field(default_factory=list, repr=False, compare=False)
-    _taken: list[float] = field(default_factory=list, repr=False, compare=False)
     _reach: list[float] = field(default_factory=list, repr=False, compare=False)
     # Records of proposals by their evidence (see Panel.guess).
     _by_evidence: dict[int, "Acceptance"] = field(default_factory=dict, repr=False, compare=False)
@@ -97,6 +94,7 @@ class Acceptance:
             return
         # It ages with the text, drafts or not; within bounds, as one probe is not much to go by.
         kept, self.since = _KEPT ** min(1 + self.since, _OLDEST), 0
+        self._reach = []
         hits = accepted if places is None else places
         self.count(kept, drafted, hits, max(asked, drafted))
         if self.typical:
@@ -120,7 +118,6 @@ class Acceptance:
         The unit grows in their place: that is one number, and they are many.
         """
         self.cycles += 1
-        self._alphas, self._taken, self._reach = [], [], []
         self.unit /= kept
         every = self.reached, self.accepted, self.asked, self.drafted
         for counts in every:
@@ -137,11 +134,6 @@ class Acceptance:
         With a typical record it is thought to be like the same position there, but better or worse
         as this request was before.
         """
-        if len(self._alphas) < count:
-            self._alphas = self._estimate(count)
-        return self._alphas[:count]
-
-    def _estimate(self, count: int) -> list[float]:
         result, before = [], PRIOR
         expected = self.typical.alphas(count) if self.typical else []
         weight = self._weight * self.unit
@@ -162,16 +154,12 @@ class Acceptance:
 
     def taken(self, count: int) -> list[float]:
         """The chance that a draft of up to `count` tokens comes to its first, second, … one."""
-        if len(self._taken) < count:
-            expected = self.typical.taken(count) if self.typical else [1.0] * count
-            weight, known = self._weight * self.unit, len(self.asked)
-            pairs = list(zip(self.drafted[:count], self.asked[:count], strict=True))
-            pairs += [(0.0, 0.0)] * (count - known)
-            self._taken = [
-                (drafted + weight * before) / (asked + weight)
-                for (drafted, asked), before in zip(pairs, expected, strict=True)
-            ]
-        return self._taken[:count]
+        expected = self.typical.taken(count) if self.typical else [1.0] * count
+        result, weight, known = [], self._weight * self.unit, len(self.asked)
+        for i in range(count):
+            drafted, asked = (self.drafted[i], self.asked[i]) if i < known else (0.0, 0.0)
+            result.append((drafted + weight * expected[i]) / (asked + weight))
+        return result
 
     def learn_confidence(self, confidence: list[float], accepted: int) -> None:
         """A draft with its drafter's confidence in each token, if it told; `accepted` were."""
