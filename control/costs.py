@@ -42,19 +42,32 @@ class Line:
         self.fixed = self.slope = 0.0
         self.count = 0  # measurements so far
         self._latest: dict[int, deque[tuple[float, float, int]]] = {}  # (ms, size, which) by class
-        self._slowest = 0.0  # ms, of those
 
     def at(self, size: float) -> float:
         """The time of work of this size."""
         return self.fixed + self.slope * size
 
     def observe(self, size: float, ms: float, slope: float | None = None) -> None:
-        """A measurement; `slope` where it is known from elsewhere."""
+        """A measurement; `slope` where it is known from elsewhere.
+
+        It contradicts those that took far longer and were not far larger: they met with an
+        accident, and are forgotten. Example: 400 ms for 5 rows, after 6 ms for 6 rows.
+        """
         self.count += 1
-        self._forget(size, ms)
+        least_ms = _OUTLIER * ms  # what takes no longer is not contradicted, whatever its size
+        for kind, known in list(self._latest.items()):
+            kept = [
+                one
+                for one in known
+                if one[2] > self.count - _OLDEST
+                and (one[0] <= least_ms or one[0] <= self._most(one[1], size, ms))
+            ]
+            if len(kept) < len(known):
+                self._latest[kind] = deque(kept, maxlen=_LATEST)
+                if not kept:
+                    del self._latest[kind]
         kind = int(size) if size < 8 else 8 + int(size) // 8
         self._latest.setdefault(kind, deque(maxlen=_LATEST)).append((ms, size, self.count))
-        self._slowest = max(self._slowest, ms)
         if self.count > _SETTLED and self.count % _FIT_EVERY:
             return  # fitting takes time, too
         if slope is None:
@@ -63,26 +76,6 @@ class Line:
             self.slope = slope
             rest = [ms - slope * size for known in self._latest.values() for ms, size, _ in known]
             self.fixed = max(_low_median(rest), 0.0)
-
-    def _forget(self, size: float, ms: float) -> None:
-        """Drop what is old, and what this measurement contradicts.
-
-        It contradicts those that took far longer and were not far larger: they met with an
-        accident. Example: 400 ms for 5 rows, after 6 ms for 6 rows.
-        """
-        is_fast = self._slowest > _OUTLIER * ms  # else it contradicts none, of whatever size
-        for kind, known in list(self._latest.items()):
-            while known and known[0][2] <= self.count - _OLDEST:
-                known.popleft()
-            if is_fast:
-                kept = [one for one in known if one[0] <= self._most(one[1], size, ms)]
-                known = self._latest[kind] = deque(kept, maxlen=_LATEST)
-            if not known:
-                del self._latest[kind]
-        if is_fast:
-            self._slowest = max(
-                (one[0] for known in self._latest.values() for one in known), default=0.0
-            )
 
     def _most(self, other: float, size: float, ms: float) -> float:
         """What work of another size may take, if this size takes `ms`.
@@ -101,31 +94,22 @@ class Line:
 
     def _fit(self) -> None:
         """Least squares through the median of each class of sizes; a ridge keeps the slope sane."""
-        points = [(len(known), *_low_median(known)[:2]) for known in self._latest.values()]
-        if any(n < _CONFIRMED for n, _, _ in points):
-            most = _DOUBTFUL * self._level()
-            points = [
-                (n, ms if n >= _CONFIRMED else min(ms, most * (1 + self.share * size)), size)
-                for n, ms, size in points
-            ]
-        total = mean = mean_ms = variance = covariance = 0.0
-        for n, ms, size in points:
-            total += n
-            mean += n * size
-            mean_ms += n * ms
-        mean, mean_ms = mean / total, mean_ms / total
-        for n, ms, size in points:
-            variance += n * (size - mean) ** 2
-            covariance += n * (size - mean) * (ms - mean_ms)
+        every = [one for known in self._latest.values() for one in known]
+        level = _low_median([ms / (1 + self.share * size) for ms, size, _ in every])
+        points = []
+        for known in self._latest.values():
+            ms, size, _ = _low_median(known)
+            if len(known) < _CONFIRMED:
+                ms = min(ms, _DOUBTFUL * level * (1 + self.share * size))
+            points.append((len(known), size, ms))
+        mean = sum(n * size for n, size, _ in points) / len(every)
+        mean_ms = sum(n * ms for n, _, ms in points) / len(every)
+        variance = sum(n * (size - mean) ** 2 for n, size, _ in points)
+        covariance = sum(n * (size - mean) * (ms - mean_ms) for n, size, ms in points)
         expected = self.share * mean_ms / (1 + self.share * mean)
         slope = (covariance + _RIDGE * expected) / (variance + _RIDGE)
         self.slope = min(max(slope, 0.0), mean_ms / max(mean, 1.0))
         self.fixed = max(mean_ms - self.slope * mean, 0.0)
-
-    def _level(self) -> float:
-        """What work of no size takes, before the slope is known."""
-        every = [one for known in self._latest.values() for one in known]
-        return _low_median([ms / (1 + self.share * size) for ms, size, _ in every])
 
 
 def _low_median(values: Iterable[Any]) -> Any:

@@ -110,9 +110,6 @@ def evaluate(choices: list[Choice], seats: list[Offers], prices: Prices) -> Plan
 
 def anybody(drafts: Iterable[list[float]]) -> list[float]:
     """From the chances of each draft to come to each token: that at least one comes there."""
-    drafts = list(drafts)
-    if len(drafts) == 1:
-        return drafts[0]
     columns = zip_longest(*drafts, fillvalue=0.0)
     return [1 - prod(1 - share for share in column) for column in columns]
 
