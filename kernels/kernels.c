@@ -1,0 +1,59 @@
+// What Python calls (library.py): one job of all threads for each call.
+
+#define _GNU_SOURCE
+#include <stdlib.h>
+
+#include "linear.h"
+#include "threads.h"
+
+const char *describe(void) {
+#if VECTOR_BYTES == 64
+  return "AVX-512" 
+#elif VECTOR_BYTES == 32
+  return "AVX2"
+#elif defined(__aarch64__)
+  return "NEON"
+#else
+  return "plain"
+#endif
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+         " VNNI"
+#elif defined(__ARM_FEATURE_DOTPROD)
+         " DOTPROD"
+#endif
+#if HAS_BF16_DOT
+         " BF16"
+#endif
+      ;
+}
+
+typedef struct {
+  const matrix *m;
+  int rows;
+  const float *x, *residual;
+  float *y, scale;
+  uint8_t *prepared;
+} linear_job;
+
+static void linear(void *given) {
+  const linear_job *j = given;
+  const size_t bytes = prepared_bytes(j->m->form, j->m->inputs);
+  for (int row; take(j->rows, 1, &row) > 0;)
+    prepare(j->m->form, j->m->inputs, j->x + (size_t)row * j->m->inputs, j->prepared + row * bytes);
+  meet();
+  multiply(j->m, j->rows, j->prepared, j->y, j->m->outputs, j->residual, j->scale);
+}
+
+// y [rows, outputs] = residual + scale · (x [rows, inputs] W + bias). Returns whether there was memory.
+int apply_linear(const matrix *m, int rows, const float *x, float *y, const float *residual, float scale, int threads) {
+  linear_job j = {m, rows, x, residual, y, scale, NULL};
+  if (posix_memalign((void **)&j.prepared, 64, (size_t)rows * prepared_bytes(m->form, m->inputs) + 64)) return 0;
+  run_in_threads(threads, linear, &j);
+  free(j.prepared);
+  return 1;
+}
+
+// Rows of a matrix, such as an embedding's [count, inputs].
+void read_rows(const matrix *m, int count, const int64_t *rows, float *to) {
+  for (int i = 0; i < count; ++i) unpack(m, (int)rows[i], to + (size_t)i * m->inputs);
+}

@@ -1,0 +1,213 @@
+// What differs between CPUs. All else is written for sixteen lanes of floats, which are one register
+// of AVX-512, two of AVX2 and four of NEON or SSE. A lane's arithmetic is IEEE 754's: products are
+// fused with a sum only where `fma` is written (-ffp-contract=off), so every CPU gives the same bits.
+// Only a CPU's own product of bfloat16 (`HAS_BF16_DOT`) is another one.
+
+#pragma once
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define VECTOR_BYTES 64
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define VECTOR_BYTES 32
+#else
+#define VECTOR_BYTES 16
+#endif
+
+enum { LANES = 16, VECTORS = 64 / VECTOR_BYTES, PER_VECTOR = VECTOR_BYTES / 4 };
+
+typedef float vec __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t ivec __attribute__((vector_size(VECTOR_BYTES)));
+typedef struct { vec v[VECTORS]; } lanes;   // numbers
+typedef struct { ivec v[VECTORS]; } ilanes;  // integers, or whether something holds: -1 or 0
+
+#define EACH _Pragma("GCC unroll 4") for (int i = 0; i < VECTORS; ++i)
+
+INLINE vec vec_fma(vec a, vec b, vec c) {
+#if VECTOR_BYTES == 64
+  return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif VECTOR_BYTES == 32
+  return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  vec r;
+  for (int j = 0; j < PER_VECTOR; ++j) r[j] = __builtin_fmaf(a[j], b[j], c[j]);
+  return r;
+#endif
+}
+
+INLINE lanes all(float x) { lanes r; EACH r.v[i] = x - (vec){}; return r; }
+INLINE ilanes iall(int32_t x) { ilanes r; EACH r.v[i] = x - (ivec){}; return r; }
+INLINE lanes fma16(lanes a, lanes b, lanes c) { lanes r; EACH r.v[i] = vec_fma(a.v[i], b.v[i], c.v[i]); return r; }
+INLINE lanes add(lanes a, lanes b) { lanes r; EACH r.v[i] = a.v[i] + b.v[i]; return r; }
+INLINE lanes sub(lanes a, lanes b) { lanes r; EACH r.v[i] = a.v[i] - b.v[i]; return r; }
+INLINE lanes mul(lanes a, lanes b) { lanes r; EACH r.v[i] = a.v[i] * b.v[i]; return r; }
+INLINE lanes over(lanes a, lanes b) { lanes r; EACH r.v[i] = a.v[i] / b.v[i]; return r; }
+INLINE lanes size_of(lanes a) { lanes r; EACH r.v[i] = (vec)((ivec)a.v[i] & 0x7fffffff); return r; }
+INLINE ilanes iadd(ilanes a, ilanes b) { ilanes r; EACH r.v[i] = a.v[i] + b.v[i]; return r; }
+INLINE ilanes less(lanes a, lanes b) { ilanes r; EACH r.v[i] = a.v[i] < b.v[i]; return r; }
+INLINE ilanes is_nan(lanes a) { ilanes r; EACH r.v[i] = a.v[i] != a.v[i]; return r; }
+INLINE ilanes either(ilanes a, ilanes b) { ilanes r; EACH r.v[i] = a.v[i] | b.v[i]; return r; }
+INLINE lanes as_floats(ilanes a) { lanes r; EACH r.v[i] = __builtin_convertvector(a.v[i], vec); return r; }
+INLINE lanes bits_as_floats(ilanes a) { lanes r; EACH r.v[i] = (vec)a.v[i]; return r; }
+INLINE ilanes float_bits(lanes a) { ilanes r; EACH r.v[i] = (ivec)a.v[i]; return r; }
+INLINE lanes pick(ilanes is, lanes a, lanes b) {
+  lanes r;
+  EACH r.v[i] = (vec)((is.v[i] & (ivec)a.v[i]) | (~is.v[i] & (ivec)b.v[i]));
+  return r;
+}
+INLINE lanes larger(lanes a, lanes b) { return pick(less(a, b), b, a); }  // a NaN in b is passed over
+INLINE lanes numbered(float first) {  // first, first + 1, …
+  lanes r;
+  EACH for (int j = 0; j < PER_VECTOR; ++j) r.v[i][j] = first + (float)(i * PER_VECTOR + j);
+  return r;
+}
+
+INLINE lanes load(const float *from) { lanes r; EACH memcpy(&r.v[i], from + i * PER_VECTOR, VECTOR_BYTES); return r; }
+INLINE void store(float *to, lanes x) { EACH memcpy(to + i * PER_VECTOR, &x.v[i], VECTOR_BYTES); }
+INLINE lanes load_some(const float *from, int count) {  // the others are 0
+  float t[LANES] = {0};
+  if (count >= LANES) return load(from);
+  memcpy(t, from, (size_t)count * sizeof *t);
+  return load(t);
+}
+INLINE void store_some(float *to, lanes x, int count) {
+  float t[LANES];
+  if (count >= LANES) { store(to, x); return; }
+  store(t, x);
+  memcpy(to, t, (size_t)count * sizeof *t);
+}
+
+// bfloat16: the upper half of a float. Rounded to the nearest, ties to even; a NaN stays one.
+INLINE float wide(uint16_t x) { uint32_t b = (uint32_t)x << 16; float f; memcpy(&f, &b, 4); return f; }
+INLINE uint16_t narrow(float x) {
+  uint32_t b;
+  memcpy(&b, &x, 4);
+  return x != x ? 0x7fc0 : (uint16_t)((b + 0x7fff + ((b >> 16) & 1)) >> 16);
+}
+INLINE lanes load_wide(const uint16_t *from) {
+  lanes r;
+#if VECTOR_BYTES == 64
+  r.v[0] = (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)from)), 16);
+#elif VECTOR_BYTES == 32
+  EACH r.v[i] = (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const void *)(from + 8 * i))), 16);
+#else
+  EACH { ivec w; for (int j = 0; j < PER_VECTOR; ++j) w[j] = (int32_t)((uint32_t)from[i * PER_VECTOR + j] << 16); r.v[i] = (vec)w; }
+#endif
+  return r;
+}
+
+// float16, of scales.
+INLINE lanes load_half(const uint8_t *from) {
+  lanes r;
+#if VECTOR_BYTES == 64
+  r.v[0] = (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)from));
+#elif VECTOR_BYTES == 32
+  EACH r.v[i] = (vec)_mm256_cvtph_ps(_mm_loadu_si128((const void *)(from + 16 * i)));
+#else
+  EACH for (int j = 0; j < PER_VECTOR; ++j) {
+    uint16_t h;
+    memcpy(&h, from + 2 * (i * PER_VECTOR + j), 2);
+    uint32_t rest = h & 0x7fff, sign = (uint32_t)(h & 0x8000) << 16, b;
+    if (rest >= 0x7c00) b = 0x7f800000 | (rest & 0x3ff) << 13;
+    else { float f = (float)(int32_t)rest * 0x1p-24f; if (rest >= 0x400) { b = (rest << 13) + (112u << 23); } else memcpy(&b, &f, 4); }
+    b |= sign;
+    float f;
+    memcpy(&f, &b, 4);
+    r.v[i][j] = f;
+  }
+#endif
+  return r;
+}
+
+// The sum of all lanes: halves are added, and so on.
+INLINE float sum16(lanes x) {
+  float t[LANES];
+  store(t, x);
+  for (int w = 8; w; w /= 2)
+    for (int i = 0; i < w; ++i) t[i] += t[i + w];
+  return t[0];
+}
+INLINE float largest16(lanes x) {  // no lane is a NaN
+  float t[LANES];
+  store(t, x);
+  for (int w = 8; w; w /= 2)
+    for (int i = 0; i < w; ++i) t[i] = t[i] < t[i + w] ? t[i + w] : t[i];
+  return t[0];
+}
+
+// Four products of bytes, added to each of 16 sums: `weights` are 16 times four bytes, `x` are four
+// bytes for all. No sum overflows, as there are at most 32 products in one.
+#if defined(__aarch64__)
+#define SIGNED_WEIGHTS 1  // weights are integers from -128 to 127
+#elif VECTOR_BYTES == 32 && !defined(__AVXVNNI__)
+#define SIGNED_WEIGHTS 1
+#else
+#define SIGNED_WEIGHTS 0  // from 0 to 255
+#endif
+
+INLINE int32_t four(const void *from) { int32_t x; memcpy(&x, from, 4); return x; }
+INLINE ivec load_bytes(const uint8_t *from) { ivec x; memcpy(&x, from, VECTOR_BYTES); return x; }
+
+// Of weights from 0 to 15 or so: signed or not is the same to all.
+INLINE ivec dot_small(ivec sums, ivec weights, ivec x) {
+#if VECTOR_BYTES == 64 && defined(__AVX512VNNI__)
+  return (ivec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)x);
+#elif VECTOR_BYTES == 64
+  __m512i pairs = _mm512_maddubs_epi16((__m512i)weights, (__m512i)x);
+  return sums + (ivec)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif VECTOR_BYTES == 32 && defined(__AVXVNNI__)
+  return (ivec)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)weights, (__m256i)x);
+#elif VECTOR_BYTES == 32
+  __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, (__m256i)x);
+  return sums + (ivec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+  return (ivec)vdotq_s32((int32x4_t)sums, (int8x16_t)weights, (int8x16_t)x);
+#elif defined(__aarch64__)
+  int8x16_t w = (int8x16_t)weights, y = (int8x16_t)x;
+  int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(y)), high = vmull_s8(vget_high_s8(w), vget_high_s8(y));
+  return sums + (ivec)vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high));
+#else
+  const uint8_t *w = (const uint8_t *)&weights;
+  const int8_t *y = (const int8_t *)&x;
+  for (int j = 0; j < PER_VECTOR; ++j)
+    for (int k = 0; k < 4; ++k) sums[j] += w[4 * j + k] * y[4 * j + k];
+  return sums;
+#endif
+}
+
+// Of all bytes, as SIGNED_WEIGHTS says.
+INLINE ivec dot_bytes(ivec sums, ivec weights, ivec x) {
+#if VECTOR_BYTES == 32 && !defined(__AVXVNNI__)
+  // Two products of 127 · 255 do not fit 16 bits; of 127 · 128 they do, and |-128| is 128.
+  __m256i w = (__m256i)weights;
+  return dot_small(sums, (ivec)_mm256_abs_epi8(w), (ivec)_mm256_sign_epi8((__m256i)x, w));
+#elif VECTOR_BYTES == 64 && !defined(__AVX512VNNI__)
+  __m512i w = (__m512i)weights, even = _mm512_set1_epi32(0x00ff00ff);
+  __m512i low = _mm512_and_si512(w, even), high = _mm512_srli_epi16(w, 8);
+  __m512i x_low = _mm512_srai_epi16(_mm512_slli_epi16((__m512i)x, 8), 8), x_high = _mm512_srai_epi16((__m512i)x, 8);
+  return sums + (ivec)_mm512_madd_epi16(low, x_low) + (ivec)_mm512_madd_epi16(high, x_high);
+#else
+  return dot_small(sums, weights, x);
+#endif
+}
+
+#if VECTOR_BYTES == 64 && defined(__AVX512BF16__)
+#define HAS_BF16_DOT 1
+#else
+#define HAS_BF16_DOT 0
+#endif
+
+#define PREFETCH(from) __builtin_prefetch((const char *)(from) + 4096, 0, 3)

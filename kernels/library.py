@@ -1,0 +1,136 @@
+"""The kernels' C code: compiled once for each CPU, compiler and source, kept in the user's cache.
+
+Any C compiler will do: what CC names, gcc, clang or cc, or the one that `pip install ziglang` brings.
+Without one, transformers' own modules run, slower; `load` says why.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from messages import in_short
+
+PROGRESS = logging.getLogger("serving.progress.once")  # told on a terminal, too
+
+_FOLDER = Path(__file__).parent
+# Every flag that could let a compiler choose how numbers are rounded is off.
+_FLAGS = (
+    "-O3 -march=native -std=gnu11 -fPIC -shared -ffp-contract=off -fno-math-errno "
+    "-fno-trapping-math -pthread"
+).split()
+_SECONDS = 300
+
+
+def why_not() -> str | None:
+    """Why nothing can be compiled here, in a sentence; None if it can."""
+    if platform.system() != "Linux":
+        return "the kernels are for Linux only"
+    if not compiler():
+        return "the kernels need a C compiler (gcc, clang, what CC names, or `pip install ziglang`)"
+    return None
+
+
+def compiler() -> list[str]:
+    """The command of the C compiler; empty if there is none."""
+    given = os.environ.get("CC")
+    for name, *rest in [shlex.split(given)] if given else [["gcc"], ["clang"], ["cc"]]:
+        if path := shutil.which(name):
+            return [path, *rest]
+    return [sys.executable, "-m", "ziglang", "cc"] if find_spec("ziglang") else []
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """The library, compiled if it is not in the cache. Raises ValueError, with a sentence.
+
+    What failed once is not tried again (it takes a while), unless what it depends on changes.
+    """
+    if reason := why_not():
+        raise ValueError(reason)
+    try:
+        file = _cache() / f"{_key()}.so"
+        if not _is_whole(file):
+            failed = file.with_suffix(".failed")
+            if failed.exists():
+                raise ValueError(f"the kernels failed before (remove {failed} to try again)")
+            try:
+                _compile(file)
+            except (OSError, ValueError):
+                failed.touch()
+                raise
+        return _opened(file)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        raise ValueError(f"the kernels cannot be compiled: {in_short(error)}") from error
+
+
+def _opened(file: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(file))
+    library.describe.restype = ctypes.c_char_p
+    return library
+
+
+def _cache() -> Path:
+    """A folder of the user's own: what lies there is run. Where home cannot be written, one in /tmp."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = root / "speculative-decoding" / "compiled"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise PermissionError(f"{folder} belongs to others, or others may write there")
+    return folder
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether it is what was compiled: half a library would end the process."""
+    digest = file.with_suffix(".sha256")
+    if not (file.exists() and digest.exists()):
+        return False
+    return hashlib.sha256(file.read_bytes()).hexdigest() == digest.read_text("utf-8")
+
+
+def _key() -> str:
+    """Of all that the compiled code depends on."""
+    cpu = Path("/proc/cpuinfo").read_text("utf-8").split("\n\n")[0].splitlines()
+    flags = [line for line in cpu if line.startswith(("flags", "Features", "model name"))]
+    asked = subprocess.run([*compiler(), "--version"], capture_output=True, text=True, timeout=60)
+    sources = [path.read_text("utf-8") for path in sorted(_FOLDER.glob("*.[ch]"))]
+    parts = [*sources, asked.stdout, *_command(), *flags]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _command() -> list[str]:
+    """How to compile, without the name of what is made."""
+    return [*compiler(), *_FLAGS, *map(str, sorted(_FOLDER.glob("*.c")))]
+
+
+def _compile(file: Path) -> None:
+    """To a file beside first: several processes may do so at once. Raises ValueError or OSError."""
+    PROGRESS.info("compiling the kernels for this machine (a few seconds, once)")
+    for left in file.parent.glob("tmp*"):  # by a process that was killed meanwhile
+        if time.time() - left.stat().st_mtime > 3600:
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        made = Path(folder) / file.name
+        done = subprocess.run(
+            [*_command(), "-o", str(made), "-lm"], capture_output=True, text=True,
+            timeout=_SECONDS, env=os.environ | {"LC_ALL": "C"},
+        )  # fmt: skip
+        if done.returncode:
+            said = done.stderr.splitlines() or ["it said nothing"]
+            first = next((line for line in said if "error" in line), said[-1])
+            raise ValueError(f"the compiler failed: {first[:200]}")
+        digest = made.with_suffix(".sha256")
+        digest.write_text(hashlib.sha256(made.read_bytes()).hexdigest(), "utf-8")
+        made.replace(file)
+        digest.replace(file.with_suffix(".sha256"))

@@ -1,0 +1,143 @@
+#define _GNU_SOURCE
+#include "threads.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+enum { MOST_THREADS = 256, SPINS = 4000 };  // some 100 microseconds, then a thread sleeps
+
+// Threads wait for a number to change: for a while with open eyes.
+typedef struct {
+  atomic_uint number, num_asleep;
+  pthread_mutex_t lock;
+  pthread_cond_t rung;
+} bell;
+
+static bell started = {0, 0, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER};
+static bell met = {0, 0, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER};
+static pthread_mutex_t one_job = PTHREAD_MUTEX_INITIALIZER;
+static atomic_int num_arrived, next_unit;
+static int num_workers, num_threads;  // those that wait for jobs; those of the job under way
+static void (*job)(void *);
+static void *job_given;
+
+static void ring(bell *b, unsigned number) {
+  atomic_store(&b->number, number);
+  if (!atomic_load(&b->num_asleep)) return;
+  pthread_mutex_lock(&b->lock);
+  pthread_cond_broadcast(&b->rung);
+  pthread_mutex_unlock(&b->lock);
+}
+
+static void wait_for(bell *b, unsigned old) {
+  for (int i = 0; i < SPINS; ++i) {
+    if (atomic_load_explicit(&b->number, memory_order_acquire) != old) return;
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+  }
+  pthread_mutex_lock(&b->lock);
+  atomic_fetch_add(&b->num_asleep, 1);
+  while (atomic_load(&b->number) == old) pthread_cond_wait(&b->rung, &b->lock);
+  atomic_fetch_sub(&b->num_asleep, 1);
+  pthread_mutex_unlock(&b->lock);
+}
+
+void meet(void) {
+  if (num_threads == 1) {
+    atomic_store_explicit(&next_unit, 0, memory_order_relaxed);
+    return;
+  }
+  unsigned old = atomic_load(&met.number);
+  if (atomic_fetch_add(&num_arrived, 1) + 1 < num_threads) {
+    wait_for(&met, old);
+  } else {
+    atomic_store(&num_arrived, 0);
+    atomic_store(&next_unit, 0);
+    ring(&met, old + 1);
+  }
+}
+
+int take(int total, int share, int *begin) {
+  *begin = atomic_fetch_add_explicit(&next_unit, share, memory_order_relaxed);
+  int left = total - *begin;
+  return left < share ? left : share;
+}
+
+int fair_share(int total) {
+  int share = total / (num_threads * 8);
+  return share ? share : 1;
+}
+
+// Nearest, ties to even; subnormal numbers are numbers. Returns what was set before.
+static uint64_t set_rounding(uint64_t to) {
+  uint64_t old = 0;
+#if defined(__x86_64__)
+  old = _mm_getcsr();
+  _mm_setcsr((unsigned)to);
+#elif defined(__aarch64__)
+  __asm__ volatile("mrs %0, fpcr" : "=r"(old));
+  __asm__ volatile("msr fpcr, %0" ::"r"(to));
+#endif
+  return old;
+}
+
+static uint64_t usual_rounding(void) {
+#if defined(__x86_64__)
+  return 0x1f80;
+#else
+  return 0;
+#endif
+}
+
+static void *work(void *given) {
+  const unsigned own = (unsigned)(uintptr_t)given;
+  set_rounding(usual_rounding());
+  for (unsigned seen = 0;;) {
+    wait_for(&started, seen);
+    seen = atomic_load(&started.number);
+    if (own >= seen % MOST_THREADS) continue;
+    job(job_given);
+    meet();
+  }
+  return NULL;
+}
+
+static void forget(void) {  // a forked process has none of the threads
+  num_workers = 0;
+  atomic_store(&started.number, 0);
+  atomic_store(&started.num_asleep, 0);
+  atomic_store(&num_arrived, 0);
+  pthread_mutex_init(&one_job, NULL);
+}
+
+static void make_workers(int count) {
+  if (!num_workers && count) pthread_atfork(NULL, NULL, forget);
+  for (; num_workers < count; ++num_workers) {
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, work, (void *)(uintptr_t)(num_workers + 1))) return;
+    pthread_detach(thread);
+  }
+}
+
+void run_in_threads(int count, void (*run)(void *given), void *given) {
+  pthread_mutex_lock(&one_job);
+  make_workers((count < MOST_THREADS ? count : MOST_THREADS - 1) - 1);
+  num_threads = count < num_workers + 1 ? count : num_workers + 1;
+  job = run, job_given = given;
+  const uint64_t before = set_rounding(usual_rounding());
+  if (num_threads > 1) {  // a number that was not there before, which says how many are to come
+    unsigned number = atomic_load(&started.number);
+    ring(&started, (number / MOST_THREADS + 1) * MOST_THREADS + (unsigned)num_threads);
+  }
+  run(given);
+  meet();
+  set_rounding(before);
+  pthread_mutex_unlock(&one_job);
+}

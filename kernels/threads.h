@@ -1,0 +1,17 @@
+// One pool of threads: a job runs in all of them at once, and meets at barriers.
+
+#pragma once
+
+// Run `run(given)` in `count` threads, the caller among them, and return when all are done. Jobs of
+// several callers come one after the other.
+void run_in_threads(int count, void (*run)(void *given), void *given);
+
+// Within a job: wait for all its threads.
+void meet(void);
+
+// Within a job, between two meetings: the next `share` units of work that no other thread has taken,
+// or fewer at the end. Returns how many; `begin` is the first one.
+int take(int total, int share, int *begin);
+
+// Units of work to take at once, so that threads end at about the same time.
+int fair_share(int total);

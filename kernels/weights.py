@@ -1,0 +1,144 @@
+"""Weight matrices in panels, as linear.h lays them out, and products with them.
+
+    Panels.of(weight, bias)                  float32 or bfloat16, as the weight is
+    Panels.of(weight, bias, "int8")          8-bit blocks made of it
+    Panels.of_blocks("Q4M", numbers, …)      blocks that a file has already
+
+A block is 32 successive inputs of an output: whole numbers, a scale and perhaps a minimum.
+"""
+
+import ctypes
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from . import library
+
+LANES = 16  # outputs of a panel
+BLOCK = 32  # inputs of a block
+FORMS = "FLOAT", "HALF", "Q8", "Q4", "Q4M"  # as in linear.h
+_OFFSETS = {"Q8": 128, "Q4": 8, "Q4M": 0}  # of numbers as they are kept
+_MOST_INPUTS = 1 << 24
+_AT_ONCE = 1 << 22  # weights that are quantised at once: all of a table would double it
+
+
+class Matrix(ctypes.Structure):
+    """linear.h's `matrix`."""
+
+    _fields_ = (
+        ("form", ctypes.c_int32),
+        ("outputs", ctypes.c_int32),
+        ("inputs", ctypes.c_int32),
+        ("panels", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+    )
+
+
+class Panels:
+    """A weight matrix [outputs, inputs] in one of FORMS, with a bias or without."""
+
+    def __init__(self, form: str, shape: tuple[int, int], data: Tensor, bias: Tensor | None):
+        """`data`: the panels' bytes; `of` and `of_blocks` make them."""
+        self.form, (self.outputs, self.inputs), self._data = form, shape, data
+        assert 0 < self.outputs < 1 << 31 and 0 < self.inputs <= _MOST_INPUTS
+        self._bias = None if bias is None else bias.detach().float().contiguous().clone()
+        assert bias is None or bias.shape == (self.outputs,)
+        self.struct = Matrix(
+            FORMS.index(form), self.outputs, self.inputs, data.data_ptr(),
+            None if self._bias is None else self._bias.data_ptr(),
+        )  # fmt: skip
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, weight: Tensor, bias: Tensor | None = None, quantize: str | None = None) -> "Panels":
+        """Of a weight [outputs, inputs] in float32 or bfloat16."""
+        weight = weight.detach()
+        if quantize:
+            return cls.of_blocks("Q8", *_rounded(weight), bias=bias)
+        is_half = weight.dtype == torch.bfloat16
+        step = 2 if is_half else 1
+        padded = _padded(weight if is_half else weight.float(), step)
+        panels = padded.view(-1, LANES, padded.shape[1] // step, step).transpose(1, 2)
+        data = panels.contiguous().view(torch.uint8).flatten()
+        return cls("HALF" if is_half else "FLOAT", tuple(weight.shape), data, bias)
+
+    @classmethod
+    @torch.no_grad()
+    def of_blocks(
+        cls,
+        form: str,
+        numbers: Tensor,
+        scales: Tensor,
+        minima: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> "Panels":
+        """Of whole numbers [outputs, inputs] (below 0, too), scales and minima float16 [outputs, blocks].
+
+        A weight is number · scale + minimum.
+        """
+        outputs, inputs = numbers.shape
+        kept = _padded((numbers + _OFFSETS[form]).to(torch.uint8), BLOCK)
+        num_panels, num_blocks = len(kept) // LANES, kept.shape[1] // BLOCK
+        blocks = kept.view(num_panels, LANES, num_blocks, -1, 4).permute(0, 2, 3, 1, 4)
+        if form != "Q8":  # two groups of four inputs share their bytes
+            blocks = blocks[:, :, ::2] | blocks[:, :, 1::2] << 4
+        parts = [blocks.reshape(num_panels, num_blocks, -1)]
+        for of_blocks in (scales, minima) if form == "Q4M" else (scales,):
+            given = _padded(of_blocks.half(), 1).view(num_panels, LANES, num_blocks)
+            parts.append(given.transpose(1, 2).contiguous().view(torch.uint8))
+        return cls(form, (outputs, inputs), torch.cat(parts, -1).flatten(), bias)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._data.numel()
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        """residual + scale · (x W + bias): x [..., inputs], residual [..., outputs], all float32."""
+        rows = x.reshape(-1, self.inputs).float().contiguous()
+        y = rows.new_empty(len(rows), self.outputs)
+        if residual is not None:
+            residual = residual.reshape(y.shape).float().contiguous()
+        done = library.load().apply_linear(
+            ctypes.byref(self.struct), len(rows), _at(rows), _at(y), _at(residual),
+            ctypes.c_float(scale), torch.get_num_threads(),
+        )  # fmt: skip
+        if not done:
+            raise MemoryError("no memory for a linear layer's inputs")
+        return y.view(*x.shape[:-1], self.outputs)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows ids [...] of the matrix -> [..., inputs] float32: an embedding."""
+        flat = ids.reshape(-1).to(torch.int64).contiguous()
+        if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < self.outputs:
+            raise IndexError(f"rows must be from 0 to {self.outputs - 1}")
+        found = torch.empty(len(flat), self.inputs)
+        library.load().read_rows(ctypes.byref(self.struct), len(flat), _at(flat), _at(found))
+        return found.view(*ids.shape, self.inputs)
+
+
+def _at(tensor: Tensor | None) -> ctypes.c_void_p | None:
+    """Where its numbers lie."""
+    return None if tensor is None else ctypes.c_void_p(tensor.data_ptr())
+
+
+def _padded(x: Tensor, step: int) -> Tensor:
+    """With zeros, to whole panels of outputs and whole steps of inputs."""
+    return torch.nn.functional.pad(x, (0, -x.shape[1] % step, 0, -x.shape[0] % LANES))
+
+
+def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Numbers int8 [outputs, inputs] and scales [outputs, blocks]: a block's largest is 127."""
+    numbers, scales = zip(*_rounded_rows(weight), strict=True)
+    return torch.cat(numbers), torch.cat(scales)
+
+
+def _rounded_rows(weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    for rows in weight.split(max(1, _AT_ONCE // weight.shape[1])):
+        blocks = torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % BLOCK))
+        blocks = blocks.unflatten(1, (-1, BLOCK))
+        scales = (blocks.abs().amax(-1) / 127).half()
+        # A block whose scale is none in float16 is nothing.
+        inverse = torch.where(scales > 0, 1 / scales.float(), 0)
+        numbers = (blocks * inverse[..., None]).round_().clamp_(-127, 127).to(torch.int8)
+        yield numbers.flatten(1)[:, : rows.shape[1]], scales
