@@ -1,0 +1,433 @@
+// Choosing a token (sampling.py says what is done here, and gives the same bits).
+//
+// A row is read once for the largest score of each chunk. Cuts look only at chunks that have what
+// they search. A race reads all scores again, and hashes each token; only few can still win, and are
+// looked at closely. Roundings of what merely narrows a search do not matter, and all else is float64.
+
+#include "sampling.h"
+
+#include <float.h>
+#include <limits.h>
+#include <stdlib.h>
+
+#include "lanes.h"
+
+enum { CHUNK = 64, DOUBLES = VECTOR_BYTES / 8, AT_ONCE = 4, GROUP = AT_ONCE * DOUBLES, FEW = 1024, STEPS = 4096 };
+enum { HIGH = 4, LOW = 5 };  // uses of a position's noise
+
+typedef double dvec __attribute__((vector_size(VECTOR_BYTES)));
+typedef int64_t lvec __attribute__((vector_size(VECTOR_BYTES)));
+typedef uint32_t uvec __attribute__((vector_size(VECTOR_BYTES)));
+typedef float half_vec __attribute__((vector_size(VECTOR_BYTES / 2)));
+
+INLINE int any(ivec x) {
+#if VECTOR_BYTES == 64
+  return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0;
+#elif VECTOR_BYTES == 32
+  return !_mm256_testz_si256((__m256i)x, (__m256i)x);
+#else
+  const lvec y = (lvec)x;
+  return (y[0] | y[1]) != 0;
+#endif
+}
+
+typedef struct {
+  const choice *how;
+  const float *scores;
+  int vocab, first;       // the first token with the largest score
+  float largest, *bests;  // the largest of each chunk
+  double inverse;         // 1 / temperature
+  float last;             // the last token that stays: its score and id
+  int last_id;
+  uint64_t *found;  // tokens in order, as keys
+  int num_found, is_beginning;  // whether of all of them
+} row;
+
+// ------------------------------------------------------------------------------------ weights
+// exp(x), x <= 0, of several vectors at once, as a CPU cannot look far ahead: sampling.py's steps.
+INLINE void exp_of(dvec *x, int count) {
+  static const double SERIES[] = {1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1, 1};
+  dvec r[AT_ONCE], p[AT_ONCE];
+  lvec counts[AT_ONCE], scale[AT_ONCE];
+#define EACH_OF _Pragma("GCC unroll 4") for (int j = 0; j < count; ++j)
+  EACH_OF {
+    counts[j] = (lvec)(x[j] > -700.0);
+    const dvec y = (dvec)((counts[j] & (lvec)x[j]) | (~counts[j] & (lvec)(-700.0 - (dvec){})));
+    const dvec shifted = y * 1.4426950408889634 + 0x1.8p52, n = shifted - 0x1.8p52;
+    scale[j] = ((lvec)shifted << 52) + (lvec)(1.0 - (dvec){});  // 2ⁿ
+    r[j] = y - n * 0.693147180369123816490;
+    r[j] = r[j] - n * 1.90821492927058770002e-10;
+    p[j] = 1.0 / 3628800 - (dvec){};
+  }
+  _Pragma("GCC unroll 10") for (int k = 0; k < 10; ++k) EACH_OF p[j] = p[j] * r[j] + SERIES[k];
+  EACH_OF x[j] = (dvec)((lvec)(p[j] * (dvec)scale[j]) & counts[j]);
+}
+
+INLINE void weights_at(const row *r, const float *scores, dvec *weights) {
+  _Pragma("GCC unroll 4") for (int j = 0; j < AT_ONCE; ++j) {
+    half_vec s;
+    memcpy(&s, scores + j * DOUBLES, sizeof s);
+    weights[j] = (__builtin_convertvector(s, dvec) - (double)r->largest) * r->inverse;
+  }
+  exp_of(weights, AT_ONCE);
+}
+
+static double weight_of(const row *r, float score) {
+  dvec x = ((double)score - (double)r->largest) * r->inverse - (dvec){};
+  exp_of(&x, 1);
+  return x[0];
+}
+
+INLINE lvec wholes_of(dvec weights) {  // in units of 2⁻⁴⁰, to the nearest, ties to even
+  return (lvec)(weights * 0x1p40 + 0x1p52) - (lvec)(0x1p52 - (dvec){});
+}
+INLINE int64_t whole_of(const row *r, float score) { return wholes_of(weight_of(r, score) - (dvec){})[0]; }
+
+static int64_t whole_sum(const row *r) {
+  lvec sums[AT_ONCE] = {};
+  int64_t sum = 0;
+  int i = 0;
+  for (; i + GROUP <= r->vocab; i += GROUP) {
+    dvec weights[AT_ONCE];
+    weights_at(r, r->scores + i, weights);
+    _Pragma("GCC unroll 4") for (int j = 0; j < AT_ONCE; ++j) sums[j] += wholes_of(weights[j]);
+  }
+  for (int j = 0; j < GROUP; ++j) sum += sums[j / DOUBLES][j % DOUBLES];
+  for (; i < r->vocab; ++i) sum += whole_of(r, r->scores[i]);
+  return sum;
+}
+
+// -------------------------------------------------------------------------------- the row's order
+// Reads the row. Returns 1, or what went wrong.
+static int64_t begin(row *r, const choice *how, const float *scores, int vocab) {
+  const int num_chunks = (vocab + CHUNK - 1) / CHUNK;
+  *r = (row){.how = how, .scores = scores, .vocab = vocab, .last = -INFINITY, .last_id = INT_MAX};
+  if (!(r->bests = malloc((size_t)num_chunks * sizeof(float)))) return NO_MEMORY;
+  ilanes nothing = iall(0);
+  float largest = -INFINITY;
+  int at = 0;
+  for (int c = 0; c < num_chunks; ++c) {
+    lanes best = all(-INFINITY);
+    float rest = -INFINITY;
+    int i = c * CHUNK, end = i + CHUNK < vocab ? i + CHUNK : vocab;
+    for (; i + LANES <= end; i += LANES) {
+      lanes x = load(scores + i);
+      best = larger(best, x);
+      nothing = either(nothing, is_nan(x));
+    }
+    for (; i < end; ++i) {
+      rest = scores[i] > rest ? scores[i] : rest;
+      if (scores[i] != scores[i]) nothing = iall(-1);
+    }
+    const float most = largest16(best);
+    r->bests[c] = most > rest ? most : rest;
+    if (r->bests[c] > largest) largest = r->bests[c], at = c;
+  }
+  int bad = !(largest > -INFINITY && largest < INFINITY);
+  for (int i = 0; i < VECTORS; ++i)
+    for (int j = 0; j < PER_VECTOR; ++j) bad |= nothing.v[i][j];
+  if (bad) return NO_NUMBERS;
+  for (r->first = at * CHUNK; scores[r->first] != largest;) ++r->first;
+  r->largest = largest;
+  r->inverse = 1 / how->temperature;
+  return 1;
+}
+
+static void end(row *r) {
+  free(r->bests);
+  free(r->found);
+}
+
+// Scores below the largest one, in steps.
+typedef struct { float largest, scale; } steps;
+INLINE int step_of(const steps *a, float score) {
+  const float step = (a->largest - score) * a->scale;
+  return step < STEPS - 1 ? (int)step : STEPS - 1;
+}
+static float step_end(const steps *a, int step) {  // the smallest score that is not behind it
+  float beyond = -FLT_MAX, within = a->largest;
+  if (step >= STEPS - 1) return -INFINITY;
+  for (float middle; (middle = beyond / 2 + within / 2) > beyond && middle < within;)
+    if (step_of(a, middle) <= step) within = middle;
+    else beyond = middle;
+  return within;
+}
+
+// A score that `count` tokens reach, and not many more.
+static float bound(const row *r, int count) {
+  const int num_chunks = (r->vocab + CHUNK - 1) / CHUNK;
+  float least = r->largest;
+  int counts[STEPS] = {0}, step = 0;
+  if (count > num_chunks) return -INFINITY;
+  for (int c = 0; c < num_chunks; ++c)
+    if (r->bests[c] < least && r->bests[c] > -INFINITY) least = r->bests[c];
+  const steps a = {r->largest, (STEPS - 1) / (r->largest - least)};
+  for (int c = 0; c < num_chunks; ++c) ++counts[step_of(&a, r->bests[c])];
+  for (int seen = counts[0]; seen < count;) seen += counts[++step];
+  return step_end(&a, step);
+}
+
+// Keys rise where scores fall, and then with the id.
+INLINE uint64_t key_of(float score, int id) {
+  const float s = score + 0.0f;  // -0 is 0
+  uint32_t bits;
+  memcpy(&bits, &s, 4);
+  bits ^= bits >> 31 ? 0 : 0x7fffffff;
+  return (uint64_t)bits << 32 | (uint32_t)id;
+}
+INLINE float score_of(const row *r, uint64_t key) { return r->scores[(uint32_t)key]; }
+
+static void sort(uint64_t *keys, uint64_t *spare, int count) {  // by score; ids stay as they come
+  for (int shift = 32; shift < 64; shift += 8) {
+    int begins[257] = {0};
+    for (int i = 0; i < count; ++i) ++begins[(keys[i] >> shift & 255) + 1];
+    for (int i = 0; i < 256; ++i) begins[i + 1] += begins[i];
+    for (int i = 0; i < count; ++i) spare[begins[keys[i] >> shift & 255]++] = keys[i];
+    uint64_t *sorted = spare;
+    spare = keys, keys = sorted;
+  }
+}
+
+// Find the tokens with scores from `low` to below `high`, in order. Returns whether there was memory.
+static int find(row *r, float low, float high) {
+  int capacity = 0, count = 0;
+  for (int c = 0; c * CHUNK < r->vocab; ++c) capacity += r->bests[c] >= low ? CHUNK : 0;
+  free(r->found);
+  r->num_found = 0;
+  if (!(r->found = malloc(2 * (size_t)capacity * sizeof *r->found))) return 0;
+  for (int c = 0; c * CHUNK < r->vocab; ++c) {
+    if (!(r->bests[c] >= low)) continue;
+    const int stop = c * CHUNK + CHUNK < r->vocab ? c * CHUNK + CHUNK : r->vocab;
+    for (int i = c * CHUNK; i < stop; ++i) {
+      if (i % PER_VECTOR == 0 && i + PER_VECTOR <= stop) {
+        vec x;
+        memcpy(&x, r->scores + i, sizeof x);
+        if (!any((x >= low) & (x < high))) { i += PER_VECTOR - 1; continue; }
+      }
+      r->found[count] = key_of(r->scores[i], i);
+      count += r->scores[i] >= low && r->scores[i] < high;
+    }
+  }
+  sort(r->found, r->found + capacity, count);
+  r->num_found = count;
+  r->is_beginning = high > r->largest;
+  return 1;
+}
+
+// --------------------------------------------------------------------------------------- cuts
+INLINE int64_t whole_at(const row *r, int i) { return whole_of(r, score_of(r, r->found[i])); }
+
+// How many of the first `count` found tokens have less than `limit` before them. `before`: what
+// weighs more than they, and then what weighs more than the others.
+static int nucleus(const row *r, int count, double limit, int64_t *before) {
+  int i = 0;
+  for (; i < count && (double)*before < limit; ++i) *before += whole_at(r, i);
+  return i;
+}
+
+// Where a nucleus of many tokens ends: scores from `low` to below `high`, and what lies before them.
+static int64_t border(const row *r, double limit, float *low, float *high) {
+  const steps a = {r->largest, (float)((STEPS - 1) / 28.5 * r->inverse)};  // exp(-28.5) is nothing
+  int64_t masses[STEPS] = {0}, before = 0;
+  int i = 0, step = 0;
+  for (; i + GROUP <= r->vocab; i += GROUP) {
+    dvec weights[AT_ONCE];
+    weights_at(r, r->scores + i, weights);
+    for (int j = 0; j < GROUP; ++j)
+      masses[step_of(&a, r->scores[i + j])] += wholes_of(weights[j / DOUBLES])[j % DOUBLES];
+  }
+  for (; i < r->vocab; ++i) masses[step_of(&a, r->scores[i])] += whole_of(r, r->scores[i]);
+  while (step < STEPS - 1 && (double)(before + masses[step]) < limit) before += masses[step++];
+  *low = step_end(&a, step);
+  *high = step ? step_end(&a, step - 1) : INFINITY;
+  return before;
+}
+
+// Find the last token that top-k and top-p let stay. Returns whether there was memory.
+static int cut(row *r) {
+  const int k = r->how->top_k, by_k = 0 < k && k < r->vocab;
+  if (!by_k && r->how->top_p >= 1) return 1;
+  float low = bound(r, by_k ? k : r->vocab / (9 * CHUNK) + 1), high = INFINITY;
+  if (!find(r, low, high)) return 0;
+  int count = r->num_found;
+  if (by_k)
+    for (count = k; count < r->num_found && score_of(r, r->found[count]) == score_of(r, r->found[k - 1]);) ++count;
+  if (r->how->top_p < 1) {
+    int64_t sum = 0, before = 0;
+    if (!by_k) sum = whole_sum(r);
+    for (int i = 0; by_k && i < count; ++i) sum += whole_at(r, i);
+    const double limit = r->how->top_p * (double)sum;
+    int stays = nucleus(r, count, limit, &before);
+    if (!by_k && (double)before < limit && count < r->vocab) {
+      before = border(r, limit, &low, &high);
+      if (!find(r, low, high)) return 0;
+      stays = nucleus(r, r->num_found, limit, &before);
+    }
+    count = stays ? stays : 1;
+  }
+  r->last = score_of(r, r->found[count - 1]);
+  r->last_id = (int)(uint32_t)r->found[count - 1];
+  r->num_found = count;
+  return 1;
+}
+
+INLINE int is_in(const row *r, float score, int id) {
+  return score > r->last || (score == r->last && id <= r->last_id);
+}
+
+// ---------------------------------------------------------------------------------------- noise
+static uint64_t scrambled(uint64_t x) {
+  x += 0x9E3779B97F4A7C15;
+  x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9;
+  x = (x ^ x >> 27) * 0x94D049BB133111EB;
+  return x ^ x >> 31;
+}
+
+INLINE uint32_t hash(uint32_t id, uint64_t key) {
+  uint32_t x = (id ^ (uint32_t)key) * 0x7FEB352Du;
+  x = ((x ^ x >> 15) + (uint32_t)(key >> 32)) * 0x846CA68Bu;
+  return (x ^ x >> 16) * 0x9E3779B1u;
+}
+
+INLINE uvec hashes(uvec ids, uint64_t key) {
+  uvec x = (ids ^ (uint32_t)key) * 0x7FEB352Du;
+  x = ((x ^ x >> 15) + (uint32_t)(key >> 32)) * 0x846CA68Bu;
+  return (x ^ x >> 16) * 0x9E3779B1u;
+}
+
+static double minus_log(double v) {  // −log(1 − v); the steps of sampling.py's _minus_log
+  const double rest = 1 - v > 0x1p-54 ? 1 - v : 0x1p-54;
+  int k;
+  if (frexp(rest, &k) < 0.70710678118654757) --k;
+  const double f = k ? ldexp(rest, -k) - 1 : -v, s = f / (2 + f), square = s * s;
+  double series = 2.0 / 19;
+  for (int i = 17; i > 0; i -= 2) series = series * square + 2.0 / i;
+  return -(k * 0.693147180559945309417 + s * series);
+}
+
+// ----------------------------------------------------------------------------------------- race
+typedef struct {
+  const row *r;
+  uint64_t high, low;  // keys
+  double time;         // of the fastest one so far
+  int token;
+  float limit;  // of the logarithm of an e that is as fast for a weight of 1, in the units below
+} race;
+
+static void run(race *a, int id) {
+  const double weight = weight_of(a->r, a->r->scores[id]);
+  if (!(weight >= a->r->how->min_p && weight > 0)) return;
+  const double low = hash((uint32_t)id, a->low) + 0.5, v = hash((uint32_t)id, a->high) * 0x1p-32 + low * 0x1p-64;
+  const double time = minus_log(v) / weight;
+  if (time > a->time || (time == a->time && id > a->token)) return;
+  a->time = time, a->token = id;
+  a->limit = (float)(158.01 + log2(time));
+}
+
+// Which of some tokens may still win. An e is at least v, and that at least ⌊high / 2⌋ · 2⁻³¹. The
+// bits of a float, read as an integer, are 2²³ times its logarithm to the base 2 (which is at most
+// .09 more) plus 127: so 158 on the other side, and a little for roundings.
+INLINE ivec may_win(const race *a, uvec ids, const float *scores, float factor) {
+  vec s;
+  memcpy(&s, scores, sizeof s);
+  const ivec half = (ivec)(hashes(ids, a->high) >> 1);
+  const vec bits = __builtin_convertvector((ivec)__builtin_convertvector(half, vec), vec);
+  return bits * 0x1p-23f <= (s - a->r->largest) * factor + a->limit;
+}
+
+static int winner(const row *r, int64_t position) {
+  const uint64_t key = scrambled(r->how->seed ^ (uint64_t)position);
+  race a = {r, scrambled(key + HIGH), scrambled(key + LOW), INFINITY, INT_MAX, INFINITY};
+  run(&a, r->first);
+  if (r->found && r->is_beginning && r->num_found <= FEW) {
+    for (int i = 0; i < r->num_found; ++i) run(&a, (int)(uint32_t)r->found[i]);
+    return a.token;
+  }
+  enum { VECTORS_OF_CHUNK = CHUNK / PER_VECTOR };
+  const float factor = (float)(1.4426950408889634 * r->inverse);
+  uvec ids;
+  for (int j = 0; j < PER_VECTOR; ++j) ids[j] = (uint32_t)j;
+  int i = 0;
+  for (; i + CHUNK <= r->vocab; i += CHUNK) {
+    ivec able[VECTORS_OF_CHUNK], some = {};
+    for (int g = 0; g < VECTORS_OF_CHUNK; ++g, ids += PER_VECTOR)
+      some |= able[g] = may_win(&a, ids, r->scores + i + g * PER_VECTOR, factor);
+    if (!any(some)) continue;
+    const int32_t *is_able = (const int32_t *)able;
+    for (int j = 0; j < CHUNK; ++j)
+      if (is_able[j] && is_in(r, r->scores[i + j], i + j)) run(&a, i + j);
+  }
+  for (; i < r->vocab; ++i)
+    if (is_in(r, r->scores[i], i)) run(&a, i);
+  return a.token;
+}
+
+// ---------------------------------------------------------------------------- what others call
+int64_t choose(const choice *how, const float *scores, int vocab, int64_t position) {
+  row r;
+  int64_t token = begin(&r, how, scores, vocab);
+  if (token > 0) {
+    token = r.first;
+    if (how->temperature >= 1e-6) token = cut(&r) ? winner(&r, position) : NO_MEMORY;
+  }
+  end(&r);
+  return token;
+}
+
+// The tokens that stay, by id: how many, with their weights.
+int64_t survivors(const choice *how, const float *scores, int vocab, double *weights, int64_t *ids) {
+  row r;
+  int64_t count = begin(&r, how, scores, vocab);
+  if (count > 0) count = cut(&r) ? 0 : NO_MEMORY;
+  for (int c = 0; count >= 0 && c * CHUNK < vocab; ++c) {
+    if (r.bests[c] < r.last) continue;
+    const int stop = c * CHUNK + CHUNK < vocab ? c * CHUNK + CHUNK : vocab;
+    for (int i = c * CHUNK; i < stop; i += GROUP) {
+      dvec own_at[AT_ONCE];
+      double *own = (double *)own_at;
+      const int left = stop - i < GROUP ? stop - i : GROUP;
+      if (left == GROUP) weights_at(&r, scores + i, own_at);
+      for (int j = 0; j < left; ++j) {
+        if (left < GROUP) own[j] = weight_of(&r, scores[i + j]);
+        weights[count] = own[j];
+        ids[count] = i + j;
+        count += own[j] >= how->min_p && is_in(&r, scores[i + j], i + j);
+      }
+    }
+  }
+  end(&r);
+  return count;
+}
+
+// The first `most` of them, in order; `sum` is what all weigh, where it is not NULL and nothing is cut.
+int64_t leaders(const choice *how, const float *scores, int vocab, int most, double *weights, int64_t *ids, double *sum) {
+  row r;
+  int64_t count = begin(&r, how, scores, vocab);
+  if (count > 0) {
+    count = cut(&r) && find(&r, bound(&r, most < vocab ? most : vocab), INFINITY) ? 0 : NO_MEMORY;
+    for (int i = 0; count >= 0 && i < r.num_found && count < most; ++i) {
+      const int id = (int)(uint32_t)r.found[i];
+      weights[count] = weight_of(&r, scores[id]);
+      ids[count] = id;
+      count += weights[count] >= how->min_p && is_in(&r, scores[id], id);
+    }
+    if (sum) *sum = (double)whole_sum(&r) * 0x1p-40;
+  }
+  end(&r);
+  return count;
+}
+
+double confidence(const float *scores, int vocab, int token) {
+  static const choice plain = {.temperature = 1, .top_p = 1};
+  row r;
+  double found = 0;
+  if (begin(&r, &plain, scores, vocab) > 0) found = weight_of(&r, scores[token]) / ((double)whole_sum(&r) * 0x1p-40);
+  end(&r);
+  return found;
+}
+
+int goes_on(const doubts *d, const double *sure, int count) {
+  double chance = 1;
+  for (int i = 0; i < count; ++i) chance *= d->chances[sure[i] < 0.9 ? (int)(10 * sure[i]) : 9];
+  return chance * d->mean >= d->least;
+}

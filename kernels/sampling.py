@@ -1,0 +1,113 @@
+"""Choosing tokens in C: what the sampling.py beside this folder does, with the same bits."""
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import library
+
+Transforms = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
+_NO_NUMBERS, _NO_MEMORY = -1, -2  # as in sampling.h
+_MOST_TOKENS = 1 << 23  # of a vocabulary: sums of more might not fit 64 bits
+
+
+class Choice(ctypes.Structure):
+    """sampling.h's `choice`."""
+
+    _fields_ = (
+        ("temperature", ctypes.c_double),
+        ("top_p", ctypes.c_double),
+        ("min_p", ctypes.c_double),
+        ("seed", ctypes.c_uint64),
+        ("top_k", ctypes.c_int32),
+    )
+
+    @classmethod
+    def of(cls, transforms: Transforms, seed: int = 0) -> "Choice":
+        """`seed` is that of a Noise."""
+        temperature, top_k, top_p, min_p = transforms
+        return cls(temperature, top_p, min_p, seed, max(0, min(top_k, _MOST_TOKENS)))
+
+
+class Doubts(ctypes.Structure):
+    """sampling.h's `doubts`."""
+
+    _fields_ = (
+        ("chances", ctypes.c_double * 10),
+        ("mean", ctypes.c_double),
+        ("least", ctypes.c_double),
+    )
+
+
+@cache
+def is_there() -> bool:
+    """Whether it can be compiled here."""
+    try:
+        return bool(library.load())
+    except ValueError:
+        return False
+
+
+def choose(scores: Tensor, transforms: Transforms, seed: int, position: int) -> int:
+    """The token after `position` tokens, by scores [V]. Raises ValueError for no numbers."""
+    row = _row(scores)
+    how = ctypes.byref(Choice.of(transforms, seed))
+    return _checked(_function("choose")(how, *_at(row), ctypes.c_int64(position)))
+
+
+def survivors(scores: Tensor, transforms: Transforms) -> tuple[np.ndarray, np.ndarray]:
+    """The weights [c] float64 of the tokens that stay, and their ids [c], rising."""
+    row = _row(scores)
+    weights, ids = np.empty(len(row)), np.empty(len(row), np.int64)
+    how = ctypes.byref(Choice.of(transforms))
+    count = _checked(_function("survivors")(how, *_at(row), _data(weights), _data(ids)))
+    return weights[:count], ids[:count]
+
+
+def leaders(
+    scores: Tensor, transforms: Transforms, most: int
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """The same of the first `most` tokens in order, and what all tokens weigh, cut or not."""
+    row = _row(scores)
+    most = min(most, len(row))
+    weights, ids, total = np.empty(most), np.empty(most, np.int64), ctypes.c_double()
+    how, at = ctypes.byref(Choice.of(transforms)), ctypes.byref(total)
+    found = _function("leaders")(how, *_at(row), most, _data(weights), _data(ids), at)
+    count = _checked(found)
+    return weights[:count], ids[:count], total.value
+
+
+def _row(scores: Tensor) -> Tensor:
+    """Numbers [V] that C can read; it is to be kept until C has done so."""
+    row = scores.detach().to("cpu", torch.float32).contiguous()
+    if row.dim() != 1 or not 0 < len(row) <= _MOST_TOKENS:
+        raise ValueError(f"scores must be a row of 1 to {_MOST_TOKENS} numbers")
+    return row
+
+
+def _at(row: Tensor) -> tuple[ctypes.c_void_p, int]:
+    return ctypes.c_void_p(row.data_ptr()), len(row)
+
+
+def _data(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+@cache
+def _function(name: str) -> Callable[..., int]:
+    found: Any = getattr(library.load(), name)
+    found.restype = ctypes.c_int64
+    return found
+
+
+def _checked(result: int) -> int:
+    if result == _NO_MEMORY:
+        raise MemoryError("no memory to choose a token")
+    if result == _NO_NUMBERS:
+        raise ValueError("the model gave no probabilities to draw from (NaN in its logits?)")
+    return result
