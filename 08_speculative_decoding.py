@@ -43,14 +43,13 @@ from control.controller import Controller
 from control.planner import FixedK, Planner
 from control.statistics import Statistics, Totals, now
 from drafters import Context, Drafter, Line, Noise, branches
-from drafters.noise import ACCEPT, DRAW, NO_NUMBERS, RECOVER, draw
 from drafters.panel import Panel, Seat
 from fastpath.exact import KEY_BLOCK, Report, Shapes, calibrate
 from fastpath.forward import check_quantized, get_ready, lazy_zeros, scrub, speed_up
 from fastpath.prefix import PrefixCache
 from fastpath.recurrent import follow_rows
-from fastpath.sampling import penalise, survivors, truncated_softmax
 from messages import Cycle, Draft, Judgement, Layers, Output, Request, Sampling
+from sampling import ACCEPT, DRAW, RECOVER, choose, draw, penalise, truncated_softmax
 from serving import answers, faults, http, loading
 from serving.gpt_neo import follow_masks
 from serving.openai import register_openai
@@ -314,13 +313,7 @@ def own_choices(scores: Tensor, sampling: Sampling, noise: Noise, position: int)
     request's seed and that position, so the choice does not depend on any draft.
     """
     for i, row in enumerate(scores):
-        if sampling.is_greedy:
-            score, token = row.max(0)
-            if not abs(float(score)) < torch.inf:  # NaN counts as the largest
-                raise ValueError(NO_NUMBERS)
-            yield int(token)
-        else:
-            yield noise.choose(*survivors(row, *sampling.transforms), position + i)
+        yield choose(row, sampling, noise, position + i)
 
 
 @torch.inference_mode()

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from messages import Draft, Sampling, Verdict
+from sampling import Noise
 
 from .base import Context, Drafter
-from .noise import Noise
 from .panel import AUTO, PLAIN, TREE, first_choice
 from .timed import TimedDrafter
 from .tree import Line, branches

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from messages import Draft, Sampling, Verdict
-
-from .noise import Noise
+from sampling import Noise
 
 Sample = Callable[[Tensor, list[int], Sampling, Noise], tuple[int, Tensor | None]]
 

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from fastpath.forward import Runs, join, whole
 from messages import Draft, Sampling, Verdict
+from sampling import Noise
 
 from .base import Chain, Context, Drafter, ModelState
-from .noise import Noise
 from .tree import Comb
 
 

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from messages import Draft, Sampling, Verdict
+from sampling import Noise
 
 from .base import Context, Drafter
-from .noise import Noise
 
 
 class NgramIndex:

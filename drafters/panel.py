@@ -16,9 +16,9 @@ from torch import Tensor
 
 from fastpath.prefix import PrefixCache
 from messages import Draft, Sampling, Verdict, in_short
+from sampling import Noise
 
 from .base import Drafter
-from .noise import Noise
 from .tree import heard, longest, merged
 
 AUTO = "auto"  # the name under which a request asks for all drafters

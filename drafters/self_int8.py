@@ -18,9 +18,9 @@ from fastpath.exact import Shapes
 from fastpath.forward import speed_up
 from fastpath.int8 import why_not
 from messages import Draft, Sampling, Verdict
+from sampling import Noise
 
 from .base import Context
-from .noise import Noise
 from .small_model import SmallModelDrafter, State
 
 _FEW_WEIGHTS = 50_000_000  # below, a pass takes its time for other things than reading weights

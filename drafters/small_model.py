@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 
 from fastpath.prefix import PrefixCache
 from messages import Draft, Sampling, Verdict
+from sampling import Noise
 
 from .base import Chain, Context, Drafter, ModelState
-from .noise import Noise
 
 
 @dataclass(slots=True, kw_only=True)

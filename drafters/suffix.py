@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from messages import Draft, Sampling, Verdict
+from sampling import Noise
 
 from .base import Context, Drafter
-from .noise import Noise
 from .suffix_tree import DEPTH, END, Place, Step, SuffixAutomaton
 
 LEAST_CHANCE = 0.05  # of being accepted, of a token that is worth drafting

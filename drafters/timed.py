@@ -22,9 +22,9 @@ from functools import partial
 from typing import Any
 
 from messages import Draft, Sampling, Verdict
+from sampling import Noise
 
 from .base import Drafter
-from .noise import Noise
 
 
 class _Interrupt(BaseException):

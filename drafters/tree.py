@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from messages import Draft, Verdict
+from sampling import ranked
 
 from .base import ModelState, Sample
-from .noise import ranked
 
 _BESIDE = 3  # tokens beside each one of a branch, at most
 _SURE = 0.7  # the chance of a token of whom nothing is known, behind an accepted one

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from drafters.noise import log_probabilities
 from messages import Cycle, Draft, Judgement
+from sampling import log_probabilities
 
 _PROMPT_SHOWN, _TAIL_SHOWN = 2000, 16  # tokens of a prompt that a trace repeats
 _BY_P, _BY_Q = 8, 4  # tokens of a distribution that a trace shows, the likeliest by p and by q

@@ -13,9 +13,8 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import demo
-from drafters.noise import ACCEPT
 from fastpath.exact import calibrate
-from fastpath.sampling import truncated_softmax
+from sampling import ACCEPT, truncated_softmax
 from serving import trace
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ordinary run is on the CPU, in fp32

@@ -23,7 +23,7 @@ from fastpath.activation import ROWS
 from fastpath.exact import KEY_BLOCK, Shapes
 from fastpath.forward import RaggedPlace, speed_up
 from fastpath.linear import Weights
-from fastpath.sampling import truncated_softmax
+from sampling import truncated_softmax
 
 
 @pytest.fixture

@@ -11,10 +11,9 @@ import pytest
 import speculative_decoding as core
 import torch
 
+import sampling as module
 from benchmarks.lossless import chi_squared
-from drafters import noise as module
-from drafters.noise import ACCEPT, DRAW, Noise
-from fastpath.sampling import survivors, truncated_softmax
+from sampling import ACCEPT, DRAW, Noise, survivors, truncated_softmax
 
 ODDS, NUM = 1e-6, 2000
 WEIGHTS = torch.tensor([0.1, 0.2, 0.3, 0.4])
@@ -88,7 +87,7 @@ def one_multiplication(ids, key):
 
 WITHOUT = {
     "position": (Noise, "_key", lambda self, position, use: KEY(self, 0, use)),
-    "seed": (Noise, "__init__", lambda self, seed: setattr(self, "_seed", 0)),
+    "seed": (Noise, "__init__", lambda self, seed: setattr(self, "seed", 0)),
     "token": (module, "_hash", lambda ids, key: HASH(np.zeros_like(ids), key)),
     "last rounds": (module, "_hash", one_multiplication),
 }
@@ -144,14 +143,17 @@ def test_noise_is_the_same_on_every_machine():
 @pytest.mark.parametrize("vocab", [3000, 151_936])
 def test_looking_only_at_tokens_that_can_win_finds_the_same_winner(vocab, spread):
     random = torch.Generator().manual_seed(vocab)
-    weights, _ = survivors(torch.randn(vocab, generator=random) * spread, 1.0, 0, 1.0, 0.0)
+    scores = torch.randn(vocab, generator=random) * spread
+    weights, ids = survivors(scores, 1.0, 0, 1.0, 0.0)
     order = torch.randperm(vocab, generator=random)
     for position in range(10):
         noise = Noise(position)
-        times = noise.exponentials(position, np.arange(vocab)) / weights.double().numpy()
-        assert noise.choose(weights, None, position) == times.argmin()
-        assert noise.choose(weights[order], order, position) == times.argmin()
-        assert noise.choose(weights * 1e-20, None, position) == times.argmin()
+        times = noise.exponentials(position, np.arange(vocab)) / weights
+        winner = core.choose(scores, core.Sampling(temperature=1.0), noise, position)
+        assert winner == times.argmin()
+        shuffled = torch.from_numpy(weights)[order]
+        assert noise.choose(shuffled, order, position) == winner
+        assert noise.choose(shuffled * 1e-20, order, position) == winner
 
 
 def test_a_token_without_weight_is_never_chosen():

@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 )
 
 from fastpath.forward import RaggedPlace
-from fastpath.sampling import truncated_softmax
+from sampling import truncated_softmax
 from serving.errors import RequestError
 from serving.parsing import parse_fields, parse_json
 from serving.text import TextStream

@@ -12,14 +12,16 @@ from conftest import ROOT
 CORE = "08_speculative_decoding"
 # Each room, and the rooms that it may import: only those below it. Nobody imports the core.
 ROOMS: dict[str, set[str]] = {"messages": set()} | {
+    "kernels": {"messages"},
+    "sampling": {"messages", "kernels"},
     "demo_models": {"messages", "fastpath", "drafters"},
     "fastpath": {"messages"},
-    "drafters": {"messages", "fastpath"},
+    "drafters": {"messages", "sampling", "fastpath"},
     "control": {"messages", "drafters"},
-    "serving": {"messages", "drafters", "control"},
+    "serving": {"messages", "sampling", "drafters", "control"},
     "demo": {"messages", "control", "serving"},
     "engines": {"messages", "drafters", "control", "serving", "demo"},
-    CORE: {"messages", "fastpath", "drafters", "control", "serving", "demo", "engines"},
+    CORE: {"messages", "sampling", "fastpath", "drafters", "control", "serving", "demo", "engines"},
 }
 OURS = {*ROOMS, "speculative_decoding", "benchmarks", "tests", "conftest"}
 FILES = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]

@@ -18,10 +18,9 @@ from conftest import judge
 from transformers.generation import logits_process
 
 from benchmarks.lossless import BATCH, PROMPT, SAMPLINGS, K, chi_squared, compare, first_tokens
-from drafters.noise import DRAW, Noise
 from drafters.small_model import SmallModelDrafter
 from fastpath.int8 import inputs
-from fastpath.sampling import largest, penalise, truncated_softmax
+from sampling import DRAW, Noise, penalise, truncated_softmax
 
 ODDS = 1e-6
 NO_NUMBERS = "no probabilities to draw from"
@@ -95,16 +94,6 @@ def test_a_large_vocabulary_is_cut_as_transformers_cuts_it(cuts):
         assert differing.max() <= 1  # one token at the border of a sum of 140 000 float32 values
         torch.testing.assert_close(ours.double().sum(-1), torch.ones(1).double(), rtol=1e-5, atol=0)
         assert (ours - theirs).abs().max() < 1e-5
-
-
-def test_the_largest_are_found_in_chunks():
-    torch.manual_seed(2)
-    for vocab, count in [(4096, 10), (4096, 64), (100, 7), (64 * 500, 100)]:
-        values = torch.randn(vocab).bfloat16().float()  # with ties
-        found, ids = largest(values, count)
-        assert torch.equal(found, values.topk(count).values)
-        assert torch.equal(values[ids], found)
-        assert len(set(ids.tolist())) == count
 
 
 def test_a_low_temperature_is_no_greedy_choice_and_a_tiny_one_does_not_overflow():

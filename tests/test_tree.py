@@ -12,11 +12,11 @@ from test_drafters import fresh_state, propose_and_close
 from test_native import KINDS, TEXT, load, needs_compiler
 
 from drafters.base import ModelState
-from drafters.noise import Noise
 from drafters.tree import Comb, Line, heard, longest, merged
 from fastpath import int8, linear
 from fastpath.forward import lines_of
 from messages import Draft, Verdict
+from sampling import Noise
 from serving import answers
 from serving.worker import Worker
 

@@ -1,0 +1,266 @@
+"""How a token is chosen: penalties, temperature, top-k, top-p and min-p, noise, draw.
+
+    logits [V] ─ penalise → scores ─ survivors → weights, ids ─ race → token      choose()
+                                                      └─ share of all → p          probabilities()
+
+Weights are exp((score − largest score) / temperature). Tokens stand in one order, the largest score
+first and of equal ones the lower id, and each cut keeps a beginning of it:
+
+    top-k    the k first, and what equals the k-th
+    top-p    a token stays if those before it weigh less than top_p of all that top-k has left
+    min-p    a token stays if it weighs at least min_p (the first one weighs 1)
+
+A draw is a race. A token takes the time e / weight, and the first one is chosen:
+
+    choice = argmin over tokens of e / weight        e = −log(1 − v), v uniform in [0, 1)
+
+It is distributed as the weights (the Gumbel-max identity: log weight − log e is largest there).
+Here v is a hash of (seed, position, token). So whoever draws at a position draws with the same
+noise, in whatever order and as often as it likes: the target always finds the same token there, and
+a drafter whose weights are close to the target's mostly finds that token, too.
+
+A seed draws the same on every machine: hashes are integers, exp and log are written out here in
+sums and products of float64, and what top-p adds up are whole numbers of 2⁻⁴⁰, because their sum
+has no order. kernels/sampling.c does the same in a hundredth of the time, and gives the same bits;
+without a compiler this file is what runs.
+
+Sources: the transforms are those of transformers' TopKLogitsWarper, TopPLogitsWarper and
+MinPLogitsWarper, in that order; the race is from Daliri, Musco and Suresh, arXiv 2408.07978; the
+keys are splitmix64's.
+"""
+
+from math import factorial, inf, isfinite, log2, nextafter, sqrt
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+from kernels import sampling as compiled
+from messages import Sampling
+
+NO_NUMBERS = "the model gave no probabilities to draw from (NaN in its logits?)"
+_WORD = (1 << 64) - 1
+_WHOLE = 2.0**40  # of the largest weight: what top-p adds up
+_FIRST = 32  # tokens that may be among the first ones to be drawn
+
+# Numbers of their own for each use at one position. The rule of rejection draws a token with DRAW,
+# judges it with ACCEPT and replaces it with RECOVER. What follows a rejected token is forgotten
+# unseen, so its numbers may be used again.
+DRAW, ACCEPT, RECOVER = range(1, 4)
+_HIGH, _LOW = range(4, 6)  # the upper and the lower half of a token's v
+
+
+# ---------------------------------------------------------------------------------- transforms
+def penalise(logits: Tensor, penalty: float, text: list[int], draft: list[int]) -> Tensor:
+    """Apply the repetition penalty to logits [n + 1, V]; 1 = off.
+
+    Row i is penalised as in plain decoding: for `text` and the first i drafts.
+    """
+    if penalty == 1:
+        return logits
+    # An id counts once however often it is read. Rows must read equally many ids, so in place of
+    # the drafts that it must not know yet a row reads an id of the text again.
+    rows = [draft[:i] + text[:1] * (len(draft) - i) for i in range(len(draft) + 1)]
+    known = torch.tensor(list(set(text))).expand(len(rows), -1)
+    ids = torch.cat([known, torch.tensor(rows, dtype=torch.long)], dim=1)
+    return RepetitionPenaltyLogitsProcessor(float(penalty))(ids.to(logits.device), logits)
+
+
+def survivors(
+    scores: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """The weights [c] float64 of the tokens that stay, and their ids [c], rising.
+
+    Of scores [V]. top_k <= 0, top_p >= 1 and min_p = 0 cut nothing; the first token always stays.
+    Raises ValueError where a score is NaN, or the largest one infinite.
+    """
+    if compiled.is_there():
+        return compiled.survivors(scores, (temperature, top_k, top_p, min_p))
+    s = scores.numpy(force=True).astype(np.float32)
+    if not isfinite(largest := float(s.max())):
+        raise ValueError(NO_NUMBERS)
+    weights = exp((s.astype(np.float64) - largest) * (1 / temperature))
+    stays = weights >= min_p
+    if 0 < top_k < len(s) or top_p < 1:
+        order = np.argsort(-s, kind="stable")
+        if 0 < top_k < len(s):
+            order = order[: np.count_nonzero(s >= s[order[top_k - 1]])]
+        if top_p < 1:
+            whole = np.rint(weights[order] * _WHOLE).astype(np.int64)
+            before = np.cumsum(whole) - whole
+            order = order[(before < top_p * float(whole.sum())) | (before == 0)]
+        beginning = np.zeros_like(stays)
+        beginning[order] = True
+        stays &= beginning
+    ids = np.flatnonzero(stays)
+    return weights[ids], ids
+
+
+def truncated_softmax(
+    scores: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> Tensor:
+    """Probabilities [n, V] of scores [n, V] float32: what `choose` draws by; NaN where none are.
+
+    Example: scores log([.5, .3, .2]), temperature 1, top_p .6 -> [.625, .375, 0]: .3 still begins
+    within .6.
+    """
+    result = np.zeros(scores.shape, np.float32)
+    for row, probs in zip(scores, result, strict=True):
+        try:
+            weights, ids = survivors(row, temperature, top_k, top_p, min_p)
+            probs[ids] = weights / total(weights)
+        except ValueError:  # of a row that may never be asked for
+            probs[:] = np.nan
+    return torch.from_numpy(result).to(scores.device)
+
+
+def log_probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
+    """log p [n, V] float64 of penalised logits [n, V]: temperature, then top-k, top-p, min-p."""
+    return truncated_softmax(scores, *sampling.transforms).double().log()
+
+
+def total(weights: np.ndarray) -> float:
+    """The sum of weights, the largest of which is 1; the same in whatever order they stand."""
+    return float(np.rint(weights * _WHOLE).astype(np.int64).sum()) / _WHOLE
+
+
+def exp(x: np.ndarray) -> np.ndarray:
+    """Of x [n] float64 <= 0, within 3e-13 of itself; exp(0) is 1, and exp(-700) and less 0."""
+    r = np.maximum(x, -700.0)
+    n = np.rint(r * log2(np.e))
+    r = r - n * 0.693147180369123816490  # log 2 in two parts: products with the first are exact
+    r = r - n * 1.90821492927058770002e-10
+    result = np.full_like(r, 1 / factorial(10))
+    for k in range(9, -1, -1):
+        result = result * r + 1 / factorial(k)
+    return np.where(x > -700.0, np.ldexp(result, n.astype(np.int32)), 0.0)
+
+
+# --------------------------------------------------------------------------------------- noise
+class Noise:
+    """The noise of one request. It holds no state, so that any thread may ask at any time."""
+
+    def __init__(self, seed: int) -> None:
+        """`seed`: any integer of up to 64 bits; -1 and 2**64 - 1 give different noise."""
+        self.seed = _scrambled(_scrambled(seed & _WORD) + (seed < 0))
+
+    def uniform(self, position: int, use: int) -> float:
+        """A number from [0, 1) of 53 bits."""
+        return (self._key(position, use) >> 11) * 2.0**-53
+
+    def exponentials(self, position: int, tokens: np.ndarray) -> np.ndarray:
+        """e [n] float64, exponentially distributed, of token ids [n]."""
+        ids = tokens.astype(np.uint32)
+        high, low = (_hash(ids, self._key(position, use)) for use in (_HIGH, _LOW))
+        return _minus_log(high * 2.0**-32 + (low + 0.5) * 2.0**-64)
+
+    def choose(self, weights: Tensor, tokens: Tensor | None, position: int) -> int:
+        """The token drawn from weights [n], which need not sum to 1.
+
+        `tokens` [n] are the ids that the weights belong to; None: 0, 1, 2 and so on. Raises
+        ValueError where no weight is larger than 0 or one of them is no number.
+        """
+        w = weights.numpy(force=True).astype(np.float64)
+        ids = np.arange(len(w)) if tokens is None else tokens.numpy(force=True)
+        if not 0 < w.max() < np.inf:  # a NaN counts as the largest
+            raise ValueError(NO_NUMBERS)
+        return self.race(w, ids, position)
+
+    def race(self, weights: np.ndarray, ids: np.ndarray, position: int) -> int:
+        """The same for weights float64 that are numbers; of equal times the lower id wins."""
+        with np.errstate(divide="ignore"):  # without weight a token takes for ever
+            times = self.exponentials(position, ids) / weights
+        return int(ids[times == times.min()].min())
+
+    def _key(self, position: int, use: int) -> int:
+        return _scrambled(_scrambled(self.seed ^ position) + use)
+
+
+def _scrambled(x: int) -> int:
+    """A word of 64 bits in which every bit of x counts (splitmix64)."""
+    x = (x + 0x9E3779B97F4A7C15) & _WORD
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _WORD
+    return x ^ x >> 31
+
+
+def _hash(ids: np.ndarray, key: int) -> np.ndarray:
+    """[n] uint32 of ids [n]; its upper bits are the good ones. One key gives no number twice."""
+    x = (ids ^ np.uint32(key & 0xFFFFFFFF)) * np.uint32(0x7FEB352D)
+    x = ((x ^ x >> np.uint32(15)) + np.uint32(key >> 32)) * np.uint32(0x846CA68B)
+    return (x ^ x >> np.uint32(16)) * np.uint32(0x9E3779B1)
+
+
+def _minus_log(v: np.ndarray) -> np.ndarray:
+    """−log(1 − v) of v [n] from (0, 1], within 1e-15 of itself; 1 counts as 1 − 2⁻⁵⁴.
+
+    1 − v is m · 2ᵏ with m from √½ to √2; log m = 2 (s + s³/3 + s⁵/5 + …), s = (m − 1) / (m + 1).
+    """
+    rest = np.maximum(1 - v, 2.0**-54)
+    m, k = np.frexp(rest)
+    k = np.where(m < sqrt(0.5), k - 1, k)
+    f = np.where(k == 0, -v, np.ldexp(rest, -k) - 1)  # m − 1, exact for small v
+    s = f / (2 + f)
+    square, series = s * s, np.full_like(s, 2 / 19)
+    for i in range(17, 0, -2):
+        series = series * square + 2 / i
+    return -(k * 0.693147180559945309417 + s * series)
+
+
+# ---------------------------------------------------------------------------------------- draw
+def choose(scores: Tensor, sampling: Sampling, noise: Noise, position: int) -> int:
+    """The token after a text of `position` tokens, by penalised scores [V] float32.
+
+    Greedy: the first of the largest. Raises ValueError where they are no numbers.
+    """
+    if compiled.is_there() and (scores.is_cpu or not sampling.is_greedy):
+        return compiled.choose(scores, sampling.transforms, noise.seed, position)
+    if not sampling.is_greedy:
+        return noise.race(*survivors(scores, *sampling.transforms), position)
+    score, token = scores.max(0)
+    if not abs(float(score)) < inf:  # NaN counts as the largest
+        raise ValueError(NO_NUMBERS)
+    return int(token)
+
+
+def draw(weights: Tensor, u: float) -> int:
+    """The token drawn by u from weights [V], which need not sum to 1. Raises ValueError for none.
+
+    Example: weights [.2, 0, .6], u = .5 -> 2: of the total .8, u points at .4.
+    """
+    cumulated = weights.cumsum(0, dtype=torch.float64)
+    total = float(cumulated[-1])
+    if not 0 < total < inf:  # as NaN is not
+        raise ValueError(NO_NUMBERS)
+    # Below the total whatever the rounding: then a token without weight is never found.
+    return int(torch.searchsorted(cumulated, min(u * total, nextafter(total, 0)), right=True))
+
+
+def ranked(
+    logits: Tensor, text: list[int], sampling: Sampling, noise: Noise, count: int
+) -> list[tuple[int, float]]:
+    """The `count` tokens that a model would choose first after `text`, and how sure it is of each.
+
+    Of logits [V]. Where tokens are drawn they come as they end their race, and are the likelier the
+    larger their lead is.
+    """
+    scores = penalise(logits[None], sampling.repetition_penalty, text, [])[0]
+    if sampling.is_greedy:
+        weights, ids, sum_of_all = _leaders(scores, (1.0, 0, 1.0, 0.0), count)
+        return list(zip(ids.tolist(), (weights / sum_of_all).tolist(), strict=True))
+    weights, ids, _ = _leaders(scores, sampling.transforms, _FIRST)
+    speeds = weights / noise.exponentials(len(text), ids)
+    order = np.argsort(-speeds, kind="stable")[:count]
+    return list(zip(ids[order].tolist(), (speeds / speeds.sum())[order].tolist(), strict=True))
+
+
+def _leaders(
+    scores: Tensor, transforms: tuple[float, int, float, float], count: int
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """The first `count` survivors' weights and ids, in order, and what all of them weigh."""
+    if compiled.is_there():
+        return compiled.leaders(scores, transforms, count)
+    weights, ids = survivors(scores, *transforms)
+    first = np.argsort(-scores.numpy(force=True)[ids], kind="stable")[:count]
+    return weights[first], ids[first], total(weights)

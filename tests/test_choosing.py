@@ -1,0 +1,155 @@
+"""Choosing in C gives the bits of sampling.py's own definition, on every machine."""
+
+import itertools
+import math
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import speculative_decoding as core
+import torch
+from conftest import ROOT
+
+import sampling as module
+from kernels import sampling as compiled
+from sampling import Noise, choose, ranked, survivors
+
+needs_compiler = pytest.mark.skipif(not compiled.is_there(), reason="no C compiler here")
+CUTS = [
+    (1.0, 0, 1.0, 0.0),
+    (0.3, 0, 1.0, 0.0),
+    (0.7, 40, 1.0, 0.0),
+    (1.0, 3000, 1.0, 0.0),
+    (1.3, 0, 0.95, 0.0),
+    (1.0, 0, 0.999, 0.0),
+    (1.0, 0, 1e-9, 0.0),
+    (1.0, 0, 1.0, 0.3),
+    (1.0, 1, 1.0, 1.0),
+    (0.8, 20, 0.9, 0.02),
+    (1.0, 3000, 0.5, 0.05),
+]
+
+
+def rows():
+    """Scores of many sizes: peaked and flat, with ties (bfloat16 has many), with -inf and zeros."""
+    random = torch.Generator().manual_seed(0)
+    for vocab, spread in itertools.product((1, 5, 64, 1000, 4160, 50_001), (0.1, 2.0, 9.0)):
+        row = torch.randn(vocab, generator=random) * spread
+        yield row
+        yield row.bfloat16().float()
+        yield torch.ones(vocab)
+        masked = row.masked_fill(torch.rand(vocab, generator=random) < 0.5, -math.inf)
+        masked[vocab // 2] = 0.0
+        yield masked
+        yield torch.where(torch.arange(vocab) % 2 == 0, -0.0, 0.0)
+
+
+def with_python(monkeypatch, function, *given):
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "is_there", lambda: False)
+        return function(*given)
+
+
+@needs_compiler
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+def test_c_chooses_what_python_chooses(monkeypatch, cuts):
+    for row in rows():
+        ours, theirs = survivors(row, *cuts), with_python(monkeypatch, survivors, row, *cuts)
+        assert np.array_equal(ours[1], theirs[1]) and np.array_equal(ours[0], theirs[0])
+        way = core.Sampling(1.0, *cuts)
+        for seed in (0, 1, 2**40 + 3, -1):
+            given = row, way, Noise(seed), 1000 * seed % 777
+            assert choose(*given) == with_python(monkeypatch, choose, *given)
+
+
+@needs_compiler
+def test_c_finds_the_first_of_the_largest_and_the_leaders_that_python_finds(monkeypatch):
+    for row in rows():
+        assert choose(row, core.Sampling(), Noise(0), 0) == int((row == row.max()).nonzero()[0])
+        for way in (core.Sampling(), *(core.Sampling(1.0, *cuts) for cuts in CUTS)):
+            given = row, [1, 2, 3], way, Noise(3), 4
+            assert ranked(*given) == with_python(monkeypatch, ranked, *given)
+
+
+def test_of_equal_times_the_lower_id_wins(monkeypatch):
+    monkeypatch.setattr(Noise, "exponentials", lambda *_: np.array([2.0, 1.0, 3.0, 1.0]))
+    assert Noise(0).race(np.ones(4), np.array([3, 9, 1, 7]), 0) == 7
+
+
+@pytest.mark.parametrize("vocab", [7, 200, 4096])
+@pytest.mark.parametrize("way", [pytest.param("C", marks=needs_compiler), "python"])
+@pytest.mark.parametrize("number", [math.nan, math.inf, None], ids=str)
+def test_rows_that_are_no_numbers_are_refused(monkeypatch, number, way, vocab):
+    if way == "python":
+        monkeypatch.setattr(compiled, "is_there", lambda: False)
+    samplings = core.Sampling(), *(core.Sampling(1.0, *cuts) for cuts in CUTS)
+    for at, sampling in itertools.product((0, vocab // 2, vocab - 1), samplings):
+        row = torch.linspace(-1, 1, vocab)
+        row[slice(None) if number is None else at] = -math.inf if number is None else number
+        with pytest.raises(ValueError, match="no probabilities to draw from"):
+            choose(row, sampling, Noise(0), 0)
+
+
+def test_the_scores_of_another_type_or_in_steps_are_the_same_scores():
+    row = torch.linspace(-3, 5, 2000)[torch.arange(2000) * 7 % 2000].bfloat16()
+    twice = torch.stack([row.float(), -row.float()], dim=1)
+    for way in (core.Sampling(), core.Sampling(temperature=1.0, top_k=9)):
+        token = choose(row.float(), way, Noise(5), 6)
+        assert choose(row, way, Noise(5), 6) == choose(twice[:, 0], way, Noise(5), 6) == token
+
+
+def test_exp_and_log_are_near_the_true_ones():
+    x = -np.concatenate([np.linspace(0, 2, 999), np.logspace(-12, 2.84, 999)])
+    np.testing.assert_allclose(module.exp(x), np.exp(x), rtol=3e-13, atol=0)
+    assert module.exp(np.array([0.0, -701.0, -np.inf])).tolist() == [1, 0, 0]
+    v = np.concatenate([np.logspace(-19, 0, 999)[:-1], np.linspace(0.001, 0.999, 999)])
+    np.testing.assert_allclose(module._minus_log(v), -np.log1p(-v), rtol=1e-15, atol=0)
+    assert module._minus_log(np.array([1.0, 1 - 2**-53])).max() < 38
+
+
+# -------------------------------------------------------------------------------- other machines
+
+
+def printed(folder, compiler, *flags, through=()):
+    """What choosing.c prints, compiled so."""
+    sources = [ROOT / "tests" / "choosing.c", ROOT / "kernels" / "sampling.c"]
+    command = [*compiler, "-O3", "-std=gnu11", "-ffp-contract=off", *flags, "-I", ROOT / "kernels"]
+    subprocess.run([*command, *sources, "-o", folder / "program", "-lm"], check=True)
+    run = subprocess.run([*through, folder / "program"], capture_output=True, text=True, check=True)
+    return run.stdout
+
+
+def builds():
+    """Machines that this one can be: by name, the compiler's flags."""
+    flags = Path("/proc/cpuinfo").read_text("utf-8").split()
+    yield "SSE", ["-march=x86-64"]
+    if "avx2" in flags and "fma" in flags:
+        yield "AVX2", ["-march=x86-64-v3"]
+    if "avx512vl" in flags:
+        yield "AVX-512", ["-march=x86-64-v4"]
+
+
+@pytest.mark.skipif(not shutil.which("gcc"), reason="no gcc here")
+def test_machines_give_the_same_bits(tmp_path):
+    found = {name: printed(tmp_path, ["gcc"], *flags) for name, flags in builds()}
+    assert len(set(found.values())) == 1, found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (shutil.which("aarch64-linux-gnu-gcc") and shutil.which("qemu-aarch64")),
+    reason="no compiler for aarch64, or nothing to run it in",
+)
+def test_another_kind_of_machine_gives_the_same_bits(tmp_path):
+    there = printed(tmp_path, ["aarch64-linux-gnu-gcc", "-static"], through=["qemu-aarch64"])
+    assert there == printed(tmp_path, ["gcc"], "-march=native")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("gcc"), reason="no gcc here")
+def test_nothing_is_read_or_written_where_it_should_not_be(tmp_path):
+    sanitized = "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
+    for _, flags in builds():
+        assert printed(tmp_path, ["gcc"], *flags, *sanitized)
