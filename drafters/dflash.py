@@ -33,10 +33,11 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from fastpath.attention import FULL, additive, attend, grouped_mask
-from fastpath.block import FusedBlock, norm_of, parts_of, sign
+from fastpath.block import FusedBlock, sign
 from fastpath.decoder import KINDS, can_tabulate
 from fastpath.forward import FastPlace
 from fastpath.linear import JoinedLinear
+from kernels.parts import norm_of, parts_of
 from messages import Draft, in_short
 
 from .base import Chain, Context

@@ -6,7 +6,7 @@
                       └ cat            in the KV cache   pending the lazy a dog cat
 
 Each token sees its ancestors and stands as far behind the pending token as it has of them, so its
-logits are those that it would get in a chain (fastpath/native.cpp). The target chooses after the
+logits are those that it would get in a chain (kernels/attention.c). The target chooses after the
 pending token. If one of its children is that choice, it goes on from there, and so on. What it goes
 along is a chain, a `Line`; all that comes behind, from the verdict to the page, sees that chain
 alone. The KV cache keeps what was accepted of it.

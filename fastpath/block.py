@@ -14,136 +14,16 @@ whoever fuses (decoder.py) compares both on random tokens, and keeps the module 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from . import attention
+from kernels.parts import Parts, RMSNorm, linear_of, norm_of, parts_of
+
 from .activation import sigmoid, steady
 from .attention import CausalMasks, Ragged, additive, attend, causal_mask, grouped_mask
-from .linear import JoinedLinear, Kind, Weights, linear_of
-from .native import PROMPT_ROWS, NativeStack, Rows, native_stack
-
-# Names of norms before attention, after it, before the MLP and after it.
-_NORMS = (
-    ("input_layernorm", None, "post_attention_layernorm", None),  # Llama, Qwen, Mistral, Phi-3, …
-    (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),  # OLMo 2
-    ("ln_1", None, "ln_2", None),  # GPT-2
-    (
-        "input_layernorm", "post_attention_layernorm",
-        "pre_feedforward_layernorm", "post_feedforward_layernorm",
-    ),  # Gemma 2 and 3
-)  # fmt: skip
-_ATTENTIONS = "self_attn", "attn", "linear_attn"
-# Linear layers that make queries, keys and values, and the one behind attention.
-_PROJECTIONS = (
-    (("q_proj", "k_proj", "v_proj"), "o_proj"),
-    (("qkv_proj",), "o_proj"),
-    (("c_attn",), "c_proj"),
-)
-# Of a gated delta net, beside its out_proj; the first makes queries, keys and values (delta.py).
-DELTA_PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-_DELTA = {*DELTA_PROJECTIONS, "out_proj", "conv1d", "norm"}
-# Linear layers before the activation, the one behind it, the activation.
-_MLPS = (
-    (("gate_proj", "up_proj"), "down_proj", "act_fn"),
-    (("gate_up_proj",), "down_proj", "activation_fn"),
-    (("c_fc",), "c_proj", "act"),
-)
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The modules of a decoder layer, by what they do."""
-
-    attention: nn.Module
-    qkv: list[nn.Module]
-    out: nn.Module
-    qk_norms: list[nn.Module]  # of queries and of keys, or none
-    up: list[nn.Module]  # gate and up, in one or two modules, or up alone
-    down: nn.Module
-    activation: nn.Module
-    norms: tuple[nn.Module | None, ...]  # before attention, after it, before the MLP, after it
-    gates: tuple[nn.Module, ...] = ()  # a layer whose sigmoid attention is multiplied by
-
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether a gated delta net stands where others attend."""
-        return _names(self.attention) == _DELTA
-
-    @property
-    def fits(self) -> bool:
-        """Whether there are as many queries, keys and values as attention reads."""
-        groups = getattr(self.attention, "num_key_value_groups", 1)
-        made = sum(len(linear_of(layer)[0]) for layer in self.qkv)
-        return made * groups == linear_of(self.out)[0].shape[1] * (groups + 2)
-
-    def with_gates(self) -> "Parts":
-        """What makes queries taken apart: Qwen3.5's has a gate beside each head's query."""
-        query, *others = self.qkv
-        made = linear_of(query)
-        if made is None or made[1] is not None or len(made[0]) % (2 * self.attention.head_dim):
-            return self
-        halves = made[0].detach().unflatten(0, (-1, 2, self.attention.head_dim)).unbind(1)
-        query, gate = (_linear(half.flatten(0, 1)) for half in halves)
-        return replace(self, qkv=[query, *others], gates=(gate,))
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether the activation's result is multiplied by another projection of the same input."""
-        (weight, _), *_ = map(linear_of, self.up)
-        inner = linear_of(self.down)[0].shape[1]
-        return len(weight) * len(self.up) == 2 * inner
-
-
-def parts_of(layer: nn.Module, besides: tuple[str, ...] = ()) -> Parts | None:
-    """A layer's parts, if it consists of those of a block that is known, and of no others.
-
-    `besides` are names of children that the caller sees to.
-    """
-    names = _names(layer) - set(besides)
-    attention = next((name for name in _ATTENTIONS if name in names), "")
-    norms = next((n for n in _NORMS if {*n} - {None} == names - {attention, "mlp"}), None)
-    if not attention or norms is None or "mlp" not in names:
-        return None
-    attended, mlp = getattr(layer, attention), layer.mlp
-    qk_names = _names(attended) & {"q_norm", "k_norm"}
-    linear = next((p for p in _PROJECTIONS if {*p[0], p[1]} == _names(attended) - qk_names), None)
-    if is_recurrent := _names(attended) == _DELTA:
-        linear = DELTA_PROJECTIONS, "out_proj"
-    elif not all(hasattr(attended, name) for name in ("head_dim", "layer_idx", "scaling")):
-        return None
-    inner = next((p for p in _MLPS if {*p[0], *p[1:]} == _names(mlp)), None)
-    if linear is None or inner is None or len(qk_names) == 1:
-        return None
-    found = Parts(
-        attended, [getattr(attended, name) for name in linear[0]], getattr(attended, linear[1]),
-        [getattr(attended, name) for name in sorted(qk_names, reverse=True)],
-        [getattr(mlp, name) for name in inner[0]], getattr(mlp, inner[1]), getattr(mlp, inner[2]),
-        tuple(name and getattr(layer, name) for name in norms),
-    )  # fmt: skip
-    linears = [*found.qkv, found.out, *found.up, found.down]
-    every_norm = [norm for norm in (*found.norms, *found.qk_norms) if norm is not None]
-    if not (all(map(linear_of, linears)) and all(map(norm_of, every_norm))):
-        return None
-    if is_recurrent or found.fits:
-        return found
-    gated = found.with_gates() if len(found.qkv) == 3 else found
-    return gated if gated.fits else None
-
-
-def _linear(weight: Tensor) -> nn.Linear:
-    """A linear layer of a weight [out, in]."""
-    layer = nn.Linear(1, 1, bias=False, device="meta")
-    layer.weight = nn.Parameter(weight, requires_grad=False)
-    return layer
-
-
-def _names(module: nn.Module) -> set[str]:
-    """Of its children, without dropouts, which do nothing here."""
-    return {name for name, child in module.named_children() if type(child) is not nn.Dropout}
+from .linear import JoinedLinear, Kind, Weights
 
 
 class Where(Protocol):
@@ -155,21 +35,6 @@ class Where(Protocol):
 
 
 Rope = tuple[Tensor, Tensor]  # cos and signed sin (see `sign`), [B, T, 1, head_dim] each
-
-
-class RMSNorm:
-    """x over the root of its mean square, times weight; in float32 inside, as the models' own."""
-
-    def __init__(self, weight: Tensor, epsilon: float) -> None:
-        self.weight, self.epsilon = weight.detach(), epsilon
-        self._epsilon = torch.tensor(epsilon, device=weight.device)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [..., D] -> [..., D]."""
-        wide = x if x.dtype is torch.float32 else x.float()
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scaled = wide * torch.addcmul(self._epsilon, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-        return (scaled if x is wide else scaled.to(x.dtype)).mul_(self.weight)
 
 
 class FusedBlock(nn.Module):
@@ -350,33 +215,6 @@ def _added(
     return layer.compute(x, residual) if norm is None else norm(layer.compute(x)).add_(residual)
 
 
-@torch.no_grad()
-def norm_of(module: nn.Module) -> Any:
-    """The same norm in fewer operations; None where it is of no known kind.
-
-    Some RMS norms multiply by their weight, some by 1 + weight: a trial tells.
-    """
-    if type(module) is nn.LayerNorm:
-        return module
-    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if epsilon is None or getattr(module, "weight", None) is None:
-        return None
-    x = torch.linspace(-1, 1, len(module.weight)).to(module.weight)[None]
-    for weight in (module.weight, 1 + module.weight):
-        norm = RMSNorm(weight, epsilon)
-        if is_same(norm(x), module(x)):
-            return norm
-    return None
-
-
-def is_same(actual: Tensor, expected: Tensor, num_roundings: int = 32) -> bool:
-    """Equal but for some roundings of their type, relative to the largest number."""
-    if actual.shape != expected.shape:
-        return False
-    tolerance = num_roundings * torch.finfo(expected.dtype).eps * float(expected.abs().max())
-    return float((actual - expected).abs().max()) <= tolerance
-
-
 class FusedStack:
     """Blocks with the tables that they share: rotations and masks, per kind of layer."""
 
@@ -402,18 +240,6 @@ class FusedStack:
             self._masks[kind] = CausalMasks(
                 by_kind[kind].groups, length, windows[kind], weight.dtype, weight.device
             )
-        self._native: NativeStack | None = None
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the blocks run in C++."""
-        return self._native is not None
-
-    def compile(self) -> None:
-        """Compute in C++ from now on, where --compile asked for it; the weights are packed."""
-        self._native = native_stack(
-            self.blocks, self._kinds, self._windows, self._ropes, self._masks
-        )
 
     def __call__(
         self,
@@ -438,12 +264,6 @@ class FusedStack:
         ropes = {  # [N, 1, D] each
             kind: (cos[0, rows], sin[0, rows]) for kind, (cos, sin) in self._ropes.items()
         }
-        if self._native is not None and cache is not None and not attention.is_recording():
-            buffers = self._native.buffers(cache)
-            if buffers is not None:
-                is_prompt = ragged is None and x.shape[1] >= PROMPT_ROWS
-                masks = self._masks_of(where.positions, start, where) if is_prompt else {}
-                return self._compiled(x[0], ropes, masks, buffers, where, states)[None]
         if ragged is None:
             masks = self._masks_of(where.positions, start, where)
             ropes = {kind: (cos[None], sin[None]) for kind, (cos, sin) in ropes.items()}
@@ -460,24 +280,3 @@ class FusedStack:
         return {
             kind: table.of(queries, start, where.kv_length) for kind, table in self._masks.items()
         }
-
-    def _compiled(
-        self,
-        x: Tensor,
-        ropes: dict[str, Rope],
-        masks: dict[str, Tensor],
-        buffers: Any,
-        where: Any,
-        states: dict[int, Any],
-    ) -> Tensor:
-        """x [N, D] -> [N, D] by the compiled blocks, up to each state that is wanted."""
-        rows = Rows.of(where, len(x))
-        flat = {kind: (cos[:, 0], sin[:, 0]) for kind, (cos, sin) in ropes.items()}
-        begin, first = 0, self.blocks[0]
-        read, x = first.read(x) if first.has_other_inputs else (None, x)
-        for end in sorted({i + 1 for i in states if i >= 0} | {len(self.blocks)}):
-            x = self._native(x, begin, end, flat, masks, buffers, rows, read)
-            begin, read = end, None
-            if end - 1 in states:
-                states[end - 1] = x[None]
-        return x

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kernels.parts import is_same, norm_of, parts_of
+
 from . import attention
 from .activation import make_steady
 from .attention import FULL
@@ -24,9 +26,6 @@ from .block import (
     FusedStack,
     Where,
     causal_mask,
-    is_same,
-    norm_of,
-    parts_of,
 )
 from .delta import DeltaBlock
 from .int8 import Int8Weights, quantise_embedding
@@ -68,12 +67,6 @@ class FusedDecoder:
         """Pack the blocks' weights, and let go of the modules'."""
         for block in self.blocks:
             block.join(kind)
-        self._stack.compile()
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the blocks run in C++ (native.py)."""
-        return self._stack.is_compiled
 
     @torch.inference_mode()
     def __call__(
@@ -121,7 +114,6 @@ class FusedHead(nn.Module):
         """Pack the weights, and let go of the module's."""
         self._block.join(kind)
         self._project.join(kind)
-        self._stack.compile()
 
     @torch.inference_mode()
     def forward(self, ids: Tensor, hidden: Tensor, where: Where, cache: Any) -> Tensor:
@@ -299,7 +291,6 @@ def speed_up_eagle(head: Any, length: int, quantize: str | None = None) -> Fused
         if is_same(fused(x, OneText(positions, count, count), None), expected):
             block.join(KINDS[quantize])
             head.layers = nn.ModuleList([block])
-            fused.compile()
         else:
             fused = None
     if not fused:

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.parts import Parts, RMSNorm, linear_of
+
 from .activation import sigmoid, silu, softplus
 from .attention import Ragged
-from .block import FusedBlock, Parts, RMSNorm, Rope
-from .linear import Kind, Weights, linear_of
+from .block import FusedBlock, Rope
+from .linear import Kind, Weights
 from .recurrent import GatedDelta, RecurrentLayer
 
 RULE = GatedDelta.name

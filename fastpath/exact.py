@@ -135,6 +135,8 @@ def calibrate(model: Any, most_rows: int = 64, bitwise: bool = True) -> Report |
     nearest stay. Runs in the thread that will serve: the number of threads decides how sums are
     split. Without `bitwise` only the clock decides, and there is no report.
     """
+    if model.fast and model.fast.is_compiled:
+        return model.fast.report()
     if not bitwise:
         model.shapes.min_rows = by_speed(model)[0] if model.fast else 1
         return None
@@ -149,10 +151,8 @@ def calibrate(model: Any, most_rows: int = 64, bitwise: bool = True) -> Report |
     if doubt is None:
         with attention.recording() as calls:
             _short_forward(model)
-        has_own = model.fast.is_compiled  # an attention that is steady for any number of rows
-        shapes.rows, shapes.prompt_rows, checked = equal_rows(weights, has_own)
-        least = ROWS[-1] if has_own else 1
-        shapes.key_steps, doubt = equal_keys(calls, model.model.dtype, model.cache.num_rows, least)
+        shapes.rows, shapes.prompt_rows, checked = equal_rows(weights)
+        shapes.key_steps, doubt = equal_keys(calls, model.model.dtype, model.cache.num_rows)
     if model.fast:
         shapes.min_rows = by_speed(model)[0]
     else:  # forwards keep to no shapes

@@ -11,28 +11,27 @@ texts stand one behind the other, so that pads cost next to nothing:
 Rows to spare fill the number of rows up to one of the checked shapes.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from math import prod
 from mmap import mmap
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from kernels import library
+from kernels.decoder import decoder_of
+from kernels.forward import KernelForward
+from kernels.parts import is_same
 from messages import Output
 
-from . import native
 from .attention import NAME, Ragged
-from .block import is_same
 from .decoder import FusedDecoder, quantise_modules, speed_up_modules
 from .exact import Shapes
 from .int8 import why_not
 from .linear import computes_bfloat16
 
-Trees = Mapping[int, list[int]]
-NO_TREES: Trees = MappingProxyType({})
 MOST_SHARED = 32  # tokens of a text that shares its forward with others: more than any draft has
 
 
@@ -87,8 +86,6 @@ class FastPlace:
 class RaggedPlace(FastPlace):
     """A place whose tokens stand one behind the other."""
 
-    line: Tensor | None = None  # of a tree of drafts
-
     def __init__(self, padded: Any, num_rows: int) -> None:
         """`num_rows` is the forward's number of rows, at least the number of tokens."""
         super().__init__(padded)
@@ -124,52 +121,6 @@ class RaggedPlace(FastPlace):
         return self.view(buffer)
 
 
-class TreePlace(RaggedPlace):
-    """A ragged place with drafts that branch, for the compiled blocks.
-
-    All tokens are cached in the order in which they are fed. But a token stands in its text as many
-    places behind the first one as it has ancestors, and sees no others.
-    """
-
-    def __init__(self, padded: Any, num_rows: int, texts: list[tuple[int, list[list[int]]]]):
-        """Of each text: where token 0 is cached, and the `lines_of` the tokens in this forward."""
-        super().__init__(padded, num_rows)
-        self.places, pad = self.positions[0], torch.nn.functional.pad
-        positions, line = stands_of(texts)
-        self.positions = pad(positions, (0, self._num_spare))[None]
-        self.line = pad(line, (0, 0, 0, self._num_spare))
-
-
-def stands_of(texts: list[tuple[int, list[list[int]]]]) -> tuple[Tensor, Tensor]:
-    """Of each token its position [n], and where the last ones that it sees are cached [n, depth].
-
-    Example: a text whose token 0 is cached at 7, and the line [0, 2] -> 8, [7, 9].
-    """
-    depth = max(len(line) for _, lines in texts for line in lines)
-    positions, seen = list[int](), list[list[int]]()
-    for first, lines in texts:
-        for line in lines:
-            before = range(first + len(line) - depth, first)  # all see those, if there are so many
-            positions.append(first + len(line) - 1)
-            seen.append([*before, *(first + i for i in line)])
-    return torch.tensor(positions), torch.tensor(seen)
-
-
-def lines_of(parents: list[int], count: int) -> list[list[int]]:
-    """Which of the `count` tokens that a text is fed each of them sees: its ancestors and itself.
-
-    The last tokens are a draft; `parents` are the indexes, in the draft, of those that they follow.
-    -1 is the token before the draft.
-
-    Example: [-1, -1, 0], 4 -> [[0], [0, 1], [0, 2], [0, 1, 3]].
-    """
-    lines, first = list[list[int]](), count - len(parents)
-    for i in range(count):
-        before = i - 1 if i < first else first + parents[i - first]
-        lines.append([*lines[before], i] if i else [i])
-    return lines
-
-
 class Runs:
     """Cuts what is fed into forwards; a function of the texts' lengths and of nobody's company."""
 
@@ -178,14 +129,13 @@ class Runs:
         self._cache, self._shapes, self.can_share = cache, shapes, can_share
 
     def __call__(
-        self, rows: list[int], counts: list[int], trees: Trees = NO_TREES
+        self, rows: list[int], counts: list[int]
     ) -> Iterator[tuple[list[Piece], Any]]:
         """How to feed counts[b] tokens to rows[b]: forwards, one after the other, and their places.
 
         Rows of few tokens share a forward. Longer ones have forwards to themselves, as all others
         would be padded to their length where they attend. Each forward is to be run, and the cache
-        advanced, before the next one is asked for. trees[b] are the parents of row b's last tokens,
-        if they branch (see `lines_of`).
+        advanced, before the next one is asked for.
         """
         alone, shared, most = [], [], self._shapes.rows[-1]
         for b in sorted(range(len(rows)), key=lambda b: self._cache.slot(rows[b])):
@@ -202,17 +152,10 @@ class Runs:
                     shared.append(([piece], 0))
         for pieces, num_rows in alone + shared:
             fed = [piece.end - piece.begin for piece in pieces]
-            texts = []
-            for b, begin, end in pieces if any(piece.index in trees for piece in pieces) else ():
-                lines = lines_of(trees.get(b, []), counts[b])[begin:end]
-                texts.append((self._cache.lengths[rows[b]] - begin, lines))
-            yield pieces, self._place([rows[p.index] for p in pieces], fed, num_rows, texts)
+            yield pieces, self._place([rows[p.index] for p in pieces], fed, num_rows)
 
-    def _place(self, rows: list[int], counts: list[int], num_rows: int, texts: list[Any]) -> Any:
-        """Room in the cache for a forward of `num_rows` rows, 0 = as many as the shapes ask for.
-
-        `texts` is what a TreePlace takes, or empty.
-        """
+    def _place(self, rows: list[int], counts: list[int], num_rows: int) -> Any:
+        """Room in the cache for a forward of `num_rows` rows, 0 = as many as the shapes ask for."""
         cache, shapes = self._cache, self._shapes
         num_rows = num_rows or shapes.run_rows(sum(counts))
         end = max(cache.lengths[row] + count for row, count in zip(rows, counts, strict=True))
@@ -221,11 +164,8 @@ class Runs:
             width = -(-width // 4) * 4  # few numbers of rows: see ROWS
         # Never fewer keys than rows: GPT-Neo places its own mask by how many more keys there are.
         padded = cache.place(rows, counts, width, max(shapes.kv_length(end), width))
-        if texts:
-            cache.current = TreePlace(padded, num_rows, texts)
-        else:
-            is_ragged = len(rows) > 1 and self.can_share
-            cache.current = RaggedPlace(padded, num_rows) if is_ragged else FastPlace(padded)
+        is_ragged = len(rows) > 1 and self.can_share
+        cache.current = RaggedPlace(padded, num_rows) if is_ragged else FastPlace(padded)
         return cache.current
 
 
@@ -236,6 +176,8 @@ def whole(cache: Any, rows: list[int], counts: list[int]) -> Iterator[tuple[list
 
 class FastForward:
     """Stands in for `forward` of the core's CachedModel."""
+
+    is_compiled = False
 
     def __init__(self, model: Any, fused: FusedDecoder | None) -> None:
         self._model, self.fused = model, fused
@@ -248,19 +190,13 @@ class FastForward:
         tokens: list[list[int]],
         num_logits: list[int],
         layers: tuple[int, ...] = (),
-        trees: Trees = NO_TREES,
     ) -> Output:
-        """Feed tokens[b] to rows[b], in as many forwards as it takes; see CachedModel.forward.
-
-        The last tokens of a text b in `trees` branch; trees[b] are their parents (see `lines_of`).
-        Only the compiled blocks can read them.
-        """
-        assert not trees or self.is_compiled
+        """Feed tokens[b] to rows[b], in as many forwards as it takes; see CachedModel.forward."""
         for layer in self._model.cache.recurrent:
             layer.begin(rows)
         logits: list[list[Tensor]] = [[] for _ in rows]
         hidden: dict[int, list[list[Tensor]]] = {layer: [[] for _ in rows] for layer in layers}
-        for pieces, place in self.runs(rows, [len(fed) for fed in tokens], trees):
+        for pieces, place in self.runs(rows, [len(fed) for fed in tokens]):
             fed = [tokens[p.index][p.begin : p.end] for p in pieces]
             # Of the tokens whose logits are wanted, those in here: the last ones of a piece.
             first = [len(tokens[p.index]) - num_logits[p.index] for p in pieces]
@@ -302,16 +238,11 @@ class FastForward:
         return scores, {layer: place.part(found) for layer, found in states.items()}
 
     @property
-    def is_compiled(self) -> bool:
-        """Whether the model's blocks run in C++ (native.py)."""
-        return self.fused is not None and self.fused.is_compiled
-
-    @property
     def way(self) -> str:
         """How the model is computed, in few words."""
         if self.fused is None:
             return "transformers' modules, its linear layers packed where they can be"
-        return f"its blocks fused in {'C++' if self.is_compiled else 'Python'}"
+        return "its blocks fused in Python"
 
     @property
     def could_be_bfloat16(self) -> bool:
@@ -338,7 +269,7 @@ def get_ready(quantize: str | None, device: str, is_compiled: bool | None) -> No
     on_cpu = device == "cpu" or device == "auto" and not torch.cuda.is_available()
     if quantize and (reason := why_not("cpu" if on_cpu else device)):
         raise ValueError(reason)
-    native.use(is_compiled if on_cpu else False)
+    library.use(is_compiled if on_cpu else False)
 
 
 def check_quantized(quantize: str | None, model: Any) -> None:
@@ -362,6 +293,13 @@ def speed_up(
     be a jump, and what is wrong would hide among the jumps. A draft of the model itself leaves the
     embedding, which is shared, as it is.
     """
+    if library.is_used and (found := decoder_of(model.model, model.cache.capacity, model.windows)):
+        model.fast = model.forward = KernelForward(model, found)
+        found.release(model.model)
+        if quantize:
+            check(model)
+            model.fast.quantise()
+        return
     fused = speed_up_modules(model.model, model.cache.capacity, model.windows, quantize)
     model.fast = model.forward = FastForward(model, fused)
     model.fast.runs.can_share = bool(fused) or _can_be_ragged(model)

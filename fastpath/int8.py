@@ -100,15 +100,6 @@ class Int8Weights(Weights):
         return "int8", *super().signature
 
     @property
-    def can_be_native(self) -> bool:
-        """Whether native.cpp computes with it."""
-        return self.dtype in (torch.float32, torch.bfloat16)
-
-    def add_to(self, stack: Any, which: int) -> None:
-        """Make it the linear layer number `which` of the last block of a native stack."""
-        stack.integers(which, self._packed, self._bias, *self._kind)
-
-    @property
     def num_bytes(self) -> int:
         """A byte for each weight, and for each output its scale and its sum of weights."""
         return self.out_features * (self.in_features + 8)

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+
+from kernels.parts import linear_of
 
 
 @cache
@@ -75,15 +76,6 @@ class Weights:
     def signature(self) -> tuple[Any, ...]:
         """Layers of equal signatures run the same code on numbers of their own."""
         return self.out_features, self.in_features, self.dtype, self._bias is None
-
-    @property
-    def can_be_native(self) -> bool:
-        """Whether native.cpp computes with it."""
-        return self._is_packed
-
-    def add_to(self, stack: Any, which: int) -> None:
-        """Make it the linear layer number `which` of the last block of a native stack."""
-        stack.floats(which, self._weight, self._bias, self.most_rows or 0)
 
     @property
     def num_bytes(self) -> int:
@@ -154,15 +146,6 @@ class JoinedLinear(nn.Module):
         bias = None if biases[0] is None else torch.cat(biases)
         self.compute = kind(torch.cat(weights), bias)
         self._layers = []
-
-
-def linear_of(layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:
-    """A linear layer's weight [out, in] and bias; None for other layers and for packed ones."""
-    if type(layer) is nn.Linear:
-        return layer.weight, layer.bias
-    if type(layer) is Conv1D:  # GPT-2's: a linear layer with its weight transposed
-        return layer.weight.T, layer.bias
-    return None
 
 
 def pack(module: nn.Module, kind: Kind = Weights, besides: nn.Module | None = None) -> None:

@@ -22,7 +22,7 @@ many forwards the call is cut into.
 The rule goes token by token, in every forward and in one shape: so a token has the same bits
 decoded, verified or beside others, however its prompt was cut. Python between the tokens takes
 longer than their arithmetic, so where blocks are compiled the gated delta rule goes through them in
-C++ (native.cpp). transformers has another rule for several tokens at once. Its forward runs here
+C (kernels/recurrent.c). transformers has another rule for several tokens at once. Its forward runs here
 all the same, with our convolution and our rule in the place of its own functions.
 
 Sources: gated delta networks, arXiv 2412.06464; Mamba-2, 2405.21060. Not covered: Mamba-1, KDA,
@@ -40,7 +40,9 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from . import native
+from kernels import library
+from kernels.recurrent import delta_steps
+
 from .activation import SteadyMode, softplus
 
 _NUM_MARKS = 3  # of a text that are kept in any case: the checks at load go back by two calls
@@ -275,7 +277,7 @@ class RecurrentLayer:
     def _run(self, state: Tensor | None, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         """The state behind some tokens, and their outputs. The state before stays as it is."""
         state = self._rule.zeros(inputs) if state is None else state
-        found = native.delta_steps(state, *inputs) if self._is_compiled else None
+        found = delta_steps(state, *inputs) if self._is_compiled else None
         return found or self._rule.run(state, inputs)
 
     def _record(self, row: int, mark: Mark, fed: Tensor, tail: Tensor) -> None:
@@ -323,7 +325,7 @@ class RecurrentLayer:
 @torch.inference_mode()
 def can_compile(rule: Rule) -> bool:
     """Whether the rule is compiled, and gives the same there but for roundings."""
-    if not native.is_used or not isinstance(rule, GatedDelta):
+    if not library.is_used or not isinstance(rule, GatedDelta):
         return False
     random = torch.Generator().manual_seed(0)
     key, query, value = (torch.randn(1, 5, 2, n, generator=random) for n in (24, 24, 20))
@@ -331,7 +333,7 @@ def can_compile(rule: Rule) -> bool:
     prepared = rule.prepare(query, key, value, -decay, beta, use_qk_l2norm_in_kernel=True)
     inputs = tuple(x[0] for x in prepared)
     state = torch.randn(2, 24, 20, generator=random)
-    pairs = zip(native.delta_steps(state, *inputs), rule.run(state, inputs), strict=True)
+    pairs = zip(delta_steps(state, *inputs), rule.run(state, inputs), strict=True)
     return all(torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5) for ours, theirs in pairs)
 
 

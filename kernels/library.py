@@ -21,6 +21,7 @@ from pathlib import Path
 
 from messages import in_short
 
+LOG = logging.getLogger("serving.kernels")
 PROGRESS = logging.getLogger("serving.progress.once")  # told on a terminal, too
 
 _FOLDER = Path(__file__).parent
@@ -30,6 +31,7 @@ _FLAGS = (
     "-fno-trapping-math -pthread"
 ).split()
 _SECONDS = 300
+is_used = False
 
 
 def why_not() -> str | None:
@@ -48,6 +50,25 @@ def compiler() -> list[str]:
         if path := shutil.which(name):
             return [path, *rest]
     return [sys.executable, "-m", "ziglang", "cc"] if find_spec("ziglang") else []
+
+
+def use(wanted: bool | None) -> None:
+    """Let what is built from now on use it: True, False, or None for where it can be had.
+
+    Raises ValueError, with a sentence, if it is wanted and cannot be had.
+    """
+    global is_used
+    is_used = False
+    try:
+        if wanted is not False:
+            load()
+            is_used = True
+    except ValueError as error:
+        if wanted:
+            raise
+        # A machine without a compiler is nothing to worry about; one whose compiler fails is.
+        level = logging.WARNING if why_not() is None else logging.INFO
+        LOG.log(level, "transformers' modules run, which is slower: %s", error)
 
 
 @cache
@@ -72,6 +93,11 @@ def load() -> ctypes.CDLL:
         return _opened(file)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise ValueError(f"the kernels cannot be compiled: {in_short(error)}") from error
+
+
+def instructions() -> str:
+    """What the library was compiled for."""
+    return load().describe().decode()
 
 
 def _opened(file: Path) -> ctypes.CDLL:

@@ -261,6 +261,48 @@ void multiply(const matrix *m, int rows, const void *prepared, float *y, size_t 
     (m->form < Q8 ? float_panels : block_panels)(m, begin, count, rows, prepared, prepared_bytes(m->form, m->inputs), &to);
 }
 
+// ----------------------------------------------------------------------------- products of floats
+
+INLINE void product_tile(const int R, const int P, const int is_half, const int is_whole, int count, int steps, const float *x,
+                         size_t x_step, const uint8_t *w, size_t w_step, float *y, size_t y_step, int adds) {
+  lanes sums[R][P];
+  ROWS PANELS sums[r][p] = !adds ? all(0) : load_some(y + r * y_step + p * LANES, is_whole ? LANES : count);
+  for (int k = 0; k < steps; ++k, w += w_step) {
+    lanes weights[P];
+    if (is_whole && is_half) PANELS weights[p] = load_wide((const uint16_t *)w + p * LANES);
+    else if (is_whole) PANELS weights[p] = load((const float *)w + p * LANES);
+    else {
+      float t[LANES] = {0};
+      for (int i = 0; i < count; ++i) t[i] = is_half ? wide(((const uint16_t *)w)[i]) : ((const float *)w)[i];
+      weights[0] = load(t);
+    }
+    ROWS {
+      const lanes one = all(x[r * x_step + k]);
+      PANELS sums[r][p] = fma16(one, weights[p], sums[r][p]);
+    }
+  }
+  ROWS PANELS store_some(y + r * y_step + p * LANES, sums[r][p], is_whole ? LANES : count);
+}
+
+void multiply_floats(int rows, int columns, int steps, const float *x, size_t x_step, const void *w, size_t w_step,
+                     int is_half, float *y, size_t y_step, int adds) {
+  const size_t bytes = is_half ? 2 : 4;
+  for (int first = 0, taken; first < columns; first += taken) {
+    const int left = columns - first;
+    taken = left >= WIDTH * LANES ? WIDTH * LANES : left < LANES ? left : LANES;
+    for (int row = 0, some; row < rows; row += some) {
+      some = rows_of_tile(rows - row, FEW_ROWS);
+      const uint8_t *from = (const uint8_t *)w + first * bytes;
+#define PRODUCTS(r) product_tile(r, P, H, W, taken, steps, x + row * x_step, x_step, from, w_step * bytes, y + row * y_step + first, y_step, adds)
+#define PRODUCT(panels, is_whole) { enum { P = panels, W = is_whole }; if (is_half) { enum { H = 1 }; FEW(some, PRODUCTS) } else { enum { H = 0 }; FEW(some, PRODUCTS) } }
+#define FEW(rows, call) switch (rows) { CASE(1, call) CASE(2, call) CASE(3, call) CASE(4, call) CASE(5, call) CASE(6, call) }
+      if (taken == WIDTH * LANES) PRODUCT(WIDTH, 1)
+      else if (taken == LANES) PRODUCT(1, 1)
+      else PRODUCT(1, 0)
+    }
+  }
+}
+
 // ------------------------------------------------------------------------------ rows of a matrix
 
 INLINE float half_at(const uint8_t *from, int i) {

@@ -24,6 +24,9 @@ static atomic_int num_arrived, next_unit;
 static int num_workers, num_threads;  // those that wait for jobs; those of the job under way
 static void (*job)(void *);
 static void *job_given;
+static _Thread_local int own_number;  // of a caller: 0
+
+int thread_number(void) { return own_number; }
 
 static void ring(bell *b, unsigned number) {
   atomic_store(&b->number, number);
@@ -98,6 +101,7 @@ static uint64_t usual_rounding(void) {
 
 static void *work(void *given) {
   const unsigned own = (unsigned)(uintptr_t)given;
+  own_number = (int)own;
   set_rounding(usual_rounding());
   for (unsigned seen = 0;;) {
     wait_for(&started, seen);

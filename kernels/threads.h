@@ -15,3 +15,6 @@ int take(int total, int share, int *begin);
 
 // Units of work to take at once, so that threads end at about the same time.
 int fair_share(int total);
+
+// Within a job: which of its threads this one is.
+int thread_number(void);

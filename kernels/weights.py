@@ -9,9 +9,10 @@ A block is 32 successive inputs of an output: whole numbers, a scale and perhaps
 
 import ctypes
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import library
 
@@ -89,6 +90,14 @@ class Panels:
             parts.append(given.transpose(1, 2).contiguous().view(torch.uint8))
         return cls(form, (outputs, inputs), torch.cat(parts, -1).flatten(), bias)
 
+    def unpacked(self) -> Tensor:
+        """The weight [outputs, inputs]."""
+        return self.rows(torch.arange(self.outputs))
+
+    def quantised(self) -> "Panels":
+        """8-bit blocks made of it."""
+        return Panels.of(self.unpacked(), self._bias, "int8")
+
     @property
     def num_bytes(self) -> int:
         return self._data.numel()
@@ -115,6 +124,48 @@ class Panels:
         found = torch.empty(len(flat), self.inputs)
         library.load().read_rows(ctypes.byref(self.struct), len(flat), _at(flat), _at(found))
         return found.view(*ids.shape, self.inputs)
+
+
+class _Weight(NamedTuple):
+    """What a module shows for a weight that is in panels: others ask for its type.
+
+    It is no tensor, so that a module which computes with the weight itself fails for all to see.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+
+
+class PanelLinear(nn.Module):
+    """What a linear layer becomes: its weight lies in panels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., inputs] -> [..., outputs], in the type that the layer had."""
+        return self.panels(x.detach()).to(self.weight.dtype)
+
+
+class PanelEmbedding(nn.Embedding):
+    """What an embedding becomes."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [...] -> [..., inputs], in the type that the embedding had."""
+        rows = self.panels.rows(ids)
+        return (rows if self.factor == 1 else rows * self.factor).to(self.weight.dtype)
+
+
+class Gone(nn.Module):
+    """In the place of a module whose weights are elsewhere."""
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("this module's weights are in panels")
+
+
+def become(module: nn.Module, kind: type[nn.Module], panels: Panels, factor: float = 1.0) -> None:
+    """Turn a module into one that computes with panels: in place, as others may share it."""
+    weight = _Weight(module.weight.dtype, module.weight.device)
+    module._parameters.clear()
+    module.__class__ = kind
+    module.weight, module.panels, module.factor = weight, panels, factor
 
 
 def _at(tensor: Tensor | None) -> ctypes.c_void_p | None:

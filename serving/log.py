@@ -85,7 +85,7 @@ def log_to_stderr() -> Callable[[], bool]:
     root = logging.getLogger()
     root.handlers = [_Handler(lines)]
     LOG.setLevel(logging.INFO)
-    for name in ("exact", "native", "answers"):  # what was checked and chosen at start
+    for name in ("exact", "kernels", "answers"):  # what was checked and chosen at start
         logging.getLogger(f"serving.{name}").setLevel(logging.INFO)
     PROGRESS.setLevel(logging.INFO)
     logging.getLogger("serving.progress.once").handlers = []  # the terminal's

@@ -93,11 +93,11 @@ TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def demo_engine() -> Any:
-    """The embedded target with every drafter, its blocks in Python (see test_native).
+    """The embedded target with every drafter.
 
     All tests share it, so no drafter may remember what it wrote for another one.
     """
-    return core.load_engine(core.Options(fixed_k=True, compile=False, suffix_cache=0))
+    return core.load_engine(core.Options(fixed_k=True, suffix_cache=0))
 
 
 @pytest.fixture(scope="session")

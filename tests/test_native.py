@@ -16,7 +16,7 @@ from test_batching import together
 from test_eagle3 import new_head, target_folder  # noqa: F401
 
 from fastpath import forward, int8, linear, native, recurrent
-from fastpath.block import is_same
+from kernels.parts import is_same
 from serving import answers
 from serving.worker import Worker
 

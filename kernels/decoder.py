@@ -1,0 +1,440 @@
+"""A decoder of plain blocks as forward.h describes it: its weights in panels, a forward in one call.
+
+    pack block by block, the modules' weights freed → compare with the module → keep, or restore
+
+Blocks are chosen by structure (parts.py), and compared with transformers' own forward on a few random
+tokens. Where they differ, the modules get back what was taken from them, to the last bit.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import library
+from .parts import Parts, is_same, linear_of, norm_of, parts_of
+from .weights import Gone, Matrix, PanelEmbedding, PanelLinear, Panels, become
+
+FULL = "full_attention"  # transformers' name for layers that see the whole text
+MOST_ROWS = 256  # of one call: their numbers lie in memory at once
+_NUM_COMPARED = 8  # tokens that the decoder and transformers' modules are compared on
+_DTYPES = torch.float32, torch.bfloat16
+# By the names of torch's and transformers' modules, as in forward.h.
+_ACTIVATIONS = {
+    "SiLU": 0, "SiLUActivation": 0, "GELUTanh": 1, "NewGELUActivation": 1, "PytorchGELUTanh": 1,
+    "GELUActivation": 2, "ReLU": 3, "ReLUSquaredActivation": 4, "QuickGELUActivation": 5,
+}  # fmt: skip
+_Address, _Int, _Float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
+
+
+class _Norm(ctypes.Structure):
+    _fields_ = (("kind", _Int), ("epsilon", _Float), ("weight", _Address), ("bias", _Address))
+
+
+class _Rope(ctypes.Structure):
+    _fields_ = (("width", _Int), ("length", _Int), ("cos", _Address), ("sin", _Address))
+
+
+class _Block(ctypes.Structure):
+    _fields_ = (
+        *((name, _Norm) for name in ("input_norm", "out_norm", "mlp_norm", "down_norm")),
+        *((name, _Norm) for name in ("query_norm", "key_norm")),
+        *((name, Matrix) for name in ("qkv", "out", "up", "down")),
+        *((name, _Int) for name in ("heads", "kv_heads", "width", "rope", "window")),
+        *((name, _Int) for name in ("has_wide_norms", "has_gates", "activation", "is_gated")),
+        ("is_half", _Int),
+        *((name, _Float) for name in ("scaling", "softcap", "residual_scale")),
+        ("keys", _Address),
+        ("values", _Address),
+        ("capacity", ctypes.c_int64),
+    )
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = (
+        ("hidden", _Int),
+        ("num_blocks", _Int),
+        ("blocks", ctypes.POINTER(_Block)),
+        ("ropes", ctypes.POINTER(_Rope)),
+        *((name, ctypes.POINTER(Matrix)) for name in ("embedding", "positions", "output")),
+        *((name, _Float) for name in ("embedding_scale", "logit_scale", "logit_softcap")),
+        *((name, _Norm) for name in ("last_norm", "second_norm")),
+        *((name, _Int) for name in ("has_states", "is_state_first", "adds_to_normed")),
+        *((name, _Norm) for name in ("embed_norm", "state_norm")),
+        ("entrance", ctypes.POINTER(Matrix)),
+    )
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = (
+        *((name, _Int) for name in ("rows", "num_wanted", "depth", "shift", "num_states")),
+        *((name, _Address) for name in ("ids", "slots", "positions", "ends", "places", "line")),
+        *((name, _Address) for name in ("wanted", "given", "state_layers", "states", "logits")),
+    )
+
+
+class Linears:
+    """Linear layers of one input as one matrix.
+
+    If their own weights are freed they can be restored.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], frees: bool) -> None:
+        self._layers = layers if frees else ()
+        weights, biases = zip(*map(linear_of, layers), strict=True)
+        if any(bias is not None for bias in biases):
+            biases = [
+                weight.new_zeros(len(weight)) if bias is None else bias
+                for weight, bias in zip(weights, biases, strict=True)
+            ]
+        bias = None if biases[0] is None else torch.cat(list(biases))
+        self._sizes = [len(weight) for weight in weights]
+        self.panels = Panels.of(torch.cat(weights), bias)
+        for layer in self._layers:
+            layer.weight.data = layer.weight.data.new_empty(0)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give the layers back what they had."""
+        whole = self.panels.unpacked()
+        for layer, weight in zip(self._layers, whole.split(self._sizes), strict=False):
+            weight = weight if type(layer) is nn.Linear else weight.T
+            layer.weight.data = weight.to(layer.weight.dtype).contiguous()
+
+    def quantise(self) -> None:
+        """Make integers of it."""
+        self.panels = self.panels.quantised()
+
+
+class Block:
+    """One block: what forward.h knows of it, and what its pointers point to."""
+
+    def __init__(
+        self, parts: Parts, kind: str, windows: dict[str, int | None], scale: float, frees: bool
+    ) -> None:
+        """`kind` of attention is one of `windows`, which say how far back a kind sees.
+
+        What the block adds to its input is multiplied by `scale`.
+        """
+        attention, self.kind, self._kept = parts.attention, kind, []
+        widths = [len(linear_of(layer)[0]) for layer in parts.qkv]
+        down, width = linear_of(parts.down)[0], attention.head_dim
+        groups = getattr(attention, "num_key_value_groups", 1)
+        self.kv_heads, self.layer_idx = sum(widths) // width // (groups + 2), attention.layer_idx
+        self.width, self.dtype = width, down.dtype
+        norms = [norm and norm_of(norm) for norm in parts.norms]
+        query_norm, key_norm = map(norm_of, parts.qk_norms) if parts.qk_norms else (None, None)
+        names = "input_norm", "out_norm", "mlp_norm", "down_norm", "query_norm", "key_norm"
+        found = dict(zip(names, (*norms, query_norm, key_norm), strict=True))
+        self.struct = _Block(
+            **{name: self._norm(norm) for name, norm in found.items()},
+            heads=groups * self.kv_heads, kv_heads=self.kv_heads, width=width, rope=-1,
+            window=windows[kind] or 0,
+            has_wide_norms=bool(query_norm) and len(query_norm.weight) != width,
+            has_gates=bool(parts.gates), activation=_ACTIVATIONS[type(parts.activation).__name__],
+            is_gated=parts.is_gated, is_half=down.dtype == torch.bfloat16,
+            scaling=attention.scaling,
+            softcap=getattr(attention, "attn_logit_softcapping", None) or 0, residual_scale=scale,
+        )  # fmt: skip
+        layers = [*parts.qkv, *parts.gates], [parts.out], parts.up, [parts.down]
+        names = "qkv", "out", "up", "down"
+        self.linears = {n: Linears(own, frees) for n, own in zip(names, layers, strict=True)}
+        self.point()
+
+    def _norm(self, norm: Any) -> _Norm:
+        return norm_struct(norm, self._kept)
+
+    def point(self) -> None:
+        """Let the structure point to the matrices as they are now."""
+        for name, linears in self.linears.items():
+            setattr(self.struct, name, linears.panels.struct)
+
+    def attach(self, keys: Tensor, values: Tensor) -> None:
+        """Keep keys and values in these buffers [slots, heads, capacity, width]."""
+        for buffer in (keys, values):
+            assert buffer.dtype == self.dtype and buffer.is_contiguous()
+            assert buffer.shape[1] == self.kv_heads and buffer.shape[3] == self.width
+        self.struct.keys, self.struct.values = keys.data_ptr(), values.data_ptr()
+        self.struct.capacity = keys.shape[2]
+
+
+def norm_struct(norm: Any, kept: list[Any]) -> _Norm:
+    """Of what `norm_of` gives; its weights are float32, and stay in `kept`."""
+    if norm is None:
+        return _Norm()
+    is_layer_norm = isinstance(norm, nn.LayerNorm)
+    given = [norm.weight, getattr(norm, "bias", None)]
+    weights = [None if w is None else w.detach().float().contiguous().clone() for w in given]
+    kept.extend(weights)
+    epsilon = norm.eps if is_layer_norm else norm.epsilon
+    at = [None if weight is None else weight.data_ptr() for weight in weights]
+    return _Norm(2 if is_layer_norm else 1, epsilon, *at)
+
+
+class Rows:
+    """Where the N rows of a forward stand: lists of N numbers."""
+
+    def __init__(self) -> None:
+        self.slots: list[int] = []
+        self.positions: list[int] = []
+        self.places: list[int] = []  # where in the slot a row's keys and values lie
+        self.lines: list[list[int]] = []  # in trees: where those of its last tokens and its own lie
+
+    def chain(self, slot: int, begin: int, count: int) -> None:
+        """Add the tokens from `begin` on of a text that lie where they stand."""
+        self.slots += [slot] * count
+        self.positions += range(begin, begin + count)
+        self.places += range(begin, begin + count)
+
+    def tree(self, slot: int, begin: int, lines: list[list[int]]) -> None:
+        """Add tokens that lie behind one another from place `begin` on, and see their `lines`."""
+        for i, line in enumerate(lines):
+            self.slots.append(slot)
+            self.positions.append(begin + len(line) - 1)
+            self.places.append(begin + i)
+            self.lines.append([begin + j for j in line])
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """[4, N]: slots, positions, ends, places; and lines [N, depth]."""
+        ends = [position + 1 for position in self.positions]
+        depth = max(map(len, self.lines), default=0)
+        lines = [
+            [*range(end - depth, end - len(line)), *line]
+            for end, line in zip(ends, self.lines, strict=False)
+        ]
+        rows = torch.tensor([self.slots, self.positions, ends, self.places])
+        return rows, torch.tensor(lines or [], dtype=torch.int64)
+
+
+class Decoder:
+    """The forward of a causal language model whose layers are all plain blocks."""
+
+    def __init__(self, blocks: Sequence[Block], ropes: dict[str, _Rope], num_threads: int) -> None:
+        self.blocks, self.num_threads, self._kept = list(blocks), num_threads, list[Any]([ropes])
+        kinds = list(ropes)
+        for block in blocks:
+            block.struct.rope = kinds.index(block.kind) if block.kind in ropes else -1
+        self.embedding: Panels | None = None
+        self.output: Panels | None = None
+        self._positions: Panels | None = None
+        self.hidden = blocks[0].linears["down"].panels.outputs
+        self.struct = _Decoder(
+            hidden=self.hidden, num_blocks=len(blocks), ropes=(_Rope * len(ropes))(*ropes.values()),
+            embedding_scale=1, logit_scale=1,
+        )  # fmt: skip
+        self.point()
+
+    def point(self) -> None:
+        """Let the structures point to the matrices as they are now."""
+        for block in self.blocks:
+            block.point()
+        structs = (block.struct for block in self.blocks)
+        self._structs = (_Block * len(self.blocks))(*structs)
+        self.struct.blocks = self._structs
+        ends = {"embedding": self.embedding, "positions": self._positions, "output": self.output}
+        for name, panels in ends.items():
+            setattr(self.struct, name, panels and ctypes.pointer(panels.struct))
+
+    def keep(self, *what: Any) -> None:
+        """For as long as the decoder is there, as its structure points there."""
+        self._kept.extend(what)
+
+    def attach(self, buffers: Sequence[Sequence[Tensor]]) -> None:
+        """Keep each block's keys and values in its buffers [slots, heads, capacity, width]."""
+        for block, struct, pair in zip(self.blocks, self._structs, buffers, strict=True):
+            block.attach(*pair)
+            struct.keys, struct.values = block.struct.keys, block.struct.values
+            struct.capacity = block.struct.capacity
+        self._buffers = list(buffers)
+
+    def take_ends(self, model: Any, last_norm: Any) -> None:
+        """Take the embedding and what follows the blocks from a model of transformers."""
+        embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+        decoder, config = model.get_decoder(), model.config.get_text_config()
+        self.output = Panels.of(*linear_of(output))
+        self.embedding = self.output
+        if output.weight is not embedding.weight:
+            self.embedding = Panels.of(embedding.weight)
+        table = getattr(decoder, "wpe", None)
+        self._positions = None if table is None else Panels.of(table.weight.float())
+        scale = getattr(embedding, "embed_scale", torch.ones(())).to(embedding.weight.dtype)
+        multiplier = getattr(decoder, "embedding_multiplier", 1.0)
+        self.struct.embedding_scale = float(scale) * multiplier
+        self.struct.logit_scale = 1 / getattr(config, "logits_scaling", 1.0)
+        self.struct.logit_softcap = getattr(config, "final_logit_softcapping", None) or 0
+        self.struct.last_norm = norm_struct(last_norm, self._kept)
+        self.point()
+
+    def release(self, model: Any) -> None:
+        """Let a model of transformers, whose blocks these are, go without its weights."""
+        layers, _ = layers_of(model.get_decoder())
+        for i in range(len(layers)):
+            layers[i] = Gone()
+        embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+        become(embedding, PanelEmbedding, self.embedding, self.struct.embedding_scale)
+        become(output, PanelLinear, self.output)
+
+    def restore(self) -> None:
+        """Give the modules back what they had."""
+        for block in self.blocks:
+            for linears in block.linears.values():
+                linears.restore()
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        rows: Tensor,
+        lines: Tensor,
+        wanted: Tensor,
+        ids: Tensor | None = None,
+        given: Tensor | None = None,
+        layers: tuple[int, ...] = (),
+        shift: int = 0,
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Logits [n, V] of the rows `wanted` [n], and hidden states [N, D] behind blocks `layers`.
+
+        `rows` and `lines` are those of Rows; ids [N], given states [N, D]. -1 is behind the last
+        norm. A token is rotated as if it stood `shift` positions further on.
+        """
+        count = rows.shape[1]
+        slots, capacity = self._buffers[0][0].shape[0], self._buffers[0][0].shape[2]
+        assert int(rows.min()) >= 0 and int(rows[0].max()) < slots, "no such slot"
+        assert int(rows[1:].max()) <= capacity and int(rows[3].max()) < capacity, "no such place"
+        words = self.struct.output.contents.outputs if self.struct.output else 0
+        logits = torch.empty(len(wanted), words)
+        states = torch.empty(len(layers), count, self.hidden)
+        asked = torch.tensor(layers, dtype=torch.int32)
+        if ids is not None:
+            assert len(ids) == count and int(ids.min()) >= 0
+            assert int(ids.max()) < self.struct.embedding.contents.outputs, "no such token"
+        if given is not None:
+            given = given.float().contiguous()
+            assert given.shape == (count, self.hidden)
+        assert len(wanted) == 0 or words and 0 <= int(wanted.min()) and int(wanted.max()) < count
+        slots_, positions, ends, places = rows.contiguous()
+        batch = _Batch(
+            count, len(wanted), lines.shape[1] if lines.dim() > 1 else 0, shift, len(layers),
+            *map(_at, (ids, slots_, positions, ends, places, lines)),
+            *map(_at, (wanted, given, asked, states, logits)),
+        )  # fmt: skip
+        call = library.load().run_decoder
+        if not call(ctypes.byref(self.struct), ctypes.byref(batch), self.num_threads):
+            raise MemoryError("no memory for a forward")
+        return logits, dict(zip(layers, states, strict=True))
+
+    def quantise(self, has_own_embedding: bool = True) -> None:
+        """Make integers of the weights."""
+        for block in self.blocks:
+            for linears in block.linears.values():
+                linears.quantise()
+        is_tied, self.output = self.embedding is self.output, self.output.quantised()
+        if has_own_embedding:
+            self.embedding = self.output if is_tied else self.embedding.quantised()
+        self.point()
+
+
+def _at(tensor: Tensor | None) -> int | None:
+    return None if tensor is None or not tensor.numel() else tensor.data_ptr()
+
+
+# ------------------------------------------------------------------------ of transformers' modules
+
+
+def rotary_of(module: nn.Module) -> Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor]]:
+    """transformers' rotary embedding as a function of (x, positions, kind of layer)."""
+    if isinstance(module.rope_type, dict):
+        return module
+    return lambda x, positions, kind: module(x, positions)
+
+
+def layers_of(decoder: Any) -> tuple[Any, Any]:
+    """A decoder's layers and last norm, by the names of most families or by GPT-2's."""
+    if hasattr(decoder, "h"):
+        return decoder.h, getattr(decoder, "ln_f", None)
+    return getattr(decoder, "layers", None), getattr(decoder, "norm", None)
+
+
+@torch.no_grad()
+def ropes_of(module: Any, kinds: Sequence[str], length: int, kept: list[Any]) -> dict[str, _Rope]:
+    """Tables of cos and sin by kind, for positions below `length`; they stay in `kept`."""
+    positions, found = torch.arange(length)[None], {}
+    for kind in dict.fromkeys(kinds):
+        cos, sin = rotary_of(module)(torch.zeros(1, 1, 1), positions, kind)
+        width = cos.shape[-1]
+        halves = [table[0, :, : width // 2].float().contiguous() for table in (cos, sin)]
+        kept.extend(halves)
+        found[kind] = _Rope(width, length, *(half.data_ptr() for half in halves))
+    return found
+
+
+def can_tabulate(rotary: Any) -> bool:
+    """Whether it rotates by the position alone and not by the length of the text."""
+    return rotary is not None and not any(
+        kind in str(rotary.rope_type) for kind in ("dynamic", "longrope")
+    )
+
+
+@torch.inference_mode()
+def decoder_of(
+    model: Any, length: int, windows: dict[str, int | None], frees: bool = True
+) -> Decoder | None:
+    """The decoder of a model of transformers for texts of up to `length` tokens, if it is one.
+
+    Then the weights of the model's blocks are freed, if that is asked for. Else all is as it was.
+    """
+    decoder, config = model.get_decoder(), model.config.get_text_config()
+    layers, last = layers_of(decoder)
+    if model.dtype not in _DTYPES or model.device.type != "cpu" or not layers or last is None:
+        return None
+    parts, last_norm = list(map(parts_of, layers)), norm_of(last)
+    table, rotary = getattr(decoder, "wpe", None), getattr(decoder, "rotary_emb", None)
+    if last_norm is None or not all(map(_is_known, parts)):
+        return None
+    if table is None and not can_tabulate(rotary):
+        return None
+    kinds = getattr(config, "layer_types", None) or [FULL] * len(parts)
+    count = min(_NUM_COMPARED, length)
+    ids = torch.randint(model.get_input_embeddings().num_embeddings, (count,), generator=_random())
+    most = length if table is None else min(length, table.num_embeddings)
+    expected = {
+        shift: _plain(model, ids, torch.arange(count) + shift)
+        for shift in (0, most - count)  # far on, too: some families scale by the position
+    }
+    kept: list[Any] = []
+    ropes = ropes_of(rotary, kinds, length + 1, kept) if table is None else {}
+    blocks = [
+        Block(own, kind, windows, getattr(layer, "residual_multiplier", 1.0), frees)
+        for own, kind, layer in zip(parts, kinds, layers, strict=True)
+    ]
+    found = Decoder(blocks, ropes, torch.get_num_threads())
+    found.keep(kept)
+    found.take_ends(model, last_norm)
+    shapes = [(1, block.kv_heads, count, block.width) for block in blocks]
+    found.attach([[torch.zeros(shape, dtype=model.dtype) for _ in "kv"] for shape in shapes])
+    rows = Rows()
+    rows.chain(0, 0, count)
+    for shift, logits in expected.items():
+        actual, _ = found(*rows.tensors(), torch.arange(count), ids, shift=shift)
+        if not is_same(actual.to(logits.dtype), logits, 32):
+            found.restore()
+            return None
+    return found
+
+
+def _plain(model: Any, ids: Tensor, positions: Tensor) -> Tensor:
+    return model(ids[None], position_ids=positions[None], use_cache=False).logits[0]
+
+
+def _random() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def _is_known(parts: Parts | None) -> bool:
+    return (
+        parts is not None
+        and not parts.is_recurrent
+        and type(parts.activation).__name__ in _ACTIVATIONS
+        and parts.attention.head_dim % 2 == 0
+    )

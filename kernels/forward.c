@@ -1,0 +1,345 @@
+// A whole forward in one job: all threads go through its steps together, and meet between them. In a
+// step rows are shared out, or a matrix's outputs, or heads and keys. Numbers between layers are floats.
+
+#define _GNU_SOURCE
+#include "forward.h"
+
+#include <stdlib.h>
+
+#include "threads.h"
+
+enum { SOME = 512 };  // inputs of a row that a thread activates at once
+
+typedef struct {
+  const decoder *d;
+  const batch *f;
+  int num_groups;
+  group *groups;
+  // x: what blocks add to; y: a layer's outputs, to be normed; read: what a layer is to read
+  float *x, *y, *read, *joined, *queries, *attended, *inner, *partials, *rooms;
+  uint8_t *prepared;
+  int threads;
+} forward;
+
+// ------------------------------------------------------------------------------------- parts of a row
+
+static void normalise(const norm *n, const float *x, int width, float *to) {
+  if (n->kind == NO_NORM) {
+    if (to != x) memcpy(to, x, (size_t)width * 4);
+    return;
+  }
+  lanes sums = all(0), mean = all(0);
+  if (n->kind == LAYER_NORM) {
+    for (int i = 0; i < width; i += LANES) sums = add(sums, load_some(x + i, width - i));
+    mean = all(sum16(sums) / (float)width);
+    sums = all(0);
+  }
+  for (int i = 0; i < width; i += LANES) {
+    lanes part = sub(load_some(x + i, width - i), mean);
+    if (width - i < LANES) part = pick(less(numbered(0), all((float)(width - i))), part, all(0));
+    sums = fma16(part, part, sums);
+  }
+  const lanes factor = all(1 / sqrtf(sum16(sums) / (float)width + n->epsilon));
+  for (int i = 0; i < width; i += LANES) {
+    lanes y = mul(sub(load_some(x + i, width - i), mean), factor);
+    if (n->weight) y = mul(y, load_some(n->weight + i, width - i));
+    if (n->bias) y = add(y, load_some(n->bias + i, width - i));
+    store_some(to + i, y, width - i);
+  }
+}
+
+static void add_scaled(float *x, const float *y, float scale, int width) {
+  for (int i = 0; i < width; i += LANES)
+    store_some(x + i, fma16(all(scale), load_some(y + i, width - i), load_some(x + i, width - i)), width - i);
+}
+
+static void rotate(const rope *t, int64_t position, float *x) {
+  const int half = t->width / 2;
+  const float *cosines = t->cos + position * half, *sines = t->sin + position * half;
+  for (int i = 0; i < half; i += LANES) {
+    const int count = half - i;
+    const lanes a = load_some(x + i, count), b = load_some(x + half + i, count);
+    const lanes c = load_some(cosines + i, count), s = load_some(sines + i, count);
+    const lanes first = fma16(a, c, sub(all(0), mul(b, s))), second = fma16(b, c, mul(a, s));
+    store_some(x + i, first, count);
+    store_some(x + half + i, second, count);
+  }
+}
+
+// erf(x) as a quotient of polynomials.
+static lanes erf16(lanes x) {
+  x = pick(less(x, all(-4)), all(-4), x);
+  x = pick(less(all(4), x), all(4), x);
+  const lanes z = mul(x, x);
+  lanes p = all(-2.72614225801306e-10f), q = all(-1.45660718464996e-05f);
+  p = fma16(p, z, all(2.77068142495902e-08f));
+  p = fma16(p, z, all(-2.10102402082508e-06f));
+  p = fma16(p, z, all(-5.69250639462346e-05f));
+  p = fma16(p, z, all(-7.34990630326855e-04f));
+  p = fma16(p, z, all(-2.95459980854025e-03f));
+  p = fma16(p, z, all(-1.60960333262415e-02f));
+  q = fma16(q, z, all(-2.13374055278905e-04f));
+  q = fma16(q, z, all(-1.68282697438203e-03f));
+  q = fma16(q, z, all(-7.37332916720468e-03f));
+  q = fma16(q, z, all(-1.42647390514189e-02f));
+  return over(mul(x, p), q);
+}
+
+static lanes activated(int kind, lanes x) {
+  const lanes positive = pick(less(x, all(0)), all(0), x);
+  switch (kind) {
+    case SILU: return mul(x, sigmoid(x));
+    case QUICK_GELU: return mul(x, sigmoid(mul(x, all(1.702f))));
+    case GELU: return mul(mul(x, all(0.5f)), add(all(1), erf16(mul(x, all(0.70710678f)))));
+    case GELU_TANH: {
+      const lanes cube = fma16(mul(mul(x, x), x), all(0.044715f), x);
+      return mul(x, sigmoid(mul(cube, all(1.59576912f))));
+    }
+    case RELU_SQUARED: return mul(positive, positive);
+    default: return positive;
+  }
+}
+
+// ------------------------------------------------------------------------------------------ steps
+
+#define FOR_ROWS(row, count) for (int row; take(count, 1, &row) > 0;)
+
+static void prepare_row(forward *w, const matrix *m, int row, const float *x) {
+  prepare(m->form, m->inputs, x, w->prepared + (size_t)row * prepared_bytes(m->form, m->inputs));
+}
+
+static void enter_row(forward *w, int row) {
+  const decoder *d = w->d;
+  const int width = d->hidden;
+  float *x = w->x + (size_t)row * width, *read = w->read + (size_t)row * 2 * width;
+  if (w->f->ids) {
+    unpack(d->embedding, (int)w->f->ids[row], x);
+    if (d->embedding_scale != 1)
+      for (int i = 0; i < width; ++i) x[i] *= d->embedding_scale;
+    if (d->positions) {
+      float *at = read;  // not in use yet
+      unpack(d->positions, (int)(w->f->positions[row] + w->f->shift), at);
+      for (int i = 0; i < width; ++i) x[i] += at[i];
+    }
+  } else {
+    memcpy(x, w->f->given + (size_t)row * width, (size_t)width * 4);
+  }
+  if (!d->has_states) return;
+  const float *state = w->f->given + (size_t)row * width;
+  normalise(&d->embed_norm, x, width, read + (d->is_state_first ? width : 0));
+  float *normed = read + (d->is_state_first ? 0 : width);
+  normalise(&d->state_norm, state, width, normed);
+  if (d->entrance) prepare_row(w, d->entrance, row, read);
+  else memcpy(x, d->adds_to_normed ? normed : state, (size_t)width * 4);
+}
+
+// What a block's last layer gave is added, if it had to be normed first; and the state is kept if it is asked for.
+static void leave_row(forward *w, int number, int row) {
+  const int width = w->d->hidden;
+  const block *b = w->d->blocks + number;
+  float *x = w->x + (size_t)row * width, *y = w->y + (size_t)row * width;
+  if (b->down_norm.kind) {
+    normalise(&b->down_norm, y, width, y);
+    add_scaled(x, y, b->residual_scale, width);
+  }
+  for (int i = 0; i < w->f->num_states; ++i)
+    if (w->f->state_layers[i] == number)
+      memcpy(w->f->states + ((size_t)i * w->f->rows + row) * width, x, (size_t)width * 4);
+}
+
+static void read_row(forward *w, const norm *n, const matrix *m, int row) {
+  const int width = w->d->hidden;
+  float *read = w->read + (size_t)row * 2 * width;
+  normalise(n, w->x + (size_t)row * width, width, read);
+  prepare_row(w, m, row, read);
+}
+
+static void place_row(forward *w, const block *b, int row) {
+  const batch *f = w->f;
+  const int width = b->width, q = b->heads * width, kv = b->kv_heads * width;
+  const rope *t = b->rope < 0 ? NULL : w->d->ropes + b->rope;
+  const int64_t position = f->positions[row] + f->shift;
+  float *joined = w->joined + (size_t)row * b->qkv.outputs, *queries = w->queries + (size_t)row * q;
+  memcpy(queries, joined, (size_t)q * 4);
+  float *keys = joined + q, *values = keys + kv;
+  if (b->has_wide_norms) {
+    normalise(&b->query_norm, queries, q, queries);
+    normalise(&b->key_norm, keys, kv, keys);
+  }
+  for (int h = 0; h < b->heads + b->kv_heads; ++h) {
+    const int is_key = h >= b->heads;
+    float *x = is_key ? keys + (h - b->heads) * width : queries + h * width;
+    if (!b->has_wide_norms) normalise(is_key ? &b->key_norm : &b->query_norm, x, width, x);
+    if (t) rotate(t, position, x);
+  }
+  for (int h = 0; h < b->kv_heads; ++h) {
+    const size_t at = (((size_t)f->slots[row] * b->kv_heads + h) * b->capacity + f->places[row]) * width;
+    for (int i = 0; i < width; ++i)
+      if (b->is_half) {
+        ((uint16_t *)b->keys)[at + i] = narrow(keys[h * width + i]);
+        ((uint16_t *)b->values)[at + i] = narrow(values[h * width + i]);
+      } else {
+        ((float *)b->keys)[at + i] = keys[h * width + i];
+        ((float *)b->values)[at + i] = values[h * width + i];
+      }
+  }
+}
+
+static void attended_row(forward *w, const attention *a, int row) {
+  const block *b = a->b;
+  const int width = b->heads * b->width;
+  collect(a, row);
+  float *x = w->attended + (size_t)row * width;
+  if (b->has_gates) {
+    const float *gates = w->joined + (size_t)(row + 1) * b->qkv.outputs - width;
+    for (int i = 0; i < width; i += LANES)
+      store_some(x + i, mul(load_some(x + i, width - i), sigmoid(load_some(gates + i, width - i))), width - i);
+  }
+  prepare_row(w, &b->out, row, x);
+}
+
+static void activate(forward *w, const block *b) {
+  const int width = b->down.inputs, parts = (width + SOME - 1) / SOME;
+  for (int unit; take(w->f->rows * parts, 1, &unit) > 0;) {
+    const int row = unit / parts, begin = unit % parts * SOME, end = begin + SOME < width ? begin + SOME : width;
+    float *x = w->inner + (size_t)row * b->up.outputs;
+    for (int i = begin; i < end; i += LANES) {
+      lanes y = activated(b->activation, load_some(x + i, end - i));
+      if (b->is_gated) y = mul(y, load_some(x + width + i, end - i));
+      store_some(x + i, y, end - i);
+    }
+    prepare_some(b->down.form, width, begin, end, x, w->prepared + (size_t)row * prepared_bytes(b->down.form, width));
+  }
+}
+
+// A layer's outputs: to what blocks add to, or to y where they are to be normed first.
+static void add_layer(forward *w, const block *b, const matrix *m, const norm *n) {
+  if (n->kind) multiply(m, w->f->rows, w->prepared, w->y, w->d->hidden, NULL, 1);
+  else multiply(m, w->f->rows, w->prepared, w->x, w->d->hidden, w->x, b->residual_scale);
+}
+
+static void run_block(forward *w, int number) {
+  const decoder *d = w->d;
+  const block *b = d->blocks + number;
+  const int rows = w->f->rows, is_read = number == 0 && d->has_states && !d->entrance;
+  FOR_ROWS(row, rows) {
+    if (number) leave_row(w, number - 1, row);
+    if (is_read) prepare_row(w, &b->qkv, row, w->read + (size_t)row * 2 * d->hidden);
+    else read_row(w, &b->input_norm, &b->qkv, row);
+  }
+  meet();
+  multiply(&b->qkv, rows, w->prepared, w->joined, b->qkv.outputs, NULL, 1);
+  meet();
+  FOR_ROWS(row, rows) place_row(w, b, row);
+  meet();
+  attention a = {b, w->f, w->groups, w->num_groups, w->queries, w->attended, w->partials, w->rooms};
+  if (w->num_groups * b->kv_heads >= 4 * w->threads) a.partials = NULL;
+  attend(&a);
+  meet();
+  FOR_ROWS(row, rows) attended_row(w, &a, row);
+  meet();
+  add_layer(w, b, &b->out, &b->out_norm);
+  meet();
+  FOR_ROWS(row, rows) {
+    float *x = w->x + (size_t)row * d->hidden, *y = w->y + (size_t)row * d->hidden;
+    if (b->out_norm.kind) {
+      normalise(&b->out_norm, y, d->hidden, y);
+      add_scaled(x, y, b->residual_scale, d->hidden);
+    }
+    read_row(w, &b->mlp_norm, &b->up, row);
+  }
+  meet();
+  multiply(&b->up, rows, w->prepared, w->inner, b->up.outputs, NULL, 1);
+  meet();
+  activate(w, b);
+  meet();
+  add_layer(w, b, &b->down, &b->down_norm);
+  meet();
+}
+
+static void run(void *given) {
+  forward *w = given;
+  const decoder *d = w->d;
+  const batch *f = w->f;
+  const int width = d->hidden, rows = f->rows;
+  FOR_ROWS(row, rows) enter_row(w, row);
+  meet();
+  if (d->entrance) {
+    multiply(d->entrance, rows, w->prepared, w->x, width, NULL, 1);
+    meet();
+  }
+  for (int i = 0; i < d->num_blocks; ++i) run_block(w, i);
+  FOR_ROWS(row, rows) {
+    leave_row(w, d->num_blocks - 1, row);
+    float *read = w->read + (size_t)row * 2 * width;
+    normalise(&d->last_norm, w->x + (size_t)row * width, width, read);
+    normalise(&d->second_norm, read, width, read);
+    for (int i = 0; i < f->num_states; ++i)
+      if (f->state_layers[i] == -1) memcpy(f->states + ((size_t)i * rows + row) * width, read, (size_t)width * 4);
+  }
+  if (!f->num_wanted) return;
+  meet();
+  const int words = d->output->outputs;
+  FOR_ROWS(i, f->num_wanted) prepare_row(w, d->output, i, w->read + (size_t)f->wanted[i] * 2 * width);
+  meet();
+  multiply(d->output, f->num_wanted, w->prepared, f->logits, words, NULL, d->logit_scale);
+  if (d->logit_softcap == 0) return;
+  meet();
+  const lanes cap = all(d->logit_softcap);
+  FOR_ROWS(i, f->num_wanted)
+    for (int k = 0; k < words; k += LANES) {
+      float *x = f->logits + (size_t)i * words + k;
+      store_some(x, mul(tanh16(over(load_some(x, words - k), cap)), cap), words - k);
+    }
+}
+
+// ---------------------------------------------------------------------------------------- memory
+
+static size_t most(size_t a, size_t b) { return a > b ? a : b; }
+static void *cut(uint8_t **from, size_t bytes) {
+  void *part = *from;
+  *from += (bytes + 63) / 64 * 64;
+  return part;
+}
+
+// Run a batch. Returns whether there was memory for it.
+int run_decoder(const decoder *d, const batch *f, int threads) {
+  forward w = {.d = d, .f = f, .threads = threads};
+  const size_t rows = (size_t)f->rows, width = (size_t)d->hidden;
+  w.groups = malloc(rows * sizeof *w.groups);
+  if (!w.groups) return 0;
+  w.num_groups = make_groups(f, w.groups);
+  size_t joined = 0, queries = 0, inner = 0, prepared = 0, partials = 0, rooms = 0;
+  for (int i = 0; i < d->num_blocks; ++i) {
+    const block *b = d->blocks + i;
+    const matrix *all_of_it[] = {&b->qkv, &b->out, &b->up, &b->down};
+    for (int k = 0; k < 4; ++k) prepared = most(prepared, prepared_bytes(all_of_it[k]->form, all_of_it[k]->inputs));
+    joined = most(joined, (size_t)b->qkv.outputs);
+    queries = most(queries, (size_t)b->heads * b->width);
+    inner = most(inner, (size_t)b->up.outputs);
+    rooms = most(rooms, room_floats(b));
+    const attention a = {.b = b, .f = f, .groups = w.groups, .num_groups = w.num_groups};
+    if (w.num_groups * b->kv_heads < 4 * threads) partials = most(partials, num_partials(&a));
+  }
+  if (d->entrance) prepared = most(prepared, prepared_bytes(d->entrance->form, d->entrance->inputs));
+  if (f->num_wanted) prepared = most(prepared, prepared_bytes(d->output->form, d->output->inputs));
+  const size_t floats = rows * (4 * width + joined + 2 * queries + inner) + partials + (size_t)threads * rooms;
+  uint8_t *memory = NULL;
+  if (!posix_memalign((void **)&memory, 64, floats * 4 + rows * prepared + 16 * 64)) {
+    uint8_t *left = memory;
+    w.x = cut(&left, rows * width * 4);
+    w.y = cut(&left, rows * width * 4);
+    w.read = cut(&left, rows * width * 8);
+    w.joined = cut(&left, rows * joined * 4);
+    w.queries = cut(&left, rows * queries * 4);
+    w.attended = cut(&left, rows * queries * 4);
+    w.inner = cut(&left, rows * inner * 4);
+    w.partials = cut(&left, partials * 4);
+    w.rooms = cut(&left, (size_t)threads * rooms * 4);
+    w.prepared = cut(&left, rows * prepared);
+    run_in_threads(threads, run, &w);
+  }
+  free(memory);
+  free(w.groups);
+  return memory != NULL;
+}

@@ -1,0 +1,89 @@
+// A decoder as Python describes it (decoder.py), and what is fed to it.
+
+#pragma once
+
+#include "linear.h"
+
+enum { NO_NORM, RMS_NORM, LAYER_NORM };
+enum { SILU, GELU_TANH, GELU, RELU, RELU_SQUARED, QUICK_GELU };
+
+typedef struct {
+  int32_t kind;
+  float epsilon;
+  const float *weight, *bias;  // or NULL
+} norm;
+
+typedef struct {
+  int32_t width;            // numbers of a head that turn, in two halves
+  int32_t length;
+  const float *cos, *sin;  // [length, width / 2]
+} rope;
+
+// x → norm → queries, keys, values → norm, rotation → attention → out → norm → + x
+// x → norm → gate and up → activation → down → norm → + x
+typedef struct {
+  norm input_norm, out_norm, mlp_norm, down_norm, query_norm, key_norm;
+  matrix qkv, out, up, down;  // qkv: all heads' queries, keys, values, and what gates queries' results
+  int32_t heads, kv_heads, width;
+  int32_t rope;           // its number, or -1
+  int32_t window;         // how many keys a token sees, itself included; 0: all before it
+  int32_t has_wide_norms;  // of all heads at once
+  int32_t has_gates, activation, is_gated, is_half;  // gates of attention; of the MLP; the cache's type
+  float scaling, softcap, residual_scale;
+  void *keys, *values;  // [slots, kv_heads, capacity, width]
+  int64_t capacity;
+} block;
+
+typedef struct {
+  int32_t hidden, num_blocks;
+  const block *blocks;
+  const rope *ropes;
+  const matrix *embedding, *positions, *output;  // positions and output may be NULL
+  float embedding_scale, logit_scale, logit_softcap;
+  norm last_norm, second_norm;  // the second follows the first, or is none
+  // A head of another model reads a token's embedding and a state, both normed, side by side: through `entrance`,
+  // or without one in the first block's qkv, which then adds what attention finds to the state.
+  int32_t has_states, is_state_first, adds_to_normed;
+  norm embed_norm, state_norm;
+  const matrix *entrance;  // or NULL
+} decoder;
+
+typedef struct {
+  int32_t rows, num_wanted, depth, shift, num_states;
+  const int64_t *ids, *slots, *positions;  // [rows]
+  const int64_t *ends;                     // [rows] how many keys of its text a row sees, at most
+  const int64_t *places;                   // [rows] where in its slot a row's keys and values lie
+  const int64_t *line;                     // [rows, depth] where those of the last ones that it sees lie
+  const int64_t *wanted;                   // [num_wanted] rows whose logits are asked for, rising
+  const float *given;                      // [rows, hidden] states, if the model reads such
+  const int32_t *state_layers;             // [num_states] blocks whose results are asked for; -1: behind the last norm
+  float *states;                           // [num_states, rows, hidden]
+  float *logits;                           // [num_wanted, words]
+} batch;
+
+// Attention of all rows of one block, by all threads: queries [rows, heads, width] → attended, the same.
+typedef struct {
+  const block *b;
+  const batch *f;
+  const struct group *groups;
+  int num_groups;
+  const float *queries;
+  float *attended, *partials;  // no partials: each thread reads all keys of its rows
+  float *rooms;                // of threads, room_floats each
+} attention;
+
+typedef struct group {  // rows of one text that stand together
+  int32_t first, count;
+} group;
+
+enum { KEYS = 256, GROUP_ROWS = 8 };  // keys of a partial result; rows of a group
+
+int make_groups(const batch *f, group *groups);
+size_t num_partials(const attention *a);
+size_t room_floats(const block *b);
+void attend(const attention *a);
+void collect(const attention *a, int row);  // partial results of a row to its attended, if there are any
+
+lanes exponential(lanes x);
+lanes sigmoid(lanes x);
+lanes tanh16(lanes x);
