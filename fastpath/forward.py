@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels import library
+from kernels import library, sampling
 from kernels.decoder import decoder_of
 from kernels.forward import KernelForward
 from kernels.parts import is_same
@@ -270,6 +270,7 @@ def get_ready(quantize: str | None, device: str, is_compiled: bool | None) -> No
     if quantize and (reason := why_not("cpu" if on_cpu else device)):
         raise ValueError(reason)
     library.use(is_compiled if on_cpu else False)
+    sampling.is_wanted = is_compiled is not False
 
 
 def check_quantized(quantize: str | None, model: Any) -> None:

@@ -21,9 +21,9 @@ many forwards the call is cut into.
 
 The rule goes token by token, in every forward and in one shape: so a token has the same bits
 decoded, verified or beside others, however its prompt was cut. Python between the tokens takes
-longer than their arithmetic, so where blocks are compiled the gated delta rule goes through them in
-C (kernels/recurrent.c). transformers has another rule for several tokens at once. Its forward runs here
-all the same, with our convolution and our rule in the place of its own functions.
+longer than their arithmetic, so where there is a compiler convolutions and rules run in C, for all
+texts in one call (kernels/recurrent.c). transformers has another rule for several tokens at once.
+Its forward runs here all the same, with our convolution and our rule in the place of its own.
 
 Sources: gated delta networks, arXiv 2412.06464; Mamba-2, 2405.21060. Not covered: Mamba-1, KDA,
 branches of a draft, and prefixes: a state cannot be cut into blocks.
@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from kernels import library
-from kernels.recurrent import delta_steps
+from kernels import recurrent as compiled
 
 from .activation import SteadyMode, softplus
 
@@ -54,10 +54,19 @@ _RULED = {"get_recurrent_state", "update_recurrent_state"}  # what layers with a
 class Rule:
     """How a token changes a state [H, M, N]; all in float32, as in transformers.
 
-    `prepare` and `finish` are given what transformers' function is given.
+    `raw`, `form`, `prepare` and `finish` are given what transformers' function is given. The first
+    two are for C, where states lie otherwise.
     """
 
     name: ClassVar[str]  # of transformers' function
+
+    def raw(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
+        """What compiled.step needs of each token: tensors [B, T, …]."""
+        raise NotImplementedError
+
+    def form(self, *args: Any, **options: Any) -> compiled.Rule:
+        """Of its states, in C."""
+        raise NotImplementedError
 
     def prepare(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
         """What `step` needs of each token: tensors [B, T, …]."""
@@ -88,6 +97,18 @@ class GatedDelta(Rule):
     """S ← decay · S + k ⊗ β (v − decay · Sᵀk), read by q; S [H, key width, value width]."""
 
     name = "torch_chunk_gated_delta_rule"
+
+    def raw(
+        self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: Any
+    ) -> tuple[Tensor, ...]:
+        return key, query, value, g, beta
+
+    def form(
+        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
+    ) -> compiled.Rule:
+        (num_keys, width), (heads, columns) = key.shape[2:], value.shape[2:]
+        has_norm = options.get("use_qk_l2norm_in_kernel", False)
+        return compiled.Rule(heads, num_keys, width, columns, True, has_norm, width**-0.5)
 
     def prepare(
         self,
@@ -134,6 +155,17 @@ class Mamba2(Rule):
 
     name = "mamba2_chunk_scan"
 
+    def raw(
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **options: Any
+    ) -> tuple[Tensor, ...]:
+        dt = _steps(dt, **options)
+        return b, c, x, a * dt, dt
+
+    def form(
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any
+    ) -> compiled.Rule:
+        return compiled.Rule(*x.shape[2:3], *b.shape[2:], x.shape[3], False, False, 1.0)
+
     def prepare(
         self,
         x: Tensor,
@@ -141,18 +173,13 @@ class Mamba2(Rule):
         a: Tensor,
         b: Tensor,
         c: Tensor,
-        dt_bias: Tensor | None = None,
-        dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = (0.0, torch.inf),
-        **_: Any,
+        **options: Any,
     ) -> tuple[Tensor, ...]:
         """x [B, T, H, P, 1], B [B, T, H, 1, N], C [B, T, H, N, 1], decay.
 
         Of x [B, T, H, P], dt [B, T, H], a [H], b and c [B, T, groups, N].
         """
-        if dt_bias is not None:
-            dt = dt + dt_bias.to(dt.dtype)
-        dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
+        dt = _steps(dt, **options)
         b, c = (part.float().repeat_interleave(len(a) // part.shape[2], 2) for part in (b, c))
         scaled = x.float() * dt[..., None]
         return scaled[..., None], b[..., None, :], c[..., None], (a * dt).exp()[..., None, None]
@@ -169,6 +196,19 @@ class Mamba2(Rule):
         self, outputs: Tensor, x: Tensor, *_: Any, D: Tensor | None = None, **__: Any
     ) -> Tensor:
         return outputs if D is None else outputs + D[:, None] * x.float()
+
+
+def _steps(
+    dt: Tensor,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, torch.inf),
+    **_: Any,
+) -> Tensor:
+    """Of how long a token's step is [B, T, H]."""
+    if dt_bias is not None:
+        dt = dt + dt_bias.to(dt.dtype)
+    return (softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
 
 
 RULES = {rule.name: rule for rule in (GatedDelta(), Mamba2())}
@@ -196,7 +236,7 @@ class RecurrentLayer:
     def __init__(self, mixer: nn.Module, cache: Any, rule: Rule | None) -> None:
         """`cache` is the core's SlotCache. Puts itself in the place of the module's forward."""
         self._cache, self._rule = cache, rule
-        self._is_compiled = rule is not None and can_compile(rule)
+        self._is_compiled, self._form = library.is_used, None
         self._marks: dict[int, list[Mark]] = {}  # by row, in order of their lengths
         self._begins: dict[int, int] = {}  # by row, its length where the core's last call began
         self.num_marks = _NUM_MARKS
@@ -242,43 +282,44 @@ class RecurrentLayer:
         **_: Any,
     ) -> Tensor:
         """x [B, C, T], arranged as the forward's tokens are, weight [C, k] -> [B, C, T]."""
-        place, width = self._cache.current, weight.shape[1]
-        joined, begins = [], []
-        for row, fed in zip(self._rows(), place.part(x.transpose(1, 2)), strict=True):
-            mark = self._at(row, fed.new_zeros(width - 1, fed.shape[1]))
-            begins.append(sum(map(len, joined)))
-            joined.append(torch.cat([mark.tail, fed]))
-            self._record(row, mark, fed, joined[-1][len(fed) :])
-        every, taps = torch.cat(joined).float(), weight.float().T
-        count = len(every) - width + 1
-        result = every[:count] * taps[0]
-        for i in range(1, width):
-            result += every[i : i + count] * taps[i]
-        if bias is not None:
-            result += bias.float()
-        own = [result[i : i + n] for i, n in zip(begins, place.counts, strict=True)]
-        result = place.arrange(own).to(x.dtype)
+        place, empty = self._cache.current, x.new_zeros(weight.shape[1] - 1, x.shape[1])
+        texts = place.part(x.transpose(1, 2))
+        marks = [self._at(row, empty) for row in self._rows()]
+        found = (
+            compiled.convolve
+            if self._is_compiled and len(empty) < compiled.MOST_TAPS
+            else _convolve
+        )(texts, [mark.tail for mark in marks], weight.T, bias)
+        for row, mark, fed, tail in zip(self._rows(), marks, texts, found[1], strict=True):
+            self._record(row, mark, fed, tail.to(x.dtype))
+        result = place.arrange(found[0]).to(x.dtype)
         return (ACT2FN[activation](result) if activation else result).transpose(1, 2)
 
     def scan(self, *args: Any, **options: Any) -> Any:
         """The rule over all tokens, from where each text was."""
         place, rule = self._cache.current, self._rule
         assert rule is not None
-        inputs = rule.prepare(*args, **options)
-        outputs = []
-        for row, *own in zip(self._rows(), *map(place.part, inputs), strict=True):
-            mark, after = self._marks[row][-2:]
-            assert mark.state is not None or not mark.length
-            after.state, found = self._run(mark.state, tuple(own))
-            outputs.append(found)
+        if self._is_compiled and self._form is None:
+            self._form = rule.form(*args, **options)
+            self._is_compiled = self._form.width <= compiled.WIDEST_KEY
+        inputs = (rule.raw if self._is_compiled else rule.prepare)(*args, **options)
+        texts = list(zip(*map(place.part, inputs), strict=True))
+        marks = [self._marks[row][-2:] for row in self._rows()]
+        assert all(mark.state is not None or not mark.length for mark, _ in marks)
+        found = self._run([mark.state for mark, _ in marks], texts)
+        for (mark, after), own, (state, _) in zip(marks, texts, found, strict=True):
+            after.state = state
             mark.inputs = tuple(x.clone() for x in own) if mark.fed is not None else ()
-        return rule.finish(place.arrange(outputs), *args, **options)
+        return rule.finish(place.arrange([outputs for _, outputs in found]), *args, **options)
 
-    def _run(self, state: Tensor | None, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """The state behind some tokens, and their outputs. The state before stays as it is."""
-        state = self._rule.zeros(inputs) if state is None else state
-        found = delta_steps(state, *inputs) if self._is_compiled else None
-        return found or self._rule.run(state, inputs)
+    def _run(
+        self, states: list[Tensor | None], texts: list[tuple[Tensor, ...]]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The state behind some tokens of each text, and their outputs. States stay as they are."""
+        if self._is_compiled:
+            return compiled.step(self._form, texts, states)
+        rule, pairs = self._rule, zip(states, texts, strict=True)
+        return [rule.run(rule.zeros(own) if s is None else s, own) for s, own in pairs]
 
     def _record(self, row: int, mark: Mark, fed: Tensor, tail: Tensor) -> None:
         """Set a mark where the row will be; its state follows. Drop marks that nobody goes back to.
@@ -312,7 +353,7 @@ class RecurrentLayer:
         if missing:
             tail, state = torch.cat([last.tail, last.fed[:missing]])[missing:], None
             if self._rule:
-                state, _ = self._run(last.state, tuple(x[:missing] for x in last.inputs))
+                ((state, _),) = self._run([last.state], [tuple(x[:missing] for x in last.inputs)])
             marks.append(Mark(length, tail, state))  # last: the step may have failed
         return marks[-1]
 
@@ -322,19 +363,20 @@ class RecurrentLayer:
         self._marks[row] = [Mark(length, newest.tail, newest.state)]
 
 
-@torch.inference_mode()
-def can_compile(rule: Rule) -> bool:
-    """Whether the rule is compiled, and gives the same there but for roundings."""
-    if not library.is_used or not isinstance(rule, GatedDelta):
-        return False
-    random = torch.Generator().manual_seed(0)
-    key, query, value = (torch.randn(1, 5, 2, n, generator=random) for n in (24, 24, 20))
-    decay, beta = (torch.rand(1, 5, 2, generator=random) for _ in range(2))
-    prepared = rule.prepare(query, key, value, -decay, beta, use_qk_l2norm_in_kernel=True)
-    inputs = tuple(x[0] for x in prepared)
-    state = torch.randn(2, 24, 20, generator=random)
-    pairs = zip(delta_steps(state, *inputs), rule.run(state, inputs), strict=True)
-    return all(torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5) for ours, theirs in pairs)
+def _convolve(
+    texts: list[Tensor], tails: list[Tensor], weight: Tensor, bias: Tensor | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What compiled.convolve does."""
+    results, after, taps = [], [], weight.float()
+    for text, tail in zip(texts, tails, strict=True):
+        joined = torch.cat([tail, text])
+        every, count = joined.float(), len(text)
+        result = every[:count] * taps[0]
+        for i in range(1, len(taps)):
+            result += every[i : i + count] * taps[i]
+        results.append(result if bias is None else result + bias.float())
+        after.append(joined[count:].clone())
+    return results, after
 
 
 def recurrent_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Rule | None]]:

@@ -1,29 +1,118 @@
-"""The gated delta rule in C (recurrent.c)."""
+"""Convolutions and rules of recurrent layers in C (recurrent.c), of several texts in one call."""
 
 import ctypes
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import library
 
+MOST_TAPS, WIDEST_KEY = 16, 512  # as in recurrent.c
 
-def delta_steps(
-    state: Tensor, both: Tensor, value: Tensor, decay: Tensor, beta: Tensor, product: Tensor
-) -> tuple[Tensor, Tensor] | None:
-    """The rule over the tokens of one text: the state behind them, and the outputs.
 
-    Takes what GatedDelta.prepare in fastpath/recurrent.py gives [T, …], and returns [H, K, V] and
-    [T, H, V]. None for heads that the code has no room for.
+class _Convolution(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("channels", "taps", "has_silu")),
+        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
+    )
+
+
+class _Passage(ctypes.Structure):
+    _fields_ = (
+        ("rows", ctypes.c_int32),
+        *((name, ctypes.c_size_t) for name in ("x_step", "y_step")),
+        *((name, ctypes.c_void_p) for name in ("x", "before", "after", "y")),
+    )
+
+
+class Rule(ctypes.Structure):
+    """recurrent.h's `rule`: how a token changes a state [heads, width, columns]."""
+
+    _names = "heads", "key_heads", "width", "columns", "corrects", "has_norm"
+    _fields_ = (*((name, ctypes.c_int32) for name in _names), ("scale", ctypes.c_float))
+
+
+class _Given(ctypes.Structure):
+    _names = "keys", "queries", "values", "logs", "betas", "before", "after", "out"
+    _fields_ = (
+        ("rows", ctypes.c_int32),
+        *((name, ctypes.c_size_t) for name in ("key_step", "value_step", "head_step")),
+        *((name, ctypes.c_void_p) for name in _names),
+    )
+
+
+def convolve(
+    texts: Sequence[Tensor],
+    tails: Sequence[Tensor],
+    weight: Tensor,
+    bias: Tensor | None = None,
+    has_silu: bool = False,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Of each text's tokens [t, C], behind its tail [taps - 1, C]: results, and the next tails.
+
+    weight [taps, C], the oldest token's first; all float32 in the end. The tails stay as they are.
     """
-    inputs = [x.float().contiguous() for x in (both, value, decay, beta, product)]
-    heads, width, columns = state.shape
-    tokens = len(both)
-    sizes = [2 * width, columns, 1, 1, 1]
-    assert all(
-        x.numel() == tokens * heads * size for x, size in zip(inputs, sizes, strict=True)
-    ), "sizes that do not go together"
-    after, out = state.float().clone().contiguous(), state.new_empty(tokens, heads, columns)
-    given = [ctypes.c_void_p(x.data_ptr()) for x in (after, *inputs, out)]
-    numbers = tokens, heads, width, columns, torch.get_num_threads()
-    return (after, out) if library.load().delta_steps(*given, *numbers) else None
+    taps, channels = weight.shape
+    if taps > MOST_TAPS:
+        raise ValueError(f"a convolution over more than {MOST_TAPS} tokens")
+    weight, bias = _numbers(weight), None if bias is None else _numbers(bias)
+    texts, tails = list(map(_numbers, texts)), list(map(_numbers, tails))
+    for text, tail in zip(texts, tails, strict=True):
+        assert text.shape == (len(text), channels) and tail.shape == (taps - 1, channels)
+    assert bias is None or bias.shape == (channels,)
+    results, after = list(map(torch.empty_like, texts)), list(map(torch.empty_like, tails))
+    passages = (_Passage * len(texts))(
+        *(
+            _Passage(len(text), channels, channels, _at(text), _at(tail), _at(new), _at(result))
+            for text, tail, new, result in zip(texts, tails, after, results, strict=True)
+        )
+    )
+    form = _Convolution(channels, taps, has_silu, _at(weight), _at(bias))
+    _call("apply_convolution", form, passages)
+    return results, after
+
+
+def step(
+    rule: Rule, texts: Sequence[Sequence[Tensor]], states: Sequence[Tensor | None]
+) -> list[tuple[Tensor, Tensor]]:
+    """The state behind each text's tokens, and their outputs [t, heads, columns].
+
+    A text is keys and queries [t, key_heads, width], values [t, heads, columns], logarithms of
+    decays and betas [t, heads]. Its state before stays as it is; None: nothing was read yet.
+    """
+    if rule.width > WIDEST_KEY:
+        raise ValueError(f"keys of more than {WIDEST_KEY} numbers")
+    size, keys = (rule.heads, rule.width, rule.columns), (rule.key_heads, rule.width)
+    shapes = keys, keys, (rule.heads, rule.columns), (rule.heads,), (rule.heads,)
+    kept, given, found = [], [], []
+    for text, state in zip(texts, states, strict=True):
+        inputs = list(map(_numbers, text))
+        before = None if state is None else _numbers(state)
+        for x, shape in zip(inputs, shapes, strict=True):
+            assert x.shape == (len(inputs[0]), *shape), "sizes that do not go together"
+        assert before is None or before.shape == size
+        out = inputs[0].new_empty(len(inputs[0]), rule.heads, rule.columns)
+        found.append((inputs[0].new_empty(size), out))
+        kept += [inputs, before]
+        steps = rule.key_heads * rule.width, rule.heads * rule.columns, rule.heads
+        places = map(_at, (*inputs, before, *found[-1]))
+        given.append(_Given(len(out), *steps, *places))
+    _call("apply_rule", rule, (_Given * len(given))(*given))
+    return found
+
+
+def _call(name: str, form: Any, texts: Any) -> None:
+    threads = torch.get_num_threads()
+    if not getattr(library.load(), name)(ctypes.byref(form), texts, len(texts), threads):
+        raise MemoryError("no memory for a recurrent layer")
+
+
+def _numbers(x: Tensor) -> Tensor:
+    """As C reads them; to be kept until it has done so."""
+    return x.detach().float().contiguous()
+
+
+def _at(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()

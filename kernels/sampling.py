@@ -13,6 +13,7 @@ from . import library
 
 Transforms = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
 _NO_NUMBERS, _NO_MEMORY = -1, -2  # as in sampling.h
+is_wanted = True  # for models on any device
 _MOST_TOKENS = 1 << 23  # of a vocabulary: sums of more might not fit 64 bits
 
 
@@ -44,9 +45,13 @@ class Doubts(ctypes.Structure):
     )
 
 
-@cache
 def is_there() -> bool:
-    """Whether it can be compiled here."""
+    """Whether it is to be used and can be compiled here."""
+    return is_wanted and _is_compiled()
+
+
+@cache
+def _is_compiled() -> bool:
     try:
         return bool(library.load())
     except ValueError:

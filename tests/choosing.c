@@ -1,3 +1,4 @@
+// sampling.c
 // Prints a digest of all that is chosen for many rows (test_choosing.py).
 #include <stdio.h>
 #include <stdlib.h>

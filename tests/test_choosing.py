@@ -2,15 +2,18 @@
 
 import itertools
 import math
-import shutil
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT
+from machines import (
+    assert_same_bits,
+    assert_same_bits_on_aarch64,
+    assert_sane,
+    needs_aarch64,
+    needs_gcc,
+)  # fmt: skip
 
 import sampling as module
 from kernels import sampling as compiled
@@ -112,44 +115,18 @@ def test_exp_and_log_are_near_the_true_ones():
 # -------------------------------------------------------------------------------- other machines
 
 
-def printed(folder, compiler, *flags, through=()):
-    """What choosing.c prints, compiled so."""
-    sources = [ROOT / "tests" / "choosing.c", ROOT / "kernels" / "sampling.c"]
-    command = [*compiler, "-O3", "-std=gnu11", "-ffp-contract=off", *flags, "-I", ROOT / "kernels"]
-    subprocess.run([*command, *sources, "-o", folder / "program", "-lm"], check=True)
-    run = subprocess.run([*through, folder / "program"], capture_output=True, text=True, check=True)
-    return run.stdout
-
-
-def builds():
-    """Machines that this one can be: by name, the compiler's flags."""
-    flags = Path("/proc/cpuinfo").read_text("utf-8").split()
-    yield "SSE", ["-march=x86-64"]
-    if "avx2" in flags and "fma" in flags:
-        yield "AVX2", ["-march=x86-64-v3"]
-    if "avx512vl" in flags:
-        yield "AVX-512", ["-march=x86-64-v4"]
-
-
-@pytest.mark.skipif(not shutil.which("gcc"), reason="no gcc here")
+@needs_gcc
 def test_machines_give_the_same_bits(tmp_path):
-    found = {name: printed(tmp_path, ["gcc"], *flags) for name, flags in builds()}
-    assert len(set(found.values())) == 1, found
+    assert_same_bits(tmp_path, "choosing.c")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not (shutil.which("aarch64-linux-gnu-gcc") and shutil.which("qemu-aarch64")),
-    reason="no compiler for aarch64, or nothing to run it in",
-)
+@needs_aarch64
 def test_another_kind_of_machine_gives_the_same_bits(tmp_path):
-    there = printed(tmp_path, ["aarch64-linux-gnu-gcc", "-static"], through=["qemu-aarch64"])
-    assert there == printed(tmp_path, ["gcc"], "-march=native")
+    assert_same_bits_on_aarch64(tmp_path, "choosing.c")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("gcc"), reason="no gcc here")
+@needs_gcc
 def test_nothing_is_read_or_written_where_it_should_not_be(tmp_path):
-    sanitized = "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
-    for _, flags in builds():
-        assert printed(tmp_path, ["gcc"], *flags, *sanitized)
+    assert_sane(tmp_path, "choosing.c")

@@ -1,0 +1,138 @@
+"""Convolutions and rules of recurrent layers in C: what Python computes, and steady bits."""
+
+import pytest
+import torch
+from machines import (
+    assert_same_bits,
+    assert_same_bits_on_aarch64,
+    assert_sane,
+    needs_aarch64,
+    needs_gcc,
+)  # fmt: skip
+
+from fastpath.recurrent import GatedDelta, Mamba2, _convolve
+from kernels import library, recurrent
+
+needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
+SIZES = [(1, 8, 16), (2, 24, 20), (3, 128, 72), (2, 5, 131)]  # heads of keys, widths, columns
+COUNT = 70
+
+
+def options_of(rule, size):
+    """What transformers' function would be given for COUNT tokens, two heads to one of keys."""
+    num_keys, width, columns = size
+    random = torch.Generator().manual_seed(sum(size))
+
+    def new(*shape):
+        return torch.randn(1, COUNT, *shape, generator=random)
+
+    keys, heads = (new(num_keys, width), new(num_keys, width)), 2 * num_keys
+    if isinstance(rule, GatedDelta):
+        given = {"query": keys[0], "key": keys[1], "value": new(heads, columns)}
+        given |= {"g": -new(heads).abs(), "beta": new(heads).sigmoid()}
+        return given | {"use_qk_l2norm_in_kernel": True}
+    given = {"x": new(heads, columns), "dt": new(heads), "b": keys[0], "c": keys[1]}
+    bias = torch.randn(heads, generator=random)
+    return given | {"a": -bias.abs(), "dt_bias": bias, "dt_softplus": True}
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("rule", [GatedDelta(), Mamba2()], ids=["delta", "mamba"])
+def test_a_rule_gives_what_python_gives_but_for_roundings(rule, size):
+    options = options_of(rule, size)
+    inputs = [tuple(x[0] for x in make(**options)) for make in (rule.raw, rule.prepare)]
+    ((state, outputs),) = recurrent.step(rule.form(**options), [inputs[0]], [None])
+    expected, theirs = rule.run(rule.zeros(inputs[1]), inputs[1])
+    torch.testing.assert_close(outputs, theirs, rtol=1e-4, atol=1e-4)
+    if isinstance(rule, Mamba2):
+        expected = expected.transpose(1, 2)
+    torch.testing.assert_close(state, expected, rtol=1e-4, atol=1e-4)
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("rule", [GatedDelta(), Mamba2()], ids=["delta", "mamba"])
+def test_a_token_has_the_same_bits_however_its_text_is_cut(monkeypatch, rule, size):
+    """With other texts or alone, in any number of threads; and the states before stay."""
+    options = options_of(rule, size)
+    form, inputs = rule.form(**options), [x[0] for x in rule.raw(**options)]
+    ((whole, outputs),) = recurrent.step(form, [inputs], [None])
+    for threads in (1, 2, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        state, parts = None, []
+        for begin, end in ((0, 1), (1, 30), (30, 30), (30, 33), (33, COUNT)):
+            texts = [[x[i:j] for x in inputs] for i, j in ((5, 9), (begin, end), (0, 40))]
+            before = None if state is None else state.clone()
+            _, (after, part), _ = recurrent.step(form, texts, [whole, state, None])
+            assert state is None or torch.equal(state, before)
+            state, parts = after, [*parts, part]
+        assert torch.equal(state, whole) and torch.equal(torch.cat(parts), outputs)
+
+
+@needs_compiler
+@pytest.mark.parametrize("channels", [1, 16, 77])
+@pytest.mark.parametrize("taps", [1, 2, 4])
+def test_a_convolution_gives_what_python_gives_however_its_text_is_cut(channels, taps):
+    random = torch.Generator().manual_seed(channels)
+    text, tail, weight, bias = (
+        torch.randn(*shape, generator=random)
+        for shape in ((40, channels), (taps - 1, channels), (taps, channels), (channels,))
+    )
+    for given in ((weight, None), (weight, bias)):
+        (whole,), (end,) = recurrent.convolve([text], [tail], *given)
+        (theirs,), (their_end,) = _convolve([text], [tail], *given)
+        torch.testing.assert_close(whole, theirs, rtol=1e-5, atol=1e-5)
+        assert torch.equal(end, their_end)
+        (silu,), _ = recurrent.convolve([text], [tail], *given, True)
+        torch.testing.assert_close(silu, torch.nn.functional.silu(whole), rtol=1e-5, atol=1e-6)
+        now, parts, before = tail, [], tail.clone()
+        for i, j in ((0, 1), (1, 3), (3, 3), (3, 40)):
+            found, (_, now) = recurrent.convolve([text[2:9], text[i:j]], [tail, now], *given)
+            parts.append(found[1])
+        assert torch.equal(torch.cat(parts), whole) and torch.equal(now, end)
+        assert torch.equal(tail, before)
+
+
+@needs_compiler
+def test_what_is_not_a_number_stays_in_its_text():
+    rule = GatedDelta()
+    options = options_of(rule, SIZES[1])
+    form, inputs = rule.form(**options), [x[0] for x in rule.raw(**options)]
+    broken = [x.clone() for x in inputs]
+    broken[0][3] = torch.nan
+    (_, ours), (_, theirs) = recurrent.step(form, [broken, inputs], [None, None])
+    assert torch.isfinite(ours[:3]).all() and torch.isnan(ours[3:]).any()
+    assert torch.equal(theirs, recurrent.step(form, [inputs], [None])[0][1])
+
+
+@needs_compiler
+def test_sizes_that_do_not_go_together_are_refused():
+    rule = GatedDelta()
+    options = options_of(rule, SIZES[0])
+    form, inputs = rule.form(**options), [x[0] for x in rule.raw(**options)]
+    with pytest.raises(AssertionError):
+        recurrent.step(form, [[*inputs[:-1], inputs[-1][:-1]]], [None])
+    with pytest.raises(AssertionError):
+        recurrent.step(form, [inputs], [torch.zeros(1)])
+    with pytest.raises(ValueError, match="keys of more than"):
+        recurrent.step(recurrent.Rule(1, 1, 513, 8), [], [])
+    with pytest.raises(AssertionError):
+        recurrent.convolve([torch.zeros(3, 4)], [torch.zeros(2, 4)], torch.zeros(4, 4))
+
+
+@needs_gcc
+def test_machines_give_the_same_bits(tmp_path):
+    assert_same_bits(tmp_path, "rules.c")
+
+
+@pytest.mark.slow
+@needs_aarch64
+def test_another_kind_of_machine_gives_the_same_bits(tmp_path):
+    assert_same_bits_on_aarch64(tmp_path, "rules.c")
+
+
+@pytest.mark.slow
+@needs_gcc
+def test_nothing_is_read_or_written_where_it_should_not_be(tmp_path):
+    assert_sane(tmp_path, "rules.c")
