@@ -124,6 +124,7 @@ class Block:
         groups = getattr(attention, "num_key_value_groups", 1)
         self.kv_heads, self.layer_idx = sum(widths) // width // (groups + 2), attention.layer_idx
         self.width, self.dtype = width, down.dtype
+        self.is_rotated = bool(getattr(attention, "use_rope", True))  # SmolLM3 skips some layers
         norms = [norm and norm_of(norm) for norm in parts.norms]
         query_norm, key_norm = map(norm_of, parts.qk_norms) if parts.qk_norms else (None, None)
         names = "input_norm", "out_norm", "mlp_norm", "down_norm", "query_norm", "key_norm"
@@ -215,7 +216,8 @@ class Decoder:
         self.blocks, self.num_threads, self._kept = list(blocks), num_threads, list[Any]([ropes])
         kinds = list(ropes)
         for block in blocks:
-            block.struct.rope = kinds.index(block.kind) if block.kind in ropes else -1
+            is_turned = block.kind in ropes and block.is_rotated
+            block.struct.rope = kinds.index(block.kind) if is_turned else -1
         self.embedding: Panels | None = None
         self.output: Panels | None = None
         self._positions: Panels | None = None
@@ -376,7 +378,7 @@ def can_tabulate(rotary: Any) -> bool:
     )
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def decoder_of(
     model: Any, length: int, windows: dict[str, int | None], frees: bool = True
 ) -> Decoder | None:
