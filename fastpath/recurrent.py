@@ -21,9 +21,9 @@ many forwards the call is cut into.
 
 The rule goes token by token, in every forward and in one shape: so a token has the same bits
 decoded, verified or beside others, however its prompt was cut. Python between the tokens takes
-longer than their arithmetic, so where blocks are compiled the gated delta rule goes through them in
-C (kernels/recurrent.c). transformers has another rule for several tokens at once. Its forward runs here
-all the same, with our convolution and our rule in the place of its own functions.
+longer than their arithmetic, so where there is a compiler the gated delta rule goes through them
+in C (kernels/recurrent.c). transformers has another rule for several tokens at once. Its forward
+runs here all the same, with our convolution and our rule in the place of its own functions.
 
 Sources: gated delta networks, arXiv 2412.06464; Mamba-2, 2405.21060. Not covered: Mamba-1, KDA,
 branches of a draft, and prefixes: a state cannot be cut into blocks.

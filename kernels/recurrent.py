@@ -20,9 +20,9 @@ def delta_steps(
     heads, width, columns = state.shape
     tokens = len(both)
     sizes = [2 * width, columns, 1, 1, 1]
-    assert all(
-        x.numel() == tokens * heads * size for x, size in zip(inputs, sizes, strict=True)
-    ), "sizes that do not go together"
+    assert all(x.numel() == tokens * heads * size for x, size in zip(inputs, sizes, strict=True)), (
+        "sizes that do not go together"
+    )
     after, out = state.float().clone().contiguous(), state.new_empty(tokens, heads, columns)
     given = [ctypes.c_void_p(x.data_ptr()) for x in (after, *inputs, out)]
     numbers = tokens, heads, width, columns, torch.get_num_threads()

@@ -32,7 +32,6 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import pytest
-
 from fastpath.native import why_not
 
 LIMIT_S = 120.0  # a mutant may hang: then it was noticed

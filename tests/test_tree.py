@@ -9,13 +9,12 @@ import torch
 from conftest import ScriptedDrafter, run
 from test_batching import together
 from test_drafters import fresh_state, propose_and_close
-from test_native import KINDS, TEXT, load, needs_compiler
+from test_kernels import KINDS, TEXT, load, needs_compiler
 
 from drafters.base import ModelState
 from drafters.noise import Noise
 from drafters.tree import Comb, Line, heard, longest, merged
-from fastpath import int8, linear
-from fastpath.forward import lines_of
+from kernels.forward import lines_of
 from messages import Draft, Verdict
 from serving import answers
 from serving.worker import Worker
@@ -59,8 +58,6 @@ def with_trees(engine, prompt, chance, **request):
 @pytest.mark.parametrize(("dtype", "quantize"), KINDS)
 def test_a_tree_s_output_is_plain_decoding_s_to_the_bit(dtype, quantize, sampling, tiny_folder):
     """The same tokens and log-probabilities; and each branch was taken now and then."""
-    if quantize and int8.inputs() is None or not linear.can_pack(getattr(torch, dtype)):
-        pytest.skip("not on this CPU")
     engine = load(tiny_folder("qwen3"), dtype=dtype, quantize=quantize)
     assert engine.target.report.is_exact
     chance, moved = random.Random(1), 0
