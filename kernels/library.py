@@ -86,7 +86,7 @@ def load(again: bool = False) -> ctypes.CDLL:
         if not _is_whole(file):
             failed = file.with_suffix(".failed")
             if failed.exists() and not again:
-                raise ValueError(f"they failed before (remove {failed} to try again)")
+                raise ValueError(f"the compiler failed before (remove {failed} to try again)")
             try:
                 _compile(file)
             except (OSError, ValueError):

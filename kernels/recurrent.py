@@ -7,6 +7,8 @@ from torch import Tensor
 
 from . import library
 
+_WIDEST = 512  # keys that recurrent.c has room for
+
 
 def delta_steps(
     state: Tensor, both: Tensor, value: Tensor, decay: Tensor, beta: Tensor, product: Tensor
@@ -16,6 +18,8 @@ def delta_steps(
     Takes what GatedDelta.prepare in fastpath/recurrent.py gives [T, …], and returns [H, K, V] and
     [T, H, V]. None for heads that the code has no room for.
     """
+    if state.shape[1] > _WIDEST:
+        return None
     inputs = [x.float().contiguous() for x in (both, value, decay, beta, product)]
     heads, width, columns = state.shape
     tokens = len(both)
@@ -26,4 +30,5 @@ def delta_steps(
     after, out = state.float().clone().contiguous(), state.new_empty(tokens, heads, columns)
     given = [ctypes.c_void_p(x.data_ptr()) for x in (after, *inputs, out)]
     numbers = tokens, heads, width, columns, torch.get_num_threads()
-    return (after, out) if library.load().delta_steps(*given, *numbers) else None
+    library.load().delta_steps(*given, *numbers)
+    return after, out
