@@ -36,9 +36,11 @@ class Eagle3Drafter(HeadDrafter):
         self.hidden_layers = head.config.layers_of(text.num_hidden_layers)
         weights = [*head.layers.parameters(), *head.lm_head.parameters()]
         self.num_step_weights = sum(weight.numel() for weight in weights)
+        super().__init__(context, can_share=False)
         if context.fast:
-            head.fused = speed_up_eagle(head, context.target.max_length, context.quantize)
-        super().__init__(context, can_share=head.fused is not None)
+            length = context.target.max_length
+            self._kernels = speed_up_eagle(head, length, context.quantize)
+        self._embed = head.embed_tokens
 
     @classmethod
     def build(cls, context: Context) -> "Eagle3Drafter":
@@ -62,9 +64,10 @@ class Eagle3Drafter(HeadDrafter):
 
     def _run(self, ids: Tensor, hidden: Tensor, place: Any, step: int) -> Tensor:
         """The pair j of a text stands at position j, and in the cache's slot j."""
-        if not step:
-            hidden = self._head.enter(hidden)
-        return self._head(ids, hidden, place, self._cache)
+        return self._head(ids, self._enter(hidden, step), place, self._cache)
+
+    def _enter(self, hidden: Tensor, step: int) -> Tensor:
+        return hidden if step else self._head.enter(hidden)
 
     def _to_logits(self, outputs: Tensor) -> Tensor:
         """Over the target's vocabulary; minus infinity for words that the head does not know."""

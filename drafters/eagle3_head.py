@@ -170,7 +170,6 @@ class Eagle3Head(nn.Module):
         self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.rotary_emb = LlamaRotaryEmbedding(layer)
         self.embed_tokens: nn.Embedding | None = None  # the target's, unless the file has its own
-        self.fused: Any = None  # what the fast path puts in the place of `run`
 
     @property
     def target_ids(self) -> Tensor:
@@ -194,10 +193,7 @@ class Eagle3Head(nn.Module):
         """The next h [B, T, D] of pairs: ids [B, T] and h [B, T, D]."""
         embeds = self.embed_tokens(ids)
         x = torch.cat([embeds, hidden.to(embeds.dtype)], -1)
-        if self.fused:
-            x = self.fused(x, place, cache)
-        else:
-            x = self.run(x, place.positions, place.mask(x.dtype), cache)
+        x = self.run(x, place.positions, place.mask(x.dtype), cache)
         return self.norm(x) if self.config.norm_output else x
 
     def logits(self, hidden: Tensor) -> Tensor:

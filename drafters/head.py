@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fastpath.forward import Runs, join, whole
+from kernels.head import KernelHead
 from messages import Draft, Sampling, Verdict
 from sampling import Noise
 
@@ -127,6 +128,7 @@ class HeadDrafter(StateReader):
         # Layer i is number i to a cache, and the numbers below it take no memory there.
         new, num_rows = context.target.new_cache, context.num_rows
         self._caches += [new(i + 1, num_rows) for i in range(1, num_layers)]
+        self._kernels: list[KernelHead] = []  # in the place of `_run`, by layer, or none
         self._runs = [
             Runs(cache, self._shapes, can_share) if context.fast else partial(whole, cache)
             for cache in self._caches
@@ -139,6 +141,10 @@ class HeadDrafter(StateReader):
         The place has arranged them. Hidden states are the target's at step 0, and later on what the
         step before returned.
         """
+
+    def _enter(self, hidden: Tensor, step: int) -> Tensor:
+        """What the layer is given for hidden states [pairs, width]."""
+        return hidden
 
     def _layer(self, step: int) -> int:
         """Which layer drafts at a step."""
@@ -174,6 +180,11 @@ class HeadDrafter(StateReader):
         """
         found: list[list[Tensor]] = [[] for _ in rows]
         counts, layer = [len(tokens) for _, tokens in pairs], self._layer(step)
+        if self._kernels:
+            embeds = self._embed(torch.tensor([i for _, tokens in pairs for i in tokens]))
+            states = self._enter(torch.cat([hidden for hidden, _ in pairs]), step)
+            given = embeds.split(counts), states.split(counts)
+            return self._kernels[layer](self._caches[layer], rows, *given)
         for pieces, place in self._runs[layer](rows, counts):
             fed = [pairs[p.index][1][p.begin : p.end] for p in pieces]
             device = place.positions.device

@@ -87,12 +87,11 @@ class MtpHeadDrafter(HeadDrafter):
         weights = [*head.layers[0].parameters(), *head.shared_head.parameters()]
         self.num_step_weights = sum(weight.numel() for weight in weights)
         target = context.target
-        self._fused = None
-        if context.fast:
-            self._fused = speed_up_head(head, target.model, target.max_length, context.quantize)
         # Without the fast path sequences are padded to one length to attend side by side.
-        can_share = head.config._attn_implementation == GROUPED or self._fused is not None
-        super().__init__(context, can_share, num_layers)
+        super().__init__(context, head.config._attn_implementation == GROUPED, num_layers)
+        if context.fast:
+            self._kernels = speed_up_head(head, target.model, target.max_length, context.quantize)
+        self._embed = head.embed_tokens
 
     @classmethod
     def build(cls, context: Context) -> "MtpHeadDrafter":
@@ -122,8 +121,6 @@ class MtpHeadDrafter(HeadDrafter):
     def _run(self, ids: Tensor, hidden: Tensor, place: Any, step: int) -> Tensor:
         """Layer i's pair j of a text stands at position j + i + 1, and in its cache's slot j."""
         layer = self._layer(step)
-        if self._fused:
-            return self._fused[layer](ids, hidden, place, self._caches[layer])
         embeds = self._head.embed_tokens(ids)
         positions = place.positions + layer + 1
         rope_options = (

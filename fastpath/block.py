@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from kernels.parts import Parts, RMSNorm, linear_of, norm_of, parts_of
+from kernels.parts import Parts, RMSNorm, linear_of, norm_of
 
 from .activation import sigmoid, steady
 from .attention import CausalMasks, Ragged, additive, attend, causal_mask, grouped_mask
@@ -174,24 +174,6 @@ class FusedPositionalBlock(FusedBlock):
     ) -> Tensor:
         """As transformers calls it."""
         return super().forward(hidden_states, attention_mask, None, past_key_values)
-
-
-class FusedEagleBlock(FusedBlock):
-    """The first layer of an EAGLE-3 head: x is [embedding, state], side by side."""
-
-    has_other_inputs = True
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__(parts_of(layer, besides=("hidden_norm",)))
-        self.hidden_norm = norm_of(layer.hidden_norm)
-        self.norm_before_residual = layer.norm_before_residual
-
-    def read(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, T, 2 D] -> what attention reads [B, T, 2 D], what it adds to [B, T, D]."""
-        embeds, state = x.chunk(2, -1)
-        normed = self.hidden_norm(state)
-        read = torch.cat([self.input_norm(embeds), normed], -1)
-        return read, normed if self.norm_before_residual else state.contiguous()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -14,22 +14,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kernels import library
+from kernels.head import KernelHead, eagle_layer, mtp_layer
 from kernels.parts import is_same, norm_of, parts_of
+from kernels.weights import Gone
+from kernels.weights import pack as pack_in_panels
 
 from . import attention
 from .activation import make_steady
 from .attention import FULL
 from .block import (
     FusedBlock,
-    FusedEagleBlock,
     FusedPositionalBlock,
     FusedStack,
     Where,
-    causal_mask,
 )
 from .delta import DeltaBlock
 from .int8 import Int8Weights, quantise_embedding
-from .linear import JoinedLinear, Kind, Weights, pack
+from .linear import Kind, Weights, pack
 
 KINDS: dict[str | None, Kind] = {None: Weights, "int8": Int8Weights}  # by --quantize
 
@@ -91,42 +93,6 @@ class FusedDecoder:
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits, states | ({-1: hidden} if -1 in states else {})
-
-
-class FusedHead(nn.Module):
-    """The forward of one MTP layer around a plain block (transformers' MtpLayer)."""
-
-    def __init__(self, head: Any, number: int, length: int) -> None:
-        """For texts of up to `length` tokens, with the head's own weights until `join`."""
-        super().__init__()
-        layer, self._shift = head.layers[number], number + 1
-        self._embed, self._project = head.embed_tokens, JoinedLinear([layer.eh_proj])
-        self._embed_norm, self._hidden_norm = norm_of(layer.enorm), norm_of(layer.hnorm)
-        self._is_hidden_first = getattr(head.config, "mtp_hidden_states_first", False)
-        last = [layer.post_norm] if layer.use_post_norm else []
-        last += [head.shared_post_norm] if head.use_shared_post_norm else []
-        self._last_norms = [norm_of(norm) for norm in last]
-        self._block = FusedBlock(parts_of(layer.mtp_block))
-        rotary = rotary_of(head.rotary_emb)
-        self._stack = FusedStack([self._block], [FULL], {FULL: None}, rotary, length + number)
-
-    def join(self, kind: Kind = Weights) -> None:
-        """Pack the weights, and let go of the module's."""
-        self._block.join(kind)
-        self._project.join(kind)
-
-    @torch.inference_mode()
-    def forward(self, ids: Tensor, hidden: Tensor, where: Where, cache: Any) -> Tensor:
-        """[1, N, D] of pairs (hidden [1, N, D], ids [1, N]); slot j is position j + number + 1."""
-        embeds = self._embed(ids)
-        parts = [self._embed_norm(embeds), self._hidden_norm(hidden.to(embeds.dtype))]
-        if self._is_hidden_first:
-            parts.reverse()
-        x = self._project.compute(torch.cat(parts, -1))
-        x = self._stack(x, where, cache, shift=self._shift)
-        for norm in self._last_norms:
-            x = norm(x)
-        return x
 
 
 def rotary_of(module: nn.Module) -> Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor]]:
@@ -231,69 +197,37 @@ def quantise_modules(
 
 def speed_up_head(
     head: Any, target: Any, length: int, quantize: str | None = None
-) -> list[FusedHead] | None:
-    """The same for an MTP head (transformers' MtpModel): all its layers, or none.
+) -> list[KernelHead]:
+    """The layers of an MTP head (transformers' MtpModel) in C: all of them, or none.
 
     The layers that it shares with its target are packed when the target's are.
     """
-    fused = [fused_layer(head, number, length) for number in range(len(head.layers))]
-    if all(fused):
-        head.layers = nn.ModuleList(fused)
-        for layer in fused:
-            layer.join(KINDS[quantize])
-    else:
-        make_steady(head)
-    pack(head, KINDS[quantize], besides=target)
-    return fused if all(fused) else None
+    found = []
+    for number in range(len(head.layers)) if library.is_used else ():
+        found.append(mtp_layer(head, number, length))
+        if found[-1] is None:
+            break
+    return _settle(head, found, quantize, target)
 
 
-@torch.inference_mode()
-def fused_layer(head: Any, number: int, length: int) -> FusedHead | None:
-    """One layer of an MTP head, if its structure has a fused forward and it computes the same."""
-    layer = head.layers[number]
-    kind = (getattr(head.config, "layer_types", None) or [FULL] * (number + 1))[number]
-    parts = parts_of(layer.mtp_block)
-    if kind != FULL or not parts or parts.is_recurrent:
-        return None
-    if not can_tabulate(head, parts.attention.head_dim, bool(parts.gates)):
-        return None
-    fused, count = FusedHead(head, number, length), min(_NUM_COMPARED, length)
-    random = torch.Generator().manual_seed(0)
-    ids = torch.randint(head.embed_tokens.num_embeddings, (1, count), generator=random)
-    ids, positions = ids.to(head.device), torch.arange(count, device=head.device)[None]
-    embeds = head.embed_tokens(ids)
-    hidden = torch.randn(embeds.shape, generator=random).to(embeds)
-    places = positions + number + 1
-    expected = layer(
-        embeds,
-        hidden,
-        position_embeddings=rotary_of(head.rotary_emb)(embeds, places, kind),
-        attention_mask=causal_mask(count, count, embeds),
-        position_ids=places,
-        past_key_values=None,
-    )
-    actual = fused(ids, hidden, OneText(positions, count, count), None)
-    return fused if is_same(actual, expected) else None
+def speed_up_eagle(head: Any, length: int, quantize: str | None = None) -> list[KernelHead]:
+    """The same for an EAGLE-3 head."""
+    return _settle(head, [eagle_layer(head, length)] if library.is_used else [], quantize)
 
 
-@torch.inference_mode()
-def speed_up_eagle(head: Any, length: int, quantize: str | None = None) -> FusedStack | None:
-    """The same for an EAGLE-3 head; returns what stands in for the head's `run`, if anything."""
-    layer, fused = head.layers[0], None
-    if can_tabulate(head, layer.self_attn.head_dim):
-        block = FusedEagleBlock(layer)
-        fused = FusedStack([block], [FULL], {FULL: None}, rotary_of(head.rotary_emb), length)
-        count, weight = min(_NUM_COMPARED, length), head.norm.weight
-        shape, random = (1, count, 2 * len(weight)), torch.Generator().manual_seed(0)
-        x = torch.randn(shape, generator=random).to(weight)
-        positions = torch.arange(count, device=x.device)[None]
-        expected = head.run(x, positions, causal_mask(count, count, x), None)
-        if is_same(fused(x, OneText(positions, count, count), None), expected):
-            block.join(KINDS[quantize])
-            head.layers = nn.ModuleList([block])
-        else:
-            fused = None
-    if not fused:
-        make_steady(head)
-    pack(head, KINDS[quantize])
-    return fused
+def _settle(
+    head: Any, found: list[KernelHead | None], quantize: str | None, besides: Any = None
+) -> list[KernelHead]:
+    """Let the head's modules go, or keep them where a layer is not known."""
+    layers = [layer for layer in found if layer is not None]
+    if len(layers) == len(head.layers):
+        head.layers = nn.ModuleList(Gone() for _ in layers)
+        for layer in layers if quantize else ():
+            layer.decoder.quantise()
+        pack_in_panels(head, quantize, besides)
+        return layers
+    for layer in layers:
+        layer.decoder.restore()
+    make_steady(head)
+    pack(head, KINDS[quantize], besides)
+    return []

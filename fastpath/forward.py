@@ -128,9 +128,7 @@ class Runs:
         """`can_share` says whether texts may stand one behind the other in a forward."""
         self._cache, self._shapes, self.can_share = cache, shapes, can_share
 
-    def __call__(
-        self, rows: list[int], counts: list[int]
-    ) -> Iterator[tuple[list[Piece], Any]]:
+    def __call__(self, rows: list[int], counts: list[int]) -> Iterator[tuple[list[Piece], Any]]:
         """How to feed counts[b] tokens to rows[b]: forwards, one after the other, and their places.
 
         Rows of few tokens share a forward. Longer ones have forwards to themselves, as all others
@@ -294,13 +292,16 @@ def speed_up(
     be a jump, and what is wrong would hide among the jumps. A draft of the model itself leaves the
     embedding, which is shared, as it is.
     """
-    if library.is_used and (found := decoder_of(model.model, model.cache.capacity, model.windows)):
-        model.fast = model.forward = KernelForward(model, found)
-        found.release(model.model)
-        if quantize:
-            check(model)
-            model.fast.quantise()
-        return
+    if library.is_used:
+        # A draft of the model itself shares the model's weights.
+        given = model.model, model.cache.capacity, model.windows, has_own_embedding
+        if found := decoder_of(*given):
+            model.fast = model.forward = KernelForward(model, found)
+            found.release(model.model)
+            if quantize:
+                check(model)
+                model.fast.quantise(has_own_embedding)
+            return
     fused = speed_up_modules(model.model, model.cache.capacity, model.windows, quantize)
     model.fast = model.forward = FastForward(model, fused)
     model.fast.runs.can_share = bool(fused) or _can_be_ragged(model)

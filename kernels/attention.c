@@ -209,7 +209,7 @@ static void partial(const work *w, const group *g) {
 // Into one partial result the next one: nothing, if no key is seen there.
 static void merge(const block *b, float *into, const float *next, int is_first) {
   const int wide = padded(b->width);
-  if (next[wide + 1] == 0) return;
+  if (next[wide + 1] == 0 && !is_first) return;
   if (is_first || into[wide + 1] == 0) {
     memcpy(into, next, (size_t)partial_floats(b) * 4);
     return;

@@ -1,9 +1,9 @@
-"""A decoder of plain blocks as forward.h describes it: its weights in panels, a forward in one call.
+"""A decoder of plain blocks as forward.h describes it: weights in panels, a forward in one call.
 
     pack block by block, the modules' weights freed → compare with the module → keep, or restore
 
-Blocks are chosen by structure (parts.py), and compared with transformers' own forward on a few random
-tokens. Where they differ, the modules get back what was taken from them, to the last bit.
+Blocks are chosen by structure (parts.py), and compared with transformers' own forward on a few
+random tokens. Where they differ, the modules get back what was taken from them, to the last bit.
 """
 
 import ctypes
@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from . import library
 from .parts import Parts, is_same, linear_of, norm_of, parts_of
-from .weights import Gone, Matrix, PanelEmbedding, PanelLinear, Panels, become
+from .weights import DTYPES, Gone, Matrix, PanelEmbedding, PanelLinear, Panels, become
 
 FULL = "full_attention"  # transformers' name for layers that see the whole text
 MOST_ROWS = 256  # of one call: their numbers lie in memory at once
 _NUM_COMPARED = 8  # tokens that the decoder and transformers' modules are compared on
-_DTYPES = torch.float32, torch.bfloat16
 # By the names of torch's and transformers' modules, as in forward.h.
 _ACTIVATIONS = {
     "SiLU": 0, "SiLUActivation": 0, "GELUTanh": 1, "NewGELUActivation": 1, "PytorchGELUTanh": 1,
@@ -112,9 +111,9 @@ class Block:
     """One block: what forward.h knows of it, and what its pointers point to."""
 
     def __init__(
-        self, parts: Parts, kind: str, windows: dict[str, int | None], scale: float, frees: bool
+        self, parts: Parts, kind: str, window: int | None, scale: float = 1.0, frees: bool = True
     ) -> None:
-        """`kind` of attention is one of `windows`, which say how far back a kind sees.
+        """A token sees the last `window` tokens, or all, as others of its `kind` of attention.
 
         What the block adds to its input is multiplied by `scale`.
         """
@@ -124,6 +123,7 @@ class Block:
         groups = getattr(attention, "num_key_value_groups", 1)
         self.kv_heads, self.layer_idx = sum(widths) // width // (groups + 2), attention.layer_idx
         self.width, self.dtype = width, down.dtype
+        self.is_rotated = bool(getattr(attention, "use_rope", True))  # SmolLM3 skips some layers
         norms = [norm and norm_of(norm) for norm in parts.norms]
         query_norm, key_norm = map(norm_of, parts.qk_norms) if parts.qk_norms else (None, None)
         names = "input_norm", "out_norm", "mlp_norm", "down_norm", "query_norm", "key_norm"
@@ -131,7 +131,7 @@ class Block:
         self.struct = _Block(
             **{name: self._norm(norm) for name, norm in found.items()},
             heads=groups * self.kv_heads, kv_heads=self.kv_heads, width=width, rope=-1,
-            window=windows[kind] or 0,
+            window=window or 0,
             has_wide_norms=bool(query_norm) and len(query_norm.weight) != width,
             has_gates=bool(parts.gates), activation=_ACTIVATIONS[type(parts.activation).__name__],
             is_gated=parts.is_gated, is_half=down.dtype == torch.bfloat16,
@@ -215,9 +215,11 @@ class Decoder:
         self.blocks, self.num_threads, self._kept = list(blocks), num_threads, list[Any]([ropes])
         kinds = list(ropes)
         for block in blocks:
-            block.struct.rope = kinds.index(block.kind) if block.kind in ropes else -1
+            is_turned = block.kind in ropes and block.is_rotated
+            block.struct.rope = kinds.index(block.kind) if is_turned else -1
         self.embedding: Panels | None = None
         self.output: Panels | None = None
+        self.entrance: Panels | None = None
         self._positions: Panels | None = None
         self.hidden = blocks[0].linears["down"].panels.outputs
         self.struct = _Decoder(
@@ -234,6 +236,7 @@ class Decoder:
         self._structs = (_Block * len(self.blocks))(*structs)
         self.struct.blocks = self._structs
         ends = {"embedding": self.embedding, "positions": self._positions, "output": self.output}
+        ends["entrance"] = self.entrance
         for name, panels in ends.items():
             setattr(self.struct, name, panels and ctypes.pointer(panels.struct))
 
@@ -247,7 +250,7 @@ class Decoder:
             block.attach(*pair)
             struct.keys, struct.values = block.struct.keys, block.struct.values
             struct.capacity = block.struct.capacity
-        self._buffers = list(buffers)
+        self._buffers, self._cache = list(buffers), None
 
     def take_ends(self, model: Any, last_norm: Any) -> None:
         """Take the embedding and what follows the blocks from a model of transformers."""
@@ -282,6 +285,20 @@ class Decoder:
             for linears in block.linears.values():
                 linears.restore()
 
+    def follow(self, cache: Any) -> None:
+        """Keep keys and values in a cache of the core's from now on."""
+        if self._cache is cache:
+            return
+        buffers = []
+        for block in self.blocks:
+            layer = cache.layers[block.layer_idx]
+            if not layer.is_initialized:
+                like = torch.empty(1, block.kv_heads, 0, block.width, dtype=block.dtype)
+                layer.lazy_initialization(like, like)
+            buffers.append((layer.keys, layer.values))
+        self.attach(buffers)
+        self._cache = cache
+
     @torch.inference_mode()
     def __call__(
         self,
@@ -295,8 +312,9 @@ class Decoder:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Logits [n, V] of the rows `wanted` [n], and hidden states [N, D] behind blocks `layers`.
 
-        `rows` and `lines` are those of Rows; ids [N], given states [N, D]. -1 is behind the last
-        norm. A token is rotated as if it stood `shift` positions further on.
+        `rows` and `lines` are those of Rows; ids [N], given states [N, D] if the model reads such,
+        or without ids [N, 2 D], embeddings and states side by side. -1 is behind the last norm. A
+        token is rotated as if it stood `shift` positions further on.
         """
         count = rows.shape[1]
         slots, capacity = self._buffers[0][0].shape[0], self._buffers[0][0].shape[2]
@@ -311,7 +329,7 @@ class Decoder:
             assert int(ids.max()) < self.struct.embedding.contents.outputs, "no such token"
         if given is not None:
             given = given.float().contiguous()
-            assert given.shape == (count, self.hidden)
+            assert given.numel() == count * self.hidden * (1 + (ids is None))
         assert len(wanted) == 0 or words and 0 <= int(wanted.min()) and int(wanted.max()) < count
         slots_, positions, ends, places = rows.contiguous()
         batch = _Batch(
@@ -329,10 +347,15 @@ class Decoder:
         for block in self.blocks:
             for linears in block.linears.values():
                 linears.quantise()
+        if self.entrance:
+            self.entrance = self.entrance.quantised()
+        if self.output is None:
+            return self.point()
         is_tied, self.output = self.embedding is self.output, self.output.quantised()
         if has_own_embedding:
             self.embedding = self.output if is_tied else self.embedding.quantised()
         self.point()
+        self._cache = None
 
 
 def _at(tensor: Tensor | None) -> int | None:
@@ -376,7 +399,7 @@ def can_tabulate(rotary: Any) -> bool:
     )
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def decoder_of(
     model: Any, length: int, windows: dict[str, int | None], frees: bool = True
 ) -> Decoder | None:
@@ -386,7 +409,7 @@ def decoder_of(
     """
     decoder, config = model.get_decoder(), model.config.get_text_config()
     layers, last = layers_of(decoder)
-    if model.dtype not in _DTYPES or model.device.type != "cpu" or not layers or last is None:
+    if model.dtype not in DTYPES or model.device.type != "cpu" or not layers or last is None:
         return None
     parts, last_norm = list(map(parts_of, layers)), norm_of(last)
     table, rotary = getattr(decoder, "wpe", None), getattr(decoder, "rotary_emb", None)
@@ -405,7 +428,7 @@ def decoder_of(
     kept: list[Any] = []
     ropes = ropes_of(rotary, kinds, length + 1, kept) if table is None else {}
     blocks = [
-        Block(own, kind, windows, getattr(layer, "residual_multiplier", 1.0), frees)
+        Block(own, kind, windows[kind], getattr(layer, "residual_multiplier", 1.0), frees)
         for own, kind, layer in zip(parts, kinds, layers, strict=True)
     ]
     found = Decoder(blocks, ropes, torch.get_num_threads())

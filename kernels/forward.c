@@ -112,6 +112,7 @@ static void enter_row(forward *w, int row) {
   const decoder *d = w->d;
   const int width = d->hidden;
   float *x = w->x + (size_t)row * width, *read = w->read + (size_t)row * 2 * width;
+  const float *given = w->f->given + (size_t)row * width * (d->has_states && !w->f->ids ? 2 : 1);
   if (w->f->ids) {
     unpack(d->embedding, (int)w->f->ids[row], x);
     if (d->embedding_scale != 1)
@@ -122,10 +123,10 @@ static void enter_row(forward *w, int row) {
       for (int i = 0; i < width; ++i) x[i] += at[i];
     }
   } else {
-    memcpy(x, w->f->given + (size_t)row * width, (size_t)width * 4);
+    memcpy(x, given, (size_t)width * 4);
   }
   if (!d->has_states) return;
-  const float *state = w->f->given + (size_t)row * width;
+  const float *state = w->f->ids ? given : given + width;
   normalise(&d->embed_norm, x, width, read + (d->is_state_first ? width : 0));
   float *normed = read + (d->is_state_first ? 0 : width);
   normalise(&d->state_norm, state, width, normed);

@@ -55,7 +55,7 @@ typedef struct {
   const int64_t *places;                   // [rows] where in its slot a row's keys and values lie
   const int64_t *line;                     // [rows, depth] where those of the last ones that it sees lie
   const int64_t *wanted;                   // [num_wanted] rows whose logits are asked for, rising
-  const float *given;                      // [rows, hidden] states, if the model reads such
+  const float *given;                      // [rows, hidden] states, if the model reads such; behind embeddings, without ids
   const int32_t *state_layers;             // [num_states] blocks whose results are asked for; -1: behind the last norm
   float *states;                           // [num_states, rows, hidden]
   float *logits;                           // [num_wanted, words]

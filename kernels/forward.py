@@ -54,7 +54,6 @@ class KernelForward:
 
     def __init__(self, model: Any, decoder: Decoder) -> None:
         self._model, self.decoder = model, decoder
-        self._is_attached = False
 
     @torch.inference_mode()
     def __call__(
@@ -71,7 +70,7 @@ class KernelForward:
         """
         cache, counts = self._model.cache, [len(fed) for fed in tokens]
         place = cache.place(rows, counts)
-        self._attach()
+        self.decoder.follow(cache)
         where, wanted = Rows(), list[int]()
         for b, (slot, row, count) in enumerate(zip(place.slots, rows, counts, strict=True)):
             begin = cache.lengths[row]
@@ -101,30 +100,13 @@ class KernelForward:
         for begin in range(0, count, MOST_ROWS):
             own = slice(begin, min(begin + MOST_ROWS, count))
             here = wanted[(wanted >= own.start) & (wanted < own.stop)] - own.start
-            parts.append(
-                self.decoder(rows[:, own], lines[own], here, ids[own], layers=layers)
-            )
+            parts.append(self.decoder(rows[:, own], lines[own], here, ids[own], layers=layers))
         logits, states = zip(*parts, strict=True)
         return torch.cat(logits), {i: torch.cat([own[i] for own in states]) for i in layers}
-
-    def _attach(self) -> None:
-        """Let the decoder keep its keys and values in the cache's buffers."""
-        if self._is_attached:
-            return
-        buffers = []
-        for block in self.decoder.blocks:
-            layer = self._model.cache.layers[block.layer_idx]
-            if not layer.is_initialized:
-                like = torch.empty(1, block.kv_heads, 0, block.width, dtype=block.dtype)
-                layer.lazy_initialization(like, like)
-            buffers.append((layer.keys, layer.values))
-        self.decoder.attach(buffers)
-        self._is_attached = True
 
     def quantise(self, has_own_embedding: bool = True) -> None:
         """Make integers of the model's weights."""
         self.decoder.quantise(has_own_embedding)
-        self._is_attached = False
 
     @property
     def way(self) -> str:

@@ -1,6 +1,6 @@
 """The kernels' C code: compiled once for each CPU, compiler and source, kept in the user's cache.
 
-Any C compiler will do: what CC names, gcc, clang or cc, or the one that `pip install ziglang` brings.
+Any C compiler will do: what CC names, gcc, clang or cc, or what `pip install ziglang` brings.
 Without one, transformers' own modules run, slower; `load` says why.
 """
 
@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -31,6 +30,7 @@ _FLAGS = (
     "-fno-trapping-math -pthread"
 ).split()
 _SECONDS = 300
+_library: ctypes.CDLL | None = None
 is_used = False
 
 
@@ -61,7 +61,7 @@ def use(wanted: bool | None) -> None:
     is_used = False
     try:
         if wanted is not False:
-            load()
+            load(again=bool(wanted))
             is_used = True
     except ValueError as error:
         if wanted:
@@ -71,26 +71,29 @@ def use(wanted: bool | None) -> None:
         LOG.log(level, "transformers' modules run, which is slower: %s", error)
 
 
-@cache
-def load() -> ctypes.CDLL:
+def load(again: bool = False) -> ctypes.CDLL:
     """The library, compiled if it is not in the cache. Raises ValueError, with a sentence.
 
-    What failed once is not tried again (it takes a while), unless what it depends on changes.
+    What failed once is tried only `again` if that is asked for: it takes a while.
     """
+    global _library
+    if _library is not None:
+        return _library
     if reason := why_not():
         raise ValueError(reason)
     try:
         file = _cache() / f"{_key()}.so"
         if not _is_whole(file):
             failed = file.with_suffix(".failed")
-            if failed.exists():
-                raise ValueError(f"the kernels failed before (remove {failed} to try again)")
+            if failed.exists() and not again:
+                raise ValueError(f"the compiler failed before (remove {failed} to try again)")
             try:
                 _compile(file)
             except (OSError, ValueError):
                 failed.touch()
                 raise
-        return _opened(file)
+        _library = _opened(file)
+        return _library
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise ValueError(f"the kernels cannot be compiled: {in_short(error)}") from error
 
@@ -107,7 +110,7 @@ def _opened(file: Path) -> ctypes.CDLL:
 
 
 def _cache() -> Path:
-    """A folder of the user's own: what lies there is run. Where home cannot be written, one in /tmp."""
+    """A folder of the user's own: what lies there is run."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = root / "speculative-decoding" / "compiled"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

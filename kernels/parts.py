@@ -180,5 +180,3 @@ def is_same(actual: Tensor, expected: Tensor, num_roundings: int = 32) -> bool:
         return False
     tolerance = num_roundings * torch.finfo(expected.dtype).eps * float(expected.abs().max())
     return float((actual - expected).abs().max()) <= tolerance
-
-

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from . import library
+from .parts import linear_of
 
 LANES = 16  # outputs of a panel
 BLOCK = 32  # inputs of a block
+DTYPES = torch.float32, torch.bfloat16  # of weights that are packed
 FORMS = "FLOAT", "HALF", "Q8", "Q4", "Q4M"  # as in linear.h
 _OFFSETS = {"Q8": 128, "Q4": 8, "Q4M": 0}  # of numbers as they are kept
 _MOST_INPUTS = 1 << 24
@@ -52,7 +54,9 @@ class Panels:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, weight: Tensor, bias: Tensor | None = None, quantize: str | None = None) -> "Panels":
+    def of(
+        cls, weight: Tensor, bias: Tensor | None = None, quantize: str | None = None
+    ) -> "Panels":
         """Of a weight [outputs, inputs] in float32 or bfloat16."""
         weight = weight.detach()
         if quantize:
@@ -74,9 +78,9 @@ class Panels:
         minima: Tensor | None = None,
         bias: Tensor | None = None,
     ) -> "Panels":
-        """Of whole numbers [outputs, inputs] (below 0, too), scales and minima float16 [outputs, blocks].
+        """Of whole numbers [outputs, inputs] (below 0, too), and of scales and minima.
 
-        A weight is number · scale + minimum.
+        These are float16 [outputs, blocks]; a weight is number · scale + minimum.
         """
         outputs, inputs = numbers.shape
         kept = _padded((numbers + _OFFSETS[form]).to(torch.uint8), BLOCK)
@@ -103,7 +107,7 @@ class Panels:
         return self._data.numel()
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        """residual + scale · (x W + bias): x [..., inputs], residual [..., outputs], all float32."""
+        """residual + scale · (x W + bias): x [..., inputs], residual [..., outputs], float32."""
         rows = x.reshape(-1, self.inputs).float().contiguous()
         y = rows.new_empty(len(rows), self.outputs)
         if residual is not None:
@@ -166,6 +170,19 @@ def become(module: nn.Module, kind: type[nn.Module], panels: Panels, factor: flo
     module._parameters.clear()
     module.__class__ = kind
     module.weight, module.panels, module.factor = weight, panels, factor
+
+
+@torch.no_grad()
+def pack(module: nn.Module, quantize: str | None = None, besides: nn.Module | None = None) -> None:
+    """Put the weights of all linear layers in `module` in panels, in place.
+
+    The originals are freed. Layers that are in `besides` as well are left to whoever packs that.
+    """
+    others = set(besides.modules()) if besides else set()
+    for layer in module.modules():
+        found = linear_of(layer)
+        if found is not None and layer not in others and layer.weight.dtype in DTYPES:
+            become(layer, PanelLinear, Panels.of(*found, quantize))
 
 
 def _at(tensor: Tensor | None) -> ctypes.c_void_p | None:

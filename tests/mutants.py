@@ -32,7 +32,6 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import pytest
-
 from fastpath.native import why_not
 
 LIMIT_S = 120.0  # a mutant may hang: then it was noticed
@@ -769,7 +768,7 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("the convolution stays where the draft began", "recurrent:RecurrentLayer._at",
      "torch.cat([last.tail, last.fed[:missing]])[missing:], None", "last.tail, None", TAKEN_BACK),
     ("a step writes over the state before it", "recurrent:Rule.run", "torch.empty_like(state)",
-     "state", "recurrent::test_what_was_taken_back_leaves_no_trace[granitemoehybrid-1]"),
+     "state", "recurrent::test_what_was_taken_back_leaves_no_trace[granitemoehybrid in Python-1]"),
     ("a new text goes on with the state of another", "recurrent:RecurrentLayer._at",
      "if not length:", "if not marks:",
      "recurrent::test_a_text_keeps_its_state_while_others_come_and_go[lfm2]"),

@@ -96,23 +96,6 @@ def test_truncating_touches_no_tensor(demo_engine, row, shorten, left):
     assert cache.layers[0].keys is keys and torch.equal(keys, before)
 
 
-class Tree:
-    """A place of drafts that branch: each token sees the text before them and its own line."""
-
-    def __init__(self, place, lines):
-        self.slots, self.counts, self.write = place.slots, place.counts, place.write
-        begin, self.kv_length = place.end - len(lines), place.kv_length
-        self.positions = torch.tensor([[begin + len(line) - 1 for line in lines]])
-        self.seen = torch.zeros(len(lines), place.kv_length, dtype=torch.bool)
-        self.seen[:, :begin] = True
-        for i, line in enumerate(lines):
-            self.seen[i, [begin + j for j in line]] = True
-
-    def mask(self, dtype, window=None):
-        unseen = torch.finfo(dtype).min
-        return torch.zeros_like(self.seen, dtype=dtype).masked_fill(~self.seen, unseen)[None, None]
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize("accepted", [[0], [1, 3], [2], [2, 4, 5]], ids=str)
 def test_what_is_kept_of_a_branch_is_cached_as_if_it_had_been_fed_alone(
@@ -121,11 +104,7 @@ def test_what_is_kept_of_a_branch_is_cached_as_if_it_had_been_fed_alone(
     """Keys and values of a line through a tree of drafts move together, over one another."""
     target, prompt, fed = demo_engine.target, [*range(5, 20)], [30, 40, 50, 60, 70, 80, 90]
     target.forward([row], [prompt], [1])
-    place = target.cache.place([row], [len(fed)])
-    lines = [[0], [0, 1], [0, 2], [0, 3], [0, 2, 4], [0, 3, 5], [0, 3, 5, 6]]  # 0 is pending
-    target.cache.current = tree = Tree(place, lines)
-    target.run(torch.tensor([fed]), tree, 1, ())
-    target.cache.advance(place)
+    target.forward([row], [fed], [1], trees={0: [-1, -1, -1, 1, 2, 4]})  # the first is pending
     target.cache.keep(row, len(fed) - 1, accepted)
     text = [*prompt, fed[0], *(fed[1 + i] for i in accepted)]
     assert target.cache.lengths[row] == len(text)

@@ -5,7 +5,7 @@ import pytest
 import speculative_decoding as core
 import torch
 from conftest import ScriptedDrafter, run
-from test_native import needs_compiler
+from test_kernels import needs_compiler
 
 from fastpath.prefix import PrefixCache
 from serving import answers, metrics

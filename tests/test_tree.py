@@ -9,12 +9,11 @@ import torch
 from conftest import ScriptedDrafter, run
 from test_batching import together
 from test_drafters import fresh_state, propose_and_close
-from test_native import KINDS, TEXT, load, needs_compiler
+from test_kernels import KINDS, TEXT, load, needs_compiler
 
 from drafters.base import ModelState
 from drafters.tree import Comb, Line, heard, longest, merged
-from fastpath import int8, linear
-from fastpath.forward import lines_of
+from kernels.forward import lines_of
 from messages import Draft, Verdict
 from sampling import Noise
 from serving import answers
@@ -59,8 +58,6 @@ def with_trees(engine, prompt, chance, **request):
 @pytest.mark.parametrize(("dtype", "quantize"), KINDS)
 def test_a_tree_s_output_is_plain_decoding_s_to_the_bit(dtype, quantize, sampling, tiny_folder):
     """The same tokens and log-probabilities; and each branch was taken now and then."""
-    if quantize and int8.inputs() is None or not linear.can_pack(getattr(torch, dtype)):
-        pytest.skip("not on this CPU")
     engine = load(tiny_folder("qwen3"), dtype=dtype, quantize=quantize)
     assert engine.target.report.is_exact
     chance, moved = random.Random(1), 0
@@ -205,20 +202,27 @@ def test_where_the_classical_rule_judges_a_draft_is_a_chain(several, prompts):
     assert all(event["tree"] is None for event in events)
 
 
-def test_where_blocks_are_not_compiled_the_longest_branch_is_the_draft(demo_engine, prompts, plain):
+@pytest.fixture(scope="module")
+def modules():
+    """The embedded models as they run where nothing can be compiled."""
+    return core.load_engine(core.Options(fixed_k=True, suffix_cache=0, compile=False))
+
+
+def test_where_nothing_is_compiled_the_longest_branch_is_the_draft(modules, prompts, plain):
     drafter = ScriptedDrafter(None)
     drafter.propose = lambda state, limit: Draft([5, 6, 7, 8][:limit], None, [-1, -1, 1, 0][:limit])
-    engine = core.Engine(demo_engine.target, {"scripted": drafter}, "scripted")
+    engine = core.Engine(modules.target, {"scripted": drafter}, "scripted")
     ours, events = run(engine, prompts["hard_prose"], max_tokens=12, drafter="scripted")
     assert ours.output == plain(prompts["hard_prose"], 12) and "tree" not in engine.panel.choices
     assert [event["proposals"] for event in events[1:-3]] == [[6, 7]] * 8
     with pytest.raises(ValueError, match="--drafter tree needs two drafters, and blocks that are"):
-        core.Engine(demo_engine.target, demo_engine.panel.drafters, "tree")
+        core.Engine(modules.target, modules.panel.drafters, "tree")
 
 
-def test_health_says_whether_drafts_may_branch(demo_engine):
-    worker = Worker(demo_engine, core.Options())
-    assert answers.health(demo_engine, worker, core.Options())["trees"] is False
+def test_health_says_whether_drafts_may_branch(modules, demo_engine):
+    worker = Worker(modules, core.Options())
+    assert answers.health(modules, worker, core.Options())["trees"] is False
+    assert answers.health(demo_engine, worker, core.Options())["trees"] is True
 
 
 @pytest.mark.parametrize("parents", [[-1], [-1, 1, 0], [-2, 0, 1], [0, 0, 1], "abc"], ids=str)

@@ -1,0 +1,148 @@
+"""A head of another model, MTP's or EAGLE-3's, as a decoder of one block that reads states, too."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .decoder import FULL, Block, Decoder, Rows, can_tabulate, norm_struct, ropes_of
+from .parts import is_same, norm_of, parts_of
+from .weights import Panels
+
+_NUM_COMPARED = 8  # tokens that old and new are compared on
+
+
+class KernelHead:
+    """Stands in for a head's layer: pairs of embeddings and states in, outputs out."""
+
+    def __init__(self, decoder: Decoder, shift: int = 0) -> None:
+        """The pair in slot j of the cache stands at position j + shift."""
+        self.decoder, self._shift = decoder, shift
+
+    def __call__(
+        self, cache: Any, rows: list[int], embeds: Sequence[Tensor], states: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Outputs [n, D] of each row's pairs, embeds and states [n, D], fed after what it holds."""
+        counts = [len(own) for own in embeds]
+        place, where = cache.place(rows, counts), Rows()
+        self.decoder.follow(cache)
+        for slot, row, count in zip(place.slots, rows, counts, strict=True):
+            where.chain(slot, cache.lengths[row], count)
+        found = self.run(torch.cat(list(embeds)), torch.cat(list(states)), where)
+        cache.advance(place)
+        return list(found.split(counts))
+
+    def run(self, embeds: Tensor, states: Tensor, where: Rows) -> Tensor:
+        """[N, D] of pairs, embeds and states [N, D], in the embeddings' type."""
+        pairs = torch.cat([embeds, states.to(embeds.dtype)], -1)
+        parts, (rows, lines) = [], where.tensors()
+        none = torch.empty(0, dtype=torch.int64)
+        for begin in range(0, len(pairs), 256):
+            own = slice(begin, begin + 256)
+            _, found = self.decoder(
+                rows[:, own], lines[own], none, given=pairs[own], layers=(-1,), shift=self._shift
+            )
+            parts.append(found[-1])
+        return torch.cat(parts).to(embeds.dtype)
+
+
+def _decoder(block: Block, rotary: Any, length: int, embed_norm: Any, state_norm: Any) -> Decoder:
+    kept: list[Any] = []
+    found = Decoder([block], ropes_of(rotary, [FULL], length, kept), torch.get_num_threads())
+    found.keep(kept)
+    found.struct.has_states = 1
+    found.struct.embed_norm = norm_struct(embed_norm, kept)
+    found.struct.state_norm = norm_struct(state_norm, kept)
+    return found
+
+
+def _agrees(head: KernelHead, expected: Tensor, embeds: Tensor, states: Tensor) -> bool:
+    """Whether it gives what the module gives [N, D], for pairs of a text from its beginning on."""
+    block, where = head.decoder.blocks[0], Rows()
+    where.chain(0, 0, len(embeds))
+    shape = 1, block.kv_heads, len(embeds), block.width
+    head.decoder.attach([[torch.zeros(shape, dtype=block.dtype) for _ in "kv"]])
+    return is_same(head.run(embeds, states, where), expected)
+
+
+def _random_pairs(count: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(0)
+    embeds, states = torch.randn(2, count, width, generator=random).to(like)
+    return embeds, states
+
+
+def _causal(count: int, like: Tensor) -> Tensor:
+    mask = like.new_full((count, count), torch.finfo(like.dtype).min)
+    return mask.triu_(1)[None, None]
+
+
+@torch.no_grad()
+def mtp_layer(head: Any, number: int, length: int) -> KernelHead | None:
+    """One layer of an MTP head (transformers' MtpModel), if it is a plain block that agrees."""
+    layer, shift = head.layers[number], number + 1
+    kind = (getattr(head.config, "layer_types", None) or [FULL] * shift)[number]
+    parts, norms = parts_of(layer.mtp_block), [norm_of(layer.enorm), norm_of(layer.hnorm)]
+    if kind != FULL or not parts or parts.is_recurrent or not can_tabulate(head.rotary_emb):
+        return None
+    count, width = min(_NUM_COMPARED, length), layer.eh_proj.weight.shape[0]
+    embeds, states = _random_pairs(count, width, layer.eh_proj.weight)
+    positions = torch.arange(count)[None] + shift
+    expected = layer(
+        embeds[None],
+        states[None],
+        position_embeddings=_turns(head, embeds, positions, kind),
+        attention_mask=_causal(count, embeds),
+        position_ids=positions,
+        past_key_values=None,
+    )[0]
+    if head.use_shared_post_norm:
+        expected = head.shared_post_norm(expected)
+    block = Block(parts, FULL, None)
+    decoder = _decoder(block, head.rotary_emb, length + shift + 1, *norms)
+    decoder.entrance = Panels.of(layer.eh_proj.weight)
+    decoder.struct.is_state_first = getattr(head.config, "mtp_hidden_states_first", False)
+    last = [layer.post_norm] if layer.use_post_norm else []
+    last += [head.shared_post_norm] if head.use_shared_post_norm else []
+    kept: list[Any] = []
+    for name, norm in zip(("last_norm", "second_norm"), last, strict=False):
+        setattr(decoder.struct, name, norm_struct(norm_of(norm), kept))
+    decoder.keep(kept)
+    decoder.point()
+    found = KernelHead(decoder, shift)
+    if _agrees(found, expected, embeds, states):
+        return found
+    decoder.restore()
+    return None
+
+
+def _turns(head: Any, x: Tensor, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    options = {"layer_type": kind} if head.has_per_layer_rope else {}
+    return head.rotary_emb(x[None], positions, **options)
+
+
+@torch.no_grad()
+def eagle_layer(head: nn.Module, length: int) -> KernelHead | None:
+    """The layer of an EAGLE-3 head, if it agrees."""
+    layer = head.layers[0]
+    parts = parts_of(layer, besides=("hidden_norm",))
+    if not parts or not can_tabulate(head.rotary_emb):
+        return None
+    count, width = min(_NUM_COMPARED, length), len(head.norm.weight)
+    embeds, states = _random_pairs(count, width, head.norm.weight)
+    pairs, positions = torch.cat([embeds, states], -1)[None], torch.arange(count)[None]
+    expected = head.run(pairs, positions, _causal(count, embeds), None)[0]
+    expected = head.norm(expected) if head.config.norm_output else expected
+    block = Block(parts, FULL, None)
+    norms = norm_of(layer.input_layernorm), norm_of(layer.hidden_norm)
+    decoder = _decoder(block, head.rotary_emb, length + 1, *norms)
+    decoder.struct.adds_to_normed = layer.norm_before_residual
+    if head.config.norm_output:
+        kept: list[Any] = []
+        decoder.struct.last_norm = norm_struct(norm_of(head.norm), kept)
+        decoder.keep(kept)
+    found = KernelHead(decoder)
+    if _agrees(found, expected, embeds, states):
+        return found
+    decoder.restore()
+    return None

@@ -1,0 +1,114 @@
+// Random decoders and batches, run by the kernels: prints a hash of all bits for each seed. Built for several
+// CPUs, whose hashes have to be equal, and with sanitizers. `kernels_bits FIRST COUNT THREADS`
+
+#include <stdio.h>
+#include <stdlib.h>
+
+#include "../kernels/forward.h"
+
+int run_decoder(const decoder *d, const batch *f, int threads);
+
+static uint32_t state;
+static uint32_t next(uint32_t below) {
+  state = state * 1664525 + 1013904223;
+  return (state >> 8) % below;
+}
+static float number(void) { return ((int)next(2001) - 1000) / 1000.0f; }
+static float *numbers(int count, float scale) {
+  float *x = malloc((size_t)count * 4);
+  for (int i = 0; i < count; ++i) x[i] = number() * scale;
+  return x;
+}
+
+static matrix new_matrix(int form, int outputs, int inputs) {
+  static const int bytes[] = {64, 64, 544, 288, 320}, steps[] = {1, 2, 32, 32, 32};
+  const int panels = (outputs + 15) / 16, count = (inputs + steps[form] - 1) / steps[form];
+  const size_t size = (size_t)panels * count * bytes[form];
+  uint8_t *data = malloc(size);
+  if (form == FLOAT)
+    for (size_t i = 0; i < size / 4; ++i) ((float *)data)[i] = number() / 8;
+  else if (form == HALF)
+    for (size_t i = 0; i < size / 2; ++i) ((uint16_t *)data)[i] = narrow(number() / 8);
+  else
+    for (size_t i = 0; i < size; ++i) {
+      const int at = (int)(i % (size_t)bytes[form]), is_scale = at >= (form == Q8 ? 512 : 256);
+      data[i] = !is_scale ? next(256) : at % 2 ? 0x10 + next(8) + 128 * (at >= 288 && form == Q4M && next(2)) : next(256);
+    }
+  return (matrix){form, outputs, inputs, data, next(2) ? numbers(outputs, 0.1f) : NULL};
+}
+static norm new_norm(int is_there, int width) {
+  const int kind = is_there ? 1 + next(2) : NO_NORM;
+  return (norm){kind, 1e-5f, kind ? numbers(width, 1) : NULL, kind == LAYER_NORM ? numbers(width, 0.1f) : NULL};
+}
+
+static uint32_t hash_of(const void *data, size_t bytes, uint32_t hash) {
+  for (size_t i = 0; i < bytes; ++i) hash = (hash ^ ((const uint8_t *)data)[i]) * 16777619u;
+  return hash;
+}
+
+int main(int count, char **given) {
+  const int first = count > 1 ? atoi(given[1]) : 0, seeds = count > 2 ? atoi(given[2]) : 8, threads = count > 3 ? atoi(given[3]) : 2;
+  for (int seed = first; seed < first + seeds; ++seed) {
+    state = (uint32_t)seed * 7919 + 1;
+    // The CPU's own product of bfloat16 is the one thing that differs: without it, and with whole bytes, all is equal.
+    const int forms[] = {FLOAT, Q8, Q4, Q4M}, hidden = 8 + next(120), words = 20 + next(90), slots = 1 + next(3), capacity = 600;
+    decoder d = {.hidden = hidden, .num_blocks = 1 + next(3), .embedding_scale = next(2) ? 1 : 3, .logit_scale = 0.5f,
+                 .logit_softcap = next(2) ? 5 : 0};
+    matrix embedding = new_matrix(forms[next(4)], words, hidden), positions = new_matrix(FLOAT, capacity, hidden);
+    d.embedding = d.output = &embedding;
+    if (next(3) == 0) d.positions = &positions;
+    d.last_norm = new_norm(1, hidden), d.second_norm = new_norm(next(4) == 0, hidden);
+    rope ropes[1];
+    d.ropes = ropes;
+    block *blocks = calloc((size_t)d.num_blocks, sizeof *blocks);
+    d.blocks = blocks;
+    const int width = 2 * (1 + next(40)), kv_heads = 1 + next(3), groups = 1 + next(4), turned = next(2) ? width : 2 * (1 + next(width / 2));
+    ropes[0] = (rope){turned, capacity, numbers(capacity * turned / 2, 1), numbers(capacity * turned / 2, 1)};
+    for (int i = 0; i < d.num_blocks; ++i) {
+      block *b = blocks + i;
+      const int q = kv_heads * groups * width, kv = kv_heads * width, inner = 8 + next(150);
+      b->heads = kv_heads * groups, b->kv_heads = kv_heads, b->width = width, b->rope = next(4) ? 0 : -1;
+      b->window = next(2) ? 1 + next(400) : 0, b->has_wide_norms = next(2), b->has_gates = next(3) == 0;
+      b->activation = next(6), b->is_gated = next(2), b->is_half = next(2);
+      b->scaling = 0.2f, b->softcap = next(2) ? 10 : 0, b->residual_scale = next(2) ? 1 : 0.3f;
+      b->input_norm = new_norm(next(4), hidden), b->out_norm = new_norm(next(2), hidden);
+      b->mlp_norm = new_norm(next(4), hidden), b->down_norm = new_norm(next(2), hidden);
+      const int has_norms = next(2);
+      b->query_norm = new_norm(has_norms, b->has_wide_norms ? q : width), b->key_norm = new_norm(has_norms, b->has_wide_norms ? kv : width);
+      b->qkv = new_matrix(forms[next(4)], q + 2 * kv + (b->has_gates ? q : 0), hidden);
+      b->out = new_matrix(forms[next(4)], hidden, q);
+      b->up = new_matrix(forms[next(4)], inner * (1 + b->is_gated), hidden);
+      b->down = new_matrix(forms[next(4)], hidden, inner);
+      const size_t bytes = (size_t)slots * kv_heads * capacity * width * (b->is_half ? 2 : 4);
+      b->capacity = capacity, b->keys = malloc(bytes), b->values = malloc(bytes);
+      memset(b->keys, 0xff, bytes), memset(b->values, 0xff, bytes);  // numbers that are none: nobody may read them
+    }
+    uint32_t hash = 2166136261u;
+    int held[3] = {0};
+    for (int step = 0; step < 5; ++step) {  // prompts, then a few tokens each, one of them with a branch
+      int64_t ids[900], slot[900], position[900], end[900], place[900], line[900 * 2], wanted[900];
+      int rows = 0;
+      for (int s = 0; s < slots; ++s) {
+        const int fed = step ? 2 + next(6) : 1 + next(300);
+        for (int i = 0; i < fed; ++i, ++rows) {
+          const int is_branch = step == 2 && i == fed - 1;  // it follows the token before the last one
+          ids[rows] = next((uint32_t)words), slot[rows] = s, place[rows] = held[s] + i, position[rows] = held[s] + i - is_branch;
+          end[rows] = position[rows] + 1, wanted[rows] = rows;
+          line[2 * rows] = position[rows] - 1, line[2 * rows + 1] = place[rows];
+          if (position[rows] == 0) line[2 * rows] = 0;
+        }
+        held[s] += fed - (step == 2);
+      }
+      const int32_t layers[] = {0, -1};
+      batch f = {.rows = rows, .num_wanted = rows, .depth = step == 2 ? 2 : 0, .num_states = 2, .ids = ids, .slots = slot,
+                 .positions = position, .ends = end, .places = place, .line = line, .wanted = wanted, .state_layers = layers};
+      f.states = malloc((size_t)2 * rows * hidden * 4), f.logits = malloc((size_t)rows * words * 4);
+      if (!run_decoder(&d, &f, threads)) return 1;
+      for (int i = 0; i < rows * words; ++i)
+        if (f.logits[i] != f.logits[i]) return printf("seed %d: a number that is none\n", seed), 1;
+      hash = hash_of(f.states, (size_t)2 * rows * hidden * 4, hash_of(f.logits, (size_t)rows * words * 4, hash));
+      free(f.states), free(f.logits);
+    }
+    printf("%d %08x\n", seed, hash);
+  }
+}

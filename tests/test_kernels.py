@@ -1,0 +1,460 @@
+"""A row's bits depend on that row alone, and are near what transformers' modules compute; on every
+CPU they are the same. Where nothing can be compiled, the modules run."""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import speculative_decoding as core
+import torch
+import transformers
+from conftest import FAMILIES, ROOT, run
+from test_batching import together
+from test_eagle3 import new_head, target_folder  # noqa: F401
+
+from kernels import decoder, library
+from kernels.parts import is_same
+from kernels.weights import FORMS, Panels
+from serving import answers
+from serving.worker import Worker
+
+needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
+TEXT = [311, 42, 7, 900, 13, 42, 7, 900, 55, 1024, 3, 42]
+# What is known in C; the others have a part of their own.
+COMPILED = {
+    "llama", "qwen3", "mistral", "qwen2", "granite", "gemma3_text", "phi3", "gemma2", "olmo2",
+    "gpt2", "smollm3",
+}  # fmt: skip
+KINDS = [("float32", None), ("bfloat16", None), ("float32", "int8"), ("bfloat16", "int8")]
+
+
+def load(folder, **changes):
+    options = {"drafter": "ngram", "fixed_k": True} | changes
+    return core.load_engine(core.Options(model=str(folder), **options))
+
+
+def logits(engine, text=TEXT):
+    """Of every token of a text, read in two forwards."""
+    row = engine.target.cache.open_row(len(text))
+    parts = [
+        engine.target.forward([row], [part], [len(part)]).logits[0] for part in (text[:7], text[7:])
+    ]
+    engine.target.cache.close_row(row)
+    return torch.cat(parts)
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_families_it_knows_get_the_same_logits(family, tiny_folder):
+    apart, compiled = (load(tiny_folder(family), compile=c, bitwise=False) for c in (False, None))
+    assert compiled.target.fast.is_compiled == (family in COMPILED)
+    assert not apart.target.fast.is_compiled
+    assert is_same(logits(compiled), logits(apart))
+
+
+@needs_compiler
+@pytest.mark.parametrize(("dtype", "quantize"), KINDS)
+def test_speculation_alone_and_in_a_batch_keeps_every_bit(dtype, quantize, tiny_folder):
+    engine = load(tiny_folder("qwen3"), dtype=dtype, quantize=quantize)
+    assert engine.target.fast.is_compiled and engine.target.report.is_exact
+    prompts = [TEXT, TEXT[2:] * 4, TEXT[::-1], TEXT[:3]]
+    requests = [core.Request(prompt, 24, "ngram") for prompt in prompts]
+    plain = [core.plain_decode(engine.target, p, 24, engine.eos_ids) for p in prompts]
+    alone = [run(engine, p, max_tokens=24, drafter="ngram")[0].output for p in prompts]
+    assert alone == plain
+    assert [s.output for s in together(engine, requests)] == plain
+
+
+@needs_compiler
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(5, 1, 40), (4, 4, 24), (6, 2, 80)])
+def test_attention_of_any_shape_gives_what_torch_s_gives(heads, kv_heads, width, tmp_path):
+    """Groups of 5, 1 and 3 queries; widths that 16 does not divide; texts in blocks and behind."""
+    config = transformers.Qwen3Config(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, head_dim=width, vocab_size=4096, max_position_embeddings=640,
+        use_sliding_window=True, sliding_window=37, max_window_layers=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(ROOT / "demo_models" / "target").save_pretrained(
+        tmp_path
+    )
+    text = torch.randint(4096, (600,), generator=torch.Generator().manual_seed(0)).tolist()
+    found = []
+    for compiled in (False, True):
+        engine = load(tmp_path, compile=compiled)
+        assert engine.target.fast.is_compiled == compiled
+        row = engine.target.cache.open_row(len(text))
+        found.append(engine.target.forward([row], [text], [600]).logits[0])
+    assert is_same(*found)
+
+
+@needs_compiler
+def test_keys_that_a_token_does_not_see_are_not_read(tiny_folder):
+    """What lies behind a text is left over from others; numbers that are none do not matter."""
+    target = load(tiny_folder("llama")).target
+    row = target.cache.open_row(len(TEXT))
+    target.forward([row], [TEXT], [1])
+    found = []
+    for left in (0.0, torch.nan):
+        with torch.inference_mode():
+            for layer in target.cache.layers:
+                layer.keys[:, :, len(TEXT) :] = layer.values[:, :, len(TEXT) :] = left
+        found.append(target.forward([row], [TEXT[:2]], [2]).logits[0])
+        target.cache.truncate(row, len(TEXT))
+    assert target.fast.is_compiled and torch.equal(*found)
+
+
+@needs_compiler
+def test_a_row_without_numbers_is_not_hidden_by_integers(tiny_folder):
+    engine = load(tiny_folder("llama"), quantize="int8")
+    panels, block = engine.target.fast.decoder.embedding, 512 + 32  # of Q8
+    scales = panels._data.view(torch.float16)
+    begin = 900 // 16 * (panels.inputs // 32) * block + 512 + 2 * (900 % 16)
+    scales[begin // 2] = torch.nan
+    found = logits(engine)
+    # The rows behind it get it through its keys and values alone.
+    assert found[3:].isnan().all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("drafter", ["mtp", "draft_model", "auto"])
+def test_the_embedded_models_and_the_mtp_head_are_compiled(drafter, prompts):
+    engine = core.load_engine(core.Options(drafter=drafter, fixed_k=True))
+    prompt = prompts["code_class"]
+    plain = core.plain_decode(engine.target, prompt, 32, engine.eos_ids)
+    sequence, events = run(engine, prompt, max_tokens=32, drafter=drafter)
+    assert sequence.output == plain and sum(event["accepted_count"] for event in events) > 3
+    assert engine.target.fast.is_compiled and engine.draft_model.fast.is_compiled
+    if drafter == "mtp":
+        assert engine.panel.drafters["mtp"]._kernels
+
+
+@needs_compiler
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+def test_an_eagle_head_reads_two_inputs(norm_before_residual, target_folder, tmp_path):  # noqa: F811
+    new_head(tmp_path / "head", norm_before_residual=norm_before_residual)
+    found = []
+    for compiled in (False, True):
+        engine = load(
+            target_folder, eagle3=str(tmp_path / "head"), drafter="eagle3", compile=compiled
+        )
+        assert bool(engine.panel.drafters["eagle3"]._kernels) == compiled
+        sequence, events = run(engine, TEXT, max_tokens=24, drafter="eagle3")
+        found.append((sequence.output, [event["accepted_count"] for event in events]))
+    assert found[0] == found[1]
+
+
+@needs_compiler
+@pytest.mark.parametrize("compiled", [None, False])
+def test_a_delta_net_goes_through_the_compiled_rule_where_blocks_may_be(tiny_folder, compiled):
+    engine = load(tiny_folder("qwen3_5_text"), compile=compiled)
+    layers = engine.target.cache.recurrent
+    assert len(layers) == 3 and all(layer._is_compiled == (compiled is None) for layer in layers)
+    assert engine.target.report.is_exact
+    plain = core.plain_decode(engine.target, TEXT, 24, engine.eos_ids)
+    assert run(engine, TEXT, max_tokens=24, drafter="ngram")[0].output == plain
+
+
+@needs_compiler
+def test_a_block_that_computes_something_else_stays_a_module(tiny_folder, monkeypatch):
+    monkeypatch.setitem(decoder._ACTIVATIONS, "SiLUActivation", 1)  # which is not gelu
+    monkeypatch.setitem(decoder._ACTIVATIONS, "SiLU", 1)
+    engine = load(tiny_folder("llama"), bitwise=False)
+    assert not engine.target.fast.is_compiled
+    plain = core.plain_decode(engine.target, TEXT, 24, engine.eos_ids)
+    assert run(engine, TEXT, max_tokens=24, drafter="ngram")[0].output == plain
+
+
+@needs_compiler
+def test_health_says_whether_it_is_compiled(demo_engine):
+    worker = Worker(demo_engine, core.Options())
+    assert answers.health(demo_engine, worker, core.Options())["compiled"] is True
+    engine = core.load_engine(core.Options(drafter="ngram", compile=False))
+    assert answers.health(engine, worker, core.Options())["compiled"] is False
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    monkeypatch.setattr(library, "_library", None)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setattr(library, "find_spec", lambda name: None)
+
+
+def test_without_a_compiler_transformers_modules_run(no_compiler, tiny_folder):
+    engine = load(tiny_folder("llama"), bitwise=False)
+    assert not engine.target.fast.is_compiled
+    with pytest.raises(ValueError, match="the kernels need a C compiler"):
+        load(tiny_folder("llama"), compile=True)
+
+
+@needs_compiler
+def test_a_compiler_that_fails_costs_nothing_but_a_line(tmp_path, monkeypatch, caplog):
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\necho 'linear.c:1: error: no such header' >&2\nexit 1\n")
+    broken.chmod(broken.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setattr(library, "_library", None)
+    monkeypatch.setenv("CC", str(broken))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match="the compiler failed: linear.c:1: error: no such header"):
+        library.use(True)
+    library.use(None)  # it does not try again, unless it is asked to
+    assert not library.is_used and list((tmp_path / "cache").rglob("*.so")) == []
+    assert "the compiler failed before" in caplog.text
+    with pytest.raises(ValueError, match="the compiler failed"):
+        library.use(True)
+
+
+@needs_compiler
+def test_a_folder_where_others_may_write_is_not_run_from(tmp_path, monkeypatch):
+    monkeypatch.setattr(library, "_library", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "speculative-decoding" / "compiled"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    with pytest.raises(ValueError, match="or others may write there"):
+        library.use(True)
+
+
+@needs_compiler
+def test_what_was_compiled_is_used_again_and_a_broken_file_is_made_anew(tmp_path):
+    """In processes of their own: a library is loaded once."""
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    script = "from kernels import library; library.use(True); print(library.is_used)"
+    times = []
+    for damage in (False, False, True):
+        if damage:  # half a library would end a process that opens it
+            (file,) = tmp_path.rglob("*.so")
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.stdout == "True\n", done.stderr
+        (file,) = tmp_path.rglob("*.so")
+        times.append(Path(file).stat().st_mtime_ns)
+    assert times[0] == times[1] < times[2]
+
+
+def test_compile_goes_with_the_fast_path(capsys):
+    with pytest.raises(SystemExit):
+        core.parse_arguments("", ["--demo", "--compile", "--no-fastpath"])
+    assert "--compile goes with the fast path" in capsys.readouterr().err
+
+
+def test_one_line_says_what_is_computed_with(demo_engine, tiny_folder):
+    line = answers.setting(demo_engine, core.Options())
+    assert line.startswith("the target runs in float32: whole forwards in C (")
+    assert line.endswith("1 thread, with equal bits, checked")
+    engine = load(tiny_folder("llama"), fastpath=False)
+    assert "float32: transformers' modules" in answers.setting(engine, core.Options())
+
+
+@needs_compiler
+def test_rows_that_lie_apart_are_fed_without_the_one_between_them(tiny_folder):
+    """The second of three requests waits: the others' slots do not lie side by side."""
+    engine = load(tiny_folder("llama"))
+    target = engine.target
+    texts = [TEXT, TEXT[::-1], TEXT[3:] + TEXT[:3]]
+
+    def fed(together):
+        rows = [target.cache.open_row(len(text)) for text in texts]
+        for row, text in zip(rows, texts, strict=True):
+            target.forward([row], [text], [1])
+        one, _, other = rows
+        steps = (
+            [([one, other], [[5, 6], [7]])] if together else [([one], [[5, 6]]), ([other], [[7]])]
+        )
+        found = [
+            logits
+            for given, tokens in steps
+            for logits in target.forward(given, tokens, [len(fed) for fed in tokens]).logits
+        ]
+        buffers = [layer.keys.clone() for layer in target.cache.layers]
+        for row in rows:
+            target.cache.close_row(row)
+        return found, buffers
+
+    apart, side_by_side = fed(together=False), fed(together=True)
+    assert target.fast.is_compiled
+    for ones, others in zip(apart, side_by_side, strict=True):
+        assert all(map(torch.equal, ones, others))
+
+
+@needs_compiler
+def test_a_short_context_has_short_tables(prompts):
+    engine = core.load_engine(core.Options(drafter="mtp", max_model_len=6, bitwise=False))
+    assert engine.panel.drafters["mtp"]._kernels
+
+
+@needs_compiler
+def test_the_int8_twin_is_compiled_on_the_target_s_cache(tiny_folder):
+    engine = load(tiny_folder("llama"), drafter="self_int8")
+    assert engine.panel.drafters["self_int8"]._draft.fast.is_compiled
+    plain = core.plain_decode(engine.target, TEXT, 32, engine.eos_ids)
+    sequence, events = run(engine, TEXT, max_tokens=32, drafter="self_int8")
+    assert sequence.output == plain and sum(event["accepted_count"] for event in events) > 8
+
+
+# ------------------------------------------------------------------------------ linear layers
+
+
+def weights(form, outputs, inputs, seed=0):
+    """Panels of a form, and the weight and bias that they hold in float64."""
+    random = torch.Generator().manual_seed(seed)
+    bias = torch.randn(outputs, generator=random)
+    if form in ("FLOAT", "HALF"):
+        weight = torch.randn(outputs, inputs, generator=random)
+        weight = weight.bfloat16() if form == "HALF" else weight
+        return Panels.of(weight, bias), weight.double(), bias.double()
+    least, most = {"Q8": (-128, 128), "Q4": (-8, 8), "Q4M": (0, 16)}[form]
+    numbers = torch.randint(least, most, (outputs, inputs), generator=random)
+    numbers[0], numbers[-1] = least, most - 1
+    blocks = outputs, -(-inputs // 32)
+    scales, minima = torch.randn(2, *blocks, generator=random).half()
+    of = Panels.of_blocks(form, numbers, scales, minima if form == "Q4M" else None, bias)
+    weight = numbers * scales.double().repeat_interleave(32, 1)[:, :inputs]
+    if form == "Q4M":
+        weight += minima.double().repeat_interleave(32, 1)[:, :inputs]
+    return of, weight, bias.double()
+
+
+SIZES = [(1, 1), (16, 32), (37, 100), (300, 577), (1000, 64)]  # outputs, inputs
+
+
+@pytest.fixture
+def threads():
+    """Set the number of threads for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_has_the_same_bits_in_any_company_and_with_any_threads(form, size, threads):
+    panels, weight, _ = weights(form, *size)
+    random = torch.Generator().manual_seed(1)
+    x = torch.randn(300, size[1], generator=random)
+    added = torch.randn(300, size[0], generator=random)
+    alone = torch.cat([panels(x[i : i + 1], added[i : i + 1], 0.7) for i in range(300)])
+    for count in (1, 2, 3):
+        threads(count)
+        for rows in (*range(1, 17), 300):
+            assert torch.equal(panels(x[:rows], added[:rows], 0.7), alone[:rows])
+            assert torch.equal(panels(x[-rows:], added[-rows:], 0.7), alone[-rows:])
+    assert torch.equal(panels.unpacked(), weight.float())  # nothing is lost
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_product_is_as_near_as_its_roundings_allow(form, size):
+    panels, weight, bias = weights(form, *size)
+    x = torch.randn(7, size[1], generator=torch.Generator().manual_seed(2))
+    x[1] *= 1e-20
+    x[2] *= 1e20
+    error = (panels(x).double() - (x.double() @ weight.T + bias)).abs()
+    exact, largest = x.double().abs(), weight.abs()
+    roundings = (size[1] + 4) * 2**-24 * (exact @ largest.T + bias.abs())
+    if form == "HALF":  # a CPU's own product rounds its inputs to bfloat16
+        roundings += 2**-8 * exact @ largest.T
+    elif form != "FLOAT":  # half a step of the block's 127
+        blocks = torch.nn.functional.pad(exact, (0, -size[1] % 32)).unflatten(1, (-1, 32))
+        step = blocks.amax(-1, keepdim=True) / 127 * 0.501
+        roundings += step.expand_as(blocks).flatten(1)[:, : size[1]] @ largest.T
+    assert (error <= roundings).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("form", ["Q8", "Q4", "Q4M"])
+def test_the_largest_sums_of_integers_are_exact(form):
+    """-128 cannot be negated, and two products of 255 and 127 do not fit 16 bits."""
+    least, most = {"Q8": (-128, 127), "Q4": (-8, 7), "Q4M": (0, 15)}[form]
+    signs = torch.randint(2, (40, 96), generator=torch.Generator().manual_seed(0)) * 2 - 1
+    numbers = torch.where(signs > 0, most, least)
+    numbers[0], numbers[1] = least, most
+    ones = torch.ones(40, 3).half()
+    panels = Panels.of_blocks(form, numbers, ones, 0 * ones if form == "Q4M" else None)
+    x = torch.cat([torch.ones(1, 96), -torch.ones(1, 96), signs[:7].float()]) * 127
+    assert torch.equal(panels(x), x @ numbers.float().T)
+
+
+@needs_compiler
+@pytest.mark.parametrize("form", FORMS)
+def test_numbers_that_are_none_stay_so_and_small_ones_do_no_harm(form):
+    panels, weight, bias = weights(form, 20, 70)
+    x = torch.randn(6, 70, generator=torch.Generator().manual_seed(3))
+    x[0, 40], x[1, 3], x[2] = torch.nan, torch.inf, 0
+    x[3] = 1e-42  # a subnormal number
+    x[4, :32] = 1e-42
+    found = panels(x)
+    assert found[0].isnan().all() and not found[1].isfinite().any()
+    assert torch.equal(found[2], bias.float()) and torch.allclose(found[3], bias.float())
+    assert found[4:].isfinite().all()
+    assert torch.equal(panels(x[5:]), found[5:])
+
+
+@needs_compiler
+def test_a_matrix_asks_for_what_fits_it():
+    panels, *_ = weights("Q8", 20, 70)
+    with pytest.raises(RuntimeError):
+        panels(torch.zeros(2, 71))
+    with pytest.raises(RuntimeError):
+        panels(torch.zeros(2, 70), torch.zeros(2, 19))
+    for ids in ([20], [-1]):
+        with pytest.raises(IndexError):
+            panels.rows(torch.tensor(ids))
+
+
+# ----------------------------------------------------------------------------- other machines
+
+SOURCES = [*sorted((ROOT / "kernels").glob("*.c")), ROOT / "tests" / "kernels_bits.c"]
+EXACT = "-O3 -std=gnu11 -ffp-contract=off -fno-math-errno -fno-trapping-math -pthread".split()
+
+
+def bits(tmp_path, command, runner=(), given=("0", "12", "2")):
+    """What kernels_bits.c prints, compiled by `command`."""
+    made = tmp_path / "bits"
+    done = subprocess.run([*command, "-o", made, *SOURCES, "-lm"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run([*runner, made, *given], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@needs_compiler
+def test_a_whole_forward_has_the_same_bits_on_every_x86_and_with_any_threads(tmp_path):
+    compiler = [*library.compiler(), *EXACT]
+    native = bits(tmp_path, [*compiler, "-march=native"])
+    assert native.count("\n") == 12 and "none" not in native
+    assert native == bits(tmp_path, [*compiler, "-march=native"], given=("0", "12", "3"))
+    flags = Path("/proc/cpuinfo").read_text()
+    if not {"avx2", "fma", "f16c"} <= set(flags.split()):
+        pytest.skip("this CPU has no AVX2")
+    assert bits(tmp_path, [*compiler, "-march=x86-64-v3"]) == native
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cpu", ["armv8-a", "armv8.2-a+dotprod"])
+def test_a_whole_forward_has_the_same_bits_on_aarch64(tmp_path, cpu):
+    cross, emulator = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
+    if not (cross and emulator and library.compiler()):
+        pytest.skip("needs gcc-aarch64-linux-gnu and qemu-user")
+    native = bits(tmp_path, [*library.compiler(), *EXACT, "-march=native"])
+    assert bits(tmp_path, [cross, *EXACT, f"-march={cpu}", "-static"], [emulator]) == native
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("cpu", ["native", "x86-64-v3"])
+def test_nothing_is_read_or_written_that_is_not_there(tmp_path, cpu):
+    """Random shapes under AddressSanitizer and UndefinedBehaviorSanitizer."""
+    sanitizers = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    command = [*library.compiler(), *EXACT, "-O1", f"-march={cpu}", *sanitizers]
+    leaks = ["env", "ASAN_OPTIONS=detect_leaks=0"]
+    found = bits(tmp_path, command, leaks, given=("0", "120", "2"))
+    assert found.count("\n") == 120
