@@ -22,7 +22,7 @@ def printed(folder: Path, program: str, *flags: str, is_aarch64: bool = False) -
     fixed = "-O2", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-pthread"
     first = (ROOT / "tests" / program).read_text("utf-8").splitlines()[0]
     sources = ROOT / "tests" / program, *(ROOT / "kernels" / name for name in first.split()[1:])
-    rest = "-Wl,--unresolved-symbols=ignore-all", "-lm"  # those of files that are not needed
+    rest = "-ffunction-sections", "-Wl,--gc-sections", "-lm"  # what is not called need not be there
     command = [*compiler, *fixed, *flags, "-I", ROOT / "kernels", *sources, *rest]
     subprocess.run([*command, "-o", folder / "program"], check=True)
     through = ["qemu-aarch64"] if is_aarch64 else []
