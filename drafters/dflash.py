@@ -30,14 +30,13 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3DecoderLayer,
     Qwen3RMSNorm,
     Qwen3RotaryEmbedding,
+    apply_rotary_pos_emb,
 )
 
-from fastpath.attention import FULL, additive, attend, grouped_mask
-from fastpath.block import FusedBlock, sign
-from fastpath.decoder import KINDS, can_tabulate
-from fastpath.forward import FastPlace
-from fastpath.linear import JoinedLinear
-from kernels.parts import norm_of, parts_of
+from kernels import library
+from kernels.decoder import FULL, MOST_ROWS, can_tabulate
+from kernels.head import look_ahead
+from kernels.weights import DTYPES, pack
 from messages import Draft, in_short
 
 from .base import Chain, Context
@@ -149,14 +148,12 @@ class DFlashDrafter(StateReader):
         self._embed, self._output = model.get_input_embeddings(), model.get_output_embeddings()
         weights = [*head.parameters(), *self._output.parameters()]
         self.num_step_weights = sum(weight.numel() for weight in weights)
-        self._hidden_norm, self._norm = norm_of(head.hidden_norm), norm_of(head.norm)
-        self._fc = JoinedLinear([head.fc])
-        self._blocks = [FusedBlock(parts_of(layer)) for layer in head.layers]
-        for part in (self._fc, *self._blocks) if context.fast else ():
-            part.join(KINDS[context.quantize])
-        positions = torch.arange(self._cache.max_length, device=model.device)
-        cos, sin = head.rotary_emb(head.norm.weight, positions[None])
-        self._rope = cos[0, :, None], sign(sin)[0, :, None]  # [length, 1, head_dim] each
+        self._head, self._decoder = head, None
+        is_ours = context.fast and library.is_used and head.norm.weight.dtype in DTYPES
+        if is_ours and head.norm.weight.device.type == "cpu":
+            length = self._cache.max_length
+            self._decoder = look_ahead(head, length, context.quantize, self._sees)
+            pack(head, context.quantize)
 
     @classmethod
     def build(cls, context: Context) -> "DFlashDrafter":
@@ -173,7 +170,7 @@ class DFlashDrafter(StateReader):
             head = head.to(like.device, like.dtype).eval()
             # Rotations stay in float32, as transformers keeps them.
             head.rotary_emb = Qwen3RotaryEmbedding(config.layer).to(like.device)
-            if not can_tabulate(head, head.layers[0].self_attn.head_dim):
+            if not can_tabulate(head.rotary_emb):
                 raise ValueError("its rotations are of an unknown kind (rope_type in config.json)")
             return cls(head, context)
         except Exception as error:  # a broken folder raises any of a dozen kinds
@@ -203,28 +200,59 @@ class DFlashDrafter(StateReader):
         hidden = [
             torch.cat(state.hidden[0]) for state in states
         ]  # [N, L · D], since the last draft
-        place = FastPlace(cache.place(rows, [len(new) + size for new in hidden]))
+        place = cache.place(rows, [len(new) + size for new in hidden])
         slots, positions = self._where(place.slots, rows, [len(new) for new in hidden])
-        spare = self._shapes.run_rows(len(slots)) - len(slots)  # rows behind all others
-        pad, shape = nn.functional.pad, (len(states), size)
-        context = self._hidden_norm(self._fc.compute(pad(torch.cat(hidden), (0, 0, 0, spare))))
-        rope = [table[pad(positions, (0, spare))] for table in self._rope]
-        masks = self._masks(positions[: len(states) * size].view(shape), place.kv_length)
+        context = self._head.hidden_norm(self._head.fc(torch.cat(hidden)))
         ids = [[state.text[-1]] + [self._config.mask_token_id] * (size - 1) for state in states]
         x = self._embed(self._tensor(ids)).flatten(0, 1)
-        for block, layer, kind in zip(self._blocks, cache.layers, self._kinds, strict=True):
-            read = torch.cat([block.input_norm(x), context])
-            query, key, value = block.heads(block.qkv.compute(read), rope)
-            if not layer.is_initialized:
-                layer.lazy_initialization(key, value)
-            layer.keys[slots, :, positions] = key[: len(slots)]
-            layer.values[slots, :, positions] = value[: len(slots)]
-            cached = place.view(layer.keys), place.view(layer.values)
-            query = query[: len(x)].unflatten(0, shape)
-            attended = attend(query, *cached, masks[kind], block.scaling)
-            x = block.finish(x, attended.flatten(0, 1))
+        if self._decoder:
+            x = self._compute(x, context, slots, positions)
+        else:
+            x = self._run_modules(x, context, slots, positions, place)
         cache.advance(place)
-        return x.unflatten(0, shape)
+        return x.unflatten(0, (len(states), size))
+
+    def _compute(self, x: Tensor, context: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """In C: the contexts' keys and values, and then the blocks, which look ahead."""
+        decoder, size, none = self._decoder, self._config.block_size, slots.new_empty(0)
+        decoder.follow(self._cache)
+        rows = torch.stack([slots, positions, positions])
+        parts = rows[:, len(x) :].split(MOST_ROWS, 1), context.split(MOST_ROWS)
+        for part, given in zip(*parts, strict=True):
+            decoder(part, none, none, given=given, ends=part[1] + 1, only_keys=True)
+        ends = positions[: len(x)].view(-1, size)[:, -1:].expand(-1, size).flatten() + 1
+        _, found = decoder(rows[:, : len(x)], none, none, given=x, layers=(-1,), ends=ends)
+        return found[-1].to(x.dtype)
+
+    def _run_modules(
+        self, x: Tensor, context: Tensor, slots: Tensor, positions: Tensor, place: Any
+    ) -> Tensor:
+        """By transformers' modules."""
+        head, shape = self._head, (len(place.slots), self._config.block_size)
+        rope = [table[0].to(x.dtype) for table in head.rotary_emb(x, positions[None])]
+        masks = self._masks(positions[: len(x)].view(shape), place.kv_length, x.dtype)
+        for layer, cached, kind in zip(head.layers, self._cache.layers, self._kinds, strict=True):
+            own = layer.self_attn
+            read = torch.cat([layer.input_layernorm(x), context])
+            query, key, value = (
+                part(read).unflatten(-1, (-1, own.head_dim))
+                for part in (own.q_proj, own.k_proj, own.v_proj)
+            )
+            query, key = apply_rotary_pos_emb(own.q_norm(query), own.k_norm(key), *rope)
+            if not cached.is_initialized:
+                cached.lazy_initialization(*(part[None].transpose(1, 2) for part in (key, value)))
+            cached.keys[slots, :, positions] = key
+            cached.values[slots, :, positions] = value
+            keys, values = (
+                buffer[place.slots, :, : place.kv_length] for buffer in (cached.keys, cached.values)
+            )
+            query = query[: len(x)].unflatten(0, shape).transpose(1, 2)
+            attended = nn.functional.scaled_dot_product_attention(
+                query, keys, values, masks[kind], scale=own.scaling, enable_gqa=True
+            )
+            x = x + own.o_proj(attended.transpose(1, 2).flatten(2).flatten(0, 1))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return x
 
     def _where(self, slots: list[int], rows: list[int], counts: list[int]) -> tuple[Tensor, Tensor]:
         """Slot and position of each token of a pass: all blocks first, then the new contexts."""
@@ -244,20 +272,26 @@ class DFlashDrafter(StateReader):
         """Of attention, layer by layer."""
         return self._config.layer.layer_types
 
-    def _masks(self, positions: Tensor, num_keys: int) -> dict[str, Tensor]:
-        """By kind of attention what blocks at `positions` [B, size] see: additive, grouped."""
+    def _sees(self, kind: str) -> tuple[bool, int | None]:
+        """Whether a kind of attention looks ahead in its block, and how far back it sees."""
+        is_sliding, is_causal = kind == _SLIDING, self._config.is_causal
+        window = self._config.layer.sliding_window if is_sliding else None
+        return not (is_sliding if is_causal is None else is_causal), window or None
+
+    def _masks(self, positions: Tensor, num_keys: int, dtype: torch.dtype) -> dict[str, Tensor]:
+        """By kind of attention what blocks at `positions` [B, size] see: additive."""
         keys, queries = self._tensor(range(num_keys)), positions[:, None, :, None]
         masks = {}
         for kind in dict.fromkeys(self._kinds):
-            is_sliding, is_causal = kind == _SLIDING, self._config.is_causal
-            is_causal = is_sliding if is_causal is None else is_causal
-            seen = keys <= (queries if is_causal else queries[:, :, -1:])
-            if is_sliding and (window := self._config.layer.sliding_window):
+            looks_ahead, window = self._sees(kind)
+            seen = keys <= (queries[:, :, -1:] if looks_ahead else queries)
+            seen = seen.expand(-1, -1, positions.shape[1], -1)
+            if window:
                 seen = seen & (keys > queries - window)
-            mask = additive(seen, self._rope[0].dtype)
-            groups = self._blocks[0].groups
-            masks[kind] = mask if mask.shape[2] == 1 else grouped_mask(mask, groups)
+            masks[kind] = torch.zeros_like(seen, dtype=dtype).masked_fill_(
+                ~seen, torch.finfo(dtype).min
+            )
         return masks
 
     def _to_logits(self, outputs: Tensor) -> Tensor:
-        return self._output(self._norm(outputs))
+        return self._output(self._head.norm(outputs))

@@ -177,53 +177,6 @@ def causal_mask(num_queries: int, length: int, like: Tensor) -> Tensor:
     return mask.triu_(length - num_queries + 1)[None, None]
 
 
-class CausalMasks:
-    """Grouped masks by position: a slice of a table for one row of the cache, else computed.
-
-    The table's row j has 0 up to and including column `length` + j, and minus infinity behind. What
-    a query at position p sees of keys 0 … L begins in column `length` - p, and the query after it
-    has the next row.
-    """
-
-    def __init__(
-        self,
-        groups: int,
-        length: int,
-        window: int | None,
-        dtype: torch.dtype,
-        device: torch.device,
-        table_tokens: int = 32,
-    ) -> None:
-        self._groups, self._length, self._window, self._dtype = groups, length, window, dtype
-        self._table_tokens = table_tokens if groups * length <= 1 << 17 else 0  # 32 MiB
-        columns = torch.arange(2 * length, device=device)[None, None]
-        queries = length + torch.arange(self._table_tokens + _ROWS, device=device)[None]
-        self._table = self._compute(columns, queries)
-
-    def _compute(self, keys: Tensor, queries: Tensor) -> Tensor:
-        """[B, 1, rows, L] for keys [1, 1, L] and the positions of queries [B, T]."""
-        rows = queries.repeat_interleave(self._groups, 1)
-        rows = nn.functional.pad(rows, (0, -rows.shape[1] % _ROWS))[..., None]
-        unseen = keys > rows
-        if self._window is not None:
-            unseen |= keys <= rows - self._window
-        return additive(~unseen, self._dtype)[:, None]
-
-    def of(self, positions: Tensor, start: int | None, kv_length: int) -> Tensor:
-        """For queries at positions [B, T] on keys 0 … kv_length - 1.
-
-        `start` is the first position where B is 1 and they are successive, else None.
-        """
-        count = positions.shape[1]
-        if start is None or count > self._table_tokens or kv_length > self._length:
-            return self._compute(
-                torch.arange(kv_length, device=positions.device)[None, None], positions
-            )
-        rows, begin = count * self._groups, self._length - start
-        rows += -rows % _ROWS
-        return self._table[:, :, :rows, begin : begin + kv_length]
-
-
 def attention_forward(
     module: nn.Module,
     query: Tensor,

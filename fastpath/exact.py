@@ -31,7 +31,7 @@ from torch import Generator, Tensor, nn
 from . import attention
 from .activation import ROWS
 from .attention import KEY_BLOCK
-from .linear import LARGE, JoinedLinear, PackedLinear, Weights
+from .linear import LARGE, PackedLinear, Weights
 
 LOG = logging.getLogger("serving.exact")
 PROGRESS = logging.getLogger("serving.progress")
@@ -183,7 +183,7 @@ def reason_not_to_check(model: Any) -> str | None:
 def weights_of(module: nn.Module) -> Iterator[Weights]:
     """Every linear layer in there, packed or not."""
     for part in module.modules():
-        if isinstance(part, PackedLinear | JoinedLinear) and isinstance(part.compute, Weights):
+        if isinstance(part, PackedLinear) and isinstance(part.compute, Weights):
             yield part.compute
         elif type(part) is nn.Linear:
             yield Weights(part.weight, part.bias)

@@ -27,10 +27,10 @@ from kernels.parts import is_same
 from messages import Output
 
 from .attention import NAME, Ragged
-from .decoder import FusedDecoder, quantise_modules, speed_up_modules
+from .decoder import quantise_modules, speed_up_modules
 from .exact import Shapes
 from .int8 import why_not
-from .linear import computes_bfloat16
+from .linear import computes_bfloat16, pack
 
 MOST_SHARED = 32  # tokens of a text that shares its forward with others: more than any draft has
 
@@ -177,9 +177,9 @@ class FastForward:
 
     is_compiled = False
 
-    def __init__(self, model: Any, fused: FusedDecoder | None) -> None:
-        self._model, self.fused = model, fused
-        self.runs = Runs(model.cache, model.shapes, can_share=fused is not None)
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.runs = Runs(model.cache, model.shapes, can_share=False)
 
     @torch.inference_mode()
     def __call__(
@@ -228,19 +228,14 @@ class FastForward:
             at = [i for end, n in zip(ends, wanted, strict=True) for i in range(end - n, end)]
             at += [0] * (model.shapes.run_rows(len(at)) - len(at))
             rows = torch.tensor(at, device=device)
-            if self.fused:
-                flat, states = self.fused(ids, place, model.cache, rows, layers=layers)
-            else:
-                flat, states = model.run(ids, place, rows, layers)
+            flat, states = model.run(ids, place, rows, layers)
             scores = list(flat[0, : sum(wanted)].split(wanted))
         return scores, {layer: place.part(found) for layer, found in states.items()}
 
     @property
     def way(self) -> str:
         """How the model is computed, in few words."""
-        if self.fused is None:
-            return "transformers' modules, its linear layers packed where they can be"
-        return "its blocks fused in Python"
+        return "transformers' modules, its linear layers packed where they can be"
 
     @property
     def could_be_bfloat16(self) -> bool:
@@ -302,12 +297,14 @@ def speed_up(
                 check(model)
                 model.fast.quantise(has_own_embedding)
             return
-    fused = speed_up_modules(model.model, model.cache.capacity, model.windows, quantize)
-    model.fast = model.forward = FastForward(model, fused)
-    model.fast.runs.can_share = bool(fused) or _can_be_ragged(model)
+    speed_up_modules(model.model)
+    if not quantize:
+        pack(model.model)
+    model.fast = model.forward = FastForward(model)
+    model.fast.runs.can_share = _can_be_ragged(model)
     if quantize:
         check(model)
-        quantise_modules(model.model, fused, quantize, has_own_embedding)
+        quantise_modules(model.model, quantize, has_own_embedding)
 
 
 def _can_be_ragged(model: Any) -> bool:

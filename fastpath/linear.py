@@ -9,7 +9,6 @@ The operators are torch's own but private: where one of them is missing, or on a
 layers stay as they are. Not covered: experts of a mixture, which are no linear layers.
 """
 
-from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -120,32 +119,6 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         return self.compute(x)
-
-
-class JoinedLinear(nn.Module):
-    """Linear layers of the same input as one: gives their outputs one behind the other.
-
-    Until `join` it computes with the layers' own weights; that takes no memory.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self._layers = list(layers)
-        self.compute: Callable[..., Tensor] = lambda x, residual=None: plus(
-            torch.cat([layer(x) for layer in self._layers], -1), residual
-        )
-
-    def join(self, kind: Kind = Weights) -> None:
-        """Make one layer of them, of the kind that is asked for, and let go of the others."""
-        weights, biases = zip(*map(linear_of, self._layers), strict=True)
-        if any(bias is not None for bias in biases):
-            biases = [
-                weight.new_zeros(len(weight)) if bias is None else bias
-                for weight, bias in zip(weights, biases, strict=True)
-            ]
-        bias = None if biases[0] is None else torch.cat(biases)
-        self.compute = kind(torch.cat(weights), bias)
-        self._layers = []
 
 
 def pack(module: nn.Module, kind: Kind = Weights, besides: nn.Module | None = None) -> None:

@@ -42,6 +42,7 @@ from transformers.activations import ACT2FN
 
 from kernels import library
 from kernels import recurrent as compiled
+from kernels.decoder import Net, Passed
 
 from .activation import SteadyMode, softplus
 
@@ -254,9 +255,31 @@ class RecurrentLayer:
         self._ours = MethodType(ours, mixer)
         mixer.forward = self._forward
 
-    def leave_module(self) -> None:
-        """Somebody else (delta.py) calls `convolve` and `scan`: the module's weights may go."""
-        self._ours = self._theirs = None
+    def follow(self, net: Net) -> None:
+        """A decoder in C steps the states from now on: the module's weights may go."""
+        self.net, self._form, self._ours, self._theirs = net, net.rule, None, None
+
+    def passed(self, rows: list[int], counts: list[int]) -> Passed:
+        """What the net is to be given by these rows, for a forward of `counts` tokens of each."""
+        empty = torch.zeros(self.net.taps - 1, self.net.channels)
+        marks = [self._at(row, empty) for row in rows]
+        states = [mark.state for mark in marks]
+        return self.net.passed([mark.tail for mark in marks], states, sum(counts))
+
+    def note(self, rows: list[int], counts: list[int], passed: Passed) -> None:
+        """Mark what a forward has left, and what it may have to step again."""
+        parts, rule = (passed.fed, passed.mixed, passed.logs, passed.betas), self.net.rule
+        keys = rule.key_heads * rule.width
+        texts = zip(*(part.split(counts) for part in parts), strict=True)
+        for i, (row, (fed, mixed, logs, betas)) in enumerate(zip(rows, texts, strict=True)):
+            mark = self._marks[row][-1]
+            self._record(row, mark, fed, passed.new_tails[i])
+            self._marks[row][-1].state = passed.new_states[i]
+            if mark.fed is not None:
+                both = mixed[:, : 2 * keys].unflatten(1, (2, rule.key_heads, rule.width))
+                query, key = both.unbind(1)
+                value = mixed[:, 2 * keys :].unflatten(1, (rule.heads, rule.columns))
+                mark.inputs = tuple(x.clone() for x in (key, query, value, logs, betas))
 
     def begin(self, rows: list[int]) -> None:
         """A call of several forwards begins: if it fails, these rows go back to where they are."""

@@ -107,7 +107,10 @@ INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t first_seen(const attention *a, int row) {
   return a->b->window ? max64(0, a->f->positions[row] + 1 - a->b->window) : 0;
 }
-INLINE int64_t base_of(const attention *a, int row) { return a->f->ends[row] - a->f->depth; }
+INLINE int64_t end_of(const attention *a, int row) {
+  return a->b->looks_ahead ? a->f->ends[row] : a->f->positions[row] + 1;
+}
+INLINE int64_t base_of(const attention *a, int row) { return end_of(a, row) - a->f->depth; }
 INLINE int64_t place_of(const attention *a, int row, int64_t position) {
   const int64_t base = base_of(a, row);
   return position < base ? position : a->f->line[row * a->f->depth + position - base];
@@ -185,7 +188,7 @@ static void partial(const work *w, const group *g) {
   int64_t from[GROUP_ROWS], to[GROUP_ROWS], common = w->begin, until = w->begin + KEYS;
   for (int r = 0; r < g->count; ++r) {
     const int row = g->first + r;
-    from[r] = max64(first_seen(a, row), w->begin), to[r] = min64(a->f->ends[row], w->begin + KEYS);
+    from[r] = max64(first_seen(a, row), w->begin), to[r] = min64(end_of(a, row), w->begin + KEYS);
     common = max64(common, from[r]), until = min64(until, min64(to[r], base_of(a, row)));
   }
   if (until < common) until = common = w->begin + KEYS;  // each row by itself
@@ -244,7 +247,7 @@ int make_groups(const batch *f, group *groups) {
 static int blocks_of(const attention *a, const group *g, int *first) {
   int64_t begin = INT64_MAX, end = 0;
   for (int row = g->first; row < g->first + g->count; ++row)
-    begin = min64(begin, first_seen(a, row)), end = max64(end, a->f->ends[row]);
+    begin = min64(begin, first_seen(a, row)), end = max64(end, end_of(a, row));
   *first = (int)(begin / KEYS);
   return (int)((end + KEYS - 1) / KEYS) - *first;
 }

@@ -16,7 +16,7 @@ typedef struct {
   int num_groups;
   group *groups;
   // x: what blocks add to; y: a layer's outputs, to be normed; read: what a layer is to read
-  float *x, *y, *read, *joined, *queries, *attended, *inner, *partials, *rooms;
+  float *x, *y, *read, *joined, *queries, *attended, *inner, *partials, *rooms, *rule_room;
   uint8_t *prepared;
   int threads;
 } forward;
@@ -199,6 +199,54 @@ static void attended_row(forward *w, const attention *a, int row) {
   prepare_row(w, &b->out, row, x);
 }
 
+// log(1 + exp(x)): log(1 + t) is 2 · artanh(t / (2 + t)).
+static lanes softplus(lanes x) {
+  const lanes t = exponential(sub(all(0), size_of(x))), s = over(t, add(all(2), t)), z = mul(s, s);
+  lanes p = all(1 / 17.0f);
+  for (int n = 15; n > 0; n -= 2) p = fma16(p, z, all(1 / (float)n));
+  return fma16(add(s, s), p, pick(less(x, all(0)), all(0), x));
+}
+
+static void run_net(forward *w, const block *b, const passing *p) {
+  const delta *net = b->net;
+  const batch *f = w->f;
+  const int outputs = b->qkv.outputs, channels = net->c.channels, heads = net->r.heads, wide = heads * net->r.columns;
+  const int keys = net->r.key_heads * net->r.width;
+  FOR_ROWS(row, f->rows) {
+    const float *joined = w->joined + (size_t)row * outputs, *betas = joined + channels + wide, *steps = betas + heads;
+    memcpy(p->fed + (size_t)row * channels, joined, (size_t)channels * 4);
+    for (int h = 0; h < heads; h += LANES) {
+      const lanes step = softplus(add(load_some(steps + h, heads - h), load_some(net->shifts + h, heads - h)));
+      store_some(p->logs + (size_t)row * heads + h, mul(load_some(net->rates + h, heads - h), step), heads - h);
+      store_some(p->betas + (size_t)row * heads + h, sigmoid(load_some(betas + h, heads - h)), heads - h);
+    }
+  }
+  passage texts[f->num_texts];
+  given steps[f->num_texts];
+  for (int t = 0, row = 0; t < f->num_texts; row += f->text_rows[t++]) {
+    float *mixed = p->mixed + (size_t)row * channels;
+    texts[t] = (passage){f->text_rows[t], (size_t)outputs, (size_t)channels, w->joined + (size_t)row * outputs, p->tails[t],
+                         p->new_tails[t], mixed};
+    steps[t] = (given){f->text_rows[t], (size_t)channels, (size_t)channels, (size_t)heads, mixed + keys, mixed, mixed + 2 * keys,
+                       p->logs + (size_t)row * heads, p->betas + (size_t)row * heads, p->states[t], p->new_states[t],
+                       w->attended + (size_t)row * wide};
+  }
+  meet();
+  convolve(&net->c, texts, f->num_texts);
+  meet();
+  step_texts(&net->r, steps, f->num_texts, w->rule_room);
+  meet();
+  FOR_ROWS(row, f->rows) {
+    float *x = w->attended + (size_t)row * wide;
+    const float *z = w->joined + (size_t)row * outputs + channels;
+    for (int h = 0; h < heads; ++h) normalise(&net->norm, x + h * net->r.columns, net->r.columns, x + h * net->r.columns);
+    for (int i = 0; i < wide; i += LANES)
+      store_some(x + i, mul(load_some(x + i, wide - i), activated(SILU, load_some(z + i, wide - i))), wide - i);
+    prepare_row(w, &b->out, row, x);
+  }
+  meet();
+}
+
 static void activate(forward *w, const block *b) {
   const int width = b->down.inputs, parts = (width + SOME - 1) / SOME;
   for (int unit; take(w->f->rows * parts, 1, &unit) > 0;) {
@@ -219,6 +267,27 @@ static void add_layer(forward *w, const block *b, const matrix *m, const norm *n
   else multiply(m, w->f->rows, w->prepared, w->x, w->d->hidden, w->x, b->residual_scale);
 }
 
+static void run_attention(forward *w, const block *b) {
+  FOR_ROWS(row, w->f->rows) place_row(w, b, row);
+  meet();
+  attention a = {b, w->f, w->groups, w->num_groups, w->queries, w->attended, w->partials, w->rooms};
+  if (w->num_groups * b->kv_heads >= 4 * w->threads) a.partials = NULL;
+  attend(&a);
+  meet();
+  FOR_ROWS(row, w->f->rows) attended_row(w, &a, row);
+  meet();
+}
+
+// What is given becomes keys and values, and nothing else.
+static void keep(forward *w, const block *b) {
+  FOR_ROWS(row, w->f->rows) prepare_row(w, &b->qkv, row, w->x + (size_t)row * w->d->hidden);
+  meet();
+  multiply(&b->qkv, w->f->rows, w->prepared, w->joined, b->qkv.outputs, NULL, 1);
+  meet();
+  FOR_ROWS(row, w->f->rows) place_row(w, b, row);
+  meet();
+}
+
 static void run_block(forward *w, int number) {
   const decoder *d = w->d;
   const block *b = d->blocks + number;
@@ -231,14 +300,11 @@ static void run_block(forward *w, int number) {
   meet();
   multiply(&b->qkv, rows, w->prepared, w->joined, b->qkv.outputs, NULL, 1);
   meet();
-  FOR_ROWS(row, rows) place_row(w, b, row);
-  meet();
-  attention a = {b, w->f, w->groups, w->num_groups, w->queries, w->attended, w->partials, w->rooms};
-  if (w->num_groups * b->kv_heads >= 4 * w->threads) a.partials = NULL;
-  attend(&a);
-  meet();
-  FOR_ROWS(row, rows) attended_row(w, &a, row);
-  meet();
+  if (b->net) {
+    int before = 0;
+    for (int i = 0; i < number; ++i) before += d->blocks[i].net != NULL;
+    run_net(w, b, w->f->passings + before);
+  } else run_attention(w, b);
   add_layer(w, b, &b->out, &b->out_norm);
   meet();
   FOR_ROWS(row, rows) {
@@ -269,7 +335,11 @@ static void run(void *given) {
     multiply(d->entrance, rows, w->prepared, w->x, width, NULL, 1);
     meet();
   }
-  for (int i = 0; i < d->num_blocks; ++i) run_block(w, i);
+  for (int i = 0; i < d->num_blocks; ++i) {
+    if (!f->only_keys) run_block(w, i);
+    else keep(w, d->blocks + i);
+  }
+  if (f->only_keys) return;
   FOR_ROWS(row, rows) {
     leave_row(w, d->num_blocks - 1, row);
     float *read = w->read + (size_t)row * 2 * width;
@@ -310,21 +380,26 @@ int run_decoder(const decoder *d, const batch *f, int threads) {
   w.groups = malloc(rows * sizeof *w.groups);
   if (!w.groups) return 0;
   w.num_groups = make_groups(f, w.groups);
-  size_t joined = 0, queries = 0, inner = 0, prepared = 0, partials = 0, rooms = 0;
+  size_t joined = 0, queries = 0, inner = 0, prepared = 0, partials = 0, rooms = 0, rules = 0;
   for (int i = 0; i < d->num_blocks; ++i) {
     const block *b = d->blocks + i;
     const matrix *all_of_it[] = {&b->qkv, &b->out, &b->up, &b->down};
     for (int k = 0; k < 4; ++k) prepared = most(prepared, prepared_bytes(all_of_it[k]->form, all_of_it[k]->inputs));
     joined = most(joined, (size_t)b->qkv.outputs);
-    queries = most(queries, (size_t)b->heads * b->width);
     inner = most(inner, (size_t)b->up.outputs);
+    if (b->net) {
+      queries = most(queries, (size_t)b->net->r.heads * b->net->r.columns);
+      rules = most(rules, room_of(&b->net->r, rows));
+      continue;
+    }
+    queries = most(queries, (size_t)b->heads * b->width);
     rooms = most(rooms, room_floats(b));
     const attention a = {.b = b, .f = f, .groups = w.groups, .num_groups = w.num_groups};
     if (w.num_groups * b->kv_heads < 4 * threads) partials = most(partials, num_partials(&a));
   }
   if (d->entrance) prepared = most(prepared, prepared_bytes(d->entrance->form, d->entrance->inputs));
   if (f->num_wanted) prepared = most(prepared, prepared_bytes(d->output->form, d->output->inputs));
-  const size_t floats = rows * (4 * width + joined + 2 * queries + inner) + partials + (size_t)threads * rooms;
+  const size_t floats = rows * (4 * width + joined + 2 * queries + inner) + partials + rules + (size_t)threads * rooms;
   uint8_t *memory = NULL;
   if (!posix_memalign((void **)&memory, 64, floats * 4 + rows * prepared + 16 * 64)) {
     uint8_t *left = memory;
@@ -335,6 +410,7 @@ int run_decoder(const decoder *d, const batch *f, int threads) {
     w.queries = cut(&left, rows * queries * 4);
     w.attended = cut(&left, rows * queries * 4);
     w.inner = cut(&left, rows * inner * 4);
+    w.rule_room = cut(&left, rules * 4);
     w.partials = cut(&left, partials * 4);
     w.rooms = cut(&left, (size_t)threads * rooms * 4);
     w.prepared = cut(&left, rows * prepared);

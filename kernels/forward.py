@@ -6,7 +6,7 @@ A row's bits depend on the row and on the keys that it sees, so nothing is padde
 searched for.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -69,40 +69,46 @@ class KernelForward:
         The last tokens of a text b in `trees` branch; trees[b] are their parents (see `lines_of`).
         """
         cache, counts = self._model.cache, [len(fed) for fed in tokens]
-        place = cache.place(rows, counts)
         self.decoder.follow(cache)
-        where, wanted = Rows(), list[int]()
-        for b, (slot, row, count) in enumerate(zip(place.slots, rows, counts, strict=True)):
-            begin = cache.lengths[row]
-            if trees:
-                where.tree(slot, begin, lines_of(trees.get(b, []), count))
-            else:
-                where.chain(slot, begin, count)
-            end = len(where.slots)
-            wanted += range(end - num_logits[b], end)
-        ids = torch.tensor([token for fed in tokens for token in fed])
-        logits, states = self._run(*where.tensors(), torch.tensor(wanted), ids, layers)
-        cache.advance(place)
-        dtype = self._model.model.dtype
+        for layer in cache.recurrent:
+            layer.begin(rows)
+        begins = [cache.lengths[row] for row in rows]
+        logits: list[list[Tensor]] = [[] for _ in rows]
+        hidden: dict[int, list[list[Tensor]]] = {layer: [[] for _ in rows] for layer in layers}
+        for pieces in pieces_of(counts):
+            where, wanted = Rows(), list[int]()
+            own_rows = [rows[b] for b, _, _ in pieces]
+            own_counts = [end - begin for _, begin, end in pieces]
+            place = cache.place(own_rows, own_counts)
+            for slot, (b, begin, end) in zip(place.slots, pieces, strict=True):
+                if trees:
+                    lines = lines_of(trees.get(b, []), counts[b])[begin:end]
+                    where.tree(slot, begins[b], begin, lines)
+                else:
+                    where.chain(slot, begins[b] + begin, end - begin)
+                first = max(begin, counts[b] - num_logits[b])
+                wanted += range(len(where.slots) - max(0, end - first), len(where.slots))
+            ids = torch.tensor([i for b, begin, end in pieces for i in tokens[b][begin:end]])
+            passed = [layer.passed(own_rows, own_counts) for layer in cache.recurrent]
+            scores, states = self.decoder(
+                *where.tensors(), torch.tensor(wanted, dtype=torch.int64), ids, layers=layers,
+                counts=own_counts, passed=passed,
+            )  # fmt: skip
+            for layer, left in zip(cache.recurrent, passed, strict=True):
+                layer.note(own_rows, own_counts, left)
+            cache.advance(place)
+            for b, begin, end in pieces:
+                first = max(begin, counts[b] - num_logits[b])
+                part, scores = scores.tensor_split([max(0, end - first)])
+                logits[b].append(part)
+            for layer, found in states.items():
+                parts = found.to(self._model.model.dtype).split(own_counts)
+                for (b, _, _), part in zip(pieces, parts, strict=True):
+                    hidden[layer][b].append(part)
         return Output(
-            list(logits.split(num_logits)),
-            {layer: list(found.to(dtype).split(counts)) for layer, found in states.items()},
+            list(map(joined, logits)),
+            {layer: list(map(joined, found)) for layer, found in hidden.items()},
         )
-
-    def _run(
-        self, rows: Tensor, lines: Tensor, wanted: Tensor, ids: Tensor, layers: tuple[int, ...]
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """As many rows at a time as have memory; what follows sees what came before."""
-        count = len(ids)
-        if count <= MOST_ROWS:
-            return self.decoder(rows, lines, wanted, ids, layers=layers)
-        parts = []
-        for begin in range(0, count, MOST_ROWS):
-            own = slice(begin, min(begin + MOST_ROWS, count))
-            here = wanted[(wanted >= own.start) & (wanted < own.stop)] - own.start
-            parts.append(self.decoder(rows[:, own], lines[own], here, ids[own], layers=layers))
-        logits, states = zip(*parts, strict=True)
-        return torch.cat(logits), {i: torch.cat([own[i] for own in states]) for i in layers}
 
     def quantise(self, has_own_embedding: bool = True) -> None:
         """Make integers of the model's weights."""
@@ -140,3 +146,27 @@ def lines_of(parents: list[int], count: int) -> list[list[int]]:
         before = i - 1 if i < first else first + parents[i - first]
         lines.append([*lines[before], i] if i else [i])
     return lines
+
+
+def pieces_of(counts: list[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """How texts of so many tokens go through forwards of at most MOST_ROWS: (text, begin, end).
+
+    Example: MOST_ROWS 256, counts 200 and 100 -> (0, 0, 200), (1, 0, 56), and (1, 56, 100).
+    """
+    pieces, room = list[tuple[int, int, int]](), MOST_ROWS
+    for b, count in enumerate(counts):
+        begin = 0
+        while begin < count:
+            end = min(count, begin + room)
+            pieces.append((b, begin, end))
+            room, begin = room - (end - begin), end
+            if not room:
+                yield pieces
+                pieces, room = [], MOST_ROWS
+    if pieces:
+        yield pieces
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """The parts one behind the other; a single one needs no copy."""
+    return torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -1,6 +1,6 @@
 """A head of another model, MTP's or EAGLE-3's, as a decoder of one block that reads states, too."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .decoder import FULL, Block, Decoder, Rows, can_tabulate, norm_struct, ropes_of
 from .parts import is_same, norm_of, parts_of
-from .weights import Panels
+from .weights import Gone, Panels
 
 _NUM_COMPARED = 8  # tokens that old and new are compared on
 
@@ -146,3 +146,25 @@ def eagle_layer(head: nn.Module, length: int) -> KernelHead | None:
         return found
     decoder.restore()
     return None
+
+
+@torch.no_grad()
+def look_ahead(
+    head: Any, length: int, quantize: str | None, sees: Callable[[str], tuple[bool, int | None]]
+) -> Decoder:
+    """The layers of a DFlash head, of Qwen3's kind; `sees` says of a kind of attention how far.
+
+    That is, whether it looks ahead, and how many tokens it sees behind.
+    """
+    kinds, kept = head.config.layer.layer_types, list[Any]()
+    blocks = []
+    for layer, kind in zip(head.layers, kinds, strict=True):
+        looks_ahead, window = sees(kind)
+        blocks.append(Block(parts_of(layer), kind, window))
+        blocks[-1].struct.looks_ahead = looks_ahead
+    found = Decoder(blocks, ropes_of(head.rotary_emb, kinds, length, kept), torch.get_num_threads())
+    found.keep(kept)
+    if quantize:
+        found.quantise()
+    head.layers = nn.ModuleList(Gone() for _ in blocks)
+    return found

@@ -12,7 +12,7 @@ from . import library
 MOST_TAPS, WIDEST_KEY = 16, 512  # as in recurrent.c
 
 
-class _Convolution(ctypes.Structure):
+class Convolution(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("channels", "taps", "has_silu")),
         *((name, ctypes.c_void_p) for name in ("weight", "bias")),
@@ -69,7 +69,7 @@ def convolve(
             for text, tail, new, result in zip(texts, tails, after, results, strict=True)
         )
     )
-    form = _Convolution(channels, taps, has_silu, _at(weight), _at(bias))
+    form = Convolution(channels, taps, has_silu, _at(weight), _at(bias))
     _call("apply_convolution", form, passages)
     return results, after
 

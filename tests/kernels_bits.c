@@ -86,14 +86,14 @@ int main(int count, char **given) {
     uint32_t hash = 2166136261u;
     int held[3] = {0};
     for (int step = 0; step < 5; ++step) {  // prompts, then a few tokens each, one of them with a branch
-      int64_t ids[900], slot[900], position[900], end[900], place[900], line[900 * 2], wanted[900];
+      int64_t ids[900], slot[900], position[900], place[900], line[900 * 2], wanted[900];
       int rows = 0;
       for (int s = 0; s < slots; ++s) {
         const int fed = step ? 2 + next(6) : 1 + next(300);
         for (int i = 0; i < fed; ++i, ++rows) {
           const int is_branch = step == 2 && i == fed - 1;  // it follows the token before the last one
           ids[rows] = next((uint32_t)words), slot[rows] = s, place[rows] = held[s] + i, position[rows] = held[s] + i - is_branch;
-          end[rows] = position[rows] + 1, wanted[rows] = rows;
+          wanted[rows] = rows;
           line[2 * rows] = position[rows] - 1, line[2 * rows + 1] = place[rows];
           if (position[rows] == 0) line[2 * rows] = 0;
         }
@@ -101,7 +101,7 @@ int main(int count, char **given) {
       }
       const int32_t layers[] = {0, -1};
       batch f = {.rows = rows, .num_wanted = rows, .depth = step == 2 ? 2 : 0, .num_states = 2, .ids = ids, .slots = slot,
-                 .positions = position, .ends = end, .places = place, .line = line, .wanted = wanted, .state_layers = layers};
+                 .positions = position, .places = place, .line = line, .wanted = wanted, .state_layers = layers};
       f.states = malloc((size_t)2 * rows * hidden * 4), f.logits = malloc((size_t)rows * words * 4);
       if (!run_decoder(&d, &f, threads)) return 1;
       for (int i = 0; i < rows * words; ++i)
