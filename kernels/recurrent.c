@@ -6,7 +6,7 @@
 #include "forward.h"
 #include "threads.h"
 
-enum { PARTS = 4, COLUMNS = PARTS * LANES, WIDEST_KEY = 512, MOST_TAPS = 16 };
+enum { PARTS = 4, COLUMNS = PARTS * LANES, WIDEST_KEY = 512, MOST_TAPS = 16, MUCH = 1 << 16 };
 #define PART for (int j = 0; j < PARTS; ++j)
 
 // --------------------------------------------------------------------------------- convolution
@@ -143,8 +143,10 @@ static void run_step(void *j) { step_texts(((job *)j)->r, ((job *)j)->texts, ((j
 
 // They return whether it can be done.
 int apply_convolution(const convolution *c, const passage *texts, int count, int threads) {
+  size_t rows = 0;
+  for (int t = 0; t < count; ++t) rows += (size_t)texts[t].rows;
   if (c->taps > MOST_TAPS) return 0;
-  run_in_threads(threads, run_convolve, &(job){.c = c, .texts = texts, .count = count});
+  run_in_threads(rows * c->channels * c->taps > MUCH ? threads : 1, run_convolve, &(job){.c = c, .texts = texts, .count = count});
   return 1;
 }
 
@@ -153,7 +155,7 @@ int apply_rule(const rule *r, const given *texts, int count, int threads) {
   for (int t = 0; t < count; ++t) rows += (size_t)texts[t].rows;
   job j = {.r = r, .texts = texts, .count = count};
   if (r->width > WIDEST_KEY || !(j.room = malloc(room_of(r, rows) * sizeof(float) + 1))) return 0;
-  run_in_threads(rows * r->heads * r->width * r->columns > 1 << 16 ? threads : 1, run_step, &j);
+  run_in_threads(rows * r->heads * r->width * r->columns > MUCH ? threads : 1, run_step, &j);
   free(j.room);
   return 1;
 }
