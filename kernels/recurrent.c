@@ -17,30 +17,36 @@ INLINE const float *tap(const convolution *c, const passage *p, int row, int bac
   return p->before ? p->before + (size_t)(at + c->taps - 1) * c->channels : NULL;
 }
 
-static void some_channels(const convolution *c, const passage *p, int first) {
-  const int left = c->channels - first, old = c->taps - 1;
-  lanes after[MOST_TAPS];
-  for (int row = 0; row < p->rows; ++row) {
-    lanes y = all(0);
-    for (int i = 0; i < c->taps; ++i) {
-      const float *x = tap(c, p, row, old - i), *weight = c->weight + (size_t)i * c->channels;
-      if (x) y = fma16(load_some(weight + first, left), load_some(x + first, left), y);
+static void some_channels(const convolution *c, const passage *p, int first, int end) {
+  const int old = c->taps - 1;
+  for (int row = 0; row < p->rows; ++row)
+    for (int at = first; at < end; at += LANES) {
+      lanes y = all(0);
+      for (int i = 0; i < c->taps; ++i) {
+        const float *x = tap(c, p, row, old - i), *weight = c->weight + (size_t)i * c->channels;
+        if (x) y = fma16(load_some(weight + at, end - at), load_some(x + at, end - at), y);
+      }
+      if (c->bias) y = add(y, load_some(c->bias + at, end - at));
+      if (c->has_silu) y = mul(y, sigmoid(y));
+      store_some(p->y + (size_t)row * p->y_step + at, y, end - at);
     }
-    if (c->bias) y = add(y, load_some(c->bias + first, left));
-    if (c->has_silu) y = mul(y, sigmoid(y));
-    store_some(p->y + (size_t)row * p->y_step + first, y, left);
+  for (int at = first; at < end; at += LANES) {
+    lanes after[MOST_TAPS];
+    for (int i = 0; i < old; ++i) {  // all are read before one is written: `after` may be `before`
+      const float *x = tap(c, p, p->rows, old - i);
+      after[i] = x ? load_some(x + at, end - at) : all(0);
+    }
+    for (int i = 0; i < old; ++i) store_some(p->after + (size_t)i * c->channels + at, after[i], end - at);
   }
-  for (int i = 0; i < old; ++i) {  // all are read before one is written: `after` may be `before`
-    const float *x = tap(c, p, p->rows, old - i);
-    after[i] = x ? load_some(x + first, left) : all(0);
-  }
-  for (int i = 0; i < old; ++i) store_some(p->after + (size_t)i * c->channels + first, after[i], left);
 }
 
 void convolve(const convolution *c, const passage *texts, int count) {
-  const int parts = (c->channels + LANES - 1) / LANES, total = count * parts, share = fair_share(total);
-  for (int unit, n; (n = take(total, share, &unit)) > 0;)
-    for (int u = unit; u < unit + n; ++u) some_channels(c, texts + u / parts, u % parts * LANES);
+  enum { SHARE = 16 * LANES };  // channels that are read together: rows lie far apart
+  const int parts = (c->channels + SHARE - 1) / SHARE;
+  for (int unit; take(count * parts, 1, &unit) > 0;) {
+    const int first = unit % parts * SHARE, end = first + SHARE;
+    some_channels(c, texts + unit / parts, first, end < c->channels ? end : c->channels);
+  }
 }
 
 // ---------------------------------------------------------------------------------------- rules
