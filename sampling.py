@@ -224,6 +224,20 @@ def choose(scores: Tensor, sampling: Sampling, noise: Noise, position: int) -> i
     return int(token)
 
 
+def confidence(logits: Tensor, token: int) -> float:
+    """How likely a token is by logits [V] alone, without any transform; 0 where none are numbers.
+
+    By that a drafter says how sure it is of what it has drafted.
+    """
+    if compiled.is_there():
+        return compiled.confidence(logits, token)
+    try:
+        weights, _ = survivors(logits, 1.0, 0, 1.0, 0.0)
+    except ValueError:
+        return 0.0
+    return float(weights[token]) / total(weights)
+
+
 def draw(weights: Tensor, u: float) -> int:
     """The token drawn by u from weights [V], which need not sum to 1. Raises ValueError for none.
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from messages import Draft, Sampling, Verdict
-from sampling import Noise
+from sampling import Noise, confidence
 
 Sample = Callable[[Tensor, list[int], Sampling, Noise], tuple[int, Tensor | None]]
 
@@ -99,7 +99,7 @@ class Chain:
         if q is not None:
             self._probs.append(q)
         if self._state.goes_on is not None:
-            self._confidence.append(float((logits[token] - logits.logsumexp(-1)).exp()))
+            self._confidence.append(confidence(logits, token))
         self.text.append(token)
         return token
 

@@ -6,7 +6,7 @@
 #include "forward.h"
 #include "threads.h"
 
-enum { PARTS = 4, COLUMNS = PARTS * LANES, WIDEST_KEY = 512, MOST_TAPS = 16 };
+enum { PARTS = 4, COLUMNS = PARTS * LANES, WIDEST_KEY = 512, MOST_TAPS = 16, MUCH = 1 << 16 };
 #define PART for (int j = 0; j < PARTS; ++j)
 
 // --------------------------------------------------------------------------------- convolution
@@ -17,30 +17,36 @@ INLINE const float *tap(const convolution *c, const passage *p, int row, int bac
   return p->before ? p->before + (size_t)(at + c->taps - 1) * c->channels : NULL;
 }
 
-static void some_channels(const convolution *c, const passage *p, int first) {
-  const int left = c->channels - first, old = c->taps - 1;
-  lanes after[MOST_TAPS];
-  for (int row = 0; row < p->rows; ++row) {
-    lanes y = all(0);
-    for (int i = 0; i < c->taps; ++i) {
-      const float *x = tap(c, p, row, old - i), *weight = c->weight + (size_t)i * c->channels;
-      if (x) y = fma16(load_some(weight + first, left), load_some(x + first, left), y);
+static void some_channels(const convolution *c, const passage *p, int first, int end) {
+  const int old = c->taps - 1;
+  for (int row = 0; row < p->rows; ++row)
+    for (int at = first; at < end; at += LANES) {
+      lanes y = all(0);
+      for (int i = 0; i < c->taps; ++i) {
+        const float *x = tap(c, p, row, old - i), *weight = c->weight + (size_t)i * c->channels;
+        if (x) y = fma16(load_some(weight + at, end - at), load_some(x + at, end - at), y);
+      }
+      if (c->bias) y = add(y, load_some(c->bias + at, end - at));
+      if (c->has_silu) y = mul(y, sigmoid(y));
+      store_some(p->y + (size_t)row * p->y_step + at, y, end - at);
     }
-    if (c->bias) y = add(y, load_some(c->bias + first, left));
-    if (c->has_silu) y = mul(y, sigmoid(y));
-    store_some(p->y + (size_t)row * p->y_step + first, y, left);
+  for (int at = first; at < end; at += LANES) {
+    lanes after[MOST_TAPS];
+    for (int i = 0; i < old; ++i) {  // all are read before one is written: `after` may be `before`
+      const float *x = tap(c, p, p->rows, old - i);
+      after[i] = x ? load_some(x + at, end - at) : all(0);
+    }
+    for (int i = 0; i < old; ++i) store_some(p->after + (size_t)i * c->channels + at, after[i], end - at);
   }
-  for (int i = 0; i < old; ++i) {  // all are read before one is written: `after` may be `before`
-    const float *x = tap(c, p, p->rows, old - i);
-    after[i] = x ? load_some(x + first, left) : all(0);
-  }
-  for (int i = 0; i < old; ++i) store_some(p->after + (size_t)i * c->channels + first, after[i], left);
 }
 
 void convolve(const convolution *c, const passage *texts, int count) {
-  const int parts = (c->channels + LANES - 1) / LANES, total = count * parts, share = fair_share(total);
-  for (int unit, n; (n = take(total, share, &unit)) > 0;)
-    for (int u = unit; u < unit + n; ++u) some_channels(c, texts + u / parts, u % parts * LANES);
+  enum { SHARE = 16 * LANES };  // channels that are read together: rows lie far apart
+  const int parts = (c->channels + SHARE - 1) / SHARE;
+  for (int unit; take(count * parts, 1, &unit) > 0;) {
+    const int first = unit % parts * SHARE, end = first + SHARE;
+    some_channels(c, texts + unit / parts, first, end < c->channels ? end : c->channels);
+  }
 }
 
 // ---------------------------------------------------------------------------------------- rules
@@ -129,22 +135,94 @@ void step_texts(const rule *r, const given *texts, int count, float *room) {
   }
 }
 
+// ------------------------------------------------------------------------------------ delta nets
+size_t room_of_net(const delta_net *n, size_t rows) {
+  return rows * ((size_t)n->mix.channels + 2 * (size_t)n->r.heads) + room_of(&n->r, rows);
+}
+
+// log(1 + exp(x)) is max(x, 0) + log(1 + u) with u = exp(-|x|), and that 2 (s + s³/3 + …), s = u / (2 + u).
+static lanes softplus(lanes x) {
+  const lanes u = exponential(sub(all(0), size_of(x))), s = over(u, add(u, all(2))), square = mul(s, s);
+  lanes series = all(2.0f / 17);
+  for (int i = 15; i > 0; i -= 2) series = fma16(series, square, all(2 / (float)i));
+  return fma16(s, series, larger(x, all(0)));
+}
+
+static void gates(const delta_net *n, const float *b, float *logs, float *betas) {
+  const int heads = n->r.heads;
+  for (int h = 0; h < heads; h += LANES) {
+    const lanes a = add(load_some(b + heads + h, heads - h), load_some(n->shift + h, heads - h));
+    store_some(logs + h, mul(load_some(n->rate + h, heads - h), softplus(a)), heads - h);
+    store_some(betas + h, sigmoid(load_some(b + h, heads - h)), heads - h);
+  }
+}
+
+static void norm_and_gate(const delta_net *n, const float *z, float *out) {
+  const int width = n->r.columns;
+  const lanes factor = all(1 / sqrtf(sum_of_products(out, out, width) / (float)width + n->epsilon));
+  for (int i = 0; i < width; i += LANES) {
+    const lanes gate = load_some(z + i, width - i);
+    const lanes normed = mul(mul(load_some(out + i, width - i), factor), load_some(n->norm + i, width - i));
+    store_some(out + i, mul(normed, mul(gate, sigmoid(gate))), width - i);
+  }
+}
+
+void run_delta_net(const delta_net *n, const net_text *texts, int count, float *room) {
+  const rule *r = &n->r;
+  const size_t keys = (size_t)r->key_heads * r->width, values = (size_t)r->heads * r->columns, channels = 2 * keys + values;
+  passage mixed[count];
+  given given_rows[count];
+  size_t rows = 0;
+  for (int t = 0; t < count; ++t) rows += (size_t)texts[t].rows;
+  float *logs = room + rows * channels, *betas = logs + rows * r->heads, *rest = betas + rows * r->heads;
+  for (size_t t = 0, first = 0; t < (size_t)count; first += (size_t)texts[t++].rows) {
+    const net_text *x = texts + t;
+    float *m = room + first * channels;
+    mixed[t] = (passage){x->rows, x->step, channels, x->joined, x->tail, x->tail_after, m};
+    given_rows[t] = (given){x->rows, channels, channels, (size_t)r->heads, m + keys, m, m + 2 * keys,
+                            logs + first * r->heads, betas + first * r->heads, x->state, x->state_after, x->out};
+  }
+  convolve(&n->mix, mixed, count);
+  meet();
+  for (int row; take((int)rows, 1, &row) > 0;) {
+    int t = 0, own = row;
+    while (own >= texts[t].rows) own -= texts[t++].rows;
+    const float *b = texts[t].joined + own * texts[t].step + channels + values;
+    gates(n, b, logs + (size_t)row * r->heads, betas + (size_t)row * r->heads);
+  }
+  meet();
+  step_texts(r, given_rows, count, rest);
+  meet();
+  for (int row; take((int)rows, 1, &row) > 0;) {
+    int t = 0, own = row;
+    while (own >= texts[t].rows) own -= texts[t++].rows;
+    for (int h = 0; h < r->heads; ++h) {
+      const size_t at = (size_t)h * r->columns;
+      norm_and_gate(n, texts[t].joined + own * texts[t].step + channels + at, texts[t].out + own * values + at);
+    }
+  }
+}
+
 // ------------------------------------------------------------------------------- what Python calls
 typedef struct {
   const convolution *c;
   const rule *r;
+  const delta_net *n;
   const void *texts;
   int count;
   float *room;
 } job;
 
+static void run_net(void *j) { run_delta_net(((job *)j)->n, ((job *)j)->texts, ((job *)j)->count, ((job *)j)->room); }
 static void run_convolve(void *j) { convolve(((job *)j)->c, ((job *)j)->texts, ((job *)j)->count); }
 static void run_step(void *j) { step_texts(((job *)j)->r, ((job *)j)->texts, ((job *)j)->count, ((job *)j)->room); }
 
 // They return whether it can be done.
 int apply_convolution(const convolution *c, const passage *texts, int count, int threads) {
+  size_t rows = 0;
+  for (int t = 0; t < count; ++t) rows += (size_t)texts[t].rows;
   if (c->taps > MOST_TAPS) return 0;
-  run_in_threads(threads, run_convolve, &(job){.c = c, .texts = texts, .count = count});
+  run_in_threads(rows * c->channels * c->taps > MUCH ? threads : 1, run_convolve, &(job){.c = c, .texts = texts, .count = count});
   return 1;
 }
 
@@ -153,7 +231,18 @@ int apply_rule(const rule *r, const given *texts, int count, int threads) {
   for (int t = 0; t < count; ++t) rows += (size_t)texts[t].rows;
   job j = {.r = r, .texts = texts, .count = count};
   if (r->width > WIDEST_KEY || !(j.room = malloc(room_of(r, rows) * sizeof(float) + 1))) return 0;
-  run_in_threads(rows * r->heads * r->width * r->columns > 1 << 16 ? threads : 1, run_step, &j);
+  run_in_threads(rows * r->heads * r->width * r->columns > MUCH ? threads : 1, run_step, &j);
+  free(j.room);
+  return 1;
+}
+
+int apply_delta_net(const delta_net *n, const net_text *texts, int count, int threads) {
+  size_t rows = 0;
+  for (int t = 0; t < count; ++t) rows += (size_t)texts[t].rows;
+  job j = {.n = n, .texts = texts, .count = count};
+  if (n->mix.taps > MOST_TAPS || n->r.width > WIDEST_KEY || !count) return 0;
+  if (!(j.room = malloc(room_of_net(n, rows) * sizeof(float) + 1))) return 0;
+  run_in_threads(rows * n->r.heads * n->r.width * n->r.columns > MUCH ? threads : 1, run_net, &j);
   free(j.room);
   return 1;
 }

@@ -43,6 +43,75 @@ class _Given(ctypes.Structure):
     )
 
 
+class _Net(ctypes.Structure):
+    _fields_ = (
+        ("mix", _Convolution),
+        ("rule", Rule),
+        *((name, ctypes.c_void_p) for name in ("rate", "shift", "norm")),
+        ("epsilon", ctypes.c_float),
+    )
+
+
+class _NetText(ctypes.Structure):
+    _names = "joined", "tail", "state", "tail_after", "state_after", "out"
+    _fields_ = (
+        ("rows", ctypes.c_int32),
+        ("step", ctypes.c_size_t),
+        *((name, ctypes.c_void_p) for name in _names),
+    )
+
+
+class DeltaNet:
+    """recurrent.h's `delta_net`: all of a gated delta net but its linear layers."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        taps: Tensor,
+        bias: Tensor | None,
+        rate: Tensor,
+        shift: Tensor,
+        norm: Tensor,
+        epsilon: float,
+    ) -> None:
+        """taps [taps, channels], bias [channels], rate and shift [heads], norm [columns]."""
+        self.rule = rule
+        self._kept = [None if x is None else _numbers(x) for x in (taps, bias, rate, shift, norm)]
+        places = list(map(_at, self._kept))
+        self.num_taps, self.channels = taps.shape
+        values = rule.heads * rule.columns
+        assert self.channels == 2 * rule.key_heads * rule.width + values
+        assert rate.shape == shift.shape == (rule.heads,) and norm.shape == (rule.columns,)
+        if self.num_taps > MOST_TAPS or rule.width > WIDEST_KEY:
+            raise ValueError("a delta net of a size that recurrent.c has no room for")
+        self.joined = self.channels + values + 2 * rule.heads
+        mix = _Convolution(self.channels, self.num_taps, True, *places[:2])
+        self.struct = _Net(mix, rule, *places[2:], epsilon)
+
+    def __call__(
+        self, texts: Sequence[Tensor], befores: Sequence[tuple[Tensor, Tensor] | None]
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """The tail and the state behind each text's tokens, and outputs [t, heads · columns].
+
+        A text is [t, joined]: queries, keys, values, z, b and a. `befores` are its tail
+        [taps - 1, channels] and state, which stay as they are; None: nothing was read yet.
+        """
+        rule, kept, given, found = self.rule, [], [], []
+        tails, states = (self.num_taps - 1, self.channels), (rule.heads, rule.width, rule.columns)
+        for text, before in zip(texts, befores, strict=True):
+            x, before = _numbers(text), [_numbers(part) for part in before or ()]
+            assert x.shape == (len(x), self.joined)
+            assert not before or (before[0].shape == tails and before[1].shape == states)
+            out = x.new_empty(len(x), rule.heads * rule.columns)
+            found.append((x.new_empty(tails), x.new_empty(states), out))
+            kept += [x, before]
+            old = list(map(_at, before)) or [None, None]
+            given.append(_NetText(len(x), self.joined, _at(x), *old, *map(_at, found[-1])))
+        if given:
+            _call("apply_delta_net", self.struct, (_NetText * len(given))(*given))
+        return found
+
+
 def convolve(
     texts: Sequence[Tensor],
     tails: Sequence[Tensor],

@@ -87,6 +87,20 @@ def leaders(
     return weights[:count], ids[:count], total.value
 
 
+def confidence(scores: Tensor, token: int) -> float:
+    """How likely a token is by scores [V] alone; 0 where they are no numbers."""
+    row = _row(scores)
+    if not 0 <= token < len(row):
+        raise IndexError(f"tokens are from 0 to {len(row) - 1}")
+    return _function("confidence", ctypes.c_double)(*_at(row), token)
+
+
+def goes_on(doubts: Doubts, confidence: list[float]) -> bool:
+    """Whether a draft with such confidence in its tokens goes on, as a chain in C asks itself."""
+    sure = (ctypes.c_double * len(confidence))(*confidence)
+    return bool(_function("goes_on", ctypes.c_int)(ctypes.byref(doubts), sure, len(confidence)))
+
+
 def _row(scores: Tensor) -> Tensor:
     """Numbers [V] that C can read; it is to be kept until C has done so."""
     row = scores.detach().to("cpu", torch.float32).contiguous()
@@ -104,9 +118,9 @@ def _data(array: np.ndarray) -> ctypes.c_void_p:
 
 
 @cache
-def _function(name: str) -> Callable[..., int]:
+def _function(name: str, returns: Any = ctypes.c_int64) -> Callable[..., Any]:
     found: Any = getattr(library.load(), name)
-    found.restype = ctypes.c_int64
+    found.restype = returns
     return found
 
 

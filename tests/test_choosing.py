@@ -1,5 +1,6 @@
 """Choosing in C gives the bits of sampling.py's own definition, on every machine."""
 
+import ctypes
 import itertools
 import math
 
@@ -16,8 +17,9 @@ from machines import (
 )  # fmt: skip
 
 import sampling as module
+from control.acceptance import Acceptance
 from kernels import sampling as compiled
-from sampling import Noise, choose, ranked, survivors
+from sampling import Noise, choose, confidence, ranked, survivors
 
 needs_compiler = pytest.mark.skipif(not compiled.is_there(), reason="no C compiler here")
 CUTS = [
@@ -79,6 +81,34 @@ def test_c_finds_the_first_of_the_largest_and_the_leaders_that_python_finds(monk
         for way in (core.Sampling(), *(core.Sampling(1.0, *cuts) for cuts in CUTS)):
             given = row, [1, 2, 3], way, Noise(3), 4
             assert ranked(*given) == with_python(monkeypatch, ranked, *given)
+
+
+@needs_compiler
+def test_c_is_as_sure_of_a_token_as_python(monkeypatch):
+    for row in rows():
+        for token in {0, len(row) // 2, len(row) - 1}:
+            sure = confidence(row, token)
+            assert sure == with_python(monkeypatch, confidence, row, token)
+            assert sure == pytest.approx(float(row.double().softmax(0)[token]), rel=1e-7, abs=1e-12)
+    assert confidence(torch.tensor([0.0, math.nan]), 0) == 0
+    assert with_python(monkeypatch, confidence, torch.tensor([0.0, math.nan]), 0) == 0
+    with pytest.raises(IndexError):
+        confidence(torch.zeros(3), 3)
+
+
+@needs_compiler
+def test_c_stops_a_draft_where_the_controller_s_record_does():
+    random, record, answers = np.random.default_rng(0), Acceptance(), []
+    for _ in range(300):
+        sure = random.uniform(0, 1, random.integers(1, 6)).tolist()
+        record.learn_confidence(sure, int(random.integers(0, len(sure) + 1)))
+        calibration, least = record.calibration, float(random.uniform(0, 0.3))
+        chances = [calibration.chance((tenth + 0.5) / 10) for tenth in range(10)]
+        doubts = compiled.Doubts((ctypes.c_double * 10)(*chances), calibration.mean, least)
+        for drafted in ([], sure, [0.9, 1.0], [0.0, 0.1], [0.8999999999999999]):
+            answers.append(compiled.goes_on(doubts, drafted))
+            assert answers[-1] == record.goes_on(least, drafted)
+    assert 100 < sum(answers) < 1400
 
 
 def test_of_equal_times_the_lower_id_wins(monkeypatch):

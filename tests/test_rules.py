@@ -94,6 +94,60 @@ def test_a_convolution_gives_what_python_gives_however_its_text_is_cut(channels,
         assert torch.equal(tail, before)
 
 
+def delta_net(size, random):
+    """A net in C and the same in torch: texts [t, joined] -> [t, heads, columns]."""
+    num_keys, width, columns = size
+    heads, rule, taps = 2 * num_keys, GatedDelta(), 4
+    parts = num_keys * width, num_keys * width, heads * columns
+
+    def new(*shape):
+        return torch.randn(*shape, generator=random)
+
+    weight, rate, shift, norm = new(taps, sum(parts)), -new(heads).exp(), new(heads), new(columns)
+    form = recurrent.Rule(heads, num_keys, width, columns, True, True, width**-0.5)
+    net = recurrent.DeltaNet(form, weight, None, rate, shift, norm, 1e-6)
+
+    def in_torch(text):
+        mixed, z, b, a = text.split([sum(parts), heads * columns, heads, heads], -1)
+        (mixed,), _ = _convolve([mixed], [torch.zeros(taps - 1, sum(parts))], weight, None)
+        query, key, value = torch.nn.functional.silu(mixed)[None].split(parts, -1)
+        inputs = rule.prepare(
+            query.unflatten(-1, (-1, width)),
+            key.unflatten(-1, (-1, width)),
+            value.unflatten(-1, (-1, columns)),
+            (rate * torch.nn.functional.softplus(a + shift))[None],
+            b.sigmoid()[None],
+            use_qk_l2norm_in_kernel=True,
+        )
+        inputs = tuple(x[0] for x in inputs)
+        out = rule.run(rule.zeros(inputs), inputs)[1]
+        out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + 1e-6) * norm
+        return out * torch.nn.functional.silu(z.unflatten(-1, (-1, columns)))
+
+    return net, in_torch
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_a_whole_delta_net_gives_what_torch_gives_however_its_text_is_cut(monkeypatch, size):
+    random = torch.Generator().manual_seed(sum(size))
+    net, in_torch = delta_net(size, random)
+    text = torch.randn(COUNT, net.joined, generator=random)
+    ((tail, state, out),) = net([text], [None])
+    theirs = in_torch(text)
+    scale = float(theirs.abs().max())
+    torch.testing.assert_close(out.view_as(theirs), theirs, rtol=1e-4, atol=1e-5 * scale)
+    for threads in (1, 2, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        before, parts = None, []
+        for begin, end in ((0, 1), (1, 30), (30, 33), (33, COUNT)):
+            texts, befores = [text[3:9], text[begin:end], text[:40]], [None, before, (tail, state)]
+            _, (*before, part), _ = net(texts, befores)
+            parts.append(part)
+        assert torch.equal(torch.cat(parts), out)
+        assert torch.equal(before[0], tail) and torch.equal(before[1], state)
+
+
 @needs_compiler
 def test_what_is_not_a_number_stays_in_its_text():
     rule = GatedDelta()
