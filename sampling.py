@@ -215,7 +215,8 @@ def choose(scores: Tensor, sampling: Sampling, noise: Noise, position: int) -> i
     Greedy: the first of the largest. Raises ValueError where they are no numbers.
     """
     if compiled.is_there() and (scores.is_cpu or not sampling.is_greedy):
-        return compiled.choose(scores, sampling.transforms, noise.seed, position)
+        seed = 0 if sampling.is_greedy else noise.seed  # greedy choices have no noise
+        return compiled.choose(scores, sampling.transforms, seed, position)
     if not sampling.is_greedy:
         return noise.race(*survivors(scores, *sampling.transforms), position)
     score, token = scores.max(0)

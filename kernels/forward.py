@@ -76,39 +76,56 @@ class KernelForward:
         logits: list[list[Tensor]] = [[] for _ in rows]
         hidden: dict[int, list[list[Tensor]]] = {layer: [[] for _ in rows] for layer in layers}
         for pieces in pieces_of(counts):
-            where, wanted = Rows(), list[int]()
-            own_rows = [rows[b] for b, _, _ in pieces]
-            own_counts = [end - begin for _, begin, end in pieces]
-            place = cache.place(own_rows, own_counts)
-            for slot, (b, begin, end) in zip(place.slots, pieces, strict=True):
-                if trees:
-                    lines = lines_of(trees.get(b, []), counts[b])[begin:end]
-                    where.tree(slot, begins[b], begin, lines)
-                else:
-                    where.chain(slot, begins[b] + begin, end - begin)
-                first = max(begin, counts[b] - num_logits[b])
-                wanted += range(len(where.slots) - max(0, end - first), len(where.slots))
-            ids = torch.tensor([i for b, begin, end in pieces for i in tokens[b][begin:end]])
-            passed = [layer.passed(own_rows, own_counts) for layer in cache.recurrent]
-            scores, states = self.decoder(
-                *where.tensors(), torch.tensor(wanted, dtype=torch.int64), ids, layers=layers,
-                counts=own_counts, passed=passed,
-            )  # fmt: skip
-            for layer, left in zip(cache.recurrent, passed, strict=True):
-                layer.note(own_rows, own_counts, left)
-            cache.advance(place)
-            for b, begin, end in pieces:
-                first = max(begin, counts[b] - num_logits[b])
-                part, scores = scores.tensor_split([max(0, end - first)])
-                logits[b].append(part)
-            for layer, found in states.items():
-                parts = found.to(self._model.model.dtype).split(own_counts)
-                for (b, _, _), part in zip(pieces, parts, strict=True):
-                    hidden[layer][b].append(part)
+            wanted = [max(0, e - max(b, counts[i] - num_logits[i])) for i, b, e in pieces]
+            lines = {i: lines_of(trees.get(i, []), counts[i]) for i, _, _ in pieces if trees}
+            fed = [tokens[i][begin:end] for i, begin, end in pieces]
+            where = [(rows[i], begins[i], begin, lines.get(i)) for i, begin, _ in pieces]
+            scores, states = self._run(where, fed, wanted, layers)
+            for (i, _, _), part in zip(pieces, scores, strict=True):
+                logits[i].append(part)
+            for layer, parts in states.items():
+                for (i, _, _), part in zip(pieces, parts, strict=True):
+                    hidden[layer][i].append(part)
         return Output(
             list(map(joined, logits)),
             {layer: list(map(joined, found)) for layer, found in hidden.items()},
         )
+
+    def _run(
+        self,
+        where: list[tuple[int, int, int, list[list[int]] | None]],
+        fed: list[list[int]],
+        wanted: list[int],
+        layers: tuple[int, ...],
+    ) -> tuple[list[Tensor], dict[int, list[Tensor]]]:
+        """One forward. Of each text: logits [wanted[b], V], and hidden states [t, D] by layer.
+
+        `where` is each text's row, its length before the call, the number of tokens in it that were
+        fed before these, and the lines of all tokens of the call, if they branch.
+        """
+        cache, counts = self._model.cache, list(map(len, fed))
+        rows, flat, at = [row for row, *_ in where], Rows(), list[int]()
+        place = cache.place(rows, counts)
+        for slot, (_, first, begin, lines), count, n in zip(
+            place.slots, where, counts, wanted, strict=True
+        ):
+            if lines is None:
+                flat.chain(slot, first + begin, count)
+            else:
+                flat.tree(slot, first, begin, lines[begin : begin + count])
+            at += range(len(flat.slots) - n, len(flat.slots))
+        passed = [layer.passed(rows, counts) for layer in cache.recurrent]
+        logits, states = self.decoder(
+            *flat.tensors(), torch.tensor(at, dtype=torch.int64), torch.tensor(sum(fed, [])),
+            layers=layers, counts=counts, passed=passed,
+        )  # fmt: skip
+        for layer, left in zip(cache.recurrent, passed, strict=True):
+            layer.note(rows, counts, left)
+        cache.advance(place)
+        dtype = self._model.model.dtype
+        return list(logits.split(wanted)), {
+            layer: list(found.to(dtype).split(counts)) for layer, found in states.items()
+        }
 
     def quantise(self, has_own_embedding: bool = True) -> None:
         """Make integers of the model's weights."""

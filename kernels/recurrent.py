@@ -45,7 +45,7 @@ class _Given(ctypes.Structure):
 
 class _Net(ctypes.Structure):
     _fields_ = (
-        ("mix", _Convolution),
+        ("mix", Convolution),
         ("rule", Rule),
         *((name, ctypes.c_void_p) for name in ("rate", "shift", "norm")),
         ("epsilon", ctypes.c_float),
@@ -85,7 +85,7 @@ class DeltaNet:
         if self.num_taps > MOST_TAPS or rule.width > WIDEST_KEY:
             raise ValueError("a delta net of a size that recurrent.c has no room for")
         self.joined = self.channels + values + 2 * rule.heads
-        mix = _Convolution(self.channels, self.num_taps, True, *places[:2])
+        mix = Convolution(self.channels, self.num_taps, True, *places[:2])
         self.struct = _Net(mix, rule, *places[2:], epsilon)
 
     def __call__(
