@@ -257,7 +257,7 @@ def join(parts: list[Tensor]) -> Tensor:
 def get_ready(quantize: str | None, device: str, is_compiled: bool | None) -> None:
     """Before weights are read. Raises ValueError, with a sentence, for what cannot be had.
 
-    `is_compiled`: whether blocks are to run in C++; None: where they can.
+    `is_compiled`: whether forwards are to run in C; None: where they can.
     """
     on_cpu = device == "cpu" or device == "auto" and not torch.cuda.is_available()
     if quantize and (reason := why_not("cpu" if on_cpu else device)):

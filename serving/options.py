@@ -102,7 +102,7 @@ class Options:
 
     @property
     def is_compiled(self) -> bool | None:
-        """Whether blocks run in C++; None: where they can."""
+        """Whether forwards run in C; None: where they can."""
         return self.compile if self.fastpath else False
 
     @property
@@ -275,10 +275,10 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "trusts that nobody changes these files while the server runs",
     },
     "max_model_len": {"type": _COUNT, "help": "context length"},
-    "fastpath": {"action": _SWITCH, "help": "packed and fused layers where they fit"},
+    "fastpath": {"action": _SWITCH, "help": "packed layers and kernels of our own where they fit"},
     "compile": {
         "action": _SWITCH,
-        "help": "blocks in C++, compiled once (default: where there is a compiler)",
+        "help": "forwards in C, compiled once (default: where there is a compiler)",
     },
     "bitwise": {"action": _SWITCH, "help": "shapes that keep equal logits equal bits"},
     "dtype": {"choices": ["auto", "float32", "bfloat16"], "help": "auto: float32 on a CPU"},

@@ -32,7 +32,7 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import pytest
-from fastpath.native import why_not
+from kernels.library import why_not
 
 LIMIT_S = 120.0  # a mutant may hang: then it was noticed
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,8 +49,8 @@ MODULES = {
     "worker": "serving.worker", "head": "drafters.head", "suffix": "drafters.suffix",
     "suffix_tree": "drafters.suffix_tree",
     "comparison": "serving.comparison", "connection": "serving.connection",
-    "block": "fastpath.block", "prefix": "fastpath.prefix",
-    "native": "fastpath.native", "story": "serving.story", "tree": "drafters.tree",
+    "prefix": "fastpath.prefix",
+    "kernels": "kernels.forward", "decoder": "kernels.decoder", "story": "serving.story", "tree": "drafters.tree",
     "recurrent": "fastpath.recurrent", "activation": "fastpath.activation",
 }  # fmt: skip
 
@@ -174,10 +174,10 @@ def load_once() -> None:
 
     def load_or_inherit(options: Any) -> Any:
         caller = sys._getframe(1).f_globals["__name__"]
-        in_python = replace(options, compile=False)  # where the mutants are, but for native.py's
+        in_python = replace(options, compile=False)  # where the mutants are, but for the kernels'
         if caller == "conftest":
             return engine
-        return load(options if caller in ("test_native", "test_tree") else in_python)
+        return load(options if caller in ("test_kernels", "test_tree") else in_python)
 
     core.load_engine = load_or_inherit
     gc.collect()
@@ -809,38 +809,39 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("a header with _ is one with -", "connection:environ_of", '"_" in name', "False", PEP_3333),
 ]]  # fmt: skip
 
-_APART = "native::test_rows_that_lie_apart_are_fed_without_the_one_between_them"
-_ALONE = "native::test_speculation_alone_and_in_a_batch_keeps_every_bit[float32-None]"
-_SHAPES = "native::test_attention_of_any_shape_gives_what_torch_s_gives[5-1-40]"
+_APART = "kernels::test_rows_that_lie_apart_are_fed_without_the_one_between_them"
+_ALONE = "kernels::test_speculation_alone_and_in_a_batch_keeps_every_bit[float32-None]"
+_SHAPES = "kernels::test_attention_of_any_shape_gives_what_torch_s_gives[5-1-40]"
 _TREE = "tree::test_a_tree_s_output_is_plain_decoding_s_to_the_bit[float32-None-greedy]"
 _OWN_BITS = "tree::test_each_token_of_a_tree_gets_the_bits_of_its_own_chain[llama]"
 _SEVERAL = "tree::test_several_drafters_make_one_tree[greedy]"
 if why_not() is None:  # without a compiler nobody runs these
     MUTANTS += [
         Mutant(
-            "compiled blocks cache rows to spare", "native:Rows.of",
-            "torch.full((num_rows,), -1)", "torch.full((num_rows,), 0)", (_APART, _ALONE),
+            "all rows are cached in the first slot", "decoder:Rows.chain",
+            "[slot] * count", "[0] * count", (_APART, _ALONE),
         ),
         Mutant(
-            "compiled blocks cache pads", "native:Rows.of",
-            "slots[: num_rows - count] = -1", "pass", (_ALONE,),
+            "a text's positions begin anew", "decoder:Rows.chain",
+            "self.positions += range(begin, begin + count)", "self.positions += range(count)",
+            (_ALONE,),
         ),
         Mutant(
-            "compiled blocks see behind the window", "native:NativeStack.__init__",
-            "windows[kind] or 0", "0", (_SHAPES,),
+            "kernels see behind the window", "decoder:Block._attend",
+            "window or 0", "0", (_SHAPES,),
         ),
         Mutant(
-            "a branch's token stands where it is cached", "forward:stands_of",
+            "a branch's token stands where it is cached", "decoder:Rows.tree",
             "first + len(line) - 1", "first + line[-1]", (_TREE, _OWN_BITS),
         ),
         Mutant(
-            "a branch sees the one before it", "forward:lines_of",
+            "a branch sees the one before it", "kernels:lines_of",
             "[*lines[before], i] if i else [i]", "list(range(i + 1))", (_TREE, _OWN_BITS),
         ),
         Mutant(
-            "of a branch's text the last token is left out", "forward:stands_of",
-            "range(first + len(line) - depth, first)",
-            "range(first + len(line) - depth - 1, first - 1)", (_TREE, _OWN_BITS),
+            "of a branch's text the last token is left out", "decoder:Rows.tensors",
+            "range(position + 1 - depth, position + 1 - len(line))",
+            "range(position - depth, position - len(line))", (_TREE, _OWN_BITS),
         ),
         Mutant(
             "the first tokens of a tree are kept", "core:Engine.accept",
@@ -863,10 +864,6 @@ if why_not() is None:  # without a compiler nobody runs these
             "a drafter is given states of another branch", "tree:Line.of",
             "[*range(first), *(first + place for place in places)]", "range(first + len(places))",
             (_SEVERAL,),
-        ),
-        Mutant(
-            "torch's attention reads blocks of any length", "block:FusedStack.__call__",
-            "ragged is None and x.shape[1] >= PROMPT_ROWS", "ragged is None", (_ALONE,),
         ),
     ]  # fmt: skip
 

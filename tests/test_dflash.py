@@ -33,7 +33,6 @@ from transformers.cache_utils import DFlashCache
 
 import demo
 from drafters.dflash import BlockConfig, DFlashHead
-from fastpath import decoder
 
 __all__ = ["target_folder"]  # a fixture
 HEAD = ROOT / "demo_models" / "target_dflash"
