@@ -21,28 +21,35 @@ INLINE size_t panel_bytes(const matrix *m) { return (size_t)steps_of(m->form, m-
 
 // ------------------------------------------------------------------------------------ inputs
 //
-// Of blocks: bytes q = round(x / s), then for each block its scale s, where its sums of products
-// begin (an offset of the weights, taken away in integers), and s times the sum of q.
+// Of blocks: q = round(x / s), and beside it s, where its sums of products begin (an offset of the
+// weights, taken away in integers), and s times the sum of q.
+typedef struct {
+  int8_t q[32];
+  float scale;
+  int32_t start;
+  float total;
+  int32_t spare;  // of 48 bytes
+} inputs_block;
 
 INLINE int num_blocks(int inputs) { return (inputs + 31) / 32; }
 
 size_t prepared_bytes(int form, int inputs) {
   size_t bytes = (size_t)inputs * 4;
   if (form == HALF) bytes = (size_t)(inputs + 1) / 2 * (HAS_BF16_DOT ? 4 : 8);
-  if (form >= Q8) bytes = (size_t)num_blocks(inputs) * (32 + 12);
+  if (form >= Q8) bytes = (size_t)num_blocks(inputs) * sizeof(inputs_block);
   return (bytes + 63) / 64 * 64;
 }
 
-static void quantise(const float *x, int count, int form, int8_t *q, float *scale, int32_t *start, float *total) {
+static void quantise(const float *x, int count, int form, inputs_block *to) {
   lanes a = load_some(x, count), b = load_some(x + LANES, count < LANES ? 0 : count - LANES);
   float most = largest16(larger(size_of(a), size_of(b)));
   if (sum16(add(sub(a, a), sub(b, b))) != 0) most = NAN;  // one is no finite number
   ilanes whole[2] = {iall(0), iall(0)};
-  *scale = most != most ? most : 0;
+  to->scale = most != most ? most : 0;
   if (most >= 1e-30f) {  // smaller blocks are zeros: 127 / most would be none
     const float factor = 127 / most;
     const lanes magic = all(12582912.0f);  // 1.5 · 2^23: the sum has no room for a fraction
-    *scale = most / 127;
+    to->scale = most / 127;
     whole[0] = float_bits(add(mul(a, all(factor)), magic));
     whole[1] = float_bits(add(mul(b, all(factor)), magic));
     whole[0] = iadd(whole[0], iall(-0x4b400000));
@@ -50,10 +57,10 @@ static void quantise(const float *x, int count, int form, int8_t *q, float *scal
   }
   int32_t numbers[32], sum = 0;
   memcpy(numbers, whole, sizeof numbers);
-  for (int i = 0; i < 32; ++i) q[i] = (int8_t)numbers[i];
+  for (int i = 0; i < 32; ++i) to->q[i] = (int8_t)numbers[i];
   for (int i = 0; i < 32; ++i) sum += numbers[i];
-  *start = form == Q8 ? (SIGNED_WEIGHTS ? 0 : -128 * sum) : form == Q4 ? -8 * sum : 0;
-  *total = *scale * (float)sum;
+  to->start = form == Q8 ? (SIGNED_WEIGHTS ? 0 : -128 * sum) : form == Q4 ? -8 * sum : 0;
+  to->total = to->scale * (float)sum;
 }
 
 void prepare_some(int form, int inputs, int begin, int end, const float *x, void *prepared) {
@@ -66,14 +73,8 @@ void prepare_some(int form, int inputs, int begin, int end, const float *x, void
     for (int i = begin; i < end; ++i) to[i] = narrow(x[i]);
     if (end == inputs && inputs % 2) to[inputs] = 0;
   } else {
-    const int blocks = num_blocks(inputs);
-    int8_t *q = prepared;
-    float *scales = (float *)(q + 32 * blocks);
-    int32_t *starts = (int32_t *)(scales + blocks);
-    float *totals = (float *)(starts + blocks);
     for (int b = begin / 32; b * 32 < end; ++b)
-      quantise(x + b * 32, inputs - b * 32 < 32 ? inputs - b * 32 : 32, form, q + b * 32, scales + b, starts + b,
-               totals + b);
+      quantise(x + b * 32, inputs - b * 32 < 32 ? inputs - b * 32 : 32, form, (inputs_block *)prepared + b);
   }
 }
 
@@ -106,27 +107,27 @@ static __attribute__((noinline)) void put(const float *sums, int rows, int panel
 
 INLINE void float_tile(const int R, const int P, const uint8_t *w, size_t panel, int inputs, const float *x,
                        size_t x_step, const target *to, int row, int output) {
-  lanes sums[R][P];
+  lanes sums[MOST_ROWS][WIDTH];
   ROWS PANELS sums[r][p] = all(0);
   for (int k = 0; k < inputs; ++k) {
-    lanes weights[P];
+    lanes weights[WIDTH];
     PANELS weights[p] = load((const float *)(w + p * panel) + (size_t)k * LANES);
     ROWS {
       lanes one = all(x[r * x_step + k]);
       PANELS sums[r][p] = fma16(one, weights[p], sums[r][p]);
     }
   }
-  float found[R * P * LANES];
+  float found[MOST_ROWS * WIDTH * LANES];
   ROWS PANELS store(found + (r * P + p) * LANES, sums[r][p]);
   put(found, R, P, to, row, output);
 }
 
 INLINE void half_tile(const int R, const int P, const uint8_t *w, size_t panel, int inputs, const float *x,
                       size_t x_step, const target *to, int row, int output) {
-  lanes sums[R][P];
+  lanes sums[MOST_ROWS][WIDTH];
   ROWS PANELS sums[r][p] = all(0);
   for (int k = 0; k < (inputs + 1) / 2; ++k) {
-    ilanes pairs[P];
+    ilanes pairs[WIDTH];
     PANELS memcpy(&pairs[p], w + p * panel + (size_t)k * 64, 64);
 #if HAS_BF16_DOT
     ROWS PANELS sums[r][p].v[0] = (vec)_mm512_dpbf16_ps((__m512)sums[r][p].v[0], (__m512bh)pairs[p].v[0],
@@ -140,7 +141,7 @@ INLINE void half_tile(const int R, const int P, const uint8_t *w, size_t panel, 
     }
 #endif
   }
-  float found[R * P * LANES];
+  float found[MOST_ROWS * WIDTH * LANES];
   ROWS PANELS store(found + (r * P + p) * LANES, sums[r][p]);
   put(found, R, P, to, row, output);
 }
@@ -150,19 +151,21 @@ INLINE void half_tile(const int R, const int P, const uint8_t *w, size_t panel, 
 #else
 #define IN_16_BITS 0
 #endif
+// Whether a sum of products begins elsewhere than at 0, and is not put together last.
+#define HAS_START(form) ((form) == Q8 ? !SIGNED_WEIGHTS : (form) == Q4 && !IN_16_BITS)
+#define START(r) (four(x + (r) * x_step + offsetof(inputs_block, start)) - (ivec){0})
 
-INLINE void block_tile(const int R, const int form, const uint8_t *w, int inputs, const int8_t *x, size_t x_step,
+INLINE void block_tile(const int R, const int form, const uint8_t *w, int inputs, const uint8_t *x, size_t x_step,
                        const target *to, int row, int output) {
-  const int blocks = num_blocks(inputs), numbers = form == Q8 ? 512 : 256;
-  lanes sums[R];
+  const int numbers = form == Q8 ? 512 : 256;
+  lanes sums[MOST_ROWS];
   ROWS sums[r] = all(0);
-  for (int b = 0; b < blocks; ++b, w += block_bytes[form]) {
+  for (int b = 0; b < num_blocks(inputs); ++b, w += block_bytes[form], x += sizeof(inputs_block)) {
     const lanes d = load_half(w + numbers), m = form == Q4M ? load_half(w + numbers + 32) : all(0);
-    ilanes found[R];
+    ilanes found[MOST_ROWS];
     EACH {
-      ivec own[R], others[R];  // two sums where rows are few: one would wait for itself
-      ROWS own[r] = IN_16_BITS && form != Q8 ? (ivec){} : four(x + r * x_step + 32 * blocks + 4 * (blocks + b)) - (ivec){};
-      ROWS others[r] = (ivec){};
+      ivec own[MOST_ROWS], others[2] = {{0}};  // two sums where rows are few: one would wait for itself
+      ROWS own[r] = !HAS_START(form) ? (ivec){0} : START(r);
 #pragma GCC unroll 8
       for (int j = 0; j < numbers / 64; ++j) {
         const uint8_t *from = w + 64 * j + VECTOR_BYTES * i;
@@ -173,42 +176,39 @@ INLINE void block_tile(const int R, const int form, const uint8_t *w, int inputs
           weights ^= (int32_t)0x80808080;
 #endif
           ROWS {
-            ivec given = four(x + r * x_step + 32 * b + 4 * j) - (ivec){};
-            if (R <= 2 && j % 2) others[r] = dot_bytes(others[r], weights, given);
+            const ivec given = four(x + r * x_step + 4 * j) - (ivec){0};
+            if (R <= 2 && j % 2) others[r & 1] = dot_bytes(others[r & 1], weights, given);
             else own[r] = dot_bytes(own[r], weights, given);
           }
         } else {
           const ivec low = weights & 0x0f0f0f0f, high = (weights >> 4) & 0x0f0f0f0f;
           ROWS {
-            ivec first = four(x + r * x_step + 32 * b + 8 * j) - (ivec){};
-            ivec second = four(x + r * x_step + 32 * b + 8 * j + 4) - (ivec){};
+            const ivec first = four(x + r * x_step + 8 * j) - (ivec){0}, second = four(x + r * x_step + 8 * j + 4) - (ivec){0};
 #if IN_16_BITS
             own[r] = (ivec)_mm256_add_epi16((__m256i)own[r], _mm256_maddubs_epi16((__m256i)low, (__m256i)first));
             own[r] = (ivec)_mm256_add_epi16((__m256i)own[r], _mm256_maddubs_epi16((__m256i)high, (__m256i)second));
 #else
             own[r] = dot_small(own[r], low, first);
-            if (R <= 2) others[r] = dot_small(others[r], high, second);
+            if (R <= 2) others[r & 1] = dot_small(others[r & 1], high, second);
             else own[r] = dot_small(own[r], high, second);
 #endif
           }
         }
       }
 #if IN_16_BITS
-      if (form != Q8)
-        ROWS own[r] = (ivec)_mm256_madd_epi16((__m256i)own[r], _mm256_set1_epi16(1)) +
-                      (four(x + r * x_step + 32 * blocks + 4 * (blocks + b)) - (ivec){});
+      if (form != Q8) ROWS own[r] = (ivec)_mm256_madd_epi16((__m256i)own[r], _mm256_set1_epi16(1)) + START(r);
 #endif
-      ROWS found[r].v[i] = R <= 2 ? own[r] + others[r] : own[r];
+      ROWS found[r].v[i] = R <= 2 ? own[r] + others[r & 1] : own[r];
     }
     ROWS {
-      const float *scales = (const float *)(x + r * x_step + 32 * blocks);
-      sums[r] = fma16(as_floats(found[r]), mul(d, all(scales[b])), sums[r]);
-      if (form == Q4M) sums[r] = fma16(m, all(scales[2 * blocks + b]), sums[r]);
+      const inputs_block *block = (const inputs_block *)(x + r * x_step);
+      sums[r] = fma16(as_floats(found[r]), mul(d, all(block->scale)), sums[r]);
+      if (form == Q4M) sums[r] = fma16(m, all(block->total), sums[r]);
     }
   }
-  float found[R * LANES];
-  ROWS store(found + r * LANES, sums[r]);
-  put(found, R, 1, to, row, output);
+  float result[MOST_ROWS * LANES];
+  ROWS store(result + r * LANES, sums[r]);
+  put(result, R, 1, to, row, output);
 }
 
 // ---------------------------------------------------------------------------- all rows of some panels
@@ -245,7 +245,7 @@ static void block_panels(const matrix *m, int first, int count, int rows, const 
     const uint8_t *w = m->panels + p * panel;
     for (int row = 0, some; row < rows; row += some) {
       some = rows_of_tile(rows - row, MOST_ROWS);
-      const int8_t *from = (const int8_t *)(x + row * x_step);
+      const uint8_t *from = x + row * x_step;
 #define BLOCKS(r) block_tile(r, F, w, m->inputs, from, x_step, to, row, p * LANES)
 #define FORM(form) case form: { enum { F = form }; SWITCH(some, BLOCKS) } break;
       switch (m->form) { FORM(Q8) FORM(Q4) FORM(Q4M) }
@@ -265,10 +265,10 @@ void multiply(const matrix *m, int rows, const void *prepared, float *y, size_t 
 
 INLINE void product_tile(const int R, const int P, const int is_half, const int is_whole, int count, int steps, const float *x,
                          size_t x_step, const uint8_t *w, size_t w_step, float *y, size_t y_step, int adds) {
-  lanes sums[R][P];
+  lanes sums[MOST_ROWS][WIDTH];
   ROWS PANELS sums[r][p] = !adds ? all(0) : load_some(y + r * y_step + p * LANES, is_whole ? LANES : count);
   for (int k = 0; k < steps; ++k, w += w_step) {
-    lanes weights[P];
+    lanes weights[WIDTH];
     if (is_whole && is_half) PANELS weights[p] = load_wide((const uint16_t *)w + p * LANES);
     else if (is_whole) PANELS weights[p] = load((const float *)w + p * LANES);
     else {
