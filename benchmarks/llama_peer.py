@@ -24,7 +24,6 @@ from typing import Any
 import torch
 
 import benchmarks as bench
-from fastpath.exact import weights_of
 
 PAUSE_S = 0.3
 TURN_S = 0.5  # of forwards, one after another
@@ -209,7 +208,7 @@ def floor_ms(target: Any) -> float:
         began = time.perf_counter()
         memory.sum()
         times.append(time.perf_counter() - began)
-    size = sum(weights.num_bytes for weights in weights_of(target.model))
+    size = target.fast.decoder.num_bytes
     return size * min(times) / (memory.numel() * memory.itemsize) * 1e3
 
 

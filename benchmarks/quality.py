@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 import benchmarks as bench
-from fastpath.exact import weights_of
 
 KINDS = {
     "float32": {"dtype": "float32"},
@@ -64,7 +63,7 @@ def compare(models: dict[str, Any], pieces: list[list[int]]) -> list[dict[str, A
     count = sum(len(text) - 1 for text in pieces)
     rows = []
     for name, (loss, agreed, overlap) in sums.items():
-        size = num_bytes(models[name].model) / models[name].num_weights
+        size = num_bytes(models[name].model, models[name].fast.decoder) / models[name].num_weights
         rows.append(
             {
                 "weights": name,
@@ -77,14 +76,10 @@ def compare(models: dict[str, Any], pieces: list[list[int]]) -> list[dict[str, A
     return rows
 
 
-def num_bytes(model: Any) -> int:
-    """Of linear layers, packed or not, the embedding, and what is left as it was."""
-    embedding = model.get_input_embeddings()
+def num_bytes(model: Any, decoder: Any) -> int:
+    """Of the decoder's matrices, and what is left in the model's modules."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    if hasattr(embedding, "integers"):
-        tensors |= {id(t): t for t in (embedding.integers, embedding.scales)}
-    linear = sum(weights.num_bytes for weights in weights_of(model))
-    return linear + sum(t.numel() * t.element_size() for t in tensors.values())
+    return decoder.num_bytes + sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def time_passes(models: dict[str, Any], runs: int) -> list[dict[str, Any]]:

@@ -107,7 +107,7 @@ class Panel:
         first = default if default in drafters else first_choice(drafters)
         every = dict.fromkeys([first, *drafters] if drafters else ())
         self.choices = {name: (name,) for name in drafters} | {AUTO: tuple(every)}
-        self.can_branch = bool(fast and fast.is_compiled)
+        self.can_branch = bool(fast and fast.can_branch)
         free = [name for name, drafter in drafters.items() if hasattr(drafter, "guess")]
         models = [name for name in every if name not in free]
         if self.can_branch and len(drafters) > 1:

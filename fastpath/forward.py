@@ -175,7 +175,7 @@ def whole(cache: Any, rows: list[int], counts: list[int]) -> Iterator[tuple[list
 class FastForward:
     """Stands in for `forward` of the core's CachedModel."""
 
-    is_compiled = False
+    is_compiled = can_branch = False
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -296,6 +296,7 @@ def speed_up(
             if quantize:
                 check(model)
                 model.fast.quantise(has_own_embedding)
+                found.release(model.model)
             return
     speed_up_modules(model.model)
     if not quantize:

@@ -389,6 +389,14 @@ class Decoder:
             for linears in block.linears.values():
                 linears.restore()
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all matrices."""
+        ends = (self.embedding, self.output, self.entrance, self._positions)
+        blocks = (part.panels for block in self.blocks for part in block.linears.values())
+        every = {id(panels): panels for panels in (*ends, *blocks) if panels}
+        return sum(panels.num_bytes for panels in every.values())
+
     def follow(self, cache: Any) -> None:
         """Keep keys and values in a cache of the core's from now on."""
         if self._cache is cache:
@@ -429,7 +437,7 @@ class Decoder:
         """
         self._check(rows, wanted, ids, ends)
         count = rows.shape[1]
-        words = self.struct.output.contents.outputs if len(wanted) else 0
+        words = self.output.outputs if self.output else 0
         logits = torch.empty(len(wanted), words)
         states = torch.empty(len(layers), count, self.hidden)
         asked = torch.tensor(layers, dtype=torch.int32)

@@ -132,6 +132,11 @@ class KernelForward:
         self.decoder.quantise(has_own_embedding)
 
     @property
+    def can_branch(self) -> bool:
+        """Whether drafts may branch: a state cannot."""
+        return not self._model.cache.recurrent
+
+    @property
     def way(self) -> str:
         """How the model is computed, in few words."""
         return f"whole forwards in C ({library.instructions()})"

@@ -32,6 +32,7 @@ from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+
 from kernels.library import why_not
 
 LIMIT_S = 120.0  # a mutant may hang: then it was noticed
@@ -50,7 +51,8 @@ MODULES = {
     "suffix_tree": "drafters.suffix_tree",
     "comparison": "serving.comparison", "connection": "serving.connection",
     "prefix": "fastpath.prefix",
-    "kernels": "kernels.forward", "decoder": "kernels.decoder", "story": "serving.story", "tree": "drafters.tree",
+    "kernels": "kernels.forward", "decoder": "kernels.decoder",
+    "story": "serving.story", "tree": "drafters.tree",
     "recurrent": "fastpath.recurrent", "activation": "fastpath.activation",
 }  # fmt: skip
 

@@ -302,11 +302,6 @@ def test_an_operation_between_the_layers_that_depends_on_the_batch_is_found(tiny
     assert target.cache.lengths == [0] * target.cache.num_rows
 
 
-def test_only_the_target_has_to_be_exact(demo_engine):
-    """What a draft model computes changes no token, so nothing is spent on its bits."""
-    assert demo_engine.target.report.is_exact and demo_engine.draft_model.report is None
-
-
 # ------------------------------------------------------------------------------ activations
 
 
@@ -411,7 +406,7 @@ def test_a_batch_of_more_rows_than_may_be_run_is_run_in_several_forwards(tiny):
 
 
 def test_exactness_can_be_turned_off(tiny_folder):
-    target = core.load_engine(core.Options(model=str(tiny_folder("llama")), bitwise=False)).target
+    target = core.load_engine(core.Options(model=str(tiny_folder("opt")), bitwise=False)).target
     assert target.shapes.key_steps == () and target.report is None
 
 
@@ -437,9 +432,9 @@ def test_the_report_says_what_was_checked(tiny, monkeypatch, caplog):
     monkeypatch.setattr(exact, "_BUDGET_S", 600.0)  # for the second matrix of each shape
     with caplog.at_level("INFO", "serving.exact"):
         report = make_exact(target := tiny()) and target.report
-    assert report.num_matrices == 9 == report.num_matrices_checked
+    assert report.num_matrices == 15 == report.num_matrices_checked
     assert report.num_logits_compared > 40 and report.num_threads == torch.get_num_threads()
-    assert report.seconds > 0 and "equal bits" in caplog.text and "9 of 9" in caplog.text
+    assert report.seconds > 0 and "equal bits" in caplog.text and "15 of 15" in caplog.text
 
 
 @pytest.mark.parametrize("min_rows", [2, 8])

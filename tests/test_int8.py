@@ -21,9 +21,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 import drafters
 from benchmarks import quality
 from control.planner import FixedK
-from fastpath import decoder, int8
+from fastpath import forward, int8
 from fastpath.int8 import Int8Embedding, Int8Weights
-from fastpath.linear import JoinedLinear, PackedLinear
+from kernels.decoder import decoder_of
+from kernels.weights import PanelEmbedding, PanelLinear
 from serving import answers, faults, loading
 from serving.structure import examine
 
@@ -141,11 +142,11 @@ def test_a_row_of_zeros_and_one_with_a_nan_stay_what_they_are():
 # ------------------------------------------------------------------------------ a whole model
 def test_every_layer_and_the_embedding_become_integers(engine):
     model = engine.target.model
-    for part in model.modules():
-        if isinstance(part, PackedLinear | JoinedLinear):
-            assert isinstance(part.compute, Int8Weights)
-        assert type(part) is not nn.Linear
-    assert type(model.get_input_embeddings()) is Int8Embedding
+    assert not any(type(part) is nn.Linear for part in model.modules())
+    decoder = engine.target.fast.decoder
+    every = [part.panels for block in decoder.blocks for part in block.linears.values()]
+    assert {p.form for p in (*every, decoder.embedding, decoder.output)} == {"Q8"}
+    assert type(model.get_input_embeddings()) is PanelEmbedding
     floats = sum(weight.numel() for weight in model.parameters())
     assert floats < 0.01 * engine.target.num_weights  # norms
 
@@ -173,7 +174,8 @@ def test_it_is_another_model_and_a_near_one(engine, reference, tiny_folder):
 def test_families_are_served_in_int8(tiny_folder, family):
     options = core.Options(model=str(tiny_folder(family)), quantize="int8", fixed_k=True)
     engine = core.load_engine(options)
-    assert type(engine.target.model.get_input_embeddings()) is Int8Embedding
+    kind = Int8Embedding if family == "opt" else PanelEmbedding
+    assert type(engine.target.model.get_input_embeddings()) is kind
     assert engine.target.report.is_exact
     plain = core.plain_decode(engine.target, TEXT, 24, engine.eos_ids)
     assert run(engine, TEXT, max_tokens=24, drafter="ngram")[0].output == plain
@@ -190,14 +192,15 @@ def test_no_model_is_refused_for_a_jump_from_one_integer_to_the_next(tiny_folder
 def test_a_wrong_forward_is_found_in_int8_too(tiny_folder, name, monkeypatch):
     """The tolerance is that of floats, not of the jumps between integers."""
     folder = core.Options().model if name == "embedded" else str(tiny_folder(name))
-    fuse = decoder.fused_decoder
+    right = forward.decoder_of
 
     def wrong(*args):
-        fused = fuse(*args)
-        fused.blocks[1].scaling *= 1.5
-        return fused
+        found = right(*args)
+        found.blocks[1].struct.scaling *= 1.5
+        found.point()
+        return found
 
-    monkeypatch.setattr(decoder, "fused_decoder", wrong)
+    monkeypatch.setattr(forward, "decoder_of", wrong)
     with pytest.raises(loading.StartError, match="logits are .* away"):
         core.assemble_engine(core.Options(model=folder, quantize="int8", draft_model=""))
 
@@ -225,26 +228,29 @@ def test_a_model_whose_norms_have_no_weights_keeps_its_type(tmp_path):
     assert run(engine, TEXT, max_tokens=8, drafter="ngram")[0].output == plain
 
 
+def forms_of(drafter):
+    """Of all matrices of a head, those of its target that it uses included."""
+    modules = [m.panels for m in drafter._head.modules() if isinstance(m, PanelLinear)]
+    blocks = [block for layer in drafter._kernels for block in layer.decoder.blocks]
+    every = [part.panels for block in blocks for part in block.linears.values()]
+    return {panels.form for panels in (*modules, *every)}
+
+
 def test_an_eagle_head_is_quantised_with_its_target(target_folder, tmp_path):  # noqa: F811
     new_head(tmp_path)
     engine = core.load_engine(
         core.Options(model=str(target_folder), eagle3=str(tmp_path), quantize="int8", fixed_k=True)
     )
-    head = engine.panel.drafters["eagle3"]._head
-    parts = [p for p in head.modules() if isinstance(p, PackedLinear | JoinedLinear)]
-    assert parts and all(isinstance(part.compute, Int8Weights) for part in parts)
+    drafter = engine.panel.drafters["eagle3"]
+    assert forms_of(drafter) == {"Q8"} and len(drafter._kernels) == 1
     plain = core.plain_decode(engine.target, TEXT, 24, engine.eos_ids)
     assert run(engine, TEXT, max_tokens=24, drafter="eagle3")[0].output == plain
 
 
 def test_mtp_head_and_output_layer_are_quantised_with_the_target():
     engine = core.load_engine(core.Options(quantize="int8", fixed_k=True))
-    head = engine.panel.drafters["mtp"]._head
-    kinds = {
-        type(part.compute) for part in head.modules()
-        if isinstance(part, PackedLinear | JoinedLinear)
-    }  # fmt: skip
-    assert kinds == {Int8Weights}
+    drafter = engine.panel.drafters["mtp"]
+    assert forms_of(drafter) == {"Q8"} and len(drafter._kernels) == 1
     prompt = engine.target.tokenizer("def add(a, b):\n    return")["input_ids"]
     plain = core.plain_decode(engine.target, prompt, 40, engine.eos_ids)
     for name in ("mtp", "draft_model", "ngram"):
@@ -430,8 +436,10 @@ def test_weights_take_at_most_a_byte_and_a_quarter_each():
     model = AutoModelForCausalLM.from_config(config).eval()
     num_weights = sum(weight.numel() for weight in model.parameters())
     freed = weakref.ref(model.get_input_embeddings().weight)
-    fused = decoder.speed_up_modules(model, 128, examine(model, 128).windows, "int8")
-    decoder.quantise_modules(model, fused, "int8")
+    found = decoder_of(model, 128, examine(model, 128).windows)
+    found.release(model)
+    found.quantise()
+    found.release(model)
     gc.collect()
     assert freed() is None  # the packed output layer shares nothing with it any more
-    assert quality.num_bytes(model) <= 1.25 * num_weights
+    assert quality.num_bytes(model, found) <= 1.25 * num_weights
