@@ -52,11 +52,15 @@ class SelfInt8Drafter(SmallModelDrafter):
 
     def __init__(self, context: Context) -> None:
         super().__init__(context, int8_copy(context.target))
+        self._target = context.target
         # A step reads a byte of each weight: that much of what a pass reads (control/costs.py).
         self.num_step_weights //= context.target.model.dtype.itemsize
 
     def open(self, prompt: list[int], sampling: Sampling, noise: Noise) -> State:
         """The panel sets the state's row: the target's."""
+        ours, theirs = self._draft.fast, self._target.fast
+        if ours.is_compiled and theirs.is_compiled:  # as the target is by now
+            ours.decoder.share_embedding(theirs.decoder)
         return State(row=-1, text=list(prompt), sampling=sampling, noise=noise)
 
     def propose_batch(self, states: list[State], max_tokens: list[int]) -> list[Draft]:

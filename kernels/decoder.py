@@ -389,6 +389,12 @@ class Decoder:
             for linears in block.linears.values():
                 linears.restore()
 
+    def share_embedding(self, other: "Decoder") -> None:
+        """Read embeddings where another decoder of the same model does."""
+        if self.embedding is not other.embedding:
+            self.embedding = other.embedding
+            self.point()
+
     @property
     def num_bytes(self) -> int:
         """Of all matrices."""
