@@ -172,11 +172,33 @@ class Acceptance:
         calibration = (self.typical or self).calibration
         return prod(map(calibration.chance, confidence)) * calibration.mean >= least_chance
 
+    def doubts(self, least_chance: float) -> "Doubts":
+        """The same question, to be asked of a draft in the making."""
+        return Doubts(self, least_chance)
+
     def reach(self, count: int) -> list[float]:
         """The chance that 1, 2, … count tokens are all accepted."""
         if len(self._reach) < count:
             self._reach = list(accumulate(self.alphas(count), mul))
         return self._reach[:count]
+
+
+@dataclass(frozen=True)
+class Doubts:
+    """Whether a draft goes on behind tokens of such confidence."""
+
+    record: Acceptance
+    least_chance: float
+
+    def __call__(self, confidence: list[float]) -> bool:
+        return self.record.goes_on(self.least_chance, confidence)
+
+    @property
+    def numbers(self) -> tuple[list[float], float, float]:
+        """For a chain in C: chances by tenths of the confidence, their mean, and the least."""
+        calibration = (self.record.typical or self.record).calibration
+        chances = [calibration.chance((tenth + 0.5) / 10) for tenth in range(10)]
+        return chances, calibration.mean, self.least_chance
 
 
 class TreeAcceptance(Acceptance):
@@ -192,6 +214,10 @@ class TreeAcceptance(Acceptance):
             self.reached[i] += self.unit
         for i in accepted:
             self.accepted[i] += self.unit
+
+    def doubts(self, least_chance: float) -> "Doubts":
+        """The same question, to be asked of a draft in the making."""
+        return Doubts(self, least_chance)
 
     def reach(self, count: int) -> list[float]:
         """The chance of the 1st, 2nd, … count-th token to be accepted; falling, or equal."""

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise, takewhile
 from typing import Any, NamedTuple
 
@@ -134,7 +133,7 @@ class Planner:
             seat.decision = self.decisions[decision.drafter] = decision
             if seat.sampling.is_coupled and decision.drafter != TREE:  # else see Chain
                 record = seat.records[decision.drafter]
-                seat.goes_on = partial(record.goes_on, decision.least_chance)
+                seat.goes_on = record.doubts(decision.least_chance)
             plan[i] = decision.drafter, decision.num_tokens
 
     def _able(self, wish: Wish) -> dict[str, Acceptance]:

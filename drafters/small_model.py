@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fastpath.prefix import PrefixCache
+from kernels import chain
 from messages import Draft, Sampling, Verdict
 from sampling import Noise
 
@@ -96,6 +97,8 @@ class SmallModelDrafter(Drafter):
             limit if max(ids) < self._draft.vocab_size else 0
             for limit, ids in zip(max_tokens, fed, strict=True)
         ]
+        if drafts := self._in_one_call(states, fed, limits):
+            return drafts
         chains = list(map(Chain, states, limits))
         while active := [i for i, chain in enumerate(chains) if chain.is_open]:
             output = self._draft.forward(
@@ -106,6 +109,26 @@ class SmallModelDrafter(Drafter):
             for i, logits in zip(active, output.logits, strict=True):
                 fed[i] = [chains[i].extend(logits[0, : self._shared], self._sample)]
         return [chain.draft(self._vocab_size) for chain in chains]
+
+    def _in_one_call(
+        self, states: list[State], fed: list[list[int]], limits: list[int]
+    ) -> list[Draft] | None:
+        """The same drafts without Python between their tokens; None where that cannot be had."""
+        texts: dict[int, chain.Text] = {}
+        for i, (state, limit) in enumerate(zip(states, limits, strict=True)):
+            sampling, doubts = state.sampling, getattr(state.goes_on, "numbers", None)
+            is_plain = sampling.is_coupled and not sampling.needs_q
+            if not is_plain or sampling.repetition_penalty != 1 or (state.goes_on and not doubts):
+                return None
+            seed = 0 if sampling.is_greedy else state.noise.seed
+            if limit > 0:
+                given = fed[i], limit, sampling.transforms, seed, doubts
+                texts[i] = chain.Text(state.row, *given)
+        if not texts or not chain.can_chain(self._draft, list(texts.values())):
+            return None
+        chain.draft(self._draft, list(texts.values()), self._shared)
+        found = (texts.get(i) for i in range(len(states)))
+        return [Draft(t.tokens, confidence=t.confidence) if t else Draft([]) for t in found]
 
     def observe(self, state: State, verdict: Verdict) -> None:
         cache = self._draft.cache

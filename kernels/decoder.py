@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from . import library
 from .parts import Parts, RMSNorm, is_same, linear_of, norm_of, parts_of
 from .recurrent import MOST_TAPS, WIDEST_KEY, Convolution, Rule
+from .sampling import checked
 from .weights import DTYPES, Gone, Matrix, PanelEmbedding, PanelLinear, Panels, become
 
 FULL = "full_attention"  # transformers' name for layers that see the whole text
@@ -416,6 +417,29 @@ class Decoder:
             buffers.append((layer.keys, layer.values))
         self.attach(buffers)
         self._cache = cache
+
+    @torch.inference_mode()
+    def chain(
+        self, rows: Tensor, wanted: Tensor, ids: Tensor, drafts: ctypes.Array[Any], words: int
+    ) -> None:
+        """Drafts of texts that are fed `ids` [N]: chain.c's `draft` of each; see `__call__`.
+
+        Tokens are chosen among the first `words`. Raises ValueError for logits that are no numbers.
+        """
+        self._check(rows, wanted, ids, None)
+        longest = max(draft.position + draft.limit - 1 for draft in drafts)
+        assert longest <= self._buffers[0][0].shape[2] and len(drafts) == len(wanted)
+        assert 0 < words <= self.output.outputs and not self.nets
+        logits = torch.empty(len(wanted), self.output.outputs)
+        slots, positions, places = rows.contiguous()
+        batch = _Batch(rows=len(ids), num_wanted=len(wanted))
+        names = "ids", "slots", "positions", "places", "wanted", "logits"
+        tensors = ids, slots, positions, places, wanted, logits
+        for name, tensor in zip(names, tensors, strict=True):
+            setattr(batch, name, _at(tensor))
+        call = library.load().run_chain
+        given = ctypes.byref(self.struct), ctypes.byref(batch), drafts, words, self.num_threads
+        checked(call(*given))
 
     @torch.inference_mode()
     def __call__(

@@ -62,7 +62,7 @@ def choose(scores: Tensor, transforms: Transforms, seed: int, position: int) -> 
     """The token after `position` tokens, by scores [V]. Raises ValueError for no numbers."""
     row = _row(scores)
     how = ctypes.byref(Choice.of(transforms, seed))
-    return _checked(_function("choose")(how, *_at(row), ctypes.c_int64(position)))
+    return checked(_function("choose")(how, *_at(row), ctypes.c_int64(position)))
 
 
 def survivors(scores: Tensor, transforms: Transforms) -> tuple[np.ndarray, np.ndarray]:
@@ -70,7 +70,7 @@ def survivors(scores: Tensor, transforms: Transforms) -> tuple[np.ndarray, np.nd
     row = _row(scores)
     weights, ids = np.empty(len(row)), np.empty(len(row), np.int64)
     how = ctypes.byref(Choice.of(transforms))
-    count = _checked(_function("survivors")(how, *_at(row), _data(weights), _data(ids)))
+    count = checked(_function("survivors")(how, *_at(row), _data(weights), _data(ids)))
     return weights[:count], ids[:count]
 
 
@@ -83,7 +83,7 @@ def leaders(
     weights, ids, total = np.empty(most), np.empty(most, np.int64), ctypes.c_double()
     how, at = ctypes.byref(Choice.of(transforms)), ctypes.byref(total)
     found = _function("leaders")(how, *_at(row), most, _data(weights), _data(ids), at)
-    count = _checked(found)
+    count = checked(found)
     return weights[:count], ids[:count], total.value
 
 
@@ -124,7 +124,7 @@ def _function(name: str, returns: Any = ctypes.c_int64) -> Callable[..., Any]:
     return found
 
 
-def _checked(result: int) -> int:
+def checked(result: int) -> int:
     if result == _NO_MEMORY:
         raise MemoryError("no memory to choose a token")
     if result == _NO_NUMBERS:

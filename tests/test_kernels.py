@@ -16,7 +16,7 @@ from conftest import FAMILIES, ROOT, run
 from test_batching import together
 from test_eagle3 import new_head, target_folder  # noqa: F401
 
-from kernels import decoder, library
+from kernels import chain, decoder, library
 from kernels.parts import is_same
 from kernels.weights import FORMS, Panels
 from serving import answers
@@ -458,3 +458,64 @@ def test_nothing_is_read_or_written_that_is_not_there(tmp_path, cpu):
     leaks = ["env", "ASAN_OPTIONS=detect_leaks=0"]
     found = bits(tmp_path, command, leaks, given=("0", "120", "2"))
     assert found.count("\n") == 120
+
+
+# ----------------------------------------------------------------------------------- chains
+
+
+class Numbers:
+    """Doubts as the controller has them."""
+
+    numbers = [0.05 + 0.1 * tenth for tenth in range(10)], 0.9, 0.3
+
+    def __call__(self, confidence):
+        chances, mean, least = self.numbers
+        for sure in confidence:
+            mean *= chances[min(9, int(10 * sure))]
+        return mean >= least
+
+
+@needs_compiler
+@pytest.mark.parametrize("drafter", ["draft_model", "self_int8"])
+@pytest.mark.parametrize("stops", [False, True], ids=["whole", "stops early"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_draft_in_one_call_is_that_of_its_steps(
+    drafter, stops, temperature, prompts, monkeypatch
+):
+    """Of several texts at once, of different lengths, and with limits of their own."""
+    engine = core.load_engine(core.Options(drafter=drafter, fixed_k=True, bitwise=False))
+    sampling = core.Sampling(temperature=temperature, top_p=0.9)
+    texts = [prompts[name] for name in ("code_class", "hard_prose", "repetitive_letters")]
+    found, limits, called, draft = [], [5, 0, 2], [], chain.draft
+    monkeypatch.setattr(chain, "draft", lambda *given: called.append(1) or draft(*given))
+    for is_one_call in (True, False):
+        if not is_one_call:
+            monkeypatch.setattr(chain, "can_chain", lambda *_: False)
+        called.clear()
+        sequences = [engine.open(core.Request(text, 8, None)) for text in texts]
+        engine.step(sequences)
+        own = engine.panel.drafters[drafter]
+        states = [own.open(s.tokens, sampling, core.Noise(i)) for i, s in enumerate(sequences)]
+        for state, s in zip(states, sequences, strict=True):
+            state.goes_on = Numbers() if stops else None
+            state.row = s.row if drafter == "self_int8" else state.row
+        drafts = own.propose_batch(states, limits)
+        found.append([(d.tokens, d.confidence, d.probs) for d in drafts])
+        found[-1].append([own._draft.cache.lengths[state.row] for state in states])
+        assert bool(called) == is_one_call
+        for state, s in zip(states, sequences, strict=True):
+            own.close(state)
+            engine.close(s)
+    assert found[0] == found[1] and found[0][0][0] and not found[0][1][0]
+    lengths = [len(tokens) for tokens, *_ in found[0][:3]]
+    assert lengths == limits or stops and lengths[0] < 5
+
+
+@needs_compiler
+def test_a_chain_without_numbers_costs_its_draft_only(prompts):
+    engine = core.load_engine(core.Options(drafter="draft_model", fixed_k=True, bitwise=False))
+    decoder = engine.draft_model.fast.decoder
+    decoder.output._data.view(torch.float32)[0] = torch.nan
+    sequence, _ = run(engine, prompts["code_class"], max_tokens=12, drafter="draft_model")
+    expected = core.plain_decode(engine.target, prompts["code_class"], 12, engine.eos_ids)
+    assert sequence.output == expected and "no probabilities" in sequence.seat.warnings[0]

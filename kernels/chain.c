@@ -1,0 +1,55 @@
+// The draft of a model, token by token, in one call: a forward for all texts, then each one's choice, which the
+// next forward is fed.
+
+#include <stdlib.h>
+
+#include "forward.h"
+#include "sampling.h"
+
+int run_decoder(const decoder *d, const batch *f, int threads);
+
+typedef struct {
+  choice how;
+  const doubts *may_stop;  // or NULL: a draft has as many tokens as it may
+  int32_t limit, count;    // of tokens: at most, and how many were drawn
+  int64_t position;        // of the first one in the text
+  int64_t *tokens;         // [limit]
+  double *sure;            // [limit] confidence in them, where a draft may stop
+} draft;
+
+// `f` feeds each text what it lacks, and wants the logits behind the last token of each. Choices are among the first
+// `words`. Returns 0, or what choose() gives in the place of a token.
+int run_chain(const decoder *d, const batch *f, draft *drafts, int words, int threads) {
+  const int texts = f->num_wanted, all_words = d->output->outputs;
+  batch now = *f;
+  int64_t *numbers = malloc(sizeof *numbers * (size_t)texts * 5 + 1);
+  int *own = malloc(sizeof *own * (size_t)texts + 1), failed = numbers && own ? 0 : NO_MEMORY;
+  int64_t *ids = numbers, *slots = ids + texts, *positions = slots + texts, *places = positions + texts, *wanted = places + texts;
+  for (int i = 0; i < texts && !failed; ++i) own[i] = i;
+  for (int active = texts, step = 0; active && !failed; ++step) {
+    if (!run_decoder(d, &now, threads)) failed = NO_MEMORY;
+    int left = 0;
+    for (int i = 0; i < active && !failed; ++i) {
+      draft *a = drafts + own[i];
+      const float *scores = f->logits + (size_t)i * all_words;
+      const int64_t token = choose(&a->how, scores, words, a->position + a->count), row = now.wanted[i];
+      if (token < 0) {
+        failed = (int)token;
+        break;
+      }
+      a->tokens[a->count] = token;
+      if (a->may_stop) a->sure[a->count] = confidence(scores, words, (int)token);
+      ++a->count;
+      if (a->count >= a->limit || (a->may_stop && !goes_on(a->may_stop, a->sure, a->count))) continue;
+      const int64_t slot = now.slots[row], next = now.positions[row] + 1;  // read before they are written over
+      ids[left] = token, slots[left] = slot, positions[left] = places[left] = next, wanted[left] = left, own[left] = own[i];
+      ++left;
+    }
+    active = left;
+    now.rows = now.num_wanted = left, now.depth = 0;
+    now.ids = ids, now.slots = slots, now.positions = positions, now.places = places, now.wanted = wanted;
+  }
+  free(numbers);
+  free(own);
+  return failed;
+}
