@@ -6,6 +6,7 @@ A row's bits depend on the row and on the keys that it sees, so nothing is padde
 searched for.
 """
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -29,6 +30,7 @@ class Report:
 
     doubt: str | None
     num_threads: int
+    seconds: float  # that a try took
     instructions: str
     reason: str = (
         "by construction: every sum has one order, whatever the number of rows, the threads, the "
@@ -143,7 +145,7 @@ class KernelForward:
 
     def report(self) -> Report:
         """What is to be said of exactness, after a try that the construction has to stand."""
-        model, count = self._model, min(6, self._model.max_length - 1)
+        began, model, count = time.perf_counter(), self._model, min(6, self._model.max_length - 1)
         row, ids = model.cache.open_row(), list(range(count))
         try:
             together = self([row], [ids], [count]).logits[0]
@@ -152,7 +154,8 @@ class KernelForward:
         finally:
             model.cache.close_row(row)
         doubt = None if torch.equal(together, torch.cat(apart)) else "decoding and verifying differ"
-        return Report(doubt, self.decoder.num_threads, library.instructions())
+        seconds = time.perf_counter() - began
+        return Report(doubt, self.decoder.num_threads, seconds, library.instructions())
 
 
 def lines_of(parents: list[int], count: int) -> list[list[int]]:

@@ -23,6 +23,7 @@ from benchmarks import quality
 from control.planner import FixedK
 from fastpath import forward, int8
 from fastpath.int8 import Int8Embedding, Int8Weights
+from kernels import chain
 from kernels.decoder import decoder_of
 from kernels.weights import PanelEmbedding, PanelLinear
 from serving import answers, faults, loading
@@ -289,6 +290,7 @@ def test_its_drafts_leave_the_targets_cache_as_it_was(twins):
 
 
 def test_a_forward_that_fails_amid_a_draft_leaves_the_row_as_it_was(twins, monkeypatch):
+    monkeypatch.setattr(chain, "can_chain", lambda *_: False)
     drafter = twins.panel.drafters["self_int8"]
     inner, calls = drafter._draft.forward, []
 
@@ -351,6 +353,7 @@ def test_it_takes_memory_only_where_it_is_asked_for_or_auto_can_use_it(
 
 
 def test_a_nan_that_a_draft_wrote_does_not_reach_the_target(twins, monkeypatch):
+    monkeypatch.setattr(chain, "can_chain", lambda *_: False)
     drafter = twins.panel.drafters["self_int8"]
     inner, calls = drafter._draft.forward, []
 
