@@ -370,7 +370,7 @@ def test_the_embedded_model_runs_where_the_default_one_cannot_be_fetched(
     monkeypatch.delenv("PIP_FIND_LINKS")
     model, said = started()
     assert model == "embedded" and kept(tiny_entry) == []
-    (line,) = (line for line in said.splitlines() if "cannot fetch Tiny" in line)
+    (line,) = {line for line in said.splitlines() if "cannot fetch Tiny" in line}
     assert "The embedded model runs instead" in line
 
 
