@@ -290,7 +290,7 @@ def test_what_was_compiled_is_used_again_and_a_broken_file_is_made_anew(tmp_path
 
 def test_compile_goes_with_the_fast_path(capsys):
     with pytest.raises(SystemExit):
-        core.parse_arguments("", ["--demo", "--compile", "--no-fastpath"])
+        core.parse_arguments(["--demo", "--compile", "--no-fastpath"])
     assert "--compile goes with the fast path" in capsys.readouterr().err
 
 
