@@ -146,7 +146,8 @@ def test_curl_commands_are_answered(server):
     for words in found:
         options = dict(zip(words, words[1:], strict=False))
         (url,) = (word for word in words if word.startswith("localhost:5000"))
-        body = options.get("-d", "").replace('"smollm2"', '"embedded"')  # which runs here
+        body = options.get("-d")
+        body = body and body.replace('"smollm2"', '"embedded"')  # which runs here
         status, text = ask(url.replace("localhost:5000", server), body)
         assert status == 200, (words, text)
 
