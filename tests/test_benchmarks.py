@@ -132,9 +132,9 @@ def test_an_audition_ranks_what_fits_and_ends_with_a_command_line(measure, tmp_p
     speeds = [row["of_plain"] for row in rows]
     assert speeds == sorted(speeds, reverse=True)
     assert next(row["tok_pass"] for row in rows if row["drafter"] == "none") == 1
-    words = ["python", "08_speculative_decoding.py", "--port", "5000", "--drafter"]
+    words = ["python", "08_speculative_decoding.py", "--port", "5000", "--model", "embedded"]
     given = advice["command_line"].split()
-    assert given[:5] == words and given[5] in (rows[0]["drafter"], "none")
+    assert given[:7] == [*words, "--drafter"] and given[7] in (rows[0]["drafter"], "none")
 
 
 @pytest.mark.parametrize(("quartile", "ending"), [
