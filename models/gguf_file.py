@@ -47,6 +47,11 @@ class BadFile(ValueError):
     """A GGUF file cannot be read; one line that says why."""
 
 
+def is_gguf(name: str) -> bool:
+    """Whether --model names a GGUF file."""
+    return name.lower().endswith(".gguf")
+
+
 class _Short(Exception):
     """The header goes on behind what has been read of the file."""
 

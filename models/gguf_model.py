@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache, partial
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import gguf
-import numpy as np
 import torch
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -39,6 +39,30 @@ gguf.get_tensor_name_map = cache(gguf.get_tensor_name_map)
 _PIECE = 1 << 18  # weights that a thread unpacks at once: what numpy makes of them stays in caches
 _TYPES = {bool: 7, int: 4, float: 6, str: 8}  # GGUF's numbers for them, which transformers asks for
 _ARRAY = 9
+
+
+def open_model(path: str) -> GgufFile:
+    """A GGUF file that has a family, a vocabulary and weights. Raises BadFile."""
+    file = GgufFile(path)
+    lacking = _what_it_lacks(file)
+    if lacking:
+        file.close()
+        raise BadFile(f"{path} {lacking}")
+    return file
+
+
+def _what_it_lacks(file: GgufFile) -> str | None:
+    vocabulary = {"tokenizer.ggml.model": str, "tokenizer.ggml.tokens": Texts}
+    for key, kind in {"general.architecture": str, **vocabulary}.items():
+        if not isinstance(file.metadata.get(key), kind):
+            return f"holds no language model: it has no {key}"
+    if not file.tensors:
+        return "has no weights"
+    key = f"{file.metadata['general.architecture']}.block_count"
+    layers = file.metadata.get(key, 1)
+    if type(layers) is not int or not 0 < layers <= len(file.tensors):
+        return f"has {len(file.tensors)} tensors, and {key!r:.80} is {layers!r:.80}"
+    return None
 
 
 def config_of(file: GgufFile) -> PreTrainedConfig:
@@ -64,8 +88,12 @@ def load_model(
     """The model in `dtype`, and what transformers tells of its weights (see check_weights)."""
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    asked = sum(weight.numel() for weight in empty.parameters())
+    held = sum(prod(tensor.shape) for tensor in file.tensors.values())
+    if asked > 2 * held:  # transformers would make the others up, and take memory for them
+        raise BadFile(f"{file.name} has {held} weights, and its header asks for {asked}")
     collect = _by_transforms if file.metadata["general.architecture"] in GGUF_ARCHS else _by_tables
-    return type(empty).from_pretrained(
+    model, report = type(empty).from_pretrained(
         None,
         config=config,
         state_dict=collect(file, empty, dtype),
@@ -73,6 +101,8 @@ def load_model(
         ignore_mismatched_sizes=True,  # the report has them
         output_loading_info=True,
     )
+    model.config._name_or_path = config._name_or_path
+    return model, report
 
 
 def _by_tables(file: GgufFile, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -96,7 +126,7 @@ def _by_tables(file: GgufFile, model: Any, dtype: torch.dtype) -> dict[str, torc
                     parsed_parameters={"tensors": collected},
                 )
             name = result.name
-            ready = torch.from_numpy(np.ascontiguousarray(result.weights)).to(dtype)
+            ready = torch.tensor(result.weights, dtype=dtype)
         if name in names:
             collected[names[name]] = ready
 
@@ -136,7 +166,9 @@ def unpacked(file: GgufFile, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor
         piece = rows[begin : begin + step]
         packed = file.read(tensor, begin * tensor.row_bytes, len(piece) * tensor.row_bytes)
         try:
-            floats = gguf.dequantize(packed[None], tensor.type)  # many rows it would take 16 at a time
+            floats = gguf.dequantize(
+                packed[None], tensor.type
+            )  # many rows it would take 16 at a time
         except NotImplementedError as error:
             raise BadFile(
                 f"{file.name} has weights of a type that cannot be unpacked: {tensor.type.name}"

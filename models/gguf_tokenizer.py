@@ -37,7 +37,7 @@ _SPECIAL = {
 
 
 def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
-    """The tokenizer of a file, equal to what transformers makes of it but for the rules above.
+    """The tokenizer of an opened model: transformers', but for the rules above.
 
     Raises BadFile, or what transformers and tokenizers raise for a vocabulary without sense.
     """
@@ -53,9 +53,7 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
             GGUF_TOKENIZER_MAPPING["tokenizer_config"],
         )
     )
-    kind, tokens = parts.get("tokenizer_type"), parts.get("tokens")
-    if not isinstance(file.metadata.get("tokenizer.ggml.tokens"), Texts):
-        raise BadFile(f"{file.name} has no vocabulary in tokenizer.ggml.tokens")
+    kind, tokens = parts["tokenizer_type"], parts["tokens"]
     # As in transformers: llama.cpp adds the first token where an old file does not say, and
     # Gemma 4's chat template writes it.
     if kind == "llama":

@@ -16,10 +16,11 @@ ROOMS: dict[str, set[str]] = {"messages": set()} | {
     "fastpath": {"messages"},
     "drafters": {"messages", "fastpath"},
     "control": {"messages", "drafters"},
-    "serving": {"messages", "drafters", "control"},
+    "models": {"messages"},
+    "serving": {"messages", "models", "drafters", "control"},
     "demo": {"messages", "control", "serving"},
     "engines": {"messages", "drafters", "control", "serving", "demo"},
-    CORE: {"messages", "fastpath", "drafters", "control", "serving", "demo", "engines"},
+    CORE: {"messages", "fastpath", "drafters", "control", "models", "serving", "demo", "engines"},
 }
 OURS = {*ROOMS, "speculative_decoding", "benchmarks", "tests", "conftest"}
 FILES = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
