@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
@@ -71,8 +72,13 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
         file.metadata[key] for key in ("general.architecture", "tokenizer.ggml.tokens")
     )
     if architecture in GGUF_CONFIG_ARCHS:
-        counts = {k: len(v) if isinstance(v, Texts) else v for k, v in file.metadata.items()}
-        fields = get_gguf_config(counts, tuple(file.tensors))
+        known = dict(file.metadata)
+        for key, value in known.items():
+            if isinstance(value, Texts):
+                known[key] = len(value)
+            elif isinstance(value, np.ndarray):
+                known[key] = value.tolist()
+        fields = get_gguf_config(known, tuple(file.tensors))
     else:
         with _given_to_transformers(file):
             fields = load_gguf_checkpoint(file.name)["config"]
