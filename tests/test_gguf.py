@@ -16,11 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import gguf
+import hypothesis
 import numpy as np
 import pytest
 import speculative_decoding as core
 import torch
 from conftest import ROOT, TARGET, run
+from hypothesis import strategies as st
+from test_gguf_file import MUTATIONS, mutated, settled
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig
 
 from benchmarks.llama_peer import finish, name_of, write_sizes
@@ -454,6 +457,62 @@ def test_a_file_that_cannot_be_read_is_one_line(files, tmp_path, break_it, which
         load(**models)
     message = str(error.value)
     assert reason in message and "broken.gguf" in message and "\n" not in message, message
+
+
+@pytest.mark.parametrize(
+    ("key", "number", "reason"),
+    [
+        ("llama.embedding_length", 1 << 30, "and its header asks for"),
+        ("llama.feed_forward_length", 1 << 30, "and its header asks for"),
+        ("llama.block_count", 1 << 31, "and 'llama.block_count' is 2147483648"),
+        ("tokenizer.ggml.eos_token_id", 4096, "eos_token_id is 4096, which is no token's id"),
+    ],
+)
+def test_a_header_that_asks_for_more_than_there_is_is_refused(files, tmp_path, key, number, reason):
+    """Before a model of that size is made."""
+    good = bytearray(files["q8_0"].read_bytes())
+    at = good.index(key.encode()) + len(key) + 4
+    good[at : at + 4] = number.to_bytes(4, "little")
+    (tmp_path / "broken.gguf").write_bytes(good)
+    with pytest.raises(core.loading.StartError, match=reason):
+        loading.load_pretrained(str(tmp_path / "broken.gguf"), core.Options())
+
+
+def fuzz_file(files, folder, mutations, in_table):
+    """Load a file whose keys or whose tensor table have changed, but not its vocabulary."""
+    good = files["q8_0"].read_bytes()
+    with GgufFile(files["q8_0"]) as file:
+        tensors = file.tensors.values()
+    begin, end = 0, good.index(b"tokenizer.ggml.tokens")
+    if in_table:
+        end = min(tensor.offset for tensor in tensors)
+        begin = min(good.rindex(tensor.name.encode(), 0, end) for tensor in tensors)
+    path = folder / "fuzzed.gguf"
+    path.write_bytes(good[:begin] + mutated(good[begin:end], mutations) + good[end:])
+    try:
+        loading.load_pretrained(str(path), core.Options())
+    except loading.StartError as error:
+        assert "fuzzed.gguf" in str(error) and "\n" not in str(error)
+
+
+FUZZ = hypothesis.given(mutations=MUTATIONS, in_table=st.booleans())
+# Scales of blocks that begin elsewhere may be anything.
+WARNS = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:Initializing zero-element")
+
+
+@WARNS
+@settled(100)
+@FUZZ
+def test_any_file_is_loaded_or_refused_in_one_line(files, tmp_path, mutations, in_table):
+    fuzz_file(files, tmp_path, mutations, in_table)
+
+
+@WARNS
+@pytest.mark.slow
+@settled(2000)
+@FUZZ
+def test_any_of_many_files_is_loaded_or_refused_in_one_line(files, tmp_path, mutations, in_table):
+    fuzz_file(files, tmp_path, mutations, in_table)
 
 
 def test_another_vocabulary_is_refused_as_ever(files, tiny_folder, tmp_path):

@@ -5,6 +5,7 @@ Files are written here byte by byte, as gguf's writer makes no broken ones.
 
 import os
 import struct
+import tracemalloc
 from pathlib import Path
 
 import gguf
@@ -144,9 +145,14 @@ BROKEN = {
 
 
 def refused(path):
-    """The line that says why."""
-    with pytest.raises(BadFile) as error:
-        GgufFile(path)
+    """The line that says why. Until then no memory was taken for what the file claims."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadFile) as error:
+            GgufFile(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
     message = str(error.value)
     assert os.path.dirname(path) in message and "\n" not in message and len(message) < 400, message
     return message

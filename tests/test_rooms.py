@@ -85,6 +85,5 @@ def test_requirements_name_what_is_imported_each_with_a_reason():
     lines = (ROOT / "requirements.txt").read_text("utf-8").splitlines()
     required = {re.fullmatch(r"([a-z0-9_-]+)[<>=.,0-9]+ +# .+", line)[1] for line in lines}
     theirs = names - sys.stdlib_module_names - OURS - TRAINING
-    theirs |= {"accelerate"}  # which transformers imports, for GGUF files
     assert {name.replace("-", "_") for name in required} == theirs
     assert (ROOT / "requirements-dev.txt").read_text("utf-8").startswith("-r requirements.txt\n")
