@@ -39,6 +39,7 @@ _NUMBERS = {
     0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8",
     11: "<i8", 12: "<f8",
 }  # fmt: skip
+_WHOLE = ("None", "0", "1")  # what split.count says of a file without other parts
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _length = struct.Struct("<Q").unpack_from
 
@@ -77,7 +78,7 @@ class Tensor:
 class Texts(Sequence[str]):
     """An array of texts. Each is decoded when asked for."""
 
-    def __init__(self, packed: bytes, starts: "array[int]") -> None:
+    def __init__(self, packed: bytearray, starts: "array[int]") -> None:
         self._packed, self._starts = packed, starts  # text i is at starts[i] + 8 : starts[i + 1]
 
     def __len__(self) -> int:
@@ -106,9 +107,9 @@ class GgufFile:
         try:
             for part in range(len(self.paths)):
                 self._add(part)
-            total = self.metadata.get("split.tensors.count", len(self.tensors))
-            if total != len(self.tensors):
-                raise BadFile(f"{path} has {len(self.tensors)} tensors in its parts, not {total!r}")
+            num_tensors = len(self.tensors)
+            if str(self.metadata.get("split.tensors.count", num_tensors)) != str(num_tensors):
+                raise BadFile(f"{path} has not all its tensors, only {num_tensors} in its parts")
         except BaseException:
             self.close()
             raise
@@ -153,11 +154,12 @@ class GgufFile:
         if not stat.S_ISREG(state.st_mode):
             raise BadFile(f"{path} is not a file")
         metadata, tensors = _read_header(file, path, state.st_size, part)
-        count, number = metadata.get("split.count", 1), metadata.get("split.no", 0)
-        if count not in (0, 1, len(self.paths)) or (count == len(self.paths) and number != part):
+        # As texts, for they may be anything.
+        count, number = (str(metadata.get(key)) for key in ("split.count", "split.no"))
+        if count not in _WHOLE and (count, number) != (str(len(self.paths)), str(part)):
             raise BadFile(
-                f"{path} is part {number!r} (from 0) of {count!r} of a model: give all parts their "
-                "names back, which end in -00001-of-00003.gguf and so on"
+                f"{path} is part {number!r:.20} (from 0) of {count!r:.20} of a model: give all "
+                "parts their names back, which end in -00001-of-00003.gguf and so on"
             )
         twice = self.tensors.keys() & tensors.keys()
         if twice:
@@ -170,7 +172,7 @@ def _parts(path: str) -> list[str]:
     """The files of a model, of which `path` is one. Raises BadFile if one is missing."""
     split = _PART.fullmatch(path)
     paths = [path]
-    if split and int(split[3]):
+    if split and 1 <= int(split[2]) <= int(split[3]):
         paths = [f"{split[1]}-{i + 1:05}-of-{split[3]}.gguf" for i in range(int(split[3]))]
     for each in paths:
         if not os.path.exists(each):
@@ -179,7 +181,7 @@ def _parts(path: str) -> list[str]:
     return paths
 
 
-def _fill(file: int, given: np.ndarray, offset: int, path: str) -> None:
+def _fill(file: int, given: np.ndarray | bytearray, offset: int, path: str) -> None:
     """Read bytes from `offset` on until the array is full."""
     view = memoryview(given)
     while view:
@@ -197,9 +199,9 @@ def _read_header(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Metadata and tensor table of an open file of `size` bytes."""
     for most in _HEADS:
-        given = np.empty(min(size, most), np.uint8)
+        given = bytearray(min(size, most))
         _fill(file, given, 0, path)
-        head = _Head(given.tobytes(), size, path)
+        head = _Head(given, size, path)
         try:
             return head.read(part)
         except (_Short, struct.error, OverflowError) as error:
@@ -213,7 +215,7 @@ def _read_header(
 class _Head:
     """The first bytes of a file, and how far they have been read."""
 
-    def __init__(self, given: bytes, size: int, path: str) -> None:
+    def __init__(self, given: bytearray, size: int, path: str) -> None:
         self._bytes, self._size, self._path, self._at = given, size, path, 0
 
     def bad(self, what: str) -> BadFile:
@@ -275,7 +277,7 @@ class _Head:
             raise _Short
         return begin
 
-    def _text(self) -> bytes:
+    def _text(self) -> bytearray:
         begin = self._take(*self._unpack("<Q"))
         return self._bytes[begin : self._at]
 

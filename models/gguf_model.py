@@ -121,20 +121,20 @@ def _by_tables(file: GgufFile, model: Any, dtype: torch.dtype) -> dict[str, torc
 
     def collect(tensor: Tensor) -> None:
         if type(processor) is TensorProcessor:
-            ready, name = unpacked(file, tensor, dtype), tensor.name
-        else:  # which may calculate with the weights, so they are rounded thereafter
-            weights = unpacked(file, tensor, torch.float32).numpy()
-            with turn:
-                result = processor.process(
-                    weights,
-                    tensor.name,
-                    tensor_key_mapping=names,
-                    parsed_parameters={"tensors": collected},
-                )
-            name = result.name
-            ready = torch.tensor(result.weights, dtype=dtype)
-        if name in names:
-            collected[names[name]] = ready
+            if tensor.name in names:
+                collected[names[tensor.name]] = unpacked(file, tensor, dtype)
+            return
+        # Others may calculate with the weights, so they are rounded thereafter.
+        weights = unpacked(file, tensor, torch.float32).numpy()
+        with turn:
+            found = processor.process(
+                weights,
+                tensor.name,
+                tensor_key_mapping=names,
+                parsed_parameters={"tensors": collected},
+            )
+        if found.name in names:
+            collected[names[found.name]] = torch.tensor(found.weights, dtype=dtype)
 
     _all_at_once(collect, file)
     return collected
@@ -172,9 +172,8 @@ def unpacked(file: GgufFile, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor
         piece = rows[begin : begin + step]
         packed = file.read(tensor, begin * tensor.row_bytes, len(piece) * tensor.row_bytes)
         try:
-            floats = gguf.dequantize(
-                packed[None], tensor.type
-            )  # many rows it would take 16 at a time
+            # As one row of many blocks: gguf takes only 16 rows at a time.
+            floats = gguf.dequantize(packed[None], tensor.type)
         except NotImplementedError as error:
             raise BadFile(
                 f"{file.name} has weights of a type that cannot be unpacked: {tensor.type.name}"
@@ -201,10 +200,8 @@ def _given_to_transformers(file: GgufFile) -> Iterator[None]:
     """Have transformers' config reader find what has been read of a file, and not parse it anew."""
     fields = {key: _field(value) for key, value in file.metadata.items()}
     tensors = [SimpleNamespace(name=name) for name in file.tensors]
-    reader, gguf.GGUFReader = (
-        gguf.GGUFReader,
-        lambda _: SimpleNamespace(fields=fields, tensors=tensors),
-    )
+    found = SimpleNamespace(fields=fields, tensors=tensors)
+    reader, gguf.GGUFReader = gguf.GGUFReader, lambda _: found
     try:
         yield
     finally:

@@ -117,6 +117,10 @@ BROKEN = {
     "texts without end": (key(ARRAY, struct.pack("<IQ", TEXT, HUGE)), "an array of"),
     "a text in an array": (key(ARRAY, struct.pack("<IQQ", TEXT, 1, HUGE)), "beyond its end"),
     "an array in an array": (key(ARRAY, struct.pack("<IQ", ARRAY, 1)), "inside an array"),
+    "a number of parts that is none": (
+        header([("split.count", ARRAY, struct.pack("<IQ3B", 0, 3, 1, 2, 3))]) + DATA,
+        "(from 0) of '[1 2 3]' of a model",
+    ),
     "a type of value": (key(13, b""), "values of type 13"),
     "a type in an array": (key(ARRAY, struct.pack("<IQ", 77, 1)), "values of type 77"),
     "an alignment": (
@@ -234,16 +238,18 @@ def test_a_missing_part_is_named(tmp_path):
 def test_parts_that_do_not_belong_together_are_told(tmp_path):
     first, second = write_parts(tmp_path)
     Path(second).write_bytes(Path(first).read_bytes())
-    with pytest.raises(BadFile, match="m-00002-of-00002.gguf is part 0"):
+    with pytest.raises(BadFile, match="m-00002-of-00002.gguf is part '0'"):
         GgufFile(first)
     write(Path(second), part(1, 2, TENSORS[:1]) + DATA)
     with pytest.raises(BadFile, match="has the tensor 'output.weight', as another part has"):
         GgufFile(first)
     first, _ = write_parts(tmp_path, total=7)
-    assert "has 2 tensors in its parts, not 7" in refused(first)
+    assert "has not all its tensors, only 2 in its parts" in refused(first)
     alone = tmp_path / "alone.gguf"
     os.rename(first, alone)
-    assert "is part 0 (from 0) of 2 of a model: give all parts their names" in refused(str(alone))
+    assert "is part '0' (from 0) of '2' of a model: give all parts their names" in refused(
+        str(alone)
+    )
 
 
 # ---------------------------------------------------------------------------- fuzz
