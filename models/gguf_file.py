@@ -292,6 +292,8 @@ class _Head:
             return self._numbers(kind, count)
         if 8 * count > self._size - self._at:  # each text has a length
             raise self.bad(f"it claims an array of {count} texts")
+        if 8 * count > len(self._bytes) - self._at:
+            raise _Short
         starts, head, begin = array("q", bytes(8 * (count + 1))), self._bytes, self._at
         at = begin
         for i in range(count):  # 0.1 µs each

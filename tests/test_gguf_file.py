@@ -185,6 +185,14 @@ def test_a_long_header_is_read_in_a_second_piece(tmp_path, monkeypatch):
     assert "longer than" in refused(path)
 
 
+def test_a_vocabulary_as_long_as_the_file_is_not_made_room_for(tmp_path, monkeypatch):
+    """Of a file of many gigabytes, that is: this one has none on the disk."""
+    monkeypatch.setattr("models.gguf_file._HEADS", (4096, 16384))
+    path = write(tmp_path / "large.gguf", key(ARRAY, struct.pack("<IQ", TEXT, 1 << 30)))
+    os.truncate(path, 1 << 34)
+    assert "its header is longer than" in refused(path)
+
+
 def test_a_file_that_shrinks_while_it_is_read_is_one_line(tmp_path):
     path = write(tmp_path / "a.gguf")
     with GgufFile(path) as file:
