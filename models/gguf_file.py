@@ -32,7 +32,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 _MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
-_HEADS = (16 << 20, 64 << 20)  # bytes; what is read of a file, and what if its header is longer
+_HEADS = (16 << 20, 32 << 20)  # bytes; what is read of a file, and what if its header is longer
 _MOST_KEYS, _MOST_TENSORS, _MOST_DIMENSIONS = 1 << 16, 1 << 17, 4
 _TEXT, _ARRAY = 8, 9  # types of values; all others are numbers
 _NUMBERS = {
