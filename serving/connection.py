@@ -46,7 +46,7 @@ from .errors import RequestError
 MAX_BODY_BYTES = 1 << 20
 MAX_HEAD_BYTES = 1 << 16
 REFUSAL = "serving.refusal"  # in the environ: the RequestError that the application has to raise
-CLIENT_LEFT = "serving.client_left"  # in the environ: tells whether nobody waits any more
+WHEN_LEFT = "serving.when_left"  # in the environ: has a function called if the client leaves
 CLIENT_BEHIND = "serving.client_behind"  # whether an answer piles up, as its client reads slowly
 LOG = logging.getLogger(__name__)
 
@@ -175,6 +175,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.has_left = True
+        self.at_leave()
         self.drop_body()
         self.server.forget(self)
 
@@ -186,6 +187,7 @@ class Connection(asyncio.Protocol):
         self.head, self.body = bytearray(), bytearray()
         self.num_framing = 0  # bytes of the body that are no content
         self.environ: dict[str, Any] = {"REQUEST_METHOD": "-", "PATH_INFO": ""}
+        self.at_leave: Callable[[], None] = lambda: None
         self.is_last = False  # the connection is closed after this answer
         self.has_begun = False  # the answer's head is sent
         self.limit_s = limit_s
@@ -303,12 +305,18 @@ class Connection(asyncio.Protocol):
             "CONTENT_LENGTH": str(len(body)),
             "REMOTE_ADDR": str((self.transport.get_extra_info("peername") or ("",))[0]),
             "wsgi.input": io.BytesIO(body),
-            CLIENT_LEFT: lambda: self.has_left,
+            WHEN_LEFT: self.when_left,
             CLIENT_BEHIND: lambda: self.is_behind,
         }
         self._enter(State.ANSWER)
         is_quick = REFUSAL in self.environ or self.environ["REQUEST_METHOD"] in _QUICK
         self.server.run_in_thread(is_quick, self.respond, self.environ)
+
+    def when_left(self, act: Callable[[], None]) -> None:
+        """Have `act` called, once or twice, if the client leaves before its answer is complete."""
+        self.at_leave = act
+        if self.has_left:
+            act()
 
     def respond(self, environ: dict[str, Any]) -> None:
         """Run the application, and hand the loop what it says. Runs in a thread."""
