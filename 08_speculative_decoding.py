@@ -51,7 +51,8 @@ from fastpath.prefix import PrefixCache
 from fastpath.recurrent import follow_rows
 from fastpath.sampling import penalise, survivors, truncated_softmax
 from messages import Cycle, Draft, Judgement, Layers, Output, Request, Sampling
-from serving import answers, faults, http, loading
+from serving import answers, faults, http, loading, story
+from serving.catalogue import with_model
 from serving.gpt_neo import follow_masks
 from serving.openai import register_openai
 from serving.options import Options, parse_arguments
@@ -612,7 +613,7 @@ def load_model(name: str, options: Options) -> CachedModel:
 
 
 def assemble_engine(options: Options) -> Engine:
-    """Load the target and every drafter that fits. Raises ValueError if one asked for does not."""
+    """The target and every drafter that fits. Raises ValueError if one asked for does not."""
     target = load_model(options.model, options)
     draft = load_model(options.draft_folder, options) if options.draft_folder else None
     context = Context(target, sample, draft, **options.for_drafters)
@@ -625,8 +626,9 @@ def assemble_engine(options: Options) -> Engine:
     return Engine(target, loaded, default, chunk, controller, draft, options.strict, known)
 
 
-def prepare(engine: Engine, options: Options) -> None:
-    """Find the shapes to run in and run once, in the thread that is going to serve."""
+def load_engine(options: Options) -> Engine:
+    """An engine that is ready to run in this thread: checked, and run once."""
+    engine = assemble_engine(options)
     most = options.max_running * (options.num_speculative_tokens + 1)  # tokens of a forward
     for model in filter(None, (engine.target, engine.draft_model)):
         # Only the target's bits count: a draft with other bits is a worse draft at most.
@@ -635,12 +637,6 @@ def prepare(engine: Engine, options: Options) -> None:
         check(model)
     answers.LOG.info(answers.setting(engine, options))
     warm_up(engine)
-
-
-def load_engine(options: Options) -> Engine:
-    """An engine that is ready to run in this thread."""
-    engine = assemble_engine(options)
-    prepare(engine, options)
     return engine
 
 
@@ -672,9 +668,15 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
 
 
 def load_app(options: Options) -> Flask:
-    """The application with an engine that its worker's thread has made ready."""
-    engine = assemble_engine(options)
-    return create_app(engine, options, Worker(engine, options, lambda: prepare(engine, options)))
+    """The application; its worker's thread loads the models, and no other thread computes."""
+
+    def load(worker: Worker) -> tuple[Engine, Flask]:
+        chosen = with_model(options)
+        engine = load_engine(chosen)
+        worker.story = story.record(engine, chosen)
+        return engine, create_app(engine, chosen, worker)
+
+    return Worker(None, options, load).app
 
 
 # ------------------------------------------------------------------------------ command line
@@ -685,7 +687,7 @@ def main(arguments: list[str] | None = None) -> int:
         given, options = parse_arguments(__doc__.splitlines()[0], arguments)
         if given.port:
             return http.serve(lambda: engines.load(options, load_app), given.port, options)
-        engine = load_engine(options)
+        engine = load_engine(options := with_model(options))
         if given.prompt is None:
             show = engines.show_plan if given.plan else demo.show_demo
             return show(engine, options, plain_decode, given)

@@ -41,6 +41,7 @@ _MEANING = {
     "recovered": "the target's, where a draft was refused",
     "bonus": "the target's, nothing having been refused",
 }
+_DEMO_S, _FEW = 60.0, 8  # that repeats may take; tokens that tell how long they take
 _COLUMNS = ("passes", "ms", "tok/pass", "accepted", "rate", "fewer passes", "speed-up")
 _ROW = "{:14}{:>8} {:>8} {:>9} {:>9} {:>6} {:>13} {:>9}"
 
@@ -363,12 +364,17 @@ def worked_cycle(
 
 
 def run_demo(
-    engine: Any, options: Options, plain_decode: Decode, prompts: Prompts, repeats: int
+    engine: Any, options: Options, plain_decode: Decode, prompts: Prompts, repeats: int | None
 ) -> Iterator[dict[str, Any]]:
-    """Each demo prompt by every method."""
-    few = replace(options, max_tokens=8)
-    warm_up = engine.target.tokenizer("warm up")["input_ids"]
-    compare(engine, warm_up, few, 1, plain_decode)
+    """Each demo prompt by every method, so many times; None: as often as a minute or so allows."""
+    few, text = replace(options, max_tokens=_FEW), engine.target.tokenizer("warm up")["input_ids"]
+    compare(engine, text, few, 1, plain_decode)  # first calls are slow
+    if repeats is None:
+        began = time.perf_counter()
+        compare(engine, text, few, 1, plain_decode)
+        num_tokens = len(prompts) * (options.max_tokens or Request.max_tokens)
+        expected_s = (time.perf_counter() - began) * num_tokens / _FEW
+        repeats = max(1, min(3, int(_DEMO_S / expected_s)))
     for name, (text, ids) in tqdm(prompts.items(), desc="demo prompts"):
         result = compare(engine, ids, options, repeats, plain_decode)
         yield {"name": name, "prompt": text} | result
@@ -476,8 +482,10 @@ def print_summary(document: dict[str, Any], shown: str, num_prompts: int) -> Non
     if worked := document["worked_cycle"]:
         print(f"\n━━ one cycle of {worked['name']}, by {shown} " + "━" * 40)
         print(explain(worked["event"]))
-    print("\n━━ in all " + "━" * 72)
     standard = document["totals"]["standard"]
+    repeats = len(standard["ms_of_runs"])
+    runs = "one run" if repeats == 1 else f"medians of {repeats} runs"
+    print(f"\n━━ in all ({runs}) ".ljust(81, "━"))
     for method, total in document["totals"].items():
         same = "" if method == "standard" else f"identical: {_verdict([total['identical']])}"
         speed_up = standard["ms"] / standard["tokens"] * total["tokens"] / total["ms"]

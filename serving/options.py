@@ -13,7 +13,7 @@ from drafters import NAMES
 from drafters.panel import PLAIN
 from messages import Request, Sampling
 
-from .catalogue import CATALOGUE, entry_of
+from .catalogue import CATALOGUE, DEFAULT, EMBEDDED, FALLBACK, entry_of
 from .errors import RequestError
 from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, check_fields
 
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 class Options:
     """What the command line sets, and its defaults."""
 
-    model: str = str(ROOT / "demo_models" / "target")
+    model: str | None = None  # DEFAULT, or FALLBACK where that cannot be fetched
     draft_model: str | None = None  # beside the embedded target: the embedded draft
     eagle3: str | None = None  # a head for the target; smollm2 has one
     dflash: str | None = None  # a head of another kind; the embedded target has one
@@ -83,7 +83,7 @@ class Options:
     @property
     def title(self) -> str:
         """What is loaded, for those who wait for it."""
-        return str(self.engine) if self.has_address else self.model
+        return str(self.engine) if self.has_address else self.model or DEFAULT
 
     @property
     def sampling(self) -> Sampling:
@@ -108,13 +108,13 @@ class Options:
     @property
     def card(self) -> dict[str, Any] | None:
         """Where a model of the catalogue comes from."""
-        entry = entry_of(self.model)
+        entry = entry_of(self.title)
         return entry and entry.card
 
     @property
     def eagle3_folder(self) -> str | None:
         """The EAGLE-3 head: what was named, or what goes with a model of the catalogue."""
-        entry = entry_of(self.model)
+        entry = entry_of(self.title)
         known = entry and entry.eagle3
         if self.eagle3 is None and known and Path(known).exists():
             return known
@@ -165,7 +165,8 @@ class Options:
     @property
     def is_embedded(self) -> bool:
         """Whether the target is the one of this repository, however it is spelt."""
-        return Path(self.model).resolve() == (ROOT / "demo_models" / "target").resolve()
+        folder = Path(EMBEDDED[FALLBACK]).resolve()
+        return self.model == FALLBACK or Path(self.title).resolve() == folder
 
 
 class Parser(argparse.ArgumentParser):
@@ -205,7 +206,10 @@ _MODEL = {"metavar": "NAME_OR_PATH"}
 # How each field of Options is written on the command line: what argparse's add_argument takes.
 _FLAGS: dict[str, dict[str, Any]] = {
     "model": _MODEL
-    | {"help": f"the target: {', '.join(CATALOGUE)}, a folder, a .gguf file or a hub id"},
+    | {
+        "help": f"the target: {', '.join([*CATALOGUE, *EMBEDDED])}, a folder, a .gguf file or "
+        f"a hub id (default: {DEFAULT}, downloaded once, or {FALLBACK} where that fails)"
+    },
     "draft_model": _MODEL | {"help": "for the drafter draft_model; named like the target"},
     "eagle3": _MODEL | {"help": "an EAGLE-3 head for the target: a folder or a hub id"},
     "dflash": _MODEL | {"help": "a DFlash head for the target: a folder or a hub id"},
@@ -345,8 +349,9 @@ def _add_actions(parser: argparse.ArgumentParser) -> None:
         "…); or with --plan a file that has a prompt per line",
     )  # fmt: skip
     parser.add_argument(
-        "--repeats", type=between(1, 100), default=3,
-        help="with --demo: times are medians of so many runs (default: %(default)s)",
+        "--repeats", type=between(1, 100),
+        help="with --demo: times are medians of so many runs (default: 3, or fewer if they take "
+        "more than a minute)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="with --demo and --plan: one document")
     parser.add_argument(
@@ -430,8 +435,8 @@ def _check_engine(given: argparse.Namespace, parser: argparse.ArgumentParser) ->
             parser.error(f"{given.engine} runs already: give its options where it is started")
     elif Path(given.engine).name != "vllm":
         parser.error(f"--engine must be vllm, a program of that name or a URL, not {given.engine}")
-    elif given.model == Options.model:
-        parser.error(f"--engine {given.engine} needs --model: it does not know our embedded target")
+    elif given.model is None:
+        parser.error(f"--engine {given.engine} needs --model: a folder or a hub id that it knows")
     for name in ("quantize", "compile", "fixed_k", "strict", "device", "mmap", "allow_pickle"):
         if getattr(given, name) != getattr(Options, name):
             flag = f"--{name.replace('_', '-')}"

@@ -173,14 +173,19 @@ class Worker:
     """Runs up to `max_running` jobs at once on an engine, in a thread of its own."""
 
     def __init__(
-        self, engine: Any, options: Options, prepare: Callable[[], Any] | None = None
+        self,
+        engine: Any,
+        options: Options,
+        load: "Callable[[Worker], tuple[Any, Any]] | None" = None,
     ) -> None:
-        """`prepare` runs first, in the worker's thread; then the page's story is recorded.
+        """Without an engine, `load` makes one and the `app` around it, in the worker's thread.
 
-        Raises what `prepare` raises.
+        torch keeps idle threads for each thread that has computed. With more of them than cores,
+        all take turns, and a pass takes twice as long. Raises what `load` raises.
         """
-        self.story: dict[str, Any] | None = None
-        self._engine, self._options, self._prepare = engine, options, prepare
+        self.story: dict[str, Any] | None = None  # what the page opens on
+        self.app: Any = None
+        self._engine, self._options, self._load = engine, options, load
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
         self._changed = threading.Condition()
@@ -265,9 +270,8 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            if self._prepare:
-                self._prepare()
-                self.story = story.record(self._engine, self._options)
+            if self._load:
+                self._engine, self.app = self._load(self)
         except BaseException as error:
             self._refusal = error
             return

@@ -20,6 +20,7 @@ from serving import trace
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ordinary run is on the CPU, in fp32
 ROOT = Path(__file__).resolve().parent.parent
+TARGET = str(ROOT / "demo_models" / "target")
 transformers.logging.set_verbosity_error()
 torch.set_num_threads(1)  # the models here are small: a second thread costs more than it brings
 
@@ -98,7 +99,9 @@ def demo_engine() -> Any:
 
     All tests share it, so no drafter may remember what it wrote for another one.
     """
-    return core.load_engine(core.Options(fixed_k=True, compile=False, suffix_cache=0))
+    return core.load_engine(
+        core.Options(model="embedded", fixed_k=True, compile=False, suffix_cache=0)
+    )
 
 
 @pytest.fixture(scope="session")
@@ -112,7 +115,7 @@ def reference() -> Callable[[Any], Any]:
 @pytest.fixture(scope="session")
 def demo_reference(reference: Callable[[Any], Any]) -> Any:
     """transformers' own modules of the embedded target."""
-    return reference(core.Options().model)
+    return reference(TARGET)
 
 
 @pytest.fixture(scope="session")
@@ -150,7 +153,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
             config = transformers.AutoConfig.for_model(family, **(FAMILIES | HYBRIDS)[family])
             folder = tmp_path_factory.mktemp(family)
             AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-            AutoTokenizer.from_pretrained(ROOT / "demo_models" / "target").save_pretrained(folder)
+            AutoTokenizer.from_pretrained(TARGET).save_pretrained(folder)
             made[name] = folder
         return made[name]
 

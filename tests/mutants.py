@@ -171,7 +171,7 @@ def load_once() -> None:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     importlib.import_module("fastpath.forward").mmap = partial(mmap.mmap, flags=flags)
     load = core.load_engine
-    engine = load(core.Options(fixed_k=True, compile=False))
+    engine = load(core.Options(model="embedded", fixed_k=True, compile=False))
 
     def load_or_inherit(options: Any) -> Any:
         caller = sys._getframe(1).f_globals["__name__"]

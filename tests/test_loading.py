@@ -13,7 +13,7 @@ import families
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT
+from conftest import ROOT, TARGET
 from safetensors.torch import load_file, save_file
 from server import generate, serving
 from transformers import AutoModelForCausalLM
@@ -181,7 +181,7 @@ def test_a_generation_config_may_be_missing_and_must_be_readable(folder):
 def float32_target(tmp_path):
     """The embedded target with weights that need no conversion, and may stay where they are."""
     path = tmp_path / "float32"
-    shutil.copytree(core.Options().model, path)
+    shutil.copytree(TARGET, path)
     weights = load_file(path / "model.safetensors")
     save_file(
         {name: weight.float() for name, weight in weights.items()}, path / "model.safetensors"
@@ -493,5 +493,5 @@ def test_the_embedded_draft_model_is_compared(monkeypatch):
     seen = []
     monkeypatch.setattr(core.Reference, "check", lambda self, cached: seen.append(cached.name))
     monkeypatch.setattr(core, "warm_up", lambda engine: None)
-    core.load_engine(core.Options(bitwise=False))
-    assert seen == [core.Options().model, str(ROOT / "demo_models" / "draft")]
+    core.load_engine(core.Options(model="embedded", bitwise=False))
+    assert seen == ["embedded", str(ROOT / "demo_models" / "draft")]

@@ -11,7 +11,7 @@ import pytest
 import speculative_decoding as core
 import torch
 import transformers
-from conftest import FAMILIES, ROOT, run
+from conftest import FAMILIES, ROOT, TARGET, run
 from test_batching import together
 from test_eagle3 import new_head, target_folder  # noqa: F401
 
@@ -80,9 +80,7 @@ def test_attention_of_any_shape_gives_what_torch_s_gives(heads, kv_heads, width,
     )  # fmt: skip
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    transformers.AutoTokenizer.from_pretrained(ROOT / "demo_models" / "target").save_pretrained(
-        tmp_path
-    )
+    transformers.AutoTokenizer.from_pretrained(TARGET).save_pretrained(tmp_path)
     text = torch.randint(4096, (600,), generator=torch.Generator().manual_seed(0)).tolist()
     found = []
     for compiled in (False, True):
@@ -138,7 +136,7 @@ def test_a_row_without_numbers_is_not_hidden_by_integers(tiny_folder):
 @needs_compiler
 @pytest.mark.parametrize("drafter", ["mtp", "draft_model", "auto"])
 def test_the_embedded_models_and_the_mtp_head_are_compiled(drafter, prompts):
-    engine = core.load_engine(core.Options(drafter=drafter, fixed_k=True))
+    engine = core.load_engine(core.Options(model="embedded", drafter=drafter, fixed_k=True))
     prompt = prompts["code_class"]
     plain = core.plain_decode(engine.target, prompt, 32, engine.eos_ids)
     sequence, events = run(engine, prompt, max_tokens=32, drafter=drafter)
@@ -225,7 +223,7 @@ def test_a_block_that_computes_something_else_stays_in_python(tiny_folder, monke
 def test_health_says_whether_it_is_compiled(demo_engine):
     worker = Worker(demo_engine, core.Options())
     assert answers.health(demo_engine, worker, core.Options())["compiled"] is False
-    engine = core.load_engine(core.Options(drafter="ngram"))
+    engine = core.load_engine(core.Options(model="embedded", drafter="ngram"))
     assert answers.health(engine, worker, core.Options())["compiled"] is True
 
 
@@ -344,7 +342,9 @@ def test_rows_that_lie_apart_are_fed_without_the_one_between_them(tiny_folder):
 
 @needs_compiler
 def test_a_short_context_has_short_tables(prompts):
-    engine = core.load_engine(core.Options(drafter="mtp", max_model_len=6, bitwise=False))
+    engine = core.load_engine(
+        core.Options(model="embedded", drafter="mtp", max_model_len=6, bitwise=False)
+    )
     assert engine.panel.drafters["mtp"]._fused[0]._stack.is_compiled
 
 

@@ -238,7 +238,7 @@ def main(demo_engine, monkeypatch, capsys):
     monkeypatch.setattr(terminal, "read_prompts", lambda is_chat=False: few)
 
     def run(*arguments):
-        status = core.main(["--plan", *arguments])
+        status = core.main(["--plan", "--model", "embedded", *arguments])
         return status, *capsys.readouterr()
 
     return run
