@@ -75,7 +75,7 @@ class Server:
             probe.bind((HOST, 0))
             self.port = probe.getsockname()[1]
         command = [sys.executable, "08_speculative_decoding.py", "--host", HOST]
-        command += ["--port", str(self.port), "--max-queued", "16", *arguments]
+        command += ["--port", str(self.port), *arguments]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output
@@ -195,7 +195,7 @@ def send_again(client: Client, sample: list[tuple[Ask, Text]]) -> dict[str, Any]
 def soak(given: argparse.Namespace, log: Path) -> dict[str, Any]:
     """Start, warm up, load, rest, send the sample again, stop; what there is to report."""
     tally, texts = Tally(), list(demo.read_prompts().values())
-    server = Server(given.server_arguments, log)
+    server = Server(["--max-queued", "16", *given.server_arguments], log)
     try:
         health = server.wait_for_health(START_S)
         if not health["bitwise_lossless"]:
