@@ -30,6 +30,7 @@ import re
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext, suppress
@@ -459,6 +460,8 @@ class Server:
             for is_quick, number, name in ((False, num_threads, "answer"), (True, 8, "quick"))
         }
         self._said_at = 0.0
+        self._calls: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
+        self._is_called = False  # whether the loop is going to carry them out
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(self._tell)
         listening = self._loop.create_server(
@@ -488,9 +491,22 @@ class Server:
         threading.Thread(target=run, name="http", daemon=True).start()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Have the loop call it. From any thread."""
-        with suppress(RuntimeError):  # the loop has ended: nobody is there to be told
-            self._loop.call_soon_threadsafe(function, *arguments)
+        """Have the loop call it, in order. From any thread.
+
+        The loop is woken once for all that comes before it looks: each time costs a system call, at
+        which a thread gives way to the others.
+        """
+        self._calls.append((function, arguments))
+        if not self._is_called:
+            self._is_called = True
+            with suppress(RuntimeError):  # the loop has ended: nobody is there to be told
+                self._loop.call_soon_threadsafe(self._carry_out)
+
+    def _carry_out(self) -> None:
+        self._is_called = False  # before it looks: what comes from now on calls again
+        for _ in range(len(self._calls)):
+            function, arguments = self._calls.popleft()
+            self._loop.call_soon(function, *arguments)
 
     def run_in_thread(self, is_quick: bool, function: Callable[..., Any], *arguments: Any) -> None:
         """Call it in one of the threads for quick work or in one for work that takes time."""
