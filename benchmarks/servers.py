@@ -87,13 +87,18 @@ def llama_server(python: str, path: str, kind: str, k: int) -> Iterator[int]:
     with subprocess.Popen([python, "-m", "llama_cpp.server", *words], **quiet) as process:
         try:
             until = time.monotonic() + 120
-            while socket.socket().connect_ex(("127.0.0.1", port)):
+            while not _listens(port):
                 if process.poll() is not None or time.monotonic() > until:
                     raise RuntimeError("llama-cpp-python's server does not start")
                 time.sleep(0.2)
             yield port
         finally:
             process.terminate()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 class OpenVino:
