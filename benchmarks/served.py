@@ -1,13 +1,11 @@
 """Is what is measured what is served? The same requests over HTTP and in an engine's own process.
 
 A server is started as README has it, and an engine is loaded here, in the thread that runs it. The
-same prompts go to both in turn: here, through POST /generate, and the same as a stream. Neither
-remembers prompts or outputs. Before each turn there is a pause: the other's idle threads spin.
-
+same prompts go to both in turn, after a pause in which the other's idle threads fall asleep: here,
+through POST /generate, and the same as a stream. Neither remembers prompts or outputs.
 `whole` and `streamed` are served speeds in that of the engine here, with quartiles over runs.
-`first_ms` is the time of a request for one token here, and `first_later_ms` how much later the
-stream of such a request has ended. Of several `--clients` all ask in the same moment; the engine
-here has one batch.
+`first_ms` is the time of a request for one token here; its stream ends `first_later_ms` later.
+Several `--clients` ask in the same moment; the engine here has one batch of theirs.
 
     python -m benchmarks.served [--cases embedded float32 bfloat16 int8] [--drafters none auto]
         [--clients 1 8] [--prompts 3] [--tokens 128] [--runs 5] [--json]
@@ -18,17 +16,14 @@ float32, bfloat16 and int8 are SmolLM2's weights. Not covered: clients elsewhere
 import http.client
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 from statistics import median, quantiles
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import benchmarks as bench
 import demo
-from benchmarks.soak import START_S, Server
+from benchmarks.soak import started
 from messages import Request
 from serving.options import Options, between
 from serving.prompts import chat_ids, prompt_ids
@@ -49,18 +44,6 @@ class Told(NamedTuple):
 
     ms: float
     answers: list[Any]
-
-
-@contextmanager
-def started(arguments: list[str]) -> Iterator[int]:
-    """The port of a server with these arguments, as a process of its own."""
-    with TemporaryDirectory() as folder:
-        server = Server(arguments, Path(folder) / "log")
-        try:
-            server.wait_for_health(START_S)
-            yield server.port
-        finally:
-            server.stop()
 
 
 def ask(port: int, path: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -90,8 +73,7 @@ def here(engine: Any, requests: list[Request]) -> Told:
     time.sleep(PAUSE_S)
     began = time.perf_counter()
     outputs = bench.outputs(bench.run_together(engine, requests))
-    ms = (time.perf_counter() - began) * 1e3
-    return Told(ms, [{"token_ids": output} for output in outputs])
+    return Told((time.perf_counter() - began) * 1e3, [{"token_ids": each} for each in outputs])
 
 
 def measure(case: str, given: Any) -> list[dict[str, Any]]:
@@ -124,8 +106,8 @@ def measure(case: str, given: Any) -> list[dict[str, Any]]:
                     for way, call in calls_of(texts[begin:][:clients], name, count).items()
                 }
                 timed = bench.interleave(calls, given.runs, f"{case}, {name}, {clients}")
-                about = {"case": case, "drafter": name, "clients": clients}
-                rows.append(about | row_of(timed, given.tokens))
+                row = row_of(timed, given.tokens)
+                rows.append({"case": case, "drafter": name, "clients": clients} | row)
     return rows
 
 
@@ -147,7 +129,7 @@ def row_of(timed: dict[Any, list[bench.Timed]], count: int) -> dict[str, Any]:
     later = [theirs - own for theirs, own in zip(first, here, strict=True)]
     low, middle, high = quantiles(later, method="inclusive") if len(later) > 1 else later * 3
     row |= {"first_ms": round(median(here), 2), "first_later_ms": round(middle, 2)}
-    row["first_quartiles"] = [round(low, 2), round(high, 2)]
+    row |= {"first_quartiles": [round(low, 2), round(high, 2)]}
     return row | {"identical": told["here"] == told["whole"] == told["streamed"]}
 
 

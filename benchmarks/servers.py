@@ -35,7 +35,8 @@ import torch
 import benchmarks as bench
 from benchmarks.chat import PROMPTS
 from benchmarks.llama_peer import PAUSE_S, finish
-from benchmarks.served import FORGETFUL, Told, ask, at_once, started
+from benchmarks.served import FORGETFUL, Told, ask, at_once
+from benchmarks.soak import started
 from serving.catalogue import CATALOGUE, download
 from serving.options import between
 

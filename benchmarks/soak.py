@@ -39,11 +39,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from statistics import quantiles
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
 
 from tqdm import tqdm
@@ -139,6 +140,18 @@ class Server:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(STOP_S)
         return self.process.poll()
+
+
+@contextmanager
+def started(arguments: list[str]) -> Iterator[int]:
+    """The port of a server with these arguments, for a while; its output is forgotten."""
+    with TemporaryDirectory() as folder:
+        server = Server(arguments, Path(folder) / "log")
+        try:
+            server.wait_for_health(START_S)
+            yield server.port
+        finally:
+            server.stop()
 
 
 # ----------------------------------------------------------------------------------- the soak
