@@ -10,6 +10,7 @@ import pytest
 import speculative_decoding as core
 import torch
 from conftest import ScriptedDrafter, run, scripted_engine
+from server import until
 
 from serving import faults
 from serving.errors import RequestError
@@ -190,11 +191,12 @@ def test_an_engine_that_raises_fails_what_is_in_flight_and_goes_on(engine, promp
 
 @pytest.fixture
 def noted(monkeypatch):
-    """What conditions do: ("woken" or "tells", the thread's number)."""
+    """What conditions do: ("sleeps", "woken" or "tells", the thread's number)."""
     found = []
 
     class Noting(threading.Condition):
         def wait(self, timeout=None):
+            found.append(("sleeps", threading.get_ident()))
             is_told = super().wait(timeout)
             found.append(("woken", threading.get_ident()))
             return is_told
@@ -227,14 +229,18 @@ def test_events_do_not_wake_a_reader_that_rests_and_the_end_does(noted, monkeypa
     told = iter(job)
     assert next(told) == events[:1] and noted == []  # the first token does not wait
 
+    begun, asleep = [], ("sleeps", threading.get_ident())
+
     def engine():
-        noted.clear()  # a thread that begins tells
+        until(lambda: begun and asleep in noted)
         for event in events[1:]:
             job.put(event)
         job.end()
 
     thread = threading.Thread(target=engine)
     thread.start()
+    noted.clear()  # a thread that begins sleeps, wakes and tells
+    begun.append(True)
     assert list(told) == [events[1:]]
     thread.join()
     assert noted.count(("tells", thread.ident)) == 1
