@@ -17,7 +17,17 @@ from conftest import ROOT
 from tqdm import tqdm
 
 import benchmarks as bench
-from benchmarks import audition, fixed_clock, llama_peer, lossless, soak, soak_clients, suffix
+from benchmarks import (
+    audition,
+    fixed_clock,
+    llama_peer,
+    lossless,
+    served,
+    servers,
+    soak,
+    soak_clients,
+    suffix,
+)
 from benchmarks.batch import of_best
 
 OWN = """
@@ -293,6 +303,97 @@ def test_a_llama_is_written_as_llama_cpp_reads_it(tmp_path, monkeypatch):
             theirs = found[head * 32 + 2 * i], found[head * 32 + 2 * i + 1]
             assert abs(ours[0] - theirs[0]).max() < 1e-3 > abs(ours[1] - theirs[1]).max()
     assert written["blk.0.ffn_norm.weight"].data.dtype == "float32"
+
+
+def test_a_gguf_file_is_written_anew_with_other_weights(tmp_path):
+    config = transformers.AutoConfig.for_model("qwen3", **bench.SHAPES["tiny"])
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    old, new = str(tmp_path / "old.gguf"), str(tmp_path / "new.gguf")
+    llama_peer.write_gguf(model, old, "bfloat16")
+    servers.retype(old, new, "q8_0")
+    before, after = gguf.GGUFReader(old), gguf.GGUFReader(new)
+    kept = {name: field.contents() for name, field in after.fields.items()}
+    for name, field in before.fields.items():
+        assert name.startswith("GGUF.") or kept[name] == field.contents()
+    for ours, theirs in zip(before.tensors, after.tensors, strict=True):
+        is_matrix = len(ours.shape) > 1
+        assert theirs.tensor_type.name == ("Q8_0" if is_matrix else "F32")
+        one, other = (gguf.quants.dequantize(t.data, t.tensor_type) for t in (ours, theirs))
+        assert one.shape == other.shape and abs(one - other).max() <= abs(one).max() / 127
+
+
+FAKE_SERVER = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.dumps({"asked": asked, "given": given}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+HTTPServer(("127.0.0.1", int(given["--port"])), Handler).serve_forever()
+"""
+FAKE_OPENVINO = """
+from types import SimpleNamespace
+
+class LLMPipeline:
+    def __init__(self, path, device, **options):
+        self.said = f"{path} {options['INFERENCE_PRECISION_HINT']} {options.get('prompt_lookup')} "
+
+    def get_generation_config(self):
+        return SimpleNamespace()
+
+    def generate(self, prompts, config):
+        count = SimpleNamespace(get_num_generated_tokens=lambda: config.max_new_tokens)
+        return SimpleNamespace(texts=[self.said + prompts[0]], perf_metrics=count)
+"""
+
+
+def test_peers_are_asked_in_processes_of_their_own(tmp_path, monkeypatch):
+    (tmp_path / "llama_cpp").mkdir()
+    (tmp_path / "llama_cpp" / "server.py").write_text(FAKE_SERVER)
+    (tmp_path / "openvino_genai.py").write_text(FAKE_OPENVINO)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(servers, "PAUSE_S", 0)
+    with servers.llama_server(sys.executable, "x.gguf", "bfloat16", 4) as port:
+        told = served.at_once(port, servers.ROUTE, [{"prompt": text} for text in "ab"])
+    assert [answer["asked"]["prompt"] for answer in told.answers] == ["a", "b"] and told.ms > 0
+    given = told.answers[0]["given"]
+    assert given["--model"] == "x.gguf" and given["--type_k"] == "30"
+    assert given["--draft_model_num_pred_tokens"] == "4"
+    peer = servers.OpenVino(sys.executable, "x.gguf", "bfloat16", 4)
+    (answer,) = peer.write("hi", 3).answers
+    peer.close()
+    assert answer["choices"] == [{"text": "x.gguf bf16 True hi"}]
+    assert answer["usage"]["completion_tokens"] == 3
+
+
+def test_the_benchmark_of_the_server_finds_the_same_texts(measure):
+    few = "--tokens", 4, "--runs", 1, "--prompts", 2, "--clients", 1, 2, "--drafters", "none"
+    document = measure("served", "--cases", "embedded", *few)
+    assert [row["clients"] for row in document["results"]] == [1, 2]
+    for row in document["results"]:
+        assert row["identical"] and row["whole"] > 0 and row["streamed"] > 0
+
+
+def test_served_speeds_are_in_those_of_the_engine_s_own_process():
+    def calls(way, *ms):
+        told = [{"token_ids": [1] if way == "here" else [2]}]
+        return [bench.Timed(0.0, served.Told(each, told)) for each in ms]
+
+    times = {"here": (10.0, 30.0), "whole": (20.0, 60.0), "streamed": (40.0, 120.0)}
+    timed = {(way, 0, 8): calls(way, *ms) for way, ms in times.items()}
+    timed |= {(way, 0, 1): calls(way, *ms) for way, ms in times.items()}
+    row = served.row_of(timed, 8)
+    assert row["whole"] == 0.5 and row["streamed_quartiles"] == [0.25, 0.25]
+    assert row["first_ms"] == 20.0 and row["first_later_ms"] == 60.0  # 30 and 90
+    assert not row["identical"]
 
 
 def test_every_weight_has_a_name_in_llama_cpp():
