@@ -274,9 +274,8 @@ class CachedModel:
     ) -> Output:
         """Feed tokens[b] after what cache row rows[b] holds.
 
-        Prefill (a long run of tokens), decoding (one) and verifying (n + 1) differ only in what is
-        fed. Returns the logits of each text's last num_logits[b] >= 1 tokens, and the hidden states
-        of `layers`. This is the plain way: fastpath/forward.py gives the same faster.
+        Prefill (many tokens), decoding (one) and verifying (n + 1) differ in what is fed. Gives a
+        text's last num_logits[b] >= 1 logits, and states of `layers`. fastpath/ does so faster.
         """
         place = self.cache.place(rows, [len(fed) for fed in tokens])
         ids = place.arrange([torch.tensor(fed, device=self.cache.device) for fed in tokens])
@@ -346,9 +345,9 @@ def verify(draft: Draft, choices: Iterator[int]) -> list[Judgement]:
     `choices` are the target's own tokens after pending, d1, …, dn (see `own_choices`). The first
     choice that differs replaces the drafted token. If none differs, the last choice is a bonus.
 
-    This is lossless, because only the target's own choices are ever emitted. Choice i is used only
-    when drafted tokens 1 … i all matched. So it was made after the same text as in plain decoding,
-    by the same noise; and by the same logits, which fastpath/exact.py checks.
+    Only the target's own choices are ever emitted. Choice i is used only when drafted tokens 1 … i
+    all matched, so it was made as in plain decoding: after the same text, by the same noise and the
+    same logits, which fastpath/exact.py checks.
 
     Example: choices 4, 9, 1, 7 and Draft([4, 8, 1]) -> 4 accepted, 8 rejected, 9 recovered.
     """
@@ -501,9 +500,8 @@ class Engine:
     def step(self, sequences: list[Sequence]) -> dict[Sequence, Cycle]:
         """One cycle of each: draft → verify → accept → truncate.
 
-        The first cycle of a sequence is its prefill: a long run of tokens to feed, and no draft.
-        Unfinished prompts and failed sequences (logits that are NaN, say) return no cycle. A pass
-        that fails raises, and nothing has been accepted.
+        The first cycle is the prefill: many tokens to feed, no draft. Unfinished prompts and failed
+        sequences return no cycle. A pass that fails raises, and nothing has been accepted.
         """
         batch = self.read_prompts(sequences)
         if not batch:
