@@ -23,11 +23,10 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from messages import in_short
-
-from . import gguf
+from models.gguf_model import config_of, load_model, open_model
+from models.gguf_tokenizer import tokenizer_of
 
 PROGRESS = logging.getLogger("serving.progress.once")
 ROOT = Path(__file__).resolve().parent.parent
@@ -248,12 +247,9 @@ def _reason(said: str) -> str:
 def convert(file: Path, folder: Path) -> None:
     """A GGUF file as a Hugging Face folder, its weights unpacked. Raises NotFetched."""
     try:
-        with gguf.alone(str(file)) as source:
-            tokenizer = AutoTokenizer.from_pretrained(**source)
-            gguf.fix_tokenizer(tokenizer, str(file))
-            unpacked = gguf.as_floats(str(file))
-            model = AutoModelForCausalLM.from_pretrained(**source, **unpacked, dtype=torch.float32)
-        gguf.settle(model, str(file))
+        with open_model(str(file)) as opened:
+            tokenizer = tokenizer_of(opened)
+            model, _ = load_model(opened, config_of(opened), torch.float32)
         model.save_pretrained(folder)
         for path in folder.iterdir():  # safetensors makes files that only their owner can read
             path.chmod(0o644)

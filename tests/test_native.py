@@ -295,7 +295,7 @@ def test_compile_goes_with_the_fast_path(capsys):
 
 
 def test_one_line_says_what_is_computed_with(demo_engine, tiny_folder, monkeypatch):
-    options = core.Options()
+    options = core.Options(model="embedded")
     line = answers.setting(demo_engine, options)
     assert line.startswith("the target runs in float32: its blocks fused in ")
     assert line.endswith("1 thread, with equal bits, checked")
