@@ -19,7 +19,7 @@ classical rule, which a request may ask for, keeps the distribution and not the 
 Read on in this order: KV cache and truncation · cached model · probabilities · verify · sequence ·
 engine · plain decoding · loading · Flask app · command line; for the idea alone, from verify to the
 engine's step. drafters/ guess, control/ decides who drafts and how much, serving/ has what only a
-server needs, and fastpath/ computes the same sooner.
+server needs, and fastpath/ computes the same faster.
 
 Sources: Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318; Daliri et al., 2408.07978.
 """
@@ -153,8 +153,8 @@ class SlotLayer(CacheLayerMixin):
 class SlotCache(Cache):
     """A KV cache whose rows have lengths of their own; truncating a row lowers its length.
 
-    One forward is: `place` its tokens, run the model with this cache, `advance`. Open rows lie in
-    the first slots of the buffers: when one is closed, the row in the last slot takes its place.
+    One pass: `place` its tokens, run the model with this cache, `advance`. A row is a request's
+    handle, a slot its place in the buffers now: when a row is closed, the last one moves there.
     """
 
     def __init__(self, num_layers: int, num_rows: int, max_length: int, device: Any) -> None:
@@ -274,9 +274,8 @@ class CachedModel:
     ) -> Output:
         """Feed tokens[b] after what cache row rows[b] holds.
 
-        Prefill (a long run of tokens), decoding (one) and verifying (n + 1) differ only in what is
-        fed. Returns the logits of each text's last num_logits[b] >= 1 tokens, and the hidden states
-        of `layers`. This is the plain way: fastpath/forward.py gives the same sooner.
+        Prefill (many tokens), decoding (one) and verifying (n + 1) differ in what is fed. Gives a
+        text's last num_logits[b] >= 1 logits, and states of `layers`. fastpath/ does so faster.
         """
         place = self.cache.place(rows, [len(fed) for fed in tokens])
         ids = place.arrange([torch.tensor(fed, device=self.cache.device) for fed in tokens])
@@ -346,9 +345,9 @@ def verify(draft: Draft, choices: Iterator[int]) -> list[Judgement]:
     `choices` are the target's own tokens after pending, d1, …, dn (see `own_choices`). The first
     choice that differs replaces the drafted token. If none differs, the last choice is a bonus.
 
-    This is lossless, because only the target's own choices are ever emitted. Choice i is used only
-    if each drafted token before it is the choice made there. So it was made after the same text as
-    in plain decoding, by the same noise; and by the same logits, which fastpath/exact.py checks.
+    Only the target's own choices are ever emitted. Choice i is used only when drafted tokens 1 … i
+    all matched, so it was made as in plain decoding: after the same text, by the same noise and the
+    same logits, which fastpath/exact.py checks.
 
     Example: choices 4, 9, 1, 7 and Draft([4, 8, 1]) -> 4 accepted, 8 rejected, 9 recovered.
     """
@@ -501,9 +500,8 @@ class Engine:
     def step(self, sequences: list[Sequence]) -> dict[Sequence, Cycle]:
         """One cycle of each: draft → verify → accept → truncate.
 
-        The first cycle of a sequence is its prefill: a long run of tokens to feed, and no draft. A
-        sequence whose prompt is not read yet gets no cycle, nor does one that cannot go on, as its
-        logits are no numbers, say. A forward that fails raises, and nothing has been accepted.
+        The first cycle is the prefill: many tokens to feed, no draft. Unfinished prompts and failed
+        sequences return no cycle. A pass that fails raises, and nothing has been accepted.
         """
         batch = self.read_prompts(sequences)
         if not batch:
@@ -553,7 +551,7 @@ class Engine:
         )
 
     def accept(self, s: Sequence, draft: Draft, logits: Tensor, hidden: dict[int, Tensor]) -> Cycle:
-        """Judge the draft, append what stays, truncate the cache, and tell those who learn."""
+        """Judge the draft, append what stays, truncate; update statistics, controller, drafters."""
         tree, (draft, places, logits, hidden) = draft, Line.of(draft, logits, hidden, s, sample)
         scores = penalise(logits, s.request.sampling.repetition_penalty, s.tokens, draft.tokens)
         judged = self.judge(s, draft, scores)

@@ -86,7 +86,7 @@ class Decision:
             expected = f"expected {self.expected_speedup:.2f}×"
             return f"{self.drafter}, K={self.num_tokens}: α {alpha}, c {c}, {expected}"
         if self.break_even > 1:
-            return f"K=0 is faster here: {self.drafter} cannot pay (c {c})"
+            return f"K=0 is faster here: even a certain {self.drafter} guess costs more (c {c})"
         return f"K=0 is faster here: {self.drafter} has α {alpha} < break-even {even} (c {c})"
 
 

@@ -70,9 +70,8 @@ class ModelState:
 class Chain:
     """A model's draft in the making.
 
-    It may stop early, but not for a request that is verified by rejection. Where it stopped depends
-    on all that was drawn. What was drawn behind a refused token is not judged, and its numbers are
-    drawn with again; a later choice that knows of it would change the distribution of the output.
+    It may stop early, but under rejection never because of what was sampled: the numbers behind a
+    rejection are reused, so stopping on them biases the text.
     """
 
     def __init__(self, state: ModelState, limit: int) -> None:
@@ -147,11 +146,11 @@ class Drafter(ABC):
         """At most `max_tokens` tokens that may follow; an empty draft means "no idea"."""
 
     def propose_batch(self, states: list[Any], max_tokens: list[int]) -> list[Draft]:
-        """`propose` for several requests, each with its limit; models share forwards here."""
+        """`propose` for several requests, each with its limit; models share passes here."""
         return [self.propose(state, limit) for state, limit in zip(states, max_tokens, strict=True)]
 
     def observe(self, state: Any, verdict: Verdict) -> None:
-        """Learn what became of the draft: roll back what was refused, append `verdict.tokens`."""
+        """Learn what became of the draft: roll back what was rejected, append `verdict.tokens`."""
         state.extend(verdict.tokens)
 
     def close(self, state: Any) -> None:  # noqa: B027  (most drafters hold nothing to give back)

@@ -303,7 +303,7 @@ def serve(load: Callable[[], Flask], port: int, options: Any) -> NoReturn:
     server = Server(front, check, options.host, port, num_threads, limit)
     server.start(at_end=lambda: ends.put(None))
     url = f"http://{options.host}:{port}"
-    say(f"loading {options.title}: until then {url} answers 503")
+    say(f"loading {options.title}: {url} shows how far it is, and all else answers 503")
     front.app = app = _loaded(load, flush_log)
     engine = app.extensions.get("engine")  # a process of its own, if there is one
     if engine:

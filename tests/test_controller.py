@@ -339,7 +339,9 @@ def test_it_says_why():
     assert poor.as_dict()["says"] == str(poor)
     hopeless = choose(0.85, c=34.54)  # not even a perfect draft would pay
     assert hopeless.break_even > 1 and hopeless.num_tokens == 0
-    assert re.fullmatch(r"K=0 is faster here: own cannot pay \(c 3\d\.\d\d\)", str(hopeless))
+    assert re.fullmatch(
+        r"K=0 is faster here: even a certain own guess costs more \(c 3\d\.\d\d\)", str(hopeless)
+    )
 
 
 def test_the_line_finds_what_a_pass_and_a_token_cost():
