@@ -10,7 +10,7 @@ what was seen last counts most.
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, repeat
+from itertools import accumulate
 from math import prod, sqrt
 from operator import mul
 from typing import Any
@@ -136,7 +136,7 @@ class Acceptance:
         for i in range(count):
             reached = self.reached[i] if i < len(self.reached) else 0.0
             accepted = self.accepted[i] if i < len(self.accepted) else 0.0
-            weight = self._weight(reached / self.unit) * self.unit
+            weight = self._weight(self.reached, i) * self.unit
             if expected:
                 level = sqrt(before / max(expected[i - 1], 1e-6)) if i else 1.0
                 before = min(1.0, expected[i] * level)
@@ -144,20 +144,26 @@ class Acceptance:
             result.append(before)
         return result
 
-    def _weight(self, reached: float) -> float:
-        """Of what is typical; what was thought before anything was seen fades as cases are."""
-        return _TYPICAL_WEIGHT / (1 if self.typical else 1 + reached / _TYPICAL_WEIGHT)
+    def _weight(self, counts: list[float], i: int) -> float:
+        """Of what is typical at position i, beside what was counted there.
+
+        What was thought before anything was seen fades with the cycles that came so far.
+        """
+        if self.typical:
+            return _TYPICAL_WEIGHT
+        cases = self.cycles * counts[i] / max(counts[0], 1e-9) if i < len(counts) else 0.0
+        return _TYPICAL_WEIGHT / (1 + cases / _TYPICAL_WEIGHT)
 
     def taken(self, count: int) -> list[float]:
         """The chance that a draft of up to `count` tokens comes to its first, second, … one."""
         expected = self.typical.taken(count) if self.typical else [1.0] * count
-        unit, weight = self.unit, self._weight
-        return [
-            (drafted + weight(asked / unit) * unit * chance) / (asked + weight(asked / unit) * unit)
-            for drafted, asked, chance in zip(
-                chain(self.drafted, repeat(0.0)), chain(self.asked, repeat(0.0)), expected
-            )
-        ]
+        result = []
+        for i in range(count):
+            drafted = self.drafted[i] if i < len(self.drafted) else 0.0
+            asked = self.asked[i] if i < len(self.asked) else 0.0
+            weight = self._weight(self.asked, i) * self.unit
+            result.append((drafted + weight * expected[i]) / (asked + weight))
+        return result
 
     def learn_confidence(self, confidence: list[float], accepted: int) -> None:
         """A draft with its drafter's confidence in each token, if it told; `accepted` were."""
@@ -199,7 +205,7 @@ class TreeAcceptance(Acceptance):
             for i in range(count):
                 reached = self.reached[i] if i < len(self.reached) else 0.0
                 accepted = self.accepted[i] if i < len(self.accepted) else 0.0
-                weight = self._weight(reached / self.unit) * self.unit
+                weight = self._weight(self.reached, i) * self.unit
                 before = expected[i] if expected else PRIOR ** (i + 1)
                 mean, size = (accepted + weight * before) / (reached + weight), 1
                 while blocks and blocks[-1][0] < mean:

@@ -34,7 +34,7 @@ of the same distribution.
 
 from dataclasses import dataclass, field
 from itertools import accumulate, zip_longest
-from math import prod
+from math import inf, prod
 from typing import Any, NamedTuple
 
 from drafters.panel import TREE
@@ -178,7 +178,9 @@ class Terms:
         self._models = [name for name in costs.shares if costs.runs_model(name)]
         self._reads = {name: costs.read(name, self.plain_ms) for name in self._models}
         self._sharing: dict[str, int] = {}  # models that several may draft with, and how many
-        self._runs: dict[str, list[float]] = {}  # ms of 0, 1, … steps of such a model, while they pay
+        self._runs: dict[
+            str, list[float]
+        ] = {}  # ms of 0, 1, … steps of such a model, while they pay
         self._favourite: str | None = None  # of the models
         self.rate = self.plain_rate
         self._settle(asks)
@@ -188,9 +190,10 @@ class Terms:
         # Who has not drafted for a while, and what a probe costs in tokens, at the very least.
         self.idle = {n: 0.0 for ask in asks for n, own in ask.records.items() if own.since}
         for name in self.idle:
-            self.idle[name] = min(
-                self._probe_cost(name, ask) for ask in asks if name in ask.records
-            ) + self.rate * self._steps.get(name, (0.0, 0.0))[0]
+            self.idle[name] = (
+                min(self._probe_cost(name, ask) for ask in asks if name in ask.records)
+                + self.rate * self._steps.get(name, (0.0, 0.0))[0]
+            )
 
     def see(self, asks: list[Ask]) -> None:
         """Find out what time is worth by now."""
@@ -260,7 +263,9 @@ class Terms:
                 best, chosen = gain, (count, tokens, ms)
         alpha, even = lengths[0][1], rate * (token_ms + once_ms + step_ms)
         chance = rate * (token_ms + step_ms)
-        return Option(name, chosen[0], alpha, c, even, chance, best if chosen[0] else 0.0, *chosen[1:])
+        return Option(
+            name, chosen[0], alpha, c, even, chance, best if chosen[0] else 0.0, *chosen[1:]
+        )
 
     def _known(self, name: str, ask: Ask) -> Any:
         """Of each length of a draft its tokens and ms; c, and the ms of a token, once, a step."""
@@ -277,8 +282,9 @@ class Terms:
             once_ms, each_ms = once_ms + each_ms, 0.0
         steps_ms = [0.0] * limit if name in self._sharing else self._steps_ms(name)
         coverage, tokens, ms, lengths = record.coverage, 0.0, once_ms, []
+        pairs = zip(record.reach(limit), record.taken(limit), strict=True)
         token_ms = coverage * self._row_ms + each_ms
-        for i, (worth, taken) in enumerate(zip(record.reach(limit), record.taken(limit))):
+        for i, (worth, taken) in enumerate(pairs):
             tokens += coverage * worth
             ms += taken * (token_ms + steps_ms[i])
             lengths.append((i + 1, tokens, ms))
@@ -333,6 +339,9 @@ class Terms:
             able.append((rest.get(i, option).gain + self._probe_cost(name, ask), i))
         if not able:
             return {}
+        for other in {options[i].drafter for i in rest} & self._sharing.keys():
+            most = max(options[i].num_tokens for i in rest if options[i].drafter == other)
+            lost -= self.rate * self._runs[other][most]  # that is not taken now
         totals = list(accumulate((own for own, _ in sorted(able)), initial=lost))[1:]
         count = min(range(len(able)), key=lambda n: totals[n] / (n + 1))
         if totals[count] > saved:
@@ -341,6 +350,13 @@ class Terms:
             rest[i] = self.option(name, asks[i])._replace(num_tokens=PROBE_TOKENS)
         return rest
 
+    def join(self, asks: list[Ask], options: list[Option]) -> None:
+        """Let who has long drafted nothing take part in a step that is taken anyway."""
+        used = {one.drafter for one in options if one.num_tokens} & self._sharing.keys()
+        for i, (ask, option) in enumerate(zip(asks, options, strict=True)) if used else ():
+            for name in used & ask.records.keys() if not option.num_tokens else ():
+                if self._probe_cost(name, ask) <= PROBE_BUDGET * ask.records[name].since:
+                    options[i] = self.option(name, ask)._replace(num_tokens=PROBE_TOKENS)
 
     def _probe_cost(self, name: str, ask: Ask) -> float:
         """What one token of a drafter costs a request, less what it brings; the step apart."""
@@ -349,7 +365,7 @@ class Terms:
         return self.rate * ms - record.reach(1)[0]
 
 
-_NOBODY = Option("", 0, 0.0, 0.0, 9.9, 1.0)
+_NOBODY = Option("", 0, 0.0, 0.0, inf, 1.0)  # who gains less than anybody
 
 
 class Controller:
@@ -415,10 +431,14 @@ class Controller:
             if option.num_tokens and option.drafter in terms.idle:
                 del terms.idle[option.drafter]
                 self._saved.pop(option.drafter, None)
-        for name, least in terms.idle.items():
-            saved = self._saved[name] = self._saved.get(name, 0.0) + budget / len(terms.idle)
-            if saved >= least and (probing := terms.probe(name, asks, options, saved)):
+        terms.join(asks, options)
+        saved = self._saved
+        for name in terms.idle:
+            saved[name] = saved.get(name, 0.0) + budget / len(terms.idle)
+        able = [name for name, least in terms.idle.items() if saved[name] >= least]
+        for name in sorted(able, key=lambda name: -saved[name]):
+            if probing := terms.probe(name, asks, options, saved[name]):
                 options[:] = map(probing.get, range(len(options)), options)
-                self._saved[name] = 0.0
+                saved[name] = 0.0
                 return name
         return None

@@ -162,7 +162,11 @@ class Costs:
             for name, num_tokens, unread, draft_ms in drafts:
                 self._learn_draft(name, num_tokens, unread, draft_ms, slowdown)
             self._rows.observe(tokens, ms)
-            self.passes.setdefault(batch.bit_length(), Line(_TOKEN_SHARE)).observe(tokens, ms)
+            line = self.passes.setdefault(batch.bit_length(), Line(_TOKEN_SHARE))
+            line.observe(tokens, ms)
+            if line.count <= _CONFIRMED:  # it is to be believed in the next cycle
+                self._rows.fit()
+                line.fit(self._rows.slope)
             changed.add(batch.bit_length())
         if changed:
             self._rows.fit()
@@ -178,7 +182,8 @@ class Costs:
         That varies with what there is to choose from, hence a mean. What takes as long as a pass
         did not take that long to choose: the machine did something else.
         """
-        size, ms = batch.bit_length(), min(ms, self._nearest(batch).at(batch))
+        line = self._nearest(batch) if self.passes else self.pass_line(batch)
+        size, ms = batch.bit_length(), min(ms, line.at(batch))
         mean = self._choices.get(size, ms)
         self._choices[size] = mean + _LATEST_SHARE * (ms - mean)
 

@@ -8,7 +8,7 @@ import time
 from functools import partial
 from typing import Any
 
-from drafters.panel import TREE, Guess, Panel, Seat
+from drafters.panel import TREE, Panel, Seat
 from drafters.tree import longest
 from messages import Cycle, Draft
 
