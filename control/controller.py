@@ -178,9 +178,8 @@ class Terms:
         self._models = [name for name in costs.shares if costs.runs_model(name)]
         self._reads = {name: costs.read(name, self.plain_ms) for name in self._models}
         self._sharing: dict[str, int] = {}  # models that several may draft with, and how many
-        self._runs: dict[
-            str, list[float]
-        ] = {}  # ms of 0, 1, … steps of such a model, while they pay
+        # Of each of them the ms of 0, 1, … steps, as long as they pay.
+        self._runs: dict[str, list[float]] = {}
         self._favourite: str | None = None  # of the models
         self.rate = self.plain_rate
         self._settle(asks)

@@ -457,6 +457,44 @@ def test_a_drafter_that_a_busy_machine_has_shut_off_is_measured_again_across_req
 # ------------------------------------------------------------------------- one choice for all
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_one_choice_for_all_is_nearly_the_best_of_all_choices(seed):
+    """Three requests, two models and a free drafter, up to three tokens: 10³ choices each.
+
+    In tokens per ms. Two models would run one after the other, so none of the 10³ has two.
+    """
+    chance, own = random.Random(seed), Controller(*WEIGHTS)
+    steps = {name: chance.uniform(0.2, 4.0) for name in ("own", "other")}
+    measure(own.costs, 3, **steps)
+    records = [
+        {n: settled(chance.random()) for n in ("own", "other", "free") if chance.random() < 0.8}
+        or {"own": settled(0.5)}
+        for _ in range(3)
+    ]
+    line = own.costs.pass_line(3)
+
+    def rate(choices):
+        drafted = [
+            sum(record[name].reach(count)) if count else 0.0
+            for record, (name, count) in zip(records, choices, strict=True)
+        ]
+        longest = {n: max([k for name, k in choices if name == n], default=0) for n in steps}
+        ms = line.at(3 + sum(count for _, count in choices))
+        ms += sum(own.costs.step(n, 3, line.at(3))[0] * count for n, count in longest.items())
+        ms += sum(own.costs.step(n, 3, line.at(3))[1] * k for n, k in choices if k)
+        return (3 + sum(drafted)) / ms
+
+    every = [[("", 0), *((n, k) for n in record for k in (1, 2, 3))] for record in records]
+    found = [d[:2] for d in own.plan([Ask(record, 3, 1000) for record in records], 3)]
+    models = [{n for n, k in choices if k and n in steps} for choices in itertools.product(*every)]
+    best = max(
+        rate(choices)
+        for choices, names in zip(itertools.product(*every), models, strict=True)
+        if len(names) < 2
+    )
+    assert rate(found) >= 0.97 * best
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_requests_that_may_choose_share_one_model_in_a_cycle(seed):
     """Probes included, whatever was measured; who asked for the other one still gets it."""
@@ -777,6 +815,34 @@ def test_who_was_passed_over_proposes_as_if_it_had_been_there(demo_engine, promp
     sequence, events = run(engine, prompts["code_class"], max_tokens=40, drafter="auto")
     assert sequence.seat.warnings == [] and len(events) > 8
     assert sequence.statistics.num_accepted_draft_tokens > 10
+
+
+def test_who_is_told_late_proposes_as_if_it_had_been_told_at_once(demo_engine, prompts, way):
+    """Each has long pauses, in which nobody asks it; the same drafts follow, token by token."""
+    loaded = {n: demo_engine.panel.drafters[n] for n in ("ngram", "suffix", "draft_model", "mtp")}
+
+    def drafts(is_told_at_once):
+        engine, turns = core.Engine(demo_engine.target, loaded, "auto"), itertools.count()
+        propose, observe, found = engine.panel.propose, engine.panel.observe, []
+
+        def in_turn(seats, plan):
+            name = list(loaded)[next(turns) // 5 % 4]
+            guesses = [engine.panel.guess(seats[0], n, 3) for n in ("ngram", "suffix")]
+            made = propose(seats, [(name, plan[0][1])])
+            found.append((name, made[0].tokens, guesses if name == "mtp" else None))
+            return made
+
+        def told(seat, *given):
+            observe(seat, *given)
+            for name in list(seat.missed) if is_told_at_once else ():
+                engine.panel._catch_up(seat, name)
+
+        engine.panel.propose, engine.panel.observe = in_turn, told
+        run(engine, prompts["code_class"], max_tokens=70, drafter="auto", **way)
+        return found
+
+    late, at_once = drafts(False), drafts(True)
+    assert late == at_once and {name for name, tokens, _ in late if tokens} == set(loaded)
 
 
 def test_a_batch_with_one_faulty_state_keeps_the_speculation_of_the_others(demo_engine, prompts):
