@@ -69,6 +69,8 @@ class Acceptance:
     # What the controller made of it: for which terms and limit, and the option.
     known: tuple[Any, int, Any] = field(default=(None, 0, None), repr=False, compare=False)
     _reach: list[float] = field(default_factory=list, repr=False, compare=False)
+    _taken: list[float] = field(default_factory=list, repr=False, compare=False)
+    _alphas: list[float] = field(default_factory=list, repr=False, compare=False)
     # Records of proposals by their evidence (see Panel.guess).
     _by_evidence: dict[int, "Acceptance"] = field(default_factory=dict, repr=False, compare=False)
 
@@ -98,8 +100,6 @@ class Acceptance:
             return
         # It ages with the text, drafts or not; within bounds, as one probe is not much to go by.
         kept, self.since = _KEPT ** min(1 + self.since, _OLDEST), 0
-        if self.cycles < _NEW or not self.cycles % _SETTLED:
-            self._reach, self.known = [], (None, 0, None)
         hits = accepted if places is None else places
         self.count(kept, drafted, hits, max(asked, drafted))
         if self.typical:
@@ -118,6 +118,8 @@ class Acceptance:
 
         The unit grows in their place: that is one number, and they are many.
         """
+        if self.cycles < _NEW or not self.cycles % _SETTLED:
+            self._reach, self._taken, self._alphas, self.known = [], [], [], (None, 0, None)
         self.cycles += 1
         self.unit /= kept
         if self.unit > _LARGE:
@@ -132,7 +134,7 @@ class Acceptance:
         as this request was before.
         """
         result, before = [], PRIOR
-        expected = self.typical.alphas(count) if self.typical else []
+        expected = self.typical.settled(count) if self.typical else []
         for i in range(count):
             reached = self.reached[i] if i < len(self.reached) else 0.0
             accepted = self.accepted[i] if i < len(self.accepted) else 0.0
@@ -143,6 +145,12 @@ class Acceptance:
             before = (accepted + weight * before) / (reached + weight)
             result.append(before)
         return result
+
+    def settled(self, count: int) -> list[float]:
+        """The same, not always up to the last cycle."""
+        if len(self._alphas) < count:
+            self._alphas = self.alphas(count)
+        return self._alphas
 
     def _weight(self, counts: list[float], i: int) -> float:
         """Of what is typical at position i, beside what was counted there.
@@ -156,14 +164,16 @@ class Acceptance:
 
     def taken(self, count: int) -> list[float]:
         """The chance that a draft of up to `count` tokens comes to its first, second, … one."""
+        if len(self._taken) >= count:
+            return self._taken[:count]
         expected = self.typical.taken(count) if self.typical else [1.0] * count
-        result = []
+        self._taken = result = []
         for i in range(count):
             drafted = self.drafted[i] if i < len(self.drafted) else 0.0
             asked = self.asked[i] if i < len(self.asked) else 0.0
             weight = self._weight(self.asked, i) * self.unit
             result.append((drafted + weight * expected[i]) / (asked + weight))
-        return result
+        return result[:]
 
     def learn_confidence(self, confidence: list[float], accepted: int) -> None:
         """A draft with its drafter's confidence in each token, if it told; `accepted` were."""

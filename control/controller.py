@@ -51,7 +51,7 @@ _PACE_KEPT = 0.9  # of the pace of a text, with each cycle
 _SERVED = 32  # cycles for which text that a model reads now is thought to serve
 _FIRST_GAIN, _GAIN_KEPT = 0.2, 0.8  # of drafting, before it is known, and with each cycle
 _SMALL_EFFORT = 0.02  # of a cycle: so much for choosing is no reason to rest
-_FIRST_REST, _LONGEST_REST, _LOOKS = 4, 16, 4  # cycles
+_FIRST_REST, _LONGEST_REST, _LOOKS = 4, 64, 2  # cycles
 
 
 class Decision(NamedTuple):

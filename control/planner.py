@@ -87,7 +87,8 @@ class Planner:
                 plan[i] = fixed(s)
             elif limit and self.is_resting:
                 said = seat.decision or RESTING
-                seat.decision = said._replace(num_tokens=0, is_probe=False, is_rest=True)
+                if not said.is_rest:
+                    seat.decision = said._replace(num_tokens=0, is_probe=False, is_rest=True)
             elif limit and (able := self._able(s, limit)):
                 asks.append(Ask(able, limit, s.remaining, seat.pace))
                 asking.append(i)

@@ -650,16 +650,16 @@ def test_where_choosing_takes_longer_than_drafts_save_nothing_is_chosen_for_a_wh
     own.costs.observe_choice(4, choice_ms)
     seats = [Ask({"own": settled(0.95)}, 1, 1000) for _ in range(4)]
     rested = []
-    for _ in range(200):
+    for _ in range(400):
         rested.append(own.rests(4))
         if not rested[-1]:
             assert own.plan(seats, 4)[0].num_tokens == 1
     pauses = [len(list(group)) for is_rest, group in itertools.groupby(rested) if is_rest]
     assert bool(pauses) == expected
     if pauses:  # longer and longer, and short looks between them
-        assert pauses[:3] == [4, 8, 16] and set(pauses[3:-1]) == {16} and len(pauses) > 5
+        assert pauses[:5] == [4, 8, 16, 32, 64] and set(pauses[5:-1]) == {64} and len(pauses) > 7
         assert (
-            max(len(list(g)) for is_rest, g in itertools.groupby(rested[20:]) if not is_rest) == 4
+            max(len(list(g)) for is_rest, g in itertools.groupby(rested[20:]) if not is_rest) == 2
         )
         assert not own.rests(1)  # batches of other sizes are known by themselves
     while pauses and not own.rests(4):
