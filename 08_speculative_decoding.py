@@ -685,7 +685,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns 0, 1 if outputs differed, 2 if it could not be carried out."""
 
     def act() -> int:
-        given, options = parse_arguments(__doc__.splitlines()[0], arguments)
+        given, options = parse_arguments(arguments)
         if given.port:
             return http.serve(lambda: engines.load(options, load_app), given.port, options)
         engine = load_engine(options := with_model(options))

@@ -122,7 +122,9 @@ def test_the_benchmark_of_the_controller_compares_it_with_every_k(measure):
 def test_an_audition_ranks_what_fits_and_ends_with_a_command_line(measure, tmp_path):
     path = tmp_path / "own.txt"
     path.write_text("1, 2, 1, 2,\n\ndef main():\n")
-    document = measure("audition", "--prompts", path, "--tokens", 8, "--runs", 2, "--k", 3)
+    document = measure(
+        "audition", "--model", "embedded", "--prompts", path, "--tokens", 8, "--runs", 2, "--k", 3
+    )
     rows, (advice,) = document["results"], document["advice"]
     names = {row["drafter"] for row in rows}
     assert names - {"tree"} == {"none", "ngram", "suffix", "draft_model", "mtp", "auto"}
@@ -130,9 +132,9 @@ def test_an_audition_ranks_what_fits_and_ends_with_a_command_line(measure, tmp_p
     speeds = [row["of_plain"] for row in rows]
     assert speeds == sorted(speeds, reverse=True)
     assert next(row["tok_pass"] for row in rows if row["drafter"] == "none") == 1
-    words = ["python", "08_speculative_decoding.py", "--port", "5000", "--drafter"]
+    words = ["python", "08_speculative_decoding.py", "--port", "5000", "--model", "embedded"]
     given = advice["command_line"].split()
-    assert given[:5] == words and given[5] in (rows[0]["drafter"], "none")
+    assert given[:7] == [*words, "--drafter"] and given[7] in (rows[0]["drafter"], "none")
 
 
 @pytest.mark.parametrize(("quartile", "ending"), [
@@ -158,7 +160,7 @@ def test_a_file_of_prompts_that_cannot_be_read_is_one_line(text, reason, tmp_pat
     path = tmp_path / "own.jsonl"
     path.write_text(text)
     with pytest.raises(SystemExit) as caught:
-        audition.main(["--prompts", str(path)])
+        audition.main(["--model", "embedded", "--prompts", str(path)])
     assert caught.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and reason in error and error.count("\n") == 1
@@ -303,7 +305,7 @@ def test_every_weight_has_a_name_in_llama_cpp():
 
 
 def test_int8_is_near_float32_and_smaller(measure):
-    document = measure("quality", "--model", bench.Options.model, "--tokens", 300, "--runs", 1)
+    document = measure("quality", "--model", "embedded", "--tokens", 300, "--runs", 1)
     floats, halves, integers = document["quality"]
     assert floats["agree"] == 1 and floats["overlap"] == pytest.approx(1, abs=1e-3)
     assert 0.9 < integers["agree"] <= 1 and 0.9 < integers["overlap"] < 1

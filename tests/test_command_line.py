@@ -324,7 +324,7 @@ MISTAKES = [
     (["--port", "80000"], "must be from 1 to 65535"),
     (["--port", "0"], "must be from 1 to 65535"),
     (["--port", "zero"], "invalid integer value"),
-    ([], "one of the arguments --demo --prompt --plan --port is required"),
+    ([], "say what to do: --demo (start here)"),
     (["--demo", "--bogus"], "unrecognized arguments: --bogus"),
     (["--prompt", "x", "--json"], "--json goes with --demo"),
     (["--prompt", "x", "--num-speculative-tokens", "0"], "must be from 1 to 16"),

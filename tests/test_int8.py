@@ -183,7 +183,7 @@ def test_families_are_served_in_int8(tiny_folder, family):
 def test_no_model_is_refused_for_a_jump_from_one_integer_to_the_next(tiny_folder, seed):
     """The logits are compared with transformers' while the weights are floats."""
     options = core.Options(model=str(tiny_folder(f"llama:{seed}")), quantize="int8", bitwise=False)
-    core.prepare(core.assemble_engine(options), options)
+    core.load_engine(options)
 
 
 @pytest.mark.parametrize("name", ["embedded", "llama"])

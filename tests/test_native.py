@@ -290,12 +290,12 @@ def test_what_was_compiled_is_used_again_and_a_broken_file_is_made_anew(tmp_path
 
 def test_compile_goes_with_the_fast_path(capsys):
     with pytest.raises(SystemExit):
-        core.parse_arguments("", ["--demo", "--compile", "--no-fastpath"])
+        core.parse_arguments(["--demo", "--compile", "--no-fastpath"])
     assert "--compile goes with the fast path" in capsys.readouterr().err
 
 
 def test_one_line_says_what_is_computed_with(demo_engine, tiny_folder, monkeypatch):
-    options = core.Options()
+    options = core.Options(model="embedded")
     line = answers.setting(demo_engine, options)
     assert line.startswith("the target runs in float32: its blocks fused in ")
     assert line.endswith("1 thread, with equal bits, checked")
