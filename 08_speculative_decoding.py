@@ -316,8 +316,7 @@ def own_choices(scores: Tensor, sampling: Sampling, noise: Noise, position: int)
     """
     for i, row in enumerate(scores):
         if sampling.is_greedy:
-            values = row.numpy(force=True)  # torch takes ten times as long to find the largest
-            token = int(values.argmax())
+            token = int((values := row.numpy(force=True)).argmax())  # torch takes ten times as long
             if not abs(values[token]) < torch.inf:  # NaN counts as the largest
                 raise ValueError(NO_NUMBERS)
             yield token

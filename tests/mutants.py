@@ -256,7 +256,7 @@ PAUSED = "controller::test_what_rests_drafts_nothing_says_so_and_knows_what_was_
 EACH_PLACE = "controller::test_the_record_estimates_each_position_by_itself"
 PROBES = "controller::test_without_drafts_it_probes_now_and_then_and_comes_back"
 BEST_K = "controller::test_the_choice_is_the_best_of_all_k_by_the_formula"
-BEST_OF_ALL = "controller::test_one_choice_for_all_is_nearly_the_best_of_all_choices[2]"
+BEST_OF_ALL = "controller::test_one_choice_for_all_is_nearly_the_best_of_all_choices"
 TOLD_LATE = "controller::test_who_is_told_late_proposes_as_if_it_had_been_told_at_once[greedy]"
 NOT_DEAR = "controller::test_neither_text_to_read_nor_a_cycle_slow_as_a_whole_makes_a_step_dear"
 FIGURES = "requests::test_figures_divide_what_their_formulas_say"
@@ -535,8 +535,11 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "self._catch_up(seat, name)", "pass", NO_DRAFT),
     ("who is looked at has not heard of all", "panel:Panel.guess",
      "self._catch_up(seat, name)", "pass", TOLD_LATE),
-    ("a drafter that cannot observe ends the request", "panel:Panel.observe",
+    ("a drafter that cannot catch up ends the request", "panel:Panel._catch_up",
      "self._lose(seat, name, error)", "raise", f"{ANYWHERE}[observe]"),
+    ("a drafter that cannot observe ends the request", "panel:Panel.observe",
+     "self._lose(seat, name, error)", "raise",
+     "controller::test_who_cannot_hear_of_its_own_draft_is_lost"),
     ("a lost drafter is not closed", "panel:Panel._lose",
      "self._close(seat, name)", "seat.states.pop(name, None)", COSTS_IT),
     ("a fault ends the others' drafters", "panel:Panel._lose",
@@ -671,8 +674,9 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "_KEPT ** min(1 + self.since, _OLDEST)", "_KEPT", AGES),
     ("positions behind a refusal count as reached", "acceptance:Acceptance.count",
      "min(asked, accepted + 1)", "asked", EACH_PLACE),
-    ("an old reach is used again", "acceptance:Acceptance.observe",
-     "self._reach, self.known = [], (None, 0, None)", "pass", PROBES),
+    ("an old reach is used again", "acceptance:Acceptance._fade",
+     "self._reach, self._taken, self._alphas, self.known = [], [], [], (None, 0, None)", "pass",
+     PROBES),
     ("coverage stays 1", "acceptance:Acceptance.observe",
      "(1 - _KEPT) * ((drafted > 0) - self.coverage)", "0", AGES),
     ("the refused token counts as accepted", "acceptance:Acceptance.count",
@@ -690,9 +694,8 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("who drafts nothing beside others never comes back", "controller:Controller._probe",
      "terms.join(asks, options)", "pass",
      "controller::test_a_request_that_drafts_nothing_beside_others_that_do_comes_back"),
-    ("probes in rich cycles are free", "controller:Terms.probe",
-     "self.rate * self._steps.get(name, (0.0, 0.0))[0]", "0.0",
-     "controller::test_probes_are_not_free_where_a_cycle_brings_more_than_its_text_does_on_average"),
+    ("probes cost more than their share", "controller:Controller._probe",
+     "budget / len(terms.idle)", "8 * budget", PROBES),
     ("the quickest choice counts for all", "costs:Costs.observe_choice",
      "mean + _LATEST_SHARE * (ms - mean)", "min(mean, ms)",
      "controller::test_choosing_takes_its_mean_as_cycles_with_little_to_choose_from_are_quick"),
@@ -703,9 +706,11 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("the first rate is the last", "controller:Terms.see",
      "self.rate = found\n", "break\n", f"{BEST_K}[0.1-0.5]"),
     ("shared steps cost nobody anything", "controller:Terms._share",
-     "gain - self.rate * ms for", "gain for", BEST_OF_ALL),
+     "gain - self.rate * ms for", "gain for", f"{BEST_OF_ALL}[4]"),
     ("two models draft in one cycle", "controller:Terms._best",
-     "own and name != own", "False", BEST_OF_ALL),
+     "own and name != own", "False", f"{BEST_OF_ALL}[16]"),
+    ("a step is taken however few take part", "controller:Terms.choose",
+     "more >= self.rate * run_ms", "True", f"{BEST_OF_ALL}[20]"),
     ("what was measured cold is kept", "costs:Line.observe",
      "one[0] <= self._most(one[1], size, ms)", "True",
      "controller::test_after_a_cold_pass_and_a_cold_draft_drafting_resumes_within_20_cycles",

@@ -457,17 +457,18 @@ def test_a_drafter_that_a_busy_machine_has_shut_off_is_measured_again_across_req
 # ------------------------------------------------------------------------- one choice for all
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(24))
 def test_one_choice_for_all_is_nearly_the_best_of_all_choices(seed):
-    """Three requests, two models and a free drafter, up to three tokens: 10³ choices each.
+    """Three requests, two models and maybe a free drafter, up to three tokens: 10³ choices.
 
     In tokens per ms. Two models would run one after the other, so none of the 10³ has two.
     """
     chance, own = random.Random(seed), Controller(*WEIGHTS)
     steps = {name: chance.uniform(0.2, 4.0) for name in ("own", "other")}
+    names = ("own", "other", "free")[: 2 + seed % 2]
     measure(own.costs, 3, **steps)
     records = [
-        {n: settled(chance.random()) for n in ("own", "other", "free") if chance.random() < 0.8}
+        {name: settled(chance.random()) for name in names if chance.random() < 0.8}
         or {"own": settled(0.5)}
         for _ in range(3)
     ]
@@ -492,7 +493,7 @@ def test_one_choice_for_all_is_nearly_the_best_of_all_choices(seed):
         for choices, names in zip(itertools.product(*every), models, strict=True)
         if len(names) < 2
     )
-    assert rate(found) >= 0.97 * best
+    assert rate(found) >= 0.99 * best
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -838,7 +839,8 @@ def test_who_is_told_late_proposes_as_if_it_had_been_told_at_once(demo_engine, p
                 engine.panel._catch_up(seat, name)
 
         engine.panel.propose, engine.panel.observe = in_turn, told
-        run(engine, prompts["code_class"], max_tokens=70, drafter="auto", **way)
+        given = {"max_tokens": 70, "drafter": "auto", "is_alone": True}  # else the second run knows
+        run(engine, prompts["code_class"], **given, **way)
         return found
 
     late, at_once = drafts(False), drafts(True)
@@ -910,6 +912,15 @@ def test_of_several_drafters_only_the_one_that_fails_is_lost(method):
     (warning,) = seat.warnings
     told = "bad failed to close: no" if method == "close" else "bad failed (no): went on with good"
     assert warning == f"drafter {told}"
+
+
+def test_who_cannot_hear_of_its_own_draft_is_lost():
+    drafters = scripted(bad=lambda tokens, n: [1] * n, good=lambda tokens, n: [])
+    panel, seat = seated(drafters)
+    panel.propose([seat], [("bad", 2)])
+    drafters["bad"].observe = None  # cannot be called
+    panel.observe(seat, Verdict(2, 0, [5]), {})
+    assert list(seat.states) == ["good"] and len(seat.warnings) == 1
 
 
 def test_who_was_passed_over_is_told_of_no_draft():
