@@ -536,7 +536,7 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("who is looked at has not heard of all", "panel:Panel.guess",
      "self._catch_up(seat, name)", "pass", TOLD_LATE),
     ("a drafter that cannot catch up ends the request", "panel:Panel._catch_up",
-     "self._lose(seat, name, error)", "raise", f"{ANYWHERE}[observe]"),
+     "self._lose(seat, name, error)", "raise", f"{ONE_LOST}[observe]"),
     ("a drafter that cannot observe ends the request", "panel:Panel.observe",
      "self._lose(seat, name, error)", "raise",
      "controller::test_who_cannot_hear_of_its_own_draft_is_lost"),
