@@ -107,8 +107,9 @@ def show_prompt(engine: Any, wanted: Request, num_explained: int = 0) -> int:
     colour = has_colour()
     print(legend(colour), end="\n\n")
     print(engine.target.tokenizer.decode(wanted.prompt), end="", flush=True)
-    for sequence, cycle in engine.generate(wanted):
-        print(mark(cycle.pieces, colour), end="", flush=True)
+    for sequence, _ in engine.generate(wanted):
+        pieces = sequence.text.release(sequence.finish_reason is not None)
+        print(mark(pieces, colour), end="", flush=True)
         finished = sequence
     print(mark([(end_of_text(engine, finished), "end")], colour), end="")
     print_figures(finished.finish_reason, finished.statistics)

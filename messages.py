@@ -173,7 +173,6 @@ class Cycle:
     held: int  # tokens in the KV cache after the verify
     cached: int  # and after the truncation
     recurrent: Sequence[Any]  # the target's layers that keep a state in the place of keys
-    pieces: list[tuple[str, str]]  # text that may be shown now, and the kind of token it came from
     logits: Tensor  # [n + 1, V] of the target
     scores: Tensor  # [n + 1, V], penalised
     times: list[float] = field(default_factory=list)  # s: began, drafted, passed, done

@@ -54,12 +54,12 @@ class FixedClock(Planner):
             costs.observe_draft(name, counts, self._unread[name], ms)
             draft_ms += ms
         if times:
-            fed = [len(draft.tokens) + 1 for draft in drafts]
-            ms, other_ms = prices.pass_ms + prices.row_ms * sum(fed), draft_ms + prices.other_ms
-            costs.observe_pass(len(fed), sum(fed), ms, other_ms, max(fed))
-            self.ms += ms + other_ms
-            if not self.is_resting:
-                costs.observe_choice(len(fed), choice_ms := prices.choice_ms * len(fed))
+            size, fed = len(drafts), sum(len(draft.tokens) + 1 for draft in drafts)
+            ms = prices.pass_ms + prices.row_ms * fed + prices.other_ms
+            costs.observe_pass(size, fed, ms)
+            self.ms += ms + draft_ms
+            if self.has_chosen:
+                costs.observe_choice(size, choice_ms := prices.choice_ms * size)
                 self.ms += choice_ms
 
 

@@ -6,6 +6,9 @@ A drafter holds shared weights and is read-only after construction; what belongs
 lives in the state that `open` returns. The smallest useful drafter is `propose` alone: see "Your
 own drafter" in README.md.
 
+Who proposed observes what became of it at once. Whom nobody asked observes before it is asked next,
+all that came meanwhile as one verdict with drafted = 0.
+
 A draft is a chain of tokens, or a tree if its `parents` say so (see tree.py).
 """
 

@@ -219,7 +219,7 @@ def run(engine: Any, prompt: list[int], **fields: Any) -> tuple[Any, list[dict[s
     """One request to its end: the finished sequence and its events."""
     events = []
     for sequence, cycle in engine.generate(core.Request(prompt, **fields)):
-        events.append(trace.event(sequence, cycle))
+        events.append(trace.summary(cycle) | trace.event(sequence, cycle))
     return sequence, events
 
 
