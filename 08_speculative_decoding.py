@@ -19,7 +19,7 @@ classical rule, which a request may ask for, keeps the distribution and not the 
 Read on in this order: KV cache and truncation · cached model · probabilities · verify · sequence ·
 engine · plain decoding · loading · Flask app · command line; for the idea alone, from verify to the
 engine's step. drafters/ guess, control/ decides who drafts and how much, serving/ has what only a
-server needs, and fastpath/ computes the same sooner.
+server needs, and fastpath/ computes the same faster.
 
 Sources: Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318; Daliri et al., 2408.07978.
 """
@@ -50,7 +50,8 @@ from fastpath.prefix import PrefixCache
 from fastpath.recurrent import follow_rows
 from messages import Cycle, Draft, Judgement, Layers, Output, Request, Sampling
 from sampling import ACCEPT, DRAW, RECOVER, choose, draw, penalise, truncated_softmax
-from serving import answers, faults, http, loading
+from serving import answers, faults, http, loading, story
+from serving.catalogue import with_model
 from serving.gpt_neo import follow_masks
 from serving.openai import register_openai
 from serving.options import Options, parse_arguments
@@ -151,8 +152,8 @@ class SlotLayer(CacheLayerMixin):
 class SlotCache(Cache):
     """A KV cache whose rows have lengths of their own; truncating a row lowers its length.
 
-    One forward is: `place` its tokens, run the model with this cache, `advance`. Open rows lie in
-    the first slots of the buffers: when one is closed, the row in the last slot takes its place.
+    One pass: `place` its tokens, run the model with this cache, `advance`. A row is a request's
+    handle, a slot its place in the buffers now: when a row is closed, the last one moves there.
     """
 
     def __init__(self, num_layers: int, num_rows: int, max_length: int, device: Any) -> None:
@@ -230,7 +231,6 @@ class SlotCache(Cache):
             raise ValueError(f"cannot truncate {self.lengths[row]} cached tokens to {length}")
         self.lengths[row] = length
 
-    @torch.inference_mode()
     def keep(self, row: int, num_drafted: int, accepted: list[int] | range) -> None:
         """Of the last `num_drafted` tokens keep those at the indexes `accepted`, in rising order.
 
@@ -240,8 +240,9 @@ class SlotCache(Cache):
         begin, count = self.lengths[row] - num_drafted, len(accepted)
         if list(accepted) != list(range(count)):
             slot, moved = self.slot(row), torch.tensor(accepted, device=self.device) + begin
-            for buffer in self._buffers():
-                buffer[slot, :, begin : begin + count] = buffer[slot, :, moved]
+            with torch.inference_mode():
+                for buffer in self._buffers():
+                    buffer[slot, :, begin : begin + count] = buffer[slot, :, moved]
         self.truncate(row, begin + count)
 
 
@@ -272,9 +273,8 @@ class CachedModel:
     ) -> Output:
         """Feed tokens[b] after what cache row rows[b] holds.
 
-        Prefill (a long run of tokens), decoding (one) and verifying (n + 1) differ only in what is
-        fed. Returns the logits of each text's last num_logits[b] >= 1 tokens, and the hidden states
-        of `layers`. This is the plain way: fastpath/forward.py gives the same sooner.
+        Prefill (many tokens), decoding (one) and verifying (n + 1) differ in what is fed. Gives a
+        text's last num_logits[b] >= 1 logits, and states of `layers`. fastpath/ does so faster.
         """
         place = self.cache.place(rows, [len(fed) for fed in tokens])
         ids = place.arrange([torch.tensor(fed, device=self.cache.device) for fed in tokens])
@@ -338,9 +338,9 @@ def verify(draft: Draft, choices: Iterator[int]) -> list[Judgement]:
     `choices` are the target's own tokens after pending, d1, …, dn (see `own_choices`). The first
     choice that differs replaces the drafted token. If none differs, the last choice is a bonus.
 
-    This is lossless, because only the target's own choices are ever emitted. Choice i is used only
-    if each drafted token before it is the choice made there. So it was made after the same text as
-    in plain decoding, by the same noise; and by the same logits, which fastpath/exact.py checks.
+    Only the target's own choices are ever emitted. Choice i is used only when drafted tokens 1 … i
+    all matched, so it was made as in plain decoding: after the same text, by the same noise and the
+    same logits, which fastpath/exact.py checks.
 
     Example: choices 4, 9, 1, 7 and Draft([4, 8, 1]) -> 4 accepted, 8 rejected, 9 recovered.
     """
@@ -493,9 +493,8 @@ class Engine:
     def step(self, sequences: list[Sequence]) -> dict[Sequence, Cycle]:
         """One cycle of each: draft → verify → accept → truncate.
 
-        The first cycle of a sequence is its prefill: a long run of tokens to feed, and no draft. A
-        sequence whose prompt is not read yet gets no cycle, nor does one that cannot go on, as its
-        logits are no numbers, say. A forward that fails raises, and nothing has been accepted.
+        The first cycle is the prefill: many tokens to feed, no draft. Unfinished prompts and failed
+        sequences return no cycle. A pass that fails raises, and nothing has been accepted.
         """
         batch = self.read_prompts(sequences)
         if not batch:
@@ -545,14 +544,14 @@ class Engine:
         )
 
     def accept(self, s: Sequence, draft: Draft, logits: Tensor, hidden: dict[int, Tensor]) -> Cycle:
-        """Judge the draft, append what stays, truncate the cache, and tell those who learn."""
+        """Judge the draft, append what stays, truncate; update statistics, controller, drafters."""
         tree, (draft, places, logits, hidden) = draft, Line.of(draft, logits, hidden, s, sample)
         scores = penalise(logits, s.request.sampling.repetition_penalty, s.tokens, draft.tokens)
         judged = self.judge(s, draft, scores)
         cache, held = self.target.cache, self.target.cache.lengths[s.row]
         kept = s.append(judged, self.eos_ids)
         cache.keep(s.row, len(tree.tokens), places[: kept - 1])  # all but the pending token
-        told = held, cache.lengths[s.row], cache.recurrent, s.text.release(bool(s.finish_reason))
+        told = held, cache.lengths[s.row], cache.recurrent
         cycle = Cycle(s.num_steps, tree, places, draft, judged, kept, *told, logits, scores)
         s.num_steps += 1
         s.statistics.record(cycle.num_drafted, cycle.kinds, cycle.num_beside)
@@ -605,7 +604,7 @@ def load_model(name: str, options: Options) -> CachedModel:
 
 
 def assemble_engine(options: Options) -> Engine:
-    """Load the target and every drafter that fits. Raises ValueError if one asked for does not."""
+    """The target and every drafter that fits. Raises ValueError if one asked for does not."""
     target = load_model(options.model, options)
     draft = load_model(options.draft_folder, options) if options.draft_folder else None
     context = Context(target, sample, draft, **options.for_drafters)
@@ -618,8 +617,9 @@ def assemble_engine(options: Options) -> Engine:
     return Engine(target, loaded, default, chunk, controller, draft, options.strict, known)
 
 
-def prepare(engine: Engine, options: Options) -> None:
-    """Find the shapes to run in and run once, in the thread that is going to serve."""
+def load_engine(options: Options) -> Engine:
+    """An engine that is ready to run in this thread: checked, and run once."""
+    engine = assemble_engine(options)
     most = options.max_running * (options.num_speculative_tokens + 1)  # tokens of a forward
     for model in filter(None, (engine.target, engine.draft_model)):
         # Only the target's bits count: a draft with other bits is a worse draft at most.
@@ -628,12 +628,6 @@ def prepare(engine: Engine, options: Options) -> None:
         check(model)
     answers.LOG.info(answers.setting(engine, options))
     warm_up(engine)
-
-
-def load_engine(options: Options) -> Engine:
-    """An engine that is ready to run in this thread."""
-    engine = assemble_engine(options)
-    prepare(engine, options)
     return engine
 
 
@@ -665,9 +659,15 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
 
 
 def load_app(options: Options) -> Flask:
-    """The application with an engine that its worker's thread has made ready."""
-    engine = assemble_engine(options)
-    return create_app(engine, options, Worker(engine, options, lambda: prepare(engine, options)))
+    """The application; its worker's thread loads the models, and no other thread computes."""
+
+    def load(worker: Worker) -> tuple[Engine, Flask]:
+        chosen = with_model(options)
+        engine = load_engine(chosen)
+        worker.story = story.record(engine, chosen)
+        return engine, create_app(engine, chosen, worker)
+
+    return Worker(None, options, load).app
 
 
 # ------------------------------------------------------------------------------ command line
@@ -675,10 +675,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns 0, 1 if outputs differed, 2 if it could not be carried out."""
 
     def act() -> int:
-        given, options = parse_arguments(__doc__.splitlines()[0], arguments)
+        given, options = parse_arguments(arguments)
         if given.port:
             return http.serve(lambda: engines.load(options, load_app), given.port, options)
-        engine = load_engine(options)
+        engine = load_engine(options := with_model(options))
         if given.prompt is None:
             show = engines.show_plan if given.plan else demo.show_demo
             return show(engine, options, plain_decode, given)

@@ -38,9 +38,11 @@ _COLOURS = {"accepted": "\033[32m", "recovered": "\033[33m", "bonus": "\033[36m"
 _BRACKETS = {"accepted": "[]", "recovered": "<>", "bonus": "{}", "end": ("", "")}
 _MEANING = {
     "accepted": "drafted and accepted",
-    "recovered": "the target's, where a draft was refused",
-    "bonus": "the target's, nothing having been refused",
+    "recovered": "the model's own, where a drafted token was rejected",
+    "bonus": "the model's own next token",
 }
+_PLAIN = "plain decoding"
+_DEMO_S, _FEW = 60.0, 8  # that repeats may take; tokens that tell how long they take
 _COLUMNS = ("passes", "ms", "tok/pass", "accepted", "rate", "fewer passes", "speed-up")
 _ROW = "{:14}{:>8} {:>8} {:>9} {:>9} {:>6} {:>13} {:>9}"
 
@@ -105,8 +107,9 @@ def show_prompt(engine: Any, wanted: Request, num_explained: int = 0) -> int:
     colour = has_colour()
     print(legend(colour), end="\n\n")
     print(engine.target.tokenizer.decode(wanted.prompt), end="", flush=True)
-    for sequence, cycle in engine.generate(wanted):
-        print(mark(cycle.pieces, colour), end="", flush=True)
+    for sequence, _ in engine.generate(wanted):
+        pieces = sequence.text.release(sequence.finish_reason is not None)
+        print(mark(pieces, colour), end="", flush=True)
         finished = sequence
     print(mark([(end_of_text(engine, finished), "end")], colour), end="")
     print_figures(finished.finish_reason, finished.statistics)
@@ -163,8 +166,7 @@ def explain(event: dict[str, Any]) -> str:
     else:
         lines.append(f"  draft     {_branches(tree, texts) or 'nothing'}")
         lines.append(
-            f"  verify    pending and {len(tree)} drafted in one forward: "
-            f"cache {held} -> {verified}"
+            f"  verify    pending and {len(tree)} drafted in one pass: cache {held} -> {verified}"
         )
     if event.get("controller"):
         lines.append(f"  decided   {event['controller']}")
@@ -174,13 +176,13 @@ def explain(event: dict[str, Any]) -> str:
         lines.append(f"  d{i:<8} {texts[token['id']]!r:12} {_why(token)}: {token['kind']}")
     if tokens[-1]["kind"] != "accepted" and len(judged) < len(drafted):
         rest = ", ".join(f"d{i}" for i in range(len(judged) + 1, len(drafted) + 1))
-        lines.append(f"  {'':9} {rest}: not judged, as the text before changed")
+        lines.append(f"  {'':9} {rest}: dropped behind the rejected token")
     for token in tokens:
         if token["kind"] != "accepted":
             lines.append(f"  target's  {texts[token['id']]!r:12} {_why(token)}: {token['kind']}")
     cut = f"cache {verified} -> {kept}" if kept < verified else f"nothing to cut, cache {kept}"
     if (states := event.get("recurrent")) and kept < verified:
-        again = f", {states['stepped']} tokens stepped again" if states["stepped"] else ""
+        again = f", {states['stepped']} tokens replayed" if states["stepped"] else ""
         lines.append(f"  states    of {states['layers']} layers: {verified} -> {kept}{again}")
     return "\n".join([*lines, f"  truncate  {cut}; pending {texts[tokens[-1]['id']]!r}"])
 
@@ -305,7 +307,7 @@ def show_demo(engine: Any, options: Options, plain_decode: Decode, given: Namesp
 def compare(
     engine: Any, prompt: list[int], options: Options, repeats: int, plain_decode: Decode
 ) -> dict[str, Any]:
-    """One prompt by standard decoding and by each drafter, in turn; times are medians.
+    """One prompt by plain decoding and by each drafter, in turn; times are medians.
 
     Under the rule of rejection sampled outputs are draws of their own, and not compared (identical:
     None).
@@ -349,7 +351,7 @@ def compare(
 def worked_cycle(
     engine: Any, prompts: dict[str, list[int]], options: Options
 ) -> dict[str, Any] | None:
-    """The first cycle of the default drafter in which one draft is kept and another refused."""
+    """The first cycle of the default drafter that accepts one token and rejects another."""
     k = options.num_speculative_tokens
     for name, prompt in prompts.items():
         wanted = Request(
@@ -363,12 +365,17 @@ def worked_cycle(
 
 
 def run_demo(
-    engine: Any, options: Options, plain_decode: Decode, prompts: Prompts, repeats: int
+    engine: Any, options: Options, plain_decode: Decode, prompts: Prompts, repeats: int | None
 ) -> Iterator[dict[str, Any]]:
-    """Each demo prompt by every method."""
-    few = replace(options, max_tokens=8)
-    warm_up = engine.target.tokenizer("warm up")["input_ids"]
-    compare(engine, warm_up, few, 1, plain_decode)
+    """Each demo prompt by every method, so many times; None: as often as a minute or so allows."""
+    few, text = replace(options, max_tokens=_FEW), engine.target.tokenizer("warm up")["input_ids"]
+    compare(engine, text, few, 1, plain_decode)  # first calls are slow
+    if repeats is None:
+        began = time.perf_counter()
+        compare(engine, text, few, 1, plain_decode)
+        num_tokens = len(prompts) * (options.max_tokens or Request.max_tokens)
+        expected_s = (time.perf_counter() - began) * num_tokens / _FEW
+        repeats = max(1, min(3, int(_DEMO_S / expected_s)))
     for name, (text, ids) in tqdm(prompts.items(), desc="demo prompts"):
         result = compare(engine, ids, options, repeats, plain_decode)
         yield {"name": name, "prompt": text} | result
@@ -395,7 +402,7 @@ def timed(ms: list[float]) -> dict[str, Any]:
 def demo_run(
     engine: Any, sequences: list[Any], ms: list[float], standard: dict[str, Any]
 ) -> dict[str, Any]:
-    """One prompt by one drafter, run several times, beside `standard` decoding of it."""
+    """One prompt by one drafter, run several times, beside plain decoding of it (`standard`)."""
     s = sequences[ms.index(median_low(ms))]
     num_plain = len(standard["token_ids"])
     speedups = [
@@ -466,7 +473,7 @@ def _doubt(run: dict[str, Any]) -> str:
     if not run["disturbed"]:
         return ""
     least, most = run["spread"]
-    return f" disturbed: {least:.2f} to {most:.2f}×"
+    return f" not reliable, the machine was busy ({least:.2f} to {most:.2f}×)"
 
 
 def print_summary(document: dict[str, Any], shown: str, num_prompts: int) -> None:
@@ -476,13 +483,17 @@ def print_summary(document: dict[str, Any], shown: str, num_prompts: int) -> Non
     if worked := document["worked_cycle"]:
         print(f"\n━━ one cycle of {worked['name']}, by {shown} " + "━" * 40)
         print(explain(worked["event"]))
-    print("\n━━ in all " + "━" * 72)
     standard = document["totals"]["standard"]
+    repeats = len(standard["ms_of_runs"])
+    runs = "one run" if repeats == 1 else f"medians of {repeats} runs"
+    print(f"\n━━ in all ({runs}) ".ljust(81, "━"))
     for method, total in document["totals"].items():
-        same = "" if method == "standard" else f"identical: {_verdict([total['identical']])}"
+        is_plain = method == "standard"
+        name = _PLAIN if is_plain else method
+        same = "" if is_plain else f"identical: {_verdict([total['identical']])}"
         speed_up = standard["ms"] / standard["tokens"] * total["tokens"] / total["ms"]
         print(
-            f"{method:14}{total['tokens']:6} tokens {total['target_passes']:6} passes "
+            f"{name:14}{total['tokens']:6} tokens {total['target_passes']:6} passes "
             f"{total['ms']:8.0f} ms {total['tokens_per_pass'] or 0:6.2f} tok/pass "
             f"{speed_up:5.2f}×{_doubt(total)}  {same}".rstrip()
         )
@@ -494,7 +505,7 @@ def print_prompt(result: dict[str, Any], shown: str, colour: bool, is_chat: bool
     print(f"\n━━ {result['name']} " + "━" * max(0, 78 - len(result["name"])))
     print(_ROW.format("", *_COLUMNS))
     passes, ms = standard["target_passes"], standard["ms"]
-    print(_ROW.format("standard", passes, f"{ms:.1f}", "1.00", "", "", "", "").rstrip())
+    print(_ROW.format(_PLAIN, passes, f"{ms:.1f}", "1.00", "", "", "", "").rstrip())
     for name, run in result["speculative"].items():
         length = run["mean_acceptance_length"]
         # Sampled texts may be of different lengths: ms and passes count per token.

@@ -91,9 +91,9 @@ class Draft:
     Where trees cannot be verified, the longest chain of one is.
 
     `probs` [n, V] float32 is the distribution q that each token was drawn from. None says that
-    nothing was drawn (q is one-hot). Traces show it, and where a request is verified by rejection
-    it decides. There two mistakes change the distribution of the output: to report a q that the
-    token was not drawn from, and to drop a token because of what was drawn.
+    nothing was drawn (q is one-hot). Rejection needs q; otherwise q is only displayed. Under
+    rejection two mistakes change the distribution of the output: to report a q that the token was
+    not drawn from, and to drop a token because of what was drawn.
 
     `confidence` [n] says how likely each token was by the drafter's own softmax, where it tells.
     """
@@ -126,9 +126,9 @@ class Judgement(NamedTuple):
 class Verdict:
     """The target's judgement of one draft.
 
-    Example: [a, b, c] drafted, b refused and B recovered -> Verdict(drafted=3, accepted=1,
+    Example: [a, b, c] drafted, b rejected and B recovered -> Verdict(drafted=3, accepted=1,
     tokens=[a, B]). `hidden` [accepted + 1, D] (after prefill: [prompt, D]) holds the target's
-    hidden states at the newly cached positions; the last of them led to the last token. With
+    hidden states at the newly cached positions: hidden[-1] produced tokens[-1]. With
     several `hidden_layers` their states stand side by side. None unless `needs_hidden`. A drafter
     that was passed over gets the same tokens with drafted=0; `accepted` still counts the other's.
     """
@@ -173,7 +173,6 @@ class Cycle:
     held: int  # tokens in the KV cache after the verify
     cached: int  # and after the truncation
     recurrent: Sequence[Any]  # the target's layers that keep a state in the place of keys
-    pieces: list[tuple[str, str]]  # text that may be shown now, and the kind of token it came from
     logits: Tensor  # [n + 1, V] of the target
     scores: Tensor  # [n + 1, V], penalised
     times: list[float] = field(default_factory=list)  # s: began, drafted, passed, done
@@ -204,7 +203,7 @@ class Cycle:
 
     @property
     def num_stepped(self) -> int:
-        """Tokens that stay and that recurrent layers step through again: a part was refused."""
+        """Accepted tokens that recurrent layers replay from the saved state, after a rejection."""
         begin = self.held - len(self.tree.tokens) - 1
         return self.cached - begin if self.number and self.cached < self.held else 0
 

@@ -32,6 +32,7 @@ from tqdm import tqdm
 import demo
 from control.statistics import Statistics
 from messages import Request
+from serving import catalogue
 from serving.options import ROOT, Options, between
 from serving.prompts import ids_of, prompts_of  # noqa: F401  (for the benchmarks)
 
@@ -64,7 +65,7 @@ SHAPES = {
     "tiny": _qwen3(4096, 64, 2, 2, 32),
 }
 
-EMBEDDED = {"demo": Options.model, "hybrid": str(ROOT / "demo_models" / "hybrid")}
+EMBEDDED = {"demo": catalogue.EMBEDDED["embedded"], "hybrid": catalogue.EMBEDDED["hybrid"]}
 
 # ------------------------------------------------------------------------------------- engines
 
@@ -75,7 +76,9 @@ def load_engine(**options: Any) -> Any:
     It remembers no prompts, and no past outputs unless told otherwise: what is measured must not
     depend on what was measured before.
     """
-    return core.load_engine(Options(**{"prefix_cache_mb": 0, "suffix_cache": 0} | options))
+    return core.load_engine(
+        Options(**{"model": "embedded", "prefix_cache_mb": 0, "suffix_cache": 0} | options)
+    )
 
 
 def without_controller(engine: Any) -> Any:
@@ -100,7 +103,7 @@ def model_folder(shape: str, dtype: str) -> Iterator[str]:
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         # The embedded tokenizer knows the first few thousand ids. The others have no text.
-        transformers.AutoTokenizer.from_pretrained(Options.model).save_pretrained(folder)
+        transformers.AutoTokenizer.from_pretrained(EMBEDDED["demo"]).save_pretrained(folder)
         del model
         yield folder
 

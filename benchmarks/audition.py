@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--prompts", required=True, metavar="FILE",
         help="a prompt per line, or in a .jsonl file an object with the field prompt",
     )  # fmt: skip
-    options.add_argument("--model", default=Options.model, help="the target (default: ours)")
+    options.add_argument("--model", default="smollm2", help="the target (default: %(default)s)")
     options.add_argument("--draft-model", help="for the drafter draft_model")
     options.add_argument("--eagle3", help="a head for the target")
     options.add_argument("--dflash", help="a head of that kind")

@@ -6,7 +6,8 @@ not drafting in the same run, `of_best` that of `auto` in that of the best of al
 `ratio` that of the batch in that of one after another. The second table shows the longest gap
 between two tokens of a running request while a long prompt arrives.
 
-    python -m benchmarks.batch [--runs 5] [--tokens 96] [--sizes 1 4 8 16] [--together] [--json]
+    python -m benchmarks.batch [--runs 5] [--tokens 96] [--sizes 1 4 8 16] [--together]
+        [--model smollm2] [--json]
 """
 
 import time
@@ -128,9 +129,10 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument(
         "--sizes", type=between(1, 16), nargs="+", default=SIZES, help="of batches"
     )
+    options.add_argument("--model", default="embedded", help="the target (default: ours)")
     options.add_argument("--together", action="store_true", help="only in batches, and no gaps")
     given = options.parse_args(arguments)
-    engine = bench.load_engine(max_running=max(SIZES))
+    engine = bench.load_engine(model=given.model, max_running=max(SIZES))
     engine.eos_ids = set()  # every request is as long as the others
     results = {
         "batches": measure_batches(

@@ -78,7 +78,7 @@ def hybrid() -> Any:
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(core.Options().model).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(bench.EMBEDDED["demo"]).save_pretrained(folder)
         model = core.load_model(folder, core.Options(max_running=2))
     speed_up(model)
     return model

@@ -28,7 +28,7 @@ import benchmarks as bench
 from control.formulas import break_even_of_drafts
 from messages import Request, Sampling
 from serving.errors import RequestError
-from serving.options import Options, between
+from serving.options import between
 from serving.parsing import MAX_SPECULATIVE_TOKENS, check_fields
 
 Case = tuple[str, str]  # drafter, and K or CHOSEN
@@ -141,7 +141,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--k", type=k, nargs="+", default=[1, 2, 3, 5])
     options.add_argument("--temperature", type=temperature, nargs="+", default=[0.0, 1.0])
     options.add_argument("--kinds", nargs="+", help="prompts whose names begin so (default: all)")
-    options.add_argument("--model", default=Options.model, help="the target (default: ours)")
+    options.add_argument("--model", default="embedded", help="the target (default: %(default)s)")
     options.add_argument("--draft-model", help="one of your own")
     bench.add_count(options, "--tokens", 2, 1000, 96, "a request, at most")
     given = options.parse_args(arguments)

@@ -27,7 +27,7 @@ from control.controller import Controller
 from control.planner import Planner
 from drafters.panel import Panel
 from messages import Draft, Request
-from serving.options import Options, between
+from serving.options import between
 from serving.parsing import MAX_SPECULATIVE_TOKENS
 
 _FREE_MS = 0.005  # a token of a drafter without a model
@@ -54,12 +54,12 @@ class FixedClock(Planner):
             costs.observe_draft(name, counts, self._unread[name], ms)
             draft_ms += ms
         if times:
-            fed = [len(draft.tokens) + 1 for draft in drafts]
-            ms, other_ms = prices.pass_ms + prices.row_ms * sum(fed), draft_ms + prices.other_ms
-            costs.observe_pass(len(fed), sum(fed), ms, other_ms, max(fed))
-            self.ms += ms + other_ms
-            if not self.is_resting:
-                costs.observe_choice(len(fed), choice_ms := prices.choice_ms * len(fed))
+            size, fed = len(drafts), sum(len(draft.tokens) + 1 for draft in drafts)
+            ms = prices.pass_ms + prices.row_ms * fed + prices.other_ms
+            costs.observe_pass(size, fed, ms)
+            self.ms += ms + draft_ms
+            if self.has_chosen:
+                costs.observe_choice(size, choice_ms := prices.choice_ms * size)
                 self.ms += choice_ms
 
 
@@ -101,7 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
     k = between(1, MAX_SPECULATIVE_TOKENS)
     options.add_argument("--k", type=k, default=8, help="draft tokens, at most (8)")
     options.add_argument("--kinds", nargs="+", help="prompts whose names begin so (default: all)")
-    options.add_argument("--model", default=Options.model, help="the target (default: ours)")
+    options.add_argument("--model", default="embedded", help="the target (default: %(default)s)")
     bench.add_count(options, "--tokens", 2, 1000, 96, "a request, at most")
     given = options.parse_args(arguments)
     engine = bench.load_engine(model=given.model, bitwise=False, max_running=16)

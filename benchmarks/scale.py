@@ -12,7 +12,7 @@ The times are results/cycle_times.json and scale_batch.json, which `benchmarks.c
 `benchmarks.batch` have printed. Speed-ups are tokens per second in those of plain decoding in the
 same batch. Not covered: prompts that are read meanwhile, pipelines, quantisation, drafts that
 branch, a K that differs by request.
-docs/scale.md explains the tables.
+docs/speed.md explains the tables on paper.
 """
 
 import json

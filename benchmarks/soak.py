@@ -39,11 +39,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from statistics import quantiles
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any
 
 from tqdm import tqdm
@@ -75,7 +76,7 @@ class Server:
             probe.bind((HOST, 0))
             self.port = probe.getsockname()[1]
         command = [sys.executable, "08_speculative_decoding.py", "--host", HOST]
-        command += ["--port", str(self.port), "--max-queued", "16", *arguments]
+        command += ["--port", str(self.port), *arguments]
         with log.open("wb") as output:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output
@@ -141,6 +142,18 @@ class Server:
         return self.process.poll()
 
 
+@contextmanager
+def started(arguments: list[str]) -> Iterator[int]:
+    """The port of a server with these arguments, for a while; its output is forgotten."""
+    with TemporaryDirectory() as folder:
+        server = Server(arguments, Path(folder) / "log")
+        try:
+            server.wait_for_health(START_S)
+            yield server.port
+        finally:
+            server.stop()
+
+
 # ----------------------------------------------------------------------------------- the soak
 
 
@@ -195,7 +208,7 @@ def send_again(client: Client, sample: list[tuple[Ask, Text]]) -> dict[str, Any]
 def soak(given: argparse.Namespace, log: Path) -> dict[str, Any]:
     """Start, warm up, load, rest, send the sample again, stop; what there is to report."""
     tally, texts = Tally(), list(demo.read_prompts().values())
-    server = Server(given.server_arguments, log)
+    server = Server(["--max-queued", "16", *given.server_arguments], log)
     try:
         health = server.wait_for_health(START_S)
         if not health["bitwise_lossless"]:

@@ -25,7 +25,7 @@ import benchmarks as bench
 from benchmarks import core
 from drafters.suffix import SuffixDrafter
 from messages import Request, Sampling, Verdict
-from serving.options import Options, between
+from serving.options import between
 from serving.parsing import MAX_SPECULATIVE_TOKENS
 
 PROMPTS = bench.ROOT / "benchmarks" / "agent_prompts.jsonl"
@@ -124,7 +124,7 @@ def costs(size: int, texts: list[list[int]], vocabulary: int) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
     options = bench.parser(__doc__, runs=None)
-    options.add_argument("--model", default=Options.model, help="the target (default: ours)")
+    options.add_argument("--model", default="embedded", help="the target (default: %(default)s)")
     options.add_argument("--k", type=between(1, MAX_SPECULATIVE_TOKENS), default=5)
     options.add_argument("--temperature", type=float, default=0.8, help="of resampled texts")
     options.add_argument("--sizes", type=between(100, 1_000_000), nargs="*",

@@ -15,9 +15,12 @@ from math import prod, sqrt
 from operator import mul
 from typing import Any
 
+from .statistics import count_first
+
 PRIOR = 0.85  # α before anything was seen
 _KEPT, _OLDEST = 0.85, 4  # of what was seen, with each cycle; of at most so many at once
 _TYPICAL_KEPT, _TYPICAL_WEIGHT = 0.99, 4.0  # the same of what is typical of a drafter
+_NEW, _SETTLED = 8, 4  # cycles in which estimates are renewed each time; afterwards at every 4th
 _LARGE = 1e9  # a unit that is brought back to 1, before numbers overflow
 
 
@@ -63,7 +66,11 @@ class Acceptance:
     typical: "Acceptance | None" = field(default=None, repr=False, compare=False)
     calibration: Calibration = field(default_factory=Calibration, repr=False, compare=False)
     unit: float = 1.0  # what counts as one now: old cycles fade as it grows
+    # What the controller made of it: for which terms and limit, and the option.
+    known: tuple[Any, int, Any] = field(default=(None, 0, None), repr=False, compare=False)
     _reach: list[float] = field(default_factory=list, repr=False, compare=False)
+    _taken: list[float] = field(default_factory=list, repr=False, compare=False)
+    _alphas: list[float] = field(default_factory=list, repr=False, compare=False)
     # Records of proposals by their evidence (see Panel.guess).
     _by_evidence: dict[int, "Acceptance"] = field(default_factory=dict, repr=False, compare=False)
 
@@ -77,7 +84,6 @@ class Acceptance:
         if evidence not in self._by_evidence:
             typical = self.typical.with_evidence(evidence) if self.typical else self
             self._by_evidence[evidence] = Acceptance(typical=typical)
-        self._by_evidence[evidence].unread = self.unread
         return self._by_evidence[evidence]
 
     def observe(
@@ -94,7 +100,6 @@ class Acceptance:
             return
         # It ages with the text, drafts or not; within bounds, as one probe is not much to go by.
         kept, self.since = _KEPT ** min(1 + self.since, _OLDEST), 0
-        self._reach = []
         hits = accepted if places is None else places
         self.count(kept, drafted, hits, max(asked, drafted))
         if self.typical:
@@ -102,29 +107,23 @@ class Acceptance:
 
     def count(self, kept: float, drafted: int, accepted: Any, asked: int) -> None:
         """Age what was counted by position, and count so many more."""
-        self._fade(kept, asked)
-        for i in range(min(asked, accepted + 1)):
-            self.reached[i] += self.unit
-        for i in range(accepted):
-            self.accepted[i] += self.unit
-        for i in range(asked):
-            self.asked[i] += self.unit
-        for i in range(drafted):
-            self.drafted[i] += self.unit
+        self._fade(kept)
+        count_first(self.reached, min(asked, accepted + 1), self.unit)
+        count_first(self.accepted, accepted, self.unit)
+        count_first(self.asked, asked, self.unit)
+        count_first(self.drafted, drafted, self.unit)
 
-    def _fade(self, kept: float, length: int) -> None:
-        """Let old counts weigh `kept` of what they did, and make room for so many positions.
+    def _fade(self, kept: float) -> None:
+        """Let old counts weigh `kept` of what they did.
 
         The unit grows in their place: that is one number, and they are many.
         """
+        if self.cycles < _NEW or not self.cycles % _SETTLED:
+            self._reach, self._taken, self._alphas, self.known = [], [], [], (None, 0, None)
         self.cycles += 1
         self.unit /= kept
-        every = self.reached, self.accepted, self.asked, self.drafted
-        for counts in every:
-            if len(counts) < length:
-                counts += [0.0] * (length - len(counts))
         if self.unit > _LARGE:
-            for counts in every:
+            for counts in (self.reached, self.accepted, self.asked, self.drafted):
                 counts[:] = [count / self.unit for count in counts]
             self.unit = 1.0
 
@@ -135,11 +134,11 @@ class Acceptance:
         as this request was before.
         """
         result, before = [], PRIOR
-        expected = self.typical.alphas(count) if self.typical else []
-        weight = self._weight * self.unit
+        expected = self.typical.settled(count) if self.typical else []
         for i in range(count):
             reached = self.reached[i] if i < len(self.reached) else 0.0
             accepted = self.accepted[i] if i < len(self.accepted) else 0.0
+            weight = self._weight(self.reached, i) * self.unit
             if expected:
                 level = sqrt(before / max(expected[i - 1], 1e-6)) if i else 1.0
                 before = min(1.0, expected[i] * level)
@@ -147,19 +146,34 @@ class Acceptance:
             result.append(before)
         return result
 
-    @property
-    def _weight(self) -> float:
-        """Of what is typical; what was thought before anything was seen fades."""
-        return _TYPICAL_WEIGHT / (1 if self.typical else 1 + self.cycles / _TYPICAL_WEIGHT)
+    def settled(self, count: int) -> list[float]:
+        """The same, not always up to the last cycle."""
+        if len(self._alphas) < count:
+            self._alphas = self.alphas(count)
+        return self._alphas
+
+    def _weight(self, counts: list[float], i: int) -> float:
+        """Of what is typical at position i, beside what was counted there.
+
+        What was thought before anything was seen fades with the cycles that came so far.
+        """
+        if self.typical:
+            return _TYPICAL_WEIGHT
+        cases = self.cycles * counts[i] / max(counts[0], 1e-9) if i < len(counts) else 0.0
+        return _TYPICAL_WEIGHT / (1 + cases / _TYPICAL_WEIGHT)
 
     def taken(self, count: int) -> list[float]:
         """The chance that a draft of up to `count` tokens comes to its first, second, … one."""
+        if len(self._taken) >= count:
+            return self._taken[:count]
         expected = self.typical.taken(count) if self.typical else [1.0] * count
-        result, weight, known = [], self._weight * self.unit, len(self.asked)
+        self._taken = result = []
         for i in range(count):
-            drafted, asked = (self.drafted[i], self.asked[i]) if i < known else (0.0, 0.0)
+            drafted = self.drafted[i] if i < len(self.drafted) else 0.0
+            asked = self.asked[i] if i < len(self.asked) else 0.0
+            weight = self._weight(self.asked, i) * self.unit
             result.append((drafted + weight * expected[i]) / (asked + weight))
-        return result
+        return result[:]
 
     def learn_confidence(self, confidence: list[float], accepted: int) -> None:
         """A draft with its drafter's confidence in each token, if it told; `accepted` were."""
@@ -209,9 +223,9 @@ class TreeAcceptance(Acceptance):
 
     def count(self, kept: float, drafted: int, accepted: Collection[int], asked: int) -> None:
         """The same, with the places of the accepted tokens."""
-        self._fade(kept, drafted)
-        for i in range(drafted):
-            self.reached[i] += self.unit
+        self._fade(kept)
+        count_first(self.reached, drafted, self.unit)
+        count_first(self.accepted, drafted, 0.0)
         for i in accepted:
             self.accepted[i] += self.unit
 
@@ -224,10 +238,10 @@ class TreeAcceptance(Acceptance):
         if len(self._reach) < count:
             expected = self.typical.reach(count) if self.typical else []
             blocks: list[tuple[float, int]] = []  # (mean, tokens): a larger one is spread backwards
-            weight = self._weight * self.unit
             for i in range(count):
                 reached = self.reached[i] if i < len(self.reached) else 0.0
                 accepted = self.accepted[i] if i < len(self.accepted) else 0.0
+                weight = self._weight(self.reached, i) * self.unit
                 before = expected[i] if expected else PRIOR ** (i + 1)
                 mean, size = (accepted + weight * before) / (reached + weight), 1
                 while blocks and blocks[-1][0] < mean:

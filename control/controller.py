@@ -1,12 +1,19 @@
-"""How many tokens to draft, decided in each cycle: as many as pay, and none if none do.
+"""How many tokens to draft, and who drafts: as many as pay, and none if none do.
 
-    expected tokens of a cycle with K drafts:  E(K) = 1 + α₁ + α₁α₂ + … + α₁…α_K
-    its cost, in passes of plain decoding:     T(K) = K · c + t_verify(K)
-    choose what makes E − rate · T largest:    for one request its K, for a batch all (plans.py)
+    tokens of a draft:    α₁ + α₁α₂ + … + α₁…α_k
+    its time:             k · a row of the pass + its part of the steps that are taken
+    choose the drafter and the k so that tokens − rate · time is largest
 
-The rate is what time is worth: the tokens per ms that the text gives on average, over the last
-cycles. (This cycle's own E / T would be greedy. Example: n-gram finds nothing for once, and a model
-would draft eight tokens at half the usual rate. Two are better: then n-gram may go on.)
+The rate is what time is worth: the tokens per ms that the texts gave on average, over their last
+cycles. (This cycle's own would be greedy. Example: n-gram finds nothing for once, and a model would
+draft eight tokens at half the usual rate. Two are better: then n-gram may go on.) In a text that
+begins it is what the best choice gives: choose at some rate, and go on with the rate of that choice
+until it stays.
+
+At a given rate each request can be looked at by itself, but for one thing: a model's step is shared
+by all who draft with it. So a step has a price for each, the time of the step divided by those who
+take it. It is found by letting all take part, then only those who gain at that price, and again.
+Two models would run one after the other, so requests that may choose all have the same one.
 
 αᵢ, the chance that the i-th token is accepted once those before it are, is estimated from the
 request's own cycles, recent ones counting more. A new request is thought to be like those before
@@ -19,75 +26,69 @@ probe: texts become easy, and what was measured while the machine was busy was w
 together may cost a hundredth of the time. That is counted across requests, as one of them may be
 too short to pay for any.
 
+Rate and prices are kept for a few cycles (Terms), as finding them takes longer than using them.
 Costs come from the clock (costs.py), so that K shrinks as a batch fills up. Who drafts and how much
 changes no token, unless a request is verified by rejection: then the same seed gives another text
 of the same distribution.
 """
 
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, zip_longest
+from math import inf, prod
+from typing import Any, NamedTuple
 
 from drafters.panel import TREE
 
 from .acceptance import Acceptance, TreeAcceptance
-from .costs import PAD_SHARE, Costs
-from .plans import (
-    NOTHING,
-    Choice,
-    Offer,
-    Offers,
-    Plan,
-    Prices,
-    best_free,
-    best_plan,
-    choose,
-    evaluate,
-    gains_of,
-)
+from .costs import Costs
 
 PROBE_TOKENS, PROBE_BUDGET = 1, 0.01  # of a probe; the share of the time that probes may cost
-_WORTHWHILE = 0.01  # of what a cycle gives without drafts: they must promise so much more
+_WORTHWHILE = 0.01  # tokens: a draft must promise to gain so much
+_ROUNDS, _CLOSE = 8, 0.02  # of looking for a rate; one that is so little off costs next to nothing
+_LONGEST = 64  # tokens of a draft, at most
+_KEPT, _UNSETTLED = 8, 16  # cycles that terms are kept; measurements until they are
 _PACE_KEPT = 0.9  # of the pace of a text, with each cycle
 _SERVED = 32  # cycles for which text that a model reads now is thought to serve
 _FIRST_GAIN, _GAIN_KEPT = 0.2, 0.8  # of drafting, before it is known, and with each cycle
 _SMALL_EFFORT = 0.02  # of a cycle: so much for choosing is no reason to rest
-_FIRST_REST, _LONGEST_REST, _LOOKS = 4, 16, 4  # cycles
+_FIRST_REST, _LONGEST_REST, _LOOKS = 4, 64, 2  # cycles
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """What was chosen, and the numbers behind it; costs in passes of plain decoding."""
 
     drafter: str
     num_tokens: int
     alpha: float  # of the first position
     c: float
-    expected_speedup: float  # of the whole batch
     break_even: float  # the α at which one drafted token would pay for itself
     least_chance: float  # a token that is less likely to be accepted is not worth its step
+    expected_speedup: float  # of the whole batch
     is_probe: bool = False
     is_rest: bool = False  # nothing was chosen: that would have taken longer than drafts bring
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, with the sentence."""
         values = {
-            name: round(v, 4) if isinstance(v, float) else v for name, v in vars(self).items()
+            name: round(v, 4) if isinstance(v, float) else v for name, v in self._asdict().items()
         }
         return values | {"says": str(self)}
 
     def __str__(self) -> str:
-        alpha, c, even = map(_short, (self.alpha, self.c, self.break_even))
         if self.is_rest:
             return "K=0 is faster here: choosing takes longer than drafts would save"
+        alpha, c, even = map(_short, (self.alpha, self.c, self.break_even))
         if self.is_probe:
             return f"a probe of {self.drafter}: α {alpha}, break-even {even} (c {c})"
         if self.num_tokens:
             expected = f"expected {self.expected_speedup:.2f}×"
             return f"{self.drafter}, K={self.num_tokens}: α {alpha}, c {c}, {expected}"
         if self.break_even > 1:
-            return f"K=0 is faster here: {self.drafter} cannot pay (c {c})"
+            return f"K=0 is faster here: even a certain {self.drafter} guess costs more (c {c})"
         return f"K=0 is faster here: {self.drafter} has α {alpha} < break-even {even} (c {c})"
+
+
+RESTING = Decision("", 0, 0.0, 0.0, 1.0, 1.0, 1.0, is_rest=True)  # of whom nothing was said yet
 
 
 def _short(value: float) -> str:
@@ -120,8 +121,8 @@ class Rest:
     looks: int = 0  # cycles since the last one
     left: int = 0  # cycles of this one
 
-    def goes_on(self) -> bool:
-        """Whether this cycle belongs to a pause."""
+    def pass_cycle(self) -> bool:
+        """Count a cycle of the pause. False if there is none."""
         if not self.left:
             return False
         self.left -= 1
@@ -148,6 +149,224 @@ class Ask:
     pace: Pace = field(default_factory=Pace)
 
 
+class Option(NamedTuple):
+    """The best that a drafter may do for a request: no token, if none gains."""
+
+    drafter: str
+    num_tokens: int
+    alpha: float
+    c: float
+    break_even: float
+    least_chance: float
+    gain: float = 0.0  # tokens, less what their time is worth
+    tokens: float = 0.0  # that are expected of it
+    ms: float = 0.0
+
+
+class Terms:
+    """What time is worth to a batch and what drafts cost there: good for some cycles."""
+
+    def __init__(self, costs: Costs, asks: list[Ask], batch: int) -> None:
+        """`batch` requests share the pass; those that do not ask draft nothing."""
+        self._costs, self.batch, self.num_asks = costs, batch, len(asks)
+        line = costs.pass_line(batch)
+        self.plain_ms, self._row_ms = line.at(batch), line.slope
+        self.left = _KEPT if line.count >= _UNSETTLED else 1  # cycles
+        self.effort = costs.choice(batch) / self.plain_ms
+        self.plain_rate = batch / self.plain_ms
+        self._steps = {name: costs.step(name, batch, self.plain_ms) for name in costs.shares}
+        self._models = [name for name in costs.shares if costs.runs_model(name)]
+        self._reads = {name: costs.read(name, self.plain_ms) for name in self._models}
+        self._sharing: dict[str, int] = {}  # models that several may draft with, and how many
+        # Of each of them the ms of 0, 1, … steps, as long as they pay.
+        self._runs: dict[str, list[float]] = {}
+        self._favourite: str | None = None  # of the models
+        self.rate = self.plain_rate
+        self._settle(asks)
+        self.see(asks)
+        if self.rate > self.plain_rate:
+            self._settle(asks)
+        # Who has not drafted for a while, and what a probe costs in tokens, at the very least.
+        self.idle = {n: 0.0 for ask in asks for n, own in ask.records.items() if own.since}
+        for name in self.idle:
+            self.idle[name] = (
+                min(self._probe_cost(name, ask) for ask in asks if name in ask.records)
+                + self.rate * self._steps.get(name, (0.0, 0.0))[0]
+            )
+
+    def see(self, asks: list[Ask]) -> None:
+        """Find out what time is worth by now."""
+        if all(ask.pace.ms for ask in asks):
+            others = (self.batch - len(asks)) / self.plain_ms
+            rate = others + sum(ask.pace.tokens / ask.pace.ms for ask in asks)
+            self.rate = max(rate, self.plain_rate)
+            return
+        for _ in range(_ROUNDS):  # a text begins: as if all of it were like this
+            _, tokens, ms = self.choose(asks)
+            found = tokens / ms
+            if found <= (1 + _CLOSE) * self.rate:
+                break
+            self.rate = found
+
+    def _settle(self, asks: list[Ask]) -> None:
+        """Find how many steps of models are taken together, and the model that gains the most."""
+        counts = {n: sum(n in ask.records for ask in asks) for n in self._models}
+        self._sharing = {name: count for name, count in counts.items() if count > 1}
+        self._runs.clear()
+        self._version = object()
+        gains, free = {}, [self._best(ask, without_models=True).gain for ask in asks]
+        for name in self._sharing:
+            able = [(ask, own) for ask, own in zip(asks, free, strict=True) if name in ask.records]
+            gains[name] = self._share(name, able)
+        self._favourite = max(gains, key=gains.__getitem__, default=None)
+
+    def _share(self, name: str, able: list[tuple[Ask, float]]) -> tuple[float, int]:
+        """Find how many steps of a model several requests may take; returns what that gains.
+
+        In tokens, and in steps. Each of them would gain so much without the model.
+        """
+        taken = [ask.records[name].taken(self._limit(name, ask)) for ask, _ in able]
+        chances = [1 - prod(1 - each for each in step) for step in zip_longest(*taken, fillvalue=0)]
+        run = [ms * chance for ms, chance in zip(self._steps_ms(name), chances, strict=False)]
+        self._runs[name] = run = list(accumulate(run, initial=0.0))
+        gains = [0.0] * len(run)  # of all, by the steps that they may take
+        for ask, without in able:
+            best = without
+            for count, tokens, ms in self._known(name, ask)[0]:
+                best = max(best, tokens - self.rate * ms)
+                gains[count] += best - without
+            for longer in range(count + 1, len(run)):
+                gains[longer] += best - without
+        totals = [gain - self.rate * ms for gain, ms in zip(gains, run, strict=True)]
+        most = totals.index(max(totals))
+        del run[most + 1 :]
+        return totals[most], most
+
+    def _steps_ms(self, name: str) -> list[float]:
+        """What each step of the longest draft takes, whoever takes part."""
+        fixed = self._steps.get(name, (0.0, 0.0))[0]
+        return [fixed] * _LONGEST if name not in self._costs.at_once else [fixed, *[0.0] * _LONGEST]
+
+    def _limit(self, name: str, ask: Ask) -> int:
+        return min(ask.limit, self._costs.at_once.get(name, ask.limit))
+
+    def option(self, name: str, ask: Ask) -> Option:
+        """The best length of this drafter's draft for a request; shared steps cost it nothing."""
+        lengths, c, token_ms, once_ms, step_ms = self._known(name, ask)
+        rate, best, chosen = self.rate, _WORTHWHILE, (0, 0.0, 0.0)
+        most = len(self._runs[name]) - 1 if name in self._runs else len(lengths)
+        for count, tokens, ms in lengths:
+            if count > most:
+                break
+            if (gain := tokens - rate * ms) > best:
+                best, chosen = gain, (count, tokens, ms)
+        alpha, even = lengths[0][1], rate * (token_ms + once_ms + step_ms)
+        chance = rate * (token_ms + step_ms)
+        return Option(
+            name, chosen[0], alpha, c, even, chance, best if chosen[0] else 0.0, *chosen[1:]
+        )
+
+    def _known(self, name: str, ask: Ask) -> Any:
+        """Of each length of a draft its tokens and ms; c, and the ms of a token, once, a step."""
+        record, limit = ask.records[name], self._limit(name, ask)
+        if record.known[:2] != (self._version, limit):
+            record.known = self._version, limit, self._lengths(name, record, limit, ask.remaining)
+        return record.known[2]
+
+    def _lengths(self, name: str, record: Acceptance, limit: int, remaining: int) -> Any:
+        fixed, each_ms = self._steps.get(name, (0.0, 0.0))
+        once_ms = record.unread * self._reads.get(name, 0.0) / min(_SERVED, max(1, remaining // 2))
+        c = (fixed + each_ms * self.batch) / self.plain_ms
+        if name in self._costs.at_once:
+            once_ms, each_ms = once_ms + each_ms, 0.0
+        steps_ms = [0.0] * limit if name in self._sharing else self._steps_ms(name)
+        coverage, tokens, ms, lengths = record.coverage, 0.0, once_ms, []
+        pairs = zip(record.reach(limit), record.taken(limit), strict=True)
+        token_ms = coverage * self._row_ms + each_ms
+        for i, (worth, taken) in enumerate(pairs):
+            tokens += coverage * worth
+            ms += taken * (token_ms + steps_ms[i])
+            lengths.append((i + 1, tokens, ms))
+        return lengths, c, token_ms, once_ms, fixed / self._sharing.get(name, 1)
+
+    def choose(self, asks: list[Ask]) -> tuple[list[Option], float, float]:
+        """What gains the most for each request; and all tokens and ms of such a cycle."""
+        options, ms = [self._best(ask) for ask in asks], self.plain_ms
+        for name in {one.drafter for one in options if one.num_tokens} & self._sharing.keys():
+            takers = [i for i, one in enumerate(options) if one.drafter == name and one.num_tokens]
+            free = [self._best(asks[i], without_models=True) for i in takers]
+            run_ms = self._runs[name][max(options[i].num_tokens for i in takers)]
+            more = sum(options[i].gain - own.gain for i, own in zip(takers, free, strict=True))
+            if more >= self.rate * run_ms:
+                ms += run_ms
+                continue
+            for i, own in zip(takers, free, strict=True):  # too few take part this time
+                options[i] = own
+        tokens = self.batch + sum(option.tokens for option in options)
+        return options, tokens, ms + sum(option.ms for option in options)
+
+    def _best(self, ask: Ask, without_models: bool = False) -> Option:
+        own = self._favourite if self._favourite in ask.records else None
+        best = _NOBODY
+        for name in ask.records:
+            if name in self._reads and (without_models or (own and name != own)):
+                continue
+            option = self.option(name, ask)
+            # Where nothing gains, who comes nearest to it.
+            if option.gain > best.gain or (
+                not best.gain and option.alpha - option.break_even > best.alpha - best.break_even
+            ):
+                best = option
+        return best
+
+    def probe(
+        self, name: str, asks: list[Ask], options: list[Option], saved: float
+    ) -> dict[int, Option]:
+        """Options of those who lose little by one token of this drafter, if no more than `saved`.
+
+        All who could take part have no other model meanwhile: it would take twice the time. Of the
+        requests those are taken that make a probe cheapest for each: they share its step.
+        """
+        lost = self.rate * self._steps.get(name, (0.0, 0.0))[0]
+        able, rest = list[tuple[float, int]](), dict[int, Option]()
+        for i, (ask, option) in enumerate(zip(asks, options, strict=True)):
+            if name not in ask.records:
+                continue
+            if name in self._reads and option.drafter in self._reads:
+                rest[i] = self._best(ask, without_models=True)
+                lost += option.gain - rest[i].gain
+            able.append((rest.get(i, option).gain + self._probe_cost(name, ask), i))
+        if not able:
+            return {}
+        for other in {options[i].drafter for i in rest} & self._sharing.keys():
+            most = max(options[i].num_tokens for i in rest if options[i].drafter == other)
+            lost -= self.rate * self._runs[other][most]  # that is not taken now
+        totals = list(accumulate((own for own, _ in sorted(able)), initial=lost))[1:]
+        count = min(range(len(able)), key=lambda n: totals[n] / (n + 1))
+        if totals[count] > saved:
+            return {}
+        for _, i in sorted(able)[: count + 1]:
+            rest[i] = self.option(name, asks[i])._replace(num_tokens=PROBE_TOKENS)
+        return rest
+
+    def join(self, asks: list[Ask], options: list[Option]) -> None:
+        """Let who has long drafted nothing take part in a step that is taken anyway."""
+        used = {one.drafter for one in options if one.num_tokens} & self._sharing.keys()
+        for i, (ask, option) in enumerate(zip(asks, options, strict=True)) if used else ():
+            for name in used & ask.records.keys() if not option.num_tokens else ():
+                if self._probe_cost(name, ask) <= PROBE_BUDGET * ask.records[name].since:
+                    options[i] = self.option(name, ask)._replace(num_tokens=PROBE_TOKENS)
+
+    def _probe_cost(self, name: str, ask: Ask) -> float:
+        """What one token of a drafter costs a request, less what it brings; the step apart."""
+        record, (_, each_ms) = ask.records[name], self._steps.get(name, (0.0, 0.0))
+        ms = self._row_ms + each_ms + record.unread * self._reads.get(name, 0.0)
+        return self.rate * ms - record.reach(1)[0]
+
+
+_NOBODY = Option("", 0, 0.0, 0.0, inf, 1.0)  # who gains less than anybody
+
+
 class Controller:
     """Chooses for each batch and cycle; learns from what the engine measures and what came."""
 
@@ -158,6 +377,7 @@ class Controller:
         self._typical: dict[tuple[str, str], Acceptance] = {}
         self._saved: dict[str, float] = {}  # tokens that probing may cost, of each idle drafter
         self._rests: dict[int, Rest] = {}  # by class of batches
+        self._terms: Terms | None = None
 
     @classmethod
     def of(cls, target: Any, drafters: dict[str, Any]) -> "Controller":
@@ -175,204 +395,49 @@ class Controller:
     def rests(self, batch: int) -> bool:
         """Whether this cycle is plain decoding, without a choice; counts it."""
         rest = self._rests.get(batch.bit_length())
-        return rest is not None and rest.goes_on()
+        return rest is not None and rest.pass_cycle()
 
     def wake(self) -> None:
         """Something new is there to be looked at."""
+        self._terms = None
         for rest in self._rests.values():
             rest.left = 0
 
     def plan(self, asks: list[Ask], batch: int) -> list[Decision]:
         """Who drafts for each of these asks, and how much; `batch` requests share the pass."""
-        rest = self._rests.setdefault(batch.bit_length(), Rest())
-        effort = self.costs.choice(batch) / self.costs.plain(batch)
         if not asks:
-            rest.learn(0.0, effort)
             return []
-        cycle = _Cycle(asks, self.costs, batch)
-        cycle.keep_pace()
-        rest.learn(cycle.gain(), effort)
-        for name in cycle.used:
-            self._saved.pop(name, None)
-        for name in cycle.idle:
-            self._saved[name] = self._saved.get(name, 0.0) + cycle.budget()
-        if probed := cycle.probe(self._saved):
-            self._saved[probed] = 0.0
+        terms = self._terms
+        if not (terms and terms.left and (terms.batch, terms.num_asks) == (batch, len(asks))):
+            terms = self._terms = Terms(self.costs, asks, batch)
         else:
-            cycle.join()
-        return cycle.decisions()
+            terms.see(asks)
+        terms.left -= 1
+        options, tokens, ms = terms.choose(asks)
+        for ask, option in zip(asks, options, strict=True):
+            ask.pace.add(1 + option.tokens, ms)
+        rest = self._rests.setdefault(batch.bit_length(), Rest())
+        rest.learn(tokens / batch - ms / terms.plain_ms, terms.effort)
+        speedup = tokens / ms / terms.plain_rate
+        probed = self._probe(terms, asks, options, PROBE_BUDGET * tokens)
+        return [Decision(*one[:6], speedup, one.drafter == probed) for one in options]
 
-
-class _Cycle:
-    """One cycle's choice for requests that are decided together."""
-
-    def __init__(self, asks: list[Ask], costs: Costs, batch: int) -> None:
-        """`batch` requests share the pass; those that do not ask draft nothing."""
-        self.asks, self.costs, self.batch = asks, costs, batch
-        self.line = costs.pass_line(batch)
-        self.alone_ms = self.line.at(batch)  # a pass without drafts
-        names = dict.fromkeys(name for ask in asks for name in ask.records)
-        self.step_ms = {name: costs.step(name, batch, self.alone_ms) for name in names}
-        self.read_ms = {name: costs.read(name, self.alone_ms) for name in names}
-        # A row that is fed is a pad less.
-        self.row_ms = self.line.slope * (1 - PAD_SHARE if batch > 1 else 1)
-        self.row_ms += costs.other_line(batch).slope
-        self.prices = self._prices()
-        self.offers = [self._offers(ask) for ask in asks]
-        self.plain_rate = self.prices.tokens / self.prices.ms
-        self.rate, self.plan = self._best()
-        self.choices, self.probing = self.plan.choices, set[int]()
-        self._shared: dict[str, float] = {}  # what all requests gain by a model's first step
-        self.used = {choice.drafter for choice in self.choices}
-        self.idle = {name for ask in asks for name in ask.records} - self.used
-
-    def _best(self) -> tuple[float, Plan]:
-        """What a ms is worth, in tokens, and the plan that gains the most by that."""
-        if all(ask.pace.ms for ask in self.asks):
-            others = (self.batch - len(self.asks)) / self.prices.ms
-            rate = others + sum(ask.pace.tokens / ask.pace.ms for ask in self.asks)
-            rate = max(rate, self.plain_rate)
-            plan = evaluate(choose(self.offers, self.prices, rate), self.offers, self.prices)
-        else:  # a text that begins: as if all of it were like this
-            plan = best_plan(self.offers, self.prices)
-            rate = plan.rate
-        plain = evaluate([NOTHING] * len(self.asks), self.offers, self.prices)
-        gain = plan.tokens - plain.tokens - rate * (plan.ms - plain.ms)
-        return rate, plan if gain > _WORTHWHILE * plain.tokens else plain
-
-    def gain(self) -> float:
-        """What the drafts bring, less their time: in cycles of plain decoding."""
-        tokens, ms = self.plan.tokens / self.prices.tokens, self.plan.ms / self.prices.ms
-        return tokens - ms
-
-    def keep_pace(self) -> None:
-        """Let each request know how fast its text comes."""
-        for ask, offers, (name, count) in zip(
-            self.asks, self.offers, self.plan.choices, strict=True
-        ):
-            drafted = sum(offers[name].worth[:count]) if name else 0.0
-            ask.pace.add(1 + drafted, self.plan.ms)
-
-    def _prices(self) -> Prices:
-        steps = {n: fixed for n, (fixed, _) in self.step_ms.items() if self.costs.runs_model(n)}
-        ms = self.costs.plain(self.batch)
-        # A position more for one request is a pad more for each of the others.
-        width_ms = PAD_SHARE * self.batch * self.line.slope if self.batch > 1 else 0.0
-        return Prices(float(self.batch), ms, steps, width_ms, self.costs.at_once)
-
-    def _offers(self, ask: Ask) -> Offers:
-        """What each drafter may do for a request; what it reads first serves for some cycles."""
-        cycles = min(_SERVED, max(1, ask.remaining // 2))
-        offers = {}
-        for name, record in ask.records.items():
-            longest = self.costs.at_once.get(name, 0)
-            worth, row_ms = record.reach(min(ask.limit, longest or ask.limit)), self.row_ms
-            if record.coverage < 1:  # it may have nothing to propose
-                worth, row_ms = [record.coverage * x for x in worth], record.coverage * row_ms
-            read_ms, each_ms = record.unread * self.read_ms[name] / cycles, self.step_ms[name][1]
-            if longest:  # its part of the one step
-                read_ms, each_ms = read_ms + each_ms, 0.0
-            taken = record.taken(len(worth))
-            offers[name] = Offer(worth, row_ms + each_ms, read_ms, taken)
-        return offers
-
-    def budget(self) -> float:
-        """What this cycle allows for probes of each idle drafter, in tokens."""
-        return PROBE_BUDGET * self.plan.tokens / max(1, len(self.idle))
-
-    def _lost(self, i: int, name: str, gain: float) -> float:
-        """Tokens that request i loses by a probe, the step apart, in place of what gains it so."""
-        offer = self.offers[i][name]
-        read_ms = self.asks[i].records[name].unread * self.read_ms[name]
-        if name in self.costs.at_once:  # its part of the one step
-            read_ms += self.step_ms[name][1]
-        return gain + self.rate * (offer.token_ms + read_ms) - offer.worth[0]
-
-    def _free(self, offers: Offers) -> tuple[float, Choice]:
-        """What a request gains without a model, and how."""
-        rate = self.rate
-        return best_free({name: gains_of(o, rate) for name, o in offers.items()}, self.prices)
-
-    def join(self) -> None:
-        """Let a request that has long drafted nothing take part in a step that is taken anyway."""
-        for i, (_, count) in enumerate(self.choices):
-            for name, record in self.asks[i].records.items() if not count else ():
-                saved = PROBE_BUDGET * record.since * self.plan.tokens / self.batch
-                if name in self.used & self.prices.steps.keys() and self._lost(i, name, 0) <= saved:
-                    self.choices[i] = Choice(name, min(PROBE_TOKENS, self.asks[i].limit))
-                    self.probing.add(i)
-
-    def probe(self, saved: dict[str, float]) -> str | None:
-        """Let an idle drafter draft a token for those who lose little, once that was `saved`.
-
-        Of the requests it takes those that make a probe cheapest for each: they share its step.
-        """
-        rate, steps = self.rate, self.prices.steps
-        free = [self._free(offers) for offers in self.offers]
-        for name in sorted(self.idle, key=lambda name: -saved.get(name, 0.0)):
-            # Two models in one cycle would take twice the time: the chosen one has a rest.
-            rest = [
-                own if choice.drafter in steps and name in steps and name in offers else choice
-                for choice, (_, own), offers in zip(self.choices, free, self.offers, strict=True)
-            ]
-            others = evaluate(rest, self.offers, self.prices)
-            is_wider = not any(choice.num_tokens for choice in rest)
-            alone_ms = steps.get(name, 0.0) + is_wider * self.prices.width_ms
-            more_ms = others.ms + alone_ms - self.plan.ms
-            lost = rate * more_ms + self.plan.tokens - others.tokens
-            able = sorted(
-                (self._lost(i, name, free[i][0]), i)
-                for i, offers in enumerate(self.offers)
-                if name in offers and (name in steps or not self.choices[i].num_tokens)
-            )
-            if not able:
-                continue
-            totals = list(accumulate((own for own, _ in able), initial=lost))[1:]
-            count = min(range(1, len(able) + 1), key=lambda n: totals[n - 1] / n)
-            if totals[count - 1] <= saved.get(name, 0.0):
-                self.choices, self.probing = rest, {i for _, i in able[:count]}
-                for i in self.probing:
-                    self.choices[i] = Choice(name, min(PROBE_TOKENS, self.asks[i].limit))
+    def _probe(
+        self, terms: Terms, asks: list[Ask], options: list[Option], budget: float
+    ) -> str | None:
+        """An idle drafter that may draft now, as that was saved: it changes the options."""
+        for option in options:
+            if option.num_tokens and option.drafter in terms.idle:
+                del terms.idle[option.drafter]
+                self._saved.pop(option.drafter, None)
+        terms.join(asks, options)
+        saved = self._saved
+        for name in terms.idle:
+            saved[name] = saved.get(name, 0.0) + budget / len(terms.idle)
+        able = [name for name, least in terms.idle.items() if saved[name] >= least]
+        for name in sorted(able, key=lambda name: -saved[name]):
+            if probing := terms.probe(name, asks, options, saved[name]):
+                options[:] = map(probing.get, range(len(options)), options)
+                saved[name] = 0.0
                 return name
         return None
-
-    def decisions(self) -> list[Decision]:
-        """What each request is given, with the numbers behind it."""
-        speedup = self.plan.rate / self.plain_rate
-        result = []
-        for i, (name, count) in enumerate(self.choices):
-            name = name or self._nearest(i)
-            fixed, each = self.step_ms[name]
-            c = (fixed + each * self.batch) / self.alone_ms
-            alpha = self.asks[i].records[name].reach(1)[0]
-            values = alpha, c, speedup, self._break_even(i, name), self._least_chance(i, name)
-            result.append(Decision(name, count, *values, i in self.probing))
-        return result
-
-    def _least_chance(self, i: int, name: str) -> float:
-        """What one more step costs this request, in tokens, if all who draft now share it."""
-        num_sharing = max(1, sum(choice.drafter == name for choice in self.choices))
-        step_ms = self.prices.step_ms(name, 1) / num_sharing
-        return self.rate * (step_ms + self.offers[i][name].token_ms)
-
-    def _nearest(self, i: int) -> str:
-        """Whom a request that drafts nothing would rather have than others."""
-        records = self.asks[i].records
-        return max(records, key=lambda n: records[n].reach(1)[0] - self._break_even(i, n))
-
-    def _break_even(self, i: int, name: str) -> float:
-        """The α at which one token would pay: for its row, and for the step if that is not taken.
-
-        Others would share the step: what they gain by it is taken off.
-        """
-        rate, offer = self.rate, self.offers[i][name]
-        needed = rate * (offer.token_ms + offer.read_ms)
-        if name not in self.prices.steps or name in self.used:
-            return needed
-        if name not in self._shared:
-            self._shared[name] = sum(
-                max(0.0, o.worth[0] - rate * (o.token_ms + o.read_ms))
-                for o in (offers[name] for offers in self.offers if name in offers)
-            )
-        others = self._shared[name] - max(0.0, offer.worth[0] - needed)
-        return needed + max(0.0, rate * self.prices.steps[name] - others)

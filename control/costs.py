@@ -16,13 +16,11 @@ from math import sqrt
 from typing import Any
 
 _LATEST, _OLDEST = 8, 200  # measurements of one size that are kept, and for how many of all
-_SETTLED, _FIT_EVERY = 32, 4  # measurements until a line changes little; from then on
 _CONFIRMED = 3  # measurements until a cost is believed whatever it is
 _OUTLIER = 3.0  # times as long: an accident, or the first call
 _DOUBTFUL = 1.5  # times as long as others let expect: no more is believed until it is confirmed
 _RIDGE = 4.0
 _LATEST_SHARE = 0.1  # of the mean time of choosing
-PAD_SHARE = 0.25  # what a pad costs of a row: it takes part in attention alone
 _TOKEN_SHARE = 0.02  # what each further token costs of a pass, before measuring
 _REQUEST_SHARE = 0.1  # and each further request of a draft step
 _FEW_UNREAD = 4  # tokens of each request that a step reads by the way, as it does in any case
@@ -47,8 +45,8 @@ class Line:
         """The time of work of this size."""
         return self.fixed + self.slope * size
 
-    def observe(self, size: float, ms: float, slope: float | None = None) -> None:
-        """A measurement; `slope` where it is known from elsewhere.
+    def observe(self, size: float, ms: float) -> None:
+        """A measurement; the line is as it was until it is fitted.
 
         It contradicts those that took far longer and were not far larger: they met with an
         accident, and are forgotten. Example: 400 ms for 5 rows, after 6 ms for 6 rows.
@@ -68,14 +66,6 @@ class Line:
                     del self._latest[kind]
         kind = int(size) if size < 8 else 8 + int(size) // 8
         self._latest.setdefault(kind, deque(maxlen=_LATEST)).append((ms, size, self.count))
-        if self.count > _SETTLED and self.count % _FIT_EVERY:
-            return  # fitting takes time, too
-        if slope is None:
-            self._fit()
-        else:
-            self.slope = slope
-            rest = [ms - slope * size for known in self._latest.values() for ms, size, _ in known]
-            self.fixed = max(_low_median(rest), 0.0)
 
     def _most(self, other: float, size: float, ms: float) -> float:
         """What work of another size may take, if this size takes `ms`.
@@ -92,8 +82,15 @@ class Line:
         """Whether there are measurements enough to believe whatever they say."""
         return sum(map(len, self._latest.values())) >= _CONFIRMED
 
-    def _fit(self) -> None:
-        """Least squares through the median of each class of sizes; a ridge keeps the slope sane."""
+    def fit(self, slope: float | None = None) -> None:
+        """Least squares through the median of each class of sizes; a ridge keeps the slope sane.
+
+        `slope` where it is known from elsewhere.
+        """
+        if slope is not None:
+            rest = [ms - slope * size for known in self._latest.values() for ms, size, _ in known]
+            self.slope, self.fixed = slope, max(_low_median(rest), 0.0)
+            return
         every = [one for known in self._latest.values() for one in known]
         level = _low_median([ms / (1 + self.share * size) for ms, size, _ in every])
         points = []
@@ -134,35 +131,50 @@ class Costs:
         """
         self.at_once = at_once or {}
         self.shares = {n: size / num_target_weights for n, size in num_step_weights.items()}
-        self.passes: dict[int, Line] = {}  # by class of batches: 1, 2 to 3, 4 to 7, …
-        self._others: dict[int, Line] = {}  # the engine's own time, likewise
-        self._choices: dict[int, float] = {}  # and the controller's, on average
-        self._rows = Line(_TOKEN_SHARE)  # passes of all batches: what a row costs
+        self.passes: dict[int, Line] = {}  # cycles, by class of batches: 1, 2 to 3, 4 to 7, …
+        self._choices: dict[int, float] = {}  # the controller's own time, on average
+        self._rows = Line(_TOKEN_SHARE)  # of batches of all sizes: what a row costs
         self.steps: dict[str, Line] = {}
         self.reads: dict[str, Line] = {}
         self._drafts: list[tuple[str, list[int], int, float]] = []  # of this cycle, so far
+        self._cycles: list[tuple[int, int, float, list[Any]]] = []  # that nobody has looked at yet
 
     def runs_model(self, name: str) -> bool:
         """Whether drafting takes steps of a model, which requests of a batch share."""
         return self.shares.get(name, 0.0) > 0
 
-    def observe_pass(
-        self, batch: int, tokens: float, ms: float, other_ms: float = 0.0, width: int = 1
-    ) -> None:
-        """A pass over so many tokens of so many requests.
+    def observe_pass(self, batch: int, tokens: int, ms: float) -> None:
+        """A cycle with a pass over so many tokens of so many requests, less drafting and choosing.
 
-        `other_ms` is the rest of the cycle; drafts that were told of before may be in it. `width`
-        is the longest request's part: the others are padded to it, for attention only. A row costs
-        the same in batches of all sizes; that line has more to go by than those of each class.
+        Drafts that were told of before may be in it. A row costs the same in batches of all sizes:
+        that line has more to go by than those of each class.
         """
-        other_ms = max(0.0, other_ms - sum(ms for *_, ms in self._drafts))
-        tokens += PAD_SHARE * max(0, batch * width - tokens)
-        believed = self.pass_line(batch).at(tokens) if self.passes else ms
-        self._learn_drafts(max(1.0, ms / believed) if believed else 1.0)
-        self._rows.observe(tokens, ms)
-        line = self.passes.setdefault(batch.bit_length(), Line(_TOKEN_SHARE))
-        line.observe(tokens, ms, self._rows.slope)
-        self._others.setdefault(batch.bit_length(), Line(_TOKEN_SHARE)).observe(tokens, other_ms)
+        self._cycles.append((batch, tokens, ms, self._drafts))
+        self._drafts = []
+
+    def _learn(self) -> None:
+        """Learn from what was observed since the last time; together that takes less time."""
+        changed, cycles, self._cycles = set[int](), self._cycles, []
+        for batch, tokens, ms, drafts in cycles:
+            believed = self._nearest(batch).at(tokens) if self.passes else ms
+            # In a cycle that was slow as a whole it was not the drafter that has become slower.
+            slowdown = max(1.0, ms / believed) if believed else 1.0
+            for name, num_tokens, unread, draft_ms in drafts:
+                self._learn_draft(name, num_tokens, unread, draft_ms, slowdown)
+            self._rows.observe(tokens, ms)
+            line = self.passes.setdefault(batch.bit_length(), Line(_TOKEN_SHARE))
+            line.observe(tokens, ms)
+            if line.count <= _CONFIRMED:  # it is to be believed in the next cycle
+                self._rows.fit()
+                line.fit(self._rows.slope)
+            changed.add(batch.bit_length())
+        if changed:
+            self._rows.fit()
+        for size in changed:
+            self.passes[size].fit(self._rows.slope)
+        for name, num_tokens, unread, draft_ms in self._drafts:
+            self._learn_draft(name, num_tokens, unread, draft_ms, 1.0)
+        self._drafts = []
 
     def observe_choice(self, batch: int, ms: float) -> None:
         """What it took to choose the drafts of a cycle, and to learn from what became of them.
@@ -170,7 +182,8 @@ class Costs:
         That varies with what there is to choose from, hence a mean. What takes as long as a pass
         did not take that long to choose: the machine did something else.
         """
-        size, ms = batch.bit_length(), min(ms, self.plain(batch))
+        line = self._nearest(batch) if self.passes else self.pass_line(batch)
+        size, ms = batch.bit_length(), min(ms, line.at(batch))
         mean = self._choices.get(size, ms)
         self._choices[size] = mean + _LATEST_SHARE * (ms - mean)
 
@@ -180,12 +193,6 @@ class Costs:
         It counts once the pass behind it is known.
         """
         self._drafts.append((name, num_tokens, unread, ms))
-
-    def _learn_drafts(self, slowdown: float = 1.0) -> None:
-        """In a cycle that was slow as a whole it was not the drafter that has become slower."""
-        for name, num_tokens, unread, ms in self._drafts:
-            self._learn_draft(name, num_tokens, unread, ms, slowdown)
-        self._drafts.clear()
 
     def _learn_draft(
         self, name: str, num_tokens: list[int], unread: int, ms: float, slowdown: float
@@ -199,35 +206,34 @@ class Costs:
         elif line.count:
             expected = sum(line.at(sum(n > i for n in num_tokens)) for i in range(steps))
         else:
-            expected = steps * self.shares[name] * self.pass_line(1).at(1)
+            expected = steps * self.shares[name] * self._nearest(1).at(1)
         # Nor has it become faster: it may have been the pass alone that was slow.
         ms = max(ms / slowdown, min(ms, expected))
         if not is_model:
             line.observe(0, ms / drafted)
+            line.fit()
             return
         if unread <= _FEW_UNREAD * len(num_tokens) or _OUTLIER * ms < expected:
             line.observe(drafted / steps, ms / steps)
+            line.fit()
         elif line.count:
             rest = max(ms - expected, 0.0)
-            self.reads.setdefault(name, Line()).observe(0, rest / unread)
+            read = self.reads.setdefault(name, Line())
+            read.observe(0, rest / unread)
+            read.fit()
 
     def pass_line(self, batch: int) -> Line:
         """Of the class of batches nearest to this size that was measured; else nominal."""
+        self._learn()
+        return self._nearest(batch)
+
+    def _nearest(self, batch: int) -> Line:
         size = batch.bit_length()
         if line := self.passes.get(size):
             return line
-        known = dict(self.passes)  # /health reads in another thread
-        if not known:
+        if not self.passes:
             return _nominal_pass()
-        return known[min(known, key=lambda other: abs(other - size))]
-
-    def other_line(self, batch: int) -> Line:
-        """The engine's own time in a cycle, by fed tokens."""
-        return self._others.get(batch.bit_length()) or Line()
-
-    def plain(self, batch: int) -> float:
-        """A cycle without drafts, and without a choice."""
-        return self.pass_line(batch).at(batch) + self.other_line(batch).at(batch)
+        return self.passes[min(self.passes, key=lambda other: abs(other - size))]
 
     def choice(self, batch: int) -> float:
         """The controller's own time in a cycle."""
@@ -235,7 +241,7 @@ class Costs:
 
     def step(self, name: str, batch: int, plain: float) -> tuple[float, float]:
         """A draft step costs (fixed, more for each request in it); a pass of the batch `plain`."""
-        self._learn_drafts()
+        self._learn()
         return self._step(name, batch, plain)
 
     def _step(self, name: str, batch: int, plain: float) -> tuple[float, float]:

@@ -60,10 +60,12 @@ class Statistics:
             self.num_spec_steps += 1
             self.num_draft_tokens += drafted + beside
             self.num_accepted_draft_tokens += accepted
-            _add(self.acceptance_histogram, [0] * accepted + [1])
-            _add(self.drafted_at, [1] * drafted)
-            _add(self.reached_at, [1] * min(drafted, accepted + 1))
-            _add(self.accepted_at, [1] * accepted)
+            count_first(self.drafted_at, drafted)
+            count_first(self.reached_at, min(drafted, accepted + 1))
+            count_first(self.accepted_at, accepted)
+            histogram = self.acceptance_histogram
+            histogram += [0] * (accepted + 1 - len(histogram))
+            histogram[accepted] += 1
 
     def record_times(self, times: list[float], is_prefill: bool) -> None:
         """Count one cycle's seconds: began, drafted, verified, done."""
@@ -224,6 +226,15 @@ def _per(total: float, count: int) -> float:
 def ratio(part: float, whole: float) -> float | None:
     """part / whole to four places; None where there is nothing to divide by."""
     return round(part / whole, 4) if whole else None
+
+
+def count_first(counts: list[Any], number: int, unit: float = 1) -> None:
+    """Add a unit to each of the first `number` counts, which grow as needed."""
+    known = len(counts)
+    for i in range(min(number, known)):
+        counts[i] += unit
+    if number > known:
+        counts += [unit] * (number - known)
 
 
 def _add(total: list[int], more: list[int]) -> None:

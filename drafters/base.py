@@ -6,6 +6,9 @@ A drafter holds shared weights and is read-only after construction; what belongs
 lives in the state that `open` returns. The smallest useful drafter is `propose` alone: see "Your
 own drafter" in README.md.
 
+Who proposed observes what became of it at once. Whom nobody asked observes before it is asked next,
+all that came meanwhile as one verdict with drafted = 0.
+
 A draft is a chain of tokens, or a tree if its `parents` say so (see tree.py).
 """
 
@@ -69,9 +72,8 @@ class ModelState:
 class Chain:
     """A model's draft in the making.
 
-    It may stop early, but not for a request that is verified by rejection. Where it stopped depends
-    on all that was drawn. What was drawn behind a refused token is not judged, and its numbers are
-    drawn with again; a later choice that knows of it would change the distribution of the output.
+    It may stop early, but under rejection never because of what was sampled: the numbers behind a
+    rejection are reused, so stopping on them biases the text.
     """
 
     def __init__(self, state: ModelState, limit: int) -> None:
@@ -146,11 +148,11 @@ class Drafter(ABC):
         """At most `max_tokens` tokens that may follow; an empty draft means "no idea"."""
 
     def propose_batch(self, states: list[Any], max_tokens: list[int]) -> list[Draft]:
-        """`propose` for several requests, each with its limit; models share forwards here."""
+        """`propose` for several requests, each with its limit; models share passes here."""
         return [self.propose(state, limit) for state, limit in zip(states, max_tokens, strict=True)]
 
     def observe(self, state: Any, verdict: Verdict) -> None:
-        """Learn what became of the draft: roll back what was refused, append `verdict.tokens`."""
+        """Learn what became of the draft: roll back what was rejected, append `verdict.tokens`."""
         state.extend(verdict.tokens)
 
     def close(self, state: Any) -> None:  # noqa: B027  (most drafters hold nothing to give back)

@@ -10,7 +10,7 @@ repeats itself the draft is nearly free and often right; where it does not, the 
 nothing and the cycle is plain decoding.
 
 A hash index per request keeps a lookup O(1) in the length of the text: each committed token adds
-one entry per suffix length. Drafts never enter the index, so a refused draft needs no rollback.
+one entry per suffix length. Drafts never enter the index, so a rejected draft needs no rollback.
 """
 
 from collections.abc import Sequence

@@ -44,9 +44,10 @@ class Seat:
     asked: str | None = None  # who was to draft in this cycle
     num_asked: int = 0  # and how many tokens at most
     goes_on: Callable[[list[float]], bool] | None = None  # of the planner (see ModelState)
-    evidence: dict[str, int] = field(default_factory=dict)  # of those that guessed in this cycle
+    guesses: dict[str, Any] = field(default_factory=dict)  # in this cycle, by drafter
     drafts: dict[str, Draft] = field(default_factory=dict)  # what each one proposed
     draft: Draft | None = None  # what was proposed and is not judged yet
+    missed: dict[str, "Missed"] = field(default_factory=dict)  # by drafter: see Panel.observe
     records: dict[str, Any] = field(default_factory=dict)  # the planner's, by drafter
     decision: Any = None  # the planner's last one
     pace: Any = None  # the planner's: how fast the text comes
@@ -64,6 +65,13 @@ class Seat:
         chunks = list(self.hidden.values())
         layers = [layer for layer in hidden if all(layer in chunk for chunk in chunks)]
         return {i: torch.cat([*(chunk[i] for chunk in chunks), hidden[i]]) for i in layers}
+
+
+class Missed(NamedTuple):
+    """What came since a drafter was asked last."""
+
+    tokens: list[int]
+    hidden: list[Tensor]  # [tokens, D] of each cycle, for a drafter that needs them
 
 
 class Guess(NamedTuple):
@@ -147,9 +155,9 @@ class Panel:
 
     def layers(self, seats: list[Seat]) -> tuple[int, ...]:
         """The layers whose hidden states the drafters of these seats want."""
-        drafters = [self.drafters[name] for seat in seats for name in seat.states]
-        wanted = {layer for d in drafters if d.needs_hidden for layer in d.hidden_layers}
-        return tuple(sorted(wanted))
+        present = {name for seat in seats for name in seat.states}
+        wanted = [d.hidden_layers for name in present if (d := self.drafters[name]).needs_hidden]
+        return tuple(sorted({layer for layers in wanted for layer in layers}))
 
     def propose(self, seats: list[Seat], plan: list[tuple[str, int]]) -> list[Draft]:
         """A draft for each seat; plan[i] says who makes it and how many tokens it may have.
@@ -164,7 +172,12 @@ class Panel:
                 seat.draft = Draft()
                 seat.drafts = dict.fromkeys(self.members(seat, seat.asked), Draft())
         for name in dict.fromkeys(name for seat in waiting for name in seat.drafts):
-            group = [seat for seat in waiting if name in seat.drafts]
+            for seat in waiting:
+                if name in seat.drafts:
+                    self._catch_up(seat, name)
+            group = [seat for seat in waiting if name in seat.drafts and name in seat.states]
+            if not group:
+                continue
             limits = [seat.num_asked for seat in group]
             for seat in group if self.drafters[name].branches else ():
                 seat.states[name].can_branch = len(seat.drafts) > 1
@@ -281,6 +294,9 @@ class Panel:
         if name not in seat.states or not hasattr(drafter, "guess"):
             return None
         try:
+            self._catch_up(seat, name)
+            if name not in seat.states:
+                return Guess([])
             state = seat.states[name]
             tokens = drafter.guess(state, max_tokens)
             if tokens is None:
@@ -299,30 +315,48 @@ class Panel:
     ) -> None:
         """Tell the seat's drafters what came; of a request's last tokens, those that keep outputs.
 
-        Who proposed rolls back. To the others what came is text like any other. `hidden` are the
-        states [fed, D] of what was verified, by layer: of the text's own branch of a tree.
+        Who proposed rolls back, at once. To the others what came is text like any other: they are
+        told when they are asked next, of all that came until then. `hidden` are the states [fed, D]
+        of what was verified, by layer: of the text's own branch of a tree.
         """
         states, seat.hidden, seat.draft = seat.read(hidden), {}, None
         self.keep(seat, states)
-        num_rejected, passed_over = verdict.drafted - verdict.accepted, replace(verdict, drafted=0)
+        num_rejected = verdict.drafted - verdict.accepted
         for name in list(seat.states):
             drafter = self.drafters[name]
             if is_last and not drafter.keeps_outputs:
                 continue
-            own = verdict if name in seat.drafts else passed_over
             try:
+                own = verdict
                 if drafter.needs_hidden:
                     beside = torch.cat([states[layer] for layer in drafter.hidden_layers], -1)
-                    own = replace(own, hidden=beside[: len(beside) - num_rejected])
-                draft = seat.drafts.get(name) if len(seat.drafts) > 1 else None
+                    own = replace(verdict, hidden=beside[: len(beside) - num_rejected])
+                if name not in seat.drafts:
+                    tokens, hidden = seat.missed.setdefault(name, Missed([], []))
+                    tokens += verdict.tokens
+                    hidden += [own.hidden] if drafter.needs_hidden else []
+                    continue
+                draft = seat.drafts[name] if len(seat.drafts) > 1 else None
                 for part in heard(own, draft):
                     drafter.observe(seat.states[name], part)
             except Exception as error:
                 self._lose(seat, name, error)
 
+    def _catch_up(self, seat: Seat, name: str) -> None:
+        """Tell a drafter what came since it was asked last, as one piece of text."""
+        if name not in seat.missed:
+            return
+        tokens, hidden = seat.missed.pop(name)
+        try:
+            verdict = Verdict(0, len(tokens) - 1, tokens, torch.cat(hidden) if hidden else None)
+            self.drafters[name].observe(seat.states[name], verdict)
+        except Exception as error:
+            self._lose(seat, name, error)
+
     def _lose(self, seat: Seat, name: str, error: Exception) -> None:
         """The request goes on without this drafter; the log has the traceback."""
         self.num_failures += 1
+        seat.missed.pop(name, None)
         LOG.warning("drafter %s failed: %s", name, in_short(error), exc_info=error)
         self._close(seat, name)
         what = f"drafter {name} failed ({in_short(error)})"
@@ -346,6 +380,8 @@ class Panel:
             self._close(seat, name)
 
     def _close(self, seat: Seat, name: str) -> None:
+        if self.drafters[name].keeps_outputs:
+            self._catch_up(seat, name)
         if name not in seat.states:
             return
         state = seat.states.pop(name)

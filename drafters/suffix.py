@@ -79,7 +79,7 @@ class State:
         return self.reads_past and not self.is_alone
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens. Drafts never come here, so a refused one needs no rollback."""
+        """Append tokens. Drafts never come here, so a rejected one needs no rollback."""
         tokens = list(tokens)
         self.tokens += tokens
         self.own.extend(tokens)

@@ -13,7 +13,7 @@ alone. The KV cache keeps what was accepted of it.
 
 This is for drafts that are accepted for being the target's own choice, greedy or sampled with the
 position's noise. Then one choice judges all branches. The rule of rejection would have to correct
-for each refused branch, so there drafts are chains, and so they are where nothing is compiled.
+for each rejected branch, so there drafts are chains, and so they are where nothing is compiled.
 
 Sources: Miao et al., SpecInfer, arXiv 2305.09781; Cai et al., Medusa, arXiv 2401.10774.
 """

@@ -23,7 +23,7 @@ from messages import Request, Sampling
 from serving.answers import stream_events
 from serving.connection import CLIENT_BEHIND
 from serving.errors import RequestError
-from serving.http import base_app, finish, read_body
+from serving.http import base_app, cancel_if_left, finish, read_body
 from serving.metrics import CONTENT_TYPE
 from serving.openai import register_routes
 from serving.options import Options
@@ -330,6 +330,7 @@ def create_app(engine: Engine, options: Options) -> Flask:
         wanted, stream, notes = parse(body, engine, options)
         is_behind: Callable[[], bool] = request.environ.get(CLIENT_BEHIND, lambda: False)
         g.jobs = [relay.submit(wanted, is_behind)]
+        cancel_if_left(g.jobs)
         g.jobs[0].start()
         return g.jobs, stream, notes
 

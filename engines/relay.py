@@ -23,7 +23,7 @@ from messages import Request
 from serving.errors import RequestError
 from serving.metrics import Histogram
 from serving.options import Options
-from serving.worker import FAILURES_TO_TELL, POLL_S, WAITING, WHY_NOT, Job, unavailable
+from serving.worker import FAILURES_TO_TELL, POLL_S, WHY_NOT, Job, unavailable
 
 from .client import Client, Exchange, broke_off
 
@@ -190,10 +190,10 @@ class RemoteJob(Job):
             if self._relay.enter(self, 0):
                 self._send()
                 end = time.monotonic() + _FIRST_S
-                while not self._held and time.monotonic() < end:
+                while not self._held and not self.cancelled and time.monotonic() < end:
                     self._check()
-                    event = self._take(POLL_S)
-                    self._held += [] if event is WAITING else [event]
+                    news = self._take(POLL_S)
+                    self._held += [] if news == [] else [news]
         except RequestError as error:
             self._leave(error)
             raise
@@ -202,8 +202,13 @@ class RemoteJob(Job):
         """Have the iteration end with an error; called from any thread."""
         self.failure = self.failure or error
 
-    def __iter__(self) -> Iterator[Any]:
-        """Events, and WAITING every 0.1 s without one. Raises RequestError.
+    def wait(self) -> None:
+        """Have it carried out, whoever reads. Raises RequestError."""
+        for _ in self:
+            pass
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        """Events as they come, and [] every 0.1 s without one. Raises RequestError.
 
         In the end the connection to the engine is closed, however that comes.
         """
@@ -216,37 +221,39 @@ class RemoteJob(Job):
         finally:
             self._leave(failure)
 
-    def _events(self) -> Iterator[Any]:
+    def _events(self) -> Iterator[list[dict[str, Any]]]:
         while not self._relay.enter(self, POLL_S):
             self._check()
-            yield WAITING
+            yield []
+            if self.cancelled:
+                return
         if self._exchange is None:
             self._send()
         while not self.cancelled:
-            event = self._held.pop(0) if self._held else self._take(POLL_S)
-            if event is None:
+            news = self._held.pop(0) if self._held else self._take(POLL_S)
+            if news is None:
                 break
             self._check()
-            if event is not WAITING and self.first_token is None:
+            if news and self.first_token is None:
                 self.first_token = time.monotonic()
                 self._relay.first_token_s.observe(self.first_token - self.submitted)
-            yield event
+            yield news
             while self._is_behind() and not self.cancelled:
                 time.sleep(_BEHIND_S)  # nor is the engine read from
                 self.heard = time.monotonic()
                 self._check()
-                yield WAITING
+                yield []
 
     def _send(self) -> None:
         self.began = self.heard = time.monotonic()
         self._exchange = self._relay.send(self.request)
 
-    def _take(self, timeout_s: float) -> Any:
-        """An event, WAITING, or None at the end. Raises RequestError."""
+    def _take(self, timeout_s: float) -> list[dict[str, Any]] | None:
+        """What came, as an event; [] if nothing did, None at the end. Raises RequestError."""
         while chunks := self._exchange.events(timeout_s):
             self.heard = time.monotonic()
             if event := self.sequence.take(chunks):
-                return event
+                return [event]
             self._check()  # what came was no news: the figures at the end, say
         if chunks is None:
             if self.sequence.finish_reason is None:
@@ -256,7 +263,7 @@ class RemoteJob(Job):
         if time.monotonic() - self.heard > limit_s:
             message = f"the engine has said nothing for {limit_s:g} s"
             raise RequestError(message, status=504, code="timeout")
-        return WAITING
+        return []
 
     def _check(self) -> None:
         """Raises RequestError past the deadline, and what `end` was given."""

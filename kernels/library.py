@@ -27,7 +27,7 @@ _FOLDER = Path(__file__).parent
 # Every flag that could let a compiler choose how numbers are rounded is off.
 _FLAGS = (
     "-O3 -march=native -std=gnu11 -fPIC -shared -ffp-contract=off -fno-math-errno "
-    "-fno-trapping-math -pthread"
+    "-fno-trapping-math -pthread -Wl,-Bsymbolic"
 ).split()
 _SECONDS = 300
 _library: ctypes.CDLL | None = None

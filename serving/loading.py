@@ -17,8 +17,11 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cach
 
 from drafters.weights import own_weights, why_not_loaded
 from messages import in_short
+from models.gguf_file import BadFile, is_gguf
+from models.gguf_model import config_of, load_model, open_model
+from models.gguf_tokenizer import tokenizer_of
 
-from . import gguf, mimo
+from . import mimo
 from .catalogue import NotFetched, folder_of, likely
 from .options import Options
 from .rope import contexts, fix_rotations
@@ -52,6 +55,8 @@ def _told(name: str, part: str, options: Options) -> Iterator[None]:
         yield
     except StartError:
         raise
+    except BadFile as error:
+        raise StartError(str(error)) from error
     except Exception as error:  # a broken folder raises any of a dozen kinds
         kind = "" if Path(name).exists() else f" (no such folder; tried as a hub id{likely(name)})"
         raise StartError(f"cannot load {name}{kind}: {part}{_reason(error, options)}") from error
@@ -74,11 +79,8 @@ def load_pretrained(name: str, options: Options) -> Loaded:
     """
     try:
         name = folder_of(name)
-        if gguf.is_gguf(name):
-            gguf.check(name)
-    except (NotFetched, gguf.BadFile) as error:
+    except NotFetched as error:
         raise StartError(str(error)) from error
-    mimo.register()
     PROGRESS.info("reading the weights of %s", Path(name).name)
     device = options.device
     if device == "auto":
@@ -87,59 +89,58 @@ def load_pretrained(name: str, options: Options) -> Loaded:
     # In bf16 a verify of K + 1 rows and a step of one row round apart, so near-ties may flip.
     if dtype == "auto" and (device == "cpu" or options.is_embedded):
         dtype = "float32"
-    elif dtype == "auto" and gguf.is_gguf(name):  # which names no type for what it unpacks to
+    elif dtype == "auto" and is_gguf(name):  # which names no type for what it unpacks to
         dtype = "bfloat16"
-    is_hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
-    if not Path(name).exists() and not is_hub_id:
-        raise StartError(f"model folder {name} not found")
-    with gguf.alone(name) as source:
-        source["trust_remote_code"] = options.trust_remote_code
-        tokenizer = _read_tokenizer(name, source, options)
-        with _told(name, "", options):
-            model, report = _read_model(name, source, dtype, options)
-            model = model.to(device).eval()
-            if not options.mmap:  # transformers' disable_mmap holds the weights twice for a while
-                own_weights(model)
+    read = _read_file if is_gguf(name) else _read_folder
+    model, tokenizer, report = read(name, dtype, options)
+    with _told(name, "", options):
+        model = model.to(device).eval()
+        if not options.mmap:  # transformers' disable_mmap holds the weights twice for a while
+            own_weights(model)
     check_weights(name, report)
     keep_few_words(tokenizer)
     return _fit(model, tokenizer, name, options)
 
 
-def _read_tokenizer(name: str, source: dict[str, Any], options: Options) -> Any:
-    """The tokenizer, once all but the weights has been found sound."""
+def _read_file(name: str, dtype: str, options: Options) -> tuple[Any, Any, dict[str, Any]]:
+    """Model and tokenizer of a GGUF file, and what transformers tells of the weights."""
+    with _told(name, "", options), open_model(name) as file:
+        config = config_of(file)
+        with _told(name, "its tokenizer: ", options):
+            tokenizer = tokenizer_of(file)
+        model, report = load_model(file, config, getattr(torch, dtype))
+    return model, tokenizer, report
+
+
+def _read_folder(name: str, dtype: str, options: Options) -> tuple[Any, Any, dict[str, Any]]:
+    """The same of a folder or a hub id. The weights come last, once all else is found sound."""
+    is_hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
+    if not Path(name).exists() and not is_hub_id:
+        raise StartError(f"model folder {name} not found")
+    mimo.register()
+    trust = {"trust_remote_code": options.trust_remote_code}
     with _told(name, "", options):
         # First: a wrong id fails here, after one small file.
-        config = AutoConfig.from_pretrained(**source)
-    if not gguf.is_gguf(name):  # which has no other files
-        check_generation_config(name)
-        with _told(name, "", options):
-            check_indexes(name, config, options)
+        config = AutoConfig.from_pretrained(name, **trust)
+    check_generation_config(name)
+    with _told(name, "", options):
+        check_indexes(name, config, options)
     with _told(name, "its tokenizer: ", options):
-        tokenizer = AutoTokenizer.from_pretrained(**source)
-        if gguf.is_gguf(name):
-            gguf.fix_tokenizer(tokenizer, name)
-    return tokenizer
-
-
-def _read_model(
-    name: str, source: dict[str, Any], dtype: Any, options: Options
-) -> tuple[Any, dict[str, Any]]:
-    """The model, and what transformers tells of its weights."""
-    try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            **source,
-            **gguf.as_floats(name),
-            dtype=dtype,
-            use_safetensors=None if options.allow_pickle else True,  # None: what there is
-            ignore_mismatched_sizes=True,  # the report has them, and check_weights reads it
-            output_loading_info=True,
-        )
-    except (SafetensorError, OSError):
-        if not gguf.is_gguf(name):
+        tokenizer = AutoTokenizer.from_pretrained(name, **trust)
+    with _told(name, "", options):
+        try:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                name,
+                **trust,
+                dtype=dtype,
+                use_safetensors=None if options.allow_pickle else True,  # None: what there is
+                ignore_mismatched_sizes=True,  # the report has them, and check_weights reads it
+                output_loading_info=True,
+            )
+        except (SafetensorError, OSError):
             check_files(name)  # the error itself does not say which file
-        raise
-    gguf.settle(model, name)
-    return model, report
+            raise
+    return model, tokenizer, report
 
 
 def check_indexes(name: str, config: Any, options: Options) -> None:

@@ -19,12 +19,12 @@ from typing import Any
 from flask import Flask, Response, g
 from werkzeug.exceptions import NotFound
 
-from .answers import answer, failures_as_events, sse
+from .answers import PING, answer, failures_as_events, sse
 from .errors import RequestError
 from .http import finish, read_body
 from .parsing import model_id, unknown_model
 from .prompts import chat_prompt
-from .worker import WAITING, Job
+from .worker import Job
 
 _TEXT_ALONE = "not supported: this server answers with text alone"
 # The only values of these fields that are served (null counts as absent); what is said of others.
@@ -240,18 +240,23 @@ def _chunks(
         yield sse(head | {"choices": [choice]})
     offset = 0
     for job in jobs:
-        for event in job:
-            if event is WAITING or job is not jobs[0]:
-                yield ": ping\n\n"  # a proxy might take silence for an end
+        for events in job:
+            if not events or job is not jobs[0]:
+                yield PING
                 continue
-            text = "".join(text for text, _ in event["pieces"])
-            if text or "logprobs" in event:
-                choice = part(text, None, event.get("logprobs"))
-                if part is _completion and choice["logprobs"]:
-                    offsets = choice["logprobs"]["text_offset"]
-                    choice["logprobs"]["text_offset"] = [offset + more for more in offsets]
-                    offset += sum(map(len, choice["logprobs"]["tokens"]))
-                yield sse(head | {"choices": [choice]})
+            chunks = []
+            for event in events:
+                text = "".join(text for text, _ in event["pieces"])
+                if text or "logprobs" in event:
+                    choice = part(text, None, event.get("logprobs"))
+                    if part is _completion and choice["logprobs"]:
+                        offsets = choice["logprobs"]["text_offset"]
+                        choice["logprobs"]["text_offset"] = [offset + more for more in offsets]
+                        offset += sum(map(len, choice["logprobs"]["tokens"]))
+                    chunks.append(sse(head | {"choices": [choice]}))
+            yield "".join(chunks)
+    if any(job.cancelled for job in jobs):
+        return
     last = part("", jobs[0].sequence.finish_reason, None)
     beside = figures()
     usage = beside.pop("usage")

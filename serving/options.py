@@ -1,8 +1,14 @@
-"""What the command line sets, with its defaults, and how it is read."""
+"""What the command line sets, with its defaults, and how it is read.
+
+A field of Options is an option of the command line. Its metadata say in which group --help-all
+shows it, what it does, and how argparse reads it.
+"""
 
 import argparse
+import dataclasses
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from ipaddress import ip_address
 from pathlib import Path
@@ -13,7 +19,7 @@ from drafters import NAMES
 from drafters.panel import PLAIN
 from messages import Request, Sampling
 
-from .catalogue import CATALOGUE, entry_of
+from .catalogue import CATALOGUE, DEFAULT, EMBEDDED, FALLBACK, entry_of
 from .errors import RequestError
 from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, check_fields
 
@@ -22,57 +28,242 @@ RUNNING_ELSEWHERE = 64  # requests at once in an engine that is not this server'
 REMEMBERED = 50_000  # tokens of past outputs: 0.5 kB each
 ROOT = Path(__file__).resolve().parent.parent
 
+_ABOUT = """\
+Speculative decoding: a cheap drafter guesses tokens, the model checks them all in one pass. The
+text stays the model's own; only the time changes."""
+_BEGIN = """\
+Begin:  python 08_speculative_decoding.py --demo
+        python 08_speculative_decoding.py --port 5000     then open http://127.0.0.1:5000"""
+_USAGE = "%(prog)s (--demo | --prompt TEXT | --port PORT | --plan) [options]"
+# The groups of --help-all, in order. Those of --help are the first two.
+_GROUPS = DO, CHANGE, MORE, MODELS, DRAFTING, SAMPLING, SERVING, CALLERS, SPEED, ENGINES = (
+    "Do one of these", "Change what runs", "More for --demo, --prompt and --plan", "Models",
+    "Drafting", "Sampling, where a request does not say", "Serving", "Who may call", "Speed",
+    "Other engines",
+)  # fmt: skip
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> Any:
+        """Print the error without the usage, and exit with status 2."""
+        if message.startswith("one of the arguments"):
+            message = "say what to do: --demo (start here), --prompt TEXT, --port PORT or --plan"
+        print(f"error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def between(low: int, high: int) -> Any:
+    """An argparse type: an integer from low to high."""
+
+    def parse(text: str) -> int:
+        """Read the integer. Raises ArgumentTypeError where it is out of range."""
+        value = int(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be from {low} to {high}, not {value}")
+        return value
+
+    parse.__name__ = "integer"  # argparse names the type in its error
+    return parse
+
+
+def seconds(text: str) -> float:
+    """An argparse type: a time of more than 0 s and at most a day."""
+    value = float(text)
+    if not 0 < value <= 86_400:
+        raise argparse.ArgumentTypeError(f"must be more than 0 and at most 86400, not {text}")
+    return value
+
+
+_COUNT = between(1, 1_000_000)
+_COUNTED = {"type": _COUNT, "metavar": "N"}
+_SECONDS = {"type": seconds, "metavar": "S"}
+_SWITCH = {"action": "store_true"}
+_EITHER = {"action": argparse.BooleanOptionalAction}
+_NAME = {"metavar": "NAME"}
+
+
+def _option(group: str, default: Any, text: str, shown: str | None = None, **details: Any) -> Any:
+    """A field of Options; `details` are what argparse's add_argument takes.
+
+    `shown` is the default as the help names it; "": it names none.
+    """
+    metadata = {"group": group, "text": text, "shown": shown, "details": details}
+    return dataclasses.field(default=default, metadata=metadata)
+
 
 @dataclass(frozen=True)
 class Options:
     """What the command line sets, and its defaults."""
 
-    model: str = str(ROOT / "demo_models" / "target")
-    draft_model: str | None = None  # beside the embedded target: the embedded draft
-    eagle3: str | None = None  # a head for the target; smollm2 has one
-    dflash: str | None = None  # a head of another kind; the embedded target has one
-    drafter: str | None = None  # auto, or mtp or ngram, whichever fits
-    num_speculative_tokens: int = Request.num_speculative_tokens
-    fixed_k: bool = False
-    strict: bool = False
-    prompt_lookup_max: int = 4
-    prompt_lookup_min: int = 1
-    suffix_cache: int | None = None  # REMEMBERED, or 0 where the server is exposed
-    raw: bool = False
-    max_tokens: int | None = None  # 128; in a chat as many as the context holds
-    repetition_penalty: float = Sampling.repetition_penalty
-    temperature: float = Sampling.temperature
-    top_k: int = Sampling.top_k
-    top_p: float = Sampling.top_p
-    min_p: float = Sampling.min_p
-    verification: str = Sampling.verification
-    seed: int | None = None  # where a request names none: a new one by chance
-    max_running: int = 8  # 64 with --engine
-    max_queued: int = 64
-    prefill_chunk: int = 256
-    prefix_cache_mb: int = 512
-    request_timeout: float = 600.0  # seconds, as the next three
-    drafter_timeout: float = 10.0
-    stall_limit: float = 120.0
-    grace_period: float = 30.0
-    host: str = "127.0.0.1"
-    allowed_host: tuple[str, ...] = ()  # names of this server beside --host and localhost
-    api_key: str | None = None
-    allow_origin: str | None = None
-    log_prompts: bool = False
-    trust_remote_code: bool = False
-    allow_pickle: bool = False
-    mmap: bool = False
-    max_model_len: int | None = None  # the model's context, at most LONGEST_DEFAULT
-    fastpath: bool = True
-    compile: bool | None = None  # None: where there is a compiler
-    bitwise: bool = True
-    dtype: str = "auto"
-    device: str = "auto"
-    quantize: str | None = None
-    engine: str | None = None  # vllm, a program of that name, or the address of one that runs
-    tensor_parallel_size: int | None = None  # of --engine vllm, as the next two
-    pipeline_parallel_size: int | None = None
+    model: str | None = _option(
+        CHANGE, None,
+        f"the model: {', '.join([*CATALOGUE, *EMBEDDED])}, a folder, a .gguf file or a Hugging "
+        "Face name", f"{DEFAULT}, which is downloaded once; {FALLBACK} where that fails", **_NAME,
+    )  # fmt: skip
+    draft_model: str | None = _option(
+        MODELS, None, "the small model that the drafter draft_model asks; named like --model",
+        "none; the embedded model has one", **_NAME,
+    )  # fmt: skip
+    eagle3: str | None = _option(
+        MODELS, None, "an EAGLE-3 head for the model: a folder or a Hugging Face name",
+        f"none; {DEFAULT} has one", **_NAME,
+    )  # fmt: skip
+    dflash: str | None = _option(
+        MODELS, None, "a DFlash head for the model: a folder or a Hugging Face name",
+        "none; the embedded model has one", **_NAME,
+    )  # fmt: skip
+    drafter: str | None = _option(
+        CHANGE, None,
+        "who guesses: auto picks one in every cycle; none is plain decoding; "
+        f"{', '.join(NAMES)}, tree, or yours as file.py:Class", "auto", **_NAME,
+    )  # fmt: skip
+    num_speculative_tokens: int = _option(
+        CHANGE, Request.num_speculative_tokens,
+        f"the most tokens to guess at once, 1 to {MAX_SPECULATIVE_TOKENS}",
+        type=between(1, MAX_SPECULATIVE_TOKENS), metavar="K",
+    )  # fmt: skip
+    fixed_k: bool = _option(
+        DRAFTING, False, "always guess K tokens, whether it pays or not", **_SWITCH
+    )
+    strict: bool = _option(
+        DRAFTING, False, "an error in a drafter fails its request, for those who write one",
+        **_SWITCH,
+    )  # fmt: skip
+    prompt_lookup_max: int = _option(
+        DRAFTING, 4, "the longest run of tokens that ngram looks up", **_COUNTED
+    )
+    prompt_lookup_min: int = _option(
+        DRAFTING, 1, "the shortest run of tokens that ngram looks up", **_COUNTED
+    )
+    suffix_cache: int | None = _option(
+        DRAFTING, None, "tokens of past outputs in which suffix looks; 0 is none",
+        f"{REMEMBERED}, or 0 where others may call", type=between(0, 10_000_000), metavar="N",
+    )  # fmt: skip
+    drafter_timeout: float = _option(
+        DRAFTING, 10.0, "seconds that a call to a drafter from a file may take", **_SECONDS
+    )
+    raw: bool = _option(
+        MORE, False, "do not put prompts into the model's chat template; for the page, too",
+        **_SWITCH,
+    )  # fmt: skip
+    max_tokens: int | None = _option(
+        CHANGE, None, "tokens to write",
+        f"{Request.max_tokens}; in a chat, until the context is full", **_COUNTED,
+    )  # fmt: skip
+    temperature: float = _option(
+        CHANGE, Sampling.temperature, "0 takes the likeliest token, more draws more freely",
+        type=float, metavar="T",
+    )  # fmt: skip
+    top_k: int = _option(
+        SAMPLING, Sampling.top_k, "draw among the K likeliest tokens; 0 is off",
+        type=int, metavar="K",
+    )  # fmt: skip
+    top_p: float = _option(
+        SAMPLING, Sampling.top_p,
+        "draw among the fewest tokens whose probabilities sum to P; 1 is off",
+        type=float, metavar="P",
+    )  # fmt: skip
+    min_p: float = _option(
+        SAMPLING, Sampling.min_p, "leave out what is less likely than P times the likeliest",
+        type=float, metavar="P",
+    )  # fmt: skip
+    repetition_penalty: float = _option(
+        SAMPLING, Sampling.repetition_penalty,
+        "make tokens that occurred less likely by this factor; 1 is off", type=float, metavar="X",
+    )  # fmt: skip
+    verification: str = _option(
+        SAMPLING, Sampling.verification,
+        "the rule that accepts drafts of sampled text: coupled keeps the text of a seed, "
+        "rejection keeps its distribution", choices=["coupled", "rejection"],
+    )  # fmt: skip
+    seed: int | None = _option(
+        SAMPLING, None, "the same seed gives the same text", "drawn anew for each request",
+        type=int, metavar="SEED",
+    )  # fmt: skip
+    max_running: int = _option(
+        SERVING, 8, "requests that run at once; each holds a row of the KV cache",
+        f"8, or {RUNNING_ELSEWHERE} with --engine", type=between(1, 256), metavar="N",
+    )  # fmt: skip
+    max_queued: int = _option(
+        SERVING, 64, "requests that may wait; more are refused with status 429",
+        type=between(1, 1000), metavar="N",
+    )  # fmt: skip
+    prefill_chunk: int = _option(
+        SERVING, 256, "tokens of a long prompt that are read between two cycles", **_COUNTED
+    )
+    prefix_cache_mb: int = _option(
+        SERVING, 512, "megabytes for prompts already read, which are not read again; 0 is off",
+        type=between(0, 1 << 20), metavar="MB",
+    )  # fmt: skip
+    request_timeout: float = _option(
+        SERVING, 600.0, "seconds after which a request ends with status 504", **_SECONDS
+    )
+    stall_limit: float = _option(
+        SERVING, 120.0, "seconds that one cycle may take before /health says stuck", **_SECONDS
+    )
+    grace_period: float = _option(
+        SERVING, 30.0, "seconds to finish running requests after SIGTERM", **_SECONDS
+    )
+    max_model_len: int | None = _option(
+        MODELS, None, "tokens that a prompt and its answer may have together",
+        "what the model says, at most 8192", **_COUNTED,
+    )  # fmt: skip
+    host: str = _option(CALLERS, "127.0.0.1", "the address to serve on", metavar="ADDRESS")
+    allowed_host: tuple[str, ...] = _option(
+        CALLERS, (), "a name by which the server may be called; may be repeated; * is any",
+        "", action="append", **_NAME,
+    )  # fmt: skip
+    api_key: str | None = _option(
+        CALLERS, None, "require KEY; other users of this machine can see it in ps",
+        f"none; ${KEY_VARIABLE} is read", metavar="KEY",
+    )  # fmt: skip
+    allow_origin: str | None = _option(
+        CALLERS, None, "the site whose pages may call, as https://example.org; * is any",
+        "", metavar="ORIGIN",
+    )  # fmt: skip
+    log_prompts: bool = _option(CALLERS, False, "write prompts and outputs to the log", **_SWITCH)
+    trust_remote_code: bool = _option(
+        MODELS, False, "run code that comes with the model", **_SWITCH
+    )
+    allow_pickle: bool = _option(
+        MODELS, False, "load weights that are not safetensors; such files can run code", **_SWITCH
+    )
+    mmap: bool = _option(
+        MODELS, False,
+        "map the files of the weights in place of reading them: this saves memory, and nobody may "
+        "change the files while the server runs", **_SWITCH,
+    )  # fmt: skip
+    fastpath: bool = _option(
+        SPEED, True, "packed layers and kernels of our own where they fit", "", **_EITHER
+    )
+    compile: bool | None = _option(
+        SPEED, None, "run forwards in C, compiled once", "where there is a compiler", **_EITHER
+    )
+    bitwise: bool = _option(SPEED, True, "keep to shapes that give equal bits", "", **_EITHER)
+    dtype: str = _option(
+        SPEED, "auto", "the type of the weights; auto is float32 on a CPU",
+        choices=["auto", "float32", "bfloat16"],
+    )  # fmt: skip
+    device: str = _option(SPEED, "auto", "where to compute: auto, cpu, cuda, …", metavar="NAME")
+    quantize: str | None = _option(
+        SPEED, None,
+        "round weights to 8 bits: another model than the one in the file, smaller and faster",
+        "", choices=["int8"],
+    )  # fmt: skip
+    engine: str | None = _option(
+        ENGINES, None,
+        "let vLLM run the model: start it, or use the one that runs at the address URL",
+        "", metavar="vllm|PROGRAM|URL",
+    )  # fmt: skip
+    tensor_parallel_size: int | None = _option(
+        ENGINES, None, "devices that share each layer, with --engine vllm", "", **_COUNTED
+    )
+    pipeline_parallel_size: int | None = _option(
+        ENGINES, None, "groups of layers on devices of their own, with --engine vllm", "",
+        **_COUNTED,
+    )  # fmt: skip
     engine_arguments: tuple[str, ...] = ()  # what follows --
 
     @property
@@ -83,7 +274,7 @@ class Options:
     @property
     def title(self) -> str:
         """What is loaded, for those who wait for it."""
-        return str(self.engine) if self.has_address else self.model
+        return str(self.engine) if self.has_address else self.model or DEFAULT
 
     @property
     def sampling(self) -> Sampling:
@@ -108,13 +299,13 @@ class Options:
     @property
     def card(self) -> dict[str, Any] | None:
         """Where a model of the catalogue comes from."""
-        entry = entry_of(self.model)
+        entry = entry_of(self.title)
         return entry and entry.card
 
     @property
     def eagle3_folder(self) -> str | None:
         """The EAGLE-3 head: what was named, or what goes with a model of the catalogue."""
-        entry = entry_of(self.model)
+        entry = entry_of(self.title)
         known = entry and entry.eagle3
         if self.eagle3 is None and known and Path(known).exists():
             return known
@@ -165,151 +356,83 @@ class Options:
     @property
     def is_embedded(self) -> bool:
         """Whether the target is the one of this repository, however it is spelt."""
-        return Path(self.model).resolve() == (ROOT / "demo_models" / "target").resolve()
+        folder = Path(EMBEDDED[FALLBACK]).resolve()
+        return self.model == FALLBACK or Path(self.title).resolve() == folder
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
-
-    def error(self, message: str) -> Any:
-        """Print the error without the usage, and exit with status 2."""
-        print(f"error: {message}", file=sys.stderr)
-        raise SystemExit(2)
+# ------------------------------------------------------------------------------- command line
 
 
-def between(low: int, high: int) -> Any:
-    """An argparse type: an integer from low to high."""
+class _HelpAll(argparse.Action):
+    """Print the help with every option, and exit."""
 
-    def parse(text: str) -> int:
-        """Read the integer. Raises ArgumentTypeError where it is out of range."""
-        value = int(text)
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be from {low} to {high}, not {value}")
-        return value
-
-    parse.__name__ = "integer"  # argparse names the type in its error
-    return parse
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        """Argparse has met the flag."""
+        _parser(is_complete=True).print_help()
+        parser.exit()
 
 
-def seconds(text: str) -> float:
-    """An argparse type: a time of more than 0 s and at most a day."""
-    value = float(text)
-    if not 0 < value <= 86_400:
-        raise argparse.ArgumentTypeError(f"must be more than 0 and at most 86400, not {text}")
-    return value
+def _parser(is_complete: bool) -> Parser:
+    """A parser of all options; its help shows every one, or those that most people need."""
+    form = argparse.RawDescriptionHelpFormatter
+    words = {"usage": _USAGE, "description": _ABOUT, "epilog": _BEGIN}
+    parser = Parser(**words, formatter_class=form, add_help=False)
+    groups = {name: parser.add_argument_group(name) for name in _GROUPS}
+    actions = groups[DO].add_mutually_exclusive_group(required=True)
+
+    def add(group: str, flag: str, text: str, **details: Any) -> None:
+        is_shown = is_complete or group in (DO, CHANGE)
+        place = actions if group == DO else groups[group]
+        place.add_argument(flag, help=text if is_shown else argparse.SUPPRESS, **details)
+
+    add(DO, "--demo", "race every drafter against plain decoding on the demo prompts", **_SWITCH)
+    add(DO, "--prompt", "continue TEXT here, and mark where each token came from", metavar="TEXT")
+    port = {"type": between(1, 65535), "metavar": "PORT"}
+    add(DO, "--port", "serve the page and the HTTP interface at http://127.0.0.1:PORT", **port)
+    add(DO, "--plan", "work out a vLLM and an SGLang command line for your prompts", **_SWITCH)
+    for field in fields(Options):
+        if field.metadata:
+            _add_field(add, field)
+    few = {"type": between(1, 1000), "nargs": "?", "const": 4, "default": 0, "metavar": "N"}
+    add(CHANGE, "--explain", "with --prompt: show the first N cycles (4) step by step", **few)
+    some = "with --demo and --plan: run these of demo_prompts/, by name or kind (chat, code, …)"
+    some += "; with --plan also a file that has a prompt in each line"
+    add(MORE, "--prompts", some, nargs="+", metavar="NAME")
+    times = "with --demo: times are medians of N runs (default: 3, or fewer "
+    add(MORE, "--repeats", times + "to end in a minute)", type=between(1, 100), metavar="N")
+    add(MORE, "--json", "with --demo and --plan: print one JSON document", **_SWITCH)
+    until = "with --prompt: end before this text; may be repeated"
+    add(MORE, "--stop", until, action="append", metavar="TEXT")
+    add(CALLERS, "--api-key-file", "read the API key from FILE", metavar="FILE")
+    helps = parser.add_argument_group("Help")
+    helps.add_argument("-h", "--help", action="help", help="show this page and exit")
+    helps.add_argument(
+        "--help-all", nargs=0, action=_HelpAll, help="show all options, by group, and exit"
+    )
+    return parser
 
 
-_COUNT = between(1, 1_000_000)
-_SWITCH = argparse.BooleanOptionalAction
-_MODEL = {"metavar": "NAME_OR_PATH"}
-# How each field of Options is written on the command line: what argparse's add_argument takes.
-_FLAGS: dict[str, dict[str, Any]] = {
-    "model": _MODEL
-    | {"help": f"the target: {', '.join(CATALOGUE)}, a folder, a .gguf file or a hub id"},
-    "draft_model": _MODEL | {"help": "for the drafter draft_model; named like the target"},
-    "eagle3": _MODEL | {"help": "an EAGLE-3 head for the target: a folder or a hub id"},
-    "dflash": _MODEL | {"help": "a DFlash head for the target: a folder or a hub id"},
-    "drafter": {"help": f"{', '.join(NAMES)}, auto, tree, none or file.py:Class"},
-    "num_speculative_tokens": {"type": between(1, MAX_SPECULATIVE_TOKENS), "help": "K"},
-    "fixed_k": {"action": "store_true", "help": "always draft K, whether it pays or not"},
-    "strict": {"action": "store_true", "help": "a drafter's fault fails the request"},
-    "prompt_lookup_max": {"type": _COUNT, "help": "longest suffix that ngram looks up"},
-    "prompt_lookup_min": {"type": _COUNT, "help": "shortest suffix that ngram looks up"},
-    "suffix_cache": {
-        "type": between(0, 10_000_000),
-        "metavar": "N",
-        "help": "tokens of past outputs that suffix looks up, 0 for none (default: "
-        f"{REMEMBERED}, 0 where the server is exposed)",
-    },
-    "raw": {
-        "action": "store_true",
-        "help": "--demo, --prompt and the page send prompts as they stand, without the model's "
-        "chat template",
-    },
-    "max_tokens": {
-        "type": _COUNT,
-        "help": "tokens to generate, where a request does not say (default: "
-        f"{Request.max_tokens}; in a chat as many as the context holds)",
-    },
-    "repetition_penalty": {"type": float, "help": "where a request does not say; 1 = off"},
-    "temperature": {"type": float, "help": "where a request does not say; 0 = greedy"},
-    "top_k": {"type": int, "help": "where a request does not say; 0 = off"},
-    "top_p": {"type": float, "help": "where a request does not say; 1 = off"},
-    "min_p": {"type": float, "help": "where a request does not say; 0 = off"},
-    "verification": {
-        "choices": ["coupled", "rejection"],
-        "help": "rule for drafts of sampled text, where a request does not say",
-    },
-    "seed": {"type": int, "help": "where a request names none (default: by chance)"},
-    "max_running": {
-        "type": between(1, 256),
-        "help": f"rows of the KV cache (default: 8; {RUNNING_ELSEWHERE} with --engine)",
-    },
-    "max_queued": {"type": between(1, 1000), "help": "requests that may wait"},
-    "prefix_cache_mb": {
-        "type": between(0, 1 << 20),
-        "help": "memory for prompts read before, which need not be read again; 0 = off",
-    },
-    "prefill_chunk": {"type": _COUNT, "help": "tokens of a prompt read between two cycles"},
-    "request_timeout": {"type": seconds, "help": "after which a request ends with 504"},
-    "drafter_timeout": {"type": seconds, "help": "of a call to a drafter from a file"},
-    "stall_limit": {"type": seconds, "help": "of one cycle, after which /health says stuck"},
-    "grace_period": {"type": seconds, "help": "to finish what runs after SIGTERM"},
-    "host": {"help": "the address to serve on"},
-    "allowed_host": {
-        "action": "append",
-        "metavar": "NAME",
-        "help": "a name by which the server may be called (may be repeated; * for any)",
-    },
-    "api_key": {"help": "asked of /generate, /v1 and /metrics; others see it in ps"},
-    "allow_origin": {"help": "whose pages may call (CORS), as https://example.org or *"},
-    "log_prompts": {"action": "store_true", "help": "write prompts and outputs to the log"},
-    "trust_remote_code": {"action": "store_true", "help": "run code that comes with --model"},
-    "allow_pickle": {
-        "action": "store_true",
-        "help": "load weights that are not safetensors; such files can run code",
-    },
-    "mmap": {
-        "action": "store_true",
-        "help": "map the files of the weights and do not read them into memory: saves memory, and "
-        "trusts that nobody changes these files while the server runs",
-    },
-    "max_model_len": {"type": _COUNT, "help": "context length"},
-    "fastpath": {"action": _SWITCH, "help": "packed layers and kernels of our own where they fit"},
-    "compile": {
-        "action": _SWITCH,
-        "help": "forwards in C, compiled once (default: where there is a compiler)",
-    },
-    "bitwise": {"action": _SWITCH, "help": "shapes that keep equal logits equal bits"},
-    "dtype": {"choices": ["auto", "float32", "bfloat16"], "help": "auto: float32 on a CPU"},
-    "device": {"help": "auto, cpu, cuda, …"},
-    "quantize": {
-        "choices": ["int8"],
-        "help": "weights of 8 bits: another model than the one in the file, smaller and faster",
-    },
-    "engine": {
-        "metavar": "vllm|PROGRAM|URL",
-        "help": "have vLLM run the model: it is started, or one that runs at URL is used",
-    },
-    "tensor_parallel_size": {"type": _COUNT, "help": "of --engine vllm: devices for each layer"},
-    "pipeline_parallel_size": {"type": _COUNT, "help": "of --engine vllm: groups of layers"},
-}
+def _add_field(add: Callable[..., None], field: dataclasses.Field[Any]) -> None:
+    group, text, shown, details = field.metadata.values()
+    default = None if field.name == "max_running" else field.default
+    default = list(default) if isinstance(default, tuple) else default
+    if shown is None:
+        shown = "" if default is None or default is False else str(default)
+    text += f" (default: {shown})" if shown else ""
+    add(
+        group,
+        f"--{field.name.replace('_', '-')}",
+        text.replace("%", "%%"),
+        default=default,
+        **details,
+    )
 
 
-def parse_arguments(
-    description: str, arguments: list[str] | None = None
-) -> tuple[argparse.Namespace, Options]:
+def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namespace, Options]:
     """The command line, and the options in it. A mistake is one line on stderr and exit 2."""
-    parser = Parser(description=description)
-    _add_actions(parser)
+    parser = _parser(is_complete=False)
     arguments = sys.argv[1:] if arguments is None else arguments
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    for name, details in _FLAGS.items():
-        default = None if name == "max_running" else getattr(Options(), name)
-        default = list(default) if isinstance(default, tuple) else default
-        shown = "" if default in (None, []) else " (default: %(default)s)"
-        details = details | {"help": details["help"] + shown, "default": default}
-        parser.add_argument(f"--{name.replace('_', '-')}", **details)
     given = parser.parse_args(arguments[:end])
     given.engine_arguments = tuple(arguments[end + 1 :])
     _check(given, parser)
@@ -323,39 +446,6 @@ def parse_arguments(
     if given.plan:  # for engines that have no controller; --max-running is theirs
         values |= {"fixed_k": True, "max_running": 8}
     return given, Options(**values)
-
-
-def _add_actions(parser: argparse.ArgumentParser) -> None:
-    """What to do, and the flags that go with one action only."""
-    action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument(
-        "--demo", action="store_true", help="standard decoding against each drafter"
-    )
-    action.add_argument("--prompt", help="one generation, streamed to the terminal")
-    action.add_argument(
-        "--plan", action="store_true", help="the command line for vLLM and SGLang, and why"
-    )
-    action.add_argument("--port", type=between(1, 65535), help="serve HTTP")
-    parser.add_argument(
-        "--api-key-file", metavar="FILE", help=f"has the API key (so may ${KEY_VARIABLE})"
-    )
-    parser.add_argument(
-        "--prompts", nargs="+", metavar="NAME",
-        help="with --demo and --plan: only these of demo_prompts/, by name or kind (chat, code, "
-        "…); or with --plan a file that has a prompt per line",
-    )  # fmt: skip
-    parser.add_argument(
-        "--repeats", type=between(1, 100), default=3,
-        help="with --demo: times are medians of so many runs (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="with --demo and --plan: one document")
-    parser.add_argument(
-        "--stop", action="append", help="with --prompt: end before this text (may be repeated)"
-    )
-    parser.add_argument(
-        "--explain", type=between(1, 1000), nargs="?", const=4, default=0, metavar="CYCLES",
-        help="with --prompt: the first cycles (4) step by step, with what decided",
-    )  # fmt: skip
 
 
 def read_key(given: str | None, file: str | None, variable: str | None) -> str | None:
@@ -430,8 +520,8 @@ def _check_engine(given: argparse.Namespace, parser: argparse.ArgumentParser) ->
             parser.error(f"{given.engine} runs already: give its options where it is started")
     elif Path(given.engine).name != "vllm":
         parser.error(f"--engine must be vllm, a program of that name or a URL, not {given.engine}")
-    elif given.model == Options.model:
-        parser.error(f"--engine {given.engine} needs --model: it does not know our embedded target")
+    elif given.model is None:
+        parser.error(f"--engine {given.engine} needs --model: a folder or a hub id that it knows")
     for name in ("quantize", "compile", "fixed_k", "strict", "device", "mmap", "allow_pickle"):
         if getattr(given, name) != getattr(Options, name):
             flag = f"--{name.replace('_', '-')}"

@@ -9,6 +9,7 @@ import reprlib
 import secrets
 from collections.abc import Callable, Collection
 from dataclasses import fields
+from functools import cache
 from itertools import islice
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -136,6 +137,7 @@ def check_fields(body: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+@cache
 def model_id(model: str) -> str:
     """A model's name outside: a hub id as it is, of a folder or a file its last part."""
     return Path(model).resolve().name if Path(model).exists() else model

@@ -1,9 +1,10 @@
 """Too little memory, or too few threads, is one line and exit 2, not a traceback.
 
 Importing torch may take more memory than there is. So the core imports this file before torch, and
-this file imports next to nothing.
+this file imports next to nothing. It also keeps other libraries from starting threads of their own.
 """
 
+import os
 import sys
 from types import TracebackType
 
@@ -42,3 +43,6 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 sys.excepthook = _hook
+# torch's threads occupy the cores. Those of numpy and tokenizers would take turns with them.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

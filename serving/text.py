@@ -3,9 +3,12 @@
 A token may end in the middle of a multi-byte character, and a stop string may begin in one token
 and end in another, or in the middle of an accepted draft. Text therefore leaves in three steps:
 
-    push(token)  decoded once its characters are complete, and searched for stop strings
+    push(token)  noted; where there are stop strings, decoded and searched at once
     text         what the answer will say so far
     release()    what may be streamed: the text less an ending that may yet become a stop string
+
+Without stop strings a token is decoded when somebody asks for the text: of an answer that is not
+streamed, at its end.
 """
 
 from bisect import bisect_left, bisect_right
@@ -26,6 +29,8 @@ class TextStream:
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
+        self._waiting: list[tuple[int, str]] = []  # tokens with their kinds, not decoded yet
+        self._is_complete = False  # no more tokens will come
         self._tokens: list[int] = []
         # _tokens[_start:_read] is decoded already; it only gives the decoder its context.
         self._start = self._read = 0
@@ -39,6 +44,7 @@ class TextStream:
     @property
     def text(self) -> str:
         """What the answer will say so far."""
+        self._catch_up()
         return "".join(piece for piece, _ in self._pieces)[: self._length]
 
     def _decode(self, tokens: list[int]) -> str:
@@ -46,6 +52,19 @@ class TextStream:
 
     def push(self, token: int, kind: str) -> bool:
         """Append a token. True if it completed a stop string: the text then ends before that."""
+        self._waiting.append((token, kind))
+        return bool(self._stop) and self._catch_up()
+
+    def _catch_up(self) -> bool:
+        """Decode what waits. True if that completed a stop string."""
+        is_stopped = False
+        for token, kind in self._waiting:
+            is_stopped = self._decode_next(token, kind)
+        self._waiting.clear()
+        return self._decode_rest() if self._is_complete else is_stopped
+
+    def _decode_next(self, token: int, kind: str) -> bool:
+        """The token's text, once its characters are complete."""
         self._tokens.append(token)
         whole = self._decode(self._tokens[self._start :])
         if whole.endswith(_INCOMPLETE) and len(self._tokens) - self._read < _MOST_UNREAD:
@@ -66,6 +85,10 @@ class TextStream:
 
     def finish(self) -> bool:
         """No more tokens will come: what bytes are left become text, as the tokenizer has them."""
+        self._is_complete = True
+        return bool(self._stop) and self._catch_up()
+
+    def _decode_rest(self) -> bool:
         if self._read == len(self._tokens):
             return False
         rest = self._decode(self._tokens[self._start :])
@@ -79,6 +102,7 @@ class TextStream:
         Example: with the stop string "END", a text that ends in "… EN" keeps back "EN" until the
         next token.
         """
+        self._catch_up()
         begin, end = self._released, self._length
         if not final:
             end -= max(
@@ -90,6 +114,7 @@ class TextStream:
 
     def stretches(self, begin: int = 0, end: int | None = None) -> list[tuple[str, str]]:
         """text[begin:end] as (text, kind) stretches, neighbours that were accepted joined."""
+        self._catch_up()
         end = self._length if end is None else min(end, self._length)
         result: list[tuple[str, str]] = []
         first = bisect_right(self._begins, begin) - 1  # the piece in which `begin` lies

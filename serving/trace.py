@@ -16,36 +16,45 @@ _BY_P, _BY_Q = 8, 4  # tokens of a distribution that a trace shows, the likelies
 
 
 def event(s: Any, cycle: Cycle) -> dict[str, Any]:
-    """The event of a Sequence's latest cycle.
+    """The event of a Sequence's latest cycle: {step, tokens, pieces}, and what was asked for.
 
-    {step, proposals, tree, accepted_count, emitted_count, tokens, rejected, cached, recurrent,
-    pieces}: proposals is the draft as it was made, the others are what stays of it after a cut. Of
-    a draft that branched, proposals is the text's own chain, and tree has all tokens as {id,
-    parent}; else it is None. cached is how many tokens the KV cache held after the verify and
-    after the truncation. recurrent is None but for a target with layers that keep states, which go
-    back as far: {layers, from, to, stepped}; the last is how many tokens they step through again,
-    from the state before the verify. pieces is the text that may be shown now, as (text, kind). A
-    request may ask for `logprobs` and for a trace, which has more.
+    tokens are those that stay. pieces is the text that may be shown now, as (text, kind). A request
+    may ask for `logprobs` and for a trace, which has more.
     """
     found: dict[str, Any] = {
         "step": cycle.number,
-        "proposals": cycle.proposals,
-        "tree": cycle.tree.parents and tree_as_dicts(cycle.tree),
-        "accepted_count": cycle.num_accepted,
-        "emitted_count": cycle.num_kept,
         "tokens": [judgement_as_dict(token) for token in cycle.tokens],
-        "rejected": cycle.rejected and judgement_as_dict(cycle.rejected),
-        "cached": [cycle.held, cycle.cached],
-        "recurrent": _states(cycle),
-        "pieces": cycle.pieces,
+        "pieces": s.text.release(s.finish_reason is not None),
     }
     if s.request.logprobs is not None:
         new = [token.id for token in cycle.tokens]
         found["logprobs"] = token_logprobs(cycle.logits, new, s.request.logprobs, s.tokenizer)
         s.logprobs += found["logprobs"]
     if s.request.trace:
+        found |= summary(cycle)
         found |= _details(s, cycle, found)
     return found
+
+
+def summary(cycle: Cycle) -> dict[str, Any]:
+    """What a cycle did, without texts and numbers of a model.
+
+    {proposals, tree, accepted_count, emitted_count, rejected, cached, recurrent}: proposals is the
+    draft as it was made, the others are what stays of it after a cut. Of a draft that branched,
+    proposals is the text's own chain, and tree has all tokens as {id, parent}; else it is None.
+    cached is how many tokens the KV cache held after the verify and after the truncation. recurrent
+    is None but for a target with layers that keep states, which go back as far: {layers, from, to,
+    stepped}; the last is how many tokens they step through again, from the state before the verify.
+    """
+    return {
+        "proposals": cycle.proposals,
+        "tree": cycle.tree.parents and tree_as_dicts(cycle.tree),
+        "accepted_count": cycle.num_accepted,
+        "emitted_count": cycle.num_kept,
+        "rejected": cycle.rejected and judgement_as_dict(cycle.rejected),
+        "cached": [cycle.held, cycle.cached],
+        "recurrent": _states(cycle),
+    }
 
 
 def _states(cycle: Cycle) -> dict[str, int] | None:

@@ -3,7 +3,8 @@
     handler thread                       worker thread, cycle after cycle
     submit(request) ── waiting ────────→ admit while there is room · drop who has left
                                          faults.step(all that run)
-    for event in job: ← items ────────── an event to each, its end, or an error
+    for events in job ← news ─────────── an event to each, its end, or an error
+    job.wait()        ← ────────────────
 
 A request joins at any cycle, shares the target's forwards with whatever else runs, and leaves when
 it is done; the engine sees to it that its output does not depend on that.
@@ -14,7 +15,6 @@ covered: ending a forward that hangs.
 """
 
 import logging
-import queue
 import threading
 import time
 from collections import deque
@@ -29,11 +29,10 @@ from .errors import RequestError
 from .metrics import Histogram
 from .options import Options
 
-WAITING = object()  # what a job yields while nothing happens
 LOG = logging.getLogger(__name__)
 PROGRESS = logging.getLogger("serving.progress")
-_END = object()
 POLL_S = 0.1
+_REST_S = 0.01  # between two looks at the news: nobody reads faster, and a look costs a pass time
 _WARM_UP_S = 0.5  # after so much nothing is run a second time
 FAILURES_TO_TELL = 3  # requests in a row: one of them may be to blame itself
 
@@ -51,7 +50,11 @@ WHY_NOT = {
 
 
 class Job:
-    """One request on its way through the worker; iterate over it to receive its events."""
+    """One request on its way through the worker: iterate over it, or wait for its end.
+
+    A thread that wakes takes a core from the pass under way. Who waits wakes once, and who iterates
+    at most every 10 ms.
+    """
 
     def __init__(self, request: Request, timeout_s: float, after: "Job | None" = None) -> None:
         self.request = request
@@ -65,11 +68,16 @@ class Job:
         self.deadline = self.submitted + timeout_s
         self.sequence: Any = None  # the engine's, once it runs
         self.events: list[dict[str, Any]] = []  # kept for a trace
-        self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._news: list[dict[str, Any]] = []  # events that nobody has taken yet
+        self._is_read = True  # by iteration
+        self._is_awaited = False  # whether an event is to wake who iterates
 
     def cancel(self) -> None:
         """The client has gone: stop at the next cycle, or do not start."""
-        self.cancelled = True
+        with self._changed:
+            self.cancelled = True
+            self._changed.notify()
 
     @property
     def num_prompt_tokens(self) -> int | None:
@@ -80,15 +88,22 @@ class Job:
         """Of those that may wait: neither who has left, nor who waits for its own first half."""
         return not self.cancelled and (self.after is None or self.after.ended)
 
-    def put(self, item: Any) -> None:
+    def put(self, event: dict[str, Any]) -> None:
         """Hand an event to whoever iterates."""
-        self._items.put(item)
+        if self.request.trace:
+            self.events.append(event)
+        with self._changed:
+            if self._is_read:
+                self._news.append(event)
+            if self._is_awaited:
+                self._changed.notify()
 
     def end(self, error: Exception | None = None) -> None:
-        """Nothing more will come; with an error, whoever iterates gets it raised."""
-        self.ended = True
-        self.failure = self.failure or error
-        self._items.put(error or _END)
+        """Nothing more will come; with an error, whoever iterates or waits gets it raised."""
+        with self._changed:
+            self.failure = self.failure or error
+            self.ended = True
+            self._changed.notify()
 
     @property
     def finish(self) -> str:
@@ -99,28 +114,53 @@ class Job:
             return "error"
         return (self.sequence and self.sequence.finish_reason) or "cancelled"
 
-    def __iter__(self) -> Iterator[Any]:
-        """The engine's events, and WAITING every 0.1 s without one; re-raises its error.
+    def wait(self) -> None:
+        """Until it ends or is cancelled. Raises as the iteration does."""
+        with self._changed:
+            self._is_read = False
+            self._sleep(threading.TIMEOUT_MAX)
+        self._check()
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        """The engine's events as they come, and [] every 0.1 s without one; re-raises its error.
 
         Ends at once when the job is cancelled. Raises RequestError 504 past the deadline, whether
         the engine is busy with others, slow or stuck.
         """
-        while not self.cancelled:
-            if time.monotonic() > self.deadline:
-                self.cancel()
-                self.failure = RequestError("the request took too long", status=504, code="timeout")
-                raise self.failure
-            try:
-                item = self._items.get(timeout=POLL_S)
-            except queue.Empty:
-                item = WAITING
-            if item is _END:
+        rested = 0.0
+        while True:
+            with self._changed:
+                self._sleep(rested - time.monotonic())
+                self._is_awaited = not self._news
+                self._sleep(POLL_S if self._is_awaited else 0.0)
+                self._is_awaited = False
+                (news, self._news), has_ended = (self._news, []), self.ended
+            if self.cancelled:
                 return
-            if isinstance(item, Exception):
-                raise item
-            if item is not WAITING and self.request.trace:
-                self.events.append(item)
-            yield item
+            if news or not has_ended:
+                yield news
+            self._check()
+            if has_ended:
+                return
+            rested = time.monotonic() + _REST_S
+
+    def _sleep(self, limit_s: float) -> None:
+        """Until it is over, an event is there that is awaited, or the time is."""
+
+        def is_over() -> bool:
+            return self.ended or self.cancelled or bool(self._is_awaited and self._news)
+
+        limit_s = min(limit_s, self.deadline - time.monotonic(), threading.TIMEOUT_MAX)
+        if limit_s > 0:
+            self._changed.wait_for(is_over, limit_s)
+
+    def _check(self) -> None:
+        """Raises its failure, which is being too late if need be."""
+        if not self.ended and not self.cancelled and time.monotonic() >= self.deadline:
+            self.failure = RequestError("the request took too long", status=504, code="timeout")
+            self.cancel()
+        if self.failure:
+            raise self.failure
 
 
 def cancel(jobs: Iterable[Job]) -> None:
@@ -133,14 +173,19 @@ class Worker:
     """Runs up to `max_running` jobs at once on an engine, in a thread of its own."""
 
     def __init__(
-        self, engine: Any, options: Options, prepare: Callable[[], Any] | None = None
+        self,
+        engine: Any,
+        options: Options,
+        load: "Callable[[Worker], tuple[Any, Any]] | None" = None,
     ) -> None:
-        """`prepare` runs first, in the worker's thread; then the page's story is recorded.
+        """Without an engine, `load` makes one and the `app` around it, in the worker's thread.
 
-        Raises what `prepare` raises.
+        torch keeps idle threads for each thread that has computed. With more of them than cores,
+        all take turns, and a pass takes twice as long. Raises what `load` raises.
         """
-        self.story: dict[str, Any] | None = None
-        self._engine, self._options, self._prepare = engine, options, prepare
+        self.story: dict[str, Any] | None = None  # what the page opens on
+        self.app: Any = None
+        self._engine, self._options, self._load = engine, options, load
         self._waiting: deque[Job] = deque()
         self._running: list[Job] = []
         self._changed = threading.Condition()
@@ -225,9 +270,8 @@ class Worker:
 
     def _run(self) -> None:
         try:
-            if self._prepare:
-                self._prepare()
-                self.story = story.record(self._engine, self._options)
+            if self._load:
+                self._engine, self.app = self._load(self)
         except BaseException as error:
             self._refusal = error
             return

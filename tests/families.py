@@ -16,7 +16,7 @@ from random import Random
 from typing import Any
 
 import torch
-from conftest import ROOT, core
+from conftest import ROOT, TARGET, core
 from exactness import compare_forwards
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -116,7 +116,7 @@ def save_small(name: str, folder: Path, **changes: Any) -> Any:
     randomise(model)
     model.generation_config.eos_token_id = None  # texts then have one length
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(ROOT / "demo_models" / "target").save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TARGET).save_pretrained(folder)
     return config
 
 

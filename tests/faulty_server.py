@@ -187,7 +187,7 @@ TARGET_FAULTS: dict[str, Callable[[Moment], Any]] = {
 
 
 def main(arguments: list[str]) -> int:
-    assemble, prepare = core.assemble_engine, core.prepare
+    assemble, load = core.assemble_engine, core.load_engine
 
     def assemble_faulty(options: Any) -> Any:
         engine = assemble(options)
@@ -197,9 +197,10 @@ def main(arguments: list[str]) -> int:
             engine.totals.by_drafter[name] = core.Statistics()
         return engine
 
-    def prepare_faulty(engine: Any, options: Any) -> None:
-        prepare(engine, options)
+    def load_faulty(options: Any) -> Any:
+        engine = load(options)
         Target(engine.target)
+        return engine
 
     class MortalServer(http.Server):
         """Its loop ends on SIGUSR1."""
@@ -208,7 +209,7 @@ def main(arguments: list[str]) -> int:
             super().__init__(*arguments)
             signal.signal(signal.SIGUSR1, lambda *_: self.call(raises(SystemExit(3))))
 
-    core.assemble_engine, core.prepare = assemble_faulty, prepare_faulty
+    core.assemble_engine, core.load_engine = assemble_faulty, load_faulty
     http.Server = MortalServer
     return core.main(arguments)
 

@@ -31,6 +31,12 @@ _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload([CORE, FAULTY, __name__])
 
 
+def naming_a_model(arguments):
+    """A command line as it is, or with the embedded model: the default one is downloaded."""
+    is_named = {"--model", "--engine"} & set(arguments)
+    return [*arguments] if is_named else [*arguments, "--model", "embedded"]
+
+
 def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -58,21 +64,17 @@ class Server:
 
     def __init__(self, *arguments, module=CORE, wait=True, **started):
         self.port, self._log = free_port(), tempfile.NamedTemporaryFile()
-        arguments = ["--port", str(self.port), *arguments]
+        arguments = ["--port", str(self.port), *naming_a_model(arguments)]
         about = (module, arguments, self._log.name)
         self._process = _FORKS.Process(target=_run, args=about, kwargs=started, daemon=True)
         self._process.start()
         if wait:
-            until(lambda: self._is_ready() or not self._process.is_alive())
+            until(lambda: is_ready(self.port) or not self._process.is_alive())
             assert self._process.is_alive(), self.log()
 
     @property
     def pid(self):
         return self._process.pid
-
-    def _is_ready(self):
-        with suppress(OSError):
-            return call(self.port, "GET", "/health")[0] == 200
 
     def log(self):
         return os.pread(self._log.fileno(), 1 << 24, 0).decode()
@@ -180,6 +182,11 @@ def call(port, method, path, body=None, headers=JSON):
     data = response.read()
     connection.close()
     return response.status, response.headers, data
+
+
+def is_ready(port):
+    with suppress(OSError):
+        return call(port, "GET", "/health")[0] == 200
 
 
 def generate(port, **fields):

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
-from conftest import ROOT, TEMPLATE
+from conftest import TARGET, TEMPLATE
 from server import (
     GOOD,
     LIMIT_S,
@@ -388,7 +388,7 @@ class Tokenizer:
     """Notes what it is asked to do. Each character becomes a token, and none has more than four."""
 
     def __init__(self, template=None):
-        self.real = AutoTokenizer.from_pretrained(ROOT / "demo_models" / "target")
+        self.real = AutoTokenizer.from_pretrained(TARGET)
         self.chat_template = self.real.chat_template = template or TEMPLATE
         self.calls = []
 

@@ -4,15 +4,17 @@ import itertools
 import random
 import threading
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import speculative_decoding as core
 import torch
 from conftest import ScriptedDrafter, run, scripted_engine
+from server import until
 
 from serving import faults
 from serving.errors import RequestError
-from serving.worker import WAITING, Worker
+from serving.worker import Job, Worker
 
 DRAFTERS = (None, "ngram", "suffix", "draft_model", "mtp")
 SAMPLINGS = (core.Sampling(), core.Sampling(1.1, 0.9, 50, 0.95))
@@ -139,7 +141,7 @@ def test_many_requests_over_eight_rows_all_equal_their_solo_runs(
     finished = []
 
     def client(job, leaves_after):
-        for seen, _ in enumerate(event for event in job if event is not WAITING):
+        for seen, _ in enumerate(chain.from_iterable(job)):
             if seen == leaves_after:
                 job.cancel()
         if not job.cancelled:
@@ -182,9 +184,80 @@ def test_an_engine_that_raises_fails_what_is_in_flight_and_goes_on(engine, promp
         with pytest.raises(RuntimeError, match="no memory"):
             list(job)
     (job,) = worker.submit(core.Request(prompts["hard_prose"], 5))
-    assert len([event for event in job if event is not WAITING]) == 5
+    assert len(list(chain.from_iterable(job))) == 5
     worker.drain(60)
     assert is_idle(engine)
+
+
+@pytest.fixture
+def noted(monkeypatch):
+    """What conditions do: ("sleeps", "woken" or "tells", the thread's number)."""
+    found = []
+
+    class Noting(threading.Condition):
+        def wait(self, timeout=None):
+            found.append(("sleeps", threading.get_ident()))
+            is_told = super().wait(timeout)
+            found.append(("woken", threading.get_ident()))
+            return is_told
+
+        def notify(self, n=1):
+            found.append(("tells", threading.get_ident()))
+            super().notify(n)
+
+    monkeypatch.setattr(threading, "Condition", Noting)
+    return found
+
+
+@pytest.mark.parametrize("trace", [False, True])
+def test_a_request_that_is_not_streamed_wakes_its_handler_once(engine, noted, trace):
+    worker = Worker(engine, core.Options())
+    with core.create_app(engine, core.Options(), worker).test_client() as client:
+        noted.clear()
+        fields = {"max_tokens": 40, "drafter": "none", "trace": trace}
+        answer = client.post("/generate", json={"prompt": "1, 2, 3,"} | fields).json
+    assert noted.count(("woken", threading.get_ident())) == 1
+    worker.drain(60)
+    assert len(answer["token_ids"]) == 40 and len(answer.get("trace", ())) == 40 * trace
+
+
+def test_events_do_not_wake_a_reader_that_rests_and_the_end_does(noted, monkeypatch):
+    monkeypatch.setattr("serving.worker._REST_S", 3600)
+    job = Job(core.Request([1], 100), 7200)
+    events = [{"step": step} for step in range(100)]
+    job.put(events[0])
+    told = iter(job)
+    assert next(told) == events[:1] and noted == []  # the first token does not wait
+
+    begun, asleep = [], ("sleeps", threading.get_ident())
+
+    def engine():
+        until(lambda: begun and asleep in noted)
+        for event in events[1:]:
+            job.put(event)
+        job.end()
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    noted.clear()  # a thread that begins sleeps, wakes and tells
+    begun.append(True)
+    assert list(told) == [events[1:]]
+    thread.join()
+    assert noted.count(("tells", thread.ident)) == 1
+
+
+@pytest.mark.parametrize("read", [Job.wait, list])
+def test_who_waits_is_told_of_leaving_and_of_failures(read):
+    left, failed = Job(core.Request([1], 5), 7200), Job(core.Request([1], 5), 7200)
+    threading.Timer(0.05, left.cancel).start()
+    assert not read(left) and left.finish == "cancelled"
+    threading.Timer(0.05, failed.end, [OSError("no memory")]).start()
+    with pytest.raises(OSError, match="no memory"):
+        read(failed)
+    late = Job(core.Request([1], 5), 0.05)
+    with pytest.raises(RequestError, match="too long"):
+        read(late)
+    assert late.cancelled and late.finish == "timeout"
 
 
 def failing(engine, monkeypatch, fails):

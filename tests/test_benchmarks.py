@@ -17,7 +17,17 @@ from conftest import ROOT
 from tqdm import tqdm
 
 import benchmarks as bench
-from benchmarks import audition, fixed_clock, llama_peer, lossless, soak, soak_clients, suffix
+from benchmarks import (
+    audition,
+    fixed_clock,
+    llama_peer,
+    lossless,
+    served,
+    servers,
+    soak,
+    soak_clients,
+    suffix,
+)
 from benchmarks.batch import of_best
 
 OWN = """
@@ -122,7 +132,9 @@ def test_the_benchmark_of_the_controller_compares_it_with_every_k(measure):
 def test_an_audition_ranks_what_fits_and_ends_with_a_command_line(measure, tmp_path):
     path = tmp_path / "own.txt"
     path.write_text("1, 2, 1, 2,\n\ndef main():\n")
-    document = measure("audition", "--prompts", path, "--tokens", 8, "--runs", 2, "--k", 3)
+    document = measure(
+        "audition", "--model", "embedded", "--prompts", path, "--tokens", 8, "--runs", 2, "--k", 3
+    )
     rows, (advice,) = document["results"], document["advice"]
     names = {row["drafter"] for row in rows}
     assert names - {"tree"} == {"none", "ngram", "suffix", "draft_model", "mtp", "auto"}
@@ -130,9 +142,9 @@ def test_an_audition_ranks_what_fits_and_ends_with_a_command_line(measure, tmp_p
     speeds = [row["of_plain"] for row in rows]
     assert speeds == sorted(speeds, reverse=True)
     assert next(row["tok_pass"] for row in rows if row["drafter"] == "none") == 1
-    words = ["python", "08_speculative_decoding.py", "--port", "5000", "--drafter"]
+    words = ["python", "08_speculative_decoding.py", "--port", "5000", "--model", "embedded"]
     given = advice["command_line"].split()
-    assert given[:5] == words and given[5] in (rows[0]["drafter"], "none")
+    assert given[:7] == [*words, "--drafter"] and given[7] in (rows[0]["drafter"], "none")
 
 
 @pytest.mark.parametrize(("quartile", "ending"), [
@@ -158,7 +170,7 @@ def test_a_file_of_prompts_that_cannot_be_read_is_one_line(text, reason, tmp_pat
     path = tmp_path / "own.jsonl"
     path.write_text(text)
     with pytest.raises(SystemExit) as caught:
-        audition.main(["--prompts", str(path)])
+        audition.main(["--model", "embedded", "--prompts", str(path)])
     assert caught.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and reason in error and error.count("\n") == 1
@@ -293,6 +305,97 @@ def test_a_llama_is_written_as_llama_cpp_reads_it(tmp_path, monkeypatch):
     assert written["blk.0.ffn_norm.weight"].data.dtype == "float32"
 
 
+def test_a_gguf_file_is_written_anew_with_other_weights(tmp_path):
+    config = transformers.AutoConfig.for_model("qwen3", **bench.SHAPES["tiny"])
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    old, new = str(tmp_path / "old.gguf"), str(tmp_path / "new.gguf")
+    llama_peer.write_gguf(model, old, "bfloat16")
+    servers.retype(old, new, "q8_0")
+    before, after = gguf.GGUFReader(old), gguf.GGUFReader(new)
+    kept = {name: field.contents() for name, field in after.fields.items()}
+    for name, field in before.fields.items():
+        assert name.startswith("GGUF.") or kept[name] == field.contents()
+    for ours, theirs in zip(before.tensors, after.tensors, strict=True):
+        is_matrix = len(ours.shape) > 1
+        assert theirs.tensor_type.name == ("Q8_0" if is_matrix else "F32")
+        one, other = (gguf.quants.dequantize(t.data, t.tensor_type) for t in (ours, theirs))
+        assert one.shape == other.shape and abs(one - other).max() <= abs(one).max() / 127
+
+
+FAKE_SERVER = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.dumps({"asked": asked, "given": given}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+HTTPServer(("127.0.0.1", int(given["--port"])), Handler).serve_forever()
+"""
+FAKE_OPENVINO = """
+from types import SimpleNamespace
+
+class LLMPipeline:
+    def __init__(self, path, device, **options):
+        self.said = f"{path} {options['INFERENCE_PRECISION_HINT']} {options.get('prompt_lookup')} "
+
+    def get_generation_config(self):
+        return SimpleNamespace()
+
+    def generate(self, prompts, config):
+        count = SimpleNamespace(get_num_generated_tokens=lambda: config.max_new_tokens)
+        return SimpleNamespace(texts=[self.said + prompts[0]], perf_metrics=count)
+"""
+
+
+def test_peers_are_asked_in_processes_of_their_own(tmp_path, monkeypatch):
+    (tmp_path / "llama_cpp").mkdir()
+    (tmp_path / "llama_cpp" / "server.py").write_text(FAKE_SERVER)
+    (tmp_path / "openvino_genai.py").write_text(FAKE_OPENVINO)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(servers, "PAUSE_S", 0)
+    with servers.llama_server(sys.executable, "x.gguf", "bfloat16", 4) as port:
+        told = served.at_once(port, servers.ROUTE, [{"prompt": text} for text in "ab"])
+    assert [answer["asked"]["prompt"] for answer in told.answers] == ["a", "b"] and told.ms > 0
+    given = told.answers[0]["given"]
+    assert given["--model"] == "x.gguf" and given["--type_k"] == "30"
+    assert given["--draft_model_num_pred_tokens"] == "4"
+    peer = servers.OpenVino(sys.executable, "x.gguf", "bfloat16", 4)
+    (answer,) = peer.write("hi", 3).answers
+    peer.close()
+    assert answer["choices"] == [{"text": "x.gguf bf16 True hi"}]
+    assert answer["usage"]["completion_tokens"] == 3
+
+
+def test_the_benchmark_of_the_server_finds_the_same_texts(measure):
+    few = "--tokens", 4, "--runs", 1, "--prompts", 2, "--clients", 1, 2, "--drafters", "none"
+    document = measure("served", "--cases", "embedded", *few)
+    assert [row["clients"] for row in document["results"]] == [1, 2]
+    for row in document["results"]:
+        assert row["identical"] and row["whole"] > 0 and row["streamed"] > 0
+
+
+def test_served_speeds_are_in_those_of_the_engine_s_own_process():
+    def calls(way, *ms):
+        told = [{"token_ids": [1] if way == "here" else [2]}]
+        return [bench.Timed(0.0, served.Told(each, told)) for each in ms]
+
+    times = {"here": (10.0, 30.0), "whole": (20.0, 60.0), "streamed": (40.0, 120.0)}
+    timed = {(way, 0, 8): calls(way, *ms) for way, ms in times.items()}
+    timed |= {(way, 0, 1): calls(way, *ms) for way, ms in times.items()}
+    row = served.row_of(timed, 8)
+    assert row["whole"] == 0.5 and row["streamed_quartiles"] == [0.25, 0.25]
+    assert row["first_ms"] == 20.0 and row["first_later_ms"] == 60.0  # 30 and 90
+    assert not row["identical"]
+
+
 def test_every_weight_has_a_name_in_llama_cpp():
     config = transformers.AutoConfig.for_model("qwen3", **bench.SHAPES["tiny"])
     with torch.device("meta"):
@@ -303,7 +406,7 @@ def test_every_weight_has_a_name_in_llama_cpp():
 
 
 def test_int8_is_near_float32_and_smaller(measure):
-    document = measure("quality", "--model", bench.Options.model, "--tokens", 300, "--runs", 1)
+    document = measure("quality", "--model", "embedded", "--tokens", 300, "--runs", 1)
     floats, halves, integers = document["quality"]
     assert floats["agree"] == 1 and floats["overlap"] == pytest.approx(1, abs=1e-3)
     assert 0.9 < integers["agree"] <= 1 and 0.9 < integers["overlap"] < 1

@@ -3,11 +3,13 @@
 Against the real process: test_hostile.py.
 """
 
+import asyncio
+
 import h11
 import pytest
 
 from serving import connection
-from serving.connection import REFUSAL, Connection, environ_of
+from serving.connection import REFUSAL, WHEN_LEFT, Connection, Server, environ_of
 from serving.errors import RequestError
 
 
@@ -241,6 +243,35 @@ def test_an_answer_is_not_finished_for_a_client_that_has_left(client, caplog):
     client.respond(client.server.asked[0])
     assert b"begun" in client.transport.data and b"rest" not in client.transport.data
     assert not caplog.records
+
+
+def test_the_loop_is_woken_once_for_all_that_it_is_to_do(monkeypatch):
+    server, done, woken = Server(None, None, "127.0.0.1", 0, 1, 1), [], []
+    monkeypatch.setattr(server._loop, "call_soon_threadsafe", woken.append)
+    for i in range(3):
+        server.call(done.append, i)
+    (carry_out,) = woken
+    carry_out()
+    server.call(done.append, 3)  # what comes while it works wakes it again
+    assert woken == [carry_out] * 2
+    server._listener.close()
+    server._loop.run_until_complete(asyncio.sleep(0))
+    server._loop.close()
+    assert done == [0, 1, 2]
+
+
+def test_whoever_answers_is_told_that_the_client_leaves(client):
+    """Also where it had left before; and not of the next client's, once the answer is out."""
+    request, left = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", []
+    client.data_received(request)
+    client.server.asked[0][WHEN_LEFT](lambda: left.append("answered"))
+    client.end(ANSWER)
+    client.data_received(request)
+    when_left = client.server.asked[1][WHEN_LEFT]
+    when_left(lambda: left.append("while"))
+    client.connection_lost(None)
+    when_left(lambda: left.append("before"))
+    assert left == ["while", "before"]
 
 
 def test_a_request_is_read_alike_however_it_is_cut(clock):

@@ -134,7 +134,12 @@ def test_a_hybrid_is_made_and_serves(tmp_path):
 @pytest.mark.slow
 def test_a_block_head_is_trained_and_serves(tmp_path):
     assert trained("train_dflash.py", tmp_path)["steps"] > 0
-    assert "dflash" in core.load_engine(core.Options(dflash=str(tmp_path / "out"))).panel.drafters
+    assert (
+        "dflash"
+        in core.load_engine(
+            core.Options(model="embedded", dflash=str(tmp_path / "out"))
+        ).panel.drafters
+    )
 
 
 @pytest.mark.slow

@@ -110,8 +110,8 @@ def reference_logits(head, model, text):
 
 def load(model=None, head=None, **fields):
     """An engine for the embedded target, or another one, with the embedded head or another one."""
-    fields = {"fixed_k": True, "drafter": "dflash"} | fields
-    fields |= {"model": str(model)} if model else {}
+    model = str(model or "embedded")
+    fields = {"model": model, "fixed_k": True, "drafter": "dflash"} | fields
     return core.load_engine(core.Options(dflash=head and str(head), **fields))
 
 
@@ -320,7 +320,7 @@ def test_a_head_that_cannot_be_used_is_one_line(target_folder, tmp_path, kind):
 
 
 def test_the_embedded_head_is_there_where_it_is_asked_for(target_folder, prompts):
-    assert "dflash" not in core.load_engine(core.Options()).panel.drafters
+    assert "dflash" not in core.load_engine(core.Options(model="embedded")).panel.drafters
     with pytest.raises(ValueError, match="give --dflash"):
         core.load_engine(core.Options(model=str(target_folder), drafter="dflash"))
     engine = load(head=HEAD, drafter="auto", fixed_k=False)

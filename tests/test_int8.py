@@ -12,7 +12,7 @@ from random import Random
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import FAMILIES, ROOT, run
+from conftest import FAMILIES, ROOT, TARGET, run
 from test_batching import together
 from test_eagle3 import new_head, target_folder  # noqa: F401
 from torch import nn
@@ -186,13 +186,13 @@ def test_families_are_served_in_int8(tiny_folder, family):
 def test_no_model_is_refused_for_a_jump_from_one_integer_to_the_next(tiny_folder, seed):
     """The logits are compared with transformers' while the weights are floats."""
     options = core.Options(model=str(tiny_folder(f"llama:{seed}")), quantize="int8", bitwise=False)
-    core.prepare(core.assemble_engine(options), options)
+    core.load_engine(options)
 
 
 @pytest.mark.parametrize("name", ["embedded", "llama"])
 def test_a_wrong_forward_is_found_in_int8_too(tiny_folder, name, monkeypatch):
     """The tolerance is that of floats, not of the jumps between integers."""
-    folder = core.Options().model if name == "embedded" else str(tiny_folder(name))
+    folder = TARGET if name == "embedded" else str(tiny_folder(name))
     right = forward.decoder_of
 
     def wrong(*args):
@@ -222,7 +222,7 @@ def test_inputs_that_are_too_wide_are_refused():
 def test_a_model_whose_norms_have_no_weights_keeps_its_type(tmp_path):
     config = AutoConfig.for_model("olmo", **FAMILIES["llama"])
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(core.Options().model).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(TARGET).save_pretrained(tmp_path)
     engine = core.load_engine(core.Options(model=str(tmp_path), quantize="int8", fixed_k=True))
     assert engine.target.model.dtype == torch.float32
     plain = core.plain_decode(engine.target, TEXT, 8, engine.eos_ids)
@@ -249,7 +249,7 @@ def test_an_eagle_head_is_quantised_with_its_target(target_folder, tmp_path):  #
 
 
 def test_mtp_head_and_output_layer_are_quantised_with_the_target():
-    engine = core.load_engine(core.Options(quantize="int8", fixed_k=True))
+    engine = core.load_engine(core.Options(model="embedded", quantize="int8", fixed_k=True))
     drafter = engine.panel.drafters["mtp"]
     assert forms_of(drafter) == {"Q8"} and len(drafter._kernels) == 1
     prompt = engine.target.tokenizer("def add(a, b):\n    return")["input_ids"]
@@ -323,7 +323,7 @@ def test_a_batch_drafts_as_each_alone(twins, sampling):
 def test_auto_takes_it_in_beside_an_mtp_head(monkeypatch):
     """Both want the output layer of the embedded target, which is shared."""
     monkeypatch.setattr("drafters.self_int8._FEW_WEIGHTS", 0)
-    engine = core.load_engine(core.Options())
+    engine = core.load_engine(core.Options(model="embedded"))
     assert {"mtp", "self_int8"} < set(engine.panel.choices["auto"])
     prompt = engine.target.tokenizer("def add(a, b):\n    return")["input_ids"]
     plain = core.plain_decode(engine.target, prompt, 40, engine.eos_ids)

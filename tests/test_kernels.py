@@ -12,7 +12,7 @@ import pytest
 import speculative_decoding as core
 import torch
 import transformers
-from conftest import FAMILIES, ROOT, run
+from conftest import FAMILIES, ROOT, TARGET, run
 from test_batching import together
 from test_eagle3 import new_head, target_folder  # noqa: F401
 
@@ -80,9 +80,7 @@ def test_attention_of_any_shape_gives_what_torch_s_gives(heads, kv_heads, width,
     )  # fmt: skip
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    transformers.AutoTokenizer.from_pretrained(ROOT / "demo_models" / "target").save_pretrained(
-        tmp_path
-    )
+    transformers.AutoTokenizer.from_pretrained(TARGET).save_pretrained(tmp_path)
     text = torch.randint(4096, (600,), generator=torch.Generator().manual_seed(0)).tolist()
     found = []
     for compiled in (False, True):
@@ -124,7 +122,7 @@ def test_a_row_without_numbers_is_not_hidden_by_integers(tiny_folder):
 @needs_compiler
 @pytest.mark.parametrize("drafter", ["mtp", "draft_model", "auto"])
 def test_the_embedded_models_and_the_mtp_head_are_compiled(drafter, prompts):
-    engine = core.load_engine(core.Options(drafter=drafter, fixed_k=True))
+    engine = core.load_engine(core.Options(model="embedded", drafter=drafter, fixed_k=True))
     prompt = prompts["code_class"]
     plain = core.plain_decode(engine.target, prompt, 32, engine.eos_ids)
     sequence, events = run(engine, prompt, max_tokens=32, drafter=drafter)
@@ -174,7 +172,7 @@ def test_a_block_that_computes_something_else_stays_a_module(tiny_folder, monkey
 def test_health_says_whether_it_is_compiled(demo_engine):
     worker = Worker(demo_engine, core.Options())
     assert answers.health(demo_engine, worker, core.Options())["compiled"] is True
-    engine = core.load_engine(core.Options(drafter="ngram", compile=False))
+    engine = core.load_engine(core.Options(model="embedded", drafter="ngram", compile=False))
     assert answers.health(engine, worker, core.Options())["compiled"] is False
 
 
@@ -240,16 +238,18 @@ def test_what_was_compiled_is_used_again_and_a_broken_file_is_made_anew(tmp_path
 
 def test_compile_goes_with_the_fast_path(capsys):
     with pytest.raises(SystemExit):
-        core.parse_arguments("", ["--demo", "--compile", "--no-fastpath"])
+        core.parse_arguments(["--demo", "--compile", "--no-fastpath"])
     assert "--compile goes with the fast path" in capsys.readouterr().err
 
 
 def test_one_line_says_what_is_computed_with(demo_engine, tiny_folder):
-    line = answers.setting(demo_engine, core.Options())
+    line = answers.setting(demo_engine, core.Options(model="embedded"))
     assert line.startswith("the target runs in float32: whole forwards in C (")
     assert line.endswith("1 thread, with equal bits, checked")
     engine = load(tiny_folder("llama"), fastpath=False)
-    assert "float32: transformers' modules" in answers.setting(engine, core.Options())
+    assert "float32: transformers' modules" in answers.setting(
+        engine, core.Options(model="embedded")
+    )
 
 
 @needs_compiler
@@ -285,7 +285,9 @@ def test_rows_that_lie_apart_are_fed_without_the_one_between_them(tiny_folder):
 
 @needs_compiler
 def test_a_short_context_has_short_tables(prompts):
-    engine = core.load_engine(core.Options(drafter="mtp", max_model_len=6, bitwise=False))
+    engine = core.load_engine(
+        core.Options(model="embedded", drafter="mtp", max_model_len=6, bitwise=False)
+    )
     assert engine.panel.drafters["mtp"]._kernels
 
 
@@ -483,7 +485,9 @@ def test_a_draft_in_one_call_is_that_of_its_steps(
     drafter, stops, temperature, prompts, monkeypatch
 ):
     """Of several texts at once, of different lengths, and with limits of their own."""
-    engine = core.load_engine(core.Options(drafter=drafter, fixed_k=True, bitwise=False))
+    engine = core.load_engine(
+        core.Options(model="embedded", drafter=drafter, fixed_k=True, bitwise=False)
+    )
     sampling = core.Sampling(temperature=temperature, top_p=0.9)
     texts = [prompts[name] for name in ("code_class", "hard_prose", "repetitive_letters")]
     found, limits, called, draft = [], [5, 0, 2], [], chain.draft
@@ -513,7 +517,9 @@ def test_a_draft_in_one_call_is_that_of_its_steps(
 
 @needs_compiler
 def test_a_chain_without_numbers_costs_its_draft_only(prompts):
-    engine = core.load_engine(core.Options(drafter="draft_model", fixed_k=True, bitwise=False))
+    engine = core.load_engine(
+        core.Options(model="embedded", drafter="draft_model", fixed_k=True, bitwise=False)
+    )
     decoder = engine.draft_model.fast.decoder
     decoder.output._data.view(torch.float32)[0] = torch.nan
     sequence, _ = run(engine, prompts["code_class"], max_tokens=12, drafter="draft_model")

@@ -1,5 +1,6 @@
 """A stranger's model is either right or refused, with one sentence that says why."""
 
+import gc
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ import families
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT
+from conftest import ROOT, TARGET
 from safetensors.torch import load_file, save_file
 from server import generate, serving
 from transformers import AutoModelForCausalLM
@@ -181,7 +182,7 @@ def test_a_generation_config_may_be_missing_and_must_be_readable(folder):
 def float32_target(tmp_path):
     """The embedded target with weights that need no conversion, and may stay where they are."""
     path = tmp_path / "float32"
-    shutil.copytree(core.Options().model, path)
+    shutil.copytree(TARGET, path)
     weights = load_file(path / "model.safetensors")
     save_file(
         {name: weight.float() for name, weight in weights.items()}, path / "model.safetensors"
@@ -197,6 +198,7 @@ def is_mapped(folder):
 def test_no_weights_lie_in_a_mapped_file_unless_that_was_asked_for(float32_target, fastpath):
     """Those of the target, and those of its MTP head; an engine that is kept keeps its files."""
     for mmap in (False, True):
+        gc.collect()  # an engine that is let go of lies in a circle of references
         engine = load(float32_target, drafter="mtp", fastpath=fastpath, mmap=mmap)
         assert engine.default_drafter == "mtp" and is_mapped(float32_target) == mmap
 
@@ -493,5 +495,5 @@ def test_the_embedded_draft_model_is_compared(monkeypatch):
     seen = []
     monkeypatch.setattr(core.Reference, "check", lambda self, cached: seen.append(cached.name))
     monkeypatch.setattr(core, "warm_up", lambda engine: None)
-    core.load_engine(core.Options(bitwise=False))
-    assert seen == [core.Options().model, str(ROOT / "demo_models" / "draft")]
+    core.load_engine(core.Options(model="embedded", bitwise=False))
+    assert seen == ["embedded", str(ROOT / "demo_models" / "draft")]

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, run
+from conftest import TARGET, run
 from families import randomise, small_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -65,7 +65,7 @@ def checkpoint(family, folder, num_layers=1):
     randomise(model)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(ROOT / "demo_models" / "target").save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TARGET).save_pretrained(folder)
     (path,) = folder.glob("*.safetensors")
     weights, head, extras = load_file(path), {}, []
     path.unlink()

@@ -92,8 +92,8 @@ def test_generate_puts_a_prompt_into_the_chat_template_where_it_is_asked_to(chat
 
 def test_models_are_listed_under_the_name_that_requests_may_use(client):
     (model,) = client.models.list().data
-    assert model.id == "target" and client.models.retrieve("target") == model
-    assert client.completions.create(model=model.id, prompt="x", max_tokens=2).model == "target"
+    assert model.id == "embedded" and client.models.retrieve("embedded") == model
+    assert client.completions.create(model=model.id, prompt="x", max_tokens=2).model == "embedded"
     with pytest.raises(openai.NotFoundError, match="unknown model 'gpt-9'"):
         client.models.retrieve("gpt-9")
     with pytest.raises(openai.NotFoundError) as error:
@@ -103,7 +103,7 @@ def test_models_are_listed_under_the_name_that_requests_may_use(client):
 
 @pytest.mark.parametrize("prompt", [COLOURS, [COLOURS], [4, 8, 15], [[4, 8, 15]]], ids=str)
 def test_a_completion_is_what_generate_answers(client, port, prompt):
-    result = client.completions.create(model="target", prompt=prompt, max_tokens=20, seed=1)
+    result = client.completions.create(model="embedded", prompt=prompt, max_tokens=20, seed=1)
     single = prompt[0] if isinstance(prompt[0], (str, list)) and prompt != COLOURS else prompt
     expected = own(port, prompt=single, max_tokens=20)
     (choice,) = result.choices
@@ -116,7 +116,7 @@ def test_a_completion_is_what_generate_answers(client, port, prompt):
 
 
 def test_a_completion_streams_its_text_and_its_figures(client):
-    fields = {"model": "target", "prompt": COLOURS, "max_tokens": 20}
+    fields = {"model": "embedded", "prompt": COLOURS, "max_tokens": 20}
     whole = client.completions.create(**fields)
     *chunks, last = client.completions.create(**fields, stream=True)
     assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
@@ -134,19 +134,19 @@ def test_a_completion_streams_its_text_and_its_figures(client):
 def test_our_own_fields_go_along(client):
     ask = client.completions.create
     extra = {"drafter": "ngram", "num_speculative_tokens": 3, "trace": True, "top_k": 1}
-    result = ask(model="target", prompt=COLOURS, max_tokens=12, temperature=1, extra_body=extra)
+    result = ask(model="embedded", prompt=COLOURS, max_tokens=12, temperature=1, extra_body=extra)
     assert result.metrics["speculative_decoding"]["drafter"] == "ngram"
     assert result.metrics["speculative_decoding"]["num_spec_tokens"] == 3
     assert len(result.trace) == result.metrics["speculative_decoding"]["target_passes"] + 1
-    unknown = ask(model="target", prompt="x", max_tokens=2, user="me")
+    unknown = ask(model="embedded", prompt="x", max_tokens=2, user="me")
     assert unknown.warnings == ["unknown field 'user' was ignored"]
     same = {"n": 1, "echo": False, "presence_penalty": 0, "frequency_penalty": 0.0, "best_of": 1}
-    assert ask(model="target", prompt="x", max_tokens=2, **same).warnings == []
+    assert ask(model="embedded", prompt="x", max_tokens=2, **same).warnings == []
 
 
 def test_log_probabilities_have_the_shape_of_completions(client, port):
     ask = client.completions.create
-    fields = {"model": "target", "prompt": COLOURS, "max_tokens": 6, "logprobs": 2}
+    fields = {"model": "embedded", "prompt": COLOURS, "max_tokens": 6, "logprobs": 2}
     listed = ask(**fields).choices[0].logprobs
     expected = own(port, prompt=COLOURS, max_tokens=6, logprobs=2)["logprobs"]
     assert listed.tokens == [entry["token"] for entry in expected]
@@ -219,11 +219,11 @@ def test_log_probabilities_have_the_shape_of_chat(chat):
 
 def test_what_is_refused_is_a_bad_request_by_name(client):
     with pytest.raises(openai.BadRequestError) as error:
-        client.completions.create(model="target", prompt="x", n=2)
+        client.completions.create(model="embedded", prompt="x", n=2)
     assert error.value.param == "n" and error.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError, match="no chat template: use /v1/completions"):
-        client.chat.completions.create(model="target", messages=TURNS)
-    chat = {"model": "target", "messages": TURNS}
+        client.chat.completions.create(model="embedded", messages=TURNS)
+    chat = {"model": "embedded", "messages": TURNS}
     for fields, message in (
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools are not supported"),
         ({"tool_choice": "required"}, "tool_choice is not supported"),
@@ -236,7 +236,7 @@ def test_what_is_refused_is_a_bad_request_by_name(client):
 def test_a_route_that_is_not_there_is_told_what_is(client, port):
     for ask in (client.responses, client.embeddings):
         with pytest.raises(openai.NotFoundError, match="POST /v1/chat/completions, POST"):
-            ask.create(model="target", input="x")
+            ask.create(model="embedded", input="x")
     status, _, data = call(port, "GET", "/v2")
     there = json.loads(data)["error"]["message"].partition("has ")[2].split(", ")
     assert status == 404 and len(there) == 7

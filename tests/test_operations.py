@@ -5,6 +5,7 @@ command line's mistakes in test_command_line.py.
 """
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -24,12 +25,14 @@ from server import (
     ROOT,
     SCRIPT,
     Gate,
+    at_once,
     call,
     connect,
     events_of,
     free_port,
     generate,
     health,
+    is_ready,
     serving,
     until,
     wait_until_running,
@@ -154,6 +157,61 @@ def lines_of(server):
     lines = [json.loads(line) for line in server.log().splitlines() if line.startswith("{")]
     start = "serving.exact", "serving.native", "serving.answers", PROGRESS.name
     return [line for line in lines if not line.get("logger", "").startswith(start)]
+
+
+# Python's own threads are told on a signal: "Thread 0x…" or "Current thread 0x…", each a line.
+_TELLS_THREADS = """
+import faulthandler, runpy, signal, sys
+faulthandler.register(signal.SIGUSR1)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_no_thread_but_the_engine_s_computes(tmp_path):
+    """torch keeps a pool of threads for each thread that has ever computed.
+
+    A second pool would make the first one wait for cores, and each pass take twice as long. Beside
+    Python's own threads there is one pool, and it has a thread less than OMP_NUM_THREADS.
+    """
+    port, num_computing, log = free_port(), 2, tmp_path / "log"
+    command = [sys.executable, "-c", _TELLS_THREADS, SCRIPT, "--port", str(port)]
+    environment = os.environ | {"OMP_NUM_THREADS": str(num_computing)}
+    for name in ("OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM"):
+        environment.pop(name, None)
+    long = {"prompt": list(range(100, 1100)), "max_tokens": 4}
+    asked = [
+        ("/generate", GOOD),
+        ("/generate", GOOD | {"stream": True}),
+        ("/generate", GOOD | {"trace": True, "logprobs": 3, "temperature": 1}),
+        ("/generate", GOOD | {"compare": True, "drafter": "mtp"}),
+        ("/generate", long),
+        ("/v1/completions", GOOD | {"logprobs": 2}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
+        ),
+    ]
+    with log.open("w") as said:
+        process = subprocess.Popen(
+            [*command, "--model", "embedded"], cwd=ROOT, env=environment, stdout=said, stderr=said
+        )
+    try:
+        until(lambda: is_ready(port) or process.poll() is not None)
+        statuses = [call(port, "POST", path, fields)[0] for path, fields in asked]
+        assert statuses == [200] * 6 + [400]  # the embedded model has no chat template
+        at_once(
+            *[(call, port, "POST", "/generate", long)] * 6, (call, port, "GET", "/page/story.json")
+        )
+        assert call(port, "GET", "/health")[0] == call(port, "GET", "/metrics")[0] == 200
+        process.send_signal(signal.SIGUSR1)
+        until(lambda: " in wait_for" in log.read_text())  # the main thread, which is told last
+        native = len(os.listdir(f"/proc/{process.pid}/task"))
+    finally:
+        process.kill()
+        process.wait()
+    python = len(re.findall(r"hread 0x\w+ .*\(most recent call first\)", log.read_text()))
+    assert python >= 5 and native - python == num_computing - 1
 
 
 SECRET = "correct horse battery staple"

@@ -295,7 +295,7 @@ def test_while_the_model_is_loaded_a_stored_story_is_told_and_then_the_page_is_r
     gate = Gate(tmp_path, tiny_folder("llama"))
     gate.shut("load")
     with serving(*gate.arguments, wait=False) as server:
-        until(lambda: "until then" in server.log())
+        until(lambda: "all else answers 503" in server.log())
         page = open_page(server.port, is_ready=False)
         said = page.locator("#server")
         said.get_by_text("The server loads llama").wait_for()

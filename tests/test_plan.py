@@ -96,10 +96,10 @@ def test_drafts_end_where_the_context_does(monkeypatch):
 
 def test_verdicts_are_told_to_a_drafter_from_a_file(monkeypatch, tmp_path):
     (tmp_path / "mine.py").write_text(OWN)
-    made = proposer(monkeypatch, f"{tmp_path / 'mine.py'}:EarliestMatch")
+    made = proposer(monkeypatch, f"{tmp_path / 'mine.py'}:Bigram")
     assert propose(made, [[1, 2, 3, 4, 1, 2]]) == [[3, 4, 1]]
     assert propose(made, [[1, 2, 3, 4, 1, 2, 3, 4, 5]]) == [[]]
-    assert propose(made, [[1, 2, 3, 4, 1, 2, 3, 4, 5, 3, 4]]) == [[1, 2, 3]]
+    assert propose(made, [[1, 2, 3, 4, 1, 2, 3, 4, 5, 3, 4]]) == [[5, 3, 4]]
 
 
 def test_a_drafter_that_fails_costs_the_drafts_and_nothing_else(monkeypatch, tmp_path):
@@ -195,7 +195,7 @@ def test_the_best_drafter_is_written_for_both_engines(name, options, config, sgl
     assert told.items() >= config.items()
     assert f"--speculative-algorithm {sglang} --speculative-num-draft-tokens 5" in lines["SGLang"]
     own = shlex.split(lines["this server, with vLLM"])[2:]
-    _, back = parse_arguments("", own)
+    _, back = parse_arguments(own)
     assert child.speculative_config(back) == told
 
 
@@ -206,10 +206,10 @@ def test_a_drafter_of_ours_is_handed_over(tmp_path, monkeypatch):
     assert '"model": "drafters.vllm_proposer.Proposer"' in ours
     file = tmp_path / "my own.py"
     file.write_text(OWN)
-    lines = lines_of(offers_of("earliest", "ngram"), drafter=f"{file}:EarliestMatch")
-    assert lines["vLLM"].startswith(f"{VARIABLE}='{file}:EarliestMatch' PYTHONPATH=")
+    lines = lines_of(offers_of("bigram", "ngram"), drafter=f"{file}:Bigram")
+    assert lines["vLLM"].startswith(f"{VARIABLE}='{file}:Bigram' PYTHONPATH=")
     assert "--speculative-algorithm NGRAM" in lines["SGLang"]  # the best that it has
-    assert parse_arguments("", shlex.split(lines["this server, with vLLM"])[2:])[1].drafter
+    assert parse_arguments(shlex.split(lines["this server, with vLLM"])[2:])[1].drafter
 
 
 def test_where_nothing_pays_lines_are_of_plain_decoding():
@@ -238,7 +238,7 @@ def main(demo_engine, monkeypatch, capsys):
     monkeypatch.setattr(terminal, "read_prompts", lambda is_chat=False: few)
 
     def run(*arguments):
-        status = core.main(["--plan", *arguments])
+        status = core.main(["--plan", "--model", "embedded", *arguments])
         return status, *capsys.readouterr()
 
     return run
@@ -274,7 +274,7 @@ def test_a_plan_for_prompts_of_a_file_is_read_in_a_terminal(main, tmp_path):
     path = tmp_path / "own.txt"
     path.write_text("1, 2, 1, 2, 1, 2,\n\nred, green, red, green,\n")
     status, out, _ = main("--prompts", str(path), "--max-tokens", "16")
-    assert status == 0 and out.startswith("target: 2 prompts, at most 16 tokens each\n")
+    assert status == 0 and out.startswith("embedded: 2 prompts, at most 16 tokens each\n")
     assert "\nbest: " in out and "\nvLLM:\n  " in out and "\nSGLang:\n  python -m sglang" in out
     assert "\n- measured on this machine" in out and "\n- assumed and not measured" in out
 
@@ -305,7 +305,7 @@ def test_mistakes_are_one_line(words, capsys):
 
 
 def test_sizes_of_an_engine_may_be_planned_for():
-    _, options = parse_arguments("", ["--plan", "--tensor-parallel-size", "2", "--", "--seed", "1"])
+    _, options = parse_arguments(["--plan", "--tensor-parallel-size", "2", "--", "--seed", "1"])
     assert options.tensor_parallel_size == 2 and options.engine_arguments == ("--seed", "1")
     assert options.fixed_k and options.max_running == 8
 
@@ -316,7 +316,7 @@ def test_sizes_of_an_engine_may_be_planned_for():
 @pytest.mark.network
 def test_a_drafter_of_ours_drafts_in_a_real_vllm(tmp_path, plain, prompts):
     (tmp_path / "mine.py").write_text(OWN)
-    model, drafter = os.environ["VLLM_MODEL"], f"{tmp_path / 'mine.py'}:EarliestMatch"
+    model, drafter = os.environ["VLLM_MODEL"], f"{tmp_path / 'mine.py'}:Bigram"
     words = ("--engine", os.environ["VLLM"], "--model", model, "--drafter", drafter)
     sizes = ("--dtype", "float32", "--max-model-len", "2048", "--", "--enforce-eager")
     with serving(*words, *sizes, wait=False) as server:

@@ -50,7 +50,7 @@ def test_a_hit_changes_neither_the_text_nor_a_draft(engine, demo_engine, drafter
 @pytest.mark.parametrize("chunk", [256, 100])
 def test_a_hit_changes_no_bit_of_compiled_blocks(chunk):
     """There a prompt's blocks run in another kernel than its end, and than what is generated."""
-    options = core.Options(drafter=MTP, fixed_k=True, prefill_chunk=chunk)
+    options = core.Options(model="embedded", drafter=MTP, fixed_k=True, prefill_chunk=chunk)
     engine = core.load_engine(options)
     assert engine.target.report.is_exact and engine.target.fast.is_compiled
     fields = {"max_tokens": 16, "drafter": MTP, "logprobs": 2}
@@ -191,7 +191,9 @@ def test_what_is_measured_reads_its_prompt(engine):
 
 
 def test_it_can_be_turned_off():
-    engine = core.load_engine(core.Options(drafter="ngram", prefix_cache_mb=0, bitwise=False))
+    engine = core.load_engine(
+        core.Options(model="embedded", drafter="ngram", prefix_cache_mb=0, bitwise=False)
+    )
     for _ in range(2):
         assert run(engine, FIRST, max_tokens=1)[0].seat.num_cached == 0
     assert (

@@ -225,7 +225,9 @@ COUNTED = ("temperature 0.7", "all of them")  # samplings whose tokens are count
 def many():
     """The embedded models with a short cache of many rows: samples come in batches."""
     given = {"max_running": BATCH, "max_model_len": 32, "fixed_k": True, "bitwise": False}
-    return core.load_engine(core.Options(drafter="self_int8" if inputs() else None, **given))
+    return core.load_engine(
+        core.Options(model="embedded", drafter="self_int8" if inputs() else None, **given)
+    )
 
 
 @pytest.fixture(scope="module")

@@ -256,5 +256,5 @@ def test_a_comparison_is_not_helped_by_its_own_first_run(engine, prompts):
     ],
 )
 def test_an_exposed_server_keeps_no_outputs_unless_told_to(arguments, expected):
-    _, options = parse_arguments("", ["--port", "5000", *arguments])
+    _, options = parse_arguments(["--port", "5000", *arguments])
     assert options.for_drafters["suffix_cache"] == expected

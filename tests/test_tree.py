@@ -151,7 +151,9 @@ def test_a_tree_whose_pass_failed_is_verified_again(tiny_folder, monkeypatch, ca
 @pytest.fixture(scope="module")
 def several():
     """The embedded models, compiled."""
-    return core.load_engine(core.Options(drafter="tree", fixed_k=True, suffix_cache=0))
+    return core.load_engine(
+        core.Options(model="embedded", drafter="tree", fixed_k=True, suffix_cache=0)
+    )
 
 
 @needs_compiler
@@ -183,7 +185,7 @@ def test_several_drafters_make_one_tree(several, prompts, way):
 
 @needs_compiler
 def test_a_tree_of_several_keeps_the_text_under_the_controller(several, prompts):
-    engine = core.load_engine(core.Options(suffix_cache=0))
+    engine = core.load_engine(core.Options(model="embedded", suffix_cache=0))
     for name, prompt in prompts.items():
         plain, _ = run(engine, prompt, max_tokens=12)
         ours, _ = run(engine, prompt, max_tokens=12, drafter="tree")
@@ -205,7 +207,9 @@ def test_where_the_classical_rule_judges_a_draft_is_a_chain(several, prompts):
 @pytest.fixture(scope="module")
 def modules():
     """The embedded models as they run where nothing can be compiled."""
-    return core.load_engine(core.Options(fixed_k=True, suffix_cache=0, compile=False))
+    return core.load_engine(
+        core.Options(model="embedded", fixed_k=True, suffix_cache=0, compile=False)
+    )
 
 
 def test_where_nothing_is_compiled_the_longest_branch_is_the_draft(modules, prompts, plain):

@@ -1,0 +1,150 @@
+"""Is what is measured what is served? The same requests over HTTP and in an engine's own process.
+
+A server is started as README has it, and an engine is loaded here, in the thread that runs it. The
+same prompts go to both in turn, after a pause in which the other's idle threads fall asleep: here,
+through POST /generate, and the same as a stream. Neither remembers prompts or outputs.
+`whole` and `streamed` are served speeds in that of the engine here, with quartiles over runs.
+`first_ms` is the time of a request for one token here; its stream ends `first_later_ms` later.
+Several `--clients` ask in the same moment; the engine here has one batch of theirs.
+
+    python -m benchmarks.served [--cases embedded float32 bfloat16 int8] [--drafters none auto]
+        [--clients 1 8] [--prompts 3] [--tokens 128] [--runs 5] [--json]
+
+float32, bfloat16 and int8 are SmolLM2's weights. Not covered: clients elsewhere.
+"""
+
+import http.client
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median, quantiles
+from typing import Any, NamedTuple
+
+import benchmarks as bench
+import demo
+from benchmarks.soak import started
+from messages import Request
+from serving.options import Options, between
+from serving.prompts import chat_ids, prompt_ids
+
+CASES = {
+    "embedded": {"model": "embedded"},
+    "float32": {"model": "smollm2", "dtype": "float32"},
+    "bfloat16": {"model": "smollm2", "dtype": "bfloat16"},
+    "int8": {"model": "smollm2", "quantize": "int8"},
+}
+FORGETFUL = ["--prefix-cache-mb", "0", "--suffix-cache", "0"]  # as bench.load_engine has it
+PAUSE_S = 0.05
+WAYS = ("here", "whole", "streamed")
+
+
+class Told(NamedTuple):
+    """What came of requests in the same moment."""
+
+    ms: float
+    answers: list[Any]
+
+
+def ask(port: int, path: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """The answer; of a stream the last event. Raises RuntimeError for an error."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
+    connection.request("POST", path, json.dumps(fields), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    lines = [line for line in response if line.startswith((b"{", b"data: {"))]
+    connection.close()
+    answer = json.loads(lines[-1].removeprefix(b"data: "))
+    if response.status != 200 or "error" in answer:
+        raise RuntimeError(f"a request was not done as asked: {answer}")
+    return answer
+
+
+def at_once(port: int, path: str, bodies: list[dict[str, Any]]) -> Told:
+    """All requests in the same moment, over HTTP."""
+    time.sleep(PAUSE_S)
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        began = time.perf_counter()
+        answers = list(pool.map(lambda body: ask(port, path, body), bodies))
+        return Told((time.perf_counter() - began) * 1e3, answers)
+
+
+def here(engine: Any, requests: list[Request]) -> Told:
+    """The same in one batch of this process."""
+    time.sleep(PAUSE_S)
+    began = time.perf_counter()
+    outputs = bench.outputs(bench.run_together(engine, requests))
+    return Told((time.perf_counter() - began) * 1e3, [{"token_ids": each} for each in outputs])
+
+
+def measure(case: str, given: Any) -> list[dict[str, Any]]:
+    """One row per drafter and number of clients."""
+    engine, tokenizer = (found := bench.load_engine(**CASES[case])), found.target.tokenizer
+    flags = [part for name, value in CASES[case].items() for part in (f"--{name}", value)]
+    is_chat, rows = Options(**CASES[case]).is_chat(tokenizer), []
+    texts, read = list(demo.read_prompts(is_chat).values()), chat_ids if is_chat else prompt_ids
+    ids = {text: read(text, tokenizer, engine.target.max_length) for text in texts}
+
+    def calls_of(texts: list[str], name: str, count: int) -> dict[str, Callable[[], Told]]:
+        drafter = None if name == "none" else name
+        requests = [Request(ids[text], count, drafter) for text in texts]
+        bodies = [{"prompt": text, "max_tokens": count, "drafter": name} for text in texts]
+        streamed = [body | {"stream": True} for body in bodies]
+        return {
+            "here": lambda: here(engine, requests),
+            "whole": lambda: at_once(port, "/generate", bodies),
+            "streamed": lambda: at_once(port, "/generate", streamed),
+        }
+
+    with started([*FORGETFUL, *flags]) as port:
+        for name in given.drafters:
+            for clients in given.clients:
+                begins = range(0, max(clients, given.prompts), clients)
+                calls = {
+                    (way, begin, count): call
+                    for begin in begins
+                    for count in (given.tokens, 1)
+                    for way, call in calls_of(texts[begin:][:clients], name, count).items()
+                }
+                timed = bench.interleave(calls, given.runs, f"{case}, {name}, {clients}")
+                row = row_of(timed, given.tokens)
+                rows.append({"case": case, "drafter": name, "clients": clients} | row)
+    return rows
+
+
+def row_of(timed: dict[Any, list[bench.Timed]], count: int) -> dict[str, Any]:
+    """The figures of all prompts together."""
+
+    def runs(way: str, count: int) -> list[list[Told]]:
+        calls = [called for key, called in timed.items() if key[0] == way and key[2] == count]
+        return [[call.result for call in run] for run in zip(*calls, strict=True)]
+
+    long = {way: [sum(told.ms for told in run) for run in runs(way, count)] for way in WAYS}
+    here, first = ([median(told.ms for told in run) for run in runs(w, 1)] for w in WAYS[::2])
+    told = {way: [a["token_ids"] for told in runs(way, count)[-1] for a in told.answers]
+            for way in WAYS}  # fmt: skip
+    num_tokens = sum(map(len, told["here"]))
+    row = {f"{way}_tokens_per_s": round(num_tokens / median(long[way]) * 1e3, 1) for way in WAYS}
+    for way in WAYS[1:]:
+        row[way], row[f"{way}_quartiles"] = bench.speedup(long["here"], long[way])
+    later = [theirs - own for theirs, own in zip(first, here, strict=True)]
+    low, middle, high = quantiles(later, method="inclusive") if len(later) > 1 else later * 3
+    row |= {"first_ms": round(median(here), 2), "first_later_ms": round(middle, 2)}
+    row |= {"first_quartiles": [round(low, 2), round(high, 2)]}
+    return row | {"identical": told["here"] == told["whole"] == told["streamed"]}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line."""
+    options = bench.parser(__doc__)
+    options.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    options.add_argument("--drafters", nargs="+", default=["none", bench.AUTO])
+    options.add_argument("--clients", nargs="+", type=between(1, 8), default=[1])
+    bench.add_count(options, "--prompts", 1, 13, 3, "at least, of the demo's")
+    bench.add_count(options, "--tokens", 2, 1000, 128, "a request, at most")
+    given = options.parse_args(arguments)
+    rows = [row for case in given.cases for row in measure(case, given)]
+    bench.report(__spec__.name, arguments, given, {"results": rows}, ["results"])
+
+
+if __name__ == "__main__":
+    main()

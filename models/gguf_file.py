@@ -1,0 +1,329 @@
+"""A GGUF file (llama.cpp's format): its metadata, and where its tensors lie.
+
+    GGUF, version | number of tensors, of keys | keys and values | tensor table | data
+
+All numbers are little-endian. A text is its length (8 bytes) and its UTF-8. A key is a text, a type
+and a value. An entry of the table is a name, a shape (the fastest dimension first), a type and an
+offset into the data, which begins at the next multiple of general.alignment (32).
+
+A vocabulary has 150,000 texts. They stay bytes until somebody asks, and only their borders are
+looked for. Whatever the file claims is compared with its true size before memory is taken for it.
+The file is read and never mapped: where a mapped file shrinks, the system ends the process.
+
+A model in several files, -00001-of-00003.gguf and so on, is one GgufFile.
+
+Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Not read: version 1, which has
+lengths of 4 bytes, and big-endian files.
+"""
+
+import os
+import re
+import stat
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+_MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
+_HEADS = (16 << 20, 32 << 20)  # bytes; what is read of a file, and what if its header is longer
+_MOST_KEYS, _MOST_TENSORS, _MOST_DIMENSIONS = 1 << 16, 1 << 17, 4
+_TEXT, _ARRAY = 8, 9  # types of values; all others are numbers
+_NUMBERS = {
+    0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8",
+    11: "<i8", 12: "<f8",
+}  # fmt: skip
+_WHOLE = ("None", "0", "1")  # what split.count says of a file without other parts
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+_length = struct.Struct("<Q").unpack_from
+
+
+class BadFile(ValueError):
+    """A GGUF file cannot be read; one line that says why."""
+
+
+def is_gguf(name: str) -> bool:
+    """Whether --model names a GGUF file."""
+    return name.lower().endswith(".gguf")
+
+
+class _Short(Exception):
+    """The header goes on behind what has been read of the file."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """Where a tensor lies and how it is stored."""
+
+    name: str
+    type: GGMLQuantizationType
+    shape: tuple[int, ...]  # as in torch: the fastest dimension last
+    part: int  # which of the model's files
+    offset: int  # bytes from that file's beginning
+    num_bytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        """What a row takes, of shape[-1] weights. Rows are whole blocks."""
+        block, num_bytes = GGML_QUANT_SIZES[self.type]
+        return self.shape[-1] // block * num_bytes
+
+
+class Texts(Sequence[str]):
+    """An array of texts. Each is decoded when asked for."""
+
+    def __init__(self, packed: bytearray, starts: "array[int]") -> None:
+        self._packed, self._starts = packed, starts  # text i is at starts[i] + 8 : starts[i + 1]
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, index: Any) -> Any:
+        index = range(len(self))[index]
+        return self._packed[self._starts[index] + 8 : self._starts[index + 1]].decode()
+
+    def __iter__(self) -> Iterator[str]:
+        for begin, end in pairwise(self._starts):
+            yield self._packed[begin + 8 : end].decode()
+
+
+class GgufFile:
+    """A GGUF model, open for reading. Raises BadFile in one line, now or in `read`.
+
+    Example: with GgufFile("model.gguf") as file: file.metadata["general.architecture"]
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.paths = _parts(str(path))
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self._files: list[int] = []
+        try:
+            for part in range(len(self.paths)):
+                self._add(part)
+            num_tensors = len(self.tensors)
+            if str(self.metadata.get("split.tensors.count", num_tensors)) != str(num_tensors):
+                raise BadFile(f"{path} has not all its tensors, only {num_tensors} in its parts")
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "GgufFile":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Metadata and table stay; nothing can be read any more."""
+        while self._files:
+            os.close(self._files.pop())
+
+    @property
+    def name(self) -> str:
+        """The first file's name."""
+        return self.paths[0]
+
+    def read(self, tensor: Tensor, start: int = 0, num_bytes: int | None = None) -> np.ndarray:
+        """Bytes of a tensor, from its byte `start` on, all if num_bytes is None. uint8 [num_bytes].
+
+        Raises BadFile if the disk fails, or the file has become shorter. Threads may read at once.
+        """
+        num_bytes = tensor.num_bytes - start if num_bytes is None else num_bytes
+        assert 0 <= start <= start + num_bytes <= tensor.num_bytes
+        given = np.empty(num_bytes, np.uint8)
+        _fill(self._files[tensor.part], given, tensor.offset + start, self.paths[tensor.part])
+        return given
+
+    def _add(self, part: int) -> None:
+        """Read the header of a part. The first one's metadata are the model's."""
+        path = self.paths[part]
+        try:
+            # Without O_NONBLOCK a pipe would be waited for.
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self._files.append(file)
+            state = os.fstat(file)
+        except OSError as error:
+            raise BadFile(f"cannot read {path}: {error.strerror}") from error
+        if not stat.S_ISREG(state.st_mode):
+            raise BadFile(f"{path} is not a file")
+        metadata, tensors = _read_header(file, path, state.st_size, part)
+        # As texts, for they may be anything.
+        count, number = (str(metadata.get(key)) for key in ("split.count", "split.no"))
+        if count not in _WHOLE and (count, number) != (str(len(self.paths)), str(part)):
+            raise BadFile(
+                f"{path} is part {number!r:.20} (from 0) of {count!r:.20} of a model: give all "
+                "parts their names back, which end in -00001-of-00003.gguf and so on"
+            )
+        twice = self.tensors.keys() & tensors.keys()
+        if twice:
+            raise BadFile(f"{path} has the tensor {min(twice)!r:.80}, as another part has")
+        self.tensors |= tensors
+        self.metadata = self.metadata or metadata
+
+
+def _parts(path: str) -> list[str]:
+    """The files of a model, of which `path` is one. Raises BadFile if one is missing."""
+    split = _PART.fullmatch(path)
+    paths = [path]
+    if split and 1 <= int(split[2]) <= int(split[3]):
+        paths = [f"{split[1]}-{i + 1:05}-of-{split[3]}.gguf" for i in range(int(split[3]))]
+    for each in paths:
+        if not os.path.exists(each):
+            where = f", one of the model's {len(paths)} parts" if len(paths) > 1 else ""
+            raise BadFile(f"model file {each} not found{where}")
+    return paths
+
+
+def _fill(file: int, given: np.ndarray | bytearray, offset: int, path: str) -> None:
+    """Read bytes from `offset` on until the array is full."""
+    view = memoryview(given)
+    while view:
+        try:
+            count = os.preadv(file, [view[: 1 << 30]], offset)
+        except OSError as error:
+            raise BadFile(f"cannot read {path}: {error.strerror}") from error
+        if not count:
+            raise BadFile(f"{path} is damaged or cut off: it became shorter while it was read")
+        view, offset = view[count:], offset + count
+
+
+def _read_header(
+    file: int, path: str, size: int, part: int
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Metadata and tensor table of an open file of `size` bytes."""
+    for most in _HEADS:
+        given = bytearray(min(size, most))
+        _fill(file, given, 0, path)
+        head = _Head(given, size, path)
+        try:
+            return head.read(part)
+        except (_Short, struct.error, OverflowError) as error:
+            if size <= most:
+                raise head.bad("its header goes on behind its end") from error
+        except UnicodeDecodeError as error:
+            raise head.bad("a name in its header is not text") from error
+    raise head.bad(f"its header is longer than {_HEADS[-1] >> 20} MiB")
+
+
+class _Head:
+    """The first bytes of a file, and how far they have been read."""
+
+    def __init__(self, given: bytearray, size: int, path: str) -> None:
+        self._bytes, self._size, self._path, self._at = given, size, path, 0
+
+    def bad(self, what: str) -> BadFile:
+        return BadFile(f"{self._path} is damaged or cut off: {what} (fetch it again)")
+
+    def read(self, part: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Metadata and tensor table. Raises BadFile, _Short or what struct says at the end."""
+        if self._bytes[:4] != _MAGIC:
+            raise BadFile(f"{self._path} is not a GGUF file (those begin with GGUF)")
+        self._at = 4
+        (version,) = self._unpack("<I")
+        if version not in _VERSIONS:
+            order = "big-endian" if version & 0xFFFF == 0 else f"version {version}"
+            raise BadFile(f"{self._path} is a GGUF file of a kind that is not read: {order}")
+        num_tensors, num_keys = self._unpack("<QQ")
+        if num_tensors > _MOST_TENSORS or num_keys > _MOST_KEYS:
+            raise self.bad(f"it claims {num_tensors} tensors and {num_keys} keys")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_keys):
+            key = self._text().decode()
+            if key in metadata:
+                raise self.bad(f"it has the key {key!r:.80} twice")
+            metadata[key] = self._value(*self._unpack("<I"))
+        alignment = metadata.get("general.alignment", _ALIGNMENT)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise self.bad(f"general.alignment is {alignment!r:.80}, which is no power of two")
+        entries = [self._entry() for _ in range(num_tensors)]
+        data = -(-self._at // alignment) * alignment
+        tensors: dict[str, Tensor] = {}
+        end, before = data, ""
+        for name, kind, shape, offset, num_bytes in sorted(entries, key=lambda entry: entry[3]):
+            if offset % alignment:
+                raise self.bad(f"the tensor {name!r:.80} is not aligned")
+            if data + offset < end:
+                raise self.bad(f"the tensors {before!r:.80} and {name!r:.80} overlap")
+            end, before = data + offset + num_bytes, name
+            if end > self._size:
+                raise self.bad(f"the tensor {name!r:.80} ends behind its end")
+            if name in tensors:
+                raise self.bad(f"it has the tensor {name!r:.80} twice")
+            tensors[name] = Tensor(name, kind, shape, part, data + offset, num_bytes)
+        return metadata, tensors
+
+    def _unpack(self, form: str) -> tuple[Any, ...]:
+        reader = struct.Struct(form)
+        found = reader.unpack_from(self._bytes, self._at)
+        self._at += reader.size
+        return found
+
+    def _take(self, count: int) -> int:
+        """Go on by `count` bytes; where they begin. Raises BadFile if the file does not have them.
+
+        Raises _Short if they have not been read.
+        """
+        begin, self._at = self._at, self._at + count
+        if self._at > self._size:
+            raise self.bad("a length in its header goes beyond its end")
+        if self._at > len(self._bytes):
+            raise _Short
+        return begin
+
+    def _text(self) -> bytearray:
+        begin = self._take(*self._unpack("<Q"))
+        return self._bytes[begin : self._at]
+
+    def _value(self, kind: int) -> Any:
+        """A number, a text, an array of numbers, or Texts."""
+        if kind == _TEXT:
+            return self._text().decode("utf-8", "replace")
+        if kind != _ARRAY:
+            return self._numbers(kind, 1)[0].item()
+        kind, count = self._unpack("<IQ")
+        if kind != _TEXT:
+            return self._numbers(kind, count)
+        if 8 * count > self._size - self._at:  # each text has a length
+            raise self.bad(f"it claims an array of {count} texts")
+        if 8 * count > len(self._bytes) - self._at:
+            raise _Short
+        starts, head, begin = array("q", bytes(8 * (count + 1))), self._bytes, self._at
+        at = begin
+        for i in range(count):  # 0.1 µs each
+            at += 8 + _length(head, at)[0]
+            starts[i + 1] = at - begin
+        self._take(at - begin)
+        return Texts(head[begin:at], starts)
+
+    def _numbers(self, kind: int, count: int) -> np.ndarray:
+        if kind not in _NUMBERS:
+            what = "an array inside an array" if kind == _ARRAY else f"values of type {kind}"
+            raise self.bad(f"its header has {what}")
+        form = np.dtype(_NUMBERS[kind])
+        begin = self._take(count * form.itemsize)
+        return np.frombuffer(self._bytes, form, count, begin).copy()
+
+    def _entry(self) -> tuple[str, GGMLQuantizationType, tuple[int, ...], int, int]:
+        """Name, type, shape, offset and bytes of a tensor."""
+        name = self._text().decode()
+        (dimensions,) = self._unpack("<I")
+        if not 1 <= dimensions <= _MOST_DIMENSIONS:
+            raise self.bad(f"the tensor {name!r:.80} has {dimensions} dimensions")
+        *sizes, kind, offset = self._unpack(f"<{dimensions}QIQ")
+        try:
+            kind = GGMLQuantizationType(kind)
+        except ValueError as error:
+            raise BadFile(
+                f"{self._path} has weights of an unknown type: {kind} in {name!r:.80}"
+            ) from error
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        if not all(sizes) or sizes[0] % block:
+            raise self.bad(f"the tensor {name!r:.80} in {kind.name} has the shape {sizes[::-1]}")
+        return name, kind, tuple(reversed(sizes)), offset, prod(sizes) // block * block_bytes

@@ -1,0 +1,219 @@
+"""A GGUF file's model in transformers: its config, and its weights unpacked to floats.
+
+What a family calls its numbers and tensors, and which rows llama.cpp has put into another order, is
+read from transformers' tables. transformers' own loader would parse the file three times for them,
+5 s each where the vocabulary is large, and unpack on one core, with a second copy of every tensor.
+
+Weights are the numbers of gguf's own `dequantize`, rounded once to the dtype asked for.
+"""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import cache, partial
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.core_model_loading import WeightConverter, rename_source_key
+from transformers.integrations.gguf import GGUF_ARCHS, GGUF_CONFIG_ARCHS, get_gguf_config
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+    load_gguf_checkpoint,
+)
+
+from .gguf_file import BadFile, GgufFile, Tensor, Texts
+
+# transformers asks for a table of names anew for each of a model's modules: 15 ms, 397 times.
+gguf.get_tensor_name_map = cache(gguf.get_tensor_name_map)
+
+_PIECE = 1 << 18  # weights that a thread unpacks at once: what numpy makes of them stays in caches
+_TYPES = {bool: 7, int: 4, float: 6, str: 8}  # GGUF's numbers for them, which transformers asks for
+_ARRAY = 9
+
+
+def open_model(path: str) -> GgufFile:
+    """A GGUF file that has a family, a vocabulary and weights. Raises BadFile."""
+    file = GgufFile(path)
+    lacking = _what_it_lacks(file)
+    if lacking:
+        file.close()
+        raise BadFile(f"{path} {lacking}")
+    return file
+
+
+def _what_it_lacks(file: GgufFile) -> str | None:
+    vocabulary = {"tokenizer.ggml.model": str, "tokenizer.ggml.tokens": Texts}
+    for key, kind in {"general.architecture": str, **vocabulary}.items():
+        if not isinstance(file.metadata.get(key), kind):
+            return f"holds no language model: it has no {key}"
+    if not file.tensors:
+        return "has no weights"
+    key = f"{file.metadata['general.architecture']}.block_count"
+    layers = file.metadata.get(key, 1)
+    if type(layers) is not int or not 0 < layers <= len(file.tensors):
+        return f"has {len(file.tensors)} tensors, and {key!r:.80} is {layers!r:.80}"
+    return None
+
+
+def config_of(file: GgufFile) -> PreTrainedConfig:
+    """The model's config. Raises ValueError for a family that transformers does not know."""
+    architecture, tokens = (
+        file.metadata[key] for key in ("general.architecture", "tokenizer.ggml.tokens")
+    )
+    if architecture in GGUF_CONFIG_ARCHS:
+        known = dict(file.metadata)
+        for key, value in known.items():
+            if isinstance(value, Texts):
+                known[key] = len(value)
+            elif isinstance(value, np.ndarray):
+                known[key] = value.tolist()
+        fields = get_gguf_config(known, tuple(file.tensors))
+    else:
+        with _given_to_transformers(file):
+            fields = load_gguf_checkpoint(file.name)["config"]
+        fields["vocab_size"] = fields["vocab_size"] or len(tokens)
+    config = AutoConfig.for_model(**fields)
+    config._name_or_path = Path(file.name).stem
+    return config
+
+
+def load_model(
+    file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype
+) -> tuple[Any, dict[str, Any]]:
+    """The model in `dtype`, and what transformers tells of its weights (see check_weights)."""
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    asked = sum(weight.numel() for weight in empty.parameters())
+    held = sum(prod(tensor.shape) for tensor in file.tensors.values())
+    if asked > 2 * held:  # transformers would make the others up, and take memory for them
+        raise BadFile(f"{file.name} has {held} weights, and its header asks for {asked}")
+    collect = _by_transforms if file.metadata["general.architecture"] in GGUF_ARCHS else _by_tables
+    model, report = type(empty).from_pretrained(
+        None,
+        config=config,
+        state_dict=collect(file, empty, dtype),
+        dtype=dtype,
+        ignore_mismatched_sizes=True,  # the report has them
+        output_loading_info=True,
+    )
+    model.config._name_or_path = config._name_or_path
+    return model, report
+
+
+def _by_tables(file: GgufFile, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """All tensors under the names that a model has for them, by transformers' older tables."""
+    architecture = file.metadata["general.architecture"]
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(model.config.to_dict())
+    names = get_gguf_hf_weights_map(model, processor)
+    collected: dict[str, torch.Tensor] = {}
+    turn = threading.Lock()  # experts' tensors are put together in one
+
+    def collect(tensor: Tensor) -> None:
+        if type(processor) is TensorProcessor:
+            if tensor.name in names:
+                collected[names[tensor.name]] = unpacked(file, tensor, dtype)
+            return
+        # Others may calculate with the weights, so they are rounded thereafter.
+        weights = unpacked(file, tensor, torch.float32).numpy()
+        with turn:
+            found = processor.process(
+                weights,
+                tensor.name,
+                tensor_key_mapping=names,
+                parsed_parameters={"tensors": collected},
+            )
+        if found.name in names:
+            collected[names[found.name]] = torch.tensor(found.weights, dtype=dtype)
+
+    _all_at_once(collect, file)
+    return collected
+
+
+def _by_transforms(file: GgufFile, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The same for families that transformers describes by transforms."""
+    transforms = GGUF_ARCHS[file.metadata["general.architecture"]](model.config)
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
+    by_source = {source: each for each in converters for source in each.source_patterns}
+    collected: dict[str, torch.Tensor] = {}
+    converted: dict[str, WeightConverter] = {}
+    floats: dict[str, torch.Tensor] = {}
+    _all_at_once(lambda t: floats.update({t.name: unpacked(file, t, torch.float32)}), file)
+    for name in file.tensors:
+        key, source = rename_source_key(name, renamings, converters)
+        if source is None:
+            collected[key] = floats.pop(name).to(dtype)
+        else:
+            converter = converted.setdefault(key, deepcopy(by_source[source]))
+            converter.add_tensor(key, name, source, floats.pop(name))
+    for key, converter in converted.items():
+        for name, given in converter.convert(key, model=model, config=model.config).items():
+            collected[name] = (given[0] if isinstance(given, list) else given).to(dtype)
+    return collected
+
+
+def unpacked(file: GgufFile, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor's weights as floats. Raises BadFile for a type that gguf cannot unpack."""
+    given = torch.empty(tensor.shape, dtype=dtype)
+    rows = given.view(-1, tensor.shape[-1])
+    step = max(1, _PIECE // tensor.shape[-1])
+    for begin in range(0, len(rows), step):
+        piece = rows[begin : begin + step]
+        packed = file.read(tensor, begin * tensor.row_bytes, len(piece) * tensor.row_bytes)
+        try:
+            # As one row of many blocks: gguf takes only 16 rows at a time.
+            floats = gguf.dequantize(packed[None], tensor.type)
+        except NotImplementedError as error:
+            raise BadFile(
+                f"{file.name} has weights of a type that cannot be unpacked: {tensor.type.name}"
+            ) from error
+        piece.copy_(torch.from_numpy(floats).view(piece.shape))
+    return given
+
+
+def _all_at_once(work: Any, file: GgufFile) -> None:
+    """Have all cores work on a file's tensors, the largest first."""
+    tensors = sorted(file.tensors.values(), key=lambda tensor: -tensor.num_bytes)
+    shown = partial(tqdm, disable=None, desc="Unpacking weights", total=len(tensors))
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        try:
+            for _ in shown(pool.map(work, tensors)):
+                pass
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+
+
+@contextmanager
+def _given_to_transformers(file: GgufFile) -> Iterator[None]:
+    """Have transformers' config reader find what has been read of a file, and not parse it anew."""
+    fields = {key: _field(value) for key, value in file.metadata.items()}
+    tensors = [SimpleNamespace(name=name) for name in file.tensors]
+    found = SimpleNamespace(fields=fields, tensors=tensors)
+    reader, gguf.GGUFReader = gguf.GGUFReader, lambda _: found
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader
+
+
+def _field(value: Any) -> SimpleNamespace:
+    """A value as gguf's reader presents it. Of texts in arrays a config needs none."""
+    if isinstance(value, str):
+        return SimpleNamespace(parts=[value.encode()], data=[0], types=[_TYPES[str]])
+    if isinstance(value, bool | int | float):
+        return SimpleNamespace(parts=[[value]], data=[0], types=[_TYPES[type(value)]])
+    values = [] if isinstance(value, Texts) else value.tolist()
+    types = [_ARRAY, *(_TYPES[type(each)] for each in values[:1])]
+    return SimpleNamespace(parts=[[each] for each in values], data=range(len(values)), types=types)

@@ -1,0 +1,98 @@
+"""The tokenizer of a GGUF file, made by transformers of the texts that models/gguf_file.py finds.
+
+A byte-level tokenizer first splits a text into words, and a GGUF file has only the name of the rule
+for that. With another rule the model is given other tokens than it was trained on, and nothing else
+tells. So the rules that transformers does not know are here, and one that nobody knows is told of.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.integrations.gguf import convert_gguf_tokenizer
+from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+    GGUF_PRE_TOKENIZER_SPLITS,
+    GGUF_TOKENIZER_MAPPING,
+)
+
+from .gguf_file import BadFile, GgufFile, Texts
+
+LOG = logging.getLogger("serving.loading")
+
+# Rules beside those that transformers has. GPT-2's is the one that a byte-level tokenizer has at
+# first; SmolLM's splits digits off one by one before.
+_AS_GPT2 = {"gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling"}
+_DIGITS_ALONE = {
+    "smollm", "starcoder", "refact", "codeshell", "command-r", "exaone", "minerva-7b",
+}  # fmt: skip
+_SPECIAL = {
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+}
+
+
+def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
+    """The tokenizer of an opened model: transformers', but for the rules above.
+
+    Raises BadFile, or what transformers and tokenizers raise for a vocabulary without sense.
+    """
+    known = {key: _plain(value) for key, value in file.metadata.items() if key.startswith("token")}
+    parts, options = (
+        {
+            name: known[f"tokenizer.{key}"]
+            for key, name in names.items()
+            if f"tokenizer.{key}" in known
+        }
+        for names in (
+            GGUF_TOKENIZER_MAPPING["tokenizer"],
+            GGUF_TOKENIZER_MAPPING["tokenizer_config"],
+        )
+    )
+    kind, tokens = parts["tokenizer_type"], parts["tokens"]
+    # As in transformers: llama.cpp adds the first token where an old file does not say, and
+    # Gemma 4's chat template writes it.
+    if kind == "llama":
+        options.setdefault("add_bos_token", True)
+    elif kind == "gemma4":
+        options["add_bos_token"] = False
+    for name, key in _SPECIAL.items():
+        index = known.get(key)
+        if index is not None and not (type(index) is int and 0 <= index < len(tokens)):
+            raise BadFile(f"{file.name}: {key} is {index!r:.80}, which is no token's id")
+        options[name] = None if index is None else tokens[index]
+    backend, _ = convert_gguf_tokenizer(file.metadata["general.architecture"], parts)
+    if kind == "gpt2":  # sentencepiece has no such rule
+        _split_words(backend, parts.get("pre_tokenizer_type", "none"), Path(file.name).name)
+    # As `tokenizer_object` it would be copied, by way of JSON, in 0.5 s.
+    tokenizer = PreTrainedTokenizerFast.__new__(PreTrainedTokenizerFast)
+    tokenizer._tokenizer = backend
+    tokenizer.__init__(**options)
+    return tokenizer
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Texts):
+        return list(value)
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def _split_words(backend: Tokenizer, rule: str, name: str) -> None:
+    """Have texts split by the rule that a file names, unless transformers has seen to it."""
+    if rule in _DIGITS_ALONE:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
+        )
+    elif rule not in _AS_GPT2 and rule not in GGUF_PRE_TOKENIZER_SPLITS:
+        LOG.warning(
+            "%s: unknown pre-tokenizer %r: texts are split as GPT-2 does, which may give other "
+            "tokens than the model knows",
+            name, rule,
+        )  # fmt: skip

@@ -1,0 +1,325 @@
+"""GGUF headers: read as gguf's own reader does, and refused in one line where they are broken.
+
+Files are written here byte by byte, as gguf's writer makes no broken ones.
+"""
+
+import os
+import struct
+import tracemalloc
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from models.gguf_file import BadFile, GgufFile, Texts
+
+U32, F32, BOOL, TEXT, ARRAY, U64 = 4, 6, 7, 8, 9, 10
+
+
+def text(value):
+    value = value if isinstance(value, bytes) else value.encode()
+    return struct.pack("<Q", len(value)) + value
+
+
+def texts(words):
+    return struct.pack("<IQ", TEXT, len(words)) + b"".join(map(text, words))
+
+
+KEYS = [
+    ("general.architecture", TEXT, text("llama")),
+    ("llama.block_count", U32, struct.pack("<I", 1)),
+    ("llama.rope.freq_base", F32, struct.pack("<f", 10000)),
+    ("tokenizer.ggml.add_bos_token", BOOL, b"\1"),
+    ("tokenizer.ggml.tokens", ARRAY, texts(["a", "", "日本", "b" * 300])),
+    ("tokenizer.ggml.scores", ARRAY, struct.pack("<IQ3f", F32, 3, 0.5, 1, -2)),
+]
+TENSORS = [  # name, shape with the fastest dimension first, type, offset
+    ("output.weight", (32, 4), 8, 0),
+    ("norm.weight", (8,), 0, 160),
+]
+
+
+def header(keys=KEYS, tensors=TENSORS, version=3, num_keys=None, num_tensors=None):
+    given = b"GGUF" + struct.pack(
+        "<IQQ", version, len(tensors) if num_tensors is None else num_tensors,
+        len(keys) if num_keys is None else num_keys,
+    )  # fmt: skip
+    given += b"".join(text(key) + struct.pack("<I", kind) + value for key, kind, value in keys)
+    for name, shape, kind, offset in tensors:
+        given += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+    return given + bytes(-len(given) % 32)
+
+
+DATA = bytes(range(192))
+
+
+def write(path, given=None):
+    path.write_bytes(header() + DATA if given is None else given)
+    return str(path)
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_header_is_what_gguf_s_own_reader_finds(tmp_path, version):
+    path = write(tmp_path / "a.gguf", header(version=version) + DATA)
+    theirs = gguf.GGUFReader(path)
+    with GgufFile(path) as ours:
+        for key, value in ours.metadata.items():
+            expected = theirs.fields[key].contents()
+            assert (list(value) if isinstance(value, Texts | np.ndarray) else value) == expected
+        assert len(ours.metadata) == len(KEYS)
+        for tensor in theirs.tensors:
+            mine = ours.tensors[tensor.name]
+            assert mine.shape == tuple(map(int, reversed(tensor.shape)))
+            assert mine.type == tensor.tensor_type
+            assert mine.num_bytes == tensor.n_bytes and mine.offset == tensor.data_offset
+            assert bytes(ours.read(mine)) == tensor.data.tobytes()
+        assert [tensor.name for tensor in theirs.tensors] == list(ours.tensors)
+        assert bytes(ours.read(ours.tensors["output.weight"], 34, 3)) == DATA[34:37]
+
+
+def test_texts_are_a_sequence(tmp_path):
+    with GgufFile(write(tmp_path / "a.gguf")) as file:
+        words = file.metadata["tokenizer.ggml.tokens"]
+    assert list(words) == [words[i] for i in range(4)] == ["a", "", "日本", "b" * 300]
+    assert words[-2] == "日本" and "" in words and len(words) == 4
+    with pytest.raises(IndexError):
+        words[4]
+
+
+def tensor(*fields):
+    return header(tensors=[fields]) + DATA
+
+
+def key(kind, value):
+    return header(keys=[*KEYS, ("last", kind, value)]) + DATA
+
+
+HUGE = 1 << 60
+BROKEN = {
+    "nothing": (b"", "not a GGUF file"),
+    "another format": (b"PK\3\4" + DATA, "not a GGUF file"),
+    "version 1": (header(version=1) + DATA, "version 1"),
+    "the other byte order": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + DATA, "big-endian"),
+    "cut off in the header": (header()[:20], "goes on behind its end"),
+    "cut off in a text": (header()[:150], "goes beyond its end"),
+    "cut off in the data": (header() + DATA[:-1], "'norm.weight' ends behind its end"),
+    "keys without end": (header(num_keys=HUGE), "it claims 2 tensors and"),
+    "tensors without end": (header(num_tensors=HUGE), "it claims 1152921504606846976 tensors"),
+    "a key too many": (header(num_keys=60000), "damaged or cut off"),
+    "a key twice": (header([*KEYS, KEYS[0]]) + DATA, "the key 'general.architecture' twice"),
+    "a key that is no text": (header([(b"\xff", U32, bytes(4))]) + DATA, "is not text"),
+    "a text without end": (key(TEXT, struct.pack("<Q", HUGE)), "goes beyond its end"),
+    "a text of 2^64 - 1": (key(TEXT, b"\xff" * 8), "goes beyond its end"),
+    "numbers without end": (key(ARRAY, struct.pack("<IQ", U64, HUGE)), "goes beyond its end"),
+    "texts without end": (key(ARRAY, struct.pack("<IQ", TEXT, HUGE)), "an array of"),
+    "a text in an array": (key(ARRAY, struct.pack("<IQQ", TEXT, 1, HUGE)), "beyond its end"),
+    "an array in an array": (key(ARRAY, struct.pack("<IQ", ARRAY, 1)), "inside an array"),
+    "a number of parts that is none": (
+        header([("split.count", ARRAY, struct.pack("<IQ3B", 0, 3, 1, 2, 3))]) + DATA,
+        "(from 0) of '[1 2 3]' of a model",
+    ),
+    "a type of value": (key(13, b""), "values of type 13"),
+    "a type in an array": (key(ARRAY, struct.pack("<IQ", 77, 1)), "values of type 77"),
+    "an alignment": (
+        header([("general.alignment", U32, struct.pack("<I", 48))]) + DATA,
+        "no power of two",
+    ),
+    "an alignment of 0": (header([("general.alignment", U32, bytes(4))]) + DATA, "power of two"),
+    "a tensor twice": (
+        header(tensors=[TENSORS[0], ("output.weight", (8,), 0, 160)]) + DATA,
+        "the tensor 'output.weight' twice",
+    ),
+    "tensors that overlap": (
+        header(tensors=[("a", (32, 4), 8, 0), ("b", (8,), 0, 128)]) + DATA,
+        "'a' and 'b' overlap",
+    ),
+    "no dimension": (tensor("a", (), 0, 0), "'a' has 0 dimensions"),
+    "five dimensions": (tensor("a", (1,) * 5, 0, 0), "'a' has 5 dimensions"),
+    "an empty dimension": (tensor("a", (0, 4), 0, 0), "has the shape [4, 0]"),
+    "half a block": (tensor("a", (16, 4), 8, 0), "in Q8_0 has the shape [4, 16]"),
+    "a shape that overflows": (tensor("a", (1 << 32,) * 4, 0, 0), "ends behind its end"),
+    "an offset beyond": (tensor("a", (8,), 0, HUGE), "ends behind its end"),
+    "an offset between": (tensor("a", (8,), 0, 8), "is not aligned"),
+    "a type of tensor": (tensor("a", (8,), 4, 0), "weights of an unknown type: 4 in 'a'"),
+    "lines in a name": (tensor("a\nb", (8,), 99, 0), "unknown type: 99 in 'a\\nb'"),
+}
+
+
+def refused(path):
+    """The line that says why. Until then no memory was taken for what the file claims."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadFile) as error:
+            GgufFile(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    message = str(error.value)
+    assert os.path.dirname(path) in message and "\n" not in message and len(message) < 400, message
+    return message
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_header_is_one_line(tmp_path, name):
+    given, reason = BROKEN[name]
+    assert reason in refused(write(tmp_path / "broken.gguf", given))
+
+
+def test_what_is_no_file_is_one_line(tmp_path):
+    assert "not found" in refused(str(tmp_path / "missing.gguf"))
+    (tmp_path / "folder.gguf").mkdir()
+    assert "is not a file" in refused(str(tmp_path / "folder.gguf"))
+    os.mkfifo(tmp_path / "pipe.gguf")
+    assert "is not a file" in refused(str(tmp_path / "pipe.gguf"))
+
+
+def test_a_long_header_is_read_in_a_second_piece(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.gguf")
+    monkeypatch.setattr("models.gguf_file._HEADS", (64, 4096))
+    with GgufFile(path) as file:
+        assert len(file.metadata) == len(KEYS) and len(file.tensors) == 2
+    monkeypatch.setattr("models.gguf_file._HEADS", (64, 128))
+    assert "longer than" in refused(path)
+
+
+def test_a_vocabulary_as_long_as_the_file_is_not_made_room_for(tmp_path, monkeypatch):
+    """Of a file of many gigabytes, that is: this one has none on the disk."""
+    monkeypatch.setattr("models.gguf_file._HEADS", (4096, 16384))
+    path = write(tmp_path / "large.gguf", key(ARRAY, struct.pack("<IQ", TEXT, 1 << 30)))
+    os.truncate(path, 1 << 34)
+    assert "its header is longer than" in refused(path)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_one_line(tmp_path):
+    path = write(tmp_path / "a.gguf")
+    with GgufFile(path) as file:
+        os.truncate(path, len(header()) + 100)
+        with pytest.raises(BadFile, match="a.gguf is damaged or cut off: it became shorter"):
+            file.read(file.tensors["output.weight"])
+
+
+def test_a_disk_that_fails_is_one_line(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError(5, "Input/output error")
+
+    with GgufFile(write(tmp_path / "a.gguf")) as file:
+        monkeypatch.setattr(os, "preadv", fails)
+        with pytest.raises(BadFile, match="cannot read .*a.gguf: Input/output error"):
+            file.read(file.tensors["output.weight"])
+
+
+# ---------------------------------------------------------------------------- several files
+def part(number, count, tensors, total=2, keys=()):
+    numbers = [
+        ("split.no", 2, struct.pack("<H", number)),
+        ("split.count", 2, struct.pack("<H", count)),
+        ("split.tensors.count", 5, struct.pack("<i", total)),
+    ]
+    return header([*keys, *numbers], tensors)
+
+
+def write_parts(folder, **changes):
+    first, second = folder / "m-00001-of-00002.gguf", folder / "m-00002-of-00002.gguf"
+    write(first, part(0, 2, TENSORS[:1], keys=KEYS, **changes) + DATA)
+    write(second, part(1, 2, [("norm.weight", (8,), 0, 0)], **changes) + DATA[::-1])
+    return str(first), str(second)
+
+
+def test_a_model_in_parts_is_one_whichever_is_named(tmp_path):
+    for path in write_parts(tmp_path):
+        with GgufFile(path) as file:
+            assert file.metadata["general.architecture"] == "llama"
+            assert bytes(file.read(file.tensors["output.weight"])) == DATA[:136]
+            assert bytes(file.read(file.tensors["norm.weight"])) == DATA[::-1][:32]
+            assert file.name.endswith("m-00001-of-00002.gguf")
+
+
+def test_a_missing_part_is_named(tmp_path):
+    first, second = write_parts(tmp_path)
+    os.remove(second)
+    assert "m-00002-of-00002.gguf not found, one of the model's 2 parts" in refused(first)
+
+
+def test_parts_that_do_not_belong_together_are_told(tmp_path):
+    first, second = write_parts(tmp_path)
+    Path(second).write_bytes(Path(first).read_bytes())
+    with pytest.raises(BadFile, match="m-00002-of-00002.gguf is part '0'"):
+        GgufFile(first)
+    write(Path(second), part(1, 2, TENSORS[:1]) + DATA)
+    with pytest.raises(BadFile, match="has the tensor 'output.weight', as another part has"):
+        GgufFile(first)
+    first, _ = write_parts(tmp_path, total=7)
+    assert "has not all its tensors, only 2 in its parts" in refused(first)
+    alone = tmp_path / "alone.gguf"
+    os.rename(first, alone)
+    assert "is part '0' (from 0) of '2' of a model: give all parts their names" in refused(
+        str(alone)
+    )
+
+
+# ---------------------------------------------------------------------------- fuzz
+NUMBERS = st.sampled_from([0, 1, 7, 31, 255, 1 << 16, 1 << 31, 1 << 32, HUGE, (1 << 64) - 1])
+MUTATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["byte", "number", "insert", "remove", "cut"]),
+        st.floats(0, 1, exclude_max=True),
+        st.integers(0, 255),
+        NUMBERS,
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def mutated(given, mutations):
+    """The bytes of a file with some changes in its header."""
+    given = bytearray(given)
+    for kind, where, byte, number in mutations:
+        at = int(where * len(given))
+        if kind == "byte":
+            given[at : at + 1] = bytes([byte])
+        elif kind == "number":
+            given[at : at + 8] = struct.pack("<Q", number)
+        elif kind == "insert":
+            given[at:at] = bytes([byte] * (number % 9))
+        elif kind == "remove":
+            del given[at : at + number % 9]
+        else:
+            del given[at:]
+    return bytes(given)
+
+
+def fuzz_headers(folder, mutations):
+    path = write(folder / "fuzzed.gguf", mutated(header() + DATA[:32], mutations) + DATA[32:])
+    try:
+        with GgufFile(path) as file:
+            held = sum(len(file.read(tensor)) for tensor in file.tensors.values())
+            assert held <= os.path.getsize(path)
+            for value in file.metadata.values():
+                if isinstance(value, Texts):
+                    assert sum(1 for _ in value._starts) <= os.path.getsize(path)
+    except BadFile as error:
+        assert "fuzzed.gguf" in str(error) and "\n" not in str(error) and len(str(error)) < 400
+
+
+def settled(examples):
+    return settings(
+        max_examples=examples, deadline=None, derandomize=True, database=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
+    )  # fmt: skip
+
+
+@settled(200)
+@given(mutations=MUTATIONS)
+def test_any_header_is_read_or_refused_in_one_line(tmp_path, mutations):
+    fuzz_headers(tmp_path, mutations)
+
+
+@pytest.mark.slow
+@settled(2000)
+@given(mutations=MUTATIONS)
+def test_any_of_many_headers_is_read_or_refused_in_one_line(tmp_path, mutations):
+    fuzz_headers(tmp_path, mutations)
