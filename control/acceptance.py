@@ -229,10 +229,6 @@ class TreeAcceptance(Acceptance):
         for i in accepted:
             self.accepted[i] += self.unit
 
-    def doubts(self, least_chance: float) -> "Doubts":
-        """The same question, to be asked of a draft in the making."""
-        return Doubts(self, least_chance)
-
     def reach(self, count: int) -> list[float]:
         """The chance of the 1st, 2nd, … count-th token to be accepted; falling, or equal."""
         if len(self._reach) < count:

@@ -6,7 +6,7 @@
 #include "forward.h"
 #include "threads.h"
 
-enum { PARTS = 4, COLUMNS = PARTS * LANES, WIDEST_KEY = 512, MOST_TAPS = 16, MUCH = 1 << 16 };
+enum { PARTS = 4, COLUMNS = PARTS * LANES, WIDEST_KEY = 512, MOST_TAPS = 16, MUCH = 1 << 21 };  // less is done sooner than threads wake
 #define PART for (int j = 0; j < PARTS; ++j)
 
 // --------------------------------------------------------------------------------- convolution

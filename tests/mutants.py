@@ -364,7 +364,7 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("weights are taken to sum to 1", "sampling:draw",
      "u * total", "u", "sampling::test_a_token_without_weight_is_never_drawn"),
     ("noise does not know the position", "sampling:Noise._key",
-     "self.seed ^ position", "self._seed",
+     "self.seed ^ position", "self.seed",
      "noise::test_choices_are_distributed_as_the_weights_and_neighbours_are_independent"),
     ("all uses have the same numbers", "sampling:Noise._key",
      ") + use)", ") + 0)", "noise::test_uniform_numbers_are_uniform_and_their_uses_independent"),
