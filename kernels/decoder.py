@@ -9,6 +9,7 @@ random tokens. Where they differ, the modules get back what was taken from them,
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from .weights import DTYPES, Gone, Matrix, PanelEmbedding, PanelLinear, Panels, 
 
 FULL = "full_attention"  # transformers' name for layers that see the whole text
 MOST_ROWS = 256  # of one call: their numbers lie in memory at once
+_LITTLE = 1 << 27  # bytes of weights times rows
 _NUM_COMPARED = 8  # tokens that the decoder and transformers' modules are compared on
 # By the names of torch's and transformers' modules, as in forward.h.
 _ACTIVATIONS = {
@@ -396,7 +398,7 @@ class Decoder:
             self.embedding = other.embedding
             self.point()
 
-    @property
+    @cached_property
     def num_bytes(self) -> int:
         """Of all matrices."""
         ends = (self.embedding, self.output, self.entrance, self._positions)
@@ -438,7 +440,8 @@ class Decoder:
         for name, tensor in zip(names, tensors, strict=True):
             setattr(batch, name, _at(tensor))
         call = library.load().run_chain
-        given = ctypes.byref(self.struct), ctypes.byref(batch), drafts, words, self.num_threads
+        threads = self._threads(len(wanted))
+        given = ctypes.byref(self.struct), ctypes.byref(batch), drafts, words, threads
         checked(call(*given))
 
     @torch.inference_mode()
@@ -487,9 +490,13 @@ class Decoder:
             ctypes.addressof(text_rows), ctypes.addressof(passings), *map(_at, (states, logits)),
         )  # fmt: skip
         call = library.load().run_decoder
-        if not call(ctypes.byref(self.struct), ctypes.byref(batch), self.num_threads):
+        if not call(ctypes.byref(self.struct), ctypes.byref(batch), self._threads(count)):
             raise MemoryError("no memory for a forward")
         return logits, dict(zip(layers, states, strict=True))
+
+    def _threads(self, num_rows: int) -> int:
+        """One for a forward that is over sooner than several threads have met so often."""
+        return 1 if self.num_bytes * num_rows < _LITTLE else self.num_threads
 
     def _check(self, rows: Tensor, wanted: Tensor, ids: Tensor | None, ends: Tensor | None) -> None:
         """Nothing outside a buffer is read or written; what fails here is our mistake."""
@@ -507,6 +514,7 @@ class Decoder:
 
     def quantise(self, has_own_embedding: bool = True) -> None:
         """Make integers of the weights."""
+        self.__dict__.pop("num_bytes", None)
         for block in self.blocks:
             for linears in block.linears.values():
                 linears.quantise()

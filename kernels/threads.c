@@ -2,6 +2,7 @@
 #include "threads.h"
 
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
 #if defined(__x86_64__)
@@ -39,6 +40,7 @@ static void ring(bell *b, unsigned number) {
 static void wait_for(bell *b, unsigned old) {
   for (int i = 0; i < SPINS; ++i) {
     if (atomic_load_explicit(&b->number, memory_order_acquire) != old) return;
+    if (i % 64 == 63) sched_yield();  // whoever is waited for may want this very core
 #if defined(__x86_64__)
     _mm_pause();
 #elif defined(__aarch64__)
