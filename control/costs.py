@@ -151,6 +151,9 @@ class Costs:
         """
         self._cycles.append((batch, tokens, ms, self._drafts))
         self._drafts = []
+        line = self.passes.get(batch.bit_length())
+        if line is None or line.count <= _CONFIRMED:  # /health shows it, however short the run
+            self._learn()
 
     def _learn(self) -> None:
         """Learn from what was observed since the last time; together that takes less time."""
