@@ -882,6 +882,7 @@ def test_a_fault_in_a_batch_of_model_drafts_leaves_the_others_as_if_alone(
         return sample(logits, text, *given)
 
     monkeypatch.setattr(drafter, "_sample", faulty)
+    monkeypatch.setattr("kernels.chain.can_chain", lambda *_: False)  # which asks nobody else
     sequences = together(demo_engine, [healthy, core.Request(guilty, 24, name, seed=1)])
     assert [bool(s.seat.warnings) for s in sequences] == [False, True]
     assert sequences[0].output == alone.output
