@@ -40,6 +40,7 @@ from server import (
 )
 from transformers import AutoModelForCausalLM
 
+from kernels import library
 from serving.log import PROGRESS
 from serving.page import FILES
 
@@ -171,8 +172,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_no_thread_but_the_engine_s_computes(tmp_path):
     """torch keeps a pool of threads for each thread that has ever computed.
 
-    A second pool would make the first one wait for cores, and each pass take twice as long. Beside
-    Python's own threads there is one pool, and it has a thread less than OMP_NUM_THREADS.
+    With several of them passes wait for cores, and take twice as long. Beside Python's own threads
+    there are two pools: the kernels', where they are compiled, and torch's, which computes while
+    the model is loaded and then sleeps. Each has a thread less than OMP_NUM_THREADS.
     """
     port, num_computing, log = free_port(), 2, tmp_path / "log"
     command = [sys.executable, "-c", _TELLS_THREADS, SCRIPT, "--port", str(port)]
@@ -211,7 +213,8 @@ def test_no_thread_but_the_engine_s_computes(tmp_path):
         process.kill()
         process.wait()
     python = len(re.findall(r"hread 0x\w+ .*\(most recent call first\)", log.read_text()))
-    assert python >= 5 and native - python == num_computing - 1
+    num_pools = 1 if library.why_not() else 2
+    assert python >= 5 and native - python == num_pools * (num_computing - 1)
 
 
 SECRET = "correct horse battery staple"

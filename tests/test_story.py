@@ -106,7 +106,7 @@ def top(entries, name):
 
 
 def test_an_untraced_coupled_request_computes_no_q(demo_engine):
-    """Only a trace asks for it."""
+    """Only a trace asks for it. (Where a draft is one call in C, nobody is asked here.)"""
     seen = []
     sample = demo_engine.panel.drafters["draft_model"]._sample
 
@@ -117,8 +117,10 @@ def test_an_untraced_coupled_request_computes_no_q(demo_engine):
     demo_engine.panel.drafters["draft_model"]._sample = watched
     try:
         fields = {"drafter": "draft_model", "sampling": SAMPLED["coupled"], "max_tokens": 8}
-        texts = [run(demo_engine, PROMPT, trace=traced, **fields)[0].output for traced in (0, 1)]
+        untraced = run(demo_engine, PROMPT, **fields)[0].output
+        assert all(q is None for q in seen)
+        seen.clear()
+        assert run(demo_engine, PROMPT, trace=True, **fields)[0].output == untraced
     finally:
         demo_engine.panel.drafters["draft_model"]._sample = sample
-    half = [q is None for q in seen]
-    assert texts[0] == texts[1] and half == sorted(half, reverse=True) and len(set(half)) == 2
+    assert seen and all(q is not None for q in seen)
