@@ -87,7 +87,7 @@ def measure(case: str, given: Any) -> list[dict[str, Any]]:
     def calls_of(texts: list[str], name: str, count: int) -> dict[str, Callable[[], Told]]:
         drafter = None if name == "none" else name
         requests = [Request(ids[text], count, drafter) for text in texts]
-        bodies = [{"prompt": text, "max_tokens": count, "drafter": name} for text in texts]
+        bodies = [{"prompt": ids[t], "max_tokens": count, "drafter": name} for t in texts]
         streamed = [body | {"stream": True} for body in bodies]
         return {
             "here": lambda: here(engine, requests),
