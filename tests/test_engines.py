@@ -25,6 +25,7 @@ from server import (
     is_error,
     serving,
     until,
+    wait_until_running,
     wait_until_taken,
 )
 
@@ -239,9 +240,10 @@ def server():
 
 def test_a_client_that_leaves_is_cancelled_in_the_engine(server):
     server.replay.hang, server.replay.num_left = 1, 0
-    connect(server.port, "/generate", LONG).close()
-    server.replay.go_on.set()
+    with connect(server.port, "/generate", LONG):
+        wait_until_running(server.port)
     until(lambda: health(server.port)["num_requests_running"] == 0)
+    server.replay.go_on.set()  # only now: the engine is to look for us once we are gone
     until(lambda: server.replay.num_left == 1)
     server.replay.go_on.clear()
     server.replay.hang = None

@@ -162,6 +162,7 @@ def test_the_model_may_be_named(port):
 @pytest.mark.parametrize("drafter", ["ngram", "suffix", "draft_model", "mtp", None])
 def test_the_seed_that_was_used_is_returned_and_gives_the_same_output_again(port, drafter):
     fields = SAMPLED | ({"drafter": drafter} if drafter else {"speculative": False})
+    fields |= {"temperature": 3.0}  # two seeds agree in 3 tokens once in 1,700 times
     status, first = generate(port, **fields)
     assert status == 200 and isinstance(first["seed"], int)
     _, other = generate(port, **fields)
