@@ -179,7 +179,7 @@ def load_once() -> None:
         in_python = replace(options, compile=False)  # where the mutants are, but for the kernels'
         if caller == "conftest":
             return engine
-        return load(options if caller in ("test_kernels", "test_tree") else in_python)
+        return load(options if caller in ("test_cache", "test_kernels", "test_tree") else in_python)
 
     core.load_engine = load_or_inherit
     gc.collect()

@@ -99,16 +99,20 @@ def test_truncating_touches_no_tensor(demo_engine, row, shorten, left):
 @torch.inference_mode()
 @pytest.mark.parametrize("accepted", [[0], [1, 3], [2], [2, 4, 5]], ids=str)
 def test_what_is_kept_of_a_branch_is_cached_as_if_it_had_been_fed_alone(
-    demo_engine, demo_reference, row, accepted
+    demo_engine, demo_reference, accepted
 ):
     """Keys and values of a line through a tree of drafts move together, over one another."""
+    if not demo_engine.panel.can_branch:
+        demo_engine = core.load_engine(core.Options(model="embedded", fixed_k=True))
     target, prompt, fed = demo_engine.target, [*range(5, 20)], [30, 40, 50, 60, 70, 80, 90]
+    row = target.cache.open_row()
     target.forward([row], [prompt], [1])
     target.forward([row], [fed], [1], trees={0: [-1, -1, -1, 1, 2, 4]})  # the first is pending
     target.cache.keep(row, len(fed) - 1, accepted)
     text = [*prompt, fed[0], *(fed[1 + i] for i in accepted)]
     assert target.cache.lengths[row] == len(text)
     output = target.forward([row], [[7, 8]], [2])
+    target.cache.close_row(row)
     assert_same(output.logits[0], recompute(demo_reference, [*text, 7, 8])[0][-2:])
 
 

@@ -991,11 +991,14 @@ def test_a_demo_that_has_just_been_started_shows_no_drafter_off_that_pays():
 
     Who pays is seen without the controller: where draft steps are dear, a drafter is rightly off.
     """
-    command = [sys.executable, "08_speculative_decoding.py", "--demo", "--json"]
+    command = [sys.executable, "08_speculative_decoding.py", "--model", "embedded"]
 
     def totals(*options):
         result = subprocess.run(
-            [*command, "--max-tokens", "32", *options], cwd=ROOT, capture_output=True, check=True
+            [*command, "--demo", "--json", "--max-tokens", "32", *options],
+            cwd=ROOT,
+            capture_output=True,
+            check=True,
         )
         return json.loads(result.stdout)["totals"]
 
