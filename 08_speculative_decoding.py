@@ -19,7 +19,7 @@ classical rule, which a request may ask for, keeps the distribution and not the 
 Read on in this order: KV cache and truncation · cached model · probabilities · verify · sequence ·
 engine · plain decoding · loading · Flask app · command line; for the idea alone, from verify to the
 engine's step. drafters/ guess, control/ decides who drafts and how much, serving/ has what only a
-server needs, and fastpath/ computes the same faster.
+server needs, and kernels/ compute the same faster.
 
 Sources: Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318; Daliri et al., 2408.07978.
 """
@@ -274,7 +274,7 @@ class CachedModel:
         """Feed tokens[b] after what cache row rows[b] holds.
 
         Prefill (many tokens), decoding (one) and verifying (n + 1) differ in what is fed. Gives a
-        text's last num_logits[b] >= 1 logits, and states of `layers`. fastpath/ does so faster.
+        text's last num_logits[b] >= 1 logits, and states of `layers`. kernels/ do so faster.
         """
         place = self.cache.place(rows, [len(fed) for fed in tokens])
         ids = place.arrange([torch.tensor(fed, device=self.cache.device) for fed in tokens])
@@ -340,7 +340,7 @@ def verify(draft: Draft, choices: Iterator[int]) -> list[Judgement]:
 
     Only the target's own choices are ever emitted. Choice i is used only when drafted tokens 1 … i
     all matched, so it was made as in plain decoding: after the same text, by the same noise and the
-    same logits, which fastpath/exact.py checks.
+    same logits (docs/exactness.md).
 
     Example: choices 4, 9, 1, 7 and Draft([4, 8, 1]) -> 4 accepted, 8 rejected, 9 recovered.
     """

@@ -11,9 +11,9 @@ begins it is what the best choice gives: choose at some rate, and go on with the
 until it stays.
 
 At a given rate each request can be looked at by itself, but for one thing: a model's step is shared
-by all who draft with it. So a step has a price for each, the time of the step divided by those who
-take it. It is found by letting all take part, then only those who gain at that price, and again.
-Two models would run one after the other, so requests that may choose all have the same one.
+by all who draft with it. So the number of steps is chosen for all, by what they gain together. Such
+a step costs nothing to who joins it. If in a cycle too few join, none is taken. Two models would
+run one after the other, so requests that may choose all have the same one.
 
 αᵢ, the chance that the i-th token is accepted once those before it are, is estimated from the
 request's own cycles, recent ones counting more. A new request is thought to be like those before
@@ -26,7 +26,8 @@ probe: texts become easy, and what was measured while the machine was busy was w
 together may cost a hundredth of the time. That is counted across requests, as one of them may be
 too short to pay for any.
 
-Rate and prices are kept for a few cycles (Terms), as finding them takes longer than using them.
+Costs and numbers of steps are kept for a few cycles (Terms): finding them takes longer than using
+them. The rate is found in each cycle.
 Costs come from the clock (costs.py), so that K shrinks as a batch fills up. Who drafts and how much
 changes no token, unless a request is verified by rejection: then the same seed gives another text
 of the same distribution.

@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastpath.forward import Runs, join, whole
+from fastpath.forward import Runs, whole
+from kernels.forward import joined
 from kernels.head import KernelHead
 from messages import Draft, Sampling, Verdict
 from sampling import Noise
@@ -194,7 +195,7 @@ class HeadDrafter(StateReader):
             self._caches[layer].advance(place)
             for piece, own in zip(pieces, place.part(output), strict=True):
                 found[piece.index].append(own)
-        return list(map(join, found))
+        return list(map(joined, found))
 
 
 class _Reading:

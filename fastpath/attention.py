@@ -82,11 +82,6 @@ def recording() -> Iterator[set[Call]]:
         _recorded = None
 
 
-def is_recording() -> bool:
-    """Whether calls have to come through `attend`."""
-    return _recorded is not None
-
-
 def attend(
     query: Tensor,
     key: Tensor,

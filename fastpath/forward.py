@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kernels import library, sampling
 from kernels.decoder import decoder_of
-from kernels.forward import KernelForward
+from kernels.forward import KernelForward, joined
 from kernels.parts import is_same
 from messages import Output
 
@@ -206,8 +206,8 @@ class FastForward:
                 for layer in layers:
                     hidden[layer][piece.index].append(states[layer][i])
         return Output(
-            [join(parts) for parts in logits],
-            {layer: [join(parts) for parts in found] for layer, found in hidden.items()},
+            list(map(joined, logits)),
+            {layer: list(map(joined, found)) for layer, found in hidden.items()},
         )
 
     def _run(
@@ -247,11 +247,6 @@ class FastForward:
     def reason_not_to_share(self) -> str | None:
         """Why this model's forwards cannot keep to few shapes; None if they can."""
         return None if self.runs.can_share else "its sequences are padded to one length in a batch"
-
-
-def join(parts: list[Tensor]) -> Tensor:
-    """The parts one behind the other; a single one needs no copy."""
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def get_ready(quantize: str | None, device: str, is_compiled: bool | None) -> None:

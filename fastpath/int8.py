@@ -24,7 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .linear import PackedWeight, Weights
+from kernels.weights import ShownWeight
+
+from .linear import Weights
 
 _LARGEST = 127  # of a weight's integers
 _WIDEST = 66_000  # inputs, so that 255 · 127 · inputs fits 31 bits
@@ -136,7 +138,7 @@ def quantise_embedding(model: nn.Module) -> None:
         [(w / s).round_().to(torch.int8) for w, s in _slices(weight, embedding.scales)]
     )
     embedding._parameters.clear()
-    embedding.weight = PackedWeight(weight.dtype, weight.device)
+    embedding.weight = ShownWeight(weight.dtype, weight.device)
     # Nothing else may be left of a model that modules could ask for its type.
     embedding.anchor = nn.Parameter(weight.new_zeros(0), requires_grad=False)
     embedding.__class__ = Int8Embedding

@@ -10,12 +10,13 @@ layers stay as they are. Not covered: experts of a mixture, which are no linear 
 """
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kernels.parts import linear_of
+from kernels.weights import ShownWeight
 
 
 @cache
@@ -101,16 +102,6 @@ def plus(x: Tensor, residual: Tensor | None) -> Tensor:
 Kind = type[Weights]  # what linear layers become: packed floats, or integers (int8.py)
 
 
-class PackedWeight(NamedTuple):
-    """What a packed layer shows for its weight: modules ask for its type.
-
-    It is no tensor, so that a module which computes with the weight itself fails for all to see.
-    """
-
-    dtype: torch.dtype
-    device: torch.device
-
-
 class PackedLinear(nn.Module):
     """What a linear layer becomes when it is packed."""
 
@@ -137,5 +128,5 @@ def pack(module: nn.Module, kind: Kind = Weights, besides: nn.Module | None = No
         if kind is not Weights or can_pack(weight.dtype, weight.device.type):
             layer._parameters.clear()
             layer.__class__ = PackedLinear
-            layer.weight = PackedWeight(weight.dtype, weight.device)
+            layer.weight = ShownWeight(weight.dtype, weight.device)
             layer.compute = kind(weight, bias)

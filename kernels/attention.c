@@ -31,6 +31,14 @@ lanes exponential(lanes x) {
 }
 
 lanes sigmoid(lanes x) { return over(all(1), add(all(1), exponential(sub(all(0), x)))); }
+// log(1 + exp(x)): log(1 + t) is 2 · artanh(t / (2 + t)).
+lanes softplus(lanes x) {
+  const lanes t = exponential(sub(all(0), size_of(x))), s = over(t, add(all(2), t)), z = mul(s, s);
+  lanes p = all(1 / 17.0f);
+  for (int n = 15; n > 0; n -= 2) p = fma16(p, z, all(1 / (float)n));
+  return fma16(add(s, s), p, pick(less(x, all(0)), all(0), x));
+}
+
 lanes tanh16(lanes x) { return sub(all(1), over(all(2), add(exponential(add(x, x)), all(1)))); }
 
 // ------------------------------------------------------------------------------------- turned keys

@@ -199,14 +199,6 @@ static void attended_row(forward *w, const attention *a, int row) {
   prepare_row(w, &b->out, row, x);
 }
 
-// log(1 + exp(x)): log(1 + t) is 2 · artanh(t / (2 + t)).
-static lanes softplus(lanes x) {
-  const lanes t = exponential(sub(all(0), size_of(x))), s = over(t, add(all(2), t)), z = mul(s, s);
-  lanes p = all(1 / 17.0f);
-  for (int n = 15; n > 0; n -= 2) p = fma16(p, z, all(1 / (float)n));
-  return fma16(add(s, s), p, pick(less(x, all(0)), all(0), x));
-}
-
 static void run_net(forward *w, const block *b, const passing *p) {
   const delta *net = b->net;
   const batch *f = w->f;

@@ -107,4 +107,5 @@ void collect(const attention *a, int row);  // partial results of a row to its a
 
 lanes exponential(lanes x);
 lanes sigmoid(lanes x);
+lanes softplus(lanes x);
 lanes tanh16(lanes x);

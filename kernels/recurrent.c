@@ -140,14 +140,6 @@ size_t room_of_net(const delta_net *n, size_t rows) {
   return rows * ((size_t)n->mix.channels + 2 * (size_t)n->r.heads) + room_of(&n->r, rows);
 }
 
-// log(1 + exp(x)) is max(x, 0) + log(1 + u) with u = exp(-|x|), and that 2 (s + s³/3 + …), s = u / (2 + u).
-static lanes softplus(lanes x) {
-  const lanes u = exponential(sub(all(0), size_of(x))), s = over(u, add(u, all(2))), square = mul(s, s);
-  lanes series = all(2.0f / 17);
-  for (int i = 15; i > 0; i -= 2) series = fma16(series, square, all(2 / (float)i));
-  return fma16(s, series, larger(x, all(0)));
-}
-
 static void gates(const delta_net *n, const float *b, float *logs, float *betas) {
   const int heads = n->r.heads;
   for (int h = 0; h < heads; h += LANES) {

@@ -130,7 +130,7 @@ class Panels:
         return found.view(*ids.shape, self.inputs)
 
 
-class _Weight(NamedTuple):
+class ShownWeight(NamedTuple):
     """What a module shows for a weight that is in panels: others ask for its type.
 
     It is no tensor, so that a module which computes with the weight itself fails for all to see.
@@ -166,7 +166,7 @@ class Gone(nn.Module):
 
 def become(module: nn.Module, kind: type[nn.Module], panels: Panels, factor: float = 1.0) -> None:
     """Turn a module into one that computes with panels: in place, as others may share it."""
-    weight = _Weight(module.weight.dtype, module.weight.device)
+    weight = ShownWeight(module.weight.dtype, module.weight.device)
     module._parameters.clear()
     module.__class__ = kind
     module.weight, module.panels, module.factor = weight, panels, factor
