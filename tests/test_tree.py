@@ -2,6 +2,7 @@
 so the text stays; and who drafted learns how far its own branch came."""
 
 import random
+from argparse import Namespace
 
 import pytest
 import speculative_decoding as core
@@ -11,6 +12,7 @@ from test_batching import together
 from test_drafters import fresh_state, propose_and_close
 from test_kernels import KINDS, TEXT, load, needs_compiler
 
+from benchmarks.fixed_clock import FixedClock
 from drafters.base import ModelState
 from drafters.tree import Comb, Line, heard, longest, merged
 from kernels.forward import lines_of
@@ -185,12 +187,15 @@ def test_several_drafters_make_one_tree(several, prompts, way):
 
 @needs_compiler
 def test_a_tree_of_several_keeps_the_text_under_the_controller(several, prompts):
+    """Passes and steps take what they are said to take: no busy machine decides who drafts."""
     engine = core.load_engine(core.Options(model="embedded", suffix_cache=0))
+    ms = {"pass_ms": 1.4, "row_ms": 0.09, "step_ms": 0.5, "other_ms": 0.2, "choice_ms": 0.0}
+    engine.planner = FixedClock(engine, Namespace(**ms))
     for name, prompt in prompts.items():
         plain, _ = run(engine, prompt, max_tokens=12)
         ours, _ = run(engine, prompt, max_tokens=12, drafter="tree")
         assert ours.output == plain.output, name
-    costs, used = engine.controller.costs, engine.totals.by_drafter
+    costs, used = engine.planner.controller.costs, engine.totals.by_drafter
     assert "tree" in costs.steps and costs.runs_model("tree")
     assert used["tree"].num_accepted_draft_tokens > 20
 
