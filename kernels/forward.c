@@ -160,7 +160,7 @@ static void place_row(forward *w, const block *b, int row) {
   const int width = b->width, q = b->heads * width, kv = b->kv_heads * width;
   const rope *t = b->rope < 0 ? NULL : w->d->ropes + b->rope;
   const int64_t position = f->positions[row] + f->shift;
-  float *joined = w->joined + (size_t)row * b->qkv.outputs, *queries = w->queries + (size_t)row * q;
+  float *joined = w->joined + (size_t)row * outputs_of(&b->qkv), *queries = w->queries + (size_t)row * q;
   memcpy(queries, joined, (size_t)q * 4);
   float *keys = joined + q, *values = keys + kv;
   if (b->has_wide_norms) {
@@ -192,7 +192,7 @@ static void attended_row(forward *w, const attention *a, int row) {
   collect(a, row);
   float *x = w->attended + (size_t)row * width;
   if (b->has_gates) {
-    const float *gates = w->joined + (size_t)(row + 1) * b->qkv.outputs - width;
+    const float *gates = w->joined + (size_t)(row + 1) * outputs_of(&b->qkv) - width;
     for (int i = 0; i < width; i += LANES)
       store_some(x + i, mul(load_some(x + i, width - i), sigmoid(load_some(gates + i, width - i))), width - i);
   }
@@ -202,7 +202,7 @@ static void attended_row(forward *w, const attention *a, int row) {
 static void run_net(forward *w, const block *b, const passing *p) {
   const delta *net = b->net;
   const batch *f = w->f;
-  const int outputs = b->qkv.outputs, channels = net->c.channels, heads = net->r.heads, wide = heads * net->r.columns;
+  const int outputs = outputs_of(&b->qkv), channels = net->c.channels, heads = net->r.heads, wide = heads * net->r.columns;
   const int keys = net->r.key_heads * net->r.width;
   FOR_ROWS(row, f->rows) {
     const float *joined = w->joined + (size_t)row * outputs, *betas = joined + channels + wide, *steps = betas + heads;
@@ -243,7 +243,7 @@ static void activate(forward *w, const block *b) {
   const int width = b->down.inputs, parts = (width + SOME - 1) / SOME;
   for (int unit; take(w->f->rows * parts, 1, &unit) > 0;) {
     const int row = unit / parts, begin = unit % parts * SOME, end = begin + SOME < width ? begin + SOME : width;
-    float *x = w->inner + (size_t)row * b->up.outputs;
+    float *x = w->inner + (size_t)row * outputs_of(&b->up);
     for (int i = begin; i < end; i += LANES) {
       lanes y = activated(b->activation, load_some(x + i, end - i));
       if (b->is_gated) y = mul(y, load_some(x + width + i, end - i));
@@ -274,7 +274,7 @@ static void run_attention(forward *w, const block *b) {
 static void keep(forward *w, const block *b) {
   FOR_ROWS(row, w->f->rows) prepare_row(w, &b->qkv, row, w->x + (size_t)row * w->d->hidden);
   meet();
-  multiply(&b->qkv, w->f->rows, w->prepared, w->joined, b->qkv.outputs, NULL, 1);
+  multiply(&b->qkv, w->f->rows, w->prepared, w->joined, outputs_of(&b->qkv), NULL, 1);
   meet();
   FOR_ROWS(row, w->f->rows) place_row(w, b, row);
   meet();
@@ -290,7 +290,7 @@ static void run_block(forward *w, int number) {
     else read_row(w, &b->input_norm, &b->qkv, row);
   }
   meet();
-  multiply(&b->qkv, rows, w->prepared, w->joined, b->qkv.outputs, NULL, 1);
+  multiply(&b->qkv, rows, w->prepared, w->joined, outputs_of(&b->qkv), NULL, 1);
   meet();
   if (b->net) {
     int before = 0;
@@ -308,7 +308,7 @@ static void run_block(forward *w, int number) {
     read_row(w, &b->mlp_norm, &b->up, row);
   }
   meet();
-  multiply(&b->up, rows, w->prepared, w->inner, b->up.outputs, NULL, 1);
+  multiply(&b->up, rows, w->prepared, w->inner, outputs_of(&b->up), NULL, 1);
   meet();
   activate(w, b);
   meet();
@@ -377,8 +377,8 @@ int run_decoder(const decoder *d, const batch *f, int threads) {
     const block *b = d->blocks + i;
     const matrix *all_of_it[] = {&b->qkv, &b->out, &b->up, &b->down};
     for (int k = 0; k < 4; ++k) prepared = most(prepared, prepared_bytes(all_of_it[k]->form, all_of_it[k]->inputs));
-    joined = most(joined, (size_t)b->qkv.outputs);
-    inner = most(inner, (size_t)b->up.outputs);
+    joined = most(joined, (size_t)outputs_of(&b->qkv));
+    inner = most(inner, (size_t)outputs_of(&b->up));
     if (b->net) {
       queries = most(queries, (size_t)b->net->r.heads * b->net->r.columns);
       rules = most(rules, room_of(&b->net->r, rows));

@@ -41,7 +41,7 @@ static void linear(void *given) {
   for (int row; take(j->rows, 1, &row) > 0;)
     prepare(j->m->form, j->m->inputs, j->x + (size_t)row * j->m->inputs, j->prepared + row * bytes);
   meet();
-  multiply(j->m, j->rows, j->prepared, j->y, j->m->outputs, j->residual, j->scale);
+  multiply(j->m, j->rows, j->prepared, j->y, (size_t)outputs_of(j->m), j->residual, j->scale);
 }
 
 // y [rows, outputs] = residual + scale · (x [rows, inputs] W + bias). Returns whether there was memory.

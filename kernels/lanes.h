@@ -132,6 +132,15 @@ INLINE lanes load_half(const uint8_t *from) {
   return r;
 }
 
+// Sixteen bytes, from 0 to 255 or from -128 to 127.
+#if VECTOR_BYTES == 64
+INLINE ilanes load_uint8(const uint8_t *from) { return (ilanes){{(ivec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)from))}}; }
+INLINE ilanes load_int8(const uint8_t *from) { return (ilanes){{(ivec)_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)from))}}; }
+#else
+INLINE ilanes load_uint8(const uint8_t *from) { ilanes r; EACH for (int j = 0; j < PER_VECTOR; ++j) r.v[i][j] = from[i * PER_VECTOR + j]; return r; }
+INLINE ilanes load_int8(const uint8_t *from) { ilanes r; EACH for (int j = 0; j < PER_VECTOR; ++j) r.v[i][j] = (int8_t)from[i * PER_VECTOR + j]; return r; }
+#endif
+
 // The sum of all lanes: halves are added, and so on.
 INLINE float sum16(lanes x) {
   float t[LANES];
@@ -161,7 +170,7 @@ INLINE float largest16(lanes x) {  // no lane is a NaN
 INLINE int32_t four(const void *from) { int32_t x; memcpy(&x, from, 4); return x; }
 INLINE ivec load_bytes(const uint8_t *from) { ivec x; memcpy(&x, from, VECTOR_BYTES); return x; }
 
-// Of weights from 0 to 15 or so: signed or not is the same to all.
+// Of weights from 0 to 63 or so: signed or not is the same to all.
 INLINE ivec dot_small(ivec sums, ivec weights, ivec x) {
 #if VECTOR_BYTES == 64 && defined(__AVX512VNNI__)
   return (ivec)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)weights, (__m512i)x);

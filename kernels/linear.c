@@ -13,25 +13,21 @@ enum { MOST_ROWS = 8, FEW_ROWS = 6, WIDTH = 4, NARROW = 3 };  // of a tile: rows
 enum { MOST_ROWS = 6, FEW_ROWS = 6, WIDTH = 1, NARROW = 1 };
 #endif
 
-static const int block_bytes[NUM_FORMS] = {64, 64, 512 + 32, 256 + 32, 256 + 32 + 32};
-static const int block_inputs[NUM_FORMS] = {1, 2, 32, 32, 32};
-
-INLINE int steps_of(int form, int inputs) { return (inputs + block_inputs[form] - 1) / block_inputs[form]; }
-INLINE size_t panel_bytes(const matrix *m) { return (size_t)steps_of(m->form, m->inputs) * block_bytes[m->form]; }
+int outputs_of(const matrix *m) {
+  int sum = 0;
+  for (; m; m = m->next) sum += m->outputs;
+  return sum;
+}
 
 // ------------------------------------------------------------------------------------ inputs
 //
-// Of blocks: q = round(x / s), and beside it s, where its sums of products begin (an offset of the
-// weights, taken away in integers), and s times the sum of q.
+// Of blocks: q = round(x / s), and beside it s, s times the sum of q, and -8 times the sums of q and of
+// its first half. Offsets of weights are multiples of 8: they are taken away in integers.
 typedef struct {
   int8_t q[32];
-  float scale;
-  int32_t start;
-  float total;
-  int32_t spare;  // of 48 bytes
+  float scale, total;
+  int32_t start, first_start;
 } inputs_block;
-
-INLINE int num_blocks(int inputs) { return (inputs + 31) / 32; }
 
 size_t prepared_bytes(int form, int inputs) {
   size_t bytes = (size_t)inputs * 4;
@@ -40,7 +36,7 @@ size_t prepared_bytes(int form, int inputs) {
   return (bytes + 63) / 64 * 64;
 }
 
-static void quantise(const float *x, int count, int form, inputs_block *to) {
+static void quantise(const float *x, int count, inputs_block *to) {
   lanes a = load_some(x, count), b = load_some(x + LANES, count < LANES ? 0 : count - LANES);
   float most = largest16(larger(size_of(a), size_of(b)));
   if (sum16(add(sub(a, a), sub(b, b))) != 0) most = NAN;  // one is no finite number
@@ -55,16 +51,17 @@ static void quantise(const float *x, int count, int form, inputs_block *to) {
     whole[0] = iadd(whole[0], iall(-0x4b400000));
     whole[1] = iadd(whole[1], iall(-0x4b400000));
   }
-  int32_t numbers[32], sum = 0;
+  int32_t numbers[32], sums[2] = {0, 0};
   memcpy(numbers, whole, sizeof numbers);
   for (int i = 0; i < 32; ++i) to->q[i] = (int8_t)numbers[i];
-  for (int i = 0; i < 32; ++i) sum += numbers[i];
-  to->start = form == Q8 ? (SIGNED_WEIGHTS ? 0 : -128 * sum) : form == Q4 ? -8 * sum : 0;
-  to->total = to->scale * (float)sum;
+  for (int i = 0; i < 32; ++i) sums[i / 16] += numbers[i];
+  to->total = to->scale * (float)(sums[0] + sums[1]);
+  to->start = -8 * (sums[0] + sums[1]);
+  to->first_start = -8 * sums[0];
 }
 
 void prepare_some(int form, int inputs, int begin, int end, const float *x, void *prepared) {
-  if (form == FLOAT || (form == HALF && !HAS_BF16_DOT)) {
+  if (form == FLOAT || form == FLOAT16 || (form == HALF && !HAS_BF16_DOT)) {
     float *to = prepared;
     memcpy(to + begin, x + begin, (size_t)(end - begin) * 4);
     if (form == HALF && end == inputs && inputs % 2) to[inputs] = 0;
@@ -74,7 +71,7 @@ void prepare_some(int form, int inputs, int begin, int end, const float *x, void
     if (end == inputs && inputs % 2) to[inputs] = 0;
   } else {
     for (int b = begin / 32; b * 32 < end; ++b)
-      quantise(x + b * 32, inputs - b * 32 < 32 ? inputs - b * 32 : 32, form, (inputs_block *)prepared + b);
+      quantise(x + b * 32, inputs - b * 32 < 32 ? inputs - b * 32 : 32, (inputs_block *)prepared + b);
   }
 }
 
@@ -105,13 +102,14 @@ static __attribute__((noinline)) void put(const float *sums, int rows, int panel
 #define ROWS _Pragma("GCC unroll 8") for (int r = 0; r < R; ++r)
 #define PANELS _Pragma("GCC unroll 4") for (int p = 0; p < P; ++p)
 
-INLINE void float_tile(const int R, const int P, const uint8_t *w, size_t panel, int inputs, const float *x,
+INLINE void float_tile(const int R, const int P, const int form, const uint8_t *w, size_t panel, int inputs, const float *x,
                        size_t x_step, const target *to, int row, int output) {
   lanes sums[MOST_ROWS][WIDTH];
   ROWS PANELS sums[r][p] = all(0);
   for (int k = 0; k < inputs; ++k) {
     lanes weights[WIDTH];
-    PANELS weights[p] = load((const float *)(w + p * panel) + (size_t)k * LANES);
+    PANELS weights[p] = form == FLOAT ? load((const float *)(w + p * panel) + (size_t)k * LANES)
+                                      : load_half(w + p * panel + (size_t)k * 2 * LANES);
     ROWS {
       lanes one = all(x[r * x_step + k]);
       PANELS sums[r][p] = fma16(one, weights[p], sums[r][p]);
@@ -151,59 +149,81 @@ INLINE void half_tile(const int R, const int P, const uint8_t *w, size_t panel, 
 #else
 #define IN_16_BITS 0
 #endif
-// Whether a sum of products begins elsewhere than at 0, and is not put together last.
-#define HAS_START(form) ((form) == Q8 ? !SIGNED_WEIGHTS : (form) == Q4 && !IN_16_BITS)
-#define START(r) (four(x + (r) * x_step + offsetof(inputs_block, start)) - (ivec){0})
+
+INLINE ivec same(const void *from) { return four(from) - (ivec){0}; }
+
+#define ROW(r) ((const inputs_block *)(x + (r) * x_step))
 
 INLINE void block_tile(const int R, const int form, const uint8_t *w, int inputs, const uint8_t *x, size_t x_step,
                        const target *to, int row, int output) {
-  const int numbers = form == Q8 ? 512 : 256;
-  lanes sums[MOST_ROWS];
+  const layout l = layouts[form];
+  const int is_k = form >= Q4K, has_minima = form == Q4M || form == Q5M || form == Q4K || form == Q5K;
+  const int is_16 = IN_16_BITS && !l.plane && form != Q8;
+  // Offset: 8 << shift. Few rows have two integer sums each, as one would wait for itself; the halves of Q6K have scales of their own.
+  const int shift = form == Q8 ? 4 : form == Q5 ? 1 : form == Q6K ? 2 : 0, has_offset = !has_minima && !(form == Q8 && SIGNED_WEIGHTS);
+  const int is_split = form == Q6K || R <= 2;
+  lanes sums[MOST_ROWS], d = all(0), m = all(0), shared_d = all(0), shared_m = all(0);
   ROWS sums[r] = all(0);
-  for (int b = 0; b < num_blocks(inputs); ++b, w += block_bytes[form], x += sizeof(inputs_block)) {
-    const lanes d = load_half(w + numbers), m = form == Q4M ? load_half(w + numbers + 32) : all(0);
+  for (int b = 0; b < num_blocks(inputs); ++b, w += step_bytes(form), x += sizeof(inputs_block)) {
+    if (is_k && b % 8 == 0) {
+      shared_d = load_half(w);
+      if (has_minima) shared_m = load_half(w + 32);
+      w += l.shared;
+    }
+    const uint8_t *const bits = w + l.numbers, *const scales = bits + l.plane;
+    ilanes halves[2] = {iall(0), iall(0)};
+    if (form == Q6K) d = shared_d, halves[0] = load_int8(scales), halves[1] = load_int8(scales + LANES);
+    else if (is_k) d = mul(shared_d, as_floats(load_uint8(scales)));
+    else d = load_half(scales);
+    if (is_k && has_minima) m = mul(shared_m, sub(all(0), as_floats(load_uint8(scales + LANES))));
+    else if (has_minima) m = load_half(scales + 32);
     ilanes found[MOST_ROWS];
     EACH {
-      ivec own[MOST_ROWS], others[2] = {{0}};  // two sums where rows are few: one would wait for itself
-      ROWS own[r] = !HAS_START(form) ? (ivec){0} : START(r);
+      ivec own[MOST_ROWS], others[MOST_ROWS], above = {0};
+      ROWS own[r] = others[r] = (ivec){0};
+      if (has_offset && !is_16) ROWS own[r] = same(&ROW(r)->start) << shift;
+      if (form == Q6K) ROWS others[r] = own[r] - (same(&ROW(r)->first_start) << shift), own[r] -= others[r];
 #pragma GCC unroll 8
-      for (int j = 0; j < numbers / 64; ++j) {
-        const uint8_t *from = w + 64 * j + VECTOR_BYTES * i;
-        PREFETCH(from);
+      for (int g = 0; g < 8; ++g) {
+        const uint8_t *from = w + 64 * (form == Q8 ? g : g / 2) + VECTOR_BYTES * i;
+        if (form == Q8 || g % 2 == 0) PREFETCH(from);
         ivec weights = load_bytes(from);
-        if (form == Q8) {
-#if SIGNED_WEIGHTS
-          weights ^= (int32_t)0x80808080;
-#endif
-          ROWS {
-            const ivec given = four(x + r * x_step + 4 * j) - (ivec){0};
-            if (R <= 2 && j % 2) others[r & 1] = dot_bytes(others[r & 1], weights, given);
-            else own[r] = dot_bytes(own[r], weights, given);
+        if (form != Q8) weights = (g % 2 ? weights >> 4 : weights) & 0x0f0f0f0f;
+        if (form == Q8 && SIGNED_WEIGHTS) weights ^= (int32_t)0x80808080;
+        if (l.plane) {
+          if (g == 0 || (form == Q6K && g == 4)) {
+            from = bits + 64 * (g / 4) + VECTOR_BYTES * i;
+            PREFETCH(from);
+            above = load_bytes(from);
           }
-        } else {
-          const ivec low = weights & 0x0f0f0f0f, high = (weights >> 4) & 0x0f0f0f0f;
-          ROWS {
-            const ivec first = four(x + r * x_step + 8 * j) - (ivec){0}, second = four(x + r * x_step + 8 * j + 4) - (ivec){0};
+          const int up = form == Q6K ? 4 - 2 * (g % 4) : 4 - g;
+          weights |= (up >= 0 ? above << (up & 7) : above >> (-up & 7)) & (form == Q6K ? 0x30303030 : 0x10101010);
+        }
+        ROWS {
+          const ivec given = same(ROW(r)->q + 4 * g);
+          ivec *const sum = is_split && (form == Q6K ? g / 4 : g % 2) ? others + r : own + r;
 #if IN_16_BITS
-            own[r] = (ivec)_mm256_add_epi16((__m256i)own[r], _mm256_maddubs_epi16((__m256i)low, (__m256i)first));
-            own[r] = (ivec)_mm256_add_epi16((__m256i)own[r], _mm256_maddubs_epi16((__m256i)high, (__m256i)second));
-#else
-            own[r] = dot_small(own[r], low, first);
-            if (R <= 2) others[r & 1] = dot_small(others[r & 1], high, second);
-            else own[r] = dot_small(own[r], high, second);
+          if (is_16) *sum = (ivec)_mm256_add_epi16((__m256i)*sum, _mm256_maddubs_epi16((__m256i)weights, (__m256i)given));
+          else
 #endif
-          }
+          *sum = form == Q8 ? dot_bytes(*sum, weights, given) : dot_small(*sum, weights, given);
         }
       }
 #if IN_16_BITS
-      if (form != Q8) ROWS own[r] = (ivec)_mm256_madd_epi16((__m256i)own[r], _mm256_set1_epi16(1)) + START(r);
+      if (is_16) ROWS {  // the sums of two would not fit
+        own[r] = (ivec)_mm256_madd_epi16((__m256i)own[r], _mm256_set1_epi16(1));
+        if (is_split) others[r] = (ivec)_mm256_madd_epi16((__m256i)others[r], _mm256_set1_epi16(1));
+        if (has_offset) own[r] += same(&ROW(r)->start) << shift;
+      }
 #endif
-      ROWS found[r].v[i] = R <= 2 ? own[r] + others[r & 1] : own[r];
+      ROWS {
+        if (form == Q6K) found[r].v[i] = own[r] * halves[0].v[i] + others[r] * halves[1].v[i];
+        else found[r].v[i] = is_split ? own[r] + others[r] : own[r];
+      }
     }
     ROWS {
-      const inputs_block *block = (const inputs_block *)(x + r * x_step);
-      sums[r] = fma16(as_floats(found[r]), mul(d, all(block->scale)), sums[r]);
-      if (form == Q4M) sums[r] = fma16(m, all(block->total), sums[r]);
+      sums[r] = fma16(as_floats(found[r]), mul(d, all(ROW(r)->scale)), sums[r]);
+      if (has_minima) sums[r] = fma16(m, all(ROW(r)->total), sums[r]);
     }
   }
   float result[MOST_ROWS * LANES];
@@ -221,7 +241,7 @@ INLINE void block_tile(const int R, const int form, const uint8_t *w, int inputs
 INLINE int rows_of_tile(int left, int most) { return left <= most ? left : left < 2 * most ? (left + 1) / 2 : most; }
 
 static void float_panels(const matrix *m, int first, int count, int rows, const uint8_t *x, size_t x_step, const target *to) {
-  const size_t panel = panel_bytes(m);
+  const size_t panel = panel_bytes(m->form, m->inputs);
   const int width = rows > FEW_ROWS ? NARROW : WIDTH;
   for (int p = first, taken; p < first + count; p += taken) {
     const uint8_t *w = m->panels + p * panel;
@@ -229,9 +249,10 @@ static void float_panels(const matrix *m, int first, int count, int rows, const 
     for (int row = 0, some; row < rows; row += some) {
       some = rows_of_tile(rows - row, MOST_ROWS);
       const float *from = (const float *)(x + row * x_step);
-#define FLOATS(r) float_tile(r, P, w, panel, m->inputs, from, x_step / 4, to, row, p * LANES)
+#define FLOATS(r) float_tile(r, P, F, w, panel, m->inputs, from, x_step / 4, to, row, p * LANES)
 #define HALVES(r) half_tile(r, P, w, panel, m->inputs, from, x_step / 4, to, row, p * LANES)
-#define TILE(width) { enum { P = width }; if (m->form == FLOAT) { SWITCH(some, FLOATS) } else { SWITCH(some, HALVES) } }
+#define TILE(width) { enum { P = width }; FLOAT_FORM(FLOAT) else FLOAT_FORM(FLOAT16) else { SWITCH(some, HALVES) } }
+#define FLOAT_FORM(form_) if (m->form == form_) { enum { F = form_ }; SWITCH(some, FLOATS) }
       if (taken == 1) TILE(1)
       else if (width == NARROW) TILE(NARROW)
       else TILE(WIDTH)
@@ -240,7 +261,7 @@ static void float_panels(const matrix *m, int first, int count, int rows, const 
 }
 
 static void block_panels(const matrix *m, int first, int count, int rows, const uint8_t *x, size_t x_step, const target *to) {
-  const size_t panel = panel_bytes(m);
+  const size_t panel = panel_bytes(m->form, m->inputs);
   for (int p = first; p < first + count; ++p) {
     const uint8_t *w = m->panels + p * panel;
     for (int row = 0, some; row < rows; row += some) {
@@ -248,17 +269,28 @@ static void block_panels(const matrix *m, int first, int count, int rows, const 
       const uint8_t *from = x + row * x_step;
 #define BLOCKS(r) block_tile(r, F, w, m->inputs, from, x_step, to, row, p * LANES)
 #define FORM(form) case form: { enum { F = form }; SWITCH(some, BLOCKS) } break;
-      switch (m->form) { FORM(Q8) FORM(Q4) FORM(Q4M) }
+      switch (m->form) { FORM(Q8) FORM(Q4) FORM(Q4M) FORM(Q5) FORM(Q5M) FORM(Q4K) FORM(Q5K) FORM(Q6K) }
     }
   }
 }
 
 void multiply(const matrix *m, int rows, const void *prepared, float *y, size_t y_step, const float *residual, float scale) {
-  const int panels = (m->outputs + LANES - 1) / LANES, grain = m->form >= Q8 ? 1 : rows > FEW_ROWS ? NARROW : WIDTH;
-  const target to = {m->bias, residual, y, scale, y_step, m->outputs};
-  int begin, share = (fair_share(panels) + grain - 1) / grain * grain, count;
-  while ((count = take(panels, share, &begin)) > 0)
-    (m->form < Q8 ? float_panels : block_panels)(m, begin, count, rows, prepared, prepared_bytes(m->form, m->inputs), &to);
+  const int grain = m->form >= Q8 ? 1 : rows > FEW_ROWS ? NARROW : WIDTH;
+  int panels = 0, begin, count;
+  for (const matrix *part = m; part; part = part->next) panels += (part->outputs + LANES - 1) / LANES;
+  const int share = (fair_share(panels) + grain - 1) / grain * grain;
+  while ((count = take(panels, share, &begin)) > 0) {
+    size_t column = 0;
+    for (const matrix *part = m; count > 0; column += part->outputs, part = part->next) {
+      const int own = (part->outputs + LANES - 1) / LANES, some = own - begin < count ? own - begin : count;
+      if (some > 0) {
+        const target to = {part->bias, residual ? residual + column : NULL, y + column, scale, y_step, part->outputs};
+        (part->form < Q8 ? float_panels : block_panels)(part, begin, some, rows, prepared, prepared_bytes(part->form, part->inputs), &to);
+        count -= some, begin += some;
+      }
+      begin -= own;
+    }
+  }
 }
 
 // ----------------------------------------------------------------------------- products of floats
@@ -299,33 +331,6 @@ void multiply_floats(int rows, int columns, int steps, const float *x, size_t x_
       if (taken == WIDTH * LANES) PRODUCT(WIDTH, 1)
       else if (taken == LANES) PRODUCT(1, 1)
       else PRODUCT(1, 0)
-    }
-  }
-}
-
-// ------------------------------------------------------------------------------ rows of a matrix
-
-INLINE float half_at(const uint8_t *from, int i) {
-  uint8_t room[2 * LANES] = {0};
-  float t[LANES];
-  memcpy(room, from + 2 * i, 2);
-  store(t, load_half(room));
-  return t[0];
-}
-
-void unpack(const matrix *m, int output, float *row) {
-  const uint8_t *panel = m->panels + output / LANES * panel_bytes(m);
-  const int lane = output % LANES;
-  for (int k = 0; k < m->inputs; ++k) {
-    const uint8_t *block = panel + (size_t)(k / block_inputs[m->form]) * block_bytes[m->form];
-    const int j = k % 32;
-    if (m->form == FLOAT) memcpy(row + k, block + 4 * lane, 4);
-    else if (m->form == HALF) { uint16_t x; memcpy(&x, block + 4 * lane + 2 * (k % 2), 2); row[k] = wide(x); }
-    else if (m->form == Q8) row[k] = (float)(block[64 * (j / 4) + 4 * lane + j % 4] - 128) * half_at(block + 512, lane);
-    else {
-      const int q = block[64 * (j / 8) + 4 * lane + j % 4] >> (j % 8 / 4 * 4) & 15;
-      row[k] = m->form == Q4 ? (float)(q - 8) * half_at(block + 256, lane)
-                             : __builtin_fmaf((float)q, half_at(block + 256, lane), half_at(block + 288, lane));
     }
   }
 }

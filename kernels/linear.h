@@ -5,21 +5,49 @@
 #include "lanes.h"
 
 // What a panel is made of, for each step of its inputs:
-//   FLOAT  16 floats: one input
-//   HALF   16 pairs of bfloat16: two inputs
-//   and blocks of 32 inputs, q · d, with numbers first and then 16 scales d of float16:
-//   Q8     8 times 16 times 4 bytes, q + 128
-//   Q4     4 times 16 times 4 bytes, q + 8: in the lower four bits of four inputs, in the upper ones of the next
-//   Q4M    the same, q · d + m with q from 0 to 15; 16 minima m of float16 last
-enum form { FLOAT, HALF, Q8, Q4, Q4M, NUM_FORMS };
+//   FLOAT    16 floats: one input
+//   FLOAT16  16 float16: one input
+//   HALF     16 pairs of bfloat16: two inputs
+// and blocks of 32 inputs: numbers q first, then 16 scales, then perhaps 16 minima.
+//   Q8       (q - 128) d       d: float16
+//   Q4, Q4M  (q - 8) d         q d + m: float16
+//   Q5, Q5M  (q - 16) d        q d + m
+//   Q4K, Q5K q (d s) - e m     s, m: bytes; d, e: float16, before each 8 blocks
+//   Q6K      (q - 32) (d s)    s: signed bytes, 16 for the first half and 16 for the second; d as above
+// Numbers of 8 bits: 8 times 16 times four inputs. Of 4 bits: 4 times, four inputs in the lower bits and
+// the next four in the upper ones. Behind them lie bits 4 and above of the longer ones, 16 times four
+// bytes: in Q5's, bit g belongs to the four inputs from 4 g on; Q6's have two bits each, and two rows.
+// These are GGUF's numbers in another order, one for one.
+enum form { FLOAT, FLOAT16, HALF, Q8, Q4, Q4M, Q5, Q5M, Q4K, Q5K, Q6K, NUM_FORMS };
 
-typedef struct {
+// Bytes of a block's numbers and bits above them, and of what belongs to its 16 outputs: of a step, and before eight.
+typedef struct { int inputs, numbers, plane, scales, shared; } layout;
+static const layout layouts[NUM_FORMS] = {
+  [FLOAT] = {1, 64, 0, 0, 0},    [FLOAT16] = {1, 32, 0, 0, 0},  [HALF] = {2, 64, 0, 0, 0},
+  [Q8] = {32, 512, 0, 32, 0},    [Q4] = {32, 256, 0, 32, 0},    [Q4M] = {32, 256, 0, 64, 0},
+  [Q5] = {32, 256, 64, 32, 0},   [Q5M] = {32, 256, 64, 64, 0},  [Q4K] = {32, 256, 0, 32, 64},
+  [Q5K] = {32, 256, 64, 32, 64}, [Q6K] = {32, 256, 128, 32, 32},
+};
+
+INLINE int num_blocks(int inputs) { return (inputs + 31) / 32; }
+INLINE int step_bytes(int form) { return layouts[form].numbers + layouts[form].plane + layouts[form].scales; }
+INLINE size_t panel_bytes(int form, int inputs) {
+  const int steps = (inputs + layouts[form].inputs - 1) / layouts[form].inputs;
+  return (size_t)steps * step_bytes(form) + (size_t)((steps + 7) / 8) * layouts[form].shared;
+}
+
+INLINE size_t bytes_of(int form, int outputs, int inputs) { return (size_t)((outputs + LANES - 1) / LANES) * panel_bytes(form, inputs); }
+
+typedef struct matrix {
   int32_t form, outputs, inputs;
   const uint8_t *panels;
-  const float *bias;  // or NULL
+  const float *bias;          // or NULL
+  const struct matrix *next;  // of the same inputs, whose outputs follow; or NULL
 } matrix;
 
-// Inputs of rows, as a form wants them; so many bytes for each row.
+int outputs_of(const matrix *m);  // with those that follow
+
+// Inputs of rows, as a form wants them, alike for all blocks; so many bytes for each row.
 size_t prepared_bytes(int form, int inputs);
 void prepare(int form, int inputs, const float *x, void *prepared);
 // A part of them: what belongs to the inputs from `begin` to `end`, multiples of 32 but the last.
@@ -38,3 +66,7 @@ void multiply_floats(int rows, int columns, int steps, const float *x, size_t x_
 
 // Row number `output` of a matrix [inputs].
 void unpack(const matrix *m, int output, float *row);
+
+// Rows `first` to `first + count` of a file's tensor, in GGUF's type of the same numbers, to panels;
+// `first` is a multiple of 16. Nothing lies behind the last row.
+void repack(int form, const uint8_t *rows, int first, int count, int inputs, uint8_t *panels);

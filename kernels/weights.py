@@ -2,7 +2,8 @@
 
     Panels.of(weight, bias)                  float32 or bfloat16, as the weight is
     Panels.of(weight, bias, "int8")          8-bit blocks made of it
-    Panels.of_blocks("Q4M", numbers, …)      blocks that a file has already
+    Panels.of_blocks("Q4M", numbers, …)      blocks of numbers and scales
+    Panels.of_rows("Q4K", rows, inputs)      rows of bytes, as a GGUF file has them
 
 A block is 32 successive inputs of an output: whole numbers, a scale and perhaps a minimum.
 """
@@ -20,7 +21,8 @@ from .parts import linear_of
 LANES = 16  # outputs of a panel
 BLOCK = 32  # inputs of a block
 DTYPES = torch.float32, torch.bfloat16  # of weights that are packed
-FORMS = "FLOAT", "HALF", "Q8", "Q4", "Q4M"  # as in linear.h
+# As in linear.h.
+FORMS = "FLOAT", "FLOAT16", "HALF", "Q8", "Q4", "Q4M", "Q5", "Q5M", "Q4K", "Q5K", "Q6K"
 _OFFSETS = {"Q8": 128, "Q4": 8, "Q4M": 0}  # of numbers as they are kept
 _MOST_INPUTS = 1 << 24
 _AT_ONCE = 1 << 22  # weights that are quantised at once: all of a table would double it
@@ -35,6 +37,7 @@ class Matrix(ctypes.Structure):
         ("inputs", ctypes.c_int32),
         ("panels", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("next", ctypes.c_void_p),
     )
 
 
@@ -93,6 +96,15 @@ class Panels:
             given = _padded(of_blocks.half(), 1).view(num_panels, LANES, num_blocks)
             parts.append(given.transpose(1, 2).contiguous().view(torch.uint8))
         return cls(form, (outputs, inputs), torch.cat(parts, -1).flatten(), bias)
+
+    @classmethod
+    def of_rows(cls, form: str, rows: Tensor, inputs: int, bias: Tensor | None = None) -> "Panels":
+        """Of a GGUF tensor's bytes [outputs, bytes of a row]: the same numbers in another order."""
+        call, number, outputs = library.load(), FORMS.index(form), len(rows)
+        call.panels_bytes.restype = ctypes.c_size_t
+        data = torch.empty(call.panels_bytes(number, outputs, inputs), dtype=torch.uint8)
+        call.repack(number, _at(rows.contiguous()), 0, outputs, inputs, _at(data))
+        return cls(form, (outputs, inputs), data, bias)
 
     def unpacked(self) -> Tensor:
         """The weight [outputs, inputs]."""

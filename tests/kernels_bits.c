@@ -20,21 +20,30 @@ static float *numbers(int count, float scale) {
   return x;
 }
 
+static void put_halves(uint8_t *to, int count, int has_signs) {  // float16 from 2^-11 to 2^-9 or so
+  for (int i = 0; i < count; ++i) to[2 * i + 1] = 0x10 + next(8) + (has_signs && next(2) ? 128 : 0);
+}
+
 static matrix new_matrix(int form, int outputs, int inputs) {
-  static const int bytes[] = {64, 64, 544, 288, 320}, steps[] = {1, 2, 32, 32, 32};
-  const int panels = (outputs + 15) / 16, count = (inputs + steps[form] - 1) / steps[form];
-  const size_t size = (size_t)panels * count * bytes[form];
+  const layout l = layouts[form];
+  const size_t size = bytes_of(form, outputs, inputs);
   uint8_t *data = malloc(size);
   if (form == FLOAT)
     for (size_t i = 0; i < size / 4; ++i) ((float *)data)[i] = number() / 8;
   else if (form == HALF)
     for (size_t i = 0; i < size / 2; ++i) ((uint16_t *)data)[i] = narrow(number() / 8);
   else
-    for (size_t i = 0; i < size; ++i) {
-      const int at = (int)(i % (size_t)bytes[form]), is_scale = at >= (form == Q8 ? 512 : 256);
-      data[i] = !is_scale ? next(256) : at % 2 ? 0x10 + next(8) + 128 * (at >= 288 && form == Q4M && next(2)) : next(256);
+    for (size_t i = 0; i < size; ++i) data[i] = next(256);
+  if (form == FLOAT16) put_halves(data, (int)(size / 2), 1);
+  if (form >= Q8)
+    for (uint8_t *panel = data; panel < data + size; panel += panel_bytes(form, inputs)) {
+      uint8_t *step = panel;
+      for (int b = 0; b < num_blocks(inputs); ++b, step += step_bytes(form)) {
+        if (l.shared && b % 8 == 0) put_halves(step, l.shared / 2, 1), step += l.shared;
+        if (!l.shared) put_halves(step + l.numbers + l.plane, l.scales / 2, form == Q4M || form == Q5M);
+      }
     }
-  return (matrix){form, outputs, inputs, data, next(2) ? numbers(outputs, 0.1f) : NULL};
+  return (matrix){form, outputs, inputs, data, next(2) ? numbers(outputs, 0.1f) : NULL, NULL};
 }
 static norm new_norm(int is_there, int width) {
   const int kind = is_there ? 1 + next(2) : NO_NORM;
@@ -51,10 +60,10 @@ int main(int count, char **given) {
   for (int seed = first; seed < first + seeds; ++seed) {
     state = (uint32_t)seed * 7919 + 1;
     // The CPU's own product of bfloat16 is the one thing that differs: without it, and with whole bytes, all is equal.
-    const int forms[] = {FLOAT, Q8, Q4, Q4M}, hidden = 8 + next(120), words = 20 + next(90), slots = 1 + next(3), capacity = 600;
+    const int forms[] = {FLOAT, FLOAT16, Q8, Q4, Q4M, Q5, Q5M, Q4K, Q5K, Q6K}, hidden = 8 + next(120), words = 20 + next(90), slots = 1 + next(3), capacity = 600;
     decoder d = {.hidden = hidden, .num_blocks = 1 + next(3), .embedding_scale = next(2) ? 1 : 3, .logit_scale = 0.5f,
                  .logit_softcap = next(2) ? 5 : 0};
-    matrix embedding = new_matrix(forms[next(4)], words, hidden), positions = new_matrix(FLOAT, capacity, hidden);
+    matrix embedding = new_matrix(forms[next(10)], words, hidden), positions = new_matrix(FLOAT, capacity, hidden);
     d.embedding = d.output = &embedding;
     if (next(3) == 0) d.positions = &positions;
     d.last_norm = new_norm(1, hidden), d.second_norm = new_norm(next(4) == 0, hidden);
@@ -75,10 +84,10 @@ int main(int count, char **given) {
       b->mlp_norm = new_norm(next(4), hidden), b->down_norm = new_norm(next(2), hidden);
       const int has_norms = next(2);
       b->query_norm = new_norm(has_norms, b->has_wide_norms ? q : width), b->key_norm = new_norm(has_norms, b->has_wide_norms ? kv : width);
-      b->qkv = new_matrix(forms[next(4)], q + 2 * kv + (b->has_gates ? q : 0), hidden);
-      b->out = new_matrix(forms[next(4)], hidden, q);
-      b->up = new_matrix(forms[next(4)], inner * (1 + b->is_gated), hidden);
-      b->down = new_matrix(forms[next(4)], hidden, inner);
+      b->qkv = new_matrix(forms[next(10)], q + 2 * kv + (b->has_gates ? q : 0), hidden);
+      b->out = new_matrix(forms[next(10)], hidden, q);
+      b->up = new_matrix(forms[next(10)], inner * (1 + b->is_gated), hidden);
+      b->down = new_matrix(forms[next(10)], hidden, inner);
       const size_t bytes = (size_t)slots * kv_heads * capacity * width * (b->is_half ? 2 : 4);
       b->capacity = capacity, b->keys = malloc(bytes), b->values = malloc(bytes);
       memset(b->keys, 0xff, bytes), memset(b->values, 0xff, bytes);  // numbers that are none: nobody may read them

@@ -1,13 +1,17 @@
 """A row's bits depend on that row alone, and are near what transformers' modules compute; on every
 CPU they are the same. Where nothing can be compiled, the modules run."""
 
+import ctypes
 import os
 import shutil
 import stat
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import speculative_decoding as core
 import torch
@@ -303,6 +307,32 @@ def test_the_int8_twin_is_compiled_on_the_target_s_cache(tiny_folder):
 # ------------------------------------------------------------------------------ linear layers
 
 
+# GGUF's names, and where float16 lie in a block's bytes.
+TYPES = {
+    "FLOAT16": ("F16", [0]), "Q8": ("Q8_0", [0]), "Q4": ("Q4_0", [0]), "Q4M": ("Q4_1", [0, 2]),
+    "Q5": ("Q5_0", [0]), "Q5M": ("Q5_1", [0, 2]), "Q4K": ("Q4_K", [0, 2]), "Q5K": ("Q5_K", [0, 2]),
+    "Q6K": ("Q6_K", [208]),
+}  # fmt: skip
+
+
+def file_rows(form, outputs, inputs, seed=0):
+    """A tensor's bytes in a GGUF file, of random blocks, and gguf's own numbers of it.
+
+    Rows are whole blocks, so they may have some more inputs than are asked for.
+    """
+    name, halves = TYPES[form]
+    kind = gguf.GGMLQuantizationType[name]
+    block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(seed)
+    rows = random.integers(0, 256, (outputs, -(-inputs // block), num_bytes), dtype=np.uint8)
+    for at in halves:
+        scales = random.standard_normal(rows.shape[:2]).astype(np.float16)
+        rows[:, :, at : at + 2] = scales[..., None].view(np.uint8)
+    rows = rows.reshape(outputs, -1)
+    expected = gguf.dequantize(rows, kind).astype(np.float32)
+    return torch.from_numpy(rows), torch.from_numpy(expected.copy()).view(outputs, -1)
+
+
 def weights(form, outputs, inputs, seed=0):
     """Panels of a form, and the weight and bias that they hold in float64."""
     random = torch.Generator().manual_seed(seed)
@@ -311,6 +341,9 @@ def weights(form, outputs, inputs, seed=0):
         weight = torch.randn(outputs, inputs, generator=random)
         weight = weight.bfloat16() if form == "HALF" else weight
         return Panels.of(weight, bias), weight.double(), bias.double()
+    if form not in ("Q8", "Q4", "Q4M"):
+        rows, weight = file_rows(form, outputs, inputs, seed)
+        return Panels.of_rows(form, rows, weight.shape[1], bias), weight.double(), bias.double()
     least, most = {"Q8": (-128, 128), "Q4": (-8, 8), "Q4M": (0, 16)}[form]
     numbers = torch.randint(least, most, (outputs, inputs), generator=random)
     numbers[0], numbers[-1] = least, most - 1
@@ -340,7 +373,7 @@ def threads():
 def test_a_row_has_the_same_bits_in_any_company_and_with_any_threads(form, size, threads):
     panels, weight, _ = weights(form, *size)
     random = torch.Generator().manual_seed(1)
-    x = torch.randn(300, size[1], generator=random)
+    x = torch.randn(300, panels.inputs, generator=random)
     added = torch.randn(300, size[0], generator=random)
     alone = torch.cat([panels(x[i : i + 1], added[i : i + 1], 0.7) for i in range(300)])
     for count in (1, 2, 3):
@@ -356,18 +389,19 @@ def test_a_row_has_the_same_bits_in_any_company_and_with_any_threads(form, size,
 @pytest.mark.parametrize("form", FORMS)
 def test_a_product_is_as_near_as_its_roundings_allow(form, size):
     panels, weight, bias = weights(form, *size)
-    x = torch.randn(7, size[1], generator=torch.Generator().manual_seed(2))
+    inputs = panels.inputs
+    x = torch.randn(7, inputs, generator=torch.Generator().manual_seed(2))
     x[1] *= 1e-20
     x[2] *= 1e20
     error = (panels(x).double() - (x.double() @ weight.T + bias)).abs()
     exact, largest = x.double().abs(), weight.abs()
-    roundings = (size[1] + 4) * 2**-24 * (exact @ largest.T + bias.abs())
+    roundings = (inputs + 4) * 2**-24 * (exact @ largest.T + bias.abs())
     if form == "HALF":  # a CPU's own product rounds its inputs to bfloat16
         roundings += 2**-8 * exact @ largest.T
-    elif form != "FLOAT":  # half a step of the block's 127
-        blocks = torch.nn.functional.pad(exact, (0, -size[1] % 32)).unflatten(1, (-1, 32))
+    elif form not in ("FLOAT", "FLOAT16"):  # half a step of the block's 127
+        blocks = torch.nn.functional.pad(exact, (0, -inputs % 32)).unflatten(1, (-1, 32))
         step = blocks.amax(-1, keepdim=True) / 127 * 0.501
-        roundings += step.expand_as(blocks).flatten(1)[:, : size[1]] @ largest.T
+        roundings += step.expand_as(blocks).flatten(1)[:, :inputs] @ largest.T
     assert (error <= roundings).all()
 
 
@@ -389,7 +423,7 @@ def test_the_largest_sums_of_integers_are_exact(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_numbers_that_are_none_stay_so_and_small_ones_do_no_harm(form):
     panels, weight, bias = weights(form, 20, 70)
-    x = torch.randn(6, 70, generator=torch.Generator().manual_seed(3))
+    x = torch.randn(6, panels.inputs, generator=torch.Generator().manual_seed(3))
     x[0, 40], x[1, 3], x[2] = torch.nan, torch.inf, 0
     x[3] = 1e-42  # a subnormal number
     x[4, :32] = 1e-42
@@ -410,6 +444,32 @@ def test_a_matrix_asks_for_what_fits_it():
     for ids in ([20], [-1]):
         with pytest.raises(IndexError):
             panels.rows(torch.tensor(ids))
+
+
+@needs_compiler
+@pytest.mark.parametrize("outputs", [5, 16, 300])
+@pytest.mark.parametrize("form", TYPES)
+def test_a_file_s_rows_are_unpacked_to_gguf_s_numbers_to_the_last_bit(form, outputs):
+    rows, expected = file_rows(form, outputs, 1536)
+    found = Panels.of_rows(form, rows, expected.shape[1]).unpacked()
+    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
+@needs_compiler
+def test_matrices_of_several_forms_give_their_outputs_side_by_side(threads):
+    """A chain of matrices of the same inputs; as each alone."""
+    parts = [weights(form, n, 256, n)[0] for form, n in (("Q4K", 40), ("Q6K", 5), ("Q5", 33))]
+    for first, second in pairwise(parts):
+        first.struct.next = ctypes.addressof(second.struct)
+    x, y = torch.randn(7, 256, generator=torch.Generator().manual_seed(4)), torch.empty(7, 78)
+    threads(2)
+    done = library.load().apply_linear(
+        ctypes.byref(parts[0].struct), 7, ctypes.c_void_p(x.data_ptr()),
+        ctypes.c_void_p(y.data_ptr()), None, ctypes.c_float(1), 2,
+    )  # fmt: skip
+    for part in parts:
+        part.struct.next = None
+    assert done and torch.equal(y, torch.cat([part(x) for part in parts], 1))
 
 
 # ----------------------------------------------------------------------------- other machines

@@ -1,0 +1,156 @@
+// Panels from the rows of GGUF's tensors, and rows from panels. Numbers change their place only.
+
+#include "linear.h"
+
+INLINE float half_at(const uint8_t *from) {
+  uint8_t room[2 * LANES] = {0};
+  float t[LANES];
+  memcpy(room, from, 2);
+  store(t, load_half(room));
+  return t[0];
+}
+
+// What 32 numbers of an output are multiplied by, half by half, and what is added, rounded as gguf does.
+static void scales_of(int form, const uint8_t *scales, const uint8_t *shared, int lane, float *d, float *m) {
+  const uint8_t *own = scales + 2 * lane;
+  *m = 0;
+  if (form < Q4K) {
+    d[0] = d[1] = half_at(own);
+    if (form == Q4M || form == Q5M) *m = half_at(own + 32);
+  } else {
+    const float factor = half_at(shared + 2 * lane);
+    for (int i = 0; i < 2; ++i)
+      d[i] = factor * (form == Q6K ? (float)(int8_t)scales[LANES * i + lane] : (float)scales[lane]);
+    if (form != Q6K) *m = half_at(shared + 32 + 2 * lane) * -(float)scales[LANES + lane];
+  }
+}
+
+void unpack(const matrix *m, int output, float *row) {
+  const int form = m->form, lane = output % LANES, inputs = m->inputs;
+  const layout l = layouts[form];
+  const uint8_t *step = m->panels + output / LANES * panel_bytes(form, inputs), *shared = step;
+  if (form < Q8) {
+    for (int k = 0; k < inputs; ++k) {
+      const uint8_t *at = step + (size_t)(k / l.inputs) * l.numbers + l.numbers / LANES * lane;
+      uint16_t x;
+      if (form == FLOAT) memcpy(row + k, at, 4);
+      else if (form == FLOAT16) row[k] = half_at(at);
+      else { memcpy(&x, at + 2 * (k % 2), 2); row[k] = wide(x); }
+    }
+    return;
+  }
+  const int offset = form == Q8 ? 128 : form == Q4 ? 8 : form == Q5 ? 16 : form == Q6K ? 32 : 0;
+  const int has_minima = form == Q4M || form == Q5M || form == Q4K || form == Q5K;
+  for (int b = 0; b < num_blocks(inputs); ++b, step += step_bytes(form)) {
+    if (l.shared && b % 8 == 0) shared = step, step += l.shared;
+    const uint8_t *bits = step + l.numbers;
+    float d[2], least;
+    scales_of(form, bits + l.plane, shared, lane, d, &least);
+    for (int j = 0; j < 32 && 32 * b + j < inputs; ++j) {
+      const int g = j / 4, at = 4 * lane + j % 4;
+      int q = form == Q8 ? step[64 * g + at] : step[64 * (g / 2) + at] >> 4 * (g % 2) & 15;
+      if (form == Q6K) q |= (bits[64 * (g / 4) + at] >> 2 * (g % 4) & 3) << 4;
+      else if (l.plane) q |= (bits[at] >> g & 1) << 4;
+      const float whole = (float)(q - offset);
+      row[32 * b + j] = has_minima ? __builtin_fmaf(whole, d[j / 16], least) : whole * d[j / 16];
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------- GGUF's rows
+
+static const struct { int inputs, bytes; } blocks_of[NUM_FORMS] = {
+  [FLOAT] = {1, 4}, [FLOAT16] = {1, 2}, [HALF] = {1, 2}, [Q8] = {32, 34},    [Q4] = {32, 18},    [Q4M] = {32, 20},
+  [Q5] = {32, 22},  [Q5M] = {32, 24},   [Q4K] = {256, 144}, [Q5K] = {256, 176}, [Q6K] = {256, 210},
+};
+
+// Numbers of 32 inputs, of the `part`-th eighth of the block if it has eight.
+INLINE void numbers_of(int form, const uint8_t *block, int part, uint8_t *q) {
+  if (form == Q8) {
+    for (int j = 0; j < 32; ++j) q[j] = block[2 + j] ^ 0x80;
+  } else if (form < Q4K) {
+    const uint8_t *from = block + layouts[form].scales / 16;
+    uint32_t above = 0;
+    if (layouts[form].plane) memcpy(&above, from, 4), from += 4;
+    for (int j = 0; j < 16; ++j) q[j] = from[j] & 15, q[16 + j] = from[j] >> 4;
+    for (int j = 0; j < 32; ++j) q[j] |= (above >> j & 1) << 4;
+  } else if (form == Q6K) {
+    const uint8_t *from = block + 64 * (part / 4) + 32 * (part % 2), *above = block + 128 + 32 * (part / 4);
+    const int down = part % 4 / 2 * 4;
+    for (int j = 0; j < 32; ++j) q[j] = (from[j] >> down & 15) | (above[j] >> 2 * (part % 4) & 3) << 4;
+  } else {
+    const uint8_t *from = block + (form == Q5K ? 48 : 16) + 32 * (part / 2);
+    for (int j = 0; j < 32; ++j) q[j] = from[j] >> 4 * (part % 2) & 15;
+    if (form == Q5K)
+      for (int j = 0; j < 32; ++j) q[j] |= (block[16 + j] >> part & 1) << 4;
+  }
+}
+
+static void put_scales(int form, const uint8_t *block, int part, int lane, uint8_t *scales, uint8_t *shared) {
+  if (form < Q4K) {
+    memcpy(scales + 2 * lane, block, 2);
+    if (layouts[form].scales == 64) memcpy(scales + 32 + 2 * lane, block + 2, 2);
+  } else if (form == Q6K) {
+    memcpy(shared + 2 * lane, block + 208, 2);
+    scales[lane] = block[192 + 2 * part], scales[LANES + lane] = block[193 + 2 * part];
+  } else {
+    const uint8_t *packed = block + 4;  // 6 bits each: four scales, four minima; the others' upper bits lie in these
+    memcpy(shared + 2 * lane, block, 2);
+    memcpy(shared + 32 + 2 * lane, block + 2, 2);
+    scales[lane] = part < 4 ? packed[part] & 63 : (packed[part + 4] & 15) | packed[part - 4] >> 6 << 4;
+    scales[LANES + lane] = part < 4 ? packed[part + 4] & 63 : packed[part + 4] >> 4 | packed[part] >> 6 << 4;
+  }
+}
+
+INLINE void put_numbers(int form, const uint8_t *q, int lane, uint8_t *step) {
+  uint32_t fours[8], *to = (uint32_t *)step + lane, *above = (uint32_t *)(step + layouts[form].numbers) + lane;
+  memcpy(fours, q, 32);
+  for (int g = 0; g < 8; ++g) {
+    if (form == Q8) to[LANES * g] = fours[g];
+    else if (g % 2 == 0) to[LANES * (g / 2)] = (fours[g] & 0x0f0f0f0f) | (fours[g + 1] & 0x0f0f0f0f) << 4;
+    if (form == Q6K) above[LANES * (g / 4)] |= (fours[g] >> 4 & 0x03030303) << 2 * (g % 4);
+    else if (layouts[form].plane) above[0] |= (fours[g] >> 4 & 0x01010101) << g;
+  }
+}
+
+INLINE void repack_panel(int form, const uint8_t *rows, int count, int inputs, uint8_t *step) {
+  const int file_inputs = blocks_of[form].inputs, file_bytes = blocks_of[form].bytes;
+  const size_t row_bytes = (size_t)(inputs / file_inputs) * file_bytes;
+  const layout l = layouts[form];
+  memset(step, 0, panel_bytes(form, inputs));
+  if (form < Q8) {
+    for (int lane = 0; lane < count; ++lane)
+      for (int k = 0; k < inputs; ++k)
+        memcpy(step + (size_t)(k / l.inputs) * l.numbers + file_bytes * (l.inputs * lane + k % l.inputs),
+               rows + lane * row_bytes + (size_t)k * file_bytes, file_bytes);
+    return;
+  }
+  uint8_t *shared = step;
+  for (int b = 0; b < num_blocks(inputs); ++b, step += step_bytes(form)) {
+    const int part = file_inputs == 32 ? 0 : b % 8;
+    if (l.shared && b % 8 == 0) shared = step, step += l.shared;
+    for (int lane = 0; lane < count; ++lane) {
+      const uint8_t *block = rows + lane * row_bytes + (size_t)(32 * b / file_inputs) * file_bytes;
+      uint8_t q[32];
+      numbers_of(form, block, part, q);
+      put_numbers(form, q, lane, step);
+      put_scales(form, block, part, lane, step + l.numbers + l.plane, shared);
+    }
+  }
+}
+
+void repack(int form, const uint8_t *rows, int first, int count, int inputs, uint8_t *panels) {
+  const size_t row_bytes = (size_t)(inputs / blocks_of[form].inputs) * blocks_of[form].bytes;
+  for (int row = 0; row < count; row += LANES) {
+    const uint8_t *from = rows + row * row_bytes;
+    uint8_t *to = panels + (first + row) / LANES * panel_bytes(form, inputs);
+    const int some = count - row < LANES ? count - row : LANES;
+#define FORM(form) case form: repack_panel(form, from, some, inputs, to); break;
+    switch (form) {
+      FORM(FLOAT) FORM(FLOAT16) FORM(HALF) FORM(Q8) FORM(Q4) FORM(Q4M) FORM(Q5) FORM(Q5M) FORM(Q4K) FORM(Q5K) FORM(Q6K)
+    }
+  }
+}
+
+// For Python, which makes room for them.
+size_t panels_bytes(int form, int outputs, int inputs) { return bytes_of(form, outputs, inputs); }
