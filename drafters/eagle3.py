@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fastpath.decoder import speed_up_eagle
+from kernels import library
+from kernels.chain import Vocabulary
 from messages import in_short
 
 from .base import Context
@@ -28,6 +30,8 @@ class Eagle3Drafter(HeadDrafter):
     """Drafts with an EAGLE-3 head, batched over requests."""
 
     name: ClassVar[str] = "eagle3"
+    # Of weights in C: they are read once for each token drafted, and proposals need no exactness.
+    kept_as: ClassVar[str | None] = "int8"
 
     def __init__(self, head: Eagle3Head, context: Context) -> None:
         self._head, self._target_ids = head, head.target_ids
@@ -39,7 +43,10 @@ class Eagle3Drafter(HeadDrafter):
         super().__init__(context, can_share=False)
         if context.fast:
             length = context.target.max_length
-            self._kernels = speed_up_eagle(head, length, context.quantize)
+            quantize = self.kept_as if library.is_used else context.quantize
+            self._kernels = speed_up_eagle(head, length, quantize)
+            words = Vocabulary.of(self._vocab_size, self._target_ids)
+            self._ends = (head.embed_tokens, head.lm_head, words)
         self._embed = head.embed_tokens
 
     @classmethod

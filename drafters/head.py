@@ -21,14 +21,15 @@ the target.
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fastpath.forward import Runs, whole
+from kernels import chain
 from kernels.forward import joined
 from kernels.head import KernelHead
 from messages import Draft, Sampling, Verdict
@@ -130,6 +131,7 @@ class HeadDrafter(StateReader):
         new, num_rows = context.target.new_cache, context.num_rows
         self._caches += [new(i + 1, num_rows) for i in range(1, num_layers)]
         self._kernels: list[KernelHead] = []  # in the place of `_run`, by layer, or none
+        self._ends: tuple[nn.Module, nn.Module, chain.Vocabulary] | None = None  # see `take`
         self._runs = [
             Runs(cache, self._shapes, can_share) if context.fast else partial(whole, cache)
             for cache in self._caches
@@ -142,6 +144,14 @@ class HeadDrafter(StateReader):
         The place has arranged them. Hidden states are the target's at step 0, and later on what the
         step before returned.
         """
+
+    @cached_property
+    def _can_chain(self) -> bool:
+        """Whether a draft can be one call: by one layer, in C, and between layers in panels.
+
+        To be asked once the target's layers are packed: some are the head's, too.
+        """
+        return bool(self._ends) and len(self._kernels) == 1 and self._kernels[0].take(*self._ends)
 
     def _enter(self, hidden: Tensor, step: int) -> Tensor:
         """What the layer is given for hidden states [pairs, width]."""
@@ -156,6 +166,8 @@ class HeadDrafter(StateReader):
 
         A tree has the layer's other likely tokens beside those that it goes on with.
         """
+        if drafts := self._in_one_call(states, max_tokens):
+            return drafts
         pairs_of = zip(states, max_tokens, strict=True)
         chains = [(Comb if state.can_branch else Chain)(state, limit) for state, limit in pairs_of]
         read = [_Reading(state, self._held(state)) for state in states]
@@ -171,6 +183,30 @@ class HeadDrafter(StateReader):
         for reading in read:
             reading.keep_what_is_true(self._caches)
         return [chain.draft() for chain in chains]
+
+    def _in_one_call(self, states: list[HeadState], limits: list[int]) -> list[Draft] | None:
+        """The same drafts without Python between their tokens; None where that cannot be had."""
+        texts = dict[int, chain.Text]()
+        for i, (state, limit) in enumerate(zip(states, limits, strict=True)):
+            fed = state.text[self._cache.lengths[state.row] + 1 :]
+            text = chain.Text.of(state, state.row, fed, limit)
+            if text is None or state.can_branch:
+                return None
+            if limit > 0:
+                texts[i] = text
+        chained = list(texts.values())
+        if not chained or not self._can_chain or not chain.can_chain(self._cache, chained):
+            return None
+        hidden = torch.cat([part for i in texts for part in states[i].hidden[0]])
+        entered = self._enter(hidden, 0).split([len(text.fed) for text in chained])
+        for text, own in zip(chained, entered, strict=True):
+            text.states = own
+        self._kernels[0].draft(self._cache, chained)
+        for i in texts:
+            self._cache.truncate(states[i].row, len(states[i].text) - 1)
+            states[i].hidden[0] = []
+        found = (texts.get(i) for i in range(len(states)))
+        return [Draft(t.tokens, confidence=t.confidence) if t else Draft([]) for t in found]
 
     def _forward(
         self, rows: list[int], pairs: list[tuple[Tensor, list[int]]], step: int

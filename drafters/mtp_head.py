@@ -17,6 +17,7 @@ from transformers.modeling_layers import MtpModel
 
 from fastpath.attention import NAME as GROUPED
 from fastpath.decoder import speed_up_head
+from kernels.chain import Vocabulary
 
 from .base import Context
 from .head import HeadDrafter
@@ -91,6 +92,7 @@ class MtpHeadDrafter(HeadDrafter):
         super().__init__(context, head.config._attn_implementation == GROUPED, num_layers)
         if context.fast:
             self._kernels = speed_up_head(head, target.model, target.max_length, context.quantize)
+            self._ends = (head.embed_tokens, head.shared_head, Vocabulary.of(target.vocab_size))
         self._embed = head.embed_tokens
 
     @classmethod

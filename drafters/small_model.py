@@ -114,19 +114,18 @@ class SmallModelDrafter(Drafter):
         self, states: list[State], fed: list[list[int]], limits: list[int]
     ) -> list[Draft] | None:
         """The same drafts without Python between their tokens; None where that cannot be had."""
-        texts: dict[int, chain.Text] = {}
+        model, texts = self._draft, dict[int, chain.Text]()
         for i, (state, limit) in enumerate(zip(states, limits, strict=True)):
-            sampling, doubts = state.sampling, getattr(state.goes_on, "numbers", None)
-            is_plain = sampling.is_coupled and not sampling.needs_q
-            if not is_plain or sampling.repetition_penalty != 1 or (state.goes_on and not doubts):
+            text = chain.Text.of(state, state.row, fed[i], limit)
+            if text is None:
                 return None
-            seed = 0 if sampling.is_greedy else state.noise.seed
             if limit > 0:
-                given = fed[i], limit, sampling.transforms, seed, doubts
-                texts[i] = chain.Text(state.row, *given)
-        if not texts or not chain.can_chain(self._draft, list(texts.values())):
+                texts[i] = text
+        chained, is_compiled = list(texts.values()), bool(model.fast and model.fast.is_compiled)
+        if not chained or not is_compiled or not chain.can_chain(model.cache, chained):
             return None
-        chain.draft(self._draft, list(texts.values()), self._shared)
+        words = chain.Vocabulary.of(self._shared)
+        chain.draft(model.fast.decoder, model.cache, chained, words)
         found = (texts.get(i) for i in range(len(states)))
         return [Draft(t.tokens, confidence=t.confidence) if t else Draft([]) for t in found]
 

@@ -1,4 +1,7 @@
-"""A model's draft in one call (chain.c): a forward and a choice for each token, without Python."""
+"""A model's draft in one call (chain.c): a forward and a choice for each token, without Python.
+
+A head of another model drafts so, too: then what it is fed are pairs of a token and a state.
+"""
 
 import ctypes
 from collections.abc import Sequence
@@ -6,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .decoder import MOST_ROWS, Rows
+from .decoder import MOST_ROWS, Decoder, Rows
 from .sampling import Choice, Doubts, Transforms
 
 
@@ -23,6 +27,17 @@ class _Draft(ctypes.Structure):
     )
 
 
+class Vocabulary(ctypes.Structure):
+    """chain.c's `vocabulary`."""
+
+    _fields_ = (("count", ctypes.c_int32), ("ids", ctypes.c_void_p))
+
+    @classmethod
+    def of(cls, num_words: int, ids: Tensor | None = None) -> "Vocabulary":
+        """Of `num_words` tokens. `ids`, of the model's outputs, are to stay; None: they rise."""
+        return cls(num_words, None if ids is None else ids.data_ptr())
+
+
 @dataclass
 class Text:
     """One text of a chain: what it is fed, and how its draft is drawn."""
@@ -33,28 +48,48 @@ class Text:
     transforms: Transforms
     seed: int  # of its Noise
     doubts: tuple[list[float], float, float] | None  # what decides whether a draft goes on
+    states: Tensor | None = None  # [fed, D], if the model reads such
     tokens: list[int] = field(default_factory=list)  # the draft
     confidence: list[float] = field(default_factory=list)
 
+    @classmethod
+    def of(
+        cls, state: Any, row: int, fed: list[int], limit: int, states: Tensor | None = None
+    ) -> "Text | None":
+        """Of a drafter's state; None where Python has a say in how its tokens are drawn."""
+        sampling, doubts = state.sampling, getattr(state.goes_on, "numbers", None)
+        is_plain = sampling.is_coupled and not sampling.needs_q
+        if not is_plain or sampling.repetition_penalty != 1 or (state.goes_on and not doubts):
+            return None
+        seed = 0 if sampling.is_greedy else state.noise.seed
+        return cls(row, fed, limit, sampling.transforms, seed, doubts, states)
 
-def can_chain(model: Any, texts: Sequence[Text]) -> bool:
-    """Whether a cached model's drafts of these texts can be one call."""
-    cache = model.cache
+
+def can_chain(cache: Any, texts: Sequence[Text]) -> bool:
+    """Whether drafts of these texts, by a model with this cache, can be one call."""
     ends = [cache.lengths[text.row] + len(text.fed) + text.limit - 1 for text in texts]
     return (
-        bool(model.fast and model.fast.is_compiled)
-        and not cache.recurrent
+        not cache.recurrent
         and sum(len(text.fed) for text in texts) <= MOST_ROWS
         and max(ends) <= cache.max_length
     )
 
 
-def draft(model: Any, texts: Sequence[Text], num_words: int) -> None:
-    """Draw each text's draft, among the first `num_words` tokens, by a cached model.
+def draft(
+    decoder: Decoder,
+    cache: Any,
+    texts: Sequence[Text],
+    words: Vocabulary,
+    shift: int = 0,
+    layer: int = -1,
+) -> None:
+    """Draw each text's draft by a model whose keys and values are in `cache`, among these words.
 
-    What was fed is cached then. Raises ValueError where logits are no numbers.
+    Of one that reads states, what comes out behind `layer` is the next token's. A token is rotated
+    as if it stood `shift` positions further on. What was fed is cached then, and all of the draft
+    but its last token. Raises ValueError where logits are no numbers.
     """
-    cache, decoder, flat = model.cache, model.fast.decoder, Rows()
+    flat = Rows()
     rows, limits = [text.row for text in texts], [text.limit for text in texts]
     counts = [len(text.fed) for text in texts]
     # Room for the whole draft; how much of it was used is known afterwards.
@@ -73,13 +108,16 @@ def draft(model: Any, texts: Sequence[Text], num_words: int) -> None:
             kept.append(Doubts((ctypes.c_double * 10)(*chances), mean, least))
             may_stop = ctypes.addressof(kept[-1])
         how = Choice.of(text.transforms, text.seed)
+        # A pair stands one position before its token.
+        position = begin + len(text.fed) + (text.states is not None)
         drafts[i] = _Draft(
-            how, may_stop, text.limit, 0, begin + len(text.fed),
-            tokens[i].data_ptr(), sure[i].data_ptr(),
-        )  # fmt: skip
+            how, may_stop, text.limit, 0, position, tokens[i].data_ptr(), sure[i].data_ptr()
+        )
     where, _ = flat.tensors()
     ids = torch.tensor([i for text in texts for i in text.fed])
-    decoder.chain(where, torch.tensor(wanted), ids, drafts, num_words)
+    states = [text.states for text in texts if text.states is not None]
+    given = torch.cat(states) if states else None
+    decoder.chain(where, torch.tensor(wanted), ids, drafts, words, given, shift, layer)
     place.counts = [n + own.count - 1 for n, own in zip(counts, drafts, strict=True)]
     cache.advance(place)
     for i, text in enumerate(texts):

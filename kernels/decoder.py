@@ -422,27 +422,41 @@ class Decoder:
 
     @torch.inference_mode()
     def chain(
-        self, rows: Tensor, wanted: Tensor, ids: Tensor, drafts: ctypes.Array[Any], words: int
+        self,
+        rows: Tensor,
+        wanted: Tensor,
+        ids: Tensor,
+        drafts: ctypes.Array[Any],
+        words: ctypes.Structure,
+        given: Tensor | None = None,
+        shift: int = 0,
+        layer: int = -1,
     ) -> None:
         """Drafts of texts that are fed `ids` [N]: chain.c's `draft` of each; see `__call__`.
 
-        Tokens are chosen among the first `words`. Raises ValueError for logits that are no numbers.
+        Tokens are chosen among chain.c's `vocabulary`. If the model reads states, those behind the
+        first N are what comes out behind `layer`. Raises ValueError for logits that are no numbers.
         """
         self._check(rows, wanted, ids, None)
-        longest = max(draft.position + draft.limit - 1 for draft in drafts)
-        assert longest <= self._buffers[0][0].shape[2] and len(drafts) == len(wanted)
-        assert 0 < words <= self.output.outputs and not self.nets
-        logits = torch.empty(len(wanted), self.output.outputs)
+        ends = [int(rows[2, i]) + own.limit for i, own in zip(wanted, drafts, strict=True)]
+        assert max(ends) <= self._buffers[0][0].shape[2] and not self.nets
+        assert 0 < words.count and (words.ids or words.count <= self.output.outputs)
+        assert bool(self.struct.has_states) == (given is not None)
+        logits, asked = torch.empty(len(wanted), self.output.outputs), (_Int * 1)(layer)
         slots, positions, places = rows.contiguous()
-        batch = _Batch(rows=len(ids), num_wanted=len(wanted))
-        names = "ids", "slots", "positions", "places", "wanted", "logits"
-        tensors = ids, slots, positions, places, wanted, logits
+        batch = _Batch(rows=len(ids), num_wanted=len(wanted), shift=shift)
+        names = ["ids", "slots", "positions", "places", "wanted", "logits"]
+        tensors = [ids, slots, positions, places, wanted, logits]
+        if given is not None:
+            given, states = given.float().contiguous(), torch.empty(len(ids), self.hidden)
+            assert given.shape == states.shape
+            names, tensors = [*names, "given", "states"], [*tensors, given, states]
+            batch.num_states, batch.state_layers = 1, ctypes.addressof(asked)
         for name, tensor in zip(names, tensors, strict=True):
             setattr(batch, name, _at(tensor))
-        call = library.load().run_chain
-        threads = self._threads(len(wanted))
-        given = ctypes.byref(self.struct), ctypes.byref(batch), drafts, words, threads
-        checked(call(*given))
+        call, threads = library.load().run_chain, self._threads(len(wanted))
+        decoder, fed, vocabulary = map(ctypes.byref, (self.struct, batch, words))
+        checked(call(decoder, fed, drafts, vocabulary, threads))
 
     @torch.inference_mode()
     def __call__(

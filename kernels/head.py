@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import chain
 from .decoder import FULL, Block, Decoder, Rows, can_tabulate, norm_struct, ropes_of
 from .parts import is_same, norm_of, parts_of
-from .weights import Gone, Panels
+from .weights import Gone, PanelEmbedding, PanelLinear, Panels
 
 _NUM_COMPARED = 8  # tokens that old and new are compared on
 
@@ -16,9 +17,26 @@ _NUM_COMPARED = 8  # tokens that old and new are compared on
 class KernelHead:
     """Stands in for a head's layer: pairs of embeddings and states in, outputs out."""
 
-    def __init__(self, decoder: Decoder, shift: int = 0) -> None:
-        """The pair in slot j of the cache stands at position j + shift."""
-        self.decoder, self._shift = decoder, shift
+    def __init__(self, decoder: Decoder, shift: int = 0, layer: int = -1) -> None:
+        """The pair in slot j of the cache stands at position j + shift.
+
+        What comes out behind `layer` is given to the next step: see Decoder.
+        """
+        self.decoder, self._shift, self._layer = decoder, shift, layer
+
+    def take(self, embedding: nn.Module, output: nn.Module, words: chain.Vocabulary) -> bool:
+        """Be able to `draft` among these words, if both modules are in panels."""
+        if not (isinstance(embedding, PanelEmbedding) and isinstance(output, PanelLinear)):
+            return False
+        self.decoder.embedding, self.decoder.output = embedding.panels, output.panels
+        self.decoder.struct.embedding_scale = embedding.factor
+        self.decoder.point()
+        self._words = words
+        return True
+
+    def draft(self, cache: Any, texts: Sequence[chain.Text]) -> None:
+        """Draw each text's draft: see chain.py."""
+        chain.draft(self.decoder, cache, texts, self._words, self._shift, self._layer)
 
     def __call__(
         self, cache: Any, rows: list[int], embeds: Sequence[Tensor], states: Sequence[Tensor]
@@ -41,9 +59,10 @@ class KernelHead:
         for begin in range(0, len(pairs), 256):
             own = slice(begin, begin + 256)
             _, found = self.decoder(
-                rows[:, own], lines[own], none, given=pairs[own], layers=(-1,), shift=self._shift
-            )
-            parts.append(found[-1])
+                rows[:, own], lines[own], none,
+                given=pairs[own], layers=(self._layer,), shift=self._shift,
+            )  # fmt: skip
+            parts.append(found[self._layer])
         return torch.cat(parts).to(embeds.dtype)
 
 
@@ -137,11 +156,10 @@ def eagle_layer(head: nn.Module, length: int) -> KernelHead | None:
     norms = norm_of(layer.input_layernorm), norm_of(layer.hidden_norm)
     decoder = _decoder(block, head.rotary_emb, length + 1, *norms)
     decoder.struct.adds_to_normed = layer.norm_before_residual
-    if head.config.norm_output:
-        kept: list[Any] = []
-        decoder.struct.last_norm = norm_struct(norm_of(head.norm), kept)
-        decoder.keep(kept)
-    found = KernelHead(decoder)
+    kept: list[Any] = []
+    decoder.struct.last_norm = norm_struct(norm_of(head.norm), kept)
+    decoder.keep(kept)
+    found = KernelHead(decoder, layer=-1 if head.config.norm_output else 0)
     if _agrees(found, expected, embeds, states):
         return found
     decoder.restore()

@@ -7,6 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,7 +19,8 @@ import torch
 import transformers
 from conftest import FAMILIES, ROOT, TARGET, run
 from test_batching import together
-from test_eagle3 import new_head, target_folder  # noqa: F401
+from test_drafters import fresh_state
+from test_eagle3 import head_folder, new_head, target_folder  # noqa: F401
 
 from kernels import chain, decoder, library
 from kernels.parts import is_same
@@ -538,19 +540,26 @@ class Numbers:
 
 
 @needs_compiler
-@pytest.mark.parametrize("drafter", ["draft_model", "self_int8"])
+@pytest.mark.parametrize("drafter", ["draft_model", "self_int8", "mtp", "eagle3"])
 @pytest.mark.parametrize("stops", [False, True], ids=["whole", "stops early"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_draft_in_one_call_is_that_of_its_steps(
-    drafter, stops, temperature, prompts, monkeypatch
+    drafter,
+    stops,
+    temperature,
+    prompts,
+    monkeypatch,
+    head_folder,  # noqa: F811
 ):
     """Of several texts at once, of different lengths, and with limits of their own."""
     engine = core.load_engine(
-        core.Options(model="embedded", drafter=drafter, fixed_k=True, bitwise=False)
+        core.Options(
+            model="embedded", drafter=drafter, fixed_k=True, bitwise=False, eagle3=str(head_folder)
+        )
     )
     sampling = core.Sampling(temperature=temperature, top_p=0.9)
     texts = [prompts[name] for name in ("code_class", "hard_prose", "repetitive_letters")]
-    found, limits, called, draft = [], [5, 0, 2], [], chain.draft
+    found, confidence, limits, called, draft = [], [], [5, 0, 2], [], chain.draft
     monkeypatch.setattr(chain, "draft", lambda *given: called.append(1) or draft(*given))
     for is_one_call in (True, False):
         if not is_one_call:
@@ -559,18 +568,26 @@ def test_a_draft_in_one_call_is_that_of_its_steps(
         sequences = [engine.open(core.Request(text, 8, None)) for text in texts]
         engine.step(sequences)
         own = engine.panel.drafters[drafter]
-        states = [own.open(s.tokens, sampling, core.Noise(i)) for i, s in enumerate(sequences)]
+        begin = partial(fresh_state, engine, own) if own.needs_hidden else own.open
+        states = [begin(s.tokens, sampling, core.Noise(i)) for i, s in enumerate(sequences)]
         for state, s in zip(states, sequences, strict=True):
             state.goes_on = Numbers() if stops else None
             state.row = s.row if drafter == "self_int8" else state.row
         drafts = own.propose_batch(states, limits)
-        found.append([(d.tokens, d.confidence, d.probs) for d in drafts])
-        found[-1].append([own._draft.cache.lengths[state.row] for state in states])
+        cache = own._cache if own.needs_hidden else own._draft.cache
+        lengths = [cache.lengths[state.row] for state in states]
+        found.append(
+            [(d.tokens, d.probs, length) for d, length in zip(drafts, lengths, strict=True)]
+        )
+        confidence.append([d.confidence for d in drafts])
         assert bool(called) == is_one_call
         for state, s in zip(states, sequences, strict=True):
             own.close(state)
             engine.close(s)
     assert found[0] == found[1] and found[0][0][0] and not found[0][1][0]
+    # In steps it is torch that norms what an EAGLE-3 head's output layer reads.
+    near = pytest.approx if drafter == "eagle3" else list
+    assert all(near(one) == steps for one, steps in zip(*confidence, strict=True))
     lengths = [len(tokens) for tokens, *_ in found[0][:3]]
     assert lengths == limits or stops and lengths[0] < 5
 
