@@ -21,12 +21,13 @@ int outputs_of(const matrix *m) {
 
 // ------------------------------------------------------------------------------------ inputs
 //
-// Of blocks: q = round(x / s), and beside it s, s times the sum of q, and -8 times the sums of q and of
-// its first half. Offsets of weights are multiples of 8: they are taken away in integers.
+// Of blocks: q = round(x / s), and beside it s and s times the sum of q. Weights' offsets are taken away in
+// integers, so there is what sums begin at: the sum of q times each offset; of Q6K's that of either half. (Of a
+// shift in the tile gcc makes one of scalars, which then go to vectors one by one.)
 typedef struct {
   int8_t q[32];
   float scale, total;
-  int32_t start, first_start;
+  int32_t start_128, start_8, start_16, starts_32[2];
 } inputs_block;
 
 size_t prepared_bytes(int form, int inputs) {
@@ -56,8 +57,10 @@ static void quantise(const float *x, int count, inputs_block *to) {
   for (int i = 0; i < 32; ++i) to->q[i] = (int8_t)numbers[i];
   for (int i = 0; i < 32; ++i) sums[i / 16] += numbers[i];
   to->total = to->scale * (float)(sums[0] + sums[1]);
-  to->start = -8 * (sums[0] + sums[1]);
-  to->first_start = -8 * sums[0];
+  to->start_128 = -128 * (sums[0] + sums[1]);
+  to->start_8 = -8 * (sums[0] + sums[1]);
+  to->start_16 = -16 * (sums[0] + sums[1]);
+  for (int i = 0; i < 2; ++i) to->starts_32[i] = -32 * sums[i];
 }
 
 void prepare_some(int form, int inputs, int begin, int end, const float *x, void *prepared) {
@@ -153,14 +156,15 @@ INLINE void half_tile(const int R, const int P, const uint8_t *w, size_t panel, 
 INLINE ivec same(const void *from) { return four(from) - (ivec){0}; }
 
 #define ROW(r) ((const inputs_block *)(x + (r) * x_step))
+#define START(r) same(form == Q8 ? &ROW(r)->start_128 : form == Q5 ? &ROW(r)->start_16 : &ROW(r)->start_8)
 
 INLINE void block_tile(const int R, const int form, const uint8_t *w, int inputs, const uint8_t *x, size_t x_step,
                        const target *to, int row, int output) {
   const layout l = layouts[form];
   const int is_k = form >= Q4K, has_minima = form == Q4M || form == Q5M || form == Q4K || form == Q5K;
   const int is_16 = IN_16_BITS && !l.plane && form != Q8;
-  // Offset: 8 << shift. Few rows have two integer sums each, as one would wait for itself; the halves of Q6K have scales of their own.
-  const int shift = form == Q8 ? 4 : form == Q5 ? 1 : form == Q6K ? 2 : 0, has_offset = !has_minima && !(form == Q8 && SIGNED_WEIGHTS);
+  const int has_start = form == Q4 || form == Q5 || (form == Q8 && !SIGNED_WEIGHTS);
+  // Few rows have two integer sums each, as one would wait for itself; the halves of Q6K have scales of their own.
   const int is_split = form == Q6K || R <= 2;
   lanes sums[MOST_ROWS], d = all(0), m = all(0), shared_d = all(0), shared_m = all(0);
   ROWS sums[r] = all(0);
@@ -181,8 +185,8 @@ INLINE void block_tile(const int R, const int form, const uint8_t *w, int inputs
     EACH {
       ivec own[MOST_ROWS], others[MOST_ROWS], above = {0};
       ROWS own[r] = others[r] = (ivec){0};
-      if (has_offset && !is_16) ROWS own[r] = same(&ROW(r)->start) << shift;
-      if (form == Q6K) ROWS others[r] = own[r] - (same(&ROW(r)->first_start) << shift), own[r] -= others[r];
+      if (has_start && !is_16) ROWS own[r] = START(r);
+      if (form == Q6K) ROWS own[r] = same(ROW(r)->starts_32), others[r] = same(ROW(r)->starts_32 + 1);
 #pragma GCC unroll 8
       for (int g = 0; g < 8; ++g) {
         const uint8_t *from = w + 64 * (form == Q8 ? g : g / 2) + VECTOR_BYTES * i;
@@ -213,7 +217,7 @@ INLINE void block_tile(const int R, const int form, const uint8_t *w, int inputs
       if (is_16) ROWS {  // the sums of two would not fit
         own[r] = (ivec)_mm256_madd_epi16((__m256i)own[r], _mm256_set1_epi16(1));
         if (is_split) others[r] = (ivec)_mm256_madd_epi16((__m256i)others[r], _mm256_set1_epi16(1));
-        if (has_offset) own[r] += same(&ROW(r)->start) << shift;
+        if (has_start) own[r] += START(r);
       }
 #endif
       ROWS {
