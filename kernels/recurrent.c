@@ -135,77 +135,15 @@ void step_texts(const rule *r, const given *texts, int count, float *room) {
   }
 }
 
-// ------------------------------------------------------------------------------------ delta nets
-size_t room_of_net(const delta_net *n, size_t rows) {
-  return rows * ((size_t)n->mix.channels + 2 * (size_t)n->r.heads) + room_of(&n->r, rows);
-}
-
-static void gates(const delta_net *n, const float *b, float *logs, float *betas) {
-  const int heads = n->r.heads;
-  for (int h = 0; h < heads; h += LANES) {
-    const lanes a = add(load_some(b + heads + h, heads - h), load_some(n->shift + h, heads - h));
-    store_some(logs + h, mul(load_some(n->rate + h, heads - h), softplus(a)), heads - h);
-    store_some(betas + h, sigmoid(load_some(b + h, heads - h)), heads - h);
-  }
-}
-
-static void norm_and_gate(const delta_net *n, const float *z, float *out) {
-  const int width = n->r.columns;
-  const lanes factor = all(1 / sqrtf(sum_of_products(out, out, width) / (float)width + n->epsilon));
-  for (int i = 0; i < width; i += LANES) {
-    const lanes gate = load_some(z + i, width - i);
-    const lanes normed = mul(mul(load_some(out + i, width - i), factor), load_some(n->norm + i, width - i));
-    store_some(out + i, mul(normed, mul(gate, sigmoid(gate))), width - i);
-  }
-}
-
-void run_delta_net(const delta_net *n, const net_text *texts, int count, float *room) {
-  const rule *r = &n->r;
-  const size_t keys = (size_t)r->key_heads * r->width, values = (size_t)r->heads * r->columns, channels = 2 * keys + values;
-  passage mixed[count];
-  given given_rows[count];
-  size_t rows = 0;
-  for (int t = 0; t < count; ++t) rows += (size_t)texts[t].rows;
-  float *logs = room + rows * channels, *betas = logs + rows * r->heads, *rest = betas + rows * r->heads;
-  for (size_t t = 0, first = 0; t < (size_t)count; first += (size_t)texts[t++].rows) {
-    const net_text *x = texts + t;
-    float *m = room + first * channels;
-    mixed[t] = (passage){x->rows, x->step, channels, x->joined, x->tail, x->tail_after, m};
-    given_rows[t] = (given){x->rows, channels, channels, (size_t)r->heads, m + keys, m, m + 2 * keys,
-                            logs + first * r->heads, betas + first * r->heads, x->state, x->state_after, x->out};
-  }
-  convolve(&n->mix, mixed, count);
-  meet();
-  for (int row; take((int)rows, 1, &row) > 0;) {
-    int t = 0, own = row;
-    while (own >= texts[t].rows) own -= texts[t++].rows;
-    const float *b = texts[t].joined + own * texts[t].step + channels + values;
-    gates(n, b, logs + (size_t)row * r->heads, betas + (size_t)row * r->heads);
-  }
-  meet();
-  step_texts(r, given_rows, count, rest);
-  meet();
-  for (int row; take((int)rows, 1, &row) > 0;) {
-    int t = 0, own = row;
-    while (own >= texts[t].rows) own -= texts[t++].rows;
-    for (int h = 0; h < r->heads; ++h) {
-      const size_t at = (size_t)h * r->columns;
-      norm_and_gate(n, texts[t].joined + own * texts[t].step + channels + at, texts[t].out + own * values + at);
-    }
-  }
-}
-
 // ------------------------------------------------------------------------------- what Python calls
 typedef struct {
   const convolution *c;
   const rule *r;
-  const delta_net *n;
   const void *texts;
   int count;
   float *room;
 } job;
 
-static void run_net(void *j) { run_delta_net(((job *)j)->n, ((job *)j)->texts, ((job *)j)->count, ((job *)j)->room); }
 static void run_convolve(void *j) { convolve(((job *)j)->c, ((job *)j)->texts, ((job *)j)->count); }
 static void run_step(void *j) { step_texts(((job *)j)->r, ((job *)j)->texts, ((job *)j)->count, ((job *)j)->room); }
 
@@ -224,17 +162,6 @@ int apply_rule(const rule *r, const given *texts, int count, int threads) {
   job j = {.r = r, .texts = texts, .count = count};
   if (r->width > WIDEST_KEY || !(j.room = malloc(room_of(r, rows) * sizeof(float) + 1))) return 0;
   run_in_threads(rows * r->heads * r->width * r->columns > MUCH ? threads : 1, run_step, &j);
-  free(j.room);
-  return 1;
-}
-
-int apply_delta_net(const delta_net *n, const net_text *texts, int count, int threads) {
-  size_t rows = 0;
-  for (int t = 0; t < count; ++t) rows += (size_t)texts[t].rows;
-  job j = {.n = n, .texts = texts, .count = count};
-  if (n->mix.taps > MOST_TAPS || n->r.width > WIDEST_KEY || !count) return 0;
-  if (!(j.room = malloc(room_of_net(n, rows) * sizeof(float) + 1))) return 0;
-  run_in_threads(rows * n->r.heads * n->r.width * n->r.columns > MUCH ? threads : 1, run_net, &j);
   free(j.room);
   return 1;
 }

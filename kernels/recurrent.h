@@ -40,27 +40,7 @@ typedef struct {
   float *after, *out;                      // the state behind them; [rows, heads, columns]
 } given;
 
-// What lies between the linear layers of a gated delta net:
-// queries, keys, values → convolution, silu → rule (decay by a, β by b) → norm of each head · silu(z)
-typedef struct {
-  convolution mix;
-  rule r;
-  const float *rate, *shift;  // [heads]: logs are rate · softplus(a + shift), betas sigmoid(b)
-  const float *norm;          // [columns]
-  float epsilon;
-} delta_net;
-
-typedef struct {  // the tokens of one text
-  int32_t rows;
-  size_t step;                            // floats from one row to the next
-  const float *joined;                    // [rows, queries, keys, values, z, b, a]
-  const float *tail, *state;              // of `mix` and `r`, before
-  float *tail_after, *state_after, *out;  // and behind them; [rows, heads, columns]
-} net_text;
-
 // Within a job: all threads come here, and have to meet before they read what was written.
 void convolve(const convolution *c, const passage *texts, int count);
 void step_texts(const rule *r, const given *texts, int count, float *room);  // room_of(r, all rows) floats
 size_t room_of(const rule *r, size_t rows);
-void run_delta_net(const delta_net *n, const net_text *texts, int count, float *room);
-size_t room_of_net(const delta_net *n, size_t rows);

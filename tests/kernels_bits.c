@@ -50,6 +50,31 @@ static norm new_norm(int is_there, int width) {
   return (norm){kind, 1e-5f, kind ? numbers(width, 1) : NULL, kind == LAYER_NORM ? numbers(width, 0.1f) : NULL};
 }
 
+// In the place of attention; qkv makes queries, keys, values, z, b and a.
+static delta *new_net(block *b, int hidden, int form, int out_form) {
+  const int key_heads = 1 + next(2), heads = key_heads * (1 + next(2)), keys = 1 + next(70), columns = 1 + next(80);
+  const int channels = 2 * key_heads * keys + heads * columns, taps = 2 + next(3);
+  delta *n = malloc(sizeof *n);
+  *n = (delta){{channels, taps, 1, numbers(taps * channels, 1), next(2) ? numbers(channels, 1) : NULL},
+               {heads, key_heads, keys, columns, 1, 1, 0.3f}, {RMS_NORM, 1e-5f, numbers(columns, 1), NULL}, NULL, numbers(heads, 4)};
+  float *rates = numbers(heads, 1);
+  for (int h = 0; h < heads; ++h) rates[h] = -rates[h] * rates[h];
+  n->rates = rates;
+  b->qkv = new_matrix(form, channels + heads * columns + 2 * heads, hidden);
+  b->out = new_matrix(out_form, hidden, heads * columns);
+  return n;
+}
+
+// What a net is given for some texts: what it left behind the last rows of each is read next.
+static passing new_passing(const delta *n, int texts, int rows, float **tails, float **states) {
+  const size_t tail = (size_t)(n->c.taps - 1) * n->c.channels, held = (size_t)n->r.heads * n->r.width * n->r.columns;
+  for (int t = 0; t < texts; ++t)
+    if (!tails[t]) tails[t] = calloc(tail, 4), states[t] = calloc(held, 4);
+  return (passing){(const float *const *)tails, (const float *const *)states, tails, states,
+                   malloc((size_t)rows * n->c.channels * 4), malloc((size_t)rows * n->c.channels * 4),
+                   malloc((size_t)rows * n->r.heads * 4), malloc((size_t)rows * n->r.heads * 4)};
+}
+
 static uint32_t hash_of(const void *data, size_t bytes, uint32_t hash) {
   for (size_t i = 0; i < bytes; ++i) hash = (hash ^ ((const uint8_t *)data)[i]) * 16777619u;
   return hash;
@@ -67,6 +92,8 @@ int main(int count, char **given) {
     d.embedding = d.output = &embedding;
     if (next(3) == 0) d.positions = &positions;
     d.last_norm = new_norm(1, hidden), d.second_norm = new_norm(next(4) == 0, hidden);
+    const int has_nets = seed % 3 == 0;
+    float *tails[3][3] = {{NULL}}, *left[3][3] = {{NULL}};  // of blocks and slots
     rope ropes[1];
     d.ropes = ropes;
     block *blocks = calloc((size_t)d.num_blocks, sizeof *blocks);
@@ -88,6 +115,7 @@ int main(int count, char **given) {
       b->out = new_matrix(forms[next(10)], hidden, q);
       b->up = new_matrix(forms[next(10)], inner * (1 + b->is_gated), hidden);
       b->down = new_matrix(forms[next(10)], hidden, inner);
+      if (has_nets && next(3)) b->net = new_net(b, hidden, forms[next(10)], forms[next(10)]);
       const size_t bytes = (size_t)slots * kv_heads * capacity * width * (b->is_half ? 2 : 4);
       b->capacity = capacity, b->keys = malloc(bytes), b->values = malloc(bytes);
       memset(b->keys, 0xff, bytes), memset(b->values, 0xff, bytes);  // numbers that are none: nobody may read them
@@ -96,23 +124,30 @@ int main(int count, char **given) {
     int held[3] = {0};
     for (int step = 0; step < 5; ++step) {  // prompts, then a few tokens each, one of them with a branch
       int64_t ids[900], slot[900], position[900], place[900], line[900 * 2], wanted[900];
+      int32_t text_rows[3];
       int rows = 0;
       for (int s = 0; s < slots; ++s) {
-        const int fed = step ? 2 + next(6) : 1 + next(300);
+        const int fed = text_rows[s] = step ? 2 + next(6) : 1 + next(300);
         for (int i = 0; i < fed; ++i, ++rows) {
-          const int is_branch = step == 2 && i == fed - 1;  // it follows the token before the last one
+          const int is_branch = step == 2 && !has_nets && i == fed - 1;  // it follows the token before the last one
           ids[rows] = next((uint32_t)words), slot[rows] = s, place[rows] = held[s] + i, position[rows] = held[s] + i - is_branch;
           wanted[rows] = rows;
           line[2 * rows] = position[rows] - 1, line[2 * rows + 1] = place[rows];
           if (position[rows] == 0) line[2 * rows] = 0;
         }
-        held[s] += fed - (step == 2);
+        held[s] += fed - (step == 2 && !has_nets);
       }
       const int32_t layers[] = {0, -1};
-      batch f = {.rows = rows, .num_wanted = rows, .depth = step == 2 ? 2 : 0, .num_states = 2, .ids = ids, .slots = slot,
+      batch f = {.rows = rows, .num_wanted = rows, .depth = step == 2 && !has_nets ? 2 : 0, .num_states = 2, .ids = ids, .slots = slot,
                  .positions = position, .places = place, .line = line, .wanted = wanted, .state_layers = layers};
       f.states = malloc((size_t)2 * rows * hidden * 4), f.logits = malloc((size_t)rows * words * 4);
+      passing passings[3];
+      f.num_texts = slots, f.text_rows = text_rows, f.passings = passings;
+      int nets = 0;
+      for (int i = 0; i < d.num_blocks; ++i)
+        if (blocks[i].net) passings[nets++] = new_passing(blocks[i].net, slots, rows, tails[i], left[i]);
       if (!run_decoder(&d, &f, threads)) return 1;
+      for (passing *p = passings; p < passings + nets; ++p) free(p->fed), free(p->mixed), free(p->logs), free(p->betas);
       for (int i = 0; i < rows * words; ++i)
         if (f.logits[i] != f.logits[i]) return printf("seed %d: a number that is none\n", seed), 1;
       hash = hash_of(f.states, (size_t)2 * rows * hidden * 4, hash_of(f.logits, (size_t)rows * words * 4, hash));

@@ -6,7 +6,6 @@
 #include "recurrent.h"
 
 int apply_convolution(const convolution *, const passage *, int, int);
-int apply_delta_net(const delta_net *, const net_text *, int, int);
 int apply_rule(const rule *, const given *, int, int);
 
 static uint64_t digest = 14695981039346656037u;
@@ -62,32 +61,12 @@ static void rules(int key_heads, int width, int columns, int rows) {
   }
 }
 
-static void nets(int key_heads, int width, int columns, int rows) {
-  const int heads = 2 * key_heads, channels = 2 * key_heads * width + heads * columns;
-  const size_t joined = channels + heads * columns + 2 * heads, states = (size_t)heads * width * columns;
-  const delta_net n = {{channels, 4, 1, some(4 * channels, -1, 1), NULL}, {heads, key_heads, width, columns, 1, 1, 0.5f},
-                       some(heads, -2, 0), some(heads, -9, 9), some(columns, -1, 1), 1e-6f};
-  net_text texts[2];
-  for (int t = 0; t < 2; ++t) {
-    float *tail = some(3 * channels, -1, 1), *state = some(states, -1, 1);
-    texts[t] = (net_text){rows, joined, some(rows * joined, -3, 3), t ? tail : NULL, t ? state : NULL, tail, state,
-                          some(rows * heads * columns, 0, 0)};
-  }
-  apply_delta_net(&n, texts, 2, 2);
-  for (int t = 0; t < 2; ++t) {
-    note(texts[t].out, rows * heads * columns), note(texts[t].state_after, states), note(texts[t].tail_after, 3 * channels);
-    free((void *)texts[t].joined), free(texts[t].tail_after), free(texts[t].state_after), free(texts[t].out);
-  }
-  free((void *)n.mix.weight), free((void *)n.rate), free((void *)n.shift), free((void *)n.norm);
-}
-
 int main(void) {
   static const int sizes[] = {1, 5, 16, 24, 67, 130};
   for (int i = 0; i < 6; ++i)
     for (int rows = 0; rows < 8; rows += 1 + i % 2) {
       convolutions(sizes[i], 1 + (i + rows) % 5, rows);
       rules(1 + i % 3, sizes[i], sizes[(i * 5 + rows) % 6], rows);
-      nets(1 + i % 2, sizes[i], sizes[(i * 5 + rows) % 6], rows);
     }
   printf("%016llx\n", (unsigned long long)digest);
 }

@@ -1,7 +1,11 @@
 """Convolutions and rules of recurrent layers in C: what Python computes, and steady bits."""
 
+from itertools import pairwise
+
 import pytest
+import speculative_decoding as core
 import torch
+from families import save_small
 from machines import (
     assert_same_bits,
     assert_same_bits_on_aarch64,
@@ -9,7 +13,9 @@ from machines import (
     needs_aarch64,
     needs_gcc,
 )  # fmt: skip
+from transformers import AutoModelForCausalLM
 
+from fastpath.forward import speed_up
 from fastpath.recurrent import GatedDelta, Mamba2, _convolve
 from kernels import library, recurrent
 
@@ -94,58 +100,37 @@ def test_a_convolution_gives_what_python_gives_however_its_text_is_cut(channels,
         assert torch.equal(tail, before)
 
 
-def delta_net(size, random):
-    """A net in C and the same in torch: texts [t, joined] -> [t, heads, columns]."""
-    num_keys, width, columns = size
-    heads, rule, taps = 2 * num_keys, GatedDelta(), 4
-    parts = num_keys * width, num_keys * width, heads * columns
-
-    def new(*shape):
-        return torch.randn(*shape, generator=random)
-
-    weight, rate, shift, norm = new(taps, sum(parts)), -new(heads).exp(), new(heads), new(columns)
-    form = recurrent.Rule(heads, num_keys, width, columns, True, True, width**-0.5)
-    net = recurrent.DeltaNet(form, weight, None, rate, shift, norm, 1e-6)
-
-    def in_torch(text):
-        mixed, z, b, a = text.split([sum(parts), heads * columns, heads, heads], -1)
-        (mixed,), _ = _convolve([mixed], [torch.zeros(taps - 1, sum(parts))], weight, None)
-        query, key, value = torch.nn.functional.silu(mixed)[None].split(parts, -1)
-        inputs = rule.prepare(
-            query.unflatten(-1, (-1, width)),
-            key.unflatten(-1, (-1, width)),
-            value.unflatten(-1, (-1, columns)),
-            (rate * torch.nn.functional.softplus(a + shift))[None],
-            b.sigmoid()[None],
-            use_qk_l2norm_in_kernel=True,
-        )
-        inputs = tuple(x[0] for x in inputs)
-        out = rule.run(rule.zeros(inputs), inputs)[1]
-        out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + 1e-6) * norm
-        return out * torch.nn.functional.silu(z.unflatten(-1, (-1, columns)))
-
-    return net, in_torch
-
-
 @needs_compiler
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_a_whole_delta_net_gives_what_torch_gives_however_its_text_is_cut(monkeypatch, size):
-    random = torch.Generator().manual_seed(sum(size))
-    net, in_torch = delta_net(size, random)
-    text = torch.randn(COUNT, net.joined, generator=random)
-    ((tail, state, out),) = net([text], [None])
-    theirs = in_torch(text)
-    scale = float(theirs.abs().max())
-    torch.testing.assert_close(out.view_as(theirs), theirs, rtol=1e-4, atol=1e-5 * scale)
+def test_a_whole_delta_net_gives_what_transformers_gives_however_its_text_is_cut(tmp_path, size):
+    num_keys, width, columns = size
+    sizes = {"linear_key_head_dim": width, "linear_value_head_dim": columns}
+    sizes |= {"linear_num_key_heads": num_keys, "linear_num_value_heads": 2 * num_keys}
+    save_small("qwen3_5_text", tmp_path, **sizes)
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32").eval()
+    model = core.load_model(str(tmp_path), core.Options())
+    speed_up(model)
+    assert model.fast.is_compiled and model.fast.decoder.nets
+    text = torch.randint(4096, (COUNT,), generator=torch.Generator().manual_seed(width)).tolist()
+    with torch.inference_mode():
+        expected = oracle(torch.tensor([text])).logits[0]
+    whole, parts = read(model, [text]), [text[i:j] for i, j in pairwise((0, 1, 30, 33, COUNT))]
+    torch.testing.assert_close(whole, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
     for threads in (1, 2, 3):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        before, parts = None, []
-        for begin, end in ((0, 1), (1, 30), (30, 33), (33, COUNT)):
-            texts, befores = [text[3:9], text[begin:end], text[:40]], [None, before, (tail, state)]
-            _, (*before, part), _ = net(texts, befores)
-            parts.append(part)
-        assert torch.equal(torch.cat(parts), out)
-        assert torch.equal(before[0], tail) and torch.equal(before[1], state)
+        model.fast.decoder._threads = lambda _, threads=threads: threads
+        assert torch.equal(read(model, parts), whole)
+
+
+def read(model, parts):
+    """The logits of a text that is fed in parts, beside another text that stays."""
+    cache = model.cache
+    row, other = cache.open_row(), cache.open_row()
+    found = [
+        model.forward([other, row], [[5, 6, 7], part], [0, len(part)]).logits[1] for part in parts
+    ]
+    for opened in (row, other):
+        cache.close_row(opened)
+    return torch.cat(found)
 
 
 @needs_compiler
