@@ -188,6 +188,10 @@ INLINE ivec dot_small(ivec sums, ivec weights, ivec x) {
   int8x16_t w = (int8x16_t)weights, y = (int8x16_t)x;
   int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(y)), high = vmull_s8(vget_high_s8(w), vget_high_s8(y));
   return sums + (ivec)vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high));
+#elif defined(__SSE2__)
+  const __m128i w = (__m128i)weights, y = (__m128i)x, even = _mm_set1_epi16(0xff);
+  const __m128i low = _mm_madd_epi16(_mm_and_si128(w, even), _mm_srai_epi16(_mm_slli_epi16(y, 8), 8));
+  return sums + (ivec)low + (ivec)_mm_madd_epi16(_mm_srli_epi16(w, 8), _mm_srai_epi16(y, 8));
 #else
   const uint8_t *w = (const uint8_t *)&weights;
   const int8_t *y = (const int8_t *)&x;

@@ -9,8 +9,10 @@
 
 #if VECTOR_BYTES == 64
 enum { MOST_ROWS = 8, FEW_ROWS = 6, WIDTH = 4, NARROW = 3 };  // of a tile: rows; panels of few rows, of more
-#else
+#elif VECTOR_BYTES == 32 || defined(__aarch64__)
 enum { MOST_ROWS = 6, FEW_ROWS = 6, WIDTH = 1, NARROW = 1 };
+#else  // with neither many nor wide registers a larger tile gains nothing, and compiles for minutes
+enum { MOST_ROWS = 2, FEW_ROWS = 2, WIDTH = 1, NARROW = 1 };
 #endif
 
 int outputs_of(const matrix *m) {
@@ -237,9 +239,11 @@ INLINE void block_tile(const int R, const int form, const uint8_t *w, int inputs
 
 // ---------------------------------------------------------------------------- all rows of some panels
 
-#define CASE(r, call) case r: call(r); break;
-#define SWITCH(rows, call) \
-  switch (rows) { CASE(1, call) CASE(2, call) CASE(3, call) CASE(4, call) CASE(5, call) CASE(6, call) CASE(7, call) CASE(8, call) }
+// Only such tiles as there are: one of more rows than its sums is no code at all.
+#define CASE(r, call) case r: if (r <= MOST_ROWS) { call(r); } break;
+#define FEW(rows, call) switch (rows) { FEW_CASES(call) }
+#define FEW_CASES(call) CASE(1, call) CASE(2, call) CASE(3, call) CASE(4, call) CASE(5, call) CASE(6, call)
+#define SWITCH(rows, call) switch (rows) { FEW_CASES(call) CASE(7, call) CASE(8, call) }
 
 // How many of the rows that are left a tile takes: as many as the others, if there are to be more.
 INLINE int rows_of_tile(int left, int most) { return left <= most ? left : left < 2 * most ? (left + 1) / 2 : most; }
@@ -331,7 +335,6 @@ void multiply_floats(int rows, int columns, int steps, const float *x, size_t x_
       const uint8_t *from = (const uint8_t *)w + first * bytes;
 #define PRODUCTS(r) product_tile(r, P, H, W, taken, steps, x + row * x_step, x_step, from, w_step * bytes, y + row * y_step + first, y_step, adds)
 #define PRODUCT(panels, is_whole) { enum { P = panels, W = is_whole }; if (is_half) { enum { H = 1 }; FEW(some, PRODUCTS) } else { enum { H = 0 }; FEW(some, PRODUCTS) } }
-#define FEW(rows, call) switch (rows) { CASE(1, call) CASE(2, call) CASE(3, call) CASE(4, call) CASE(5, call) CASE(6, call) }
       if (taken == WIDTH * LANES) PRODUCT(WIDTH, 1)
       else if (taken == LANES) PRODUCT(1, 1)
       else PRODUCT(1, 0)

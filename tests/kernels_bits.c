@@ -55,11 +55,11 @@ static delta *new_net(block *b, int hidden, int form, int out_form) {
   const int key_heads = 1 + next(2), heads = key_heads * (1 + next(2)), keys = 1 + next(70), columns = 1 + next(80);
   const int channels = 2 * key_heads * keys + heads * columns, taps = 2 + next(3);
   delta *n = malloc(sizeof *n);
-  *n = (delta){{channels, taps, 1, numbers(taps * channels, 1), next(2) ? numbers(channels, 1) : NULL},
-               {heads, key_heads, keys, columns, 1, 1, 0.3f}, {RMS_NORM, 1e-5f, numbers(columns, 1), NULL}, NULL, numbers(heads, 4)};
-  float *rates = numbers(heads, 1);
+  float *weight = numbers(taps * channels, 1), *bias = next(2) ? numbers(channels, 1) : NULL;
+  float *shifts = numbers(heads, 4), *rates = numbers(heads, 1);
   for (int h = 0; h < heads; ++h) rates[h] = -rates[h] * rates[h];
-  n->rates = rates;
+  *n = (delta){{channels, taps, 1, weight, bias}, {heads, key_heads, keys, columns, 1, 1, 0.3f},
+               {RMS_NORM, 1e-5f, numbers(columns, 1), NULL}, rates, shifts};
   b->qkv = new_matrix(form, channels + heads * columns + 2 * heads, hidden);
   b->out = new_matrix(out_form, hidden, heads * columns);
   return n;
@@ -115,7 +115,10 @@ int main(int count, char **given) {
       b->out = new_matrix(forms[next(10)], hidden, q);
       b->up = new_matrix(forms[next(10)], inner * (1 + b->is_gated), hidden);
       b->down = new_matrix(forms[next(10)], hidden, inner);
-      if (has_nets && next(3)) b->net = new_net(b, hidden, forms[next(10)], forms[next(10)]);
+      if (has_nets && next(3)) {
+        const int form = forms[next(10)], out_form = forms[next(10)];
+        b->net = new_net(b, hidden, form, out_form);
+      }
       const size_t bytes = (size_t)slots * kv_heads * capacity * width * (b->is_half ? 2 : 4);
       b->capacity = capacity, b->keys = malloc(bytes), b->values = malloc(bytes);
       memset(b->keys, 0xff, bytes), memset(b->values, 0xff, bytes);  // numbers that are none: nobody may read them

@@ -3,6 +3,7 @@ CPU they are the same. Where nothing can be compiled, the modules run."""
 
 import ctypes
 import os
+import platform
 import shutil
 import stat
 import subprocess
@@ -496,6 +497,8 @@ def test_a_whole_forward_has_the_same_bits_on_every_x86_and_with_any_threads(tmp
     native = bits(tmp_path, [*compiler, "-march=native"])
     assert native.count("\n") == 12 and "none" not in native
     assert native == bits(tmp_path, [*compiler, "-march=native"], given=("0", "12", "3"))
+    if platform.machine() == "x86_64":
+        assert bits(tmp_path, [*compiler, "-march=x86-64"]) == native
     flags = Path("/proc/cpuinfo").read_text()
     if not {"avx2", "fma", "f16c"} <= set(flags.split()):
         pytest.skip("this CPU has no AVX2")
