@@ -92,30 +92,47 @@ def load_model(
     file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype
 ) -> tuple[Any, dict[str, Any]]:
     """The model in `dtype`, and what transformers tells of its weights (see check_weights)."""
+    empty = empty_model(file, config, dtype)
+    collect = _by_transforms if file.metadata["general.architecture"] in GGUF_ARCHS else _by_tables
+    return filled(empty, collect(file, empty, dtype))
+
+
+def empty_model(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    """The model without weights. Raises BadFile if it has many more than the file."""
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, dtype=dtype)
     asked = sum(weight.numel() for weight in empty.parameters())
     held = sum(prod(tensor.shape) for tensor in file.tensors.values())
     if asked > 2 * held:  # transformers would make the others up, and take memory for them
         raise BadFile(f"{file.name} has {held} weights, and its header asks for {asked}")
-    collect = _by_transforms if file.metadata["general.architecture"] in GGUF_ARCHS else _by_tables
+    return empty
+
+
+def filled(empty: Any, weights: dict[str, torch.Tensor]) -> tuple[Any, dict[str, Any]]:
+    """A model like the empty one with these weights, and what transformers tells of them."""
+    name, dtype = empty.config._name_or_path, empty.dtype
     model, report = type(empty).from_pretrained(
         None,
-        config=config,
-        state_dict=collect(file, empty, dtype),
+        config=empty.config,
+        state_dict=weights,
         dtype=dtype,
         ignore_mismatched_sizes=True,  # the report has them
         output_loading_info=True,
     )
-    model.config._name_or_path = config._name_or_path
+    model.config._name_or_path = name
     return model, report
+
+
+def names_in(file: GgufFile, model: Any) -> tuple[TensorProcessor, dict[str, str]]:
+    """transformers' older tables: what changes a family's tensors, and a model's names for them."""
+    architecture = file.metadata["general.architecture"]
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(model.config.to_dict())
+    return processor, get_gguf_hf_weights_map(model, processor)
 
 
 def _by_tables(file: GgufFile, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """All tensors under the names that a model has for them, by transformers' older tables."""
-    architecture = file.metadata["general.architecture"]
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(model.config.to_dict())
-    names = get_gguf_hf_weights_map(model, processor)
+    processor, names = names_in(file, model)
     collected: dict[str, torch.Tensor] = {}
     turn = threading.Lock()  # experts' tensors are put together in one
 
@@ -136,7 +153,7 @@ def _by_tables(file: GgufFile, model: Any, dtype: torch.dtype) -> dict[str, torc
         if found.name in names:
             collected[names[found.name]] = torch.tensor(found.weights, dtype=dtype)
 
-    _all_at_once(collect, file)
+    all_at_once(collect, file)
     return collected
 
 
@@ -149,7 +166,7 @@ def _by_transforms(file: GgufFile, model: Any, dtype: torch.dtype) -> dict[str, 
     collected: dict[str, torch.Tensor] = {}
     converted: dict[str, WeightConverter] = {}
     floats: dict[str, torch.Tensor] = {}
-    _all_at_once(lambda t: floats.update({t.name: unpacked(file, t, torch.float32)}), file)
+    all_at_once(lambda t: floats.update({t.name: unpacked(file, t, torch.float32)}), file)
     for name in file.tensors:
         key, source = rename_source_key(name, renamings, converters)
         if source is None:
@@ -182,10 +199,10 @@ def unpacked(file: GgufFile, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor
     return given
 
 
-def _all_at_once(work: Any, file: GgufFile) -> None:
+def all_at_once(work: Any, file: GgufFile) -> None:
     """Have all cores work on a file's tensors, the largest first."""
     tensors = sorted(file.tensors.values(), key=lambda tensor: -tensor.num_bytes)
-    shown = partial(tqdm, disable=None, desc="Unpacking weights", total=len(tensors))
+    shown = partial(tqdm, disable=None, desc="Reading weights", total=len(tensors))
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         try:
             for _ in shown(pool.map(work, tensors)):

@@ -243,8 +243,9 @@ class Options:
     )
     bitwise: bool = _option(SPEED, True, "keep to shapes that give equal bits", "", **_EITHER)
     dtype: str = _option(
-        SPEED, "auto", "the type of the weights; auto is float32 on a CPU",
-        choices=["auto", "float32", "bfloat16"],
+        SPEED, "auto",
+        "the type of the weights; auto is what a GGUF file has (packed), and float32 on a CPU", "",
+        choices=["auto", "packed", "float32", "bfloat16"],
     )  # fmt: skip
     device: str = _option(SPEED, "auto", "where to compute: auto, cpu, cuda, …", metavar="NAME")
     quantize: str | None = _option(

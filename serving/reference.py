@@ -26,7 +26,8 @@ from messages import in_short
 
 from .loading import PROGRESS, StartError
 
-_NUM_TOKENS, _NUM_NEIGHBOUR = 320, 48  # in the two texts, where the context holds as many
+_LENGTHS = 320, 48  # tokens of the two texts, where the context holds as many
+_LENGTHS_PACKED = 24, 8  # of weights in blocks: large models, whose modules are slow
 _NUM_COMPARED = 128  # the last tokens of a text
 _ROUNDINGS = 32  # of the largest logit, that may add up
 _SHAKES = 8  # times the effect of shaken embeddings; about 2 was the most that was seen
@@ -51,7 +52,9 @@ class Reference:
         Raises StartError if transformers itself cannot run it.
         """
         model, length = cached.model, cached.max_length
-        texts = random_texts(cached, [min(_NUM_TOKENS, length), min(_NUM_NEIGHBOUR, length)])
+        is_packed = hasattr(model.get_input_embeddings(), "panels")  # each layer was compared then
+        lengths = _LENGTHS_PACKED if is_packed else _LENGTHS
+        texts = random_texts(cached, [min(each, length) for each in lengths])
         try:
             logits = [_plain(model, text) for text in texts]
             with _rounded(model.get_input_embeddings()):
