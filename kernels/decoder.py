@@ -109,9 +109,10 @@ class Linears:
     def __init__(self, layers: Sequence[nn.Module], frees: bool) -> None:
         self._layers, self._sizes = (), []
         if all(hasattr(layer, "panels") for layer in layers):
+            if len({layer.panels.reads for layer in layers}) > 1:  # an input is rounded for all
+                for layer in layers:
+                    layer.panels = Panels.of(layer.panels.unpacked(), layer.panels.bias)
             self.panels = [layer.panels for layer in layers]
-            if len({panels.reads for panels in self.panels}) > 1:  # one input in two roundings
-                self.panels = [Panels.of(p.unpacked(), p.bias) for p in self.panels]
             return
         self._layers = layers if frees else ()
         weights, biases = zip(*map(linear_of, layers), strict=True)
