@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -204,17 +205,15 @@ def measure(given: Any) -> dict[str, Any]:
             texts = KINDS[kind][: max(given.each, given.clients)]
             begins = range(0, len(texts), given.clients)
             calls = {
-                (way, begin): lambda way=way, begin=begin: write(
-                    way, texts[begin : begin + given.clients]
-                )
+                (way, begin): partial(write, way, texts[begin : begin + given.clients])
                 for begin in begins
                 for way in ways
             }
             speeds += rows_of(kind, bench.interleave(calls, given.runs, kind))
         names = "llama-server, plain", "ours, none"
-        reads = {way: lambda way=way: write(way, [_LONG], 1)[0] for way in names}
+        reads = {way: partial(write, way, [_LONG], 1) for way in names}
         read = {
-            way: round(median(one.result.num_read / one.result.ms * 1e3 for one in timed), 1)
+            way: round(median(one.result[0].num_read / one.result[0].ms * 1e3 for one in timed), 1)
             for way, timed in bench.interleave(reads, given.runs, "a long prompt").items()
         }
         for name, own in peers.items():

@@ -58,9 +58,11 @@ class SmallModelDrafter(Drafter):
                 "give another --draft-model, or use --drafter ngram"
             )
         # By content: vocabularies of one size may differ, and embeddings may be padded.
-        differing = set(draft.tokenizer.get_vocab().items()) ^ set(
-            target.tokenizer.get_vocab().items()
-        )
+        backends = [getattr(m.tokenizer, "backend_tokenizer", m) for m in (draft, target)]
+        differing = set[tuple[str, int]]()
+        if backends[0] is not backends[1]:
+            words = [set(model.tokenizer.get_vocab().items()) for model in (draft, target)]
+            differing = words[0] ^ words[1]
         if differing:
             token, i = min(differing, key=lambda entry: entry[1])
             raise ValueError(
