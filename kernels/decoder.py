@@ -453,7 +453,9 @@ class Decoder:
         longest = max(draft.position + draft.limit - 1 for draft in drafts)
         assert longest <= self._buffers[0][0].shape[2] and len(drafts) == len(wanted)
         assert 0 < words <= self.output.outputs and not self.nets
-        logits = torch.empty(len(wanted), self.output.outputs)
+        logits = torch.empty(len(wanted), words)
+        own, output = (type(x).from_buffer_copy(x) for x in (self.struct, self.output.struct))
+        output.outputs, own.output = words, ctypes.pointer(output)  # no others are computed
         slots, positions, places = rows.contiguous()
         batch = _Batch(rows=len(ids), num_wanted=len(wanted))
         names = "ids", "slots", "positions", "places", "wanted", "logits"
@@ -462,7 +464,7 @@ class Decoder:
             setattr(batch, name, _at(tensor))
         call = library.load().run_chain
         threads = self._threads(len(wanted))
-        given = ctypes.byref(self.struct), ctypes.byref(batch), drafts, words, threads
+        given = ctypes.byref(own), ctypes.byref(batch), drafts, words, threads
         checked(call(*given))
 
     @torch.inference_mode()
