@@ -586,7 +586,7 @@ def test_a_draft_keeps_to_frequent_words_where_the_text_does(demo_engine, prompt
         monkeypatch.setattr("drafters.small_model._NUM_FREQUENT", limit)
         sequence, events = run(demo_engine, prompt, max_tokens=30, drafter="draft_model")
         assert sequence.output == plain
-        return [token for event in events for token in event.proposals]
+        return [token for event in events for token in event["proposals"]]
 
     border = sorted(prompt)[-1] + 1  # so the text has no rare word
     few = drafted(border)
