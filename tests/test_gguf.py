@@ -269,7 +269,7 @@ def test_a_packed_model_writes_what_it_writes_alone_with_every_draft(files, prom
     """Greedy and sampled, in one call of C, exact by construction."""
     engine = load(model=files["q4_0"], draft_model=files["q8_0"], drafter="draft_model")
     told = story.weights_of(engine, core.Options())
-    assert told["dtype"] == "packed" and 0.5 < told["weight_bytes"] / told["parameters"] < 0.7
+    assert told["dtype"] == "packed" and 0 < told["weight_bytes"] < 0.6 * told["parameters"]
     assert engine.target.fast.is_compiled and engine.target.report.is_exact
     assert engine.draft_model.fast.is_compiled
     for prompt in prompts.values():
