@@ -139,7 +139,7 @@ def test_the_draft_goes_with_its_target_unpacked_as_well(pair, quantize):
 
 def test_the_default_model_s_file_goes_with_its_head():
     engine = core.load_engine(core.Options(model="smollm2", dtype="packed", fixed_k=True))
-    assert engine.target.fast.decoder.output.form == "Q4M"
+    assert engine.target.fast.decoder.blocks[0].linears["qkv"].panels[0].form == "Q4M"
     prompt = ids_of(engine, TALK)
     expected = core.plain_decode(engine.target, prompt, 60, engine.eos_ids)
     sequence, _ = run(engine, prompt, max_tokens=60, drafter="eagle3")
