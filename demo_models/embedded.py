@@ -6,6 +6,7 @@ layer transformers loads and runs unpatched, so that the same folder serves this
 """
 
 import random
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from tqdm import tqdm
 from transformers import MellumConfig, MellumForCausalLM, PreTrainedModel
 
 from . import synthetic
+from .answers import write_whole
 from .corpus import MIX, VOCAB_SIZE, Corpus
 from .heads import save_model
 from .recipe import TRAIN, Training, hidden_states, mixed
@@ -83,7 +85,10 @@ def train(plan: Any) -> dict[str, Any]:
         return next_token_loss(target, ids)
 
     training.run(loss_of)
-    unloop(target, corpus, plan)
+    file = plan.work / "unlooped.pt"
+    if not file.exists():
+        write_whole(file, partial(torch.save, unlooped(target, corpus, plan)))
+    target.load_state_dict(torch.load(file, weights_only=True))
     figures = {
         "tokens": num_steps * plan.batch_tokens,
         "minutes": round(training.seconds / 60, 1),
@@ -124,8 +129,8 @@ def repeats(row: list[int], size: int) -> list[bool]:
     return result
 
 
-def unloop(target: PreTrainedModel, corpus: Corpus, plan: Any) -> None:
-    """Unlearn the model's own loops by sequence-level unlikelihood (Welleck et al., 1908.04319).
+def unlooped(target: PreTrainedModel, corpus: Corpus, plan: Any) -> dict[str, Tensor]:
+    """Its weights when it has unlearnt the loops that it makes, by sequence-level unlikelihood (Welleck et al., 1908.04319).
 
     Small models fall into loops when decoded greedily. Each step lets the target continue texts
     greedily and lowers the probability of tokens with which it repeats LOOP tokens, next to an
@@ -151,8 +156,8 @@ def unloop(target: PreTrainedModel, corpus: Corpus, plan: Any) -> None:
         optimizer.step()
         optimizer.zero_grad()
     after = target.state_dict()
-    target.load_state_dict({n: torch.lerp(before[n], after[n], UNLOOP_SHARE) for n in after})
     target.requires_grad_(False)
+    return {name: torch.lerp(before[name], after[name], UNLOOP_SHARE) for name in after}
 
 
 @torch.no_grad()

@@ -147,7 +147,7 @@ def distillation_loss(hybrid: PreTrainedModel, target: PreTrainedModel, ids: Ten
 def train(target: PreTrainedModel, plan: Any) -> dict[str, Any]:
     """Both stages, from their checkpoints where there are any; writes the folder."""
     corpus = Corpus(plan.work / "data", plan.corpus_bytes, plan.target)
-    target, hybrid = target.float(), convert(target.float()).requires_grad_(False)
+    hybrid = convert(target).requires_grad_(False)
     for layer in hybrid.model.layers:
         if hasattr(layer, "linear_attn"):
             layer.linear_attn.requires_grad_(True)

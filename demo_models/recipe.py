@@ -288,6 +288,11 @@ def judged(
         yield loss / max(1, len(scores)), agrees
 
 
+def rows_of(target: PreTrainedModel, student: Student) -> Tensor:
+    """[V', D]: those of the target's output layer that tell what a student should."""
+    return target.get_output_embeddings().weight[student.words].to(fast_dtype())
+
+
 def some_places(batch: Batch, number: int) -> Tensor:
     """[B, m] in rising order: some of the places of each text that give tokens of the answer."""
     useful, rng = batch.is_judged(batch.every, 0), np.random.default_rng(number)

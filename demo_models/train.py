@@ -24,7 +24,7 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads cost 10x on busy cores
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from serving.catalogue import folder_of
 from serving.mimo import register
@@ -67,27 +67,35 @@ def run(plan: Plan, stage: str | None = None) -> dict[str, Any]:
     plan.work.mkdir(parents=True, exist_ok=True)
     if plan.kind == "target":
         return embedded.train(plan)
-    if plan.kind in STUDENTS and stage in (None, "answers"):
+    if plan.kind == "hybrid":
+        return hybrid.train(load_target(plan).float(), plan)
+    if stage in (None, "answers"):
         answers.make(plan.target, plan.work / "answers", int(plan.tokens), plan.max_answer)
     if stage == "answers":
         return {}
-    register()
-    target = AutoModelForCausalLM.from_pretrained(
-        plan.target, dtype=recipe.fast_dtype(), attn_implementation=recipe.TRAIN
-    )
-    target = target.to(torch.get_default_device()).eval().requires_grad_(False)
-    if plan.kind == "hybrid":
-        return hybrid.train(target, plan)
-    kind = STUDENTS[plan.kind]
-    states = recipe.make_states(target, plan.work, kind.layers_of(target))
+    target, data, student = student_of(plan)
     if stage == "states":
         return {}
-    data = recipe.Data(plan.work, states)
-    student = kind(target, data, plan)
-    rows = target.get_output_embeddings().weight[student.words].to(recipe.fast_dtype())
-    figures = recipe.train(student, rows, data, plan)
+    figures = recipe.train(student, recipe.rows_of(target, student), data, plan)
     student.save(plan.out)
     return figures
+
+
+def load_target(plan: Plan) -> PreTrainedModel:
+    """The target in transformers' own modules."""
+    register()
+    model = AutoModelForCausalLM.from_pretrained(
+        plan.target, dtype=recipe.fast_dtype(), attn_implementation=recipe.TRAIN
+    )
+    return model.to(torch.get_default_device()).eval().requires_grad_(False)
+
+
+def student_of(plan: Plan) -> tuple[PreTrainedModel, recipe.Data, recipe.Student]:
+    """A target, its answers with the states that are made where they are missing, and a student."""
+    target, kind = load_target(plan), STUDENTS[plan.kind]
+    states = recipe.make_states(target, plan.work, kind.layers_of(target))
+    data = recipe.Data(plan.work, states)
+    return target, data, kind(target, data, plan)
 
 
 def main() -> None:

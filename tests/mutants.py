@@ -164,7 +164,7 @@ def load_once() -> None:
     """
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take longer to start than a test
     os.chdir(ROOT)
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "demo_models")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     core = importlib.import_module("conftest").core
     for file in {test.partition("::")[0] for mutant in MUTANTS for test in mutant.tests}:
         importlib.import_module(f"test_{file}")
