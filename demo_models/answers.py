@@ -10,8 +10,7 @@ greedy. A file is written when it is whole, and a run goes on with the first one
 """
 
 import random
-from collections.abc import Callable, Iterator
-from itertools import count
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,20 +51,12 @@ def save(file: Path, texts: list[Text]) -> None:
         "lengths": np.array([len(text.tokens) for text in texts], np.uint32),
         "prompt_lengths": np.array([text.prompt_length for text in texts], np.uint32),
     }
-    write_whole(file, lambda part: np.savez_compressed(part, **arrays))
-
-
-def write_whole(file: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file under another name first, so that none is half there."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part" + file.suffix)
-    write(part)
-    part.rename(file)
+    corpus.write_whole(file, lambda part: np.savez_compressed(part, **arrays))
 
 
 def files(folder: Path) -> list[Path]:
-    """The files that are whole."""
-    return sorted(file for file in folder.glob("*.np[yz]") if ".part" not in file.name)
+    """Those of answers, in order."""
+    return sorted(folder.glob("*.npz"))
 
 
 class Writer:
@@ -155,21 +146,14 @@ class Writer:
 def make(name: str, folder: Path, num_tokens: int, max_tokens: int = MAX_TOKENS) -> None:
     """Let the target `name` write answers of `num_tokens` in all, or go on where it stopped."""
     done = sum(map(num_answered, map(load, files(folder))))
-    if done >= num_tokens:
-        return
-    writer = Writer(name)
+    writer = Writer(name) if done < num_tokens else None
     with tqdm(total=num_tokens, initial=done, unit=" tokens", desc="answers") as progress:
-        for number in count():
-            file = folder / f"{number:05d}.npz"
-            if file.exists():
-                continue
-            asked = writer.prompts(number, files(folder))
+        while progress.n < num_tokens:
+            number = len(earlier := files(folder))
+            asked = writer.prompts(number, earlier)
             texts = writer.answers(asked, max_tokens, number if number % 3 == 2 else None)
-            save(file, texts)
+            save(folder / f"{number:05d}.npz", texts)
             progress.update(num_answered(texts))
-            done += num_answered(texts)
-            if done >= num_tokens:
-                return
 
 
 def num_answered(texts: list[Text]) -> int:

@@ -12,9 +12,10 @@ import hashlib
 import importlib.util
 import random
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,15 @@ LITTLE = 400_000  # bytes of a source, where a little text is enough
 Documents = dict[tuple[str, str], list[tuple[str, bool]]]
 
 
+def write_whole(file: Path, write: Callable[[Any], Any]) -> None:
+    """Write a file under another name first, so that none is half there."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    with open(part, "wb") as opened:
+        write(opened)
+    part.rename(file)
+
+
 def _number(name: str) -> int:
     return int(hashlib.md5(name.encode()).hexdigest(), 16)
 
@@ -58,7 +68,6 @@ def source_files() -> Iterator[tuple[str, str, str]]:
             roots.append(("packages", folder, folder.parent))
     for source, folder, base in roots:
         for path in sorted(folder.rglob("*.py")):
-            relative = path.relative_to(base).as_posix()
             parts = set(path.relative_to(base).parts)
             if parts & {"site-packages", "pydoc_data", "__pycache__", "_vendor", "lib2to3"}:
                 continue
@@ -70,7 +79,7 @@ def source_files() -> Iterator[tuple[str, str, str]]:
                 continue
             is_test = bool(parts & {"test", "tests", "testing", "idle_test"})
             if not (is_test and source == "packages"):
-                yield ("tests" if is_test else source), relative, text
+                yield "tests" if is_test else source, path.relative_to(base).as_posix(), text
 
 
 def docstrings(text: str) -> Iterator[str]:
@@ -122,10 +131,8 @@ def train_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
     """Byte-level BPE with single digits, 4096 entries; id 0 is the end of text."""
     bpe, level = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel(add_prefix_space=False)
     digits = pre_tokenizers.Digits(individual_digits=True)
-    bpe.pre_tokenizer, bpe.decoder = (
-        pre_tokenizers.Sequence([digits, level]),
-        decoders.ByteLevel(),
-    )
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([digits, level])
+    bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE, special_tokens=[END], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -144,28 +151,29 @@ class Corpus:
 
         `tokenizer` names the folder of one; without it one is trained.
         """
-        self.folder = folder
-        if not (folder / "done").exists():
-            self._build(collect(limit), tokenizer)
+        self.folder, file = folder, folder / "tokens.npz"
+        if not file.exists():
+            made = tokenizer and PreTrainedTokenizerFast.from_pretrained(tokenizer)
+            streams = self._tokenised(collect(limit), made)
+            write_whole(file, lambda part: np.savez(part, **streams))
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-        self.streams = {tuple(p.stem.split(".")): np.load(p) for p in folder.glob("*.npy")}
+        with np.load(file) as data:
+            self.streams = dict(data)
 
-    def _build(self, documents: Documents, name: str | None) -> None:
-        sample = (t for (_, part), d in documents.items() if part == "train" for t, _ in d[::3])
-        tokenizer = (
-            PreTrainedTokenizerFast.from_pretrained(name) if name else train_tokenizer(sample)
-        )
-        self.folder.mkdir(parents=True, exist_ok=True)
+    def _tokenised(self, documents: Documents, tokenizer: Any) -> dict[str, np.ndarray]:
+        if tokenizer is None:
+            parts = (docs for (_, part), docs in documents.items() if part == "train")
+            tokenizer = train_tokenizer(text for docs in parts for text, _ in docs[::3])
         tokenizer.save_pretrained(self.folder)
+        streams, gap = {}, tokenizer("\n\n")["input_ids"]
         for (source, part), docs in documents.items():
             ids, starts = list[int](), list[int]()
             for text, ends in tqdm(docs, desc=f"tokens of {source}, {part}", leave=False):
                 starts.append(len(ids))
-                ids += tokenizer(text)["input_ids"]
-                ids += [tokenizer.eos_token_id] if ends else tokenizer("\n\n")["input_ids"]
-            np.save(self.folder / f"{source}.{part}.tokens.npy", np.array(ids, dtype=np.uint16))
-            np.save(self.folder / f"{source}.{part}.starts.npy", np.array(starts))
-        (self.folder / "done").touch()
+                ids += tokenizer(text)["input_ids"] + ([tokenizer.eos_token_id] if ends else gap)
+            streams[f"{source} {part}"] = np.array(ids, np.uint16)
+            streams[f"{source} {part} starts"] = np.array(starts)
+        return streams
 
     def windows(self, step: int, seed: int, batch: int, length: int) -> Tensor:
         """[batch, length] ids of step `step`; the same for the same seed, whatever ran before.
@@ -174,17 +182,17 @@ class Corpus:
         """
         rng, rows = np.random.default_rng([seed, step]), []
         for source in rng.choice(list(MIX), size=batch, p=list(MIX.values())):
-            stream = self.streams[source, "train", "tokens"]
+            stream = self.streams[f"{source} train"]
             last = len(stream) - length - 1
             at = rng.integers(last)
             if rng.random() < 0.5:
-                at = min(rng.choice(self.streams[source, "train", "starts"]), last)
+                at = min(rng.choice(self.streams[f"{source} train starts"]), last)
             rows.append(stream[at : at + length])
         return torch.from_numpy(np.stack(rows).astype(np.int64)).to(torch.get_default_device())
 
     def held_out(self, source: str, num_windows: int, length: int) -> Tensor:
         """[num_windows, length]: evenly spaced windows of what is held out."""
-        stream = self.streams[source, "held_out", "tokens"].astype(np.int64)
+        stream = self.streams[f"{source} held_out"].astype(np.int64)
         length = min(length, len(stream) - 1)
         begins = np.linspace(0, len(stream) - length, num_windows).astype(int)
         return torch.from_numpy(np.stack([stream[at : at + length] for at in begins]))

@@ -5,7 +5,6 @@ layer transformers loads and runs unpatched, so that the same folder serves this
 `generate(use_mtp=True)`. Its MTP layer, its draft model and its DFlash head come from recipe.py.
 """
 
-import random
 from functools import partial
 from typing import Any
 
@@ -15,9 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import MellumConfig, MellumForCausalLM, PreTrainedModel
 
-from . import synthetic
-from .answers import write_whole
-from .corpus import MIX, VOCAB_SIZE, Corpus
+from .corpus import MIX, VOCAB_SIZE, Corpus, beginnings, write_whole
 from .heads import save_model
 from .recipe import TRAIN, Training, hidden_states, mixed
 
@@ -91,7 +88,6 @@ def train(plan: Any) -> dict[str, Any]:
     target.load_state_dict(torch.load(file, weights_only=True))
     figures = {
         "tokens": num_steps * plan.batch_tokens,
-        "minutes": round(training.seconds / 60, 1),
         "parameters": sum(weight.numel() for weight in target.parameters()),
         "held_out_nats_per_token": held_out_loss(target, corpus, 4 if plan.is_toy else 120),
     }
@@ -101,22 +97,10 @@ def train(plan: Any) -> dict[str, Any]:
 
 # ----------------------------------------------------------------------------------- unlooping
 def open_prefixes(corpus: Corpus, step: int, batch: int, length: int) -> Tensor:
-    """[batch, length] beginnings of texts that should go on, not around: no cycles among them.
-
-    A third is real text; the rest are tables, facts, paragraphs and programs, cut at random places.
-    """
-    rng = random.Random(step)
-    writers = [synthetic.table, synthetic.facts, synthetic.prose, synthetic.program]
-    real, rows = corpus.windows(step, 1, batch, length).tolist(), list[list[int]]()
-    while len(rows) < batch:
-        row = rng.choice(real)
-        if rng.random() < 0.67:
-            ids = corpus.tokenizer(rng.choice(writers)(rng))["input_ids"]
-            begin = rng.choice([0, 0, rng.randint(0, max(0, len(ids) - length))])
-            row = ids[begin : begin + length]
-        if len(row) == length and not any(repeats(row, LOOP)):
-            rows.append(row)
-    return torch.tensor(rows)
+    """[batch, length] beginnings of texts that should go on, not around: no cycles among them."""
+    rows = corpus.tokenizer(beginnings(step, 3 * batch))["input_ids"]
+    open_ones = [row for row in rows if len(row) >= length and not any(repeats(row[:length], LOOP))]
+    return torch.tensor([row[:length] for row in open_ones[:batch]])
 
 
 def repeats(row: list[int], size: int) -> list[bool]:
@@ -130,7 +114,7 @@ def repeats(row: list[int], size: int) -> list[bool]:
 
 
 def unlooped(target: PreTrainedModel, corpus: Corpus, plan: Any) -> dict[str, Tensor]:
-    """Its weights when it has unlearnt the loops that it makes, by sequence-level unlikelihood (Welleck et al., 1908.04319).
+    """Its weights when it has unlearnt its loops, by unlikelihood (Welleck et al., 1908.04319).
 
     Small models fall into loops when decoded greedily. Each step lets the target continue texts
     greedily and lowers the probability of tokens with which it repeats LOOP tokens, next to an

@@ -13,29 +13,26 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Qwen3Config
 from transformers import Qwen3ForCausalLM as SmallModel
 from transformers.modeling_layers import MtpModel
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from drafters.dflash import BlockConfig, DFlashHead
 from drafters.eagle3_head import Eagle3Head, HeadConfig, save_head
 from serving.mimo import MiMoConfig, MiMoForCausalLM
 
-from .recipe import (
-    TRAIN,
-    Batch,
-    Data,
-    Keys,
-    Student,
-    additive,
-    hidden_states,
-    pick,
-    unroll,
-)
+from .recipe import TRAIN, Batch, Data, Keys, Student, additive, hidden_states, pick, unroll
 
 _SHARED = (  # what a head's config takes from its target's
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps",
     "num_key_value_heads", "hidden_act", "max_position_embeddings",
+)  # fmt: skip
+
+
+_OF_MODELS = (  # and a model's beside that
+    "num_hidden_layers", "rope_parameters", "tie_word_embeddings", "head_dim", "bos_token_id",
+    "eos_token_id", "pad_token_id",
 )  # fmt: skip
 
 
@@ -69,11 +66,13 @@ class Eagle3(Student):
         decoder, width = target.get_decoder(), target.config.hidden_size
         last, weights = decoder.layers[-1], decoder.layers[-1].state_dict()
         kind = "qwen3" if hasattr(last.self_attn, "q_norm") else "llama"
-        self.layers, self.target, self.verifier = self.layers_of(target), target, plan.verifier
-        self.words = data.commonest(plan.draft_words, target.config.vocab_size)
+        self.target, self.verifier = target, plan.verifier
+        self.words = data.commonest(plan.draft_words, plan.work / "words.npy")
         layer = _layer_config(target, kind, 1)
-        config = HeadConfig(layer, len(self.words), width, self.layers, None)
-        self.module = head = Eagle3Head(config, len(self.layers))
+        layers = self.layers_of(target.config.num_hidden_layers)
+        config = HeadConfig(layer, len(self.words), width, layers, None)
+        self.module = head = Eagle3Head(config, len(layers))
+        self.logits = head.logits
         for name in ("q", "k", "v"):
             key = f"self_attn.{name}_proj.weight"
             weights[key] = _wide(weights[key], 2 * width, 0.01)
@@ -88,12 +87,11 @@ class Eagle3(Student):
         head.embed_tokens = target.get_input_embeddings()
 
     @staticmethod
-    def layers_of(target: PreTrainedModel) -> tuple[int, ...]:
+    def layers_of(num_layers: int) -> tuple[int, ...]:
         """Those that are read where a head's config does not say."""
-        num = target.config.num_hidden_layers
-        if num < 4:
-            raise SystemExit(f"error: a head reads three layers, and the target has {num}")
-        return 2, num // 2, num - 3
+        if num_layers < 4:
+            raise SystemExit(f"error: a head reads three layers, and the target has {num_layers}")
+        return 2, num_layers // 2, num_layers - 3
 
     def steps(self, batch: Batch, places: Tensor) -> Iterator[Tensor]:
         head = self.module
@@ -103,9 +101,6 @@ class Eagle3(Student):
             return head.run(x, positions, mask, keys)
 
         return unroll(run, head.enter(batch.states), batch, places, self.num_steps)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.module.logits(hidden)
 
     def save(self, folder: Path) -> None:
         names = {"name_or_path": self.verifier, "architectures": self.target.config.architectures}
@@ -130,13 +125,14 @@ class DFlash(Student):
         own, decoder = target.config, target.get_decoder()
         if not hasattr(decoder.layers[-1].self_attn, "q_norm"):
             raise SystemExit("error: a DFlash head begins as a target of Qwen3's kind")
-        self.layers, self.target = self.layers_of(target), target
-        self.words = torch.arange(own.vocab_size)
-        ids, mask = tuple(i - 1 for i in self.layers), own.eos_token_id
+        self.target, self.words = target, torch.arange(own.vocab_size)
+        ids = tuple(i - 1 for i in self.layers_of(own.num_hidden_layers))
+        mask = own.eos_token_id
         mask = mask[0] if isinstance(mask, list) else mask  # the end of a text is nobody's anchor
         layer = _layer_config(target, "qwen3", self.NUM_LAYERS)
         self.config = BlockConfig(layer, self.SIZE, mask, ids, own.num_hidden_layers)
         self.module = head = DFlashHead(self.config)
+        self.logits = nn.Sequential(head.norm, target.get_output_embeddings())
         with torch.no_grad():
             nn.init.normal_(head.fc.weight, std=0.01)
             head.fc.weight.unflatten(1, (len(ids), -1))[:, 1] += torch.eye(own.hidden_size)
@@ -146,10 +142,9 @@ class DFlash(Student):
             head.norm.load_state_dict(decoder.norm.state_dict())
 
     @staticmethod
-    def layers_of(target: PreTrainedModel) -> tuple[int, ...]:
+    def layers_of(num_layers: int) -> tuple[int, ...]:
         """An early one and the last ones."""
-        num = target.config.num_hidden_layers
-        return 3, num - 2, num
+        return 3, num_layers - 2, num_layers
 
     def steps(self, batch: Batch, places: Tensor) -> Iterator[Tensor]:
         head, (num, count), size = self.module, places.shape, self.SIZE
@@ -173,14 +168,8 @@ class DFlash(Student):
         key, value = (
             part(context).unflatten(-1, (-1, own.head_dim)) for part in (own.k_proj, own.v_proj)
         )
-        key = own.k_norm(key)
-        halves = key.chunk(2, -1)
-        turned = torch.cat([-halves[1], halves[0]], -1)
-        key = key * cos[:, :, None] + turned * sin[:, :, None]
-        return key.transpose(1, 2), value.transpose(1, 2)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.target.get_output_embeddings()(self.module.norm(hidden))
+        key = own.k_norm(key).transpose(1, 2)
+        return apply_rotary_pos_emb(key, key, cos, sin)[1], value.transpose(1, 2)
 
     def save(self, folder: Path) -> None:
         self.config.save(self.module, folder)
@@ -196,10 +185,7 @@ _MIMO = {
     "hnorm.": "model.mtp_layers.0.hidden_layernorm.", "mtp_block.": "model.mtp_layers.0.",
     "post_norm.": "model.mtp_layers.0.final_layernorm.",
 }  # fmt: skip
-_COUNTS = {  # type of the target -> what its config calls the number of MTP layers
-    "mellum": "num_mtp_layers", "qwen3_5_text": "mtp_num_hidden_layers",
-    "mimo": "num_nextn_predict_layers",
-}  # fmt: skip
+_HAVE_ONE = {"mellum", "qwen3_5_text", "mimo"}  # families with an MTP layer
 
 
 def as_mimo(target: PreTrainedModel) -> PreTrainedModel:
@@ -208,9 +194,7 @@ def as_mimo(target: PreTrainedModel) -> PreTrainedModel:
     A Llama has no biases for queries, keys and values: they are 0.
     """
     given = target.config.to_dict()
-    names = {*_SHARED, "num_hidden_layers", "rope_parameters", "tie_word_embeddings", "head_dim"}
-    names |= {"bos_token_id", "eos_token_id", "pad_token_id"}
-    shared = {name: given[name] for name in names if name in given}
+    shared = {name: given[name] for name in (*_SHARED, *_OF_MODELS) if name in given}
     config = MiMoConfig(**shared, num_nextn_predict_layers=1, dtype="float32")
     with torch.no_grad():
         model = MiMoForCausalLM(config).to(target.dtype)
@@ -236,7 +220,7 @@ class Mtp(Student):
     def __init__(self, target: PreTrainedModel, data: Data, plan: Any) -> None:
         """The layer begins as the target's last one, and reads the state alone."""
         self.origin, kind = plan.target, target.config.model_type
-        if kind not in _COUNTS:
+        if kind not in _HAVE_ONE:
             target, kind = as_mimo(target), "mimo"
         config = target.config
         for name, value in {"layer_types": "full_attention", "mlp_layer_types": "dense"}.items():
@@ -247,6 +231,7 @@ class Mtp(Student):
         self.module = MtpModel(target, 1)
         self.module.set_attn_implementation(TRAIN)
         self.module.requires_grad_(False).layers.requires_grad_(True)
+        self.logits = target.get_output_embeddings()
         layer, decoder, width = self.module.layers[0], target.get_decoder(), config.hidden_size
         layer.mtp_block.load_state_dict(decoder.layers[-1].state_dict())
         halves = torch.zeros(width, width), torch.eye(width)
@@ -269,9 +254,6 @@ class Mtp(Student):
             )  # fmt: skip
 
         return unroll(run, batch.final, batch, places, self.num_steps)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.target.get_output_embeddings()(hidden)
 
     def save(self, folder: Path) -> None:
         save_model(self.target, folder, self.origin)
@@ -319,6 +301,7 @@ class Draft(Student):
         )  # fmt: skip
         self.module = SmallModel(config)
         self.module.set_attn_implementation(TRAIN)
+        self.logits = self.module.lm_head
         self.module.generation_config.eos_token_id = target.generation_config.eos_token_id
         self.words = torch.arange(own.vocab_size)
         embedding = target.get_input_embeddings().weight.float()
@@ -328,18 +311,12 @@ class Draft(Student):
             self.module.get_input_embeddings().weight.copy_(factor * 0.02 / factor.std())
 
     def steps(self, batch: Batch, places: Tensor) -> Iterator[Tensor]:
-        hidden, last = hidden_states(self.module, batch.tokens).last_hidden_state, batch.tokens
+        hidden, last = hidden_states(self.module, batch.tokens)[0], batch.tokens.shape[1] - 1
         for step in range(self.num_steps):
-            yield pick(hidden, (places + 1 + step).clamp(max=last.shape[1] - 1))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.module.lm_head(hidden)
+            yield pick(hidden, (places + 1 + step).clamp(max=last))
 
     def save(self, folder: Path) -> None:
         save_model(self.module, folder, self.origin)
-
-
-STUDENTS = {"eagle3": Eagle3, "dflash": DFlash, "mtp": Mtp, "draft": Draft}
 
 
 def save_model(model: PreTrainedModel, folder: Path, tokenizer: str) -> None:
@@ -349,8 +326,4 @@ def save_model(model: PreTrainedModel, folder: Path, tokenizer: str) -> None:
     model.set_attn_implementation("sdpa")
     model.config.architectures = [type(model).__name__]
     model.to(torch.bfloat16).save_pretrained(folder)
-    for file in Path(tokenizer).glob("*"):
-        if file.name.startswith(
-            ("tokenizer", "special_tokens", "chat_template", "vocab", "merges")
-        ):
-            shutil.copy(file, folder)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)

@@ -1,33 +1,24 @@
 """The embedded hybrid, made of the embedded target: most of its attention becomes recurrent.
 
 It is of Qwen3.5's kind: three layers of four are gated delta nets, which keep one state in the
-place of keys, and every fourth is attention. It is not trained from nothing:
-
-    copied          embeddings, MLPs, norms, and the attention of every fourth layer: the same
-                    numbers in Qwen3.5's form (norms less 1; gates of 1/2, so outputs doubled)
-    stage layers    each new layer learns what the attention gave that stood in its place,
-                    reading what that attention read (MOHAWK, arXiv 2408.10189)
-    stage hybrid    the whole model but its embeddings learns the target's probabilities
+place of keys, and every fourth is attention. It is not trained from nothing: embeddings, MLPs,
+norms and the attention of every fourth layer are the target's numbers in Qwen3.5's form (norms less
+1; gates of 1/2, so outputs doubled), and a delta net begins with the attention's projections. Then
+it is distilled like a draft model (recipe.py).
 
 Source: gated delta networks, arXiv 2412.06464.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from .corpus import Corpus
-from .embedded import held_out_loss, logits_of, window_of
-from .heads import save_model
-from .recipe import TRAIN, Training, hidden_states
+from .heads import Draft
+from .recipe import TRAIN, Data
 
 PERIOD = 4  # every fourth layer keeps its attention, the last one among them
-SHARE = 0.85  # of the loss of stage hybrid: against the target's probabilities; the rest: the text
-RATES = {"layers": 3e-3, "hybrid": 1.5e-3}
 _COPIED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps",
@@ -111,65 +102,12 @@ def convert(target: PreTrainedModel) -> Qwen3_5ForCausalLM:
     return hybrid
 
 
-def layers_loss(hybrid: PreTrainedModel, target: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """The mean over the new layers of their squared error, as a share of what was to be learnt."""
-    seen: list[tuple[Tensor, Tensor]] = []
-    new = [layer.linear_attn for layer in hybrid.model.layers if hasattr(layer, "linear_attn")]
-    for layer, old in zip(hybrid.model.layers, target.model.layers, strict=True):
-        if hasattr(layer, "linear_attn"):
-            old.self_attn.register_forward_hook(
-                lambda _, __, options, out: seen.append((options["hidden_states"], out[0])),
-                with_kwargs=True,
-            )
+class Hybrid(Draft):
+    """All of it but the embeddings learns what the target says."""
 
-    def loss(ids: Tensor) -> Tensor:
-        seen.clear()
-        with torch.no_grad():
-            hidden_states(target, ids[:, :-1])
-        errors = [
-            (layer(given) - wanted).square().mean() / wanted.var()
-            for layer, (given, wanted) in zip(new, seen, strict=True)
-        ]
-        return sum(errors) / len(errors)
+    weights = (1.0,)
 
-    return loss
-
-
-def distillation_loss(hybrid: PreTrainedModel, target: PreTrainedModel, ids: Tensor) -> Tensor:
-    """SHARE of it is cross entropy against the frozen target, the rest against the text."""
-    with torch.no_grad():
-        probs = torch.softmax(logits_of(target, ids[:, :-1]), -1).flatten(0, 1)
-    logits = logits_of(hybrid, ids[:, :-1]).flatten(0, 1)
-    hard = F.cross_entropy(logits, ids[:, 1:].flatten())
-    return SHARE * F.cross_entropy(logits, probs) + (1 - SHARE) * hard
-
-
-def train(target: PreTrainedModel, plan: Any) -> dict[str, Any]:
-    """Both stages, from their checkpoints where there are any; writes the folder."""
-    corpus = Corpus(plan.work / "data", plan.corpus_bytes, plan.target)
-    hybrid = convert(target).requires_grad_(False)
-    for layer in hybrid.model.layers:
-        if hasattr(layer, "linear_attn"):
-            layer.linear_attn.requires_grad_(True)
-    figures: dict[str, Any] = {}
-
-    def stage(name: str, loss: Callable[[Tensor], Tensor], tokens: float) -> None:
-        num_steps = max(1, int(tokens / plan.batch_tokens))
-        training = Training(hybrid, plan.work / f"{name}.pt", num_steps, RATES[name])
-
-        def loss_of(number: int) -> Tensor:
-            length = min(512, window_of(number / num_steps, plan.is_toy))
-            return loss(corpus.windows(number, 0, max(1, plan.batch_tokens // length), length + 1))
-
-        training.run(loss_of)
-        figures[name] = {"steps": training.number, "minutes": round(training.seconds / 60, 1)}
-
-    stage("layers", layers_loss(hybrid, target), 0.3 * plan.tokens)
-    for layer in target.model.layers:
-        layer.self_attn._forward_hooks.clear()
-    hybrid.requires_grad_(True).model.embed_tokens.requires_grad_(False)
-    stage("hybrid", lambda ids: distillation_loss(hybrid, target, ids), 0.7 * plan.tokens)
-    num_windows = 4 if plan.is_toy else 120
-    figures["held_out_nats_per_token"] = held_out_loss(hybrid, corpus, num_windows)
-    save_model(hybrid, plan.out, plan.target)
-    return figures
+    def __init__(self, target: PreTrainedModel, data: Data, plan: Any) -> None:
+        self.module, self.origin = convert(target), plan.target
+        self.module.model.embed_tokens.requires_grad_(False)
+        self.words, self.logits = torch.arange(target.config.vocab_size), self.module.lm_head

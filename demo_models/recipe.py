@@ -16,12 +16,11 @@ The tokens in between are the text's: a draft counts only where all before it we
 
 import json
 import sys
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,8 @@ from tqdm import tqdm
 from transformers import AttentionInterface, PreTrainedModel
 
 from . import answers
-from .answers import Text, write_whole
+from .answers import Text
+from .corpus import write_whole
 
 HELD_OUT = 40  # one text in so many of a file is for validation
 SHARE_OF_PLACES = 0.5  # of a text, that drafts start from: neighbours teach much the same
@@ -117,9 +117,7 @@ def make_states(target: PreTrainedModel, work: Path, layers: tuple[int, ...]) ->
 def states_of(target: PreTrainedModel, texts: list[np.ndarray], layers: tuple[int, ...]) -> Tensor:
     """[tokens, layers + 1, D] bfloat16 of all texts, one behind the other."""
     result: dict[int, Tensor] = {}
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-    for at in range(0, len(order), answers.BATCH):
-        part = order[at : at + answers.BATCH]
+    for part in np.split(np.argsort(list(map(len, texts))), range(16, len(texts), 16)):
         ids = padded([torch.from_numpy(texts[i].astype(np.int64)) for i in part])
         # Pads come last, so nothing sees them.
         hidden = hidden_states(target, ids, output_hidden_states=True).hidden_states
@@ -181,27 +179,27 @@ class Data:
 
     def batches(self, num_tokens: int, first: int) -> Iterator[Batch]:
         """Batches of texts of like lengths for ever, from batch number `first` on."""
-        number, epoch = 0, 0
         lengths = np.array([len(text.tokens) for text, _ in self.train])
-        while True:
-            rng, groups, group = np.random.default_rng(epoch), [], []
-            for i in np.argsort(lengths + rng.uniform(0, 24, len(lengths)), kind="stable"):
-                group.append(self.train[i])
-                if len(group) * lengths[i] >= num_tokens:
-                    groups.append(group)
-                    group = []
-            groups = groups or [self.train]
-            for at in rng.permutation(len(groups)):
-                if number >= first:
-                    yield self.batch(groups[at])
-                number += 1
-            epoch += 1
 
-    def commonest(self, size: int, vocab_size: int) -> Tensor:
-        """The ids [size] of the words that are commonest in the texts, in rising order."""
-        every = np.concatenate([text.tokens for text, _ in self.train])
-        counts = np.bincount(every, minlength=vocab_size)
-        return torch.from_numpy(np.sort(np.argsort(-counts, kind="stable")[:size]))
+        def groups() -> Iterator[np.ndarray]:
+            for rng in map(np.random.default_rng, count()):
+                order = np.argsort(lengths + rng.uniform(0, 24, len(lengths)), kind="stable")
+                steps = np.diff(np.cumsum(lengths[order]) // num_tokens)
+                parts = np.split(order, np.flatnonzero(steps) + 1)
+                yield from (parts[i] for i in rng.permutation(len(parts)))
+
+        for group in islice(groups(), first, None):
+            yield self.batch([self.train[i] for i in group])
+
+    def commonest(self, size: int, file: Path) -> Tensor:
+        """The ids [size] of the commonest words in rising order; `file` keeps them.
+
+        A checkpoint's stay when there are more texts.
+        """
+        if not file.exists():
+            counts = np.bincount(np.concatenate([text.tokens for text, _ in self.train]))
+            write_whole(file, partial(np.save, arr=np.argsort(-counts, kind="stable")[:size]))
+        return torch.from_numpy(np.load(file)).sort().values
 
 
 # ----------------------------------------------------------------------------------- students
@@ -212,19 +210,16 @@ class Student(ABC):
     weights: tuple[float, ...] = (1.0, 0.8, 0.64, 0.51)  # of the steps' losses
     module: nn.Module  # weights without requires_grad are the target's
     words: Tensor  # [V']: the target's ids of its logits
+    logits: Callable[[Tensor], Tensor]  # of what `steps` gives: [n, D] -> [n, V']
 
     @staticmethod
-    def layers_of(target: PreTrainedModel) -> tuple[int, ...]:
+    def layers_of(num_layers: int) -> tuple[int, ...]:
         """Which of the target's hidden_states it reads, beside the last one."""
         return ()
 
     @abstractmethod
     def steps(self, batch: Batch, places: Tensor) -> Iterator[Tensor]:
         """For each step what its logits are made of, [B, m, D] at `places` [B, m]."""
-
-    @abstractmethod
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, D] -> [n, V']."""
 
     @abstractmethod
     def save(self, folder: Path) -> None:
@@ -332,27 +327,22 @@ class Training:
         """New, or where the checkpoint `file` is; `muon` is that optimizer's rate for matrices."""
         self.module, self.file, self.num_steps = module, file, num_steps
         self.trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        inner = {n for n, p in self.trained.items() if p.dim() == 2 and "embed" not in n}
-        inner = inner if muon else set()
+        inner = {n for n, p in self.trained.items() if muon and p.dim() == 2 and "embed" not in n}
         rest = [p for n, p in self.trained.items() if n not in inner]
-        groups = [
-            {"params": [p for p in rest if p.dim() > 1], "weight_decay": 0.01},
-            {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        self.optimizers = [torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95))]
+        decays = {0.01: [p for p in rest if p.dim() > 1], 0.0: [p for p in rest if p.dim() < 2]}
+        groups = [{"params": own, "weight_decay": decay} for decay, own in decays.items()]
+        self.optimizers = {rate: torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95))}
         if inner:
-            matrices = [p for n, p in self.trained.items() if n in inner]
-            self.optimizers.append(torch.optim.Muon(matrices, lr=muon, weight_decay=0.05))
-        self.rates = [rate, muon]
+            matrices = [self.trained[name] for name in inner]
+            self.optimizers[muon] = torch.optim.Muon(matrices, lr=muon, weight_decay=0.05)
         self.average = {n: p.detach().clone() for n, p in self.trained.items()}
-        self.number, self.seconds = 0, 0.0  # steps done
+        self.number = 0  # steps done
         if file.exists():
             saved = torch.load(file, weights_only=True)
             self._load(saved["weights"])
-            for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
-                optimizer.load_state_dict(state)
+            for rate, state in saved["optimizers"].items():
+                self.optimizers[rate].load_state_dict(state)
             self.average, self.number = saved["average"], saved["number"]
-            self.seconds = saved["seconds"]
 
     @torch.no_grad()
     def _load(self, weights: dict[str, Tensor]) -> None:
@@ -362,51 +352,31 @@ class Training:
     def save(self) -> None:
         """Write the checkpoint."""
         state = {
-            "weights": {n: p.detach() for n, p in self.trained.items()},
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "weights": {name: weight.detach() for name, weight in self.trained.items()},
+            "optimizers": {rate: own.state_dict() for rate, own in self.optimizers.items()},
             "average": self.average,
             "number": self.number,
-            "seconds": self.seconds,
         }
         write_whole(self.file, partial(torch.save, state))
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Meanwhile the module has the averaged weights, and computes as it will."""
-        own = {n: p.detach().clone() for n, p in self.trained.items()}
-        self._load(self.average)
-        self.module.eval()
-        yield
-        self._load(own)
-        self.module.train()
-
-    def run(
-        self,
-        loss_of: Callable[[int], Tensor],
-        tell: Callable[[], Any] = lambda: None,
-        every: int = 200,
-    ) -> None:
+    def run(self, loss_of: Callable[[int], Tensor], every: int = 200, tell: Any = None) -> None:
         """Train to the end, with loss_of(number) for each step; `tell` now and then what is learnt.
 
         Afterwards the module has its averaged weights.
         """
-        self.module.train()
-        steps = range(self.number, self.num_steps)
-        bar = tqdm(steps, initial=self.number, total=self.num_steps, desc=self.file.stem)
-        for number in bar:
-            began = time.perf_counter()
-            loss = self._step(loss_of)
-            self.seconds += time.perf_counter() - began
-            bar.set_postfix(loss=f"{loss:.3f}")
-            if self.number % every == 0 or number + 1 == self.num_steps:
-                with self.averaged():
-                    tell()
+        bar = tqdm(initial=self.number, total=self.num_steps, desc=self.file.stem)
+        while self.number < self.num_steps:
+            bar.set_postfix(loss=f"{self._step(loss_of):.3f}")
+            bar.update()
+            if self.number % every == 0 or self.number == self.num_steps:
                 self.save()
+                if tell:
+                    tell()
         self._load(self.average)
-        self.module.eval().requires_grad_(False)
+        self.module.requires_grad_(False)
 
     def _step(self, loss_of: Callable[[int], Tensor]) -> float:
-        for optimizer, rate in zip(self.optimizers, self.rates, strict=False):
+        for rate, optimizer in self.optimizers.items():
             optimizer.zero_grad()
             for group in optimizer.param_groups:
                 group["lr"] = rate * rate_at((self.number + 1) / self.num_steps)
@@ -414,7 +384,7 @@ class Training:
             loss = loss_of(self.number)
         loss.backward()
         nn.utils.clip_grad_norm_(self.trained.values(), 1.0)
-        for optimizer in self.optimizers:
+        for optimizer in self.optimizers.values():
             optimizer.step()
         share = min(0.999, (1 + self.number) / (10 + self.number))
         for name, weight in self.trained.items():
@@ -436,8 +406,8 @@ def train(student: Student, rows: Tensor, data: Data, plan: Any) -> dict[str, An
 
     def tell() -> dict[str, Any]:
         shares = acceptance(student, rows, data)
-        line = {"step": training.number, "minutes": round(training.seconds / 60, 1)}
-        line |= {"accepted": shares, "tokens_per_pass": round(1 + sum(shares), 3)}
+        rate = round(1 + sum(shares), 3)
+        line = {"step": training.number, "accepted": shares, "tokens_per_pass": rate}
         with open(plan.work / f"{plan.kind}.jsonl", "a", encoding="utf-8") as log:
             print(json.dumps(line), file=log)
         tqdm.write(json.dumps(line), file=sys.stderr)
@@ -445,5 +415,5 @@ def train(student: Student, rows: Tensor, data: Data, plan: Any) -> dict[str, An
 
     if training.number == 0:
         tell()
-    training.run(loss_of, tell, max(100, TOLD_TOKENS // plan.batch_tokens))
+    training.run(loss_of, max(100, TOLD_TOKENS // plan.batch_tokens), tell)
     return tell()

@@ -29,9 +29,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from serving.catalogue import folder_of
 from serving.mimo import register
 
-from . import answers, corpus, embedded, hybrid, recipe
-from .heads import STUDENTS
+from . import answers, corpus, embedded, recipe
+from .heads import DFlash, Draft, Eagle3, Mtp
+from .hybrid import Hybrid
 
+STUDENTS = {"eagle3": Eagle3, "dflash": DFlash, "mtp": Mtp, "draft": Draft, "hybrid": Hybrid}
 STAGES = "answers", "states", "train"
 
 
@@ -43,7 +45,7 @@ class Plan:
     target: str  # a folder
     work: Path
     out: Path
-    tokens: float = 3e6  # of answers; of text for target and hybrid
+    tokens: float = 3e6  # of answers; of text for the embedded target
     epochs: float = 4.0
     rate: float = 2e-3
     batch_tokens: int = 1024  # of a step
@@ -54,7 +56,7 @@ class Plan:
     is_toy: bool = False
 
 
-TOKENS = {"target": 27e6, "hybrid": 1.75e6}
+OF_TARGET = {"tokens": 27e6, "batch_tokens": 4096}
 TOY = {
     "tokens": 4_000, "epochs": 5.0, "rate": 3e-3, "batch_tokens": 512, "max_answer": 48,
     "draft_words": 512, "corpus_bytes": corpus.LITTLE, "is_toy": True,
@@ -67,8 +69,6 @@ def run(plan: Plan, stage: str | None = None) -> dict[str, Any]:
     plan.work.mkdir(parents=True, exist_ok=True)
     if plan.kind == "target":
         return embedded.train(plan)
-    if plan.kind == "hybrid":
-        return hybrid.train(load_target(plan).float(), plan)
     if stage in (None, "answers"):
         answers.make(plan.target, plan.work / "answers", int(plan.tokens), plan.max_answer)
     if stage == "answers":
@@ -93,7 +93,7 @@ def load_target(plan: Plan) -> PreTrainedModel:
 def student_of(plan: Plan) -> tuple[PreTrainedModel, recipe.Data, recipe.Student]:
     """A target, its answers with the states that are made where they are missing, and a student."""
     target, kind = load_target(plan), STUDENTS[plan.kind]
-    states = recipe.make_states(target, plan.work, kind.layers_of(target))
+    states = recipe.make_states(target, plan.work, kind.layers_of(target.config.num_hidden_layers))
     data = recipe.Data(plan.work, states)
     return target, data, kind(target, data, plan)
 
@@ -101,7 +101,7 @@ def student_of(plan: Plan) -> tuple[PreTrainedModel, recipe.Data, recipe.Student
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("kind", choices=[*STUDENTS, "target", "hybrid"], help="what is trained")
+    parser.add_argument("kind", choices=[*STUDENTS, "target"], help="what is trained")
     parser.add_argument("--target", default="embedded", help="a folder or a name of the catalogue")
     parser.add_argument("--work", type=Path, required=True, help="answers, states, checkpoints")
     parser.add_argument("--out", type=Path, help="the folder that is made (default: WORK/KIND)")
@@ -116,17 +116,14 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     torch.set_default_device(given.device)
-    sizes = TOY if given.toy else {"tokens": TOKENS.get(given.kind, Plan.tokens)}
+    sizes = TOY if given.toy else OF_TARGET if given.kind == "target" else {}
     chosen = {n: getattr(given, n) for n in ("tokens", "epochs", "batch_tokens")}
-    sizes |= {name: value for name, value in chosen.items() if value}
-    target = folder_of(given.target)
-    out = given.out or given.work / given.kind
-    name = given.verifier or given.target
-    print(
-        json.dumps(
-            run(Plan(given.kind, target, given.work, out, verifier=name, **sizes), given.stage)
-        )
-    )
+    sizes = sizes | {name: value for name, value in chosen.items() if value}
+    plan = Plan(
+        given.kind, folder_of(given.target), given.work, given.out or given.work / given.kind,
+        verifier=given.verifier or given.target, **sizes,
+    )  # fmt: skip
+    print(json.dumps(run(plan, given.stage)))
 
 
 if __name__ == "__main__":
