@@ -146,24 +146,19 @@ def train_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
 class Corpus:
     """Token streams by source, with where each document starts; windows are drawn from them."""
 
-    def __init__(self, folder: Path, limit: int | None, tokenizer: str | None = None) -> None:
-        """What `folder` holds, or made now: of at most so many bytes a source.
-
-        `tokenizer` names the folder of one; without it one is trained.
-        """
+    def __init__(self, folder: Path, limit: int | None) -> None:
+        """What `folder` holds, or made now: of at most so many bytes a source."""
         self.folder, file = folder, folder / "tokens.npz"
         if not file.exists():
-            made = tokenizer and PreTrainedTokenizerFast.from_pretrained(tokenizer)
-            streams = self._tokenised(collect(limit), made)
+            streams = self._tokenised(collect(limit))
             write_whole(file, lambda part: np.savez(part, **streams))
         self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         with np.load(file) as data:
             self.streams = dict(data)
 
-    def _tokenised(self, documents: Documents, tokenizer: Any) -> dict[str, np.ndarray]:
-        if tokenizer is None:
-            parts = (docs for (_, part), docs in documents.items() if part == "train")
-            tokenizer = train_tokenizer(text for docs in parts for text, _ in docs[::3])
+    def _tokenised(self, documents: Documents) -> dict[str, np.ndarray]:
+        parts = (docs for (_, part), docs in documents.items() if part == "train")
+        tokenizer = train_tokenizer(text for docs in parts for text, _ in docs[::3])
         tokenizer.save_pretrained(self.folder)
         streams, gap = {}, tokenizer("\n\n")["input_ids"]
         for (source, part), docs in documents.items():
@@ -175,12 +170,12 @@ class Corpus:
             streams[f"{source} {part} starts"] = np.array(starts)
         return streams
 
-    def windows(self, step: int, seed: int, batch: int, length: int) -> Tensor:
-        """[batch, length] ids of step `step`; the same for the same seed, whatever ran before.
+    def windows(self, step: int, batch: int, length: int) -> Tensor:
+        """[batch, length] ids of step `step`; the same whatever ran before.
 
         Half of the windows begin where documents begin, as prompts do.
         """
-        rng, rows = np.random.default_rng([seed, step]), []
+        rng, rows = np.random.default_rng(step), []
         for source in rng.choice(list(MIX), size=batch, p=list(MIX.values())):
             stream = self.streams[f"{source} train"]
             last = len(stream) - length - 1

@@ -24,13 +24,13 @@ from serving.mimo import MiMoConfig, MiMoForCausalLM
 
 from .recipe import TRAIN, Batch, Data, Keys, Student, additive, hidden_states, pick, unroll
 
-_SHARED = (  # what a head's config takes from its target's
+SHARED = (  # what a head's config takes from its target's
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps",
     "num_key_value_heads", "hidden_act", "max_position_embeddings",
 )  # fmt: skip
 
 
-_OF_MODELS = (  # and a model's beside that
+OF_MODELS = (  # and a model's beside that
     "num_hidden_layers", "rope_parameters", "tie_word_embeddings", "head_dim", "bos_token_id",
     "eos_token_id", "pad_token_id",
 )  # fmt: skip
@@ -45,7 +45,7 @@ def _layer_config(target: PreTrainedModel, kind: str, num_layers: int) -> Any:
         rope_parameters=rope.get("full_attention", rope),
         head_dim=target.get_decoder().layers[-1].self_attn.head_dim,
         attention_bias=getattr(own, "attention_bias", False),
-        **{name: getattr(own, name) for name in _SHARED},
+        **{name: getattr(own, name) for name in SHARED},
     )
     layer._attn_implementation = TRAIN
     return layer
@@ -194,7 +194,7 @@ def as_mimo(target: PreTrainedModel) -> PreTrainedModel:
     A Llama has no biases for queries, keys and values: they are 0.
     """
     given = target.config.to_dict()
-    shared = {name: given[name] for name in (*_SHARED, *_OF_MODELS) if name in given}
+    shared = {name: given[name] for name in (*SHARED, *OF_MODELS) if name in given}
     config = MiMoConfig(**shared, num_nextn_predict_layers=1, dtype="float32")
     with torch.no_grad():
         model = MiMoForCausalLM(config).to(target.dtype)

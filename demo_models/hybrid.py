@@ -15,31 +15,22 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-from .heads import Draft
+from .heads import OF_MODELS, SHARED, Draft
 from .recipe import TRAIN, Data
 
 PERIOD = 4  # every fourth layer keeps its attention, the last one among them
-_COPIED = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps",
-    "eos_token_id", "pad_token_id", "tie_word_embeddings",
-)  # fmt: skip
 
 
 def config_of(target: PreTrainedModel) -> Qwen3_5TextConfig:
     """Heads of the target's number and width of value, with keys half as wide."""
     own = target.config
     rope = dict(own.rope_parameters["full_attention"], partial_rotary_factor=1.0)
+    shared = {name: getattr(own, name) for name in (*SHARED, *OF_MODELS)}
     return Qwen3_5TextConfig(
-        full_attention_interval=PERIOD,
-        rope_parameters=rope,
-        linear_num_key_heads=own.num_attention_heads,
-        linear_num_value_heads=own.num_attention_heads,
-        linear_key_head_dim=own.head_dim // 2,
-        linear_value_head_dim=own.head_dim,
-        dtype="float32",
-        **{name: getattr(own, name) for name in _COPIED},
-    )
+        full_attention_interval=PERIOD, dtype="float32", linear_key_head_dim=own.head_dim // 2,
+        linear_num_key_heads=own.num_attention_heads, linear_value_head_dim=own.head_dim,
+        linear_num_value_heads=own.num_attention_heads, **shared | {"rope_parameters": rope},
+    )  # fmt: skip
 
 
 def copy_block(new: nn.Module, old: nn.Module) -> None:

@@ -164,8 +164,6 @@ class Data:
             for i, (text, end) in enumerate(zip(texts, ends, strict=True)):
                 part = self.train if i % HELD_OUT else self.held_out
                 part.append((text, whole[end - len(text.tokens) : end]))
-        if not self.train:
-            raise SystemExit(f"error: no answers in {work}: run the stages before this one")
         self.num_tokens = sum(len(text.tokens) for text, _ in self.train)
 
     def batch(self, texts: list[tuple[Text, np.ndarray]]) -> Batch:

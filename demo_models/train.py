@@ -34,7 +34,6 @@ from .heads import DFlash, Draft, Eagle3, Mtp
 from .hybrid import Hybrid
 
 STUDENTS = {"eagle3": Eagle3, "dflash": DFlash, "mtp": Mtp, "draft": Draft, "hybrid": Hybrid}
-STAGES = "answers", "states", "train"
 
 
 @dataclass
@@ -64,13 +63,12 @@ TOY = {
 
 
 def run(plan: Plan, stage: str | None = None) -> dict[str, Any]:
-    """All stages, or one of STAGES. Returns the figures."""
+    """All stages, or those up to `stage`. Returns the figures."""
     torch.manual_seed(0)
     plan.work.mkdir(parents=True, exist_ok=True)
     if plan.kind == "target":
         return embedded.train(plan)
-    if stage in (None, "answers"):
-        answers.make(plan.target, plan.work / "answers", int(plan.tokens), plan.max_answer)
+    answers.make(plan.target, plan.work / "answers", int(plan.tokens), plan.max_answer)
     if stage == "answers":
         return {}
     target, data, student = student_of(plan)
@@ -81,18 +79,14 @@ def run(plan: Plan, stage: str | None = None) -> dict[str, Any]:
     return figures
 
 
-def load_target(plan: Plan) -> PreTrainedModel:
-    """The target in transformers' own modules."""
-    register()
-    model = AutoModelForCausalLM.from_pretrained(
-        plan.target, dtype=recipe.fast_dtype(), attn_implementation=recipe.TRAIN
-    )
-    return model.to(torch.get_default_device()).eval().requires_grad_(False)
-
-
 def student_of(plan: Plan) -> tuple[PreTrainedModel, recipe.Data, recipe.Student]:
     """A target, its answers with the states that are made where they are missing, and a student."""
-    target, kind = load_target(plan), STUDENTS[plan.kind]
+    register()
+    target = AutoModelForCausalLM.from_pretrained(
+        plan.target, dtype=recipe.fast_dtype(), attn_implementation=recipe.TRAIN
+    )
+    target, kind = target.to(torch.get_default_device()).eval(), STUDENTS[plan.kind]
+    target.requires_grad_(False)
     states = recipe.make_states(target, plan.work, kind.layers_of(target.config.num_hidden_layers))
     data = recipe.Data(plan.work, states)
     return target, data, kind(target, data, plan)
@@ -105,7 +99,9 @@ def main() -> None:
     parser.add_argument("--target", default="embedded", help="a folder or a name of the catalogue")
     parser.add_argument("--work", type=Path, required=True, help="answers, states, checkpoints")
     parser.add_argument("--out", type=Path, help="the folder that is made (default: WORK/KIND)")
-    parser.add_argument("--stage", choices=STAGES, help="of a drafter: only this one")
+    parser.add_argument(
+        "--stage", choices=["answers", "states"], help="of a drafter: end behind it"
+    )
     parser.add_argument("--tokens", type=float, help="of answers, or of text (default: 3e6)")
     parser.add_argument("--epochs", type=float, help="of a drafter's training (default: 4)")
     parser.add_argument("--batch-tokens", type=int, help="of a step (default: 1024)")
