@@ -46,7 +46,8 @@ class SelfInt8Drafter(SmallModelDrafter):
             )
         if hasattr(target.model.get_input_embeddings(), "panels"):
             raise ValueError(
-                f"the drafter self_int8 would be as large as {target.name}, whose weights are packed"
+                "the drafter self_int8 does not go with packed weights, which are as small as its "
+                "own (--dtype bfloat16 unpacks them)"
             )
         if target.cache.recurrent:
             raise ValueError("the drafter self_int8 does not go with recurrent layers")

@@ -109,9 +109,10 @@ class Linears:
     def __init__(self, layers: Sequence[nn.Module], frees: bool) -> None:
         self._layers, self._sizes = (), []
         if all(hasattr(layer, "panels") for layer in layers):
+            if len({layer.panels.reads for layer in layers}) > 1:  # an input is rounded for all
+                for layer in layers:
+                    layer.panels = Panels.of(layer.panels.unpacked(), layer.panels.bias)
             self.panels = [layer.panels for layer in layers]
-            if len({panels.reads for panels in self.panels}) > 1:  # one input in two roundings
-                self.panels = [Panels.of(p.unpacked(), p.bias) for p in self.panels]
             return
         self._layers = layers if frees else ()
         weights, biases = zip(*map(linear_of, layers), strict=True)
@@ -452,7 +453,9 @@ class Decoder:
         longest = max(draft.position + draft.limit - 1 for draft in drafts)
         assert longest <= self._buffers[0][0].shape[2] and len(drafts) == len(wanted)
         assert 0 < words <= self.output.outputs and not self.nets
-        logits = torch.empty(len(wanted), self.output.outputs)
+        logits = torch.empty(len(wanted), words)
+        own, output = (type(x).from_buffer_copy(x) for x in (self.struct, self.output.struct))
+        output.outputs, own.output = words, ctypes.pointer(output)  # no others are computed
         slots, positions, places = rows.contiguous()
         batch = _Batch(rows=len(ids), num_wanted=len(wanted))
         names = "ids", "slots", "positions", "places", "wanted", "logits"
@@ -461,7 +464,7 @@ class Decoder:
             setattr(batch, name, _at(tensor))
         call = library.load().run_chain
         threads = self._threads(len(wanted))
-        given = ctypes.byref(self.struct), ctypes.byref(batch), drafts, words, threads
+        given = ctypes.byref(own), ctypes.byref(batch), drafts, words, threads
         checked(call(*given))
 
     @torch.inference_mode()

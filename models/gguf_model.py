@@ -37,6 +37,7 @@ from .gguf_file import BadFile, GgufFile, Tensor, Texts
 # transformers asks for a table of names anew for each of a model's modules: 15 ms, 397 times.
 gguf.get_tensor_name_map = cache(gguf.get_tensor_name_map)
 
+_MOST_VALUES = 4096  # of an array that describes a config, such as one for each layer
 _PIECE = 1 << 18  # weights that a thread unpacks at once: what numpy makes of them stays in caches
 _TYPES = {bool: 7, int: 4, float: 6, str: 8}  # GGUF's numbers for them, which transformers asks for
 _ARRAY = 9
@@ -76,8 +77,8 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
         for key, value in known.items():
             if isinstance(value, Texts):
                 known[key] = len(value)
-            elif isinstance(value, np.ndarray):
-                known[key] = value.tolist()
+            elif isinstance(value, np.ndarray):  # of a vocabulary's it needs none
+                known[key] = value[:_MOST_VALUES].tolist()
         fields = get_gguf_config(known, tuple(file.tensors))
     else:
         with _given_to_transformers(file):
@@ -231,6 +232,6 @@ def _field(value: Any) -> SimpleNamespace:
         return SimpleNamespace(parts=[value.encode()], data=[0], types=[_TYPES[str]])
     if isinstance(value, bool | int | float):
         return SimpleNamespace(parts=[[value]], data=[0], types=[_TYPES[type(value)]])
-    values = [] if isinstance(value, Texts) else value.tolist()
+    values = [] if isinstance(value, Texts) else value[:_MOST_VALUES].tolist()
     types = [_ARRAY, *(_TYPES[type(each)] for each in values[:1])]
     return SimpleNamespace(parts=[[each] for each in values], data=range(len(values)), types=types)

@@ -119,6 +119,7 @@ def _read_file(name: str, dtype: str, options: Options) -> tuple[Any, Any, dict[
             dtype = "bfloat16"
         if dtype == "packed":
             model, report = gguf_packed.load_packed(file, config)
+            model.fingerprint = file.fingerprint
         else:
             model, report = load_model(file, config, getattr(torch, dtype))
     return model, tokenizer, report
