@@ -357,7 +357,7 @@ class Training:
         }
         write_whole(self.file, partial(torch.save, state))
 
-    def run(self, loss_of: Callable[[int], Tensor], every: int = 200, tell: Any = None) -> None:
+    def run(self, loss_of: Callable[[int], Tensor], every: int = 200, tell: Callable = int) -> None:
         """Train to the end, with loss_of(number) for each step; `tell` now and then what is learnt.
 
         Afterwards the module has its averaged weights.
@@ -368,8 +368,7 @@ class Training:
             bar.update()
             if self.number % every == 0 or self.number == self.num_steps:
                 self.save()
-                if tell:
-                    tell()
+                tell()
         self._load(self.average)
         self.module.requires_grad_(False)
 
@@ -411,7 +410,6 @@ def train(student: Student, rows: Tensor, data: Data, plan: Any) -> dict[str, An
         tqdm.write(json.dumps(line), file=sys.stderr)
         return line
 
-    if training.number == 0:
-        tell()
+    tell()
     training.run(loss_of, max(100, TOLD_TOKENS // plan.batch_tokens), tell)
     return tell()

@@ -99,18 +99,14 @@ def main() -> None:
     parser.add_argument("--target", default="embedded", help="a folder or a name of the catalogue")
     parser.add_argument("--work", type=Path, required=True, help="answers, states, checkpoints")
     parser.add_argument("--out", type=Path, help="the folder that is made (default: WORK/KIND)")
-    parser.add_argument(
-        "--stage", choices=["answers", "states"], help="of a drafter: end behind it"
-    )
+    parser.add_argument("--stage", choices=["answers", "states"], help="end behind this one")
     parser.add_argument("--tokens", type=float, help="of answers, or of text (default: 3e6)")
     parser.add_argument("--epochs", type=float, help="of a drafter's training (default: 4)")
     parser.add_argument("--batch-tokens", type=int, help="of a step (default: 1024)")
     parser.add_argument("--verifier", default="", help="the target's public name")
     parser.add_argument("--device", default="cpu", help="where to compute: cpu, cuda")
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--toy", action="store_true", help="a toy, to see that every stage runs")
     given = parser.parse_args()
-    torch.set_num_threads(given.threads)
     torch.set_default_device(given.device)
     sizes = TOY if given.toy else OF_TARGET if given.kind == "target" else {}
     chosen = {n: getattr(given, n) for n in ("tokens", "epochs", "batch_tokens")}

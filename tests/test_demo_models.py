@@ -109,7 +109,7 @@ def test_a_hybrid_begins_with_the_numbers_of_its_target():
 
 def trained(kind, folder, *options):
     """Run a kind's every stage in miniature, into folder/KIND. Returns the figures it prints."""
-    command = [sys.executable, "-m", "demo_models.train", kind, "--toy", "--threads", "1"]
+    command = [sys.executable, "-m", "demo_models.train", kind, "--toy"]
     command += ["--work", str(folder), "--out", str(folder / kind), *options]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert result.returncode == 0, result.stderr
