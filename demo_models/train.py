@@ -92,7 +92,7 @@ def student_of(plan: Plan) -> tuple[PreTrainedModel, recipe.Data, recipe.Student
     return target, data, kind(target, data, plan)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kind", choices=[*STUDENTS, "target"], help="what is trained")
@@ -104,10 +104,11 @@ def main() -> None:
     parser.add_argument("--epochs", type=float, help="of a drafter's training (default: 4)")
     parser.add_argument("--batch-tokens", type=int, help="of a step (default: 1024)")
     parser.add_argument("--verifier", default="", help="the target's public name")
-    parser.add_argument("--device", default="cpu", help="where to compute: cpu, cuda")
+    parser.add_argument("--device", help="where to compute: cuda (default: cpu)")
     parser.add_argument("--toy", action="store_true", help="a toy, to see that every stage runs")
-    given = parser.parse_args()
-    torch.set_default_device(given.device)
+    given = parser.parse_args(arguments)
+    if given.device:
+        torch.set_default_device(given.device)
     sizes = TOY if given.toy else OF_TARGET if given.kind == "target" else {}
     chosen = {n: getattr(given, n) for n in ("tokens", "epochs", "batch_tokens")}
     sizes = sizes | {name: value for name, value in chosen.items() if value}

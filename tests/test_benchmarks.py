@@ -23,10 +23,8 @@ from benchmarks import (
     llama_peer,
     lossless,
     served,
-    servers,
     soak,
     soak_clients,
-    suffix,
 )
 from benchmarks.batch import of_best
 
@@ -111,24 +109,6 @@ def test_the_benchmark_of_batches_compares_outputs_and_measures_gaps(measure):
     assert document["gaps"][0]["longest_gap_ms"] > 0
 
 
-def test_the_benchmark_of_the_controller_compares_it_with_every_k(measure):
-    options = "--tokens", 6, "--k", 1, 3, "--temperature", 1, "--runs", 1
-    document = measure("controller", *options)
-    assert len(document["results"]) == 2 * (1 + 4 * 2 + 5) and len(document["summary"]) == 14
-    for row in document["results"]:
-        assert row["identical"] is True  # sampled as well
-        assert (row["alpha"] is not None) or not row["tokens_per_pass"] > 1
-        if row["k"] == "controller":
-            assert row["best_speedup"] >= 1
-            assert row["of_best"] == pytest.approx(row["speedup"] / row["best_speedup"], abs=2e-3)
-        else:
-            assert row["of_best"] is None
-    for row in document["summary"]:
-        key = {name: row[name] for name in ("temperature", "drafter", "k")}
-        of = [r["speedup"] for r in document["results"] if r.items() >= key.items()]
-        assert row["worst"] == min(of) and row["below_0.97"] == sum(x < 0.97 for x in of)
-
-
 def test_an_audition_ranks_what_fits_and_ends_with_a_command_line(measure, tmp_path):
     path = tmp_path / "own.txt"
     path.write_text("1, 2, 1, 2,\n\ndef main():\n")
@@ -180,28 +160,6 @@ def test_prompts_have_a_name_or_a_number(tmp_path):
     path = tmp_path / "own.jsonl"
     path.write_text('{"prompt": "a b"}\n\n{"name": "x", "prompt": "c"}\n')
     assert bench.prompts_of(path) == {"1": "a b", "x": "c"}
-
-
-def test_the_benchmark_of_suffixes_counts_and_times(measure, monkeypatch, tmp_path):
-    path = tmp_path / "own.jsonl"
-    path.write_text('{"name": "agent_a", "prompt": "1, 2, 1,"}\n{"name": "new_a", "prompt": "x"}')
-    monkeypatch.setattr(suffix, "PROMPTS", path)
-    document = measure("suffix", "--tokens", 12, "--sizes", 300)
-    assert [row["prompts"] for row in document["passes"]] == [
-        "demo (2)", "agents and editors (1)", "new text (1)",
-    ]  # fmt: skip
-    for row in document["passes"]:
-        assert row["equal"] and row["again"] > 2.5 and row["ngram"] >= 1
-    (cost,) = document["costs"]
-    assert cost["tokens"] <= 300 and cost["propose_us"] > 0
-
-
-def test_the_benchmark_of_caches_works_on_equal_keys(measure):
-    document = measure("cache", "--context", 8, 600, "--layers", 2, "--k", 2, "--runs", 1)
-    assert [row["context"] for row in document["results"]] == [8, 600]
-    assert all(row["equal_keys"] and row["ours_us"] > 0 for row in document["results"])
-    (row,) = document["rollback"]
-    assert row["k"] == 2 and row["step_again_percent"] > 0 and row["verify_ms"] > 0
 
 
 def test_the_benchmark_of_exactness_times_forwards_both_ways(measure):
@@ -305,75 +263,6 @@ def test_a_llama_is_written_as_llama_cpp_reads_it(tmp_path, monkeypatch):
     assert written["blk.0.ffn_norm.weight"].data.dtype == "float32"
 
 
-def test_a_gguf_file_is_written_anew_with_other_weights(tmp_path):
-    config = transformers.AutoConfig.for_model("qwen3", **bench.SHAPES["tiny"])
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    old, new = str(tmp_path / "old.gguf"), str(tmp_path / "new.gguf")
-    llama_peer.write_gguf(model, old, "bfloat16")
-    servers.retype(old, new, "q8_0")
-    before, after = gguf.GGUFReader(old), gguf.GGUFReader(new)
-    kept = {name: field.contents() for name, field in after.fields.items()}
-    for name, field in before.fields.items():
-        assert name.startswith("GGUF.") or kept[name] == field.contents()
-    for ours, theirs in zip(before.tensors, after.tensors, strict=True):
-        is_matrix = len(ours.shape) > 1
-        assert theirs.tensor_type.name == ("Q8_0" if is_matrix else "F32")
-        one, other = (gguf.quants.dequantize(t.data, t.tensor_type) for t in (ours, theirs))
-        assert one.shape == other.shape and abs(one - other).max() <= abs(one).max() / 127
-
-
-FAKE_SERVER = """
-import json, sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-
-given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        body = json.dumps({"asked": asked, "given": given}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-HTTPServer(("127.0.0.1", int(given["--port"])), Handler).serve_forever()
-"""
-FAKE_OPENVINO = """
-from types import SimpleNamespace
-
-class LLMPipeline:
-    def __init__(self, path, device, **options):
-        self.said = f"{path} {options['INFERENCE_PRECISION_HINT']} {options.get('prompt_lookup')} "
-
-    def get_generation_config(self):
-        return SimpleNamespace()
-
-    def generate(self, prompts, config):
-        count = SimpleNamespace(get_num_generated_tokens=lambda: config.max_new_tokens)
-        return SimpleNamespace(texts=[self.said + prompts[0]], perf_metrics=count)
-"""
-
-
-def test_peers_are_asked_in_processes_of_their_own(tmp_path, monkeypatch):
-    (tmp_path / "llama_cpp").mkdir()
-    (tmp_path / "llama_cpp" / "server.py").write_text(FAKE_SERVER)
-    (tmp_path / "openvino_genai.py").write_text(FAKE_OPENVINO)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(servers, "PAUSE_S", 0)
-    with servers.llama_server(sys.executable, "x.gguf", "bfloat16", 4) as port:
-        told = served.at_once(port, servers.ROUTE, [{"prompt": text} for text in "ab"])
-    assert [answer["asked"]["prompt"] for answer in told.answers] == ["a", "b"] and told.ms > 0
-    given = told.answers[0]["given"]
-    assert given["--model"] == "x.gguf" and given["--type_k"] == "30"
-    assert given["--draft_model_num_pred_tokens"] == "4"
-    peer = servers.OpenVino(sys.executable, "x.gguf", "bfloat16", 4)
-    (answer,) = peer.write("hi", 3).answers
-    peer.close()
-    assert answer["choices"] == [{"text": "x.gguf bf16 True hi"}]
-    assert answer["usage"]["completion_tokens"] == 3
-
-
 def test_the_benchmark_of_the_server_finds_the_same_texts(measure):
     few = "--tokens", 4, "--runs", 1, "--prompts", 2, "--clients", 1, 2, "--drafters", "none"
     document = measure("served", "--cases", "embedded", *few)
@@ -445,7 +334,6 @@ def test_a_table_aligns_and_marks_what_is_missing(capsys):
     ("name", "arguments", "message"),
     [
         ("batch", ["--runs", "0"], "must be from"),
-        ("controller", ["--temperature", "-1"], "temperature"),
         ("lossless", ["--samples", "0"], "must be from"),
         ("peers", ["--context", "9"], "--context goes with"),
         ("peers", ["--k", "17"], "must be from"),

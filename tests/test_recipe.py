@@ -1,6 +1,7 @@
 """Training: every drafter learns, what is trained is what drafts, and a run can be stopped."""
 
 import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import TARGET
+from conftest import ROOT, TARGET
 from test_drafters import fresh_state, propose_and_close
 from transformers import AutoModelForCausalLM
 
@@ -64,6 +65,14 @@ def test_a_drafter_learns_and_what_is_trained_is_what_drafts(kind, plan, monkeyp
             if kind != "dflash" and token != text[place + 2 + step]:
                 break
     assert num_equal > 16
+
+
+def test_the_command_of_the_docs_makes_answers(tmp_path, capsys):
+    text = (ROOT / "docs" / "models.md").read_text("utf-8")
+    (command,) = re.findall(r"^ +\.venv/bin/python -m demo_models\.train (.*)$", text, re.MULTILINE)
+    toy = ["--toy", "--tokens", "9", "--target", "embedded", "--work", str(tmp_path)]
+    train.main([*command.split(), *toy, "--stage", "answers"])
+    assert capsys.readouterr().out == "{}\n" and answers.files(tmp_path / "answers")
 
 
 def test_a_large_vocabulary_is_factorised(plan, monkeypatch):
