@@ -20,8 +20,7 @@ from sampling import Noise
 
 from .base import Chain, Context, Drafter, ModelState
 
-
-_NUM_FREQUENT, _NUM_RECENT, _MOST_RARE = 49_152, 64, 0.1  # words; tokens of a text; a share
+_NUM_FREQUENT, _NUM_RECENT, _MOST_RARE = 65_536, 64, 0.1  # words; tokens of a text; a share
 
 
 @dataclass(slots=True, kw_only=True)

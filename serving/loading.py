@@ -80,15 +80,15 @@ def load_pretrained(name: str, options: Options) -> Loaded:
     """
     given = name
     try:
-        name = folder_of(name)
-    except NotFetched as error:
+        name = folder_of(name, options.dtype == "packed")
+    except (NotFetched, BadFile) as error:
         raise StartError(str(error)) from error
     PROGRESS.info("reading the weights of %s", Path(name).name)
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = options.dtype
-    if dtype == "auto" and is_gguf(given):  # a name of the catalogue stands for float32
+    if dtype == "auto" and is_gguf(name):
         dtype = "bfloat16" if device != "cpu" or options.quantize else "packed"
     # In bf16 a verify of K + 1 rows and a step of one row round apart, so near-ties may flip.
     if dtype == "auto" and (device == "cpu" or options.is_embedded):

@@ -621,10 +621,11 @@ def fuzz_file(files, folder, mutations, in_table):
         begin = min(good.rindex(tensor.name.encode(), 0, end) for tensor in tensors)
     path = folder / "fuzzed.gguf"
     path.write_bytes(good[:begin] + mutated(good[begin:end], mutations) + good[end:])
-    try:
-        loading.load_pretrained(str(path), core.Options())
-    except loading.StartError as error:
-        assert "fuzzed.gguf" in str(error) and "\n" not in str(error)
+    for dtype in ("auto", "float32"):
+        try:
+            loading.load_pretrained(str(path), core.Options(dtype=dtype))
+        except loading.StartError as error:
+            assert "fuzzed.gguf" in str(error) and "\n" not in str(error)
 
 
 FUZZ = hypothesis.given(mutations=MUTATIONS, in_table=st.booleans())
@@ -636,6 +637,7 @@ WARNS = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:Initializin
 @settled(100)
 @FUZZ
 def test_any_file_is_loaded_or_refused_in_one_line(files, tmp_path, mutations, in_table):
+    forward.get_ready(None, "cpu", None)
     fuzz_file(files, tmp_path, mutations, in_table)
 
 
@@ -685,7 +687,7 @@ def tiny_entry(files, tmp_path, monkeypatch):
     return entry
 
 
-FOLDER = "llm-tiny-0.1-1"
+FOLDER = "llm-tiny-0.1-2"
 
 
 def kept(entry):
@@ -721,6 +723,12 @@ def started(demo_engine, monkeypatch):
         return loaded[-1].model
 
     return start
+
+
+@needs_compiler
+def test_a_model_of_the_catalogue_is_served_as_its_file_has_it_where_that_is_asked_for(tiny_entry):
+    engine = core.load_engine(core.Options(model="tiny", dtype="packed", fixed_k=True))
+    assert engine.target.fast.decoder.output.form == "Q8"
 
 
 def test_the_default_model_is_fetched_where_none_is_named(tiny_entry, started):
@@ -770,7 +778,7 @@ def test_another_file_than_the_pinned_one_is_refused(tiny_entry, monkeypatch):
 def test_a_disk_without_room_is_told_before_anything_is_fetched(tiny_entry, monkeypatch):
     usage = type("Usage", (), {"free": 3_000_000})
     monkeypatch.setattr(catalogue.shutil, "disk_usage", lambda folder: usage)
-    assert "Tiny needs 4 MB in" in refused(tiny_entry)
+    assert "Tiny needs 5 MB in" in refused(tiny_entry)
 
 
 def test_a_disk_that_fills_up_meanwhile_leaves_nothing(tiny_entry, monkeypatch):
