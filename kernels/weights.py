@@ -10,7 +10,8 @@ A block is 32 successive inputs of an output: whole numbers, a scale and perhaps
 
 import ctypes
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -169,14 +170,19 @@ class Panels:
         return found.view(*ids.shape, self.inputs)
 
 
-class ShownWeight(NamedTuple):
-    """What a module shows for a weight that is in panels: others ask for its type.
+@dataclass(frozen=True)
+class ShownWeight:
+    """What a module shows for a weight that is in panels: others ask for its type and size.
 
     It is no tensor, so that a module which computes with the weight itself fails for all to see.
     """
 
     dtype: torch.dtype
     device: torch.device
+    shape: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
 
 class PanelLinear(nn.Module):
@@ -205,7 +211,7 @@ class Gone(nn.Module):
 
 def become(module: nn.Module, kind: type[nn.Module], panels: Panels, factor: float = 1.0) -> None:
     """Turn a module into one that computes with panels: in place, as others may share it."""
-    weight = ShownWeight(module.weight.dtype, module.weight.device)
+    weight = ShownWeight(module.weight.dtype, module.weight.device, tuple(module.weight.shape))
     module._parameters.clear()
     module.__class__ = kind
     module.weight, module.panels, module.factor = weight, panels, factor

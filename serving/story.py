@@ -136,11 +136,14 @@ def weights_of(engine: Any, options: Options) -> dict[str, Any]:
     target = engine.target
     config = target.model.config.get_text_config()
     size = 1 if options.quantize == "int8" else target.model.dtype.itemsize
+    kind, num_bytes = str(target.model.dtype).removeprefix("torch."), target.num_weights * size
+    if getattr(target.model, "fingerprint", None):  # a file as it is
+        kind, num_bytes = "packed", target.fast.num_bytes
     return {
         "parameters": target.num_weights,
         "layers": config.num_hidden_layers,
-        "dtype": options.quantize or str(target.model.dtype).removeprefix("torch."),
-        "weight_bytes": target.num_weights * size,
+        "dtype": options.quantize or kind,
+        "weight_bytes": num_bytes,
         "vocabulary": target.vocab_size,
         "context": target.max_length,
     }

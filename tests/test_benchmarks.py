@@ -23,6 +23,7 @@ from benchmarks import (
     llama_peer,
     lossless,
     served,
+    servers,
     soak,
     soak_clients,
 )
@@ -261,6 +262,75 @@ def test_a_llama_is_written_as_llama_cpp_reads_it(tmp_path, monkeypatch):
             theirs = found[head * 32 + 2 * i], found[head * 32 + 2 * i + 1]
             assert abs(ours[0] - theirs[0]).max() < 1e-3 > abs(ours[1] - theirs[1]).max()
     assert written["blk.0.ffn_norm.weight"].data.dtype == "float32"
+
+
+def test_a_gguf_file_is_written_anew_with_other_weights(tmp_path):
+    config = transformers.AutoConfig.for_model("qwen3", **bench.SHAPES["tiny"])
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    old, new = str(tmp_path / "old.gguf"), str(tmp_path / "new.gguf")
+    llama_peer.write_gguf(model, old, "bfloat16")
+    servers.retype(old, new, "q8_0")
+    before, after = gguf.GGUFReader(old), gguf.GGUFReader(new)
+    kept = {name: field.contents() for name, field in after.fields.items()}
+    for name, field in before.fields.items():
+        assert name.startswith("GGUF.") or kept[name] == field.contents()
+    for ours, theirs in zip(before.tensors, after.tensors, strict=True):
+        is_matrix = len(ours.shape) > 1
+        assert theirs.tensor_type.name == ("Q8_0" if is_matrix else "F32")
+        one, other = (gguf.quants.dequantize(t.data, t.tensor_type) for t in (ours, theirs))
+        assert one.shape == other.shape and abs(one - other).max() <= abs(one).max() / 127
+
+
+FAKE_SERVER = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.dumps({"asked": asked, "given": given}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+HTTPServer(("127.0.0.1", int(given["--port"])), Handler).serve_forever()
+"""
+FAKE_OPENVINO = """
+from types import SimpleNamespace
+
+class LLMPipeline:
+    def __init__(self, path, device, **options):
+        self.said = f"{path} {options['INFERENCE_PRECISION_HINT']} {options.get('prompt_lookup')} "
+
+    def get_generation_config(self):
+        return SimpleNamespace()
+
+    def generate(self, prompts, config):
+        count = SimpleNamespace(get_num_generated_tokens=lambda: config.max_new_tokens)
+        return SimpleNamespace(texts=[self.said + prompts[0]], perf_metrics=count)
+"""
+
+
+def test_peers_are_asked_in_processes_of_their_own(tmp_path, monkeypatch):
+    (tmp_path / "llama_cpp").mkdir()
+    (tmp_path / "llama_cpp" / "server.py").write_text(FAKE_SERVER)
+    (tmp_path / "openvino_genai.py").write_text(FAKE_OPENVINO)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(servers, "PAUSE_S", 0)
+    with servers.llama_server(sys.executable, "x.gguf", "bfloat16", 4) as port:
+        told = served.at_once(port, servers.ROUTE, [{"prompt": text} for text in "ab"])
+    assert [answer["asked"]["prompt"] for answer in told.answers] == ["a", "b"] and told.ms > 0
+    given = told.answers[0]["given"]
+    assert given["--model"] == "x.gguf" and given["--type_k"] == "30"
+    assert given["--draft_model_num_pred_tokens"] == "4"
+    peer = servers.OpenVino(sys.executable, "x.gguf", "bfloat16", 4)
+    (answer,) = peer.write("hi", 3).answers
+    peer.close()
+    assert answer["choices"] == [{"text": "x.gguf bf16 True hi"}]
+    assert answer["usage"]["completion_tokens"] == 3
 
 
 def test_the_benchmark_of_the_server_finds_the_same_texts(measure):

@@ -33,7 +33,7 @@ from models.gguf_file import BadFile, GgufFile
 from models.gguf_model import config_of, load_model, open_model, unpacked
 from models.gguf_packed import FORMS
 from models.gguf_tokenizer import tokenizer_of
-from serving import catalogue, loading, parsing
+from serving import catalogue, loading, parsing, story
 
 Q4_0, Q8_0 = gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0
 
@@ -268,6 +268,8 @@ def test_a_packed_model_has_the_file_s_numbers_in_transformers_order(tiny_folder
 def test_a_packed_model_writes_what_it_writes_alone_with_every_draft(files, prompts, way):
     """Greedy and sampled, in one call of C, exact by construction."""
     engine = load(model=files["q4_0"], draft_model=files["q8_0"], drafter="draft_model")
+    told = story.weights_of(engine, core.Options())
+    assert told["dtype"] == "packed" and 0 < told["weight_bytes"] < 0.6 * told["parameters"]
     assert engine.target.fast.is_compiled and engine.target.report.is_exact
     assert engine.draft_model.fast.is_compiled
     for prompt in prompts.values():

@@ -1,6 +1,6 @@
 """Real files: a target and a draft of one family, as people have them.
 
-Marked `network`, as they have to be fetched first (1.6 GB). `--model qwen2.5-coder` does so; or
+Marked `network`, as they have to be fetched first (1.6 GB, and SmolLM2). `--model qwen2.5-coder` does so; or
 
     PAIR=FOLDER python -m pytest -n0 -m network tests/test_pair.py
 
@@ -135,3 +135,13 @@ def test_the_draft_goes_with_its_target_unpacked_as_well(pair, quantize):
     sequence, _ = run(engine, prompt, max_tokens=40, drafter="draft_model")
     assert sequence.output == expected
     assert sequence.statistics.num_accepted_draft_tokens > 20
+
+
+def test_the_default_model_s_file_goes_with_its_head():
+    engine = core.load_engine(core.Options(model="smollm2", dtype="packed", fixed_k=True))
+    assert engine.target.fast.decoder.blocks[0].linears["qkv"].panels[0].form == "Q4M"
+    prompt = ids_of(engine, TALK)
+    expected = core.plain_decode(engine.target, prompt, 60, engine.eos_ids)
+    sequence, _ = run(engine, prompt, max_tokens=60, drafter="eagle3")
+    assert sequence.output == expected and not sequence.seat.warnings
+    assert sequence.statistics.num_accepted_draft_tokens > 5
