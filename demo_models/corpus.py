@@ -190,4 +190,5 @@ class Corpus:
         stream = self.streams[f"{source} held_out"].astype(np.int64)
         length = min(length, len(stream) - 1)
         begins = np.linspace(0, len(stream) - length, num_windows).astype(int)
-        return torch.from_numpy(np.stack([stream[at : at + length] for at in begins]))
+        windows = np.stack([stream[at : at + length] for at in begins])
+        return torch.from_numpy(windows).to(torch.get_default_device())

@@ -197,7 +197,7 @@ class Data:
         if not file.exists():
             counts = np.bincount(np.concatenate([text.tokens for text, _ in self.train]))
             write_whole(file, partial(np.save, arr=np.argsort(-counts, kind="stable")[:size]))
-        return torch.from_numpy(np.load(file)).sort().values
+        return torch.from_numpy(np.load(file)).sort().values.to(torch.get_default_device())
 
 
 # ----------------------------------------------------------------------------------- students
@@ -357,7 +357,7 @@ class Training:
         }
         write_whole(self.file, partial(torch.save, state))
 
-    def run(self, loss_of: Callable[[int], Tensor], every: int = 200, tell: Callable = int) -> None:
+    def run(self, loss_of: Callable[[int], Tensor], tell: Any = dict, every: int = 200) -> None:
         """Train to the end, with loss_of(number) for each step; `tell` now and then what is learnt.
 
         Afterwards the module has its averaged weights.
@@ -411,5 +411,5 @@ def train(student: Student, rows: Tensor, data: Data, plan: Any) -> dict[str, An
         return line
 
     tell()
-    training.run(loss_of, max(100, TOLD_TOKENS // plan.batch_tokens), tell)
+    training.run(loss_of, tell, max(100, TOLD_TOKENS // plan.batch_tokens))
     return tell()

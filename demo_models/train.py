@@ -107,8 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", help="where to compute: cuda (default: cpu)")
     parser.add_argument("--toy", action="store_true", help="a toy, to see that every stage runs")
     given = parser.parse_args(arguments)
-    if given.device:
-        torch.set_default_device(given.device)
+    torch.set_default_device(given.device)
     sizes = TOY if given.toy else OF_TARGET if given.kind == "target" else {}
     chosen = {n: getattr(given, n) for n in ("tokens", "epochs", "batch_tokens")}
     sizes = sizes | {name: value for name, value in chosen.items() if value}
