@@ -1,0 +1,97 @@
+"""Does drafting pay at all? Told by the clock: tokens a second with drafts and without.
+
+    plan · kept … kept · plan · kept … kept · rest … rest · plan · kept …
+    └─────── a look: tokens, ms ───────┘      └ ms ┘
+
+What the controller expects of drafts leaves out what it takes to choose them, to read what was
+missed, and whatever else the machine does meanwhile. So all of a cycle's time is held against all
+of its tokens. Where drafts lose, nothing is chosen for a while: such a rest costs what plain
+decoding costs. Rests become longer until drafts pay again.
+"""
+
+from dataclasses import dataclass
+from math import sqrt
+
+_FIRST, _GROWTH, _LONGEST = 4, 4, 1024  # cycles of a rest
+_LOOK = 4  # cycles with drafts that are looked at, at least
+_RENEWED = 256  # cycles with drafts until plain ones are measured again
+_KEPT, _OLD_KEPT = 0.95, 0.5  # of what was seen, with each cycle and with each rest
+_PLAIN_KEPT = 0.8  # the same of plain cycles
+_OUTLIER = 3.0  # times as long as on average: the machine did something else
+_SMALL_EFFORT = 0.02  # of a cycle: so much for choosing is no reason to rest
+_EFFORT, _MOST = 0.05, 16  # so much is, for keeping a choice for some cycles; and how many at most
+
+
+@dataclass(slots=True)
+class Rest:
+    """Batches of about one size: what drafts bring, and whether none are chosen for now."""
+
+    tokens: float = 0.0  # of the last cycles with drafts, in cycles of plain decoding
+    time: float = 0.0  # and what they took
+    effort: float = 0.0  # what choosing takes of a cycle for which it is done
+    looks: int = 0  # cycles with drafts since the last rest
+    left: int = 0  # cycles of this rest
+    length: int = _FIRST  # of the next one
+
+    def begin(self) -> bool:
+        """Whether the next cycle is one of a rest; counts it."""
+        if not self.left and self.looks >= _LOOK and self.effort > _SMALL_EFFORT:
+            self._judge()
+        if not self.left:
+            return False
+        self.left -= 1
+        return True
+
+    def _judge(self) -> None:
+        if not self.time or self.looks >= _RENEWED:  # what plain cycles take is to be measured
+            self.left, self.looks = _FIRST, 0
+        elif self.tokens < self.time:
+            self.left, self.looks = self.length, 0
+            self.length = min(_GROWTH * self.length, _LONGEST)
+            self.tokens, self.time = _OLD_KEPT * self.tokens, _OLD_KEPT * self.time
+        elif self.looks > 2 * _MOST:
+            self.length = _FIRST
+
+    def see(self, tokens: float, time: float) -> None:
+        """A cycle for which drafts were chosen; `time` is 0 where plain ones are not known yet."""
+        self.looks += 1
+        if time:
+            time = min(time, _OUTLIER * (self.time / self.tokens if self.tokens else 1.0) * tokens)
+            self.tokens = _KEPT * self.tokens + tokens
+            self.time = _KEPT * self.time + time
+
+    def see_choice(self, time: float) -> None:
+        """What it took to choose drafts, and to learn what became of them."""
+        known = self.effort or time
+        self.effort = known + (1 - _KEPT) * (min(time, _OUTLIER * known) - known)
+
+    @property
+    def keeps(self) -> int:
+        """For how many more cycles a choice is kept, so that choosing is a small part of them."""
+        return max(1, min(_MOST, round(self.effort / _EFFORT))) - 1
+
+    def join(self, batch: int) -> None:
+        """A new request: one of at least so many may be different."""
+        self.left -= self.left // batch
+
+
+class PlainCycles:
+    """How long cycles without drafts take, by the size of the batch."""
+
+    def __init__(self) -> None:
+        self._ms: dict[int, float] = {}
+
+    def see(self, batch: int, ms: float) -> None:
+        """A cycle without drafts."""
+        known = self._ms.get(batch, ms)
+        self._ms[batch] = known + (1 - _PLAIN_KEPT) * (min(ms, _OUTLIER * known) - known)
+
+    def ms(self, batch: int) -> float:
+        """Of the nearest size that was seen, in proportion to the root of both; 0 before any was.
+
+        A larger batch takes longer, but not as much longer as it is larger.
+        """
+        if not self._ms:
+            return 0.0
+        near = min(self._ms, key=lambda other: abs(other - batch))
+        return self._ms[near] * sqrt(batch / near)
