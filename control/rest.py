@@ -15,8 +15,8 @@ from math import sqrt
 _FIRST, _GROWTH, _LONGEST = 4, 4, 1024  # cycles of a rest
 _LOOK = 4  # cycles with drafts that are looked at, at least
 _RENEWED = 256  # cycles with drafts until plain ones are measured again
-_KEPT, _OLD_KEPT = 0.95, 0.5  # of what was seen, with each cycle and with each rest
-_PLAIN_KEPT = 0.8  # the same of plain cycles
+_KEPT = 0.98  # of what was seen, with each cycle: the machine has slow moments
+_EFFORT_KEPT = 0.95  # and with each choice
 _OUTLIER = 3.0  # times as long as on average: the machine did something else
 _SMALL_EFFORT = 0.02  # of a cycle: so much for choosing is no reason to rest
 _EFFORT, _MOST = 0.05, 16  # so much is, for keeping a choice for some cycles; and how many at most
@@ -48,7 +48,6 @@ class Rest:
         elif self.tokens < self.time:
             self.left, self.looks = self.length, 0
             self.length = min(_GROWTH * self.length, _LONGEST)
-            self.tokens, self.time = _OLD_KEPT * self.tokens, _OLD_KEPT * self.time
         elif self.looks > 2 * _MOST:
             self.length = _FIRST
 
@@ -63,7 +62,7 @@ class Rest:
     def see_choice(self, time: float) -> None:
         """What it took to choose drafts, and to learn what became of them."""
         known = self.effort or time
-        self.effort = known + (1 - _KEPT) * (min(time, _OUTLIER * known) - known)
+        self.effort = known + (1 - _EFFORT_KEPT) * (min(time, _OUTLIER * known) - known)
 
     @property
     def keeps(self) -> int:
@@ -79,19 +78,22 @@ class PlainCycles:
     """How long cycles without drafts take, by the size of the batch."""
 
     def __init__(self) -> None:
-        self._ms: dict[int, float] = {}
+        self._seen: dict[int, tuple[float, float]] = {}  # ms and cycles; old ones count less
 
     def see(self, batch: int, ms: float) -> None:
         """A cycle without drafts."""
-        known = self._ms.get(batch, ms)
-        self._ms[batch] = known + (1 - _PLAIN_KEPT) * (min(ms, _OUTLIER * known) - known)
+        total, count = self._seen.get(batch, (0.0, 0.0))
+        if count:
+            ms = min(ms, _OUTLIER * total / count)
+        self._seen[batch] = _KEPT * total + ms, _KEPT * count + 1
 
     def ms(self, batch: int) -> float:
         """Of the nearest size that was seen, in proportion to the root of both; 0 before any was.
 
         A larger batch takes longer, but not as much longer as it is larger.
         """
-        if not self._ms:
+        if not self._seen:
             return 0.0
-        near = min(self._ms, key=lambda other: abs(other - batch))
-        return self._ms[near] * sqrt(batch / near)
+        near = min(self._seen, key=lambda other: abs(other - batch))
+        total, count = self._seen[near]
+        return total / count * sqrt(batch / near)
