@@ -44,6 +44,15 @@ def _capped(s: Any, name: str, limit: int) -> tuple[str, int]:
     return (name, min(limit, limit_of(s))) if can else NOBODY
 
 
+def _wake(seat: Seat) -> None:
+    """Let the records know of the rest that is over."""
+    cycles, tokens = seat.rested
+    for record in seat.records.values() if cycles else ():
+        record.unread += tokens
+        record.since += cycles
+    seat.rested = 0, 0
+
+
 def _resting(s: Any) -> tuple[str, int]:
     """Nobody drafts, but for who wants a fixed K."""
     if s.request.fixed_k:
@@ -117,6 +126,7 @@ class Planner:
         for i, s in enumerate(sequences):
             seat, limit = s.seat, limit_of(s)
             seat.goes_on, seat.guesses = None, {}
+            _wake(seat)
             if s.request.fixed_k:
                 plan[i] = fixed(s)
             elif limit and (able := self._able(s, limit)):
@@ -166,6 +176,9 @@ class Planner:
             began = time.perf_counter()
             self._learn(seat, cycle)
             self._spent_ms += (time.perf_counter() - began) * 1e3
+            return
+        if self._way == RESTS and not seat.asked:
+            seat.rested = seat.rested[0] + 1, seat.rested[1] + cycle.num_kept
             return
         for name, record in seat.records.items():
             if name not in seat.drafts:

@@ -16,6 +16,7 @@ _FIRST, _GROWTH, _LONGEST = 4, 4, 1024  # cycles of a rest
 _LOOK = 4  # cycles with drafts that are looked at, at least
 _RENEWED = 256  # cycles with drafts until plain ones are measured again
 _KEPT = 0.98  # of what was seen, with each cycle: the machine has slow moments
+_OLD_KEPT = 0.25  # and with each rest
 _EFFORT_KEPT = 0.95  # and with each choice
 _OUTLIER = 3.0  # times as long as on average: the machine did something else
 _SMALL_EFFORT = 0.02  # of a cycle: so much for choosing is no reason to rest
@@ -48,6 +49,7 @@ class Rest:
         elif self.tokens < self.time:
             self.left, self.looks = self.length, 0
             self.length = min(_GROWTH * self.length, _LONGEST)
+            self.tokens, self.time = _OLD_KEPT * self.tokens, _OLD_KEPT * self.time
         elif self.looks > 2 * _MOST:
             self.length = _FIRST
 

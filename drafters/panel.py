@@ -47,10 +47,12 @@ class Seat:
     guesses: dict[str, Any] = field(default_factory=dict)  # in this cycle, by drafter
     drafts: dict[str, Draft] = field(default_factory=dict)  # what each one proposed
     draft: Draft | None = None  # what was proposed and is not judged yet
-    missed: dict[str, list["Missed"]] = field(default_factory=dict)  # by drafter, see Panel.observe
+    missed: list["Missed"] = field(default_factory=list)  # what came; see Panel.observe
+    heard: dict[str, int] = field(default_factory=dict)  # how much of that each drafter was told
     records: dict[str, Any] = field(default_factory=dict)  # the planner's, by drafter
     decision: Any = None  # the planner's last one
     pace: Any = None  # the planner's: how fast the text comes
+    rested: tuple[int, int] = 0, 0  # cycles and tokens that the records do not know of yet
     warnings: list[str] = field(default_factory=list)
     failure: Exception | None = None  # where a drafter's fault is to end the request
     num_cached: int = 0  # tokens of the prompt that were known already
@@ -323,11 +325,8 @@ class Panel:
         states, seat.hidden, seat.draft = seat.read(hidden), {}, None
         self.keep(seat, states)
         came = Missed(verdict.tokens, states, verdict.drafted - verdict.accepted)
-        for name in list(seat.states):
+        for name in [name for name in seat.drafts if name in seat.states]:
             if is_last and not self.drafters[name].keeps_outputs:
-                continue
-            if name not in seat.drafts:
-                seat.missed.setdefault(name, []).append(came)
                 continue
             try:
                 draft = seat.drafts[name] if len(seat.drafts) > 1 else None
@@ -337,6 +336,10 @@ class Panel:
                     self.drafters[name].observe(seat.states[name], part)
             except Exception as error:
                 self._lose(seat, name, error)
+        seat.missed.append(came)
+        seat.heard |= dict.fromkeys(seat.drafts, len(seat.missed))
+        if all(seat.heard.get(name) == len(seat.missed) for name in seat.states):
+            seat.missed, seat.heard = [], {}
 
     def _hidden(self, name: str, cycles: list[Missed]) -> Tensor | None:
         """The states [tokens, D] that a drafter needs of these cycles, layers side by side."""
@@ -350,8 +353,10 @@ class Panel:
 
     def _catch_up(self, seat: Seat, name: str) -> None:
         """Tell a drafter what came since it was asked last, as one piece of text."""
-        if not (cycles := seat.missed.pop(name, None)):
+        cycles = seat.missed[seat.heard.get(name, 0) :]
+        if not cycles:
             return
+        seat.heard[name] = len(seat.missed)
         tokens = [token for cycle in cycles for token in cycle.tokens]
         try:
             verdict = Verdict(0, len(tokens) - 1, tokens, self._hidden(name, cycles))
@@ -362,7 +367,6 @@ class Panel:
     def _lose(self, seat: Seat, name: str, error: Exception) -> None:
         """The request goes on without this drafter; the log has the traceback."""
         self.num_failures += 1
-        seat.missed.pop(name, None)
         LOG.warning("drafter %s failed: %s", name, in_short(error), exc_info=error)
         self._close(seat, name)
         what = f"drafter {name} failed ({in_short(error)})"
