@@ -181,12 +181,15 @@ class Planner:
             seat.rested = seat.rested[0] + 1, seat.rested[1] + cycle.num_kept
             return
         for name, record in seat.records.items():
-            if name not in seat.drafts:
+            if name == TREE:
+                self._learn_tree(seat, cycle)
+            elif name not in seat.drafts:
                 record.unread += cycle.num_kept
                 record.since += 1
-            elif name not in seat.guesses:
-                self._learn_own(seat, record, cycle)
+            else:
                 record.unread = 0
+                if name == seat.asked and name not in seat.guesses:
+                    self._learn_own(seat, record, cycle)
 
     def _learn(self, seat: Seat, cycle: Cycle) -> None:
         tokens = [token.id for token in cycle.tokens]

@@ -718,7 +718,7 @@ def test_requests_that_go_on_keep_what_was_chosen_until_another_one_joins(
     engine.controller.plan = counted
     text = prompts["code_class"]
     first, second = (engine.open(core.Request(text, n, "own", 2)) for n in (40, 4))
-    for _ in range(8):
+    for _ in range(7):
         engine.step([s for s in (first, second) if s.finish_reason is None])
     # The first cycle reads the prompts; each choice serves four cycles, also when one has ended.
     assert plans == [2, 2, 1]
