@@ -27,7 +27,7 @@ together may cost a hundredth of the time. That is counted across requests, as o
 too short to pay for any.
 
 Costs and numbers of steps are kept for a few cycles (Terms): finding them takes longer than using
-them. The rate is found in each cycle.
+them. The rate is found with each choice. Whether choices pay at all the clock tells (rest.py).
 Costs come from the clock (costs.py), so that K shrinks as a batch fills up. Who drafts and how much
 changes no token, unless a request is verified by rejection: then the same seed gives another text
 of the same distribution.

@@ -1,7 +1,8 @@
 """The planner says who drafts for each request in a cycle, and how many tokens at most.
 
 FixedK lets a request's first drafter propose as much as the request allows. Planner asks the
-controller, and tells it what a cycle cost and what came of it; a request may ask for fixed_k.
+controller, and tells it what a cycle cost and what came of it; a request may ask for fixed_k. What
+was chosen serves several cycles where choosing takes long, and in a rest nothing is (rest.py).
 """
 
 import time

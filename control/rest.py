@@ -19,7 +19,7 @@ _KEPT = 0.98  # of what was seen, with each cycle: the machine has slow moments
 _OLD_KEPT = 0.25  # and with each rest
 _EFFORT_KEPT = 0.95  # and with each choice
 _OUTLIER = 3.0  # times as long as on average: the machine did something else
-_SMALL_EFFORT = 0.02  # of a cycle: so much for choosing is no reason to rest
+_LITTLE = 0.03  # of the time: to lose so much is no reason to rest
 _EFFORT, _MOST = 0.05, 16  # so much is, for keeping a choice for some cycles; and how many at most
 
 
@@ -36,7 +36,7 @@ class Rest:
 
     def begin(self) -> bool:
         """Whether the next cycle is one of a rest; counts it."""
-        if not self.left and self.looks >= _LOOK and self.effort > _SMALL_EFFORT:
+        if not self.left and self.looks >= _LOOK:
             self._judge()
         if not self.left:
             return False
@@ -46,7 +46,7 @@ class Rest:
     def _judge(self) -> None:
         if not self.time or self.looks >= _RENEWED:  # what plain cycles take is to be measured
             self.left, self.looks = _FIRST, 0
-        elif self.tokens < self.time:
+        elif self.tokens < (1 - _LITTLE) * self.time:
             self.left, self.looks = self.length, 0
             self.length = min(_GROWTH * self.length, _LONGEST)
             self.tokens, self.time = _OLD_KEPT * self.tokens, _OLD_KEPT * self.time

@@ -251,10 +251,7 @@ EVIDENCE = "controller::test_proposals_with_more_evidence_have_a_record_of_their
 STOPPED = "controller::test_where_a_draft_stopped_counts_as_reached_and_not_accepted"
 SEVERAL_FORGET = "mtp::test_every_layer_forgets_what_was_refused"
 DOUBTS = "controller::test_a_model_s_draft_ends_with_the_token_that_it_doubts[mtp]"
-RESTS = (
-    "controller::"
-    "test_where_drafts_lose_by_the_clock_nothing_is_chosen_for_a_while[22.0-True]"
-)
+RESTS = "controller::test_where_drafts_lose_by_the_clock_nothing_is_chosen_for_a_while[22.0-True]"
 JOINS = "controller::test_a_new_request_ends_a_rest_as_far_as_it_may_be_different"
 KEPT = "controller::test_requests_that_go_on_keep_what_was_chosen_until_another_one_joins"
 PAUSED = "controller::test_what_rests_drafts_nothing_says_so_and_knows_what_was_missed[coupled]"
@@ -665,11 +662,11 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "all(ask.pace.ms for ask in asks)", "False",
      "controller::test_time_is_worth_what_the_text_gives_on_average"),
     ("drafts that lose by the clock go on", "rest:Rest._judge",
-     "self.tokens < self.time", "False", RESTS),
+     "self.tokens < (1 - _LITTLE) * self.time", "False", RESTS),
     ("the controller never rests", "rest:Rest.begin", "return True", "return False", RESTS),
     ("pauses never grow", "rest:Rest._judge", "_GROWTH * self.length", "self.length", RESTS),
-    ("a little time for choosing is a reason to rest", "rest:Rest.begin",
-     "self.effort > _SMALL_EFFORT", "True",
+    ("a little time for choosing is a reason to rest", "rest:Rest._judge",
+     "(1 - _LITTLE) * self.time", "self.time",
      "controller::test_a_little_time_for_choosing_is_no_reason_to_rest"),
     ("a new request ends no rest", "rest:Rest.join", "self.left -= self.left // batch", "pass",
      JOINS),

@@ -221,7 +221,9 @@ def test_a_request_that_is_not_streamed_wakes_its_handler_once(engine, noted, tr
     assert len(answer["token_ids"]) == 40 and len(answer.get("trace", ())) == 40 * trace
 
 
-@pytest.mark.parametrize(("asked", "expected"), [({}, 0), ({"trace": True}, 9), ({"logprobs": 1}, 9)])
+@pytest.mark.parametrize(
+    ("asked", "expected"), [({}, 0), ({"trace": True}, 9), ({"logprobs": 1}, 9)]
+)
 def test_no_event_is_made_that_nobody_reads(demo_engine, monkeypatch, asked, expected):
     made, waiting, event, step = [], [], trace.event, faults.step
     monkeypatch.setattr("serving.trace.event", lambda *given: made.append(1) or event(*given))
