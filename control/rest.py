@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import sqrt
 
 _FIRST, _GROWTH, _LONGEST = 4, 4, 1024  # cycles of a rest
-_LOOK = 4  # cycles with drafts that are looked at, at least
+_LOOK = 8  # cycles with drafts that are looked at, at least
 _RENEWED = 256  # cycles with drafts until plain ones are measured again
 _KEPT = 0.98  # of what was seen, with each cycle: the machine has slow moments
 _OLD_KEPT = 0.25  # and with each rest
@@ -54,9 +54,12 @@ class Rest:
             self.length = _FIRST
 
     def see(self, tokens: float, time: float) -> None:
-        """A cycle for which drafts were chosen; `time` is 0 where plain ones are not known yet."""
+        """A cycle for which drafts were chosen; `time` is 0 where plain ones are not known yet.
+
+        In the first one models read what they missed, which serves all that follow: not counted.
+        """
         self.looks += 1
-        if time:
+        if time and self.looks > 1:
             time = min(time, _OUTLIER * (self.time / self.tokens if self.tokens else 1.0) * tokens)
             self.tokens = _KEPT * self.tokens + tokens
             self.time = _KEPT * self.time + time

@@ -667,9 +667,9 @@ def test_where_drafts_lose_by_the_clock_nothing_is_chosen_for_a_while(draft_ms, 
     pauses = [length for is_rest, length in groups[:-1] if is_rest]
     looks = [length for is_rest, length in groups[:-1] if not is_rest]
     # What plain cycles take has to be known, whatever drafts bring.
-    assert pauses[0] == 4 and looks[0] < 8
+    assert pauses[0] == 4 and looks[0] < 16
     if expected:  # longer and longer, and short looks between them
-        assert pauses[1:6] == [4, 16, 64, 256, 1024] and max(looks) < 8
+        assert pauses[1:6] == [4, 16, 64, 256, 1024] and max(looks) < 16
     else:
         assert set(pauses) == {4} and min(looks[1:]) > 200
     assert not own.rests(1)  # batches of other sizes are known by themselves
