@@ -343,7 +343,8 @@ class Controller:
         # Of all requests so far, by drafter and rule.
         self._typical: dict[tuple[str, str], Acceptance] = {}
         self._saved: dict[str, float] = {}  # tokens that probing may cost, of each idle drafter
-        self._rests: dict[int, Rest] = {}  # by class of batches
+        self.who: Any = None  # may draft in this cycle
+        self._rests: dict[tuple[int, Any], Rest] = {}  # by class of batches, and by who may draft
         self._plain = PlainCycles()
         self._terms: Terms | None = None
 
@@ -361,7 +362,7 @@ class Controller:
         return kind(unread=num_prompt_tokens, typical=typical)
 
     def _rest(self, batch: int) -> Rest:
-        return self._rests.setdefault(batch.bit_length(), Rest())
+        return self._rests.setdefault((batch.bit_length(), self.who), Rest())
 
     def rests(self, batch: int) -> bool:
         """Whether this cycle is plain decoding, without a choice; counts it."""
@@ -385,7 +386,7 @@ class Controller:
     def join(self) -> None:
         """A new request has come."""
         self._terms = None
-        for size, rest in self._rests.items():
+        for (size, _), rest in self._rests.items():
             rest.join(1 << size - 1)
 
     def plan(self, asks: list[Ask], batch: int) -> list[Decision]:

@@ -108,6 +108,7 @@ class Planner:
     def plan(self, sequences: list[Any]) -> Plan:
         """Who drafts for each of the core's sequences, and how many tokens at most."""
         self._num_tokens, self._unread, self._spent_ms = 0, {}, 0.0
+        self.controller.who = frozenset([s.request.drafter for s in sequences])
         if self._left and all(s.seat in self._plan or not s.num_steps for s in sequences):
             self._left, self._way = self._left - 1, KEPT
             plan = [_capped(s, *self._plan.get(s.seat, NOBODY)) for s in sequences]

@@ -668,6 +668,7 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("a little time for choosing is a reason to rest", "rest:Rest._judge",
      "(1 - _LITTLE) * self.time", "self.time",
      "controller::test_a_little_time_for_choosing_is_no_reason_to_rest"),
+    ("others share a rest", "controller:Controller._rest", "self.who)", "None)", RESTS),
     ("a new request ends no rest", "rest:Rest.join", "self.left -= self.left // batch", "pass",
      JOINS),
     ("what was seen before a rest counts as ever", "rest:Rest._judge",

@@ -673,6 +673,10 @@ def test_where_drafts_lose_by_the_clock_nothing_is_chosen_for_a_while(draft_ms, 
     else:
         assert set(pauses) == {4} and min(looks[1:]) > 200
     assert not own.rests(1)  # batches of other sizes are known by themselves
+    while expected and not own.rests(4):
+        looked_at(own, draft_ms, cycles=1)
+    own.who = "others"
+    assert not own.rests(4)
 
 
 def test_a_new_request_ends_a_rest_as_far_as_it_may_be_different():
