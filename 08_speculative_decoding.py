@@ -48,6 +48,7 @@ from fastpath.exact import KEY_BLOCK, Report, Shapes, calibrate
 from fastpath.forward import check_quantized, get_ready, lazy_zeros, scrub, speed_up
 from fastpath.prefix import PrefixCache
 from fastpath.recurrent import follow_rows
+from kernels.weights import num_weights
 from messages import Cycle, Draft, Judgement, Layers, Output, Request, Sampling
 from sampling import ACCEPT, DRAW, RECOVER, choose, draw, penalise, truncated_softmax
 from serving import answers, faults, http, loading, story
@@ -254,7 +255,7 @@ class CachedModel:
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, name
         self.max_length = loaded.length
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
-        self.num_weights = sum(weight.numel() for weight in self.model.parameters())
+        self.num_weights = num_weights(self.model)
         self.windows = loaded.structure.windows  # by kind of layer, how far back it sees
         self.has_experts = loaded.structure.has_experts
         self.cache = self.new_cache(loaded.structure.num_cache_layers, num_rows)

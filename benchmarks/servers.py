@@ -46,8 +46,10 @@ OURS = {
     "bfloat16": ["--dtype", "bfloat16"],
     "q8_0": ["--quantize", "int8"],
 }
-GGML = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0", "float16": "F16"}
-FILE_TYPES = {"float32": 0, "float16": 1, "q8_0": 7, "bfloat16": 32}  # as the format numbers them
+GGML = {"q4_0": "Q4_0", "float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0", "float16": "F16"}
+FILE_TYPES = {  # as the format numbers them
+    "float32": 0, "float16": 1, "q4_0": 2, "q8_0": 7, "bfloat16": 32,
+}  # fmt: skip
 Way = Callable[[list[str]], Told]
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 

@@ -44,6 +44,11 @@ class SelfInt8Drafter(SmallModelDrafter):
                 "the drafter self_int8 does not go with "
                 + (what if context.fast else "--no-fastpath")
             )
+        if hasattr(target.model.get_input_embeddings(), "panels"):
+            raise ValueError(
+                "the drafter self_int8 does not go with packed weights, which are as small as its "
+                "own (--dtype bfloat16 unpacks them)"
+            )
         if target.cache.recurrent:
             raise ValueError("the drafter self_int8 does not go with recurrent layers")
         if context.wanted != cls.name and target.num_weights < _FEW_WEIGHTS:

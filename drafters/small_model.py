@@ -20,6 +20,8 @@ from sampling import Noise
 
 from .base import Chain, Context, Drafter, ModelState
 
+_NUM_FREQUENT, _NUM_RECENT, _MOST_RARE = 65_536, 64, 0.1  # words; tokens of a text; a share
+
 
 @dataclass(slots=True, kw_only=True)
 class State(ModelState):
@@ -58,9 +60,11 @@ class SmallModelDrafter(Drafter):
                 "give another --draft-model, or use --drafter ngram"
             )
         # By content: vocabularies of one size may differ, and embeddings may be padded.
-        differing = set(draft.tokenizer.get_vocab().items()) ^ set(
-            target.tokenizer.get_vocab().items()
-        )
+        backends = [getattr(m.tokenizer, "backend_tokenizer", m) for m in (draft, target)]
+        differing = set[tuple[str, int]]()
+        if backends[0] is not backends[1]:
+            words = [set(model.tokenizer.get_vocab().items()) for model in (draft, target)]
+            differing = words[0] ^ words[1]
         if differing:
             token, i = min(differing, key=lambda entry: entry[1])
             raise ValueError(
@@ -126,9 +130,20 @@ class SmallModelDrafter(Drafter):
                 texts[i] = chain.Text(state.row, *given)
         if not texts or not chain.can_chain(self._draft, list(texts.values())):
             return None
-        chain.draft(self._draft, list(texts.values()), self._shared)
+        chain.draft(self._draft, list(texts.values()), self._num_words(states))
         found = (texts.get(i) for i in range(len(states)))
         return [Draft(t.tokens, confidence=t.confidence) if t else Draft([]) for t in found]
+
+    def _num_words(self, states: list[State]) -> int:
+        """How many words a draft is chosen among: the frequent ones, where texts keep to those.
+
+        The output layer of a small model is a large part of it. A vocabulary is numbered as its
+        words were found, the most frequent first.
+        """
+        recent = [token for state in states for token in state.text[-_NUM_RECENT:]]
+        num_rare = sum(token >= _NUM_FREQUENT for token in recent)
+        is_usual = num_rare <= _MOST_RARE * len(recent)
+        return min(self._shared, _NUM_FREQUENT) if is_usual else self._shared
 
     def observe(self, state: State, verdict: Verdict) -> None:
         cache = self._draft.cache

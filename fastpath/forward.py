@@ -233,6 +233,12 @@ class FastForward:
         return scores, {layer: place.part(found) for layer, found in states.items()}
 
     @property
+    def num_bytes(self) -> int:
+        """Of the matrices that are packed."""
+        packed = {getattr(part, "panels", None) for part in self._model.model.modules()} - {None}
+        return sum(panels.num_bytes for panels in packed)
+
+    @property
     def way(self) -> str:
         """How the model is computed, in few words."""
         return "transformers' modules, its linear layers packed where they can be"

@@ -138,7 +138,7 @@ def quantise_embedding(model: nn.Module) -> None:
         [(w / s).round_().to(torch.int8) for w, s in _slices(weight, embedding.scales)]
     )
     embedding._parameters.clear()
-    embedding.weight = ShownWeight(weight.dtype, weight.device)
+    embedding.weight = ShownWeight(weight.dtype, weight.device, tuple(weight.shape))
     # Nothing else may be left of a model that modules could ask for its type.
     embedding.anchor = nn.Parameter(weight.new_zeros(0), requires_grad=False)
     embedding.__class__ = Int8Embedding

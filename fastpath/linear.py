@@ -128,5 +128,5 @@ def pack(module: nn.Module, kind: Kind = Weights, besides: nn.Module | None = No
         if kind is not Weights or can_pack(weight.dtype, weight.device.type):
             layer._parameters.clear()
             layer.__class__ = PackedLinear
-            layer.weight = ShownWeight(weight.dtype, weight.device)
+            layer.weight = ShownWeight(weight.dtype, weight.device, tuple(weight.shape))
             layer.compute = kind(weight, bias)

@@ -139,6 +139,13 @@ class KernelForward:
         return not self._model.cache.recurrent
 
     @property
+    def num_bytes(self) -> int:
+        """Of the matrices that a pass reads; of another one with embeddings it reads a few rows."""
+        own, embedding = self.decoder, self.decoder.embedding
+        is_apart = embedding is not None and embedding is not own.output
+        return own.num_bytes - (embedding.num_bytes if is_apart else 0)
+
+    @property
     def way(self) -> str:
         """How the model is computed, in few words."""
         return f"whole forwards in C ({library.instructions()})"

@@ -62,8 +62,8 @@ class Parts:
     def fits(self) -> bool:
         """Whether there are as many queries, keys and values as attention reads."""
         groups = getattr(self.attention, "num_key_value_groups", 1)
-        made = sum(len(linear_of(layer)[0]) for layer in self.qkv)
-        return made * groups == linear_of(self.out)[0].shape[1] * (groups + 2)
+        made = sum(shape_of(layer)[0] for layer in self.qkv)
+        return made * groups == shape_of(self.out)[1] * (groups + 2)
 
     def with_gates(self) -> "Parts":
         """What makes queries taken apart: Qwen3.5's has a gate beside each head's query."""
@@ -78,9 +78,7 @@ class Parts:
     @property
     def is_gated(self) -> bool:
         """Whether the activation's result is multiplied by another projection of the same input."""
-        (weight, _), *_ = map(linear_of, self.up)
-        inner = linear_of(self.down)[0].shape[1]
-        return len(weight) * len(self.up) == 2 * inner
+        return sum(shape_of(layer)[0] for layer in self.up) == 2 * shape_of(self.down)[1]
 
 
 def parts_of(layer: nn.Module, besides: tuple[str, ...] = ()) -> Parts | None:
@@ -111,7 +109,7 @@ def parts_of(layer: nn.Module, besides: tuple[str, ...] = ()) -> Parts | None:
     )  # fmt: skip
     linears = [*found.qkv, found.out, *found.up, found.down]
     every_norm = [norm for norm in (*found.norms, *found.qk_norms) if norm is not None]
-    if not (all(map(linear_of, linears)) and all(map(norm_of, every_norm))):
+    if not (all(map(shape_of, linears)) and all(map(norm_of, every_norm))):
         return None
     if is_recurrent or found.fits:
         return found
@@ -153,6 +151,14 @@ def linear_of(layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:
     if type(layer) is Conv1D:  # GPT-2's: a linear layer with its weight transposed
         return layer.weight.T, layer.bias
     return None
+
+
+def shape_of(layer: nn.Module) -> tuple[int, int] | None:
+    """(outputs, inputs) of a linear layer, packed or not; None for other layers."""
+    if (panels := getattr(layer, "panels", None)) is not None:
+        return panels.outputs, panels.inputs
+    found = linear_of(layer)
+    return None if found is None else tuple(found[0].shape)
 
 
 @torch.no_grad()

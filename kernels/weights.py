@@ -3,15 +3,17 @@
     Panels.of(weight, bias)                  float32 or bfloat16, as the weight is
     Panels.of(weight, bias, "int8")          8-bit blocks made of it
     Panels.of_blocks("Q4M", numbers, …)      blocks of numbers and scales
-    Panels.of_rows("Q4K", rows, inputs)      rows of bytes, as a GGUF file has them
+    Panels.of_rows("Q4K", shape, pieces)     rows of bytes, as a GGUF file has them
 
 A block is 32 successive inputs of an output: whole numbers, a scale and perhaps a minimum.
 """
 
 import ctypes
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -48,12 +50,15 @@ class Panels:
         """`data`: the panels' bytes; `of` and `of_blocks` make them."""
         self.form, (self.outputs, self.inputs), self._data = form, shape, data
         assert 0 < self.outputs < 1 << 31 and 0 < self.inputs <= _MOST_INPUTS
-        self._bias = None if bias is None else bias.detach().float().contiguous().clone()
+        number = FORMS.index(form)
+        self.struct = Matrix(number, self.outputs, self.inputs, data.data_ptr())
+        self.set_bias(bias)
+
+    def set_bias(self, bias: Tensor | None) -> None:
+        """What is added to the outputs, or nothing."""
         assert bias is None or bias.shape == (self.outputs,)
-        self.struct = Matrix(
-            FORMS.index(form), self.outputs, self.inputs, data.data_ptr(),
-            None if self._bias is None else self._bias.data_ptr(),
-        )  # fmt: skip
+        self.bias = None if bias is None else bias.detach().float().contiguous().clone()
+        self.struct.bias = None if self.bias is None else self.bias.data_ptr()
 
     @classmethod
     @torch.no_grad()
@@ -98,13 +103,29 @@ class Panels:
         return cls(form, (outputs, inputs), torch.cat(parts, -1).flatten(), bias)
 
     @classmethod
-    def of_rows(cls, form: str, rows: Tensor, inputs: int, bias: Tensor | None = None) -> "Panels":
-        """Of a GGUF tensor's bytes [outputs, bytes of a row]: the same numbers in another order."""
-        call, number, outputs = library.load(), FORMS.index(form), len(rows)
+    def of_rows(
+        cls,
+        form: str,
+        shape: tuple[int, int],
+        pieces: Iterable[np.ndarray],
+        bias: Tensor | None = None,
+    ) -> "Panels":
+        """Of a GGUF tensor's bytes: the same numbers in another order.
+
+        `pieces` are uint8 [rows, bytes of a row]; all but the last one have whole panels of rows.
+        """
+        call, number, (outputs, inputs) = library.load(), FORMS.index(form), shape
         call.panels_bytes.restype = ctypes.c_size_t
         data = torch.empty(call.panels_bytes(number, outputs, inputs), dtype=torch.uint8)
-        call.repack(number, _at(rows.contiguous()), 0, outputs, inputs, _at(data))
-        return cls(form, (outputs, inputs), data, bias)
+        first = 0
+        for piece in pieces:
+            assert first % LANES == 0 and piece.flags.c_contiguous and piece.dtype == np.uint8
+            assert first + len(piece) <= outputs
+            at = ctypes.c_void_p(piece.ctypes.data)
+            call.repack(number, at, first, len(piece), inputs, _at(data))
+            first += len(piece)
+        assert first == outputs
+        return cls(form, shape, data, bias)
 
     def unpacked(self) -> Tensor:
         """The weight [outputs, inputs]."""
@@ -112,7 +133,14 @@ class Panels:
 
     def quantised(self) -> "Panels":
         """8-bit blocks made of it."""
-        return Panels.of(self.unpacked(), self._bias, "int8")
+        return Panels.of(self.unpacked(), self.bias, "int8")
+
+    @property
+    def reads(self) -> str:
+        """What it reads inputs as."""
+        if self.form in ("FLOAT", "FLOAT16", "HALF"):
+            return "bfloat16" if self.form == "HALF" else "float32"
+        return "blocks"
 
     @property
     def num_bytes(self) -> int:
@@ -142,14 +170,19 @@ class Panels:
         return found.view(*ids.shape, self.inputs)
 
 
-class ShownWeight(NamedTuple):
-    """What a module shows for a weight that is in panels: others ask for its type.
+@dataclass(frozen=True)
+class ShownWeight:
+    """What a module shows for a weight that is in panels: others ask for its type and size.
 
     It is no tensor, so that a module which computes with the weight itself fails for all to see.
     """
 
     dtype: torch.dtype
     device: torch.device
+    shape: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return self.shape[0]
 
 
 class PanelLinear(nn.Module):
@@ -178,7 +211,7 @@ class Gone(nn.Module):
 
 def become(module: nn.Module, kind: type[nn.Module], panels: Panels, factor: float = 1.0) -> None:
     """Turn a module into one that computes with panels: in place, as others may share it."""
-    weight = ShownWeight(module.weight.dtype, module.weight.device)
+    weight = ShownWeight(module.weight.dtype, module.weight.device, tuple(module.weight.shape))
     module._parameters.clear()
     module.__class__ = kind
     module.weight, module.panels, module.factor = weight, panels, factor
@@ -195,6 +228,21 @@ def pack(module: nn.Module, quantize: str | None = None, besides: nn.Module | No
         found = linear_of(layer)
         if found is not None and layer not in others and layer.weight.dtype in DTYPES:
             become(layer, PanelLinear, Panels.of(*found, quantize))
+
+
+def panels_of(layer: nn.Module) -> Panels:
+    """The weight of a linear layer or an embedding in panels: its own, or new ones."""
+    found = getattr(layer, "panels", None)
+    if found is None:
+        found = Panels.of(*(linear_of(layer) or (layer.weight, None)))
+    return found
+
+
+def num_weights(model: nn.Module) -> int:
+    """How many weights a model has, packed or not."""
+    packed = {getattr(part, "panels", None) for part in model.modules()} - {None}
+    count = sum(panels.outputs * panels.inputs for panels in packed)
+    return count + sum(weight.numel() for weight in model.parameters())
 
 
 def _at(tensor: Tensor | None) -> ctypes.c_void_p | None:

@@ -16,6 +16,7 @@ Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Not read: ver
 lengths of 4 bytes, and big-endian files.
 """
 
+import hashlib
 import os
 import re
 import stat
@@ -88,6 +89,10 @@ class Texts(Sequence[str]):
         index = range(len(self))[index]
         return self._packed[self._starts[index] + 8 : self._starts[index + 1]].decode()
 
+    def tobytes(self) -> bytes:
+        """All of them, each behind its length."""
+        return bytes(self._packed)
+
     def __iter__(self) -> Iterator[str]:
         for begin, end in pairwise(self._starts):
             yield self._packed[begin + 8 : end].decode()
@@ -104,6 +109,7 @@ class GgufFile:
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, Tensor] = {}
         self._files: list[int] = []
+        self._digest = hashlib.sha256()  # of the headers, and of what the system tells of the files
         try:
             for part in range(len(self.paths)):
                 self._add(part)
@@ -124,6 +130,11 @@ class GgufFile:
         """Metadata and table stay; nothing can be read any more."""
         while self._files:
             os.close(self._files.pop())
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the files as they are now: another one where they are written anew."""
+        return self._digest.hexdigest()
 
     @property
     def name(self) -> str:
@@ -153,7 +164,8 @@ class GgufFile:
             raise BadFile(f"cannot read {path}: {error.strerror}") from error
         if not stat.S_ISREG(state.st_mode):
             raise BadFile(f"{path} is not a file")
-        metadata, tensors = _read_header(file, path, state.st_size, part)
+        metadata, tensors, digest = _read_header(file, path, state.st_size, part)
+        self._digest.update(f"{digest} {state.st_size} {state.st_mtime_ns}".encode())
         # As texts, for they may be anything.
         count, number = (str(metadata.get(key)) for key in ("split.count", "split.no"))
         if count not in _WHOLE and (count, number) != (str(len(self.paths)), str(part)):
@@ -196,14 +208,14 @@ def _fill(file: int, given: np.ndarray | bytearray, offset: int, path: str) -> N
 
 def _read_header(
     file: int, path: str, size: int, part: int
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Metadata and tensor table of an open file of `size` bytes."""
+) -> tuple[dict[str, Any], dict[str, Tensor], str]:
+    """Metadata, tensor table and digest of the head of an open file of `size` bytes."""
     for most in _HEADS:
         given = bytearray(min(size, most))
         _fill(file, given, 0, path)
         head = _Head(given, size, path)
         try:
-            return head.read(part)
+            return *head.read(part), hashlib.sha256(given).hexdigest()
         except (_Short, struct.error, OverflowError) as error:
             if size <= most:
                 raise head.bad("its header goes on behind its end") from error

@@ -37,6 +37,7 @@ from .gguf_file import BadFile, GgufFile, Tensor, Texts
 # transformers asks for a table of names anew for each of a model's modules: 15 ms, 397 times.
 gguf.get_tensor_name_map = cache(gguf.get_tensor_name_map)
 
+_MOST_VALUES = 4096  # of an array that describes a config, such as one for each layer
 _PIECE = 1 << 18  # weights that a thread unpacks at once: what numpy makes of them stays in caches
 _TYPES = {bool: 7, int: 4, float: 6, str: 8}  # GGUF's numbers for them, which transformers asks for
 _ARRAY = 9
@@ -76,8 +77,8 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
         for key, value in known.items():
             if isinstance(value, Texts):
                 known[key] = len(value)
-            elif isinstance(value, np.ndarray):
-                known[key] = value.tolist()
+            elif isinstance(value, np.ndarray):  # of a vocabulary's it needs none
+                known[key] = value[:_MOST_VALUES].tolist()
         fields = get_gguf_config(known, tuple(file.tensors))
     else:
         with _given_to_transformers(file):
@@ -92,30 +93,47 @@ def load_model(
     file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype
 ) -> tuple[Any, dict[str, Any]]:
     """The model in `dtype`, and what transformers tells of its weights (see check_weights)."""
+    empty = empty_model(file, config, dtype)
+    collect = _by_transforms if file.metadata["general.architecture"] in GGUF_ARCHS else _by_tables
+    return filled(empty, collect(file, empty, dtype))
+
+
+def empty_model(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    """The model without weights. Raises BadFile if it has many more than the file."""
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, dtype=dtype)
     asked = sum(weight.numel() for weight in empty.parameters())
     held = sum(prod(tensor.shape) for tensor in file.tensors.values())
     if asked > 2 * held:  # transformers would make the others up, and take memory for them
         raise BadFile(f"{file.name} has {held} weights, and its header asks for {asked}")
-    collect = _by_transforms if file.metadata["general.architecture"] in GGUF_ARCHS else _by_tables
+    return empty
+
+
+def filled(empty: Any, weights: dict[str, torch.Tensor]) -> tuple[Any, dict[str, Any]]:
+    """A model like the empty one with these weights, and what transformers tells of them."""
+    name, dtype = empty.config._name_or_path, empty.dtype
     model, report = type(empty).from_pretrained(
         None,
-        config=config,
-        state_dict=collect(file, empty, dtype),
+        config=empty.config,
+        state_dict=weights,
         dtype=dtype,
         ignore_mismatched_sizes=True,  # the report has them
         output_loading_info=True,
     )
-    model.config._name_or_path = config._name_or_path
+    model.config._name_or_path = name
     return model, report
+
+
+def names_in(file: GgufFile, model: Any) -> tuple[TensorProcessor, dict[str, str]]:
+    """transformers' older tables: what changes a family's tensors, and a model's names for them."""
+    architecture = file.metadata["general.architecture"]
+    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(model.config.to_dict())
+    return processor, get_gguf_hf_weights_map(model, processor)
 
 
 def _by_tables(file: GgufFile, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """All tensors under the names that a model has for them, by transformers' older tables."""
-    architecture = file.metadata["general.architecture"]
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(model.config.to_dict())
-    names = get_gguf_hf_weights_map(model, processor)
+    processor, names = names_in(file, model)
     collected: dict[str, torch.Tensor] = {}
     turn = threading.Lock()  # experts' tensors are put together in one
 
@@ -136,7 +154,7 @@ def _by_tables(file: GgufFile, model: Any, dtype: torch.dtype) -> dict[str, torc
         if found.name in names:
             collected[names[found.name]] = torch.tensor(found.weights, dtype=dtype)
 
-    _all_at_once(collect, file)
+    all_at_once(collect, file)
     return collected
 
 
@@ -149,7 +167,7 @@ def _by_transforms(file: GgufFile, model: Any, dtype: torch.dtype) -> dict[str, 
     collected: dict[str, torch.Tensor] = {}
     converted: dict[str, WeightConverter] = {}
     floats: dict[str, torch.Tensor] = {}
-    _all_at_once(lambda t: floats.update({t.name: unpacked(file, t, torch.float32)}), file)
+    all_at_once(lambda t: floats.update({t.name: unpacked(file, t, torch.float32)}), file)
     for name in file.tensors:
         key, source = rename_source_key(name, renamings, converters)
         if source is None:
@@ -182,10 +200,10 @@ def unpacked(file: GgufFile, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor
     return given
 
 
-def _all_at_once(work: Any, file: GgufFile) -> None:
+def all_at_once(work: Any, file: GgufFile) -> None:
     """Have all cores work on a file's tensors, the largest first."""
     tensors = sorted(file.tensors.values(), key=lambda tensor: -tensor.num_bytes)
-    shown = partial(tqdm, disable=None, desc="Unpacking weights", total=len(tensors))
+    shown = partial(tqdm, disable=None, desc="Reading weights", total=len(tensors))
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         try:
             for _ in shown(pool.map(work, tensors)):
@@ -214,6 +232,6 @@ def _field(value: Any) -> SimpleNamespace:
         return SimpleNamespace(parts=[value.encode()], data=[0], types=[_TYPES[str]])
     if isinstance(value, bool | int | float):
         return SimpleNamespace(parts=[[value]], data=[0], types=[_TYPES[type(value)]])
-    values = [] if isinstance(value, Texts) else value.tolist()
+    values = [] if isinstance(value, Texts) else value[:_MOST_VALUES].tolist()
     types = [_ARRAY, *(_TYPES[type(each)] for each in values[:1])]
     return SimpleNamespace(parts=[[each] for each in values], data=range(len(values)), types=types)

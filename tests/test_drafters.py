@@ -575,3 +575,20 @@ def test_the_mtp_head_is_the_one_that_transformers_loads(demo_engine, demo_refer
             position_ids=positions, past_key_values=None,
         )  # fmt: skip
         assert ours == [[int(head.shared_head(output)[0, -1].argmax())]]
+
+
+def test_a_draft_keeps_to_frequent_words_where_the_text_does(demo_engine, prompts, monkeypatch):
+    """The output is the same; a text of rare words is drafted from all."""
+    prompt = prompts["repetitive_colours"]
+    plain = core.plain_decode(demo_engine.target, prompt, 30, demo_engine.eos_ids)
+
+    def drafted(limit):
+        monkeypatch.setattr("drafters.small_model._NUM_FREQUENT", limit)
+        sequence, events = run(demo_engine, prompt, max_tokens=30, drafter="draft_model")
+        assert sequence.output == plain
+        return [token for event in events for token in event["proposals"]]
+
+    border = sorted(prompt)[-1] + 1  # so the text has no rare word
+    few = drafted(border)
+    assert few and max(few) < border
+    assert any(token >= 2 for token in drafted(2))  # all are rare

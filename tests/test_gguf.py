@@ -27,10 +27,13 @@ from test_gguf_file import MUTATIONS, mutated, settled
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig
 
 from benchmarks.llama_peer import finish, name_of, write_sizes
+from fastpath import forward
+from kernels import decoder, library
 from models.gguf_file import BadFile, GgufFile
 from models.gguf_model import config_of, load_model, open_model, unpacked
+from models.gguf_packed import FORMS
 from models.gguf_tokenizer import tokenizer_of
-from serving import catalogue, loading, parsing
+from serving import catalogue, loading, parsing, story
 
 Q4_0, Q8_0 = gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0
 
@@ -41,10 +44,18 @@ def interleaved(weight, num_heads):
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(folder, path, kind, pre="smollm", change=lambda words: words, given=None):
+def write_gguf(
+    folder,
+    path,
+    kind,
+    pre="smollm",
+    change=lambda words: words,
+    given=None,
+    given_kind=gguf.GGMLQuantizationType.Q4_K,
+):
     """A tiny Llama's folder as a GGUF file, its matrices in `kind` (None: float32).
 
-    `change` makes other words of those of the vocabulary; `given` has blocks of Q4_K by name.
+    `change` makes other words of those of the vocabulary; `given` has blocks by name.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config, tokenizer = model.config, json.loads((folder / "tokenizer.json").read_text("utf-8"))
@@ -73,7 +84,7 @@ def write_gguf(folder, path, kind, pre="smollm", change=lambda words: words, giv
             values = interleaved(values, config.num_key_value_heads)
         if name_of(name) in (given or {}):
             data = given[name_of(name)]
-            writer.add_tensor(name_of(name), data, raw_dtype=gguf.GGMLQuantizationType.Q4_K)
+            writer.add_tensor(name_of(name), data, raw_dtype=given_kind)
         elif kind is not None and values.ndim == 2:
             data = gguf.quants.quantize(values, kind)
             writer.add_tensor(name_of(name), data, raw_dtype=kind)
@@ -126,7 +137,8 @@ def test_target_and_draft_may_be_quantised_differently(files, prompts, way):
 
 
 def test_weights_are_what_the_file_s_blocks_say(files):
-    model = loading.load_pretrained(str(files["q4_0"]), core.Options()).model
+    options = core.Options(dtype="float32")
+    model = loading.load_pretrained(str(files["q4_0"]), options).model
     for tensor in gguf.GGUFReader(files["q4_0"]).tensors:
         if tensor.name == "blk.0.ffn_down.weight":
             expected = gguf.dequantize(tensor.data, tensor.tensor_type)
@@ -170,7 +182,7 @@ def test_a_file_in_k_quants_is_read(tmp_path):
     blocks[:, 0, :4] = np.array([0.001, 0.01], np.float16).view(np.uint8)
     given = {"blk.0.ffn_up.weight": blocks.reshape(256, 144)}
     path = write_gguf(tmp_path, tmp_path / "q4_k.gguf", Q8_0, given=given)
-    model = loading.load_pretrained(str(path), core.Options()).model
+    model = loading.load_pretrained(str(path), core.Options(dtype="float32")).model
     weight = model.model.layers[0].mlp.up_proj.weight.numpy(force=True)
     np.testing.assert_allclose(weight[:, :], [q4_k(row[0]) for row in blocks], rtol=1e-6, atol=1e-6)
 
@@ -217,6 +229,128 @@ def test_a_type_that_gguf_cannot_unpack_is_named(tmp_path):
     finish(writer)
     with GgufFile(tmp_path / "a.gguf") as file, pytest.raises(BadFile, match="unpacked: Q8_K"):
         unpacked(file, file.tensors["a"], torch.float32)
+
+
+# ------------------------------------------------------------------------- served as it is
+needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
+KINDS = [
+    None, Q4_0, gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q5_0,
+    gguf.GGMLQuantizationType.Q5_1, Q8_0, gguf.GGMLQuantizationType.F16,
+    gguf.GGMLQuantizationType.BF16,
+]  # fmt: skip
+
+
+def packed(path):
+    """The model of a file, its matrices in panels; and the same unpacked."""
+    forward.get_ready(None, "cpu", None)
+    pair = [core.Options(dtype=dtype) for dtype in ("auto", "float32")]
+    return [loading.load_pretrained(str(path), options).model for options in pair]
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name if kind else "F32")
+def test_a_packed_model_has_the_file_s_numbers_in_transformers_order(tiny_folder, tmp_path, kind):
+    """Bit for bit, rows of queries and keys included."""
+    model, floats = packed(write_gguf(tiny_folder("llama"), tmp_path / "a.gguf", kind))
+    others = dict(floats.named_modules())
+    matrices = [(name, part) for name, part in model.named_modules() if hasattr(part, "panels")]
+    assert len(matrices) > 10
+    for name, part in matrices:
+        assert torch.equal(part.panels.unpacked(), others[name].weight), name
+        assert part.panels.form == (FORMS[kind.name] if kind else "FLOAT")
+    left = dict(model.named_parameters())
+    assert left and all(weight.dim() == 1 for weight in left.values())  # norms
+    for name, weight in left.items():
+        assert torch.equal(weight, floats.get_parameter(name)), name
+
+
+@needs_compiler
+def test_a_packed_model_writes_what_it_writes_alone_with_every_draft(files, prompts, way):
+    """Greedy and sampled, in one call of C, exact by construction."""
+    engine = load(model=files["q4_0"], draft_model=files["q8_0"], drafter="draft_model")
+    told = story.weights_of(engine, core.Options())
+    assert told["dtype"] == "packed" and 0 < told["weight_bytes"] < 0.6 * told["parameters"]
+    assert engine.target.fast.is_compiled and engine.target.report.is_exact
+    assert engine.draft_model.fast.is_compiled
+    for prompt in prompts.values():
+        expected = core.plain_decode(engine.target, prompt, 40, engine.eos_ids, **way)
+        for drafter in ("draft_model", "ngram"):
+            fields = {"max_tokens": 40, "drafter": drafter, "num_speculative_tokens": 4}
+            assert run(engine, prompt, **fields, **way)[0].output == expected
+
+
+@needs_compiler
+def test_a_packed_model_is_near_the_one_that_computes_in_floats(files):
+    """As activations are rounded to 8 bits in blocks of 32, and nothing else."""
+    engines = [load(model=files["q8_0"], dtype=dtype) for dtype in ("packed", "float32")]
+    text = engines[0].target.tokenizer("def add(a, b):\n    return a + b")["input_ids"]
+    found = []
+    for engine in engines:
+        row = engine.target.cache.open_row()
+        found.append(engine.target.forward([row], [text], [len(text)]).logits[0])
+    packed, floats = found
+    assert not torch.equal(packed, floats)
+    assert float((packed - floats).abs().max()) < 0.05 * float(floats.abs().max())
+
+
+@needs_compiler
+@pytest.mark.parametrize("part", ["input_norm", "qkv"])
+def test_a_packed_block_that_differs_from_its_module_is_not_used(files, monkeypatch, part):
+    """The modules then run by themselves, with the same panels."""
+    made = decoder.Block
+
+    def wrong(parts, *args):
+        block = made(parts, *args)
+        if part == "qkv":  # values where keys belong
+            panels = block.linears["qkv"].panels
+            panels[1], panels[2] = panels[2], panels[1]
+        else:
+            block.struct.input_norm.epsilon = 1.0
+        return block
+
+    monkeypatch.setattr(decoder, "Block", wrong)
+    engine = load(model=files["q8_0"])
+    assert not engine.target.fast.is_compiled
+
+
+@needs_compiler
+def test_a_type_that_no_kernel_multiplies_is_named_and_unpacked(tmp_path, tiny_folder, caplog):
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=256, intermediate_size=256, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256,
+        bos_token_id=0, eos_token_id=0, pad_token_id=0, tie_word_embeddings=True,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(TARGET).save_pretrained(tmp_path)
+    kind = gguf.GGMLQuantizationType.IQ4_NL
+    block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(0)
+    given = random.integers(0, 256, (256, 256 // block, num_bytes), dtype=np.uint8)
+    given[:, :, :2] = np.array([0.001], np.float16).view(np.uint8)
+    given = given.reshape(256, -1)
+    name = "blk.0.ffn_up.weight"
+    path = write_gguf(tmp_path, tmp_path / "a.gguf", Q8_0, given={name: given}, given_kind=kind)
+    with caplog.at_level(logging.INFO, "serving.loading"):
+        model, _ = packed(path)
+    assert "weights of type IQ4_NL are unpacked to bfloat16" in caplog.text
+    panels = model.model.layers[0].mlp.up_proj.panels
+    expected = torch.from_numpy(gguf.dequantize(given, kind)).bfloat16().float()
+    assert model.get_output_embeddings().panels is model.get_input_embeddings().panels  # once
+    assert panels.form == "HALF" and torch.equal(panels.unpacked(), expected)
+    assert load(model=path).target.fast.is_compiled
+
+
+def test_only_a_file_can_be_served_as_it_is(tiny_folder, files):
+    with pytest.raises(loading.StartError, match="--dtype packed is for GGUF files"):
+        load(model=tiny_folder("llama"), dtype="packed")
+    with pytest.raises(loading.StartError, match="cannot be served as it is: the kernels are not"):
+        core.load_engine(core.Options(model=str(files["q8_0"]), dtype="packed", compile=False))
+
+
+@needs_compiler
+def test_a_packed_target_has_no_smaller_self(files):
+    with pytest.raises(ValueError, match="self_int8 does not go with packed weights"):
+        load(model=files["q8_0"], drafter="self_int8")
 
 
 # Names in a GGUF file for those in transformers, of two families with layers of several kinds.
@@ -489,10 +623,11 @@ def fuzz_file(files, folder, mutations, in_table):
         begin = min(good.rindex(tensor.name.encode(), 0, end) for tensor in tensors)
     path = folder / "fuzzed.gguf"
     path.write_bytes(good[:begin] + mutated(good[begin:end], mutations) + good[end:])
-    try:
-        loading.load_pretrained(str(path), core.Options())
-    except loading.StartError as error:
-        assert "fuzzed.gguf" in str(error) and "\n" not in str(error)
+    for dtype in ("auto", "float32"):
+        try:
+            loading.load_pretrained(str(path), core.Options(dtype=dtype))
+        except loading.StartError as error:
+            assert "fuzzed.gguf" in str(error) and "\n" not in str(error)
 
 
 FUZZ = hypothesis.given(mutations=MUTATIONS, in_table=st.booleans())
@@ -504,6 +639,7 @@ WARNS = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:Initializin
 @settled(100)
 @FUZZ
 def test_any_file_is_loaded_or_refused_in_one_line(files, tmp_path, mutations, in_table):
+    forward.get_ready(None, "cpu", None)
     fuzz_file(files, tmp_path, mutations, in_table)
 
 
@@ -553,7 +689,7 @@ def tiny_entry(files, tmp_path, monkeypatch):
     return entry
 
 
-FOLDER = "llm-tiny-0.1-1"
+FOLDER = "llm-tiny-0.1-2"
 
 
 def kept(entry):
@@ -589,6 +725,12 @@ def started(demo_engine, monkeypatch):
         return loaded[-1].model
 
     return start
+
+
+@needs_compiler
+def test_a_model_of_the_catalogue_is_served_as_its_file_has_it_where_that_is_asked_for(tiny_entry):
+    engine = core.load_engine(core.Options(model="tiny", dtype="packed", fixed_k=True))
+    assert engine.target.fast.decoder.output.form == "Q8"
 
 
 def test_the_default_model_is_fetched_where_none_is_named(tiny_entry, started):
@@ -638,7 +780,7 @@ def test_another_file_than_the_pinned_one_is_refused(tiny_entry, monkeypatch):
 def test_a_disk_without_room_is_told_before_anything_is_fetched(tiny_entry, monkeypatch):
     usage = type("Usage", (), {"free": 3_000_000})
     monkeypatch.setattr(catalogue.shutil, "disk_usage", lambda folder: usage)
-    assert "Tiny needs 4 MB in" in refused(tiny_entry)
+    assert "Tiny needs 5 MB in" in refused(tiny_entry)
 
 
 def test_a_disk_that_fills_up_meanwhile_leaves_nothing(tiny_entry, monkeypatch):

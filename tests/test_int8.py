@@ -145,7 +145,7 @@ def test_every_layer_and_the_embedding_become_integers(engine):
     model = engine.target.model
     assert not any(type(part) is nn.Linear for part in model.modules())
     decoder = engine.target.fast.decoder
-    every = [part.panels for block in decoder.blocks for part in block.linears.values()]
+    every = [p for b in decoder.blocks for part in b.linears.values() for p in part.panels]
     assert {p.form for p in (*every, decoder.embedding, decoder.output)} == {"Q8"}
     assert type(model.get_input_embeddings()) is PanelEmbedding
     floats = sum(weight.numel() for weight in model.parameters())
@@ -233,7 +233,7 @@ def forms_of(drafter):
     """Of all matrices of a head, those of its target that it uses included."""
     modules = [m.panels for m in drafter._head.modules() if isinstance(m, PanelLinear)]
     blocks = [block for layer in drafter._kernels for block in layer.decoder.blocks]
-    every = [part.panels for block in blocks for part in block.linears.values()]
+    every = [p for block in blocks for part in block.linears.values() for p in part.panels]
     return {panels.form for panels in (*modules, *every)}
 
 

@@ -1,0 +1,87 @@
+"""GGUF files of the Hugging Face hub, by the names that people know: OWNER/NAME-GGUF:Q4_K_M.
+
+Behind the colon stands how the weights are packed, as the file's own name ends. Without it Q4_K_M
+is meant, which is the usual one, or else the first file there is. All parts of a model in several
+files are fetched. What is in the hub's cache is taken from there, without a network.
+"""
+
+import re
+from pathlib import Path
+
+from huggingface_hub import hf_hub_download, model_info, snapshot_download
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+from messages import in_short
+
+from .gguf_file import BadFile
+
+_NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+?)(?::([\w.-]+))?")
+_PART = re.compile(r"-\d{5}-of-(\d{5})$")
+_USUAL, _SECONDS = "q4_k_m", 20
+
+
+def is_named(name: str) -> bool:
+    """Whether a name means a GGUF file of the hub; a folder or file of that name comes first."""
+    found = _NAME.fullmatch(name)
+    return (
+        bool(found and (found[2] or found[1].lower().endswith("gguf"))) and not Path(name).exists()
+    )
+
+
+def fetch(name: str) -> str:
+    """The file on this machine, or its first part. Raises BadFile, in one line that says why."""
+    repository, wanted = _NAME.fullmatch(name).groups()
+    if kept := _kept(repository, wanted):
+        return kept
+    try:
+        files = [entry.rfilename for entry in model_info(repository, timeout=_SECONDS).siblings]
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise BadFile(f"the hub has no {repository}, or it is not for everybody") from error
+    except Exception as error:  # no network, or a hub that fails
+        raise BadFile(f"cannot ask the hub for {repository}: {in_short(error)}") from error
+    chosen = choose(files, wanted)
+    if not chosen:
+        there = sorted({_kind(file) for file in files if file.lower().endswith(".gguf")})
+        raise BadFile(f"{repository} has no {wanted or '.gguf'} file (it has {', '.join(there)})")
+    try:
+        paths = [hf_hub_download(repository, file) for file in chosen]
+    except Exception as error:
+        raise BadFile(f"cannot fetch {chosen[0]} of {repository}: {in_short(error)}") from error
+    return paths[0]
+
+
+def choose(files: list[str], wanted: str | None) -> list[str]:
+    """Which of a repository's files a model is, its parts in order; none if it has no such model.
+
+    Example: ["a-q4_0.gguf", "a-q8_0-00001-of-00002.gguf", …-00002-of-00002.gguf], "Q8_0" -> both.
+    """
+    models = sorted(f for f in files if f.lower().endswith(".gguf") and "mmproj" not in f.lower())
+    kind = (wanted or _USUAL).lower()
+    fitting = [file for file in models if _kind(file).lower().endswith(kind)]
+    first = next(iter(fitting or (models if wanted is None else [])), None)
+    return [] if first is None else [file for file in models if _stem(file) == _stem(first)]
+
+
+def _stem(file: str) -> str:
+    """Without the ending, and the number of a part."""
+    return _PART.sub("", file[: -len(".gguf")])
+
+
+def _kind(file: str) -> str:
+    """What a file's name ends in.
+
+    Example: "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf" -> "q4_k_m".
+    """
+    return re.split(r"[-./]", _stem(file))[-1]
+
+
+def _kept(repository: str, wanted: str | None) -> str | None:
+    """The file in the hub's cache, if all its parts are there: nobody is asked for it then."""
+    try:
+        folder = Path(snapshot_download(repository, local_files_only=True))
+    except Exception:
+        return None
+    chosen = choose([str(path.relative_to(folder)) for path in folder.rglob("*.gguf")], wanted)
+    parts = _PART.search(chosen[0][: -len(".gguf")]) if chosen else None
+    is_whole = bool(chosen) and len(chosen) == (int(parts[1]) if parts else 1)
+    return str(folder / chosen[0]) if is_whole else None

@@ -1,0 +1,161 @@
+"""A GGUF file's model in transformers, with its matrices as they are in the file: not unpacked.
+
+A matrix goes from the file to the kernels' panels in pieces, on all cores, so it lies in memory
+once. Its numbers are gguf's own, bit for bit; only their order changes. What llama.cpp has put into
+another order, as Llama's rows of queries and keys, is put back row by row. All that is no matrix is
+read as gguf_model.py reads it, in float32.
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.integrations.gguf import GGUF_ARCHS
+from transformers.pytorch_utils import Conv1D
+
+from kernels import library
+from kernels.weights import LANES, PanelEmbedding, PanelLinear, Panels, become
+
+from .gguf_file import GgufFile, Tensor
+from .gguf_model import all_at_once, empty_model, filled, names_in, unpacked
+
+LOG = logging.getLogger("serving.loading")
+
+FORMS = {  # the kernels' names for GGUF's types
+    "F32": "FLOAT", "F16": "FLOAT16", "BF16": "HALF", "Q8_0": "Q8", "Q4_0": "Q4", "Q4_1": "Q4M",
+    "Q5_0": "Q5", "Q5_1": "Q5M", "Q4_K": "Q4K", "Q5_K": "Q5K", "Q6_K": "Q6K",
+}  # fmt: skip
+_PIECE = 1 << 20  # bytes that are read at once
+
+
+def why_not(file: GgufFile) -> str | None:
+    """Why a file's matrices cannot be computed with as they are; None if they can."""
+    architecture = file.metadata["general.architecture"]
+    if not library.is_used:
+        return "the kernels are not used"
+    if architecture in GGUF_ARCHS:
+        return f"transformers rearranges the matrices of {architecture}"
+    if any(len(tensor.shape) > 2 for tensor in file.tensors.values()):
+        return "it has experts"
+    return None
+
+
+def load_packed(file: GgufFile, config: PreTrainedConfig) -> tuple[Any, dict[str, Any]]:
+    """The model, and what transformers tells of its weights. Raises BadFile."""
+    empty = empty_model(file, config, torch.float32)
+    processor, names = names_in(file, empty)
+    plans = {name: _Plan(t, names, processor, empty) for name, t in file.tensors.items()}
+    # A matrix's place is held by one zero, which looks as large: memory is for what is there.
+    weights = {
+        plan.target: torch.zeros(1).expand(plan.shape) for plan in plans.values() if plan.target
+    }
+    wanted = {name: weight.shape for name, weight in empty.state_dict().items()}
+    tied = empty.all_tied_weights_keys
+    if missing := {name for name in wanted if name not in weights and name not in tied}:
+        unread = {plan.tensor.name for plan in plans.values() if plan.target not in wanted}
+        return empty, {"missing_keys": missing, "unexpected_keys": unread}
+    sizes = {
+        (name, given.shape, wanted[name])
+        for name, given in weights.items()
+        if name in wanted and given.shape != wanted[name]
+    }
+    if sizes:
+        return empty, {"missing_keys": set(), "mismatched_keys": sizes}
+    if others := sorted({p.tensor.type.name for p in plans.values() if p.owner and not p.form}):
+        LOG.info("%s: weights of type %s are unpacked to bfloat16", file.name, ", ".join(others))
+    packed: dict[str, Panels] = {}
+
+    def read(tensor: Tensor) -> None:
+        plan = plans[tensor.name]
+        if plan.owner:
+            packed[plan.owner] = plan.panels(file)
+        elif plan.target in wanted:
+            weights[plan.target] = torch.from_numpy(plan.floats(file)).contiguous()
+
+    all_at_once(read, file)
+    model, report = filled(empty, weights)
+    _put(model, packed)
+    return model, report
+
+
+class _Plan:
+    """What becomes of a tensor."""
+
+    def __init__(self, tensor: Tensor, names: dict[str, str], processor: Any, model: Any) -> None:
+        self.tensor, self._names, self._processor = tensor, names, processor
+        self.owner: str | None = None  # the module whose matrix it is, if it is one
+        self.form: str | None = None  # of panels; None: it is unpacked
+        self._order: np.ndarray | None = None  # of the file's rows, if it changes
+        # transformers' code for a family is asked what it makes of the numbers of rows.
+        numbers = np.arange(tensor.shape[0], dtype=np.float32)
+        if len(tensor.shape) == 2:
+            numbers = numbers[:, None]
+        self.target, found = self._process(numbers)
+        owner, _, kind = (self.target or "").rpartition(".")
+        module = dict(model.named_modules()).get(owner)
+        is_linear = isinstance(module, nn.Linear | Conv1D | nn.Embedding)
+        self.is_transposed = isinstance(module, Conv1D)
+        self.shape = tensor.shape[::-1] if self.is_transposed else tensor.shape
+        if kind != "weight" or not is_linear or len(tensor.shape) != 2:
+            self.shape = tensor.shape
+            return
+        self.owner = owner
+        rows = found.T.ravel() if self.is_transposed else found.ravel()
+        if found.size == tensor.shape[0] and np.array_equal(np.sort(rows), numbers.ravel()):
+            self.form = FORMS.get(tensor.type.name)
+            if not np.array_equal(rows, numbers.ravel()):
+                self._order = rows.astype(np.int64)
+
+    def _process(self, weights: np.ndarray) -> tuple[str | None, np.ndarray]:
+        """transformers' name of the tensor, None if it has none; and what it makes of weights."""
+        kept: dict[str, torch.Tensor] = {}
+        given = {"tensor_key_mapping": self._names, "parsed_parameters": {"tensors": kept}}
+        found = self._processor.process(weights, self.tensor.name, **given)
+        for name, own in kept.items():  # it has put it there itself
+            return name, own.numpy()
+        return self._names.get(found.name), found.weights
+
+    def floats(self, file: GgufFile) -> np.ndarray:
+        """Its weights in float32."""
+        return self._process(unpacked(file, self.tensor, torch.float32).numpy())[1]
+
+    def panels(self, file: GgufFile) -> Panels:
+        """Its weights [outputs, inputs] in panels."""
+        if self.form:
+            return Panels.of_rows(self.form, self.tensor.shape, self._pieces(file))
+        floats = torch.from_numpy(self.floats(file))
+        return Panels.of((floats.T if self.is_transposed else floats).to(torch.bfloat16))
+
+    def _pieces(self, file: GgufFile) -> Iterator[np.ndarray]:
+        """Rows as they are in the file, in transformers' order."""
+        tensor, count = self.tensor, self.tensor.shape[0]
+        if self._order is not None:
+            yield file.read(tensor).reshape(count, -1)[self._order]
+            return
+        step = max(1, _PIECE // (tensor.row_bytes * LANES)) * LANES
+        for begin in range(0, count, step):
+            rows = min(step, count - begin)
+            piece = file.read(tensor, begin * tensor.row_bytes, rows * tensor.row_bytes)
+            yield piece.reshape(rows, -1)
+
+
+@torch.no_grad()
+def _put(model: Any, packed: dict[str, Panels]) -> None:
+    """Have the modules compute with panels, biases included."""
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = output is not None and output.weight is embedding.weight
+    for name, panels in packed.items():
+        module = model.get_submodule(name)
+        bias = getattr(module, "bias", None)
+        if bias is not None:
+            panels.set_bias(bias)
+        kind = PanelEmbedding if isinstance(module, nn.Embedding) else PanelLinear
+        scale = getattr(module, "embed_scale", torch.ones(()))
+        become(module, kind, panels, float(scale))
+    if is_tied:
+        become(output, PanelLinear, embedding.panels)
+        output.weight = embedding.weight
