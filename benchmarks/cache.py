@@ -5,7 +5,7 @@ lowers a length. transformers' DynamicCache joins tensors by `torch.cat`, then c
 medians of interleaved runs.
 
 Then, of recurrent layers in Qwen3.5-0.8B's shape: what does it cost to take half a draft back? Ours
-steps the tokens that stay again (fastpath/recurrent.py). The other ways are to run the model again
+steps the tokens that stay again (kernels/states.py). The other ways are to run the model again
 for them, and to copy the state behind each token. In float32, 4 layers of which 3 are recurrent.
 
     python -m benchmarks.cache [--context 512 4096 16384] [--layers 28] [--k 1 4 8] [--runs 9]
@@ -20,7 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Dynami
 
 import benchmarks as bench
 from benchmarks import core
-from fastpath.forward import FastPlace, speed_up
+from kernels.decoder import Rows
+from kernels.modules import FlatPlace
+from kernels.start import speed_up
 from serving.options import between
 
 APPENDED = 6
@@ -38,7 +40,9 @@ def measure(context: int, num_layers: int, runs: int) -> dict[str, Any]:
     row, dynamic = slots.open_row(), DynamicCache()
 
     def append(states: Tensor) -> Tensor:
-        place = slots.current = FastPlace(slots.place([row], [states.shape[2]]))
+        count, where = states.shape[2], Rows()
+        where.chain(0, slots.lengths[row], count)
+        place = slots.current = FlatPlace(slots.place([row], [count]), *where.tensors())
         for layer in slots.layers:
             keys, _ = layer.update(states, states)
         slots.advance(place)

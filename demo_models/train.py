@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # fastpath/ lies there
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # kernels/ lies there
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads cost 10x on busy cores
 
 import numpy as np
@@ -60,7 +60,7 @@ from transformers import (
 )
 from transformers.modeling_layers import MtpModel
 
-from fastpath.linear import computes_bfloat16
+from kernels.weights import computes_bfloat16
 
 PACKAGES = (
     "torch transformers numpy flask werkzeug jinja2 click waitress huggingface_hub tokenizers tqdm "

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fastpath.decoder import speed_up_eagle
+from kernels.head import speed_up_eagle
 from messages import in_short
 
 from .base import Context
@@ -36,7 +36,7 @@ class Eagle3Drafter(HeadDrafter):
         self.hidden_layers = head.config.layers_of(text.num_hidden_layers)
         weights = [*head.layers.parameters(), *head.lm_head.parameters()]
         self.num_step_weights = sum(weight.numel() for weight in weights)
-        super().__init__(context, can_share=False)
+        super().__init__(context)
         if context.fast:
             length = context.target.max_length
             self._kernels = speed_up_eagle(head, length, context.quantize)

@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_layers import MtpModel
 
-from fastpath.attention import NAME as GROUPED
-from fastpath.decoder import speed_up_head
+from kernels.head import speed_up_head
 
 from .base import Context
 from .head import HeadDrafter
@@ -87,8 +86,7 @@ class MtpHeadDrafter(HeadDrafter):
         weights = [*head.layers[0].parameters(), *head.shared_head.parameters()]
         self.num_step_weights = sum(weight.numel() for weight in weights)
         target = context.target
-        # Without the fast path sequences are padded to one length to attend side by side.
-        super().__init__(context, head.config._attn_implementation == GROUPED, num_layers)
+        super().__init__(context, num_layers)
         if context.fast:
             self._kernels = speed_up_head(head, target.model, target.max_length, context.quantize)
         self._embed = head.embed_tokens

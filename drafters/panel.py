@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpath.prefix import PrefixCache
+from kernels.prefix import PrefixCache
 from messages import Draft, Sampling, Verdict, in_short
 from sampling import Noise
 
@@ -105,7 +105,7 @@ class Panel:
         """`is_strict` lets a drafter's fault fail the request: for those who write a drafter.
 
         `prefixes` are the target's: what it knows of a prompt, the drafters read along.
-        `fast` is the target's fast path, if any: compiled blocks can verify a tree. Raises
+        `fast` is the target's forward in C, if any, which can verify a tree. Raises
         ValueError if the default needs that.
         """
         self.drafters, self._vocab_size, self._is_strict = drafters, vocab_size, is_strict
@@ -122,8 +122,8 @@ class Panel:
             self.choices[TREE] = (*models[:1], *free)
         elif default == TREE:
             raise ValueError(
-                "--drafter tree needs two drafters, and blocks that are compiled (--compile), "
-                "which recurrent layers never are"
+                "--drafter tree needs two drafters, and forwards in C of a model without recurrent "
+                "layers"
             )
         self.num_failures = 0
         self.calls: list[Call] = []  # of the last `propose`

@@ -5,9 +5,9 @@ import pytest
 import speculative_decoding as core
 import torch
 from conftest import ScriptedDrafter, run
+from fastpath.prefix import PrefixCache
 from test_kernels import needs_compiler
 
-from fastpath.prefix import PrefixCache
 from serving import answers, metrics
 from serving.worker import Worker
 
@@ -30,7 +30,7 @@ def with_prefixes(engine, capacity_mb=64, drafters=None):
 
 def most(engine):
     """Of SHARED, the tokens that lie in whole blocks."""
-    size = engine.target.shapes.prompt_rows or 64
+    size = 64
     return len(SHARED) // size * size
 
 
@@ -63,7 +63,7 @@ def test_a_hit_changes_no_bit_of_compiled_blocks(chunk):
 
 
 def test_only_what_is_shared_from_the_beginning_counts(engine):
-    size = engine.target.shapes.prompt_rows or 64
+    size = 64
     run(engine, FIRST, max_tokens=1)
     run(engine, SHARED[::-1], max_tokens=1)
     for prompt, expected in (
@@ -125,7 +125,7 @@ def test_memory_is_bounded_and_the_least_recently_used_goes_first(demo_engine):
 
 
 def test_the_end_of_a_prompt_is_forgotten_before_its_beginning(engine):
-    known, size = engine.panel.prefixes, engine.target.shapes.prompt_rows or 64
+    known, size = engine.panel.prefixes, 64
     texts = [SHARED[: 2 * size + 1], SHARED[::-1][: 2 * size + 1]]
     for text in texts:
         run(engine, text, max_tokens=1)
@@ -139,7 +139,7 @@ def test_of_a_long_prompt_the_beginning_is_kept(demo_engine):
     run(engine, FIRST * 2, max_tokens=1)
     found = run(engine, FIRST, max_tokens=1)[0].seat.num_cached
     assert 0 < engine.panel.prefixes.num_bytes <= 1 << 20
-    assert found or engine.target.shapes.prompt_rows  # else a block is too large
+    assert found
 
 
 def test_a_prompt_that_failed_is_not_remembered(engine, monkeypatch):
@@ -191,9 +191,7 @@ def test_what_is_measured_reads_its_prompt(engine):
 
 
 def test_it_can_be_turned_off():
-    engine = core.load_engine(
-        core.Options(model="embedded", drafter="ngram", prefix_cache_mb=0, bitwise=False)
-    )
+    engine = core.load_engine(core.Options(model="embedded", drafter="ngram", prefix_cache_mb=0))
     for _ in range(2):
         assert run(engine, FIRST, max_tokens=1)[0].seat.num_cached == 0
     assert (
