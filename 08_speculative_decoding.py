@@ -467,8 +467,12 @@ class Engine:
 
     def close(self, s: Sequence) -> None:
         """Give cache row and drafters' states back; every opened sequence comes here once."""
-        self.target.cache.close_row(s.row)
-        self.panel.close(s.seat)
+        try:
+            if s.failure is None and self.target.report and self.target.report.is_exact:
+                self.panel.remember(s.seat, s.tokens)
+        finally:
+            self.target.cache.close_row(s.row)
+            self.panel.close(s.seat)
         self.totals.add(s.request.drafter, s.request.sampling.rule, s.statistics)
 
     def generate(self, request: Request) -> Iterator[tuple[Sequence, Cycle]]:

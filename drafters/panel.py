@@ -57,14 +57,21 @@ class Seat:
     is_kept: bool = False  # whether the whole prompt is known now
     # Of chunks of a prompt that are read, by the position of their first token.
     hidden: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    # Of the text since its beginning, one after the other: states [tokens, D] by layer.
+    states_read: list[dict[int, Tensor]] = field(default_factory=list)
 
     def read(self, hidden: dict[int, Tensor]) -> dict[int, Tensor]:
         """States [fed, D] by layer, behind those of the chunks before -> [prompt, D]."""
         if not self.hidden:
             return hidden
-        chunks = list(self.hidden.values())
-        layers = [layer for layer in hidden if all(layer in chunk for chunk in chunks)]
-        return {i: torch.cat([*(chunk[i] for chunk in chunks), hidden[i]]) for i in layers}
+        return joined([*self.hidden.values(), hidden])
+
+
+def joined(parts: list[dict[int, Tensor]]) -> dict[int, Tensor]:
+    """States [tokens, D] by layer, of the layers that all parts have."""
+    first, *others = parts
+    layers = [layer for layer in first if all(layer in part for part in others)]
+    return {layer: torch.cat([part[layer] for part in parts]) for layer in layers}
 
 
 class Missed(NamedTuple):
@@ -152,6 +159,14 @@ class Panel:
         if self.prefixes and not (seat.is_kept or seat.is_alone):
             self.prefixes.keep(seat.row, seat.prompt, states)
         seat.is_kept = True
+
+    def remember(self, seat: Seat, text: list[int]) -> None:
+        """Keep a whole text, before its row is closed: it may come back as a prompt's beginning.
+
+        A token has the same keys and values read or written where bits are equal, and only there.
+        """
+        if self.prefixes and seat.is_kept and not seat.is_alone:
+            self.prefixes.keep(seat.row, text, joined(seat.states_read))
 
     def layers(self, seats: list[Seat]) -> tuple[int, ...]:
         """The layers whose hidden states the drafters of these seats want."""
@@ -322,6 +337,9 @@ class Panel:
         states, seat.hidden, seat.draft = seat.read(hidden), {}, None
         self.keep(seat, states)
         num_rejected = verdict.drafted - verdict.accepted
+        if self.prefixes:
+            kept = {layer: own[: len(own) - num_rejected] for layer, own in states.items()}
+            seat.states_read.append(kept)
         for name in list(seat.states):
             drafter = self.drafters[name]
             if is_last and not drafter.keeps_outputs:

@@ -1,18 +1,18 @@
 """Prefix caching: a prompt that begins like an earlier one is not read from the beginning again.
 
 Every turn of a chat repeats the ones before it, and a system prompt stands before every question.
-The keys and values of prompts are kept here, a block of tokens at a time:
+The keys and values of texts are kept here, a block of tokens at a time:
 
     [block 0][block 1][block 2] the rest          a block is found by a hash of all tokens up to
                                                   its end, as its keys depend on all of them
 
-A new prompt takes over the blocks that it shares with earlier ones, and the rest is read. Of
-prompts, only whole blocks are kept. Their bits are those that reading would give. What hidden
-states of the target a drafter wants is kept as well: a head drafts as if it had read the prompt
-along.
+A new prompt takes over the blocks that it shares with earlier texts, and the rest is read. Only
+whole blocks are kept. Their bits are those that reading would give; where a token has the same bits
+read and written (docs/exactness.md), what was generated is kept, too. What hidden states of the
+target a drafter wants is kept as well: a head drafts as if it had read the prompt along.
 
 Rows of the KV cache are contiguous, so a hit is a copy. It takes a hundredth of the time of
-reading. Not covered: generated tokens, which are read once more when they come back in a prompt.
+reading.
 
 Sources: vLLM's automatic prefix caching; SGLang's radix attention, arXiv 2312.07104.
 """
@@ -41,7 +41,7 @@ class _Block:
 
 
 class PrefixCache:
-    """Blocks of the prompts that went through one KV cache; the least recently used ones go."""
+    """Blocks of the texts that went through one KV cache; the least recently used ones go."""
 
     def __init__(self, cache: Any, capacity_mb: int) -> None:
         """`cache` is the core's SlotCache."""
@@ -100,10 +100,10 @@ class PrefixCache:
         return {layer: torch.cat([block.hidden[layer] for block in found]) for layer in layers}
 
     @torch.inference_mode()
-    def keep(self, row: int, prompt: list[int], hidden: dict[int, Tensor] | None = None) -> None:
-        """Copy the blocks of a prompt that the row holds; hidden [tokens, D] by layer."""
+    def keep(self, row: int, text: list[int], hidden: dict[int, Tensor] | None = None) -> None:
+        """Copy the blocks of a text that the row holds; hidden [tokens, D] by layer."""
         slot, held = self._cache.slot(row), self._cache.lengths[row]
-        keys = self._keys(prompt)[: held // _SIZE]
+        keys = self._keys(text)[: held // _SIZE]
         for i, key in enumerate(keys):
             begin, end = i * _SIZE, (i + 1) * _SIZE
             block = self._blocks.get(key)

@@ -5,9 +5,9 @@ import pytest
 import speculative_decoding as core
 import torch
 from conftest import ScriptedDrafter, run
-from fastpath.prefix import PrefixCache
 from test_kernels import needs_compiler
 
+from kernels.prefix import PrefixCache
 from serving import answers, metrics
 from serving.worker import Worker
 
@@ -198,3 +198,42 @@ def test_it_can_be_turned_off():
         answers.health(engine, Worker(engine, core.Options()), core.Options())["prefix_cache"]
         is None
     )
+
+
+@needs_compiler
+@pytest.mark.parametrize("drafter", [None, "ngram", MTP])
+def test_a_chat_of_five_turns_reads_each_token_once(demo_engine, drafter, monkeypatch):
+    """But for the last, incomplete block of each turn, and the token that was pending."""
+    engine, apart = (with_prefixes(demo_engine, capacity_mb=size) for size in (64, 0))
+    assert engine.target.report.is_exact
+    fed, right = [], engine.target.forward
+
+    def counted(rows, tokens, *rest, **options):
+        fed[-1] += sum(map(len, tokens))
+        return right(rows, tokens, *rest, **options)
+
+    prompt, held = SHARED[:150], 0
+    for turn in range(5):
+        message = FIRST[turn * 9 : turn * 9 + 30]
+        prompt = prompt + message
+        expected, drafts = run(apart, prompt, max_tokens=40, drafter=drafter, logprobs=1)
+        fed.append(0)
+        with monkeypatch.context() as patched:
+            patched.setattr(engine.target, "forward", counted)
+            s, events = run(engine, prompt, max_tokens=40, drafter=drafter, logprobs=1)
+        assert s.output == expected.output and s.logprobs == expected.logprobs
+        assert [e["proposals"] for e in events] == [e["proposals"] for e in drafts]
+        assert s.seat.num_cached == held // 64 * 64
+        num_drafted = sum(len(event["proposals"]) for event in events)
+        assert fed[-1] == len(prompt) - s.seat.num_cached + len(events) - 1 + num_drafted
+        prompt, held = prompt + s.output, len(prompt) + len(s.output) - 1
+    assert held > 400
+
+
+def test_of_a_target_without_equal_bits_only_prompts_are_kept(demo_engine, monkeypatch):
+    engine = with_prefixes(demo_engine)
+    monkeypatch.setattr(engine.target, "report", None)
+    prompt = SHARED[:100]
+    s, _ = run(engine, prompt, max_tokens=60)
+    again, _ = run(engine, prompt + s.output + [5], max_tokens=1)
+    assert again.seat.num_cached == 64
