@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 import benchmarks as bench
 from control.controller import Controller
-from control.planner import Planner
+from control.planner import CHOSEN, Planner
 from drafters.panel import Panel
 from messages import Draft, Request
 from serving.options import between
@@ -57,10 +57,9 @@ class FixedClock(Planner):
             size, fed = len(drafts), sum(len(draft.tokens) + 1 for draft in drafts)
             ms = prices.pass_ms + prices.row_ms * fed + prices.other_ms
             costs.observe_pass(size, fed, ms)
-            self.ms += ms + draft_ms
-            if self.has_chosen:
-                costs.observe_choice(size, choice_ms := prices.choice_ms * size)
-                self.ms += choice_ms
+            choice_ms = prices.choice_ms * size * (self._way == CHOSEN)
+            self.ms += (ms := ms + draft_ms + choice_ms)
+            self.took(size, fed, ms, choice_ms)
 
 
 def measure(engine: Any, given: argparse.Namespace) -> list[dict[str, Any]]:

@@ -108,10 +108,10 @@ class Acceptance:
     def count(self, kept: float, drafted: int, accepted: Any, asked: int) -> None:
         """Age what was counted by position, and count so many more."""
         self._fade(kept)
-        count_first(self.reached, min(asked, accepted + 1), self.unit)
-        count_first(self.accepted, accepted, self.unit)
         count_first(self.asked, asked, self.unit)
         count_first(self.drafted, drafted, self.unit)
+        count_first(self.reached, min(asked, accepted + 1), self.unit)
+        count_first(self.accepted, accepted, self.unit)
 
     def _fade(self, kept: float) -> None:
         """Let old counts weigh `kept` of what they did.

@@ -27,7 +27,7 @@ together may cost a hundredth of the time. That is counted across requests, as o
 too short to pay for any.
 
 Costs and numbers of steps are kept for a few cycles (Terms): finding them takes longer than using
-them. The rate is found in each cycle.
+them. The rate is found with each choice. Whether choices pay at all the clock tells (rest.py).
 Costs come from the clock (costs.py), so that K shrinks as a batch fills up. Who drafts and how much
 changes no token, unless a request is verified by rejection: then the same seed gives another text
 of the same distribution.
@@ -42,6 +42,7 @@ from drafters.panel import TREE
 
 from .acceptance import Acceptance, TreeAcceptance
 from .costs import Costs
+from .rest import PlainCycles, Rest
 
 PROBE_TOKENS, PROBE_BUDGET = 1, 0.01  # of a probe; the share of the time that probes may cost
 _WORTHWHILE = 0.01  # tokens: a draft must promise to gain so much
@@ -50,9 +51,6 @@ _LONGEST = 64  # tokens of a draft, at most
 _KEPT, _UNSETTLED = 8, 16  # cycles that terms are kept; measurements until they are
 _PACE_KEPT = 0.9  # of the pace of a text, with each cycle
 _SERVED = 32  # cycles for which text that a model reads now is thought to serve
-_FIRST_GAIN, _GAIN_KEPT = 0.2, 0.8  # of drafting, before it is known, and with each cycle
-_SMALL_EFFORT = 0.02  # of a cycle: so much for choosing is no reason to rest
-_FIRST_REST, _LONGEST_REST, _LOOKS = 4, 64, 2  # cycles
 
 
 class Decision(NamedTuple):
@@ -111,36 +109,6 @@ class Pace:
 
 
 @dataclass(slots=True)
-class Rest:
-    """Choosing takes time, too. Where drafts bring less than that, nothing is chosen for a while.
-
-    After each pause a few cycles are looked at, and each pause is twice as long as the one before.
-    """
-
-    gain: float = _FIRST_GAIN  # of the last cycles that were looked at, less the effort
-    length: int = _FIRST_REST  # of the next pause, in cycles
-    looks: int = 0  # cycles since the last one
-    left: int = 0  # cycles of this one
-
-    def pass_cycle(self) -> bool:
-        """Count a cycle of the pause. False if there is none."""
-        if not self.left:
-            return False
-        self.left -= 1
-        return True
-
-    def learn(self, gain: float, effort: float) -> None:
-        """A cycle that was looked at; both in cycles of plain decoding."""
-        self.looks += 1
-        self.gain = _GAIN_KEPT * self.gain + (1 - _GAIN_KEPT) * (gain - effort)
-        if self.gain >= 0:
-            self.length = _FIRST_REST
-        elif effort > _SMALL_EFFORT and self.looks >= _LOOKS:
-            self.left, self.looks = self.length, 0
-            self.length = min(2 * self.length, _LONGEST_REST)
-
-
-@dataclass(slots=True)
 class Ask:
     """One request of a batch, as the controller sees it."""
 
@@ -173,20 +141,21 @@ class Terms:
         line = costs.pass_line(batch)
         self.plain_ms, self._row_ms = line.at(batch), line.slope
         self.left = _KEPT if line.count >= _UNSETTLED else 1  # cycles
-        self.effort = costs.choice(batch) / self.plain_ms
         self.plain_rate = batch / self.plain_ms
         self._steps = {name: costs.step(name, batch, self.plain_ms) for name in costs.shares}
         self._models = [name for name in costs.shares if costs.runs_model(name)]
         self._reads = {name: costs.read(name, self.plain_ms) for name in self._models}
-        self._sharing: dict[str, int] = {}  # models that several may draft with, and how many
-        # Of each of them the ms of 0, 1, … steps, as long as they pay.
+        counts = {name: sum(name in ask.records for ask in asks) for name in self._models}
+        self._sharing = {name: count for name, count in counts.items() if count > 1}
+        # Of each model that several may draft with, the ms of 0, 1, … steps, as long as they pay.
         self._runs: dict[str, list[float]] = {}
         self._favourite: str | None = None  # of the models
+        self._version = object()  # of these terms, for what is known of records
         self.rate = self.plain_rate
-        self._settle(asks)
-        self.see(asks)
-        if self.rate > self.plain_rate:
+        if any(not ask.pace.ms for ask in asks):
             self._settle(asks)
+        self.see(asks)
+        self._settle(asks)
         # Who has not drafted for a while, and what a probe costs in tokens, at the very least.
         self.idle = {n: 0.0 for ask in asks for n, own in ask.records.items() if own.since}
         for name in self.idle:
@@ -211,10 +180,7 @@ class Terms:
 
     def _settle(self, asks: list[Ask]) -> None:
         """Find how many steps of models are taken together, and the model that gains the most."""
-        counts = {n: sum(n in ask.records for ask in asks) for n in self._models}
-        self._sharing = {name: count for name, count in counts.items() if count > 1}
         self._runs.clear()
-        self._version = object()
         gains, free = {}, [self._best(ask, without_models=True).gain for ask in asks]
         for name in self._sharing:
             able = [(ask, own) for ask, own in zip(asks, free, strict=True) if name in ask.records]
@@ -377,7 +343,9 @@ class Controller:
         # Of all requests so far, by drafter and rule.
         self._typical: dict[tuple[str, str], Acceptance] = {}
         self._saved: dict[str, float] = {}  # tokens that probing may cost, of each idle drafter
-        self._rests: dict[int, Rest] = {}  # by class of batches
+        self.who: Any = None  # may draft in this cycle
+        self._rests: dict[tuple[int, Any], Rest] = {}  # by class of batches, and by who may draft
+        self._plain = PlainCycles()
         self._terms: Terms | None = None
 
     @classmethod
@@ -393,16 +361,33 @@ class Controller:
         typical = self._typical.setdefault((name, rule), kind())
         return kind(unread=num_prompt_tokens, typical=typical)
 
+    def _rest(self, batch: int) -> Rest:
+        return self._rests.setdefault((batch.bit_length(), self.who), Rest())
+
     def rests(self, batch: int) -> bool:
         """Whether this cycle is plain decoding, without a choice; counts it."""
-        rest = self._rests.get(batch.bit_length())
-        return rest is not None and rest.pass_cycle()
+        return self._rest(batch).begin()
 
-    def wake(self) -> None:
-        """Something new is there to be looked at."""
+    def keeps(self, batch: int) -> int:
+        """For how many more cycles a choice is kept."""
+        return self._rest(batch).keeps
+
+    def took(self, batch: int, tokens: int, ms: float, choice_ms: float) -> None:
+        """A cycle for which drafts were chosen, in choice_ms, or before in 0, took so long."""
+        rest, plain_ms = self._rest(batch), self._plain.ms(batch)
+        rest.see(tokens / batch, ms / plain_ms if plain_ms else 0.0)
+        if choice_ms:
+            rest.see_choice(choice_ms / (plain_ms or ms))
+
+    def took_plain(self, batch: int, ms: float) -> None:
+        """A cycle without drafts took so long."""
+        self._plain.see(batch, ms)
+
+    def join(self) -> None:
+        """A new request has come."""
         self._terms = None
-        for rest in self._rests.values():
-            rest.left = 0
+        for (size, _), rest in self._rests.items():
+            rest.join(1 << size - 1)
 
     def plan(self, asks: list[Ask], batch: int) -> list[Decision]:
         """Who drafts for each of these asks, and how much; `batch` requests share the pass."""
@@ -417,8 +402,6 @@ class Controller:
         options, tokens, ms = terms.choose(asks)
         for ask, option in zip(asks, options, strict=True):
             ask.pace.add(1 + option.tokens, ms)
-        rest = self._rests.setdefault(batch.bit_length(), Rest())
-        rest.learn(tokens / batch - ms / terms.plain_ms, terms.effort)
         speedup = tokens / ms / terms.plain_rate
         probed = self._probe(terms, asks, options, PROBE_BUDGET * tokens)
         return [Decision(*one[:6], speedup, one.drafter == probed) for one in options]

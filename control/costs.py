@@ -20,7 +20,6 @@ _CONFIRMED = 3  # measurements until a cost is believed whatever it is
 _OUTLIER = 3.0  # times as long: an accident, or the first call
 _DOUBTFUL = 1.5  # times as long as others let expect: no more is believed until it is confirmed
 _RIDGE = 4.0
-_LATEST_SHARE = 0.1  # of the mean time of choosing
 _TOKEN_SHARE = 0.02  # what each further token costs of a pass, before measuring
 _REQUEST_SHARE = 0.1  # and each further request of a draft step
 _FEW_UNREAD = 4  # tokens of each request that a step reads by the way, as it does in any case
@@ -83,14 +82,17 @@ class Line:
         return sum(map(len, self._latest.values())) >= _CONFIRMED
 
     def fit(self, slope: float | None = None) -> None:
-        """Least squares through the median of each class of sizes; a ridge keeps the slope sane.
-
-        `slope` where it is known from elsewhere.
-        """
-        if slope is not None:
-            rest = [ms - slope * size for known in self._latest.values() for ms, size, _ in known]
-            self.slope, self.fixed = slope, max(_low_median(rest), 0.0)
+        """Least squares through the median of each class of sizes, or by a slope that is known."""
+        if slope is None:
+            mean, mean_ms = self.moments()[2:]
+            self.slope = min(slope_of([self]), mean_ms / max(mean, 1.0))
+            self.fixed = max(mean_ms - self.slope * mean, 0.0)
             return
+        rest = [ms - slope * size for known in self._latest.values() for ms, size, _ in known]
+        self.slope, self.fixed = slope, max(_low_median(rest), 0.0)
+
+    def moments(self) -> tuple[float, float, float, float]:
+        """Of the medians of each class of sizes: variance of sizes, covariance, and both means."""
         every = [one for known in self._latest.values() for one in known]
         level = _low_median([ms / (1 + self.share * size) for ms, size, _ in every])
         points = []
@@ -103,10 +105,15 @@ class Line:
         mean_ms = sum(n * ms for n, _, ms in points) / len(every)
         variance = sum(n * (size - mean) ** 2 for n, size, _ in points)
         covariance = sum(n * (size - mean) * (ms - mean_ms) for n, size, ms in points)
-        expected = self.share * mean_ms / (1 + self.share * mean)
-        slope = (covariance + _RIDGE * expected) / (variance + _RIDGE)
-        self.slope = min(max(slope, 0.0), mean_ms / max(mean, 1.0))
-        self.fixed = max(mean_ms - self.slope * mean, 0.0)
+        return variance, covariance, mean, mean_ms
+
+
+def slope_of(lines: Iterable[Line]) -> float:
+    """The slope that they have in common; a ridge keeps it sane."""
+    every = [(line.share, *line.moments()) for line in lines]
+    expected = [share * ms / (1 + share * mean) for share, _, _, mean, ms in every]
+    covariance = sum(own[2] for own in every) + _RIDGE * sum(expected) / len(every)
+    return max(0.0, covariance / (sum(own[1] for own in every) + _RIDGE))
 
 
 def _low_median(values: Iterable[Any]) -> Any:
@@ -132,8 +139,6 @@ class Costs:
         self.at_once = at_once or {}
         self.shares = {n: size / num_target_weights for n, size in num_step_weights.items()}
         self.passes: dict[int, Line] = {}  # cycles, by class of batches: 1, 2 to 3, 4 to 7, …
-        self._choices: dict[int, float] = {}  # the controller's own time, on average
-        self._rows = Line(_TOKEN_SHARE)  # of batches of all sizes: what a row costs
         self.steps: dict[str, Line] = {}
         self.reads: dict[str, Line] = {}
         self._drafts: list[tuple[str, list[int], int, float]] = []  # of this cycle, so far
@@ -146,8 +151,8 @@ class Costs:
     def observe_pass(self, batch: int, tokens: int, ms: float) -> None:
         """A cycle with a pass over so many tokens of so many requests, less drafting and choosing.
 
-        Drafts that were told of before may be in it. A row costs the same in batches of all sizes:
-        that line has more to go by than those of each class.
+        Drafts that were told of before may be in it. A further row of a request costs the same in
+        batches of all sizes: the slope that they have in common has more to go by.
         """
         self._cycles.append((batch, tokens, ms, self._drafts))
         self._drafts = []
@@ -164,31 +169,17 @@ class Costs:
             slowdown = max(1.0, ms / believed) if believed else 1.0
             for name, num_tokens, unread, draft_ms in drafts:
                 self._learn_draft(name, num_tokens, unread, draft_ms, slowdown)
-            self._rows.observe(tokens, ms)
             line = self.passes.setdefault(batch.bit_length(), Line(_TOKEN_SHARE))
             line.observe(tokens, ms)
             if line.count <= _CONFIRMED:  # it is to be believed in the next cycle
-                self._rows.fit()
-                line.fit(self._rows.slope)
+                line.fit(slope_of(self.passes.values()))
             changed.add(batch.bit_length())
-        if changed:
-            self._rows.fit()
+        slope = slope_of(self.passes.values()) if changed else 0.0
         for size in changed:
-            self.passes[size].fit(self._rows.slope)
+            self.passes[size].fit(slope)
         for name, num_tokens, unread, draft_ms in self._drafts:
             self._learn_draft(name, num_tokens, unread, draft_ms, 1.0)
         self._drafts = []
-
-    def observe_choice(self, batch: int, ms: float) -> None:
-        """What it took to choose the drafts of a cycle, and to learn from what became of them.
-
-        That varies with what there is to choose from, hence a mean. What takes as long as a pass
-        did not take that long to choose: the machine did something else.
-        """
-        line = self._nearest(batch) if self.passes else self.pass_line(batch)
-        size, ms = batch.bit_length(), min(ms, line.at(batch))
-        mean = self._choices.get(size, ms)
-        self._choices[size] = mean + _LATEST_SHARE * (ms - mean)
 
     def observe_draft(self, name: str, num_tokens: list[int], unread: int, ms: float) -> None:
         """One call of a drafter: drafts of so many tokens, `unread` tokens having been missed.
@@ -237,10 +228,6 @@ class Costs:
         if not self.passes:
             return _nominal_pass()
         return self.passes[min(self.passes, key=lambda other: abs(other - size))]
-
-    def choice(self, batch: int) -> float:
-        """The controller's own time in a cycle."""
-        return self._choices.get(batch.bit_length(), 0.0)
 
     def step(self, name: str, batch: int, plain: float) -> tuple[float, float]:
         """A draft step costs (fixed, more for each request in it); a pass of the batch `plain`."""

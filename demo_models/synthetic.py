@@ -332,37 +332,16 @@ def story(rng: random.Random) -> str:
 
 PLACES = {
     "garden": ["roses", "apple trees", "stone path", "wooden gate", "bees", "old wall"],
-    "library": [
-        "shelves",
-        "reading lamp",
-        "long tables",
-        "dusty books",
-        "tall windows",
-        "old maps",
-    ],
+    "library": ["shelves", "reading lamp", "long tables", "dusty books", "tall windows", "old maps"],
     "harbour": ["fishing boats", "grey water", "gulls", "ropes", "lighthouse", "wet stones"],
-    "market": [
-        "baskets of fruit",
-        "fresh bread",
-        "loud voices",
-        "coloured cloth",
-        "old women",
-        "carts",
-    ],
+    "market": ["baskets of fruit", "fresh bread", "loud voices", "coloured cloth", "old women", "carts"],
     "forest": ["tall pines", "narrow path", "moss", "birds", "fallen trees", "cold stream"],
-    "kitchen": [
-        "copper pots",
-        "warm oven",
-        "smell of bread",
-        "blue plates",
-        "wooden spoons",
-        "kettle",
-    ],
+    "kitchen": ["copper pots", "warm oven", "smell of bread", "blue plates", "wooden spoons", "kettle"],
     "station": ["long platform", "trains", "big clock", "travellers", "suitcases", "iron roof"],
     "river": ["slow water", "willows", "stone bridge", "small boats", "fishermen", "reeds"],
     "town": ["narrow streets", "red roofs", "church bell", "square", "lamps", "shops"],
     "mountain": ["snow", "sharp rocks", "thin air", "steep path", "goats", "small hut"],
-}
+}  # fmt: skip
 TIMES = "morning,evening,afternoon,winter morning,summer night,autumn day,night,spring day".split(
     ","
 )
@@ -411,11 +390,7 @@ def prose(rng: random.Random) -> str:
 # attribute kind -> (class names, attribute names, initial value, methods as (signature, doc, body))
 _CONTAINER_METHODS = [
     ("push(self, item)", "Add an item.", "self.{a}.append(item)"),
-    (
-        "pop(self)",
-        "Remove the last item and return it.",
-        "if not self.{a}:\n    raise IndexError('pop from an empty {c}')\nreturn self.{a}.pop()",
-    ),
+    ("pop(self)", "Remove the last item and return it.", "if not self.{a}:\n    raise IndexError('pop from an empty {c}')\nreturn self.{a}.pop()"),
     ("peek(self)", "Return the last item without removing it.", "return self.{a}[-1]"),
     ("is_empty(self)", "Return True if there are no items.", "return len(self.{a}) == 0"),
     ("size(self)", "Return the number of items.", "return len(self.{a})"),
@@ -426,149 +401,51 @@ _CONTAINER_METHODS = [
     ("__repr__(self)", None, "return f'{c}({{self.{a}!r}})'"),
     ("extend(self, other)", "Add every item of other.", "for item in other:\n    self.push(item)"),
     ("first(self)", "Return the first item, or None.", "return self.{a}[0] if self.{a} else None"),
-    (
-        "remove(self, item)",
-        "Remove an item if it is there.",
-        "if item in self.{a}:\n    self.{a}.remove(item)",
-    ),
+    ("remove(self, item)", "Remove an item if it is there.", "if item in self.{a}:\n    self.{a}.remove(item)"),
     ("count(self, item)", "Return how often the item occurs.", "return self.{a}.count(item)"),
     ("copy(self)", "Return a copy.", "other = {c}()\nother.{a} = list(self.{a})\nreturn other"),
-]
+]  # fmt: skip
 _MAPPING_METHODS = [
-    (
-        "get(self, key, default=None)",
-        "Return the value of a key.",
-        "return self.{a}.get(key, default)",
-    ),
+    ("get(self, key, default=None)", "Return the value of a key.", "return self.{a}.get(key, default)"),
     ("set(self, key, value)", "Set the value of a key.", "self.{a}[key] = value"),
-    (
-        "delete(self, key)",
-        "Delete a key.",
-        "try:\n    del self.{a}[key]\nexcept KeyError:\n    raise ValueError('unknown key: %r' % key) from None",
-    ),
+    ("delete(self, key)", "Delete a key.", "try:\n    del self.{a}[key]\nexcept KeyError:\n    raise ValueError('unknown key: %r' % key) from None"),
     ("keys(self)", "Return the keys in order.", "return sorted(self.{a})"),
     ("values(self)", "Return the values.", "return list(self.{a}.values())"),
-    (
-        "update(self, other)",
-        "Take over the entries of other.",
-        "for key, value in other.items():\n    self.set(key, value)",
-    ),
+    ("update(self, other)", "Take over the entries of other.", "for key, value in other.items():\n    self.set(key, value)"),
     ("__getitem__(self, key)", None, "return self.{a}[key]"),
     ("__setitem__(self, key, value)", None, "self.{a}[key] = value"),
     ("__len__(self)", None, "return len(self.{a})"),
     ("__contains__(self, key)", None, "return key in self.{a}"),
     ("__repr__(self)", None, "return '{c}(%d entries)' % len(self.{a})"),
     ("clear(self)", "Forget everything.", "self.{a} = {{}}"),
-    (
-        "save(self, path)",
-        "Write the entries to a file.",
-        "with open(path, 'w') as f:\n    json.dump(self.{a}, f)",
-    ),
-    (
-        "load(self, path)",
-        "Read the entries from a file.",
-        "with open(path) as f:\n    self.{a} = json.load(f)",
-    ),
-]
+    ("save(self, path)", "Write the entries to a file.", "with open(path, 'w') as f:\n    json.dump(self.{a}, f)"),
+    ("load(self, path)", "Read the entries from a file.", "with open(path) as f:\n    self.{a} = json.load(f)"),
+]  # fmt: skip
 _CLASSES = [
-    (
-        "Stack Queue Bag Deck Basket Pile History Playlist Inbox".split(),
-        "items data elements entries values".split(),
-        "[]",
-        _CONTAINER_METHODS,
-    ),
-    (
-        "Registry Cache Store Table Settings Catalog Index Phonebook".split(),
-        "data entries store table values".split(),
-        "{{}}",
-        _MAPPING_METHODS,
-    ),
-]
+    ("Stack Queue Bag Deck Basket Pile History Playlist Inbox".split(), "items data elements entries values".split(), "[]", _CONTAINER_METHODS),
+    ("Registry Cache Store Table Settings Catalog Index Phonebook".split(), "data entries store table values".split(), "{{}}", _MAPPING_METHODS),
+]  # fmt: skip
 _FUNCTIONS = [
-    (
-        'read_{n}(path, encoding="utf-8")',
-        "Read {n} from a file and return a dictionary.",
-        "result = {{}}\nwith open(path, encoding=encoding) as f:\n    for line in f:\n        line = line.strip()\n        if not line or line.startswith('#'):\n            continue\n        key, value = line.split('=', 1)\n        result[key.strip()] = value.strip()\nreturn result",
-    ),
-    (
-        "load_{n}(filename)",
-        "Load the {n} from a JSON file.",
-        "with open(filename) as f:\n    data = json.load(f)\nreturn data['{n}']",
-    ),
-    (
-        'read_lines(path, encoding="utf-8")',
-        "Return the lines of a file without line breaks.",
-        "lines = []\nwith open(path, encoding=encoding) as f:\n    for line in f:\n        lines.append(line.rstrip('\\n'))\nreturn lines",
-    ),
-    (
-        "write_{n}(path, {n})",
-        "Write the {n} to a file, one on each line.",
-        "with open(path, 'w') as f:\n    for item in {n}:\n        f.write(str(item) + '\\n')",
-    ),
-    (
-        "count_{n}(text)",
-        "Count how often each word occurs.",
-        "counts = {{}}\nfor word in text.split():\n    counts[word] = counts.get(word, 0) + 1\nreturn counts",
-    ),
-    (
-        "find_{n}({n}, target)",
-        "Return the index of the target, or -1.",
-        "for i, item in enumerate({n}):\n    if item == target:\n        return i\nreturn -1",
-    ),
-    (
-        "total({n})",
-        "Return the sum of the {n}.",
-        "result = 0\nfor value in {n}:\n    result += value\nreturn result",
-    ),
-    (
-        "mean({n})",
-        "Return the mean of the {n}.",
-        "if not {n}:\n    raise ValueError('mean of an empty list')\nreturn sum({n}) / len({n})",
-    ),
-    (
-        "fib(n)",
-        "Return the n-th Fibonacci number.",
-        "a, b = 0, 1\nfor _ in range(n):\n    a, b = b, a + b\nreturn a",
-    ),
+    ('read_{n}(path, encoding="utf-8")', "Read {n} from a file and return a dictionary.", "result = {{}}\nwith open(path, encoding=encoding) as f:\n    for line in f:\n        line = line.strip()\n        if not line or line.startswith('#'):\n            continue\n        key, value = line.split('=', 1)\n        result[key.strip()] = value.strip()\nreturn result"),
+    ("load_{n}(filename)", "Load the {n} from a JSON file.", "with open(filename) as f:\n    data = json.load(f)\nreturn data['{n}']"),
+    ('read_lines(path, encoding="utf-8")', "Return the lines of a file without line breaks.", "lines = []\nwith open(path, encoding=encoding) as f:\n    for line in f:\n        lines.append(line.rstrip('\\n'))\nreturn lines"),
+    ("write_{n}(path, {n})", "Write the {n} to a file, one on each line.", "with open(path, 'w') as f:\n    for item in {n}:\n        f.write(str(item) + '\\n')"),
+    ("count_{n}(text)", "Count how often each word occurs.", "counts = {{}}\nfor word in text.split():\n    counts[word] = counts.get(word, 0) + 1\nreturn counts"),
+    ("find_{n}({n}, target)", "Return the index of the target, or -1.", "for i, item in enumerate({n}):\n    if item == target:\n        return i\nreturn -1"),
+    ("total({n})", "Return the sum of the {n}.", "result = 0\nfor value in {n}:\n    result += value\nreturn result"),
+    ("mean({n})", "Return the mean of the {n}.", "if not {n}:\n    raise ValueError('mean of an empty list')\nreturn sum({n}) / len({n})"),
+    ("fib(n)", "Return the n-th Fibonacci number.", "a, b = 0, 1\nfor _ in range(n):\n    a, b = b, a + b\nreturn a"),
     ("factorial(n)", "Return n factorial.", "if n < 2:\n    return 1\nreturn n * factorial(n - 1)"),
     ("gcd(a, b)", "Return the greatest common divisor.", "while b:\n    a, b = b, a % b\nreturn a"),
-    (
-        "is_prime(n)",
-        "Return True if n is a prime number.",
-        "if n < 2:\n    return False\nfor i in range(2, int(n ** 0.5) + 1):\n    if n % i == 0:\n        return False\nreturn True",
-    ),
+    ("is_prime(n)", "Return True if n is a prime number.", "if n < 2:\n    return False\nfor i in range(2, int(n ** 0.5) + 1):\n    if n % i == 0:\n        return False\nreturn True"),
     ("reverse(text)", "Return the text backwards.", "return text[::-1]"),
-    (
-        "unique({n})",
-        "Return the {n} without repetitions, in order.",
-        "seen = set()\nresult = []\nfor item in {n}:\n    if item not in seen:\n        seen.add(item)\n        result.append(item)\nreturn result",
-    ),
-    (
-        "filter_{n}({n}, predicate)",
-        "Return the {n} for which the predicate holds.",
-        "return [item for item in {n} if predicate(item)]",
-    ),
-    (
-        "largest({n})",
-        "Return the largest of the {n}.",
-        "result = {n}[0]\nfor item in {n}[1:]:\n    if item > result:\n        result = item\nreturn result",
-    ),
-    (
-        "group_by({n}, key)",
-        "Group the {n} by a key function.",
-        "groups = {{}}\nfor item in {n}:\n    groups.setdefault(key(item), []).append(item)\nreturn groups",
-    ),
-    (
-        "parse_{n}(text)",
-        "Parse a comma-separated list of {n}.",
-        "return [part.strip() for part in text.split(',') if part.strip()]",
-    ),
-    (
-        "main(argv=None)",
-        "Run the command line.",
-        "parser = argparse.ArgumentParser()\nparser.add_argument('path', help='the file to read')\nparser.add_argument('--verbose', action='store_true')\nargs = parser.parse_args(argv)\nprint(args.path)\nreturn 0",
-    ),
-]
+    ("unique({n})", "Return the {n} without repetitions, in order.", "seen = set()\nresult = []\nfor item in {n}:\n    if item not in seen:\n        seen.add(item)\n        result.append(item)\nreturn result"),
+    ("filter_{n}({n}, predicate)", "Return the {n} for which the predicate holds.", "return [item for item in {n} if predicate(item)]"),
+    ("largest({n})", "Return the largest of the {n}.", "result = {n}[0]\nfor item in {n}[1:]:\n    if item > result:\n        result = item\nreturn result"),
+    ("group_by({n}, key)", "Group the {n} by a key function.", "groups = {{}}\nfor item in {n}:\n    groups.setdefault(key(item), []).append(item)\nreturn groups"),
+    ("parse_{n}(text)", "Parse a comma-separated list of {n}.", "return [part.strip() for part in text.split(',') if part.strip()]"),
+    ("main(argv=None)", "Run the command line.", "parser = argparse.ArgumentParser()\nparser.add_argument('path', help='the file to read')\nparser.add_argument('--verbose', action='store_true')\nargs = parser.parse_args(argv)\nprint(args.path)\nreturn 0"),
+]  # fmt: skip
 _NOUNS = "config settings values names items words records users numbers lines options rows files".split()
 _ASSERTIONS = [
     ("upper", "self.assertEqual('foo'.upper(), 'FOO')"),

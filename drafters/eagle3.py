@@ -1,7 +1,7 @@
 """EAGLE-3: a small head, trained for one target, that reads the target's states of three layers.
 
 How a head drafts is told in head.py, what is in it in eagle3_head.py. Train one of your own with
-demo_models/train_eagle3.py, or take one of the public ones: `--eagle3 FOLDER_OR_HUB_ID`.
+demo_models/train.py, or take one of the public ones: `--eagle3 FOLDER_OR_HUB_ID`.
 
 The head predicts words of a draft vocabulary. Its scores are laid out over the target's vocabulary
 before anything is drawn from them, so that q is a distribution over the same tokens as p.

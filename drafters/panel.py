@@ -47,10 +47,12 @@ class Seat:
     guesses: dict[str, Any] = field(default_factory=dict)  # in this cycle, by drafter
     drafts: dict[str, Draft] = field(default_factory=dict)  # what each one proposed
     draft: Draft | None = None  # what was proposed and is not judged yet
-    missed: dict[str, "Missed"] = field(default_factory=dict)  # by drafter: see Panel.observe
+    missed: list["Missed"] = field(default_factory=list)  # what came; see Panel.observe
+    heard: dict[str, int] = field(default_factory=dict)  # how much of that each drafter was told
     records: dict[str, Any] = field(default_factory=dict)  # the planner's, by drafter
     decision: Any = None  # the planner's last one
     pace: Any = None  # the planner's: how fast the text comes
+    rested: tuple[int, int] = 0, 0  # cycles and tokens that the records do not know of yet
     warnings: list[str] = field(default_factory=list)
     failure: Exception | None = None  # where a drafter's fault is to end the request
     num_cached: int = 0  # tokens of the prompt that were known already
@@ -75,10 +77,11 @@ def joined(parts: list[dict[int, Tensor]]) -> dict[int, Tensor]:
 
 
 class Missed(NamedTuple):
-    """What came since a drafter was asked last."""
+    """What came in a cycle; drafters that had no part in it are told when they are asked next."""
 
     tokens: list[int]
-    hidden: list[Tensor]  # [tokens, D] of each cycle, for a drafter that needs them
+    hidden: dict[int, Tensor]  # [tokens and rejected ones, D] by layer
+    num_rejected: int
 
 
 class Guess(NamedTuple):
@@ -336,37 +339,45 @@ class Panel:
         """
         states, seat.hidden, seat.draft = seat.read(hidden), {}, None
         self.keep(seat, states)
-        num_rejected = verdict.drafted - verdict.accepted
+        came = Missed(verdict.tokens, states, verdict.drafted - verdict.accepted)
         if self.prefixes:
-            kept = {layer: own[: len(own) - num_rejected] for layer, own in states.items()}
-            seat.states_read.append(kept)
-        for name in list(seat.states):
-            drafter = self.drafters[name]
-            if is_last and not drafter.keeps_outputs:
+            num_kept = len(next(iter(states.values()), ())) - came.num_rejected
+            seat.states_read.append({layer: own[:num_kept] for layer, own in states.items()})
+        for name in [name for name in seat.drafts if name in seat.states]:
+            if is_last and not self.drafters[name].keeps_outputs:
                 continue
             try:
-                own = verdict
-                if drafter.needs_hidden:
-                    beside = torch.cat([states[layer] for layer in drafter.hidden_layers], -1)
-                    own = replace(verdict, hidden=beside[: len(beside) - num_rejected])
-                if name not in seat.drafts:
-                    tokens, hidden = seat.missed.setdefault(name, Missed([], []))
-                    tokens += verdict.tokens
-                    hidden += [own.hidden] if drafter.needs_hidden else []
-                    continue
                 draft = seat.drafts[name] if len(seat.drafts) > 1 else None
+                beside = self._hidden(name, [came])
+                own = verdict if beside is None else replace(verdict, hidden=beside)
                 for part in heard(own, draft):
-                    drafter.observe(seat.states[name], part)
+                    self.drafters[name].observe(seat.states[name], part)
             except Exception as error:
                 self._lose(seat, name, error)
+        seat.missed.append(came)
+        seat.heard |= dict.fromkeys(seat.drafts, len(seat.missed))
+        if all(seat.heard.get(name) == len(seat.missed) for name in seat.states):
+            seat.missed, seat.heard = [], {}
+
+    def _hidden(self, name: str, cycles: list[Missed]) -> Tensor | None:
+        """The states [tokens, D] that a drafter needs of these cycles, layers side by side."""
+        drafter, found = self.drafters[name], []
+        if not drafter.needs_hidden:
+            return None
+        for _, states, num_rejected in cycles:
+            beside = torch.cat([states[layer] for layer in drafter.hidden_layers], -1)
+            found.append(beside[: len(beside) - num_rejected])
+        return torch.cat(found)
 
     def _catch_up(self, seat: Seat, name: str) -> None:
         """Tell a drafter what came since it was asked last, as one piece of text."""
-        if name not in seat.missed:
+        cycles = seat.missed[seat.heard.get(name, 0) :]
+        if not cycles:
             return
-        tokens, hidden = seat.missed.pop(name)
+        seat.heard[name] = len(seat.missed)
+        tokens = [token for cycle in cycles for token in cycle.tokens]
         try:
-            verdict = Verdict(0, len(tokens) - 1, tokens, torch.cat(hidden) if hidden else None)
+            verdict = Verdict(0, len(tokens) - 1, tokens, self._hidden(name, cycles))
             self.drafters[name].observe(seat.states[name], verdict)
         except Exception as error:
             self._lose(seat, name, error)
@@ -374,7 +385,6 @@ class Panel:
     def _lose(self, seat: Seat, name: str, error: Exception) -> None:
         """The request goes on without this drafter; the log has the traceback."""
         self.num_failures += 1
-        seat.missed.pop(name, None)
         LOG.warning("drafter %s failed: %s", name, in_short(error), exc_info=error)
         self._close(seat, name)
         what = f"drafter {name} failed ({in_short(error)})"

@@ -161,24 +161,30 @@ def answer(jobs: list[RemoteJob], notes: list[str], engine: Engine) -> dict[str,
     return body
 
 
+_UNTOLD = dict.fromkeys((
+    "num_recovered_tokens", "num_bonus_tokens", "acceptance_histogram", "target_passes",
+    "tokens_per_pass",
+))  # fmt: skip
+
+
+def rates(drafts: int | None, drafted: int | None, accepted: int | None) -> dict[str, Any]:
+    """Counters of drafts, as the engine tells them, what follows from them, and null for others."""
+    length = ratio(accepted or 0, drafts or 0)
+    return _UNTOLD | {
+        "num_spec_steps": drafts,
+        "num_draft_tokens": drafted,
+        "num_accepted_draft_tokens": accepted,
+        "draft_acceptance_rate": ratio(accepted or 0, drafted or 0),
+        "mean_acceptance_length": None if length is None else round(1 + length, 4),
+    }
+
+
 def speculation(told: Told) -> dict[str, Any]:
     """The counters of a request, as far as the engine reports them with its answer."""
     found = told.speculation
-    names = (
-        "num_spec_tokens", "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens",
-    )  # fmt: skip
-    counts = {name: found.get(name) for name in names}
-    drafted, accepted = (counts[name] or 0 for name in names[2:])
-    length = ratio(accepted, counts["num_spec_steps"] or 0)
-    return counts | {
-        "num_recovered_tokens": None,
-        "num_bonus_tokens": None,
-        "draft_acceptance_rate": ratio(accepted, drafted),
-        "mean_acceptance_length": None if length is None else round(1 + length, 4),
-        "acceptance_histogram": found.get("acceptance_histogram"),
-        "target_passes": None,
-        "tokens_per_pass": None,
-    }
+    names = "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"
+    known = {name: found.get(name) for name in ("num_spec_tokens", "acceptance_histogram")}
+    return rates(*map(found.get, names)) | known
 
 
 def timings(job: RemoteJob) -> dict[str, Any]:
@@ -214,19 +220,8 @@ def acceptance(metrics: dict[str, float], k: int | None) -> dict[str, Any]:
     at = []
     while (value := count(f"{PER_POSITION}[{len(at)}]")) is not None:
         at.append(value)
-    length = ratio(accepted or 0, drafts or 0)
-    return {
+    return rates(drafts, drafted, accepted) | {
         "num_spec_tokens": k or len(at) or None,
-        "num_spec_steps": drafts,
-        "num_draft_tokens": drafted,
-        "num_accepted_draft_tokens": accepted,
-        "num_recovered_tokens": None,
-        "num_bonus_tokens": None,
-        "draft_acceptance_rate": ratio(accepted or 0, drafted or 0),
-        "mean_acceptance_length": None if length is None else round(1 + length, 4),
-        "acceptance_histogram": None,
-        "target_passes": None,
-        "tokens_per_pass": None,
         "recent_acceptance_rate": None,
         "acceptance_rate_per_position": [ratio(n, drafts or 0) for n in at],
         "conditional_acceptance_rate_per_position": [

@@ -46,7 +46,6 @@ from . import child
 _LONGEST = 8  # drafts that are tried, unless --num-speculative-tokens is larger
 _WORTHWHILE = 1.05  # what a speed-up must promise: an engine has costs of speculation of its own
 _PORT = 8000
-_FEW_WEIGHTS = 1_000_000_000  # below, a device is busy with other things than reading them
 LOADED = ("model", "draft_model", "eagle3", "dflash", "dtype", "quantize")
 # SGLang's names of what it has. A custom drafter cannot be named there.
 _SGLANG = {
@@ -55,14 +54,7 @@ _SGLANG = {
 }  # fmt: skip
 _COLUMNS = ("drafter", "K", "tokens/pass", "c", "cost", "expected", "pays below")
 _ROW = "{:14}{:>3} {:>12} {:>6} {:>6} {:>9} {:>11}"
-ASSUMED = (
-    "measured on this machine: tokens per pass; they belong to model, drafter and text, and hold "
-    "in an engine whose drafter proposes the same",
-    "assumed and not measured: passes and draft steps last as long as reading their weights, and "
-    "each further row of a pass takes 2 % more (t_verify)",
-    "expected = tokens per pass / (draft steps · c + t_verify), for one request at a time; with "
-    "many at once rows cost more, and it falls",
-)
+READ_ON = "docs/engines.md says what of this is measured and what is assumed"
 
 
 @dataclass(frozen=True)
@@ -247,42 +239,6 @@ def command_lines(offers: list[Offer], options: Options) -> dict[str, str]:
     return lines
 
 
-def notes(engine: Any, options: Options, offers: list[Offer], left_out: list[str]) -> list[str]:
-    """What else there is to know, each in a sentence."""
-    target, names = engine.target, {one.drafter for one in offers if one.pays}
-    every = {
-        f"{', '.join(left_out)} and auto have no counterpart in either engine": True,
-        "neither engine knows the embedded target's family: these lines show the form": (
-            options.is_embedded
-        ),
-        f"{target.num_weights / 1e6:.0f} million weights are few: a large device is busy with "
-        "other things than reading them, so draft steps cost more than c says": (
-            target.num_weights < _FEW_WEIGHTS
-        ),
-        "a pass over several tokens reads more experts than one over one: t_verify is larger": (
-            target.has_experts
-        ),
-        "at a temperature both engines accept drafts of models by another rule than was measured": (
-            not options.sampling.is_greedy
-        ),
-        "vLLM's own ngram and suffix look texts up in their own way; a drafter of ours proposes "
-        "there what was measured, but costs vLLM its asynchronous scheduling": (
-            bool(names & set(TOKENS_ONLY))
-        ),
-        "the longest draft that was tried is the best: --num-speculative-tokens tries longer": (
-            any(one.pays and one.k == longest_of(options) for one in offers)
-        ),
-        "vLLM's suffix needs pip install arctic-inference; SGLang's nearest is NGRAM": (
-            "suffix" in names
-        ),
-        f"it was measured in {str(target.model.dtype).removeprefix('torch.')}; without --dtype an "
-        "engine takes the checkpoint's type, and may choose other tokens": options.dtype == "auto",
-        "mtp needs an engine that knows the heads of this family": "mtp" in names,
-        "SGLang cannot be given a drafter from a file": any(n not in NAMES for n in names),
-    }
-    return [sentence for sentence, holds in every.items() if holds]
-
-
 # ------------------------------------------------------------------------------------- to show
 
 
@@ -318,9 +274,9 @@ def show_plan(engine: Any, options: Options, _: Any, given: Namespace) -> int:
         "best": offers[0].drafter if offers[0].pays else PLAIN,
         "why": offers[0].why if offers[0].pays else "plain decoding is best: no drafter gains 5 %",
         "reasons": {one.drafter: one.why for one in offers},
-        "assumed": ASSUMED,
         "command_lines": command_lines(offers, options),
-        "notes": notes(engine, options, offers, left_out),
+        "left_out": left_out,
+        "read_on": READ_ON,
     }
     print(json.dumps(document) if given.json else text_of(document))
     return 0
@@ -340,7 +296,8 @@ def text_of(document: dict[str, Any]) -> str:
         lines.append(_ROW.format(one["drafter"], one["k"], *shown))
     lines += ["", f"best: {document['why']}"]
     lines += [f"  {why}" for name, why in document["reasons"].items() if name != document["best"]]
-    lines += ["", *(f"- {sentence}" for sentence in [*document["assumed"], *document["notes"]])]
+    left_out = ", ".join(document["left_out"])
+    lines += ["", f"{left_out} and auto have no counterpart there; {document['read_on']}"]
     for title, line in document["command_lines"].items():
         lines += ["", f"{title}:", f"  {line}"]
     return "\n".join(lines)

@@ -258,12 +258,6 @@ def why_not_int8(device: str) -> str | None:
     return None if library.is_used else "needs the kernels in C, which are not there"
 
 
-def computes_bfloat16() -> bool:
-    """Whether this CPU multiplies numbers of bfloat16 by itself, without making floats of them."""
-    tests = "_is_avx512_bf16_supported", "_is_amx_tile_supported"
-    return any(getattr(torch.cpu, name)() for name in tests if hasattr(torch.cpu, name))
-
-
 def panels_of(layer: nn.Module) -> Panels:
     """The weight of a linear layer or an embedding in panels: its own, or new ones."""
     found = getattr(layer, "panels", None)

@@ -88,6 +88,12 @@ class Job:
         """Of those that may wait: neither who has left, nor who waits for its own first half."""
         return not self.cancelled and (self.after is None or self.after.ended)
 
+    @property
+    def wants_events(self) -> bool:
+        """Whether anybody will read them; an answer's log-probabilities are of the events, too."""
+        request = self.request
+        return self._is_read or request.trace or request.logprobs is not None
+
     def put(self, event: dict[str, Any]) -> None:
         """Hand an event to whoever iterates."""
         if self.request.trace:
@@ -308,13 +314,14 @@ class Worker:
             s = job.sequence
             if s in cycles:
                 try:
-                    event = trace.event(s, cycles[s])
+                    event = trace.event(s, cycles[s]) if job.wants_events else None
                 except Exception as error:
                     s.fail(error)
                 else:
                     self._note_first(job)
                     self._failures_in_a_row = 0
-                    job.put(event)
+                    if event:
+                        job.put(event)
             if s.finish_reason:
                 self._leave(job, s.failure)
 

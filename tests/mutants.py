@@ -43,6 +43,7 @@ MODULES = {
     "small_model": "drafters.small_model", "mtp_head": "drafters.mtp_head",
     "dflash": "drafters.dflash", "timed": "drafters.timed", "planner": "control.planner",
     "acceptance": "control.acceptance", "controller": "control.controller",
+    "rest": "control.rest",
     "costs": "control.costs",
     "statistics": "control.statistics", "buffers": "kernels.buffers",
     "sampling": "sampling", "faults": "serving.faults", "trace": "serving.trace",
@@ -164,7 +165,7 @@ def load_once() -> None:
     """
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take longer to start than a test
     os.chdir(ROOT)
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "demo_models")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     core = importlib.import_module("conftest").core
     for file in {test.partition("::")[0] for mutant in MUTANTS for test in mutant.tests}:
         importlib.import_module(f"test_{file}")
@@ -249,10 +250,9 @@ EVIDENCE = "controller::test_proposals_with_more_evidence_have_a_record_of_their
 STOPPED = "controller::test_where_a_draft_stopped_counts_as_reached_and_not_accepted"
 SEVERAL_FORGET = "mtp::test_every_layer_forgets_what_was_refused"
 DOUBTS = "controller::test_a_model_s_draft_ends_with_the_token_that_it_doubts[mtp]"
-RESTS = (
-    "controller::"
-    "test_where_choosing_takes_longer_than_drafts_save_nothing_is_chosen_for_a_while[4.0-1]"
-)
+RESTS = "controller::test_where_drafts_lose_by_the_clock_nothing_is_chosen_for_a_while[22.0-True]"
+JOINS = "controller::test_a_new_request_ends_a_rest_as_far_as_it_may_be_different"
+KEPT = "controller::test_requests_that_go_on_keep_what_was_chosen_until_another_one_joins"
 PAUSED = "controller::test_what_rests_drafts_nothing_says_so_and_knows_what_was_missed[coupled]"
 EACH_PLACE = "controller::test_the_record_estimates_each_position_by_itself"
 PROBES = "controller::test_without_drafts_it_probes_now_and_then_and_comes_back"
@@ -494,7 +494,7 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("a guess that fails ends the request", "panel:Panel.guess",
      "self._lose(seat, name, error)", "raise",
      "controller::test_a_guess_that_fails_costs_the_drafter_and_not_the_answer"),
-    ("a hidden state too many is handed out", "panel:Panel.observe",
+    ("a hidden state too many is handed out", "panel:Panel._hidden",
      "len(beside) - num_rejected]", "len(beside) - num_rejected + 1]",
      "drafters::test_drafts_are_known_ids_and_no_more_than_asked_for"),
     ("blocks of a prompt are known by their own tokens", "prefix:PrefixCache._keys",
@@ -516,7 +516,9 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "[*(chunk[i] for chunk in chunks), hidden[i]]", "[hidden[i], *(chunk[i] for chunk in chunks)]",
      "batching::test_a_prompt_read_in_chunks_gives_the_output_of_one_read_at_once"),
     ("who was passed over does not observe", "panel:Panel.observe",
-     "for name in list(seat.states):", "for name in [seat.asked]:", NO_DRAFT),
+     "seat.missed.append(came)", "pass", NO_DRAFT),
+    ("who drafted hears of it twice", "panel:Panel.observe",
+     "seat.heard |= dict.fromkeys(seat.drafts, len(seat.missed))", "pass", NO_DRAFT),
     ("who was passed over is told of a draft", "panel:Panel._catch_up",
      "Verdict(0, ", "Verdict(1, ", NO_DRAFT),
     ("who is asked has not heard of all", "panel:Panel.propose",
@@ -573,7 +575,7 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "seat.states[name].is_alone = seat.is_alone", "pass",
      "suffix::test_a_comparison_is_not_helped_by_its_own_first_run"),
     ("the last tokens of an output are not kept", "panel:Panel.observe",
-     "if is_last and not drafter.keeps_outputs:", "if is_last:",
+     "if is_last and not self.drafters[name].keeps_outputs:", "if is_last:",
      "suffix::test_what_others_were_answered_changes_times_and_no_text"),
     ("what comes after a stop string is kept", "messages:Cycle.verdict",
      "in self.tokens]", "in self.emitted]",
@@ -638,18 +640,30 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("time is worth what this cycle makes of it", "controller:Terms.see",
      "all(ask.pace.ms for ask in asks)", "False",
      "controller::test_time_is_worth_what_the_text_gives_on_average"),
-    ("choosing costs nothing", "controller:Rest.learn", "(gain - effort)", "gain", RESTS),
-    ("the controller never rests", "controller:Rest.pass_cycle",
-     "return True", "return False", RESTS),
-    ("pauses never grow", "controller:Rest.learn", "2 * self.length", "self.length", RESTS),
-    ("a new request wakes nobody", "controller:Controller.wake", "rest.left = 0", "pass", RESTS),
+    ("drafts that lose by the clock go on", "rest:Rest._judge",
+     "self.tokens < (1 - _LITTLE) * self.time", "False", RESTS),
+    ("the controller never rests", "rest:Rest.begin", "return True", "return False", RESTS),
+    ("pauses never grow", "rest:Rest._judge", "_GROWTH * self.length", "self.length", RESTS),
+    ("a little time for choosing is a reason to rest", "rest:Rest._judge",
+     "(1 - _LITTLE) * self.time", "self.time",
+     "controller::test_a_little_time_for_choosing_is_no_reason_to_rest"),
+    ("others share a rest", "controller:Controller._rest", "self.who)", "None)", RESTS),
+    ("a new request ends no rest", "rest:Rest.join", "self.left -= self.left // batch", "pass",
+     JOINS),
+    ("what was seen before a rest counts as ever", "rest:Rest._judge",
+     "_OLD_KEPT * self.tokens, _OLD_KEPT * self.time", "self.tokens, self.time",
+     "controller::test_drafts_that_pay_again_end_short_looks"),
+    ("a choice is made in each cycle", "planner:Planner.plan", "if self._left and", "if False and",
+     KEPT),
+    ("a choice is kept whoever joins", "planner:Planner.plan",
+     "s.seat in self._plan or not s.num_steps", "True", KEPT),
     ("choosing is the engine's own time", "planner:Planner.timed",
-     "- chose_ms", "",
+     " - self._spent_ms)", ")",
      "controller::test_the_time_of_choosing_is_no_part_of_the_engine_s_own"),
-    ("what was missed in a pause is forgotten", "planner:Planner.learn",
-     "record.unread += cycle.num_kept", "pass", PAUSED),
-    ("a pause takes a fixed draft, too", "planner:Planner.plan",
-     "if s.request.fixed_k:", "if s.request.fixed_k and not self.is_resting:", PAUSED),
+    ("what was missed in a pause is forgotten", "planner:_wake",
+     "record.unread += tokens", "pass", PAUSED),
+    ("a pause takes a fixed draft, too", "planner:_resting", "if s.request.fixed_k:", "if False:",
+     PAUSED),
     ("a text's pace is never learnt", "controller:Controller.plan",
      "ask.pace.add(1 + option.tokens, ms)", "pass",
      "controller::test_time_is_worth_what_the_text_gives_on_average"),
@@ -684,9 +698,9 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "controller::test_a_request_that_drafts_nothing_beside_others_that_do_comes_back"),
     ("probes cost more than their share", "controller:Controller._probe",
      "budget / len(terms.idle)", "8 * budget", PROBES),
-    ("the quickest choice counts for all", "costs:Costs.observe_choice",
-     "mean + _LATEST_SHARE * (ms - mean)", "min(mean, ms)",
-     "controller::test_choosing_takes_its_mean_as_cycles_with_little_to_choose_from_are_quick"),
+    ("the quickest choice counts for all", "rest:Rest.see_choice",
+     "known + (1 - _EFFORT_KEPT) * (min(time, _OUTLIER * known) - known)", "min(known, time)",
+     "controller::test_a_choice_is_kept_for_as_long_as_it_takes_to_make_and_effort_is_a_mean"),
     ("rows cost nothing", "controller:Terms._lengths",
      "token_ms + steps_ms[i]", "steps_ms[i]", f"{BEST_K}[0.0-0.5]"),
     ("steps of a model are free", "controller:Terms._lengths",

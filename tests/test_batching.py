@@ -12,7 +12,7 @@ import torch
 from conftest import ScriptedDrafter, run, scripted_engine
 from server import until
 
-from serving import faults
+from serving import faults, trace
 from serving.errors import RequestError
 from serving.worker import Job, Worker
 
@@ -219,6 +219,26 @@ def test_a_request_that_is_not_streamed_wakes_its_handler_once(engine, noted, tr
     assert noted.count(("woken", threading.get_ident())) == 1
     worker.drain(60)
     assert len(answer["token_ids"]) == 40 and len(answer.get("trace", ())) == 40 * trace
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"), [({}, 0), ({"trace": True}, 9), ({"logprobs": 1}, 9)]
+)
+def test_no_event_is_made_that_nobody_reads(demo_engine, monkeypatch, asked, expected):
+    made, waiting, event, step = [], [], trace.event, faults.step
+    monkeypatch.setattr("serving.trace.event", lambda *given: made.append(1) or event(*given))
+
+    def waits(*given):
+        until(lambda: waiting and not waiting[0]._is_read)
+        return step(*given)
+
+    monkeypatch.setattr("serving.faults.step", waits)
+    worker = Worker(demo_engine, core.Options())
+    waiting += worker.submit(core.Request([1, 2, 3], 9, **asked))
+    waiting[0].wait()
+    worker.drain(60)
+    assert len(made) == expected and len(waiting[0].sequence.output) == 9
+    assert len(waiting[0].sequence.text.text) > 0
 
 
 def test_events_do_not_wake_a_reader_that_rests_and_the_end_does(noted, monkeypatch):

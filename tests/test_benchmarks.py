@@ -26,7 +26,6 @@ from benchmarks import (
     servers,
     soak,
     soak_clients,
-    suffix,
 )
 from benchmarks.batch import of_best
 
@@ -111,24 +110,6 @@ def test_the_benchmark_of_batches_compares_outputs_and_measures_gaps(measure):
     assert document["gaps"][0]["longest_gap_ms"] > 0
 
 
-def test_the_benchmark_of_the_controller_compares_it_with_every_k(measure):
-    options = "--tokens", 6, "--k", 1, 3, "--temperature", 1, "--runs", 1
-    document = measure("controller", *options)
-    assert len(document["results"]) == 2 * (1 + 4 * 2 + 5) and len(document["summary"]) == 14
-    for row in document["results"]:
-        assert row["identical"] is True  # sampled as well
-        assert (row["alpha"] is not None) or not row["tokens_per_pass"] > 1
-        if row["k"] == "controller":
-            assert row["best_speedup"] >= 1
-            assert row["of_best"] == pytest.approx(row["speedup"] / row["best_speedup"], abs=2e-3)
-        else:
-            assert row["of_best"] is None
-    for row in document["summary"]:
-        key = {name: row[name] for name in ("temperature", "drafter", "k")}
-        of = [r["speedup"] for r in document["results"] if r.items() >= key.items()]
-        assert row["worst"] == min(of) and row["below_0.97"] == sum(x < 0.97 for x in of)
-
-
 def test_an_audition_ranks_what_fits_and_ends_with_a_command_line(measure, tmp_path):
     path = tmp_path / "own.txt"
     path.write_text("1, 2, 1, 2,\n\ndef main():\n")
@@ -180,28 +161,6 @@ def test_prompts_have_a_name_or_a_number(tmp_path):
     path = tmp_path / "own.jsonl"
     path.write_text('{"prompt": "a b"}\n\n{"name": "x", "prompt": "c"}\n')
     assert bench.prompts_of(path) == {"1": "a b", "x": "c"}
-
-
-def test_the_benchmark_of_suffixes_counts_and_times(measure, monkeypatch, tmp_path):
-    path = tmp_path / "own.jsonl"
-    path.write_text('{"name": "agent_a", "prompt": "1, 2, 1,"}\n{"name": "new_a", "prompt": "x"}')
-    monkeypatch.setattr(suffix, "PROMPTS", path)
-    document = measure("suffix", "--tokens", 12, "--sizes", 300)
-    assert [row["prompts"] for row in document["passes"]] == [
-        "demo (2)", "agents and editors (1)", "new text (1)",
-    ]  # fmt: skip
-    for row in document["passes"]:
-        assert row["equal"] and row["again"] > 2.5 and row["ngram"] >= 1
-    (cost,) = document["costs"]
-    assert cost["tokens"] <= 300 and cost["propose_us"] > 0
-
-
-def test_the_benchmark_of_caches_works_on_equal_keys(measure):
-    document = measure("cache", "--context", 8, 600, "--layers", 2, "--k", 2, "--runs", 1)
-    assert [row["context"] for row in document["results"]] == [8, 600]
-    assert all(row["equal_keys"] and row["ours_us"] > 0 for row in document["results"])
-    (row,) = document["rollback"]
-    assert row["k"] == 2 and row["step_again_percent"] > 0 and row["verify_ms"] > 0
 
 
 def test_the_benchmark_of_exactness_times_forwards_both_ways(measure):
@@ -445,7 +404,6 @@ def test_a_table_aligns_and_marks_what_is_missing(capsys):
     ("name", "arguments", "message"),
     [
         ("batch", ["--runs", "0"], "must be from"),
-        ("controller", ["--temperature", "-1"], "temperature"),
         ("lossless", ["--samples", "0"], "must be from"),
         ("peers", ["--context", "9"], "--context goes with"),
         ("peers", ["--k", "17"], "must be from"),

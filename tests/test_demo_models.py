@@ -9,13 +9,13 @@ import sys
 
 import pytest
 import speculative_decoding as core
-import synthetic
 import torch
-import train
-import train_hybrid
 from conftest import ROOT, run
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
+
+from demo_models import hybrid as made
+from demo_models import recipe, synthetic
 
 MODELS = ROOT / "demo_models"
 
@@ -86,12 +86,12 @@ def test_synthetic_text_is_the_same_for_the_same_seed_and_of_every_kind():
 
 
 def test_a_hybrid_begins_with_the_numbers_of_its_target():
-    """Attention that stays gives the same, and so does the head; in Qwen3.5's form."""
+    """Attention that stays gives the same, in Qwen3.5's form."""
     target = AutoModelForCausalLM.from_pretrained(
-        MODELS / "target", dtype="float32", attn_implementation="train"
+        MODELS / "target", dtype="float32", attn_implementation=recipe.TRAIN
     )
-    hybrid, length = train_hybrid.convert(target), 12
-    x, mask = torch.randn(1, length, 192), train.causal(length)[None, None]
+    hybrid, length = made.convert(target), 12
+    x, mask = torch.randn(1, length, 192), recipe.additive(recipe.causal(length))
     positions = torch.arange(length)[None]
     rotations = {
         target: target.model.rotary_emb(x, positions, layer_type="full_attention"),
@@ -105,57 +105,28 @@ def test_a_hybrid_begins_with_the_numbers_of_its_target():
     for i in (3, 7):
         expected = through(target.model.layers[i], target)
         assert torch.allclose(through(hybrid.model.layers[i], hybrid), expected, rtol=1e-4)
-    with torch.no_grad():
-        new = train_hybrid.convert_head(hybrid, target).layers[0]
-    old = train.MtpModel.from_pretrained(target).layers[0]
-    rest = {"attention_mask": mask, "position_ids": None, "past_key_values": None}
-    expected = old(x, x.flip(1), position_embeddings=rotations[target], **rest)
-    found = new(x, x.flip(1), position_embeddings=rotations[hybrid], **rest)
-    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def trained(script, folder, *options, timeout_s=600):
-    """Run a script's every stage in miniature, into folder/out. Returns the figures it prints."""
-    command = [sys.executable, str(MODELS / script), "--smoke", *options]
-    command += ["--work", str(folder / "work"), "--out", str(folder / "out")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+def trained(kind, folder, *options):
+    """Run a kind's every stage in miniature, into folder/KIND. Returns the figures it prints."""
+    command = [sys.executable, "-m", "demo_models.train", kind, "--toy"]
+    command += ["--work", str(folder), "--out", str(folder / kind), *options]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
+    return json.loads(result.stdout)
 
 
 @pytest.mark.slow
-def test_a_hybrid_is_made_and_serves(tmp_path):
-    figures = trained("train_hybrid.py", tmp_path)
-    assert all(figures["stages"][name]["steps"] for name in ("layers", "hybrid", "mtp"))
-    engine = core.load_engine(core.Options(model=str(tmp_path / "out")))
-    assert "mtp" in engine.panel.drafters and len(engine.target.cache.recurrent) == 6
-
-
-@pytest.mark.slow
-def test_a_block_head_is_trained_and_serves(tmp_path):
-    assert trained("train_dflash.py", tmp_path)["steps"] > 0
-    assert (
-        "dflash"
-        in core.load_engine(
-            core.Options(model="embedded", dflash=str(tmp_path / "out"))
-        ).panel.drafters
-    )
-
-
-@pytest.mark.slow
-def test_training_runs_end_to_end_and_its_folders_serve(tmp_path):
-    """train.py --smoke: every stage in miniature; the result drafts with all three drafters."""
-    given = "train.py", tmp_path, "--threads", "1"
-    # The second time everything is done: it resumes, and only exports.
-    reports = [trained(*given, timeout_s=300) for _ in range(2)]
-    assert reports[0]["stages"]["target"]["tokens"] > 0
-    assert reports[1]["target"]["sha256"] == reports[0]["target"]["sha256"]
-    out = tmp_path / "out"
-    assert reports[1] == json.loads((out / "training.json").read_text())
-    options = core.Options(model=str(out / "target"), draft_model=str(out / "draft"))
-    assert set(core.load_engine(options).panel.drafters) == {
-        "ngram",
-        "suffix",
-        "draft_model",
-        "mtp",
-    }
+def test_target_hybrid_and_their_mtp_layers_are_made_and_serve(tmp_path):
+    """The second time everything is done: the run goes on from its checkpoints, and only writes."""
+    reports = [trained("target", tmp_path) for _ in range(2)]
+    assert reports[0] == reports[1] and reports[0]["tokens"] > 0
+    target = str(tmp_path / "target")
+    for name in ("target", "hybrid"):
+        given = "--target", str(tmp_path / name)
+        if name == "hybrid":
+            assert trained("hybrid", tmp_path, "--target", target)["step"] > 0
+        trained("mtp", tmp_path / f"of_{name}", *given)
+        engine = core.load_engine(core.Options(model=str(tmp_path / f"of_{name}" / "mtp")))
+        assert "mtp" in engine.panel.drafters
+        assert len(engine.target.cache.recurrent) == 3 * (name == "hybrid")

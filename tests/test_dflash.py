@@ -5,7 +5,6 @@ import json
 import pytest
 import speculative_decoding as core
 import torch
-import train_dflash
 from conftest import ROOT, run
 from head_contract import BROKEN as COMMON
 from head_contract import (  # noqa: F401
@@ -205,16 +204,6 @@ def test_the_reference_is_what_transformers_computes(target_folder, tmp_path, re
     expected = model.get_output_embeddings()(output.last_hidden_state[0, 1:])
     actual = reference_logits(head, model, text)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_what_is_trained_is_what_drafts(target_folder, tmp_path, reference):
-    """Blocks at two places of a text, next to each other in one forward."""
-    head, model, ids = new_head(tmp_path), reference(target_folder), torch.arange(7, 60)[None]
-    states, _ = train_dflash.read(model, head, ids)
-    logits = train_dflash.block_logits(head, model, states, ids, torch.tensor([[32, 20]]))[0]
-    for found, anchor in zip(logits, (32, 20), strict=True):
-        expected = reference_logits(head, model, ids[0, : anchor + 1].tolist())
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=2e-3)
 
 
 def test_each_q_belongs_to_its_place_and_not_to_what_was_drawn_before_it(

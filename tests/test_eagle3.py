@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from functools import partial
 
 import pytest
@@ -33,10 +32,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import demo
 import drafters
+from demo_models import train
 from drafters.eagle3_head import Eagle3Head, HeadConfig, save_head
 from serving.catalogue import CATALOGUE
-
-sys.path.insert(0, str(ROOT / "demo_models"))
 
 EMBEDDING = "embed_tokens.weight"
 NUM_LAYERS, WIDTH, DRAFT_VOCAB = 6, 32, 500
@@ -169,10 +167,9 @@ def reference_draft(head, model, text, count, embed=None):
 @pytest.fixture(scope="session")
 def head_folder(tmp_path_factory):
     """A head for the embedded target, trained for seconds by the script."""
-    import train_eagle3
-
     work = tmp_path_factory.mktemp("eagle3")
-    train_eagle3.run(TARGET, work, train_eagle3.SMOKE)
+    more = {"tokens": 8_000, "epochs": 8.0}
+    train.run(train.Plan("eagle3", TARGET, work, work / "head", **train.TOY | more))
     return work / "head"
 
 

@@ -1,6 +1,7 @@
 """Real files: a target and a draft of one family, as people have them.
 
-Marked `network`, as they have to be fetched first (1.6 GB, and SmolLM2). `--model qwen2.5-coder` does so; or
+Marked `network`, as they have to be fetched first (1.6 GB, and SmolLM2), as `--model qwen2.5-coder`
+does it. Or
 
     PAIR=FOLDER python -m pytest -n0 -m network tests/test_pair.py
 

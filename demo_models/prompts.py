@@ -1,6 +1,6 @@
-"""Prompts to train an EAGLE-3 head with: templates over topics, and texts that Python itself ships.
+"""Prompts to train drafters with: templates over topics, and texts that Python itself ships.
 
-    python demo_models/eagle3_prompts.py 5        # five of them
+    python demo_models/prompts.py 5        # five of them
 
 No prompt comes from a benchmark. There are about 10,000 of mixed kinds, in an order that
 never changes.

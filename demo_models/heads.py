@@ -1,0 +1,329 @@
+"""The drafters that are trained: EAGLE-3, DFlash, a target's MTP layer and a small model.
+
+Each begins as a part of its target, which saves the first epochs, and is saved in the layout that
+drafters/ read, which is a public one.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Qwen3Config
+from transformers import Qwen3ForCausalLM as SmallModel
+from transformers.modeling_layers import MtpModel
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+from drafters.dflash import BlockConfig, DFlashHead
+from drafters.eagle3_head import Eagle3Head, HeadConfig, save_head
+from serving.mimo import MiMoConfig, MiMoForCausalLM
+
+from .recipe import TRAIN, Batch, Data, Keys, Student, additive, hidden_states, pick, unroll
+
+SHARED = (  # what a head's config takes from its target's
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps",
+    "num_key_value_heads", "hidden_act", "max_position_embeddings",
+)  # fmt: skip
+
+
+OF_MODELS = (  # and a model's beside that
+    "num_hidden_layers", "rope_parameters", "tie_word_embeddings", "head_dim", "bos_token_id",
+    "eos_token_id", "pad_token_id",
+)  # fmt: skip
+
+
+def _layer_config(target: PreTrainedModel, kind: str, num_layers: int) -> Any:
+    """The config of a head's layers, of the sizes of the target's."""
+    own, rope = target.config, target.config.rope_parameters
+    layer = AutoConfig.for_model(
+        kind,
+        num_hidden_layers=num_layers,
+        rope_parameters=rope.get("full_attention", rope),
+        head_dim=target.get_decoder().layers[-1].self_attn.head_dim,
+        attention_bias=getattr(own, "attention_bias", False),
+        **{name: getattr(own, name) for name in SHARED},
+    )
+    layer._attn_implementation = TRAIN
+    return layer
+
+
+def _wide(weight: Tensor, inputs: int, std: float) -> Tensor:
+    """[out, D] -> [out, inputs]: the weight reads the last inputs, the others next to nothing."""
+    wide = nn.init.normal_(torch.empty(len(weight), inputs), std=std)
+    wide[:, -weight.shape[1] :] = weight
+    return wide
+
+
+class Eagle3(Student):
+    """One layer that reads states of three layers (drafters/eagle3_head.py)."""
+
+    def __init__(self, target: PreTrainedModel, data: Data, plan: Any) -> None:
+        """fc hands on the last of the states, the layer and the output rows are the target's."""
+        decoder, width = target.get_decoder(), target.config.hidden_size
+        last, weights = decoder.layers[-1], decoder.layers[-1].state_dict()
+        kind = "qwen3" if hasattr(last.self_attn, "q_norm") else "llama"
+        self.target, self.verifier = target, plan.verifier
+        self.words = data.commonest(plan.draft_words, plan.work / "words.npy")
+        layer = _layer_config(target, kind, 1)
+        layers = self.layers_of(target.config.num_hidden_layers)
+        config = HeadConfig(layer, len(self.words), width, layers, None)
+        self.module = head = Eagle3Head(config, len(layers))
+        self.logits = head.logits
+        for name in ("q", "k", "v"):
+            key = f"self_attn.{name}_proj.weight"
+            weights[key] = _wide(weights[key], 2 * width, 0.01)
+        weights["hidden_norm.weight"] = weights["input_layernorm.weight"]
+        weights["input_layernorm.weight"] = torch.ones(width)
+        head.layers[0].load_state_dict(weights)
+        with torch.no_grad():
+            head.fc.weight.copy_(_wide(torch.eye(width), head.fc.in_features, 0.002))
+            head.norm.load_state_dict(decoder.norm.state_dict())
+            head.lm_head.weight.copy_(target.get_output_embeddings().weight[self.words])
+            head.d2t.copy_(self.words - torch.arange(len(self.words)))
+        head.embed_tokens = target.get_input_embeddings()
+
+    @staticmethod
+    def layers_of(num_layers: int) -> tuple[int, ...]:
+        """Those that are read where a head's config does not say."""
+        if num_layers < 4:
+            raise SystemExit(f"error: a head reads three layers, and the target has {num_layers}")
+        return 2, num_layers // 2, num_layers - 3
+
+    def steps(self, batch: Batch, places: Tensor) -> Iterator[Tensor]:
+        head = self.module
+
+        def run(ids: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, keys: Keys) -> Tensor:
+            x = torch.cat([head.embed_tokens(ids).to(hidden.dtype), hidden], -1)
+            return head.run(x, positions, mask, keys)
+
+        return unroll(run, head.enter(batch.states), batch, places, self.num_steps)
+
+    def save(self, folder: Path) -> None:
+        names = {"name_or_path": self.verifier, "architectures": self.target.config.architectures}
+        save_head(self.module, folder, names, self.num_steps)
+
+
+class DFlash(Student):
+    """Layers that fill a whole block at once (drafters/dflash.py).
+
+    A block [anchor, mask, mask, …] stands at each place: its anchor is the pending token. Its
+    layers see the target's states of all places before the anchor, and the block. Those who draft
+    do not know the first drafted token when they draft the second, so what can be learnt is its
+    distribution whatever stands between.
+    """
+
+    SIZE, NUM_LAYERS = 8, 2
+    num_steps = SIZE - 1
+    weights = tuple(0.78**step for step in range(num_steps))
+
+    def __init__(self, target: PreTrainedModel, data: Data, plan: Any) -> None:
+        """The layers begin as the target's last ones, which must be of Qwen3's kind."""
+        own, decoder = target.config, target.get_decoder()
+        if not hasattr(decoder.layers[-1].self_attn, "q_norm"):
+            raise SystemExit("error: a DFlash head begins as a target of Qwen3's kind")
+        self.target, self.words = target, torch.arange(own.vocab_size)
+        ids = tuple(i - 1 for i in self.layers_of(own.num_hidden_layers))
+        mask = own.eos_token_id
+        mask = mask[0] if isinstance(mask, list) else mask  # the end of a text is nobody's anchor
+        layer = _layer_config(target, "qwen3", self.NUM_LAYERS)
+        self.config = BlockConfig(layer, self.SIZE, mask, ids, own.num_hidden_layers)
+        self.module = head = DFlashHead(self.config)
+        self.logits = nn.Sequential(head.norm, target.get_output_embeddings())
+        with torch.no_grad():
+            nn.init.normal_(head.fc.weight, std=0.01)
+            head.fc.weight.unflatten(1, (len(ids), -1))[:, 1] += torch.eye(own.hidden_size)
+            for new, old in zip(head.layers, decoder.layers[-self.NUM_LAYERS :], strict=True):
+                new.load_state_dict(old.state_dict())
+            head.hidden_norm.load_state_dict(decoder.layers[-2].input_layernorm.state_dict())
+            head.norm.load_state_dict(decoder.norm.state_dict())
+
+    @staticmethod
+    def layers_of(num_layers: int) -> tuple[int, ...]:
+        """An early one and the last ones."""
+        return 3, num_layers - 2, num_layers
+
+    def steps(self, batch: Batch, places: Tensor) -> Iterator[Tensor]:
+        head, (num, count), size = self.module, places.shape, self.SIZE
+        ids = torch.full((num, count, size), self.config.mask_token_id)
+        ids[:, :, 0] = batch.tokens.gather(1, (places + 1).clamp(max=batch.tokens.shape[1] - 1))
+        x = self.target.get_input_embeddings()(ids).flatten(1, 2)  # the blocks in a row
+        context = head.hidden_norm(head.fc(batch.states))
+        at = (places[..., None] + 1 + torch.arange(size)).flatten(1)
+        block = torch.arange(count).repeat_interleave(size)
+        before = batch.every[:, None] <= places.repeat_interleave(size, 1)[..., None]
+        own = (block[:, None] == block).expand(num, -1, -1)
+        mask = additive(torch.cat([before, own], -1))
+        rope, old = head.rotary_emb(x, at), head.rotary_emb(context, batch.every)
+        for layer in head.layers:
+            keys = Keys(*self._of_context(layer.self_attn, context, *old))
+            x = layer(x, position_embeddings=rope, attention_mask=mask, past_key_values=keys)
+        yield from x.unflatten(1, (count, size)).unbind(2)[1:]
+
+    def _of_context(self, own: Any, context: Tensor, cos: Tensor, sin: Tensor) -> tuple:
+        """Keys and values [B, H, T, d] that a layer makes of the context [B, T, D]."""
+        key, value = (
+            part(context).unflatten(-1, (-1, own.head_dim)) for part in (own.k_proj, own.v_proj)
+        )
+        key = own.k_norm(key).transpose(1, 2)
+        return apply_rotary_pos_emb(key, key, cos, sin)[1], value.transpose(1, 2)
+
+    def save(self, folder: Path) -> None:
+        self.config.save(self.module, folder)
+
+
+# A module of transformers' MtpLayer and its name in the files: of most families, and of MiMo.
+_OWN = {
+    "enorm.": "mtp.pre_fc_norm_embedding.", "hnorm.": "mtp.pre_fc_norm_hidden.",
+    "eh_proj.": "mtp.fc.", "post_norm.": "mtp.norm.", "mtp_block.": "mtp.layers.0.",
+}  # fmt: skip
+_MIMO = {
+    "enorm.": "model.mtp_layers.0.token_layernorm.", "eh_proj.": "model.mtp_layers.0.input_proj.",
+    "hnorm.": "model.mtp_layers.0.hidden_layernorm.", "mtp_block.": "model.mtp_layers.0.",
+    "post_norm.": "model.mtp_layers.0.final_layernorm.",
+}  # fmt: skip
+_HAVE_ONE = {"mellum", "qwen3_5_text", "mimo"}  # families with an MTP layer
+
+
+def as_mimo(target: PreTrainedModel) -> PreTrainedModel:
+    """A Llama or Qwen2 as MiMo, whose layers are Qwen2's and whose layout has an MTP layer.
+
+    A Llama has no biases for queries, keys and values: they are 0.
+    """
+    given = target.config.to_dict()
+    shared = {name: given[name] for name in (*SHARED, *OF_MODELS) if name in given}
+    config = MiMoConfig(**shared, num_nextn_predict_layers=1, dtype="float32")
+    with torch.no_grad():
+        model = MiMoForCausalLM(config).to(target.dtype)
+        missing, unread = model.load_state_dict(target.state_dict(), strict=False)
+        for name in missing:
+            model.get_parameter(name).zero_()
+    if unread or not all(name.endswith("_proj.bias") for name in missing):
+        raise SystemExit(f"error: {given['model_type']} is no MiMo: {[*unread, *missing][0]}")
+    model.generation_config = target.generation_config
+    model.tie_weights()
+    return model.requires_grad_(False).eval()
+
+
+class Mtp(Student):
+    """The target's MTP layer: it reads the last state and the pending token.
+
+    The public layout is the target's own folder with the layer beside it, in a file of its own. A
+    Llama or Qwen2, whose families have no such layer, is written as MiMo.
+    """
+
+    num_steps, weights = 4, (1.0, 0.8, 0.6, 0.5)
+
+    def __init__(self, target: PreTrainedModel, data: Data, plan: Any) -> None:
+        """The layer begins as the target's last one, and reads the state alone."""
+        self.origin, kind = plan.target, target.config.model_type
+        if kind not in _HAVE_ONE:
+            target, kind = as_mimo(target), "mimo"
+        config = target.config
+        for name, value in {"layer_types": "full_attention", "mlp_layer_types": "dense"}.items():
+            if getattr(config, name, None):
+                setattr(config, f"mtp_{name}", [value])
+        config.num_mtp_layers, config.mtp_hidden_states_first = 1, kind == "mimo"
+        self.target, self.words = target, torch.arange(config.vocab_size)
+        self.module = MtpModel(target, 1)
+        self.module.set_attn_implementation(TRAIN)
+        self.module.requires_grad_(False).layers.requires_grad_(True)
+        self.logits = target.get_output_embeddings()
+        layer, decoder, width = self.module.layers[0], target.get_decoder(), config.hidden_size
+        layer.mtp_block.load_state_dict(decoder.layers[-1].state_dict())
+        halves = torch.zeros(width, width), torch.eye(width)
+        with torch.no_grad():
+            layer.post_norm.load_state_dict(decoder.norm.state_dict())
+            order = halves[::-1] if kind == "mimo" else halves
+            layer.eh_proj.weight.copy_(torch.cat(order, 1))
+        self.names = _MIMO if kind == "mimo" else _OWN
+
+    def steps(self, batch: Batch, places: Tensor) -> Iterator[Tensor]:
+        head = self.module
+
+        def run(ids: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, keys: Keys) -> Tensor:
+            embeds = head.embed_tokens(ids)
+            kind = {"layer_type": "full_attention"} if head.has_per_layer_rope else {}
+            return head.layers[0](
+                embeds, hidden.to(embeds.dtype), attention_mask=mask, past_key_values=keys,
+                position_embeddings=head.rotary_emb(embeds, positions + 1, **kind),
+                position_ids=positions + 1,
+            )  # fmt: skip
+
+        return unroll(run, batch.final, batch, places, self.num_steps)
+
+    def save(self, folder: Path) -> None:
+        save_model(self.target, folder, self.origin)
+        files = [folder / f"model-{number:05}-of-00002.safetensors" for number in (1, 2)]
+        whole = folder / "model.safetensors"
+        whole.rename(files[0])
+        own = {
+            name.replace(ours, theirs): weight.bfloat16().contiguous()
+            for name, weight in self.module.layers[0].state_dict().items()
+            for ours, theirs in self.names.items()
+            if name.startswith(ours)
+        }
+        save_file(own, files[1], metadata={"format": "pt"})
+        parts = [load_file(file) for file in files]
+        size = {"total_size": sum(weight.nbytes for part in parts for weight in part.values())}
+        where = {n: file.name for file, part in zip(files, parts, strict=True) for n in part}
+        index = json.dumps({"metadata": size, "weight_map": where}, indent=1)
+        (folder / "model.safetensors.index.json").write_text(index + "\n", "utf-8")
+
+
+class Draft(Student):
+    """A small model with the target's tokenizer, in Qwen3's form.
+
+    The embedding of a large vocabulary is most of a small model. So it is factorised: a word has
+    few numbers, the first factor of the target's embedding (by singular values), and layers that
+    are much wider inside take the place of the second one.
+    """
+
+    EMBEDDING = 5_000_000  # weights, at most
+    weights = (1.0,)  # a text's places are each other's later steps
+
+    def __init__(self, target: PreTrainedModel, data: Data, plan: Any) -> None:
+        own, self.origin = target.config, plan.target
+        width = min(128, self.EMBEDDING // own.vocab_size // 32 * 32)
+        heads = max(2, own.num_attention_heads // 2)
+        rope = own.rope_parameters
+        config = Qwen3Config(
+            vocab_size=own.vocab_size, hidden_size=width, num_attention_heads=heads,
+            num_key_value_heads=heads // 2, head_dim=64, tie_word_embeddings=True,
+            intermediate_size=own.intermediate_size // 2, dtype="float32",
+            num_hidden_layers=max(1, own.num_hidden_layers // 4),
+            max_position_embeddings=own.max_position_embeddings,
+            rope_parameters=rope.get("full_attention", rope), bos_token_id=own.bos_token_id,
+            eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id,
+        )  # fmt: skip
+        self.module = SmallModel(config)
+        self.module.set_attn_implementation(TRAIN)
+        self.logits = self.module.lm_head
+        self.module.generation_config.eos_token_id = target.generation_config.eos_token_id
+        self.words = torch.arange(own.vocab_size)
+        embedding = target.get_input_embeddings().weight.float()
+        first, sizes, _ = torch.svd_lowrank(embedding, width, niter=4)
+        with torch.no_grad():
+            factor = first * sizes
+            self.module.get_input_embeddings().weight.copy_(factor * 0.02 / factor.std())
+
+    def steps(self, batch: Batch, places: Tensor) -> Iterator[Tensor]:
+        hidden, last = hidden_states(self.module, batch.tokens)[0], batch.tokens.shape[1] - 1
+        for step in range(self.num_steps):
+            yield pick(hidden, (places + 1 + step).clamp(max=last))
+
+    def save(self, folder: Path) -> None:
+        save_model(self.module, folder, self.origin)
+
+
+def save_model(model: PreTrainedModel, folder: Path, tokenizer: str) -> None:
+    """A Hugging Face folder in bfloat16, with the tokenizer of the folder of that name."""
+    if folder.exists():
+        shutil.rmtree(folder)
+    model.set_attn_implementation("sdpa")
+    model.config.architectures = [type(model).__name__]
+    model.to(torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
