@@ -44,10 +44,11 @@ from control.planner import FixedK, Planner
 from control.statistics import Statistics, Totals, now
 from drafters import Context, Drafter, Line, Noise, branches
 from drafters.panel import Panel, Seat
-from fastpath.exact import KEY_BLOCK, Report, Shapes, calibrate
-from fastpath.forward import check_quantized, get_ready, lazy_zeros, scrub, speed_up
-from fastpath.prefix import PrefixCache
-from fastpath.recurrent import follow_rows
+from kernels.buffers import lazy_zeros, scrub
+from kernels.forward import Report
+from kernels.prefix import PrefixCache
+from kernels.start import get_ready, report_of, speed_up
+from kernels.states import follow_rows
 from kernels.weights import num_weights
 from messages import Cycle, Draft, Judgement, Layers, Output, Request, Sampling
 from sampling import ACCEPT, DRAW, RECOVER, choose, draw, penalise, truncated_softmax
@@ -75,8 +76,7 @@ class Place:
     slots: list[int]
     counts: list[int]
     positions: Tensor  # [B, T], of the queries
-    end: int  # one more than the last position of all texts
-    kv_length: int  # keys that attention reads, with those that the mask hides
+    end: int  # one more than the last position of all texts: so many keys attention reads
 
     @cached_property
     def real(self) -> Tensor:
@@ -102,8 +102,8 @@ class Place:
         return [row[len(row) - n :] for row, n in zip(result, self.counts, strict=True)]
 
     def mask(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """Additive mask [B, 1, T, kv_length]: a token sees its past and itself, or a `window`."""
-        keys = torch.arange(self.kv_length, device=self.positions.device)
+        """Additive mask [B, 1, T, end]: a token sees its past and itself, or a `window`."""
+        keys = torch.arange(self.end, device=self.positions.device)
         queries = self.positions[:, None, :, None]
         unseen = keys > queries
         if window is not None:
@@ -115,7 +115,7 @@ class Place:
         """Write keys or values [B, H, T, width], and return all that the texts have by now."""
         slots, positions = self.written
         buffer[slots, :, positions] = new.transpose(1, 2)[self.real]
-        return buffer[self.slots, :, : self.kv_length]
+        return buffer[self.slots, :, : self.end]
 
 
 class SlotLayer(CacheLayerMixin):
@@ -144,7 +144,7 @@ class SlotLayer(CacheLayerMixin):
         return self._cache.current.end - max(self._cache.current.counts)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.current.kv_length, 0
+        return self._cache.current.end, 0
 
     def get_max_length(self) -> int:
         return self._cache.max_length
@@ -160,11 +160,10 @@ class SlotCache(Cache):
     def __init__(self, num_layers: int, num_rows: int, max_length: int, device: Any) -> None:
         super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
         self.num_rows, self.max_length, self.device = num_rows, max_length, device
-        self.capacity = -(-max_length // KEY_BLOCK) * KEY_BLOCK  # whole blocks may be attended to
+        self.capacity = max_length
         self.lengths = [0] * num_rows
-        self.prompt_lengths = [0] * num_rows  # a prompt may be read in blocks (see fastpath/exact)
         self.current: Place  # of the forward under way
-        self.recurrent: list[Any] = []  # layers that keep states (see fastpath/recurrent)
+        self.recurrent: list[Any] = []  # layers that keep states (see kernels/states)
         self._free = list(range(num_rows))[::-1]
         self.rows: list[int] = []  # the open ones, by slot
         self._written = [0] * num_rows  # up to where each slot was, since it was clean
@@ -173,13 +172,12 @@ class SlotCache(Cache):
         """Where an open row lies in the buffers."""
         return self.rows.index(row)
 
-    def open_row(self, prompt_length: int = 0) -> int:
+    def open_row(self) -> int:
         """An empty row for a new request. Raises ValueError when all are taken."""
         if not self._free:
             raise ValueError(f"all {self.num_rows} rows of the KV cache are in use")
         row = self._free.pop()
         self.rows.append(row)
-        self.prompt_lengths[row] = prompt_length
         return row
 
     @torch.inference_mode()
@@ -201,15 +199,10 @@ class SlotCache(Cache):
         own = [layer for layer in self.layers if layer.is_initialized]  # not another layer's
         return [buffer for layer in own for buffer in (layer.keys, layer.values)]
 
-    def place(
-        self, rows: list[int], counts: list[int], width: int = 0, kv_length: int = 0
-    ) -> Place:
-        """Make room for counts[b] >= 1 tokens after what rows[b] holds, or raise ValueError.
-
-        The forward has at least `width` tokens per text, and attends to at least `kv_length` keys.
-        """
+    def place(self, rows: list[int], counts: list[int]) -> Place:
+        """Make room for counts[b] >= 1 tokens after what rows[b] holds, or raise ValueError."""
         ends = [self.lengths[row] + count for row, count in zip(rows, counts, strict=True)]
-        end, width = max(ends), max(width, *counts)
+        end, width = max(ends), max(counts)
         if end > self.max_length:
             raise ValueError(f"{end} tokens do not fit a KV cache of {self.max_length}")
         slots = [self.slot(row) for row in rows]
@@ -218,7 +211,7 @@ class SlotCache(Cache):
         positions = torch.arange(end - width, end, device=self.device)[None]  # of pads: any
         if len(rows) > 1:
             positions = positions + (torch.tensor(ends, device=self.device) - end)[:, None]
-        self.current = Place(slots, counts, positions.clamp_(min=0), end, max(kv_length, end))
+        self.current = Place(slots, counts, positions.clamp_(min=0), end)
         return self.current
 
     def advance(self, place: Place) -> None:
@@ -259,9 +252,8 @@ class CachedModel:
         self.windows = loaded.structure.windows  # by kind of layer, how far back it sees
         self.has_experts = loaded.structure.has_experts
         self.cache = self.new_cache(loaded.structure.num_cache_layers, num_rows)
-        self.shapes = Shapes()  # of forwards; the fast path keeps to them
         self.fast: Any = None  # what `speed_up` puts in the place of `forward`
-        self.report: Report | None = None  # on shapes that give equal bits
+        self.report: Report | None = None  # on equal bits
         self.reference: Reference | None = None  # what transformers' own modules gave
 
     def new_cache(self, num_layers: int, num_rows: int, spare: int = 0) -> SlotCache:
@@ -464,7 +456,7 @@ class Engine:
         wanted = request.drafter if request.num_speculative_tokens else None
         names = self.panel.choices[wanted] if wanted else ()
         admitted = replace(request, max_tokens=min(request.max_tokens, room), drafter=wanted)
-        row = self.target.cache.open_row(len(request.prompt))
+        row = self.target.cache.open_row()
         s = Sequence(admitted, row, self.target.tokenizer)
         if room < request.max_tokens:
             what = f"max_tokens was lowered from {request.max_tokens} to {room}"
@@ -475,8 +467,12 @@ class Engine:
 
     def close(self, s: Sequence) -> None:
         """Give cache row and drafters' states back; every opened sequence comes here once."""
-        self.target.cache.close_row(s.row)
-        self.panel.close(s.seat)
+        try:
+            if s.failure is None and self.target.report and self.target.report.is_exact:
+                self.panel.remember(s.seat, s.tokens)
+        finally:
+            self.target.cache.close_row(s.row)
+            self.panel.close(s.seat)
         self.totals.add(s.request.drafter, s.request.sampling.rule, s.statistics)
 
     def generate(self, request: Request) -> Iterator[tuple[Sequence, Cycle]]:
@@ -581,7 +577,7 @@ def plain_decode(
 ) -> list[int]:
     """The target alone, one token a pass: what speculation must reproduce, and its baseline."""
     max_tokens, noise = min(max_tokens, target.max_length - len(prompt)), Noise(seed)
-    row, fed, tokens = target.cache.open_row(len(prompt)), prompt, []
+    row, fed, tokens = target.cache.open_row(), prompt, []
     try:
         while len(tokens) < max_tokens and not (tokens and tokens[-1] in eos_ids):
             logits = target.forward([row], [fed], [1]).logits[0]
@@ -595,10 +591,9 @@ def plain_decode(
 # ----------------------------------------------------------------------------------- loading
 def load_model(name: str, options: Options) -> CachedModel:
     """Load what --model names, and give it a KV cache. Raises StartError if it cannot be."""
-    get_ready(options.quantize, options.device, options.is_compiled)
+    get_ready(options.quantize, options.device, options.kernels)
     model = CachedModel(loading.load_pretrained(name, options), name, options.max_running)
-    check_quantized(options.quantize, model)
-    model.reference = Reference.of(model)  # before the fast path takes the weights
+    model.reference = Reference.of(model)  # before kernels/ take the weights
     follow_masks(model.model, model.cache.capacity)
     follow_rows(model)
     return model
@@ -610,7 +605,7 @@ def assemble_engine(options: Options) -> Engine:
     draft = load_model(options.draft_folder, options) if options.draft_folder else None
     context = Context(target, sample, draft, **options.for_drafters)
     loaded, default = drafters.load_all(options.drafter, context, not options.fixed_k)
-    for model in filter(None, (target, draft)) if options.fastpath else ():  # heads read it first
+    for model in filter(None, (target, draft)):  # heads read it first
         with refusal(model, is_fast=True):
             speed_up(model, options.quantize, check)
     controller = None if options.fixed_k else Controller.of(target, loaded)
@@ -621,11 +616,9 @@ def assemble_engine(options: Options) -> Engine:
 def load_engine(options: Options) -> Engine:
     """An engine that is ready to run in this thread: checked, and run once."""
     engine = assemble_engine(options)
-    most = options.max_running * (options.num_speculative_tokens + 1)  # tokens of a forward
+    with refusal(engine.target):
+        engine.target.report = report_of(engine.target)
     for model in filter(None, (engine.target, engine.draft_model)):
-        # Only the target's bits count: a draft with other bits is a worse draft at most.
-        with refusal(model):
-            model.report = calibrate(model, most, options.bitwise and model is engine.target)
         check(model)
     answers.LOG.info(answers.setting(engine, options))
     warm_up(engine)

@@ -1,9 +1,9 @@
 """What does a forward cost, by its rows, and what do equal bits add?
 
-Two copies of one model, one as `--bitwise` runs it and one as `--no-bitwise` does, take turns. The
-cost is the ratio of their times, less 1. One row is a step of plain decoding, six are a verify of
-five drafts, the batch is eight verifies at once; prompts are read from nothing. t_verify is in
-forwards over one row.
+Two copies of one model, one computed in C and one by transformers' modules (`--no-kernels`), take
+turns. The cost is the ratio of their times, less 1; below 0 equal bits are faster. One row is a
+step of plain decoding, six are a verify of five drafts, the batch is eight verifies at once;
+prompts are read from nothing. t_verify is in forwards over one row.
 
     python -m benchmarks.exactness [--shape demo|0.6b] [--dtype float32|bfloat16] [--model DIR]
         [--context 300] [--runs 25] [--json]
@@ -25,7 +25,7 @@ def methods_of(model: Any, text: list[int], context: int) -> dict[str, Callable[
 
     def prompt(length: int) -> Callable[[], None]:
         def read() -> None:
-            row = model.cache.open_row(length)
+            row = model.cache.open_row()
             model.forward([row], [text[:length]], [1]).logits[0].argmax().item()
             model.cache.close_row(row)
 
@@ -38,11 +38,11 @@ def methods_of(model: Any, text: list[int], context: int) -> dict[str, Callable[
 
 
 def measure(models: dict[bool, Any], context: int, runs: int) -> list[dict[str, Any]]:
-    """One row per forward; the models by whether their bits are equal."""
+    """One row per forward; the models by whether the kernels compute them."""
     text = bench.random_tokens(models[True].vocab_size, TEXT)
-    by_model = {bitwise: methods_of(model, text, context) for bitwise, model in models.items()}
+    by_model = {kernels: methods_of(model, text, context) for kernels, model in models.items()}
     names = list(by_model[True])
-    methods = {(name, bitwise): by_model[bitwise][name] for name in names for bitwise in models}
+    methods = {(name, kernels): by_model[kernels][name] for name in names for kernels in models}
     timed = bench.interleave(methods, runs, "forwards")
     rows = []
     for name in names:
@@ -52,7 +52,7 @@ def measure(models: dict[bool, Any], context: int, runs: int) -> list[dict[str, 
             {
                 "what": name,
                 "ms": round(ms, 3),
-                "ms_no_bitwise": round(bench.median_ms(timed[name, False]), 3),
+                "ms_modules": round(bench.median_ms(timed[name, False]), 3),
                 "cost": round(found.median - 1, 3),
                 "quartiles": [round(share - 1, 3) for share in found.quartiles],
                 "t_verify": round(ms / bench.median_ms(timed["1 row", True]), 3),
@@ -71,13 +71,10 @@ def main(arguments: list[str] | None = None) -> None:
     size = {"dtype": given.dtype, "max_running": 9, "max_model_len": 2048}  # eight, and a prompt
     with bench.model_folder(given.shape, given.dtype) as folder:
         models = {
-            bitwise: bench.load_engine(model=given.model or folder, bitwise=bitwise, **size).target
-            for bitwise in (True, False)
+            kernels: bench.load_engine(model=given.model or folder, kernels=kernels, **size).target
+            for kernels in (True, False)
         }
-    shapes = {
-        "exactness": models[True].report.as_dict() | {"min_rows": models[True].shapes.min_rows},
-        "min_rows_no_bitwise": models[False].shapes.min_rows,
-    }
+    shapes = {"exactness": models[True].report.as_dict()}
     costs = measure(models, given.context, given.runs)
     bench.report(__spec__.name, arguments, given, shapes | {"costs": costs}, ["costs"])
 

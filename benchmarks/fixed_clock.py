@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--model", default="embedded", help="the target (default: %(default)s)")
     bench.add_count(options, "--tokens", 2, 1000, 96, "a request, at most")
     given = options.parse_args(arguments)
-    engine = bench.load_engine(model=given.model, bitwise=False, max_running=16)
+    engine = bench.load_engine(model=given.model, max_running=16)
     bench.report(__spec__.name, arguments, given, {"results": measure(engine, given)}, ["results"])
 
 

@@ -43,7 +43,7 @@ def texts(tokenizer: Any, count: int) -> list[list[int]]:
 @torch.inference_mode()
 def read(model: Any, text: list[int]) -> Tensor:
     """Log-probabilities [n - 1, V] of all tokens but the first one."""
-    row = model.cache.open_row(len(text))
+    row = model.cache.open_row()
     logits = model.forward([row], [text[:-1]], [len(text) - 1]).logits[0]
     model.cache.close_row(row)
     return logits.log_softmax(-1)

@@ -230,7 +230,7 @@ class DFlashDrafter(StateReader):
         """By transformers' modules."""
         head, shape = self._head, (len(place.slots), self._config.block_size)
         rope = [table[0].to(x.dtype) for table in head.rotary_emb(x, positions[None])]
-        masks = self._masks(positions[: len(x)].view(shape), place.kv_length, x.dtype)
+        masks = self._masks(positions[: len(x)].view(shape), place.end, x.dtype)
         for layer, cached, kind in zip(head.layers, self._cache.layers, self._kinds, strict=True):
             own = layer.self_attn
             read = torch.cat([layer.input_layernorm(x), context])
@@ -244,7 +244,7 @@ class DFlashDrafter(StateReader):
             cached.keys[slots, :, positions] = key
             cached.values[slots, :, positions] = value
             keys, values = (
-                buffer[place.slots, :, : place.kv_length] for buffer in (cached.keys, cached.values)
+                buffer[place.slots, :, : place.end] for buffer in (cached.keys, cached.values)
             )
             query = query[: len(x)].unflatten(0, shape).transpose(1, 2)
             attended = nn.functional.scaled_dot_product_attention(

@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fastpath.decoder import speed_up_eagle
 from kernels import library
 from kernels.chain import Vocabulary
+from kernels.head import speed_up_eagle
 from messages import in_short
 
 from .base import Context
@@ -40,7 +40,7 @@ class Eagle3Drafter(HeadDrafter):
         self.hidden_layers = head.config.layers_of(text.num_hidden_layers)
         weights = [*head.layers.parameters(), *head.lm_head.parameters()]
         self.num_step_weights = sum(weight.numel() for weight in weights)
-        super().__init__(context, can_share=False)
+        super().__init__(context)
         if context.fast:
             length = context.target.max_length
             quantize = self.kept_as if library.is_used else context.quantize

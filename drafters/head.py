@@ -21,16 +21,14 @@ the target.
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fastpath.forward import Runs, whole
-from kernels import chain
-from kernels.forward import joined
+from kernels import chain, library
 from kernels.head import KernelHead
 from messages import Draft, Sampling, Verdict
 from sampling import Noise
@@ -58,7 +56,6 @@ class StateReader(Drafter):
         """For a cache of so many layers, with room for `spare` tokens behind the longest text."""
         self._cache = context.target.new_cache(num_layers, context.num_rows, spare)
         self._caches = [self._cache]  # of layers that each have one
-        self._shapes = context.target.shapes
         self._sample = context.sample
 
     @abstractmethod
@@ -70,8 +67,7 @@ class StateReader(Drafter):
         """What the head gave [B, D] -> [B, V]."""
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> HeadState:
-        num_pairs = len(prompt) - 1
-        rows = [cache.open_row(max(0, num_pairs - i)) for i, cache in enumerate(self._caches)]
+        rows = [cache.open_row() for cache in self._caches]
         assert len(set(rows)) == 1, "the caches' rows are opened and closed together"
         hidden: list[list[Tensor]] = [[] for _ in rows]
         text = list(prompt)
@@ -102,10 +98,8 @@ class StateReader(Drafter):
         return [cache.lengths[state.row] for cache in self._caches]
 
     def _logits(self, outputs: Tensor) -> Tensor:
-        """[B, D] -> [B, V] float32, in a number of rows that was checked."""
-        num_rows = self._shapes.run_rows(len(outputs))
-        padded = torch.nn.functional.pad(outputs, (0, 0, 0, num_rows - len(outputs)))
-        return self._to_logits(padded)[: len(outputs)].float()
+        """[B, D] -> [B, V] float32."""
+        return self._to_logits(outputs).float()
 
     def observe(self, state: HeadState, verdict: Verdict) -> None:
         assert verdict.hidden is not None, (
@@ -124,18 +118,13 @@ class HeadDrafter(StateReader):
 
     branches = True
 
-    def __init__(self, context: Context, can_share: bool, num_layers: int = 1) -> None:
-        """`can_share` says whether texts may stand one behind the other in a forward."""
+    def __init__(self, context: Context, num_layers: int = 1) -> None:
         super().__init__(context)
         # Layer i is number i to a cache, and the numbers below it take no memory there.
         new, num_rows = context.target.new_cache, context.num_rows
         self._caches += [new(i + 1, num_rows) for i in range(1, num_layers)]
         self._kernels: list[KernelHead] = []  # in the place of `_run`, by layer, or none
         self._ends: tuple[nn.Module, nn.Module, chain.Vocabulary] | None = None  # see `take`
-        self._runs = [
-            Runs(cache, self._shapes, can_share) if context.fast else partial(whole, cache)
-            for cache in self._caches
-        ]
 
     @abstractmethod
     def _run(self, ids: Tensor, hidden: Tensor, place: Any, step: int) -> Tensor:
@@ -215,23 +204,20 @@ class HeadDrafter(StateReader):
 
         The pairs of row b come after what its cache row holds.
         """
-        found: list[list[Tensor]] = [[] for _ in rows]
         counts, layer = [len(tokens) for _, tokens in pairs], self._layer(step)
         if self._kernels:
             embeds = self._embed(torch.tensor([i for _, tokens in pairs for i in tokens]))
             states = self._enter(torch.cat([hidden for hidden, _ in pairs]), step)
             given = embeds.split(counts), states.split(counts)
             return self._kernels[layer](self._caches[layer], rows, *given)
-        for pieces, place in self._runs[layer](rows, counts):
-            fed = [pairs[p.index][1][p.begin : p.end] for p in pieces]
-            device = place.positions.device
-            ids = place.arrange([torch.tensor(tokens, device=device) for tokens in fed])
-            hidden = place.arrange([pairs[p.index][0][p.begin : p.end] for p in pieces])
+        place = self._caches[layer].place(rows, counts)
+        device = place.positions.device
+        ids = place.arrange([torch.tensor(tokens, device=device) for _, tokens in pairs])
+        hidden = place.arrange([hidden for hidden, _ in pairs])
+        with library.alone():  # its linear layers are kernels
             output = self._run(ids, hidden, place, step)
-            self._caches[layer].advance(place)
-            for piece, own in zip(pieces, place.part(output), strict=True):
-                found[piece.index].append(own)
-        return list(map(joined, found))
+        self._caches[layer].advance(place)
+        return place.part(output)
 
 
 class _Reading:

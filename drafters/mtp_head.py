@@ -15,9 +15,8 @@ from torch import Tensor
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_layers import MtpModel
 
-from fastpath.attention import NAME as GROUPED
-from fastpath.decoder import speed_up_head
 from kernels.chain import Vocabulary
+from kernels.head import speed_up_head
 
 from .base import Context
 from .head import HeadDrafter
@@ -88,8 +87,7 @@ class MtpHeadDrafter(HeadDrafter):
         weights = [*head.layers[0].parameters(), *head.shared_head.parameters()]
         self.num_step_weights = sum(weight.numel() for weight in weights)
         target = context.target
-        # Without the fast path sequences are padded to one length to attend side by side.
-        super().__init__(context, head.config._attn_implementation == GROUPED, num_layers)
+        super().__init__(context, num_layers)
         if context.fast:
             self._kernels = speed_up_head(head, target.model, target.max_length, context.quantize)
             self._ends = (head.embed_tokens, head.shared_head, Vocabulary.of(target.vocab_size))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fastpath.prefix import PrefixCache
+from kernels.prefix import PrefixCache
 from messages import Draft, Sampling, Verdict, in_short
 from sampling import Noise
 
@@ -59,14 +59,21 @@ class Seat:
     is_kept: bool = False  # whether the whole prompt is known now
     # Of chunks of a prompt that are read, by the position of their first token.
     hidden: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    # Of the text since its beginning, one after the other: states [tokens, D] by layer.
+    states_read: list[dict[int, Tensor]] = field(default_factory=list)
 
     def read(self, hidden: dict[int, Tensor]) -> dict[int, Tensor]:
         """States [fed, D] by layer, behind those of the chunks before -> [prompt, D]."""
         if not self.hidden:
             return hidden
-        chunks = list(self.hidden.values())
-        layers = [layer for layer in hidden if all(layer in chunk for chunk in chunks)]
-        return {i: torch.cat([*(chunk[i] for chunk in chunks), hidden[i]]) for i in layers}
+        return joined([*self.hidden.values(), hidden])
+
+
+def joined(parts: list[dict[int, Tensor]]) -> dict[int, Tensor]:
+    """States [tokens, D] by layer, of the layers that all parts have."""
+    first, *others = parts
+    layers = [layer for layer in first if all(layer in part for part in others)]
+    return {layer: torch.cat([part[layer] for part in parts]) for layer in layers}
 
 
 class Missed(NamedTuple):
@@ -108,7 +115,7 @@ class Panel:
         """`is_strict` lets a drafter's fault fail the request: for those who write a drafter.
 
         `prefixes` are the target's: what it knows of a prompt, the drafters read along.
-        `fast` is the target's fast path, if any: compiled blocks can verify a tree. Raises
+        `fast` is the target's forward in C, if any, which can verify a tree. Raises
         ValueError if the default needs that.
         """
         self.drafters, self._vocab_size, self._is_strict = drafters, vocab_size, is_strict
@@ -125,8 +132,8 @@ class Panel:
             self.choices[TREE] = (*models[:1], *free)
         elif default == TREE:
             raise ValueError(
-                "--drafter tree needs two drafters, and blocks that are compiled (--compile), "
-                "which recurrent layers never are"
+                "--drafter tree needs two drafters, and forwards in C of a model without recurrent "
+                "layers"
             )
         self.num_failures = 0
         self.calls: list[Call] = []  # of the last `propose`
@@ -155,6 +162,14 @@ class Panel:
         if self.prefixes and not (seat.is_kept or seat.is_alone):
             self.prefixes.keep(seat.row, seat.prompt, states)
         seat.is_kept = True
+
+    def remember(self, seat: Seat, text: list[int]) -> None:
+        """Keep a whole text, before its row is closed: it may come back as a prompt's beginning.
+
+        A token has the same keys and values read or written where bits are equal, and only there.
+        """
+        if self.prefixes and seat.is_kept and not seat.is_alone:
+            self.prefixes.keep(seat.row, text, joined(seat.states_read))
 
     def layers(self, seats: list[Seat]) -> tuple[int, ...]:
         """The layers whose hidden states the drafters of these seats want."""
@@ -325,6 +340,9 @@ class Panel:
         states, seat.hidden, seat.draft = seat.read(hidden), {}, None
         self.keep(seat, states)
         came = Missed(verdict.tokens, states, verdict.drafted - verdict.accepted)
+        if self.prefixes:
+            num_kept = len(next(iter(states.values()), ())) - came.num_rejected
+            seat.states_read.append({layer: own[:num_kept] for layer, own in states.items()})
         for name in [name for name in seat.drafts if name in seat.states]:
             if is_last and not self.drafters[name].keeps_outputs:
                 continue

@@ -1,6 +1,6 @@
 """The target drafts for itself, in integers of eight bits: a draft model that every target has.
 
-A copy whose linear layers are quantised (fastpath/int8.py) reads a quarter of float32's bytes, or
+A copy whose linear layers are quantised (kernels/weights.py) reads a quarter of float32's bytes, or
 half of bfloat16's, and mostly chooses as the target does. Everything else is the target's own: its
 embedding, its norms, and its KV cache. The copy reads the keys and values that the target wrote, so
 it reads no prompt and keeps no cache. It writes those of its drafts behind them, and then the row
@@ -14,9 +14,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from fastpath.exact import Shapes
-from fastpath.forward import speed_up
-from fastpath.int8 import why_not
+from kernels.start import speed_up
+from kernels.weights import why_not_int8
 from messages import Draft, Sampling, Verdict
 from sampling import Noise
 
@@ -36,14 +35,11 @@ class SelfInt8Drafter(SmallModelDrafter):
     def build(cls, context: Context) -> "SelfInt8Drafter":
         """Raises ValueError where int8 cannot be had, or gains nothing and was not asked for."""
         target = context.target
-        if reason := why_not(target.model.device.type):
-            raise ValueError(reason.replace("--quantize int8", "the drafter self_int8"))
-        if context.quantize or target.has_experts or not context.fast:
+        if reason := why_not_int8(target.model.device.type):
+            raise ValueError(f"the drafter self_int8 {reason}")
+        if context.quantize or target.has_experts:
             what = "an int8 target" if context.quantize else "a mixture of experts"
-            raise ValueError(
-                "the drafter self_int8 does not go with "
-                + (what if context.fast else "--no-fastpath")
-            )
+            raise ValueError(f"the drafter self_int8 does not go with {what}")
         if hasattr(target.model.get_input_embeddings(), "panels"):
             raise ValueError(
                 "the drafter self_int8 does not go with packed weights, which are as small as its "
@@ -101,6 +97,6 @@ def int8_copy(target: Any) -> Any:
     """A copy of a cached model with linear layers of its own; all else is shared with it."""
     twin, model = copy(target), target.model
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    twin.model, twin.shapes, twin.reference = deepcopy(model, shared), Shapes(), None
+    twin.model, twin.reference = deepcopy(model, shared), None
     speed_up(twin, "int8", has_own_embedding=False)
     return twin

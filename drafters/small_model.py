@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from fastpath.prefix import PrefixCache
 from kernels import chain
+from kernels.prefix import PrefixCache
 from messages import Draft, Sampling, Verdict
 from sampling import Noise
 
@@ -80,7 +80,7 @@ class SmallModelDrafter(Drafter):
         return cls(context, draft)
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> State:
-        row = self._draft.cache.open_row(len(prompt))
+        row = self._draft.cache.open_row()
         # Under the rule of rejection drafts decide the text, and so would roundings of these keys.
         if self._prefixes and sampling.is_coupled:
             self._prefixes.restore(row, list(prompt))

@@ -6,7 +6,10 @@
 // rising order, whoever computed them. What a row does not see it does not read, wherever it lies: a token
 // of a branch has the bits of a chain. A key is read once for all rows of a group and all queries of its head.
 
+#define _GNU_SOURCE
 #include "forward.h"
+
+#include <stdlib.h>
 
 #include "threads.h"
 
@@ -106,7 +109,7 @@ static void turn_keys(const void *keys, int is_half, int count, int width, float
 // ----------------------------------------------------------------------- one block of keys of one group
 
 INLINE int padded(int width) { return (width + LANES - 1) / LANES * LANES; }
-INLINE int partial_floats(const block *b) { return padded(b->width) + LANES; }  // values; largest score, sum
+INLINE int partial_floats(const block *b) { return padded(b->value_width) + LANES; }  // values; largest score, sum
 
 INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -146,7 +149,7 @@ typedef struct {  // a group's queries of one head of keys, at one block
 // Scores or sums of values of some rows over the positions from `at` to `end`.
 static void run_over(const work *w, int first_row, int row, int rows, int64_t at, int64_t end, int is_scores) {
   const block *b = w->a->b;
-  const size_t bytes = (size_t)b->width * (b->is_half ? 2 : 4);
+  const size_t size = b->is_half ? 2 : 4;
   const int first = row * w->groups, count = rows * w->groups;
   while (at < end) {
     const int64_t place = place_of(w->a, first_row + row, at);
@@ -154,10 +157,10 @@ static void run_over(const work *w, int first_row, int row, int rows, int64_t at
     float *scores = w->scores + (size_t)first * KEYS + (at - w->begin);
     if (is_scores) {
       n = n < CHUNK ? n : CHUNK;
-      turn_keys(w->keys + place * bytes, b->is_half, n, b->width, w->turned);
+      turn_keys(w->keys + place * b->width * size, b->is_half, n, b->width, w->turned);
       multiply_floats(count, n, b->width, w->queries + (size_t)first * b->width, b->width, w->turned, CHUNK, 0, scores, KEYS, 0);
     } else {
-      multiply_floats(count, b->width, n, scores, KEYS, w->values + place * bytes, b->width, b->is_half,
+      multiply_floats(count, b->value_width, n, scores, KEYS, w->values + place * b->value_width * size, b->value_width, b->is_half,
                       w->sums + (size_t)first * partial_floats(b), partial_floats(b), 1);
     }
     at += n;
@@ -192,7 +195,7 @@ static void soften(const block *b, float *scores, int begin, int end, float *lar
 static void partial(const work *w, const group *g) {
   const attention *a = w->a;
   const block *b = a->b;
-  const int size = partial_floats(b), wide = padded(b->width);
+  const int size = partial_floats(b), wide = padded(b->value_width);
   int64_t from[GROUP_ROWS], to[GROUP_ROWS], common = w->begin, until = w->begin + KEYS;
   for (int r = 0; r < g->count; ++r) {
     const int row = g->first + r;
@@ -219,7 +222,7 @@ static void partial(const work *w, const group *g) {
 
 // Into one partial result the next one: nothing, if no key is seen there.
 static void merge(const block *b, float *into, const float *next, int is_first) {
-  const int wide = padded(b->width);
+  const int wide = padded(b->value_width);
   if (next[wide + 1] == 0 && !is_first) return;
   if (is_first || into[wide + 1] == 0) {
     memcpy(into, next, (size_t)partial_floats(b) * 4);
@@ -234,9 +237,15 @@ static void merge(const block *b, float *into, const float *next, int is_first) 
   into[wide] = top, into[wide + 1] = t[0];
 }
 
-static void finish(const block *b, const float *sums, float *attended) {
-  const lanes total = all(sums[padded(b->width) + 1]);
-  for (int i = 0; i < b->width; i += LANES) store_some(attended + i, over(load(sums + i), total), b->width - i);
+static void finish(const block *b, int head, const float *sums, float *attended) {
+  const int width = b->value_width, wide = padded(width);
+  lanes share = all(1), total = all(sums[wide + 1]);
+  if (b->sinks) {
+    const float sink = b->sinks[head], top = sums[wide] < sink ? sink : sums[wide];
+    share = exponential(all(sums[wide] - top));
+    total = fma16(total, share, exponential(all(sink - top)));
+  }
+  for (int i = 0; i < width; i += LANES) store_some(attended + i, over(mul(load(sums + i), share), total), width - i);
 }
 
 // --------------------------------------------------------------------------------- groups and threads
@@ -277,7 +286,7 @@ size_t room_floats(const block *b) {
 void attend(const attention *a) {
   const block *b = a->b;
   const int groups = b->heads / b->kv_heads, size = partial_floats(b);
-  const size_t bytes = (size_t)b->width * (b->is_half ? 2 : 4);
+  const size_t bytes = b->is_half ? 2 : 4;
   const int most = GROUP_ROWS * groups;
   float *memory = a->rooms + (size_t)thread_number() * room_floats(b);
   int total = 0;
@@ -296,7 +305,8 @@ void attend(const attention *a) {
       for (int i = 0; i < b->width; i += LANES)
         store_some(own + (size_t)q * b->width + i, mul(load_some(from + i, b->width - i), all(b->scaling)), b->width - i);
     }
-    work w = {a, (const uint8_t *)b->keys + slot * b->capacity * bytes, (const uint8_t *)b->values + slot * b->capacity * bytes,
+    work w = {a, (const uint8_t *)b->keys + slot * b->capacity * b->width * bytes,
+              (const uint8_t *)b->values + slot * b->capacity * b->value_width * bytes,
               own, scores, merged + (size_t)most * size, sums, 0, groups};
     if (a->partials) {
       w.sums = a->partials + (partials_before(a, number) + ((size_t)left * b->kv_heads + head) * queries) * size;
@@ -310,8 +320,8 @@ void attend(const attention *a) {
       for (int q = 0; q < queries; ++q) merge(b, merged + (size_t)q * size, sums + (size_t)q * size, i == 0);
     }
     for (int q = 0; q < queries; ++q)
-      finish(b, merged + (size_t)q * size,
-             a->attended + ((size_t)(g->first + q / groups) * b->heads + head * groups + q % groups) * b->width);
+      finish(b, head * groups + q % groups, merged + (size_t)q * size,
+             a->attended + ((size_t)(g->first + q / groups) * b->heads + head * groups + q % groups) * b->value_width);
   }
 }
 
@@ -328,6 +338,32 @@ void collect(const attention *a, int row) {
     const size_t own = (size_t)(h / groups) * queries + (row - g->first) * groups + h % groups;
     float *merged = sums + own * size;
     for (int i = 1; i < count; ++i) merge(b, merged, sums + ((size_t)i * b->kv_heads * queries + own) * size, 0);
-    finish(b, merged, a->attended + ((size_t)row * b->heads + h) * b->width);
+    finish(b, h, merged, a->attended + ((size_t)row * b->heads + h) * b->value_width);
   }
+}
+
+// ------------------------------------------------------------------------------- attention by itself
+
+static void run(void *given) {
+  const attention *a = given;
+  attend(a);
+  meet();
+  for (int row; take(a->f->rows, 1, &row) > 0;) collect(a, row);
+}
+
+// Of a module that makes queries, keys and values itself; see `attention`. Returns whether there was memory.
+int run_attention(const block *b, const batch *f, const float *queries, float *attended, int threads) {
+  attention a = {.b = b, .f = f, .queries = queries, .attended = attended};
+  group *groups = malloc((size_t)f->rows * sizeof *groups);
+  if (!groups) return 0;
+  a.groups = groups, a.num_groups = make_groups(f, groups);
+  const size_t rooms = (size_t)threads * room_floats(b);
+  const size_t partials = a.num_groups * b->kv_heads < 4 * threads ? num_partials(&a) : 0;
+  if (!posix_memalign((void **)&a.rooms, 64, (rooms + partials) * 4 + 64)) {
+    a.partials = partials ? a.rooms + rooms : NULL;
+    run_in_threads(threads, run, &a);
+  }
+  free(a.rooms);
+  free(groups);
+  return a.rooms != NULL;
 }

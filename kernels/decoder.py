@@ -43,7 +43,7 @@ class _Rope(ctypes.Structure):
     _fields_ = (("width", _Int), ("length", _Int), ("cos", _Address), ("sin", _Address))
 
 
-class _Block(ctypes.Structure):
+class BlockStruct(ctypes.Structure):
     _fields_ = (
         *((name, _Norm) for name in ("input_norm", "out_norm", "mlp_norm", "down_norm")),
         *((name, _Norm) for name in ("query_norm", "key_norm")),
@@ -56,6 +56,8 @@ class _Block(ctypes.Structure):
         ("values", _Address),
         ("capacity", ctypes.c_int64),
         ("net", _Address),
+        ("value_width", _Int),
+        ("sinks", _Address),
     )
 
 
@@ -78,7 +80,7 @@ class _Decoder(ctypes.Structure):
     _fields_ = (
         ("hidden", _Int),
         ("num_blocks", _Int),
-        ("blocks", ctypes.POINTER(_Block)),
+        ("blocks", ctypes.POINTER(BlockStruct)),
         ("ropes", ctypes.POINTER(_Rope)),
         *((name, ctypes.POINTER(Matrix)) for name in ("embedding", "positions", "output")),
         *((name, _Float) for name in ("embedding_scale", "logit_scale", "logit_softcap")),
@@ -89,7 +91,7 @@ class _Decoder(ctypes.Structure):
     )
 
 
-class _Batch(ctypes.Structure):
+class Batch(ctypes.Structure):
     _fields_ = (
         *((name, _Int) for name in ("rows", "num_wanted", "depth", "shift", "num_states")),
         *((name, _Address) for name in ("ids", "slots", "positions", "ends")),
@@ -234,7 +236,7 @@ class Block:
             name: norm_struct(norm and norm_of(norm), self._kept)
             for name, norm in zip(names, parts.norms, strict=True)
         }
-        self.struct = _Block(
+        self.struct = BlockStruct(
             **norms, rope=-1, activation=_ACTIVATIONS[type(parts.activation).__name__],
             is_gated=parts.is_gated, residual_scale=scale,
         )  # fmt: skip
@@ -261,7 +263,8 @@ class Block:
         own, struct = [norm_struct(norm, self._kept) for norm in norms], self.struct
         struct.query_norm, struct.key_norm = own
         struct.has_wide_norms = norms[0] is not None and len(norms[0].weight) != width
-        struct.heads, struct.kv_heads, struct.width = groups * self.kv_heads, self.kv_heads, width
+        struct.heads, struct.kv_heads = groups * self.kv_heads, self.kv_heads
+        struct.width = struct.value_width = width
         struct.window, struct.has_gates = window or 0, bool(parts.gates)
         struct.is_half, struct.scaling = self.dtype == torch.bfloat16, attention.scaling
         struct.softcap = getattr(attention, "attn_logit_softcapping", None) or 0
@@ -358,7 +361,7 @@ class Decoder:
         for block in self.blocks:
             block.point()
         structs = (block.struct for block in self.blocks)
-        self._structs = (_Block * len(self.blocks))(*structs)
+        self._structs = (BlockStruct * len(self.blocks))(*structs)
         self.struct.blocks = self._structs
         ends = {"embedding": self.embedding, "positions": self._positions, "output": self.output}
         ends["entrance"] = self.entrance
@@ -468,7 +471,7 @@ class Decoder:
         own, output = (type(x).from_buffer_copy(x) for x in (self.struct, self.output.struct))
         output.outputs, own.output = outputs, ctypes.pointer(output)
         slots, positions, places = rows.contiguous()
-        batch = _Batch(rows=len(ids), num_wanted=len(wanted), shift=shift)
+        batch = Batch(rows=len(ids), num_wanted=len(wanted), shift=shift)
         names = ["ids", "slots", "positions", "places", "wanted", "logits"]
         tensors = [ids, slots, positions, places, wanted, logits]
         if given is not None:
@@ -521,7 +524,7 @@ class Decoder:
         kept: list[Any] = []
         text_rows = (_Int * len(counts))(*counts)
         passings = (_Passing * len(passed))(*(own.struct(kept) for own in passed))
-        batch = _Batch(
+        batch = Batch(
             count, len(wanted), lines.shape[1] if lines.dim() > 1 else 0, shift, len(layers),
             *map(_at, (ids, slots, positions, ends)), only_keys,
             *map(_at, (places, lines, wanted, given, asked)), len(counts),

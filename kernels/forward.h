@@ -46,9 +46,11 @@ typedef struct {
   int32_t has_gates, activation, is_gated, is_half;  // gates of attention; of the MLP; the cache's type
   int32_t looks_ahead;  // not up to the row itself, but to where the batch says
   float scaling, softcap, residual_scale;
-  void *keys, *values;  // [slots, kv_heads, capacity, width]
+  void *keys, *values;  // [slots, kv_heads, capacity, width or value_width]
   int64_t capacity;
   const delta *net;  // or NULL
+  int32_t value_width;  // of a head's value; width is that of its query and key
+  const float *sinks;   // [heads]: scores that take their share of the softmax and give nothing; or NULL
 } block;
 
 typedef struct {
@@ -82,7 +84,7 @@ typedef struct {
   float *logits;                           // [num_wanted, words]
 } batch;
 
-// Attention of all rows of one block, by all threads: queries [rows, heads, width] → attended, the same.
+// Attention of all rows of one block, by all threads: queries [rows, heads, width] → attended [rows, heads, value_width].
 typedef struct {
   const block *b;
   const batch *f;

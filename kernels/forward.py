@@ -9,6 +9,7 @@ searched for.
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +20,8 @@ from messages import Output
 
 from . import library
 from .decoder import MOST_ROWS, Decoder, Rows
+from .modules import Modules
+from .parts import is_same
 
 Trees = Mapping[int, list[int]]
 NO_TREES: Trees = MappingProxyType({})
@@ -31,11 +34,8 @@ class Report:
     doubt: str | None
     num_threads: int
     seconds: float  # that a try took
-    instructions: str
-    reason: str = (
-        "by construction: every sum has one order, whatever the number of rows, the threads, the "
-        "place and the neighbours"
-    )
+    instructions: str | None
+    reason: str | None  # why it is exact, if it is
 
     @property
     def is_exact(self) -> bool:
@@ -46,15 +46,19 @@ class Report:
         return {"is_exact": self.is_exact} | vars(self)
 
     def __str__(self) -> str:
-        return self.reason if self.is_exact else f"not exact ({self.doubt})"
+        return str(self.reason) if self.is_exact else f"not exact ({self.doubt})"
 
 
 class KernelForward:
     """Stands in for `forward` of the core's CachedModel."""
 
-    is_compiled, could_be_bfloat16 = True, False
+    is_compiled = True
+    reason = (
+        "by construction: every sum has one order, whatever the number of rows, the threads, the "
+        "place and the neighbours"
+    )
 
-    def __init__(self, model: Any, decoder: Decoder) -> None:
+    def __init__(self, model: Any, decoder: Decoder | Modules) -> None:
         self._model, self.decoder = model, decoder
 
     @torch.inference_mode()
@@ -116,12 +120,13 @@ class KernelForward:
             else:
                 flat.tree(slot, first, begin, lines[begin : begin + count])
             at += range(len(flat.slots) - n, len(flat.slots))
-        passed = [layer.passed(rows, counts) for layer in cache.recurrent]
+        recurrent = cache.recurrent if self.decoder.nets else ()  # else modules see to it
+        passed = [layer.passed(rows, counts) for layer in recurrent]
         logits, states = self.decoder(
             *flat.tensors(), torch.tensor(at, dtype=torch.int64), torch.tensor(sum(fed, [])),
             layers=layers, counts=counts, passed=passed,
         )  # fmt: skip
-        for layer, left in zip(cache.recurrent, passed, strict=True):
+        for layer, left in zip(recurrent, passed, strict=True):
             layer.note(rows, counts, left)
         cache.advance(place)
         dtype = self._model.model.dtype
@@ -152,17 +157,94 @@ class KernelForward:
 
     def report(self) -> Report:
         """What is to be said of exactness, after a try that the construction has to stand."""
-        began, model, count = time.perf_counter(), self._model, min(6, self._model.max_length - 1)
-        row, ids = model.cache.open_row(), list(range(count))
+        began = time.perf_counter()
+        row = self._model.cache.open_row()
         try:
-            together = self([row], [ids], [count]).logits[0]
-            model.cache.truncate(row, 0)
-            apart = [self([row], [[token]], [1]).logits[0] for token in ids]
+            doubt = self._doubt(row)
         finally:
-            model.cache.close_row(row)
-        doubt = None if torch.equal(together, torch.cat(apart)) else "decoding and verifying differ"
+            self._model.cache.close_row(row)
         seconds = time.perf_counter() - began
-        return Report(doubt, self.decoder.num_threads, seconds, library.instructions())
+        threads = self.decoder.num_threads
+        return Report(doubt, threads, seconds, library.instructions(), self.reason)
+
+    def _doubt(self, row: int) -> str | None:
+        """What differed, if anything did; the row is empty."""
+        ids = list(range(min(6, self._model.max_length - 1)))
+        together = self([row], [ids], [len(ids)]).logits[0]
+        self._model.cache.truncate(row, 0)
+        apart = [self([row], [[token]], [1]).logits[0] for token in ids]
+        return None if torch.equal(together, torch.cat(apart)) else "decoding and verifying differ"
+
+
+class ModuleForward(KernelForward):
+    """The same of a model that runs in transformers' modules (modules.py)."""
+
+    is_compiled = False
+    reason = (
+        "linear layers, experts and attention have one order of every sum; what lies between them "
+        "goes row by row, and whole forwards were compared"
+    )
+
+    @property
+    def way(self) -> str:
+        """How the model is computed, in few words."""
+        what = "transformers' modules, with linear layers and attention in C"
+        return f"{what} ({library.instructions()})"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the matrices in panels."""
+        parts = list(self._model.model.modules())
+        packed = {getattr(part, "panels", None) for part in parts} - {None}
+        sides = (side for part in parts for side in getattr(part, "matrices", ()))
+        return sum(panels.num_bytes for panels in (*packed, *chain.from_iterable(sides)))
+
+    def shares(self, rows: list[int]) -> bool:
+        """Whether texts in these empty rows do not mix. The rows are empty again afterwards."""
+        cache, texts = self._model.cache, ([1, 2, 3, 4, 5], [3, 2, 1])[: len(rows)]
+        found = []
+        apart = [([row], [text]) for row, text in zip(rows, texts, strict=True)]
+        for used, fed in (*apart, (rows, list(texts))):
+            found += self(used, fed, [2] * len(used)).logits
+            for row in used:
+                cache.truncate(row, 0)
+        return all(map(is_same, found[: len(rows)], found[len(rows) :]))
+
+    def _doubt(self, row: int) -> str | None:
+        cache, count = self._model.cache, min(24, self._model.max_length - 7)
+        if count < 24:
+            return f"a context of {self._model.max_length} tokens is too short to check"
+        ids = torch.randint(self._model.vocab_size, (count,), generator=_random()).tolist()
+        whole = self([row], [ids], [count]).logits[0]
+        if names := ", ".join(sorted(self.decoder.unsteady)):
+            return f"bits of torch's own functions depend on the number of rows ({names})"
+        cache.truncate(row, 0)
+        parts, begin = [], 0
+        for size in (1, 2, 3, 5, count - 11):
+            parts += self([row], [ids[begin : begin + size]], [size]).logits
+            begin += size
+        if not torch.equal(torch.cat(parts), whole):
+            return "a text read at once and in pieces differs"
+        others = [cache.open_row() for _ in range(min(2, cache.num_rows - len(cache.rows)))]
+        try:
+            cache.truncate(row, count - 6)
+            texts = [ids[-6:], ids[:5], ids[:1]][: 1 + len(others)]
+            batch = self([row, *others], texts, [len(fed) for fed in texts]).logits
+        finally:
+            for other in others:
+                cache.close_row(other)
+        expected = whole[-6:], whole[:5], whole[:1]
+        if not all(map(torch.equal, batch, expected)):
+            return "a text alone and in a batch differs"
+        cache.truncate(row, count - 6)
+        for i in range(count - 6, count - 4):
+            if not torch.equal(self([row], [ids[i : i + 1]], [1]).logits[0], whole[i : i + 1]):
+                return "decoding and verifying differ"
+        return None
+
+
+def _random() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
 
 
 def lines_of(parents: list[int], count: int) -> list[list[int]]:

@@ -6,12 +6,52 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import chain
+from . import chain, library
 from .decoder import FULL, Block, Decoder, Rows, can_tabulate, norm_struct, ropes_of
+from .experts import pack_experts
 from .parts import is_same, norm_of, parts_of
-from .weights import Gone, PanelEmbedding, PanelLinear, Panels
+from .weights import Gone, PanelEmbedding, PanelLinear, Panels, pack
 
 _NUM_COMPARED = 8  # tokens that old and new are compared on
+
+
+def speed_up_head(
+    head: Any, target: Any, length: int, quantize: str | None = None
+) -> list["KernelHead"]:
+    """The layers of an MTP head (transformers' MtpModel) in C: all of them, or none.
+
+    The layers that it shares with its target are packed when the target's are.
+    """
+    found = []
+    for number in range(len(head.layers)) if library.is_used else ():
+        found.append(mtp_layer(head, number, length))
+        if found[-1] is None:
+            break
+    return _settle(head, found, quantize, target)
+
+
+def speed_up_eagle(head: Any, length: int, quantize: str | None = None) -> list["KernelHead"]:
+    """The same for an EAGLE-3 head."""
+    return _settle(head, [eagle_layer(head, length)] if library.is_used else [], quantize)
+
+
+def _settle(
+    head: Any, found: list["KernelHead | None"], quantize: str | None, besides: Any = None
+) -> list["KernelHead"]:
+    """Let the head's modules go, or keep them where a layer is not known."""
+    layers = [layer for layer in found if layer is not None]
+    is_known = len(layers) == len(head.layers)
+    if is_known:
+        head.layers = nn.ModuleList(Gone() for _ in layers)
+        for layer in layers if quantize else ():
+            layer.decoder.quantise()
+    else:
+        for layer in layers:
+            layer.decoder.restore()
+    if library.is_used:
+        pack(head, quantize, besides)
+        pack_experts(head, quantize)
+    return layers if is_known else []
 
 
 class KernelHead:

@@ -15,8 +15,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+
+import torch
 
 from messages import in_short
 
@@ -31,7 +35,30 @@ _FLAGS = (
 ).split()
 _SECONDS = 300
 _library: ctypes.CDLL | None = None
+_num_threads: int | None = None
 is_used = False
+
+
+def num_threads() -> int:
+    """How many threads compute a call: as many as torch has outside `alone`."""
+    return _num_threads or torch.get_num_threads()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Within it torch computes in the calling thread, between calls of kernels.
+
+    Its other threads wait busily for a while for what comes next, and would take the cores from
+    the kernels'.
+    """
+    global _num_threads
+    known, _num_threads = _num_threads, num_threads()
+    try:
+        torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(_num_threads)
+        _num_threads = known
 
 
 def why_not() -> str | None:

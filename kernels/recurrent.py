@@ -104,7 +104,7 @@ def step(
 
 
 def _call(name: str, form: Any, texts: Any) -> None:
-    threads = torch.get_num_threads()
+    threads = library.num_threads()
     if not getattr(library.load(), name)(ctypes.byref(form), texts, len(texts), threads):
         raise MemoryError("no memory for a recurrent layer")
 

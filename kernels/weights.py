@@ -154,7 +154,7 @@ class Panels:
             residual = residual.reshape(y.shape).float().contiguous()
         done = library.load().apply_linear(
             ctypes.byref(self.struct), len(rows), _at(rows), _at(y), _at(residual),
-            ctypes.c_float(scale), torch.get_num_threads(),
+            ctypes.c_float(scale), library.num_threads(),
         )  # fmt: skip
         if not done:
             raise MemoryError("no memory for a linear layer's inputs")
@@ -228,6 +228,34 @@ def pack(module: nn.Module, quantize: str | None = None, besides: nn.Module | No
         found = linear_of(layer)
         if found is not None and layer not in others and layer.weight.dtype in DTYPES:
             become(layer, PanelLinear, Panels.of(*found, quantize))
+
+
+def quantise(module: nn.Module) -> None:
+    """Make 8-bit blocks of all panels of linear layers in `module`."""
+    for layer in module.modules():
+        if isinstance(layer, PanelLinear):
+            layer.panels = layer.panels.quantised()
+
+
+@torch.no_grad()
+def quantise_embedding(model: nn.Module) -> None:
+    """Turn the embedding of a model of transformers into 8-bit blocks, in place."""
+    embedding = model.get_input_embeddings()
+    # Gemma's embeddings have a scale for all words, and do nothing else of their own.
+    if type(embedding) is nn.Embedding or hasattr(embedding, "scalar_embed_scale"):
+        scale = getattr(embedding, "embed_scale", torch.ones(())).to(embedding.weight.dtype)
+        panels = Panels.of(embedding.weight, None, "int8")
+        become(embedding, PanelEmbedding, panels, float(scale))
+        # Something has to be left of a model that modules can ask for its type.
+        anchor = embedding.weight
+        embedding.anchor = nn.Parameter(torch.empty(0, dtype=anchor.dtype), requires_grad=False)
+
+
+def why_not_int8(device: str) -> str | None:
+    """Why there is no int8 on this device, in a clause; None if there is."""
+    if device != "cpu":
+        return f"runs on a CPU only, not on {device}"
+    return None if library.is_used else "needs the kernels in C, which are not there"
 
 
 def panels_of(layer: nn.Module) -> Panels:

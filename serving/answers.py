@@ -142,8 +142,6 @@ def setting(engine: Any, options: Options) -> str:
     count, device = torch.get_num_threads(), model.device.type
     where = f"{count} thread{'s' * (count > 1)}" if device == "cpu" else f"on {device}"
     line = f"the target runs in {kind}: {way}, {where}, {exact}"
-    if fast and fast.could_be_bfloat16 and not (options.is_embedded or options.quantize):
-        line += "; this CPU computes bfloat16 by itself, so --dtype bfloat16 would be faster"
     return line
 
 

@@ -31,6 +31,8 @@ def _narrow_mask(window: int) -> Any:
     def narrow(module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Mask what is further back than the window."""
         mask: Tensor = options["attention_mask"]  # additive [B, 1, T, L], and causal
+        if hasattr(mask, "place"):  # of kernels/modules.py, which is told the window
+            return args, options | {"attention_mask": mask.place.mask(mask.dtype, window)}
         positions = (mask == 0).sum(-1, keepdim=True) - 1
         is_far = torch.arange(mask.shape[-1], device=mask.device) <= positions - window
         lowest = torch.finfo(mask.dtype).min

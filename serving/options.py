@@ -236,13 +236,10 @@ class Options:
         "map the files of the weights in place of reading them: this saves memory, and nobody may "
         "change the files while the server runs", **_SWITCH,
     )  # fmt: skip
-    fastpath: bool = _option(
-        SPEED, True, "packed layers and kernels of our own where they fit", "", **_EITHER
-    )
-    compile: bool | None = _option(
-        SPEED, None, "run forwards in C, compiled once", "where there is a compiler", **_EITHER
-    )
-    bitwise: bool = _option(SPEED, True, "keep to shapes that give equal bits", "", **_EITHER)
+    kernels: bool = _option(
+        SPEED, True, "compute in C, with equal bits; without, transformers' own modules run", "",
+        **_EITHER,
+    )  # fmt: skip
     dtype: str = _option(
         SPEED, "auto",
         "the type of the weights; auto is what a GGUF file has (packed), and float32 on a CPU", "",
@@ -297,11 +294,6 @@ class Options:
         return bool(tokenizer.chat_template) and not self.raw
 
     @property
-    def is_compiled(self) -> bool | None:
-        """Whether forwards run in C; None: where they can."""
-        return self.compile if self.fastpath else False
-
-    @property
     def card(self) -> dict[str, Any] | None:
         """Where a model of the catalogue comes from."""
         entry = entry_of(self.title)
@@ -340,7 +332,7 @@ class Options:
             "num_rows": self.max_running,
             "prompt_lookup_max": self.prompt_lookup_max,
             "prompt_lookup_min": self.prompt_lookup_min,
-            "fast": self.fastpath,
+            "fast": self.kernels,
             "quantize": self.quantize,
             "timeout_s": self.drafter_timeout,
             "mmap": self.mmap,
@@ -377,6 +369,17 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
+class _Gone(argparse.Action):
+    """Refuse a switch that there once was."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        """Argparse has met the flag, the last thing given."""
+        parser.error(
+            f"{given[-1]} means nothing any more: what can be computed in C is, with equal bits "
+            "(--no-kernels runs transformers' own modules)"
+        )
+
+
 def _parser(is_complete: bool) -> Parser:
     """A parser of all options; its help shows every one, or those that most people need."""
     form = argparse.RawDescriptionHelpFormatter
@@ -409,6 +412,9 @@ def _parser(is_complete: bool) -> Parser:
     until = "with --prompt: end before this text; may be repeated"
     add(MORE, "--stop", until, action="append", metavar="TEXT")
     add(CALLERS, "--api-key-file", "read the API key from FILE", metavar="FILE")
+    for name in ("bitwise", "fastpath", "compile"):
+        gone = {"action": _Gone, "nargs": 0, "help": argparse.SUPPRESS}
+        parser.add_argument(f"--{name}", f"--no-{name}", **gone)
     helps = parser.add_argument_group("Help")
     helps.add_argument("-h", "--help", action="help", help="show this page and exit")
     helps.add_argument(
@@ -476,10 +482,8 @@ def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Refuse flags that do not go together, and defaults that no request could have."""
     if given.demo and given.drafter == PLAIN:
         parser.error("--demo compares drafters: --drafter none does not go with it")
-    if given.quantize and not given.fastpath:
-        parser.error("--quantize goes with the fast path: leave out --no-fastpath")
-    if given.compile and not given.fastpath:
-        parser.error("--compile goes with the fast path: leave out --no-fastpath")
+    if given.quantize and not given.kernels:
+        parser.error("--quantize computes in C: leave out --no-kernels")
     if given.plan and (given.drafter == PLAIN or given.quantize):
         what = "--quantize" if given.quantize else "--drafter none"
         parser.error(f"--plan compares drafters of a model as it is: {what} does not go with it")
@@ -527,7 +531,7 @@ def _check_engine(given: argparse.Namespace, parser: argparse.ArgumentParser) ->
         parser.error(f"--engine must be vllm, a program of that name or a URL, not {given.engine}")
     elif given.model is None:
         parser.error(f"--engine {given.engine} needs --model: a folder or a hub id that it knows")
-    for name in ("quantize", "compile", "fixed_k", "strict", "device", "mmap", "allow_pickle"):
+    for name in ("quantize", "kernels", "fixed_k", "strict", "device", "mmap", "allow_pickle"):
         if getattr(given, name) != getattr(Options, name):
             flag = f"--{name.replace('_', '-')}"
             parser.error(f"{flag} is for this server's own engine: it does not go with --engine")

@@ -5,7 +5,7 @@ that is counted from the wrong end, a cache that a layer reads in another order.
 go through transformers' modules, each in one piece and without a cache. Then the first one goes
 through the KV cache in chunks, alone and in batches with the second, with refused drafts between.
 
-    reference = Reference.of(model)     before the fast path takes the modules' weights
+    reference = Reference.of(model)     before kernels/ take the modules' weights
     check(model)                        when all is prepared
 
 Of a GGUF file that is served as it is, what was found is kept in the user's cache folder.
@@ -185,8 +185,8 @@ def refusal(cached: Any, is_fast: bool = False) -> Iterator[None]:
         yield
     except Exception as error:
         reason = f"{type(error).__name__}: {in_short(error)}"
-        # The module may compute with a weight that the fast path has packed.
-        hint = " (--no-fastpath may help)" if is_fast or cached.fast else ""
+        # The module may compute with a weight that lies in panels.
+        hint = " (--no-kernels may help)" if is_fast or cached.fast else ""
         raise StartError(
             f"{_title(cached)} cannot be run with this KV cache: {reason}{hint}"
         ) from error

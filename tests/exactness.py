@@ -27,7 +27,6 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 import demo  # noqa: E402
-from fastpath import linear  # noqa: E402
 from serving import faults  # noqa: E402
 from serving.catalogue import EMBEDDED  # noqa: E402
 
@@ -123,7 +122,7 @@ def compare_forwards(target: Any, rounds: int, chance: random.Random) -> tuple[i
         cache.close_row(row)
     for _ in range(max(rounds // 8, 2)):
         prompt = text[: chance.randrange(2, min(longest, 700))]
-        row = cache.open_row(len(prompt))
+        row = cache.open_row()
         whole = feed([row], [prompt], 6)
         while len(prompt) - cache.lengths[row] > 6:
             rest = prompt[cache.lengths[row] : -6]
@@ -183,13 +182,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--texts", type=int, default=16)
-    parser.add_argument("--unpacked", action="store_true", help="as where nothing can be packed")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if given.unpacked:
-        linear.can_pack = lambda *_: False
     for model in given.model:
         for dtype in given.dtype:
             print(json.dumps(examine(model, dtype, given.rounds, given.texts)), flush=True)

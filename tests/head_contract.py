@@ -47,7 +47,7 @@ def test_every_row_of_the_head_s_cache_is_given_back(demo_engine, prompts, name)
 
 def test_rejection_keeps_the_distribution_of_the_first_tokens(loaded, name):
     """Three views (2nd, 3rd, all three tokens): odds of a false alarm 3e-6."""
-    engine = loaded(max_running=lossless.BATCH, max_model_len=32, bitwise=False)
+    engine = loaded(max_running=lossless.BATCH, max_model_len=32)
     prompt = engine.target.tokenizer(lossless.PROMPT)["input_ids"]
     sampling = lossless.SAMPLINGS["temperature 0.7"]
     plain = core.Request(prompt, 12, None, sampling=sampling, seed=7)

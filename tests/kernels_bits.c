@@ -103,7 +103,7 @@ int main(int count, char **given) {
     for (int i = 0; i < d.num_blocks; ++i) {
       block *b = blocks + i;
       const int q = kv_heads * groups * width, kv = kv_heads * width, inner = 8 + next(150);
-      b->heads = kv_heads * groups, b->kv_heads = kv_heads, b->width = width, b->rope = next(4) ? 0 : -1;
+      b->heads = kv_heads * groups, b->kv_heads = kv_heads, b->width = b->value_width = width, b->rope = next(4) ? 0 : -1;
       b->window = next(2) ? 1 + next(400) : 0, b->has_wide_norms = next(2), b->has_gates = next(3) == 0;
       b->activation = next(6), b->is_gated = next(2), b->is_half = next(2);
       b->scaling = 0.2f, b->softcap = next(2) ? 10 : 0, b->residual_scale = next(2) ? 1 : 0.3f;

@@ -45,16 +45,16 @@ MODULES = {
     "acceptance": "control.acceptance", "controller": "control.controller",
     "rest": "control.rest",
     "costs": "control.costs",
-    "statistics": "control.statistics", "forward": "fastpath.forward",
+    "statistics": "control.statistics", "buffers": "kernels.buffers",
     "sampling": "sampling", "faults": "serving.faults", "trace": "serving.trace",
     "text": "serving.text", "parsing": "serving.parsing", "prompts": "serving.prompts",
     "worker": "serving.worker", "head": "drafters.head", "suffix": "drafters.suffix",
     "suffix_tree": "drafters.suffix_tree",
     "comparison": "serving.comparison", "connection": "serving.connection",
-    "prefix": "fastpath.prefix",
+    "prefix": "kernels.prefix", "modules": "kernels.modules", "experts": "kernels.experts",
     "kernels": "kernels.forward", "decoder": "kernels.decoder",
     "story": "serving.story", "tree": "drafters.tree",
-    "recurrent": "fastpath.recurrent", "activation": "fastpath.activation",
+    "recurrent": "kernels.states", "rowwise": "kernels.rowwise",
 }  # fmt: skip
 
 
@@ -171,13 +171,13 @@ def load_once() -> None:
         importlib.import_module(f"test_{file}")
     # What a fork writes to the KV cache is its own: mmap's default would share it with all.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    importlib.import_module("fastpath.forward").mmap = partial(mmap.mmap, flags=flags)
+    importlib.import_module("kernels.buffers").mmap = partial(mmap.mmap, flags=flags)
     load = core.load_engine
-    engine = load(core.Options(model="embedded", fixed_k=True, compile=False))
+    engine = load(core.Options(model="embedded", fixed_k=True, kernels=False))
 
     def load_or_inherit(options: Any) -> Any:
         caller = sys._getframe(1).f_globals["__name__"]
-        in_python = replace(options, compile=False)  # where the mutants are, but for the kernels'
+        in_python = replace(options, kernels=False)  # where the mutants are, but for the kernels'
         if caller == "conftest":
             return engine
         return load(options if caller in ("test_cache", "test_kernels", "test_tree") else in_python)
@@ -229,7 +229,6 @@ NO_TRACE = "batching::test_a_forward_that_fails_once_leaves_no_trace"
 UNVERIFIED = "batching::test_a_draft_that_cannot_be_verified_costs_the_speculation[greedy]"
 PREFIX = "lossless::test_exactly_the_prefix_before_the_first_wrong_token_is_kept"
 ADVANCES = "lossless::test_the_kv_cache_advances_by_what_was_emitted_not_by_what_was_proposed"
-SEVERAL = "exactness::test_a_batch_of_more_rows_than_may_be_run_is_run_in_several_forwards"
 REFUSED = "choosing::test_rows_that_are_no_numbers_are_refused"
 EVERY_P_Q = "sampling::test_verify_emits_exactly_p_for_every_small_p_and_q"
 ONLY_SHARED = "prefix::test_only_what_is_shared_from_the_beginning_counts"
@@ -292,7 +291,7 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("what a failed forward wrote is not noted", "core:SlotCache.place",
      "max(self._written[slot], last)", "self._written[slot]", NO_NAN),
     ("a pad counts as the text's token", "core:Place.real",
-     "width - counts[:, None]", "width - counts[:, None] - 1", f"{RAGGED}[llama-modules]"),
+     "width - counts[:, None]", "width - counts[:, None] - 1", f"{RAGGED}[llama-plain]"),
     ("a moved row loses its last token", "core:SlotCache.close_row",
      "buffer[slot, :, :length] = buffer[source, :, :length]",
      "buffer[slot, :, : length - 1] = buffer[source, :, : length - 1]", COMPACT, MANY),
@@ -305,38 +304,18 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "self._free.append(row)", "pass", f"{GIVEN_BACK}[ngram]"),
     ("a dirty slot is not scrubbed", "core:SlotCache.close_row",
      "scrub(buffers, slot, self._written[slot])", "pass", NO_NAN),
-    ("scrubbing leaves the values", "forward:scrub",
+    ("scrubbing leaves the values", "buffers:scrub",
      "for buffer in buffers:", "for buffer in buffers[::2]:", NO_NAN),
     ("texts are padded on the right", "core:Place.arrange",
-     "arranged[b, -len(row) :] = row", "arranged[b, : len(row)] = row", f"{RAGGED}[llama-modules]"),
+     "arranged[b, -len(row) :] = row", "arranged[b, : len(row)] = row", f"{RAGGED}[llama-plain]"),
     ("states of pads are handed out", "core:Place.part",
-     "row[len(row) - n :]", "row[:n]", f"{RAGGED}[llama-modules]"),
+     "row[len(row) - n :]", "row[:n]", f"{RAGGED}[llama-plain]"),
     ("a token sees the next one", "core:Place.mask",
-     "keys > queries", "keys > queries + 1", f"{RAGGED}[llama-modules]"),
+     "keys > queries", "keys > queries + 1", f"{RAGGED}[llama-plain]"),
     ("the window is one token longer", "core:Place.mask",
-     "keys <= queries - window", "keys < queries - window", f"{RAGGED}[mistral-modules]"),
+     "keys <= queries - window", "keys < queries - window", f"{RAGGED}[mistral-plain]"),
     ("all layers have the mask of the first", "core:CachedModel._mask",
-     "len(set(self.windows.values())) > 1", "False", f"{RAGGED}[gemma2-modules]"),
-    # ------------------------------------------------------------------------ faster forwards
-    ("a row is written one place early", "forward:FastPlace.write",
-     "self.end - count, count", "max(self.end - count - 1, 0), count", f"{RAGGED}[llama-fast]"),
-    ("a row's pads are cached in place of its tokens", "forward:FastPlace.write",
-     "new.shape[2] - count, count", "0, count",
-     "exactness::test_padding_to_more_rows_changes_no_token[2]"),
-    ("rows between those of a batch are read", "forward:FastPlace.__init__",
-     "slice(first, last + 1) if is_compact else self.slots",
-     "slice(first, first + len(self.slots))", COMPACT),
-    ("ragged pads are cached in place of tokens", "forward:RaggedPlace.write",
-     "new[: len(slots)]", "new[-len(slots) :]", f"{RAGGED}[llama-fast]"),
-    ("a text's pieces are fed in the wrong order", "forward:Runs.__call__",
-     "alone + shared", "shared + alone", SEVERAL),
-    ("a piece is fed again in place of the next", "forward:Runs.__call__",
-     "begin = piece.end", "pass", SEVERAL),
-    ("logits are those of a piece's first tokens", "forward:FastForward._run",
-     "range(end - n, end)", "range(end - n - 1, end - 1)", f"{RAGGED}[llama-fast]"),
-    ("logits of a long text's earlier pieces are left out", "forward:FastForward.__call__",
-     "p.end - max(p.begin, i)", "p.end - max(p.begin, i) if p.end == len(tokens[p.index]) else 0",
-     SEVERAL),
+     "len(set(self.windows.values())) > 1", "False", f"{RAGGED}[gemma2-plain]"),
     # -------------------------------------------------------------------------- probabilities
     ("each row is penalised for the whole draft", "sampling:penalise",
      "draft[:i] + text[:1] * (len(draft) - i)", "draft",
@@ -521,7 +500,7 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("blocks of a prompt are known by their own tokens", "prefix:PrefixCache._keys",
      "digest.update(", "digest = sha256(", ONLY_SHARED),
     ("the last token of a prompt need not be fed", "prefix:PrefixCache._keys",
-     "len(prompt), self._size)", "len(prompt) + 1, self._size)", ONLY_SHARED),
+     "len(prompt), _SIZE)", "len(prompt) + 1, _SIZE)", ONLY_SHARED),
     ("blocks without hidden states will do", "prefix:PrefixCache.restore",
      "block is None or not block.hidden.keys() >= set(layers)", "block is None",
      "prefix::test_a_head_waits_for_the_hidden_states_that_it_needs"),
@@ -806,9 +785,12 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("a verify keeps its last three forwards alone", "recurrent:RecurrentLayer._record",
      "end - _MOST_RECORDED", "end",
      "recurrent::test_a_verify_cut_into_four_forwards_is_taken_back[lfm2-8]"),
-    ("a sigmoid depends on its place", "activation:SteadyMode.__torch_function__",
-     "if function in _STEADY_FUNCTIONS", "if False",
-     "exactness::test_only_a_plain_call_of_an_activation_is_replaced"),
+    ("a sigmoid depends on its place", "rowwise:RowWise.__torch_function__",
+     "if name in _FUNCTIONS", "if False",
+     "exactness::test_functions_compute_the_same_in_every_place[sigmoid-module3-dtype0]"),
+    ("a product of torch's own goes unnoticed", "rowwise:RowWise.__torch_function__",
+     "self.unsteady.add(name)", "pass",
+     "exactness::test_functions_that_have_two_forms_are_noted[einsum-<lambda>]"),
     # -------------------------------------------------------------------------- the connection
     ("a head may take for ever", "connection:Connection.watch",
      "self.head and waited > self.limit_s", "False", SLOW_SENDERS),
@@ -842,6 +824,9 @@ _ALONE = "kernels::test_speculation_alone_and_in_a_batch_keeps_every_bit[float32
 _SHAPES = "kernels::test_attention_of_any_shape_gives_what_torch_s_gives[5-1-40]"
 _TREE = "tree::test_a_tree_s_output_is_plain_decoding_s_to_the_bit[float32-None-greedy]"
 _OWN_BITS = "tree::test_each_token_of_a_tree_gets_the_bits_of_its_own_chain[llama]"
+_BRANCH_IN_MODULES = (
+    "exactness::test_a_branch_of_a_tree_has_the_bits_of_a_chain_in_modules_too[opt]"
+)
 _SEVERAL = "tree::test_several_drafters_make_one_tree[greedy]"
 if why_not() is None:  # without a compiler nobody runs these
     MUTANTS += [
@@ -870,6 +855,19 @@ if why_not() is None:  # without a compiler nobody runs these
             "of a branch's text the last token is left out", "decoder:Rows.tensors",
             "range(position + 1 - depth, position + 1 - len(line))",
             "range(position - depth, position - len(line))", (_TREE, _OWN_BITS),
+        ),
+        Mutant(
+            "modules' rows are cached where they stand", "modules:FlatPlace.write",
+            "slots, _, places", "slots, places, _", (_BRANCH_IN_MODULES,),
+        ),
+        Mutant(
+            "modules see behind the window", "modules:FlatPlace.mask",
+            "self, window", "self, None", (f"{RAGGED}[gpt_oss-modules]",),
+        ),
+        Mutant(
+            "a row's experts have each other's weights", "experts:experts_forward",
+            "top_k_weights[rows, places, None]", "top_k_weights[rows, places.flip(0), None]",
+            (f"{RAGGED}[gpt_oss-modules]",),
         ),
         Mutant(
             "the first tokens of a tree are kept", "core:Engine.accept",

@@ -1,24 +1,21 @@
 """The KV cache: rows of their own length, O(1) truncation, exact on every family of attention."""
 
+from contextlib import nullcontext
+
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import FAMILIES, HYBRIDS
+from conftest import FAMILIES, HYBRIDS, only_modules
 
-from fastpath.forward import speed_up
+from kernels.start import speed_up
 
 
-def tiny_model(folder, num_rows=4, fast=False, compile=False):
-    target = core.load_model(str(folder), core.Options(max_running=num_rows, compile=compile))
-    if fast:
+def tiny_model(folder, num_rows=4, way="plain"):
+    options = core.Options(max_running=num_rows, kernels=way != "plain")
+    target = core.load_model(str(folder), options)
+    with only_modules() if way == "modules" else nullcontext():
         speed_up(target)
-        # With pads in rows and keys: they must not show either.
-        target.shapes.rows, target.shapes.min_rows = (8, 16, 32), 8
-        target.shapes.key_steps = (64, 128, 192, 256)
     return target
-
-
-WAYS = "modules", "fast", "compiled"
 
 
 @torch.inference_mode()
@@ -34,7 +31,7 @@ def assert_same(ours, theirs, roundings=1):
     torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
 
 
-@pytest.mark.parametrize("way", [(False, False), (True, False), (True, None)], ids=WAYS)
+@pytest.mark.parametrize("way", ["plain", "modules", "compiled"])
 @pytest.mark.parametrize("family", FAMILIES | HYBRIDS)
 def test_ragged_rows_with_random_truncation_equal_a_cache_free_recompute(
     family, way, tiny_folder, reference
@@ -43,9 +40,9 @@ def test_ragged_rows_with_random_truncation_equal_a_cache_free_recompute(
 
     transformers takes several tokens of a recurrent layer at once, which rounds otherwise.
     """
-    folder, (fast, compile) = tiny_folder(family), way
+    folder = tiny_folder(family)
     roundings = 10 if family in HYBRIDS else 1
-    target, oracle = tiny_model(folder, fast=fast, compile=compile), reference(folder)
+    target, oracle = tiny_model(folder, way=way), reference(folder)
     random = torch.Generator().manual_seed(1)
     draw = lambda high: int(torch.randint(1, high, (1,), generator=random))  # noqa: E731
     rows = [target.cache.open_row() for _ in range(3)]

@@ -202,7 +202,7 @@ def test_the_demo_prints_tables_and_marks_where_tokens_came_from(main, monkeypat
         assert word in out
     monkeypatch.setattr(core, "load_engine", load_engine)
     # This one has a controller, which says why it chose its K.
-    given = ["--demo", "--max-tokens", "4", "--drafter", "ngram", "--no-bitwise"]
+    given = ["--demo", "--max-tokens", "4", "--drafter", "ngram"]
     assert core.main(naming_a_model(given)) == 0
     out = capsys.readouterr().out
     assert out.count("identical output: yes") == len(terminal.read_prompts())
@@ -316,7 +316,7 @@ def test_the_embedded_target_is_recognised_however_it_is_spelt(monkeypatch):
 
 def test_the_drafter_none_is_plain_decoding_where_a_request_does_not_say(tiny_folder):
     """Others may still be asked for."""
-    options = core.Options(model=str(tiny_folder("llama")), drafter="none", bitwise=False)
+    options = core.Options(model=str(tiny_folder("llama")), drafter="none")
     engine = core.load_engine(options)
     for fields, drafter in (({}, None), ({"drafter": "ngram"}, "ngram")):
         assert core.parse_request({"prompt": "x"} | fields, engine, options)[0].drafter == drafter
@@ -504,7 +504,7 @@ def test_colours_are_used_where_wanted():
 
 
 def started(*arguments, **options):
-    given = naming_a_model(["--drafter", "ngram", "--no-bitwise", *arguments])
+    given = naming_a_model(["--drafter", "ngram", *arguments])
     command = [sys.executable, SCRIPT, *given]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=ROOT, **pipes, **options)

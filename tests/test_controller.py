@@ -1034,10 +1034,10 @@ def test_all_is_run_at_one_and_k_plus_1_rows_before_a_measurement_counts(demo_en
 
 
 def test_an_engine_is_loaded_warm(demo_engine, monkeypatch):
-    warmed, options = [], core.Options(model="embedded", bitwise=False, fastpath=False)
+    warmed, options = [], core.Options(model="embedded", kernels=False)
     monkeypatch.setattr(core, "warm_up", warmed.append)
     monkeypatch.setattr(core, "assemble_engine", lambda given: demo_engine)
-    monkeypatch.setattr(core, "calibrate", lambda model, *_: model.report)
+    monkeypatch.setattr(core, "report_of", lambda model: model.report)
     assert [core.load_engine(options)] == warmed == [demo_engine]
 
 

@@ -183,7 +183,7 @@ def load(target_folder, head_folder, **fields):
 @pytest.fixture(scope="module", params=[True, False], ids=["fused", "plain"])
 def demo_engine(head_folder, request):
     """The engine of the contract's tests."""
-    return load(TARGET, head_folder, fastpath=request.param)
+    return load(TARGET, head_folder, kernels=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -203,16 +203,16 @@ def name():
 
 
 # --------------------------------------------------------------------------- what it computes
-@pytest.mark.parametrize("fastpath", [True, False], ids=["fused", "plain"])
+@pytest.mark.parametrize("kernels", [True, False], ids=["fused", "plain"])
 @pytest.mark.parametrize("layout", ["speculators", "original"])
 @pytest.mark.parametrize("switches", SWITCHES)
 def test_a_head_drafts_as_its_layout_says(
-    target_folder, tmp_path, reference, switches, layout, fastpath, floats
+    target_folder, tmp_path, reference, switches, layout, kernels, floats
 ):
     head = new_head(tmp_path, **SWITCHES[switches])
     if layout == "original":
         as_published_first(tmp_path)
-    check_drafts(target_folder, tmp_path, reference, head, fastpath=fastpath)
+    check_drafts(target_folder, tmp_path, reference, head, kernels=kernels)
 
 
 def test_a_head_of_qwen3_s_kind_norms_queries_and_keys(target_folder, tmp_path, reference, floats):
@@ -372,7 +372,7 @@ def test_a_head_may_have_embeddings_of_its_own(target_folder, tmp_path, referenc
 
 def test_rotations_stay_in_float32(target_folder, tmp_path):
     new_head(tmp_path)
-    engine = load(target_folder, tmp_path, dtype="bfloat16", bitwise=False)
+    engine = load(target_folder, tmp_path, dtype="bfloat16")
     head = engine.panel.drafters["eagle3"]._head
     assert head.norm.weight.dtype == torch.bfloat16
     assert head.rotary_emb.inv_freq.dtype == torch.float32

@@ -1,8 +1,8 @@
 """Equal logits are equal bits, wherever the server says so; and where it says so was checked.
 
-The machine at hand has one set of kernels. Others' are tried in two ways. Settings of the libraries
-make them run another machine's code, each in a process of its own (tests/exactness.py). And kernels
-are put in that are wrong on purpose, which the check has to find.
+What torch computes between the kernels is another code on each machine. Settings of the libraries
+make them run another machine's, each in a process of its own (tests/exactness.py). And operations
+are put in that are wrong on purpose, which the comparison at load has to find.
 """
 
 import json
@@ -14,15 +14,14 @@ from random import Random
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, make_exact, run
+from conftest import ROOT, make_exact
 from exactness import ODD, compare_forwards, examine
+from families import save_small
 from torch import nn
 
-from fastpath import activation, attention, exact, linear
-from fastpath.activation import ROWS
-from fastpath.exact import KEY_BLOCK, Shapes
-from fastpath.forward import RaggedPlace, speed_up
-from fastpath.linear import Weights
+from kernels.rowwise import RowWise
+from kernels.start import speed_up
+from kernels.weights import PanelLinear
 from sampling import truncated_softmax
 
 
@@ -61,7 +60,6 @@ MACHINES = [  # (threads, environment, flags)
     (2, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, []),
     (4, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}, []),
     (2, {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}, []),
-    (3, {"ATEN_CPU_CAPABILITY": "default"}, ["--unpacked"]),
 ]
 
 HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -101,17 +99,17 @@ def test_a_family_is_exact_in_bfloat16_or_says_that_it_is_not(family, tiny_folde
     assert compared > 50 and not differing
 
 
-# ------------------------------------------------------------------ kernels of other machines
+# ------------------------------------------------------------------------- what is found at load
 
 
 @pytest.fixture
 def tiny(tiny_folder):
-    """A tiny fast model, not yet checked, with its blocks in Python."""
+    """Load a tiny model in transformers' modules, with sums in C."""
 
-    def load(**options):
-        options = {"compile": False} | options
-        target = core.load_model(str(tiny_folder("llama")), core.Options(**options))
+    def load(family="gpt_neox"):
+        target = core.load_model(str(tiny_folder(family)), core.Options())
         speed_up(target)
+        assert not target.fast.is_compiled
         return target
 
     return load
@@ -121,188 +119,64 @@ def one_bit_off(x):
     return torch.nextafter(x, x + 1)
 
 
-@pytest.fixture
-def kernel(monkeypatch):
-    """Put a kernel in the place of every linear layer's: row by row it is right on any machine, and
-    then `wrong` makes something else of it.
-    """
-
-    def keep(self, weight, bias):
-        self.out_features, self.in_features = weight.shape
-        self.dtype, self.most_rows = weight.dtype, None
-        self._weight, self._bias = weight.detach().clone(), bias
-
-    def put(wrong):
-        def call(self, x, residual=None):
-            rows = x.reshape(-1, x.shape[-1])
-            result = torch.stack([self._weight.mv(row) for row in rows])
-            result = result if residual is None else result + residual.view_as(result)
-            return wrong(result, len(rows)).view(*x.shape[:-1], -1)
-
-        monkeypatch.setattr(linear, "can_pack", lambda *_: True)
-        monkeypatch.setattr(Weights, "__init__", keep)
-        monkeypatch.setattr(Weights, "__call__", call)
-
-    return put
-
-
-def test_where_many_rows_are_summed_otherwise_prompts_run_in_blocks_of_their_own(tiny, kernel):
-    """AMX in bfloat16 is so: from 33 rows on it takes another way."""
-    kernel(lambda result, rows: one_bit_off(result) if rows > 32 else result)
+@pytest.mark.parametrize(
+    ("is_shaken", "doubt"),
+    [
+        (lambda place: place.positions.shape[1] == 13, "at once and in pieces"),
+        (lambda place: len(place.slots) > 1, "alone and in a batch"),
+        (lambda place: place.positions.min() > 17 and place.counts == [1], "decoding and verify"),
+    ],
+    ids=["rows", "batch", "decoding"],
+)
+def test_an_operation_between_the_layers_that_depends_on_company_is_found(
+    tiny, monkeypatch, is_shaken, doubt
+):
     target = tiny()
-    assert make_exact(target), target.report
-    assert target.shapes.rows[-1] == 32 and target.shapes.prompt_rows == 256
-    target.shapes.prompt_rows = 40  # the context of 256 holds no whole block of 256
-    text, outputs = list(range(7, 108)), []
-    for pieces in ([101], [7, 50, 44], [40, 40, 21], [99, 2]):
-        row, begin = target.cache.open_row(len(text)), 0
-        for size in pieces:
-            output = target.forward([row], [text[begin : begin + size]], [1])
-            begin += size
-        outputs.append(output.logits[0])
-        target.cache.close_row(row)
-    assert all(torch.equal(output, outputs[0]) for output in outputs)
-
-
-def test_a_prompts_rows_depend_on_its_length_and_the_position_alone():
-    shapes = Shapes((2, 8, 32), prompt_rows=256)
-
-    def rows_by_position(prompt_length, chunks):
-        rows, begin = [], 0
-        for chunk in chunks:
-            for count, num_rows in shapes.pieces(begin, chunk, prompt_length):
-                rows += [num_rows] * count
-                begin += count
-        return rows
-
-    for length in (1, 31, 255, 256, 300, 512, 700):
-        whole = [256] * (length // 256 * 256) + [0] * (length % 256)
-        for chunk in (1, 7, 100, 256, 260, length):
-            chunks = [chunk] * (length // chunk) + [length % chunk] * (length % chunk > 0)
-            assert rows_by_position(length, chunks) == whole
-    # What is generated is never computed as a prompt, however it is fed again.
-    assert rows_by_position(10, [300])[10:] == [0] * 290
-
-
-@pytest.mark.parametrize("odd", [set(), {1}, {16, 48}, {*ROWS}], ids=len)
-def test_numbers_of_rows_with_other_bits_are_not_run(tiny, kernel, odd):
-    """Where all of them are other bits, all are the same."""
-    kernel(lambda result, rows: one_bit_off(result) if rows in odd else result)
-    target = tiny()
-    assert make_exact(target), target.report
-    assert set(target.shapes.rows) == {*ROWS} - odd or odd == {*ROWS} == {*target.shapes.rows}
-
-
-def test_an_output_layer_that_is_run_in_parts_needs_the_parts_to_be_equal(monkeypatch):
-    """It is checked at 32 rows at most: 48 are computed as 32 and 16, 96 as three times 32."""
-    large = Weights(torch.randn(linear.LARGE + 8, 16), None)
-    if large.most_rows is None:
-        pytest.skip("this machine packs no weights")
-    right, seen = Weights.__call__, set()
-
-    def equal(but_for=None):
-        def call(self, x, residual=None):
-            seen.add(len(x))
-            result = right(self, x, residual)
-            return one_bit_off(result) if len(x) == but_for else result
-
-        monkeypatch.setattr(Weights, "__call__", call)
-        rows, _, _ = exact.equal_rows([large])
-        monkeypatch.setattr(Weights, "__call__", right)
-        return set(rows)
-
-    assert equal(16) == equal() - {16, 48} and equal(32) == {n for n in equal() if n < 32}
-    assert max(seen) == 32
-    x = torch.randn(80, 16)
-    assert torch.equal(large(x), torch.cat([large(part) for part in x.split(32)]))
-
-
-def test_a_row_that_depends_on_its_place_is_not_called_exact(tiny, kernel):
-    def last_row_differs(result, rows):
-        return torch.cat([result[:-1], one_bit_off(result[-1:])])
-
-    kernel(last_row_differs)
-    target = tiny()
-    assert not make_exact(target) and not target.report.is_exact
-    assert target.shapes.key_steps and target.shapes.rows  # the nearest is kept
-
-
-def test_numbers_of_keys_with_other_bits_are_not_attended_to(tiny, monkeypatch):
-    """Of 384 keys an Intel CPU makes other sums than of 512."""
-    right = nn.functional.scaled_dot_product_attention
-
-    def other(query, key, value, **options):
-        result = right(query, key, value, **options)
-        return one_bit_off(result) if key.shape[2] % KEY_BLOCK in (192, 384) else result
-
-    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", other)
-    target = tiny()
-    assert make_exact(target), target.report
-    assert not {192, 384} & set(target.shapes.key_steps) and KEY_BLOCK in target.shapes.key_steps
-
-
-@pytest.mark.parametrize("condition", ["batch", "queries", "keys"])
-def test_attention_that_depends_on_company_is_not_called_exact(tiny, monkeypatch, condition):
-    right = nn.functional.scaled_dot_product_attention
-
-    def other(query, key, value, **options):
-        result = right(query, key, value, **options)
-        size = {"batch": len(query), "queries": query.shape[2] // 24, "keys": key.shape[2] // 600}
-        return one_bit_off(result) if size[condition] > (condition == "batch") else result
-
-    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", other)
-    assert not make_exact(target := tiny()) and "attention" in target.report.doubt
-
-
-def test_scores_summed_in_another_order_are_found_though_bfloat16_hides_them(tiny, monkeypatch):
-    """Rounded to bfloat16, weights of the same keys nearly always come out the same."""
-
-    def by_parts(query, key, value, attn_mask, scale):
-        parts = 1 if query.shape[2] > 8 else 2
-        pairs = zip(query.float().chunk(parts, -1), key.float().chunk(parts, -1), strict=True)
-        scores = sum(part @ other.mT for part, other in pairs) * scale + attn_mask
-        return (scores.softmax(-1).to(value.dtype).float() @ value.float()).to(value.dtype)
-
-    target = tiny(dtype="bfloat16")
-    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", by_parts)
-    assert not make_exact(target) and "attention" in target.report.doubt
-
-
-def test_one_head_of_one_text_is_not_left_to_all_threads(monkeypatch):
-    """They would split its sums: with three threads, in bfloat16, it had other bits for that."""
-    right, sizes = nn.functional.scaled_dot_product_attention, []
-
-    def note(query, key, value, **options):
-        sizes.append(query.shape[:2].numel())
-        return right(query, key, value, **options)
-
-    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", note)
-    key, value = torch.randn(2, 1, 1, 40, 16)
-    for count, tasks in ((1, 2), (8, 2), (9, 1)):  # of more rows torch makes more tasks itself
-        query = torch.randn(1, count, 4, 16)
-        mask = attention.grouped_mask(torch.zeros(1, 1, count, 40), 4)
-        result = attention.attend(query, key, value, mask)
-        expected = right(query.transpose(1, 2), key, value).transpose(1, 2).flatten(2)
-        torch.testing.assert_close(result, expected)
-        assert sizes[-1] == tasks
-
-
-def test_an_operation_between_the_layers_that_depends_on_the_batch_is_found(tiny, monkeypatch):
-    target = tiny()
-    run_rows = target.fast._run
-
-    def shaky(place, *given):
-        logits, hidden = run_rows(place, *given)
-        is_shared = isinstance(place, RaggedPlace)
-        return [one_bit_off(row) for row in logits] if is_shared else logits, hidden
-
     assert make_exact(target)
-    monkeypatch.setattr(target.fast, "_run", shaky)
-    assert not make_exact(target) and "batch" in target.report.doubt
-    assert target.cache.lengths == [0] * target.cache.num_rows
+    norm = target.model.get_decoder().final_layer_norm
+    right = norm.forward
+
+    def shaky(x):
+        return one_bit_off(right(x)) if is_shaken(target.cache.current) else right(x)
+
+    monkeypatch.setattr(norm, "forward", shaky)
+    assert not make_exact(target) and doubt in target.report.doubt
+    assert target.cache.lengths == [0] * target.cache.num_rows and not target.cache.rows
 
 
-# ------------------------------------------------------------------------------ activations
+def test_a_product_that_torch_makes_is_not_called_exact(tiny, monkeypatch):
+    """It may have equal bits in every trial, and others with other numbers."""
+    target = tiny()
+    assert make_exact(target)
+    norm = target.model.get_decoder().final_layer_norm
+    right, turn = norm.forward, torch.eye(target.model.config.hidden_size)
+    monkeypatch.setattr(norm, "forward", lambda x: right(x) @ turn)
+    assert not make_exact(target)
+    assert target.report.doubt.endswith("depend on the number of rows (matmul)")
+
+
+def test_a_family_that_attends_by_code_of_its_own_is_served_and_not_called_exact(tmp_path):
+    save_small("xglm", tmp_path)
+    engine = core.load_engine(core.Options(model=str(tmp_path), drafter="ngram", fixed_k=True))
+    assert engine.target.fast is None and type(engine.target.model.lm_head) is PanelLinear
+    assert "attend by code of their own" in engine.target.report.doubt
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "opt"])
+def test_a_branch_of_a_tree_has_the_bits_of_a_chain_in_modules_too(tiny, family):
+    target, text = tiny(family), [*range(30, 50)]
+    row = target.cache.open_row()
+    target.forward([row], [text], [1])
+    fed, parents = [60, 61, 62, 63, 64], [-1, -1, 0, 2]  # the first is pending
+    tree = target.forward([row], [fed], [5], (-1,), trees={0: parents})
+    target.cache.truncate(row, len(text))
+    chain = target.forward([row], [[60, 61, 63, 64]], [4], (-1,))
+    target.cache.close_row(row)
+    for found, expected in ((tree.logits, chain.logits), (tree.hidden[-1], chain.hidden[-1])):
+        assert torch.equal(found[0][[0, 1, 3, 4]], expected[0])
+
+
+# ---------------------------------------------------------------------------- row by row
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -311,46 +185,79 @@ def test_an_operation_between_the_layers_that_depends_on_the_batch_is_found(tiny
     [
         ("silu", nn.SiLU()),
         ("gelu", nn.GELU()),
-        ("gelu_tanh", nn.GELU("tanh")),
-        ("quick_gelu", lambda x: x * torch.sigmoid(1.702 * x)),
+        ("gelu tanh", nn.GELU("tanh")),
+        ("sigmoid", nn.Sigmoid()),
+        ("softplus", nn.Softplus()),
+        ("softplus 4", nn.Softplus(4, 30)),
+        ("rsqrt", lambda x: x.abs().clamp(min=0.1).rsqrt()),
     ],
 )
-def test_steady_activations_compute_the_same_in_every_place(name, module, dtype, threads):
-    function = getattr(activation, name)
+def test_functions_compute_the_same_in_every_place(name, module, dtype, threads):
     x = torch.cat([torch.randn(40, 1376) * 4, torch.tensor([[-1e4, -88.0, 0.0, 1e4] * 344])])
-    x = x.to(dtype)
+    x, mode = x.to(dtype), RowWise(nn.Module())
     tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
-    torch.testing.assert_close(function(x), module(x.double()).to(dtype), **tolerance)
-    for count in (1, 2, 3):
-        threads(count)
-        alone = torch.cat([function(row[None, :99]) for row in x])
-        for rows in (2, 33, 41):
-            assert torch.equal(function(x[:rows, :99]), alone[:rows])
+    expected = module(x.double()).to(dtype)
+    with mode:
+        torch.testing.assert_close(module(x), expected, **tolerance)
+        x = x[:, :99].contiguous()  # a row ends within a vector
+        for count in (1, 2, 3):
+            threads(count)
+            alone = torch.cat([module(row[None]) for row in x])
+            for rows in (2, 33, 41):
+                assert torch.equal(module(x[:rows]), alone[:rows])
 
 
-def test_only_a_plain_call_of_an_activation_is_replaced():
-    x, functional = torch.linspace(-3, 25, 64), torch.nn.functional
-    many = torch.linspace(-9, 9, 5000)  # of which torch's own vectors round some otherwise
-    expected = functional.softplus(x, beta=4), functional.softplus(x, 2, 30), functional.silu(x)
-    with activation.SteadyMode():
-        assert torch.equal(functional.softplus(x, beta=4), expected[0])
-        assert torch.equal(functional.softplus(x, 2, 30), expected[1])
-        assert torch.allclose(torch.sigmoid(input=x), x.sigmoid())
-        assert torch.equal(torch.sigmoid(many), activation.sigmoid(many))
-        assert functional.silu(y := x.clone(), inplace=True) is y
-        for silu in (functional.silu, torch.nn.SiLU()):
-            assert torch.equal(silu(x), activation.silu(x))
-    torch.testing.assert_close(y, expected[2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_with_weights_and_short_ones_have_one_order(dtype):
+    """A router's parameter, experts one behind the other, and few terms: written out."""
+    random = torch.Generator().manual_seed(0)
+    model = nn.ParameterList(
+        nn.Parameter(torch.randn(shape, generator=random).to(dtype), requires_grad=False)
+        for shape in ((12, 70), (3, 70, 12))
+    )
+    router, experts = model
+    x = torch.randn(3, 41, 70, generator=random).to(dtype)
+    short = torch.randn(3, 41, 4, generator=random).to(dtype)
+    turns = torch.randn(3, 4, 5, generator=random).to(dtype)
+    functions = {
+        "linear": lambda rows: nn.functional.linear(x[0, rows], router),
+        "matmul": lambda rows: x[0, rows] @ router.T,
+        "bmm": lambda rows: torch.bmm(x[:, rows], experts).flatten(2).transpose(0, 1),
+        "short": lambda rows: torch.matmul(short[:, rows], turns).transpose(0, 1),
+    }
+    for name, function in functions.items():
+        expected = function(slice(None))
+        with (mode := RowWise(model)), torch.inference_mode():
+            whole = function(slice(None))
+            tolerance = 0.1 if dtype == torch.bfloat16 else 1e-4
+            torch.testing.assert_close(whole, expected, rtol=tolerance, atol=tolerance)
+            for rows in (slice(0, 1), slice(3, 9), slice(7, 41)):
+                assert torch.equal(function(rows), whole[rows]), name
+        assert not mode.unsteady
 
 
-def test_an_activation_is_left_alone_where_no_share_ends_within_a_vector(threads):
-    silu, tanh = nn.SiLU(), nn.Tanh()
-    threads(2)
-    assert activation.steady(silu, 1376 + 32, torch.float32) is silu
-    assert activation.steady(silu, 1376 + 31, torch.float32) is activation.silu
-    threads(3)
-    assert activation.steady(silu, 11008, torch.float32) is activation.silu
-    assert activation.steady(tanh, 7, torch.float32) is tanh
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("matmul", lambda x: x @ x.T),
+        ("einsum", lambda x: torch.einsum("nd,md->nm", x, x)),
+        ("mish", nn.functional.mish),
+        ("pow", lambda x: x.abs() ** 1.5),
+        ("softmax", lambda x: x.softmax(0)),
+        (
+            "scaled_dot_product_attention",
+            lambda x: nn.functional.scaled_dot_product_attention(x, x, x),
+        ),
+    ],
+)
+def test_functions_that_have_two_forms_are_noted(name, function):
+    with (mode := RowWise(nn.Module())), torch.inference_mode():
+        function(torch.ones(3, 20))
+    assert mode.unsteady == {name}
+    with (mode := RowWise(nn.Module())), torch.inference_mode():
+        x = torch.ones(3, 20)
+        nn.functional.softmax(x, dim=-1), x**2, torch.pow(x, 3.0)
+    assert not mode.unsteady
 
 
 def test_probabilities_do_not_depend_on_the_other_positions(threads):
@@ -363,34 +270,8 @@ def test_probabilities_do_not_depend_on_the_other_positions(threads):
         assert torch.equal(truncated_softmax(scores, *way), alone), way
 
 
-# ------------------------------------------------------------------------------------ shapes
-
-
-@pytest.mark.parametrize("bitwise", [True, False], ids=["exact", "a draft model"])
-def test_forwards_run_in_few_numbers_of_rows(tiny, monkeypatch, bitwise):
-    """For each number of rows oneDNN makes code of its own and keeps it."""
-    target, seen, right = tiny(), set(), Weights.__call__
-
-    def note(self, x, residual=None):
-        seen.add(x.numel() // x.shape[-1])
-        return right(self, x, residual)
-
-    report = exact.calibrate(target, bitwise=bitwise)
-    assert report.is_exact if bitwise else report is None
-    monkeypatch.setattr(Weights, "__call__", note)
-    rows = [target.cache.open_row() for _ in range(8)]
-    alone = [[length] for length in range(1, 255, 6)]
-    for lengths in alone + [[1 + i * most % 32 for i in range(8)] for most in range(1, 33, 5)]:
-        batch = rows[: len(lengths)]
-        target.forward(batch, [[1] * length for length in lengths], lengths)
-        for row in batch:
-            target.cache.truncate(row, 0)
-    assert seen and seen <= set(target.shapes.rows) <= {*ROWS}
-
-
-def test_a_batch_of_more_rows_than_may_be_run_is_run_in_several_forwards(tiny):
-    target = tiny(max_running=8)
-    assert make_exact(target)
+def test_a_batch_of_more_rows_than_may_be_run_is_run_in_several_forwards(tiny, monkeypatch):
+    target = tiny()
     random = torch.Generator().manual_seed(1)
     texts = torch.randint(4096, (8, 30), generator=random).tolist()
     rows = [target.cache.open_row() for _ in texts]
@@ -398,51 +279,15 @@ def test_a_batch_of_more_rows_than_may_be_run_is_run_in_several_forwards(tiny):
     expected = target.forward(rows, texts, counts, (-1,))
     for row in rows:
         target.cache.truncate(row, 0)
-    target.shapes.rows = tuple(rows for rows in target.shapes.rows if rows <= 16)
+    monkeypatch.setattr("kernels.forward.MOST_ROWS", 16)
     actual = target.forward(rows, texts, counts, (-1,))
     found, wanted = (out.logits + out.hidden[-1] for out in (actual, expected))
     assert all(map(torch.equal, found, wanted))
     assert [len(logits) for logits in actual.logits] == counts
 
 
-def test_exactness_can_be_turned_off(tiny_folder):
-    target = core.load_engine(core.Options(model=str(tiny_folder("opt")), bitwise=False)).target
-    assert target.shapes.key_steps == () and target.report is None
-
-
-def test_the_clock_chooses_among_numbers_of_rows_with_equal_bits(tiny, monkeypatch):
-    """On a clock of our own: four rows are worth it if they take a tenth less than one."""
-    target = tiny()
-    now, costs, forward = [0.0], {1: 1.0, 2: 1.2, 4: 0.95, 8: 2.0}, target.forward
-
-    def slow(*given):
-        now[0] += costs.get(target.shapes.min_rows, 9.0)
-        return forward(*given)
-
-    monkeypatch.setattr(target, "forward", slow)
-    monkeypatch.setattr(exact.time, "perf_counter", lambda: now[0])
-    assert exact.by_speed(target) == [1, 4, 2, 8]
-    costs[4] = 0.8
-    assert exact.by_speed(target) == [4, 1, 2, 8]
-    target.shapes.rows = (2, 8, 16)
-    assert exact.by_speed(target) == [2, 8]
-
-
-def test_the_report_says_what_was_checked(tiny, monkeypatch, caplog):
-    monkeypatch.setattr(exact, "_BUDGET_S", 600.0)  # for the second matrix of each shape
-    with caplog.at_level("INFO", "serving.exact"):
-        report = make_exact(target := tiny()) and target.report
-    assert report.num_matrices == 15 == report.num_matrices_checked
-    assert report.num_logits_compared > 40 and report.num_threads == torch.get_num_threads()
-    assert report.seconds > 0 and "equal bits" in caplog.text and "15 of 15" in caplog.text
-
-
-@pytest.mark.parametrize("min_rows", [2, 8])
-def test_padding_to_more_rows_changes_no_token(demo_engine, prompts, plain, monkeypatch, min_rows):
-    """A prompt of one token too: then there are fewer positions than rows."""
-    whole = prompts["code_class"]
-    ways = [(prompt, drafter) for prompt in (whole, whole[:1]) for drafter in (None, "mtp")]
-    expected = [plain(prompt, 16) for prompt, _ in ways]
-    monkeypatch.setattr(demo_engine.target.shapes, "min_rows", min_rows)
-    for (prompt, drafter), output in zip(ways, expected, strict=True):
-        assert run(demo_engine, prompt, max_tokens=16, drafter=drafter)[0].output == output
+def test_the_report_says_why_and_how_long_it_took(tiny):
+    assert make_exact(target := tiny())
+    said = target.report.as_dict()
+    assert said["is_exact"] and "one order of every sum" in said["reason"]
+    assert said["num_threads"] == torch.get_num_threads() and said["seconds"] > 0

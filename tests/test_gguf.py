@@ -27,8 +27,7 @@ from test_gguf_file import MUTATIONS, mutated, settled
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig
 
 from benchmarks.llama_peer import finish, name_of, write_sizes
-from fastpath import forward
-from kernels import decoder, library
+from kernels import decoder, library, start
 from models.gguf_file import BadFile, GgufFile
 from models.gguf_model import config_of, load_model, open_model, unpacked
 from models.gguf_packed import FORMS
@@ -242,7 +241,7 @@ KINDS = [
 
 def packed(path):
     """The model of a file, its matrices in panels; and the same unpacked."""
-    forward.get_ready(None, "cpu", None)
+    start.get_ready(None, "cpu", True)
     pair = [core.Options(dtype=dtype) for dtype in ("auto", "float32")]
     return [loading.load_pretrained(str(path), options).model for options in pair]
 
@@ -344,7 +343,7 @@ def test_only_a_file_can_be_served_as_it_is(tiny_folder, files):
     with pytest.raises(loading.StartError, match="--dtype packed is for GGUF files"):
         load(model=tiny_folder("llama"), dtype="packed")
     with pytest.raises(loading.StartError, match="cannot be served as it is: the kernels are not"):
-        core.load_engine(core.Options(model=str(files["q8_0"]), dtype="packed", compile=False))
+        core.load_engine(core.Options(model=str(files["q8_0"]), dtype="packed", kernels=False))
 
 
 @needs_compiler
@@ -639,7 +638,7 @@ WARNS = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:Initializin
 @settled(100)
 @FUZZ
 def test_any_file_is_loaded_or_refused_in_one_line(files, tmp_path, mutations, in_table):
-    forward.get_ready(None, "cpu", None)
+    start.get_ready(None, "cpu", True)
     fuzz_file(files, tmp_path, mutations, in_table)
 
 

@@ -198,7 +198,7 @@ def test_without_the_key_no_body_is_read(tmp_path, is_file):
     (tmp_path / "key").write_text("schlüssel\n", "utf-8")
     from_file = ["--api-key-file", str(tmp_path / "key")] * is_file
     environ = {} if is_file else {KEY_VARIABLE: "schlüssel"}
-    with serving("--no-bitwise", *from_file, environ=environ) as server:
+    with serving(*from_file, environ=environ) as server:
         head = request("/generate", b"", JSON, "Content-Length: 900000")
         status, headers, body = raw(server.port, head)
         assert status == 401 and headers["WWW-Authenticate"] == "Bearer" and is_error(body)
@@ -307,7 +307,7 @@ def test_at_the_file_limit_nothing_is_flooded_and_all_recovers():
         told = [json.loads(line) for line in lines if line.startswith("{")]
         return [line["time"][:19] for line in told if "open files" in line.get("message", "")]
 
-    with serving("--no-bitwise") as server:
+    with serving() as server:
         open_files = len(os.listdir(f"/proc/{server.pid}/fd"))
         soft, hard = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
         resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (open_files + 5, hard))
@@ -389,7 +389,7 @@ HOSTS = {"localhost": 200, "LocalHost:80": 200, "127.0.0.1:5000": 200, "10.1.2.3
 
 def test_without_a_key_only_known_names_of_the_server_are_answered():
     """A page elsewhere may make its own name point here (DNS rebinding)."""
-    with serving("--no-bitwise", "--allowed-host", "Mine.example", "--allow-origin", "*") as server:
+    with serving("--allowed-host", "Mine.example", "--allow-origin", "*") as server:
         for host, wanted in HOSTS.items():
             for path in ("/health", "/", "/prompts", "/v1/models"):
                 status, headers, body = call(server.port, "GET", path, None, {"Host": host})

@@ -10,7 +10,7 @@ import speculative_decoding as core
 import torch
 from conftest import ROOT, WAYS, run
 
-from fastpath.recurrent import GatedDelta
+from kernels.states import GatedDelta
 from serving import answers, faults
 from serving.worker import Worker
 
@@ -56,7 +56,7 @@ def test_its_blocks_compute_what_transformers_computes(engine, prompts, referenc
     assert engine.panel.drafters["mtp"]._kernels
     with torch.inference_mode():
         expected = reference(FOLDER)(torch.tensor([text])).logits[0, -12:]
-    row, found = target.cache.open_row(len(text)), []
+    row, found = target.cache.open_row(), []
     target.forward([row], [text[:-12]], [1])
     for at in range(len(text) - 12, len(text), 3):
         found += target.forward([row], [[*text[at : at + 3], 7, 8, 9]], [6]).logits[0][:3]
@@ -90,7 +90,7 @@ def test_every_drafter_writes_the_text_of_plain_decoding(engine, prompts, alone,
 @pytest.mark.parametrize("drafter", ["mtp", "ngram"])
 def test_a_trace_tells_how_far_the_states_go_back(prompts, drafter, monkeypatch):
     """And what it says that is stepped again is: the rule in Python counts its steps."""
-    engine = core.load_engine(replace(OPTIONS, compile=False))
+    engine = core.load_engine(replace(OPTIONS, kernels=False))
     steps, step = [], GatedDelta.step
     monkeypatch.setattr(GatedDelta, "step", lambda *given: steps.append(1) or step(*given))
     _, events = run(engine, three(prompts)[0], max_tokens=60, drafter=drafter)

@@ -1,10 +1,6 @@
 """Integer weights: sums that are exact or refused, a model of its own, and a draft of the model."""
 
 import gc
-import json
-import os
-import subprocess
-import sys
 import weakref
 from dataclasses import replace
 from random import Random
@@ -12,7 +8,7 @@ from random import Random
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import FAMILIES, ROOT, TARGET, run
+from conftest import FAMILIES, TARGET, run
 from test_batching import together
 from test_eagle3 import new_head, target_folder  # noqa: F401
 from torch import nn
@@ -21,15 +17,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 import drafters
 from benchmarks import quality
 from control.planner import FixedK
-from fastpath import forward, int8
-from fastpath.int8 import Int8Embedding, Int8Weights
-from kernels import chain
+from kernels import chain, library, start
 from kernels.decoder import decoder_of
+from kernels.experts import experts_of
 from kernels.weights import PanelEmbedding, PanelLinear
 from serving import answers, faults, loading
 from serving.structure import examine
 
-pytestmark = pytest.mark.skipif(int8.inputs() is None, reason="this machine has no exact int8")
+pytestmark = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
 TEXT = [311, 42, 7, 900, 13, 42, 7, 900, 55, 1024]
 
 
@@ -45,99 +40,6 @@ def twins(tiny_folder):
     """A float target, and itself in int8 to draft."""
     options = core.Options(model=str(tiny_folder("llama")), drafter="self_int8", fixed_k=True)
     return core.load_engine(options)
-
-
-# ------------------------------------------------------------------------------------- sums
-def exact(weight, x):
-    """The sums of products of integers, scaled at last, in float64."""
-    s, t = (a.abs().amax(1, keepdim=True).double() / 127 for a in (weight, x))
-    return ((x / t).round() @ (weight / s).round().T) * t * s.T
-
-
-@pytest.mark.parametrize("width", [32, 577, 1536])
-def test_extremes_are_exact_sums_of_integers(width):
-    """A CPU that cuts off sums of two products would give 4.55 for 576 ones."""
-    signs = torch.randint(2, (40, width), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
-    weight = torch.cat([torch.ones(3, width), -torch.ones(3, width), signs])
-    for x in (torch.ones(2, width), -torch.ones(1, width), signs[:6]):
-        found = Int8Weights(weight, None)(x)
-        torch.testing.assert_close(found.double(), exact(weight, x), rtol=1e-6, atol=1e-3)
-
-
-_WHERE = """
-import torch
-from fastpath import int8
-kind = int8.inputs()
-x = torch.ones(1, 576)
-print(kind and [kind.largest, float(int8.Int8Weights(torch.ones(8, 576), None)(x)[0, 0])])
-print(float(int8._multiply(x, int8._packed(torch.ones(8, 576)), int8._Inputs(127, 128))[0, 0]))
-"""
-
-
-@pytest.mark.parametrize("isa", ["AVX2", "AVX512", "AVX512_VNNI"])
-def test_where_sums_are_cut_off_inputs_take_seven_bits(isa):
-    """The operator's own sums decide, not the flags of the CPU."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _WHERE], cwd=ROOT, capture_output=True, text=True,
-        env=os.environ | {"FBGEMM_ENABLE_INSTRUCTIONS": isa}, check=True,
-    )  # fmt: skip
-    chosen, eight_bits = done.stdout.splitlines()
-    is_cut = abs(float(eight_bits) - 576) > 1e-3
-    largest, found = json.loads(chosen)
-    assert largest == (63 if is_cut else 127)
-    assert found == pytest.approx(576, rel=1e-6)
-
-
-def test_a_machine_with_wrong_sums_has_no_int8(monkeypatch, tiny_folder):
-    monkeypatch.setattr(int8, "_is_exact", lambda kind, width: False)
-    int8.inputs.cache_clear()
-    try:
-        for way, message in {
-            "quantize": "int8 gives wrong sums on this machine",
-            "drafter": "the drafter self_int8 gives wrong sums",
-        }.items():
-            given = {"quantize": "int8", "drafter": "self_int8"}[way]
-            options = core.Options(model=str(tiny_folder("llama")), **{way: given})
-            with pytest.raises(ValueError, match=message):
-                core.assemble_engine(options)
-    finally:
-        int8.inputs.cache_clear()
-
-
-@pytest.mark.parametrize("width", [64, 100, 577])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_a_row_has_the_same_bits_alone_and_in_any_company(width, has_bias):
-    random = torch.Generator().manual_seed(width)
-    bias = torch.randn(90, generator=random) if has_bias else None
-    weights = Int8Weights(torch.randn(90, width, generator=random), bias)
-    x = torch.randn(46, width, generator=random)
-    residual = torch.randn(46, 90, generator=random)
-    together_plain, together_added = weights(x), weights(x, residual)
-    for count in (1, 2, 3, 7, 17, 45):
-        for begin in (0, 46 - count):
-            own = slice(begin, begin + count)
-            assert torch.equal(weights(x[own]), together_plain[own])
-            assert torch.equal(weights(x[own], residual[own]), together_added[own])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer_is_near_the_one_that_it_was_made_of(dtype):
-    random = torch.Generator().manual_seed(1)
-    weight, bias = torch.randn(50, 300, generator=random), torch.randn(50, generator=random)
-    x = torch.randn(2, 3, 300, generator=random) * torch.tensor([1e-3, 1, 1e3])[None, :, None]
-    expected = nn.functional.linear(x, weight, bias)
-    found = Int8Weights(weight.to(dtype), bias.to(dtype))(x.to(dtype))
-    assert found.dtype == dtype
-    error = (found.float() - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert error.max() < 0.02  # each row has a scale of its own, so small rows are as near
-
-
-def test_a_row_of_zeros_and_one_with_a_nan_stay_what_they_are():
-    weights = Int8Weights(torch.randn(8, 64), None)
-    x = torch.randn(3, 64)
-    x[0], x[1, 5] = 0, float("nan")
-    found = weights(x)
-    assert not found[0].any() and found[1].isnan().all() and found[2].isfinite().all()
 
 
 # ------------------------------------------------------------------------------ a whole model
@@ -164,7 +66,7 @@ def test_it_is_another_model_and_a_near_one(engine, reference, tiny_folder):
     floats = reference(tiny_folder("llama"))
     with torch.inference_mode():
         expected = floats(torch.tensor([TEXT])).logits[0]
-    row = engine.target.cache.open_row(len(TEXT))
+    row = engine.target.cache.open_row()
     found = engine.target.forward([row], [TEXT], [len(TEXT)]).logits[0]
     engine.target.cache.close_row(row)
     distance = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
@@ -175,8 +77,7 @@ def test_it_is_another_model_and_a_near_one(engine, reference, tiny_folder):
 def test_families_are_served_in_int8(tiny_folder, family):
     options = core.Options(model=str(tiny_folder(family)), quantize="int8", fixed_k=True)
     engine = core.load_engine(options)
-    kind = Int8Embedding if family == "opt" else PanelEmbedding
-    assert type(engine.target.model.get_input_embeddings()) is kind
+    assert type(engine.target.model.get_input_embeddings()) is PanelEmbedding
     assert engine.target.report.is_exact
     plain = core.plain_decode(engine.target, TEXT, 24, engine.eos_ids)
     assert run(engine, TEXT, max_tokens=24, drafter="ngram")[0].output == plain
@@ -185,7 +86,7 @@ def test_families_are_served_in_int8(tiny_folder, family):
 @pytest.mark.parametrize("seed", range(1, 8))
 def test_no_model_is_refused_for_a_jump_from_one_integer_to_the_next(tiny_folder, seed):
     """The logits are compared with transformers' while the weights are floats."""
-    options = core.Options(model=str(tiny_folder(f"llama:{seed}")), quantize="int8", bitwise=False)
+    options = core.Options(model=str(tiny_folder(f"llama:{seed}")), quantize="int8")
     core.load_engine(options)
 
 
@@ -193,7 +94,7 @@ def test_no_model_is_refused_for_a_jump_from_one_integer_to_the_next(tiny_folder
 def test_a_wrong_forward_is_found_in_int8_too(tiny_folder, name, monkeypatch):
     """The tolerance is that of floats, not of the jumps between integers."""
     folder = TARGET if name == "embedded" else str(tiny_folder(name))
-    right = forward.decoder_of
+    right = start.decoder_of
 
     def wrong(*args):
         found = right(*args)
@@ -201,22 +102,24 @@ def test_a_wrong_forward_is_found_in_int8_too(tiny_folder, name, monkeypatch):
         found.point()
         return found
 
-    monkeypatch.setattr(forward, "decoder_of", wrong)
+    monkeypatch.setattr(start, "decoder_of", wrong)
     with pytest.raises(loading.StartError, match="logits are .* away"):
         core.assemble_engine(core.Options(model=folder, quantize="int8", draft_model=""))
 
 
-def test_a_mixture_of_experts_is_refused(tiny_folder):
-    with pytest.raises(ValueError, match="its experts would stay floats"):
-        core.assemble_engine(core.Options(model=str(tiny_folder("gpt_oss")), quantize="int8"))
+def test_the_experts_of_a_mixture_become_integers_too(tiny_folder):
+    options = core.Options(model=str(tiny_folder("gpt_oss")), quantize="int8", fixed_k=True)
+    engine = core.load_engine(options)
+    every = [
+        panels for part in experts_of(engine.target.model) for panels in sum(part.matrices, [])
+    ]
+    assert len(every) == 2 * 2 * 4 and {panels.form for panels in every} == {"Q8"}
+    assert engine.target.report.is_exact
+    plain = core.plain_decode(engine.target, TEXT, 24, engine.eos_ids)
+    assert run(engine, TEXT, max_tokens=24, drafter="ngram")[0].output == plain
     options = core.Options(model=str(tiny_folder("gpt_oss")), drafter="self_int8")
     with pytest.raises(ValueError, match="does not go with a mixture of experts"):
         core.assemble_engine(options)
-
-
-def test_inputs_that_are_too_wide_are_refused():
-    with pytest.raises(ValueError, match="inputs of at most 66000 numbers"):
-        Int8Weights(torch.ones(2, 66_001), None)
 
 
 def test_a_model_whose_norms_have_no_weights_keeps_its_type(tmp_path):
@@ -410,7 +313,7 @@ def test_windows_chunks_and_the_end_of_the_context(tiny_folder, family, dtype):
     ("given", "message"),
     [
         ({"quantize": "int8"}, "self_int8 does not go with an int8 target"),
-        ({"fastpath": False}, "self_int8 does not go with --no-fastpath"),
+        ({"kernels": False}, "self_int8 needs the kernels in C"),
     ],
 )
 def test_where_it_cannot_be_had_one_sentence_says_so(tiny_folder, given, message):

@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 import speculative_decoding as core
 import torch
 import transformers
-from conftest import FAMILIES, ROOT, TARGET, run
+from conftest import FAMILIES, ROOT, TARGET, only_modules, run
 from test_batching import together
 from test_drafters import fresh_state
 from test_eagle3 import head_folder, new_head, target_folder  # noqa: F401
@@ -46,7 +47,7 @@ def load(folder, **changes):
 
 def logits(engine, text=TEXT):
     """Of every token of a text, read in two forwards."""
-    row = engine.target.cache.open_row(len(text))
+    row = engine.target.cache.open_row()
     parts = [
         engine.target.forward([row], [part], [len(part)]).logits[0] for part in (text[:7], text[7:])
     ]
@@ -57,9 +58,11 @@ def logits(engine, text=TEXT):
 @needs_compiler
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_the_families_it_knows_get_the_same_logits(family, tiny_folder):
-    apart, compiled = (load(tiny_folder(family), compile=c, bitwise=False) for c in (False, None))
+    compiled = load(tiny_folder(family))
+    with only_modules():
+        apart = load(tiny_folder(family))
     assert compiled.target.fast.is_compiled == (family in COMPILED)
-    assert not apart.target.fast.is_compiled
+    assert not apart.target.fast.is_compiled and apart.target.report.is_exact
     assert is_same(logits(compiled), logits(apart))
 
 
@@ -91,9 +94,9 @@ def test_attention_of_any_shape_gives_what_torch_s_gives(heads, kv_heads, width,
     text = torch.randint(4096, (600,), generator=torch.Generator().manual_seed(0)).tolist()
     found = []
     for compiled in (False, True):
-        engine = load(tmp_path, compile=compiled)
-        assert engine.target.fast.is_compiled == compiled
-        row = engine.target.cache.open_row(len(text))
+        engine = load(tmp_path, kernels=compiled)
+        assert bool(engine.target.fast) == compiled
+        row = engine.target.cache.open_row()
         found.append(engine.target.forward([row], [text], [600]).logits[0])
     assert is_same(*found)
 
@@ -102,7 +105,7 @@ def test_attention_of_any_shape_gives_what_torch_s_gives(heads, kv_heads, width,
 def test_keys_that_a_token_does_not_see_are_not_read(tiny_folder):
     """What lies behind a text is left over from others; numbers that are none do not matter."""
     target = load(tiny_folder("llama")).target
-    row = target.cache.open_row(len(TEXT))
+    row = target.cache.open_row()
     target.forward([row], [TEXT], [1])
     found = []
     for left in (0.0, torch.nan):
@@ -146,7 +149,7 @@ def test_an_eagle_head_reads_two_inputs(norm_before_residual, target_folder, tmp
     found = []
     for compiled in (False, True):
         engine = load(
-            target_folder, eagle3=str(tmp_path / "head"), drafter="eagle3", compile=compiled
+            target_folder, eagle3=str(tmp_path / "head"), drafter="eagle3", kernels=compiled
         )
         assert bool(engine.panel.drafters["eagle3"]._kernels) == compiled
         sequence, events = run(engine, TEXT, max_tokens=24, drafter="eagle3")
@@ -155,12 +158,13 @@ def test_an_eagle_head_reads_two_inputs(norm_before_residual, target_folder, tmp
 
 
 @needs_compiler
-@pytest.mark.parametrize("compiled", [None, False])
-def test_a_delta_net_goes_through_the_compiled_rule_where_blocks_may_be(tiny_folder, compiled):
-    engine = load(tiny_folder("qwen3_5_text"), compile=compiled)
+@pytest.mark.parametrize("is_block", [True, False])
+def test_a_delta_net_goes_through_the_compiled_rule(tiny_folder, is_block):
+    with nullcontext() if is_block else only_modules():
+        engine = load(tiny_folder("qwen3_5_text"))
     layers = engine.target.cache.recurrent
-    assert len(layers) == 3 and all(layer._is_compiled == (compiled is None) for layer in layers)
-    assert engine.target.report.is_exact
+    assert len(layers) == 3 and all(layer._is_compiled for layer in layers)
+    assert engine.target.fast.is_compiled == is_block and engine.target.report.is_exact
     plain = core.plain_decode(engine.target, TEXT, 24, engine.eos_ids)
     assert run(engine, TEXT, max_tokens=24, drafter="ngram")[0].output == plain
 
@@ -169,7 +173,7 @@ def test_a_delta_net_goes_through_the_compiled_rule_where_blocks_may_be(tiny_fol
 def test_a_block_that_computes_something_else_stays_a_module(tiny_folder, monkeypatch):
     monkeypatch.setitem(decoder._ACTIVATIONS, "SiLUActivation", 1)  # which is not gelu
     monkeypatch.setitem(decoder._ACTIVATIONS, "SiLU", 1)
-    engine = load(tiny_folder("llama"), bitwise=False)
+    engine = load(tiny_folder("llama"))
     assert not engine.target.fast.is_compiled
     plain = core.plain_decode(engine.target, TEXT, 24, engine.eos_ids)
     assert run(engine, TEXT, max_tokens=24, drafter="ngram")[0].output == plain
@@ -179,7 +183,7 @@ def test_a_block_that_computes_something_else_stays_a_module(tiny_folder, monkey
 def test_health_says_whether_it_is_compiled(demo_engine):
     worker = Worker(demo_engine, core.Options())
     assert answers.health(demo_engine, worker, core.Options())["compiled"] is True
-    engine = core.load_engine(core.Options(model="embedded", drafter="ngram", compile=False))
+    engine = core.load_engine(core.Options(model="embedded", drafter="ngram", kernels=False))
     assert answers.health(engine, worker, core.Options())["compiled"] is False
 
 
@@ -191,10 +195,10 @@ def no_compiler(monkeypatch):
 
 
 def test_without_a_compiler_transformers_modules_run(no_compiler, tiny_folder):
-    engine = load(tiny_folder("llama"), bitwise=False)
-    assert not engine.target.fast.is_compiled
-    with pytest.raises(ValueError, match="the kernels need a C compiler"):
-        load(tiny_folder("llama"), compile=True)
+    engine = load(tiny_folder("llama"))
+    assert engine.target.fast is None and not engine.target.report.is_exact
+    with pytest.raises(ValueError, match="--quantize int8 needs the kernels in C"):
+        load(tiny_folder("llama"), quantize="int8")
 
 
 @needs_compiler
@@ -243,17 +247,19 @@ def test_what_was_compiled_is_used_again_and_a_broken_file_is_made_anew(tmp_path
     assert times[0] == times[1] < times[2]
 
 
-def test_compile_goes_with_the_fast_path(capsys):
+@pytest.mark.parametrize("switch", ["--bitwise", "--no-bitwise", "--fastpath", "--no-compile"])
+def test_a_switch_that_means_nothing_any_more_is_refused_in_a_line(capsys, switch):
     with pytest.raises(SystemExit):
-        core.parse_arguments(["--demo", "--compile", "--no-fastpath"])
-    assert "--compile goes with the fast path" in capsys.readouterr().err
+        core.parse_arguments(["--demo", switch])
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"{switch} means nothing any more" in said
 
 
 def test_one_line_says_what_is_computed_with(demo_engine, tiny_folder):
     line = answers.setting(demo_engine, core.Options(model="embedded"))
     assert line.startswith("the target runs in float32: whole forwards in C (")
     assert line.endswith("1 thread, with equal bits, checked")
-    engine = load(tiny_folder("llama"), fastpath=False)
+    engine = load(tiny_folder("llama"), kernels=False)
     assert "float32: transformers' modules" in answers.setting(
         engine, core.Options(model="embedded")
     )
@@ -267,7 +273,7 @@ def test_rows_that_lie_apart_are_fed_without_the_one_between_them(tiny_folder):
     texts = [TEXT, TEXT[::-1], TEXT[3:] + TEXT[:3]]
 
     def fed(together):
-        rows = [target.cache.open_row(len(text)) for text in texts]
+        rows = [target.cache.open_row() for text in texts]
         for row, text in zip(rows, texts, strict=True):
             target.forward([row], [text], [1])
         one, _, other = rows
@@ -292,9 +298,7 @@ def test_rows_that_lie_apart_are_fed_without_the_one_between_them(tiny_folder):
 
 @needs_compiler
 def test_a_short_context_has_short_tables(prompts):
-    engine = core.load_engine(
-        core.Options(model="embedded", drafter="mtp", max_model_len=6, bitwise=False)
-    )
+    engine = core.load_engine(core.Options(model="embedded", drafter="mtp", max_model_len=6))
     assert engine.panel.drafters["mtp"]._kernels
 
 
@@ -562,9 +566,7 @@ def test_a_draft_in_one_call_is_that_of_its_steps(
 ):
     """Of several texts at once, of different lengths, and with limits of their own."""
     engine = core.load_engine(
-        core.Options(
-            model="embedded", drafter=drafter, fixed_k=True, bitwise=False, eagle3=str(head_folder)
-        )
+        core.Options(model="embedded", drafter=drafter, fixed_k=True, eagle3=str(head_folder))
     )
     sampling = core.Sampling(temperature=temperature, top_p=0.9)
     texts = [prompts[name] for name in ("code_class", "hard_prose", "repetitive_letters")]
@@ -603,9 +605,7 @@ def test_a_draft_in_one_call_is_that_of_its_steps(
 
 @needs_compiler
 def test_a_chain_without_numbers_costs_its_draft_only(prompts):
-    engine = core.load_engine(
-        core.Options(model="embedded", drafter="draft_model", fixed_k=True, bitwise=False)
-    )
+    engine = core.load_engine(core.Options(model="embedded", drafter="draft_model", fixed_k=True))
     decoder = engine.draft_model.fast.decoder
     decoder.output._data.view(torch.float32)[0] = torch.nan
     sequence, _ = run(engine, prompts["code_class"], max_tokens=12, drafter="draft_model")

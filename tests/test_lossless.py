@@ -44,7 +44,7 @@ REST = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name 
 def test_any_causal_model_is_lossless_with_every_fitting_drafter(family, tiny_folder, reference):
     folder, draft_model = tiny_folder(family), str(tiny_folder("llama:1"))
     given = {"model": str(folder), "draft_model": draft_model, "drafter": "ngram"}
-    engine = core.load_engine(core.Options(**given, fixed_k=True, bitwise=False))
+    engine = core.load_engine(core.Options(**given, fixed_k=True))
     assert "mtp" not in engine.panel.drafters
     prompt, way = [5, 6, 7, 5, 6, 7, *range(20, 30), 5], WAYS["sampled"]
     expected = greedy_text(reference(folder), prompt, 20)

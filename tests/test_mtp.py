@@ -205,12 +205,12 @@ def test_a_head_that_does_not_load_leaves_the_target_as_it_was(family, tmp_path,
     assert during != [known] and told() == known
 
 
-@pytest.mark.parametrize("fastpath", [True, False], ids=["fast", "modules"])
+@pytest.mark.parametrize("kernels", [True, False], ids=["fast", "modules"])
 @pytest.mark.parametrize("family", LAYOUTS)
-def test_a_head_of_a_published_layout_drafts_by_its_equations(family, fastpath, tmp_path):
+def test_a_head_of_a_published_layout_drafts_by_its_equations(family, kernels, tmp_path):
     """And speculation with it writes the target's text; mixtures round, so there no bits count."""
     equations = Equations(*checkpoint(family, tmp_path))
-    options = {"drafter": "mtp", "fixed_k": True, "fastpath": fastpath, "bitwise": False}
+    options = {"drafter": "mtp", "fixed_k": True, "kernels": kernels}
     engine = core.load_engine(core.Options(model=str(tmp_path), **options))
     engine.eos_ids, target, drafter = set(), engine.target, engine.panel.drafters["mtp"]
     expected = equations.behind_each(TEXT)
@@ -237,7 +237,7 @@ def several(request, tmp_path_factory):
     family, num_layers, is_fast = request.param
     folder = tmp_path_factory.mktemp(family)
     equations = Equations(*checkpoint(family, folder, num_layers))
-    options = {"drafter": "mtp", "fixed_k": True, "fastpath": bool(is_fast), "bitwise": False}
+    options = {"drafter": "mtp", "fixed_k": True, "kernels": bool(is_fast)}
     engine = core.load_engine(core.Options(model=str(folder), **options))
     engine.eos_ids = set()
     return engine, equations, num_layers

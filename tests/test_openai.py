@@ -27,8 +27,7 @@ TURNS = [{"role": "system", "content": "Be brief."}, {"role": "user", "content":
 @pytest.fixture(scope="module")
 def port():
     """The demo model behind an API key, for the pages of one origin."""
-    flags = ("--fixed-k", "--no-bitwise")
-    with serving("--api-key", KEY, "--allow-origin", ORIGIN, *flags) as server:
+    with serving("--api-key", KEY, "--allow-origin", ORIGIN, "--fixed-k") as server:
         yield server.port
 
 

@@ -222,7 +222,7 @@ SECRET = "correct horse battery staple"
 
 def test_every_answer_has_the_request_s_id_and_the_log_one_line_of_it():
     """And what was written or read is in no line."""
-    with serving("--fixed-k", "--no-bitwise") as server:
+    with serving("--fixed-k") as server:
         port = server.port
         asked = {
             "/generate": {"prompt": COLOURS, "max_tokens": 30, "drafter": "ngram"},
@@ -282,7 +282,7 @@ def misuse(port):
 
 
 def test_prompts_and_outputs_are_logged_where_that_was_asked_for():
-    with serving("--log-prompts", "--no-bitwise", "--drafter", "ngram") as server:
+    with serving("--log-prompts", "--drafter", "ngram") as server:
         written = misuse(server.port)
         until(lambda: lines_of(server))
         assert SECRET in server.log() and written in server.log().replace("\\n", "\n")
@@ -316,7 +316,7 @@ def run_once(capsys):
     """Runs the command line on a folder: (exit code, the error's lines)."""
 
     def run(folder, *arguments):
-        generation = ["--prompt", "x", "--max-tokens", "2", "--drafter", "ngram", "--no-bitwise"]
+        generation = ["--prompt", "x", "--max-tokens", "2", "--drafter", "ngram"]
         code = core.main([*generation, "--model", str(folder), *arguments])
         return code, capsys.readouterr().err.strip().splitlines()
 

@@ -106,7 +106,7 @@ def adaptive_page(open_page):
 
     A page is closed before its server is, or it may still be asking and see its request refused.
     """
-    with serving("--no-bitwise") as server:
+    with serving() as server:
         page = open_page(server.port)
         yield page
         page.close()
@@ -205,7 +205,7 @@ def mock(page, cycles, end=None):
 
 def test_the_page_opens_on_a_recorded_cycle_that_costs_no_generation(open_page):
     """Nobody has pressed anything, nothing was generated, and no key was asked for."""
-    with serving("--fixed-k", "--no-bitwise", "--api-key", "secret") as server:
+    with serving("--fixed-k", "--api-key", "secret") as server:
         story = json.loads(call(server.port, "GET", "/page/story.json")[2])
         asked = []
         page = open_page(server.port, is_ready=False, reduced_motion="no-preference")
@@ -1034,7 +1034,7 @@ def test_the_cycle_says_who_has_drafted_where_the_server_chooses(adaptive_page):
 
 
 def test_k_is_what_the_server_was_started_with_whatever_was_asked_since(open_page):
-    with serving("--num-speculative-tokens", "3", "--no-bitwise") as server:
+    with serving("--num-speculative-tokens", "3") as server:
         generate(server.port, **COLOURS, num_speculative_tokens=12, fixed_k=True)
         page = open_page(server.port)
         assert page.input_value("#num_speculative_tokens") == "3"
@@ -1265,7 +1265,7 @@ def test_a_run_without_a_prompt_asks_for_one(page):
 
 
 def test_a_server_that_goes_away_is_told_in_the_middle_and_after(open_page, complaints):
-    with serving("--no-bitwise") as server:
+    with serving() as server:
         page = open_page(server.port)
         fill(page, **ENDLESS)
         page.locator("#run").click()
@@ -1338,7 +1338,7 @@ def test_an_error_in_the_middle_of_a_stream_is_told_behind_its_tokens(page, end,
 
 
 def test_a_drafter_that_fails_is_told_and_the_text_comes_all_the_same(open_page):
-    with serving("--no-bitwise", module="faulty_server") as server:
+    with serving(module="faulty_server") as server:
         page = open_page(server.port)
         run(page, **COLOURS | {"drafter": "raises"})
         assert "out of ideas" in text_of(page, "#warnings")

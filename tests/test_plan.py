@@ -291,7 +291,7 @@ def test_prompts_that_cannot_be_planned_for_are_one_line(main, tmp_path, text):
     [
         ["--plan", "--drafter", "none"], ["--plan", "--quantize", "int8"], ["--plan", "--demo"],
         ["--plan", "--prompts", "nowhere.txt"], ["--plan", "--engine", "vllm", "--model", "T"],
-        ["--port", "1", "--json"], ["--plan", "--model", "no/such/folder", "--no-compile"],
+        ["--port", "1", "--json"], ["--plan", "--model", "no/such/folder", "--no-kernels"],
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(words, capsys):

@@ -7,7 +7,7 @@ import torch
 from conftest import ScriptedDrafter, run
 from test_kernels import needs_compiler
 
-from fastpath.prefix import PrefixCache
+from kernels.prefix import PrefixCache
 from serving import answers, metrics
 from serving.worker import Worker
 
@@ -30,7 +30,7 @@ def with_prefixes(engine, capacity_mb=64, drafters=None):
 
 def most(engine):
     """Of SHARED, the tokens that lie in whole blocks."""
-    size = engine.target.shapes.prompt_rows or 64
+    size = 64
     return len(SHARED) // size * size
 
 
@@ -63,7 +63,7 @@ def test_a_hit_changes_no_bit_of_compiled_blocks(chunk):
 
 
 def test_only_what_is_shared_from_the_beginning_counts(engine):
-    size = engine.target.shapes.prompt_rows or 64
+    size = 64
     run(engine, FIRST, max_tokens=1)
     run(engine, SHARED[::-1], max_tokens=1)
     for prompt, expected in (
@@ -125,7 +125,7 @@ def test_memory_is_bounded_and_the_least_recently_used_goes_first(demo_engine):
 
 
 def test_the_end_of_a_prompt_is_forgotten_before_its_beginning(engine):
-    known, size = engine.panel.prefixes, engine.target.shapes.prompt_rows or 64
+    known, size = engine.panel.prefixes, 64
     texts = [SHARED[: 2 * size + 1], SHARED[::-1][: 2 * size + 1]]
     for text in texts:
         run(engine, text, max_tokens=1)
@@ -139,7 +139,7 @@ def test_of_a_long_prompt_the_beginning_is_kept(demo_engine):
     run(engine, FIRST * 2, max_tokens=1)
     found = run(engine, FIRST, max_tokens=1)[0].seat.num_cached
     assert 0 < engine.panel.prefixes.num_bytes <= 1 << 20
-    assert found or engine.target.shapes.prompt_rows  # else a block is too large
+    assert found
 
 
 def test_a_prompt_that_failed_is_not_remembered(engine, monkeypatch):
@@ -191,12 +191,49 @@ def test_what_is_measured_reads_its_prompt(engine):
 
 
 def test_it_can_be_turned_off():
-    engine = core.load_engine(
-        core.Options(model="embedded", drafter="ngram", prefix_cache_mb=0, bitwise=False)
-    )
+    engine = core.load_engine(core.Options(model="embedded", drafter="ngram", prefix_cache_mb=0))
     for _ in range(2):
         assert run(engine, FIRST, max_tokens=1)[0].seat.num_cached == 0
     assert (
         answers.health(engine, Worker(engine, core.Options()), core.Options())["prefix_cache"]
         is None
     )
+
+
+@needs_compiler
+@pytest.mark.parametrize("drafter", [None, "ngram", MTP])
+def test_a_chat_of_five_turns_reads_each_token_once(demo_engine, drafter, monkeypatch):
+    """But for the last, incomplete block of each turn, and the token that was pending."""
+    engine, apart = (with_prefixes(demo_engine, capacity_mb=size) for size in (64, 0))
+    assert engine.target.report.is_exact
+    fed, right = [], engine.target.forward
+
+    def counted(rows, tokens, *rest, **options):
+        fed[-1] += sum(map(len, tokens))
+        return right(rows, tokens, *rest, **options)
+
+    prompt, held = SHARED[:150], 0
+    for turn in range(5):
+        message = FIRST[turn * 9 : turn * 9 + 30]
+        prompt = prompt + message
+        expected, drafts = run(apart, prompt, max_tokens=40, drafter=drafter, logprobs=1)
+        fed.append(0)
+        with monkeypatch.context() as patched:
+            patched.setattr(engine.target, "forward", counted)
+            s, events = run(engine, prompt, max_tokens=40, drafter=drafter, logprobs=1)
+        assert s.output == expected.output and s.logprobs == expected.logprobs
+        assert [e["proposals"] for e in events] == [e["proposals"] for e in drafts]
+        assert s.seat.num_cached == held // 64 * 64
+        num_drafted = sum(len(event["proposals"]) for event in events)
+        assert fed[-1] == len(prompt) - s.seat.num_cached + len(events) - 1 + num_drafted
+        prompt, held = prompt + s.output, len(prompt) + len(s.output) - 1
+    assert held > 400
+
+
+def test_of_a_target_without_equal_bits_only_prompts_are_kept(demo_engine, monkeypatch):
+    engine = with_prefixes(demo_engine)
+    monkeypatch.setattr(engine.target, "report", None)
+    prompt = SHARED[:100]
+    s, _ = run(engine, prompt, max_tokens=60)
+    again, _ = run(engine, prompt + s.output + [5], max_tokens=1)
+    assert again.seat.num_cached == 64

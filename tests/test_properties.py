@@ -28,7 +28,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from fastpath.forward import RaggedPlace
+from kernels.decoder import Rows
+from kernels.modules import FlatPlace
 from sampling import truncated_softmax
 from serving.errors import RequestError
 from serving.parsing import parse_fields, parse_json
@@ -316,19 +317,14 @@ def test_no_token_is_chosen_by_broken_logits(vocab, number, sampling, where, dat
 # ------------------------------------------------------------------ the cache, against plain lists
 
 MAX_LENGTH, NUM_LAYERS = 16, 2
-ROWS = (1, 2, 4, 8, 16, 32)
 UNSEEN = -1.0  # what a pad's states would be: never to be found in the cache
 
 
 class CacheAgainstLists(RuleBasedStateMachine):
     """A SlotCache and, for each open row, the list of the numbers that were fed to it."""
 
-    @initialize(
-        num_rows=st.sampled_from([2, 1, 3, 5]), min_rows=st.integers(1, 8), whole=st.booleans()
-    )
-    def make(self, num_rows, min_rows, whole):
-        rows = ROWS if whole else core.Shapes().rows
-        self.shapes = core.Shapes(rows, min_rows, key_steps=(4, 8) if whole else ())
+    @initialize(num_rows=st.sampled_from([2, 1, 3, 5]))
+    def make(self, num_rows):
         self.cache = core.SlotCache(NUM_LAYERS, num_rows, MAX_LENGTH, torch.device("cpu"))
         self.texts = {}
         self.next = 1.0  # no two tokens are alike
@@ -376,20 +372,21 @@ class CacheAgainstLists(RuleBasedStateMachine):
             with pytest.raises(ValueError, match=f"{longest} tokens do not fit a KV cache"):
                 self.cache.place(rows, counts)
             return
-        width = data.draw(st.integers(0, 8))
-        place = self.cache.place(rows, counts, width, self.shapes.kv_length(longest))
-        if len(rows) > 1 and data.draw(st.booleans()):
-            place = RaggedPlace(place, self.shapes.run_rows(sum(counts)))
-            self.cache.current = place
-        flat = data.draw(st.booleans())
-        seen = [self.update(layer, place, fed, flat) for layer in range(NUM_LAYERS)]
+        place = self.cache.place(rows, counts)
+        if data.draw(st.booleans()):
+            where = Rows()
+            for row, slot, count in zip(rows, place.slots, counts, strict=True):
+                where.chain(slot, self.cache.lengths[row], count)
+            place = self.cache.current = FlatPlace(place, *where.tensors())
+        seen = [self.update(layer, place, fed) for layer in range(NUM_LAYERS)]
         self.cache.advance(place)
         for b, (row, new) in enumerate(zip(rows, fed, strict=True)):
             self.texts[row] += new
             assert self.cache.lengths[row] == len(self.texts[row])
             for layer, (keys, values) in enumerate(seen):  # what attention gets to see
-                assert keys.shape[2] == values.shape[2] == place.kv_length >= longest
-                self.assert_holds(layer, keys[b], values[b], self.texts[row])
+                assert keys.shape[2] == values.shape[2] == place.end == longest
+                at = place.slots[b] if isinstance(place, FlatPlace) else b
+                self.assert_holds(layer, keys[at], values[at], self.texts[row])
         for row, count in zip(rows, counts, strict=True):  # of a chain, or of a branch
             drafted = self.texts[row][len(self.texts[row]) - count + 1 :]
             indexes = st.lists(st.integers(0, count - 2), unique=True) if drafted else st.just([])
@@ -397,13 +394,9 @@ class CacheAgainstLists(RuleBasedStateMachine):
             self.cache.keep(row, count - 1, kept)
             self.texts[row][len(self.texts[row]) - count + 1 :] = [drafted[i] for i in kept]
 
-    def update(self, layer, place, fed, flat):
-        if isinstance(place, RaggedPlace):
-            new = [number for numbers in fed for number in numbers]
-            spare = place.positions.shape[1] - len(new)
-            keys, values = states_of(new + [UNSEEN] * spare, layer)
-            if flat:
-                return self.cache.layers[layer].update(keys, values)
+    def update(self, layer, place, fed):
+        if isinstance(place, FlatPlace):
+            keys, values = states_of([number for numbers in fed for number in numbers], layer)
             keys, values = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
         else:
             width = place.positions.shape[1]

@@ -16,8 +16,8 @@ from exactness import compare_forwards
 from families import save_small
 from transformers import AutoModelForCausalLM
 
-from fastpath.forward import speed_up
-from fastpath.recurrent import RecurrentLayer
+from kernels.start import speed_up
+from kernels.states import RecurrentLayer
 from serving import answers, faults
 from serving.worker import Worker
 
@@ -31,6 +31,14 @@ FEW = (
 TEXT = torch.randint(4096, (230,), generator=torch.Generator().manual_seed(2)).tolist()
 
 
+def loaded(folder, family, **options):
+    """A model whose rules run in C, or in Python as where there is no compiler."""
+    model = core.load_model(folder, core.Options(**options))
+    for layer in model.cache.recurrent:
+        layer._is_compiled = not family.endswith(PYTHON)
+    return model
+
+
 @pytest.fixture(scope="module")
 def target(tiny_folder):
     """A fast target of a family, checked to give equal bits."""
@@ -38,10 +46,7 @@ def target(tiny_folder):
 
     def load(family):
         if family not in known:
-            name, options = family.removesuffix(PYTHON), core.Options()
-            if family.endswith(PYTHON):
-                options = core.Options(compile=False)
-            known[family] = core.load_model(str(tiny_folder(name)), options)
+            known[family] = loaded(str(tiny_folder(family.removesuffix(PYTHON))), family)
             speed_up(known[family])
             assert make_exact(known[family]), known[family].report
         return known[family]
@@ -148,13 +153,12 @@ def test_a_text_keeps_its_state_while_others_come_and_go(target, family, row):
 def test_a_long_text_is_read_as_transformers_reads_it(tmp_path, family):
     """In float32 within 1e-4 of the largest logit, at the end of 1 000 tokens and some drafts."""
     save_small(family.removesuffix(PYTHON), tmp_path, max_position_embeddings=1100)
-    compiled = None if family in HYBRIDS else False
-    model = core.load_model(str(tmp_path), core.Options(compile=compiled))
+    model = loaded(str(tmp_path), family)
     text = (TEXT * 5)[:1000]
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32").eval()
     with torch.inference_mode():
         expected = oracle(torch.tensor([text])).logits[0, -20:]
-    row = model.cache.open_row(len(text))
+    row = model.cache.open_row()
     for begin in range(0, 980, 140):
         model.forward([row], [text[begin : begin + 140]], [1])
     found = []
@@ -169,7 +173,7 @@ def test_a_long_text_is_read_as_transformers_reads_it(tmp_path, family):
 @pytest.mark.parametrize("family", FEW)
 def test_a_verify_cut_into_four_forwards_is_taken_back(target, family, row, monkeypatch, accepted):
     model = target(family)
-    monkeypatch.setattr(model.shapes, "rows", (8,))
+    monkeypatch.setattr("kernels.forward.MOST_ROWS", 8)
     text = TEXT[: 21 + accepted]
     fed(model, row, [*text[20:], *range(7, 31 - accepted)])
     model.cache.keep(row, 24, range(accepted))
@@ -186,7 +190,6 @@ def test_a_call_of_many_forwards_that_fails_is_done_again(target, family, row, m
     expected = fed(model, row, TEXT[20:230])[-1]
     model.cache.truncate(row, 0)
     fed(model, row, TEXT[:20])
-    monkeypatch.setattr(model.shapes, "rows", (8,))
     monkeypatch.setattr("kernels.forward.MOST_ROWS", 8)
     name = "passed" if model.fast.is_compiled else "convolve"
     inner, calls = getattr(layer, name), []
@@ -266,7 +269,7 @@ def test_a_head_on_a_hybrid_writes_the_text_of_plain_decoding(tiny_folder, tmp_p
     else:
         layers = {"mask_token_id": test_dflash.MASK, "target_layer_ids": [0, 1, 3]}
         test_dflash.new_head(tmp_path / "head", num_target_layers=4, dflash_config=layers)
-    options = {"drafter": head, head: str(tmp_path / "head"), "fixed_k": True, "compile": False}
+    options = {"drafter": head, head: str(tmp_path / "head"), "fixed_k": True}
     engine = core.load_engine(core.Options(model=str(tiny_folder(family)), **options))
     engine.eos_ids = set()
     for prompt in (TEXT[:3], TEXT[3:150]):
@@ -289,8 +292,8 @@ def test_prompts_are_not_kept_and_health_says_so(tiny_folder):
     [
         ("llama", {"draft_model": "lfm2"}, "has recurrent layers, which only a target may have"),
         ("lfm2", {"drafter": "self_int8"}, "does not go with recurrent layers"),
-        ("lfm2", {"drafter": "tree"}, "--drafter tree needs .* which recurrent layers never are"),
-        ("qwen3_5_text", {"drafter": "tree"}, "needs .* which recurrent layers never are"),
+        ("lfm2", {"drafter": "tree"}, "--drafter tree needs .* a model without recurrent layers"),
+        ("qwen3_5_text", {"drafter": "tree"}, "needs .* a model without recurrent layers"),
     ],
 )
 def test_what_does_not_go_with_recurrent_layers_is_refused(tiny_folder, family, options, message):

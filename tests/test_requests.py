@@ -501,7 +501,7 @@ def test_a_wrong_sampled_token_is_a_bug_unless_a_border_may_have_moved(
 @pytest.mark.parametrize(("scale", "verdict"), [(1.0, "near-tie"), (0.99, "bug")])
 def test_a_difference_between_equal_scores_is_called_a_near_tie(tiny_folder, scale, verdict):
     """A target with one output row twice: either token is right, the drafter takes the other."""
-    options = core.Options(model=str(tiny_folder("llama")), drafter="ngram", fastpath=False)
+    options = core.Options(model=str(tiny_folder("llama")), drafter="ngram", kernels=False)
     engine = core.load_engine(options)
     prompt = [5, 6, 7, 8]
     first, second = core.plain_decode(engine.target, prompt, 2, set())

@@ -15,9 +15,9 @@ from machines import (
 )  # fmt: skip
 from transformers import AutoModelForCausalLM
 
-from fastpath.forward import speed_up
-from fastpath.recurrent import GatedDelta, Mamba2, _convolve
 from kernels import library, recurrent
+from kernels.start import speed_up
+from kernels.states import GatedDelta, Mamba2, _convolve
 
 needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
 SIZES = [(1, 8, 16), (2, 24, 20), (3, 128, 72), (2, 5, 131)]  # heads of keys, widths, columns

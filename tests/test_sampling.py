@@ -19,7 +19,7 @@ from transformers.generation import logits_process
 
 from benchmarks.lossless import BATCH, PROMPT, SAMPLINGS, K, chi_squared, compare, first_tokens
 from drafters.small_model import SmallModelDrafter
-from fastpath.int8 import inputs
+from kernels import library
 from sampling import DRAW, Noise, penalise, truncated_softmax
 
 ODDS = 1e-6
@@ -216,7 +216,7 @@ def test_a_token_without_weight_is_never_drawn():
 
 NUM_SAMPLES = 256
 DRAFTERS = ("ngram", "draft_model", "mtp")
-NO_INT8 = pytest.mark.skipif(inputs() is None, reason="this machine has no exact int8")
+NO_INT8 = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
 INT8 = pytest.param("temperature 0.7", "self_int8", marks=NO_INT8)
 COUNTED = ("temperature 0.7", "all of them")  # samplings whose tokens are counted
 
@@ -224,9 +224,9 @@ COUNTED = ("temperature 0.7", "all of them")  # samplings whose tokens are count
 @pytest.fixture(scope="module")
 def many():
     """The embedded models with a short cache of many rows: samples come in batches."""
-    given = {"max_running": BATCH, "max_model_len": 32, "fixed_k": True, "bitwise": False}
+    given = {"max_running": BATCH, "max_model_len": 32, "fixed_k": True}
     return core.load_engine(
-        core.Options(model="embedded", drafter="self_int8" if inputs() else None, **given)
+        core.Options(model="embedded", drafter=None if library.why_not() else "self_int8", **given)
     )
 
 

@@ -322,7 +322,7 @@ def test_flags_of_the_whole_server_are_followed(server, port):
         assert len(said) == 1 and "weight matrices" in said[0] and "threads" in said[0]
         assert "the target runs in float32: transformers' modules" in server.log()
     defaults = ("--temperature", "1.1", "--top-k", "30", "--seed", "5")
-    with serving("--no-bitwise", "--no-fastpath", *defaults) as other:
+    with serving("--no-kernels", *defaults) as other:
         assert health(other.port)["bitwise_lossless"] is False
         body = {"prompt": "Once upon a time", "max_tokens": 24}
         first, second = (generate(other.port, **body)[1] for _ in range(2))
@@ -452,7 +452,7 @@ def test_a_request_past_its_deadline_ends_with_504_and_frees_its_row(gate):
 
 def test_a_comparison_takes_one_place_and_ends_with_its_first_half(tiny_folder):
     """With a single place in the queue it is served; if the first half fails, both are over."""
-    options = core.Options(model=str(tiny_folder("llama")), max_queued=1, bitwise=False)
+    options = core.Options(model=str(tiny_folder("llama")), max_queued=1)
     engine = core.load_engine(options)
     worker, taken = Worker(engine, options), []
     submit = worker.submit

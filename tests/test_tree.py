@@ -82,7 +82,7 @@ def test_each_token_of_a_tree_gets_the_bits_of_its_own_chain(family, tiny_folder
     """Logits, and keys and values once the branch is kept; windows of 12 keys end inside it."""
     target, chance = load(tiny_folder(family)).target, random.Random(0)
     cache, fed = target.cache, TEXT[:2]
-    row, other = (cache.open_row(len(TEXT)) for _ in range(2))
+    row, other = (cache.open_row() for _ in range(2))
     for _ in range(8):
         for each in (row, other):
             cache.truncate(each, 0)
@@ -213,7 +213,7 @@ def test_where_the_classical_rule_judges_a_draft_is_a_chain(several, prompts):
 def modules():
     """The embedded models as they run where nothing can be compiled."""
     return core.load_engine(
-        core.Options(model="embedded", fixed_k=True, suffix_cache=0, compile=False)
+        core.Options(model="embedded", fixed_k=True, suffix_cache=0, kernels=False)
     )
 
 
@@ -224,7 +224,7 @@ def test_where_nothing_is_compiled_the_longest_branch_is_the_draft(modules, prom
     ours, events = run(engine, prompts["hard_prose"], max_tokens=12, drafter="scripted")
     assert ours.output == plain(prompts["hard_prose"], 12) and "tree" not in engine.panel.choices
     assert [event["proposals"] for event in events[1:-3]] == [[6, 7]] * 8
-    with pytest.raises(ValueError, match="--drafter tree needs two drafters, and blocks that are"):
+    with pytest.raises(ValueError, match="--drafter tree needs two drafters, and forwards in C"):
         core.Engine(modules.target, modules.panel.drafters, "tree")
 
 

@@ -32,7 +32,6 @@ branches of a draft, and prefixes: a state cannot be cut into blocks.
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import wraps
 from types import FunctionType, MethodType
 from typing import Any, ClassVar
 
@@ -40,11 +39,10 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from kernels import library
-from kernels import recurrent as compiled
-from kernels.decoder import Net, Passed
-
-from .activation import SteadyMode, softplus
+from . import library
+from . import recurrent as compiled
+from .decoder import Net, Passed
+from .rowwise import softplus
 
 _NUM_MARKS = 3  # of a text that are kept in any case: the checks at load go back by two calls
 _MOST_RECORDED = 32  # tokens of a forward that can be taken back in part: more than any draft has
@@ -430,12 +428,3 @@ def follow_rows(cached: Any) -> None:
     if not found:
         return
     cached.cache.recurrent = [RecurrentLayer(module, cached.cache, rule) for module, rule in found]
-    forward = model.forward
-
-    @wraps(forward)
-    def steadily(*args: Any, **options: Any) -> Any:
-        """The model's forward; sigmoids between its layers do not depend on the place either."""
-        with SteadyMode():
-            return forward(*args, **options)
-
-    model.forward = steadily

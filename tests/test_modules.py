@@ -1,8 +1,8 @@
-"""The fast path computes what transformers' modules compute, and steps aside where it would not."""
+"""Blocks in C, and modules with the kernels' sums, compute what transformers' modules compute."""
 
 import gc
-from copy import deepcopy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import speculative_decoding as core
@@ -12,15 +12,15 @@ from conftest import FAMILIES, WAYS, run
 from families import served_texts
 from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.pytorch_utils import Conv1D
 
-from fastpath import linear
-from fastpath.attention import attend, causal_mask, grouped_mask
-from fastpath.linear import PackedLinear, pack
+from kernels import library
 from kernels.decoder import Rows, decoder_of
+from kernels.forward import lines_of
+from kernels.modules import FlatPlace, attention_forward
 from serving.structure import examine
 from serving.worker import Worker
 
+needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
 KNOWN = {
     "llama", "qwen3", "mistral", "qwen2", "granite",
     "gemma2", "gemma3_text", "phi3", "olmo2", "gpt2", "smollm3",
@@ -50,26 +50,6 @@ def logits(decoder, ids):
     rows = Rows()
     rows.chain(0, 0, len(ids))
     return decoder(*rows.tensors(), torch.arange(len(ids)), ids)[0]
-
-
-LAYERS = [nn.Linear(96, 40), nn.Linear(96, 40, False), Conv1D(40, 96)]  # the last is transposed
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layer", LAYERS, ids=["bias", "no bias", "transposed"])
-def test_a_packed_layer_computes_what_it_was_packed_from(layer, dtype):
-    if not linear.can_pack(dtype):
-        pytest.skip("this CPU has no packed linear layers of this type")
-    module = nn.ModuleList([deepcopy(layer).to(dtype)])
-    x = torch.randn(2, 3, 96, dtype=dtype)
-    expected, tolerance = module[0](x), 4 * torch.finfo(dtype).eps
-    pack(module)
-    assert type(module[0]) is PackedLinear and list(module.parameters()) == []
-    torch.testing.assert_close(module[0](x), expected, rtol=tolerance, atol=tolerance)
-    # Some routers ask for the type of a weight; who computes with it fails for all to see.
-    assert module[0].weight.dtype == dtype
-    with pytest.raises(TypeError):
-        nn.functional.linear(x, module[0].weight)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -140,19 +120,71 @@ def test_what_depends_on_the_position_or_the_length_is_left_to_the_module():
     assert speed_up(random_model("llama", rope_parameters=rope), 64) is None
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (3, 1)])
-@pytest.mark.parametrize("count", [1, 2, 5, 40])
-def test_grouped_attention_is_attention(heads, kv_heads, count):
+# --------------------------------------------------------------- modules with the kernels' sums
+
+
+def flat(texts):
+    """A place of `texts`: (slot, begin, tokens, parents of those that are a draft) each."""
+    where, counts = Rows(), [count for _, _, count, _ in texts]
+    for slot, begin, count, parents in texts:
+        where.tree(slot, begin, 0, lines_of(parents, count))
+    place = SimpleNamespace(slots=[t[0] for t in texts], counts=counts, end=max(where.places) + 1)
+    return FlatPlace(place, *where.tensors())
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "value_width", "softcap", "has_sinks"),
+    [(4, 4, 16, 16, None, False), (6, 2, 24, 12, 5.0, True), (3, 1, 10, 40, None, True)],
+)
+def test_attention_of_modules_is_attention(
+    heads, kv_heads, width, value_width, softcap, has_sinks, window, dtype
+):
+    """Texts of unequal lengths side by side, one of which branches; against sums in doubles."""
     random = torch.Generator().manual_seed(0)
-    query = torch.randn(2, heads, count, 16, generator=random)
-    key, value = torch.randn(2, 2, kv_heads, 70, 16, generator=random)
-    mask = causal_mask(count, 70, query)
-    groups = heads // kv_heads
-    keys, values = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
-    scores = query @ keys.mT * 0.3 + mask
-    expected = (scores.softmax(-1) @ values).transpose(1, 2).flatten(2)
-    actual = attend(query.transpose(1, 2), key, value, grouped_mask(mask, groups), scaling=0.3)
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    keys, values = (
+        torch.randn(3, kv_heads, 700, size, generator=random).to(dtype)
+        for size in (width, value_width)
+    )
+    place = flat([(2, 600, 3, []), (0, 0, 5, []), (1, 20, 4, [-1, -1, 0])])
+    count = place.rows.shape[1]
+    query = torch.randn(1, heads, count, width, generator=random).to(dtype)
+    sinks = torch.randn(heads, generator=random) if has_sinks else None
+    mask, groups = place.mask(dtype, window), heads // kv_heads
+    given = query, keys[:, :, :640], values[:, :, :640], mask, 0.3, softcap, sinks
+    actual = attention_forward(None, *given)[0][0]
+    assert actual.shape == (count, heads, value_width)
+    for i, (slot, position, _) in enumerate(place.rows.T.tolist()):
+        seen = list(range(position + 1))
+        if slot == 1:  # the last token of the tree follows the second one
+            seen = [*range(20), *[[20], [20, 21], [20, 22], [20, 21, 23]][i - 8]]
+        seen = seen[-window:] if window else seen
+        for head in range(heads):
+            own, other = keys[slot, head // groups, seen], values[slot, head // groups, seen]
+            scores = own.double() @ query[0, head, i].double() * 0.3
+            scores = scores if softcap is None else (scores / softcap).tanh() * softcap
+            sink = [] if sinks is None else [sinks[head : head + 1].double()]
+            weights = torch.cat([scores, *sink]).softmax(-1)[: len(seen)]
+            expected = weights @ other.double()
+            torch.testing.assert_close(
+                actual[i, head].double(), expected, rtol=0.01 if dtype == torch.bfloat16 else 1e-5,
+                atol=0.01 if dtype == torch.bfloat16 else 1e-5,
+            )  # fmt: skip
+
+
+@needs_compiler
+def test_a_mask_that_is_not_ours_gets_transformers_attention_or_none():
+    """An MTP head of modules brings a mask of its own; soft caps are not known there."""
+    query, key, value = torch.randn(3, 2, 4, 5, 16, generator=torch.Generator().manual_seed(0))
+    mask = torch.zeros(2, 1, 5, 5)
+    expected = nn.functional.scaled_dot_product_attention(query, key, value, mask)
+    module = SimpleNamespace(is_causal=True, num_key_value_groups=1)
+    actual, _ = attention_forward(module, query, key, value, mask)
+    torch.testing.assert_close(actual, expected.transpose(1, 2))
+    with pytest.raises(TypeError, match="not known here"):
+        attention_forward(module, query, key, value, mask, softcap=5.0)
 
 
 # --------------------------------------------------------------------- the core without all this
@@ -162,7 +194,7 @@ def test_grouped_attention_is_attention(heads, kv_heads, count):
 def slow(demo_engine):
     """The embedded models as transformers runs them, with every drafter."""
     engine = core.load_engine(
-        core.Options(model="embedded", fastpath=False, fixed_k=True, suffix_cache=0)
+        core.Options(model="embedded", kernels=False, fixed_k=True, suffix_cache=0)
     )
     assert engine.target.fast is None and engine.panel.drafters["mtp"]._kernels == []
     assert demo_engine.target.fast.is_compiled and demo_engine.panel.drafters["mtp"]._kernels
@@ -170,7 +202,7 @@ def slow(demo_engine):
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "suffix", "draft_model", "mtp"])
-def test_the_fast_path_changes_no_token(demo_engine, slow, prompts, plain, drafter, way):
+def test_kernels_change_no_token(demo_engine, slow, prompts, plain, drafter, way):
     for name in ("code_class", "repetitive_letters"):
         wanted = {"max_tokens": 24, "drafter": drafter, **way}
         fast, events = run(demo_engine, prompts[name], **wanted)
@@ -184,9 +216,9 @@ def test_the_core_alone_is_lossless_and_says_that_it_is_not_exact(family, tiny_f
     """Alone, and in a batch of unequal texts, all of them longer than the families' windows."""
     models = {"model": str(tiny_folder(family)), "draft_model": str(tiny_folder("llama:1"))}
     options = core.Options(**models, max_running=4, fixed_k=True)
-    fast, engine = core.load_engine(options), core.load_engine(replace(options, fastpath=False))
+    fast, engine = core.load_engine(options), core.load_engine(replace(options, kernels=False))
     report = engine.target.report
-    assert not report.is_exact and "without the fast path" in report.doubt
+    assert not report.is_exact and "transformers' modules" in report.doubt
     greedy, sampled = WAYS.values()
     requests = [
         core.Request([5, 6, 7] * 6, 20, "ngram", **greedy),
@@ -203,7 +235,7 @@ def test_the_core_alone_is_lossless_and_says_that_it_is_not_exact(family, tiny_f
 
 
 def test_the_core_alone_serves_and_claims_no_equal_bits(slow, prompts, plain):
-    options = core.Options(model="embedded", fastpath=False)
+    options = core.Options(model="embedded", kernels=False)
     worker = Worker(slow, options)
     client = core.create_app(slow, options, worker).test_client()
     try:
@@ -213,6 +245,6 @@ def test_the_core_alone_serves_and_claims_no_equal_bits(slow, prompts, plain):
         assert answer.json["token_ids"] == plain(prompts["code_class"], 16)
         health = client.get("/health").json
         assert health["status"] == "ok" and health["bitwise_lossless"] is False
-        assert "without the fast path" in health["exactness"]["doubt"]
+        assert "transformers' modules" in health["exactness"]["doubt"]
     finally:
         assert worker.drain(20) == 0

@@ -1,18 +1,18 @@
 """Prefix caching: a prompt that begins like an earlier one is not read from the beginning again.
 
 Every turn of a chat repeats the ones before it, and a system prompt stands before every question.
-The keys and values of prompts are kept here, a block of tokens at a time:
+The keys and values of texts are kept here, a block of tokens at a time:
 
     [block 0][block 1][block 2] the rest          a block is found by a hash of all tokens up to
                                                   its end, as its keys depend on all of them
 
-A new prompt takes over the blocks that it shares with earlier ones, and the rest is read. Of
-prompts, only whole blocks are kept that run in the same shapes whatever comes behind them (see
-exact.py), so the bits are those that reading would give. What hidden states of the target a drafter
-wants is kept as well: a head drafts as if it had read the prompt along.
+A new prompt takes over the blocks that it shares with earlier texts, and the rest is read. Only
+whole blocks are kept. Their bits are those that reading would give; where a token has the same bits
+read and written (docs/exactness.md), what was generated is kept, too. What hidden states of the
+target a drafter wants is kept as well: a head drafts as if it had read the prompt along.
 
 Rows of the KV cache are contiguous, so a hit is a copy. It takes a hundredth of the time of
-reading. Not covered: generated tokens, which are read once more when they come back in a prompt.
+reading.
 
 Sources: vLLM's automatic prefix caching; SGLang's radix attention, arXiv 2312.07104.
 """
@@ -25,9 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .exact import Shapes
-
-_SIZE = 64  # tokens of a block, where prompts run in the shapes of all other tokens
+_SIZE = 64  # tokens of a block
 
 
 @dataclass
@@ -43,11 +41,11 @@ class _Block:
 
 
 class PrefixCache:
-    """Blocks of the prompts that went through one KV cache; the least recently used ones go."""
+    """Blocks of the texts that went through one KV cache; the least recently used ones go."""
 
-    def __init__(self, cache: Any, shapes: Shapes, capacity_mb: int) -> None:
-        """`cache` is the core's SlotCache, `shapes` what its model's forwards keep to."""
-        self._cache, self._shapes = cache, shapes
+    def __init__(self, cache: Any, capacity_mb: int) -> None:
+        """`cache` is the core's SlotCache."""
+        self._cache = cache
         self.capacity_bytes, self.num_bytes = capacity_mb << 20, 0
         self.num_asked = self.num_found = 0  # tokens of prompts
         self._blocks: OrderedDict[bytes, _Block] = OrderedDict()  # the next to go first
@@ -56,15 +54,11 @@ class PrefixCache:
     def of(cls, model: Any, capacity_mb: int) -> "PrefixCache | None":
         """For a cached model of the core; None without capacity, and where layers keep states."""
         can_keep = capacity_mb and not model.cache.recurrent
-        return cls(model.cache, model.shapes, capacity_mb) if can_keep else None
+        return cls(model.cache, capacity_mb) if can_keep else None
 
     def length(self, row: int) -> int:
         """How many tokens the row holds."""
         return self._cache.lengths[row]
-
-    @property
-    def _size(self) -> int:
-        return self._shapes.prompt_rows or _SIZE
 
     def _keys(self, prompt: list[int]) -> list[bytes]:
         """Of the whole blocks of a prompt, but for the one with its last token, if it is whole.
@@ -72,8 +66,8 @@ class PrefixCache:
         That token has to be fed: what is wanted of a prompt is the choice behind it.
         """
         keys, digest = [], sha256()
-        for end in range(self._size, len(prompt), self._size):
-            digest.update(torch.tensor(prompt[end - self._size : end]).numpy().tobytes())
+        for end in range(_SIZE, len(prompt), _SIZE):
+            digest.update(torch.tensor(prompt[end - _SIZE : end]).numpy().tobytes())
             keys.append(digest.digest())
         return keys
 
@@ -97,7 +91,7 @@ class PrefixCache:
         self.num_asked += len(prompt)
         if not found:
             return {}
-        count = len(found) * self._size
+        count = len(found) * _SIZE
         place, slot = self._cache.place([row], [count]), self._cache.slot(row)
         for i, buffer in enumerate(self._buffers()):
             torch.cat([block.buffers[i] for block in found], 1, out=buffer[slot, :, :count])
@@ -106,12 +100,12 @@ class PrefixCache:
         return {layer: torch.cat([block.hidden[layer] for block in found]) for layer in layers}
 
     @torch.inference_mode()
-    def keep(self, row: int, prompt: list[int], hidden: dict[int, Tensor] | None = None) -> None:
-        """Copy the blocks of a prompt that the row holds; hidden [tokens, D] by layer."""
-        slot, held, size = self._cache.slot(row), self._cache.lengths[row], self._size
-        keys = self._keys(prompt)[: held // size]
+    def keep(self, row: int, text: list[int], hidden: dict[int, Tensor] | None = None) -> None:
+        """Copy the blocks of a text that the row holds; hidden [tokens, D] by layer."""
+        slot, held = self._cache.slot(row), self._cache.lengths[row]
+        keys = self._keys(text)[: held // _SIZE]
         for i, key in enumerate(keys):
-            begin, end = i * size, (i + 1) * size
+            begin, end = i * _SIZE, (i + 1) * _SIZE
             block = self._blocks.get(key)
             if block is None:
                 block = _Block([b[slot, :, begin:end].clone() for b in self._buffers()])

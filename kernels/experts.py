@@ -1,0 +1,73 @@
+"""Experts of a mixture: each one is called with the rows that chose it, as many as they are.
+
+transformers keeps the weights of all experts of a layer in two parameters [experts, …], and asks
+an interface to compute. A row's results are added in rising order of the experts' numbers, so its
+bits do not depend on what its neighbours chose.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from .weights import DTYPES, Panels, ShownWeight
+
+NAME = "kernels"  # of ours, to transformers
+
+
+def experts_of(module: nn.Module) -> Iterator[Any]:
+    """The modules in there that hold experts and ask transformers' interface."""
+    for part in module.modules():
+        if hasattr(part, "is_transposed") and hasattr(part, "has_post_expert_norm"):
+            yield part
+
+
+@torch.no_grad()
+def pack_experts(module: nn.Module, quantize: str | None = None) -> None:
+    """Put the weights of all experts in `module` in panels, in place; the originals are freed."""
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    for part in experts_of(module):
+        names = "gate_up_proj" if part.has_gate else "up_proj", "down_proj"
+        if isinstance(part.down_proj, nn.Parameter) and part.down_proj.dtype in DTYPES:
+            part.matrices = [_packed(part, name, quantize) for name in names]
+            part.config._experts_implementation = NAME
+
+
+def quantise_experts(module: nn.Module) -> None:
+    """Make 8-bit blocks of those panels."""
+    for part in experts_of(module):
+        if hasattr(part, "matrices"):
+            part.matrices = [[panels.quantised() for panels in side] for side in part.matrices]
+
+
+def _packed(part: Any, name: str, quantize: str | None) -> list[Panels]:
+    """A matrix for each expert."""
+    weights = getattr(part, name).detach()
+    shown = ShownWeight(weights.dtype, weights.device, tuple(weights.shape))
+    weights = weights.transpose(1, 2) if part.is_transposed else weights
+    biases = getattr(part, f"{name}_bias").detach() if part.has_bias else [None] * len(weights)
+    found = [Panels.of(*own, quantize) for own in zip(weights, biases, strict=True)]
+    delattr(part, name)
+    setattr(part, name, shown)
+    return found
+
+
+def experts_forward(
+    part: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """transformers' interface: rows [N, D], and of each its experts [N, k] and their weights."""
+    result, (ups, downs) = torch.zeros_like(hidden_states), part.matrices
+    for number in top_k_index.unique().tolist():  # rising
+        if number >= len(ups):  # a number for no expert
+            continue
+        rows, places = torch.where(top_k_index == number)
+        inner = ups[number](hidden_states[rows]).to(result.dtype)
+        inner = part._apply_gate(inner) if part.has_gate else part.act_fn(inner)
+        found = downs[number](inner).to(result.dtype)
+        if part.has_post_expert_norm:
+            found = part.post_expert_norm(found)
+        weighted = found * top_k_weights[rows, places, None]
+        result.index_add_(0, rows, weighted.to(result.dtype))
+    return result

@@ -1,0 +1,223 @@
+"""The forward of a family that is not made of plain blocks: transformers' modules, our sums.
+
+All that is fed is one flat batch of rows, as in forward.py:
+
+    texts   a b c │ d │ e f      ids [1, N]   a b c d e f     each with its slot, position and place
+
+Linear layers, experts and attention run in C, where a row's bits depend on that row, and on the
+keys that it sees. What is left in a module goes number by number or row by row (rowwise.py).
+Attention reads the KV cache's buffers where they are, so no row of keys is padded or cut.
+
+Families whose modules attend by code of their own cannot be run so.
+"""
+
+import ctypes
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from . import library
+from .decoder import Batch, BlockStruct
+from .rowwise import RowWise
+from .weights import DTYPES
+
+NAME = "kernels"  # of our attention, to transformers
+
+
+class FlatPlace:
+    """Where the rows of a forward go, in the place of the core's Place."""
+
+    def __init__(self, place: Any, rows: Tensor, lines: Tensor) -> None:
+        """`rows` and `lines` are those of decoder.py's Rows."""
+        self.slots, self.counts, self.end = place.slots, place.counts, place.end
+        self.rows, self.lines = rows.contiguous(), lines
+        self.positions = rows[1][None]  # [1, N]
+        self.num_written = self.num_attended = 0
+        assert 0 <= int(rows.min()) and int(rows[1:].max()) < self.end, "no such place"
+        assert not len(lines) or len(lines) == rows.shape[1] and int(lines.max()) < self.end
+
+    def arrange(self, rows: list[Tensor]) -> Tensor:
+        """Something of each text [t, …] -> [1, N, …]."""
+        return torch.cat(rows)[None]
+
+    def part(self, result: Tensor) -> list[Tensor]:
+        """A forward's result [1, N, D] -> [t, D] of each text."""
+        return list(result[0].split(self.counts))
+
+    def mask(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
+        """A mask that hides nothing and takes no memory: it tells `attention_forward` of us."""
+        mask = torch.zeros((), dtype=dtype).expand(1, 1, self.rows.shape[1], self.end)
+        mask.place, mask.window = self, window
+        return mask
+
+    def write(self, buffer: Tensor, new: Tensor) -> Tensor:
+        """Write keys or values [1, H, N, width]; returns those of all slots up to the last."""
+        slots, _, places = self.rows
+        buffer[slots, :, places] = new[0].transpose(0, 1).to(buffer.dtype)
+        self.num_written += 1
+        return buffer[: max(self.slots) + 1, :, : self.end]
+
+
+def attention_forward(
+    module: nn.Module | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query [1, H, N, D] -> ([1, N, H, D], no weights).
+
+    key and value [slots, Hkv, L, width] are what `FlatPlace.write` gave, or made of it. Who comes
+    without our mask gets transformers' sdpa.
+    """
+    place = getattr(attention_mask, "place", None)
+    if place is None and softcap is None and s_aux is None:
+        mask = attention_mask
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)
+    if place is None or options.get("position_bias") is not None or key.dtype not in DTYPES:
+        raise TypeError("attention by a mask that is not known here")
+    count, width = query.shape[2:]
+    is_ours = key.shape[:3] == value.shape[:3] and key.shape[3] == width
+    has_all = len(key) > max(place.slots) and key.shape[2] >= place.end
+    if not (is_ours and has_all and count == place.rows.shape[1] and key.dtype == value.dtype):
+        raise TypeError("keys and values of a form that is not known here")
+    place.num_attended += 1
+    block = BlockStruct(
+        window=attention_mask.window or 0, softcap=softcap or 0,
+        scaling=width**-0.5 if scaling is None else scaling,
+    )  # fmt: skip
+    attended = _attend(block, place, query[0], key, value, s_aux)
+    return attended[None].to(query.dtype), None
+
+
+def _attend(
+    block: BlockStruct, place: FlatPlace, query: Tensor, key: Tensor, value: Tensor,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Rows of attention [N, H, width of values], of query [H, N, D]; `block` knows the rest."""
+    capacity = _capacity(key)
+    if capacity is None or capacity != _capacity(value):
+        key, value, capacity = key.contiguous(), value.contiguous(), key.shape[2]
+    given = query.transpose(0, 1).float().contiguous()
+    (count, block.heads, block.width), block.value_width = given.shape, value.shape[3]
+    block.kv_heads, block.capacity = key.shape[1], capacity
+    assert not block.heads % block.kv_heads
+    block.is_half = key.dtype == torch.bfloat16
+    block.keys, block.values = key.data_ptr(), value.data_ptr()
+    if sinks is not None:
+        sinks = sinks.detach().float().contiguous()
+        assert len(sinks) == block.heads
+        block.sinks = sinks.data_ptr()
+    attended = torch.empty(count, block.heads, block.value_width)
+    slots, positions, places = (row.data_ptr() for row in place.rows)
+    depth = place.lines.shape[1] if place.lines.dim() > 1 else 0
+    line = place.lines.data_ptr() if depth else None
+    batch = Batch(
+        rows=count, depth=depth, slots=slots, positions=positions, places=places, line=line
+    )
+    addresses = (ctypes.c_void_p(x.data_ptr()) for x in (given, attended))
+    call, threads = library.load().run_attention, library.num_threads()
+    if not call(ctypes.byref(block), ctypes.byref(batch), *addresses, threads):
+        raise MemoryError("no memory for attention")
+    return attended
+
+
+def _capacity(buffer: Tensor) -> int | None:
+    """Keys of a head of [slots, H, L, width], as they lie; None if heads do not lie in a row."""
+    slots, heads, length, width = buffer.shape
+    step = buffer.stride(1)
+    is_whole = slots == 1 or buffer.stride(0) == heads * step
+    if buffer.stride()[2:] != (width, 1) or not is_whole or step < length * width or step % width:
+        return None
+    return step // width
+
+
+class _Mode(RowWise):
+    """Calls of torch's attention with our mask are ours, too."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), options: Any = None
+    ) -> Any:
+        """What torch calls in the place of any of its functions."""
+        if function is nn.functional.scaled_dot_product_attention:
+            mask = (options or {}).get("attn_mask")
+            if hasattr(mask, "place"):
+                attended, _ = attention_forward(None, *args[:3], mask, options.get("scale"))
+                return attended.transpose(1, 2)
+        return super().__torch_function__(function, types, args, options)
+
+
+class Modules:
+    """Runs a cached model's modules on flat batches: what KernelForward asks of a Decoder."""
+
+    nets = ()  # that C runs: recurrent layers are modules here, and keep their states themselves
+
+    def __init__(self, cached: Any) -> None:
+        """`cached` is the core's CachedModel, whose layers are packed."""
+        self._cached, self._mode = cached, _Mode(cached.model)
+        self.num_threads = torch.get_num_threads()
+
+    def follow(self, cache: Any) -> None:
+        """Keys and values go where transformers' modules put them: to the model's own cache."""
+        assert cache is self._cached.cache
+
+    @property
+    def unsteady(self) -> set[str]:
+        """Functions of torch that ran, and whose bits depend on the number of rows."""
+        return self._mode.unsteady
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        rows: Tensor,
+        lines: Tensor,
+        wanted: Tensor,
+        ids: Tensor,
+        layers: tuple[int, ...] = (),
+        **_: Any,
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Logits [n, V] of the rows `wanted` [n], and states [N, D]; see Decoder."""
+        cache = self._cached.cache
+        place = cache.current = FlatPlace(cache.current, rows, lines)
+        at = wanted if len(wanted) else torch.zeros(1, dtype=torch.int64)
+        with self._mode, library.alone():
+            logits, states = self._cached.run(ids[None], place, at, layers)
+        if place.num_attended < place.num_written // 2:
+            raise TypeError("layers attend by code of their own")
+        return logits[0, : len(wanted)].float(), {i: found[0] for i, found in states.items()}
+
+
+def attend_in_c(model: Any, by_interface: bool = True) -> None:
+    """Let a model of transformers attend by `attention_forward`.
+
+    Most families ask an interface; else their own calls of torch's attention are caught. Some have
+    a method `_attn`, which is replaced.
+    """
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    if by_interface:
+        model.set_attn_implementation(NAME)
+    for module in model.modules():
+        if hasattr(type(module), "_attn"):  # GPT-J, GPT-Neo, CodeGen, …
+            module._attn = partial(_attend_for, module)
+
+
+def _attend_for(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
+) -> tuple[Tensor, None]:
+    """What a method `_attn` does: the result is [1, H, N, D]."""
+    if not hasattr(attention_mask, "place"):
+        return type(module)._attn(module, query, key, value, attention_mask)
+    divisors = (getattr(module, name, None) for name in ("scale_attn", "norm_factor"))
+    scaling = 1 / float(next((divisor for divisor in divisors if divisor is not None), 1))
+    attended, _ = attention_forward(module, query, key, value, attention_mask, scaling)
+    return attended.transpose(1, 2).to(value.dtype), None

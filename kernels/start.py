@@ -1,0 +1,100 @@
+"""How a cached model of the core comes to compute in C, where it and this machine allow it.
+
+plain blocks                       whole forwards in C (forward.py, decoder.py)
+other families on a CPU            transformers' modules, their sums in C (modules.py)
+attention by a family's own code   transformers' modules and masks, linear layers in C
+no compiler, another device        transformers' modules
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import library, sampling
+from .decoder import decoder_of
+from .experts import pack_experts, quantise_experts
+from .forward import KernelForward, ModuleForward, Report
+from .modules import Modules, attend_in_c
+from .weights import pack, quantise, quantise_embedding, why_not_int8
+
+
+def get_ready(quantize: str | None, device: str, is_wanted: bool) -> None:
+    """Before weights are read. Raises ValueError, with a sentence, for what cannot be had.
+
+    `is_wanted`: whether to compute in C, where that can be had.
+    """
+    on_cpu = device == "cpu" or device == "auto" and not torch.cuda.is_available()
+    library.use(None if on_cpu and is_wanted else False)
+    sampling.is_wanted = is_wanted
+    if quantize and (reason := why_not_int8("cpu" if on_cpu else device)):
+        raise ValueError(f"--quantize int8 {reason}")
+
+
+def speed_up(
+    model: Any,
+    quantize: str | None = None,
+    check: Callable[[Any], None] | None = None,
+    has_own_embedding: bool = True,
+) -> None:
+    """Make a CachedModel compute the same, sooner.
+
+    `quantize`: None, or "int8" for another model of a quarter of the bytes. All is compared, by
+    `check` of the whole, too, while the weights are floats: in integers a rounding may be a jump,
+    and what is wrong would hide among the jumps. A draft of the model itself leaves the embedding,
+    which is shared, as it is.
+    """
+    if not library.is_used:
+        return
+    given = model.model, model.cache.capacity, model.windows, has_own_embedding
+    if found := decoder_of(*given):
+        model.fast = model.forward = KernelForward(model, found)
+        found.release(model.model)
+        if quantize:
+            if check:
+                check(model)
+            model.fast.quantise(has_own_embedding)
+            found.release(model.model)
+        return
+    early = None if check else quantize  # where nothing is compared, integers at once
+    pack(model.model, early)
+    pack_experts(model.model, early)
+    _run_flat(model)
+    if quantize:
+        if check:
+            check(model)
+            quantise(model.model)
+            quantise_experts(model.model)
+        if has_own_embedding:
+            quantise_embedding(model.model)
+
+
+def report_of(model: Any) -> Report:
+    """What is to be said of a CachedModel's exactness."""
+    if model.fast:
+        return model.fast.report()
+    doubt = (
+        "its layers attend by code of their own, whose sums depend on the batch"
+        if library.is_used
+        else "the sums of transformers' modules depend on the batch"
+    )
+    return Report(doubt, torch.get_num_threads(), 0.0, None, None)
+
+
+def _run_flat(model: Any) -> None:
+    """Let the model's texts stand side by side, if its modules do not mix them."""
+    usual, own = model.model.config._attn_implementation, ModuleForward(model, Modules(model))
+    for by_interface in (True, False):
+        attend_in_c(model.model, by_interface)
+        rows = [model.cache.open_row() for _ in range(min(2, model.cache.num_rows))]
+        try:
+            if own.shares(rows):
+                model.fast = model.forward = own
+                return
+        except (IndexError, RuntimeError, TypeError, ValueError):
+            pass  # attention by other code of its own, or ideas of its own of a batch
+        finally:
+            for row in rows:
+                model.cache.close_row(row)
+        model.model.set_attn_implementation(usual)
+    model.forward = library.alone()(model.forward)
