@@ -513,7 +513,7 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      " and self.target.cache.lengths,",
      "prefix::test_a_prompt_that_failed_is_not_remembered"),
     ("chunks of hidden states are handed out backwards", "panel:Seat.read",
-     "[*(chunk[i] for chunk in chunks), hidden[i]]", "[hidden[i], *(chunk[i] for chunk in chunks)]",
+     "[*self.hidden.values(), hidden]", "[hidden, *self.hidden.values()]",
      "batching::test_a_prompt_read_in_chunks_gives_the_output_of_one_read_at_once"),
     ("who was passed over does not observe", "panel:Panel.observe",
      "seat.missed.append(came)", "pass", NO_DRAFT),
