@@ -39,7 +39,7 @@ def load(kind, folder):
 def test_a_drafter_learns_and_what_is_trained_is_what_drafts(kind, plan, monkeypatch):
     """In float32, where no rounding decides which of two tokens is the likelier one."""
     monkeypatch.setattr(recipe, "fast_dtype", lambda: torch.float32)
-    monkeypatch.setattr(Eagle3Drafter, "kept_as", None)
+    monkeypatch.setattr("drafters.eagle3.Eagle3Drafter.kept_as", None)
     own = replace(plan, kind=kind, out=plan.work / kind)
     target, data, student = train.student_of(own)
     figures = recipe.train(student, recipe.rows_of(target, student), data, own)
