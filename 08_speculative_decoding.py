@@ -44,6 +44,7 @@ from control.planner import FixedK, Planner
 from control.statistics import Statistics, Totals, now
 from drafters import Context, Drafter, Line, Noise, branches
 from drafters.panel import Panel, Seat
+from kernels import library
 from kernels.buffers import lazy_zeros, scrub
 from kernels.forward import Report
 from kernels.prefix import PrefixCache
@@ -487,6 +488,7 @@ class Engine:
         finally:
             self.close(s)
 
+    @library.alone()
     def step(self, sequences: list[Sequence]) -> dict[Sequence, Cycle]:
         """One cycle of each: draft → verify → accept → truncate.
 

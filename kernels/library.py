@@ -49,9 +49,12 @@ def alone() -> Iterator[None]:
     """Within it torch computes in the calling thread, between calls of kernels.
 
     Its other threads wait busily for a while for what comes next, and would take the cores from
-    the kernels'.
+    the kernels'. Where kernels are not used, it computes with all.
     """
     global _num_threads
+    if not is_used:
+        yield
+        return
     known, _num_threads = _num_threads, num_threads()
     try:
         torch.set_num_threads(1)
