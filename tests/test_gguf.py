@@ -167,15 +167,20 @@ def q4_k(block):
     return np.array(weights, np.float32)
 
 
-def test_a_file_in_k_quants_is_read(tmp_path):
-    """The gguf package cannot quantise to Q4_K. But any bytes are a block: here are random ones."""
+def save_wide(folder):
+    """A model whose rows are blocks of 256, with a tied embedding."""
     config = LlamaConfig(
         vocab_size=4096, hidden_size=256, intermediate_size=256, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256,
         bos_token_id=0, eos_token_id=0, pad_token_id=0, tie_word_embeddings=True,
     )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(TARGET).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TARGET).save_pretrained(folder)
+
+
+def test_a_file_in_k_quants_is_read(tmp_path):
+    """The gguf package cannot quantise to Q4_K. But any bytes are a block: here are random ones."""
+    save_wide(tmp_path)
     random = np.random.default_rng(0)
     blocks = random.integers(0, 256, (256, 1, 144), dtype=np.uint8)
     blocks[:, 0, :4] = np.array([0.001, 0.01], np.float16).view(np.uint8)
@@ -314,13 +319,7 @@ def test_a_packed_block_that_differs_from_its_module_is_not_used(files, monkeypa
 
 @needs_compiler
 def test_a_type_that_no_kernel_multiplies_is_named_and_unpacked(tmp_path, tiny_folder, caplog):
-    config = LlamaConfig(
-        vocab_size=4096, hidden_size=256, intermediate_size=256, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256,
-        bos_token_id=0, eos_token_id=0, pad_token_id=0, tie_word_embeddings=True,
-    )  # fmt: skip
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(TARGET).save_pretrained(tmp_path)
+    save_wide(tmp_path)
     kind = gguf.GGMLQuantizationType.IQ4_NL
     block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(0)
