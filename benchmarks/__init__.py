@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 import demo
 from control.statistics import Statistics
+from kernels import library
 from messages import Request
 from serving import catalogue
 from serving.options import ROOT, Options, between
@@ -201,6 +202,7 @@ def verifying(model: Any, rows: list[int], tokens: list[int]) -> Callable[[], li
     """
     lengths, count = [model.cache.lengths[row] for row in rows], len(tokens)
 
+    @library.alone()
     def verify() -> list[list[int]]:
         found = model.forward(rows, [tokens] * len(rows), [count] * len(rows)).logits
         choices = [logits.argmax(-1).tolist() for logits in found]
