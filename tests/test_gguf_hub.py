@@ -112,6 +112,7 @@ def at(monkeypatch, tmp_path):
     """Let the hub's client ask there, with a cache of its own."""
 
     def use(address):
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
         monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", address)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
