@@ -141,7 +141,8 @@ def setting(engine: Any, options: Options) -> str:
     exact = "with equal bits, checked" if report and report.is_exact else "without equal bits"
     count, device = torch.get_num_threads(), model.device.type
     where = f"{count} thread{'s' * (count > 1)}" if device == "cpu" else f"on {device}"
-    line = f"the target runs in {kind}: {way}, {where}, {exact}"
+    kind = "with packed weights" if kind == "packed" else f"in {kind}"
+    line = f"the target runs {kind}: {way}, {where}, {exact}"
     return line
 
 
