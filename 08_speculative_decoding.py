@@ -252,6 +252,7 @@ class CachedModel:
         self.num_weights = num_weights(self.model)
         self.windows = loaded.structure.windows  # by kind of layer, how far back it sees
         self.has_experts = loaded.structure.has_experts
+        self.fingerprint = loaded.fingerprint  # of a GGUF file that is served as it is
         self.cache = self.new_cache(loaded.structure.num_cache_layers, num_rows)
         self.fast: Any = None  # what `speed_up` puts in the place of `forward`
         self.report: Report | None = None  # on equal bits

@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import platform
+import socket
 import subprocess
 import sys
 import time
@@ -211,6 +212,13 @@ def verifying(model: Any, rows: list[int], tokens: list[int]) -> Callable[[], li
         return choices
 
     return verify
+
+
+def free_port() -> int:
+    """Of this machine, where nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 # --------------------------------------------------------------------------------------- clocks

@@ -17,7 +17,6 @@ that a process had at once, with what it maps of the files.
 
 import http.client
 import json
-import socket
 import subprocess
 import sys
 import time
@@ -83,9 +82,7 @@ class Peer:
     """A server as a process, from its command to its end."""
 
     def __init__(self, command: list[str]) -> None:
-        with socket.socket() as probe:
-            probe.bind((HOST, 0))
-            self.port = probe.getsockname()[1]
+        self.port = bench.free_port()
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": ROOT}
         began = time.monotonic()
         self._process = subprocess.Popen([*command, "--port", str(self.port)], **quiet)

@@ -73,9 +73,7 @@ def retype(source: str, path: str, kind: str) -> None:
 @contextmanager
 def llama_server(python: str, path: str, kind: str, k: int) -> Iterator[int]:
     """The port of llama-cpp-python's server; with a prompt lookup of k tokens, if any."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = bench.free_port()
     keys = {"float32": 0, "bfloat16": 30}.get(kind, 1)  # ggml's numbers; 1 is float16
     given = {
         "model": path, "port": port, "n_ctx": 2048, "type_k": keys, "type_v": keys,

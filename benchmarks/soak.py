@@ -34,7 +34,6 @@ import math
 import random
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -72,9 +71,7 @@ class Server:
     """The server as a process, its output in a file."""
 
     def __init__(self, arguments: list[str], log: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind((HOST, 0))
-            self.port = probe.getsockname()[1]
+        self.port = bench.free_port()
         command = [sys.executable, "08_speculative_decoding.py", "--host", HOST]
         command += ["--port", str(self.port), *arguments]
         with log.open("wb") as output:

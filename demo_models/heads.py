@@ -94,6 +94,7 @@ class Eagle3(Student):
         return 2, num_layers // 2, num_layers - 3
 
     def steps(self, batch: Batch, places: Tensor) -> Iterator[Tensor]:
+        """The layer's outputs, step by step, each from those before; see Student."""
         head = self.module
 
         def run(ids: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, keys: Keys) -> Tensor:
@@ -147,6 +148,7 @@ class DFlash(Student):
         return 3, num_layers - 2, num_layers
 
     def steps(self, batch: Batch, places: Tensor) -> Iterator[Tensor]:
+        """The head's outputs for each token of a draft, all of one forward; see Student."""
         head, (num, count), size = self.module, places.shape, self.SIZE
         ids = torch.full((num, count, size), self.config.mask_token_id)
         ids[:, :, 0] = batch.tokens.gather(1, (places + 1).clamp(max=batch.tokens.shape[1] - 1))
@@ -242,6 +244,7 @@ class Mtp(Student):
         self.names = _MIMO if kind == "mimo" else _OWN
 
     def steps(self, batch: Batch, places: Tensor) -> Iterator[Tensor]:
+        """The layer's outputs, step by step, each from those before; see Student."""
         head = self.module
 
         def run(ids: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, keys: Keys) -> Tensor:
@@ -256,6 +259,7 @@ class Mtp(Student):
         return unroll(run, batch.final, batch, places, self.num_steps)
 
     def save(self, folder: Path) -> None:
+        """Write target and layer as one folder, the layer in a file of its own."""
         save_model(self.target, folder, self.origin)
         files = [folder / f"model-{number:05}-of-00002.safetensors" for number in (1, 2)]
         whole = folder / "model.safetensors"

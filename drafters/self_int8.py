@@ -40,7 +40,7 @@ class SelfInt8Drafter(SmallModelDrafter):
         if context.quantize or target.has_experts:
             what = "an int8 target" if context.quantize else "a mixture of experts"
             raise ValueError(f"the drafter self_int8 does not go with {what}")
-        if hasattr(target.model.get_input_embeddings(), "panels"):
+        if target.fingerprint:
             raise ValueError(
                 "the drafter self_int8 does not go with packed weights, which are as small as its "
                 "own (--dtype bfloat16 unpacks them)"

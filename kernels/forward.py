@@ -22,6 +22,7 @@ from . import library
 from .decoder import MOST_ROWS, Decoder, Rows
 from .modules import Modules
 from .parts import is_same
+from .weights import panels_in
 
 Trees = Mapping[int, list[int]]
 NO_TREES: Trees = MappingProxyType({})
@@ -194,10 +195,10 @@ class ModuleForward(KernelForward):
     @property
     def num_bytes(self) -> int:
         """Of the matrices in panels."""
-        parts = list(self._model.model.modules())
-        packed = {getattr(part, "panels", None) for part in parts} - {None}
-        sides = (side for part in parts for side in getattr(part, "matrices", ()))
-        return sum(panels.num_bytes for panels in (*packed, *chain.from_iterable(sides)))
+        model = self._model.model
+        sides = (side for part in model.modules() for side in getattr(part, "matrices", ()))
+        every = (*panels_in(model), *chain.from_iterable(sides))
+        return sum(panels.num_bytes for panels in every)
 
     def shares(self, rows: list[int]) -> bool:
         """Whether texts in these empty rows do not mix. The rows are empty again afterwards."""

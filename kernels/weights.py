@@ -266,10 +266,14 @@ def panels_of(layer: nn.Module) -> Panels:
     return found
 
 
+def panels_in(model: nn.Module) -> set[Panels]:
+    """Those of all modules, each once."""
+    return {getattr(part, "panels", None) for part in model.modules()} - {None}
+
+
 def num_weights(model: nn.Module) -> int:
     """How many weights a model has, packed or not."""
-    packed = {getattr(part, "panels", None) for part in model.modules()} - {None}
-    count = sum(panels.outputs * panels.inputs for panels in packed)
+    count = sum(panels.outputs * panels.inputs for panels in panels_in(model))
     return count + sum(weight.numel() for weight in model.parameters())
 
 

@@ -41,7 +41,7 @@ _NUMBERS = {
     11: "<i8", 12: "<f8",
 }  # fmt: skip
 _WHOLE = ("None", "0", "1")  # what split.count says of a file without other parts
-_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
+PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _length = struct.Struct("<Q").unpack_from
 
 
@@ -182,7 +182,7 @@ class GgufFile:
 
 def _parts(path: str) -> list[str]:
     """The files of a model, of which `path` is one. Raises BadFile if one is missing."""
-    split = _PART.fullmatch(path)
+    split = PART.fullmatch(path)
     paths = [path]
     if split and 1 <= int(split[2]) <= int(split[3]):
         paths = [f"{split[1]}-{i + 1:05}-of-{split[3]}.gguf" for i in range(int(split[3]))]

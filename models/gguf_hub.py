@@ -13,19 +13,17 @@ from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
 from messages import in_short
 
-from .gguf_file import BadFile
+from .gguf_file import PART, BadFile
 
 _NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+?)(?::([\w.-]+))?")
-_PART = re.compile(r"-\d{5}-of-(\d{5})$")
 _USUAL, _SECONDS = "q4_k_m", 20
 
 
 def is_named(name: str) -> bool:
     """Whether a name means a GGUF file of the hub; a folder or file of that name comes first."""
     found = _NAME.fullmatch(name)
-    return (
-        bool(found and (found[2] or found[1].lower().endswith("gguf"))) and not Path(name).exists()
-    )
+    is_file = bool(found and (found[2] or found[1].lower().endswith("gguf")))
+    return is_file and not Path(name).exists()
 
 
 def fetch(name: str) -> str:
@@ -64,7 +62,8 @@ def choose(files: list[str], wanted: str | None) -> list[str]:
 
 def _stem(file: str) -> str:
     """Without the ending, and the number of a part."""
-    return _PART.sub("", file[: -len(".gguf")])
+    part = PART.fullmatch(file)
+    return part[1] if part else file[: -len(".gguf")]
 
 
 def _kind(file: str) -> str:
@@ -82,6 +81,6 @@ def _kept(repository: str, wanted: str | None) -> str | None:
     except Exception:
         return None
     chosen = choose([str(path.relative_to(folder)) for path in folder.rglob("*.gguf")], wanted)
-    parts = _PART.search(chosen[0][: -len(".gguf")]) if chosen else None
-    is_whole = bool(chosen) and len(chosen) == (int(parts[1]) if parts else 1)
+    part = PART.fullmatch(chosen[0]) if chosen else None
+    is_whole = bool(chosen) and len(chosen) == (int(part[3]) if part else 1)
     return str(folder / chosen[0]) if is_whole else None

@@ -48,7 +48,8 @@ def load_packed(file: GgufFile, config: PreTrainedConfig) -> tuple[Any, dict[str
     """The model, and what transformers tells of its weights. Raises BadFile."""
     empty = empty_model(file, config, torch.float32)
     processor, names = names_in(file, empty)
-    plans = {name: _Plan(t, names, processor, empty) for name, t in file.tensors.items()}
+    modules = dict(empty.named_modules())
+    plans = {name: _Plan(t, names, processor, modules) for name, t in file.tensors.items()}
     # A matrix's place is held by one zero, which looks as large: memory is for what is there.
     weights = {
         plan.target: torch.zeros(1).expand(plan.shape) for plan in plans.values() if plan.target
@@ -79,13 +80,20 @@ def load_packed(file: GgufFile, config: PreTrainedConfig) -> tuple[Any, dict[str
     all_at_once(read, file)
     model, report = filled(empty, weights)
     _put(model, packed)
+    model.fingerprint = file.fingerprint
     return model, report
 
 
 class _Plan:
     """What becomes of a tensor."""
 
-    def __init__(self, tensor: Tensor, names: dict[str, str], processor: Any, model: Any) -> None:
+    def __init__(
+        self,
+        tensor: Tensor,
+        names: dict[str, str],
+        processor: Any,
+        modules: dict[str, nn.Module],
+    ) -> None:
         self.tensor, self._names, self._processor = tensor, names, processor
         self.owner: str | None = None  # the module whose matrix it is, if it is one
         self.form: str | None = None  # of panels; None: it is unpacked
@@ -96,15 +104,14 @@ class _Plan:
             numbers = numbers[:, None]
         self.target, found = self._process(numbers)
         owner, _, kind = (self.target or "").rpartition(".")
-        module = dict(model.named_modules()).get(owner)
+        module = modules.get(owner)
         is_linear = isinstance(module, nn.Linear | Conv1D | nn.Embedding)
-        self.is_transposed = isinstance(module, Conv1D)
+        is_matrix = kind == "weight" and is_linear and len(tensor.shape) == 2
+        self.is_transposed = is_matrix and isinstance(module, Conv1D)
         self.shape = tensor.shape[::-1] if self.is_transposed else tensor.shape
-        if kind != "weight" or not is_linear or len(tensor.shape) != 2:
-            self.shape = tensor.shape
+        if not is_matrix:
             return
-        self.owner = owner
-        rows = found.T.ravel() if self.is_transposed else found.ravel()
+        self.owner, rows = owner, found.ravel()
         if found.size == tensor.shape[0] and np.array_equal(np.sort(rows), numbers.ravel()):
             self.form = FORMS.get(tensor.type.name)
             if not np.array_equal(rows, numbers.ravel()):

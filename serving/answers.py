@@ -142,8 +142,7 @@ def setting(engine: Any, options: Options) -> str:
     count, device = torch.get_num_threads(), model.device.type
     where = f"{count} thread{'s' * (count > 1)}" if device == "cpu" else f"on {device}"
     kind = "with packed weights" if kind == "packed" else f"in {kind}"
-    line = f"the target runs {kind}: {way}, {where}, {exact}"
-    return line
+    return f"the target runs {kind}: {way}, {where}, {exact}"
 
 
 def health(engine: Any, worker: Worker, options: Options) -> dict[str, Any]:

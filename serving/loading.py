@@ -71,6 +71,7 @@ class Loaded:
     tokenizer: Any
     length: int  # of the context
     structure: Structure
+    fingerprint: str | None = None  # of a file that is served as it is
 
 
 def load_pretrained(name: str, options: Options) -> Loaded:
@@ -119,7 +120,6 @@ def _read_file(name: str, dtype: str, options: Options) -> tuple[Any, Any, dict[
             dtype = "bfloat16"
         if dtype == "packed":
             model, report = gguf_packed.load_packed(file, config)
-            model.fingerprint = file.fingerprint
         else:
             model, report = load_model(file, config, getattr(torch, dtype))
     return model, tokenizer, report
@@ -291,4 +291,5 @@ def _fit(model: Any, tokenizer: Any, name: str, options: Options) -> Loaded:
             f"give --max-model-len {structure.length} or less"
         )
     fix_rotations(model, structure.length)
-    return Loaded(model, tokenizer, structure.length, structure)
+    fingerprint = getattr(model, "fingerprint", None)
+    return Loaded(model, tokenizer, structure.length, structure, fingerprint)

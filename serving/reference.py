@@ -64,8 +64,8 @@ class Reference:
         model, length, note = cached.model, cached.max_length, _note(cached)
         if note and note.exists():
             return None
-        is_packed = hasattr(model.get_input_embeddings(), "panels")  # each layer was compared then
-        lengths = _LENGTHS_PACKED if is_packed else _LENGTHS
+        # The layers of a packed model are compared one by one as well.
+        lengths = _LENGTHS_PACKED if cached.fingerprint else _LENGTHS
         texts = random_texts(cached, [min(each, length) for each in lengths])
         try:
             logits = [_plain(model, text) for text in texts]
@@ -81,7 +81,7 @@ class Reference:
         tolerance, is_mixture = max(_ROUNDINGS * rounding, _SHAKES * moved), cached.has_experts
         if is_mixture:
             tolerance = max(tolerance, _SHARE_OF_LARGEST * largest)
-        if is_packed:
+        if cached.fingerprint:
             tolerance = max(tolerance, _SHARE_PACKED * largest)
         return cls(texts, logits, tolerance, is_mixture, note)
 
@@ -114,11 +114,15 @@ class Reference:
 
 def _note(cached: Any) -> Path | None:
     """Where it is noted that a file was compared by this code; None if it is no packed file."""
-    file = getattr(cached.model, "fingerprint", None)
-    if file is None:
+    if cached.fingerprint is None:
         return None
     code = [path.read_bytes() for name in _CODE for path in sorted((ROOT / name).glob("*.[chp]*"))]
-    versions = file, torch.__version__, transformers.__version__, str(cached.max_length)
+    versions = (
+        cached.fingerprint,
+        torch.__version__,
+        transformers.__version__,
+        str(cached.max_length),
+    )
     digest = hashlib.sha256(b"".join(code) + " ".join(versions).encode())
     return cache_folder() / "compared" / digest.hexdigest()
 

@@ -137,7 +137,7 @@ def weights_of(engine: Any, options: Options) -> dict[str, Any]:
     config = target.model.config.get_text_config()
     size = 1 if options.quantize == "int8" else target.model.dtype.itemsize
     kind, num_bytes = str(target.model.dtype).removeprefix("torch."), target.num_weights * size
-    if getattr(target.model, "fingerprint", None):  # a file as it is
+    if target.fingerprint:  # a file as it is
         kind, num_bytes = "packed", target.fast.num_bytes
     return {
         "parameters": target.num_weights,
