@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-import serving.shortage  # isort: skip  # noqa: F401  (first: torch may find too little memory)
+import models.shortage  # isort: skip  # noqa: F401  (first: torch may find too little memory)
 import torch
 from flask import Flask, Response
 from torch import Tensor
@@ -52,16 +52,16 @@ from kernels.start import get_ready, report_of, speed_up
 from kernels.states import follow_rows
 from kernels.weights import num_weights
 from messages import Cycle, Draft, Judgement, Layers, Output, Request, Sampling
-from sampling import ACCEPT, DRAW, RECOVER, choose, draw, penalise, truncated_softmax
-from serving import answers, faults, http, loading, story
-from serving.catalogue import with_model
-from serving.gpt_neo import follow_masks
+from models import loading
+from models.catalogue import with_model
+from models.gpt_neo import follow_masks
+from models.prompts import check_prompt
+from models.reference import Reference, check, refusal
+from sampling import ACCEPT, DRAW, RECOVER, TextStream, choose, draw, penalise, truncated_softmax
+from serving import answers, faults, http, story
 from serving.openai import register_openai
 from serving.options import Options, parse_arguments
 from serving.parsing import parse_request
-from serving.prompts import check_prompt
-from serving.reference import Reference, check, refusal
-from serving.text import TextStream
 from serving.worker import Worker, warm_up
 
 # ------------------------------------------------------------------- KV cache and truncation
@@ -681,7 +681,8 @@ def main(arguments: list[str] | None = None) -> int:
             return show(engine, options, plain_decode, given)
         is_chat = options.is_chat(engine.target.tokenizer)
         body = {"prompt": given.prompt, "stop": given.stop, "chat": is_chat}
-        return demo.show_prompt(engine, parse_request(body, engine, options)[0], given.explain)
+        request, *_ = parse_request(body, engine, options.for_requests)
+        return demo.show_prompt(engine, request, given.explain)
 
     return demo.exit_status(act)
 

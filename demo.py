@@ -25,14 +25,13 @@ from tqdm import tqdm
 from control.formulas import steadiness
 from control.planner import TREE
 from control.statistics import PLAIN, ratio
-from messages import Request
+from messages import Request, RequestError
+from models.loading import StartError
+from models.prompts import chat_ids, prompt_ids
+from models.shortage import is_shortage, tell_error, told
 from serving import trace
 from serving.answers import setting
-from serving.errors import RequestError
-from serving.loading import StartError
 from serving.options import ROOT, Options
-from serving.prompts import chat_ids, prompt_ids
-from serving.shortage import is_shortage, tell_error, told
 
 _COLOURS = {"accepted": "\033[32m", "recovered": "\033[33m", "bonus": "\033[36m", "end": "\033[2m"}
 _BRACKETS = {"accepted": "[]", "recovered": "<>", "bonus": "{}", "end": ("", "")}

@@ -34,9 +34,9 @@ import demo
 from control.statistics import Statistics
 from kernels import library
 from messages import Request
-from serving import catalogue
+from models import catalogue
+from models.prompts import ids_of, prompts_of  # noqa: F401  (for the benchmarks)
 from serving.options import ROOT, Options, between
-from serving.prompts import ids_of, prompts_of  # noqa: F401  (for the benchmarks)
 
 # A test run has imported the core already. A second copy would have classes of its own.
 core: Any = sys.modules.get("speculative_decoding") or importlib.import_module(

@@ -24,8 +24,7 @@ from typing import Any
 import benchmarks as bench
 from drafters.panel import PLAIN
 from engines.plan import LOADED, server_words
-from messages import Request, Sampling
-from serving.errors import RequestError
+from messages import Request, RequestError, Sampling
 from serving.options import Options, between
 from serving.parsing import MAX_SPECULATIVE_TOKENS
 

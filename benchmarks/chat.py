@@ -27,10 +27,10 @@ import benchmarks as bench
 from benchmarks import llama_peer
 from benchmarks.peers import Peer
 from messages import Request, Sampling
-from serving.catalogue import folder_of
+from models.catalogue import folder_of
+from models.prompts import chat_ids
 from serving.options import between
 from serving.parsing import MAX_SPECULATIVE_TOKENS
-from serving.prompts import chat_ids
 
 _TEXTS = (
     "The heron stands still for a long time. It waits in shallow water until a fish comes near. "

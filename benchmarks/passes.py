@@ -25,7 +25,7 @@ import torch
 import benchmarks as bench
 from benchmarks.pair import memory_gb_per_s
 from benchmarks.servers import retype
-from serving.catalogue import CATALOGUE, download
+from models.catalogue import CATALOGUE, download
 from serving.options import between
 
 KINDS = "float32", "bfloat16", "q8_0", "q4_0"

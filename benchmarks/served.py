@@ -25,8 +25,8 @@ import benchmarks as bench
 import demo
 from benchmarks.soak import started
 from messages import Request
+from models.prompts import chat_ids, prompt_ids
 from serving.options import Options, between
-from serving.prompts import chat_ids, prompt_ids
 
 CASES = {
     "embedded": {"model": "embedded"},

@@ -37,7 +37,7 @@ from benchmarks.chat import PROMPTS
 from benchmarks.llama_peer import PAUSE_S, finish
 from benchmarks.served import FORGETFUL, Told, ask, at_once
 from benchmarks.soak import started
-from serving.catalogue import CATALOGUE, download
+from models.catalogue import CATALOGUE, download
 from serving.options import between
 
 ROUTE = "/v1/completions"

@@ -20,7 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from drafters.dflash import BlockConfig, DFlashHead
 from drafters.eagle3_head import Eagle3Head, HeadConfig, save_head
-from serving.mimo import MiMoConfig, MiMoForCausalLM
+from models.mimo import MiMoConfig, MiMoForCausalLM
 
 from .recipe import TRAIN, Batch, Data, Keys, Student, additive, hidden_states, pick, unroll
 

@@ -26,8 +26,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads cost 10x
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from serving.catalogue import folder_of
-from serving.mimo import register
+from models.catalogue import folder_of
+from models.mimo import register
 
 from . import answers, corpus, embedded, recipe
 from .heads import DFlash, Draft, Eagle3, Mtp

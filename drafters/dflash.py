@@ -35,13 +35,13 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from kernels import library
 from kernels.decoder import FULL, MOST_ROWS, can_tabulate
+from kernels.files import FILE, check_sizes, fill, read_folder
 from kernels.head import look_ahead
 from kernels.weights import DTYPES, pack
 from messages import Draft, in_short
 
 from .base import Chain, Context
 from .head import HeadState, StateReader
-from .weights import FILE, check_sizes, fill, read_folder
 
 _NEEDED = "hidden_size", "block_size", "mask_token_id", "target_layer_ids"
 # Fields that change what a head computes, each with the one value that is served.

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from kernels import library
 from kernels.chain import Vocabulary
+from kernels.files import check_sizes, own_weights
 from kernels.head import speed_up_eagle
 from messages import in_short
 
 from .base import Context
 from .eagle3_head import Eagle3Head, HeadConfig, build_head, read_head
 from .head import HeadDrafter
-from .weights import check_sizes, own_weights
 
 
 class Eagle3Drafter(HeadDrafter):

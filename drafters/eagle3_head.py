@@ -27,7 +27,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from .weights import FILE, fill, read_folder
+from kernels.files import FILE, fill, read_folder
 
 _LAYERS = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
 

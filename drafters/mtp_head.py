@@ -16,11 +16,11 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_layers import MtpModel
 
 from kernels.chain import Vocabulary
+from kernels.files import own_weights, why_not_loaded
 from kernels.head import speed_up_head
 
 from .base import Context
 from .head import HeadDrafter
-from .weights import own_weights, why_not_loaded
 
 # What configs call the number of MTP layers: transformers' name, then Qwen's and GLM's.
 _COUNTS = "num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers"

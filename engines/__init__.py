@@ -13,8 +13,8 @@ from typing import Any
 
 from flask import Flask
 
-from serving.errors import RequestError
-from serving.loading import StartError
+from messages import RequestError
+from models.loading import StartError
 from serving.options import Options
 
 KEY_VARIABLE = "SPECULATIVE_ENGINE_KEY"  # which an engine at an address asks for

@@ -19,17 +19,16 @@ from prometheus_client.registry import Collector, CollectorRegistry
 import demo
 from control.statistics import FORMULAS, ratio
 from drafters.panel import PLAIN
-from messages import Request, Sampling
+from messages import RequestError, Sampling
+from models.prompts import is_text, read_turns
+from page import register_page
 from serving.answers import stream_events
 from serving.connection import CLIENT_BEHIND
-from serving.errors import RequestError
 from serving.http import base_app, cancel_if_left, finish, read_body
 from serving.metrics import CONTENT_TYPE
 from serving.openai import register_routes
 from serving.options import Options
-from serving.page import register_page
-from serving.parsing import SAMPLING_FIELDS, parse_fields
-from serving.prompts import is_text, read_turns
+from serving.parsing import parse_fields
 
 from .client import PER_POSITION, Engine
 from .relay import Relay, RemoteJob, Told, Wanted
@@ -98,8 +97,7 @@ def refuse_what_it_cannot(body: dict[str, Any], engine: Engine) -> None:
 
 def parse(body: dict[str, Any], engine: Engine, options: Options) -> tuple[Wanted, bool, list[str]]:
     """A request's fields, defaults filled in: (request, stream, warnings). Raises RequestError."""
-    defaults = {name: getattr(options, name) for name in SAMPLING_FIELDS}
-    defaults |= {"drafter": engine.drafter, "max_tokens": options.max_tokens or Request.max_tokens}
+    defaults = options.for_requests | {"drafter": engine.drafter}
     is_seeded = body.get("seed", options.seed) is not None
     is_open = options.max_tokens is None and request.path == "/v1/chat/completions"
     given, notes = parse_fields(

@@ -26,10 +26,10 @@ from typing import Any
 
 from drafters.panel import PLAIN
 from drafters.vllm_proposer import VARIABLE, Proposer
-from serving.catalogue import NotFetched, ends_with_us, folder_of
-from serving.errors import RequestError
+from messages import RequestError
+from models.catalogue import NotFetched, ends_with_us, folder_of
+from models.loading import StartError
 from serving.http import say
-from serving.loading import StartError
 from serving.options import ROOT, Options
 from serving.parsing import model_id
 

@@ -21,8 +21,7 @@ from urllib.parse import urlsplit
 import h11
 from prometheus_client.parser import text_string_to_metric_families
 
-from messages import in_short
-from serving.errors import RequestError
+from messages import RequestError, in_short
 from serving.worker import unavailable
 
 _CONNECT_S = 5.0

@@ -36,10 +36,10 @@ from drafters import NAMES
 from drafters.panel import PLAIN
 from drafters.vllm_proposer import TOKENS_ONLY
 from messages import Request
-from serving.catalogue import folder_of
+from models.catalogue import folder_of
+from models.prompts import check_prompt, ids_of, prompts_of
 from serving.options import RUNNING_ELSEWHERE, Options
 from serving.parsing import model_id
-from serving.prompts import check_prompt, ids_of, prompts_of
 
 from . import child
 

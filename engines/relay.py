@@ -19,8 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from control.statistics import ratio
-from messages import Request
-from serving.errors import RequestError
+from messages import Request, RequestError
 from serving.metrics import Histogram
 from serving.options import Options
 from serving.worker import FAILURES_TO_TELL, POLL_S, WHY_NOT, Job, unavailable

@@ -1,1 +1,1 @@
-"""What the server needs around the core; it never imports the core."""
+"""HTTP around the core: options, requests, the worker, answers; it never imports the core."""

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from control.statistics import FORMULAS, PLAIN, Statistics, ratio
+from messages import RequestError, engine_failure
 
 from . import story
 from .comparison import comparison
-from .errors import RequestError, engine_failure
 from .options import Options
 from .parsing import model_id
 from .worker import Job, Worker, cancel

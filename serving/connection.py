@@ -40,9 +40,7 @@ from urllib.parse import unquote_to_bytes, urlsplit
 
 import h11
 
-from messages import in_short
-
-from .errors import RequestError
+from messages import RequestError, in_short
 
 MAX_BODY_BYTES = 1 << 20
 MAX_HEAD_BYTES = 1 << 16

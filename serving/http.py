@@ -20,15 +20,14 @@ from flask import Flask, Response, g, request
 from werkzeug import Request
 from werkzeug.exceptions import HTTPException
 
-from messages import in_short
+from messages import RequestError, engine_failure, in_short
+from models.catalogue import abandon
+from page import register_page
 
-from .catalogue import abandon
 from .comparison import runs_to_compare
 from .connection import MAX_ACCEPTED, MAX_BODY_BYTES, REFUSAL, WHEN_LEFT, Server
-from .errors import RequestError, engine_failure
 from .log import Progress, log_to_stderr, name_requests
 from .metrics import register_metrics
-from .page import register_page
 from .parsing import model_id, parse_json, parse_request
 from .worker import Job, Worker, cancel, unavailable
 
@@ -117,7 +116,7 @@ def beginning(engine: Any, worker: Worker, options: Any) -> Callable[..., Any]:
 
     def begin(body: dict[str, Any]) -> tuple[list[Job], bool, list[str]]:
         """The request's jobs, whether to stream, and warnings."""
-        wanted, stream, compare, notes = parse_request(body, engine, options)
+        wanted, stream, compare, notes = parse_request(body, engine, options.for_requests)
         g.jobs = worker.submit(*(runs_to_compare(wanted) if compare else [wanted]))
         cancel_if_left(g.jobs)
         return g.jobs, stream, notes

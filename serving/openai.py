@@ -19,11 +19,12 @@ from typing import Any
 from flask import Flask, Response, g
 from werkzeug.exceptions import NotFound
 
+from messages import RequestError
+from models.prompts import chat_prompt
+
 from .answers import PING, answer, failures_as_events, sse
-from .errors import RequestError
 from .http import finish, read_body
 from .parsing import model_id, unknown_model
-from .prompts import chat_prompt
 from .worker import Job
 
 _TEXT_ALONE = "not supported: this server answers with text alone"

@@ -17,10 +17,9 @@ from urllib.parse import urlsplit
 
 from drafters import NAMES
 from drafters.panel import PLAIN
-from messages import Request, Sampling
+from messages import Request, RequestError, Sampling
+from models.catalogue import CATALOGUE, DEFAULT, EMBEDDED, FALLBACK, PAIRS, entry_of
 
-from .catalogue import CATALOGUE, DEFAULT, EMBEDDED, FALLBACK, PAIRS, entry_of
-from .errors import RequestError
 from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, check_fields
 
 KEY_VARIABLE = "SPECULATIVE_API_KEY"
@@ -279,6 +278,13 @@ class Options:
     def sampling(self) -> Sampling:
         """Where a request does not say."""
         return Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
+
+    @property
+    def for_requests(self) -> dict[str, Any]:
+        """The fields of a request that does not give them."""
+        names = (*SAMPLING_FIELDS, "num_speculative_tokens")
+        given = {name: getattr(self, name) for name in names}
+        return given | {"max_tokens": self.max_tokens or Request.max_tokens}
 
     @property
     def draft_folder(self) -> str | None:

@@ -12,16 +12,11 @@ from dataclasses import fields
 from functools import cache
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from drafters.panel import PLAIN
-from messages import Request, Sampling
-
-from .errors import RequestError
-from .prompts import chat_ids, check_prompt, is_text, large_bodies, prompt_ids
-
-if TYPE_CHECKING:
-    from .options import Options
+from messages import Request, RequestError, Sampling
+from models.prompts import chat_ids, check_prompt, is_text, large_bodies, prompt_ids
 
 
 def parse_json(data: bytes) -> dict[str, Any]:
@@ -210,17 +205,14 @@ def parse_fields(
 
 
 def parse_request(
-    body: dict[str, Any], engine: Any, options: "Options"
+    body: dict[str, Any], engine: Any, defaults: dict[str, Any]
 ) -> tuple[Request, bool, bool, list[str]]:
-    """A request's fields, defaults filled in: (request, stream, compare, warnings).
+    """A request's fields, `defaults` filled in: (request, stream, compare, warnings).
 
     Raises RequestError, naming the field that is wrong.
     """
     target = engine.target
-    names = (*SAMPLING_FIELDS, "num_speculative_tokens")
-    defaults = {name: getattr(options, name) for name in names}
-    defaults["max_tokens"] = options.max_tokens or Request.max_tokens
-    defaults["drafter"] = engine.default_drafter
+    defaults = defaults | {"drafter": engine.default_drafter}
     given, notes = parse_fields(
         body, target.tokenizer, engine.panel.choices, defaults, target.name, target.max_length
     )

@@ -8,7 +8,7 @@ of it is counted in /health or learnt by the controller. A fault costs the story
 
 To renew the one that is shown while a model loads, from the repository's root:
 
-    curl -s localhost:5000/page/story.json > serving/page/stored_story.json
+    curl -s localhost:5000/page/story.json > page/stored_story.json
 """
 
 import logging
@@ -23,11 +23,11 @@ from control.planner import FixedK
 from control.statistics import Totals
 from drafters.timed import TimedDrafter
 from messages import Request
+from models.prompts import chat_ids, prompt_ids
 
 from . import trace
 from .options import Options
 from .parsing import model_id
-from .prompts import chat_ids, prompt_ids
 
 # Who tells it, if loaded: first those that write a draft token by token.
 _TELLERS = ("draft_model", "eagle3", "mtp", "dflash", "self_int8", "ngram")

@@ -22,10 +22,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from messages import Request
+from messages import Request, RequestError
 
 from . import faults, story, trace
-from .errors import RequestError
 from .metrics import Histogram
 from .options import Options
 

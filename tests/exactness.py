@@ -27,8 +27,8 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 import demo  # noqa: E402
+from models.catalogue import EMBEDDED  # noqa: E402
 from serving import faults  # noqa: E402
-from serving.catalogue import EMBEDDED  # noqa: E402
 
 LONGEST = 1100
 BORDERS = [block + step for block in (0, 512, 1024) for step in range(64, 513, 64)]

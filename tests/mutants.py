@@ -47,7 +47,7 @@ MODULES = {
     "costs": "control.costs",
     "statistics": "control.statistics", "buffers": "kernels.buffers",
     "sampling": "sampling", "faults": "serving.faults", "trace": "serving.trace",
-    "text": "serving.text", "parsing": "serving.parsing", "prompts": "serving.prompts",
+    "text": "sampling", "parsing": "serving.parsing", "prompts": "models.prompts",
     "worker": "serving.worker", "head": "drafters.head", "suffix": "drafters.suffix",
     "suffix_tree": "drafters.suffix_tree",
     "comparison": "serving.comparison", "connection": "serving.connection",

@@ -35,9 +35,9 @@ from server import (
 )
 from transformers import AutoTokenizer
 
-from serving import prompts as reading
-from serving.errors import RequestError
-from serving.prompts import chat_prompt, tokenize
+from messages import RequestError
+from models import prompts as reading
+from models.prompts import chat_prompt, tokenize
 
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 CONTEXT, DEFAULT_LIMIT = 256, 4  # what is good by chance shall be short

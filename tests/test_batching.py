@@ -12,8 +12,8 @@ import torch
 from conftest import ScriptedDrafter, run, scripted_engine
 from server import until
 
+from messages import RequestError
 from serving import faults, trace
-from serving.errors import RequestError
 from serving.worker import Job, Worker
 
 DRAFTERS = (None, "ngram", "suffix", "draft_model", "mtp")

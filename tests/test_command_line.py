@@ -26,7 +26,7 @@ from server import SCRIPT, naming_a_model, serving
 from transformers import AutoModelForCausalLM
 
 import demo as terminal
-from serving import loading
+from models import loading
 
 load_engine = core.load_engine
 SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01")
@@ -319,7 +319,8 @@ def test_the_drafter_none_is_plain_decoding_where_a_request_does_not_say(tiny_fo
     options = core.Options(model=str(tiny_folder("llama")), drafter="none")
     engine = core.load_engine(options)
     for fields, drafter in (({}, None), ({"drafter": "ngram"}, "ngram")):
-        assert core.parse_request({"prompt": "x"} | fields, engine, options)[0].drafter == drafter
+        request = core.parse_request({"prompt": "x"} | fields, engine, options.for_requests)[0]
+        assert request.drafter == drafter
 
 
 MISTAKES = [

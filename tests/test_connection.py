@@ -8,9 +8,9 @@ import asyncio
 import h11
 import pytest
 
+from messages import RequestError
 from serving import connection
 from serving.connection import REFUSAL, WHEN_LEFT, Connection, Server, environ_of
-from serving.errors import RequestError
 
 
 class Transport:

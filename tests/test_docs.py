@@ -223,7 +223,7 @@ def test_readme_s_tree_names_what_exists():
     for line in re.sub(r"\n +", " ", tree).splitlines():
         paths, names = re.split("  +", line, maxsplit=1)
         found = [ROOT / path for path in paths.split()]
-        if paths in ("drafters/", "control/", "serving/"):
+        if paths in ("drafters/", "control/", "models/"):
             found += [ROOT / paths / name for name in re.findall(r"\w+", names)]
         missing += [p for p in found if not (p.exists() or p.with_suffix(".py").exists())]
     assert missing == []

@@ -35,7 +35,7 @@ import drafters
 from demo_models import train
 from drafters.eagle3 import Eagle3Drafter
 from drafters.eagle3_head import Eagle3Head, HeadConfig, save_head
-from serving.catalogue import CATALOGUE
+from models.catalogue import CATALOGUE
 
 EMBEDDING = "embed_tokens.weight"
 NUM_LAYERS, WIDTH, DRAFT_VOCAB = 6, 32, 500

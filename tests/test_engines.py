@@ -30,8 +30,8 @@ from server import (
 )
 
 from engines import KEY_VARIABLE, app, child, client
-from serving.errors import RequestError
-from serving.loading import StartError
+from messages import RequestError
+from models.loading import StartError
 from serving.options import Options, parse_arguments
 
 TEXT = " blue, red, green, blue, red, green,"

@@ -28,11 +28,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaC
 
 from benchmarks.llama_peer import finish, name_of, write_sizes
 from kernels import decoder, library, start
+from models import catalogue, loading
 from models.gguf_file import BadFile, GgufFile
 from models.gguf_model import config_of, load_model, open_model, unpacked
 from models.gguf_packed import FORMS
 from models.gguf_tokenizer import tokenizer_of
-from serving import catalogue, loading, parsing, story
+from serving import parsing, story
 
 Q4_0, Q8_0 = gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0
 
@@ -806,7 +807,7 @@ def test_a_server_that_is_ended_meanwhile_leaves_nothing(tiny_entry, tmp_path):
         "import sys, time, signal, os\n"
         f"sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
         "import speculative_decoding as core\n"
-        "from serving import catalogue\n"
+        "from models import catalogue\n"
         f"catalogue.CATALOGUE['tiny'] = catalogue.{tiny_entry!r}\n"
         "def convert(file, folder):\n"
         "    folder.mkdir()\n"

@@ -12,9 +12,8 @@ import pytest
 import speculative_decoding as core
 from test_gguf import Q4_0, Q8_0, needs_compiler, write_gguf
 
-from models import gguf_hub
+from models import catalogue, gguf_hub, loading
 from models.gguf_file import BadFile
-from serving import catalogue, loading
 
 FILES = ["README.md", "a-fp16.gguf", "a-q4_k_m.gguf", "a-q8_0-00001-of-00002.gguf",
          "a-q8_0-00002-of-00002.gguf", "mmproj-a-q4_k_m.gguf"]  # fmt: skip

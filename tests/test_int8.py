@@ -21,8 +21,9 @@ from kernels import chain, library, start
 from kernels.decoder import decoder_of
 from kernels.experts import experts_of
 from kernels.weights import PanelEmbedding, PanelLinear
-from serving import answers, faults, loading
-from serving.structure import examine
+from models import loading
+from models.structure import examine
+from serving import answers, faults
 
 pytestmark = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
 TEXT = [311, 42, 7, 900, 13, 42, 7, 900, 55, 1024]

@@ -20,10 +20,10 @@ from server import generate, serving
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import chunked_causal_mask_function, sliding_window_overlay
 
-from drafters.weights import why_not_loaded
-from serving import loading, reference, structure
-from serving.loading import StartError
-from serving.structure import FULL, UnsupportedModel, examine, window_of
+from kernels.files import why_not_loaded
+from models import loading, reference, structure
+from models.loading import StartError
+from models.structure import FULL, UnsupportedModel, examine, window_of
 
 LONG = 300  # tokens of a neighbour: more than any window or original context here
 

@@ -17,7 +17,7 @@ from kernels import library
 from kernels.decoder import Rows, decoder_of
 from kernels.forward import lines_of
 from kernels.modules import FlatPlace, attention_forward
-from serving.structure import examine
+from models.structure import examine
 from serving.worker import Worker
 
 needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")

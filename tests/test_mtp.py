@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import drafters
 from messages import Verdict
-from serving import mimo
+from models import mimo
 
 mimo.register()
 INDEX = "model.safetensors.index.json"

@@ -41,8 +41,8 @@ from server import (
 from transformers import AutoModelForCausalLM
 
 from kernels import library
+from page import FILES
 from serving.log import PROGRESS
-from serving.page import FILES
 
 PATHS = ("/generate", "/v1/completions")
 FIELDS = {"prompt": "1, 2, 3,", "max_tokens": 20}

@@ -19,10 +19,10 @@ import torch
 from conftest import run
 
 from models import gguf_hub
+from models.catalogue import PAIRS
 from models.gguf_model import config_of, open_model
 from models.gguf_packed import FORMS, load_packed
-from serving.catalogue import PAIRS
-from serving.prompts import chat_ids
+from models.prompts import chat_ids
 
 pytestmark = pytest.mark.network
 CODE = (

@@ -30,10 +30,9 @@ from hypothesis.stateful import (
 
 from kernels.decoder import Rows
 from kernels.modules import FlatPlace
-from sampling import truncated_softmax
-from serving.errors import RequestError
+from messages import RequestError
+from sampling import TextStream, truncated_softmax
 from serving.parsing import parse_fields, parse_json
-from serving.text import TextStream
 
 settings.register_profile("claims", deadline=None, derandomize=True, database=None)
 settings.load_profile("claims")

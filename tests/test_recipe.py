@@ -14,7 +14,7 @@ from test_drafters import fresh_state, propose_and_close
 from transformers import AutoModelForCausalLM
 
 from demo_models import answers, heads, recipe, train
-from serving import mimo
+from models import mimo
 
 KINDS = {"eagle3": "eagle3", "dflash": "dflash", "mtp": "mtp", "draft": "draft_model"}
 K = 4

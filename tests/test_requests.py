@@ -13,8 +13,8 @@ import speculative_decoding as core
 import torch
 from conftest import probabilities, run, scripted_engine
 
+from sampling import TextStream
 from serving import answers, trace
-from serving.text import TextStream
 
 DRAFTERS = ("ngram", "suffix", "draft_model", "mtp")
 SAMPLING = core.Sampling(1.1, 0.9, 100, 0.95, 0.001)

@@ -14,13 +14,14 @@ CORE = "08_speculative_decoding"
 ROOMS: dict[str, set[str]] = {"messages": set()} | {
     "kernels": {"messages"},
     "sampling": {"messages", "kernels"},
-    "demo_models": {"messages", "drafters", "serving", "benchmarks"},
+    "demo_models": {"messages", "kernels", "drafters", "models", "serving", "benchmarks"},
     "drafters": {"messages", "sampling", "kernels"},
     "control": {"messages", "drafters"},
     "models": {"messages", "kernels"},
-    "serving": {"messages", "sampling", "models", "drafters", "control"},
-    "demo": {"messages", "control", "serving"},
-    "engines": {"messages", "drafters", "control", "serving", "demo"},
+    "page": set(),
+    "serving": {"messages", "sampling", "models", "drafters", "control", "page"},
+    "demo": {"messages", "control", "models", "serving"},
+    "engines": {"messages", "drafters", "control", "models", "page", "serving", "demo"},
     CORE: {
         "messages",
         "kernels",
@@ -28,6 +29,7 @@ ROOMS: dict[str, set[str]] = {"messages": set()} | {
         "drafters",
         "control",
         "models",
+        "page",
         "serving",
         "demo",
         "engines",
@@ -77,12 +79,12 @@ def test_the_core_has_at_most_700_lines():
 
 
 def test_the_page_has_at_most_2880_lines():
-    files = [path for path in (ROOT / "serving" / "page").iterdir() if path.suffix != ".png"]
+    files = [path for path in (ROOT / "page").iterdir() if path.suffix != ".png"]
     assert sum(path.read_text("utf-8").count("\n") for path in files if path.is_file()) <= 2880
 
 
 def test_no_line_of_the_page_is_wider_than_110_columns():
-    for path in (ROOT / "serving" / "page").iterdir():
+    for path in (ROOT / "page").iterdir():
         if path.suffix in {".html", ".css", ".js"}:
             for number, line in enumerate(path.read_text("utf-8").split("\n"), start=1):
                 assert len(line) <= 110, f"{path.name}, line {number}"

@@ -66,7 +66,7 @@ def test_somebody_elses_drafter_tells_no_story(engine, monkeypatch):
 
 
 def test_the_stored_story_has_what_a_recorded_one_has(engine):
-    stored = json.loads((ROOT / "serving/page/stored_story.json").read_text("utf-8"))
+    stored = json.loads((ROOT / "page/stored_story.json").read_text("utf-8"))
     told = story.record(engine, core.Options())
     assert stored.keys() == told.keys() and stored["target"].keys() == told["target"].keys()
     assert stored["cycles"][1].keys() == told["cycles"][1].keys()

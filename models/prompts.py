@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from .errors import RequestError
+from messages import RequestError
 
 _MAX_MESSAGES = 2000  # each takes a chat template 10 µs, and some templates are quadratic
 _MESSAGE_COST = 50  # characters that take as long as a message

@@ -28,9 +28,10 @@ import torch
 from filelock import FileLock, Timeout
 
 from messages import in_short
-from models import gguf_hub
-from models.gguf_model import config_of, load_model, open_model
-from models.gguf_tokenizer import tokenizer_of
+
+from . import gguf_hub
+from .gguf_model import config_of, load_model, open_model
+from .gguf_tokenizer import tokenizer_of
 
 PROGRESS = logging.getLogger("serving.progress.once")
 ROOT = Path(__file__).resolve().parent.parent

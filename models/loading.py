@@ -8,23 +8,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
 
-from drafters.weights import own_weights, why_not_loaded
+from kernels.files import own_weights, why_not_loaded
 from messages import in_short
-from models import gguf_packed
-from models.gguf_file import BadFile, is_gguf
-from models.gguf_model import config_of, load_model, open_model
-from models.gguf_tokenizer import tokenizer_of
 
-from . import mimo
+from . import gguf_packed, mimo
 from .catalogue import NotFetched, folder_of, likely
-from .options import Options
+from .gguf_file import BadFile, is_gguf
+from .gguf_model import config_of, load_model, open_model
+from .gguf_tokenizer import tokenizer_of
 from .rope import contexts, fix_rotations
 from .structure import Structure, UnsupportedModel, examine
 
@@ -39,7 +37,23 @@ class StartError(ValueError):
     """What the command line asks for cannot be had; one line that says what to do."""
 
 
-def _reason(error: Exception, options: Options) -> str:
+class ModelOptions(Protocol):
+    """What of the command line says how a model is loaded."""
+
+    dtype: str
+    device: str
+    quantize: str | None
+    mmap: bool
+    allow_pickle: bool
+    trust_remote_code: bool
+    max_model_len: int | None
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether the target is the one of this repository."""
+
+
+def _reason(error: Exception, options: ModelOptions) -> str:
     """Why a model could not be loaded; what is refused for safety's sake is said to be."""
     reason = why_not_loaded(error)
     if "trust_remote_code" in str(error) and not options.trust_remote_code:
@@ -50,7 +64,7 @@ def _reason(error: Exception, options: Options) -> str:
 
 
 @contextmanager
-def _told(name: str, part: str, options: Options) -> Iterator[None]:
+def _told(name: str, part: str, options: ModelOptions) -> Iterator[None]:
     """Turn whatever a part of a model fails with into a StartError."""
     try:
         yield
@@ -74,7 +88,7 @@ class Loaded:
     fingerprint: str | None = None  # of a file that is served as it is
 
 
-def load_pretrained(name: str, options: Options) -> Loaded:
+def load_pretrained(name: str, options: ModelOptions) -> Loaded:
     """The model of a name in the catalogue, a folder, a GGUF file or a hub id.
 
     Raises StartError if it is missing, broken or of a kind that the KV cache cannot serve.
@@ -107,7 +121,7 @@ def load_pretrained(name: str, options: Options) -> Loaded:
     return _fit(model, tokenizer, name, options)
 
 
-def _read_file(name: str, dtype: str, options: Options) -> tuple[Any, Any, dict[str, Any]]:
+def _read_file(name: str, dtype: str, options: ModelOptions) -> tuple[Any, Any, dict[str, Any]]:
     """Model and tokenizer of a GGUF file, and what transformers tells of the weights."""
     with _told(name, "", options), open_model(name) as file:
         config = config_of(file)
@@ -125,7 +139,7 @@ def _read_file(name: str, dtype: str, options: Options) -> tuple[Any, Any, dict[
     return model, tokenizer, report
 
 
-def _read_folder(name: str, dtype: str, options: Options) -> tuple[Any, Any, dict[str, Any]]:
+def _read_folder(name: str, dtype: str, options: ModelOptions) -> tuple[Any, Any, dict[str, Any]]:
     """The same of a folder or a hub id. The weights come last, once all else is found sound."""
     is_hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
     if not Path(name).exists() and not is_hub_id:
@@ -156,7 +170,7 @@ def _read_folder(name: str, dtype: str, options: Options) -> tuple[Any, Any, dic
     return model, tokenizer, report
 
 
-def check_indexes(name: str, config: Any, options: Options) -> None:
+def check_indexes(name: str, config: Any, options: ModelOptions) -> None:
     """Raises StartError if an index of shards names a file outside the model's folder.
 
     transformers would open that file. A name inside may be a link, as it is in the hub's cache.
@@ -257,7 +271,7 @@ def keep_few_words(tokenizer: Any) -> None:
         model._resize_cache(_WORDS_KEPT)
 
 
-def _fit(model: Any, tokenizer: Any, name: str, options: Options) -> Loaded:
+def _fit(model: Any, tokenizer: Any, name: str, options: ModelOptions) -> Loaded:
     """The model with a context that suits it. Raises StartError if the KV cache cannot serve it."""
     config = model.config.get_text_config()
     title = f"{name} ({config.model_type})"
