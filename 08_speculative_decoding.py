@@ -58,7 +58,7 @@ from models.gpt_neo import follow_masks
 from models.prompts import check_prompt
 from models.reference import Reference, check, refusal
 from sampling import ACCEPT, DRAW, RECOVER, TextStream, choose, draw, penalise, truncated_softmax
-from serving import answers, faults, http, story
+from serving import answers, faults, http
 from serving.openai import register_openai
 from serving.options import Options, parse_arguments
 from serving.parsing import parse_request
@@ -661,7 +661,6 @@ def load_app(options: Options) -> Flask:
     def load(worker: Worker) -> tuple[Engine, Flask]:
         chosen = with_model(options)
         engine = load_engine(chosen)
-        worker.story = story.record(engine, chosen)
         return engine, create_app(engine, chosen, worker)
 
     return Worker(None, options, load).app

@@ -1,10 +1,10 @@
-"""The run that the page opens on: recorded once, when the server starts, and shown to everybody.
+"""The run that the page opens on: recorded once, as soon as nobody waits, and shown to everybody.
 
     record(engine) → {model, drafter, prompt, cycles, plain_ms, costs, weights, …}
 
 It is one short request with a trace, the same by plain decoding, and a few cycles of every other
 drafter that comes with the project, so that the page can say what each of them costs here. Nothing
-of it is counted in /health or learnt by the controller. A fault costs the story, never the start.
+of it is counted in /health or learnt by the controller. A fault costs the story, and nothing else.
 
 To renew the one that is shown while a model loads, from the repository's root:
 
@@ -13,8 +13,9 @@ To renew the one that is shown while a model loads, from the repository's root:
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from itertools import zip_longest
 from statistics import median
 from typing import Any
@@ -40,39 +41,50 @@ LOG = logging.getLogger(__name__)
 
 
 @contextmanager
-def uncounted(engine: Any) -> Iterator[None]:
-    """What runs in here is forgotten: by the statistics, the controller and the log."""
-    planner, engine.planner = engine.planner, FixedK()
+def uncounted(engine: Any) -> Iterator[Any]:
+    """The same models and drafters, whose runs no statistics count and no controller learns from.
+
+    The log does not tell of them either.
+    """
+    twin = copy(engine)
+    twin.panel, twin.planner = copy(engine.panel), FixedK()
+    twin.totals = Totals(engine.panel.choices)
     told = logging.getLogger("serving.drafters")
     told.disabled = True
     try:
-        yield
+        yield twin
     finally:
         told.disabled = False
-        engine.planner = planner
-        forget(engine)
 
 
-def forget(engine: Any) -> None:
-    """Count from here on."""
-    engine.panel.num_failures, engine.totals = 0, Totals(engine.panel.choices)
+class Interrupted(Exception):
+    """Somebody waits for the engine."""
 
 
-def record(engine: Any, options: Options) -> dict[str, Any] | None:
-    """The story as JSON has it, in a second or so; None where no drafter can tell it."""
+def record(
+    engine: Any, options: Options, is_wanted: Callable[[], bool] = lambda: False
+) -> dict[str, Any] | None:
+    """The story as JSON has it, in a second or so; None where no drafter can tell it.
+
+    Raises Interrupted as soon as the engine `is_wanted` for something else.
+    """
     own = engine.panel.drafters
     names = [n for n in _TELLERS if n in own and not isinstance(own[n], TimedDrafter)]
     if not names:
         return None
     try:
-        with uncounted(engine):
-            return _record(engine, options, names)
+        with uncounted(engine) as twin:
+            return _record(twin, options, names, is_wanted)
+    except Interrupted:
+        raise
     except Exception as error:
         LOG.debug("no story was recorded: %s", error)
         return None
 
 
-def _record(engine: Any, options: Options, names: list[str]) -> dict[str, Any]:
+def _record(
+    engine: Any, options: Options, names: list[str], is_wanted: Callable[[], bool]
+) -> dict[str, Any]:
     target, end = engine.target, time.perf_counter() + _LONGEST_S
     is_chat = options.is_chat(target.tokenizer)
     text, read = (_CHAT_PROMPT, chat_ids) if is_chat else (_PROMPT, prompt_ids)
@@ -82,6 +94,8 @@ def _record(engine: Any, options: Options, names: list[str]) -> dict[str, Any]:
         """Each cycle, with its event where it is to be shown."""
         request = Request(prompt, _MAX_TOKENS, drafter, _K, trace=is_traced, is_alone=True)
         for s, cycle in engine.generate(request):
+            if is_wanted():
+                raise Interrupted
             yield _event(s, cycle) if is_traced else None, cycle
             if cycle.number >= num_cycles or (cycle.number > 1 and time.perf_counter() > end):
                 return

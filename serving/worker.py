@@ -32,7 +32,6 @@ LOG = logging.getLogger(__name__)
 PROGRESS = logging.getLogger("serving.progress")
 POLL_S = 0.1
 _REST_S = 0.01  # between two looks at the news: nobody reads faster, and a look costs a pass time
-_WARM_UP_S = 0.5  # after so much nothing is run a second time
 FAILURES_TO_TELL = 3  # requests in a row: one of them may be to blame itself
 
 
@@ -188,7 +187,8 @@ class Worker:
         torch keeps idle threads for each thread that has computed. With more of them than cores,
         all take turns, and a pass takes twice as long. Raises what `load` raises.
         """
-        self.story: dict[str, Any] | None = None  # what the page opens on
+        self._story: dict[str, Any] | None = None  # what the page opens on
+        self._story_is_over = threading.Event()
         self.app: Any = None
         self._engine, self._options, self._load = engine, options, load
         self._waiting: deque[Job] = deque()
@@ -273,16 +273,35 @@ class Worker:
             job.end(unavailable(WHY_NOT["draining"]))
         return len(left)
 
+    def story(self, timeout_s: float) -> dict[str, Any] | None:
+        """What the page opens on; wait for it so long. None while there is none."""
+        self._story_is_over.wait(timeout_s)
+        return self._story
+
+    def _tell(self) -> None:
+        """Record what the page opens on, unless somebody waits or comes meanwhile."""
+
+        def is_wanted() -> bool:
+            return bool(self._waiting or self._running) or self.draining
+
+        with suppress(story.Interrupted):
+            if not (self._story_is_over.is_set() or is_wanted()):
+                self._story = story.record(self._engine, self._options, is_wanted)
+                self._story_is_over.set()
+
     def _run(self) -> None:
         try:
             if self._load:
                 self._engine, self.app = self._load(self)
+            else:
+                self._story_is_over.set()
         except BaseException as error:
             self._refusal = error
             return
         finally:
             self._prepared.set()
         try:
+            self._tell()
             while (joining := self._admit()) is not None:
                 self._busy_since = time.monotonic()
                 for job in joining:
@@ -291,6 +310,7 @@ class Worker:
                 if self._running:
                     self._step()
                 self._busy_since = None
+                self._tell()
         except BaseException:  # what kills a thread must not leave its clients waiting
             LOG.exception("the engine's thread has died")
             with self._changed:
@@ -377,19 +397,14 @@ class Worker:
 def warm_up(engine: Any) -> None:
     """Let the target and each drafter run once before a measurement counts; then forget it.
 
-    First calls are slow: kernels are chosen, buffers allocated. Each drafter is asked for a whole
-    draft, so the target runs at 1 and at K + 1 rows. A fault here is one at run time, too, and is
-    told there.
+    First calls are slow: buffers are allocated. Each drafter is asked for a whole draft, so the
+    target runs at 1 and at K + 1 rows. A fault here is one at run time, too, and is told there.
     """
     PROGRESS.info("running the target and each drafter once")
     prompt = [i % engine.target.vocab_size for i in (1, 2, 3, 1, 2, 3)]
-    began = time.perf_counter()
-    with story.uncounted(engine):
-        for _ in range(2):
-            for name in [None, *engine.panel.drafters]:
-                with suppress(Exception):
-                    for _, cycle in engine.generate(Request(prompt, 16, name, is_alone=True)):
-                        if cycle.number == 2:
-                            break
-            if time.perf_counter() - began > _WARM_UP_S:
-                break
+    with story.uncounted(engine) as twin:
+        for name in [None, *engine.panel.drafters]:
+            with suppress(Exception):
+                for _, cycle in twin.generate(Request(prompt, 16, name, is_alone=True)):
+                    if cycle.number == 2:
+                        break

@@ -361,7 +361,7 @@ def test_pickled_weights_are_loaded_only_where_that_was_asked_for(tiny_folder, t
     assert run_once(folder, "--allow-pickle")[0] == 0
 
 
-FOLDER = ROOT / "serving" / "page"
+FOLDER = ROOT / "page"
 SOURCES = {p.name: p.read_text("utf-8") for p in sorted(FOLDER.iterdir()) if p.suffix in FILES}
 SCRIPTS = {name: text for name, text in SOURCES.items() if name.endswith(".js")}
 

@@ -8,8 +8,9 @@ import speculative_decoding as core
 from conftest import ROOT, run
 
 from drafters.timed import TimedDrafter
-from messages import Sampling
+from messages import Request, Sampling
 from serving import story
+from serving.worker import Worker
 
 SAMPLED = {
     "coupled": Sampling(temperature=0.8, top_p=0.95),
@@ -26,7 +27,7 @@ def engine(demo_engine, monkeypatch):
 
 
 def test_a_story_is_recorded_and_leaves_no_trace_in_the_figures(engine):
-    planner = engine.planner
+    planner, num_failures = engine.planner, engine.panel.num_failures
     told = story.record(engine, core.Options())
     assert json.dumps(told) and not told["stored"]
     assert told["drafter"] == "draft_model" and set(told["costs"]) == {
@@ -39,7 +40,7 @@ def test_a_story_is_recorded_and_leaves_no_trace_in_the_figures(engine):
     assert {"text", "texts", "ms", "cached"} <= cycles[0].keys()
     assert told["plain_ms"] > 0 and told["costs"]["draft_model"]["step_ms"] > 0
     assert told["target"]["weight_bytes"] == 4 * engine.target.num_weights
-    assert engine.planner is planner and engine.panel.num_failures == 0
+    assert engine.planner is planner and engine.panel.num_failures == num_failures
     assert all(s.prefills == 0 for s in engine.totals.by_drafter.values())
     assert not engine.totals.recent and not any(engine.target.cache.lengths)
 
@@ -55,6 +56,20 @@ def test_a_fault_costs_the_story_and_not_the_start(engine, monkeypatch):
     monkeypatch.setattr(engine, "generate", fail)
     assert story.record(engine, core.Options()) is None
     assert engine.planner is planner
+
+
+def test_whoever_comes_interrupts_the_story_which_is_told_later(engine):
+    """It gives back what it holds; a worker tells it once nobody waits."""
+    asked = iter([False, False])
+    with pytest.raises(story.Interrupted):
+        story.record(engine, core.Options(), lambda: next(asked, True))
+    assert not any(engine.target.cache.lengths)
+    worker = Worker(None, core.Options(), lambda _: (engine, None))
+    totals, (job,) = engine.totals, worker.submit(Request(PROMPT, 8, "ngram"))
+    job.wait()
+    assert worker.story(60)["drafter"] == "draft_model"
+    assert engine.totals is totals and totals.by_drafter["ngram"].prefills == 1
+    assert worker.drain(60) == 0
 
 
 def test_somebody_elses_drafter_tells_no_story(engine, monkeypatch):
