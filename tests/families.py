@@ -3,13 +3,15 @@
 A config is made small by one table of field names for all families; OVERRIDES has what a family
 needs besides. All parameters are random, norms and biases too, as ones and zeros hide faults. Each
 model goes through the loader that serves strangers' models and writes texts, which are compared
-with those that transformers writes. This writes the table of docs/families.md anew:
+with those that transformers writes. This writes docs/families.txt anew:
 
     PYTHONPATH=. python tests/families.py
 """
 
+import re
 import sys
 import tempfile
+import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -24,8 +26,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from serving import faults
 
-DOCUMENT = ROOT / "docs" / "families.md"
-EXACT, RIGHT, REFUSED, UNBUILT = "exact", "right, not exact", "refused", "not built"
+DOCUMENT = ROOT / "docs" / "families.txt"
+KINDS = EXACT, RIGHT, REFUSED, UNBUILT = "exact", "right, not exact", "refused", "not built"
 NUM_TOKENS = 12
 CONTEXT, WINDOW = 384, 24
 _LAYERS, _HEADS, _WIDTH, _INNER = 4, 4, 64, 96
@@ -169,18 +171,19 @@ def served_texts(engine: Any, requests: list[Any]) -> list[list[int]]:
 def outcome_of(name: str, folder: Path) -> Outcome:
     """Build, load and compare. Fails where a text is wrong or a claim is false."""
     if name in HUGE:
-        return Outcome(UNBUILT, "has no small form here")
+        return Outcome(UNBUILT)
     try:
         config = save_small(name, folder)
     except Exception as error:
-        return Outcome(UNBUILT, " ".join(str(error).split())[:100].replace("|", "/"))
+        print(name, error, file=sys.stderr)
+        return Outcome(UNBUILT)
     options = core.Options(model=str(folder), drafter="ngram", fixed_k=True, max_running=3)
     try:
         engine = core.load_engine(options)
     except ValueError as error:  # as a StartError is
         said = str(error).replace(str(folder), "").replace(f"({config.model_type})", "")
-        return Outcome(REFUSED, " ".join(said.split()))
-    remark = "" if config.model_type == name else f"its text part, {config.model_type}"
+        return Outcome(REFUSED, re.sub("are [0-9.e-]+ away.*", "differ", " ".join(said.split())))
+    remark = "" if config.model_type == name else "its text part"
     given = prompts(engine.target.tokenizer)
     requests = [core.Request(prompt, NUM_TOKENS, "ngram") for prompt in given]
     plain = [replace(request, drafter=None) for request in requests]
@@ -198,32 +201,41 @@ def outcome_of(name: str, folder: Path) -> Outcome:
     return Outcome(EXACT, remark)
 
 
-# ----------------------------------------------------------------------------------- the table
+# -------------------------------------------------------------------------------- the document
 
 
 def table(outcomes: dict[str, Outcome]) -> str:
-    """Outcomes by family as markdown."""
-    rows = [f"| {name} | {seen.kind} | {seen.remark} |" for name, seen in outcomes.items()]
-    return "\n".join(["| family | outcome | remark |", "|---|---|---|", *rows]) + "\n"
+    """Outcomes as a paragraph for each kind and remark, with its families below."""
+    rows: dict[Outcome, list[str]] = {}
+    for name, seen in outcomes.items():
+        rows.setdefault(seen, []).append(name)
+    ordered = sorted(rows.items(), key=lambda row: (KINDS.index(row[0].kind), row[0].remark))
+    return "\n\n".join(
+        f"{seen.kind}: {seen.remark}".rstrip(": ")
+        + textwrap.fill(", ".join(names), 120, initial_indent="\n  ", subsequent_indent="  ")
+        for seen, names in ordered
+    )
 
 
 def documented() -> dict[str, Outcome]:
-    """The document's table of all families, its last one."""
-    text = DOCUMENT.read_text("utf-8").partition("\n## All families\n")[2]
-    rows = [line for line in text.splitlines() if line.startswith("| ")]
-    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[1:]]
-    return {name: Outcome(kind, remark) for name, kind, remark in cells}
+    """The outcome of each family in the document, whose first paragraph is an introduction."""
+    outcomes = {}
+    for paragraph in DOCUMENT.read_text("utf-8").split("\n\n")[1:]:
+        head, _, names = paragraph.partition("\n")
+        kind, _, remark = head.partition(": ")
+        outcomes |= dict.fromkeys(names.replace(",", " ").split(), Outcome(kind, remark))
+    return outcomes
 
 
 def main() -> None:
-    """See what becomes of every family, and put the table in the place of the document's."""
+    """See what becomes of every family, and put them in the place of the document's."""
     outcomes = {}
     for name in NAMES:
         with tempfile.TemporaryDirectory() as folder:
             outcomes[name] = outcome_of(name, Path(folder) / name)
         print(name, outcomes[name], file=sys.stderr)
-    text = DOCUMENT.read_text("utf-8")
-    DOCUMENT.write_text(text[: text.index("| family |")] + table(outcomes), "utf-8")
+    introduction = DOCUMENT.read_text("utf-8").partition("\n\n")[0]
+    DOCUMENT.write_text(f"{introduction}\n\n{table(outcomes)}\n", "utf-8")
 
 
 if __name__ == "__main__":
