@@ -13,16 +13,13 @@ import importlib
 import json
 import os
 import platform
-import socket
 import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median, quantiles
-from tempfile import TemporaryDirectory
 from textwrap import wrap
 from typing import Any, NamedTuple
 
@@ -34,7 +31,6 @@ import demo
 from control.statistics import Statistics
 from kernels import library
 from messages import Request
-from models import catalogue
 from models.prompts import ids_of, prompts_of  # noqa: F401  (for the benchmarks)
 from serving.options import ROOT, Options, between
 
@@ -45,29 +41,6 @@ core: Any = sys.modules.get("speculative_decoding") or importlib.import_module(
 
 AUTO = "auto"  # the drafter that chooses among the others, which takes a controller
 
-
-def _qwen3(vocabulary: int, width: int, layers: int, heads: int, head_dim: int) -> dict[str, Any]:
-    return {
-        "vocab_size": vocabulary,
-        "hidden_size": width,
-        "intermediate_size": 3 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads // 2,
-        "head_dim": head_dim,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 40_960,
-    }
-
-
-SHAPES = {
-    "0.6b": _qwen3(151_936, 1024, 28, 16, 128),
-    "1.5b": _qwen3(151_936, 1536, 28, 12, 128)  # as wide as Qwen2.5-1.5B
-    | {"intermediate_size": 8960, "num_key_value_heads": 2},
-    "tiny": _qwen3(4096, 64, 2, 2, 32),
-}
-
-EMBEDDED = {"demo": catalogue.EMBEDDED["embedded"], "hybrid": catalogue.EMBEDDED["hybrid"]}
 
 # ------------------------------------------------------------------------------------- engines
 
@@ -91,23 +64,6 @@ def without_controller(engine: Any) -> Any:
 def drafter_names(engine: Any) -> list[str]:
     """The drafters that really draft, which leaves out auto."""
     return list(engine.panel.drafters)
-
-
-@contextmanager
-def model_folder(shape: str, dtype: str) -> Iterator[str]:
-    """A model to load: those of EMBEDDED are real, the others of SHAPES have random weights."""
-    if shape in EMBEDDED:
-        yield EMBEDDED[shape]
-        return
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model("qwen3", **SHAPES[shape])
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    with TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        # The embedded tokenizer knows the first few thousand ids. The others have no text.
-        transformers.AutoTokenizer.from_pretrained(EMBEDDED["demo"]).save_pretrained(folder)
-        del model
-        yield folder
 
 
 def demo_prompts(tokenizer: Any, kinds: list[str] | None = None) -> dict[str, dict[str, list[int]]]:
@@ -214,13 +170,6 @@ def verifying(model: Any, rows: list[int], tokens: list[int]) -> Callable[[], li
     return verify
 
 
-def free_port() -> int:
-    """Of this machine, where nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 # --------------------------------------------------------------------------------------- clocks
 
 
@@ -299,13 +248,6 @@ def add_count(
     """An option that is an integer from low to high."""
     text += " (default: %(default)s)"
     options.add_argument(name, type=between(low, high), default=default, help=text)
-
-
-def add_model(options: argparse.ArgumentParser) -> None:
-    """The options --shape and --dtype, for `model_folder`."""
-    shapes = [*EMBEDDED, *SHAPES]
-    options.add_argument("--shape", choices=shapes, default="demo", help="of the model")
-    options.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
 
 
 def report(

@@ -1,33 +1,24 @@
-"""Does speculation pay with a real chat model? All drafters against plain decoding and generate().
+"""Does speculation pay with a real chat model? All drafters against plain decoding.
 
 Up to 24 prompts of three kinds, none of them in any training data of ours: talk, summaries of
-texts, code. Each goes through the model's chat template. Every way of decoding has every prompt,
-in turn; speeds are tokens per second as medians of runs, prompts included. `of_plain` and
-`of_generate` are speeds in that of our plain decoding and of transformers' generate() in the same
-run; llama.cpp's methods name its type of weights. `tok_pass` counts the tokens after the first one
-per target pass. `at_1` … are the shares of drafts whose first, second, … token was accepted, with
-all before it.
+texts, code. Each goes through the model's chat template; a model without one gets the demo's
+prompts. Every drafter has every prompt, in turn; speeds are tokens per second as medians of runs,
+prompts included, and `of_plain` is a speed in that of plain decoding in the same run. `tok_pass`
+counts the tokens after the first one per target pass. `at_1` … are the shares of drafts whose
+first, second, … token was accepted, with all before it.
 
-    python -m benchmarks.chat [--model smollm2] [--dtype float32] [--k 4] [--fixed-k] [--tokens 128]
-        [--temperature 0] [--drafters eagle3 ngram auto] [--each 3] [--runs 3] [--alone] [--json]
-        [--quantize int8] [--llama q8_0 q4_1]
+    python -m benchmarks.chat [--model smollm2] [--dtype float32] [--quantize int8] [--k 4]
+        [--fixed-k] [--tokens 128] [--temperature 0] [--drafters eagle3 ngram auto] [--each 3]
+        [--runs 3] [--json]
 
-`--alone` leaves generate() out, and `--fixed-k` the controller: so is a head's acceptance measured.
-`--llama` adds llama.cpp, plain and with the prompt lookup of its Python package, where
-llama-cpp-python and gguf are installed; and the time of its passes and of ours.
+`--fixed-k` leaves the controller out: so is a head's acceptance measured.
 """
 
-import sys
-from collections.abc import Callable
-from contextlib import ExitStack
-from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import benchmarks as bench
-from benchmarks import llama_peer
-from benchmarks.peers import Peer
 from messages import Request, Sampling
-from models.catalogue import folder_of
 from models.prompts import chat_ids
 from serving.options import between
 from serving.parsing import MAX_SPECULATIVE_TOKENS
@@ -75,112 +66,63 @@ PROMPTS = {
 }
 
 
-def ways(
-    engine: Any, peer: Peer | None, workers: dict[str, llama_peer.Worker], given: Any
-) -> dict[tuple[str, str], Callable[[Any], Any]]:
-    """(who, method) -> a function from a prompt's ids to its result."""
-    sampling = Sampling(temperature=given.temperature)
-
-    def ours(drafter: str | None) -> Callable[[list[int]], Any]:
-        def run(prompt: list[int]) -> bench.Finished:
-            request = Request(prompt, given.tokens, drafter, given.k, sampling=sampling, seed=1)
-            return bench.run(engine, request)
-
-        return run
-
-    found: dict[tuple[str, str], Callable[[Any], Any]] = {("ours", "plain"): ours(None)}
-    found |= {("ours", name): ours(name) for name in given.drafters}
-    for method in ("greedy", "ngram") if peer else ():
-        found["generate", method] = lambda p, m=method: peer.generate(m, p, given.tokens)
-
-    def theirs(worker: llama_peer.Worker, k: int) -> Callable[[list[int]], Any]:
-        return lambda prompt: Written(
-            *worker.write(prompt, given.tokens, k, sorted(engine.eos_ids))
-        )
-
-    for kind, worker in workers.items():
-        found["llama.cpp", kind] = theirs(worker, 0)
-        found["llama.cpp", f"{kind}, lookup"] = theirs(worker, given.k)
-    return found
+def prompts_of(engine: Any, each: int) -> dict[str, dict[str, list[int]]]:
+    """Token ids by kind and name, `each` of a kind at most: PROMPTS, or the demo's without chat."""
+    target = engine.target
+    if not target.tokenizer.chat_template:
+        kinds = bench.demo_prompts(target.tokenizer)
+    else:
+        kinds = {
+            kind: {
+                f"{kind} {i}": chat_ids(text, target.tokenizer, target.max_length)
+                for i, text in enumerate(texts)
+            }
+            for kind, texts in PROMPTS.items()
+        }
+    return {kind: dict(list(group.items())[:each]) for kind, group in kinds.items()}
 
 
-class Written(NamedTuple):
-    """What llama.cpp wrote, and how long it took without the pauses around it."""
+def measure(engine: Any, given: Any) -> tuple[list[Any], list[Any]]:
+    """One row per drafter, and one per drafter and kind of prompts."""
+    kinds = prompts_of(engine, given.each)
+    prompts, sampling = bench.flat(kinds), Sampling(temperature=given.temperature)
 
-    ms: float
-    tokens: list[int]
+    def run(drafter: str | None, prompt: list[int]) -> bench.Finished:
+        request = Request(prompt, given.tokens, drafter, given.k, sampling=sampling, seed=1)
+        return bench.run(engine, request)
 
-
-def measure(
-    engine: Any, peer: Peer | None, workers: dict[str, llama_peer.Worker], given: Any
-) -> tuple[list[Any], list[Any]]:
-    """One row per way, and one per drafter and kind of prompts."""
-    tokenizer, length = engine.target.tokenizer, engine.target.max_length
-    ids = {
-        (kind, i): chat_ids(text, tokenizer, length)
-        for kind, texts in PROMPTS.items()
-        for i, text in enumerate(texts[: given.each])
-    }
-    methods = ways(engine, peer, workers, given)
-    calls = {
-        (way, place): lambda run=run, prompt=prompt: run(prompt)
-        for place, prompt in ids.items()
-        for way, run in methods.items()
-    }
+    ways = [None, *given.drafters]
+    calls = {(way, name): partial(run, way, ids) for way in ways for name, ids in prompts.items()}
     timed = bench.interleave(calls, given.runs, "prompts")
-    speeds, rows, kinds = {}, [], []
-    for way in methods:
-        of_runs = zip(*(timed[way, place] for place in ids), strict=True)
-        speeds[way] = [sum(map(ms_of, run)) / sum(map(num_tokens, run)) for run in of_runs]
-    first = {way: [timed[way, place][0].result for place in ids] for way in methods}
-    plain = [result.output for result in first["ours", "plain"]]
-    for who, name in methods:
-        own = speeds[who, name]
-        row = {"who": who, "method": name, "tokens_per_s": round(1e3 / bench.median(own), 1)}
-        row["of_plain"] = bench.speedup(speeds["ours", "plain"], own).median
-        if peer:
-            row["of_generate"] = bench.speedup(speeds["generate", "greedy"], own).median
-        outputs = [tokens_of(result) for result in first[who, name]]
-        row["equal_outputs"] = sum(a == b for a, b in zip(outputs, plain, strict=True))
-        ours = bench.total(first[who, name]) if who == "ours" else None
-        row["tok_pass"] = ours and bench.places(ours.tokens_per_pass, 2)
-        rows.append(row)
-    for name in given.drafters:
-        for kind in (*PROMPTS, "all"):
-            of_kind = [timed[("ours", name), p][0].result for p in ids if kind in (p[0], "all")]
-            total = bench.total(of_kind)
+    results = {key: called[0].result for key, called in timed.items()}
+
+    def ms_per_token(way: str | None) -> list[float]:
+        count = sum(len(results[way, name].output) for name in prompts)
+        runs = zip(*(bench.times(timed[way, name]) for name in prompts), strict=True)
+        return [sum(times) / count for times in runs]
+
+    rows, accepted = [], []
+    for way in ways:
+        total = bench.total([results[way, name] for name in prompts])
+        rows.append({
+            "drafter": way or "none",
+            "tokens_per_s": round(1e3 / bench.median(ms_per_token(way)), 1),
+            "of_plain": bench.speedup(ms_per_token(None), ms_per_token(way)).median,
+            "tok_pass": bench.places(total.tokens_per_pass, 2),
+            "equal_outputs": sum(
+                results[way, name].output == results[None, name].output for name in prompts
+            ),
+        })  # fmt: skip
+    for way in given.drafters:
+        for kind, names in (kinds | {"all": prompts}).items():
+            total = bench.total([results[way, name] for name in names])
             shares = total.per_position()["acceptance_rate_per_position"]
             shares += [None] * (given.k - len(shares))  # places that no draft reached
+            row = {"drafter": way, "prompts": kind}
+            row["tok_pass"] = bench.places(total.tokens_per_pass, 2)
             at = {f"at_{i}": bench.places(share, 2) for i, share in enumerate(shares, 1)}
-            tok_pass = bench.places(total.tokens_per_pass, 2)
-            kinds.append({"drafter": name, "prompts": kind, "tok_pass": tok_pass} | at)
-    return rows, kinds
-
-
-def compare(engine: Any, peer: Peer | None, given: Any) -> tuple[list[Any], list[Any], list[Any]]:
-    """What `measure` gives, and our passes beside llama.cpp's."""
-    text, passes = bench.random_tokens(engine.target.vocab_size, 200), []
-    with TemporaryDirectory() as folder, ExitStack() as closing:
-        for kind in given.llama:
-            passes += llama_peer.measure(peer.model, engine.target, kind, text, given.runs)
-        workers = {kind: llama_peer.start(peer.model, kind, folder, 1024) for kind in given.llama}
-        for worker in workers.values():
-            closing.callback(worker.close)
-        rows, kinds = measure(engine, None if given.alone else peer, workers, given)
-    return rows, kinds, passes
-
-
-def tokens_of(result: Any) -> list[int]:
-    """What was generated, by ours or by generate()."""
-    return result.output if isinstance(result, bench.Finished) else result.tokens
-
-
-def ms_of(call: bench.Timed) -> float:
-    return call.result.ms if isinstance(call.result, Written) else call.ms
-
-
-def num_tokens(call: bench.Timed) -> int:
-    return len(tokens_of(call.result))
+            accepted.append(row | at)
+    return rows, accepted
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -191,16 +133,12 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     options.add_argument("--k", type=between(1, MAX_SPECULATIVE_TOKENS), default=4)
     options.add_argument("--fixed-k", action="store_true", help="without the controller")
-    options.add_argument("--quantize", choices=["int8"], help="of our target")
-    options.add_argument("--llama", nargs="+", choices=llama_peer.TYPES, default=[])
-    options.add_argument("--alone", action="store_true", help="without generate()")
+    options.add_argument("--quantize", choices=["int8"], help="of the target")
     options.add_argument("--temperature", type=float, default=0.0)
     options.add_argument("--drafters", nargs="+", help="(default: all that fit, and auto)")
     bench.add_count(options, "--each", 1, 8, 3, "prompts of each kind")
     bench.add_count(options, "--tokens", 2, 1000, 128, "a request, at most")
     given = options.parse_args(arguments)
-    if given.temperature and not given.alone:
-        options.error("--temperature goes with --alone: generate() draws other tokens")
     engine = bench.load_engine(
         model=given.model, eagle3=given.eagle3, dtype=given.dtype, fixed_k=given.fixed_k,
         num_speculative_tokens=given.k, max_running=2, max_model_len=1024, drafter=bench.AUTO,
@@ -210,15 +148,8 @@ def main(arguments: list[str] | None = None) -> None:
     given.drafters = given.drafters or choices
     if unknown := set(given.drafters) - set(choices):
         options.error(f"no drafter {min(unknown)}: choose from {', '.join(choices)}")
-    if lacking := llama_peer.missing() if given.llama else None:
-        print(lacking, file=sys.stderr)
-        given.llama = []
-    peer = None
-    if given.llama or not given.alone:
-        folder, device = folder_of(given.model), engine.target.model.device
-        peer = Peer(folder, given.dtype, device, given.k, False)
-    rows, kinds, passes = compare(engine, peer, given)
-    tables = {"results": rows, "accepted": kinds, "passes": passes}
+    rows, accepted = measure(engine, given)
+    tables = {"results": rows, "accepted": accepted}
     bench.report(__spec__.name, arguments, given, tables, list(tables))
 
 

@@ -8,23 +8,15 @@ for that kind of prompts, as medians of runs. Speeds are those of decoding: toke
 one, over the time after the first one. `prompt_tokens_per_s` is how fast a long prompt is read.
 `equal` says whether all texts are those of our plain decoding.
 
-    python -m benchmarks.pair --llama PATH/llama-server --target T.gguf --draft D.gguf
+    python -m benchmarks.pair --llama PATH/llama-server --target T.gguf [--draft D.gguf]
         [--each 2] [--tokens 96] [--k 4] [--runs 3] [--kinds code chat edit] [--clients 1] [--json]
 
 The memory's speed is measured before and after: on two cores it decides much. Memory is the most
 that a process had at once, with what it maps of the files.
 """
 
-import http.client
-import json
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -32,12 +24,11 @@ import torch
 
 import benchmarks as bench
 from benchmarks.chat import PROMPTS
-from benchmarks.served import FORGETFUL
-from serving.options import ROOT, between
+from benchmarks.servers import FORGETFUL, HOST, OURS, Server, at_once, memory_gb_per_s, started
+from serving.options import between
 
-HOST, ROUTE = "127.0.0.1", "/v1/chat/completions"
-READY_S, PAUSE_S = 300, 0.1  # after a pause the other server's threads are asleep
-OURS = "none", "draft_model", "ngram", bench.AUTO
+ROUTE = "/v1/chat/completions"
+DRAFTERS = "none", "draft_model", "ngram", bench.AUTO
 CODE = '''class Stack:
     """A pile of things."""
 
@@ -78,77 +69,24 @@ class Written(NamedTuple):
         return self.ms - self.first_ms
 
 
-class Peer:
-    """A server as a process, from its command to its end."""
-
-    def __init__(self, command: list[str]) -> None:
-        self.port = bench.free_port()
-        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": ROOT}
-        began = time.monotonic()
-        self._process = subprocess.Popen([*command, "--port", str(self.port)], **quiet)
-        while not self._is_ready():
-            if self._process.poll() is not None or time.monotonic() > began + READY_S:
-                self.close()
-                raise RuntimeError(f"it does not start: {' '.join(command)}")
-            time.sleep(0.05)
-        self.ready_s = time.monotonic() - began
-
-    def _is_ready(self) -> bool:
-        try:
-            with closing(http.client.HTTPConnection(HOST, self.port, timeout=10)) as connection:
-                connection.request("GET", "/health")
-                return connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
-
-    @property
-    def most_memory_mb(self) -> int:
-        """The most that it had at once."""
-        status = Path(f"/proc/{self._process.pid}/status").read_text("utf-8")
-        return next(int(x.split()[1]) for x in status.splitlines() if "VmHWM" in x) // 1000
-
-    def write(self, prompt: str, count: int, fields: dict[str, Any]) -> Written:
-        """Up to `count` greedy tokens. Raises RuntimeError for an error."""
-        body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": count}
-        body |= {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
-        with closing(http.client.HTTPConnection(HOST, self.port, timeout=600)) as connection:
-            began, first, text, usage = time.perf_counter(), 0.0, "", {}
-            headers = {"Content-Type": "application/json"}
-            connection.request("POST", ROUTE, json.dumps(body | fields), headers)
-            for line in connection.getresponse():
-                if not line.startswith(b"data: {"):
-                    continue
-                event = json.loads(line[6:])
-                if "error" in event:
-                    raise RuntimeError(f"a request was not done as asked: {event['error']}")
-                for choice in event.get("choices", ()):
-                    if part := choice["delta"].get("content"):
-                        first, text = first or time.perf_counter(), text + part
-                usage = event.get("usage") or usage
-            now = time.perf_counter()
+def write(server: Server, prompts: list[str], count: int, fields: dict[str, Any]) -> list[Written]:
+    """Up to `count` greedy tokens of chats that come in the same moment, as streams."""
+    common = {"max_tokens": count, "temperature": 0, "stream": True} | fields
+    common |= {"stream_options": {"include_usage": True}}
+    chats = [{"messages": [{"role": "user", "content": prompt}]} for prompt in prompts]
+    found = []
+    for told in at_once(server.port, ROUTE, [chat | common for chat in chats])[1]:
+        parts = [
+            (at_ms, choice["delta"].get("content"))
+            for at_ms, event in zip(told.at_ms, told.events, strict=True)
+            for choice in event["choices"]
+        ]
+        written = [(at_ms, part) for at_ms, part in parts if part]
+        usage = next(e["usage"] for e in reversed(told.events) if e.get("usage"))
         counts = usage["prompt_tokens"], usage["completion_tokens"]
-        return Written(text, *counts, (first - began) * 1e3, (now - began) * 1e3)
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait()
-
-
-@contextmanager
-def peer(command: list[str]) -> Iterator[Peer]:
-    """A server for a while."""
-    with closing(Peer(command)) as found:
-        yield found
-
-
-def memory_gb_per_s() -> float:
-    """How fast all threads read memory together, the best of five."""
-    numbers, best = torch.ones(1 << 27), 0.0
-    for _ in range(5):
-        began = time.perf_counter()
-        numbers.sum()
-        best = max(best, numbers.nbytes / (time.perf_counter() - began) / 1e9)
-    return round(best, 1)
+        text = "".join(part for _, part in written)
+        found.append(Written(text, *counts, written[0][0], told.ms))
+    return found
 
 
 def commands(given: Any) -> dict[str, list[str]]:
@@ -157,20 +95,21 @@ def commands(given: Any) -> dict[str, list[str]]:
     llama = [given.llama, "--model", given.target, "--host", HOST, "--ctx-size", "4096"]
     llama += ["--threads", threads, "--parallel", str(given.clients), "--cache-ram", "0"]
     k = str(given.k)
-    return {
-        "llama-server, plain": llama,
+    drafting = {
         "llama-server, draft model": [
             *llama, "--spec-type", "draft-simple", "--spec-draft-model", given.draft,
             "--spec-draft-n-max", k,
         ],
+    }  # fmt: skip
+    return {"llama-server, plain": llama} | (drafting if given.draft else {}) | {
         "llama-server, n-gram": [
             *llama, "--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3",
             "--spec-ngram-simple-size-m", "5",
         ],
         "ours": [
-            sys.executable, "08_speculative_decoding.py", "--host", HOST, "--model", given.target,
-            "--draft-model", given.draft, "--max-running", str(max(4, given.clients)),
+            *OURS, "--model", given.target, "--max-running", str(max(4, given.clients)),
             "--max-model-len", "4096", *FORGETFUL,
+            *(["--draft-model", given.draft] if given.draft else []),
         ],
     }  # fmt: skip
 
@@ -179,42 +118,40 @@ def measure(given: Any) -> dict[str, Any]:
     """Rows of speeds by kind of prompts, and of starts."""
     speeds, starts, before = [], [], memory_gb_per_s()
     with ExitStack() as stack:
-        peers = {}
+        peers, ready_s = {}, {}
         for name, command in commands(given).items():
-            with peer(command):  # so that all find their files in the page cache
+            with started(command):  # so that all find their files in the page cache
                 pass
-            peers[name] = stack.enter_context(peer(command))
-        ways = {name: (own, {}) for name, own in peers.items() if name != "ours"}
+            peers[name], ready_s[name] = stack.enter_context(started(command))
+        forgetful = {"cache_prompt": False}
+        ways = {name: (own, forgetful) for name, own in peers.items() if name != "ours"}
         chosen = {"num_speculative_tokens": given.k}
-        for drafter in OURS:
+        for drafter in DRAFTERS if given.draft else ("none", "ngram", bench.AUTO):
             fields = {"drafter": drafter} | (chosen if drafter == "draft_model" else {})
             ways[f"ours, {drafter}"] = peers["ours"], fields
 
-        def write(way: str, texts: list[str], count: int = given.tokens) -> list[Written]:
+        def of(way: str, texts: list[str], count: int = given.tokens) -> list[Written]:
             own, fields = ways[way]
-            time.sleep(PAUSE_S)
-            if way.startswith("llama"):
-                fields = {"cache_prompt": False}
-            with ThreadPoolExecutor(len(texts)) as pool:
-                return list(pool.map(lambda text: own.write(text, count, fields), texts))
+            return write(own, texts, count, fields)
 
         for kind in given.kinds:
             texts = KINDS[kind][: max(given.each, given.clients)]
             begins = range(0, len(texts), given.clients)
             calls = {
-                (way, begin): partial(write, way, texts[begin : begin + given.clients])
+                (way, begin): partial(of, way, texts[begin : begin + given.clients])
                 for begin in begins
                 for way in ways
             }
             speeds += rows_of(kind, bench.interleave(calls, given.runs, kind))
         names = "llama-server, plain", "ours, none"
-        reads = {way: partial(write, way, [_LONG], 1) for way in names}
+        reads = {way: partial(of, way, [_LONG], 1) for way in names}
         read = {
             way: round(median(one.result[0].num_read / one.result[0].ms * 1e3 for one in timed), 1)
             for way, timed in bench.interleave(reads, given.runs, "a long prompt").items()
         }
         for name, own in peers.items():
-            row = {"who": name, "ready_s": round(own.ready_s, 2), "memory_mb": own.most_memory_mb}
+            most_mb = int(own.status()["VmHWM"][0]) // 1000
+            row = {"who": name, "ready_s": round(ready_s[name], 2), "memory_mb": most_mb}
             way = "ours, none" if name == "ours" else name
             starts.append(row | {"prompt_tokens_per_s": read.get(way)})
     return {"memory_gb_per_s": [before, memory_gb_per_s()], "speeds": speeds, "starts": starts}
@@ -253,8 +190,9 @@ def rows_of(kind: str, timed: dict[Any, list[bench.Timed]]) -> list[dict[str, An
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
     options = bench.parser(__doc__, 3)
-    for name, text in {"llama": "the program", "target": "a GGUF file", "draft": "another"}.items():
-        options.add_argument(f"--{name}", required=True, help=text)
+    options.add_argument("--llama", required=True, help="the program llama-server")
+    options.add_argument("--target", required=True, help="a GGUF file of a chat model")
+    options.add_argument("--draft", help="another, for draft_model on both sides")
     options.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     options.add_argument("--clients", type=between(1, 16), default=1)
     bench.add_count(options, "--each", 1, 8, 2, "prompts of a kind")

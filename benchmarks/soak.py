@@ -21,41 +21,35 @@ any fault, a p99 of /health above 100 ms included.
 
     python -m benchmarks.soak [--minutes 20 | --requests 20000] [--max-tokens 160] [--warm-up 15]
         [--clients 24] [--seed 0] [--sample 300] [--timeout 120] [--json]
-        [--server-arguments="--max-running 4"]
+        [--server-arguments="--model embedded"]
 
 Linux only (/proc). The seed fixes what each client does, not how the clients meet. Not covered:
 chats, an API key, shutting down under load, several servers, connections from elsewhere.
 """
 
 import argparse
-import http.client
-import json
 import math
 import random
 import shlex
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from statistics import quantiles
-from tempfile import NamedTemporaryFile, TemporaryDirectory
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 from tqdm import tqdm
 
 import benchmarks as bench
 import demo
-from benchmarks.soak_clients import HOST, POLL, Ask, Client, Lost, Tally, Text, require_status
-from serving.options import ROOT, seconds
+from benchmarks.servers import OURS, Server
+from benchmarks.soak_clients import POLL, Ask, Client, Tally, Text
+from serving.options import seconds
 
-START_S = 300.0
 REST_S = 60.0  # the server closes forgotten connections after 30 s
-STOP_S = 60.0
 HEALTH_EVERY_S = 0.1
 MAX_HEALTH_P99_MS = 100.0
 MANY_REQUESTS, MAX_GROWTH_MIB = 20_000, 5.0  # of so many the second half may add so much memory
@@ -67,50 +61,17 @@ OWN_MEMORY = ("RssAnon", "RssShmem")
 IN_USE = ("threads", "open_files", "requests_running", "requests_waiting", "kv_cache_usage")
 
 
-class Server:
-    """The server as a process, its output in a file."""
-
-    def __init__(self, arguments: list[str], log: Path) -> None:
-        self.port = bench.free_port()
-        command = [sys.executable, "08_speculative_decoding.py", "--host", HOST]
-        command += ["--port", str(self.port), *arguments]
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output
-            )
-
-    @property
-    def is_alive(self) -> bool:
-        return self.process.poll() is None
-
-    def health(self, timeout_s: float) -> dict[str, Any]:
-        """GET /health on a connection of its own. Raises Lost unless it is a 200."""
-        with closing(http.client.HTTPConnection(HOST, self.port, timeout=timeout_s)) as connection:
-            connection.request("GET", "/health", headers={"Connection": "close"})
-            with connection.getresponse() as response:
-                require_status(response, 200)
-                return json.load(response)
-
-    def wait_for_health(self, within_s: float) -> dict[str, Any]:
-        """The first /health with a 200. Raises RuntimeError if there is none."""
-        until = time.monotonic() + within_s
-        while time.monotonic() < until and self.is_alive:
-            try:
-                return self.health(10.0)
-            except (OSError, http.client.HTTPException, Lost):
-                time.sleep(0.2)
-        raise RuntimeError("the server does not answer")
+class Soaked(Server):
+    """Our server, and what it has in use."""
 
     def sample(self, health: dict[str, Any]) -> Sample:
         """What Linux and /health say."""
-        proc = Path("/proc") / str(self.process.pid)
-        lines = (proc / "status").read_text().splitlines()
-        status = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
+        status = self.status()
         return {
             "at_s": time.monotonic(),
             "memory_mib": round(sum(int(status[part][0]) for part in OWN_MEMORY) / 1024, 2),
             "threads": int(status["Threads"][0]),
-            "open_files": len(list((proc / "fd").iterdir())),
+            "open_files": len(list(Path(f"/proc/{self.process.pid}/fd").iterdir())),
             "requests_running": health["num_requests_running"],
             "requests_waiting": health["num_requests_waiting"],
             "kv_cache_usage": health["kv_cache_usage_perc"],
@@ -131,31 +92,12 @@ class Server:
             if last and is_less and not sample["requests_running"] or time.monotonic() > until:
                 return sample
 
-    def stop(self) -> int | None:
-        """SIGTERM, if it has not ended already, and the exit code; None if it does not end."""
-        self.process.send_signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            self.process.wait(STOP_S)
-        return self.process.poll()
-
-
-@contextmanager
-def started(arguments: list[str]) -> Iterator[int]:
-    """The port of a server with these arguments, for a while; its output is forgotten."""
-    with TemporaryDirectory() as folder:
-        server = Server(arguments, Path(folder) / "log")
-        try:
-            server.wait_for_health(START_S)
-            yield server.port
-        finally:
-            server.stop()
-
 
 # ----------------------------------------------------------------------------------- the soak
 
 
 def load(
-    server: Server,
+    server: Soaked,
     clients: list[Client],
     tally: Tally,
     duration_s: float,
@@ -205,9 +147,10 @@ def send_again(client: Client, sample: list[tuple[Ask, Text]]) -> dict[str, Any]
 def soak(given: argparse.Namespace, log: Path) -> dict[str, Any]:
     """Start, warm up, load, rest, send the sample again, stop; what there is to report."""
     tally, texts = Tally(), list(demo.read_prompts().values())
-    server = Server(["--max-queued", "16", *given.server_arguments], log)
+    with log.open("wb") as output:
+        server = Soaked([*OURS, "--max-queued", "16", *given.server_arguments], output)
     try:
-        health = server.wait_for_health(START_S)
+        health = server.wait_for_health()
         if not health["bitwise_lossless"]:
             raise RuntimeError("this server's texts may differ by rounding, so none is wrong")
         start, clients = server.sample(health), []
@@ -303,7 +246,9 @@ def main(arguments: list[str] | None = None) -> int:
     bench.add_count(options, "--clients", 1, 500, 24, "at once")
     bench.add_count(options, "--max-tokens", 1, 1000, 160, "of a request, at most")
     bench.add_count(options, "--sample", 1, 10**6, 300, "answers to compare in the end")
-    options.add_argument("--server-arguments", type=shlex.split, default=[])
+    options.add_argument(
+        "--server-arguments", type=shlex.split, default=["--model", "embedded"], metavar="WORDS"
+    )
     given = options.parse_args(arguments)
     if not Path("/proc/self/status").exists():
         options.error("this needs /proc, which Linux has")

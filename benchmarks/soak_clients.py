@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-HOST = "127.0.0.1"
+from benchmarks.servers import HOST, JSON, Lost
+
 BURST = 16  # requests at once: with the other clients' more than run and wait
 GENERATE, COMPLETIONS = "/generate", "/v1/completions"
-JSON = {"Content-Type": "application/json"}
 
 # ------------------------------------------------------------------------------------ requests
 
@@ -129,10 +129,6 @@ OTHER: dict[str, tuple[bytes, int]] = {
 }
 
 # ------------------------------------------------------------------------------------- answers
-
-
-class Lost(Exception):
-    """No proper answer came."""
 
 
 class Wrong(Exception):

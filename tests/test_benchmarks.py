@@ -12,21 +12,12 @@ from functools import partial
 import gguf
 import pytest
 import torch
-import transformers
 from conftest import ROOT
+from test_gguf import write_gguf
 from tqdm import tqdm
 
 import benchmarks as bench
-from benchmarks import (
-    audition,
-    fixed_clock,
-    llama_peer,
-    lossless,
-    served,
-    servers,
-    soak,
-    soak_clients,
-)
+from benchmarks import audition, fixed_clock, lossless, pair, served, servers, soak, soak_clients
 from benchmarks.batch import of_best
 
 OWN = """
@@ -82,12 +73,8 @@ def test_the_benchmark_of_losslessness_shows_a_drafter_that_lies_about_its_q(
         assert row["coupled_differing"] == 0  # whoever lies
         smallest = min(row[view]["p_value"] for view in lossless.VIEWS)
         assert (smallest < 1e-6) == (row["drafter"] == "liar")
-    assert [row["drafter"] for row in document["kept"]] == [
-        "ngram",
-        "suffix",
-        "draft_model",
-        "mtp",
-    ]
+    names = ["ngram", "suffix", "draft_model", "mtp"]
+    assert [row["drafter"] for row in document["kept"]] == names
     assert all(row["rejection"]["tokens_per_pass"] > 1 for row in document["kept"])
 
 
@@ -163,16 +150,8 @@ def test_prompts_have_a_name_or_a_number(tmp_path):
     assert bench.prompts_of(path) == {"1": "a b", "x": "c"}
 
 
-def test_the_benchmark_of_exactness_times_forwards_both_ways(measure):
-    document = measure("exactness", "--shape", "tiny", "--runs", 1)
-    rows = {row["what"]: row for row in document["costs"]}
-    assert {"1 row", "6 rows", "batch of 8, 6 rows each", "prompt of 1000"} < set(rows)
-    assert rows["1 row"]["t_verify"] == 1
-    assert all(row["ms"] > 0 for row in rows.values())
-
-
 def test_the_benchmark_against_generate_finds_equal_outputs(measure):
-    document = measure("peers", "--kinds", "easy", "hard", "--tokens", 8, "--k", 3, "--runs", 1)
+    document = measure("peers", "--tokens", 8, "--k", 3, "--runs", 1)
     rows = [row for row in document["results"] if row["prompts"] == "all"]
     assert [row["method"] for row in rows] == ["greedy", "ngram", "draft_model", "mtp"]
     for row in rows:
@@ -183,93 +162,10 @@ def test_the_benchmark_against_generate_finds_equal_outputs(measure):
     assert rows[0]["ours_passes"] == rows[0]["generate_passes"] == 16
 
 
-def test_the_benchmark_against_generate_takes_models_of_random_weights(measure, monkeypatch):
-    monkeypatch.setattr(llama_peer.importlib.util, "find_spec", lambda name: None)
-    assert llama_peer.missing() == "llama.cpp is left out: pip install llama-cpp-python gguf"
-    document = measure("peers", "--shape", "tiny", "--context", 1500, "--tokens", 4, "--runs", 1)
-    assert document["prompts"] == {"random": {"pattern": 1500}} and document["llama_cpp"] == []
-    for row in document["results"]:
-        assert row["equal_tokens"] == 4 and row["decode_ratio"] > 0
-    assert document["results"][0]["decode_ratio"] != document["results"][0]["ratio"]
-
-
-FAKE_LLAMA = """
-import pathlib
-import sys
-import types
-
-import numpy
-
-speculative = types.ModuleType("llama_cpp.llama_speculative")
-speculative.LlamaPromptLookupDecoding = lambda num_pred_tokens: num_pred_tokens
-sys.modules["llama_cpp.llama_speculative"] = speculative
-
-class Llama:
-    def __init__(self, model_path, n_ctx, **options):
-        kind = {"q8_0": 1, "float32": 0}[pathlib.Path(model_path).stem]
-        assert options["flash_attn"] is False and options["type_k"] == options["type_v"] == kind
-        self.n_tokens, self.scores, self.draft_model = 5, numpy.zeros((n_ctx, 50)), None
-
-    def generate(self, tokens, temp):
-        assert temp == 0 and self.n_tokens == 0  # nothing is left of what was read before
-        for token in range(10, 40):
-            yield token + (self.draft_model or 0)
-
-    def eval(self, tokens):
-        for token in tokens:  # its argmax is the token itself
-            self.scores[self.n_tokens] = numpy.arange(50) == token
-            self.n_tokens += 1
-"""
-
-
-def test_llama_cpp_works_in_a_process_of_its_own(tmp_path, monkeypatch):
-    (tmp_path / "llama_cpp.py").write_text(FAKE_LLAMA)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(llama_peer, "PAUSE_S", 0)
-    worker = llama_peer.Worker("float32.gguf", "float32", 16)
-    try:
-        assert worker.feed([1, 2, 3], 0)[1] == [1, 2, 3]
-        assert worker.feed([7, 8], 2)[1] == [7, 8]
-        ms, argmax = worker.feed([9], 4)
-        assert argmax == [9] and ms > 0
-        assert worker.write([1, 2], 3, 0, [])[1] == [10, 11, 12]
-        assert worker.write([1, 2], 3, 0, [11])[1] == [10, 11]  # its end
-        assert worker.write([1, 2], 2, 4, [])[1] == [14, 15]  # with a prompt lookup of 4 tokens
-    finally:
-        worker.close()
-
-
-def test_a_llama_is_written_as_llama_cpp_reads_it(tmp_path, monkeypatch):
-    """It rotates neighbours where transformers rotates halves; and it may be quantised."""
-    (tmp_path / "llama_cpp.py").write_text(FAKE_LLAMA)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 50}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-    config = transformers.AutoConfig.for_model("llama", **sizes, **heads)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    worker = llama_peer.start(model, "q8_0", str(tmp_path), 16)  # keys and values in float16
-    try:
-        assert worker.feed([3], 0)[1] == [3]
-    finally:
-        worker.close()
-    written = {t.name: t for t in gguf.GGUFReader(tmp_path / "q8_0.gguf").tensors}
-    query = written["blk.0.attn_q.weight"]
-    found = gguf.quants.dequantize(query.data, query.tensor_type)
-    weight = model.model.layers[0].self_attn.q_proj.weight.detach().numpy()
-    for head in range(2):
-        for i in range(16):  # neighbours: one of each half
-            ours = weight[head * 32 + i], weight[head * 32 + 16 + i]
-            theirs = found[head * 32 + 2 * i], found[head * 32 + 2 * i + 1]
-            assert abs(ours[0] - theirs[0]).max() < 1e-3 > abs(ours[1] - theirs[1]).max()
-    assert written["blk.0.ffn_norm.weight"].data.dtype == "float32"
-
-
-def test_a_gguf_file_is_written_anew_with_other_weights(tmp_path):
-    config = transformers.AutoConfig.for_model("qwen3", **bench.SHAPES["tiny"])
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    old, new = str(tmp_path / "old.gguf"), str(tmp_path / "new.gguf")
-    llama_peer.write_gguf(model, old, "bfloat16")
-    servers.retype(old, new, "q8_0")
+def test_a_gguf_file_is_written_anew_with_other_weights(tmp_path, tiny_folder):
+    old, new = tmp_path / "old.gguf", tmp_path / "new.gguf"
+    write_gguf(tiny_folder("llama"), old, None)
+    servers.retype(str(old), str(new), "q8_0")
     before, after = gguf.GGUFReader(old), gguf.GGUFReader(new)
     kept = {name: field.contents() for name, field in after.fields.items()}
     for name, field in before.fields.items():
@@ -285,52 +181,40 @@ FAKE_SERVER = """
 import json, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
-given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-
 class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer(b"{}")
+
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        body = json.dumps({"asked": asked, "given": given}).encode()
+        words = asked["messages"][0]["content"], f" {asked['max_tokens']} {asked['mine']}"
+        deltas = [{"role": "assistant"}, *({"content": word} for word in words)]
+        events = [{"choices": [{"delta": delta}]} for delta in deltas]
+        usage = {"prompt_tokens": 7, "completion_tokens": 2}
+        events.append({"choices": [], "usage": usage} if words[0] != "b" else {"error": "no"})
+        lines = [f"data: {json.dumps(event)}\\n\\n" for event in events]
+        self.answer("".join([*lines, "data: [DONE]\\n\\n"]).encode())
+
+    def answer(self, body):
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
-HTTPServer(("127.0.0.1", int(given["--port"])), Handler).serve_forever()
-"""
-FAKE_OPENVINO = """
-from types import SimpleNamespace
-
-class LLMPipeline:
-    def __init__(self, path, device, **options):
-        self.said = f"{path} {options['INFERENCE_PRECISION_HINT']} {options.get('prompt_lookup')} "
-
-    def get_generation_config(self):
-        return SimpleNamespace()
-
-    def generate(self, prompts, config):
-        count = SimpleNamespace(get_num_generated_tokens=lambda: config.max_new_tokens)
-        return SimpleNamespace(texts=[self.said + prompts[0]], perf_metrics=count)
+HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
 """
 
 
-def test_peers_are_asked_in_processes_of_their_own(tmp_path, monkeypatch):
-    (tmp_path / "llama_cpp").mkdir()
-    (tmp_path / "llama_cpp" / "server.py").write_text(FAKE_SERVER)
-    (tmp_path / "openvino_genai.py").write_text(FAKE_OPENVINO)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(servers, "PAUSE_S", 0)
-    with servers.llama_server(sys.executable, "x.gguf", "bfloat16", 4) as port:
-        told = served.at_once(port, servers.ROUTE, [{"prompt": text} for text in "ab"])
-    assert [answer["asked"]["prompt"] for answer in told.answers] == ["a", "b"] and told.ms > 0
-    given = told.answers[0]["given"]
-    assert given["--model"] == "x.gguf" and given["--type_k"] == "30"
-    assert given["--draft_model_num_pred_tokens"] == "4"
-    peer = servers.OpenVino(sys.executable, "x.gguf", "bfloat16", 4)
-    (answer,) = peer.write("hi", 3).answers
-    peer.close()
-    assert answer["choices"] == [{"text": "x.gguf bf16 True hi"}]
-    assert answer["usage"]["completion_tokens"] == 3
+def test_a_server_is_started_and_asked_as_others_are():
+    """By its own command line; and what it says of a chat is read from the stream."""
+    with servers.started([sys.executable, "-c", FAKE_SERVER]) as (server, ready_s):
+        assert ready_s > 0 and int(server.status()["VmHWM"][0]) > 1000
+        one, other = pair.write(server, ["a", "c"], 3, {"mine": True})
+        assert (one.text, one.num_read, one.num_tokens) == ("a 3 True", 7, 2)
+        assert other.text == "c 3 True" and 0 < one.first_ms <= one.ms
+        with pytest.raises(RuntimeError, match="not done as asked: {'error': 'no'}"):
+            pair.write(server, ["b"], 3, {"mine": 1})
+    assert not server.is_alive
 
 
 def test_the_benchmark_of_the_server_finds_the_same_texts(measure):
@@ -343,8 +227,7 @@ def test_the_benchmark_of_the_server_finds_the_same_texts(measure):
 
 def test_served_speeds_are_in_those_of_the_engine_s_own_process():
     def calls(way, *ms):
-        told = [{"token_ids": [1] if way == "here" else [2]}]
-        return [bench.Timed(0.0, served.Told(each, told)) for each in ms]
+        return [bench.Timed(0.0, (each, [[1] if way == "here" else [2]])) for each in ms]
 
     times = {"here": (10.0, 30.0), "whole": (20.0, 60.0), "streamed": (40.0, 120.0)}
     timed = {(way, 0, 8): calls(way, *ms) for way, ms in times.items()}
@@ -353,15 +236,6 @@ def test_served_speeds_are_in_those_of_the_engine_s_own_process():
     assert row["whole"] == 0.5 and row["streamed_quartiles"] == [0.25, 0.25]
     assert row["first_ms"] == 20.0 and row["first_later_ms"] == 60.0  # 30 and 90
     assert not row["identical"]
-
-
-def test_every_weight_has_a_name_in_llama_cpp():
-    config = transformers.AutoConfig.for_model("qwen3", **bench.SHAPES["tiny"])
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    names = [llama_peer.name_of(name) for name, _ in model.named_parameters()]
-    assert len(set(names)) == len(names) == 2 * 11 + 2
-    assert {"token_embd.weight", "blk.1.attn_q_norm.weight", "output_norm.weight"} < set(names)
 
 
 def test_int8_is_near_float32_and_smaller(measure):
@@ -405,7 +279,6 @@ def test_a_table_aligns_and_marks_what_is_missing(capsys):
     [
         ("batch", ["--runs", "0"], "must be from"),
         ("lossless", ["--samples", "0"], "must be from"),
-        ("peers", ["--context", "9"], "--context goes with"),
         ("peers", ["--k", "17"], "must be from"),
         ("soak", ["--minutes", "0"], "must be more than 0"),
     ],

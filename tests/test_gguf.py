@@ -26,7 +26,6 @@ from server import at_once
 from test_gguf_file import MUTATIONS, mutated, settled
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig
 
-from benchmarks.llama_peer import finish, name_of, write_sizes
 from kernels import decoder, library, start
 from models import catalogue, loading
 from models.gguf_file import BadFile, GgufFile
@@ -60,8 +59,16 @@ def write_gguf(
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config, tokenizer = model.config, json.loads((folder / "tokenizer.json").read_text("utf-8"))
     writer = gguf.GGUFWriter(path, "llama")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     writer.add_name("tiny")
-    write_sizes(writer, config)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
     writer.add_rope_freq_base(10000.0)
     vocabulary = tokenizer["model"]["vocab"]
     words = sorted(vocabulary, key=vocabulary.get)
@@ -82,16 +89,22 @@ def write_gguf(
             values = interleaved(values, config.num_attention_heads)
         if "k_proj" in name:
             values = interleaved(values, config.num_key_value_heads)
-        if name_of(name) in (given or {}):
-            data = given[name_of(name)]
-            writer.add_tensor(name_of(name), data, raw_dtype=given_kind)
+        name = names.get_name(name, try_suffixes=(".weight",))
+        if name in (given or {}):
+            writer.add_tensor(name, given[name], raw_dtype=given_kind)
         elif kind is not None and values.ndim == 2:
-            data = gguf.quants.quantize(values, kind)
-            writer.add_tensor(name_of(name), data, raw_dtype=kind)
+            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(name_of(name), values.astype(np.float32))
+            writer.add_tensor(name, values.astype(np.float32))
     finish(writer)
     return path
+
+
+def finish(writer):
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 @pytest.fixture(scope="module")
