@@ -19,6 +19,8 @@ from typing import IO, Any, NamedTuple
 import gguf
 import torch
 
+from serving.options import ROOT
+
 HOST = "127.0.0.1"
 START_S, STOP_S = 300.0, 60.0
 PAUSE_S = 0.1  # after which the idle threads of another server are asleep
