@@ -275,7 +275,7 @@ def test_a_type_that_no_kernel_multiplies_is_named_and_unpacked(tmp_path, tiny_f
     given = given.reshape(256, -1)
     name = "blk.0.ffn_up.weight"
     path = write_gguf(tmp_path, tmp_path / "a.gguf", Q8_0, given={name: given}, given_kind=kind)
-    with caplog.at_level(logging.INFO, "models.loading"):
+    with caplog.at_level(logging.INFO, "serving.loading"):
         model, _ = packed(path)
     assert "weights of type IQ4_NL are unpacked to bfloat16" in caplog.text
     panels = model.model.layers[0].mlp.up_proj.panels
@@ -377,7 +377,7 @@ def test_smollm_s_rule_splits_digits_contractions_and_spaces(files, text, words)
 @pytest.mark.parametrize(("pre", "said"), [("martian", "martian"), (None, "none"), ("qwen2", None)])
 def test_a_rule_that_nobody_knows_is_warned_of_by_name(tiny_folder, tmp_path, caplog, pre, said):
     path = write_gguf(tiny_folder("llama"), tmp_path / "a.gguf", Q8_0, pre=pre)
-    with caplog.at_level(logging.WARNING, "models.loading"):
+    with caplog.at_level(logging.WARNING, "serving.loading"):
         loading.load_pretrained(str(path), core.Options())
     assert (f"a.gguf: unknown pre-tokenizer {said!r}" in caplog.text) == bool(said)
     assert said or "pre-tokenizer" not in caplog.text
