@@ -14,7 +14,7 @@ export function phasesOf(cycle) {
   const [n, own] = [proposals.length, ownToken(cycle)];
   const phases = proposals.map((token, i) => ({
     stage: "draft",
-    says: `The drafter guesses ${quoted(token)}, ${i + 1} of ${n}. Only the small drafter works here.`,
+    says: `The drafter guesses ${quoted(token)}, ${i + 1} of ${n}. Only the drafter works here.`,
   }));
   phases.push({ stage: "verify", says: passWords(cycle) });
   for (const token of tokens.slice(0, numAccepted(cycle))) {

@@ -119,6 +119,10 @@ export class Story {
     const spent = (cycles) => cycles.reduce((ms, { proposals }) => ms + proposals.length * step + verify, 0);
     const alone = (cycles) => cycles.reduce((ms, { tokens }) => ms + tokens.length * plain, 0);
     const gain = (cycles) => times(alone(cycles) / spent(cycles));
+    const [best, most] = Object.entries(this.#story.gains).sort(([, a], [, b]) => b - a)[0];
+    const others = most < 1
+      ? " No drafter of this server pays here: guesses cost more than they save, and auto would not draft."
+      : best === drafter ? "" : ` In a few cycles ${best} had ${times(most)}.`;
     const [own, later, ratio] = [[this.#cycle], this.#cycles.slice(1), verify / plain];
     const gave = `This cycle gave ${counted(this.#cycle.tokens.length, "token")}: one by one `
       + `${milliseconds(alone(own))}, so ${gain(own)} as fast. `;
@@ -127,6 +131,6 @@ export class Story {
     return `A pass over 6 positions took ${times(ratio)} the time of a pass over one, `
       + `because both read the same ${bytes(target.weight_bytes)} of weights, `
       + `and reading takes most of the time. ${isKnown ? gave : ""}`
-      + `Over all ${later.length} cycles of this recording it was ${gain(later)} as fast.${doubt}`;
+      + `Over all ${later.length} cycles of this recording it was ${gain(later)} as fast.${others}${doubt}`;
   }
 }

@@ -2,9 +2,10 @@
 
     record(engine) → {model, drafter, prompt, cycles, plain_ms, costs, weights, …}
 
-It is one short request with a trace, the same by plain decoding, and a few cycles of every other
-drafter that comes with the project, so that the page can say what each of them costs here. Nothing
-of it is counted in /health or learnt by the controller. A fault costs the story, and nothing else.
+A few cycles of plain decoding and of every drafter that comes with the project tell what each of
+them costs and gains here. The first that pays then tells the story, or else whoever gains most: one
+short request with a trace. Nothing of it is counted in /health or learnt by the controller. A fault
+costs the story, and nothing else.
 
 To renew the one that is shown while a model loads, from the repository's root:
 
@@ -30,12 +31,13 @@ from . import trace
 from .options import Options
 from .parsing import model_id
 
-# Who tells it, if loaded: first those that write a draft token by token.
+# Who may tell it, if loaded: those first whose guesses differ most from the target's own.
 _TELLERS = ("draft_model", "eagle3", "mtp", "dflash", "self_int8", "ngram")
 _PROMPT = "def read_lines(path):\n    with open(path) as f:\n        return f."
-_CHAT_PROMPT = "Why is the sky blue?"
-_K, _MAX_TOKENS, _NUM_PLAIN, _NUM_OTHERS = 5, 40, 12, 4  # the last two are cycles
-_LONGEST_S = 1.0  # of all together: a slow model tells less
+_CHAT_PROMPT = "Name the days of the week, then the months of the year."
+_K, _MAX_TOKENS, _NUM_CYCLES = 5, 40, 12  # the last is of plain decoding, and of each that is tried
+_PAYS = 1.1  # times the speed of plain decoding
+_LONGEST_S = 0.6  # of trying all drafters, and of telling: a slow model tells less
 
 LOG = logging.getLogger(__name__)
 
@@ -85,7 +87,7 @@ def record(
 def _record(
     engine: Any, options: Options, names: list[str], is_wanted: Callable[[], bool]
 ) -> dict[str, Any]:
-    target, end = engine.target, time.perf_counter() + _LONGEST_S
+    target, drafters = engine.target, engine.panel.drafters
     is_chat = options.is_chat(target.tokenizer)
     text, read = (_CHAT_PROMPT, chat_ids) if is_chat else (_PROMPT, prompt_ids)
     prompt = read(text, target.tokenizer, target.max_length)
@@ -93,6 +95,7 @@ def _record(
     def run(drafter: str | None, num_cycles: int, is_traced: bool = False) -> Iterator[Any]:
         """Each cycle, with its event where it is to be shown."""
         request = Request(prompt, _MAX_TOKENS, drafter, _K, trace=is_traced, is_alone=True)
+        end = time.perf_counter() + (_LONGEST_S if is_traced else _LONGEST_S / len(names))
         for s, cycle in engine.generate(request):
             if is_wanted():
                 raise Interrupted
@@ -100,26 +103,45 @@ def _record(
             if cycle.number >= num_cycles or (cycle.number > 1 and time.perf_counter() > end):
                 return
 
+    tried = {name: list(run(name, _NUM_CYCLES)) for name in names}
+    able = [name for name in names if any(cycle.proposals for _, cycle in tried[name])]
+    if not able:
+        raise ValueError("nobody proposed anything")
+    plain = list(run(None, _NUM_CYCLES))
+    plain_ms = median(cycle.spans_ms[1] for _, cycle in plain[1:])
+    costs = {name: _costs(tried[name], drafters[name]) for name in names}
+    gains = {name: _gain(tried[name], costs[name], plain_ms) for name in names}
+    teller = next((name for name in able if gains[name] >= _PAYS), max(able, key=gains.get))
     # In turn, so that a busy machine slows both. A cache of one row holds one after the other.
-    sides = [run(names[0], _MAX_TOKENS, True), run(None, _NUM_PLAIN)]
+    sides = [run(teller, _MAX_TOKENS, True), run(None, _NUM_CYCLES)]
     pairs = zip_longest(*sides if target.cache.num_rows > 1 else map(list, sides))
     told, plain = zip(*pairs, strict=True)
     told, plain = ([pair for pair in side if pair] for side in (told, plain))
-    if not any(cycle.proposals for _, cycle in told):
-        raise ValueError(f"{names[0]} proposed nothing")
-    every = {names[0]: told} | {name: list(run(name, _NUM_OTHERS)) for name in names[1:]}
-    drafters, later = engine.panel.drafters, [cycle.spans_ms[1] for _, cycle in plain[1:]]
+    plain_ms = median(cycle.spans_ms[1] for _, cycle in plain[1:])
+    costs[teller] = _costs(told, drafters[teller])
+    gains[teller] = _gain(told, costs[teller], plain_ms)
     return {
         "stored": False,
         "model": model_id(target.name),
-        "drafter": names[0],
+        "drafter": teller,
         "prompt": text,
         "chat": is_chat,
         "cycles": [event for event, _ in told],
-        "plain_ms": median(later),
-        "costs": {name: _costs(cycles, drafters[name]) for name, cycles in every.items()},
+        "plain_ms": plain_ms,
+        "gains": gains,
+        "costs": costs,
         "target": weights_of(engine, options),
     }
+
+
+def _gain(cycles: list[Any], costs: dict[str, Any], plain_ms: float) -> float:
+    """Their speed in plain decoding's, by medians, as the first draft reads the prompt."""
+    later = [cycle for _, cycle in cycles[1:]]
+    drafted = [cycle for cycle in later if cycle.proposals]
+    spent_ms = (len(later) - len(drafted)) * plain_ms
+    for cycle in drafted:
+        spent_ms += len(cycle.proposals) * costs["step_ms"] + costs["verify_ms"]
+    return sum(len(cycle.tokens) for cycle in later) * plain_ms / spent_ms if later else 0.0
 
 
 def _event(s: Any, cycle: Any) -> dict[str, Any]:

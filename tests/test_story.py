@@ -30,15 +30,13 @@ def test_a_story_is_recorded_and_leaves_no_trace_in_the_figures(engine):
     planner, num_failures = engine.planner, engine.panel.num_failures
     told = story.record(engine, core.Options())
     assert json.dumps(told) and not told["stored"]
-    assert told["drafter"] == "draft_model" and set(told["costs"]) == {
-        "draft_model",
-        "mtp",
-        "ngram",
-    }
+    names = {"draft_model", "mtp", "ngram"}
+    assert set(told["costs"]) == set(told["gains"]) == names and told["drafter"] in names
     first, *cycles = told["cycles"]
     assert not first["proposals"] and any(len(cycle["proposals"]) == 5 for cycle in cycles)
     assert {"text", "texts", "ms", "cached"} <= cycles[0].keys()
-    assert told["plain_ms"] > 0 and told["costs"]["draft_model"]["step_ms"] > 0
+    cost = told["costs"][told["drafter"]]
+    assert told["plain_ms"] > 0 and cost["step_ms"] > 0 and cost["verify_ms"] > 0
     assert told["target"]["weight_bytes"] == 4 * engine.target.num_weights
     assert engine.planner is planner and engine.panel.num_failures == num_failures
     assert all(s.prefills == 0 for s in engine.totals.by_drafter.values())
@@ -52,7 +50,8 @@ def test_a_fault_costs_the_story_and_not_the_start(engine, monkeypatch):
         raise RuntimeError("out of ideas")
 
     monkeypatch.setattr(engine.panel.drafters["draft_model"], "open", fail)
-    assert story.record(engine, core.Options()) is None  # it proposes nothing
+    told = story.record(engine, core.Options())
+    assert told["drafter"] != "draft_model" and told["costs"]["draft_model"]["step_ms"] is None
     monkeypatch.setattr(engine, "generate", fail)
     assert story.record(engine, core.Options()) is None
     assert engine.planner is planner
@@ -67,7 +66,7 @@ def test_whoever_comes_interrupts_the_story_which_is_told_later(engine):
     worker = Worker(None, core.Options(), lambda _: (engine, None))
     totals, (job,) = engine.totals, worker.submit(Request(PROMPT, 8, "ngram"))
     job.wait()
-    assert worker.story(60)["drafter"] == "draft_model"
+    assert worker.story(60)["drafter"] in engine.panel.drafters
     assert engine.totals is totals and totals.by_drafter["ngram"].prefills == 1
     assert worker.drain(60) == 0
 
