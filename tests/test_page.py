@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-from itertools import pairwise
 from urllib.parse import urlencode
 
 import pytest
@@ -100,16 +99,18 @@ def page(open_page):
     return open_page()
 
 
-@pytest.fixture
-def adaptive_page(open_page):
-    """Of a server whose controller chooses K, and measures what it costs.
-
-    A page is closed before its server is, or it may still be asking and see its request refused.
-    """
+@pytest.fixture(scope="module")
+def adaptive(browser):
+    """The port of a server whose controller chooses K, and measures what it costs."""
     with serving() as server:
-        page = open_page(server.port)
-        yield page
-        page.close()
+        yield server.port
+
+
+@pytest.fixture(scope="module")
+def chatting(browser, chat_folder):
+    """Of one with a chat template."""
+    with serving("--model", str(chat_folder("llama")), "--fixed-k") as server:
+        yield server.port
 
 
 def expect_failed_load(complaints, status):
@@ -194,10 +195,44 @@ def answer_of(cycles):
 def mock(page, cycles, end=None):
     """/generate answers with `cycles` at once, then with `end` (default: the answer and [DONE])."""
     end = [answer_of(cycles)] if end is None else end
-    body = "".join(f"data: {json.dumps(data)}\n\n" for data in [*cycles, *end])
-    body += "data: [DONE]\n\n" if end else ""
+    body = stream_of([*cycles, *end]) + ("data: [DONE]\n\n" if end else "")
     kind = "text/event-stream"
     page.route("**/generate", lambda route: route.fulfill(body=body, content_type=kind))
+
+
+def stream_of(events):
+    return "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+
+
+def change_comparisons(page, **changes):
+    """What the server answers, but for these figures of a comparison."""
+
+    def change(route):
+        response = route.fetch()
+        *events, answer, done, rest = response.text().split("\n\n")
+        body = json.loads(answer.removeprefix("data: "))
+        costs = body["compare"]["costs"] | changes.get("costs", {})
+        body["compare"] |= changes | {"costs": costs}
+        events += [f"data: {json.dumps(body)}", done, rest]
+        route.fulfill(response=response, body="\n\n".join(events))
+
+    page.route("**/generate", change)
+
+
+def posted(page):
+    """The bodies of what the page sends from now on."""
+    sent = []
+    page.on("request", lambda r: r.post_data and sent.append(json.loads(r.post_data)))
+    return sent
+
+
+def story_of(port):
+    return json.loads(call(port, "GET", "/page/story.json")[2])
+
+
+def told_cycle(page, story):
+    step = int(re.search(r"Cycle (\d+) of", text_of(page, "#story-label"))[1])
+    return story["cycles"][step]
 
 
 # ------------------------------------------------------------------------------ the first minute
@@ -206,7 +241,7 @@ def mock(page, cycles, end=None):
 def test_the_page_opens_on_a_recorded_cycle_that_costs_no_generation(open_page):
     """Nobody has pressed anything, nothing was generated, and no key was asked for."""
     with serving("--fixed-k", "--api-key", "secret") as server:
-        story = json.loads(call(server.port, "GET", "/page/story.json")[2])
+        story = story_of(server.port)
         asked = []
         page = open_page(server.port, is_ready=False, reduced_motion="no-preference")
         page.on("request", lambda request: asked.append(request.method))
@@ -220,7 +255,7 @@ def test_the_page_opens_on_a_recorded_cycle_that_costs_no_generation(open_page):
         assert set(asked) <= {"GET"} and not page.locator("#key-field").is_visible()
         figures = health(server.port)["speculative_decoding"]
         assert figures["target_passes"] == figures["num_draft_tokens"] == 0
-        assert json.loads(call(server.port, "GET", "/page/story.json")[2]) == story
+        assert story_of(server.port) == story
 
 
 def lit(page):
@@ -231,9 +266,8 @@ def lit(page):
 
 def test_the_story_goes_guess_by_guess_one_pass_verdicts_and_the_cut(page, port):
     """By buttons and by arrow keys, forth and back; less motion begins with the whole picture."""
-    story = json.loads(call(port, "GET", "/page/story.json")[2])
-    step = int(re.search(r"Cycle (\d+) of", text_of(page, "#story-label"))[1])
-    cycle = story["cycles"][step]
+    story = story_of(port)
+    cycle = told_cycle(page, story)
     n, tail = len(cycle["proposals"]), cycle["cached"][0] - cycle["cached"][1]
     assert n > cycle["accepted_count"] > 0 and tail > 0  # it tells all that can happen
     assert lit(page) == [n, 1, n, tail]
@@ -257,24 +291,10 @@ def test_the_story_goes_guess_by_guess_one_pass_verdicts_and_the_cut(page, port)
     assert "This cycle gave" in text_of(page, "#timeline-says")
 
 
-def test_the_strip_of_the_story_ends_with_the_pending_token_at_one_height(page):
-    heights = set()
-    for _ in range(8):
-        page.locator("#story-next").click()
-        strip = page.locator("#story-text").bounding_box()
-        last = page.locator("#story-text .token").last.bounding_box()
-        assert last["y"] >= strip["y"] - 1
-        assert last["y"] + last["height"] <= strip["y"] + strip["height"] + 6  # its underline
-        heights.add(strip["height"])
-        assert "\n" not in text_of(page, "#story-text")
-    assert len(heights) == 1
-
-
 def test_the_timeline_sets_sequential_passes_against_draft_steps_and_one_pass(page, port):
-    story = json.loads(call(port, "GET", "/page/story.json")[2])
+    story = story_of(port)
     page.locator("#story-next").click()
-    step = int(re.search(r"Cycle (\d+) of", text_of(page, "#story-label"))[1])
-    cycle, cost = story["cycles"][step], story["costs"][story["drafter"]]
+    cycle, cost = told_cycle(page, story), story["costs"][story["drafter"]]
     n, kept = len(cycle["proposals"]), cycle["emitted_count"]
     bars = ["plain-pass", "plain-pass.more", "draft-step", "verify-pass"]
     assert counts(page, *(f"#timeline .{bar}" for bar in bars)) == [n + 1, n + 1 - kept, n, 1]
@@ -320,58 +340,42 @@ OUTSIDE = """(selectors) => selectors.filter((selector) => {
     return !(box.width && box.top >= top && box.bottom <= innerHeight + 1
         && box.right <= innerWidth + 1);
 })"""
+CYCLE = ["#cycle-says", "#picture"]
+SEEN = {  # what each button changes, and what of it is seen in the wide window besides
+    "#story-back": (["#story-picture", "#story-says", "#story-play"], []),
+    "#run": (["#status", *CYCLE], ["#text .tokens .token.current:last-child", "#distribution"]),
+    "#back": (["#cycle-count", *CYCLE, "#picture .cache"], []),
+    "#step": (["#status", *CYCLE, "#picture .cache"], ["#distribution", "#text"]),
+    "#race": (
+        ["#status", "#lane-speculative .text", "#lane-plain .text", "#race-clock"],
+        ["#chart-race", "#race-says"],
+    ),
+}
 
 
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1280", "400"])
 def test_nothing_that_a_button_does_is_off_screen(open_page, size):
     """From wherever the reader has scrolled to."""
     page = open_page(viewport=size)
-    outcomes = {
-        "#story-back": ["#story-picture", "#story-says", "#story-play"],
-        "#run": ["#status", "#text .tokens .token.current:last-child"],
-        "#step": ["#status", "#cycle-says", "#picture", "#picture .cache"],
-        "#back": ["#cycle-count", "#cycle-says", "#picture", "#picture .cache"],
-        "#race": ["#status", "#lane-speculative .text", "#lane-plain .text", "#race-clock"],
-    }
-    if size is WIDE:
-        outcomes["#run"] += ["#cycle-says", "#picture", "#distribution"]
-        outcomes["#step"] += ["#distribution", "#text"]
-        outcomes["#race"] += ["#chart-race", "#race-says"]
-    else:
-        outcomes["#run"] = ["#status", "#cycle-says", "#picture"]
-    for button, changed in outcomes.items():
+    for button, (changed, if_wide) in SEEN.items():
         if button == "#run":
             fill(page, **SAMPLED | {"max_tokens": 24})
-        if not button.startswith("#story"):
+        if button != "#story-back":
             page.evaluate("scrollTo(0, document.body.scrollHeight)")
             assert page.evaluate(OUTSIDE, [button]) == []  # the bar stays
         page.locator(button).click()
         if button in ("#run", "#race"):
             wait_for_status(page, "Finished")
-        assert page.evaluate(OUTSIDE, changed) == [], button
-        if button == "#run":
-            for _ in range(3):
-                page.locator("#back").click()
-    page.locator("#tab-text").click()
+        assert page.evaluate(OUTSIDE, changed + (size is WIDE) * if_wide) == [], button
+    show(page, "text")
     run(page, num_speculative_tokens=16)
-    for _ in range(4):
-        if size is WIDE:
-            assert page.evaluate(OUTSIDE, ["#picture", "#distribution"]) == []
-        page.locator("#back").click()
     for slot in page.locator("#picture button.slot").all():
         page.evaluate("scrollTo(0, document.body.scrollHeight)")
         slot.evaluate("slot => slot.click()")
         assert page.evaluate(OUTSIDE, ["#verdict"]) == []
 
 
-def test_the_prompt_shows_whole_lines_and_colours_are_explained_beside_the_text(page):
-    lines = """box => {
-        const { lineHeight, paddingTop, paddingBottom } = getComputedStyle(box);
-        const room = box.clientHeight - parseFloat(paddingTop) - parseFloat(paddingBottom);
-        return room / parseFloat(lineHeight);
-    }"""
-    shown = page.locator("#prompt").evaluate(lines)
-    assert shown >= 2.9 and abs(shown - round(shown)) < 0.1
+def test_colours_are_explained_beside_the_text(page):
     for view, beside in {"story": "#story-text", "text": "#text"}.items():
         show(page, view)
         legend = page.locator(f"#view-{view} .kinds")
@@ -382,31 +386,15 @@ def test_the_prompt_shows_whole_lines_and_colours_are_explained_beside_the_text(
         assert "in the place of the first rejected one" in text_of(page, "#popup")
 
 
-def test_six_cards_stand_in_one_row_at_400_pixels(open_page):
-    page = open_page(viewport=NARROW)
-    tops = "slots => new Set(slots.map((slot) => slot.getBoundingClientRect().top)).size"
-    assert counts(page, "#story-picture .slot") == [6]
-    assert page.locator("#story-picture .draft > li").evaluate_all(tops) == 1
-
-
-def test_text_and_cycle_stand_side_by_side_and_stacked_where_it_is_narrow(open_page):
-    boxes = []
-    for size in (WIDE, NARROW):
-        page = open_page(viewport=size)
-        run(page, **SAMPLED | {"max_tokens": 12})
-        boxes += [page.locator(name).bounding_box() for name in ("#text", "#cycle", "#bar")]
-    text, cycle, _, narrow_text, narrow_cycle, bar = boxes
-    assert text["x"] + text["width"] <= cycle["x"] and cycle["y"] < text["y"] + text["height"]
-    assert bar["y"] + bar["height"] <= narrow_cycle["y"] < bar["y"] + bar["height"] + 40
-    assert narrow_cycle["y"] + narrow_cycle["height"] <= narrow_text["y"]
-
-
 def test_nothing_scrolls_sideways_at_400_pixels(open_page):
     page = open_page(viewport=NARROW)
 
     def excess():
         return page.evaluate("document.documentElement.scrollWidth - innerWidth")
 
+    tops = "slots => new Set(slots.map((slot) => slot.getBoundingClientRect().top)).size"
+    assert counts(page, "#story-picture .slot") == [6]
+    assert page.locator("#story-picture .draft > li").evaluate_all(tops) == 1
     run(page, **SAMPLED | {"num_speculative_tokens": 16, "prompt": "x" * 300, "max_tokens": 40})
     for view in ("story", "try", "text", "race", "whatif", "statistics", "model"):
         show(page, view)
@@ -630,15 +618,12 @@ def test_stop_frees_the_servers_slot(page, port):
     run(page, **COLOURS | {"num_speculative_tokens": 5})
 
 
-def test_2000_tokens_keep_the_page_responsive(page):
+def test_2000_tokens_are_shown_with_one_tab_stop(page):
     words = [(f" word{i}", "accepted") for i in range(3)] + [(" end", "bonus")]
     cycles = [event(0, [("Start", "bonus")], 0)]
     cycles += [event(step, words, 5 + 4 * (step - 1)) for step in range(1, 501)]
     mock(page, cycles)
-    page.locator("#run").click()
-    set_slider(page, "alpha", 0.33)
-    assert text_of(page, "#alpha-value") == ".33"
-    wait_for_status(page, "Finished")
+    run(page)
     assert counts(page, "#text .tokens [role=option]", "#text .tokens [tabindex='0']") == [2001, 1]
     assert text_of(page, "#text .tokens") == "".join(cycle["text"] for cycle in cycles)
     assert counts(page, "#picture .cell")[0] <= 16 + 17
@@ -813,32 +798,74 @@ def test_a_race_replays_both_and_shows_measured_and_predicted(page):
     says = text_of(page, "#race-says")
     busy = r"( \(disturbed: [^)]*\))?"  # as the machine may be
     assert re.search(rf"Measured speed-up \d+\.\d\d×{busy}, predicted \d+\.\d\d×", says)
-    assert "identical, token for token" in says
-    counts_of = [text_of(page, f"#lane-{lane} .counts") for lane in ("speculative", "plain")]
-    assert counts_of[1] == "40 tokens · 39 passes"
-    tokens, passes = map(int, re.findall(r"\d+", counts_of[0]))
-    assert tokens == 40 and passes < 39
-    assert says.startswith("Medians of three runs.")
-    assert text_of(page, "#chart-race").count("ms per token") == 2
     assert re.search(r"Speculative decoding was (about as fast as|faster than|slower than)", says)
+    assert says.startswith("Medians of three runs.") and "identical, token for token" in says
+    assert text_of(page, "#lane-plain .counts") == "40 tokens · 39 passes"
+    tokens, passes = map(int, re.findall(r"\d+", text_of(page, "#lane-speculative .counts")))
+    assert tokens == 40 and passes < 39
+    assert text_of(page, "#chart-race").count("ms per token") == 2
     words = page.locator("#race-says .word")
     assert words.all_text_contents() == ["α", "c", "t_verify"]
     words.last.focus()
     assert text_of(page, "#popup").startswith("t_verify, the time")
-    assert "40 tokens, 39 after the first in " in text_of(page, "#status")
     show(page, "whatif")
     assert counts(page, "#chart-whatif .measured")[0] >= 1
-    assert "the last race" in text_of(page, "#measured")
     assert "as fast as plain decoding in that race" in text_of(page, "#measured")
 
 
-def test_where_nothing_was_drafted_there_was_no_race(page):
-    run(page, "#race", **COLOURS | {"drafter": "none"})
-    says = text_of(page, "#race-says")
-    assert says.startswith("Nothing was drafted, so this was no race.") and "×" not in says
-    assert counts(page, "#chart-race .row") == [0]
-    assert text_of(page, "#race-clock") == ""
-    assert text_of(page, "#lane-speculative .text") == text_of(page, "#text .tokens")
+BUSY = {"disturbed": True, "spread": [0.6, 1.4], "costs": {"t_verify": 0.5}}
+SLOW = {"costs": {"alpha": 0.62, "c": 4.2, "t_verify": 2.5}}
+FEW = {"max_tokens": 12}
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes", "words"),
+    [
+        (COLOURS | {"drafter": "none"}, {}, "^Nothing was drafted, so this was no race[^×]*$"),
+        (SAMPLED | FEW, {}, "identical, token for token"),
+        (SAMPLED | FEW | {"verification": "rejection"}, {}, "not compared"),
+        (COLOURS, BUSY, "disturbed: the machine was busy, 3 runs gave 0.60× to 1.40×"),
+        (SAMPLED, SLOW, "This machine is busy or computes slowly just now.*2.50× the time of one"),
+    ],
+    ids=["none", "coupled", "rejection", "busy", "slow"],
+)
+def test_a_race_says_what_it_was(page, fields, changes, words):
+    """And What if? has its place for it, however large, or none."""
+    if changes:
+        change_comparisons(page, **changes)
+    run(page, "#race", **fields)
+    assert re.search(words, text_of(page, "#race-says"))
+    is_race = fields["drafter"] != "none"
+    assert counts(page, "#chart-race .row") == [2 * is_race]
+    assert bool(text_of(page, "#race-clock")) == is_race
+    assert changes is not BUSY or "the last race, disturbed: " in text_of(page, "#measured")
+    if changes is SLOW:
+        show(page, "whatif")
+        page.get_by_role("button", name="Take draft_model").last.click()
+        assert [text_of(page, f"#{name}-value") for name in ("alpha", "cost")] == [".62", "4.20"]
+
+
+def test_a_race_tells_how_far_it_has_come(page):
+    """Before any text of its own it says that it runs, then what both have written."""
+    held = []
+    page.route("**/generate", lambda route: held.append(route))
+    fill(page, **COLOURS)
+    page.locator("#race").click()
+    page.locator("#race-pace", has_text="speculative decoding has written 0 tokens").wait_for()
+    assert "three times each" in text_of(page, "#race-says")
+    page.locator("#stop").click()
+    page.locator("#race-says", has_text="did not come to its end").wait_for()
+    assert text_of(page, "#race-pace") == ""
+    page.evaluate("""async () => {
+        const { Race } = await import("/page/race.js");
+        const [race, ms] = [new Race(), { draft: 1, verify: 1, other: 1 }];
+        race.start();
+        const cycle = { step: 1, tokens: [1, 2], text: "ab", ms };
+        race.add("speculative", cycle);
+        race.add("plain", { ...cycle, tokens: [1], text: "a" });
+    }""")
+    page.locator("#race-pace", has_text="plain decoding has written 1 of 2 tokens").wait_for()
+    assert text_of(page, "#lane-speculative .text") == "ab"
 
 
 def test_a_race_is_replayed_on_one_clock_from_the_servers_times(open_page):
@@ -881,35 +908,6 @@ def test_a_race_is_replayed_on_one_clock_from_the_servers_times(open_page):
     assert text_of(page, "#race-clock") == "20 ms"
 
 
-def test_a_race_that_only_a_busy_machine_explains_is_called_disturbed(page):
-    """The answer's own word is shown, with the spread; and What if? says so, too."""
-
-    def disturb(route):
-        response = route.fetch()
-        *events, answer, done, rest = response.text().split("\n\n")
-        body = json.loads(answer.removeprefix("data: "))
-        body["compare"] |= {"disturbed": True, "spread": [0.6, 1.4]}
-        body["compare"]["costs"]["t_verify"] = 0.5
-        events += [f"data: {json.dumps(body)}", done, rest]
-        route.fulfill(response=response, body="\n\n".join(events))
-
-    page.route("**/generate", disturb)
-    run(page, "#race", **COLOURS)
-    says = text_of(page, "#race-says")
-    assert "disturbed: the machine was busy, 3 runs gave 0.60× to 1.40×" in says
-    assert "the last race, disturbed: the machine was busy" in text_of(page, "#measured")
-    assert page.locator("#row-cost").get_attribute("min") == "0"
-    assert "This machine is busy" not in says
-
-
-def test_a_race_compares_sampled_texts_unless_they_are_verified_by_rejection(page):
-    fields = SAMPLED | {"max_tokens": 12}
-    run(page, "#race", **fields)
-    assert "identical, token for token" in text_of(page, "#race-says")
-    run(page, "#race", **fields, verification="rejection")
-    assert "not compared" in text_of(page, "#race-says")
-
-
 def set_slider(page, name, value):
     page.locator(f"#{name}").evaluate(
         """(slider, value) => {
@@ -945,58 +943,8 @@ def test_what_if_draws_the_formulas_curve_and_is_1_at_k_0(page):
     assert text_of(page, "#whatif-says").startswith("K=0: expected 1.00×, t_verify 1.00")
 
 
-def test_what_if_marks_what_was_measured_and_its_sliders_reach_it(page):
-    """A race's α, c and t_verify, however large."""
-
-    def slow_down(route):
-        response = route.fetch()
-        *events, answer, done, rest = response.text().split("\n\n")
-        body = json.loads(answer.removeprefix("data: "))
-        body["compare"]["costs"] = {"alpha": 0.62, "c": 4.2, "t_verify": 2.5}
-        events += [f"data: {json.dumps(body)}", done, rest]
-        route.fulfill(response=response, body="\n\n".join(events))
-
-    page.route("**/generate", slow_down)
-    run(page, "#race", **SAMPLED)
-    says = text_of(page, "#race-says")
-    assert "This machine is busy or computes slowly just now" in says
-    assert "took 2.50× the time of one" in says
-    run(page, "#race", **COLOURS)
-    show(page, "whatif")
-    assert counts(page, "#chart-whatif .measured", "#chart-whatif .thin") == [
-        2,
-        2,
-    ]  # and the story's
-    page.get_by_role("button", name="Take ngram").click()
-    assert [text_of(page, "#alpha-value"), text_of(page, "#cost-value")] == [".62", "4.20"]
-
-
-def test_labels_of_what_was_measured_lie_beside_each_other(page):
-    """However near to each other the points are, and with as many as there are drafters."""
-    points = [
-        {"name": f"drafter_{i}", "alpha": 0.7, "k": k, "c": 0.1, "v": 0, "speedup": speedup}
-        for i, (k, speedup) in enumerate([(5, 1.5), (5, 1.51), (5.1, 1.5), (5, 0.02), (12, 0.01)])
-    ]
-    show(page, "whatif")
-    page.evaluate(
-        """async (points) => {
-            const { WhatIf } = await import("/page/whatif.js");
-            document.querySelector("#whatif-sliders").replaceChildren();
-            new WhatIf().add(points);
-        }""",
-        points,
-    )
-    labels = page.locator("#chart-whatif text", has_text="drafter_").all()
-    found = [label.bounding_box() for label in labels]
-    boxes = sorted((box["y"], box["y"] + box["height"]) for box in found)
-    assert len(boxes) == len(points)
-    assert all(end <= begin + 2 for (_, end), (begin, _) in pairwise(boxes))
-    axis = page.locator("#chart-whatif text", has_text=re.compile("^16$")).bounding_box()
-    assert boxes[-1][1] <= axis["y"] + axis["height"]
-
-
-def test_what_if_knows_the_drafters_that_the_controller_has_timed(adaptive_page):
-    page = adaptive_page
+def test_what_if_knows_the_drafters_that_the_controller_has_timed(open_page, adaptive):
+    page = open_page(adaptive)
     run(page, **COLOURS | {"num_speculative_tokens": 5})
     page.locator("#measured", has_text="all runs of ngram so far").wait_for(state="attached")
 
@@ -1004,15 +952,15 @@ def test_what_if_knows_the_drafters_that_the_controller_has_timed(adaptive_page)
 # ------------------------------------------------------------------------- experiments and words
 
 
-def test_a_named_drafter_drafts_k_tokens_and_with_auto_the_controller_decides(adaptive_page):
-    page, sent = adaptive_page, []
-    page.on("request", lambda request: request.post_data and sent.append(request.post_data))
+def test_a_named_drafter_drafts_k_tokens_and_with_auto_the_controller_decides(open_page, adaptive):
+    page = open_page(adaptive)
+    sent = posted(page)
     says = {"draft_model": "You named the drafter", "none": "It decided nothing", "auto": "Cycle "}
     for drafter, words in says.items():
         run(page, **SAMPLED | {"drafter": drafter, "max_tokens": 12})
         show(page, "statistics")
         assert text_of(page, "#controller-says").startswith(words)
-    assert [json.loads(body).get("fixed_k", False) for body in sent] == [True, True, False]
+    assert [body.get("fixed_k", False) for body in sent] == [True, True, False]
     page.locator("#link").click()
     wait_for_status(page, "The text returns; with auto its cycles may differ.")
     hint = page.locator("#num_speculative_tokens").get_attribute("title")
@@ -1024,8 +972,8 @@ def form_of(page):
     return fields.evaluate_all("all => all.map((field) => [field.id, field.value, field.checked])")
 
 
-def test_the_cycle_says_who_has_drafted_where_the_server_chooses(adaptive_page):
-    page = adaptive_page
+def test_the_cycle_says_who_has_drafted_where_the_server_chooses(open_page, adaptive):
+    page = open_page(adaptive)
     run(page, **COLOURS | {"drafter": "auto"})
     page.locator("#text .token.accepted").first.click()
     assert re.search(
@@ -1079,8 +1027,7 @@ def test_the_best_k_is_judged_by_medians_and_the_reason_follows(page, slow, choi
         verify = 500 if len(asked) == 1 else 10 * dict(zip([2, 6, 14], slow, strict=True))[k]
         ms = {"draft": 0, "verify": verify, "other": 0}
         cycles = [event(0, [("a", "bonus")], 0), event(1, [("b", "bonus")], 5, ms=ms)]
-        data = [*cycles, answer_of(cycles)]
-        body = "".join(f"data: {json.dumps(one)}\n\n" for one in data) + "data: [DONE]\n\n"
+        body = stream_of([*cycles, answer_of(cycles)]) + "data: [DONE]\n\n"
         route.fulfill(body=body, content_type="text/event-stream")
 
     page.route("**/generate", answer)
@@ -1142,7 +1089,7 @@ def test_the_model_card_and_the_drafters_have_their_figures(page, port):
     for name in ("ngram", "draft_model", "mtp"):
         words = page.locator("#drafters li", has_text=name).first.text_content()
         assert "for each guess" in words and "c = " in words
-    costs = json.loads(call(port, "GET", "/page/story.json")[2])["costs"]
+    costs = story_of(port)["costs"]
     read = costs["draft_model"]["parameters"] * target["weight_bytes"] / target["parameters"]
     words = page.locator("#drafters li", has_text="draft_model").first.text_content()
     assert f"A step reads {read / 1e6:.1f} MB" in words
@@ -1151,60 +1098,55 @@ def test_the_model_card_and_the_drafters_have_their_figures(page, port):
 # ------------------------------------------------------------------------------------------ chat
 
 
-def test_a_conversation_has_turns_a_template_figures_and_cycles(open_page, chat_folder):
-    with serving("--model", str(chat_folder("llama")), "--fixed-k") as server:
-        page = open_page(server.port)
-        sent = []
-        page.on("request", lambda request: request.post_data and sent.append(request.post_data))
-        show(page, "chat")
-        page.fill("#max_tokens", "6")
-        page.fill("#system", "Be brief.")
-        for message in ("Hello", "And now?"):
-            page.fill("#message", message)
-            page.locator("#send").click()
-            page.locator(".turn.assistant .note", has_text="tokens per pass").nth(
-                ["Hello", "And now?"].index(message)
-            ).wait_for()
-        first, second = (json.loads(body)["prompt"] for body in sent)
-        answer = page.locator(".turn.assistant [role=listbox]").first.text_content()
-        assert [turn["role"] for turn in second] == ["system", "user", "assistant", "user"]
-        assert second[:2] == first and second[3]["content"] == "And now?"
-        assert second[2]["content"] in answer
-        read = page.locator(".turn.assistant pre").last.text_content()
-        assert all(turn["content"] in read for turn in second[:2]) and len(read) > len("Be brief.")
-        page.locator(".turn.assistant .token").first.click()
-        assert text_of(page, "#cycle-count").startswith("0 of")
-        assert page.locator("#view-chat #picture").is_visible()
+def test_a_conversation_has_turns_a_template_figures_and_cycles(open_page, chatting):
+    page = open_page(chatting)
+    sent = posted(page)
+    show(page, "chat")
+    page.fill("#max_tokens", "6")
+    page.fill("#system", "Be brief.")
+    for i, message in enumerate(("Hello", "And now?")):
+        page.fill("#message", message)
+        page.locator("#send").click()
+        page.locator(".turn.assistant .note", has_text="tokens per pass").nth(i).wait_for()
+    first, second = (body["prompt"] for body in sent)
+    answer = page.locator(".turn.assistant [role=listbox]").first.text_content()
+    assert [turn["role"] for turn in second] == ["system", "user", "assistant", "user"]
+    assert second[:2] == first and second[3]["content"] == "And now?"
+    assert second[2]["content"] in answer
+    read = page.locator(".turn.assistant pre").last.text_content()
+    assert all(turn["content"] in read for turn in second[:2]) and len(read) > len("Be brief.")
+    page.locator(".turn.assistant .token").first.click()
+    assert text_of(page, "#cycle-count").startswith("0 of")
+    assert page.locator("#view-chat #picture").is_visible()
 
 
-def test_a_stopped_answer_is_no_turn(open_page, chat_folder):
-    with serving("--model", str(chat_folder("llama"))) as server:
+def test_a_stopped_answer_is_no_turn(open_page, chat_folder, tmp_path):
+    """It is held up behind its first token."""
+    gate = Gate(tmp_path, chat_folder("llama"))
+    with serving(*gate.arguments) as server:
         page = open_page(server.port)
+        gate.shut()
         show(page, "chat")
-        page.fill("#max_tokens", "900")
         page.fill("#message", "Go on")
         page.locator("#send").click()
         page.locator(".turn .token").first.wait_for()
         page.locator("#stop").click()
         page.locator(".turn .note", has_text="it does not count as a turn").wait_for()
+        gate.open()
         wait_until_idle(server.port)
         page.close()
 
 
-def test_a_chat_model_gets_the_prompt_in_its_template(open_page, chat_folder):
+def test_a_chat_model_gets_the_prompt_in_its_template(open_page, chatting):
     """Unless the box is not ticked; a demo prompt of the kind chat is offered first."""
-    with serving("--model", str(chat_folder("llama"))) as server:
-        page = open_page(server.port)
-        assert page.locator("#demo-prompt").input_value().startswith("chat_")
-        sent = []
-        page.on("request", lambda request: sent.append(request.post_data))
-        for is_chat in (True, False):
-            fill(page, prompt="Hi", max_tokens=2)
-            page.set_checked("#chat", is_chat)
-            run(page)
-            body = json.loads([data for data in sent if data][-1])
-            assert body.get("chat", False) is is_chat
-        page.close()
+    page = open_page(chatting)
+    assert page.locator("#demo-prompt").input_value().startswith("chat_")
+    sent = posted(page)
+    for is_chat in (True, False):
+        fill(page, prompt="Hi", max_tokens=2)
+        page.set_checked("#chat", is_chat)
+        run(page)
+        assert sent[-1].get("chat", False) is is_chat
 
 
 def test_a_model_without_template_has_no_chat(page):
@@ -1223,16 +1165,18 @@ def test_a_model_without_template_has_no_chat(page):
         ("temperature", "abc", "“abc” is not a number"),
         ("num_speculative_tokens", "0x", "“0x” is not a number"),
         ("seed", "99999999999999999999", "53 bits"),
+        ("prompt", "", "Write a prompt first"),
     ],
 )
-def test_what_is_no_number_is_marked_and_nothing_is_sent(page, field, value, words):
-    sent = []
-    page.on("request", lambda request: sent.append(request.method))
+def test_what_cannot_be_sent_is_marked_until_it_is_corrected(page, field, value, words):
+    """The button is hit although the field that the reader comes from shrinks."""
+    sent = posted(page)
     fill(page, **{field: value})
     page.locator("#run").click()
     page.locator("#error", has_text=words).wait_for()
-    assert page.locator(f"#{field}").get_attribute("aria-invalid") == "true"
-    assert "POST" not in sent
+    assert page.locator(f"#{field}").get_attribute("aria-invalid") == "true" and not sent
+    fill(page, **{field: "1"})
+    assert counts(page, "#error p", "[aria-invalid=true]") == [0, 0]
 
 
 def test_a_bad_value_is_told_in_the_servers_words_and_its_field_is_marked(open_page, complaints):
@@ -1252,18 +1196,6 @@ def test_a_bad_value_is_told_in_the_servers_words_and_its_field_is_marked(open_p
     assert field.get_attribute("aria-invalid") == "false"
 
 
-def test_a_run_without_a_prompt_asks_for_one(page):
-    """The button is hit although the field that the reader comes from shrinks."""
-    sent = []
-    page.on("request", lambda request: sent.append(request.method))
-    fill(page, prompt="")
-    page.locator("#run").click()
-    page.locator("#error", has_text="Write a prompt first").wait_for()
-    assert page.locator("#prompt").get_attribute("aria-invalid") == "true" and "POST" not in sent
-    page.locator("#demo-prompt").select_option("hard_story")
-    assert counts(page, "#error p", "[aria-invalid=true]") == [0, 0]
-
-
 def test_a_server_that_goes_away_is_told_in_the_middle_and_after(open_page, complaints):
     with serving() as server:
         page = open_page(server.port)
@@ -1279,14 +1211,14 @@ def test_a_server_that_goes_away_is_told_in_the_middle_and_after(open_page, comp
     complaints[:] = [text for text in complaints if "ERR_" not in text]
 
 
-@pytest.mark.parametrize(
-    ("status", "error", "headers", "words"),
-    [
-        (429, "64 requests wait already", {"Retry-After": "7"}, "is busy .*Try again in 7 s"),
-        (503, "the server is shutting down", {}, "cannot do this now: the server is shutting down"),
-        (401, "a key is needed", {}, "asks for an API key"),
-    ],
-)
+REFUSALS = [
+    (429, "64 requests wait already", {"Retry-After": "7"}, "is busy .*Try again in 7 s"),
+    (503, "the server is shutting down", {}, "cannot do this now: the server is shutting down"),
+    (401, "a key is needed", {}, "asks for an API key"),
+]
+
+
+@pytest.mark.parametrize(("status", "error", "headers", "words"), REFUSALS)
 def test_refusals_are_told_in_words(page, complaints, status, error, headers, words):
     body = json.dumps({"error": {"message": error, "type": "x", "param": None, "code": None}})
     answer = {"status": status, "body": body, "headers": headers}
@@ -1414,17 +1346,15 @@ def test_axe_finds_nothing_wrong_with_any_view(open_page, violations, scheme, si
         assert violations(page) == [], view
 
 
-def test_axe_finds_nothing_wrong_with_a_conversation(open_page, violations, chat_folder):
-    with serving("--model", str(chat_folder("llama")), "--fixed-k") as server:
-        page = open_page(server.port)
-        show(page, "chat")
-        page.fill("#max_tokens", "6")
-        page.fill("#message", "Hello")
-        page.locator("#send").click()
-        page.locator(".turn .note", has_text="tokens per pass").wait_for()
-        page.locator(".turn summary").click()
-        assert violations(page) == []
-        page.close()
+def test_axe_finds_nothing_wrong_with_a_conversation(open_page, violations, chatting):
+    page = open_page(chatting)
+    show(page, "chat")
+    page.fill("#max_tokens", "6")
+    page.fill("#message", "Hello")
+    page.locator("#send").click()
+    page.locator(".turn .note", has_text="tokens per pass").wait_for()
+    page.locator(".turn summary").click()
+    assert violations(page) == []
 
 
 @pytest.mark.parametrize("motion", ["reduce", "no-preference"])
@@ -1452,11 +1382,6 @@ def test_a_cycle_of_ones_own_can_be_seen_slowly(open_page):
     page.locator("#cycle-says", has_text="One pass").wait_for()
     page.locator("#text .tokens .recovered").first.click()
     assert counts(page, "#picture .later.on") == whole
-
-
-def test_the_status_is_polite_and_tokens_are_not_read_one_by_one(page):
-    assert page.locator("#status").get_attribute("role") == "status"
-    assert page.locator("#text .tokens").get_attribute("aria-live") is None  # not per token
 
 
 # ------------------------------------------------------------------------- another engine
