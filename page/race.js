@@ -32,8 +32,9 @@ export class Race {
     const now = !plain ? `speculative decoding has written ${counted(ours, "token")}`
       : plain < ours ? `plain decoding has written ${plain} of ${counted(ours, "token")}`
         : "both texts are written; two more runs of each follow, for medians";
-    this.#show(Infinity, this.#end());
-    write("race-pace", `running for ${Math.round((performance.now() - this.#began) / 1000)} s: ${now}`);
+    this.#show(Infinity, 0);
+    write("race-clock", "");
+    write("race-pace", `Running for ${Math.round((performance.now() - this.#began) / 1000)} s: ${now}`);
   }
   /** It did not come to its end. */
   stop() {
@@ -41,7 +42,6 @@ export class Race {
     write("race-pace", "");
     this.say("The race did not come to its end.");
   }
-  #end() { return Math.max(...NAMES.map((name) => this.#lanes[name].at(-1)?.[0] ?? 0)); }
   add(name, { step, tokens, text, ms }) {
     const [before, count, passes, all] = this.#lanes[name].at(-1) ?? [0, 0, 0, ""];
     const took = step && ms ? ms.draft + ms.verify + ms.other : 0; // the clock starts behind the prompt
@@ -71,7 +71,7 @@ export class Race {
   }
   #replay() {
     cancelAnimationFrame(this.#frame);
-    const end = this.#end();
+    const end = Math.max(...NAMES.map((name) => this.#lanes[name].at(-1)?.[0] ?? 0));
     const slower = Math.max(1, REPLAY_MS / (end || 1));
     const began = performance.now();
     const pace = mayMove() ? `replayed ${slower.toFixed(slower < 10 ? 1 : 0)} times slower`

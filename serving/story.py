@@ -37,7 +37,7 @@ _PROMPT = "def read_lines(path):\n    with open(path) as f:\n        return f."
 _CHAT_PROMPT = "Name the days of the week, then the months of the year."
 _K, _MAX_TOKENS, _NUM_CYCLES = 5, 40, 12  # the last is of plain decoding, and of each that is tried
 _PAYS = 1.1  # times the speed of plain decoding
-_LONGEST_S = 0.6  # of trying all drafters, and of telling: a slow model tells less
+_LONGEST_S = 1.0  # of trying all drafters, and of telling: a slow model tells less
 
 LOG = logging.getLogger(__name__)
 
