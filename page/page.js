@@ -141,7 +141,7 @@ const shown = {
     if (state === "failed") showError(error);
     if (isFinished && session === latest[session.view]) showAnswer(session);
     else say({ finished: "Finished.", stopped: "Stopped.", failed: "Failed." }[state]);
-    if (session.request.compare && !isFinished) race.stop();
+    if (session.request.compare && !isFinished) race.say("The race did not come to its end.");
     session.asAnswer?.finish(session);
     if (state !== "failed") askHealth();
     writeLink();

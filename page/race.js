@@ -6,56 +6,42 @@ import { byId, explained, mayMove, onPress, write } from "./elements.js";
 import { counted, milliseconds, times, visible } from "./words.js";
 
 const REPLAY_MS = 7000; // what the slower lane takes on the screen
-const LOOK_MS = 250; // between two looks at how far a race has come
 const NAMES = ["speculative", "plain"];
 
 export class Race {
   #lanes = {}; // by name, [ms since the prefill's end, tokens, passes, text] of each event
   #frame = 0;
-  #looking = 0; // a timer, while the server runs
-  #began = 0;
   constructor() { onPress("race-again", () => this.#replay()); }
   start() {
     cancelAnimationFrame(this.#frame);
     for (const name of NAMES) this.#lanes[name] = [];
     byId("chart-race").replaceChildren();
-    this.say("The server runs both ways, three times each. Then both are replayed on one clock.");
+    this.#show(0, 0);
+    this.#progress();
+    this.say("The server runs both ways, three times each …");
     byId("race-again").hidden = true;
-    this.#began = performance.now();
-    clearInterval(this.#looking);
-    this.#looking = setInterval(() => this.#look(), LOOK_MS);
-    this.#look();
   }
-  /** Show how far the server has come: what both have written, and in words what it does now. */
-  #look() {
+  /** What the server does now, in words: events come of the first run of each way. */
+  #progress() {
     const [ours, plain] = NAMES.map((name) => this.#lanes[name].at(-1)?.[1] ?? 0);
-    const now = !plain ? `speculative decoding has written ${counted(ours, "token")}`
-      : plain < ours ? `plain decoding has written ${plain} of ${counted(ours, "token")}`
-        : "both texts are written; two more runs of each follow, for medians";
-    this.#show(Infinity, 0);
     write("race-clock", "");
-    write("race-pace", `Running for ${Math.round((performance.now() - this.#began) / 1000)} s: ${now}`);
-  }
-  /** It did not come to its end. */
-  stop() {
-    clearInterval(this.#looking);
-    write("race-pace", "");
-    this.say("The race did not come to its end.");
+    write("race-pace", !plain ? `Speculative decoding has written ${counted(ours, "token")}.`
+      : plain < ours ? `Plain decoding has written ${plain} of ${counted(ours, "token")}.`
+        : "Both texts are written. Two more runs of each follow, for medians.");
   }
   add(name, { step, tokens, text, ms }) {
     const [before, count, passes, all] = this.#lanes[name].at(-1) ?? [0, 0, 0, ""];
     const took = step && ms ? ms.draft + ms.verify + ms.other : 0; // the clock starts behind the prompt
     this.#lanes[name].push([before + took, count + tokens.length, passes + (step > 0), all + text]);
+    this.#show(Infinity, 0);
+    this.#progress();
   }
   say(...words) { byId("race-says").replaceChildren(...words); }
   /** The verdict of an answer with a comparison; `textOf` gives the text of a token id. */
   finish({ compare }, textOf, busyWords) {
-    clearInterval(this.#looking);
     write("race-pace", "");
     if (compare.costs.alpha === null) {
       this.say(`Nothing was drafted, so this was no race. ${textWords(compare, textOf)}`);
-      this.#show(Infinity, 0);
-      write("race-clock", "");
       return;
     }
     const spent = NAMES.map((name) => compare[name].timings)

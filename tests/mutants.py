@@ -443,8 +443,8 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "sampling.is_coupled", "sampling.is_greedy", f"{PREFIX}[sampled-2]"),
     ("plain decoding has one seed", "core:plain_decode",
      "Noise(seed)", "Noise(0)", f"{PREFIX}[sampled-0]"),
-    ("a measurement warms up and counts", "story:forget",
-     "0, Totals(engine.panel.choices)", "0, engine.totals",
+    ("a measurement warms up and counts", "story:uncounted",
+     "Totals(engine.panel.choices)", "engine.totals",
      "controller::test_all_is_run_at_one_and_k_plus_1_rows_before_a_measurement_counts"),
     # --------------------------------------------------------------------------------- faults
     ("a forward that failed is not tried again", "faults:_step",

@@ -78,9 +78,9 @@ def test_the_core_has_at_most_700_lines():
     assert (ROOT / f"{CORE}.py").read_text("utf-8").count("\n") <= 700
 
 
-def test_the_page_has_at_most_2880_lines():
+def test_the_page_has_at_most_2900_lines():
     files = [path for path in (ROOT / "page").iterdir() if path.suffix != ".png"]
-    assert sum(path.read_text("utf-8").count("\n") for path in files if path.is_file()) <= 2880
+    assert sum(path.read_text("utf-8").count("\n") for path in files if path.is_file()) <= 2900
 
 
 def test_no_line_of_the_page_is_wider_than_110_columns():

@@ -7,6 +7,7 @@ import pytest
 import speculative_decoding as core
 from conftest import ROOT, run
 
+from control.statistics import Totals
 from drafters.timed import TimedDrafter
 from messages import Request, Sampling
 from serving import story
@@ -21,7 +22,7 @@ PROMPT = [277, 480, 291, 12, 300]
 
 @pytest.fixture
 def engine(demo_engine, monkeypatch):
-    monkeypatch.setattr(demo_engine, "totals", demo_engine.totals)
+    monkeypatch.setattr(demo_engine, "totals", Totals(demo_engine.panel.choices))
     monkeypatch.setattr(demo_engine, "planner", demo_engine.planner)
     return demo_engine
 
