@@ -15,35 +15,6 @@
 
 enum { CHUNK = 64 };  // keys whose numbers are turned around at once
 
-// exp(x) for x from -87 to 87, by a polynomial on half of ln 2 to each side; exp(0) is 1.
-lanes exponential(lanes x) {
-  x = pick(less(x, all(-87)), all(-87), x);
-  x = pick(less(all(87), x), all(87), x);
-  const lanes magic = all(12582912.0f), shifted = fma16(x, all(1.44269504f), magic);
-  const lanes n = sub(shifted, magic);
-  const lanes r = fma16(n, all(2.12194440e-4f), fma16(n, all(-0.693359375f), x));
-  lanes p = fma16(all(1.9875691500e-4f), r, all(1.3981999507e-3f));
-  p = fma16(p, r, all(8.3334519073e-3f));
-  p = fma16(p, r, all(4.1665795894e-2f));
-  p = fma16(p, r, all(1.6666665459e-1f));
-  p = fma16(p, r, all(5.0000001201e-1f));
-  p = add(fma16(p, mul(r, r), r), all(1));
-  ilanes power;
-  EACH power.v[i] = ((ivec)shifted.v[i] - 0x4b400000 + 127) << 23;
-  return mul(p, bits_as_floats(power));
-}
-
-lanes sigmoid(lanes x) { return over(all(1), add(all(1), exponential(sub(all(0), x)))); }
-// log(1 + exp(x)): log(1 + t) is 2 · artanh(t / (2 + t)).
-lanes softplus(lanes x) {
-  const lanes t = exponential(sub(all(0), size_of(x))), s = over(t, add(all(2), t)), z = mul(s, s);
-  lanes p = all(1 / 17.0f);
-  for (int n = 15; n > 0; n -= 2) p = fma16(p, z, all(1 / (float)n));
-  return fma16(add(s, s), p, pick(less(x, all(0)), all(0), x));
-}
-
-lanes tanh16(lanes x) { return sub(all(1), over(all(2), add(exponential(add(x, x)), all(1)))); }
-
 // ------------------------------------------------------------------------------------- turned keys
 
 #define LOW(l, s) ((l) & (s) ? PER_VECTOR + (l) - (s) : (l))
@@ -84,25 +55,16 @@ INLINE void turn(vec x[PER_VECTOR]) {  // rows become columns
 // Up to CHUNK keys [count, width] -> [width, CHUNK].
 static void turn_keys(const void *keys, int is_half, int count, int width, float *turned) {
   for (int j = 0; j < count; j += PER_VECTOR)
-    for (int i = 0; i < width; i += LANES) {
-      lanes rows[PER_VECTOR];
-      for (int r = 0; r < PER_VECTOR; ++r) {
+    for (int i = 0; i < width; i += PER_VECTOR) {
+      vec square[PER_VECTOR];
+      _Pragma("GCC unroll 16") for (int r = 0; r < PER_VECTOR; ++r) {
         const int key = j + r < count ? j + r : count - 1;
         const size_t at = (size_t)key * width + i;
-        if (is_half && i + LANES <= width) rows[r] = load_wide((const uint16_t *)keys + at);
-        else if (is_half) {
-          float t[LANES] = {0};
-          for (int k = 0; i + k < width; ++k) t[k] = wide(((const uint16_t *)keys)[at + k]);
-          rows[r] = load(t);
-        } else rows[r] = load_some((const float *)keys + at, width - i);
+        square[r] = (is_half ? load_some_wide((const uint16_t *)keys + at, width - i) : load_some((const float *)keys + at, width - i)).v[0];
       }
-      for (int v = 0; v < VECTORS; ++v) {
-        vec square[PER_VECTOR];
-        for (int r = 0; r < PER_VECTOR; ++r) square[r] = rows[r].v[v];
-        turn(square);
-        for (int r = 0; r < PER_VECTOR && i + v * PER_VECTOR + r < width; ++r)
-          memcpy(turned + (size_t)(i + v * PER_VECTOR + r) * CHUNK + j, &square[r], VECTOR_BYTES);
-      }
+      turn(square);
+      for (int r = 0; r < PER_VECTOR && i + r < width; ++r)
+        memcpy(turned + (size_t)(i + r) * CHUNK + j, &square[r], VECTOR_BYTES);
     }
 }
 
@@ -146,45 +108,50 @@ typedef struct {  // a group's queries of one head of keys, at one block
   int groups;            // queries of one row
 } work;
 
-// Scores or sums of values of some rows over the positions from `at` to `end`.
+// Scores or sums of values of some rows over the positions from `at` to `end`. Meanwhile comes what is read next.
 static void run_over(const work *w, int first_row, int row, int rows, int64_t at, int64_t end, int is_scores) {
   const block *b = w->a->b;
-  const size_t size = b->is_half ? 2 : 4;
+  const size_t size = b->is_half ? 2 : 4, key = b->width * size, value = b->value_width * size, sums = partial_floats(b);
   const int first = row * w->groups, count = rows * w->groups;
-  while (at < end) {
+  const float *queries = w->queries + (size_t)first * b->width;
+  for (int n; at < end; at += n) {
     const int64_t place = place_of(w->a, first_row + row, at);
-    int n = run_length(w->a, first_row + row, at, end);
     float *scores = w->scores + (size_t)first * KEYS + (at - w->begin);
+    n = run_length(w->a, first_row + row, at, end);
     if (is_scores) {
       n = n < CHUNK ? n : CHUNK;
-      turn_keys(w->keys + place * b->width * size, b->is_half, n, b->width, w->turned);
-      multiply_floats(count, n, b->width, w->queries + (size_t)first * b->width, b->width, w->turned, CHUNK, 0, scores, KEYS, 0);
+      turn_keys(w->keys + place * key, b->is_half, n, b->width, w->turned);
+      multiply_floats(&(product){count, n, b->width, queries, b->width, w->turned, CHUNK, 0, scores, KEYS, 0,
+                                 w->values + place * value, n * value});
     } else {
-      multiply_floats(count, b->value_width, n, scores, KEYS, w->values + place * b->value_width * size, b->value_width, b->is_half,
-                      w->sums + (size_t)first * partial_floats(b), partial_floats(b), 1);
+      multiply_floats(&(product){count, b->value_width, n, scores, KEYS, w->values + place * value, b->value_width, b->is_half,
+                                 w->sums + first * sums, sums, 1, w->keys + (place + n) * key, n * key});
     }
-    at += n;
   }
+}
+
+// Which of sixteen scores from `at` on do not count.
+INLINE ilanes unseen(int at, int begin, int end) {
+  const lanes where = numbered((float)at);
+  return either(less(where, all((float)begin)), less(all((float)end - 0.5f), where));
 }
 
 // A query's scores to exponentials of their distance from the largest. Not seen: 0.
 static void soften(const block *b, float *scores, int begin, int end, float *largest, float *sum) {
   lanes most = all(-INFINITY), total = all(0);
   const int first = begin / LANES * LANES;
+#define HIDE(x, at, hidden) if (at < begin || end < at + LANES) x = pick(unseen(at, begin, end), all(hidden), x)
   for (int at = first; at < end; at += LANES) {
-    const lanes where = numbered((float)at);
     lanes x = load(scores + at);
     if (b->softcap != 0) x = mul(tanh16(over(x, all(b->softcap))), all(b->softcap));
-    ilanes hidden = either(less(where, all((float)begin)), less(all((float)end - 0.5f), where));
-    x = pick(hidden, all(-INFINITY), x);
+    HIDE(x, at, -INFINITY);
     store(scores + at, x);
     most = larger(most, x);
   }
   const float top = largest16(most);
   for (int at = first; at < end; at += LANES) {
-    const lanes where = numbered((float)at);
-    ilanes hidden = either(less(where, all((float)begin)), less(all((float)end - 0.5f), where));
-    const lanes x = pick(hidden, all(0), exponential(sub(load(scores + at), all(top))));
+    lanes x = exponential(sub(load(scores + at), all(top)));
+    HIDE(x, at, 0);
     store(scores + at, x);
     total = add(total, x);
   }
@@ -283,46 +250,52 @@ size_t room_floats(const block *b) {
   return padded((int)(most * (b->width + KEYS + 2 * partial_floats(b)) + (size_t)b->width * CHUNK));
 }
 
-void attend(const attention *a) {
+static int tasks_of(const attention *a, const group *g) {  // of one head of keys
+  int first;
+  return a->partials ? blocks_of(a, g, &first) : 1;
+}
+
+// Blocks of keys of one head lie side by side, and so do their tasks: what is read next can be fetched ahead.
+static void run_task(const attention *a, int task, float *room) {
   const block *b = a->b;
-  const int groups = b->heads / b->kv_heads, size = partial_floats(b);
-  const size_t bytes = b->is_half ? 2 : 4;
-  const int most = GROUP_ROWS * groups;
-  float *memory = a->rooms + (size_t)thread_number() * room_floats(b);
-  int total = 0;
-  for (int i = 0, first; i < a->num_groups; ++i) total += a->partials ? blocks_of(a, a->groups + i, &first) : 1;
-  for (int task; take(total * b->kv_heads, 1, &task) > 0;) {
-    const int head = task % b->kv_heads;
-    int number = 0, left = task / b->kv_heads, first, count;
-    while (left >= (count = a->partials ? blocks_of(a, a->groups + number, &first) : 1)) left -= count, ++number;
-    const group *g = a->groups + number;
-    const int queries = g->count * groups;
-    count = blocks_of(a, g, &first);
-    const size_t slot = (size_t)a->f->slots[g->first] * b->kv_heads + head;
-    float *own = memory, *scores = own + (size_t)most * b->width, *sums = scores + (size_t)most * KEYS, *merged = sums + (size_t)most * size;
-    for (int q = 0; q < queries; ++q) {
-      const float *from = a->queries + ((size_t)(g->first + q / groups) * b->heads + head * groups + q % groups) * b->width;
-      for (int i = 0; i < b->width; i += LANES)
-        store_some(own + (size_t)q * b->width + i, mul(load_some(from + i, b->width - i), all(b->scaling)), b->width - i);
-    }
-    work w = {a, (const uint8_t *)b->keys + slot * b->capacity * b->width * bytes,
-              (const uint8_t *)b->values + slot * b->capacity * b->value_width * bytes,
-              own, scores, merged + (size_t)most * size, sums, 0, groups};
-    if (a->partials) {
-      w.sums = a->partials + (partials_before(a, number) + ((size_t)left * b->kv_heads + head) * queries) * size;
-      w.begin = (int64_t)(first + left) * KEYS;
-      partial(&w, g);
-      continue;
-    }
-    for (int i = 0; i < count; ++i) {
-      w.begin = (int64_t)(first + i) * KEYS;
-      partial(&w, g);
-      for (int q = 0; q < queries; ++q) merge(b, merged + (size_t)q * size, sums + (size_t)q * size, i == 0);
-    }
-    for (int q = 0; q < queries; ++q)
-      finish(b, head * groups + q % groups, merged + (size_t)q * size,
-             a->attended + ((size_t)(g->first + q / groups) * b->heads + head * groups + q % groups) * b->value_width);
+  const group *g = a->groups;
+  for (; task >= tasks_of(a, g) * b->kv_heads; ++g) task -= tasks_of(a, g) * b->kv_heads;
+  const int groups = b->heads / b->kv_heads, size = partial_floats(b), most = GROUP_ROWS * groups, queries = g->count * groups;
+  const int head = task / tasks_of(a, g);
+  int first;
+  const int count = blocks_of(a, g, &first);
+  const size_t bytes = b->is_half ? 2 : 4, slot = (size_t)a->f->slots[g->first] * b->kv_heads + head;
+  float *own = room, *scores = own + (size_t)most * b->width, *sums = scores + (size_t)most * KEYS, *merged = sums + (size_t)most * size;
+  for (int q = 0; q < queries; ++q) {
+    const float *from = a->queries + ((size_t)(g->first + q / groups) * b->heads + head * groups + q % groups) * b->width;
+    for (int i = 0; i < b->width; i += LANES)
+      store_some(own + (size_t)q * b->width + i, mul(load_some(from + i, b->width - i), all(b->scaling)), b->width - i);
   }
+  work w = {a, (const uint8_t *)b->keys + slot * b->capacity * b->width * bytes,
+            (const uint8_t *)b->values + slot * b->capacity * b->value_width * bytes,
+            own, scores, merged + (size_t)most * size, sums, (int64_t)first * KEYS, groups};
+  if (a->partials) {
+    const int number = task % count;
+    w.sums = a->partials + (partials_before(a, (int)(g - a->groups)) + ((size_t)number * b->kv_heads + head) * queries) * size;
+    w.begin += (int64_t)number * KEYS;
+    partial(&w, g);
+    return;
+  }
+  for (int i = 0; i < count; ++i, w.begin += KEYS) {
+    partial(&w, g);
+    for (int q = 0; q < queries; ++q) merge(b, merged + (size_t)q * size, sums + (size_t)q * size, i == 0);
+  }
+  for (int q = 0; q < queries; ++q)
+    finish(b, head * groups + q % groups, merged + (size_t)q * size,
+           a->attended + ((size_t)(g->first + q / groups) * b->heads + head * groups + q % groups) * b->value_width);
+}
+
+void attend(const attention *a) {
+  float *room = a->rooms + (size_t)thread_number() * room_floats(a->b);
+  int total = 0;
+  for (int i = 0; i < a->num_groups; ++i) total += tasks_of(a, a->groups + i) * a->b->kv_heads;
+  for (int begin, some; (some = take(total, a->partials ? fair_share(total, 3) : 1, &begin)) > 0;)
+    for (int task = begin; task < begin + some; ++task) run_task(a, task, room);
 }
 
 void collect(const attention *a, int row) {

@@ -68,7 +68,14 @@ INLINE lanes pick(ilanes is, lanes a, lanes b) {
   EACH r.v[i] = (vec)((is.v[i] & (ivec)a.v[i]) | (~is.v[i] & (ivec)b.v[i]));
   return r;
 }
-INLINE lanes larger(lanes a, lanes b) { return pick(less(a, b), b, a); }  // a NaN in b is passed over
+// A NaN in b is passed over.
+#if VECTOR_BYTES == 64
+INLINE lanes larger(lanes a, lanes b) { return (lanes){{(vec)_mm512_max_ps((__m512)b.v[0], (__m512)a.v[0])}}; }
+INLINE lanes smaller(lanes a, lanes b) { return (lanes){{(vec)_mm512_min_ps((__m512)b.v[0], (__m512)a.v[0])}}; }
+#else
+INLINE lanes larger(lanes a, lanes b) { return pick(less(a, b), b, a); }
+INLINE lanes smaller(lanes a, lanes b) { return pick(less(b, a), b, a); }
+#endif
 INLINE lanes numbered(float first) {  // first, first + 1, …
   lanes r;
   EACH for (int j = 0; j < PER_VECTOR; ++j) r.v[i][j] = first + (float)(i * PER_VECTOR + j);
@@ -109,6 +116,13 @@ INLINE lanes load_wide(const uint16_t *from) {
   return r;
 }
 
+INLINE lanes load_some_wide(const uint16_t *from, int count) {
+  uint16_t t[LANES] = {0};
+  if (count >= LANES) return load_wide(from);
+  memcpy(t, from, (size_t)count * sizeof *t);
+  return load_wide(t);
+}
+
 // float16, of scales.
 INLINE lanes load_half(const uint8_t *from) {
   lanes r;
@@ -141,20 +155,25 @@ INLINE ilanes load_uint8(const uint8_t *from) { ilanes r; EACH for (int j = 0; j
 INLINE ilanes load_int8(const uint8_t *from) { ilanes r; EACH for (int j = 0; j < PER_VECTOR; ++j) r.v[i][j] = (int8_t)from[i * PER_VECTOR + j]; return r; }
 #endif
 
-// The sum of all lanes: halves are added, and so on.
+// Of all lanes: the upper half and the lower one, then of these eight, and so on.
+typedef float quad __attribute__((vector_size(16)));
+typedef int32_t iquad __attribute__((vector_size(16)));
+INLINE quad larger4(quad a, quad b) {
+  const iquad is = a < b;
+  return (quad)((is & (iquad)b) | (~is & (iquad)a));
+}
 INLINE float sum16(lanes x) {
-  float t[LANES];
-  store(t, x);
-  for (int w = 8; w; w /= 2)
-    for (int i = 0; i < w; ++i) t[i] += t[i + w];
-  return t[0];
+  quad q[4];
+  memcpy(q, &x, sizeof q);
+  const quad s = (q[0] + q[2]) + (q[1] + q[3]);
+  return (s[0] + s[2]) + (s[1] + s[3]);
 }
 INLINE float largest16(lanes x) {  // no lane is a NaN
-  float t[LANES];
-  store(t, x);
-  for (int w = 8; w; w /= 2)
-    for (int i = 0; i < w; ++i) t[i] = t[i] < t[i + w] ? t[i + w] : t[i];
-  return t[0];
+  quad q[4];
+  memcpy(q, &x, sizeof q);
+  const quad s = larger4(larger4(q[0], q[2]), larger4(q[1], q[3]));
+  const float a = s[0] < s[2] ? s[2] : s[0], b = s[1] < s[3] ? s[3] : s[1];
+  return a < b ? b : a;
 }
 
 // Four products of bytes, added to each of 16 sums: `weights` are 16 times four bytes, `x` are four

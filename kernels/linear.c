@@ -107,19 +107,28 @@ static __attribute__((noinline)) void put(const float *sums, int rows, int panel
 #define ROWS _Pragma("GCC unroll 8") for (int r = 0; r < R; ++r)
 #define PANELS _Pragma("GCC unroll 4") for (int p = 0; p < P; ++p)
 
+// Weights of P times 16 outputs lie `panel` bytes apart, those of the next input `step` bytes behind them; the last
+// ones may be fewer than 16. `pace` times 64 bytes at `ahead` are fetched with each input.
+INLINE void add_products(const int R, const int P, const int form, const int is_whole, int count, const uint8_t *w, size_t panel,
+                         size_t step, int inputs, const float *x, size_t x_step, const char *ahead, int pace, lanes sums[][WIDTH]) {
+  for (int k = 0; k < inputs; ++k, w += step) {
+    lanes weights[WIDTH];
+    for (int i = 0; i < pace; ++i, ahead += 64) __builtin_prefetch(ahead);
+    PANELS weights[p] = form == FLOAT ? load_some((const float *)(w + p * panel), is_whole ? LANES : count)
+                        : form == FLOAT16 ? load_half(w + p * panel)
+                                          : load_some_wide((const uint16_t *)(w + p * panel), is_whole ? LANES : count);
+    ROWS {
+      const lanes one = all(x[r * x_step + k]);
+      PANELS sums[r][p] = fma16(one, weights[p], sums[r][p]);
+    }
+  }
+}
+
 INLINE void float_tile(const int R, const int P, const int form, const uint8_t *w, size_t panel, int inputs, const float *x,
                        size_t x_step, const target *to, int row, int output) {
   lanes sums[MOST_ROWS][WIDTH];
   ROWS PANELS sums[r][p] = all(0);
-  for (int k = 0; k < inputs; ++k) {
-    lanes weights[WIDTH];
-    PANELS weights[p] = form == FLOAT ? load((const float *)(w + p * panel) + (size_t)k * LANES)
-                                      : load_half(w + p * panel + (size_t)k * 2 * LANES);
-    ROWS {
-      lanes one = all(x[r * x_step + k]);
-      PANELS sums[r][p] = fma16(one, weights[p], sums[r][p]);
-    }
-  }
+  add_products(R, P, form, 1, LANES, w, panel, form == FLOAT ? 64 : 32, inputs, x, x_step, NULL, 0, sums);
   float found[MOST_ROWS * WIDTH * LANES];
   ROWS PANELS store(found + (r * P + p) * LANES, sums[r][p]);
   put(found, R, P, to, row, output);
@@ -286,7 +295,7 @@ void multiply(const matrix *m, int rows, const void *prepared, float *y, size_t 
   const int grain = m->form >= Q8 ? 1 : rows > FEW_ROWS ? NARROW : WIDTH;
   int panels = 0, begin, count;
   for (const matrix *part = m; part; part = part->next) panels += (part->outputs + LANES - 1) / LANES;
-  const int share = (fair_share(panels) + grain - 1) / grain * grain;
+  const int share = (fair_share(panels, 8) + grain - 1) / grain * grain;
   while ((count = take(panels, share, &begin)) > 0) {
     size_t column = 0;
     for (const matrix *part = m; count > 0; column += part->outputs, part = part->next) {
@@ -303,39 +312,30 @@ void multiply(const matrix *m, int rows, const void *prepared, float *y, size_t 
 
 // ----------------------------------------------------------------------------- products of floats
 
-INLINE void product_tile(const int R, const int P, const int is_half, const int is_whole, int count, int steps, const float *x,
-                         size_t x_step, const uint8_t *w, size_t w_step, float *y, size_t y_step, int adds) {
+INLINE void product_tile(const int R, const int P, const int form, const int is_whole, const product *of, int row, int column,
+                         int count, const char *ahead, int pace) {
   lanes sums[MOST_ROWS][WIDTH];
-  ROWS PANELS sums[r][p] = !adds ? all(0) : load_some(y + r * y_step + p * LANES, is_whole ? LANES : count);
-  for (int k = 0; k < steps; ++k, w += w_step) {
-    lanes weights[WIDTH];
-    if (is_whole && is_half) PANELS weights[p] = load_wide((const uint16_t *)w + p * LANES);
-    else if (is_whole) PANELS weights[p] = load((const float *)w + p * LANES);
-    else {
-      float t[LANES] = {0};
-      for (int i = 0; i < count; ++i) t[i] = is_half ? wide(((const uint16_t *)w)[i]) : ((const float *)w)[i];
-      weights[0] = load(t);
-    }
-    ROWS {
-      const lanes one = all(x[r * x_step + k]);
-      PANELS sums[r][p] = fma16(one, weights[p], sums[r][p]);
-    }
-  }
-  ROWS PANELS store_some(y + r * y_step + p * LANES, sums[r][p], is_whole ? LANES : count);
+  const size_t bytes = form == FLOAT ? 4 : 2;
+  float *y = of->y + row * of->y_step + column;
+  ROWS PANELS sums[r][p] = of->adds ? load_some(y + r * of->y_step + p * LANES, is_whole ? LANES : count) : all(0);
+  add_products(R, P, form, is_whole, count, (const uint8_t *)of->w + column * bytes, LANES * bytes, of->w_step * bytes, of->steps,
+               of->x + row * of->x_step, of->x_step, ahead, pace, sums);
+  ROWS PANELS store_some(y + r * of->y_step + p * LANES, sums[r][p], is_whole ? LANES : count);
 }
 
-void multiply_floats(int rows, int columns, int steps, const float *x, size_t x_step, const void *w, size_t w_step,
-                     int is_half, float *y, size_t y_step, int adds) {
-  const size_t bytes = is_half ? 2 : 4;
-  for (int first = 0, taken; first < columns; first += taken) {
-    const int left = columns - first;
-    taken = left >= WIDTH * LANES ? WIDTH * LANES : left < LANES ? left : LANES;
-    for (int row = 0, some; row < rows; row += some) {
-      some = rows_of_tile(rows - row, FEW_ROWS);
-      const uint8_t *from = (const uint8_t *)w + first * bytes;
-#define PRODUCTS(r) product_tile(r, P, H, W, taken, steps, x + row * x_step, x_step, from, w_step * bytes, y + row * y_step + first, y_step, adds)
-#define PRODUCT(panels, is_whole) { enum { P = panels, W = is_whole }; if (is_half) { enum { H = 1 }; FEW(some, PRODUCTS) } else { enum { H = 0 }; FEW(some, PRODUCTS) } }
-      if (taken == WIDTH * LANES) PRODUCT(WIDTH, 1)
+void multiply_floats(const product *of) {
+  const int wide = WIDTH * LANES, tiles = (of->rows + FEW_ROWS - 1) / FEW_ROWS * ((of->columns + wide - 1) / wide);
+  const size_t fetches = (size_t)tiles * of->steps * 64;
+  const int pace = (int)((of->ahead_bytes + fetches - 1) / fetches);
+  const char *ahead = of->ahead;
+  for (int column = 0, taken; column < of->columns; column += taken) {
+    const int left = of->columns - column;
+    taken = left >= wide ? wide : left < LANES ? left : LANES;
+    for (int row = 0, some; row < of->rows; row += some, ahead += (size_t)pace * of->steps * 64) {
+      some = rows_of_tile(of->rows - row, FEW_ROWS);
+#define PRODUCTS(r) product_tile(r, P, F, W, of, row, column, taken, ahead, pace)
+#define PRODUCT(panels, is_whole) { enum { P = panels, W = is_whole }; if (of->is_half) { enum { F = HALF }; FEW(some, PRODUCTS) } else { enum { F = FLOAT }; FEW(some, PRODUCTS) } }
+      if (taken == wide) PRODUCT(WIDTH, 1)
       else if (taken == LANES) PRODUCT(1, 1)
       else PRODUCT(1, 0)
     }

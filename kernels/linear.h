@@ -61,8 +61,21 @@ void multiply(const matrix *m, int rows, const void *prepared, float *y, size_t 
 // The sums of `rows` x `columns` products over `steps`; in rising order, behind what y holds if `adds`.
 // Step k's floats (or bfloat16, if `is_half`) for 16 columns begin at w + k · w_step, and those
 // for the next 16 columns lie behind them. Writes whole lanes, but reads and writes no column that is not there.
-void multiply_floats(int rows, int columns, int steps, const float *x, size_t x_step, const void *w,
-                     size_t w_step, int is_half, float *y, size_t y_step, int adds);
+// What will be read next can be fetched from memory meanwhile.
+typedef struct {
+  int rows, columns, steps;
+  const float *x;  // [rows, steps]
+  size_t x_step;
+  const void *w;
+  size_t w_step;
+  int is_half;
+  float *y;
+  size_t y_step;
+  int adds;
+  const void *ahead;
+  size_t ahead_bytes;
+} product;
+void multiply_floats(const product *of);
 
 // Row number `output` of a matrix [inputs].
 void unpack(const matrix *m, int output, float *row);

@@ -75,9 +75,9 @@ int take(int total, int share, int *begin) {
   return left < share ? left : share;
 }
 
-int fair_share(int total) {
-  int share = total / (num_threads * 8);
-  return share ? share : 1;
+int fair_share(int total, int times) {
+  const int shares = num_threads * times;
+  return (total + shares - 1) / shares;
 }
 
 // Nearest, ties to even; subnormal numbers are numbers. Returns what was set before.

@@ -13,8 +13,8 @@ void meet(void);
 // or fewer at the end. Returns how many; `begin` is the first one.
 int take(int total, int share, int *begin);
 
-// Units of work to take at once, so that threads end at about the same time.
-int fair_share(int total);
+// Units of work to take at once, so that each thread takes some so many `times`: all end at about the same time.
+int fair_share(int total, int times);
 
 // Within a job: which of its threads this one is.
 int thread_number(void);
