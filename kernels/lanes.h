@@ -147,6 +147,13 @@ INLINE lanes load_half(const uint8_t *from) {
 }
 
 // Sixteen bytes, from 0 to 255 or from -128 to 127.
+INLINE void store_int8(int8_t *to, ilanes x) {
+#if VECTOR_BYTES == 64
+  _mm_storeu_si128((void *)to, _mm512_cvtepi32_epi8((__m512i)x.v[0]));
+#else
+  EACH for (int j = 0; j < PER_VECTOR; ++j) to[i * PER_VECTOR + j] = (int8_t)x.v[i][j];
+#endif
+}
 #if VECTOR_BYTES == 64
 INLINE ilanes load_uint8(const uint8_t *from) { return (ilanes){{(ivec)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)from))}}; }
 INLINE ilanes load_int8(const uint8_t *from) { return (ilanes){{(ivec)_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)from))}}; }
@@ -167,6 +174,12 @@ INLINE float sum16(lanes x) {
   memcpy(q, &x, sizeof q);
   const quad s = (q[0] + q[2]) + (q[1] + q[3]);
   return (s[0] + s[2]) + (s[1] + s[3]);
+}
+INLINE int32_t isum16(ilanes x) {
+  iquad q[4];
+  memcpy(q, &x, sizeof q);
+  const iquad s = (q[0] + q[1]) + (q[2] + q[3]);
+  return (s[0] + s[1]) + (s[2] + s[3]);
 }
 INLINE float largest16(lanes x) {  // no lane is a NaN
   quad q[4];

@@ -54,10 +54,8 @@ static void quantise(const float *x, int count, inputs_block *to) {
     whole[0] = iadd(whole[0], iall(-0x4b400000));
     whole[1] = iadd(whole[1], iall(-0x4b400000));
   }
-  int32_t numbers[32], sums[2] = {0, 0};
-  memcpy(numbers, whole, sizeof numbers);
-  for (int i = 0; i < 32; ++i) to->q[i] = (int8_t)numbers[i];
-  for (int i = 0; i < 32; ++i) sums[i / 16] += numbers[i];
+  const int32_t sums[2] = {isum16(whole[0]), isum16(whole[1])};
+  for (int i = 0; i < 2; ++i) store_int8(to->q + LANES * i, whole[i]);
   to->total = to->scale * (float)(sums[0] + sums[1]);
   to->start_128 = -128 * (sums[0] + sums[1]);
   to->start_8 = -8 * (sums[0] + sums[1]);
@@ -114,6 +112,7 @@ INLINE void add_products(const int R, const int P, const int form, const int is_
   for (int k = 0; k < inputs; ++k, w += step) {
     lanes weights[WIDTH];
     for (int i = 0; i < pace; ++i, ahead += 64) __builtin_prefetch(ahead);
+    if (!pace) PANELS __builtin_prefetch(w + p * panel + 2048);
     PANELS weights[p] = form == FLOAT ? load_some((const float *)(w + p * panel), is_whole ? LANES : count)
                         : form == FLOAT16 ? load_half(w + p * panel)
                                           : load_some_wide((const uint16_t *)(w + p * panel), is_whole ? LANES : count);
