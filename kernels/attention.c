@@ -60,7 +60,7 @@ static void turn_keys(const void *keys, int is_half, int count, int width, float
       _Pragma("GCC unroll 16") for (int r = 0; r < PER_VECTOR; ++r) {
         const int key = j + r < count ? j + r : count - 1;
         const size_t at = (size_t)key * width + i;
-        PREFETCH((const char *)keys + at * (is_half ? 2 : 4));
+        PREFETCH((const char *)keys + at * (is_half ? 2 : 4), 4096);
         square[r] = (is_half ? load_some_wide((const uint16_t *)keys + at, width - i) : load_some((const float *)keys + at, width - i)).v[0];
       }
       turn(square);

@@ -255,4 +255,4 @@ INLINE ivec dot_bytes(ivec sums, ivec weights, ivec x) {
 #define HAS_BF16_DOT 0
 #endif
 
-#define PREFETCH(from) __builtin_prefetch((const char *)(from) + 4096, 0, 3)
+#define PREFETCH(from, ahead) __builtin_prefetch((const char *)(from) + (ahead), 0, 3)

@@ -112,7 +112,7 @@ INLINE void add_products(const int R, const int P, const int form, const int is_
   for (int k = 0; k < inputs; ++k, w += step) {
     lanes weights[WIDTH];
     for (int i = 0; i < pace; ++i, ahead += 64) __builtin_prefetch(ahead);
-    if (!pace) PANELS __builtin_prefetch(w + p * panel + 2048);
+    if (!pace) PANELS PREFETCH(w + p * panel, 2048);
     PANELS weights[p] = form == FLOAT ? load_some((const float *)(w + p * panel), is_whole ? LANES : count)
                         : form == FLOAT16 ? load_half(w + p * panel)
                                           : load_some_wide((const uint16_t *)(w + p * panel), is_whole ? LANES : count);
@@ -139,7 +139,10 @@ INLINE void half_tile(const int R, const int P, const uint8_t *w, size_t panel, 
   ROWS PANELS sums[r][p] = all(0);
   for (int k = 0; k < (inputs + 1) / 2; ++k) {
     ilanes pairs[WIDTH];
-    PANELS memcpy(&pairs[p], w + p * panel + (size_t)k * 64, 64);
+    PANELS {
+      PREFETCH(w + p * panel + (size_t)k * 64, 2048);
+      memcpy(&pairs[p], w + p * panel + (size_t)k * 64, 64);
+    }
 #if HAS_BF16_DOT
     ROWS PANELS sums[r][p].v[0] = (vec)_mm512_dpbf16_ps((__m512)sums[r][p].v[0], (__m512bh)pairs[p].v[0],
                                                         (__m512bh)iall(four(x + r * x_step + k)).v[0]);
@@ -200,14 +203,14 @@ INLINE void block_tile(const int R, const int form, const uint8_t *w, int inputs
 #pragma GCC unroll 8
       for (int g = 0; g < 8; ++g) {
         const uint8_t *from = w + 64 * (form == Q8 ? g : g / 2) + VECTOR_BYTES * i;
-        if (form == Q8 || g % 2 == 0) PREFETCH(from);
+        if (form == Q8 || g % 2 == 0) PREFETCH(from, 4096);
         ivec weights = load_bytes(from);
         if (form != Q8) weights = (g % 2 ? weights >> 4 : weights) & 0x0f0f0f0f;
         if (form == Q8 && SIGNED_WEIGHTS) weights ^= (int32_t)0x80808080;
         if (l.plane) {
           if (g == 0 || (form == Q6K && g == 4)) {
             from = bits + 64 * (g / 4) + VECTOR_BYTES * i;
-            PREFETCH(from);
+            PREFETCH(from, 4096);
             above = load_bytes(from);
           }
           const int up = form == Q6K ? 4 - 2 * (g % 4) : 4 - g;
