@@ -64,6 +64,10 @@ static const struct { int inputs, bytes; } blocks_of[NUM_FORMS] = {
   [Q5] = {32, 22},  [Q5M] = {32, 24},   [Q4K] = {256, 144}, [Q5K] = {256, 176}, [Q6K] = {256, 210},
 };
 
+INLINE size_t file_row_bytes(int form, int inputs) {  // whole blocks
+  return (size_t)((inputs + blocks_of[form].inputs - 1) / blocks_of[form].inputs) * blocks_of[form].bytes;
+}
+
 // Numbers of 32 inputs, of the `part`-th eighth of the block if it has eight.
 INLINE void numbers_of(int form, const uint8_t *block, int part, uint8_t *q) {
   if (form == Q8) {
@@ -115,12 +119,12 @@ INLINE void put_numbers(int form, const uint8_t *q, int lane, uint8_t *step) {
 
 INLINE void repack_panel(int form, const uint8_t *rows, int count, int inputs, uint8_t *step) {
   const int file_inputs = blocks_of[form].inputs, file_bytes = blocks_of[form].bytes;
-  const size_t row_bytes = (size_t)(inputs / file_inputs) * file_bytes;
+  const size_t row_bytes = file_row_bytes(form, inputs);
   const layout l = layouts[form];
   memset(step, 0, panel_bytes(form, inputs));
   if (form < Q8) {
-    for (int lane = 0; lane < count; ++lane)
-      for (int k = 0; k < inputs; ++k)
+    for (int k = 0; k < inputs; ++k)
+      for (int lane = 0; lane < count; ++lane)
         memcpy(step + (size_t)(k / l.inputs) * l.numbers + file_bytes * (l.inputs * lane + k % l.inputs),
                rows + lane * row_bytes + (size_t)k * file_bytes, file_bytes);
     return;
@@ -140,7 +144,7 @@ INLINE void repack_panel(int form, const uint8_t *rows, int count, int inputs, u
 }
 
 void repack(int form, const uint8_t *rows, int first, int count, int inputs, uint8_t *panels) {
-  const size_t row_bytes = (size_t)(inputs / blocks_of[form].inputs) * blocks_of[form].bytes;
+  const size_t row_bytes = file_row_bytes(form, inputs);
   for (int row = 0; row < count; row += LANES) {
     const uint8_t *from = rows + row * row_bytes;
     uint8_t *to = panels + (first + row) / LANES * panel_bytes(form, inputs);

@@ -2,10 +2,9 @@
 
     Panels.of(weight, bias)                  float32 or bfloat16, as the weight is
     Panels.of(weight, bias, "int8")          8-bit blocks made of it
-    Panels.of_blocks("Q4M", numbers, …)      blocks of numbers and scales
     Panels.of_rows("Q4K", shape, pieces)     rows of bytes, as a GGUF file has them
 
-A block is 32 successive inputs of an output: whole numbers, a scale and perhaps a minimum.
+An 8-bit block is 32 successive inputs of an output: whole numbers and a scale.
 """
 
 import ctypes
@@ -25,7 +24,6 @@ BLOCK = 32  # inputs of a block
 DTYPES = torch.float32, torch.bfloat16  # of weights that are packed
 # As in linear.h.
 FORMS = "FLOAT", "FLOAT16", "HALF", "Q8", "Q4", "Q4M", "Q5", "Q5M", "Q4K", "Q5K", "Q6K"
-_OFFSETS = {"Q8": 128, "Q4": 8, "Q4M": 0}  # of numbers as they are kept
 _MOST_INPUTS = 1 << 24
 _AT_ONCE = 1 << 22  # weights that are quantised at once: all of a table would double it
 
@@ -47,7 +45,7 @@ class Panels:
     """A weight matrix [outputs, inputs] in one of FORMS, with a bias or without."""
 
     def __init__(self, form: str, shape: tuple[int, int], data: Tensor, bias: Tensor | None):
-        """`data`: the panels' bytes; `of` and `of_blocks` make them."""
+        """`data`: the panels' bytes; `of` and `of_rows` make them."""
         self.form, (self.outputs, self.inputs), self._data = form, shape, data
         assert 0 < self.outputs < 1 << 31 and 0 < self.inputs <= _MOST_INPUTS
         number = FORMS.index(form)
@@ -68,39 +66,12 @@ class Panels:
         """Of a weight [outputs, inputs] in float32 or bfloat16."""
         weight = weight.detach()
         if quantize:
-            return cls.of_blocks("Q8", *_rounded(weight), bias=bias)
+            return cls.of_rows("Q8", tuple(weight.shape), _rounded(weight), bias)
         is_half = weight.dtype == torch.bfloat16
-        step = 2 if is_half else 1
-        padded = _padded(weight if is_half else weight.float(), step)
-        panels = padded.view(-1, LANES, padded.shape[1] // step, step).transpose(1, 2)
-        data = panels.contiguous().view(torch.uint8).flatten()
-        return cls("HALF" if is_half else "FLOAT", tuple(weight.shape), data, bias)
-
-    @classmethod
-    @torch.no_grad()
-    def of_blocks(
-        cls,
-        form: str,
-        numbers: Tensor,
-        scales: Tensor,
-        minima: Tensor | None = None,
-        bias: Tensor | None = None,
-    ) -> "Panels":
-        """Of whole numbers [outputs, inputs] (below 0, too), and of scales and minima.
-
-        These are float16 [outputs, blocks]; a weight is number · scale + minimum.
-        """
-        outputs, inputs = numbers.shape
-        kept = _padded((numbers + _OFFSETS[form]).to(torch.uint8), BLOCK)
-        num_panels, num_blocks = len(kept) // LANES, kept.shape[1] // BLOCK
-        blocks = kept.view(num_panels, LANES, num_blocks, -1, 4).permute(0, 2, 3, 1, 4)
-        if form != "Q8":  # two groups of four inputs share their bytes
-            blocks = blocks[:, :, ::2] | blocks[:, :, 1::2] << 4
-        parts = [blocks.reshape(num_panels, num_blocks, -1)]
-        for of_blocks in (scales, minima) if form == "Q4M" else (scales,):
-            given = _padded(of_blocks.half(), 1).view(num_panels, LANES, num_blocks)
-            parts.append(given.transpose(1, 2).contiguous().view(torch.uint8))
-        return cls(form, (outputs, inputs), torch.cat(parts, -1).flatten(), bias)
+        rows = (weight if is_half else weight.float()).contiguous().view(torch.uint8)
+        return cls.of_rows(
+            "HALF" if is_half else "FLOAT", tuple(weight.shape), [rows.numpy()], bias
+        )
 
     @classmethod
     def of_rows(
@@ -282,23 +253,14 @@ def _at(tensor: Tensor | None) -> ctypes.c_void_p | None:
     return None if tensor is None else ctypes.c_void_p(tensor.data_ptr())
 
 
-def _padded(x: Tensor, step: int) -> Tensor:
-    """With zeros, to whole panels of outputs and whole steps of inputs."""
-    return torch.nn.functional.pad(x, (0, -x.shape[1] % step, 0, -x.shape[0] % LANES))
-
-
-def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers int8 [outputs, inputs] and scales [outputs, blocks]: a block's largest is 127."""
-    numbers, scales = zip(*_rounded_rows(weight), strict=True)
-    return torch.cat(numbers), torch.cat(scales)
-
-
-def _rounded_rows(weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    for rows in weight.split(max(1, _AT_ONCE // weight.shape[1])):
+def _rounded(weight: Tensor) -> Iterator[np.ndarray]:
+    """Its rows in 8-bit blocks, in pieces: a scale in float16, and 32 numbers. The largest is 127."""
+    for rows in weight.split(max(1, _AT_ONCE // weight.shape[1] // LANES) * LANES):
         blocks = torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % BLOCK))
         blocks = blocks.unflatten(1, (-1, BLOCK))
-        scales = (blocks.abs().amax(-1) / 127).half()
+        scales = (blocks.abs().amax(-1, keepdim=True) / 127).half()
         # A block whose scale is none in float16 is nothing.
         inverse = torch.where(scales > 0, 1 / scales.float(), 0)
-        numbers = (blocks * inverse[..., None]).round_().clamp_(-127, 127).to(torch.int8)
-        yield numbers.flatten(1)[:, : rows.shape[1]], scales
+        numbers = (blocks * inverse).round_().clamp_(-127, 127).to(torch.int8)
+        parts = scales.view(torch.uint8), numbers.view(torch.uint8)
+        yield torch.cat(parts, -1).flatten(1).numpy()
