@@ -17,51 +17,53 @@ enum { CHUNK = 64 };  // keys whose numbers are turned around at once
 
 // ------------------------------------------------------------------------------------- turned keys
 
-#define LOW(l, s) ((l) & (s) ? PER_VECTOR + (l) - (s) : (l))
-#define HIGH(l, s) ((l) & (s) ? PER_VECTOR + (l) : (l) + (s))
-#define LIST4(F, s, l) F(l, s), F(l + 1, s), F(l + 2, s), F(l + 3, s)
+// Two vectors number by number in turn: the lower halves, or the upper ones from `first` on.
+#define PAIR(first, l) (first) + (l), PER_VECTOR + (first) + (l)
+#define FOUR(first, l) PAIR(first, l), PAIR(first, (l) + 1)
 #if VECTOR_BYTES == 64
-#define LIST(F, s) LIST4(F, s, 0), LIST4(F, s, 4), LIST4(F, s, 8), LIST4(F, s, 12)
+#define IN_TURN(first) FOUR(first, 0), FOUR(first, 2), FOUR(first, 4), FOUR(first, 6)
 #elif VECTOR_BYTES == 32
-#define LIST(F, s) LIST4(F, s, 0), LIST4(F, s, 4)
+#define IN_TURN(first) FOUR(first, 0), FOUR(first, 2)
 #else
-#define LIST(F, s) LIST4(F, s, 0)
+#define IN_TURN(first) FOUR(first, 0)
 #endif
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
 #endif
-#define TURN_BY(s) \
-  if (s < PER_VECTOR) \
-    for (int j = 0; j < PER_VECTOR; ++j) \
-      if (!(j & (s))) { \
-        const vec one = x[j], other = x[(j + (s)) % PER_VECTOR]; \
-        x[j] = SHUFFLE(one, other, LIST(LOW, (s) % PER_VECTOR)); \
-        x[(j + (s)) % PER_VECTOR] = SHUFFLE(one, other, LIST(HIGH, (s) % PER_VECTOR)); \
-      }
 
-INLINE void turn(vec x[PER_VECTOR]) {  // rows become columns
-  TURN_BY(1)
-  TURN_BY(2)
-#if VECTOR_BYTES > 16
-  TURN_BY(4)
-#endif
-#if VECTOR_BYTES > 32
-  TURN_BY(8)
-#endif
+// Rows become columns: one half of them is shuffled into the other until each has met all.
+INLINE void turn(vec x[PER_VECTOR]) {
+  enum { HALVES = PER_VECTOR / 2 };
+  _Pragma("GCC unroll 4") for (int met = 1; met < PER_VECTOR; met *= 2) {
+    vec y[PER_VECTOR];
+    _Pragma("GCC unroll 8") for (int j = 0; j < HALVES; ++j) {
+      y[2 * j] = SHUFFLE(x[j], x[HALVES + j], IN_TURN(0));
+      y[2 * j + 1] = SHUFFLE(x[j], x[HALVES + j], IN_TURN(HALVES));
+    }
+    memcpy(x, y, sizeof y);
+  }
 }
 
 // Up to CHUNK keys [count, width] -> [width, CHUNK].
-static void turn_keys(const void *keys, int is_half, int count, int width, float *turned) {
+static void turn_keys(const uint8_t *keys, int is_half, int count, int width, float *turned) {
+  const size_t size = is_half ? 2 : 4;
   for (int j = 0; j < count; j += PER_VECTOR)
     for (int i = 0; i < width; i += PER_VECTOR) {
+      const uint8_t *from = keys + ((size_t)j * width + i) * size;
+      size_t step = width * size;
+      uint8_t edge[PER_VECTOR * 64];
+      if (count - j < PER_VECTOR || width - i < LANES) {  // nothing is read that is not there
+        const int left = width - i < LANES ? width - i : LANES;
+        memset(edge, 0, sizeof edge);
+        for (int r = 0; r < PER_VECTOR && j + r < count; ++r) memcpy(edge + r * 64, from + r * step, left * size);
+        from = edge, step = 64;
+      }
       vec square[PER_VECTOR];
-      _Pragma("GCC unroll 16") for (int r = 0; r < PER_VECTOR; ++r) {
-        const int key = j + r < count ? j + r : count - 1;
-        const size_t at = (size_t)key * width + i;
-        PREFETCH((const char *)keys + at * (is_half ? 2 : 4), 4096);
-        square[r] = (is_half ? load_some_wide((const uint16_t *)keys + at, width - i) : load_some((const float *)keys + at, width - i)).v[0];
+      _Pragma("GCC unroll 16") for (int r = 0; r < PER_VECTOR; ++r, from += step) {
+        PREFETCH(from, 4096);
+        square[r] = (is_half ? load_wide((const uint16_t *)from) : load((const float *)from)).v[0];
       }
       turn(square);
       for (int r = 0; r < PER_VECTOR && i + r < width; ++r)

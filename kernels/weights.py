@@ -254,7 +254,7 @@ def _at(tensor: Tensor | None) -> ctypes.c_void_p | None:
 
 
 def _rounded(weight: Tensor) -> Iterator[np.ndarray]:
-    """Its rows in 8-bit blocks, in pieces: a scale in float16, and 32 numbers. The largest is 127."""
+    """Its rows in 8-bit blocks: a scale in float16, and 32 numbers, of which the largest is 127."""
     for rows in weight.split(max(1, _AT_ONCE // weight.shape[1] // LANES) * LANES):
         blocks = torch.nn.functional.pad(rows.float(), (0, -rows.shape[1] % BLOCK))
         blocks = blocks.unflatten(1, (-1, BLOCK))
