@@ -123,20 +123,8 @@ INLINE void add_products(const int R, const int P, const int form, const int is_
   }
 }
 
-INLINE void float_tile(const int R, const int P, const int form, const uint8_t *w, size_t panel, int inputs, const float *x,
-                       size_t x_step, const target *to, int row, int output) {
-  lanes sums[MOST_ROWS][WIDTH];
-  ROWS PANELS sums[r][p] = all(0);
-  add_products(R, P, form, 1, LANES, w, panel, form == FLOAT ? 64 : 32, inputs, x, x_step, NULL, 0, sums);
-  float found[MOST_ROWS * WIDTH * LANES];
-  ROWS PANELS store(found + (r * P + p) * LANES, sums[r][p]);
-  put(found, R, P, to, row, output);
-}
-
-INLINE void half_tile(const int R, const int P, const uint8_t *w, size_t panel, int inputs, const float *x,
-                      size_t x_step, const target *to, int row, int output) {
-  lanes sums[MOST_ROWS][WIDTH];
-  ROWS PANELS sums[r][p] = all(0);
+INLINE void add_pairs(const int R, const int P, const uint8_t *w, size_t panel, int inputs, const float *x, size_t x_step,
+                      lanes sums[][WIDTH]) {
   for (int k = 0; k < (inputs + 1) / 2; ++k) {
     ilanes pairs[WIDTH];
     PANELS {
@@ -155,9 +143,6 @@ INLINE void half_tile(const int R, const int P, const uint8_t *w, size_t panel, 
     }
 #endif
   }
-  float found[MOST_ROWS * WIDTH * LANES];
-  ROWS PANELS store(found + (r * P + p) * LANES, sums[r][p]);
-  put(found, R, P, to, row, output);
 }
 
 #if VECTOR_BYTES == 32 && !defined(__AVXVNNI__)
@@ -171,16 +156,15 @@ INLINE ivec same(const void *from) { return four(from) - (ivec){0}; }
 #define ROW(r) ((const inputs_block *)(x + (r) * x_step))
 #define START(r) same(form == Q8 ? &ROW(r)->start_128 : form == Q5 ? &ROW(r)->start_16 : &ROW(r)->start_8)
 
-INLINE void block_tile(const int R, const int form, const uint8_t *w, int inputs, const uint8_t *x, size_t x_step,
-                       const target *to, int row, int output) {
+INLINE void add_blocks(const int R, const int form, const uint8_t *w, int inputs, const uint8_t *x, size_t x_step,
+                       lanes sums[][WIDTH]) {
   const layout l = layouts[form];
   const int is_k = form >= Q4K, has_minima = form == Q4M || form == Q5M || form == Q4K || form == Q5K;
   const int is_16 = IN_16_BITS && !l.plane && form != Q8;
   const int has_start = form == Q4 || form == Q5 || (form == Q8 && !SIGNED_WEIGHTS);
   // Few rows have two integer sums each, as one would wait for itself; the halves of Q6K have scales of their own.
   const int is_split = form == Q6K || R <= 2;
-  lanes sums[MOST_ROWS], d = all(0), m = all(0), shared_d = all(0), shared_m = all(0);
-  ROWS sums[r] = all(0);
+  lanes d = all(0), m = all(0), shared_d = all(0), shared_m = all(0);
   for (int b = 0; b < num_blocks(inputs); ++b, w += step_bytes(form), x += sizeof(inputs_block)) {
     if (is_k && b % 8 == 0) {
       shared_d = load_half(w);
@@ -239,13 +223,22 @@ INLINE void block_tile(const int R, const int form, const uint8_t *w, int inputs
       }
     }
     ROWS {
-      sums[r] = fma16(as_floats(found[r]), mul(d, all(ROW(r)->scale)), sums[r]);
-      if (has_minima) sums[r] = fma16(m, all(ROW(r)->total), sums[r]);
+      sums[r][0] = fma16(as_floats(found[r]), mul(d, all(ROW(r)->scale)), sums[r][0]);
+      if (has_minima) sums[r][0] = fma16(m, all(ROW(r)->total), sums[r][0]);
     }
   }
-  float result[MOST_ROWS * LANES];
-  ROWS store(result + r * LANES, sums[r]);
-  put(result, R, 1, to, row, output);
+}
+
+INLINE void tile(const int R, const int P, const int form, const uint8_t *w, size_t panel, int inputs, const uint8_t *x, size_t x_step,
+                 const target *to, int row, int output) {
+  lanes sums[MOST_ROWS][WIDTH];
+  ROWS PANELS sums[r][p] = all(0);
+  if (form >= Q8) add_blocks(R, form, w, inputs, x, x_step, sums);
+  else if (form == HALF) add_pairs(R, P, w, panel, inputs, (const float *)x, x_step / 4, sums);
+  else add_products(R, P, form, 1, LANES, w, panel, form == FLOAT ? 64 : 32, inputs, (const float *)x, x_step / 4, NULL, 0, sums);
+  float found[MOST_ROWS * WIDTH * LANES];
+  ROWS PANELS store(found + (r * P + p) * LANES, sums[r][p]);
+  put(found, R, P, to, row, output);
 }
 
 // ---------------------------------------------------------------------------- all rows of some panels
@@ -259,42 +252,30 @@ INLINE void block_tile(const int R, const int form, const uint8_t *w, int inputs
 // How many of the rows that are left a tile takes: as many as the others, if there are to be more.
 INLINE int rows_of_tile(int left, int most) { return left <= most ? left : left < 2 * most ? (left + 1) / 2 : most; }
 
-static void float_panels(const matrix *m, int first, int count, int rows, const uint8_t *x, size_t x_step, const target *to) {
+INLINE int width_of(int form, int rows) { return form >= Q8 ? 1 : rows > FEW_ROWS ? NARROW : WIDTH; }
+
+static void some_panels(const matrix *m, int first, int count, int rows, const uint8_t *x, size_t x_step, const target *to) {
   const size_t panel = panel_bytes(m->form, m->inputs);
-  const int width = rows > FEW_ROWS ? NARROW : WIDTH;
+  const int width = width_of(m->form, rows);
   for (int p = first, taken; p < first + count; p += taken) {
     const uint8_t *w = m->panels + p * panel;
     taken = first + count - p >= width ? width : 1;
     for (int row = 0, some; row < rows; row += some) {
       some = rows_of_tile(rows - row, MOST_ROWS);
-      const float *from = (const float *)(x + row * x_step);
-#define FLOATS(r) float_tile(r, P, F, w, panel, m->inputs, from, x_step / 4, to, row, p * LANES)
-#define HALVES(r) half_tile(r, P, w, panel, m->inputs, from, x_step / 4, to, row, p * LANES)
-#define TILE(width) { enum { P = width }; FLOAT_FORM(FLOAT) else FLOAT_FORM(FLOAT16) else { SWITCH(some, HALVES) } }
-#define FLOAT_FORM(form_) if (m->form == form_) { enum { F = form_ }; SWITCH(some, FLOATS) }
-      if (taken == 1) TILE(1)
-      else if (width == NARROW) TILE(NARROW)
-      else TILE(WIDTH)
-    }
-  }
-}
-
-static void block_panels(const matrix *m, int first, int count, int rows, const uint8_t *x, size_t x_step, const target *to) {
-  const size_t panel = panel_bytes(m->form, m->inputs);
-  for (int p = first; p < first + count; ++p) {
-    const uint8_t *w = m->panels + p * panel;
-    for (int row = 0, some; row < rows; row += some) {
-      some = rows_of_tile(rows - row, MOST_ROWS);
-      const uint8_t *from = x + row * x_step;
-#define BLOCKS(r) block_tile(r, F, w, m->inputs, from, x_step, to, row, p * LANES)
-#define FORM(form) case form: { enum { F = form }; SWITCH(some, BLOCKS) } break;
-      switch (m->form) { FORM(Q8) FORM(Q4) FORM(Q4M) FORM(Q5) FORM(Q5M) FORM(Q4K) FORM(Q5K) FORM(Q6K) }
+#define TILE(r) tile(r, P, F, w, panel, m->inputs, x + row * x_step, x_step, to, row, p * LANES)
+#define TILES(width) { enum { P = width }; SWITCH(some, TILE) }
+#define FLOATS(form) case form: { enum { F = form }; if (taken == 1) TILES(1) else if (taken == NARROW) TILES(NARROW) else TILES(WIDTH) } break;
+#define BLOCKS(form) case form: { enum { F = form }; TILES(1) } break;
+      switch (m->form) {
+        FLOATS(FLOAT) FLOATS(FLOAT16) FLOATS(HALF)
+        BLOCKS(Q8) BLOCKS(Q4) BLOCKS(Q4M) BLOCKS(Q5) BLOCKS(Q5M) BLOCKS(Q4K) BLOCKS(Q5K) BLOCKS(Q6K)
+      }
     }
   }
 }
 
 void multiply(const matrix *m, int rows, const void *prepared, float *y, size_t y_step, const float *residual, float scale) {
-  const int grain = m->form >= Q8 ? 1 : rows > FEW_ROWS ? NARROW : WIDTH;
+  const int grain = width_of(m->form, rows);
   int panels = 0, begin, count;
   for (const matrix *part = m; part; part = part->next) panels += (part->outputs + LANES - 1) / LANES;
   const int share = (fair_share(panels, 8) + grain - 1) / grain * grain;
@@ -304,7 +285,7 @@ void multiply(const matrix *m, int rows, const void *prepared, float *y, size_t 
       const int own = (part->outputs + LANES - 1) / LANES, some = own - begin < count ? own - begin : count;
       if (some > 0) {
         const target to = {part->bias, residual ? residual + column : NULL, y + column, scale, y_step, part->outputs};
-        (part->form < Q8 ? float_panels : block_panels)(part, begin, some, rows, prepared, prepared_bytes(part->form, part->inputs), &to);
+        some_panels(part, begin, some, rows, prepared, prepared_bytes(part->form, part->inputs), &to);
         count -= some, begin += some;
       }
       begin -= own;
