@@ -63,7 +63,7 @@ def compare(models: dict[str, Any], pieces: list[list[int]]) -> list[dict[str, A
     count = sum(len(text) - 1 for text in pieces)
     rows = []
     for name, (loss, agreed, overlap) in sums.items():
-        size = num_bytes(models[name].model, models[name].fast.decoder) / models[name].num_weights
+        size = num_bytes(models[name].model, models[name].fast) / models[name].num_weights
         rows.append(
             {
                 "weights": name,
@@ -76,10 +76,11 @@ def compare(models: dict[str, Any], pieces: list[list[int]]) -> list[dict[str, A
     return rows
 
 
-def num_bytes(model: Any, decoder: Any) -> int:
-    """Of the decoder's matrices, and what is left in the model's modules."""
+def num_bytes(model: Any, fast: Any) -> int:
+    """Of the matrices in panels, and what is left in the model's modules."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return decoder.num_bytes + sum(t.numel() * t.element_size() for t in tensors.values())
+    packed = fast.decoder.num_bytes if fast.is_compiled else fast.num_bytes
+    return packed + sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def time_passes(models: dict[str, Any], runs: int) -> list[dict[str, Any]]:
