@@ -63,11 +63,12 @@ def compare(models: dict[str, Any], pieces: list[list[int]]) -> list[dict[str, A
     count = sum(len(text) - 1 for text in pieces)
     rows = []
     for name, (loss, agreed, overlap) in sums.items():
-        size = num_bytes(models[name].model, models[name].fast) / models[name].num_weights
+        model, fast = models[name], models[name].fast
+        size = num_bytes(model.model, fast.decoder if fast.is_compiled else fast)
         rows.append(
             {
                 "weights": name,
-                "bytes_per_weight": round(size, 2),
+                "bytes_per_weight": round(size / model.num_weights, 2),
                 "perplexity": round(float(torch.tensor(loss / count).exp()), 3),
                 "agree": round(agreed / count, 4),
                 "overlap": round(overlap / count, 4),
@@ -76,11 +77,10 @@ def compare(models: dict[str, Any], pieces: list[list[int]]) -> list[dict[str, A
     return rows
 
 
-def num_bytes(model: Any, fast: Any) -> int:
-    """Of the matrices in panels, and what is left in the model's modules."""
+def num_bytes(model: Any, matrices: Any) -> int:
+    """Of the matrices in panels (a decoder's, say), and what is left in the model's modules."""
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    packed = fast.decoder.num_bytes if fast.is_compiled else fast.num_bytes
-    return packed + sum(t.numel() * t.element_size() for t in tensors.values())
+    return matrices.num_bytes + sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def time_passes(models: dict[str, Any], runs: int) -> list[dict[str, Any]]:
