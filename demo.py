@@ -22,7 +22,6 @@ import torch
 import transformers
 from tqdm import tqdm
 
-from control.formulas import steadiness
 from control.planner import TREE
 from control.statistics import PLAIN, ratio
 from messages import Request, RequestError
@@ -31,6 +30,7 @@ from models.prompts import chat_ids, prompt_ids
 from models.shortage import is_shortage, tell_error, told
 from serving import trace
 from serving.answers import setting
+from serving.comparison import steadiness
 from serving.options import ROOT, Options
 
 _COLOURS = {"accepted": "\033[32m", "recovered": "\033[33m", "bonus": "\033[36m", "end": "\033[2m"}

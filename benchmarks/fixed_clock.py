@@ -54,12 +54,12 @@ class FixedClock(Planner):
             costs.observe_draft(name, counts, self._unread[name], ms)
             draft_ms += ms
         if times:
-            size, fed = len(drafts), sum(len(draft.tokens) + 1 for draft in drafts)
-            ms = prices.pass_ms + prices.row_ms * fed + prices.other_ms
-            costs.observe_pass(size, fed, ms)
-            choice_ms = prices.choice_ms * size * (self._way == CHOSEN)
-            self.ms += (ms := ms + draft_ms + choice_ms)
-            self.took(size, fed, ms, choice_ms)
+            size, rows = len(drafts), sum(len(draft.tokens) + 1 for draft in drafts)
+            self._spent_ms = prices.choice_ms * size * (self._way == CHOSEN)
+            ms = prices.pass_ms + prices.row_ms * rows + prices.other_ms
+            ms += draft_ms + self._spent_ms
+            self.ms += ms
+            self.took(size, rows, ms, draft_ms)
 
 
 def measure(engine: Any, given: argparse.Namespace) -> list[dict[str, Any]]:

@@ -15,13 +15,10 @@ from math import prod, sqrt
 from operator import mul
 from typing import Any
 
-from .statistics import count_first
-
 PRIOR = 0.85  # α before anything was seen
 _KEPT, _OLDEST = 0.85, 4  # of what was seen, with each cycle; of at most so many at once
-_TYPICAL_KEPT, _TYPICAL_WEIGHT = 0.99, 4.0  # the same of what is typical of a drafter
+_TYPICAL_KEPT, _WEIGHT = 0.99, 4.0  # the same of what is typical of a drafter; cases it stands for
 _NEW, _SETTLED = 8, 4  # cycles in which estimates are renewed each time; afterwards at every 4th
-_LARGE = 1e9  # a unit that is brought back to 1, before numbers overflow
 
 
 class Calibration:
@@ -29,8 +26,8 @@ class Calibration:
 
     def __init__(self) -> None:
         """Before anything was seen it is believed."""
-        self._reached = [_TYPICAL_WEIGHT] * 10
-        self._accepted = [_TYPICAL_WEIGHT * (tenth + 0.5) / 10 for tenth in range(10)]
+        self._reached = [_WEIGHT] * 10
+        self._accepted = [_WEIGHT * (tenth + 0.5) / 10 for tenth in range(10)]
         self.mean = PRIOR  # share of all judged tokens that were accepted, recent ones above all
 
     def observe(self, confidence: float, is_accepted: bool) -> None:
@@ -46,6 +43,36 @@ class Calibration:
         return self._accepted[tenth] / self._reached[tenth]
 
 
+class Shares:
+    """Of each position in a draft: in how many cases it was a hit. New cases fade old ones.
+
+    Example: after add(range(2), 3, 0.85) positions 1 to 3 have a case, and 1 and 2 a hit.
+    """
+
+    def __init__(self) -> None:
+        self.cases: list[float] = []
+        self.hits: list[float] = []
+
+    def add(self, hits: Collection[int], cases: int, kept: float) -> None:
+        """The first `cases` positions were tried, and those in `hits` were a success, from 0.
+
+        All positions fade, also those that were not tried: one that failed may be tried again.
+        """
+        self.cases = [kept * n for n in self.cases] + [0.0] * (cases - len(self.cases))
+        self.hits = [kept * n for n in self.hits] + [0.0] * (cases - len(self.hits))
+        for i in range(cases):
+            self.cases[i] += 1
+        for i in hits:
+            self.hits[i] += 1
+
+    def share(self, i: int, expected: float, does_fade: bool) -> float:
+        """Hits in cases, beside four cases as expected, which may fade as cases come."""
+        if i >= len(self.cases):
+            return expected
+        weight = _WEIGHT / (1 + self.cases[i] / _WEIGHT) if does_fade else _WEIGHT
+        return (self.hits[i] + weight * expected) / (self.cases[i] + weight)
+
+
 @dataclass
 class Acceptance:
     """One drafter's record in one request: the conditional acceptance of each position.
@@ -55,24 +82,20 @@ class Acceptance:
     accepted.
     """
 
-    reached: list[float] = field(default_factory=list)
-    accepted: list[float] = field(default_factory=list)
-    asked: list[float] = field(default_factory=list)  # cycles that asked for so many tokens
-    drafted: list[float] = field(default_factory=list)  # and those in which they were drafted
-    since: int = 0  # cycles without a draft
-    cycles: int = 0  # with one
+    typical: "Acceptance | None" = field(default=None, repr=False)  # of all requests
+    accepted: Shares = field(default_factory=Shares)  # of the positions that were reached
+    drafted: Shares = field(default_factory=Shares)  # of the positions that were asked for
+    cycles: int = 0  # with a draft
+    last: int = 0  # which cycle of the text had the last one
+    since: int = 0  # cycles without one
     coverage: float = 1.0  # share of the cycles in which it had anything to propose when asked
-    unread: int = 0  # tokens of the text that it will have to read first
-    typical: "Acceptance | None" = field(default=None, repr=False, compare=False)
-    calibration: Calibration = field(default_factory=Calibration, repr=False, compare=False)
-    unit: float = 1.0  # what counts as one now: old cycles fade as it grows
-    # What the controller made of it: for which terms and limit, and the option.
-    known: tuple[Any, int, Any] = field(default=(None, 0, None), repr=False, compare=False)
-    _reach: list[float] = field(default_factory=list, repr=False, compare=False)
-    _taken: list[float] = field(default_factory=list, repr=False, compare=False)
-    _alphas: list[float] = field(default_factory=list, repr=False, compare=False)
+    num_read: int = 0  # tokens of the text that it knows
+    unread: int = 0  # and those that it will have to read first
+    calibration: Calibration = field(default_factory=Calibration, repr=False)
+    _reach: list[float] = field(default_factory=list, repr=False)
+    _taken: list[float] = field(default_factory=list, repr=False)
     # Records of proposals by their evidence (see Panel.guess).
-    _by_evidence: dict[int, "Acceptance"] = field(default_factory=dict, repr=False, compare=False)
+    _by_evidence: dict[int, "Acceptance"] = field(default_factory=dict, repr=False)
 
     def with_evidence(self, evidence: int) -> "Acceptance":
         """The record of proposals that rest on so much; it begins with what is typical of them.
@@ -83,7 +106,7 @@ class Acceptance:
             return self
         if evidence not in self._by_evidence:
             typical = self.typical.with_evidence(evidence) if self.typical else self
-            self._by_evidence[evidence] = Acceptance(typical=typical)
+            self._by_evidence[evidence] = Acceptance(typical)
         return self._by_evidence[evidence]
 
     def observe(
@@ -100,32 +123,22 @@ class Acceptance:
             return
         # It ages with the text, drafts or not; within bounds, as one probe is not much to go by.
         kept, self.since = _KEPT ** min(1 + self.since, _OLDEST), 0
-        hits = accepted if places is None else places
-        self.count(kept, drafted, hits, max(asked, drafted))
+        seen = drafted, accepted if places is None else places, max(asked, drafted)
+        self._count(*seen, kept)
         if self.typical:
-            self.typical.count(_TYPICAL_KEPT, drafted, hits, max(asked, drafted))
+            self.typical._count(*seen, _TYPICAL_KEPT)
 
-    def count(self, kept: float, drafted: int, accepted: Any, asked: int) -> None:
-        """Age what was counted by position, and count so many more."""
-        self._fade(kept)
-        count_first(self.asked, asked, self.unit)
-        count_first(self.drafted, drafted, self.unit)
-        count_first(self.reached, min(asked, accepted + 1), self.unit)
-        count_first(self.accepted, accepted, self.unit)
+    def _count(self, drafted: int, accepted: Any, asked: int, kept: float) -> None:
+        """Count a draft by position; what was counted before weighs `kept` of what it did."""
+        self._tire()
+        self.drafted.add(range(drafted), asked, kept)
+        self.accepted.add(range(accepted), min(asked, accepted + 1), kept)
 
-    def _fade(self, kept: float) -> None:
-        """Let old counts weigh `kept` of what they did.
-
-        The unit grows in their place: that is one number, and they are many.
-        """
+    def _tire(self) -> None:
+        """A cycle more: estimates are made again, at every 4th one once there are many."""
         if self.cycles < _NEW or not self.cycles % _SETTLED:
-            self._reach, self._taken, self._alphas, self.known = [], [], [], (None, 0, None)
+            self._reach, self._taken = [], []
         self.cycles += 1
-        self.unit /= kept
-        if self.unit > _LARGE:
-            for counts in (self.reached, self.accepted, self.asked, self.drafted):
-                counts[:] = [count / self.unit for count in counts]
-            self.unit = 1.0
 
     def alphas(self, count: int) -> list[float]:
         """α₁ … α_count; where little was seen a position is thought to be like the one before.
@@ -134,46 +147,30 @@ class Acceptance:
         as this request was before.
         """
         result, before = [], PRIOR
-        expected = self.typical.settled(count) if self.typical else []
+        reach = [1.0, *self.typical.reach(count)] if self.typical else []
+        expected = [b / max(a, 1e-9) for a, b in zip(reach, reach[1:], strict=False)]
         for i in range(count):
-            reached = self.reached[i] if i < len(self.reached) else 0.0
-            accepted = self.accepted[i] if i < len(self.accepted) else 0.0
-            weight = self._weight(self.reached, i) * self.unit
             if expected:
                 level = sqrt(before / max(expected[i - 1], 1e-6)) if i else 1.0
                 before = min(1.0, expected[i] * level)
-            before = (accepted + weight * before) / (reached + weight)
+            before = self.accepted.share(i, before, not self.typical)
             result.append(before)
         return result
 
-    def settled(self, count: int) -> list[float]:
-        """The same, not always up to the last cycle."""
-        if len(self._alphas) < count:
-            self._alphas = self.alphas(count)
-        return self._alphas
-
-    def _weight(self, counts: list[float], i: int) -> float:
-        """Of what is typical at position i, beside what was counted there.
-
-        What was thought before anything was seen fades with the cycles that came so far.
-        """
-        if self.typical:
-            return _TYPICAL_WEIGHT
-        cases = self.cycles * counts[i] / max(counts[0], 1e-9) if i < len(counts) else 0.0
-        return _TYPICAL_WEIGHT / (1 + cases / _TYPICAL_WEIGHT)
+    def reach(self, count: int) -> list[float]:
+        """The chance that 1, 2, … count tokens are all accepted, as of one of the last cycles."""
+        if len(self._reach) < count:
+            self._reach = list(accumulate(self.alphas(count), mul))
+        return self._reach[:count]
 
     def taken(self, count: int) -> list[float]:
         """The chance that a draft of up to `count` tokens comes to its first, second, … one."""
-        if len(self._taken) >= count:
-            return self._taken[:count]
-        expected = self.typical.taken(count) if self.typical else [1.0] * count
-        self._taken = result = []
-        for i in range(count):
-            drafted = self.drafted[i] if i < len(self.drafted) else 0.0
-            asked = self.asked[i] if i < len(self.asked) else 0.0
-            weight = self._weight(self.asked, i) * self.unit
-            result.append((drafted + weight * expected[i]) / (asked + weight))
-        return result[:]
+        if len(self._taken) < count:
+            expected = self.typical.taken(count) if self.typical else [1.0] * count
+            self._taken = [
+                self.drafted.share(i, chance, not self.typical) for i, chance in enumerate(expected)
+            ]
+        return self._taken[:count]
 
     def learn_confidence(self, confidence: list[float], accepted: int) -> None:
         """A draft with its drafter's confidence in each token, if it told; `accepted` were."""
@@ -181,38 +178,27 @@ class Acceptance:
         for i, sure in enumerate(confidence[: accepted + 1]):
             calibration.observe(sure, i < accepted)
 
-    def goes_on(self, least_chance: float, confidence: list[float]) -> bool:
-        """Whether one more token is likely enough to be accepted, behind such tokens."""
-        calibration = (self.typical or self).calibration
-        return prod(map(calibration.chance, confidence)) * calibration.mean >= least_chance
-
     def doubts(self, least_chance: float) -> "Doubts":
-        """The same question, to be asked of a draft in the making."""
-        return Doubts(self, least_chance)
-
-    def reach(self, count: int) -> list[float]:
-        """The chance that 1, 2, … count tokens are all accepted."""
-        if len(self._reach) < count:
-            self._reach = list(accumulate(self.alphas(count), mul))
-        return self._reach[:count]
+        """Whether one more token is likely enough: to be asked of a draft in the making."""
+        return Doubts((self.typical or self).calibration, least_chance)
 
 
 @dataclass(frozen=True)
 class Doubts:
     """Whether a draft goes on behind tokens of such confidence."""
 
-    record: Acceptance
+    calibration: Calibration
     least_chance: float
 
     def __call__(self, confidence: list[float]) -> bool:
-        return self.record.goes_on(self.least_chance, confidence)
+        chance = prod(map(self.calibration.chance, confidence)) * self.calibration.mean
+        return chance >= self.least_chance
 
     @property
     def numbers(self) -> tuple[list[float], float, float]:
         """For a chain in C: chances by tenths of the confidence, their mean, and the least."""
-        calibration = (self.record.typical or self.record).calibration
-        chances = [calibration.chance((tenth + 0.5) / 10) for tenth in range(10)]
-        return chances, calibration.mean, self.least_chance
+        chances = [self.calibration.chance((tenth + 0.5) / 10) for tenth in range(10)]
+        return chances, self.calibration.mean, self.least_chance
 
 
 class TreeAcceptance(Acceptance):
@@ -221,13 +207,9 @@ class TreeAcceptance(Acceptance):
     Whatever became of those before it: it may follow another one.
     """
 
-    def count(self, kept: float, drafted: int, accepted: Collection[int], asked: int) -> None:
-        """The same, with the places of the accepted tokens."""
-        self._fade(kept)
-        count_first(self.reached, drafted, self.unit)
-        count_first(self.accepted, drafted, 0.0)
-        for i in accepted:
-            self.accepted[i] += self.unit
+    def _count(self, drafted: int, accepted: Collection[int], asked: int, kept: float) -> None:
+        self._tire()
+        self.accepted.add(accepted, drafted, kept)
 
     def reach(self, count: int) -> list[float]:
         """The chance of the 1st, 2nd, … count-th token to be accepted; falling, or equal."""
@@ -235,11 +217,8 @@ class TreeAcceptance(Acceptance):
             expected = self.typical.reach(count) if self.typical else []
             blocks: list[tuple[float, int]] = []  # (mean, tokens): a larger one is spread backwards
             for i in range(count):
-                reached = self.reached[i] if i < len(self.reached) else 0.0
-                accepted = self.accepted[i] if i < len(self.accepted) else 0.0
-                weight = self._weight(self.reached, i) * self.unit
                 before = expected[i] if expected else PRIOR ** (i + 1)
-                mean, size = (accepted + weight * before) / (reached + weight), 1
+                mean, size = self.accepted.share(i, before, not self.typical), 1
                 while blocks and blocks[-1][0] < mean:
                     other, others = blocks.pop()
                     mean, size = (other * others + mean * size) / (others + size), others + size

@@ -1,40 +1,37 @@
-"""How many tokens to draft, and who drafts: as many as pay, and none if none do.
+"""Where K is chosen: how many tokens to draft, and who drafts. As many as pay, none if none do.
 
-    tokens of a draft:    α₁ + α₁α₂ + … + α₁…α_k
-    its time:             k · a row of the pass + its part of the steps that are taken
-    choose the drafter and the k so that tokens − rate · time is largest
+    tokens of a draft:    α₁ + α₁α₂ + … + α₁…α_K
+    its time:             the call + K · (a step of the drafter + a row of the pass)
+    choose the drafter and the K so that tokens − rate · time is largest
 
-The rate is what time is worth: the tokens per ms that the texts gave on average, over their last
-cycles. (This cycle's own would be greedy. Example: n-gram finds nothing for once, and a model would
-draft eight tokens at half the usual rate. Two are better: then n-gram may go on.) In a text that
-begins it is what the best choice gives: choose at some rate, and go on with the rate of that choice
-until it stays.
+`best_draft` is this rule, for one drafter and one request. All else in this file answers four
+questions that the rule leaves open.
 
-At a given rate each request can be looked at by itself, but for one thing: a model's step is shared
-by all who draft with it. So the number of steps is chosen for all, by what they gain together. Such
-a step costs nothing to who joins it. If in a cycle too few join, none is taken. Two models would
-run one after the other, so requests that may choose all have the same one.
+*What is the rate?* What time is worth: the tokens per ms that the texts gave on average, over their
+last cycles. This cycle's own would be greedy. Example: n-gram finds nothing for once, and a model
+would draft eight tokens at half the usual rate. Two are better: then n-gram may go on.
 
-αᵢ, the chance that the i-th token is accepted once those before it are, is estimated from the
-request's own cycles, recent ones counting more. A new request is thought to be like those before
-it; the very first guess is high, as a good drafter that is taken for a bad one costs more than a
-few drafts in vain. A drafter that costs nothing (n-gram) need not be chosen to be known: what it
+*Who pays for a step that several share?* Requests are looked at by themselves but for this: a
+model's step is taken for all who draft with it. So for each model it is found how many steps bring
+most to all together; a step costs nothing to who joins it. Two models would run one after the
+other, so requests that may choose have the same one.
+
+*What if a drafter is thought not to pay?* It is tried all the same now and then, in a probe of one
+token: texts become easy, and what was measured while the machine was busy was wrong. All probes
+together may cost a hundredth of the time. That is counted across requests, as one of them may be
+too short to pay for any. A drafter that costs nothing (n-gram) need not draft to be known: what it
 would have drafted is held against what came.
 
-K = 0 is plain decoding. A drafter that does not draft is tried all the same now and then, in a
-probe: texts become easy, and what was measured while the machine was busy was wrong. All probes
-together may cost a hundredth of the time. That is counted across requests, as one of them may be
-too short to pay for any.
+*Does choosing pay at all?* The clock tells (rest.py).
 
-Costs and numbers of steps are kept for a few cycles (Terms): finding them takes longer than using
-them. The rate is found with each choice. Whether choices pay at all the clock tells (rest.py).
-Costs come from the clock (costs.py), so that K shrinks as a batch fills up. Who drafts and how much
-changes no token, unless a request is verified by rejection: then the same seed gives another text
-of the same distribution.
+α comes from the request's own cycles (acceptance.py) and times from the clock (costs.py), so that K
+shrinks as a batch fills up. Who drafts and how much changes no token, unless a request is verified
+by rejection: then the same seed gives another text of the same distribution.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 from math import inf, prod
 from typing import Any, NamedTuple
 
@@ -42,15 +39,48 @@ from drafters.panel import TREE
 
 from .acceptance import Acceptance, TreeAcceptance
 from .costs import Costs
-from .rest import PlainCycles, Rest
+from .rest import Recent, Rest
 
 PROBE_TOKENS, PROBE_BUDGET = 1, 0.01  # of a probe; the share of the time that probes may cost
-_WORTHWHILE = 0.01  # tokens: a draft must promise to gain so much
-_ROUNDS, _CLOSE = 8, 0.02  # of looking for a rate; one that is so little off costs next to nothing
-_LONGEST = 64  # tokens of a draft, at most
-_KEPT, _UNSETTLED = 8, 16  # cycles that terms are kept; measurements until they are
-_PACE_KEPT = 0.9  # of the pace of a text, with each cycle
+_WORTHWHILE = 0.03  # tokens: a draft must promise to gain so much
+_PACE_KEPT = 0.95  # of the pace of a text, with each cycle
 _SERVED = 32  # cycles for which text that a model reads now is thought to serve
+
+
+class Option(NamedTuple):
+    """What a drafter may do for a request: no token, if none gains."""
+
+    drafter: str = ""
+    num_tokens: int = 0
+    gain: float = 0.0  # tokens, less what their time is worth
+    tokens: float = 0.0  # that are expected of it
+    ms: float = 0.0  # that they take; shared steps apart
+
+
+NOTHING = Option()
+
+
+def best_draft(
+    name: str, record: Acceptance, limit: int, rate: float, once_ms: float, token_ms: float
+) -> list[Option]:
+    """The rule: of drafts of up to 1, 2, … `limit` tokens the one that gains the most.
+
+    A draft of K tokens gives reach(K) more than one of K - 1, and takes `token_ms` more if it comes
+    so far; `once_ms` whatever its length. The last one is the best of all.
+
+    Example: α .8 and 1 ms a token at .5 tokens a ms -> tokens .8, 1.44, 1.95, 2.36 … for 1, 2, 3,
+    4 … ms, gains .3, .44, .45, .36 …: K = 3.
+    """
+    best, options, tokens, ms = NOTHING, list[Option](), 0.0, once_ms
+    chances = zip(record.reach(limit), record.taken(limit), strict=True)
+    for k, (reach, taken) in enumerate(chances, 1):
+        tokens += record.coverage * reach
+        ms += taken * token_ms
+        gain = tokens - rate * ms
+        if gain > max(best.gain, _WORTHWHILE):
+            best = Option(name, k, gain, tokens, ms)
+        options.append(best)
+    return options
 
 
 class Decision(NamedTuple):
@@ -58,11 +88,11 @@ class Decision(NamedTuple):
 
     drafter: str
     num_tokens: int
-    alpha: float  # of the first position
-    c: float
-    break_even: float  # the α at which one drafted token would pay for itself
-    least_chance: float  # a token that is less likely to be accepted is not worth its step
-    expected_speedup: float  # of the whole batch
+    alpha: float = 0.0  # of the first position
+    c: float = 0.0
+    break_even: float = 1.0  # the α at which one drafted token would pay for itself
+    least_chance: float = 1.0  # a token that is less likely to be accepted is not worth its step
+    expected_speedup: float = 1.0  # of the whole batch
     is_probe: bool = False
     is_rest: bool = False  # nothing was chosen: that would have taken longer than drafts bring
 
@@ -87,7 +117,7 @@ class Decision(NamedTuple):
         return f"K=0 is faster here: {self.drafter} has α {alpha} < break-even {even} (c {c})"
 
 
-RESTING = Decision("", 0, 0.0, 0.0, 1.0, 1.0, 1.0, is_rest=True)  # of whom nothing was said yet
+RESTING = Decision("", 0, is_rest=True)  # of whom nothing was said yet
 
 
 def _short(value: float) -> str:
@@ -118,220 +148,96 @@ class Ask:
     pace: Pace = field(default_factory=Pace)
 
 
-class Option(NamedTuple):
-    """The best that a drafter may do for a request: no token, if none gains."""
+class Choice:
+    """One choice for a batch: what each request does, and how long models take for all."""
 
-    drafter: str
-    num_tokens: int
-    alpha: float
-    c: float
-    break_even: float
-    least_chance: float
-    gain: float = 0.0  # tokens, less what their time is worth
-    tokens: float = 0.0  # that are expected of it
-    ms: float = 0.0
-
-
-class Terms:
-    """What time is worth to a batch and what drafts cost there: good for some cycles."""
-
-    def __init__(self, costs: Costs, asks: list[Ask], batch: int) -> None:
+    def __init__(self, costs: Costs, asks: list[Ask], batch: int, rate: float) -> None:
         """`batch` requests share the pass; those that do not ask draft nothing."""
-        self._costs, self.batch, self.num_asks = costs, batch, len(asks)
-        line = costs.pass_line(batch)
-        self.plain_ms, self._row_ms = line.at(batch), line.slope
-        self.left = _KEPT if line.count >= _UNSETTLED else 1  # cycles
-        self.plain_rate = batch / self.plain_ms
-        self._steps = {name: costs.step(name, batch, self.plain_ms) for name in costs.shares}
-        self._models = [name for name in costs.shares if costs.runs_model(name)]
-        self._reads = {name: costs.read(name, self.plain_ms) for name in self._models}
-        counts = {name: sum(name in ask.records for ask in asks) for name in self._models}
-        self._sharing = {name: count for name, count in counts.items() if count > 1}
-        # Of each model that several may draft with, the ms of 0, 1, … steps, as long as they pay.
-        self._runs: dict[str, list[float]] = {}
-        self._favourite: str | None = None  # of the models
-        self._version = object()  # of these terms, for what is known of records
-        self.rate = self.plain_rate
-        if any(not ask.pace.ms for ask in asks):
-            self._settle(asks)
-        self.see(asks)
-        self._settle(asks)
-        # Who has not drafted for a while, and what a probe costs in tokens, at the very least.
-        self.idle = {n: 0.0 for ask in asks for n, own in ask.records.items() if own.since}
-        for name in self.idle:
-            self.idle[name] = (
-                min(self._probe_cost(name, ask) for ask in asks if name in ask.records)
-                + self.rate * self._steps.get(name, (0.0, 0.0))[0]
-            )
+        self.asks, self.rate, self._costs = asks, rate, costs
+        self.prices = costs.prices(batch, len(asks))
+        self._counts = Counter(name for ask in asks for name in ask.records)
+        self.options = [NOTHING] * len(asks)
+        self.model_ms: dict[str, float] = {}  # of each model that drafts
+        self.probing: int | None = None  # which request
+        for name in self._counts:
+            if not costs.runs_model(name):
+                self._join({i: options[-1] for i, options in self._drafts(name).items()})
+        models, asking = list(filter(costs.runs_model, self._counts)), set(range(len(asks)))
+        while models:  # the one that brings most; another one for who cannot have this
+            shares = {name: self._share(name, asking) for name in models}
+            name = max(models, key=lambda name: shares[name][0])
+            gain, ms, options = shares[name]
+            if gain > 0:
+                self.model_ms[name] = ms
+                self._join(options)
+            asking -= {i for i in asking if name in asks[i].records}
+            models = [n for n in models if any(n in asks[i].records for i in asking)]
 
-    def see(self, asks: list[Ask]) -> None:
-        """Find out what time is worth by now."""
-        if all(ask.pace.ms for ask in asks):
-            others = (self.batch - len(asks)) / self.plain_ms
-            rate = others + sum(ask.pace.tokens / ask.pace.ms for ask in asks)
-            self.rate = max(rate, self.plain_rate)
-            return
-        for _ in range(_ROUNDS):  # a text begins: as if all of it were like this
-            _, tokens, ms = self.choose(asks)
-            found = tokens / ms
-            if found <= (1 + _CLOSE) * self.rate:
-                break
-            self.rate = found
+    def _join(self, options: dict[int, Option]) -> None:
+        """Let those who gain by it do this instead."""
+        for i, option in options.items():
+            if option.gain > self.options[i].gain:
+                self.options[i] = option
 
-    def _settle(self, asks: list[Ask]) -> None:
-        """Find how many steps of models are taken together, and the model that gains the most."""
-        self._runs.clear()
-        gains, free = {}, [self._best(ask, without_models=True).gain for ask in asks]
-        for name in self._sharing:
-            able = [(ask, own) for ask, own in zip(asks, free, strict=True) if name in ask.records]
-            gains[name] = self._share(name, able)
-        self._favourite = max(gains, key=gains.__getitem__, default=None)
+    def _drafts(self, name: str) -> dict[int, list[Option]]:
+        """The best drafts of up to 1, 2, … tokens, of who may have them; steps of a model apart."""
+        price, runs, found = self.prices.drafts[name], self._costs.runs_model(name), {}
+        for i, ask in enumerate(self.asks):
+            if record := ask.records.get(name):
+                limit = min(ask.limit, self._costs.at_once.get(name, ask.limit))
+                served = min(_SERVED, max(1, ask.remaining // 2))
+                once_ms = record.unread * price.read_ms / served if runs else 0.0
+                token_ms = record.coverage * self.prices.row_ms + (0.0 if runs else price.step_ms)
+                found[i] = best_draft(name, record, limit, self.rate, once_ms, token_ms)
+        return found
 
-    def _share(self, name: str, able: list[tuple[Ask, float]]) -> tuple[float, int]:
-        """Find how many steps of a model several requests may take; returns what that gains.
+    def _share(self, name: str, asking: set[int]) -> tuple[float, float, dict[int, Option]]:
+        """How many steps of a model these requests take together, so that all gain the most.
 
-        In tokens, and in steps. Each of them would gain so much without the model.
+        Returns what they gain by it, in how many ms of the model, and what each may do then.
         """
-        taken = [ask.records[name].taken(self._limit(name, ask)) for ask, _ in able]
-        chances = [1 - prod(1 - each for each in step) for step in zip_longest(*taken, fillvalue=0)]
-        run = [ms * chance for ms, chance in zip(self._steps_ms(name), chances, strict=False)]
-        self._runs[name] = run = list(accumulate(run, initial=0.0))
-        gains = [0.0] * len(run)  # of all, by the steps that they may take
-        for ask, without in able:
-            best = without
-            for count, tokens, ms in self._known(name, ask)[0]:
-                best = max(best, tokens - self.rate * ms)
-                gains[count] += best - without
-            for longer in range(count + 1, len(run)):
-                gains[longer] += best - without
-        totals = [gain - self.rate * ms for gain, ms in zip(gains, run, strict=True)]
-        most = totals.index(max(totals))
-        del run[most + 1 :]
-        return totals[most], most
-
-    def _steps_ms(self, name: str) -> list[float]:
-        """What each step of the longest draft takes, whoever takes part."""
-        fixed = self._steps.get(name, (0.0, 0.0))[0]
-        return [fixed] * _LONGEST if name not in self._costs.at_once else [fixed, *[0.0] * _LONGEST]
-
-    def _limit(self, name: str, ask: Ask) -> int:
-        return min(ask.limit, self._costs.at_once.get(name, ask.limit))
-
-    def option(self, name: str, ask: Ask) -> Option:
-        """The best length of this drafter's draft for a request; shared steps cost it nothing."""
-        lengths, c, token_ms, once_ms, step_ms = self._known(name, ask)
-        rate, best, chosen = self.rate, _WORTHWHILE, (0, 0.0, 0.0)
-        most = len(self._runs[name]) - 1 if name in self._runs else len(lengths)
-        for count, tokens, ms in lengths:
-            if count > most:
-                break
-            if (gain := tokens - rate * ms) > best:
-                best, chosen = gain, (count, tokens, ms)
-        alpha, even = lengths[0][1], rate * (token_ms + once_ms + step_ms)
-        chance = rate * (token_ms + step_ms)
-        return Option(
-            name, chosen[0], alpha, c, even, chance, best if chosen[0] else 0.0, *chosen[1:]
-        )
-
-    def _known(self, name: str, ask: Ask) -> Any:
-        """Of each length of a draft its tokens and ms; c, and the ms of a token, once, a step."""
-        record, limit = ask.records[name], self._limit(name, ask)
-        if record.known[:2] != (self._version, limit):
-            record.known = self._version, limit, self._lengths(name, record, limit, ask.remaining)
-        return record.known[2]
-
-    def _lengths(self, name: str, record: Acceptance, limit: int, remaining: int) -> Any:
-        fixed, each_ms = self._steps.get(name, (0.0, 0.0))
-        once_ms = record.unread * self._reads.get(name, 0.0) / min(_SERVED, max(1, remaining // 2))
-        c = (fixed + each_ms * self.batch) / self.plain_ms
-        if name in self._costs.at_once:
-            once_ms, each_ms = once_ms + each_ms, 0.0
-        steps_ms = [0.0] * limit if name in self._sharing else self._steps_ms(name)
-        coverage, tokens, ms, lengths = record.coverage, 0.0, once_ms, []
-        pairs = zip(record.reach(limit), record.taken(limit), strict=True)
-        token_ms = coverage * self._row_ms + each_ms
-        for i, (worth, taken) in enumerate(pairs):
-            tokens += coverage * worth
-            ms += taken * (token_ms + steps_ms[i])
-            lengths.append((i + 1, tokens, ms))
-        return lengths, c, token_ms, once_ms, fixed / self._sharing.get(name, 1)
-
-    def choose(self, asks: list[Ask]) -> tuple[list[Option], float, float]:
-        """What gains the most for each request; and all tokens and ms of such a cycle."""
-        options, ms = [self._best(ask) for ask in asks], self.plain_ms
-        for name in {one.drafter for one in options if one.num_tokens} & self._sharing.keys():
-            takers = [i for i, one in enumerate(options) if one.drafter == name and one.num_tokens]
-            free = [self._best(asks[i], without_models=True) for i in takers]
-            run_ms = self._runs[name][max(options[i].num_tokens for i in takers)]
-            more = sum(options[i].gain - own.gain for i, own in zip(takers, free, strict=True))
-            if more >= self.rate * run_ms:
-                ms += run_ms
-                continue
-            for i, own in zip(takers, free, strict=True):  # too few take part this time
-                options[i] = own
-        tokens = self.batch + sum(option.tokens for option in options)
-        return options, tokens, ms + sum(option.ms for option in options)
-
-    def _best(self, ask: Ask, without_models: bool = False) -> Option:
-        own = self._favourite if self._favourite in ask.records else None
-        best = _NOBODY
-        for name in ask.records:
-            if name in self._reads and (without_models or (own and name != own)):
-                continue
-            option = self.option(name, ask)
-            # Where nothing gains, who comes nearest to it.
-            if option.gain > best.gain or (
-                not best.gain and option.alpha - option.break_even > best.alpha - best.break_even
-            ):
-                best = option
+        price, best = self.prices.drafts[name], (0.0, 0.0, dict[int, Option]())
+        drafts = {i: own for i, own in self._drafts(name).items() if i in asking}
+        taken = [self.asks[i].records[name].taken(len(own)) for i, own in drafts.items()]
+        ms = price.call_ms
+        for k, chances in enumerate(zip_longest(*taken, fillvalue=0.0)):
+            ms += price.step_ms * (1 - prod(1 - chance for chance in chances))
+            options = {i: own[min(k, len(own) - 1)] for i, own in drafts.items()}
+            more = [max(0.0, own.gain - self.options[i].gain) for i, own in options.items()]
+            gain = sum(more) - self.rate * ms
+            if gain > best[0]:
+                best = gain, ms, options
         return best
 
-    def probe(
-        self, name: str, asks: list[Ask], options: list[Option], saved: float
-    ) -> dict[int, Option]:
-        """Options of those who lose little by one token of this drafter, if no more than `saved`.
+    def probe(self, name: str, saved: float) -> bool:
+        """Let who loses least draft a token with an idle drafter, if that loses `saved` at most."""
+        price, runs = self.prices.drafts[name], self._costs.runs_model(name)
+        ms = self.prices.row_ms + (0.0 if name in self.model_ms else price.first_ms)
+        users, losses = Counter(own.drafter for own in self.options), []
+        for i, (ask, own) in enumerate(zip(self.asks, self.options, strict=True)):
+            record = ask.records.get(name)
+            if record and record.since and own.drafter != name:
+                spared_ms = self.model_ms.get(own.drafter, 0.0) if users[own.drafter] == 1 else 0.0
+                more_ms = ms - spared_ms + runs * record.unread * price.read_ms
+                losses.append((own.gain + self.rate * more_ms - record.reach(1)[0], i))
+        lost, i = min(losses, default=(inf, 0))
+        if lost > saved:
+            return False
+        self.options[i], self.probing = Option(name, PROBE_TOKENS), i
+        return True
 
-        All who could take part have no other model meanwhile: it would take twice the time. Of the
-        requests those are taken that make a probe cheapest for each: they share its step.
-        """
-        lost = self.rate * self._steps.get(name, (0.0, 0.0))[0]
-        able, rest = list[tuple[float, int]](), dict[int, Option]()
-        for i, (ask, option) in enumerate(zip(asks, options, strict=True)):
-            if name not in ask.records:
-                continue
-            if name in self._reads and option.drafter in self._reads:
-                rest[i] = self._best(ask, without_models=True)
-                lost += option.gain - rest[i].gain
-            able.append((rest.get(i, option).gain + self._probe_cost(name, ask), i))
-        if not able:
-            return {}
-        for other in {options[i].drafter for i in rest} & self._sharing.keys():
-            most = max(options[i].num_tokens for i in rest if options[i].drafter == other)
-            lost -= self.rate * self._runs[other][most]  # that is not taken now
-        totals = list(accumulate((own for own, _ in sorted(able)), initial=lost))[1:]
-        count = min(range(len(able)), key=lambda n: totals[n] / (n + 1))
-        if totals[count] > saved:
-            return {}
-        for _, i in sorted(able)[: count + 1]:
-            rest[i] = self.option(name, asks[i])._replace(num_tokens=PROBE_TOKENS)
-        return rest
-
-    def join(self, asks: list[Ask], options: list[Option]) -> None:
-        """Let who has long drafted nothing take part in a step that is taken anyway."""
-        used = {one.drafter for one in options if one.num_tokens} & self._sharing.keys()
-        for i, (ask, option) in enumerate(zip(asks, options, strict=True)) if used else ():
-            for name in used & ask.records.keys() if not option.num_tokens else ():
-                if self._probe_cost(name, ask) <= PROBE_BUDGET * ask.records[name].since:
-                    options[i] = self.option(name, ask)._replace(num_tokens=PROBE_TOKENS)
-
-    def _probe_cost(self, name: str, ask: Ask) -> float:
-        """What one token of a drafter costs a request, less what it brings; the step apart."""
-        record, (_, each_ms) = ask.records[name], self._steps.get(name, (0.0, 0.0))
-        ms = self._row_ms + each_ms + record.unread * self._reads.get(name, 0.0)
-        return self.rate * ms - record.reach(1)[0]
-
-
-_NOBODY = Option("", 0, 0.0, 0.0, inf, 1.0)  # who gains less than anybody
+    def decision(self, i: int, speedup: float) -> Decision:
+        """Of one request, with its reasons: where nobody drafts, of who comes nearest to it."""
+        option, records, nearest = self.options[i], self.asks[i].records, -inf
+        for name in (option.drafter,) if option.num_tokens else records:
+            record, price = records[name], self.prices.drafts[name]
+            sharers = self._counts[name] if self._costs.runs_model(name) else 1
+            even = self.rate * (record.coverage * self.prices.row_ms + price.first_ms / sharers)
+            alpha = record.reach(1)[0]
+            if alpha - even > nearest:
+                nearest, c = alpha - even, price.first_ms / self.prices.plain_ms
+                found = name, option.num_tokens, alpha, c, even, even, speedup, i == self.probing
+        return Decision(*found)
 
 
 class Controller:
@@ -343,10 +249,8 @@ class Controller:
         # Of all requests so far, by drafter and rule.
         self._typical: dict[tuple[str, str], Acceptance] = {}
         self._saved: dict[str, float] = {}  # tokens that probing may cost, of each idle drafter
-        self.who: Any = None  # may draft in this cycle
         self._rests: dict[tuple[int, Any], Rest] = {}  # by class of batches, and by who may draft
-        self._plain = PlainCycles()
-        self._terms: Terms | None = None
+        self._plain: dict[int, Any] = {}  # what plain cycles of a class take
 
     @classmethod
     def of(cls, target: Any, drafters: dict[str, Any]) -> "Controller":
@@ -355,73 +259,51 @@ class Controller:
         at_once = {name: n for name, own in drafters.items() if (n := own.drafts_at_once)}
         return cls(target.num_weights, sizes, at_once)
 
-    def record(self, name: str, num_prompt_tokens: int, rule: str) -> Acceptance:
+    def record(self, name: str, rule: str) -> Acceptance:
         """For a new request, whose drafts are judged by `rule`."""
         kind = TreeAcceptance if name == TREE else Acceptance
-        typical = self._typical.setdefault((name, rule), kind())
-        return kind(unread=num_prompt_tokens, typical=typical)
+        return kind(self._typical.setdefault((name, rule), kind()))
 
-    def _rest(self, batch: int) -> Rest:
-        return self._rests.setdefault((batch.bit_length(), self.who), Rest())
-
-    def rests(self, batch: int) -> bool:
-        """Whether this cycle is plain decoding, without a choice; counts it."""
-        return self._rest(batch).begin()
-
-    def keeps(self, batch: int) -> int:
-        """For how many more cycles a choice is kept."""
-        return self._rest(batch).keeps
-
-    def took(self, batch: int, tokens: int, ms: float, choice_ms: float) -> None:
-        """A cycle for which drafts were chosen, in choice_ms, or before in 0, took so long."""
-        rest, plain_ms = self._rest(batch), self._plain.ms(batch)
-        rest.see(tokens / batch, ms / plain_ms if plain_ms else 0.0)
-        if choice_ms:
-            rest.see_choice(choice_ms / (plain_ms or ms))
-
-    def took_plain(self, batch: int, ms: float) -> None:
-        """A cycle without drafts took so long."""
-        self._plain.see(batch, ms)
+    def rest(self, batch: int, who: Any) -> Rest:
+        """Of batches of about this size, for which `who` may draft."""
+        size = batch.bit_length()
+        if (size, who) not in self._rests:
+            plain = self._plain.setdefault(size, Recent())
+            self._rests[size, who] = Rest(plain=plain)
+        return self._rests[size, who]
 
     def join(self) -> None:
         """A new request has come."""
-        self._terms = None
         for (size, _), rest in self._rests.items():
             rest.join(1 << size - 1)
 
-    def plan(self, asks: list[Ask], batch: int) -> list[Decision]:
-        """Who drafts for each of these asks, and how much; `batch` requests share the pass."""
+    def plan(self, asks: list[Ask], batch: int, cycles: int = 1) -> list[Decision]:
+        """Who drafts for each of these asks, and how much; `batch` requests share the pass.
+
+        It is the first choice for so many cycles.
+        """
         if not asks:
             return []
-        terms = self._terms
-        if not (terms and terms.left and (terms.batch, terms.num_asks) == (batch, len(asks))):
-            terms = self._terms = Terms(self.costs, asks, batch)
-        else:
-            terms.see(asks)
-        terms.left -= 1
-        options, tokens, ms = terms.choose(asks)
-        for ask, option in zip(asks, options, strict=True):
+        plain_ms = self.costs.prices(batch, len(asks)).plain_ms
+        pace = [ask.pace.tokens / ask.pace.ms if ask.pace.ms else 1 / plain_ms for ask in asks]
+        rate = max(sum(pace) + (batch - len(asks)) / plain_ms, batch / plain_ms)
+        choice = Choice(self.costs, asks, batch, rate)
+        tokens = batch + sum(option.tokens for option in choice.options)
+        ms = plain_ms + sum(option.ms for option in choice.options)
+        ms += sum(choice.model_ms.values())
+        for ask, option in zip(asks, choice.options, strict=True):
             ask.pace.add(1 + option.tokens, ms)
-        speedup = tokens / ms / terms.plain_rate
-        probed = self._probe(terms, asks, options, PROBE_BUDGET * tokens)
-        return [Decision(*one[:6], speedup, one.drafter == probed) for one in options]
+        self._probe(choice, cycles * PROBE_BUDGET * tokens)
+        speedup = tokens / ms * plain_ms / batch
+        return [choice.decision(i, speedup) for i in range(len(asks))]
 
-    def _probe(
-        self, terms: Terms, asks: list[Ask], options: list[Option], budget: float
-    ) -> str | None:
-        """An idle drafter that may draft now, as that was saved: it changes the options."""
-        for option in options:
-            if option.num_tokens and option.drafter in terms.idle:
-                del terms.idle[option.drafter]
-                self._saved.pop(option.drafter, None)
-        terms.join(asks, options)
-        saved = self._saved
-        for name in terms.idle:
-            saved[name] = saved.get(name, 0.0) + budget / len(terms.idle)
-        able = [name for name, least in terms.idle.items() if saved[name] >= least]
-        for name in sorted(able, key=lambda name: -saved[name]):
-            if probing := terms.probe(name, asks, options, saved[name]):
-                options[:] = map(probing.get, range(len(options)), options)
+    def _probe(self, choice: Choice, budget: float) -> None:
+        """Try an idle drafter that may draft now, if enough was saved for that."""
+        records = [(name, own) for ask in choice.asks for name, own in ask.records.items()]
+        idle, saved = sorted({name for name, own in records if own.since}), self._saved
+        for name in idle:
+            saved[name] = saved.get(name, 0.0) + budget / len(idle)
+        for name in sorted(idle, key=lambda name: -saved[name]):
+            if choice.probe(name, saved[name]):
                 saved[name] = 0.0
-                return name
-        return None
+                break

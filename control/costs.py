@@ -1,4 +1,7 @@
-"""What a cycle costs: a pass of the target, a draft step, and text that a drafter has yet to read.
+"""What a cycle costs: a pass of the target, a draft, and text that a drafter has yet to read.
+
+    a pass over r rows          plain line:  fixed + slope · r,   by class of batches: 1, 2 to 3, …
+    a draft of s steps          draft line:  fixed + slope · s,   by class of requests that draft
 
 Until something was measured, numbers of weights stand in for it: a model that decodes spends its
 time reading them. Costs that were never measured are in passes of plain decoding, the others in ms;
@@ -12,8 +15,8 @@ that stands alone counts for little, and a fast one wipes out slow ones of its s
 
 from collections import deque
 from collections.abc import Iterable
-from math import sqrt
-from typing import Any
+from math import inf, sqrt
+from typing import Any, NamedTuple
 
 _LATEST, _OLDEST = 8, 200  # measurements of one size that are kept, and for how many of all
 _CONFIRMED = 3  # measurements until a cost is believed whatever it is
@@ -21,10 +24,10 @@ _OUTLIER = 3.0  # times as long: an accident, or the first call
 _DOUBTFUL = 1.5  # times as long as others let expect: no more is believed until it is confirmed
 _RIDGE = 4.0
 _TOKEN_SHARE = 0.02  # what each further token costs of a pass, before measuring
-_REQUEST_SHARE = 0.1  # and each further request of a draft step
-_FEW_UNREAD = 4  # tokens of each request that a step reads by the way, as it does in any case
-_READ_SHARE = 0.05  # and a token that a drafter has to read
+_FEW_UNREAD = 4  # tokens of each request that a draft reads by the way, as it does in any case
+_READ_SHARE = 0.05  # of a step: a token that a drafter has to read
 _LEAST_SHARE = 0.1  # of a pass: what a step of a drafter without weights may cost
+_LEARN_EACH = 8  # cycles: together they take less time
 
 
 class Line:
@@ -33,7 +36,7 @@ class Line:
     Of each, because a batch that drafts all the time would forget what a pass without drafts costs.
     """
 
-    def __init__(self, share: float = 0.0) -> None:
+    def __init__(self, share: float = inf) -> None:
         """`share`: the slope before sizes differ, in parts of `fixed`."""
         self.share = share
         self.fixed = self.slope = 0.0
@@ -44,6 +47,10 @@ class Line:
         """The time of work of this size."""
         return self.fixed + self.slope * size
 
+    def _grows(self, size: float) -> float:
+        """How the time grows with the size before anything is known."""
+        return size if self.share == inf else 1 + self.share * size
+
     def observe(self, size: float, ms: float) -> None:
         """A measurement; the line is as it was until it is fitted.
 
@@ -51,18 +58,14 @@ class Line:
         accident, and are forgotten. Example: 400 ms for 5 rows, after 6 ms for 6 rows.
         """
         self.count += 1
-        least_ms = _OUTLIER * ms  # what takes no longer is not contradicted, whatever its size
         for kind, known in list(self._latest.items()):
             kept = [
-                one
-                for one in known
-                if one[2] > self.count - _OLDEST
-                and (one[0] <= least_ms or one[0] <= self._most(one[1], size, ms))
+                (other_ms, other, which)
+                for other_ms, other, which in known
+                if which > self.count - _OLDEST
+                and (other_ms <= _OUTLIER * ms or other_ms <= self._most(other, size, ms))
             ]
-            if len(kept) < len(known):
-                self._latest[kind] = deque(kept, maxlen=_LATEST)
-                if not kept:
-                    del self._latest[kind]
+            self._latest[kind] = deque(kept, maxlen=_LATEST)
         kind = int(size) if size < 8 else 8 + int(size) // 8
         self._latest.setdefault(kind, deque(maxlen=_LATEST)).append((ms, size, self.count))
 
@@ -73,47 +76,48 @@ class Line:
         """
         if other <= size:
             return _OUTLIER * ms
-        hardly_more = (1 + self.share * other) / (1 + self.share * size)
-        return _OUTLIER * ms * sqrt(hardly_more * other / max(size, 1.0))
+        return _OUTLIER * ms * sqrt(self._grows(other) / self._grows(size) * other / size)
 
     @property
     def is_confirmed(self) -> bool:
         """Whether there are measurements enough to believe whatever they say."""
         return sum(map(len, self._latest.values())) >= _CONFIRMED
 
-    def fit(self, slope: float | None = None) -> None:
-        """Least squares through the median of each class of sizes, or by a slope that is known."""
-        if slope is None:
-            mean, mean_ms = self.moments()[2:]
-            self.slope = min(slope_of([self]), mean_ms / max(mean, 1.0))
-            self.fixed = max(mean_ms - self.slope * mean, 0.0)
-            return
-        rest = [ms - slope * size for known in self._latest.values() for ms, size, _ in known]
-        self.slope, self.fixed = slope, max(_low_median(rest), 0.0)
-
-    def moments(self) -> tuple[float, float, float, float]:
-        """Of the medians of each class of sizes: variance of sizes, covariance, and both means."""
+    def moments(self) -> tuple[float, float, float]:
+        """Of the medians of each class of sizes: variance, covariance and the slope to expect."""
         every = [one for known in self._latest.values() for one in known]
-        level = _low_median([ms / (1 + self.share * size) for ms, size, _ in every])
+        level = _low_median(ms / self._grows(size) for ms, size, _ in every)
         points = []
-        for known in self._latest.values():
+        for known in filter(None, self._latest.values()):
             ms, size, _ = _low_median(known)
             if len(known) < _CONFIRMED:
-                ms = min(ms, _DOUBTFUL * level * (1 + self.share * size))
+                ms = min(ms, _DOUBTFUL * level * self._grows(size))
             points.append((len(known), size, ms))
         mean = sum(n * size for n, size, _ in points) / len(every)
         mean_ms = sum(n * ms for n, _, ms in points) / len(every)
         variance = sum(n * (size - mean) ** 2 for n, size, _ in points)
         covariance = sum(n * (size - mean) * (ms - mean_ms) for n, size, ms in points)
-        return variance, covariance, mean, mean_ms
+        return variance, covariance, mean_ms / (mean + 1 / self.share)
+
+    def fit(self, slope: float) -> None:
+        """By a slope that is known, through the median of what is left."""
+        every = [one for known in self._latest.values() for one in known]
+        self.slope = min(slope, _low_median(ms / size for ms, size, _ in every))
+        self.fixed = _low_median(ms - self.slope * size for ms, size, _ in every)
 
 
-def slope_of(lines: Iterable[Line]) -> float:
-    """The slope that they have in common; a ridge keeps it sane."""
-    every = [(line.share, *line.moments()) for line in lines]
-    expected = [share * ms / (1 + share * mean) for share, _, _, mean, ms in every]
-    covariance = sum(own[2] for own in every) + _RIDGE * sum(expected) / len(every)
-    return max(0.0, covariance / (sum(own[1] for own in every) + _RIDGE))
+def fit(lines: Iterable[Line]) -> None:
+    """Give these lines the slope that they have in common, by least squares.
+
+    A row of a request costs the same in batches of all sizes, so there is more to go by. What is
+    expected before sizes differ counts as much as a few measurements: a ridge.
+    """
+    lines = [line for line in lines if line.count]
+    every = [line.moments() for line in lines]
+    covariance = sum(own[1] for own in every) + _RIDGE * sum(own[2] for own in every) / len(every)
+    slope = max(0.0, covariance / (sum(own[0] for own in every) + _RIDGE))
+    for line in lines:
+        line.fit(slope)
 
 
 def _low_median(values: Iterable[Any]) -> Any:
@@ -122,8 +126,29 @@ def _low_median(values: Iterable[Any]) -> Any:
     return ordered[(len(ordered) - 1) // 2]
 
 
+class DraftPrice(NamedTuple):
+    """What a drafter's draft costs, in ms."""
+
+    call_ms: float  # whatever its length
+    step_ms: float  # each step: of a model one token of all who draft, else a token of one request
+    read_ms: float  # each token of the text that it has missed
+
+    @property
+    def first_ms(self) -> float:
+        """Of a draft of one token."""
+        return self.call_ms + self.step_ms
+
+
+class Prices(NamedTuple):
+    """What things cost in a batch, in ms."""
+
+    plain_ms: float  # a pass without drafts
+    row_ms: float  # a drafted token in it
+    drafts: dict[str, DraftPrice]
+
+
 class Costs:
-    """What is known of the target's passes and of each drafter's steps."""
+    """What is known of the target's passes and of each drafter's drafts."""
 
     def __init__(
         self,
@@ -138,137 +163,121 @@ class Costs:
         """
         self.at_once = at_once or {}
         self.shares = {n: size / num_target_weights for n, size in num_step_weights.items()}
-        self.passes: dict[int, Line] = {}  # cycles, by class of batches: 1, 2 to 3, 4 to 7, …
-        self.steps: dict[str, Line] = {}
+        self.passes: dict[int, Line] = {}  # by class of batches: 1, 2 to 3, 4 to 7, …
+        self.drafts: dict[str, dict[int, Line]] = {}  # by drafter, and class of requests
         self.reads: dict[str, Line] = {}
-        self._drafts: list[tuple[str, list[int], int, float]] = []  # of this cycle, so far
+        self._told: list[tuple[str, list[int], int, float]] = []  # drafts of this cycle
         self._cycles: list[tuple[int, int, float, list[Any]]] = []  # that nobody has looked at yet
+        self._prices: dict[tuple[int, int], Prices] = {}
 
     def runs_model(self, name: str) -> bool:
         """Whether drafting takes steps of a model, which requests of a batch share."""
         return self.shares.get(name, 0.0) > 0
 
-    def observe_pass(self, batch: int, tokens: int, ms: float) -> None:
-        """A cycle with a pass over so many tokens of so many requests, less drafting and choosing.
+    def observe_draft(self, name: str, num_tokens: list[int], unread: int, ms: float) -> None:
+        """One call of a drafter: drafts of so many tokens, `unread` tokens having been missed."""
+        self._told.append((name, num_tokens, unread, ms))
 
-        Drafts that were told of before may be in it. A further row of a request costs the same in
-        batches of all sizes: the slope that they have in common has more to go by.
+    def observe_pass(self, batch: int, rows: int, ms: float) -> None:
+        """A cycle with a pass over so many rows of so many requests, less drafting and choosing.
+
+        The drafts that were told of before are those of this cycle.
         """
-        self._cycles.append((batch, tokens, ms, self._drafts))
-        self._drafts = []
+        if len(self._cycles) < _LEARN_EACH:  # of more there is little to learn
+            self._cycles.append((batch, rows, ms, self._told))
+        self._told = []
         line = self.passes.get(batch.bit_length())
-        if line is None or line.count <= _CONFIRMED:  # /health shows it, however short the run
+        if line is None or line.count < _CONFIRMED:  # /health shows it, however short the run
             self._learn()
 
     def _learn(self) -> None:
-        """Learn from what was observed since the last time; together that takes less time."""
-        changed, cycles, self._cycles = set[int](), self._cycles, []
-        for batch, tokens, ms, drafts in cycles:
-            believed = self._nearest(batch).at(tokens) if self.passes else ms
+        """Learn from what was observed since the last time: together that takes less time."""
+        for batch, rows, ms, drafts in self._cycles:
+            line = self.passes.setdefault(batch.bit_length(), Line(_TOKEN_SHARE))
+            believed = line.at(rows) if line.count else ms
+            line.observe(rows, ms)
             # In a cycle that was slow as a whole it was not the drafter that has become slower.
             slowdown = max(1.0, ms / believed) if believed else 1.0
             for name, num_tokens, unread, draft_ms in drafts:
-                self._learn_draft(name, num_tokens, unread, draft_ms, slowdown)
-            line = self.passes.setdefault(batch.bit_length(), Line(_TOKEN_SHARE))
-            line.observe(tokens, ms)
-            if line.count <= _CONFIRMED:  # it is to be believed in the next cycle
-                line.fit(slope_of(self.passes.values()))
-            changed.add(batch.bit_length())
-        slope = slope_of(self.passes.values()) if changed else 0.0
-        for size in changed:
-            self.passes[size].fit(slope)
-        for name, num_tokens, unread, draft_ms in self._drafts:
-            self._learn_draft(name, num_tokens, unread, draft_ms, 1.0)
-        self._drafts = []
+                self._learn_draft(name, num_tokens, unread, draft_ms / slowdown)
+        self._cycles.clear()
+        self._prices.clear()
+        fit(self.passes.values())
 
-    def observe_draft(self, name: str, num_tokens: list[int], unread: int, ms: float) -> None:
-        """One call of a drafter: drafts of so many tokens, `unread` tokens having been missed.
-
-        It counts once the pass behind it is known.
-        """
-        self._drafts.append((name, num_tokens, unread, ms))
-
-    def _learn_draft(
-        self, name: str, num_tokens: list[int], unread: int, ms: float, slowdown: float
-    ) -> None:
-        num_tokens = [1 for _ in num_tokens] if name in self.at_once else num_tokens
-        steps, drafted = max(num_tokens), sum(num_tokens)
-        is_model = self.runs_model(name)
-        line = self.steps.setdefault(name, Line(_REQUEST_SHARE if is_model else 0.0))
-        if not is_model:  # one request after the other
-            expected = line.fixed * drafted
-        elif line.count:
-            expected = sum(line.at(sum(n > i for n in num_tokens)) for i in range(steps))
-        else:
-            expected = steps * self.shares[name] * self._nearest(1).at(1)
-        # Nor has it become faster: it may have been the pass alone that was slow.
-        ms = max(ms / slowdown, min(ms, expected))
-        if not is_model:
-            line.observe(0, ms / drafted)
-            line.fit()
-            return
-        if unread <= _FEW_UNREAD * len(num_tokens) or _OUTLIER * ms < expected:
-            line.observe(drafted / steps, ms / steps)
-            line.fit()
-        elif line.count:
-            rest = max(ms - expected, 0.0)
+    def _learn_draft(self, name: str, num_tokens: list[int], unread: int, ms: float) -> None:
+        steps, size = max(num_tokens), len(num_tokens)
+        if name in self.at_once:
+            steps = 1
+        elif not self.runs_model(name):  # one request after the other
+            steps, size, ms = 1, 1, ms / sum(num_tokens)
+        own = self._draft(name, size, self.pass_line(size).at(size))
+        expected = own.call_ms + steps * own.step_ms
+        is_reading = self.runs_model(name) and unread > _FEW_UNREAD * len(num_tokens)
+        if not is_reading or _OUTLIER * ms < expected:
+            lines = self.drafts.setdefault(name, {})
+            lines.setdefault(size.bit_length(), Line()).observe(steps, ms)
+            fit(lines.values())
+        elif name in self.drafts and ms > expected:
             read = self.reads.setdefault(name, Line())
-            read.observe(0, rest / unread)
-            read.fit()
+            read.observe(1, (ms - expected) / unread)
+            fit([read])
 
     def pass_line(self, batch: int) -> Line:
         """Of the class of batches nearest to this size that was measured; else nominal."""
-        self._learn()
-        return self._nearest(batch)
+        if self.passes:
+            return _nearest(self.passes, batch)
+        line = Line(_TOKEN_SHARE)
+        line.fixed, line.slope = 1.0, _TOKEN_SHARE
+        return line
 
-    def _nearest(self, batch: int) -> Line:
-        size = batch.bit_length()
-        if line := self.passes.get(size):
-            return line
-        if not self.passes:
-            return _nominal_pass()
-        return self.passes[min(self.passes, key=lambda other: abs(other - size))]
+    def prices(self, batch: int, requests: int) -> Prices:
+        """Of a batch in which so many requests may draft."""
+        if len(self._cycles) == _LEARN_EACH or any(
+            line.count < 2 * _LEARN_EACH for line in self.passes.values()
+        ):
+            self._learn()
+        if (batch, requests) not in self._prices:
+            line = self.pass_line(batch)
+            plain = line.at(batch)
+            drafts = {name: self._draft(name, requests, plain) for name in self.shares}
+            self._prices[batch, requests] = Prices(plain, line.slope, drafts)
+        return self._prices[batch, requests]
 
-    def step(self, name: str, batch: int, plain: float) -> tuple[float, float]:
-        """A draft step costs (fixed, more for each request in it); a pass of the batch `plain`."""
-        self._learn()
-        return self._step(name, batch, plain)
-
-    def _step(self, name: str, batch: int, plain: float) -> tuple[float, float]:
-        share, line = self.shares.get(name, 0.0), self.steps.get(name)
-        if line is None:
-            return share * plain, 0.0
-        fixed, each = (line.fixed, line.slope) if share else (0.0, line.fixed)
-        if not line.is_confirmed:
-            most = _OUTLIER * max(share, _LEAST_SHARE) * plain
-            believed = min(1.0, most / max(fixed + each * batch, most))
-            return fixed * believed, each * believed
-        return fixed, each
-
-    def read(self, name: str, plain: float) -> float:
-        """What it costs a drafter to read a token that it has missed."""
-        line, expected = self.reads.get(name), _READ_SHARE * self.shares.get(name, 0.0) * plain
-        if line is None:
-            return expected
-        return line.fixed if line.is_confirmed else min(line.fixed, _OUTLIER * expected)
+    def _draft(self, name: str, requests: int, plain_ms: float) -> DraftPrice:
+        share, call, step = self.shares.get(name, 0.0), 0.0, 0.0
+        if lines := self.drafts.get(name):
+            line = _nearest(lines, requests)
+            call, step = line.fixed, line.slope
+            if not line.is_confirmed:
+                most = _OUTLIER * max(share, _LEAST_SHARE) * plain_ms
+                believed = min(1.0, most / max(call + step, most))
+                call, step = believed * call, believed * step
+        else:
+            step = share * plain_ms
+        read = _READ_SHARE * share * plain_ms
+        if known := self.reads.get(name):
+            read = known.at(1) if known.is_confirmed else min(known.at(1), _OUTLIER * read)
+        if name in self.at_once or not share:
+            return DraftPrice(*((call + step, 0.0) if share else (0.0, call + step)), read)
+        return DraftPrice(call, step, read)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON, by class of batches; a draft step is that of the smallest batch in it."""
         found = {}
         for size, line in sorted(dict(self.passes).items()):
             batch = 1 << size - 1
-            steps = {name: self._step(name, batch, line.at(batch)) for name in list(self.steps)}
             found["1" if batch == 1 else f"{batch} to {2 * batch - 1}"] = {
                 "pass_ms": round(line.fixed, 4),
                 "token_ms": round(line.slope, 4),
                 "draft_step_ms": {
-                    name: round(fixed + each * batch, 4) for name, (fixed, each) in steps.items()
+                    name: round(self._draft(name, batch, line.at(batch)).first_ms, 4)
+                    for name in list(self.drafts)
                 },
             }
         return found
 
 
-def _nominal_pass() -> Line:
-    line = Line(_TOKEN_SHARE)
-    line.fixed, line.slope = 1.0, _TOKEN_SHARE
-    return line
+def _nearest(lines: dict[int, Line], size: int) -> Line:
+    """Of the class nearest to this size."""
+    kind = size.bit_length()
+    return lines.get(kind) or lines[min(lines, key=lambda other: abs(other - kind))]

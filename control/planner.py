@@ -39,32 +39,6 @@ def fixed(s: Any) -> tuple[str, int]:
     return TREE if s.request.drafter == TREE else next(iter(s.seat.states)), limit
 
 
-def _capped(s: Any, name: str, limit: int) -> tuple[str, int]:
-    """What was planned before, where it is still possible."""
-    can = limit and (name in s.seat.states or name == TREE)
-    return (name, min(limit, limit_of(s))) if can else NOBODY
-
-
-def _wake(seat: Seat) -> None:
-    """Let the records know of the rest that is over."""
-    cycles, tokens = seat.rested
-    for record in seat.records.values() if cycles else ():
-        record.unread += tokens
-        record.since += cycles
-    seat.rested = 0, 0
-
-
-def _resting(s: Any) -> tuple[str, int]:
-    """Nobody drafts, but for who wants a fixed K."""
-    if s.request.fixed_k:
-        return fixed(s)
-    said = s.seat.decision
-    if s.seat.states and s.num_steps and not (said and said.is_rest):
-        said = (said or RESTING)._replace(num_tokens=0, is_probe=False, is_rest=True)
-        s.seat.decision = said
-    return NOBODY
-
-
 class FixedK:
     """Every draft has the length that its request asks for."""
 
@@ -90,8 +64,9 @@ class Planner:
         self.decisions: dict[str, Decision] = {}  # the last one on each drafter
         self._unread: dict[str, int] = {}  # tokens that each drafter has to read in this cycle
         self._way = IDLE
+        self._who: Any = None  # may draft in this cycle
         self._plan: dict[Seat, tuple[str, int]] = {}  # what was chosen last
-        self._left = 0  # cycles that this is kept
+        self._left = self._served = 0  # cycles that this will serve, and has served
         self._spent_ms = 0.0  # on choosing and learning, in this cycle
         self._num_tokens = 0  # that came in this cycle
         if model := panel.choices.get(TREE):  # a tree has its steps
@@ -99,28 +74,49 @@ class Planner:
 
     def open(self, seat: Seat) -> None:
         """A new request: each of its drafters gets a record, and a tree of them."""
-        given = len(seat.prompt), seat.sampling.rule
+        rule = seat.sampling.rule
         names = [*seat.states, TREE] if len(self._panel.members(seat, TREE)) > 1 else seat.states
         seat.pace = Pace()
+        seat.records = {name: self.controller.record(name, rule) for name in names}
         self.controller.join()
-        seat.records = {name: self.controller.record(name, *given) for name in names}
 
     def plan(self, sequences: list[Any]) -> Plan:
         """Who drafts for each of the core's sequences, and how many tokens at most."""
         self._num_tokens, self._unread, self._spent_ms = 0, {}, 0.0
-        self.controller.who = frozenset([s.request.drafter for s in sequences])
+        self._who = frozenset([s.request.drafter for s in sequences])
         if self._left and all(s.seat in self._plan or not s.num_steps for s in sequences):
-            self._left, self._way = self._left - 1, KEPT
-            plan = [_capped(s, *self._plan.get(s.seat, NOBODY)) for s in sequences]
-        elif self.controller.rests(len(sequences)):
+            self._left, self._served, self._way = self._left - 1, self._served + 1, KEPT
+            plan = list(map(self._kept, sequences))
+        elif self.controller.rest(len(sequences), self._who).begin():
             self._left, self._way = 0, RESTS
-            plan = list(map(_resting, sequences))
+            plan = list(map(self._resting, sequences))
         else:
             plan = self._choose(sequences)
         for s, (name, limit) in zip(sequences, plan, strict=True):
-            if limit and (record := s.seat.records.get(name)):
-                self._unread[name] = self._unread.get(name, 0) + record.unread
+            if limit and name in s.seat.records:
+                self._unread[name] = self._unread.get(name, 0) + self._missed(s, name)
         return plan
+
+    def _kept(self, s: Any) -> tuple[str, int]:
+        """What was planned before, where it is still possible."""
+        name, limit = self._plan.get(s.seat, NOBODY)
+        can = limit and (name in s.seat.states or name == TREE)
+        return (name, min(limit, limit_of(s))) if can else NOBODY
+
+    def _resting(self, s: Any) -> tuple[str, int]:
+        """Nobody drafts, but for who wants a fixed K."""
+        if s.request.fixed_k:
+            return fixed(s)
+        said = s.seat.decision
+        if s.seat.states and s.num_steps and not (said and said.is_rest):
+            said = (said or RESTING)._replace(num_tokens=0, is_probe=False, is_rest=True)
+            s.seat.decision = said
+        return NOBODY
+
+    def _missed(self, s: Any, name: str) -> int:
+        """The tokens of a text that a drafter does not know; for a tree, of who knows least."""
+        names = self._panel.members(s.seat, TREE) if name == TREE else [name]
+        return len(s.tokens) - min(s.seat.records[name].num_read for name in names)
 
     def _choose(self, sequences: list[Any]) -> Plan:
         began, plan = time.perf_counter(), [NOBODY] * len(sequences)
@@ -128,13 +124,12 @@ class Planner:
         for i, s in enumerate(sequences):
             seat, limit = s.seat, limit_of(s)
             seat.goes_on, seat.guesses = None, {}
-            _wake(seat)
             if s.request.fixed_k:
                 plan[i] = fixed(s)
             elif limit and (able := self._able(s, limit)):
                 asks.append(Ask(able, limit, s.remaining, seat.pace))
                 asking.append(i)
-        decisions = self.controller.plan(asks, len(sequences))
+        decisions = self.controller.plan(asks, len(sequences), self._served + 1)
         for i, decision in zip(asking, decisions, strict=True):
             seat = sequences[i].seat
             seat.decision = self.decisions[decision.drafter] = decision
@@ -142,10 +137,11 @@ class Planner:
             if decision.num_tokens and seat.sampling.is_coupled:  # else see Chain
                 record = seat.records[decision.drafter]
                 seat.goes_on = record.doubts(decision.least_chance)
-        self._way = CHOSEN if asks else IDLE
+        self._way, self._served, self._left = CHOSEN if asks else IDLE, 0, 0
         self._plan = {s.seat: own for s, own in zip(sequences, plan, strict=True) if s.num_steps}
-        is_kept = asks and not any(decision.is_probe for decision in decisions)
-        self._left = self.controller.keeps(len(sequences)) if is_kept else 0
+        if asks and not any(decision.is_probe for decision in decisions):
+            rest = self.controller.rest(len(sequences), self._who)
+            self._left = rest.serves(len(sequences)) - 1
         self._spent_ms = (time.perf_counter() - began) * 1e3
         return plan
 
@@ -153,83 +149,61 @@ class Planner:
         """The records of whom to choose from: not of one that is known to have no proposal now."""
         seat, able = s.seat, {}
         for name in list(seat.states):
+            record = seat.records[name]
+            record.unread, record.since = self._missed(s, name), s.num_steps - 1 - record.last
             guess = self._panel.guess(seat, name, limit)
-            if guess is None:
-                able[name] = seat.records[name]
-                continue
-            seat.guesses[name] = guess
-            if guess.tokens:
-                able[name] = seat.records[name].with_evidence(guess.evidence)
-        able = able or dict(seat.records)
-        if len(able) + len(seat.guesses) > len(seat.states):  # guessing may have cost it a drafter
-            able = {name: record for name, record in able.items() if name in seat.states}
+            if guess is not None:
+                seat.guesses[name] = guess
+            if guess is None or guess.tokens:
+                able[name] = record.with_evidence(guess.evidence if guess else 0)
+        able = able or seat.records  # guessing may have cost it a drafter
+        able = {name: record for name, record in able.items() if name in seat.states}
         if s.request.drafter == TREE and len(self._panel.members(seat, TREE)) > 1:
-            able[TREE] = seat.records[TREE]  # it is compared with a chain of each of its drafters
+            able[TREE] = tree = seat.records[TREE]  # beside a chain of each of its drafters
+            tree.unread, tree.since = self._missed(s, TREE), s.num_steps - 1 - tree.last
         return able
 
     def learn(self, seat: Seat, cycle: Cycle) -> None:
         """What a cycle says of each drafter that the request may choose from.
 
         Of those that did not draft, or not alone: of what they would have drafted, how much came
-        true. Where nothing was chosen, only of who drafted.
+        true. Where nothing was chosen, only of a model that drafted.
         """
         self._num_tokens += cycle.num_kept
-        if self._way in (CHOSEN, IDLE):
+        for name in seat.drafts.keys() & seat.records.keys():
+            seat.records[name].num_read = cycle.cached + 1  # they are told of it all at once
+        if self._way == CHOSEN:
             began = time.perf_counter()
-            self._learn(seat, cycle)
+            for name in list(seat.states):
+                self._learn_of(name, seat, cycle)
             self._spent_ms += (time.perf_counter() - began) * 1e3
-            return
-        if self._way == RESTS and not seat.asked:
-            seat.rested = seat.rested[0] + 1, seat.rested[1] + cycle.num_kept
-            return
-        for name, record in seat.records.items():
-            if name == TREE:
-                self._learn_tree(seat, cycle)
-            elif name not in seat.drafts:
-                record.unread += cycle.num_kept
-                record.since += 1
-            else:
-                record.unread = 0
-                if name == seat.asked and name not in seat.guesses:
-                    self._learn_own(seat, record, cycle)
-
-    def _learn(self, seat: Seat, cycle: Cycle) -> None:
-        tokens = [token.id for token in cycle.tokens]
-        for name in list(seat.states):
-            record, draft = seat.records[name], seat.drafts.get(name)
-            record.unread = record.unread + len(tokens) if draft is None else 0
-            guess = seat.guesses.get(name) or self._panel.guess(seat, name, len(tokens))
-            if name == seat.asked:
-                seen = self._learn_own(seat, record, cycle)
-            elif draft is not None:
-                seen = _came_true(longest(draft).tokens, tokens)
-            else:
-                seen = _came_true(guess.tokens, tokens) if guess else (0, 0, 0)
-            if name != seat.asked:
-                record.observe(*seen)
-            if guess and guess.evidence:
-                record.with_evidence(guess.evidence).observe(*seen)
-        if TREE in seat.records:
-            self._learn_tree(seat, cycle)
-
-    def _learn_own(self, seat: Seat, record: Acceptance, cycle: Cycle) -> tuple[int, int, int]:
-        """What became of the draft of who drafted alone."""
-        # What a cut has left of a draft does not say that the drafter stopped.
-        asked = seat.num_asked if cycle.is_whole else cycle.num_drafted
-        seen = cycle.num_drafted, cycle.num_accepted, asked
-        record.learn_confidence(cycle.draft.confidence[: cycle.num_drafted], cycle.num_accepted)
-        record.observe(*seen)
-        return seen
-
-    def _learn_tree(self, seat: Seat, cycle: Cycle) -> None:
-        """Which tokens of a tree were accepted; a cut one teaches nothing."""
-        record, members = seat.records[TREE], self._panel.members(seat, TREE)
-        if seat.asked == TREE and cycle.is_whole:
+        elif seat.asked in seat.states and seat.asked not in seat.guesses:
+            self._learn_of(seat.asked, seat, cycle)
+        if seat.asked == TREE and cycle.is_whole:  # a cut one teaches nothing
             places = cycle.places[: cycle.num_accepted]
+            record = seat.records[TREE]
             record.observe(len(cycle.tree.tokens), len(places), seat.num_asked, places)
+            record.last = cycle.number
+
+    def _learn_of(self, name: str, seat: Seat, cycle: Cycle) -> None:
+        """What a cycle says of one drafter."""
+        record, draft = seat.records[name], seat.drafts.get(name)
+        tokens = [token.id for token in cycle.tokens]
+        guess = seat.guesses.get(name) or self._panel.guess(seat, name, len(tokens))
+        if name == seat.asked:
+            # What a cut has left of a draft does not say that the drafter stopped.
+            asked = seat.num_asked if cycle.is_whole else cycle.num_drafted
+            seen = cycle.num_drafted, cycle.num_accepted, asked
+            record.learn_confidence(cycle.draft.confidence[: cycle.num_drafted], seen[1])
+        elif draft is not None:
+            seen = _came_true(longest(draft).tokens, tokens)
         else:
-            record.observe(0, 0)
-        record.unread = max((seat.records[name].unread for name in members), default=0)
+            seen = _came_true(guess.tokens, tokens) if guess else (0, 0, 0)
+        record.observe(*seen)
+        if seen[0]:
+            record.last = cycle.number
+        if guess and guess.evidence:
+            record.with_evidence(guess.evidence).observe(*seen)
 
     def timed(self, panel: Panel, drafts: list[Draft], times: list[float] | None) -> None:
         """What a cycle cost, in which these drafts and each request's pending token were verified.
@@ -237,24 +211,26 @@ class Planner:
         `times` says when it began, had drafted, had verified and was done. None where a prompt was
         read, which costs something else.
         """
-        costs, drafting_ms = self.controller.costs, 0.0
+        drafting_ms = 0.0
         for name, counts, ms in panel.spent():
-            costs.observe_draft(name, counts, self._unread[name], ms)
+            self.controller.costs.observe_draft(name, counts, self._unread[name], ms)
             drafting_ms += ms
         if times:
             ms = (times[-1] - times[0]) * 1e3
-            fed = len(drafts) + sum(len(draft.tokens) for draft in drafts)
-            if not (self._way == CHOSEN and self._left):  # else the next ones say what it costs
-                costs.observe_pass(len(drafts), fed, max(0.0, ms - drafting_ms - self._spent_ms))
-            self.took(len(drafts), fed, ms, self._spent_ms)
+            self.took(len(drafts), sum(len(draft.tokens) + 1 for draft in drafts), ms, drafting_ms)
 
-    def took(self, batch: int, fed: int, ms: float, choice_ms: float) -> None:
-        """A whole cycle over so many rows took so long, and choosing for it."""
+    def took(self, batch: int, rows: int, ms: float, drafting_ms: float) -> None:
+        """A whole cycle over so many rows took `ms`, and drafting in it `drafting_ms`."""
+        choice_ms, rest = self._spent_ms, self.controller.rest(batch, self._who)
+        if not (self._way == CHOSEN and self._left):  # else the next ones say what it costs
+            pass_ms = max(0.0, ms - drafting_ms - choice_ms)
+            self.controller.costs.observe_pass(batch, rows, pass_ms)
         if self._way in (CHOSEN, KEPT):
-            choice_ms = choice_ms if self._way == CHOSEN else 0.0
-            self.controller.took(batch, self._num_tokens, ms, choice_ms)
-        elif fed == batch:
-            self.controller.took_plain(batch, ms)
+            rest.see(self._num_tokens / batch, batch, ms)
+            if self._way == CHOSEN:
+                rest.efforts.append(choice_ms)
+        elif rows == batch:
+            rest.see_plain(batch, ms)
 
 
 def _came_true(guessed: list[int], tokens: list[int]) -> tuple[int, int, int]:

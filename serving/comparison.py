@@ -1,16 +1,16 @@
 """Speculation against plain decoding: what became of the time, and whether that is believable.
 
 Everything is measured several times, in turn, and figures are medians. Where even these cannot be
-right, as the machine was busy with something else, they are called disturbed (formulas.steadiness).
+right, as the machine was busy with something else, they are called disturbed (steadiness).
 """
 
 from dataclasses import replace
 from itertools import zip_longest
+from statistics import median
 from typing import Any
 
 import torch
 
-from control.formulas import steadiness
 from control.statistics import Statistics, ratio
 from messages import Request, Sampling
 
@@ -18,7 +18,8 @@ from messages import Request, Sampling
 # by 1e-5 in float32 and by 0.13 in bfloat16 as measured (float16 has 8 times its precision), and
 # deeper models add to that.
 _NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.06}
-
+_LEAST_T_VERIFY, _MOST_T_VERIFY = 0.7, 3.0
+_NOISE = 1.05  # how far two measurements of the same work are apart on a quiet machine
 
 NUM_RUNS = 3  # of what is compared; figures are medians
 
@@ -108,3 +109,25 @@ def _first_difference(
         "top_2_gap": top[0]["total"] - top[1]["total"] if len(top) > 1 else None,
         "verdict": "near-tie" if is_tie else None if may_have_cut else "bug",
     }
+
+
+def steadiness(
+    speedups: list[float], tokens_per_pass: float | None, t_verify: float | None
+) -> dict[str, Any]:
+    """Whether the measured speed-ups of several runs can be believed, and how far they are apart.
+
+    Two figures tell of a machine that was busy with something else. A pass over several tokens
+    takes no less time than one over one, so a speed-up above the tokens per pass was not brought by
+    speculation. And t_verify is near 1: rows of a pass are nearly free.
+
+    >>> steadiness([1.4, 1.5, 2.6], tokens_per_pass=2.0, t_verify=1.1)
+    {'disturbed': False, 'spread': [1.4, 2.6]}
+    >>> steadiness([2.4, 2.5, 2.6], tokens_per_pass=2.0, t_verify=1.1)["disturbed"]
+    True
+    """
+    is_too_fast = bool(speedups and tokens_per_pass) and (
+        median(speedups) > _NOISE * tokens_per_pass
+    )
+    is_odd = t_verify is not None and not _LEAST_T_VERIFY <= t_verify <= _MOST_T_VERIFY
+    spread = [round(edge(speedups), 4) for edge in (min, max)] if speedups else None
+    return {"disturbed": is_too_fast or is_odd, "spread": spread}

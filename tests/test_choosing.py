@@ -107,7 +107,7 @@ def test_c_stops_a_draft_where_the_controller_s_record_does():
         doubts = compiled.Doubts((ctypes.c_double * 10)(*chances), calibration.mean, least)
         for drafted in ([], sure, [0.9, 1.0], [0.0, 0.1], [0.8999999999999999]):
             answers.append(compiled.goes_on(doubts, drafted))
-            assert answers[-1] == record.goes_on(least, drafted)
+            assert answers[-1] == record.doubts(least)(drafted)
     assert 100 < sum(answers) < 1400
 
 

@@ -4,6 +4,7 @@ What is refused is in test_bad_inputs.py, seeds and the answer's shape in test_s
 """
 
 import dataclasses
+import doctest
 import math
 import sys
 
@@ -14,7 +15,7 @@ import torch
 from conftest import probabilities, run, scripted_engine
 
 from sampling import TextStream
-from serving import answers, trace
+from serving import answers, comparison, trace
 
 DRAFTERS = ("ngram", "suffix", "draft_model", "mtp")
 SAMPLING = core.Sampling(1.1, 0.9, 100, 0.95, 0.001)
@@ -555,3 +556,28 @@ def test_max_tokens_beyond_the_context_is_lowered_and_said(demo_engine):
     assert sequence.seat.warnings == [
         "max_tokens was lowered from 100 to 8: the context holds 2048 tokens"
     ]
+
+
+@pytest.mark.parametrize(
+    ("speedups", "tokens_per_pass", "t_verify", "disturbed"),
+    [
+        ([1.9, 1.8, 2.0], 2.0, 1.0, False),
+        ([2.0, 2.04, 9.0], 2.0, 1.0, False),  # within the noise of a clock; one outlier of three
+        ([2.3, 2.2, 0.5], 2.0, 1.0, True),  # more than the passes that were saved
+        ([1.5, 1.5, 1.5], 2.0, 0.69, True),
+        ([1.5, 1.5, 1.5], 2.0, 3.01, True),
+        ([1.5, 1.5, 1.5], 2.0, 0.71, False),
+        ([1.5, 1.5, 1.5], None, None, False),
+        ([], 2.0, None, False),
+    ],
+)
+def test_what_only_a_busy_machine_explains_is_called_disturbed(
+    speedups, tokens_per_pass, t_verify, disturbed
+):
+    spread = [min(speedups), max(speedups)] if speedups else None
+    found = comparison.steadiness(speedups, tokens_per_pass, t_verify)
+    assert found == {"disturbed": disturbed, "spread": spread}
+
+
+def test_the_examples_of_steadiness_hold():
+    assert doctest.testmod(comparison) == (0, 2)

@@ -196,7 +196,7 @@ def test_a_tree_of_several_keeps_the_text_under_the_controller(several, prompts)
         ours, _ = run(engine, prompt, max_tokens=12, drafter="tree")
         assert ours.output == plain.output, name
     costs, used = engine.planner.controller.costs, engine.totals.by_drafter
-    assert "tree" in costs.steps and costs.runs_model("tree")
+    assert "tree" in costs.drafts and costs.runs_model("tree")
     assert used["tree"].num_accepted_draft_tokens > 20
 
 
