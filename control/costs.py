@@ -232,9 +232,8 @@ class Costs:
 
     def prices(self, batch: int, requests: int) -> Prices:
         """Of a batch in which so many requests may draft."""
-        if len(self._cycles) == _LEARN_EACH or any(
-            line.count < 2 * _LEARN_EACH for line in self.passes.values()
-        ):
+        is_new = any(line.count < 2 * _LEARN_EACH for line in self.passes.values())
+        if len(self._cycles) >= (1 if is_new else _LEARN_EACH):
             self._learn()
         if (batch, requests) not in self._prices:
             line = self.pass_line(batch)
@@ -257,8 +256,10 @@ class Costs:
         read = _READ_SHARE * share * plain_ms
         if known := self.reads.get(name):
             read = known.at(1) if known.is_confirmed else min(known.at(1), _OUTLIER * read)
-        if name in self.at_once or not share:
-            return DraftPrice(*((call + step, 0.0) if share else (0.0, call + step)), read)
+        if not share:  # one request after the other
+            call, step = 0.0, call + step
+        elif name in self.at_once:
+            call, step = call + step, 0.0
         return DraftPrice(call, step, read)
 
     def as_dict(self) -> dict[str, Any]:

@@ -605,7 +605,7 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "cache.lengths[state.row] - size", "cache.lengths[state.row]",
      "dflash::test_a_block_may_stand_behind_the_end_of_the_context"),
     ("a draft of many tokens costs many steps", "costs:Costs._draft",
-     "if name in self.at_once or not share", "if not share",
+     "elif name in self.at_once", "elif False",
      "controller::test_who_drafts_at_once_is_paid_once[0.5-0.7]"),
     ("a drafter that hung once is never tried again", "timed:TimedDrafter._call",
      "if self._thread.is_alive():", "if True:", "drafters::test_a_loop_in_a_drafter_is_ended"),
