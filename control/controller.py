@@ -130,12 +130,12 @@ class Pace:
     """How fast a request's text comes, by the estimates of its last cycles."""
 
     tokens: float = 0.0
-    ms: float = 0.0
+    time: float = 0.0  # in plain cycles: what these take in ms is not known at first
 
-    def add(self, tokens: float, ms: float) -> None:
+    def add(self, tokens: float, time: float) -> None:
         """A cycle; those before it count less."""
         self.tokens = _PACE_KEPT * self.tokens + tokens
-        self.ms = _PACE_KEPT * self.ms + ms
+        self.time = _PACE_KEPT * self.time + time
 
 
 @dataclass(slots=True)
@@ -285,14 +285,14 @@ class Controller:
         if not asks:
             return []
         plain_ms = self.costs.prices(batch, len(asks)).plain_ms
-        pace = [ask.pace.tokens / ask.pace.ms if ask.pace.ms else 1 / plain_ms for ask in asks]
-        rate = max(sum(pace) + (batch - len(asks)) / plain_ms, batch / plain_ms)
+        pace = [ask.pace.tokens / ask.pace.time if ask.pace.time else 1.0 for ask in asks]
+        rate = max(sum(pace) + batch - len(asks), batch) / plain_ms
         choice = Choice(self.costs, asks, batch, rate)
         tokens = batch + sum(option.tokens for option in choice.options)
         ms = plain_ms + sum(option.ms for option in choice.options)
         ms += sum(choice.model_ms.values())
         for ask, option in zip(asks, choice.options, strict=True):
-            ask.pace.add(1 + option.tokens, ms)
+            ask.pace.add(1 + option.tokens, ms / plain_ms)
         self._probe(choice, cycles * PROBE_BUDGET * tokens)
         speedup = tokens / ms * plain_ms / batch
         return [choice.decision(i, speedup) for i in range(len(asks))]

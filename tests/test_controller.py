@@ -132,7 +132,7 @@ def test_time_is_worth_what_the_text_gives_on_average():
     first = settle(own, [Ask(model, K, 1000, pace)], 1)[0].num_tokens
     for _ in range(60):
         assert own.plan([Ask(free | model, K, 1000, pace)], 1)[0].drafter == "free"
-    rate = pace.tokens / pace.ms
+    rate = pace.tokens / pace.time / own.costs.prices(1, 1).plain_ms
     found = own.plan([Ask(model, K, 1000, pace)], 1)[0].num_tokens
     pass_ms, reach = own.costs.passes[1], model["own"].reach(K)
     gains = [1 + sum(reach[:k]) - rate * (pass_ms.at(1 + k) + k) for k in range(K + 1)]
@@ -439,6 +439,14 @@ def test_a_first_draft_that_reads_the_prompt_says_nothing_of_a_step():
     costs = Costs(*WEIGHTS)
     draft(costs, "own", 3, 80.0, unread=40, pass_ms=48.0)
     assert step_of(costs) == pytest.approx(0.2 * costs.prices(1, 1).plain_ms)
+
+
+def test_what_was_chosen_before_anything_was_measured_makes_no_text_fast():
+    """Costs are in passes then, and later in ms."""
+    own, asks = Controller(*WEIGHTS), [Ask({"own": settled(0.9)}, K, 1000)]
+    assert own.plan(asks, 1)[0].num_tokens
+    measure(own.costs, own=2.0)
+    assert own.plan(asks, 1)[0].num_tokens
 
 
 def test_a_draft_has_a_price_whatever_its_length_and_one_by_its_steps():
@@ -779,8 +787,8 @@ def test_requests_that_go_on_keep_what_was_chosen_until_another_one_joins(
 def test_probes_are_not_free_where_a_cycle_brings_more_than_its_text_does_on_average():
     own, num_probes, num_cycles = controller(c=0.5, batch=2), 0, 200
     for _ in range(num_cycles):
-        rich = Ask({"free": settled(0.95)}, K, 1000, Pace(1.0, 10.0))
-        poor = Ask({"own": idle(0.1)}, K, 1000, Pace(1.0, 10.0))
+        rich = Ask({"free": settled(0.95)}, K, 1000, Pace(1.0, 10 / 10.4))
+        poor = Ask({"own": idle(0.1)}, K, 1000, Pace(1.0, 10 / 10.4))
         decisions = own.plan([rich, poor], 2)
         assert decisions[0].num_tokens > 4
         num_probes += decisions[1].is_probe
