@@ -16,21 +16,100 @@ No model and nothing drawn: q is one-hot, as it is with ngram. Past outputs chan
 text. (Under the rule of rejection drafts decide which text of the distribution comes, so there they
 are not looked at.) But times tell: whoever may ask can find out what others were answered.
 
-Source: Oliaro et al., arXiv 2411.04975. It chooses among all suffixes by score; here the longest
-one is taken, as the others gained nothing (benchmarks/LOG.md). Nothing of it is a tree of drafts.
+Source: Oliaro et al., arXiv 2411.04975. It keeps a suffix tree, and chooses among all suffixes by
+score; here n-grams are hashed and the longest suffix is taken, as the others gained nothing
+(benchmarks/LOG.md). Nothing of it is a tree of drafts.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from messages import Draft, Sampling, Verdict
 from sampling import Noise
 
 from .base import Context, Drafter
-from .suffix_tree import DEPTH, END, Place, Step, SuffixAutomaton
 
 LEAST_CHANCE = 0.05  # of being accepted, of a token that is worth drafting
+SIZES = 8, 4, 2, 1  # of the n-grams that are looked up
+DEPTH = SIZES[0]  # tokens of the longest match
+MOST = 32  # places of a match that are counted, the latest ones
+END = -1  # between two texts: no token, so no draft goes on beyond it
+
+
+class Match(NamedTuple):
+    """A string that occurs in a text: how many tokens it has, and where what followed it stands;
+    the latest first."""
+
+    length: int = 0
+    ends: Sequence[int] = ()
+
+
+class SuffixIndex:
+    """A growing text, and for each n-gram in it all places that it was followed at.
+
+    Example: after extend([1, 2, 3, 1, 2, 4, 1, 2]) the text's own longest suffix that was followed
+    is Match(2, [5, 2]). Two tokens of it -> [4, 1], 0.4 + 0.4 · 0.75.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self._followed_at: dict[tuple[int, ...], int] = {}  # the latest place of an n-gram
+        self._before: dict[int, list[int]] = {size: [] for size in SIZES}  # the one before each; 0
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens. An n-gram enters once its continuation is known: none finds itself."""
+        text, latest = self.tokens, self._followed_at
+        for token in tokens:
+            end = len(text)
+            for size, before in self._before.items():
+                if size <= end:
+                    ngram = tuple(text[end - size :])
+                    before.append(latest.get(ngram, 0))
+                    latest[ngram] = end
+                else:
+                    before.append(0)
+            text.append(token)
+
+    def match(self, text: Sequence[int]) -> Match:
+        """The longest suffix of `text`, of at most DEPTH tokens, that was followed in this one."""
+        own, most = self.tokens, min(DEPTH, len(text))
+        for length in (size for size in SIZES if size <= most):
+            ends, before = list[int](), self._before[length]
+            end = self._followed_at.get(tuple(text[-length:]), 0)
+            while end and len(ends) < MOST:
+                ends.append(end)
+                end = before[end]
+            longer = ends
+            while longer and length < most:
+                last = text[-length - 1]
+                longer = [e for e in ends if e > length and own[e - length - 1] == last]
+                length, ends = (length + 1, longer) if longer else (length, ends)
+            if ends:
+                return Match(length, ends)
+        return Match()
+
+    def likely(self, match: Match, max_tokens: int) -> tuple[list[int], float]:
+        """What mostly follows a string, as far as that is worth drafting, and the draft's score.
+
+        The latest of equals follows. Where the text ends it goes on behind `match`, and so reads a
+        periodic text on into itself.
+        """
+        own, (length, ends) = self.tokens, match
+        tokens, chance, score = list[int](), 1.0, 0.0
+        while ends and len(tokens) < max_tokens:
+            found = [own[end] for end in ends]
+            token = found[0] if len(found) == 1 else max(found, key=found.count)  # first of equals
+            chance *= found.count(token) / (len(found) + 1 / length)
+            if token == END or chance < LEAST_CHANCE:
+                break
+            tokens.append(token)
+            score += chance
+            ends = [end + 1 for end in ends if own[end] == token]
+            if ends[0] == len(own):
+                del ends[0]
+            length, ends = (length + 1, ends) if ends else match
+        return tokens, score
 
 
 class PastOutputs:
@@ -42,12 +121,11 @@ class PastOutputs:
 
     def __init__(self, capacity: int) -> None:
         self._half = capacity // 2
-        self.halves = (SuffixAutomaton(), SuffixAutomaton())  # young and old
-        self.version = 0  # changes with what is held
+        self.halves = (SuffixIndex(), SuffixIndex())  # young and old
 
     def __len__(self) -> int:
         """The number of tokens, each output's end counting as one."""
-        return sum(map(len, self.halves))
+        return sum(len(half.tokens) for half in self.halves)
 
     def add(self, output: Sequence[int]) -> None:
         """Remember an output, or the end of one that is longer than a half."""
@@ -55,42 +133,20 @@ class PastOutputs:
         if room < 1 or not output:
             return
         kept, (young, old) = [*output[-room:], END], self.halves
-        if len(young) + len(kept) > self._half:
-            young, old = SuffixAutomaton(), young
+        if len(young.tokens) + len(kept) > self._half:
+            young, old = SuffixIndex(), young
         young.extend(kept)
-        self.halves, self.version = (young, old), self.version + 1
+        self.halves = young, old
 
 
 @dataclass(eq=False)
 class State:
-    """A request's text, and where its end stands in past outputs."""
+    """A request's text."""
 
     num_prompt_tokens: int
     reads_past: bool  # if its rule of acceptance allows for that
     is_alone: bool = False  # neither reads past outputs nor adds to them; the panel sets it
-    tokens: list[int] = field(default_factory=list)
-    own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
-    places: list[Place] = field(default_factory=list)  # one in each half
-    version: int = -1  # of the past outputs that `places` belong to
-
-    @property
-    def looks_back(self) -> bool:
-        """Whether past outputs may be proposed to it."""
-        return self.reads_past and not self.is_alone
-
-    def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens. Drafts never come here, so a rejected one needs no rollback."""
-        tokens = list(tokens)
-        self.tokens += tokens
-        self.own.extend(tokens)
-
-    def find(self, past: PastOutputs, num_new: int) -> None:
-        """Bring `places` up to date, `num_new` tokens having come since the last time."""
-        if self.version != past.version:  # another output: matches may be longer now
-            self.places, self.version, num_new = [Place(), Place()], past.version, DEPTH
-        new = self.tokens[-num_new:] if num_new else []
-        pairs = zip(past.halves, self.places, strict=True)
-        self.places = [half.follow(place, new) for half, place in pairs]
+    own: SuffixIndex = field(default_factory=SuffixIndex)
 
 
 class SuffixDrafter(Drafter):
@@ -109,55 +165,36 @@ class SuffixDrafter(Drafter):
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> State:
         state = State(len(prompt), reads_past=sampling.is_coupled)
-        state.extend(prompt)
+        state.own.extend(prompt)
         return state
 
     def guess(self, state: State, max_tokens: int) -> list[int]:
         """What `propose` would propose: the controller asks, to know what it would be worth."""
-        return self._draft(state, max_tokens)
+        (own, match), *others = self._matches(state)
+        tokens, best = own.likely(match, max_tokens)
+        for half, longer in others:
+            if longer.length > match.length:
+                found, score = half.likely(longer, max_tokens)
+                if score > best:
+                    tokens, best = found, score
+        return tokens
 
     def evidence(self, state: State) -> int:
         """How many tokens of the text a proposal rests on, of own text or past outputs."""
-        places = state.places if state.looks_back else []
-        return max([state.own.num_known, *(place.length for place in places)])
+        return max(match.length for _, match in self._matches(state))
+
+    def _matches(self, state: State) -> list[tuple[SuffixIndex, Match]]:
+        """Of the text's end in the own text, and in past outputs if it may read those."""
+        may_read = state.reads_past and not state.is_alone
+        texts = [state.own, *(self.past.halves if may_read else ())]
+        return [(text, text.match(state.own.tokens)) for text in texts]
 
     def propose(self, state: State, max_tokens: int) -> Draft:
-        return Draft(self._draft(state, max_tokens))
-
-    def _draft(self, state: State, max_tokens: int) -> list[int]:
-        tokens, best = likely(state.own.walk(state.own.end), max_tokens)
-        if state.looks_back:
-            state.find(self.past, 0)
-            for half, place in zip(self.past.halves, state.places, strict=True):
-                if place.length > state.own.num_known:
-                    others, score = likely(half.walk(place), max_tokens)
-                    if score > best:
-                        tokens, best = others, score
-        return tokens
+        return Draft(self.guess(state, max_tokens))
 
     def observe(self, state: State, verdict: Verdict) -> None:
-        state.extend(verdict.tokens)
-        if state.looks_back:
-            state.find(self.past, len(verdict.tokens))
+        state.own.extend(verdict.tokens)
 
     def close(self, state: State) -> None:
         if not state.is_alone:
-            self.past.add(state.tokens[state.num_prompt_tokens :])
-
-
-def likely(steps: Iterable[Step], max_tokens: int) -> tuple[list[int], float]:
-    """The beginning of a walk that is worth drafting, and how much of it may be accepted.
-
-    Example: a token that followed 3 of 4 times behind 2 tokens, and then one that always did, once
-    -> both, 0.67 + 0.67 · 0.75.
-    """
-    tokens, chance, score = list[int](), 1.0, 0.0
-    for step in steps:
-        if len(tokens) == max_tokens:
-            break
-        chance *= step.count / (step.total + 1 / step.length)
-        if chance < LEAST_CHANCE:
-            break
-        tokens.append(step.token)
-        score += chance
-    return tokens, score
+            self.past.add(state.own.tokens[state.num_prompt_tokens :])

@@ -1,4 +1,4 @@
-"""The drafter suffix: its automaton, past outputs, and that these change times alone.
+"""The drafter suffix: its index, past outputs, and that these change times alone.
 
 The contract of all drafters is in test_drafters.py.
 """
@@ -9,9 +9,8 @@ import pytest
 import speculative_decoding as core
 from conftest import WAYS, run
 
-from drafters import suffix_tree
-from drafters.suffix import LEAST_CHANCE, PastOutputs, SuffixDrafter, likely
-from drafters.suffix_tree import Place, Step, SuffixAutomaton
+from drafters import suffix
+from drafters.suffix import PastOutputs, SuffixDrafter, SuffixIndex
 from messages import Verdict
 from serving.comparison import runs_to_compare
 from serving.options import REMEMBERED, parse_arguments
@@ -26,83 +25,62 @@ def followers(text, context):
     return [text[i + size] for i in range(len(text) - size) if text[i : i + size] == context]
 
 
-def longest_suffix(text, inside, most=None):
-    """Of `text`, which occurs and is followed `inside` another."""
-    sizes = range(min(len(text), most or len(text)), 0, -1)
+def longest_suffix(text, inside):
+    """Of `text`, of at most DEPTH tokens, which occurs and is followed `inside` another."""
+    sizes = range(min(len(text), suffix.DEPTH), 0, -1)
     return next((text[-n:] for n in sizes if followers(inside, text[-n:])), [])
 
 
-def check_walk(text, context, steps):
-    """Each step is the most frequent follower of the longest suffix, the latest of equals."""
-    context = list(context)
-    for i, step in enumerate(steps):
-        suffix = longest_suffix(context, text)
-        found = followers(text, suffix)
-        most = max(map(found.count, found))
-        latest = next(token for token in reversed(found) if found.count(token) == most)
-        assert (step.token, step.count, step.length) == (latest, most, len(suffix))
-        assert 0 <= step.total - len(found) <= (i > 0)  # the end of the text may be counted
-        context = [*suffix, step.token]
+def brute_force(text, inside, limit):
+    """The length of the longest suffix, and the draft and its score by what followed it."""
+    start = context = longest_suffix(text, inside)
+    tokens, chance, score = [], 1.0, 0.0
+    while len(tokens) < limit and context:
+        found = followers(inside, context)
+        best = max(map(found.count, found))
+        token = next(token for token in reversed(found) if found.count(token) == best)
+        chance *= best / (len(found) + 1 / len(context))
+        if token == suffix.END or chance < suffix.LEAST_CHANCE:
+            break
+        tokens, score, context = [*tokens, token], score + chance, [*context, token]
+        context = context if followers(inside, context) else start
+    return len(start), tokens, pytest.approx(score)
 
 
-def test_the_automaton_agrees_with_a_brute_force_search():
-    chance = random.Random(0)
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_draft_agrees_with_a_brute_force_search(monkeypatch, is_own):
+    """Of a text's own end, and of another text's in an output that has ended."""
+    monkeypatch.setattr(suffix, "MOST", 1000)
+    chance, lengths = random.Random(0), set()
     for _ in range(300):
-        automaton, text = SuffixAutomaton(), []
+        index, text = SuffixIndex(), []
         for _ in range(chance.randint(1, 10)):
             new = [chance.randrange(3) for _ in range(chance.randint(1, 5))]
+            new = new if is_own else [*new, suffix.END]
             text += new
-            automaton.extend(new)
-            known = longest_suffix(text, text)
-            assert (len(automaton), automaton.num_known) == (len(text), len(known))
-            steps = [step for _, step in zip(range(6), automaton.walk(automaton.end), strict=False)]
-            assert len(steps) == (6 if known else 0)
-            check_walk(text, known, steps)
-
-
-def test_a_place_is_the_longest_suffix_that_occurs_in_another_text(monkeypatch):
-    chance, num_cut, automata = random.Random(1), 0, []
-    for _ in range(100):
-        text = [*(chance.randrange(3) for _ in range(40)), suffix_tree.END]
-        automata.append((text, SuffixAutomaton()))
-        automata[-1][1].extend(text)
-    monkeypatch.setattr(suffix_tree, "DEPTH", 5)
-    for text, automaton in automata:
-        place, asked = Place(), []
-        for _ in range(12):
-            new = [chance.randrange(4) for _ in range(chance.randint(1, 3))]
-            asked += new
-            place = automaton.follow(place, new)
-            suffix = longest_suffix(asked, text, 5)
-            assert place.length == len(suffix)
-            assert place == automaton.follow(Place(), asked[-5:])
-            num_cut += place.length == 5
-            step = next(automaton.walk(place), None) if suffix else None
-            if step:
-                check_walk(text, suffix, [step])
-            else:  # an output ended here last, or nothing is known
-                assert not suffix or followers(text, suffix)[-1] == suffix_tree.END
-    assert num_cut > 20
-
-
-def test_no_token_is_counted_for_more_than_64_suffixes():
-    """And still a draft reads on into itself in periodic text."""
-    automaton = SuffixAutomaton()
-    automaton.extend([7, 8] * 500)
-    assert automaton._count[automaton._next[0][7]] < 100  # of 500
-    assert automaton._count[automaton._link[automaton._last]] == 2
-    tokens, score = likely(automaton.walk(automaton.end), 6)
-    assert tokens == [7, 8] * 3 and score > 5
+            index.extend(new)
+            asked = text if is_own else [chance.randrange(4) for _ in range(9)]
+            match = index.match(asked)
+            expected = brute_force(asked, text, 6)
+            assert (match.length, *index.likely(match, 6)) == expected
+            lengths.add(match.length)
+    assert lengths >= set(range(8 if is_own else 5))
 
 
 def test_a_draft_ends_where_it_is_no_longer_likely():
-    sure, torn = Step(5, 9, 9, 8), Step(6, 1, 4, 8)
-    assert likely([sure] * 9, 4)[0] == [5] * 4
-    assert likely([sure, torn, torn, sure], 4)[0] == [5, 6, 6, 5]
-    assert likely([sure, torn, torn, torn, sure], 5)[0] == [5, 6, 6]
-    chance = 9 / (9 + 1 / 8)
-    assert likely([sure, sure], 4)[1] == pytest.approx(chance + chance**2)
-    assert likely([Step(5, 1, 1 / LEAST_CHANCE, 1)], 4) == ([], 0.0)
+    index = SuffixIndex()
+    index.extend([9, *(t for i in range(20) for t in (1, 2, 100 + i)), 1])
+    tokens, score = index.likely(index.match([1]), 4)
+    assert tokens == [2] and score == pytest.approx(20 / 21)  # each of the others came once
+    index.extend([7, 8] * 500)
+    tokens, score = index.likely(index.match(index.tokens), 6)
+    assert tokens == [7, 8] * 3 and score > 5  # it reads on into itself in periodic text
+
+
+def test_the_latest_places_of_a_match_count():
+    index = SuffixIndex()
+    index.extend([1, 2] * 100 + [1, 3] * suffix.MOST)
+    assert index.likely(index.match([1]), 1) == ([3], suffix.MOST / (suffix.MOST + 1))
 
 
 # ----------------------------------------------------------------------------------- past outputs
@@ -129,7 +107,8 @@ def test_its_evidence_is_how_many_tokens_were_found_again():
     remember(drafter, [7, 4, 9, 2, 3, 8])
     drafter.guess(state, 4)
     assert drafter.evidence(state) == 4
-    assert drafter.evidence(drafter.open([1, 2, 3], GREEDY, None)) == 0
+    assert drafter.evidence(drafter.open([1, 2, 3], GREEDY, None)) == 2
+    assert drafter.evidence(drafter.open([1, 2, 6], GREEDY, None)) == 0
 
 
 def test_the_oldest_outputs_are_forgotten_first():
@@ -150,7 +129,7 @@ def test_of_an_output_that_is_too_long_its_end_is_kept(capacity):
         past.add(list(range(50)))
         assert len(past) <= capacity
     half = past.halves[0]
-    assert half.follow(Place(), range(50)).length == (9 if capacity == 20 else 0)
+    assert half.tokens[:-1] == (list(range(41, 50)) if capacity == 20 else [])
 
 
 def test_no_draft_goes_on_from_one_output_into_the_next():
@@ -180,7 +159,8 @@ def test_a_state_that_saw_outputs_come_and_go_proposes_like_a_fresh_one():
         drafter.observe(state, Verdict(3, len(new) - 1, new))
         text += new
         assert drafter.propose(state, 4).tokens == draft(drafter, text, k=4)
-        num_longer += max(place.length for place in state.places) > state.own.num_known
+        own, *others = (match.length for _, match in drafter._matches(state))
+        num_longer += max(others) > own
     assert num_longer > 3
 
 
