@@ -19,7 +19,8 @@ from transformers.modeling_layers import MtpModel
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from drafters.dflash import BlockConfig, DFlashHead
-from drafters.eagle3_head import Eagle3Head, HeadConfig, save_head
+from drafters.eagle3_head import Eagle3Head, HeadConfig
+from kernels.files import FILE
 from models.mimo import MiMoConfig, MiMoForCausalLM
 
 from .recipe import TRAIN, Batch, Data, Keys, Student, additive, hidden_states, pick, unroll
@@ -105,7 +106,7 @@ class Eagle3(Student):
 
     def save(self, folder: Path) -> None:
         names = {"name_or_path": self.verifier, "architectures": self.target.config.architectures}
-        save_head(self.module, folder, names, self.num_steps)
+        save_eagle3(self.module, folder, names, self.num_steps)
 
 
 class DFlash(Student):
@@ -174,7 +175,7 @@ class DFlash(Student):
         return apply_rotary_pos_emb(key, key, cos, sin)[1], value.transpose(1, 2)
 
     def save(self, folder: Path) -> None:
-        self.config.save(self.module, folder)
+        save_dflash(self.config, self.module, folder)
 
 
 # A module of transformers' MtpLayer and its name in the files: of most families, and of MiMo.
@@ -321,6 +322,59 @@ class Draft(Student):
 
     def save(self, folder: Path) -> None:
         save_model(self.module, folder, self.origin)
+
+
+def save_eagle3(head: Eagle3Head, folder: Path, verifier: dict[str, Any], num_tokens: int) -> None:
+    """Write the head in the speculators layout, in bfloat16, without the target's embeddings.
+
+    `verifier` names the target as the layout does; `num_tokens` is the K that it was trained for.
+    """
+    config = head.config
+    method = {"proposal_type": "greedy", "speculative_tokens": num_tokens}
+    content = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "draft_vocab_size": config.draft_vocab_size,
+        "eagle_aux_hidden_state_layer_ids": config.layer_ids,
+        "norm_before_residual": config.norm_before_residual,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        "transformer_layer_config": config.layer.to_diff_dict(),
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": verifier,
+        },
+    }
+    weights = {
+        key: weight.bfloat16() if weight.is_floating_point() else weight
+        for key, weight in head.state_dict().items()
+        if not key.startswith("embed_tokens.")
+    }
+    weights["t2d"] = torch.zeros(config.layer.vocab_size, dtype=torch.bool)
+    weights["t2d"][head.target_ids] = True
+    _write(folder, content, weights)
+
+
+def save_dflash(config: BlockConfig, head: nn.Module, folder: Path) -> None:
+    """Write a head in z-lab's layout, in bfloat16."""
+    own = {"mask_token_id": config.mask_token_id, "target_layer_ids": config.target_layer_ids}
+    content = config.layer.to_diff_dict() | {
+        "architectures": ["DFlashDraftModel"],
+        "block_size": config.block_size,
+        "dflash_config": own,
+        "num_target_layers": config.num_target_layers,
+    }
+    _write(folder, content, {name: weight.bfloat16() for name, weight in head.state_dict().items()})
+
+
+def _write(folder: Path, content: dict[str, Any], weights: dict[str, Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / FILE, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
 def save_model(model: PreTrainedModel, folder: Path, tokenizer: str) -> None:

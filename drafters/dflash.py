@@ -17,13 +17,10 @@ Sources: arXiv 2602.06036; the layout of z-lab/dflash. Not covered: DFlash 2, wh
 candidate selector are refused as unknown weights; the layout of speculators.
 """
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.qwen3.modeling_qwen3 import (
@@ -35,10 +32,10 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from kernels import library
 from kernels.decoder import FULL, MOST_ROWS, can_tabulate
-from kernels.files import FILE, check_sizes, fill, read_folder
+from kernels.files import check_fields, check_sizes, fill, read_folder, reading
 from kernels.head import look_ahead
 from kernels.weights import DTYPES, pack
-from messages import Draft, in_short
+from messages import Draft
 
 from .base import Chain, Context
 from .head import HeadState, StateReader
@@ -73,9 +70,7 @@ class BlockConfig:
         for name in _NEEDED:
             if given.get(name) is None:
                 raise ValueError(f"config.json has no {name}: is this a DFlash head?")
-        for name, served in _ONLY.items():
-            if given.get(name, served) != served:
-                raise ValueError(f"{name} is {given[name]!r}, supported is {served!r}")
+        check_fields(given, _ONLY)
         size, mask, ids = (given[name] for name in _NEEDED[1:])
         if type(size) is not int or not 2 <= size <= _LARGEST_BLOCK:
             raise ValueError(f"block_size is {size!r}: it must be from 2 to {_LARGEST_BLOCK}")
@@ -102,20 +97,6 @@ class BlockConfig:
         check_sizes(self.layer.hidden_size, self.layer.vocab_size, target)
         if type(self.mask_token_id) is not int or not 0 <= self.mask_token_id < target.vocab_size:
             raise ValueError(f"mask_token_id is {self.mask_token_id!r}, which is no token")
-
-    def save(self, head: "DFlashHead", folder: Path) -> None:
-        """Write a head in the public layout, in bfloat16."""
-        own = {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layer_ids}
-        content = self.layer.to_diff_dict() | {
-            "architectures": ["DFlashDraftModel"],
-            "block_size": self.block_size,
-            "dflash_config": own,
-            "num_target_layers": self.num_target_layers,
-        }
-        folder.mkdir(parents=True, exist_ok=True)
-        weights = {name: weight.bfloat16() for name, weight in head.state_dict().items()}
-        save_file(weights, folder / FILE, metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
 class DFlashHead(nn.Module):
@@ -160,7 +141,7 @@ class DFlashDrafter(StateReader):
         """Raises ValueError without a head, or with one of another target."""
         if context.dflash is None:
             raise ValueError("the drafter dflash needs a head: give --dflash DIR_OR_HUB_ID")
-        try:
+        with reading(f"DFlash head {context.dflash}"):
             content, weights = read_folder(context.dflash, context.allow_pickle)
             config = BlockConfig.of(content)
             config.check(context.target)
@@ -173,9 +154,6 @@ class DFlashDrafter(StateReader):
             if not can_tabulate(head.rotary_emb):
                 raise ValueError("its rotations are of an unknown kind (rope_type in config.json)")
             return cls(head, context)
-        except Exception as error:  # a broken folder raises any of a dozen kinds
-            reason = in_short(error)
-            raise ValueError(f"cannot use the DFlash head {context.dflash}: {reason}") from error
 
     def _draft(self, states: list[HeadState], max_tokens: list[int]) -> list[Draft]:
         size, cache = self._config.block_size, self._cache

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from kernels import library
 from kernels.chain import Vocabulary
-from kernels.files import check_sizes, own_weights
+from kernels.files import check_sizes, own_weights, reading
 from kernels.head import speed_up_eagle
-from messages import in_short
 
 from .base import Context
 from .eagle3_head import Eagle3Head, HeadConfig, build_head, read_head
@@ -55,16 +54,12 @@ class Eagle3Drafter(HeadDrafter):
         name, target = context.eagle3, context.target
         if name is None:
             raise ValueError("the drafter eagle3 needs a head: give --eagle3 DIR_OR_HUB_ID")
-        try:
+        text = target.model.config.get_text_config()
+        with reading(f"EAGLE-3 head {name}"):
             config, weights = read_head(name, context.allow_pickle)
             check_target(config, target)
-            num_states = len(
-                config.layers_of(target.model.config.get_text_config().num_hidden_layers)
-            )
-            embed_tokens = target.model.get_input_embeddings()
-            head = build_head(config, weights, embed_tokens, num_states)
-        except Exception as error:  # a broken folder raises any of a dozen kinds
-            raise ValueError(f"cannot use the EAGLE-3 head {name}: {in_short(error)}") from error
+            num_states = len(config.layers_of(text.num_hidden_layers))
+            head = build_head(config, weights, target.model.get_input_embeddings(), num_states)
         if not context.mmap:
             own_weights(head)
         return cls(head, context)

@@ -11,13 +11,10 @@ how far each of its ids is from the target's.
 Sources: arXiv 2503.01840; the layouts of SafeAILab/EAGLE and of vllm-project/speculators.
 """
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import (
@@ -27,7 +24,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from kernels.files import FILE, fill, read_folder
+from kernels.files import check_fields, fill, read_folder
 
 _LAYERS = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
 
@@ -80,9 +77,7 @@ class HeadConfig:
             raise ValueError("config.json has no hidden_size: is this an EAGLE-3 head?")
         layer = _layer_of(given)
         content = content | (content.get("eagle_config") or {})  # as some write the first layout
-        for name, served in _ONLY.items():
-            if content.get(name, served) != served:
-                raise ValueError(f"{name} is {content[name]!r}, supported is {served!r}")
+        check_fields(content, _ONLY)
         switches = {name: content.get(name) or False for name in _SWITCHES}
         for name, value in switches.items():
             if not isinstance(value, bool):
@@ -248,40 +243,3 @@ def build_head(
     # Rotations stay in float32, as transformers keeps them: bfloat16 is wrong far into a text.
     head.rotary_emb = LlamaRotaryEmbedding(config.layer).to(like.device)
     return head
-
-
-def save_head(head: Eagle3Head, folder: Path, verifier: dict[str, Any], num_tokens: int) -> None:
-    """Write the head in the speculators layout, in bfloat16, without the target's embeddings.
-
-    `verifier` names the target as the layout does; `num_tokens` is the K that it was trained for.
-    """
-    config = head.config
-    method = {"proposal_type": "greedy", "speculative_tokens": num_tokens}
-    content = {
-        "architectures": ["Eagle3Speculator"],
-        "speculators_model_type": "eagle3",
-        "speculators_version": "0.3.0",
-        "draft_vocab_size": config.draft_vocab_size,
-        "eagle_aux_hidden_state_layer_ids": config.layer_ids,
-        "norm_before_residual": config.norm_before_residual,
-        "norm_before_fc": config.norm_before_fc,
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
-        "transformer_layer_config": config.layer.to_diff_dict(),
-        "speculators_config": {
-            "algorithm": "eagle3",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method],
-            "verifier": verifier,
-        },
-    }
-    weights = {
-        key: weight.bfloat16() if weight.is_floating_point() else weight
-        for key, weight in head.state_dict().items()
-        if not key.startswith("embed_tokens.")
-    }
-    weights["t2d"] = torch.zeros(config.layer.vocab_size, dtype=torch.bool)
-    weights["t2d"][head.target_ids] = True
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder / FILE, metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")

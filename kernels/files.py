@@ -2,6 +2,8 @@
 
 import json
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,25 @@ def read_folder(name: str, allow_pickle: bool) -> tuple[dict[str, Any], dict[str
     raise ValueError(
         f"it has no {FILE} (a {_PICKLED} can run code, and is loaded with --allow-pickle only)"
     )
+
+
+@contextmanager
+def reading(head: str) -> Iterator[None]:
+    """Whatever fails within becomes a ValueError of one line that names the head.
+
+    A broken folder raises any of a dozen kinds.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"cannot use the {head}: {in_short(error)}") from error
+
+
+def check_fields(content: dict[str, Any], only: dict[str, Any]) -> None:
+    """Raises ValueError if a field has another value than the one that is served."""
+    for name, served in only.items():
+        if content.get(name, served) != served:
+            raise ValueError(f"{name} is {content[name]!r}, supported is {served!r}")
 
 
 def fill(module: nn.Module, weights: dict[str, Tensor]) -> None:

@@ -31,6 +31,7 @@ from transformers import AutoConfig, MuseGlimmerAssistantConfig, MuseGlimmerAssi
 from transformers.cache_utils import DFlashCache
 
 import demo
+from demo_models.heads import save_dflash
 from drafters.dflash import BlockConfig, DFlashHead
 
 __all__ = ["target_folder"]  # a fixture
@@ -60,7 +61,8 @@ def new_head(folder, **fields):
         "qwen3", vocab_size=4096, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
     )  # fmt: skip
-    BlockConfig(layer, SIZE, MASK, (0, 3, 5), NUM_LAYERS).save(torch.nn.Module(), folder)
+    config = BlockConfig(layer, SIZE, MASK, (0, 3, 5), NUM_LAYERS)
+    save_dflash(config, torch.nn.Module(), folder)
     changed(folder, **fields)
     head = DFlashHead(BlockConfig.of(json.loads((folder / "config.json").read_text("utf-8"))))
     with torch.no_grad():

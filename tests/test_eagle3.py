@@ -33,8 +33,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 import demo
 import drafters
 from demo_models import train
+from demo_models.heads import save_eagle3
 from drafters.eagle3 import Eagle3Drafter
-from drafters.eagle3_head import Eagle3Head, HeadConfig, save_head
+from drafters.eagle3_head import Eagle3Head, HeadConfig
 from models.catalogue import CATALOGUE
 
 EMBEDDING = "embed_tokens.weight"
@@ -82,7 +83,7 @@ def new_head(folder, verifier=None, family="llama", seed=0, **switches):
             weight.copy_(torch.randn(weight.shape) * 0.3 + is_norm).copy_(weight.bfloat16())
         ids = torch.randperm(4096)[:DRAFT_VOCAB].sort().values
         head.d2t.copy_(ids - torch.arange(DRAFT_VOCAB))
-    save_head(head, folder, {"name_or_path": verifier, "architectures": ["LlamaForCausalLM"]}, 4)
+    save_eagle3(head, folder, {"name_or_path": verifier, "architectures": ["LlamaForCausalLM"]}, 4)
     return head
 
 
