@@ -64,6 +64,7 @@ class ModelState:
     text: list[int]  # committed so far
     sampling: Sampling
     noise: Noise
+    row: int = -1  # in the KV cache of the model
     # Whether one more token is worth its step, given the confidence in those drafted; set by the
     # panel. None: always.
     goes_on: Callable[[list[float]], bool] | None = None

@@ -41,7 +41,6 @@ from .tree import Comb
 class HeadState(ModelState):
     """A layer's next pair stands where its KV cache ends; its token is in `text` once known."""
 
-    row: int  # in the head's KV caches
     hidden: list[list[Tensor]]  # by layer, [pairs, D] each: what it is to read from there on
     can_branch: bool = False  # the panel sets it
 
@@ -175,17 +174,13 @@ class HeadDrafter(StateReader):
 
     def _in_one_call(self, states: list[HeadState], limits: list[int]) -> list[Draft] | None:
         """The same drafts without Python between their tokens; None where that cannot be had."""
-        texts = dict[int, chain.Text]()
-        for i, (state, limit) in enumerate(zip(states, limits, strict=True)):
-            fed = state.text[self._cache.lengths[state.row] + 1 :]
-            text = chain.Text.of(state, state.row, fed, limit)
-            if text is None or state.can_branch:
-                return None
-            if limit > 0:
-                texts[i] = text
-        chained = list(texts.values())
-        if not chained or not self._can_chain or not chain.can_chain(self._cache, chained):
+        if any(state.can_branch for state in states):
             return None
+        fed = [state.text[self._cache.lengths[state.row] + 1 :] for state in states]
+        texts = chain.texts_of(self._cache, states, fed, limits)
+        if not texts or not self._can_chain:
+            return None
+        chained = list(texts.values())
         hidden = torch.cat([part for i in texts for part in states[i].hidden[0]])
         entered = self._enter(hidden, 0).split([len(text.fed) for text in chained])
         for text, own in zip(chained, entered, strict=True):
@@ -194,8 +189,7 @@ class HeadDrafter(StateReader):
         for i in texts:
             self._cache.truncate(states[i].row, len(states[i].text) - 1)
             states[i].hidden[0] = []
-        found = (texts.get(i) for i in range(len(states)))
-        return [Draft(t.tokens, confidence=t.confidence) if t else Draft([]) for t in found]
+        return chain.drafts_of(texts, len(states))
 
     def _forward(
         self, rows: list[int], pairs: list[tuple[Tensor, list[int]]], step: int

@@ -19,8 +19,8 @@ from kernels.weights import why_not_int8
 from messages import Draft, Sampling, Verdict
 from sampling import Noise
 
-from .base import Context
-from .small_model import SmallModelDrafter, State
+from .base import Context, ModelState
+from .small_model import SmallModelDrafter
 
 _FEW_WEIGHTS = 50_000_000  # below, a pass takes its time for other things than reading weights
 
@@ -57,14 +57,14 @@ class SelfInt8Drafter(SmallModelDrafter):
         # A step reads a byte of each weight: that much of what a pass reads (control/costs.py).
         self.num_step_weights //= context.target.model.dtype.itemsize
 
-    def open(self, prompt: list[int], sampling: Sampling, noise: Noise) -> State:
+    def open(self, prompt: list[int], sampling: Sampling, noise: Noise) -> ModelState:
         """The panel sets the state's row: the target's."""
         ours, theirs = self._draft.fast, self._target.fast
         if ours.is_compiled and theirs.is_compiled:  # as the target is by now
             ours.decoder.share_embedding(theirs.decoder)
-        return State(row=-1, text=list(prompt), sampling=sampling, noise=noise)
+        return ModelState(text=list(prompt), sampling=sampling, noise=noise)
 
-    def propose_batch(self, states: list[State], max_tokens: list[int]) -> list[Draft]:
+    def propose_batch(self, states: list[ModelState], max_tokens: list[int]) -> list[Draft]:
         """As a draft model does; then the rows are as they were."""
         cache = self._draft.cache
         lengths = [cache.lengths[state.row] for state in states]
@@ -85,11 +85,11 @@ class SelfInt8Drafter(SmallModelDrafter):
         for layer in (layer for layer in cache.layers if layer.is_initialized):
             layer.keys[slot, :, begin:end] = layer.values[slot, :, begin:end] = 0
 
-    def observe(self, state: State, verdict: Verdict) -> None:
+    def observe(self, state: ModelState, verdict: Verdict) -> None:
         """The engine truncates."""
         state.text.extend(verdict.tokens)
 
-    def close(self, state: State) -> None:
+    def close(self, state: ModelState) -> None:
         """The row is the engine's."""
 
 

@@ -10,7 +10,6 @@ Not covered: a draft model with another tokenizer; it is refused at start.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kernels import chain
@@ -21,13 +20,6 @@ from sampling import Noise
 from .base import Chain, Context, Drafter, ModelState
 
 _NUM_FREQUENT, _NUM_RECENT, _MOST_RARE = 65_536, 64, 0.1  # words; tokens of a text; a share
-
-
-@dataclass(slots=True, kw_only=True)
-class State(ModelState):
-    """A request's, in a model that drafts."""
-
-    row: int  # in the draft model's KV cache
 
 
 class SmallModelDrafter(Drafter):
@@ -79,17 +71,17 @@ class SmallModelDrafter(Drafter):
             )
         return cls(context, draft)
 
-    def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> State:
+    def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> ModelState:
         row = self._draft.cache.open_row()
         # Under the rule of rejection drafts decide the text, and so would roundings of these keys.
         if self._prefixes and sampling.is_coupled:
             self._prefixes.restore(row, list(prompt))
-        return State(row=row, text=list(prompt), sampling=sampling, noise=noise)
+        return ModelState(row=row, text=list(prompt), sampling=sampling, noise=noise)
 
-    def propose(self, state: State, max_tokens: int) -> Draft:
+    def propose(self, state: ModelState, max_tokens: int) -> Draft:
         return self.propose_batch([state], [max_tokens])[0]
 
-    def propose_batch(self, states: list[State], max_tokens: list[int]) -> list[Draft]:
+    def propose_batch(self, states: list[ModelState], max_tokens: list[int]) -> list[Draft]:
         """One batched forward per draft step; the first also feeds what is not cached yet."""
         cache = self._draft.cache
         for state in states:  # remove what a draft that failed has left
@@ -115,25 +107,18 @@ class SmallModelDrafter(Drafter):
         return [chain.draft(self._vocab_size) for chain in chains]
 
     def _in_one_call(
-        self, states: list[State], fed: list[list[int]], limits: list[int]
+        self, states: list[ModelState], fed: list[list[int]], limits: list[int]
     ) -> list[Draft] | None:
         """The same drafts without Python between their tokens; None where that cannot be had."""
-        model, texts = self._draft, dict[int, chain.Text]()
-        for i, (state, limit) in enumerate(zip(states, limits, strict=True)):
-            text = chain.Text.of(state, state.row, fed[i], limit)
-            if text is None:
-                return None
-            if limit > 0:
-                texts[i] = text
-        chained, is_compiled = list(texts.values()), bool(model.fast and model.fast.is_compiled)
-        if not chained or not is_compiled or not chain.can_chain(model.cache, chained):
+        model = self._draft
+        texts = chain.texts_of(model.cache, states, fed, limits)
+        if not (texts and model.fast and model.fast.is_compiled):
             return None
         words = chain.Vocabulary.of(self._num_words(states))
-        chain.draft(model.fast.decoder, model.cache, chained, words)
-        found = (texts.get(i) for i in range(len(states)))
-        return [Draft(t.tokens, confidence=t.confidence) if t else Draft([]) for t in found]
+        chain.draft(model.fast.decoder, model.cache, list(texts.values()), words)
+        return chain.drafts_of(texts, len(states))
 
-    def _num_words(self, states: list[State]) -> int:
+    def _num_words(self, states: list[ModelState]) -> int:
         """How many words a draft is chosen among: the frequent ones, where texts keep to those.
 
         The output layer of a small model is a large part of it. A vocabulary is numbered as its
@@ -144,7 +129,7 @@ class SmallModelDrafter(Drafter):
         is_usual = num_rare <= _MOST_RARE * len(recent)
         return min(self._shared, _NUM_FREQUENT) if is_usual else self._shared
 
-    def observe(self, state: State, verdict: Verdict) -> None:
+    def observe(self, state: ModelState, verdict: Verdict) -> None:
         cache = self._draft.cache
         # Before the append, len(state.text) of the cached tokens are committed text; of the draft
         # after them, `accepted` tokens are.
@@ -152,7 +137,7 @@ class SmallModelDrafter(Drafter):
         cache.truncate(state.row, min(cache.lengths[state.row], committed))
         state.text.extend(verdict.tokens)
 
-    def close(self, state: State) -> None:
+    def close(self, state: ModelState) -> None:
         try:
             if self._prefixes:
                 self._prefixes.keep(state.row, state.text)

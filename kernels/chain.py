@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from messages import Draft
+
 from .decoder import MOST_ROWS, Decoder, Rows
 from .sampling import Choice, Doubts, Transforms
 
@@ -53,16 +55,31 @@ class Text:
     confidence: list[float] = field(default_factory=list)
 
     @classmethod
-    def of(
-        cls, state: Any, row: int, fed: list[int], limit: int, states: Tensor | None = None
-    ) -> "Text | None":
+    def of(cls, state: Any, fed: list[int], limit: int) -> "Text | None":
         """Of a drafter's state; None where Python has a say in how its tokens are drawn."""
         sampling, doubts = state.sampling, getattr(state.goes_on, "numbers", None)
         is_plain = sampling.is_coupled and not sampling.needs_q
         if not is_plain or sampling.repetition_penalty != 1 or (state.goes_on and not doubts):
             return None
         seed = 0 if sampling.is_greedy else state.noise.seed
-        return cls(row, fed, limit, sampling.transforms, seed, doubts, states)
+        return cls(state.row, fed, limit, sampling.transforms, seed, doubts)
+
+
+def texts_of(
+    cache: Any, states: Sequence[Any], fed: list[list[int]], limits: list[int]
+) -> dict[int, Text]:
+    """What a chain is fed by drafters' states, by number, of those that want tokens.
+
+    Nothing where Python has a say in one, or where one call of a model with this cache cannot be.
+    """
+    texts = {}
+    for i, (state, own, limit) in enumerate(zip(states, fed, limits, strict=True)):
+        text = Text.of(state, own, limit)
+        if text is None:
+            return {}
+        if limit > 0:
+            texts[i] = text
+    return texts if texts and can_chain(cache, list(texts.values())) else {}
 
 
 def can_chain(cache: Any, texts: Sequence[Text]) -> bool:
@@ -73,6 +90,12 @@ def can_chain(cache: Any, texts: Sequence[Text]) -> bool:
         and sum(len(text.fed) for text in texts) <= MOST_ROWS
         and max(ends) <= cache.max_length
     )
+
+
+def drafts_of(texts: dict[int, Text], count: int) -> list[Draft]:
+    """Of `count` states; those that wanted no tokens have none."""
+    found = (texts.get(i) for i in range(count))
+    return [Draft(t.tokens, confidence=t.confidence) if t else Draft() for t in found]
 
 
 def draft(
