@@ -1,4 +1,7 @@
-"""Convolutions and rules of recurrent layers in C (recurrent.c), of several texts in one call."""
+"""Convolutions and rules of recurrent layers, of several texts in one call.
+
+In C (recurrent.c), and in Python where nothing is compiled or sizes are too large.
+"""
 
 import ctypes
 from collections.abc import Sequence
@@ -100,6 +103,45 @@ def step(
         places = map(_at, (*inputs, before, *found[-1]))
         given.append(_Given(len(out), *steps, *places))
     _call("apply_rule", rule, (_Given * len(given))(*given))
+    return found
+
+
+def convolve_in_python(
+    texts: Sequence[Tensor], tails: Sequence[Tensor], weight: Tensor, bias: Tensor | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What `convolve` gives but for roundings, on any device."""
+    results, after, taps = [], [], weight.float()
+    for text, tail in zip(texts, tails, strict=True):
+        every, count = torch.cat([tail, text]).float(), len(text)
+        result = every[:count] * taps[0]
+        for i in range(1, len(taps)):
+            result += every[i : i + count] * taps[i]
+        results.append(result if bias is None else result + bias.float())
+        after.append(every[count:].clone())
+    return results, after
+
+
+def step_in_python(
+    rule: Rule, texts: Sequence[Sequence[Tensor]], states: Sequence[Tensor | None]
+) -> list[tuple[Tensor, Tensor]]:
+    """What `step` gives but for roundings, on any device."""
+    found = []
+    for text, state in zip(texts, states, strict=True):
+        keys, queries, values, logs, betas = (x.float() for x in text)
+        both = torch.stack([keys, queries])  # [2, t, key_heads, width]
+        if rule.has_norm:
+            both = both * torch.rsqrt((both * both).sum(-1, keepdim=True) + 1e-6)
+        both = both.repeat_interleave(rule.heads // rule.key_heads, 2)[..., None, :]
+        if state is None:
+            state = both.new_zeros(rule.heads, rule.width, rule.columns)
+        tokens = both[0], both[1] * rule.scale, values[:, :, None], logs.exp(), betas
+        outputs = []
+        for key, query, value, decay, beta in zip(*tokens, strict=True):
+            state = state * decay[:, None, None]
+            change = value - torch.bmm(key, state) if rule.corrects else value
+            state.baddbmm_(key.mT, change * beta[:, None, None])
+            outputs.append(torch.bmm(query, state)[:, 0])
+        found.append((state, torch.stack(outputs)))
     return found
 
 

@@ -33,15 +33,15 @@ import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from . import library
-from . import recurrent as compiled
+from . import library, recurrent
 from .decoder import Net, Passed
+from .recurrent import Rule
 from .rowwise import softplus
 
 _NUM_MARKS = 3  # of a text that are kept in any case: the checks at load go back by two calls
@@ -50,150 +50,42 @@ _STATES = {"get_conv_state", "get_recurrent_state", "update_conv_state", "update
 _RULED = {"get_recurrent_state", "update_recurrent_state"}  # what layers with a rule call
 
 
-class Rule:
-    """How a token changes a state [H, M, N]; all in float32, as in transformers.
+class GatedDelta:
+    """S ← decay · S + k ⊗ β (v − decay · Sᵀk), read by q."""
 
-    `raw`, `form`, `prepare` and `finish` are given what transformers' function is given. The first
-    two are for C, where states lie otherwise.
-    """
+    name = "torch_chunk_gated_delta_rule"  # of transformers' function, which `read` stands in for
 
-    name: ClassVar[str]  # of transformers' function
-
-    def raw(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        """What compiled.step needs of each token: tensors [B, T, …]."""
-        raise NotImplementedError
-
-    def form(self, *args: Any, **options: Any) -> compiled.Rule:
-        """Of its states, in C."""
-        raise NotImplementedError
-
-    def prepare(self, *args: Any, **options: Any) -> tuple[Tensor, ...]:
-        """What `step` needs of each token: tensors [B, T, …]."""
-        raise NotImplementedError
-
-    def zeros(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        """The state of an empty text."""
-        raise NotImplementedError
-
-    def step(self, state: Tensor, out: Tensor, *inputs: Tensor) -> Tensor:
-        """One token: the new state goes to `out`, which may be `state`; returns the output."""
-        raise NotImplementedError
-
-    def run(self, state: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """Steps of T >= 1 tokens: the state behind them, and their outputs [T, H, …]."""
-        outputs, out = [], torch.empty_like(state)
-        for token in zip(*inputs, strict=True):
-            outputs.append(self.step(state, out, *token))
-            state = out
-        return state, torch.stack(outputs)
-
-    def finish(self, outputs: Tensor, *args: Any, **options: Any) -> Any:
-        """What transformers' function returns, of the steps' outputs [B, T, H, …]."""
-        raise NotImplementedError
-
-
-class GatedDelta(Rule):
-    """S ← decay · S + k ⊗ β (v − decay · Sᵀk), read by q; S [H, key width, value width]."""
-
-    name = "torch_chunk_gated_delta_rule"
-
-    def raw(
-        self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **_: Any
-    ) -> tuple[Tensor, ...]:
-        return key, query, value, g, beta
-
-    def form(
-        self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any
-    ) -> compiled.Rule:
+    def read(
+        self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **options: Any
+    ) -> tuple[Rule, tuple[Tensor, ...]]:
+        """The rule, and what it needs of each token: tensors [B, T, …]; see recurrent.step."""
         (num_keys, width), (heads, columns) = key.shape[2:], value.shape[2:]
         has_norm = options.get("use_qk_l2norm_in_kernel", False)
-        return compiled.Rule(heads, num_keys, width, columns, True, has_norm, width**-0.5)
-
-    def prepare(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        use_qk_l2norm_in_kernel: bool = False,
-        **_: Any,
-    ) -> tuple[Tensor, ...]:
-        """Keys over queries [B, T, H, 2, K], values [B, T, H, 1, V], decay, beta, products q · k.
-
-        query, key [B, T, heads of keys, K], value [B, T, H, V], g and beta [B, T, H].
-        """
-        both = torch.stack([key.float(), query.float()], -2)
-        if use_qk_l2norm_in_kernel:
-            both = both * torch.rsqrt((both * both).sum(-1, keepdim=True) + 1e-6)
-        both[..., 1, :] *= key.shape[-1] ** -0.5
-        product = (both[..., 0, :] * both[..., 1, :]).sum(-1)[..., None, None]
-        groups = value.shape[2] // key.shape[2]
-        if groups > 1:
-            both, product = (x.repeat_interleave(groups, 2) for x in (both, product))
-        decay, beta = g.float().exp()[..., None, None], beta.float()[..., None, None]
-        return both, value.float()[..., None, :], decay, beta, product
-
-    def zeros(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        both, value, *_ = inputs
-        return both.new_zeros(both.shape[-3], both.shape[-1], value.shape[-1])
-
-    def step(self, state: Tensor, out: Tensor, *inputs: Tensor) -> Tensor:
-        both, value, decay, beta, product = inputs
-        read = torch.bmm(both, state).mul_(decay)  # [H, 2, V]: by the key, by the query
-        delta = (value - read[:, :1]).mul_(beta)
-        torch.mul(state, decay, out=out).baddbmm_(both[:, :1].transpose(1, 2), delta)
-        return torch.addcmul(read[:, 1:], product, delta)[:, 0]
+        rule = Rule(heads, num_keys, width, columns, True, has_norm, width**-0.5)
+        return rule, (key, query, value, g, beta)
 
     def finish(self, outputs: Tensor, query: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """What transformers' function returns, of outputs [B, T, H, V]."""
         return outputs.to(query.dtype), None
 
 
-class Mamba2(Rule):
-    """S ← decay · S + x ⊗ B, read by C; S [H, head width, state size]."""
+class Mamba2:
+    """S ← decay · S + B ⊗ x, read by C."""
 
     name = "mamba2_chunk_scan"
 
-    def raw(
+    def read(
         self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **options: Any
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Rule, tuple[Tensor, ...]]:
+        """The same, of x [B, T, H, P], dt [B, T, H], a [H], b and c [B, T, groups, N]."""
         dt = _steps(dt, **options)
-        return b, c, x, a * dt, dt
-
-    def form(
-        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, *_: Any, **__: Any
-    ) -> compiled.Rule:
-        return compiled.Rule(*x.shape[2:3], *b.shape[2:], x.shape[3], False, False, 1.0)
-
-    def prepare(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor,
-        **options: Any,
-    ) -> tuple[Tensor, ...]:
-        """x [B, T, H, P, 1], B [B, T, H, 1, N], C [B, T, H, N, 1], decay.
-
-        Of x [B, T, H, P], dt [B, T, H], a [H], b and c [B, T, groups, N].
-        """
-        dt = _steps(dt, **options)
-        b, c = (part.float().repeat_interleave(len(a) // part.shape[2], 2) for part in (b, c))
-        scaled = x.float() * dt[..., None]
-        return scaled[..., None], b[..., None, :], c[..., None], (a * dt).exp()[..., None, None]
-
-    def zeros(self, inputs: tuple[Tensor, ...]) -> Tensor:
-        x, b, *_ = inputs
-        return x.new_zeros(x.shape[-3], x.shape[-2], b.shape[-1])
-
-    def step(self, state: Tensor, out: Tensor, *inputs: Tensor) -> Tensor:
-        x, b, c, decay = inputs
-        return torch.bmm(torch.mul(state, decay, out=out).baddbmm_(x, b), c)[..., 0]
+        rule = Rule(*x.shape[2:3], *b.shape[2:], x.shape[3], False, False, 1.0)
+        return rule, (b, c, x, a * dt, dt)
 
     def finish(
         self, outputs: Tensor, x: Tensor, *_: Any, D: Tensor | None = None, **__: Any
     ) -> Tensor:
+        """The same, of outputs [B, T, H, P]."""
         return outputs if D is None else outputs + D[:, None] * x.float()
 
 
@@ -210,7 +102,8 @@ def _steps(
     return (softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
 
 
-RULES = {rule.name: rule for rule in (GatedDelta(), Mamba2())}
+Kind = GatedDelta | Mamba2
+RULES: dict[str, Kind] = {rule.name: rule for rule in (GatedDelta(), Mamba2())}
 
 
 @dataclass(slots=True)
@@ -232,10 +125,10 @@ class Mark:
 class RecurrentLayer:
     """A module of transformers that keeps states, made to keep them for the rows of a KV cache."""
 
-    def __init__(self, mixer: nn.Module, cache: Any, rule: Rule | None) -> None:
+    def __init__(self, mixer: nn.Module, cache: Any, kind: Kind | None) -> None:
         """`cache` is the core's SlotCache. Puts itself in the place of the module's forward."""
-        self._cache, self._rule = cache, rule
-        self._is_compiled, self._form = library.is_used, None
+        self._cache, self._kind, self._is_compiled = cache, kind, library.is_used
+        self._rule: Rule | None = None  # once it is known
         self._marks: dict[int, list[Mark]] = {}  # by row, in order of their lengths
         self._begins: dict[int, int] = {}  # by row, its length where the core's last call began
         self.num_marks = _NUM_MARKS
@@ -244,8 +137,8 @@ class RecurrentLayer:
         names = inspect.signature(plain).parameters
         self._name = "cache_params" if "cache_params" in names else "past_key_values"
         own: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": self.convolve}
-        if rule:
-            own[rule.name] = self.scan
+        if kind:
+            own[kind.name] = self.scan
         ours = FunctionType(
             plain.__code__, plain.__globals__ | own, None, plain.__defaults__, plain.__closure__
         )
@@ -255,7 +148,7 @@ class RecurrentLayer:
 
     def follow(self, net: Net) -> None:
         """A decoder in C steps the states from now on: the module's weights may go."""
-        self.net, self._form, self._ours, self._theirs = net, net.rule, None, None
+        self.net, self._rule, self._ours, self._theirs = net, net.rule, None, None
 
     def passed(self, rows: list[int], counts: list[int]) -> Passed:
         """What the net is to be given by these rows, for a forward of `counts` tokens of each."""
@@ -306,11 +199,9 @@ class RecurrentLayer:
         place, empty = self._cache.current, x.new_zeros(weight.shape[1] - 1, x.shape[1])
         texts = place.part(x.transpose(1, 2))
         marks = [self._at(row, empty) for row in self._rows()]
-        found = (
-            compiled.convolve
-            if self._is_compiled and len(empty) < compiled.MOST_TAPS
-            else _convolve
-        )(texts, [mark.tail for mark in marks], weight.T, bias)
+        is_ours = self._is_compiled and len(empty) < recurrent.MOST_TAPS
+        call = recurrent.convolve if is_ours else recurrent.convolve_in_python
+        found = call(texts, [mark.tail for mark in marks], weight.T, bias)
         for row, mark, fed, tail in zip(self._rows(), marks, texts, found[1], strict=True):
             self._record(row, mark, fed, tail.to(x.dtype))
         result = place.arrange(found[0]).to(x.dtype)
@@ -318,12 +209,9 @@ class RecurrentLayer:
 
     def scan(self, *args: Any, **options: Any) -> Any:
         """The rule over all tokens, from where each text was."""
-        place, rule = self._cache.current, self._rule
-        assert rule is not None
-        if self._is_compiled and self._form is None:
-            self._form = rule.form(*args, **options)
-            self._is_compiled = self._form.width <= compiled.WIDEST_KEY
-        inputs = (rule.raw if self._is_compiled else rule.prepare)(*args, **options)
+        place, kind = self._cache.current, self._kind
+        assert kind is not None
+        self._rule, inputs = kind.read(*args, **options)
         texts = list(zip(*map(place.part, inputs), strict=True))
         marks = [self._marks[row][-2:] for row in self._rows()]
         assert all(mark.state is not None or not mark.length for mark, _ in marks)
@@ -331,16 +219,15 @@ class RecurrentLayer:
         for (mark, after), own, (state, _) in zip(marks, texts, found, strict=True):
             after.state = state
             mark.inputs = tuple(x.clone() for x in own) if mark.fed is not None else ()
-        return rule.finish(place.arrange([outputs for _, outputs in found]), *args, **options)
+        return kind.finish(place.arrange([outputs for _, outputs in found]), *args, **options)
 
     def _run(
         self, states: list[Tensor | None], texts: list[tuple[Tensor, ...]]
     ) -> list[tuple[Tensor, Tensor]]:
         """The state behind some tokens of each text, and their outputs. States stay as they are."""
-        if self._is_compiled:
-            return compiled.step(self._form, texts, states)
-        rule, pairs = self._rule, zip(states, texts, strict=True)
-        return [rule.run(rule.zeros(own) if s is None else s, own) for s, own in pairs]
+        assert self._rule is not None
+        is_ours = self._is_compiled and self._rule.width <= recurrent.WIDEST_KEY
+        return (recurrent.step if is_ours else recurrent.step_in_python)(self._rule, texts, states)
 
     def _record(self, row: int, mark: Mark, fed: Tensor, tail: Tensor) -> None:
         """Set a mark where the row will be; its state follows. Drop marks that nobody goes back to.
@@ -373,7 +260,7 @@ class RecurrentLayer:
         last, missing = marks[-1], length - marks[-1].length
         if missing:
             tail, state = torch.cat([last.tail, last.fed[:missing]])[missing:], None
-            if self._rule:
+            if self._kind:
                 ((state, _),) = self._run([last.state], [tuple(x[:missing] for x in last.inputs)])
             marks.append(Mark(length, tail, state))  # last: the step may have failed
         return marks[-1]
@@ -384,23 +271,7 @@ class RecurrentLayer:
         self._marks[row] = [Mark(length, newest.tail, newest.state)]
 
 
-def _convolve(
-    texts: list[Tensor], tails: list[Tensor], weight: Tensor, bias: Tensor | None
-) -> tuple[list[Tensor], list[Tensor]]:
-    """What compiled.convolve does."""
-    results, after, taps = [], [], weight.float()
-    for text, tail in zip(texts, tails, strict=True):
-        joined = torch.cat([tail, text])
-        every, count = joined.float(), len(text)
-        result = every[:count] * taps[0]
-        for i in range(1, len(taps)):
-            result += every[i : i + count] * taps[i]
-        results.append(result if bias is None else result + bias.float())
-        after.append(joined[count:].clone())
-    return results, after
-
-
-def recurrent_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Rule | None]]:
+def recurrent_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Kind | None]]:
     """The modules that keep states, each with its rule. Raises ValueError for an unknown kind."""
     for module in model.modules():
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)

@@ -53,7 +53,7 @@ MODULES = {
     "prefix": "kernels.prefix", "modules": "kernels.modules", "experts": "kernels.experts",
     "kernels": "kernels.forward", "decoder": "kernels.decoder",
     "story": "serving.story", "tree": "drafters.tree",
-    "recurrent": "kernels.states", "rowwise": "kernels.rowwise",
+    "recurrent": "kernels.states", "rules": "kernels.recurrent", "rowwise": "kernels.rowwise",
 }  # fmt: skip
 
 
@@ -772,8 +772,9 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "x[:missing] for", "x[: missing + 1] for", TAKEN_BACK),
     ("the convolution stays where the draft began", "recurrent:RecurrentLayer._at",
      "torch.cat([last.tail, last.fed[:missing]])[missing:], None", "last.tail, None", TAKEN_BACK),
-    ("a step writes over the state before it", "recurrent:Rule.run", "torch.empty_like(state)",
-     "state", "recurrent::test_what_was_taken_back_leaves_no_trace[granitemoehybrid in Python-1]"),
+    ("a step writes over the state before it", "rules:step_in_python",
+     "state * decay[:, None, None]", "state.mul_(decay[:, None, None])",
+     "recurrent::test_what_was_taken_back_leaves_no_trace[granitemoehybrid in Python-1]"),
     ("a new text goes on with the state of another", "recurrent:RecurrentLayer._at",
      "if not length:", "if not marks:",
      "recurrent::test_a_text_keeps_its_state_while_others_come_and_go[lfm2]"),

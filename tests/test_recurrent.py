@@ -72,7 +72,7 @@ def intercept(monkeypatch, layer, name, function):
     """Put a function in the place of a layer's, whether its module calls it or a fused block."""
     monkeypatch.setattr(layer, name, function)
     if layer._ours is not None:
-        called = "causal_conv1d_fn" if name == "convolve" else layer._rule.name
+        called = "causal_conv1d_fn" if name == "convolve" else layer._kind.name
         monkeypatch.setitem(layer._ours.__func__.__globals__, called, function)
 
 
@@ -107,7 +107,7 @@ def test_a_forward_that_fails_in_a_layer_leaves_no_trace(target, family, row, mo
     for opened, held in ((row, 20), (other, 30)):
         model.cache.truncate(opened, held)
     broken = model.cache.recurrent[-1]
-    ours = ("convolve", "scan" if broken._rule else "convolve")
+    ours = ("convolve", "scan" if broken._kind else "convolve")
     for name in ("passed", "note") if model.fast.is_compiled else ours:
         intercept(monkeypatch, broken, name, lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from kernels import library, recurrent
 from kernels.start import speed_up
-from kernels.states import GatedDelta, Mamba2, _convolve
+from kernels.states import GatedDelta, Mamba2
 
 needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
 SIZES = [(1, 8, 16), (2, 24, 20), (3, 128, 72), (2, 5, 131)]  # heads of keys, widths, columns
@@ -42,18 +42,24 @@ def options_of(rule, size):
     return given | {"a": -bias.abs(), "dt_bias": bias, "dt_softplus": True}
 
 
+def read(rule, options):
+    """The rule, and what it needs of each token of one text."""
+    form, inputs = rule.read(**options)
+    return form, [x[0] for x in inputs]
+
+
+def plain(form, inputs):
+    return recurrent.step_in_python(form, [inputs], [None])[0]
+
+
 @needs_compiler
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("rule", [GatedDelta(), Mamba2()], ids=["delta", "mamba"])
 def test_a_rule_gives_what_python_gives_but_for_roundings(rule, size):
     options = options_of(rule, size)
-    inputs = [tuple(x[0] for x in make(**options)) for make in (rule.raw, rule.prepare)]
-    ((state, outputs),) = recurrent.step(rule.form(**options), [inputs[0]], [None])
-    expected, theirs = rule.run(rule.zeros(inputs[1]), inputs[1])
-    torch.testing.assert_close(outputs, theirs, rtol=1e-4, atol=1e-4)
-    if isinstance(rule, Mamba2):
-        expected = expected.transpose(1, 2)
-    torch.testing.assert_close(state, expected, rtol=1e-4, atol=1e-4)
+    form, inputs = read(rule, options)
+    for given in zip(recurrent.step(form, [inputs], [None])[0], plain(form, inputs), strict=True):
+        torch.testing.assert_close(*given, rtol=1e-4, atol=1e-4)
 
 
 @needs_compiler
@@ -62,7 +68,7 @@ def test_a_rule_gives_what_python_gives_but_for_roundings(rule, size):
 def test_a_token_has_the_same_bits_however_its_text_is_cut(monkeypatch, rule, size):
     """With other texts or alone, in any number of threads; and the states before stay."""
     options = options_of(rule, size)
-    form, inputs = rule.form(**options), [x[0] for x in rule.raw(**options)]
+    form, inputs = read(rule, options)
     ((whole, outputs),) = recurrent.step(form, [inputs], [None])
     for threads in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -87,7 +93,7 @@ def test_a_convolution_gives_what_python_gives_however_its_text_is_cut(channels,
     )
     for given in ((weight, None), (weight, bias)):
         (whole,), (end,) = recurrent.convolve([text], [tail], *given)
-        (theirs,), (their_end,) = _convolve([text], [tail], *given)
+        (theirs,), (their_end,) = recurrent.convolve_in_python([text], [tail], *given)
         torch.testing.assert_close(whole, theirs, rtol=1e-5, atol=1e-5)
         assert torch.equal(end, their_end)
         (silu,), _ = recurrent.convolve([text], [tail], *given, True)
@@ -114,14 +120,14 @@ def test_a_whole_delta_net_gives_what_transformers_gives_however_its_text_is_cut
     text = torch.randint(4096, (COUNT,), generator=torch.Generator().manual_seed(width)).tolist()
     with torch.inference_mode():
         expected = oracle(torch.tensor([text])).logits[0]
-    whole, parts = read(model, [text]), [text[i:j] for i, j in pairwise((0, 1, 30, 33, COUNT))]
+    whole, parts = logits_of(model, [text]), [text[i:j] for i, j in pairwise((0, 1, 30, 33, COUNT))]
     torch.testing.assert_close(whole, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
     for threads in (1, 2, 3):
         model.fast.decoder._threads = lambda _, threads=threads: threads
-        assert torch.equal(read(model, parts), whole)
+        assert torch.equal(logits_of(model, parts), whole)
 
 
-def read(model, parts):
+def logits_of(model, parts):
     """The logits of a text that is fed in parts, beside another text that stays."""
     cache = model.cache
     row, other = cache.open_row(), cache.open_row()
@@ -137,7 +143,7 @@ def read(model, parts):
 def test_what_is_not_a_number_stays_in_its_text():
     rule = GatedDelta()
     options = options_of(rule, SIZES[1])
-    form, inputs = rule.form(**options), [x[0] for x in rule.raw(**options)]
+    form, inputs = read(rule, options)
     broken = [x.clone() for x in inputs]
     broken[0][3] = torch.nan
     (_, ours), (_, theirs) = recurrent.step(form, [broken, inputs], [None, None])
@@ -149,7 +155,7 @@ def test_what_is_not_a_number_stays_in_its_text():
 def test_sizes_that_do_not_go_together_are_refused():
     rule = GatedDelta()
     options = options_of(rule, SIZES[0])
-    form, inputs = rule.form(**options), [x[0] for x in rule.raw(**options)]
+    form, inputs = read(rule, options)
     with pytest.raises(AssertionError):
         recurrent.step(form, [[*inputs[:-1], inputs[-1][:-1]]], [None])
     with pytest.raises(AssertionError):
