@@ -202,8 +202,7 @@ class HeadDrafter(StateReader):
         if self._kernels:
             embeds = self._embed(torch.tensor([i for _, tokens in pairs for i in tokens]))
             states = self._enter(torch.cat([hidden for hidden, _ in pairs]), step)
-            given = embeds.split(counts), states.split(counts)
-            return self._kernels[layer](self._caches[layer], rows, *given)
+            return self._kernels[layer](self._caches[layer], rows, counts, embeds, states)
         place = self._caches[layer].place(rows, counts)
         device = place.positions.device
         ids = place.arrange([torch.tensor(tokens, device=device) for _, tokens in pairs])

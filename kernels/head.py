@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from . import chain, library
-from .decoder import FULL, Block, Decoder, Rows, can_tabulate, norm_struct, ropes_of
+from .decoder import FULL, MOST_ROWS, Block, Decoder, Rows, can_tabulate, norm_struct, ropes_of
 from .experts import pack_experts
-from .parts import is_same, norm_of, parts_of
+from .parts import Parts, is_same, norm_of, parts_of
 from .weights import Gone, PanelEmbedding, PanelLinear, Panels, pack
 
 _NUM_COMPARED = 8  # tokens that old and new are compared on
@@ -22,36 +22,36 @@ def speed_up_head(
 
     The layers that it shares with its target are packed when the target's are.
     """
-    found = []
-    for number in range(len(head.layers)) if library.is_used else ():
-        found.append(mtp_layer(head, number, length))
-        if found[-1] is None:
-            break
-    return _settle(head, found, quantize, target)
+    return _settle(head, lambda number: mtp_layer(head, number, length), quantize, target)
 
 
 def speed_up_eagle(head: Any, length: int, quantize: str | None = None) -> list["KernelHead"]:
     """The same for an EAGLE-3 head."""
-    return _settle(head, [eagle_layer(head, length)] if library.is_used else [], quantize)
+    return _settle(head, lambda _: eagle_layer(head, length), quantize)
 
 
 def _settle(
-    head: Any, found: list["KernelHead | None"], quantize: str | None, besides: Any = None
+    head: Any,
+    layer_of: Callable[[int], "KernelHead | None"],
+    quantize: str | None,
+    besides: Any = None,
 ) -> list["KernelHead"]:
     """Let the head's modules go, or keep them where a layer is not known."""
-    layers = [layer for layer in found if layer is not None]
-    is_known = len(layers) == len(head.layers)
-    if is_known:
-        head.layers = nn.ModuleList(Gone() for _ in layers)
-        for layer in layers if quantize else ():
-            layer.decoder.quantise()
-    else:
-        for layer in layers:
+    if not library.is_used:
+        return []
+    every = [layer_of(number) for number in range(len(head.layers))]
+    found = [layer for layer in every if layer is not None]
+    if len(found) < len(every):
+        for layer in found:
             layer.decoder.restore()
-    if library.is_used:
-        pack(head, quantize, besides)
-        pack_experts(head, quantize)
-    return layers if is_known else []
+        found = []
+    else:
+        head.layers = nn.ModuleList(Gone() for _ in found)
+        for layer in found if quantize else ():
+            layer.decoder.quantise()
+    pack(head, quantize, besides)
+    pack_experts(head, quantize)
+    return found
 
 
 class KernelHead:
@@ -79,61 +79,70 @@ class KernelHead:
         chain.draft(self.decoder, cache, texts, self._words, self._shift, self._layer)
 
     def __call__(
-        self, cache: Any, rows: list[int], embeds: Sequence[Tensor], states: Sequence[Tensor]
+        self, cache: Any, rows: list[int], counts: list[int], embeds: Tensor, states: Tensor
     ) -> list[Tensor]:
-        """Outputs [n, D] of each row's pairs, embeds and states [n, D], fed after what it holds."""
-        counts = [len(own) for own in embeds]
+        """Outputs [n, D] of each row's pairs, fed after what it holds; embeds and states [N, D]."""
         place, where = cache.place(rows, counts), Rows()
         self.decoder.follow(cache)
         for slot, row, count in zip(place.slots, rows, counts, strict=True):
             where.chain(slot, cache.lengths[row], count)
-        found = self.run(torch.cat(list(embeds)), torch.cat(list(states)), where)
+        found = self.run(embeds, states, where)
         cache.advance(place)
         return list(found.split(counts))
 
     def run(self, embeds: Tensor, states: Tensor, where: Rows) -> Tensor:
         """[N, D] of pairs, embeds and states [N, D], in the embeddings' type."""
-        pairs = torch.cat([embeds, states.to(embeds.dtype)], -1)
-        parts, (rows, lines) = [], where.tensors()
+        pairs, found = torch.cat([embeds, states.to(embeds.dtype)], -1), list[Tensor]()
         none = torch.empty(0, dtype=torch.int64)
-        for begin in range(0, len(pairs), 256):
-            own = slice(begin, begin + 256)
-            _, found = self.decoder(
-                rows[:, own], lines[own], none,
-                given=pairs[own], layers=(self._layer,), shift=self._shift,
-            )  # fmt: skip
-            parts.append(found[self._layer])
-        return torch.cat(parts).to(embeds.dtype)
+        parts = where.tensors()[0].split(MOST_ROWS, 1), pairs.split(MOST_ROWS)
+        for rows, given in zip(*parts, strict=True):
+            asked = {"given": given, "layers": (self._layer,), "shift": self._shift}
+            found.append(self.decoder(rows, none, none, **asked)[1][self._layer])
+        return torch.cat(found).to(embeds.dtype)
 
 
-def _decoder(block: Block, rotary: Any, length: int, embed_norm: Any, state_norm: Any) -> Decoder:
-    kept: list[Any] = []
-    found = Decoder([block], ropes_of(rotary, [FULL], length, kept), torch.get_num_threads())
-    found.keep(kept)
-    found.struct.has_states = 1
-    found.struct.embed_norm = norm_struct(embed_norm, kept)
-    found.struct.state_norm = norm_struct(state_norm, kept)
-    return found
+def _head_of(
+    head: Any,
+    parts: Parts | None,
+    length: int,
+    like: Tensor,
+    norms: dict[str, nn.Module],
+    run: Callable[..., Tensor],
+    entrance: nn.Linear | None = None,
+    shift: int = 0,
+    layer: int = -1,
+    **fields: bool,
+) -> KernelHead | None:
+    """A head's layer, if it is a plain block that gives what `run` gives of random pairs.
 
-
-def _agrees(head: KernelHead, expected: Tensor, embeds: Tensor, states: Tensor) -> bool:
-    """Whether it gives what the module gives [N, D], for pairs of a text from its beginning on."""
-    block, where = head.decoder.blocks[0], Rows()
-    where.chain(0, 0, len(embeds))
-    shape = 1, block.kv_heads, len(embeds), block.width
-    head.decoder.attach([[torch.zeros(shape, dtype=block.dtype) for _ in "kv"]])
-    return is_same(head.run(embeds, states, where), expected)
-
-
-def _random_pairs(count: int, width: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    `run` is given embeds and states [1, T, D], positions and a mask. `norms` are by the names of
+    the decoder's structure, as `fields` are.
+    """
+    if not parts or parts.is_recurrent or not can_tabulate(head.rotary_emb):
+        return None
+    count, kept = min(_NUM_COMPARED, length), list[Any]()
     random = torch.Generator().manual_seed(0)
-    embeds, states = torch.randn(2, count, width, generator=random).to(like)
-    return embeds, states
-
-
-def _causal(count: int, like: Tensor) -> Tensor:
-    mask = like.new_full((count, count), torch.finfo(like.dtype).min)
-    return mask.triu_(1)[None, None]
+    embeds, states = torch.randn(2, count, like.shape[0], generator=random).to(like)
+    mask = like.new_full((count, count), torch.finfo(like.dtype).min).triu_(1)
+    positions = torch.arange(count)[None] + shift
+    expected = run(embeds[None], states[None], positions, mask[None, None])[0]
+    block, where = Block(parts, FULL, None), Rows()
+    ropes = ropes_of(head.rotary_emb, [FULL], length + shift + 1, kept)
+    decoder = Decoder([block], ropes, torch.get_num_threads())
+    given = {name: norm_struct(norm_of(norm), kept) for name, norm in norms.items()}
+    for name, value in {"has_states": True, **fields, **given}.items():
+        setattr(decoder.struct, name, value)
+    decoder.keep(kept)
+    decoder.entrance = entrance and Panels.of(entrance.weight)
+    decoder.point()
+    shape = 1, block.kv_heads, count, block.width
+    decoder.attach([[torch.zeros(shape, dtype=block.dtype) for _ in "kv"]])
+    where.chain(0, 0, count)
+    found = KernelHead(decoder, shift, layer)
+    if is_same(found.run(embeds, states, where), expected):
+        return found
+    decoder.restore()
+    return None
 
 
 @torch.no_grad()
@@ -141,69 +150,42 @@ def mtp_layer(head: Any, number: int, length: int) -> KernelHead | None:
     """One layer of an MTP head (transformers' MtpModel), if it is a plain block that agrees."""
     layer, shift = head.layers[number], number + 1
     kind = (getattr(head.config, "layer_types", None) or [FULL] * shift)[number]
-    parts, norms = parts_of(layer.mtp_block), [norm_of(layer.enorm), norm_of(layer.hnorm)]
-    if kind != FULL or not parts or parts.is_recurrent or not can_tabulate(head.rotary_emb):
+    if kind != FULL:
         return None
-    count, width = min(_NUM_COMPARED, length), layer.eh_proj.weight.shape[0]
-    embeds, states = _random_pairs(count, width, layer.eh_proj.weight)
-    positions = torch.arange(count)[None] + shift
-    expected = layer(
-        embeds[None],
-        states[None],
-        position_embeddings=_turns(head, embeds, positions, kind),
-        attention_mask=_causal(count, embeds),
-        position_ids=positions,
-        past_key_values=None,
-    )[0]
-    if head.use_shared_post_norm:
-        expected = head.shared_post_norm(expected)
-    block = Block(parts, FULL, None)
-    decoder = _decoder(block, head.rotary_emb, length + shift + 1, *norms)
-    decoder.entrance = Panels.of(layer.eh_proj.weight)
-    decoder.struct.is_state_first = getattr(head.config, "mtp_hidden_states_first", False)
     last = [layer.post_norm] if layer.use_post_norm else []
     last += [head.shared_post_norm] if head.use_shared_post_norm else []
-    kept: list[Any] = []
-    for name, norm in zip(("last_norm", "second_norm"), last, strict=False):
-        setattr(decoder.struct, name, norm_struct(norm_of(norm), kept))
-    decoder.keep(kept)
-    decoder.point()
-    found = KernelHead(decoder, shift)
-    if _agrees(found, expected, embeds, states):
-        return found
-    decoder.restore()
-    return None
 
+    def run(embeds: Tensor, states: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        options = {"layer_type": kind} if head.has_per_layer_rope else {}
+        found = layer(
+            embeds, states, position_embeddings=head.rotary_emb(embeds, positions, **options),
+            attention_mask=mask, position_ids=positions, past_key_values=None,
+        )  # fmt: skip
+        return head.shared_post_norm(found) if head.use_shared_post_norm else found
 
-def _turns(head: Any, x: Tensor, positions: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    options = {"layer_type": kind} if head.has_per_layer_rope else {}
-    return head.rotary_emb(x[None], positions, **options)
+    norms = {"embed_norm": layer.enorm, "state_norm": layer.hnorm}
+    norms |= zip(("last_norm", "second_norm"), last, strict=False)
+    return _head_of(
+        head, parts_of(layer.mtp_block), length, layer.eh_proj.weight, norms, run, layer.eh_proj,
+        shift, is_state_first=getattr(head.config, "mtp_hidden_states_first", False),
+    )  # fmt: skip
 
 
 @torch.no_grad()
-def eagle_layer(head: nn.Module, length: int) -> KernelHead | None:
+def eagle_layer(head: Any, length: int) -> KernelHead | None:
     """The layer of an EAGLE-3 head, if it agrees."""
-    layer = head.layers[0]
-    parts = parts_of(layer, besides=("hidden_norm",))
-    if not parts or not can_tabulate(head.rotary_emb):
-        return None
-    count, width = min(_NUM_COMPARED, length), len(head.norm.weight)
-    embeds, states = _random_pairs(count, width, head.norm.weight)
-    pairs, positions = torch.cat([embeds, states], -1)[None], torch.arange(count)[None]
-    expected = head.run(pairs, positions, _causal(count, embeds), None)[0]
-    expected = head.norm(expected) if head.config.norm_output else expected
-    block = Block(parts, FULL, None)
-    norms = norm_of(layer.input_layernorm), norm_of(layer.hidden_norm)
-    decoder = _decoder(block, head.rotary_emb, length + 1, *norms)
-    decoder.struct.adds_to_normed = layer.norm_before_residual
-    kept: list[Any] = []
-    decoder.struct.last_norm = norm_struct(norm_of(head.norm), kept)
-    decoder.keep(kept)
-    found = KernelHead(decoder, layer=-1 if head.config.norm_output else 0)
-    if _agrees(found, expected, embeds, states):
-        return found
-    decoder.restore()
-    return None
+    layer, is_normed = head.layers[0], head.config.norm_output
+
+    def run(embeds: Tensor, states: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        found = head.run(torch.cat([embeds, states], -1), positions, mask, None)
+        return head.norm(found) if is_normed else found
+
+    norms = {"embed_norm": layer.input_layernorm, "state_norm": layer.hidden_norm}
+    return _head_of(
+        head, parts_of(layer, besides=("hidden_norm",)), length, head.norm.weight,
+        norms | {"last_norm": head.norm}, run, layer=-1 if is_normed else 0,
+        adds_to_normed=layer.norm_before_residual,
+    )  # fmt: skip
 
 
 @torch.no_grad()
