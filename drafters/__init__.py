@@ -3,7 +3,6 @@
 import importlib
 import importlib.util
 import sys
-import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from sampling import Noise
 
 from .base import Context, Drafter
 from .panel import AUTO, PLAIN, TREE, first_choice
-from .timed import TimedDrafter
+from .timed import TimedDrafter, place_of
 from .tree import Line, branches
 
 __all__ = [
@@ -57,7 +56,7 @@ def load(name: str, context: Context) -> Drafter:
     except ValueError:
         raise
     except Exception as error:  # a drafter of one's own may fail in any way
-        place = _place_of(error) if ":" in name else ""
+        place = place_of(error, sys.modules[drafter_class.__module__].__file__ or "")
         raise ValueError(f"drafter {name} failed to start: {error}{place}") from error
 
 
@@ -113,12 +112,6 @@ def _check(drafter: Drafter, context: Context) -> None:
         )
 
 
-def _place_of(error: Exception) -> str:
-    """Where somebody's code failed: the last line of it that ran."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-
-
 def _class_from_file(name: str) -> type[Drafter]:
     path_text, _, attribute = name.rpartition(":")
     path = Path(path_text)
@@ -132,7 +125,7 @@ def _class_from_file(name: str) -> type[Drafter]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        place = _place_of(error)
+        place = place_of(error, spec.origin or "")
         raise ValueError(f"drafter file {path_text!r} failed to load: {error}{place}") from error
     found = getattr(module, attribute, None)
     if not (isinstance(found, type) and issubclass(found, Drafter)):

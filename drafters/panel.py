@@ -19,6 +19,7 @@ from messages import Draft, Sampling, Verdict, in_short
 from sampling import Noise
 
 from .base import Drafter
+from .timed import TimedDrafter
 from .tree import heard, longest, merged
 
 AUTO = "auto"  # the name under which a request asks for all drafters
@@ -293,11 +294,14 @@ class Panel:
 
     def _check_tokens(self, tokens: Any) -> None:
         if not isinstance(tokens, list):
-            raise TypeError(f"proposed a {type(tokens).__name__}, not a list of tokens")
+            kind = type(tokens).__name__
+            raise TypeError(f"proposed a {kind}, not a list of tokens: write Draft([1, 2, 3])")
         for token in tokens:
             if type(token) is not int or not 0 <= token < self._vocab_size:
+                kind = type(token).__name__
+                how = "" if kind == "int" else f" (a {kind}: write int(token))"
                 raise ValueError(
-                    f"proposed {token!r:.100}, which is no id below {self._vocab_size}"
+                    f"proposed {token!r:.100}, which is no id below {self._vocab_size}{how}"
                 )
 
     def guess(self, seat: Seat, name: str, max_tokens: int) -> Guess | None:
@@ -386,7 +390,9 @@ class Panel:
         self.num_failures += 1
         LOG.warning("drafter %s failed: %s", name, in_short(error), exc_info=error)
         self._close(seat, name)
-        what = f"drafter {name} failed ({in_short(error)})"
+        drafter = self.drafters[name]
+        place = drafter.place_of(error) if isinstance(drafter, TimedDrafter) else ""
+        what = f"drafter {name} failed ({in_short(error)}){place}"
         rest = " and ".join(seat.states)
         seat.warnings.append(f"{what}: went on {f'with {rest}' if rest else 'without speculation'}")
         if not rest:

@@ -31,6 +31,15 @@ class _Interrupt(BaseException):
     """Ends a call that takes too long; no Exception, as drafters catch those."""
 
 
+def place_of(error: BaseException, file: str) -> str:
+    """Where somebody's file failed: the last line of it that ran. Empty if none did.
+
+    Example: " (mine.py, line 12)".
+    """
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    return f" ({file}, line {frames[-1].lineno})" if frames else ""
+
+
 class TimedDrafter(Drafter):
     """`inner`, called in one thread of its own.
 
@@ -55,6 +64,13 @@ class TimedDrafter(Drafter):
         # A daemon: a drafter that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=serve, name=name, daemon=True)
         self._thread.start()
+
+    def place_of(self, error: Exception) -> str:
+        """Where the drafter failed; what it returned is the affair of its `propose`."""
+        code = type(self._inner).propose.__code__
+        place = place_of(error, sys.modules[type(self._inner).__module__].__file__ or "")
+        is_late = isinstance(error, TimeoutError)
+        return place or ("" if is_late else f" ({code.co_filename}, line {code.co_firstlineno})")
 
     def open(self, prompt: Any, sampling: Sampling, noise: Noise) -> Any:
         return self._call(self._inner.open, prompt, sampling, noise)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 import sys
 import threading
 import time
@@ -11,7 +12,7 @@ from dataclasses import replace
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import WAYS, ScriptedDrafter, run, scripted_engine
+from conftest import ROOT, WAYS, ScriptedDrafter, run, scripted_engine
 from test_batching import together
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -491,6 +492,57 @@ def test_a_drafter_of_one_s_own_is_the_one_that_runs(demo_engine, prompts, tmp_p
     assert engine.default_drafter == "Inherits"
     _, events = run(engine, prompts["easy_json"], max_tokens=10, drafter="Inherits")
     assert all(event["proposals"] == [7] for event in events[1:-1])
+
+
+def test_the_documents_drafter_with_a_model_runs(demo_engine, prompts, tmp_path, monkeypatch):
+    """Of at most 25 lines. Its KV cache goes back by what it drafted."""
+    text = (ROOT / "docs/models.md").read_text("utf-8")
+    text = re.search(r"```python\n(import torch\n.*?)```", text, re.DOTALL)[1]
+    assert len([line for line in text.splitlines() if line]) <= 25
+    (tmp_path / "mine.py").write_text(text, "utf-8")
+    monkeypatch.chdir(ROOT)
+    own = drafters.load(f"{tmp_path}/mine.py:Own", context(demo_engine.target))
+    engine = core.Engine(demo_engine.target, {"Own": own}, "Own", is_strict=True)
+    theirs = demo_engine.panel.drafters["draft_model"]
+    for prompt in list(prompts.values())[:3]:
+        s, events = run(engine, prompt, max_tokens=20, drafter="Own")
+        assert s.output == core.plain_decode(demo_engine.target, prompt, 20, engine.eos_ids)
+        drafted = next(event["proposals"] for event in events[1:])
+        state = fresh_state(demo_engine, theirs, [*prompt, s.output[0]])
+        assert drafted == propose_and_close(theirs, [state], [len(drafted)])[0]
+
+
+MISTAKES = """
+import torch
+from drafters import Draft, Drafter
+
+class Mine(Drafter):
+    def propose(self, state, max_tokens):
+        return RESULT
+"""
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ("[1, 2]", "propose returned a list: write return Draft(tokens)) ({}, line 6)"),
+        ("Draft(torch.ones(2))", "a Tensor, not a list of tokens: write Draft([1, 2, 3])) ({}, "),
+        ("Draft([*torch.ones(2)])", "no id below 4096 (a Tensor: write int(token))) ({}, line 6)"),
+        ("Draft([9999])", "proposed 9999, which is no id below 4096) ({}, line 6)"),
+        ("1 / 0", "failed (division by zero) ({}, line 7)"),
+        ("torch.zeros(2)[7]", "for dimension 0 with size 2) ({}, line 7)"),
+    ],
+)
+def test_an_error_in_somebody_s_drafter_says_where_and_what_to_return(
+    demo_engine, tmp_path, result, message
+):
+    file = tmp_path / "mine.py"
+    file.write_text(MISTAKES.replace("RESULT", result), "utf-8")
+    own = drafters.load(f"{file}:Mine", context(demo_engine.target))
+    engine = core.Engine(demo_engine.target, {"Mine": own}, "Mine")
+    sequence, _ = run(engine, [5, 6, 7], max_tokens=6, drafter="Mine")
+    (warning,) = sequence.seat.warnings
+    assert message.format(file) in warning and warning.endswith(": went on without speculation")
 
 
 def renamed(folder):
