@@ -38,13 +38,24 @@ _MIMO_NAMES = {
 def _told(model: Any, count: int) -> Iterator[None]:
     """Say in transformers' words what MTP layers a target has, where its config does not.
 
-    Writes to the target's config, and takes that back if what is done meanwhile fails.
+    Writes to the target's config, and to the model what weights are not its own; takes that back if
+    what is done meanwhile fails.
     """
-    text = model.config.get_text_config()
-    known, ignored = dict(vars(text)), model._keys_to_ignore_on_load_unexpected
-    renamed = getattr(model, "_weight_conversions", None)
+    text, ignored = model.config.get_text_config(), model._keys_to_ignore_on_load_unexpected
+    known, renamed = dict(vars(text)), getattr(model, "_weight_conversions", None)
     try:
-        _tell(model, text, count)
+        text.num_mtp_layers = count
+        for name, kind in {"layer_types": "full_attention", "mlp_layer_types": "sparse"}.items():
+            if getattr(text, name, None) and not getattr(text, f"mtp_{name}", None):
+                setattr(text, f"mtp_{name}", [kind] * count)
+        # Those that are numbered on are known by the numbers of the published checkpoints alone.
+        if any(re.match(r"model\\\.layers", pattern) for pattern in ignored or ()):
+            numbers = range(text.num_hidden_layers, text.num_hidden_layers + count)
+            model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{n}\." for n in numbers]
+        if any("mtp_layers" in pattern for pattern in ignored or ()):
+            text.mtp_hidden_states_first = True
+            own = [WeightRenaming(name, new) for name, new in _MIMO_NAMES.items()]
+            model._weight_conversions = [*(renamed or []), *own]
         yield
     except Exception:
         vars(text).clear()
@@ -53,27 +64,6 @@ def _told(model: Any, count: int) -> Iterator[None]:
         raise
     finally:
         model._weight_conversions = renamed
-
-
-def _tell(model: Any, text: Any, count: int) -> None:
-    """Write it to the target's config `text`, and to the model what weights are not its own."""
-    text.num_mtp_layers = count
-    kinds = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}
-    for name, kind in kinds.items():
-        if getattr(text, name, None) and not getattr(text, f"mtp_{name}", None):
-            setattr(text, f"mtp_{name}", [kind] * count)
-    # Those that are numbered on are known by the numbers of the published checkpoints alone.
-    if any(re.match(r"model\\\.layers", known) for known in _patterns(model)):
-        numbers = range(text.num_hidden_layers, text.num_hidden_layers + count)
-        model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{n}\." for n in numbers]
-    if any("mtp_layers" in known for known in _patterns(model)):
-        text.mtp_hidden_states_first = True
-        own = [WeightRenaming(name, new) for name, new in _MIMO_NAMES.items()]
-        model._weight_conversions = [*(model._weight_conversions or []), *own]
-
-
-def _patterns(model: Any) -> list[str]:
-    return list(model._keys_to_ignore_on_load_unexpected or [])
 
 
 class MtpHeadDrafter(HeadDrafter):

@@ -80,8 +80,7 @@ class Missed(NamedTuple):
     """What came in a cycle; drafters that had no part in it are told when they are asked next."""
 
     tokens: list[int]
-    hidden: dict[int, Tensor]  # [tokens and rejected ones, D] by layer
-    num_rejected: int
+    hidden: dict[int, Tensor]  # [tokens, D] by layer
 
 
 class Guess(NamedTuple):
@@ -340,12 +339,12 @@ class Panel:
         told when they are asked next, of all that came until then. `hidden` are the states [fed, D]
         of what was verified, by layer: of the text's own branch of a tree.
         """
-        states, seat.hidden, seat.draft = seat.read(hidden), {}, None
-        self.keep(seat, states)
-        came = Missed(verdict.tokens, states, verdict.drafted - verdict.accepted)
+        states, num_rejected = seat.read(hidden), verdict.drafted - verdict.accepted
+        kept = {layer: own[: len(own) - num_rejected] for layer, own in states.items()}
+        came, seat.hidden, seat.draft = Missed(verdict.tokens, kept), {}, None
+        self.keep(seat, kept)
         if self.prefixes:
-            num_kept = len(next(iter(states.values()), ())) - came.num_rejected
-            seat.states_read.append({layer: own[:num_kept] for layer, own in states.items()})
+            seat.states_read.append(kept)
         for name in [name for name in seat.drafts if name in seat.states]:
             if is_last and not self.drafters[name].keeps_outputs:
                 continue
@@ -364,13 +363,11 @@ class Panel:
 
     def _hidden(self, name: str, cycles: list[Missed]) -> Tensor | None:
         """The states [tokens, D] that a drafter needs of these cycles, layers side by side."""
-        drafter, found = self.drafters[name], []
+        drafter = self.drafters[name]
         if not drafter.needs_hidden:
             return None
-        for _, states, num_rejected in cycles:
-            beside = torch.cat([states[layer] for layer in drafter.hidden_layers], -1)
-            found.append(beside[: len(beside) - num_rejected])
-        return torch.cat(found)
+        layers = drafter.hidden_layers
+        return torch.cat([torch.cat([came.hidden[i] for i in layers], -1) for came in cycles])
 
     def _catch_up(self, seat: Seat, name: str) -> None:
         """Tell a drafter what came since it was asked last, as one piece of text."""

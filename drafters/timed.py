@@ -21,8 +21,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from messages import Draft, Sampling, Verdict
-from sampling import Noise
+from messages import Draft
 
 from .base import Drafter
 
@@ -51,7 +50,7 @@ class TimedDrafter(Drafter):
         self.name, self.needs_hidden = inner.name, inner.needs_hidden  # type: ignore[misc]
         self.hidden_layers, self.drafts_at_once = inner.hidden_layers, inner.drafts_at_once
         self.num_step_weights = getattr(inner, "num_step_weights", 0)
-        for name in ("guess", "evidence"):
+        for name in ("open", "propose_batch", "observe", "guess", "evidence"):
             if hasattr(inner, name):
                 setattr(self, name, partial(self._call, getattr(inner, name)))
         self._unclosed: list[Any] = []  # states, until the drafter can be spoken to again
@@ -72,17 +71,8 @@ class TimedDrafter(Drafter):
         is_late = isinstance(error, TimeoutError)
         return place or ("" if is_late else f" ({code.co_filename}, line {code.co_firstlineno})")
 
-    def open(self, prompt: Any, sampling: Sampling, noise: Noise) -> Any:
-        return self._call(self._inner.open, prompt, sampling, noise)
-
     def propose(self, state: Any, max_tokens: int) -> Draft:
         return self._call(self._inner.propose, state, max_tokens)
-
-    def propose_batch(self, states: list[Any], max_tokens: list[int]) -> list[Draft]:
-        return self._call(self._inner.propose_batch, states, max_tokens)
-
-    def observe(self, state: Any, verdict: Verdict) -> None:
-        self._call(self._inner.observe, state, verdict)
 
     def close(self, state: Any) -> None:
         if self._is_hanging:

@@ -471,16 +471,15 @@ class Decoder:
         own, output = (type(x).from_buffer_copy(x) for x in (self.struct, self.output.struct))
         output.outputs, own.output = outputs, ctypes.pointer(output)
         slots, positions, places = rows.contiguous()
-        batch = Batch(rows=len(ids), num_wanted=len(wanted), shift=shift)
-        names = ["ids", "slots", "positions", "places", "wanted", "logits"]
-        tensors = [ids, slots, positions, places, wanted, logits]
+        pointed = {"ids": ids, "slots": slots, "positions": positions, "places": places}
+        pointed |= {"wanted": wanted, "logits": logits}
         if given is not None:
             given, states = given.float().contiguous(), torch.empty(len(ids), self.hidden)
             assert given.shape == states.shape
-            names, tensors = [*names, "given", "states"], [*tensors, given, states]
-            batch.num_states, batch.state_layers = 1, ctypes.addressof(asked)
-        for name, tensor in zip(names, tensors, strict=True):
-            setattr(batch, name, _at(tensor))
+            pointed |= {"given": given, "states": states}
+        addresses = {name: _at(tensor) for name, tensor in pointed.items()}
+        batch = Batch(rows=len(ids), num_wanted=len(wanted), shift=shift, **addresses)
+        batch.num_states, batch.state_layers = "given" in pointed, ctypes.addressof(asked)
         call, threads = library.load().run_chain, self._threads(len(wanted))
         decoder, fed, vocabulary = map(ctypes.byref, (own, batch, words))
         checked(call(decoder, fed, drafts, vocabulary, threads))
