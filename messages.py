@@ -3,11 +3,11 @@
 Request ──→ engine ──→ drafter: Draft ──→ verify: Judgement ──→ drafter: Verdict
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -153,6 +153,42 @@ class Output:
 
     logits: list[Tensor]  # [num_logits, V] float32
     hidden: dict[int, list[Tensor]]  # [tokens fed, D] of each layer asked for
+
+
+class KeyCache(Protocol):
+    """The core's SlotCache, as those know it who draft and compute: rows that have a length each.
+
+    A forward places its tokens, writes their keys and values, and advances.
+    """
+
+    lengths: list[int]  # by row
+    rows: list[int]  # the open ones, by slot
+    layers: list[Any]  # with keys and values [slots, heads, capacity, width]
+    recurrent: list[Any]  # layers that keep a state in the place of keys
+    max_length: int
+
+    def open_row(self) -> int: ...
+    def close_row(self, row: int) -> None: ...
+    def slot(self, row: int) -> int: ...
+    def place(self, rows: list[int], counts: list[int]) -> Any: ...
+    def advance(self, place: Any) -> None: ...
+    def truncate(self, row: int, length: int) -> None: ...
+
+
+class Model(Protocol):
+    """The core's CachedModel: a model of transformers with a KV cache, and its forward."""
+
+    name: str
+    model: Any  # of transformers
+    tokenizer: Any
+    vocab_size: int
+    max_length: int
+    num_weights: int
+    cache: KeyCache
+    fast: Any  # its forward in C, or None
+    forward: Callable[..., Output]
+
+    def new_cache(self, num_layers: int, num_rows: int, spare: int = 0) -> KeyCache: ...
 
 
 @dataclass

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from messages import Draft, Sampling, Verdict
+from messages import Draft, Model, Sampling, Verdict
 from sampling import Noise, confidence
 
 Sample = Callable[[Tensor, list[int], Sampling, Noise], tuple[int, Tensor | None]]
@@ -30,18 +30,17 @@ Sample = Callable[[Tensor, list[int], Sampling, Noise], tuple[int, Tensor | None
 class Context:
     """What a drafter may be built from: the core's models and the command line's options.
 
-    `target` and `draft` are the core's cached models (`draft` is None where no draft model was
-    named), with `.name`, `.model`, `.tokenizer`, `.vocab_size`, `.max_length`,
-    `.forward(rows, tokens, num_logits)`, `.cache` and `.new_cache(num_layers, num_rows, spare)`.
+    `target` and `draft` are the core's cached models; `draft` is None where no draft model was
+    named.
 
     `sample(logits [V], text, sampling, noise)` is how a model drafter chooses: the token drawn
     after the request's own transforms (`text`: the tokens before it, drafts included), and the q
     [V] that it was drawn from where the request is verified by rejection, else None.
     """
 
-    target: Any
+    target: Model
     sample: Sample
-    draft: Any | None = None
+    draft: Model | None = None
     num_rows: int = 1
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 1

@@ -35,7 +35,7 @@ from kernels.decoder import FULL, MOST_ROWS, can_tabulate
 from kernels.files import check_fields, check_sizes, fill, read_folder, reading
 from kernels.head import look_ahead
 from kernels.weights import DTYPES, pack
-from messages import Draft
+from messages import Draft, Model
 
 from .base import Chain, Context
 from .head import HeadState, StateReader
@@ -83,7 +83,7 @@ class BlockConfig:
         rest = given.get("num_target_layers"), given.get("is_causal")
         return cls(layer, size, mask, tuple(ids), *rest)
 
-    def check(self, target: Any) -> None:
+    def check(self, target: Model) -> None:
         """Raises ValueError if the head was trained for another target."""
         num_layers = target.model.config.get_text_config().num_hidden_layers
         if self.num_target_layers not in (None, num_layers):

@@ -19,6 +19,7 @@ from kernels import library
 from kernels.chain import Vocabulary
 from kernels.files import check_sizes, own_weights, reading
 from kernels.head import speed_up_eagle
+from messages import Model
 
 from .base import Context
 from .eagle3_head import Eagle3Head, HeadConfig, build_head, read_head
@@ -78,7 +79,7 @@ class Eagle3Drafter(HeadDrafter):
         return scores
 
 
-def check_target(config: HeadConfig, target: Any) -> None:
+def check_target(config: HeadConfig, target: Model) -> None:
     """Raises ValueError if the head was trained for another target.
 
     Targets are compared by the last part of their names: a folder may be a copy from the hub.
@@ -91,7 +92,7 @@ def check_target(config: HeadConfig, target: Any) -> None:
     check_sizes(config.target_hidden_size, config.layer.vocab_size, target)
 
 
-def names_of(target: Any) -> set[str]:
+def names_of(target: Model) -> set[str]:
     """By what a target may be known: the folders that it lies in, or the name of its file.
 
     Example: …/models--org--Name/snapshots/0e9e… is the hub's copy of org/Name, and

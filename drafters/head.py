@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from kernels import chain, library
 from kernels.head import KernelHead
-from messages import Draft, Sampling, Verdict
+from messages import Draft, KeyCache, Sampling, Verdict
 from sampling import Noise
 
 from .base import Chain, Context, Drafter, ModelState
@@ -240,7 +240,7 @@ class _Reading:
         if behind < len(self._hidden) and len(self._drafted) == behind:
             self._hidden[behind] = [*self._hidden[behind], outputs]
 
-    def keep_what_is_true(self, caches: list[Any]) -> None:
+    def keep_what_is_true(self, caches: list[KeyCache]) -> None:
         """Truncate the caches to true pairs, and keep of the hidden states what is not read."""
         num_pairs, row, num_steps = len(self._state.text) - 1, self._state.row, len(self._drafted)
         for layer, cache in enumerate(caches):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.forward import KernelForward
 from kernels.prefix import PrefixCache
 from messages import Draft, Sampling, Verdict, in_short
 from sampling import Noise
@@ -109,7 +110,7 @@ class Panel:
         default: str | None = None,
         is_strict: bool = False,
         prefixes: PrefixCache | None = None,
-        fast: Any = None,
+        fast: KernelForward | None = None,
     ) -> None:
         """`is_strict` lets a drafter's fault fail the request: for those who write a drafter.
 
@@ -156,10 +157,10 @@ class Panel:
             seat.num_cached = self.prefixes.length(seat.row)
             seat.hidden = {0: hidden} if hidden else {}
 
-    def keep(self, seat: Seat, states: dict[int, Tensor]) -> None:
+    def remember_prompt(self, seat: Seat, states: dict[int, Tensor]) -> None:
         """Remember a prompt, once it has been read; `states` [prompt, D] by layer."""
         if self.prefixes and not (seat.is_kept or seat.is_alone):
-            self.prefixes.keep(seat.row, seat.prompt, states)
+            self.prefixes.remember(seat.row, seat.prompt, states)
         seat.is_kept = True
 
     def remember(self, seat: Seat, text: list[int]) -> None:
@@ -168,7 +169,7 @@ class Panel:
         A token has the same keys and values read or written where bits are equal, and only there.
         """
         if self.prefixes and seat.is_kept and not seat.is_alone:
-            self.prefixes.keep(seat.row, text, joined(seat.states_read))
+            self.prefixes.remember(seat.row, text, joined(seat.states_read))
 
     def layers(self, seats: list[Seat]) -> tuple[int, ...]:
         """The layers whose hidden states the drafters of these seats want."""
@@ -342,7 +343,7 @@ class Panel:
         states, num_rejected = seat.read(hidden), verdict.drafted - verdict.accepted
         kept = {layer: own[: len(own) - num_rejected] for layer, own in states.items()}
         came, seat.hidden, seat.draft = Missed(verdict.tokens, kept), {}, None
-        self.keep(seat, kept)
+        self.remember_prompt(seat, kept)
         if self.prefixes:
             seat.states_read.append(kept)
         for name in [name for name in seat.drafts if name in seat.states]:

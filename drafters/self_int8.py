@@ -10,13 +10,13 @@ Not covered: mixtures of experts, whose experts would stay floats.
 """
 
 from copy import copy, deepcopy
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from kernels.start import speed_up
 from kernels.weights import why_not_int8
-from messages import Draft, Sampling, Verdict
+from messages import Draft, Model, Sampling, Verdict
 from sampling import Noise
 
 from .base import Context, ModelState
@@ -93,7 +93,7 @@ class SelfInt8Drafter(SmallModelDrafter):
         """The row is the engine's."""
 
 
-def int8_copy(target: Any) -> Any:
+def int8_copy(target: Model) -> Model:
     """A copy of a cached model with linear layers of its own; all else is shared with it."""
     twin, model = copy(target), target.model
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}

@@ -10,11 +10,11 @@ Not covered: a draft model with another tokenizer; it is refused at start.
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from kernels import chain
 from kernels.prefix import PrefixCache
-from messages import Draft, Sampling, Verdict
+from messages import Draft, Model, Sampling, Verdict
 from sampling import Noise
 
 from .base import Chain, Context, Drafter, ModelState
@@ -28,7 +28,7 @@ class SmallModelDrafter(Drafter):
     name: ClassVar[str] = "draft_model"
     stops_early = True
 
-    def __init__(self, context: Context, draft: Any) -> None:
+    def __init__(self, context: Context, draft: Model) -> None:
         """`draft` is a cached model with the target's tokens."""
         self._draft = draft
         self.num_step_weights = self._draft.num_weights
@@ -140,6 +140,6 @@ class SmallModelDrafter(Drafter):
     def close(self, state: ModelState) -> None:
         try:
             if self._prefixes:
-                self._prefixes.keep(state.row, state.text)
+                self._prefixes.remember(state.row, state.text)
         finally:
             self._draft.cache.close_row(state.row)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from messages import Draft
+from messages import Draft, KeyCache
 
 from .decoder import MOST_ROWS, Decoder, Rows
 from .sampling import Choice, Doubts, Transforms
@@ -66,7 +66,7 @@ class Text:
 
 
 def texts_of(
-    cache: Any, states: Sequence[Any], fed: list[list[int]], limits: list[int]
+    cache: KeyCache, states: Sequence[Any], fed: list[list[int]], limits: list[int]
 ) -> dict[int, Text]:
     """What a chain is fed by drafters' states, by number, of those that want tokens.
 
@@ -82,7 +82,7 @@ def texts_of(
     return texts if texts and can_chain(cache, list(texts.values())) else {}
 
 
-def can_chain(cache: Any, texts: Sequence[Text]) -> bool:
+def can_chain(cache: KeyCache, texts: Sequence[Text]) -> bool:
     """Whether drafts of these texts, by a model with this cache, can be one call."""
     ends = [cache.lengths[text.row] + len(text.fed) + text.limit - 1 for text in texts]
     return (
@@ -100,7 +100,7 @@ def drafts_of(texts: dict[int, Text], count: int) -> list[Draft]:
 
 def draft(
     decoder: Decoder,
-    cache: Any,
+    cache: KeyCache,
     texts: Sequence[Text],
     words: Vocabulary,
     shift: int = 0,

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from messages import KeyCache
+
 from . import library
 from .parts import Parts, RMSNorm, is_same, linear_of, norm_of, parts_of, shape_of
 from .recurrent import MOST_TAPS, WIDEST_KEY, Convolution, Rule
@@ -344,7 +346,7 @@ class Decoder:
         for block in self.attending:
             is_turned = block.kind in ropes and block.is_rotated
             block.struct.rope = kinds.index(block.kind) if is_turned else -1
-        self._cache: Any = None
+        self._cache: KeyCache | None = None
         self.embedding: Panels | None = None
         self.output: Panels | None = None
         self.entrance: Panels | None = None
@@ -368,7 +370,7 @@ class Decoder:
         for name, panels in ends.items():
             setattr(self.struct, name, panels and ctypes.pointer(panels.struct))
 
-    def keep(self, *what: Any) -> None:
+    def hold(self, *what: Any) -> None:
         """For as long as the decoder is there, as its structure points there."""
         self._kept.extend(what)
 
@@ -430,7 +432,7 @@ class Decoder:
         every = {id(panels): panels for panels in (*ends, *blocks) if panels}
         return sum(panels.num_bytes for panels in every.values())
 
-    def follow(self, cache: Any) -> None:
+    def follow(self, cache: KeyCache) -> None:
         """Keep keys and values in a cache of the core's from now on."""
         if self._cache is cache:
             return
@@ -642,7 +644,7 @@ def decoder_of(
         for own, kind, layer in zip(parts, kinds, layers, strict=True)
     ]
     found = Decoder(blocks, ropes, torch.get_num_threads())
-    found.keep(kept)
+    found.hold(kept)
     found.take_ends(model, last_norm)
     shapes = [(1, block.kv_heads, count, block.width) for block in found.attending]
     found.attach([[torch.zeros(shape, dtype=model.dtype) for _ in "kv"] for shape in shapes])

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, cached_file
 
-from messages import in_short
+from messages import Model, in_short
 
 FILE, _PICKLED = "model.safetensors", "pytorch_model.bin"
 
@@ -74,7 +74,7 @@ def fill(module: nn.Module, weights: dict[str, Tensor]) -> None:
     module.load_state_dict(weights)
 
 
-def check_sizes(hidden_size: int, vocab_size: int, target: Any) -> None:
+def check_sizes(hidden_size: int, vocab_size: int, target: Model) -> None:
     """Raises ValueError if a head was trained for another target, by what it reads and writes."""
     width = target.model.config.get_text_config().hidden_size
     if hidden_size != width:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from messages import Output
+from messages import Model, Output
 
 from . import library
 from .decoder import MOST_ROWS, Decoder, Rows
@@ -59,7 +59,7 @@ class KernelForward:
         "place and the neighbours"
     )
 
-    def __init__(self, model: Any, decoder: Decoder | Modules) -> None:
+    def __init__(self, model: Model, decoder: Decoder | Modules) -> None:
         self._model, self.decoder = model, decoder
 
     @torch.inference_mode()

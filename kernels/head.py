@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from messages import KeyCache
+
 from . import chain, library
 from .decoder import FULL, MOST_ROWS, Block, Decoder, Rows, can_tabulate, norm_struct, ropes_of
 from .experts import pack_experts
@@ -74,12 +76,12 @@ class KernelHead:
         self._words = words
         return True
 
-    def draft(self, cache: Any, texts: Sequence[chain.Text]) -> None:
+    def draft(self, cache: KeyCache, texts: Sequence[chain.Text]) -> None:
         """Draw each text's draft: see chain.py."""
         chain.draft(self.decoder, cache, texts, self._words, self._shift, self._layer)
 
     def __call__(
-        self, cache: Any, rows: list[int], counts: list[int], embeds: Tensor, states: Tensor
+        self, cache: KeyCache, rows: list[int], counts: list[int], embeds: Tensor, states: Tensor
     ) -> list[Tensor]:
         """Outputs [n, D] of each row's pairs, fed after what it holds; embeds and states [N, D]."""
         place, where = cache.place(rows, counts), Rows()
@@ -132,7 +134,7 @@ def _head_of(
     given = {name: norm_struct(norm_of(norm), kept) for name, norm in norms.items()}
     for name, value in {"has_states": True, **fields, **given}.items():
         setattr(decoder.struct, name, value)
-    decoder.keep(kept)
+    decoder.hold(kept)
     decoder.entrance = entrance and Panels.of(entrance.weight)
     decoder.point()
     shape = 1, block.kv_heads, count, block.width
@@ -203,7 +205,7 @@ def look_ahead(
         blocks.append(Block(parts_of(layer), kind, window))
         blocks[-1].struct.looks_ahead = looks_ahead
     found = Decoder(blocks, ropes_of(head.rotary_emb, kinds, length, kept), torch.get_num_threads())
-    found.keep(kept)
+    found.hold(kept)
     if quantize:
         found.quantise()
     head.layers = nn.ModuleList(Gone() for _ in blocks)

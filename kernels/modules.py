@@ -21,6 +21,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from messages import KeyCache, Model
+
 from . import library
 from .decoder import Batch, BlockStruct
 from .rowwise import RowWise
@@ -161,12 +163,12 @@ class Modules:
 
     nets = ()  # that C runs: recurrent layers are modules here, and keep their states themselves
 
-    def __init__(self, cached: Any) -> None:
+    def __init__(self, cached: Model) -> None:
         """`cached` is the core's CachedModel, whose layers are packed."""
         self._cached, self._mode = cached, _Mode(cached.model)
         self.num_threads = torch.get_num_threads()
 
-    def follow(self, cache: Any) -> None:
+    def follow(self, cache: KeyCache) -> None:
         """Keys and values go where transformers' modules put them: to the model's own cache."""
         assert cache is self._cached.cache
 

@@ -20,10 +20,11 @@ Sources: vLLM's automatic prefix caching; SGLang's radix attention, arXiv 2312.0
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from messages import KeyCache, Model
 
 _SIZE = 64  # tokens of a block
 
@@ -43,7 +44,7 @@ class _Block:
 class PrefixCache:
     """Blocks of the texts that went through one KV cache; the least recently used ones go."""
 
-    def __init__(self, cache: Any, capacity_mb: int) -> None:
+    def __init__(self, cache: KeyCache, capacity_mb: int) -> None:
         """`cache` is the core's SlotCache."""
         self._cache = cache
         self.capacity_bytes, self.num_bytes = capacity_mb << 20, 0
@@ -51,7 +52,7 @@ class PrefixCache:
         self._blocks: OrderedDict[bytes, _Block] = OrderedDict()  # the next to go first
 
     @classmethod
-    def of(cls, model: Any, capacity_mb: int) -> "PrefixCache | None":
+    def of(cls, model: Model, capacity_mb: int) -> "PrefixCache | None":
         """For a cached model of the core; None without capacity, and where layers keep states."""
         can_keep = capacity_mb and not model.cache.recurrent
         return cls(model.cache, capacity_mb) if can_keep else None
@@ -100,7 +101,7 @@ class PrefixCache:
         return {layer: torch.cat([block.hidden[layer] for block in found]) for layer in layers}
 
     @torch.inference_mode()
-    def keep(self, row: int, text: list[int], hidden: dict[int, Tensor] | None = None) -> None:
+    def remember(self, row: int, text: list[int], hidden: dict[int, Tensor] | None = None) -> None:
         """Copy the blocks of a text that the row holds; hidden [tokens, D] by layer."""
         slot, held = self._cache.slot(row), self._cache.lengths[row]
         keys = self._keys(text)[: held // _SIZE]

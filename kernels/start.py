@@ -7,9 +7,10 @@ no compiler, another device        transformers' modules
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
+
+from messages import Model
 
 from . import library, sampling
 from .decoder import decoder_of
@@ -32,9 +33,9 @@ def get_ready(quantize: str | None, device: str, is_wanted: bool) -> None:
 
 
 def speed_up(
-    model: Any,
+    model: Model,
     quantize: str | None = None,
-    check: Callable[[Any], None] | None = None,
+    check: Callable[[Model], None] | None = None,
     has_own_embedding: bool = True,
 ) -> None:
     """Make a CachedModel compute the same, sooner.
@@ -69,7 +70,7 @@ def speed_up(
             quantise_embedding(model.model)
 
 
-def report_of(model: Any) -> Report:
+def report_of(model: Model) -> Report:
     """What is to be said of a CachedModel's exactness."""
     if model.fast:
         return model.fast.report()
@@ -81,7 +82,7 @@ def report_of(model: Any) -> Report:
     return Report(doubt, torch.get_num_threads(), 0.0, None, None)
 
 
-def _run_flat(model: Any) -> None:
+def _run_flat(model: Model) -> None:
     """Let the model's texts stand side by side, if its modules do not mix them."""
     usual, own = model.model.config._attn_implementation, ModuleForward(model, Modules(model))
     for by_interface in (True, False):

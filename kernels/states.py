@@ -39,6 +39,8 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from messages import KeyCache, Model
+
 from . import library, recurrent
 from .decoder import Net, Passed
 from .recurrent import Rule
@@ -125,7 +127,7 @@ class Mark:
 class RecurrentLayer:
     """A module of transformers that keeps states, made to keep them for the rows of a KV cache."""
 
-    def __init__(self, mixer: nn.Module, cache: Any, kind: Kind | None) -> None:
+    def __init__(self, mixer: nn.Module, cache: KeyCache, kind: Kind | None) -> None:
         """`cache` is the core's SlotCache. Puts itself in the place of the module's forward."""
         self._cache, self._kind, self._is_compiled = cache, kind, library.is_used
         self._rule: Rule | None = None  # once it is known
@@ -285,7 +287,7 @@ def recurrent_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Kind | None
         yield module, rules[0] if rules else None
 
 
-def follow_rows(cached: Any) -> None:
+def follow_rows(cached: Model) -> None:
     """Let a CachedModel's recurrent layers, if any, keep their states by the rows of its cache.
 
     Raises ValueError, with a sentence, where they are of a kind that is not known here.

@@ -510,7 +510,7 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
      "prefix::test_the_end_of_a_prompt_is_forgotten_before_its_beginning"),
     ("a prompt is remembered before it is known to be sound", "core:Engine.forward",
      "lengths, pairs = self.target.cache.lengths,",
-     "lengths, pairs = [self.panel.keep(s.seat, {}) for s in batch]"
+     "lengths, pairs = [self.panel.remember_prompt(s.seat, {}) for s in batch]"
      " and self.target.cache.lengths,",
      "prefix::test_a_prompt_that_failed_is_not_remembered"),
     ("chunks of hidden states are handed out backwards", "panel:Seat.read",
