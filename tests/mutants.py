@@ -563,7 +563,7 @@ MUTANTS = [Mutant(name, place, old, new, tuple(tests)) for name, place, old, new
     ("a draft reads beyond the end of the text", "suffix:SuffixIndex.likely",
      "ends[0] == len(own)", "False", "suffix::test_a_draft_agrees_with_a_brute_force_search"),
     ("nothing is ever forgotten", "suffix:PastOutputs.add",
-     "if len(young) + len(kept) > self._half:", "if not kept:",
+     "if len(young.tokens) + len(kept) > self._half:", "if not kept:",
      "suffix::test_the_oldest_outputs_are_forgotten_first"),
     ("past outputs choose the text under the rule of rejection", "suffix:SuffixDrafter.open",
      "sampling.is_coupled", "True",
