@@ -125,20 +125,15 @@ class FirstLayer(nn.Module):
             setattr(self.self_attn, name, twice)
         self.norm_before_residual = config.norm_before_residual
 
-    def read(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [..., 2 D] -> what attention reads [..., 2 D], and what it adds to [..., D]."""
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: Any) -> Tensor:
+        """x [B, T, 2 D] -> [B, T, D] under an additive mask [B, 1, T, keys]."""
         embeds, state = x.chunk(2, -1)
         normed = self.hidden_norm(state)
         read = torch.cat([self.input_layernorm(embeds), normed], -1)
-        return read, normed if self.norm_before_residual else state
-
-    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: Any) -> Tensor:
-        """x [B, T, 2 D] -> [B, T, D] under an additive mask [B, 1, T, keys]."""
-        read, residual = self.read(x)
         attended, _ = self.self_attn(
             hidden_states=read, position_embeddings=rope, attention_mask=mask, past_key_values=cache
         )
-        x = residual + attended
+        x = attended + (normed if self.norm_before_residual else state)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 

@@ -210,7 +210,6 @@ def raising(*_):
         (lambda state, limit: Draft((5, 6)), "proposed a tuple"),
         (lambda state, limit: Draft(None), "proposed a NoneType"),
         (lambda state, limit: None, "returned a NoneType: write return Draft(tokens)"),
-        (lambda state, limit: [5, 6], "propose returned a list: write return Draft(tokens)"),
     ],
 )
 def test_a_drafter_that_fails_costs_its_request_the_speculation_never_the_answer(

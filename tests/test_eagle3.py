@@ -13,11 +13,9 @@ from head_contract import (  # noqa: F401
     changed,
     changed_weights,
     content_of,
-    test_a_batch_is_drafted_like_each_alone,
-    test_every_row_of_the_head_s_cache_is_given_back,
-    test_output_is_plain_decoding_s,
+    test_a_batch_is_drafted_like_each_alone_and_rows_are_given_back,
     test_rejection_keeps_the_distribution_of_the_first_tokens,
-    test_the_head_is_accepted,
+    test_the_head_is_accepted_and_changes_no_token,
 )
 from safetensors.torch import load_file, save_file
 
