@@ -38,8 +38,7 @@ END = -1  # between two texts: no token, so no draft goes on beyond it
 
 
 class Match(NamedTuple):
-    """A string that occurs in a text: how many tokens it has, and where what followed it stands;
-    the latest first."""
+    """A string that occurs in a text: its length, and where what followed stands, latest first."""
 
     length: int = 0
     ends: Sequence[int] = ()
