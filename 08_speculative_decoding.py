@@ -635,23 +635,18 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
     prompts = demo.read_prompts(options.is_chat(engine.target.tokenizer))
     app = http.new_app(engine, worker, options, prompts)
     begin = http.beginning(engine, worker, options)
+    whole = partial(answers.answer, dtype=engine.target.model.dtype)
 
     @app.post("/generate")
     def generate() -> Response | dict[str, Any]:
         """Answer when all is done, or stream it."""
-        jobs, stream, notes = begin(http.read_body())
-        dtype = engine.target.model.dtype
-        if stream:
-            return Response(answers.stream_answer(jobs, notes, dtype), mimetype="text/event-stream")
-        # 499: the client has left, and nobody reads it.
-        return answers.answer(jobs, notes, dtype) if http.finish(jobs) else Response(status=499)
+        return http.respond(*begin(http.read_body()), whole)
 
     @app.get("/health")
     def get_health() -> tuple[dict[str, Any], int]:
-        body = answers.health(engine, worker, options)
-        return body, 200 if body["status"] == "ok" else 503
+        return http.with_status(answers.health(engine, worker, options))
 
-    register_openai(app, engine, begin, options.max_tokens)
+    register_openai(app, engine, begin, whole, options.max_tokens)
     return app
 
 

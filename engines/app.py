@@ -6,15 +6,12 @@ Requests are checked as ever. What the engine cannot do is refused in a sentence
 tell is null.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
-import prometheus_client
 from flask import Flask, Response, g, request
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector, CollectorRegistry
 
 import demo
 from control.statistics import FORMULAS, ratio
@@ -22,15 +19,15 @@ from drafters.panel import PLAIN
 from messages import RequestError, Sampling
 from models.prompts import is_text, read_turns
 from page import register_page
-from serving.answers import stream_events
+from serving.answers import body_of
 from serving.connection import CLIENT_BEHIND
-from serving.http import base_app, cancel_if_left, finish, read_body
-from serving.metrics import CONTENT_TYPE
+from serving.http import base_app, cancel_if_left, read_body, respond, with_status
+from serving.metrics import PER_POSITION, Figures, register_metrics
 from serving.openai import register_routes
 from serving.options import Options
 from serving.parsing import parse_fields
 
-from .client import PER_POSITION, Engine
+from .client import Engine
 from .relay import Relay, RemoteJob, Told, Wanted
 
 _QUESTION_S = 2.0  # for the engine to say how it is
@@ -39,14 +36,6 @@ _FORMULAS = FORMULAS | {
     "num_draft_tokens": "drafted tokens, as the engine counts them",
     "acceptance_rate_per_position": f"position i accepted / drafts; {_BY_POSITION}",
     "conditional_acceptance_rate_per_position": f"i accepted / i - 1 accepted; {_BY_POSITION}",
-}
-_COUNTERS = {  # ours -> the engine's, and what they count
-    "spec_decode_num_drafts": "drafts that were verified",
-    "spec_decode_num_draft_tokens": "tokens drafted",
-    "spec_decode_num_accepted_tokens": "drafted tokens accepted",
-    "generation_tokens": "tokens generated",
-    "prefix_cache_queries": "tokens of prompts",
-    "prefix_cache_hits": "tokens of prompts that were known already",
 }
 
 
@@ -131,32 +120,14 @@ def _room(prompt: Any, engine: Engine) -> int:
 # ------------------------------------------------------------------------------------- answers
 
 
-def answer(jobs: list[RemoteJob], notes: list[str], engine: Engine) -> dict[str, Any]:
+def answer(jobs: list[RemoteJob], notes: list[str]) -> dict[str, Any]:
     """What /generate returns for a finished job."""
     job = jobs[0]
     told: Told = job.sequence
-    wanted, usage = told.request, told.usage
-    body = {
-        "text": told.text.text,
-        "token_ids": told.output if told.has_ids else None,
-        "finish_reason": told.finish_reason,
-        "seed": wanted.seed,
-        "warnings": notes,
-        "usage": {
-            "prompt_tokens": usage.get("prompt_tokens"),
-            "completion_tokens": told.num_tokens,
-            "total_tokens": usage.get("total_tokens"),
-            "prompt_tokens_details": usage.get("prompt_tokens_details"),
-        },
-        "metrics": {
-            "speculative_decoding": {"drafter": engine.drafter or PLAIN} | speculation(told),
-            "controller": None,
-        },
-        "timings": timings(job),
-    }
-    if wanted.logprobs is not None:
-        body["logprobs"] = told.logprobs
-    return body
+    names = "prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"
+    usage = {name: told.usage.get(name) for name in names} | {"completion_tokens": told.num_tokens}
+    ids = told.output if told.has_ids else None
+    return body_of(told, ids, notes, usage, speculation(told), timings(job))
 
 
 _UNTOLD = dict.fromkeys((
@@ -215,9 +186,7 @@ def acceptance(metrics: dict[str, float], k: int | None) -> dict[str, Any]:
         count(f"spec_decode_num_{what}_total")
         for what in ("drafts", "draft_tokens", "accepted_tokens")
     )
-    at = []
-    while (value := count(f"{PER_POSITION}[{len(at)}]")) is not None:
-        at.append(value)
+    at = list(map(int, positions_in(metrics)))
     return rates(drafts, drafted, accepted) | {
         "num_spec_tokens": k or len(at) or None,
         "recent_acceptance_rate": None,
@@ -276,35 +245,19 @@ def health(engine: Engine, relay: Relay, options: Options) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class _Figures(Collector):
-    """The engine's counters under this server's names; what it does not count is left out."""
+def positions_in(metrics: dict[str, float]) -> list[float]:
+    """Accepted tokens by position in the draft, where the engine counts them so."""
+    found: list[float] = []
+    while (value := metrics.get(f"{PER_POSITION}_total[{len(found)}]")) is not None:
+        found.append(value)
+    return found
 
-    def __init__(self, engine: Engine, relay: Relay) -> None:
-        self._engine, self._relay = engine, relay
 
-    def collect(self) -> Iterator[Metric]:
-        """Ask the engine, and translate."""
-        told = self._engine.client.metrics(_QUESTION_S)
-        for name, meaning in _COUNTERS.items():
-            if (value := told.get(f"{name}_total")) is not None:
-                yield CounterMetricFamily(name, meaning, value)
-        accepted = CounterMetricFamily(
-            PER_POSITION.removesuffix("_total"),
-            "drafted tokens accepted, by position in the draft",
-            labels=["position"],
-        )
-        for name, value in told.items():
-            if name.startswith(f"{PER_POSITION}["):
-                accepted.add_metric([name.partition("[")[2].rstrip("]")], value)
-        yield accepted
-        for name, meaning, value in (
-            ("num_requests_running", "requests in the engine", self._relay.num_running),
-            ("num_requests_waiting", "requests in the queue", self._relay.num_waiting),
-            ("kv_cache_usage_perc", "share of the KV cache in use, 0 to 1",
-             told.get("kv_cache_usage_perc")),
-        ):  # fmt: skip
-            if value is not None:
-                yield GaugeMetricFamily(name, meaning, value)
+def figures_of(engine: Engine) -> Figures:
+    """The engine's counters under this server's names."""
+    told = engine.client.metrics(_QUESTION_S)
+    values = {name.removesuffix("_total"): value for name, value in told.items()}
+    return Figures(values, positions_in(told))
 
 
 # ------------------------------------------------------------------------------ the application
@@ -316,7 +269,7 @@ def create_app(engine: Engine, options: Options) -> Flask:
     is_chat = engine.is_chat and not options.raw
     register_page(app, demo.read_prompts(is_chat))
     app.extensions["worker"] = relay
-    whole = partial(answer, engine=engine)
+    register_metrics(app, partial(figures_of, engine), relay)
 
     def begin(body: dict[str, Any]) -> tuple[list[RemoteJob], bool, list[str]]:
         """The request's job, whether to stream, and warnings."""
@@ -334,23 +287,11 @@ def create_app(engine: Engine, options: Options) -> Flask:
     @app.post("/generate")
     def generate() -> Response | dict[str, Any]:
         """Answer when all is done, or stream it."""
-        jobs, stream, notes = begin(read_body())
-        if stream:
-            events = stream_events(jobs, lambda: whole(jobs, notes))
-            return Response(events, mimetype="text/event-stream")
-        return whole(jobs, notes) if finish(jobs) else Response(status=499)
+        return respond(*begin(read_body()), answer)
 
     @app.get("/health")
     def get_health() -> tuple[dict[str, Any], int]:
-        body = health(engine, relay, options)
-        return body, 200 if body["status"] == "ok" else 503
+        return with_status(health(engine, relay, options))
 
-    @app.get("/metrics")
-    def get_metrics() -> Response:
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(_Figures(engine, relay))
-        registry.register(relay.first_token_s)
-        return Response(prometheus_client.generate_latest(registry), content_type=CONTENT_TYPE)
-
-    register_routes(app, engine, begin, whole, read_chat)
+    register_routes(app, engine, begin, answer, read_chat)
     return app

@@ -22,6 +22,7 @@ import h11
 from prometheus_client.parser import text_string_to_metric_families
 
 from messages import RequestError, in_short
+from serving.metrics import PER_POSITION
 from serving.worker import unavailable
 
 _CONNECT_S = 5.0
@@ -29,7 +30,6 @@ _ANSWER_S = 5.0  # for a whole answer to a short question
 _SIZE = 1 << 16  # bytes that are read at once
 _MAX_WHOLE = 16 << 20  # bytes of a whole answer
 _UNKNOWN_LENGTH = 1 << 20  # of the context, in tokens
-PER_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 _MAX_EVENT = 16 << 20  # bytes of an event that is not complete yet
 
 
@@ -315,7 +315,7 @@ def _speculation(client: Client) -> tuple[str | None, int | None]:
         return None, None
     if "spec_decode_num_drafts_total" not in metrics:
         return None, None
-    positions = [name for name in metrics if name.startswith(f"{PER_POSITION}[")]
+    positions = [name for name in metrics if name.startswith(f"{PER_POSITION}_total[")]
     return "engine", len(positions) or None
 
 

@@ -10,9 +10,7 @@ What an engine does not tell is None: who proposed a token, p, q, u, the cache, 
 cycle. An event is what came at once, and not a cycle.
 """
 
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -20,9 +18,8 @@ from typing import Any
 
 from control.statistics import ratio
 from messages import Request, RequestError
-from serving.metrics import Histogram
 from serving.options import Options
-from serving.worker import FAILURES_TO_TELL, POLL_S, WHY_NOT, Job, unavailable
+from serving.worker import POLL_S, WHY_NOT, Job, Places, unavailable
 
 from .client import Client, Exchange, broke_off
 
@@ -279,39 +276,13 @@ class RemoteJob(Job):
             self._relay.leave(self)
 
 
-class Relay:
+class Relay(Places):
     """What stands where a worker does: places for requests, and the state of the engine."""
-
-    story = None  # no run is recorded: nothing can be traced
 
     def __init__(self, client: Client, model: str, options: Options) -> None:
         """`model` is the name by which the engine knows it."""
-        self.client, self.model, self.options = client, model, options
-        self.draining = False
-        self.first_token_s = Histogram()
-        self._began = time.monotonic()
-        self._waiting: deque[RemoteJob] = deque()
-        self._running: set[RemoteJob] = set()
-        self._changed = threading.Condition()
-        self._failures_in_a_row = 0
-
-    @property
-    def uptime_s(self) -> float:
-        """Seconds since it was made."""
-        return time.monotonic() - self._began
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def is_failing(self) -> bool:
-        """Whether one request after the other has failed in the engine."""
-        return self._failures_in_a_row >= FAILURES_TO_TELL
+        super().__init__(options)
+        self.client, self.model = client, model
 
     def submit(self, wanted: Wanted, is_behind: Callable[[], bool] = lambda: False) -> RemoteJob:
         """Queue a request. Raises RequestError: 429 if the queue is full, 503 in the end."""
@@ -321,10 +292,7 @@ class Relay:
                 raise unavailable(WHY_NOT["draining"])
             for late in [job for job in self._waiting if time.monotonic() > job.deadline + 1]:
                 self._waiting.remove(late)  # nobody iterates over it
-            free = max(0, self.options.max_running - len(self._running))
-            if len(self._waiting) >= self.options.max_queued + free:
-                message = f"{len(self._waiting)} requests wait already"
-                raise RequestError(message, status=429, code="queue_full")
+            self._refuse_if_full()
             self._waiting.append(job)
         return job
 
@@ -339,7 +307,7 @@ class Relay:
             """Take it if it is there."""
             if self._waiting and self._waiting[0] is job:
                 if len(self._running) < self.options.max_running:
-                    self._running.add(self._waiting.popleft())
+                    self._running.append(self._waiting.popleft())
                     self._changed.notify_all()  # perhaps there is one for the next, too
             return job in self._running
 
@@ -349,9 +317,9 @@ class Relay:
     def leave(self, job: RemoteJob) -> None:
         """Give its place to the next."""
         with self._changed:
-            self._running.discard(job)
-            if job in self._waiting:
-                self._waiting.remove(job)
+            for places in (self._running, self._waiting):
+                if job in places:
+                    places.remove(job)
             status = getattr(job.failure, "status", 500 if job.failure else 200)
             if status >= 500:
                 self._failures_in_a_row += 1

@@ -35,27 +35,16 @@ def answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> dict[str, A
     sequence = job.sequence
     request, statistics = sequence.request, sequence.statistics
     prompt, completion = len(request.prompt), len(sequence.output)
-    counters = statistics.counters(request.num_speculative_tokens if request.drafter else 0)
-    body = {
-        "text": sequence.text.text,
-        "token_ids": sequence.output,
-        "finish_reason": sequence.finish_reason,
-        "seed": request.seed,
-        "warnings": notes + sequence.seat.warnings,
-        "usage": {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sequence.seat.num_cached},
-        },
-        "metrics": {
-            "speculative_decoding": {"drafter": request.drafter or PLAIN} | counters,
-            "controller": sequence.seat.decision and sequence.seat.decision.as_dict(),
-        },
-        "timings": statistics.timings(),
+    usage = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sequence.seat.num_cached},
     }
-    if request.logprobs is not None:
-        body["logprobs"] = sequence.logprobs
+    counters = statistics.counters(request.num_speculative_tokens if request.drafter else 0)
+    notes = notes + sequence.seat.warnings
+    body = body_of(sequence, sequence.output, notes, usage, counters, statistics.timings())
+    body["metrics"]["controller"] = sequence.seat.decision and sequence.seat.decision.as_dict()
     if request.trace:
         body["trace"] = list(map(public, job.events))
     if others:
@@ -63,6 +52,30 @@ def answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> dict[str, A
         runs = [(ours.sequence, plain.sequence) for ours, plain in pairs]
         body["compare"] = comparison(runs, others[0].events, dtype)
     return body
+
+
+def body_of(
+    sequence: Any,
+    token_ids: list[int] | None,
+    notes: list[str],
+    usage: dict[str, Any],
+    counters: dict[str, Any],
+    timings: dict[str, Any],
+) -> dict[str, Any]:
+    """The parts of an answer that it has whichever engine ran the finished sequence."""
+    request = sequence.request
+    drafting = {"drafter": request.drafter or PLAIN} | counters
+    body = {
+        "text": sequence.text.text,
+        "token_ids": token_ids,
+        "finish_reason": sequence.finish_reason,
+        "seed": request.seed,
+        "warnings": notes,
+        "usage": usage,
+        "metrics": {"speculative_decoding": drafting, "controller": None},
+        "timings": timings,
+    }
+    return body if request.logprobs is None else body | {"logprobs": sequence.logprobs}
 
 
 def public(event: dict[str, Any]) -> dict[str, Any]:
@@ -76,17 +89,12 @@ def brief(event: dict[str, Any]) -> dict[str, Any]:
     return {"step": event["step"], "tokens": tokens}
 
 
-def stream_answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> Iterator[str]:
+def stream_events(jobs: list[Job], whole: Callable[[], dict[str, Any]]) -> Iterator[str]:
     """Jobs as server-sent events: one per cycle, the answer or an error, [DONE].
 
-    Those of a comparison's plain decoding stand under "plain". It is measured several times, and
-    the first time is shown.
+    `whole` makes the answer once all jobs are done. The events of a comparison's plain decoding
+    stand under "plain". It is measured several times, and the first time is shown.
     """
-    return stream_events(jobs, lambda: answer(jobs, notes, dtype))
-
-
-def stream_events(jobs: list[Job], whole: Callable[[], dict[str, Any]]) -> Iterator[str]:
-    """The same; `whole` makes the answer once all jobs are done."""
     return failures_as_events(jobs, _events(jobs, whole))
 
 

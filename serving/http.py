@@ -24,10 +24,11 @@ from messages import RequestError, engine_failure, in_short
 from models.catalogue import abandon
 from page import register_page
 
+from .answers import stream_events
 from .comparison import runs_to_compare
 from .connection import MAX_ACCEPTED, MAX_BODY_BYTES, REFUSAL, WHEN_LEFT, Server
 from .log import Progress, log_to_stderr, name_requests
-from .metrics import register_metrics
+from .metrics import figures_of, register_metrics
 from .parsing import model_id, parse_json, parse_request
 from .worker import Job, Worker, cancel, unavailable
 
@@ -63,6 +64,25 @@ def finish(jobs: list[Job]) -> bool:
         return not any(job.cancelled for job in jobs)
     finally:
         cancel(jobs)
+
+
+def respond(
+    jobs: list[Job],
+    is_stream: bool,
+    notes: list[str],
+    whole: Callable[[list[Job], list[str]], dict[str, Any]],
+) -> Response | dict[str, Any]:
+    """What `whole` makes of the jobs when all is done, or their stream."""
+    if is_stream:
+        events = stream_events(jobs, lambda: whole(jobs, notes))
+        return Response(events, mimetype="text/event-stream")
+    # 499: the client has left, and nobody reads it.
+    return whole(jobs, notes) if finish(jobs) else Response(status=499)
+
+
+def with_status(health: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    """The answer to GET /health: 200, or 503 where nothing can be served."""
+    return health, 200 if health["status"] == "ok" else 503
 
 
 def cancel_if_left(jobs: list[Job]) -> None:
@@ -106,7 +126,7 @@ def new_app(engine: Any, worker: Worker, options: Any, prompts: dict[str, str]) 
     """An application with the page and GET /metrics, and all that its routes have in common."""
     app = base_app(options)
     register_page(app, prompts, worker.story)
-    register_metrics(app, engine, worker)
+    register_metrics(app, partial(figures_of, engine), worker)
     app.extensions["worker"] = worker
     return app
 

@@ -4,9 +4,9 @@ Counters are over the server's life, of requests that have ended. prometheus-cli
 format. The values are the engine's and the worker's own, read whenever somebody asks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import prometheus_client
 from flask import Flask, Response
@@ -15,7 +15,24 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from control.statistics import Statistics
 
-CONTENT_TYPE = "text/plain; version=0.0.4"
+_COUNTERS = {
+    "spec_decode_num_drafts": "drafts that were verified",
+    "spec_decode_num_draft_tokens": "tokens drafted",
+    "spec_decode_num_accepted_tokens": "drafted tokens accepted",
+    "generation_tokens": "tokens generated",
+    "target_passes": "target forwards after prefill",
+    "requests": "requests that got a first token, and ended",
+    "drafter_failures": "times that a drafter failed in a request",
+    "engine_faults": "target forwards that failed and were tried again",
+    "prefix_cache_queries": "tokens of prompts",
+    "prefix_cache_hits": "tokens of prompts that were known already",
+}
+PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
+_GAUGES = {
+    "num_requests_running": "requests that run",
+    "num_requests_waiting": "requests in the queue",
+    "kv_cache_usage_perc": "share of the KV cache in use, 0 to 1",
+}
 # Without this every histogram comes with one more gauge, the time when it was made.
 prometheus_client.disable_created_metrics()
 
@@ -29,63 +46,62 @@ Histogram = partial(
 )
 
 
-def metrics(engine: Any, worker: Any) -> bytes:
-    """The whole page."""
-    registry = CollectorRegistry()
-    registry.register(_Figures(engine, worker))
-    registry.register(worker.first_token_s)
-    return prometheus_client.generate_latest(registry)
+class Figures(NamedTuple):
+    """What an engine has counted. What it does not count is None or left out."""
+
+    values: dict[str, float | None]  # by the names above
+    accepted_at: Sequence[float]  # drafted tokens, by position in the draft
 
 
-class _Figures(Collector):
-    """Reads what the engine and the worker have counted."""
+def figures_of(engine: Any) -> Figures:
+    """What an Engine of the core has counted."""
+    total = sum(dict(engine.totals.by_drafter).values(), Statistics())
+    prefixes, cache = engine.panel.prefixes, engine.target.cache
+    values = {
+        "spec_decode_num_drafts": total.num_spec_steps,
+        "spec_decode_num_draft_tokens": total.num_draft_tokens,
+        "spec_decode_num_accepted_tokens": total.num_accepted_draft_tokens,
+        "generation_tokens": total.completion_tokens,
+        "target_passes": total.target_passes,
+        "requests": total.prefills,
+        "drafter_failures": engine.panel.num_failures,
+        "engine_faults": engine.totals.num_faults,
+        "prefix_cache_queries": prefixes.num_asked if prefixes else 0,
+        "prefix_cache_hits": prefixes.num_found if prefixes else 0,
+        "kv_cache_usage_perc": sum(cache.lengths) / (cache.num_rows * cache.max_length),
+    }
+    return Figures(values, total.accepted_at)
 
-    def __init__(self, engine: Any, worker: Any) -> None:
-        self._engine, self._worker = engine, worker
+
+class _Collector(Collector):
+    """Asks for the figures, and gives them to prometheus-client."""
+
+    def __init__(self, read: Callable[[], Figures], worker: Any) -> None:
+        self._read, self._worker = read, worker
 
     def collect(self) -> Iterator[Metric]:
         """Make every figure but the histogram, which collects its own."""
-        engine, worker = self._engine, self._worker
-        total = sum(dict(engine.totals.by_drafter).values(), Statistics())
-        prefixes = engine.panel.prefixes
-        for name, meaning, value in (
-            ("spec_decode_num_drafts", "cycles with a draft", total.num_spec_steps),
-            ("spec_decode_num_draft_tokens", "tokens drafted", total.num_draft_tokens),
-            ("spec_decode_num_accepted_tokens", "drafted tokens accepted",
-             total.num_accepted_draft_tokens),
-            ("generation_tokens", "tokens generated", total.completion_tokens),
-            ("target_passes", "target forwards after prefill", total.target_passes),
-            ("requests", "requests that got a first token, and ended", total.prefills),
-            ("drafter_failures", "times that a drafter failed in a request",
-             engine.panel.num_failures),
-            ("engine_faults", "target forwards that failed and were tried again",
-             engine.totals.num_faults),
-            ("prefix_cache_queries", "tokens of prompts", prefixes.num_asked if prefixes else 0),
-            ("prefix_cache_hits", "tokens of prompts that were known already",
-             prefixes.num_found if prefixes else 0),
-        ):  # fmt: skip
-            yield CounterMetricFamily(name, meaning, value)
-        accepted = CounterMetricFamily(
-            "spec_decode_num_accepted_tokens_per_pos",
-            "drafted tokens accepted, by position in the draft",
-            labels=["position"],
-        )
-        for position, count in enumerate(total.accepted_at):
+        values, accepted_at = self._read()
+        values["num_requests_running"] = self._worker.num_running
+        values["num_requests_waiting"] = self._worker.num_waiting
+        for family, meanings in ((CounterMetricFamily, _COUNTERS), (GaugeMetricFamily, _GAUGES)):
+            for name, meaning in meanings.items():
+                if (value := values.get(name)) is not None:
+                    yield family(name, meaning, value)
+        meaning = "drafted tokens accepted, by position in the draft"
+        accepted = CounterMetricFamily(PER_POSITION, meaning, labels=["position"])
+        for position, count in enumerate(accepted_at):
             accepted.add_metric([str(position)], count)
         yield accepted
-        cache = engine.target.cache
-        usage = sum(cache.lengths) / (cache.num_rows * cache.max_length)
-        for name, meaning, value in (
-            ("num_requests_running", "requests in the batch", worker.num_running),
-            ("num_requests_waiting", "requests in the queue", worker.num_waiting),
-            ("kv_cache_usage_perc", "share of the KV cache in use, 0 to 1", usage),
-        ):
-            yield GaugeMetricFamily(name, meaning, value)
 
 
-def register_metrics(app: Flask, engine: Any, worker: Any) -> None:
-    """GET /metrics."""
+def register_metrics(app: Flask, read: Callable[[], Figures], worker: Any) -> None:
+    """GET /metrics: what `read` gives, and what the worker knows of its requests."""
 
     @app.get("/metrics")
     def get_metrics() -> Response:
-        return Response(metrics(engine, worker), content_type=CONTENT_TYPE)
+        registry = CollectorRegistry()
+        registry.register(_Collector(read, worker))
+        registry.register(worker.first_token_s)
+        page = prometheus_client.generate_latest(registry)
+        return Response(page, content_type="text/plain; version=0.0.4")

@@ -22,7 +22,7 @@ from werkzeug.exceptions import NotFound
 from messages import RequestError
 from models.prompts import chat_prompt
 
-from .answers import PING, answer, failures_as_events, sse
+from .answers import PING, failures_as_events, sse
 from .http import finish, read_body
 from .parsing import model_id, unknown_model
 from .worker import Job
@@ -53,7 +53,9 @@ Whole = Callable[[list[Job], list[str]], dict[str, Any]]
 Shape = Callable[[str, str | None, list[dict[str, Any]] | None], dict[str, Any]]
 
 
-def register_openai(app: Flask, engine: Any, begin: Begin, max_tokens: int | None) -> None:
+def register_openai(
+    app: Flask, engine: Any, begin: Begin, whole: Whole, max_tokens: int | None
+) -> None:
     """Add the routes; `begin` parses and queues the fields of a /generate request.
 
     `max_tokens` is the operator's limit where a request names none. Without one either, a chat goes
@@ -66,10 +68,6 @@ def register_openai(app: Flask, engine: Any, begin: Begin, max_tokens: int | Non
         fields["prompt"] = chat_prompt(messages, target.tokenizer, target.max_length)
         if max_tokens is None and fields.get("max_tokens") is None:
             fields["max_tokens"] = max(1, target.max_length - len(fields["prompt"]))
-
-    def whole(jobs: list[Job], notes: list[str]) -> dict[str, Any]:
-        """What /generate would answer."""
-        return answer(jobs, notes, target.model.dtype)
 
     register_routes(app, target, begin, whole, read_chat)
 

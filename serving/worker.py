@@ -32,7 +32,7 @@ LOG = logging.getLogger(__name__)
 PROGRESS = logging.getLogger("serving.progress")
 POLL_S = 0.1
 _REST_S = 0.01  # between two looks at the news: nobody reads faster, and a look costs a pass time
-FAILURES_TO_TELL = 3  # requests in a row: one of them may be to blame itself
+_FAILURES_TO_TELL = 3  # requests in a row: one of them may be to blame itself
 
 
 def unavailable(why: str) -> RequestError:
@@ -173,7 +173,45 @@ def cancel(jobs: Iterable[Job]) -> None:
         job.cancel()
 
 
-class Worker:
+class Places:
+    """Takes requests in: places for `max_running` that run, and `max_queued` that wait."""
+
+    def __init__(self, options: Options) -> None:
+        self.options, self.draining = options, False
+        self.first_token_s = Histogram()
+        self._began, self._failures_in_a_row = time.monotonic(), 0
+        self._waiting: deque[Any] = deque()
+        self._running: list[Any] = []
+        self._changed = threading.Condition()
+
+    @property
+    def uptime_s(self) -> float:
+        """Seconds since it was made."""
+        return time.monotonic() - self._began
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        with self._changed:
+            return sum(job.takes_place for job in self._waiting)
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether one request after the other has failed."""
+        return self._failures_in_a_row >= _FAILURES_TO_TELL
+
+    def _refuse_if_full(self) -> None:
+        """Raises RequestError 429. To be called with the lock held."""
+        waiting = sum(job.takes_place for job in self._waiting)
+        free = max(0, self.options.max_running - len(self._running))
+        if waiting >= self.options.max_queued + free:
+            raise RequestError(f"{waiting} requests wait already", status=429, code="queue_full")
+
+
+class Worker(Places):
     """Runs up to `max_running` jobs at once on an engine, in a thread of its own."""
 
     def __init__(
@@ -187,18 +225,12 @@ class Worker:
         torch keeps idle threads for each thread that has computed. With more of them than cores,
         all take turns, and a pass takes twice as long. Raises what `load` raises.
         """
+        super().__init__(options)
         self._story: dict[str, Any] | None = None  # what the page opens on
         self._story_is_over = threading.Event()
         self.app: Any = None
-        self._engine, self._options, self._load = engine, options, load
-        self._waiting: deque[Job] = deque()
-        self._running: list[Job] = []
-        self._changed = threading.Condition()
-        self.draining = self._died = False
+        self._engine, self._load, self._died = engine, load, False
         self._busy_since: float | None = None
-        self._failures_in_a_row = 0
-        self.first_token_s = Histogram()
-        self._began = time.monotonic()
         self._prepared = threading.Event()
         self._refusal: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -217,24 +249,10 @@ class Worker:
             return "dead"
         if self.draining:
             return "draining"
-        is_stuck = since is not None and time.monotonic() - since > self._options.stall_limit
+        is_stuck = since is not None and time.monotonic() - since > self.options.stall_limit
         if is_stuck:
             return "stuck"
-        return "failing" if self._failures_in_a_row >= FAILURES_TO_TELL else "ok"
-
-    @property
-    def uptime_s(self) -> float:
-        """Seconds since it was made."""
-        return time.monotonic() - self._began
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def num_waiting(self) -> int:
-        with self._changed:
-            return sum(job.takes_place for job in self._waiting)
+        return "failing" if self.is_failing else "ok"
 
     def submit(self, *requests: Request) -> list[Job]:
         """Queue requests that belong together; they take one place, and run one after the other.
@@ -244,16 +262,11 @@ class Worker:
         with self._changed:
             if (status := self.status) in WHY_NOT:
                 raise unavailable(WHY_NOT[status])
-            waiting = sum(job.takes_place for job in self._waiting)
-            free = max(0, self._options.max_running - len(self._running))
-            if waiting >= self._options.max_queued + free:
-                raise RequestError(
-                    f"{waiting} requests wait already", status=429, code="queue_full"
-                )
+            self._refuse_if_full()
             jobs: list[Job] = []
             for request in requests:
                 after = jobs[-1] if jobs else None
-                timeout_s = self._options.request_timeout * (1 + len(jobs))  # each has its own
+                timeout_s = self.options.request_timeout * (1 + len(jobs))  # each has its own
                 jobs.append(Job(request, timeout_s, after))
             self._waiting.extend(jobs)
             self._changed.notify()
@@ -286,7 +299,7 @@ class Worker:
 
         with suppress(story.Interrupted):
             if not (self._story_is_over.is_set() or is_wanted()):
-                self._story = story.record(self._engine, self._options, is_wanted)
+                self._story = story.record(self._engine, self.options, is_wanted)
                 self._story_is_over.set()
 
     def _run(self) -> None:
@@ -356,7 +369,7 @@ class Worker:
                 if job.cancelled:
                     self._waiting.remove(job)
                     job.end()
-                elif len(self._running) < self._options.max_running and (
+                elif len(self._running) < self.options.max_running and (
                     job.after is None or job.after.ended
                 ):
                     self._waiting.remove(job)

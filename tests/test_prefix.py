@@ -175,8 +175,7 @@ def test_health_metrics_and_answers_tell(engine):
     told = answers.health(engine, worker, core.Options())["prefix_cache"]
     assert told["hit_tokens"] == sequence.seat.num_cached > 0
     assert told["queried_tokens"] == len(FIRST) + len(SECOND)
-    page = metrics.metrics(engine, worker).decode()
-    assert f"prefix_cache_hits_total {float(told['hit_tokens'])}" in page
+    assert metrics.figures_of(engine).values["prefix_cache_hits"] == told["hit_tokens"]
     job = type("Job", (), {"sequence": sequence, "events": []})()
     usage = answers.answer([job], [], torch.float32)["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": told["hit_tokens"]}
