@@ -116,8 +116,6 @@ def command(options: Options, port: int, config: dict[str, Any] | None) -> list[
         words += ["--per-request-spec-decode-metrics", "summary"]
     for flag, value in (
         ("--max-model-len", options.max_model_len),
-        ("--tensor-parallel-size", options.tensor_parallel_size),
-        ("--pipeline-parallel-size", options.pipeline_parallel_size),
         ("--dtype", None if options.dtype == "auto" else options.dtype),
     ):
         words += [] if value is None else [flag, str(value)]

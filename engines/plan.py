@@ -166,9 +166,8 @@ def own_line(options: Options) -> str:
     words = [*server_words(options), "--engine", "vllm", "--drafter", str(options.drafter)]
     if options.drafter != PLAIN:
         words += ["--num-speculative-tokens", str(options.num_speculative_tokens)]
-    for name in ("max_model_len", "tensor_parallel_size", "pipeline_parallel_size"):
-        if getattr(options, name):
-            words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    if options.max_model_len:
+        words += ["--max-model-len", str(options.max_model_len)]
     words += ["--trust-remote-code"] if options.trust_remote_code else []
     words += ["--", *options.engine_arguments] if options.engine_arguments else []
     return shlex.join(words)
@@ -210,8 +209,6 @@ def sglang_line(options: Options) -> str:
         words += ["--speculative-num-draft-tokens", str(k + 1)]
     for flag, value in (
         ("--context-length", options.max_model_len),
-        ("--tp-size", options.tensor_parallel_size),
-        ("--pp-size", options.pipeline_parallel_size),
         ("--dtype", None if options.dtype == "auto" else options.dtype),
     ):
         words += [] if value is None else [flag, str(value)]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from flask import Flask, Response, g
@@ -50,7 +51,7 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 Begin = Callable[[dict[str, Any]], tuple[list[Job], bool, list[str]]]
 Whole = Callable[[list[Job], list[str]], dict[str, Any]]
-Shape = Callable[[str, str | None, list[dict[str, Any]] | None], dict[str, Any]]
+Logprobs = list[dict[str, Any]] | None
 
 
 def register_openai(
@@ -90,7 +91,7 @@ def register_routes(
         """Continue a prompt."""
         fields = _supported(read_body())
         fields["prompt"] = _single(fields.get("prompt"))
-        return serve(fields, "text_completion", _completion, _completion)
+        return serve(fields, _Completion())
 
     @app.post("/v1/chat/completions")
     def chat() -> Response | dict[str, Any]:
@@ -101,7 +102,7 @@ def register_routes(
             messages = fields.pop("messages", None)
             _translate_chat(fields, sent)
             read_chat(messages, fields)
-            return serve(fields, "chat.completion", _message, _delta)
+            return serve(fields, _Chat())
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
@@ -138,32 +139,26 @@ def _serve(
     begin: Begin,
     whole: Whole,
     fields: dict[str, Any],
-    kind: str,
-    one: Shape,
-    part: Shape,
+    shape: "_Completion | _Chat",
 ) -> Response | dict[str, Any]:
-    """Begin the request, then answer when all is done, or stream it.
-
-    `one` makes the choice of a whole answer, `part` that of a stream's chunk.
-    """
+    """Begin the request, then answer when all is done, or stream it."""
     options = fields.get("stream_options")
     jobs, is_stream, notes = begin(fields)
-    prefix, kind_of_chunk = _KINDS[kind]
     head = {
-        "id": f"{prefix}-{g.id}",  # the X-Request-Id
-        "object": kind_of_chunk if is_stream else kind,
+        "id": f"{shape.prefix}-{g.id}",  # the X-Request-Id
+        "object": shape.kind_of_chunk if is_stream else shape.kind,
         "created": int(time.time()),
         "model": name,
     }
     if is_stream:
         with_usage = bool(options and options.get("include_usage"))
-        events = _chunks(jobs, head, part, lambda: _figures(whole(jobs, notes)), with_usage)
+        events = _chunks(jobs, head, shape, lambda: _figures(whole(jobs, notes)), with_usage)
         return Response(failures_as_events(jobs, events), mimetype="text/event-stream")
     if not finish(jobs):
         return Response(status=499)  # nobody reads it
     s = jobs[0].sequence
     logprobs = None if s.request.logprobs is None else s.logprobs
-    choice = one(s.text.text, s.finish_reason, logprobs)
+    choice = shape.whole(s.text.text, s.finish_reason, logprobs)
     return head | {"choices": [choice]} | _figures(whole(jobs, notes))
 
 
@@ -194,12 +189,6 @@ def _translate_chat(fields: dict[str, Any], sent: dict[str, str]) -> None:
         fields["logprobs"], sent["logprobs"] = top, "top_logprobs"
 
 
-_KINDS = {  # prefix of the id, `object` of a stream's chunks
-    "text_completion": ("cmpl", "text_completion"),
-    "chat.completion": ("chatcmpl", "chat.completion.chunk"),
-}
-
-
 def _supported(body: dict[str, Any]) -> dict[str, Any]:
     """The fields without those that may have one value only. Raises RequestError for another."""
     for name, (served, otherwise) in _ONLY.items():
@@ -225,93 +214,97 @@ def _figures(body: dict[str, Any]) -> dict[str, Any]:
     return {name: body[name] for name in names if name in body}
 
 
+class _Completion:
+    """How /v1/completions shapes the text: the choices of one answer."""
+
+    prefix, kind, kind_of_chunk = "cmpl", "text_completion", "text_completion"
+    opening = None
+
+    def __init__(self) -> None:
+        self._offset = 0  # where in the text the next token begins
+
+    def part(self, text: str, reason: str | None, logprobs: Logprobs) -> dict[str, Any]:
+        """What a chunk tells, and a whole answer."""
+        listed = None
+        if logprobs is not None:
+            tokens = [entry["token"] for entry in logprobs]
+            ends = list(accumulate(map(len, tokens), initial=self._offset))
+            tops = [
+                {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
+                for entry in logprobs
+            ]
+            listed = {
+                "tokens": tokens,
+                "token_logprobs": [entry["logprob"] for entry in logprobs],
+                "top_logprobs": tops,
+                "text_offset": ends[:-1],
+            }
+            self._offset = ends[-1]
+        return {"index": 0, "text": text, "logprobs": listed, "finish_reason": reason}
+
+    whole = part
+
+
+class _Chat:
+    """The same of /v1/chat/completions."""
+
+    prefix, kind, kind_of_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self) -> None:
+        self.opening = self._choice("delta", "", None, None)
+
+    def whole(self, text: str, reason: str | None, logprobs: Logprobs) -> dict[str, Any]:
+        """The choice of a whole answer."""
+        return self._choice("message", text, reason, logprobs)
+
+    def part(self, text: str, reason: str | None, logprobs: Logprobs) -> dict[str, Any]:
+        """What a chunk tells; the one that ends the text says nothing more."""
+        delta = {} if reason else {"content": text}
+        return self._choice("delta", text, reason, logprobs) | {"delta": delta}
+
+    def _choice(
+        self, name: str, text: str, reason: str | None, logprobs: Logprobs
+    ) -> dict[str, Any]:
+        said = {"role": "assistant", "content": text}
+        listed = _content(logprobs)
+        return {"index": 0, name: said, "logprobs": listed, "finish_reason": reason}
+
+
 def _chunks(
     jobs: list[Job],
     head: dict[str, Any],
-    part: Shape,
+    shape: _Completion | _Chat,
     figures: Callable[[], dict[str, Any]],
     with_usage: bool,
 ) -> Iterator[str]:
     """Chunks of the text as it comes, then the reason of its end with the figures."""
-    if part is _delta:
-        first = {"role": "assistant", "content": ""}
-        choice = {"index": 0, "delta": first, "logprobs": None, "finish_reason": None}
-        yield sse(head | {"choices": [choice]})
-    offset = 0
+
+    def chunk(choice: dict[str, Any], **beside: Any) -> str:
+        return sse(head | {"choices": [choice]} | beside)
+
+    if shape.opening:
+        yield chunk(shape.opening)
     for job in jobs:
         for events in job:
             if not events or job is not jobs[0]:
                 yield PING
                 continue
-            chunks = []
-            for event in events:
-                text = "".join(text for text, _ in event["pieces"])
-                if text or "logprobs" in event:
-                    choice = part(text, None, event.get("logprobs"))
-                    if part is _completion and choice["logprobs"]:
-                        offsets = choice["logprobs"]["text_offset"]
-                        choice["logprobs"]["text_offset"] = [offset + more for more in offsets]
-                        offset += sum(map(len, choice["logprobs"]["tokens"]))
-                    chunks.append(sse(head | {"choices": [choice]}))
-            yield "".join(chunks)
+            said = [("".join(t for t, _ in e["pieces"]), e.get("logprobs")) for e in events]
+            yield "".join(
+                chunk(shape.part(text, None, logprobs))
+                for text, logprobs in said
+                if text or logprobs is not None
+            )
     if any(job.cancelled for job in jobs):
         return
-    last = part("", jobs[0].sequence.finish_reason, None)
     beside = figures()
     usage = beside.pop("usage")
-    yield sse(head | {"choices": [last]} | beside)
+    yield chunk(shape.part("", jobs[0].sequence.finish_reason, None), **beside)
     if with_usage:
         yield sse(head | {"choices": [], "usage": usage} | beside)
 
 
-def _completion(
-    text: str, finish_reason: str | None, logprobs: list[dict[str, Any]] | None
-) -> dict[str, Any]:
-    """A choice of /v1/completions, in a chunk too."""
-    listed = None
-    if logprobs is not None:
-        ends, end = [], 0
-        for entry in logprobs:
-            ends.append(end)
-            end += len(entry["token"])
-        listed = {
-            "tokens": [entry["token"] for entry in logprobs],
-            "token_logprobs": [entry["logprob"] for entry in logprobs],
-            "top_logprobs": [
-                {top["token"]: top["logprob"] for top in entry["top_logprobs"]}
-                for entry in logprobs
-            ],
-            "text_offset": ends,
-        }
-    return {"index": 0, "text": text, "logprobs": listed, "finish_reason": finish_reason}
-
-
-def _message(
-    text: str, finish_reason: str | None, logprobs: list[dict[str, Any]] | None
-) -> dict[str, Any]:
-    """A choice of /v1/chat/completions."""
-    message = {"role": "assistant", "content": text}
-    return {
-        "index": 0,
-        "message": message,
-        "logprobs": _content(logprobs),
-        "finish_reason": finish_reason,
-    }
-
-
-def _delta(
-    text: str, finish_reason: str | None, logprobs: list[dict[str, Any]] | None
-) -> dict[str, Any]:
-    """The same in a chunk; the one that ends the text says nothing more."""
-    return {
-        "index": 0,
-        "delta": {} if finish_reason else {"content": text},
-        "logprobs": _content(logprobs),
-        "finish_reason": finish_reason,
-    }
-
-
-def _content(logprobs: list[dict[str, Any]] | None) -> dict[str, Any] | None:
+def _content(logprobs: Logprobs) -> dict[str, Any] | None:
     if logprobs is None:
         return None
 

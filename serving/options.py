@@ -255,13 +255,6 @@ class Options:
         "let vLLM run the model: start it, or use the one that runs at the address URL",
         "", metavar="vllm|PROGRAM|URL",
     )  # fmt: skip
-    tensor_parallel_size: int | None = _option(
-        ENGINES, None, "devices that share each layer, with --engine vllm", "", **_COUNTED
-    )
-    pipeline_parallel_size: int | None = _option(
-        ENGINES, None, "groups of layers on devices of their own, with --engine vllm", "",
-        **_COUNTED,
-    )  # fmt: skip
     engine_arguments: tuple[str, ...] = ()  # what follows --
 
     @property
@@ -486,27 +479,26 @@ def read_key(given: str | None, file: str | None, variable: str | None) -> str |
 
 def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Refuse flags that do not go together, and defaults that no request could have."""
-    if given.demo and given.drafter == PLAIN:
-        parser.error("--demo compares drafters: --drafter none does not go with it")
-    if given.quantize and not given.kernels:
-        parser.error("--quantize computes in C: leave out --no-kernels")
-    if given.plan and (given.drafter == PLAIN or given.quantize):
-        what = "--quantize" if given.quantize else "--drafter none"
-        parser.error(f"--plan compares drafters of a model as it is: {what} does not go with it")
-    if given.json and not (given.demo or given.plan):
-        parser.error("--json goes with --demo and --plan")
-    if given.prompts and not (given.demo or given.plan):
-        parser.error("--prompts goes with --demo and --plan")
+    is_many, is_one, is_plain = given.demo or given.plan, given.prompt, given.drafter == PLAIN
+    unlike = "--quantize" if given.quantize else "--drafter none"
+    for is_wrong, why in (
+        (given.demo and is_plain, "--demo compares drafters: --drafter none does not go with it"),
+        (given.quantize and not given.kernels, "--quantize computes in C: leave out --no-kernels"),
+        (given.plan and (is_plain or given.quantize),
+         f"--plan compares drafters of a model as it is: {unlike} does not go with it"),
+        (given.json and not is_many, "--json goes with --demo and --plan"),
+        (given.prompts and not is_many, "--prompts goes with --demo and --plan"),
+        (given.explain and is_one is None, "--explain goes with --prompt"),
+        (given.stop and is_one is None, "--stop goes with --prompt (requests have a field for it)"),
+    ):  # fmt: skip
+        if is_wrong:
+            parser.error(why)
     stems = {path.stem for path in (ROOT / "demo_prompts").glob("*.txt")}
     known = sorted({*stems, *(stem.partition("_")[0] for stem in stems)})
     is_file = given.plan and len(given.prompts or ()) == 1 and Path(given.prompts[0]).is_file()
     if not is_file and (unknown := set(given.prompts or ()) - set(known)):
         file = " or a file" if given.plan else ""
         parser.error(f"no demo prompt {min(unknown)!r}: choose {', '.join(known)}{file}")
-    if given.explain and given.prompt is None:
-        parser.error("--explain goes with --prompt")
-    if given.stop and given.prompt is None:
-        parser.error("--stop goes with --prompt (requests have a field for it)")
     try:
         check_fields({name: getattr(given, name) for name in SAMPLING_FIELDS})
     except RequestError as error:
@@ -515,11 +507,9 @@ def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 def _check_engine(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Refuse what another engine does not do, and what goes with one alone."""
-    own = (given.tensor_parallel_size, given.pipeline_parallel_size)
     if given.engine is None:
-        if (any(own) or given.engine_arguments) and not given.plan:
-            what = "--tensor-parallel-size, --pipeline-parallel-size and what follows --"
-            parser.error(f"{what} go with --engine vllm and --plan")
+        if given.engine_arguments and not given.plan:
+            parser.error("what follows -- goes with --engine vllm and --plan")
         return
     if given.port is None:
         parser.error("--engine goes with --port: the engine is served, not looked into")
@@ -531,7 +521,7 @@ def _check_engine(given: argparse.Namespace, parser: argparse.ArgumentParser) ->
             is_address = False
         if not is_address:
             parser.error(f"--engine {given.engine}: this is no address such as http://host:8000")
-        if any(own) or given.engine_arguments:
+        if given.engine_arguments:
             parser.error(f"{given.engine} runs already: give its options where it is started")
     elif Path(given.engine).name != "vllm":
         parser.error(f"--engine must be vllm, a program of that name or a URL, not {given.engine}")

@@ -415,19 +415,19 @@ def test_a_drafter_that_vllm_has_not_is_refused(drafter):
 
 
 def test_the_command_line_is_translated(monkeypatch, capsys):
-    words = ["--port", "5000", "--engine", "vllm", "--model", "T", "--tensor-parallel-size", "2"]
-    _, options = parse_arguments([*words, "--max-model-len", "99", "--", "--seed", "1"])
+    words = ["--port", "5000", "--engine", "vllm", "--model", "T", "--max-model-len", "99"]
+    _, options = parse_arguments([*words, "--", "--tensor-parallel-size", "2"])
     assert options.max_running == 64
     line = " ".join(child.command(options, 8000, child.speculative_config(options)))
     assert line.startswith("vllm serve T --served-model-name T --host 127.0.0.1 --port 8000 ")
-    assert line.endswith("--max-model-len 99 --tensor-parallel-size 2 --seed 1")
+    assert line.endswith("--max-model-len 99 --tensor-parallel-size 2")
 
 
 @pytest.mark.parametrize(
     "words",
     [
         ["--engine", "vllm"], ["--port", "1", "--engine", "ollama"],
-        ["--port", "1", "--engine", "http://"], ["--port", "1", "--tensor-parallel-size", "2"],
+        ["--port", "1", "--engine", "http://"],
         ["--port", "1", "--engine", "http://x:1", "--", "--seed", "1"],
         ["--port", "1", "--engine", "vllm", "--model", "T", "--quantize", "int8"],
         ["--port", "1", "--engine", "http://x:1", "--mmap"], ["--port", "1", "--engine", "vllm"],

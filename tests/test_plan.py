@@ -220,12 +220,10 @@ def test_where_nothing_pays_lines_are_of_plain_decoding():
 
 
 def test_what_is_given_of_sizes_goes_along():
-    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "max_model_len": 99}
-    lines = lines_of(offers_of("ngram"), **sizes, dtype="bfloat16", trust_remote_code=True)
-    assert lines["SGLang"].endswith(
-        "--context-length 99 --tp-size 2 --pp-size 3 --dtype bfloat16 --trust-remote-code"
-    )
-    assert lines["vLLM"].endswith("--dtype bfloat16 --trust-remote-code")
+    given = {"max_model_len": 99, "dtype": "bfloat16", "trust_remote_code": True}
+    lines = lines_of(offers_of("ngram"), **given, engine_arguments=("--seed", "1"))
+    assert lines["SGLang"].endswith("--context-length 99 --dtype bfloat16 --trust-remote-code")
+    assert lines["vLLM"].endswith("--dtype bfloat16 --trust-remote-code --seed 1")
     assert " --max-num-seqs 64 " in lines["vLLM"] and "requests 64 " in lines["SGLang"]
 
 
@@ -304,8 +302,8 @@ def test_mistakes_are_one_line(words, capsys):
 
 
 def test_sizes_of_an_engine_may_be_planned_for():
-    _, options = parse_arguments(["--plan", "--tensor-parallel-size", "2", "--", "--seed", "1"])
-    assert options.tensor_parallel_size == 2 and options.engine_arguments == ("--seed", "1")
+    _, options = parse_arguments(["--plan", "--", "--tensor-parallel-size", "2"])
+    assert options.engine_arguments == ("--tensor-parallel-size", "2")
     assert options.fixed_k and options.max_running == 8
 
 
