@@ -35,7 +35,7 @@ from transformers.modeling_layers import MtpModel
 import benchmarks as bench
 from benchmarks.chat import prompts_of
 from messages import Request
-from models.catalogue import folder_of
+from models.catalogue import for_transformers, place_of
 from serving.options import ROOT, Options
 from serving.parsing import MAX_SPECULATIVE_TOKENS
 
@@ -69,9 +69,10 @@ class Peer:
 
     def __init__(self, model: str, dtype: str, device: Any, k: int) -> None:
         def load(name: str) -> Any:
-            return AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+            found = AutoModelForCausalLM.from_pretrained(**for_transformers(name), dtype=dtype)
+            return found.to(device).eval()
 
-        self.model, self.head, self.num_passes = load(folder_of(model)), None, 0
+        self.model, self.head, self.num_passes = load(place_of(model)), None, 0
         self.model.register_forward_pre_hook(self._count)
         assert Options.prompt_lookup_min == 1, "prompt lookup goes down to suffixes of one token"
         largest = Options.prompt_lookup_max

@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads cost 10x
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from models.catalogue import folder_of
+from models.catalogue import for_transformers, place_of
 from models.mimo import register
 
 from . import answers, corpus, embedded, recipe
@@ -83,7 +83,9 @@ def student_of(plan: Plan) -> tuple[PreTrainedModel, recipe.Data, recipe.Student
     """A target, its answers with the states that are made where they are missing, and a student."""
     register()
     target = AutoModelForCausalLM.from_pretrained(
-        plan.target, dtype=recipe.fast_dtype(), attn_implementation=recipe.TRAIN
+        **for_transformers(plan.target),
+        dtype=recipe.fast_dtype(),
+        attn_implementation=recipe.TRAIN,
     )
     target, kind = target.to(torch.get_default_device()).eval(), STUDENTS[plan.kind]
     target.requires_grad_(False)
@@ -112,7 +114,7 @@ def main(arguments: list[str] | None = None) -> None:
     chosen = {n: getattr(given, n) for n in ("tokens", "epochs", "batch_tokens")}
     sizes = sizes | {name: value for name, value in chosen.items() if value}
     plan = Plan(
-        given.kind, folder_of(given.target), given.work, given.out or given.work / given.kind,
+        given.kind, place_of(given.target), given.work, given.out or given.work / given.kind,
         verifier=given.verifier or given.target, **sizes,
     )  # fmt: skip
     print(json.dumps(run(plan, given.stage)))

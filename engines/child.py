@@ -27,7 +27,7 @@ from typing import Any
 from drafters.panel import PLAIN
 from drafters.vllm_proposer import VARIABLE, Proposer
 from messages import RequestError
-from models.catalogue import NotFetched, ends_with_us, folder_of
+from models.catalogue import NotFetched, ends_with_us, entry_of, place_of
 from models.loading import StartError
 from serving.http import say
 from serving.options import ROOT, Options
@@ -105,10 +105,21 @@ def environment(drafter: str) -> dict[str, str]:
     return {VARIABLE: given, "PYTHONPATH": os.pathsep.join(paths)}
 
 
+def place_for(model: str) -> str:
+    """What another engine loads: of the catalogue the public model, which is in no GGUF file."""
+    entry = entry_of(model)
+    return entry.origin if entry else place_of(model)
+
+
 def command(options: Options, port: int, config: dict[str, Any] | None) -> list[str]:
     """What starts vLLM with a speculative config. Raises NotFetched for a model."""
-    model = folder_of(options.model)
-    words = [str(options.engine), "serve", model, "--served-model-name", model_id(options.model)]
+    words = [
+        str(options.engine),
+        "serve",
+        place_for(options.model),
+        "--served-model-name",
+        model_id(options.model),
+    ]
     words += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
     words += ["--max-num-seqs", str(options.max_running)]
     if config:

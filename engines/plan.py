@@ -36,7 +36,6 @@ from drafters import NAMES
 from drafters.panel import PLAIN
 from drafters.vllm_proposer import TOKENS_ONLY
 from messages import Request
-from models.catalogue import folder_of
 from models.prompts import check_prompt, ids_of, prompts_of
 from serving.options import RUNNING_ELSEWHERE, Options
 from serving.parsing import model_id
@@ -193,7 +192,8 @@ def sglang_line(options: Options) -> str:
     --speculative-num-draft-tokens counts the rows of a pass: K, and the token before them.
     """
     config = child.speculative_config(options) or {}
-    words = ["python", "-m", "sglang.launch_server", "--model-path", folder_of(options.model)]
+    words = ["python", "-m", "sglang.launch_server", "--model-path"]
+    words += [child.place_for(options.model)]
     words += ["--served-model-name", model_id(options.model)]
     words += ["--host", "127.0.0.1", "--port", str(_PORT)]
     words += ["--max-running-requests", str(options.max_running)]

