@@ -57,6 +57,7 @@ _HEAD_S, _BODY_S, _IDLE_S, _READ_S, _LINGER_S = 10, 10, 30, 30, 5
 MAX_ACCEPTED = 256  # connections that asyncio accepts in one go, each of them an open file
 _PACE = 16_384  # bytes a second that a client sends, or takes, at least
 _SLICE = 16_384  # bytes that are read before the limits are looked at again
+_NUM_READY = 32  # threads that begin with the server; others when they are needed
 _QUICK = ("GET", "HEAD", "OPTIONS")
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 
@@ -453,9 +454,10 @@ class Server:
         }
         self._max_connections = max_connections
         # What is over in a moment, /health above all, never waits behind what takes its time.
+        self._num_threads = {False: num_threads, True: 8}
         self._threads = {
-            is_quick: ThreadPoolExecutor(number, thread_name_prefix=name)
-            for is_quick, number, name in ((False, num_threads, "answer"), (True, 8, "quick"))
+            is_quick: ThreadPoolExecutor(number, "quick" if is_quick else "answer")
+            for is_quick, number in self._num_threads.items()
         }
         self._said_at = 0.0
         self._calls: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
@@ -486,6 +488,11 @@ class Server:
                 self.has_died = True
             at_end()
 
+        for is_quick, number in self._num_threads.items():
+            # Now, since one that begins amid a burst makes the loop wait for its turn.
+            together = threading.Barrier(min(number, _NUM_READY))
+            for _ in range(together.parties):
+                self.run_in_thread(is_quick, together.wait)
         threading.Thread(target=run, name="http", daemon=True).start()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> None:
