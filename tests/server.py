@@ -210,9 +210,12 @@ def wait_until_taken(port, number):
 
 
 def wait_until_idle(port):
-    """Until all who were served or have left are forgotten, and so is their text."""
-    until(lambda: not health(port)["num_requests_running"])
-    assert health(port)["num_requests_waiting"] == health(port)["kv_cache_usage_perc"] == 0
+    """Until all who were served or have left are forgotten, and so is their text.
+
+    The run that the page opens on, which is recorded while nobody waits, has a row for a moment.
+    """
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    until(lambda: not any(map(health(port).get, names)))
 
 
 def events_of(data):

@@ -26,6 +26,7 @@ from server import (
     health,
     serving,
     until,
+    wait_until_idle,
     wait_until_taken,
 )
 
@@ -71,10 +72,9 @@ def poisoned(fault, **fields):
 
 
 def is_sound(port):
-    """Whether nothing runs, or is kept, and /health says so."""
-    state = health(port)
-    idle = state["num_requests_running"] == state["kv_cache_usage_perc"] == 0
-    return idle and state["status"] == "ok"
+    """Whether /health says that all is well, once nothing runs or is kept."""
+    wait_until_idle(port)
+    return health(port)["status"] == "ok"
 
 
 def error_of(answer):

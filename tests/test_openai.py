@@ -17,6 +17,7 @@ from server import (
     health,
     serving,
     until,
+    wait_until_idle,
 )
 
 KEY, ORIGIN = "secret key", "https://example.org"
@@ -291,6 +292,7 @@ def test_a_full_queue_and_a_deadline_are_errors_that_the_client_knows(tmp_path, 
 
 def test_metrics_are_what_prometheus_reads(port):
     before = own(port, prompt=COLOURS, max_tokens=20, drafter="ngram")
+    wait_until_idle(port)
     status, answered, data = call(port, "GET", "/metrics", headers=GUARDED)
     assert status == 200 and answered["Content-Type"] == "text/plain; version=0.0.4"
     families = {f.name: f for f in text_string_to_metric_families(data.decode())}

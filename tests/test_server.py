@@ -280,8 +280,7 @@ def test_health_counts_what_was_generated(port):
                   lambda h: h["speculative_decoding"]["per_drafter"]["ngram"]):  # fmt: skip
         for name in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"):
             assert scope(after)[name] - scope(before)[name] == mine[name]
-    assert after["num_requests_running"] == after["num_requests_waiting"] == 0
-    assert after["kv_cache_usage_perc"] == 0
+    wait_until_idle(port)
     assert {"model", "drafter", "uptime_s", "warnings"} <= after.keys()
     block = after["speculative_decoding"]
     assert 0 < block["recent_acceptance_rate"] <= 1
