@@ -42,6 +42,10 @@ _MEANING = {
 }
 _PLAIN = "plain decoding"
 _DEMO_S, _FEW = 60.0, 8  # that repeats may take; tokens that tell how long they take
+_FIGURES = (  # of a drafter's run, as its statistics have them
+    "target_passes", "tokens_per_pass", "draft_acceptance_rate", "mean_acceptance_length",
+    "num_draft_tokens", "num_accepted_draft_tokens",
+)  # fmt: skip
 _COLUMNS = ("passes", "ms", "tok/pass", "accepted", "rate", "fewer passes", "speed-up")
 _ROW = "{:14}{:>8} {:>8} {:>9} {:>9} {:>6} {:>13} {:>9}"
 
@@ -411,25 +415,18 @@ def demo_run(
     # The prompt takes both the same time, which the drafter's runs tell apart.
     prompt_ms = median(each.statistics.prompt_ms for each in sequences)
     plain_pass_ms = ratio(max(0.0, standard["ms"] - prompt_ms), num_plain - 1)
+    figures = {name: getattr(s.statistics, name) for name in _FIGURES}
     passes = s.statistics.target_passes
     t_verify = s.statistics.verify_ms / passes / plain_pass_ms if passes and plain_pass_ms else None
-    return (
-        {
-            "target_passes": passes,
-            "tokens_per_pass": s.statistics.tokens_per_pass,
-            "token_ids": s.output,
-            "text": s.text.text,
-            "draft_acceptance_rate": s.statistics.draft_acceptance_rate,
-            "mean_acceptance_length": s.statistics.mean_acceptance_length,
-            "num_draft_tokens": s.statistics.num_draft_tokens,
-            "num_accepted_draft_tokens": s.statistics.num_accepted_draft_tokens,
-            "controller": s.seat.decision and str(s.seat.decision),
-            "warnings": s.seat.warnings,
-            "pieces": [*s.text.stretches(), (end_of_text(engine, s), "end")],
-        }
-        | timed(ms)
-        | steadiness(speedups, s.statistics.tokens_per_pass, t_verify)
-    )
+    run = {
+        "token_ids": s.output,
+        "text": s.text.text,
+        "controller": s.seat.decision and str(s.seat.decision),
+        "warnings": s.seat.warnings,
+        "pieces": [*s.text.stretches(), (end_of_text(engine, s), "end")],
+    }
+    steady = steadiness(speedups, s.statistics.tokens_per_pass, t_verify)
+    return figures | run | timed(ms) | steady
 
 
 def demo_totals(results: list[dict[str, Any]], is_coupled: bool) -> dict[str, dict[str, Any]]:

@@ -79,7 +79,8 @@ class Client:
 
     def stream(self, path: str, body: dict[str, Any]) -> "Exchange":
         """Send a request whose answer is read as it comes."""
-        return Exchange(self._connect(), self._head("POST", path), json.dumps(body).encode())
+        data = json.dumps(body).encode()
+        return Exchange(self._connect(), self._head("POST", path, len(data)), data)
 
     def get(self, path: str, limit_s: float = _ANSWER_S) -> bytes:
         """The body of an answer. Raises RequestError for any status but 200, and past the limit."""
@@ -106,7 +107,7 @@ class Client:
 
     def _whole(self, method: str, path: str, body: bytes, limit_s: float) -> bytes:
         end, parts, size = time.monotonic() + limit_s, [], 0
-        with Exchange(self._connect(), self._head(method, path), body) as exchange:
+        with Exchange(self._connect(), self._head(method, path, len(body)), body) as exchange:
             while (data := exchange.read(max(0.0, end - time.monotonic()))) != b"":
                 if time.monotonic() > end:
                     message = f"the engine does not answer {path} within {limit_s:g} s"
@@ -128,10 +129,10 @@ class Client:
             raise _unreachable(error) from None
         return connected
 
-    def _head(self, method: str, path: str) -> h11.Request:
+    def _head(self, method: str, path: str, length: int) -> h11.Request:
         headers = [("Host", self._host), ("Connection", "close")]
         if method == "POST":
-            headers.append(("Content-Type", "application/json"))
+            headers += [("Content-Type", "application/json"), ("Content-Length", str(length))]
         if self._key:
             headers.append(("Authorization", f"Bearer {self._key}"))
         return h11.Request(method=method, target=self._prefix + path, headers=headers)
@@ -143,8 +144,6 @@ class Exchange:
     def __init__(self, connected: socket.socket, head: h11.Request, body: bytes) -> None:
         """Send it. Raises RequestError if that fails."""
         self._socket, self._parser = connected, h11.Connection(h11.CLIENT)
-        length = [("Content-Length", str(len(body)))] if head.method == b"POST" else []
-        head = h11.Request(method=head.method, target=head.target, headers=[*head.headers, *length])
         sent = self._parser.send(head)
         if body:
             sent += self._parser.send(h11.Data(data=body))

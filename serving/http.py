@@ -29,6 +29,7 @@ from .comparison import runs_to_compare
 from .connection import MAX_ACCEPTED, MAX_BODY_BYTES, REFUSAL, WHEN_LEFT, Server
 from .log import Progress, log_to_stderr, name_requests
 from .metrics import figures_of, register_metrics
+from .options import Options
 from .parsing import model_id, parse_json, parse_request
 from .worker import Job, Worker, cancel, unavailable
 
@@ -90,7 +91,7 @@ def cancel_if_left(jobs: list[Job]) -> None:
     request.environ.get(WHEN_LEFT, lambda act: None)(partial(cancel, jobs))
 
 
-def base_app(options: Any) -> Flask:
+def base_app(options: Options) -> Flask:
     """An application without routes, and with all that every answer has in common."""
     app = Flask(__name__, static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
@@ -122,7 +123,7 @@ def base_app(options: Any) -> Flask:
     return app
 
 
-def new_app(engine: Any, worker: Worker, options: Any, prompts: dict[str, str]) -> Flask:
+def new_app(engine: Any, worker: Worker, options: Options, prompts: dict[str, str]) -> Flask:
     """An application with the page and GET /metrics, and all that its routes have in common."""
     app = base_app(options)
     register_page(app, prompts, worker.story)
@@ -131,7 +132,7 @@ def new_app(engine: Any, worker: Worker, options: Any, prompts: dict[str, str]) 
     return app
 
 
-def beginning(engine: Any, worker: Worker, options: Any) -> Callable[..., Any]:
+def beginning(engine: Any, worker: Worker, options: Options) -> Callable[..., Any]:
     """What begins a request: parses its body, and queues it."""
 
     def begin(body: dict[str, Any]) -> tuple[list[Job], bool, list[str]]:
@@ -147,11 +148,11 @@ def beginning(engine: Any, worker: Worker, options: Any) -> Callable[..., Any]:
 class Guard:
     """Who may call: knows the key, and by which names the server is called."""
 
-    def __init__(self, options: Any) -> None:
+    def __init__(self, options: Options) -> None:
         self._key = options.api_key
         self._names = {"localhost", options.host.lower(), *map(str.lower, options.allowed_host)}
 
-    def check(self, asked: Any) -> None:
+    def check(self, asked: Request) -> None:
         """Raises RequestError for a werkzeug request that has no right to an answer."""
         if self._key is None:
             self._check_host(asked.headers.get("Host", ""))
@@ -238,17 +239,7 @@ def register_errors(app: Flask) -> None:
         return engine_failure(error).body(), 500
 
 
-class _Front:
-    """The WSGI application that the socket has from the start: another one until all is loaded."""
-
-    def __init__(self, app: Flask) -> None:
-        self.app = app
-
-    def __call__(self, environ: dict[str, Any], start_response: Any) -> Any:
-        return self.app(environ, start_response)
-
-
-def loading_app(options: Any) -> Flask:
+def loading_app(options: Options) -> Flask:
     """Answers 503 to all but the page, which asks /health for the progress, and reloads itself."""
     app = base_app(options)
     register_page(app, {})
@@ -265,7 +256,7 @@ def loading_app(options: Any) -> Flask:
     return app
 
 
-def room_for_connections(options: Any) -> int:
+def room_for_connections(options: Options) -> int:
     """How many connections may be open. Raises ValueError if that is too few for the requests.
 
     Raises this process's limit of open files if need be and if it may.
@@ -289,7 +280,7 @@ def room_for_connections(options: Any) -> int:
     return limit
 
 
-def serve(load: Callable[[], Flask], port: int, options: Any) -> NoReturn:
+def serve(load: Callable[[], Flask], port: int, options: Options) -> NoReturn:
     """Serve what `load` makes until SIGTERM, SIGHUP or Ctrl-C; a second one ends it at once.
 
     The address is taken first, so that whoever asks meanwhile is told to wait. On the first signal
@@ -300,8 +291,7 @@ def serve(load: Callable[[], Flask], port: int, options: Any) -> NoReturn:
     limit = room_for_connections(options)
     # Its `put` may be called by a handler of signals: an Event's lock could be held at that moment.
     ends: queue.SimpleQueue[None] = queue.SimpleQueue()
-    is_ending, loading = False, loading_app(options)
-    front = _Front(loading)
+    is_ending, is_loading = False, True
 
     def stop(number: int, *_: Any) -> None:
         """Handle a signal: the first one ends orderly, the second one at once."""
@@ -311,7 +301,7 @@ def serve(load: Callable[[], Flask], port: int, options: Any) -> NoReturn:
             os._exit(1)
         is_ending = True
         ends.put(None)
-        if front.app is loading:
+        if is_loading:
             end(flush_log)
 
     share_memory()
@@ -319,11 +309,12 @@ def serve(load: Callable[[], Flask], port: int, options: Any) -> NoReturn:
     handle_signals(stop)
     check = partial(check_head, Guard(options))
     num_threads = options.max_running + options.max_queued + _OTHER_CONNECTIONS
-    server = Server(front, check, options.host, port, num_threads, limit)
+    server = Server(loading_app(options), check, options.host, port, num_threads, limit)
     server.start(at_end=lambda: ends.put(None))
     url = f"http://{options.host}:{port}"
     say(f"loading {options.title}: {url} shows how far it is, and all else answers 503")
-    front.app = app = _loaded(load, flush_log)
+    server.app = app = _loaded(load, flush_log)
+    is_loading = False
     engine = app.extensions.get("engine")  # a process of its own, if there is one
     if engine:
         engine.at_death = lambda: ends.put(None)

@@ -9,7 +9,7 @@ import reprlib
 import secrets
 from collections.abc import Callable, Collection
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any
@@ -42,22 +42,17 @@ def parse_json(data: bytes) -> dict[str, Any]:
     return body
 
 
-def _integer(low: int, high: int) -> Callable[[Any], str | None]:
+def _number(
+    low: float, high: float, kind: type = int | float, name: str = "a number"
+) -> Callable[[Any], str | None]:
     def check(value: Any) -> str | None:
-        valid = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-        return None if valid else f"must be an integer from {low} to {high}"
+        valid = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
+        return None if valid else f"must be {name} from {low} to {high}"
 
     return check
 
 
-def _number(low: float, high: float) -> Callable[[Any], str | None]:
-    def check(value: Any) -> str | None:
-        valid = (
-            isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
-        )
-        return None if valid else f"must be a number from {low} to {high}"
-
-    return check
+_integer = partial(_number, kind=int, name="an integer")
 
 
 def _one_of(*choices: str) -> Callable[[Any], str | None]:
