@@ -257,6 +257,7 @@ class CachedModel:
         self.fast: Any = None  # what `speed_up` puts in the place of `forward`
         self.report: Report | None = None  # on equal bits
         self.reference: Reference | None = None  # what transformers' own modules gave
+        self.tolerance = 0.0  # of logits: what roundings alone were seen to do
 
     def new_cache(self, num_layers: int, num_rows: int, spare: int = 0) -> SlotCache:
         """An empty cache, `spare` tokens longer than this model's own, for a head beside it."""

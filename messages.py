@@ -185,6 +185,7 @@ class Model(Protocol):
     max_length: int
     num_weights: int
     cache: KeyCache
+    tolerance: float  # of its logits, for roundings
     fast: Any  # its forward in C, or None
     forward: Callable[..., Output]
 

@@ -47,7 +47,7 @@ def speed_up(
     """
     if not library.is_used:
         return
-    given = model.model, model.cache.capacity, model.windows, has_own_embedding
+    given = model.model, model.cache.capacity, model.windows, has_own_embedding, model.tolerance
     if found := decoder_of(*given):
         model.fast = model.forward = KernelForward(model, found)
         found.release(model.model)
