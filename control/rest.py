@@ -5,8 +5,8 @@
 
 What the controller expects of drafts leaves out what it takes to choose them, to read what was
 missed, and whatever else the machine does meanwhile. So all of a cycle's time is held against all
-of its tokens. Where drafts lose, nothing is chosen until what they lost is a small part of the
-time. And where choosing takes long, a choice is kept for some cycles.
+of its tokens. Where drafts lose, nothing is chosen for so long that a look loses a small part of
+the time. And where choosing takes long, a choice is kept for some cycles.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ _RENEWED, _PLAIN = 256, 4  # cycles with drafts until some plain ones are measur
 _KEPT, _OLD_KEPT = 0.98, 0.25  # of what was seen, with each cycle and with each rest
 _OUTLIER = 3.0  # times as long as on average: the machine did something else
 _LITTLE = 0.03  # of the time: to lose so much is no reason to rest
-_COST, _LONGEST = 0.02, 1024  # of the time: what looks may lose; cycles of a rest, at most
+_COST = 0.02  # of the time: what looks may lose
 _EFFORT, _MOST = 0.05, 16  # of the time, for choosing; cycles that a choice serves, at most
 Recent = partial(deque[float], maxlen=8)  # ms: their median is not moved by an accident
 
@@ -29,7 +29,8 @@ Recent = partial(deque[float], maxlen=8)  # ms: their median is not moved by an 
 class Rest:
     """Batches of about one size: what drafts bring, and whether none are chosen for now."""
 
-    tokens: float = 0.0  # of a request, in the last cycles with drafts
+    cycles: float = 0.0  # with drafts, old ones counting less
+    tokens: float = 0.0  # of a request, in these
     time: float = 0.0  # that they took, in plain cycles: each gives a token
     # Of plain cycles, whoever might draft; of more requests the root of their number more.
     plain: deque[float] = field(default_factory=Recent)
@@ -44,8 +45,8 @@ class Rest:
             if not self.plain or self.looks >= _RENEWED:  # what plain cycles take is to be seen
                 self.left, self.looks = _PLAIN, 0
             elif lost > _LITTLE * self.time:
-                self.left, self.looks = min(int(lost / _COST), _LONGEST), 0
-                self.tokens, self.time = _OLD_KEPT * self.tokens, _OLD_KEPT * self.time
+                self.left, self.looks = int(_LOOK * lost / self.cycles / _COST), 0
+                self._fade(_OLD_KEPT)
         self.left -= (is_rest := self.left > 0)
         return is_rest
 
@@ -58,7 +59,15 @@ class Rest:
         if self.plain and self.looks > 1:
             usual = self.time / self.tokens if self.tokens else 1.0
             time = min(ms / self._plain_ms(batch), _OUTLIER * usual * tokens)
-            self.tokens, self.time = _KEPT * self.tokens + tokens, _KEPT * self.time + time
+            self._fade(_KEPT)
+            self.cycles += 1
+            self.tokens += tokens
+            self.time += time
+
+    def _fade(self, kept: float) -> None:
+        self.cycles *= kept
+        self.tokens *= kept
+        self.time *= kept
 
     def see_plain(self, batch: int, ms: float) -> None:
         """A cycle without drafts."""
