@@ -22,12 +22,12 @@ from page import register_page
 from serving.answers import body_of
 from serving.connection import CLIENT_BEHIND
 from serving.http import base_app, cancel_if_left, read_body, respond, with_status
-from serving.metrics import PER_POSITION, Figures, register_metrics
+from serving.metrics import Figures, register_metrics
 from serving.openai import register_routes
 from serving.options import Options
 from serving.parsing import parse_fields
 
-from .client import Engine
+from .client import Engine, positions_in
 from .relay import Relay, RemoteJob, Told, Wanted
 
 _QUESTION_S = 2.0  # for the engine to say how it is
@@ -240,14 +240,6 @@ def health(engine: Engine, relay: Relay, options: Options) -> dict[str, Any]:
         },
         "warnings": warnings,
     }  # fmt: skip
-
-
-def positions_in(metrics: dict[str, float]) -> list[float]:
-    """Accepted tokens by position in the draft, where the engine counts them so."""
-    found: list[float] = []
-    while (value := metrics.get(f"{PER_POSITION}_total[{len(found)}]")) is not None:
-        found.append(value)
-    return found
 
 
 def figures_of(engine: Engine) -> Figures:

@@ -314,8 +314,15 @@ def _speculation(client: Client) -> tuple[str | None, int | None]:
         return None, None
     if "spec_decode_num_drafts_total" not in metrics:
         return None, None
-    positions = [name for name in metrics if name.startswith(f"{PER_POSITION}_total[")]
-    return "engine", len(positions) or None
+    return "engine", len(positions_in(metrics)) or None
+
+
+def positions_in(metrics: dict[str, float]) -> list[float]:
+    """Accepted tokens by position in the draft, where the engine counts them so."""
+    found: list[float] = []
+    while (value := metrics.get(f"{PER_POSITION}_total[{len(found)}]")) is not None:
+        found.append(value)
+    return found
 
 
 def _has_template(client: Client, model: str) -> bool:

@@ -180,9 +180,14 @@ def norm_of(module: nn.Module) -> Any:
     return None
 
 
-def is_same(actual: Tensor, expected: Tensor, num_roundings: int = 32) -> bool:
-    """Equal but for some roundings of their type, relative to the largest number."""
+def is_same(
+    actual: Tensor, expected: Tensor, num_roundings: int = 32, tolerance: float = 0.0
+) -> bool:
+    """Equal but for some roundings of their type, relative to the largest number.
+
+    Or but for `tolerance`, where it is larger.
+    """
     if actual.shape != expected.shape:
         return False
-    tolerance = num_roundings * torch.finfo(expected.dtype).eps * float(expected.abs().max())
-    return float((actual - expected).abs().max()) <= tolerance
+    roundings = num_roundings * torch.finfo(expected.dtype).eps * float(expected.abs().max())
+    return float((actual - expected).abs().max()) <= max(roundings, tolerance)

