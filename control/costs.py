@@ -26,6 +26,7 @@ _RIDGE = 4.0
 _TOKEN_SHARE = 0.02  # what each further token costs of a pass, before measuring
 _FEW_UNREAD = 4  # tokens of each request that a draft reads by the way, as it does in any case
 _READ_SHARE = 0.05  # of a step: a token that a drafter has to read
+_STEP_SHARE = 1.0  # of a draft of one token half is its step and half the call, before measuring
 _LEAST_SHARE = 0.1  # of a pass: what a step of a drafter without weights may cost
 _LEARN_EACH = 8  # cycles: together they take less time
 
@@ -215,7 +216,7 @@ class Costs:
         is_reading = self.runs_model(name) and unread > _FEW_UNREAD * len(num_tokens)
         if not is_reading or _OUTLIER * ms < expected:
             lines = self.drafts.setdefault(name, {})
-            lines.setdefault(size.bit_length(), Line()).observe(steps, ms)
+            lines.setdefault(size.bit_length(), Line(_STEP_SHARE)).observe(steps, ms)
             fit(lines.values())
         elif name in self.drafts and ms > expected:
             read = self.reads.setdefault(name, Line())
