@@ -115,15 +115,21 @@ def run(engine: Any, request: Request) -> Finished:
 
 
 def run_together(
-    engine: Any, requests: list[Request], num_tokens: int | None = None
+    engine: Any,
+    requests: list[Request],
+    num_tokens: int | None = None,
+    at_once: int | None = None,
 ) -> list[Finished]:
-    """All requests in one batch, each to its end, or until it has `num_tokens`.
+    """All requests, each to its end, or until it has `num_tokens`; at most `at_once` in a batch.
 
+    The next one takes the place of one that ends, as it is where clients ask again and again.
     Raises RuntimeError if one was not done as asked.
     """
-    sequences = [engine.open(request) for request in requests]
-    running = sequences
-    while running:
+    sequences, running = list[Any](), list[Any]()
+    while running or len(sequences) < len(requests):
+        while len(sequences) < len(requests) and len(running) < (at_once or len(requests)):
+            sequences.append(engine.open(requests[len(sequences)]))
+            running.append(sequences[-1])
         engine.step(running)
         left = []
         for s in running:

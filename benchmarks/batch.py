@@ -1,7 +1,8 @@
 """What does it bring to serve requests together? Batches of 1 … 16, speculation on and off.
 
-The same requests run one after another and in one batch, with every drafter, fixed K and
-controller, in turn. Speeds are tokens per second as medians. `of_none` is a case's speed in that of
+So many clients ask at once, each three times, for texts of different lengths; the next request takes the place of one that ended.
+The same requests run one after another as well, with every drafter, fixed K and controller, in
+turn. Speeds are tokens per second as medians. `of_none` is a case's speed in that of
 not drafting in the same run, `of_best` that of `auto` in that of the best of all other cases,
 `ratio` that of the batch in that of one after another. The second table shows the longest gap
 between two tokens of a running request while a long prompt arrives.
@@ -23,6 +24,7 @@ from serving.options import between
 
 SIZES = (1, 2, 4, 8, 16)
 LONG_PROMPT = 1800
+ROUNDS = 3  # requests, one after another, of each of those that ask at once
 Case = tuple[str | None, bool]  # the drafter, and whether K is fixed
 PLAIN: Case = (None, False)
 CHOOSING: Case = (bench.AUTO, False)
@@ -34,16 +36,19 @@ def measure_batches(
     """One row per size and case."""
     fixed, rows = bench.without_controller(engine), []
     fixed.eos_ids = engine.eos_ids
-    prompts = list(bench.flat(bench.demo_prompts(engine.target.tokenizer)).values()) * 2
+    prompts = list(bench.flat(bench.demo_prompts(engine.target.tokenizer)).values()) * 4
     names = bench.drafter_names(engine)
     cases = [PLAIN, *((n, is_fixed) for n in names for is_fixed in (True, False)), CHOOSING]
 
     def method(case: Case, size: int, is_alone: bool) -> Any:
         chosen = fixed if case[1] else engine
-        requests = [Request(prompt, num_tokens, case[0]) for prompt in prompts[:size]]
+        requests = [
+            Request(prompt, num_tokens // 2 + 7 * i % 16 * num_tokens // 15, case[0])
+            for i, prompt in enumerate(prompts[: ROUNDS * size])
+        ]
         if is_alone:
             return lambda: bench.outputs([bench.run(chosen, request) for request in requests])
-        return lambda: bench.outputs(bench.run_together(chosen, requests))
+        return lambda: bench.outputs(bench.run_together(chosen, requests, at_once=size))
 
     ways = (True, False) if is_alone_timed else (False,)
     for size in sizes:
@@ -125,7 +130,7 @@ def measure_gaps(engine: Any, runs: int) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
     options = bench.parser(__doc__)
-    bench.add_count(options, "--tokens", 2, 1000, 96, "a request")
+    bench.add_count(options, "--tokens", 2, 1000, 96, "a request, on average")
     options.add_argument(
         "--sizes", type=between(1, 16), nargs="+", default=SIZES, help="of batches"
     )

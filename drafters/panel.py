@@ -368,7 +368,11 @@ class Panel:
         if not drafter.needs_hidden:
             return None
         layers = drafter.hidden_layers
-        return torch.cat([torch.cat([came.hidden[i] for i in layers], -1) for came in cycles])
+        if len(layers) == 1:
+            states = [came.hidden[layers[0]] for came in cycles]
+        else:
+            states = [torch.cat([came.hidden[i] for i in layers], -1) for came in cycles]
+        return torch.cat(states) if len(states) > 1 else states[0]
 
     def _catch_up(self, seat: Seat, name: str) -> None:
         """Tell a drafter what came since it was asked last, as one piece of text."""

@@ -145,6 +145,7 @@ class State:
     num_prompt_tokens: int
     reads_past: bool  # if its rule of acceptance allows for that
     is_alone: bool = False  # neither reads past outputs nor adds to them; the panel sets it
+    evidence: int = 0  # tokens of the text that the last guess rests on
     own: SuffixIndex = field(default_factory=SuffixIndex)
 
 
@@ -176,11 +177,12 @@ class SuffixDrafter(Drafter):
                 found, score = half.likely(longer, max_tokens)
                 if score > best:
                     tokens, best = found, score
+        state.evidence = max(match.length, *(longer.length for _, longer in others), 0)
         return tokens
 
     def evidence(self, state: State) -> int:
-        """How many tokens of the text a proposal rests on, of own text or past outputs."""
-        return max(match.length for _, match in self._matches(state))
+        """How many tokens of the text the last guess rests on, of own text or past outputs."""
+        return state.evidence
 
     def _matches(self, state: State) -> list[tuple[SuffixIndex, Match]]:
         """Of the text's end in the own text, and in past outputs if it may read those."""
