@@ -102,13 +102,17 @@ def remember(drafter, output):
 def test_its_evidence_is_how_many_tokens_were_found_again():
     """In the text itself or in past outputs, whichever goes further."""
     drafter = SuffixDrafter(100)
+
+    def evidence(state):
+        drafter.guess(state, 4)
+        return drafter.evidence(state)
+
     state = drafter.open([1, 2, 3, 4, 9, 2, 3], GREEDY, None)
-    assert drafter.evidence(state) == 2
+    assert evidence(state) == 2
     remember(drafter, [7, 4, 9, 2, 3, 8])
-    drafter.guess(state, 4)
-    assert drafter.evidence(state) == 4
-    assert drafter.evidence(drafter.open([1, 2, 3], GREEDY, None)) == 2
-    assert drafter.evidence(drafter.open([1, 2, 6], GREEDY, None)) == 0
+    assert evidence(state) == 4
+    assert evidence(drafter.open([1, 2, 3], GREEDY, None)) == 2
+    assert evidence(drafter.open([1, 2, 6], GREEDY, None)) == 0
 
 
 def test_the_oldest_outputs_are_forgotten_first():
