@@ -1,11 +1,12 @@
 """What does it bring to serve requests together? Batches of 1 … 16, speculation on and off.
 
-So many clients ask at once, each three times, for texts of different lengths; the next request takes the place of one that ended.
-The same requests run one after another as well, with every drafter, fixed K and controller, in
-turn. Speeds are tokens per second as medians. `of_none` is a case's speed in that of
-not drafting in the same run, `of_best` that of `auto` in that of the best of all other cases,
-`ratio` that of the batch in that of one after another. The second table shows the longest gap
-between two tokens of a running request while a long prompt arrives.
+So many clients ask at once, each three times, for texts of different lengths: the next request
+takes the place of one that ended. The same requests run one after another, too. Every drafter does
+it, with fixed K and with the controller, in turn. Speeds are tokens per second as medians.
+`of_none` is a case's speed in that of not drafting in the same run, `of_best` that of `auto` in
+that of the best of all other cases, `ratio` that of the batch in that of one after another. The
+second table shows the longest gap between two tokens of a running request while a long prompt
+arrives.
 
     python -m benchmarks.batch [--runs 5] [--tokens 96] [--sizes 1 4 8 16] [--together]
         [--model smollm2] [--json]
