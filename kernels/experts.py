@@ -27,12 +27,25 @@ def experts_of(module: nn.Module) -> Iterator[Any]:
 @torch.no_grad()
 def pack_experts(module: nn.Module, quantize: str | None = None) -> None:
     """Put the weights of all experts in `module` in panels, in place; the originals are freed."""
-    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     for part in experts_of(module):
-        names = "gate_up_proj" if part.has_gate else "up_proj", "down_proj"
         if isinstance(part.down_proj, nn.Parameter) and part.down_proj.dtype in DTYPES:
-            part.matrices = [_packed(part, name, quantize) for name in names]
-            part.config._experts_implementation = NAME
+            hold(part, [_packed(part, name, quantize) for name in matrices_of(part)])
+
+
+def matrices_of(part: Any) -> tuple[str, str]:
+    """The names of its two parameters."""
+    return "gate_up_proj" if part.has_gate else "up_proj", "down_proj"
+
+
+def hold(part: Any, matrices: list[list[Panels]]) -> None:
+    """Have experts compute with these in the place of their parameters, one for each expert."""
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    for name in matrices_of(part):
+        weights = getattr(part, name)
+        delattr(part, name)
+        setattr(part, name, ShownWeight(weights.dtype, weights.device, tuple(weights.shape)))
+    part.matrices = matrices
+    part.config._experts_implementation = NAME
 
 
 def quantise_experts(module: nn.Module) -> None:
@@ -45,13 +58,9 @@ def quantise_experts(module: nn.Module) -> None:
 def _packed(part: Any, name: str, quantize: str | None) -> list[Panels]:
     """A matrix for each expert."""
     weights = getattr(part, name).detach()
-    shown = ShownWeight(weights.dtype, weights.device, tuple(weights.shape))
     weights = weights.transpose(1, 2) if part.is_transposed else weights
     biases = getattr(part, f"{name}_bias").detach() if part.has_bias else [None] * len(weights)
-    found = [Panels.of(*own, quantize) for own in zip(weights, biases, strict=True)]
-    delattr(part, name)
-    setattr(part, name, shown)
-    return found
+    return [Panels.of(*own, quantize) for own in zip(weights, biases, strict=True)]
 
 
 def experts_forward(

@@ -9,7 +9,6 @@ searched for.
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -195,10 +194,7 @@ class ModuleForward(KernelForward):
     @property
     def num_bytes(self) -> int:
         """Of the matrices in panels."""
-        model = self._model.model
-        sides = (side for part in model.modules() for side in getattr(part, "matrices", ()))
-        every = (*panels_in(model), *chain.from_iterable(sides))
-        return sum(panels.num_bytes for panels in every)
+        return sum(panels.num_bytes for panels in panels_in(self._model.model))
 
     def shares(self, rows: list[int]) -> bool:
         """Whether texts in these empty rows do not mix. The rows are empty again afterwards."""

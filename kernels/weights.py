@@ -239,7 +239,9 @@ def panels_of(layer: nn.Module) -> Panels:
 
 def panels_in(model: nn.Module) -> set[Panels]:
     """Those of all modules, each once."""
-    return {getattr(part, "panels", None) for part in model.modules()} - {None}
+    experts = (getattr(part, "matrices", ()) for part in model.modules())
+    found = {own for matrices in experts for side in matrices for own in side}
+    return found | {getattr(part, "panels", None) for part in model.modules()} - {None}
 
 
 def num_weights(model: nn.Module) -> int:

@@ -37,6 +37,10 @@ from .gguf_file import BadFile, GgufFile, Tensor, Texts
 # transformers asks for a table of names anew for each of a model's modules: 15 ms, 397 times.
 gguf.get_tensor_name_map = cache(gguf.get_tensor_name_map)
 
+_SIZES = {  # of experts: transformers' table leaves them out
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
 _MOST_VALUES = 4096  # of an array that describes a config, such as one for each layer
 _PIECE = 1 << 18  # weights that a thread unpacks at once: what numpy makes of them stays in caches
 _TYPES = {bool: 7, int: 4, float: 6, str: 8}  # GGUF's numbers for them, which transformers asks for
@@ -83,6 +87,8 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
     else:
         with _given_to_transformers(file):
             fields = load_gguf_checkpoint(file.name)["config"]
+        sizes = {name: file.metadata.get(f"{architecture}.{key}") for key, name in _SIZES.items()}
+        fields |= {name: size for name, size in sizes.items() if type(size) is int}
         fields["vocab_size"] = fields["vocab_size"] or len(tokens)
     config = AutoConfig.for_model(**fields)
     config._name_or_path = Path(file.name).stem

@@ -7,6 +7,7 @@ read as gguf_model.py reads it, in float32.
 """
 
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers.integrations.gguf import GGUF_ARCHS
 from transformers.pytorch_utils import Conv1D
 
 from kernels import library
+from kernels.experts import hold, matrices_of
 from kernels.weights import LANES, PanelEmbedding, PanelLinear, Panels, become
 
 from .gguf_file import GgufFile, Tensor
@@ -30,6 +32,8 @@ FORMS = {  # the kernels' names for GGUF's types
     "Q5_0": "Q5", "Q5_1": "Q5M", "Q4_K": "Q4K", "Q5_K": "Q5K", "Q6_K": "Q6K",
 }  # fmt: skip
 _PIECE = 1 << 20  # bytes that are read at once
+_MIXTURES = "qwen2moe", "qwen3moe"  # transformers puts gate and up of an expert in one matrix
+_EXPERTS = re.compile(r"(blk\.\d+\.ffn_)(gate|up|down)(_exps)\.weight")
 
 
 def why_not(file: GgufFile) -> str | None:
@@ -39,8 +43,9 @@ def why_not(file: GgufFile) -> str | None:
         return "the kernels are not used"
     if architecture in GGUF_ARCHS:
         return f"transformers rearranges the matrices of {architecture}"
-    if any(len(tensor.shape) > 2 for tensor in file.tensors.values()):
-        return "it has experts"
+    deep = [name for name, tensor in file.tensors.items() if len(tensor.shape) > 2]
+    if deep and not (architecture in _MIXTURES and all(map(_EXPERTS.fullmatch, deep))):
+        return f"the experts of {architecture} lie in another way"
     return None
 
 
@@ -49,7 +54,12 @@ def load_packed(file: GgufFile, config: PreTrainedConfig) -> tuple[Any, dict[str
     empty = empty_model(file, config, torch.float32)
     processor, names = names_in(file, empty)
     modules = dict(empty.named_modules())
-    plans = {name: _Plan(t, names, processor, modules) for name, t in file.tensors.items()}
+    plans: dict[str, _Plan | _Experts] = {
+        name: _Experts(tensor, names, file)
+        if len(tensor.shape) > 2
+        else _Plan(tensor, names, processor, modules)
+        for name, tensor in file.tensors.items()
+    }
     # A matrix's place is held by one zero, which looks as large: memory is for what is there.
     weights = {
         plan.target: torch.zeros(1).expand(plan.shape) for plan in plans.values() if plan.target
@@ -69,10 +79,14 @@ def load_packed(file: GgufFile, config: PreTrainedConfig) -> tuple[Any, dict[str
     if others := sorted({p.tensor.type.name for p in plans.values() if p.owner and not p.form}):
         LOG.info("%s: weights of type %s are unpacked to bfloat16", file.name, ", ".join(others))
     packed: dict[str, Panels] = {}
+    experts: dict[str, list[Panels]] = {}  # by the parameter that they stand for
 
     def read(tensor: Tensor) -> None:
         plan = plans[tensor.name]
-        if plan.owner:
+        if isinstance(plan, _Experts):
+            if plan.target in wanted:
+                experts[plan.target] = plan.panels(file)
+        elif plan.owner:
             packed[plan.owner] = plan.panels(file)
         elif plan.target in wanted:
             weights[plan.target] = torch.from_numpy(plan.floats(file)).contiguous()
@@ -80,6 +94,9 @@ def load_packed(file: GgufFile, config: PreTrainedConfig) -> tuple[Any, dict[str
     all_at_once(read, file)
     model, report = filled(empty, weights)
     _put(model, packed)
+    for name in {name.rpartition(".")[0] for name in experts}:
+        part = model.get_submodule(name)
+        hold(part, [experts[f"{name}.{matrix}"] for matrix in matrices_of(part)])
     model.fingerprint = file.fingerprint
     return model, report
 
@@ -108,7 +125,8 @@ class _Plan:
         is_linear = isinstance(module, nn.Linear | Conv1D | nn.Embedding)
         is_matrix = kind == "weight" and is_linear and len(tensor.shape) == 2
         self.is_transposed = is_matrix and isinstance(module, Conv1D)
-        self.shape = tensor.shape[::-1] if self.is_transposed else tensor.shape
+        shape = tensor.shape if len(tensor.shape) == 2 else found.shape
+        self.shape = shape[::-1] if self.is_transposed else shape
         if not is_matrix:
             return
         self.owner, rows = owner, found.ravel()
@@ -148,6 +166,37 @@ class _Plan:
             rows = min(step, count - begin)
             piece = file.read(tensor, begin * tensor.row_bytes, rows * tensor.row_bytes)
             yield piece.reshape(rows, -1)
+
+
+class _Experts:
+    """What becomes of a layer's tensors [experts, outputs, inputs]: a matrix for each expert.
+
+    An expert's gate and up are one matrix. Both are read when it is the gate's turn.
+    """
+
+    def __init__(self, tensor: Tensor, names: dict[str, str], file: GgufFile) -> None:
+        layer, kind, rest = _EXPERTS.fullmatch(tensor.name).groups()
+        self.tensor, self._parts, self.shape = tensor, [tensor], tensor.shape
+        up = file.tensors.get(f"{layer}up{rest}.weight")
+        if kind == "gate" and up and up.shape == tensor.shape:
+            count, outputs, inputs = tensor.shape
+            self._parts, self.shape = [tensor, up], (count, 2 * outputs, inputs)
+        forms = {FORMS.get(part.type.name) for part in self._parts}
+        self.form = forms.pop() if len(forms) == 1 else None  # None: it is unpacked
+        self.owner = self.target = None if kind == "up" else names.get(f"{layer}{kind}{rest}")
+
+    def panels(self, file: GgufFile) -> list[Panels]:
+        """A matrix for each expert."""
+        count, outputs, inputs = self.shape
+        if not self.form:
+            floats = [unpacked(file, part, torch.bfloat16) for part in self._parts]
+            return [Panels.of(own) for own in torch.cat(floats, 1)]
+        sizes, found = [part.num_bytes // count for part in self._parts], list[Panels]()
+        for i in range(count):
+            parts = zip(self._parts, sizes, strict=True)
+            rows = np.concatenate([file.read(part, i * size, size) for part, size in parts])
+            found.append(Panels.of_rows(self.form, (outputs, inputs), [rows.reshape(outputs, -1)]))
+        return found
 
 
 @torch.no_grad()

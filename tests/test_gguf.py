@@ -24,7 +24,14 @@ from conftest import ROOT, TARGET, run
 from hypothesis import strategies as st
 from server import at_once
 from test_gguf_file import MUTATIONS, mutated, settled
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    LlamaConfig,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+)
 
 from kernels import decoder, library, start
 from models import catalogue, loading
@@ -57,9 +64,38 @@ def write_gguf(
     `change` makes other words of those of the vocabulary; `given` has blocks by name.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    config, tokenizer = model.config, json.loads((folder / "tokenizer.json").read_text("utf-8"))
-    writer = gguf.GGUFWriter(path, "llama")
+    config, writer = model.config, begun(path, "llama", model.config, folder, pre, change)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    is_tied = config.tie_word_embeddings  # a file without an output layer
+    for name, weight in model.state_dict().items():
+        if is_tied and name == "lm_head.weight":
+            continue
+        values = weight.numpy()
+        if "q_proj" in name:
+            values = interleaved(values, config.num_attention_heads)
+        if "k_proj" in name:
+            values = interleaved(values, config.num_key_value_heads)
+        name = names.get_name(name, try_suffixes=(".weight",))
+        if name in (given or {}):
+            writer.add_tensor(name, given[name], raw_dtype=given_kind)
+        else:
+            add(writer, name, values, kind)
+    finish(writer)
+    return path
+
+
+def add(writer, name, values, kind):
+    """A tensor; matrices in `kind`."""
+    if kind is not None and values.ndim > 1:
+        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    else:
+        writer.add_tensor(name, values.astype(np.float32))
+
+
+def begun(path, architecture, config, folder, pre="smollm", change=lambda words: words):
+    """The header of a GGUF file: a config, and the tokenizer of a folder."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_name("tiny")
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -80,24 +116,7 @@ def write_gguf(
     merges = tokenizer["model"]["merges"]
     writer.add_token_merges([" ".join(m) if isinstance(m, list) else m for m in merges])
     writer.add_eos_token_id(0)
-    is_tied = config.tie_word_embeddings  # a file without an output layer
-    for name, weight in model.state_dict().items():
-        if is_tied and name == "lm_head.weight":
-            continue
-        values = weight.numpy()
-        if "q_proj" in name:
-            values = interleaved(values, config.num_attention_heads)
-        if "k_proj" in name:
-            values = interleaved(values, config.num_key_value_heads)
-        name = names.get_name(name, try_suffixes=(".weight",))
-        if name in (given or {}):
-            writer.add_tensor(name, given[name], raw_dtype=given_kind)
-        elif kind is not None and values.ndim == 2:
-            writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(name, values.astype(np.float32))
-    finish(writer)
-    return path
+    return writer
 
 
 def finish(writer):
@@ -756,3 +775,79 @@ def test_smollm2_answers_in_one_command(tmp_path):
         assert "Paris" in done.stdout and "eagle3" in done.stdout
     (folder,) = (Path(tmp_path) / "speculative-decoding").iterdir()
     assert {path.suffix for path in folder.iterdir()} == {".gguf", ""}
+
+
+# ------------------------------------------------------------------------------ mixtures
+MIXTURES = {"qwen2moe": Qwen2MoeConfig, "qwen3moe": Qwen3MoeConfig}
+
+
+def write_mixture(path, architecture, kind, leave_out=""):
+    """A tiny mixture of four experts, with a shared one in the older family."""
+    sizes = {
+        "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "max_position_embeddings": 256,
+        "shared_expert_intermediate_size": 32, "tie_word_embeddings": False,
+        "norm_topk_prob": architecture == "qwen3moe", "initializer_range": 0.2,
+    }  # fmt: skip
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(MIXTURES[architecture](**sizes))
+    config = model.config
+    writer = begun(path, architecture, config, Path(TARGET))
+    writer.add_expert_count(4)
+    writer.add_expert_used_count(2)
+    writer.add_expert_feed_forward_length(32)
+    writer.add_expert_shared_feed_forward_length(32)
+    writer.add_key_length(16)
+    writer.add_value_length(16)
+    kinds = {own.name.lower().replace("_", ""): own for own in gguf.MODEL_ARCH}
+    names = gguf.get_tensor_name_map(kinds[architecture], 2)
+    for name, weight in model.state_dict().items():
+        values = weight.numpy()
+        if name.endswith("gate_up_proj"):
+            layer = name.split(".")[2]
+            for part, own in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
+                if part != leave_out:
+                    add(writer, f"blk.{layer}.ffn_{part}_exps.weight", own, kind)
+            continue
+        if name.endswith("shared_expert_gate.weight"):
+            values = values[0]  # as llama.cpp has it
+        new = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if name.endswith("down_proj") and "experts" in name:
+            new += ".weight"
+        add(writer, new, values, None if "mlp.gate." in name else kind)
+    finish(writer)
+    return path
+
+
+@needs_compiler
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_the_experts_of_a_mixture_are_served_as_they_are_in_the_file(tmp_path, architecture):
+    path = write_mixture(tmp_path / "a.gguf", architecture, Q8_0)
+    model, floats = packed(path)
+    forms = set()
+    for name, part in floats.named_modules():
+        if hasattr(part, "gate_up_proj"):
+            matrices = model.get_submodule(name).matrices
+            for own, weight in zip(matrices, (part.gate_up_proj, part.down_proj), strict=True):
+                forms |= {panels.form for panels in own}
+                assert torch.equal(torch.stack([panels.unpacked() for panels in own]), weight)
+    assert forms == {"Q8"}
+    engines = [load(model=path, dtype=dtype) for dtype in ("packed", "float32")]
+    assert engines[0].target.fast.num_bytes < engines[1].target.fast.num_bytes / 2
+    text = engines[0].target.tokenizer("def add(a, b):\n    return a + b")["input_ids"]
+    found = []
+    for engine in engines:
+        row = engine.target.cache.open_row()
+        found.append(engine.target.forward([row], [text], [len(text)]).logits[0])
+    assert 0 < float((found[0] - found[1]).abs().median()) < 0.02 * float(found[1].abs().max())
+    expected = core.plain_decode(engines[0].target, text, 24, engines[0].eos_ids)
+    ours, _ = run(engines[0], text, max_tokens=24, drafter="ngram", num_speculative_tokens=3)
+    assert ours.output == expected and engines[0].target.report.is_exact
+
+
+@pytest.mark.parametrize("leave_out", ["gate", "up"])
+def test_a_mixture_without_a_matrix_of_its_experts_is_refused(tmp_path, leave_out):
+    path = write_mixture(tmp_path / "a.gguf", "qwen3moe", Q8_0, leave_out)
+    with pytest.raises(loading.StartError, match="gate_up_proj"):
+        load(model=path)
