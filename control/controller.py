@@ -90,8 +90,7 @@ class Decision(NamedTuple):
     num_tokens: int
     alpha: float = 0.0  # of the first position
     c: float = 0.0
-    break_even: float = 1.0  # the α at which one drafted token would pay for itself
-    least_chance: float = 1.0  # a token that is less likely to be accepted is not worth its step
+    break_even: float = 1.0  # the chance of being accepted at which a token pays for its step
     expected_speedup: float = 1.0  # of the whole batch
     is_probe: bool = False
     is_rest: bool = False  # nothing was chosen: that would have taken longer than drafts bring
@@ -236,7 +235,7 @@ class Choice:
             alpha = record.reach(1)[0]
             if alpha - even > nearest:
                 nearest, c = alpha - even, price.first_ms / self.prices.plain_ms
-                found = name, option.num_tokens, alpha, c, even, even, speedup, i == self.probing
+                found = name, option.num_tokens, alpha, c, even, speedup, i == self.probing
         return Decision(*found)
 
 

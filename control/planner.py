@@ -136,7 +136,7 @@ class Planner:
             plan[i] = decision[:2]
             if decision.num_tokens and seat.sampling.is_coupled:  # else see Chain
                 record = seat.records[decision.drafter]
-                seat.goes_on = record.doubts(decision.least_chance)
+                seat.goes_on = record.doubts(decision.break_even)
         self._way, self._served, self._left = CHOSEN if asks else IDLE, 0, 0
         self._plan = {s.seat: own for s, own in zip(sequences, plan, strict=True) if s.num_steps}
         if asks and not any(decision.is_probe for decision in decisions):
@@ -149,8 +149,7 @@ class Planner:
         """The records of whom to choose from: not of one that is known to have no proposal now."""
         seat, able = s.seat, {}
         for name in list(seat.states):
-            record = seat.records[name]
-            record.unread, record.since = self._missed(s, name), s.num_steps - 1 - record.last
+            record = self._record(s, name)
             guess = self._panel.guess(seat, name, limit)
             if guess is not None:
                 seat.guesses[name] = guess
@@ -159,9 +158,14 @@ class Planner:
         able = able or seat.records  # guessing may have cost it a drafter
         able = {name: record for name, record in able.items() if name in seat.states}
         if s.request.drafter == TREE and len(self._panel.members(seat, TREE)) > 1:
-            able[TREE] = tree = seat.records[TREE]  # beside a chain of each of its drafters
-            tree.unread, tree.since = self._missed(s, TREE), s.num_steps - 1 - tree.last
+            able[TREE] = self._record(s, TREE)  # beside a chain of each of its drafters
         return able
+
+    def _record(self, s: Any, name: str) -> Acceptance:
+        """A drafter's record, with what it has missed."""
+        record = s.seat.records[name]
+        record.unread, record.since = self._missed(s, name), s.num_steps - 1 - record.last
+        return record
 
     def learn(self, seat: Seat, cycle: Cycle) -> None:
         """What a cycle says of each drafter that the request may choose from.

@@ -146,11 +146,11 @@ def test_what_a_step_must_bring_is_what_it_costs():
     """
     own = controller(c=0.4)
     alone = ask(own, {"own": settled(0.9)})
-    assert alone.num_tokens and 0.4 < alone.least_chance < 1
+    assert alone.num_tokens and 0.4 < alone.break_even < 1
     rate = alone.expected_speedup / own.costs.passes[1].at(1)
-    assert alone.least_chance == pytest.approx(rate * (4 + 0.2), rel=0.1)
+    assert alone.break_even == pytest.approx(rate * (4 + 0.2), rel=0.1)
     both = settle(own, [Ask({"own": settled(0.9)}, K, 1000) for _ in range(2)], 2)
-    assert both[0].least_chance == pytest.approx(alone.least_chance, rel=0.1)
+    assert both[0].break_even == pytest.approx(alone.break_even, rel=0.1)
 
 
 @pytest.mark.parametrize("drafter", ["mtp", "draft_model"])
