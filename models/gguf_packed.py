@@ -43,9 +43,11 @@ def why_not(file: GgufFile) -> str | None:
         return "the kernels are not used"
     if architecture in GGUF_ARCHS:
         return f"transformers rearranges the matrices of {architecture}"
-    deep = [name for name, tensor in file.tensors.items() if len(tensor.shape) > 2]
-    if deep and not (architecture in _MIXTURES and all(map(_EXPERTS.fullmatch, deep))):
-        return f"the experts of {architecture} lie in another way"
+    is_mixture = architecture in _MIXTURES
+    for name, tensor in file.tensors.items():
+        size = len(tensor.shape)
+        if size > 3 or size == 3 and not (is_mixture and _EXPERTS.fullmatch(name)):
+            return f"the experts of {architecture} lie in another way ({name})"
     return None
 
 
