@@ -387,7 +387,7 @@ def test_a_drafter_that_becomes_slower_is_noticed():
     costs = Costs(*WEIGHTS)
     measure(costs, own=1.0)
     before = step_of(costs)
-    draft(costs, "own", 5, 500.0)
+    draft(costs, "own", 1, 100.0)
     assert step_of(costs) < 2 * before  # once is an accident
     for num_tokens in (5, 1, K) * 14:
         draft(costs, "own", num_tokens, 100.0 * num_tokens)
