@@ -388,6 +388,8 @@ def test_a_drafter_that_becomes_slower_is_noticed():
     measure(costs, own=1.0)
     before = step_of(costs)
     draft(costs, "own", 1, 100.0)
+    for _ in range(8):  # it learns of eight cycles together
+        costs.observe_pass(1, 1, 10.2)
     assert step_of(costs) < 2 * before  # once is an accident
     for num_tokens in (5, 1, K) * 14:
         draft(costs, "own", num_tokens, 100.0 * num_tokens)
