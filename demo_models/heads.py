@@ -7,21 +7,25 @@ drafters/ read, which is a public one.
 import json
 import shutil
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Qwen3Config
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers import Qwen3ForCausalLM as SmallModel
 from transformers.modeling_layers import MtpModel
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from drafters.dflash import BlockConfig, DFlashHead
 from drafters.eagle3_head import Eagle3Head, HeadConfig
+from drafters.mtp_head import host_of
 from kernels.files import FILE
-from models.mimo import MiMoConfig, MiMoForCausalLM
+from models.gguf_file import is_gguf
+from models.mimo import MiMoConfig
 
 from .recipe import TRAIN, Batch, Data, Keys, Student, additive, hidden_states, pick, unroll
 
@@ -191,58 +195,59 @@ _MIMO = {
 _HAVE_ONE = {"mellum", "qwen3_5_text", "mimo"}  # families with an MTP layer
 
 
-def as_mimo(target: PreTrainedModel) -> PreTrainedModel:
-    """A Llama or Qwen2 as MiMo, whose layers are Qwen2's and whose layout has an MTP layer.
-
-    A Llama has no biases for queries, keys and values: they are 0.
-    """
-    given = target.config.to_dict()
-    shared = {name: given[name] for name in (*SHARED, *OF_MODELS) if name in given}
-    config = MiMoConfig(**shared, num_nextn_predict_layers=1, dtype="float32")
-    with torch.no_grad():
-        model = MiMoForCausalLM(config).to(target.dtype)
-        missing, unread = model.load_state_dict(target.state_dict(), strict=False)
-        for name in missing:
-            model.get_parameter(name).zero_()
-    if unread or not all(name.endswith("_proj.bias") for name in missing):
-        raise SystemExit(f"error: {given['model_type']} is no MiMo: {[*unread, *missing][0]}")
-    model.generation_config = target.generation_config
-    model.tie_weights()
-    return model.requires_grad_(False).eval()
+def _mtp_config(own: PreTrainedConfig) -> PreTrainedConfig:
+    """A target's config with an MTP layer; Llama's and Qwen2's as MiMo's, whose layers they are."""
+    if own.model_type in _HAVE_ONE:
+        config = deepcopy(own)
+    else:
+        given = own.to_dict()
+        config = MiMoConfig(**{n: given[n] for n in (*SHARED, *OF_MODELS) if n in given})
+    for name, value in {"layer_types": "full_attention", "mlp_layer_types": "dense"}.items():
+        if getattr(config, name, None):
+            setattr(config, f"mtp_{name}", [value])
+    is_mimo = config.model_type == "mimo"
+    config.num_mtp_layers = config.num_nextn_predict_layers = 1
+    config.mtp_hidden_states_first = is_mimo
+    return config
 
 
 class Mtp(Student):
     """The target's MTP layer: it reads the last state and the pending token.
 
-    The public layout is the target's own folder with the layer beside it, in a file of its own. A
-    Llama or Qwen2, whose families have no such layer, is written as MiMo.
+    It is saved as a checkpoint of the target's family without the target's own weights, which
+    `--mtp` takes. Llama and Qwen2, whose families have no such layer, take MiMo's layout.
     """
 
     num_steps, weights = 4, (1.0, 0.8, 0.6, 0.5)
 
     def __init__(self, target: PreTrainedModel, data: Data, plan: Any) -> None:
         """The layer begins as the target's last one, and reads the state alone."""
-        self.origin, kind = plan.target, target.config.model_type
-        if kind not in _HAVE_ONE:
-            target, kind = as_mimo(target), "mimo"
-        config = target.config
-        for name, value in {"layer_types": "full_attention", "mlp_layer_types": "dense"}.items():
-            if getattr(config, name, None):
-                setattr(config, f"mtp_{name}", [value])
-        config.num_mtp_layers, config.mtp_hidden_states_first = 1, kind == "mimo"
-        self.target, self.words = target, torch.arange(config.vocab_size)
-        self.module = MtpModel(target, 1)
+        self.words = data.commonest(plan.draft_words, plan.work / "words.npy")
+        self.config = _mtp_config(target.config)
+        is_mimo = self.config.model_type == "mimo"
+        self.names = _MIMO if is_mimo else _OWN
+        self.module = MtpModel(host_of(self.config, target), 1)
         self.module.set_attn_implementation(TRAIN)
         self.module.requires_grad_(False).layers.requires_grad_(True)
-        self.logits = target.get_output_embeddings()
-        layer, decoder, width = self.module.layers[0], target.get_decoder(), config.hidden_size
-        layer.mtp_block.load_state_dict(decoder.layers[-1].state_dict())
+        self.logits = nn.Linear(target.config.hidden_size, len(self.words), bias=False)
+        layer, decoder, width = (
+            self.module.layers[0],
+            target.get_decoder(),
+            target.config.hidden_size,
+        )
         halves = torch.zeros(width, width), torch.eye(width)
         with torch.no_grad():
+            rows = target.get_output_embeddings().weight[self.words]
+            self.logits.requires_grad_(False).weight.copy_(rows)
+            weights = decoder.layers[-1].state_dict()
+            missing, unread = layer.mtp_block.load_state_dict(weights, strict=False)
+            for name in missing:  # a Llama has no biases for queries, keys and values
+                layer.mtp_block.get_parameter(name).zero_()
+            if unread or not all(name.endswith("_proj.bias") for name in missing):
+                kind = target.config.model_type
+                raise SystemExit(f"error: {kind} is no MiMo: {[*unread, *missing][0]}")
             layer.post_norm.load_state_dict(decoder.norm.state_dict())
-            order = halves[::-1] if kind == "mimo" else halves
-            layer.eh_proj.weight.copy_(torch.cat(order, 1))
-        self.names = _MIMO if kind == "mimo" else _OWN
+            layer.eh_proj.weight.copy_(torch.cat(halves[::-1] if is_mimo else halves, 1))
 
     def steps(self, batch: Batch, places: Tensor) -> Iterator[Tensor]:
         """The layer's outputs, step by step, each from those before; see Student."""
@@ -260,23 +265,16 @@ class Mtp(Student):
         return unroll(run, batch.final, batch, places, self.num_steps)
 
     def save(self, folder: Path) -> None:
-        """Write target and layer as one folder, the layer in a file of its own."""
-        save_model(self.target, folder, self.origin)
-        files = [folder / f"model-{number:05}-of-00002.safetensors" for number in (1, 2)]
-        whole = folder / "model.safetensors"
-        whole.rename(files[0])
         own = {
             name.replace(ours, theirs): weight.bfloat16().contiguous()
             for name, weight in self.module.layers[0].state_dict().items()
             for ours, theirs in self.names.items()
             if name.startswith(ours)
         }
-        save_file(own, files[1], metadata={"format": "pt"})
-        parts = [load_file(file) for file in files]
-        size = {"total_size": sum(weight.nbytes for part in parts for weight in part.values())}
-        where = {n: file.name for file, part in zip(files, parts, strict=True) for n in part}
-        index = json.dumps({"metadata": size, "weight_map": where}, indent=1)
-        (folder / "model.safetensors.index.json").write_text(index + "\n", "utf-8")
+        own["t2d"] = torch.zeros(self.config.vocab_size, dtype=torch.bool)
+        own["t2d"][self.words] = True
+        self.config.dtype = "bfloat16"
+        _write(folder, self.config.to_diff_dict(), own)
 
 
 class Draft(Student):
@@ -284,22 +282,25 @@ class Draft(Student):
 
     The embedding of a large vocabulary is most of a small model. So it is factorised: a word has
     few numbers, the first factor of the target's embedding (by singular values), and layers that
-    are much wider inside take the place of the second one.
+    are much wider inside take the place of the second one. Of a target in a GGUF file the draft is
+    one, too, with the file's tokenizer.
     """
 
-    EMBEDDING = 5_000_000  # weights, at most
-    weights = (1.0,)  # a text's places are each other's later steps
+    EMBEDDING = 13_000_000  # weights, at most
+    weights, share_of_places = (1.0,), 1.0  # a text's places are each other's later steps
+    muon = 0.02
 
     def __init__(self, target: PreTrainedModel, data: Data, plan: Any) -> None:
         own, self.origin = target.config, plan.target
-        width = min(128, self.EMBEDDING // own.vocab_size // 32 * 32)
-        heads = max(2, own.num_attention_heads // 2)
+        width = own.hidden_size * 2 // 3 // 64 * 64
+        width = min(256, width, self.EMBEDDING // own.vocab_size // 32 * 32)
+        heads = max(2, own.num_attention_heads // 2)  # of 64 numbers
         rope = own.rope_parameters
         config = Qwen3Config(
             vocab_size=own.vocab_size, hidden_size=width, num_attention_heads=heads,
             num_key_value_heads=heads // 2, head_dim=64, tie_word_embeddings=True,
             intermediate_size=own.intermediate_size // 2, dtype="float32",
-            num_hidden_layers=max(1, own.num_hidden_layers // 4),
+            num_hidden_layers=max(2, own.num_hidden_layers // 6),
             max_position_embeddings=own.max_position_embeddings,
             rope_parameters=rope.get("full_attention", rope), bos_token_id=own.bos_token_id,
             eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id,
@@ -321,7 +322,10 @@ class Draft(Student):
             yield pick(hidden, (places + 1 + step).clamp(max=last))
 
     def save(self, folder: Path) -> None:
-        save_model(self.module, folder, self.origin)
+        if is_gguf(self.origin):
+            save_gguf(self.module, folder, self.origin)
+        else:
+            save_model(self.module, folder, self.origin)
 
 
 def save_eagle3(head: Eagle3Head, folder: Path, verifier: dict[str, Any], num_tokens: int) -> None:
@@ -385,3 +389,34 @@ def save_model(model: PreTrainedModel, folder: Path, tokenizer: str) -> None:
     model.config.architectures = [type(model).__name__]
     model.to(torch.bfloat16).save_pretrained(folder)
     AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+
+
+def save_gguf(model: SmallModel, file: Path, like: str) -> None:
+    """A GGUF file with the tokenizer of another: 5 bits for the embedding, 8 for the layers."""
+    config, names = model.config, gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 99)
+    writer = gguf.GGUFWriter(file, "qwen3")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    for name, field in gguf.GGUFReader(like).fields.items():
+        if name.startswith(("tokenizer.", "general.license")):
+            kinds = {"sub_type": field.types[-1]} if len(field.types) > 1 else {}
+            writer.add_key_value(name, field.contents(), field.types[0], **kinds)
+    for name, weight in model.get_decoder().named_parameters(prefix="model"):
+        kind = "F32" if weight.dim() < 2 else "Q4_1" if "embed" in name else "Q8_0"
+        stored = gguf.GGMLQuantizationType[kind]
+        packed = gguf.quants.quantize(weight.detach().float().cpu().numpy(), stored)
+        place = names.get_name(name, try_suffixes=(".weight",))
+        writer.add_tensor(place, packed, raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

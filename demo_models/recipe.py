@@ -14,6 +14,7 @@ from many places at once (training-time test, arXiv 2503.01840):
 The tokens in between are the text's: a draft counts only where all before it were right.
 """
 
+import ctypes
 import json
 import sys
 from abc import ABC, abstractmethod
@@ -36,7 +37,6 @@ from .answers import Text
 from .corpus import write_whole
 
 HELD_OUT = 40  # one text in so many of a file is for validation
-SHARE_OF_PLACES = 0.5  # of a text, that drafts start from: neighbours teach much the same
 MEASURED = 64  # held-out texts
 TOLD_TOKENS = 200_000  # between two lines of the log
 
@@ -48,6 +48,18 @@ def fast_dtype() -> torch.dtype:
     is_fast = any(getattr(torch.cpu, name)() for name in tests if hasattr(torch.cpu, name))
     on_cpu = torch.get_default_device().type == "cpu"
     return torch.bfloat16 if is_fast or not on_cpu else torch.float32
+
+
+def keep_memory() -> None:
+    """Let glibc hand freed memory out again.
+
+    It maps large blocks anew each time, which takes a third of a step over a large vocabulary.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:
+        most_maps, trim_threshold = -4, -1
+        mallopt(most_maps, 0)
+        mallopt(trim_threshold, 2**31 - 1)
 
 
 def mixed() -> torch.autocast:
@@ -206,6 +218,8 @@ class Student(ABC):
 
     num_steps = 4  # drafts from one place: the K that it learns for
     weights: tuple[float, ...] = (1.0, 0.8, 0.64, 0.51)  # of the steps' losses
+    share_of_places = 0.5  # of a text, that drafts start from: neighbours teach much the same
+    muon = 0.0  # that optimizer's rate for the matrices inside; 0: they are AdamW's, too
     module: nn.Module  # weights without requires_grad are the target's
     words: Tensor  # [V']: the target's ids of its logits
     logits: Callable[[Tensor], Tensor]  # of what `steps` gives: [n, D] -> [n, V']
@@ -286,11 +300,11 @@ def rows_of(target: PreTrainedModel, student: Student) -> Tensor:
     return target.get_output_embeddings().weight[student.words].to(fast_dtype())
 
 
-def some_places(batch: Batch, number: int) -> Tensor:
+def some_places(batch: Batch, number: int, share: float) -> Tensor:
     """[B, m] in rising order: some of the places of each text that give tokens of the answer."""
     useful, rng = batch.is_judged(batch.every, 0), np.random.default_rng(number)
     chance = useful + torch.from_numpy(rng.random(useful.shape)).to(useful.device)
-    count = max(1, int(SHARE_OF_PLACES * int(useful.sum(1).float().mean())))
+    count = max(1, int(share * int(useful.sum(1).float().mean())))
     return chance.topk(count).indices.sort().values
 
 
@@ -393,12 +407,14 @@ class Training:
 def train(student: Student, rows: Tensor, data: Data, plan: Any) -> dict[str, Any]:
     """Train a student, or go on from its checkpoint. Returns the figures."""
     num_steps = max(1, int(plan.epochs * data.num_tokens / plan.batch_tokens))
-    training = Training(student.module, plan.work / f"{plan.kind}.pt", num_steps, plan.rate)
+    training = Training(
+        student.module, plan.work / f"{plan.kind}.pt", num_steps, plan.rate, student.muon
+    )
     batches = data.batches(plan.batch_tokens, training.number)
 
     def loss_of(number: int) -> Tensor:
         batch = next(batches)
-        steps = judged(student, rows, batch, some_places(batch, number))
+        steps = judged(student, rows, batch, some_places(batch, number, student.share_of_places))
         return sum(w * loss for w, (loss, _) in zip(student.weights, steps, strict=False))
 
     def tell() -> dict[str, Any]:

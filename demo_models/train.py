@@ -65,6 +65,7 @@ TOY = {
 def run(plan: Plan, stage: str | None = None) -> dict[str, Any]:
     """All stages, or those up to `stage`. Returns the figures."""
     torch.manual_seed(0)
+    recipe.keep_memory()
     plan.work.mkdir(parents=True, exist_ok=True)
     if plan.kind == "target":
         return embedded.train(plan)

@@ -73,7 +73,7 @@ def load_all(
     own = wanted if wanted not in (AUTO, TREE, PLAIN) else None
     chooses = wanted in (AUTO, TREE) or (wanted is None and may_choose)
     context = replace(context, wanted=own)
-    given = {name: getattr(context, name) for name in ("eagle3", "dflash")}
+    given = {name: getattr(context, name) for name in ("mtp", "eagle3", "dflash")}
     given["draft_model"] = context.draft
     default, asked = None, {own, "ngram", *(name for name, value in given.items() if value)}
     for name in dict.fromkeys([own, *NAMES] if own else NAMES):

@@ -49,7 +49,8 @@ class Context:
     quantize: str | None = None  # and have their layers quantised there: "int8"
     timeout_s: float = 10.0  # of a call to a drafter that comes from a file
     mmap: bool = False  # whether weights may stay in mapped files
-    eagle3: str | None = None  # folder or hub id of an EAGLE-3 head
+    mtp: str | None = None  # folder or hub id of an MTP head that is not the target's own
+    eagle3: str | None = None  # and of an EAGLE-3 head
     dflash: str | None = None  # and of a DFlash head
     prefix_cache_mb: int = 0  # for the keys and values of prompts read before; 0: none
     allow_pickle: bool = False  # whether weights may come from files that can run code

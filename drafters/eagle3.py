@@ -9,7 +9,6 @@ before anything is drawn from them, so that q is a distribution over the same to
 Source: arXiv 2503.01840.
 """
 
-from math import inf
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +22,7 @@ from messages import Model
 
 from .base import Context
 from .eagle3_head import Eagle3Head, HeadConfig, build_head, read_head
-from .head import HeadDrafter
+from .head import HeadDrafter, spread
 
 
 class Eagle3Drafter(HeadDrafter):
@@ -73,10 +72,7 @@ class Eagle3Drafter(HeadDrafter):
         return hidden if step else self._head.enter(hidden)
 
     def _to_logits(self, outputs: Tensor) -> Tensor:
-        """Over the target's vocabulary; minus infinity for words that the head does not know."""
-        scores = outputs.new_full((len(outputs), self._vocab_size), -inf)
-        scores[:, self._target_ids] = self._head.logits(outputs)
-        return scores
+        return spread(self._head.logits(outputs), self._target_ids, self._vocab_size)
 
 
 def check_target(config: HeadConfig, target: Model) -> None:

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
+from math import inf
 from typing import Any
 
 import torch
@@ -43,6 +44,16 @@ class HeadState(ModelState):
 
     hidden: list[list[Tensor]]  # by layer, [pairs, D] each: what it is to read from there on
     can_branch: bool = False  # the panel sets it
+
+
+def spread(scores: Tensor, words: Tensor, vocab_size: int) -> Tensor:
+    """Scores [B, n] of the words of these ids [n], over the target's vocabulary [B, V].
+
+    Minus infinity for words that the head does not know.
+    """
+    whole = scores.new_full((len(scores), vocab_size), -inf)
+    whole[:, words] = scores
+    return whole
 
 
 class StateReader(Drafter):

@@ -1,7 +1,8 @@
 """Multi-token prediction: extra layers of the target's own, one per draft step (DeepSeek-V3).
 
 The head reads the target's last hidden state and the embedding of the token that followed it; how
-it drafts is told in head.py. Weights: transformers' MtpModel, from the target's own checkpoint.
+it drafts is told in head.py. Weights: transformers' MtpModel, from the target's own checkpoint, or
+from one of the same layout that was trained for a target without such layers: `--mtp FOLDER`.
 
 Source: arXiv 2412.19437. Not covered: layers with a window of attention.
 """
@@ -11,16 +12,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_layers import MtpModel
 
+from kernels import library
 from kernels.chain import Vocabulary
-from kernels.files import own_weights, why_not_loaded
+from kernels.files import check_sizes, own_weights, read_folder, reading, why_not_loaded
 from kernels.head import speed_up_head
+from messages import Model
 
 from .base import Context
-from .head import HeadDrafter
+from .head import HeadDrafter, spread
 
 # What configs call the number of MTP layers: transformers' name, then Qwen's and GLM's.
 _COUNTS = "num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers"
@@ -66,47 +71,99 @@ def _told(model: Any, count: int) -> Iterator[None]:
         model._weight_conversions = renamed
 
 
+def host_of(config: PreTrainedConfig, target: PreTrainedModel) -> PreTrainedModel:
+    """A model to read MTP layers for that are not the target's: it has the target's two ends.
+
+    What lies between them has no weights.
+    """
+    with torch.device("meta"):
+        host = AutoModelForCausalLM.from_config(config)
+    host.set_input_embeddings(target.get_input_embeddings())
+    host.lm_head, decoder = target.get_output_embeddings(), host.get_decoder()
+    decoder.rotary_emb = type(decoder.rotary_emb)(config)  # its tables are no weights
+    return host
+
+
+def _read_host(name: str, target: Model) -> tuple[PreTrainedModel, Tensor | None]:
+    """The host of a checkpoint, and the ids of the words that its layers may draft.
+
+    A draft vocabulary is marked by `t2d`, [V] of bools, as in heads of EAGLE-3; None: all words.
+    """
+    _, weights = read_folder(name, allow_pickle=False)
+    config = AutoConfig.from_pretrained(name)
+    check_sizes(config.hidden_size, config.vocab_size, target)
+    config.dtype = target.model.dtype
+    words = weights.get("t2d")
+    if words is not None and words.shape != (config.vocab_size,):
+        raise ValueError(f"t2d is {list(words.shape)} instead of [{config.vocab_size}]")
+    return host_of(config, target.model), words if words is None else words.nonzero()[:, 0]
+
+
+def _rows_of(output: nn.Module, words: Tensor) -> nn.Linear:
+    """An output layer of these words alone."""
+    panels, kind = getattr(output, "panels", None), output.weight.dtype
+    found = output.weight[words] if panels is None else panels.rows(words).to(kind)
+    layer = nn.Linear(found.shape[1], len(words), bias=False, device="meta")
+    layer.weight = nn.Parameter(found, requires_grad=False)
+    return layer
+
+
 class MtpHeadDrafter(HeadDrafter):
     """Drafts with the target's MTP head, batched over requests."""
 
     name: ClassVar[str] = "mtp"
+    # Of weights in C that are not the target's: proposals need no exactness.
+    kept_as: ClassVar[str | None] = "int8"
 
-    def __init__(self, head: MtpModel, context: Context) -> None:
-        self._head = head
+    def __init__(self, head: MtpModel, context: Context, words: Tensor | None = None) -> None:
+        """`words` are the ids of those that the head may draft; None: all."""
+        self._head, self._words = head, words
         num_layers = len(head.layers)
         weights = [*head.layers[0].parameters(), *head.shared_head.parameters()]
         self.num_step_weights = sum(weight.numel() for weight in weights)
-        target = context.target
+        target, self._vocab_size = context.target, context.target.vocab_size
         super().__init__(context, num_layers)
         if context.fast:
-            self._kernels = speed_up_head(head, target.model, target.max_length, context.quantize)
-            self._ends = (head.embed_tokens, head.shared_head, Vocabulary.of(target.vocab_size))
+            is_own = context.mtp is None or not library.is_used
+            quantize = context.quantize if is_own else self.kept_as
+            self._kernels = speed_up_head(head, target.model, target.max_length, quantize)
+            known = Vocabulary.of(target.vocab_size, words)
+            self._ends = (head.embed_tokens, head.shared_head, known)
         self._embed = head.embed_tokens
 
     @classmethod
     def build(cls, context: Context) -> "MtpHeadDrafter":
-        """Raises ValueError if the target has no MTP head, or one that cannot be loaded."""
-        model = context.target.model
+        """Raises ValueError if there is no MTP head, or one that cannot be loaded."""
+        model, words = context.target.model, None
+        name = context.mtp or context.target.name
+        if context.mtp:
+            with reading(f"MTP head {name}"):
+                model, words = _read_host(name, context.target)
         text = model.config.get_text_config()
         count = next((n for name in _COUNTS if (n := getattr(text, name, None))), 0)
         if not count:
             raise ValueError(
-                f"the target {context.target.name} has no MTP head (no num_mtp_layers in config): "
-                "use --drafter ngram or draft_model, or a checkpoint that has one"
+                f"{name} has no MTP head (no num_mtp_layers in config): use --drafter ngram or "
+                "draft_model, or a checkpoint that has one"
             )
         try:
             with _told(model, count):
                 head = MtpModel.from_pretrained(model)
         except Exception as error:  # a family that registers no MTP weights fails in its own way
-            name, reason = context.target.name, why_not_loaded(error)
+            reason = why_not_loaded(error)
             raise ValueError(f"the MTP head of {name} could not be loaded: {reason}") from error
-        head.to(model.device).eval().set_attn_implementation(model.config._attn_implementation)
+        head.to(context.target.model.device).eval().set_attn_implementation(
+            model.config._attn_implementation
+        )
         if not context.mmap:
             own_weights(head)
-        return cls(head, context)
+        if words is not None:
+            head.shared_head = _rows_of(head.shared_head, words)
+        return cls(head, context, words)
 
     def _to_logits(self, outputs: Tensor) -> Tensor:
-        return self._head._project_to_logits(outputs[None])[0]
+        scores = self._head._project_to_logits(outputs[None])[0]
+        return scores if self._words is None else spread(scores, self._words, self._vocab_size)
 
     def _run(self, ids: Tensor, hidden: Tensor, place: Any, step: int) -> Tensor:
         """Layer i's pair j of a text stands at position j + i + 1, and in its cache's slot j."""

@@ -53,7 +53,9 @@ class Entry:
     megabytes: int  # of the wheel
     licence: str
     origin: str  # the model's public name
-    eagle3: str | None = None  # a head that was trained for it
+    draft: str | None = None  # a small model that was distilled from it
+    mtp: str | None = None  # an MTP head that was trained for it
+    eagle3: str | None = None  # and an EAGLE-3 head
 
     @property
     def card(self) -> dict[str, Any]:
@@ -72,6 +74,8 @@ CATALOGUE = {
         megabytes=93,
         licence="Apache-2.0",
         origin="HuggingFaceTB/SmolLM2-135M-Instruct",
+        draft=str(ROOT / "demo_models" / "smollm2_draft.gguf"),
+        mtp=str(ROOT / "demo_models" / "smollm2_mtp"),
         eagle3=str(ROOT / "demo_models" / "smollm2_eagle3"),
     )
 }

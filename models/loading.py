@@ -94,6 +94,7 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
     Raises StartError if it is missing, broken or of a kind that the KV cache cannot serve.
     """
     given = name
+    mimo.register()
     try:
         name = place_of(name)
     except (NotFetched, BadFile) as error:
@@ -145,7 +146,6 @@ def _read_folder(name: str, dtype: str, options: ModelOptions) -> tuple[Any, Any
     is_hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
     if not Path(name).exists() and not is_hub_id:
         raise StartError(f"model folder {name} not found")
-    mimo.register()
     trust = {"trust_remote_code": options.trust_remote_code}
     with _told(name, "", options):
         # First: a wrong id fails here, after one small file.

@@ -106,6 +106,10 @@ class Options:
         MODELS, None, "the small model that the drafter draft_model asks; named like --model",
         "none; the embedded model has one", **_NAME,
     )  # fmt: skip
+    mtp: str | None = _option(
+        MODELS, None, "an MTP head for a model without one: a folder or a Hugging Face name",
+        f"the model's own; {DEFAULT} has one", **_NAME,
+    )  # fmt: skip
     eagle3: str | None = _option(
         MODELS, None, "an EAGLE-3 head for the model: a folder or a Hugging Face name",
         f"none; {DEFAULT} has one", **_NAME,
@@ -279,14 +283,20 @@ class Options:
         given = {name: getattr(self, name) for name in names}
         return given | {"max_tokens": self.max_tokens or Request.max_tokens}
 
+    def _known(self, part: str) -> str | None:
+        """What goes with a target of the catalogue: its "draft", "mtp" or "eagle3"."""
+        entry = entry_of(self.title)
+        place = entry and getattr(entry, part)
+        return place if place and Path(place).exists() else None
+
     @property
     def draft_folder(self) -> str | None:
-        """The draft model: what was named, or what goes with a target of the catalogue."""
+        """The draft model: what was named, or what goes with the target."""
         if self.draft_model is not None:
             return self.draft_model
         if self.is_embedded:
             return str(ROOT / "demo_models" / "draft")
-        return PAIRS.get(self.title, (None, None))[1]
+        return PAIRS.get(self.title, (None, self._known("draft")))[1]
 
     def is_chat(self, tokenizer: Any) -> bool:
         """Whether --demo, --prompt and the page put a prompt into the model's chat template."""
@@ -299,13 +309,14 @@ class Options:
         return entry and entry.card
 
     @property
+    def mtp_folder(self) -> str | None:
+        """The MTP head: what was named, or what goes with a model of the catalogue."""
+        return self._known("mtp") if self.mtp is None else self.mtp
+
+    @property
     def eagle3_folder(self) -> str | None:
-        """The EAGLE-3 head: what was named, or what goes with a model of the catalogue."""
-        entry = entry_of(self.title)
-        known = entry and entry.eagle3
-        if self.eagle3 is None and known and Path(known).exists():
-            return known
-        return self.eagle3
+        """The EAGLE-3 head, likewise."""
+        return self._known("eagle3") if self.eagle3 is None else self.eagle3
 
     @property
     def dflash_folder(self) -> str | None:
@@ -336,6 +347,7 @@ class Options:
             "timeout_s": self.drafter_timeout,
             "mmap": self.mmap,
             "prefix_cache_mb": self.prefix_cache_mb,
+            "mtp": self.mtp_folder,
             "eagle3": self.eagle3_folder,
             "dflash": self.dflash_folder,
             "allow_pickle": self.allow_pickle,

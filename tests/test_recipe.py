@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, TARGET
+from conftest import ROOT, TARGET, run
+from safetensors.torch import load_file, save_file
 from test_drafters import fresh_state, propose_and_close
 from transformers import AutoModelForCausalLM
 
@@ -30,16 +32,17 @@ def plan(tmp_path_factory):
 
 
 def load(kind, folder):
-    name = {"mtp": "model", "draft": "draft_model"}.get(kind, kind)
-    given = {"model": TARGET, "drafter": KINDS[kind], "fixed_k": True} | {name: str(folder)}
-    return core.load_engine(core.Options(**given))
+    name = {"draft": "draft_model"}.get(kind, kind)
+    given = {"drafter": KINDS[kind], "fixed_k": True} | {name: str(folder)}
+    return core.load_engine(core.Options(model=TARGET, **given))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_drafter_learns_and_what_is_trained_is_what_drafts(kind, plan, monkeypatch):
     """In float32, where no rounding decides which of two tokens is the likelier one."""
     monkeypatch.setattr(recipe, "fast_dtype", lambda: torch.float32)
-    monkeypatch.setattr("drafters.eagle3.Eagle3Drafter.kept_as", None)
+    for drafter in "eagle3.Eagle3Drafter", "mtp_head.MtpHeadDrafter":
+        monkeypatch.setattr(f"drafters.{drafter}.kept_as", None)
     own = replace(plan, kind=kind, out=plan.work / kind)
     target, data, student = train.student_of(own)
     figures = recipe.train(student, recipe.rows_of(target, student), data, own)
@@ -95,61 +98,57 @@ def test_a_large_vocabulary_is_factorised(plan, monkeypatch):
     assert figures["accepted"][0] > json.loads(lines[0])["accepted"][0] + 0.05
 
 
-def test_a_llama_with_an_mtp_layer_is_written_as_mimo(tiny_folder, tmp_path, reference):
-    """The texts are the Llama's own; the layer lies in a file of its own."""
-    folder = tiny_folder("llama")
-    model = reference(folder)
-    student = heads.Mtp(model, None, SimpleNamespace(target=str(folder)))
-    student.save(tmp_path)
+WORDS = torch.arange(1, 4096, 3)
+
+
+@pytest.fixture(scope="module")
+def llama_head(tiny_folder, tmp_path_factory):
+    """A Llama, and an MTP head for it that knows every third word."""
     mimo.register()
-    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32")
-    ids = torch.arange(5, 60)[None]
-    expected = AutoModelForCausalLM.from_pretrained(folder, dtype="bfloat16").float()(ids).logits
-    torch.testing.assert_close(again(ids).logits, expected)
-    engine = core.load_engine(core.Options(model=str(tmp_path), drafter="mtp"))
-    assert engine.target.model.config.model_type == "mimo" and "mtp" in engine.panel.drafters
-    layer = {name for name in load_names(tmp_path / "model-00002-of-00002.safetensors")}
-    assert all(name.startswith("model.mtp_layers.0.") for name in layer)
+    folder, work = str(tiny_folder("llama")), tmp_path_factory.mktemp("head")
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    data = SimpleNamespace(commonest=lambda *_: WORDS)
+    plan = SimpleNamespace(draft_words=len(WORDS), work=work)
+    heads.Mtp(target, data, plan).save(work)
+    return folder, work
 
 
-def load_names(file):
-    from safetensors import safe_open
-
-    with safe_open(file, "pt") as weights:
-        return list(weights.keys())
-
-
-def test_a_chat_model_answers_writes_and_reads_again(chat_folder, tmp_path):
-    """Prompts of three kinds; and what was stopped goes on with the same texts."""
-    folder = str(chat_folder("llama"))
-    answers.make(folder, tmp_path, 1500, max_tokens=12)
-    files = answers.files(tmp_path)
-    assert len(files) >= 2 and sum(answers.num_answered(answers.load(f)) for f in files) >= 1500
-    text = answers.load(files[0])[-1]
-    decoded = answers.Writer(folder).tokenizer.decode(text.tokens)
-    assert decoded.startswith("user: ") and "assistant:" in decoded
-    before = files[-1].read_bytes()
-    files[-1].unlink()
-    (tmp_path / "00009.part").write_bytes(b"half a file")
-    answers.make(folder, tmp_path, 1500, max_tokens=12)
-    assert files[-1].read_bytes() == before
+def test_an_mtp_head_for_a_llama_is_written_as_mimo(llama_head):
+    """It drafts words of its vocabulary, and the text is plain decoding's."""
+    folder, head = llama_head
+    assert json.loads((head / "config.json").read_text("utf-8"))["model_type"] == "mimo"
+    names = set(load_file(head / "model.safetensors"))
+    assert all(name.startswith("model.mtp_layers.0.") for name in names - {"t2d"})
+    options = core.Options(model=folder, mtp=str(head), drafter="mtp", fixed_k=True)
+    engine, prompt = core.load_engine(options), list(range(5, 60))
+    asked = {"drafter": "mtp", "max_tokens": 24, "fixed_k": True}
+    drafted, plain = (run(engine, prompt, num_speculative_tokens=k, **asked) for k in (4, 0))
+    assert drafted[0].output == plain[0].output
+    tokens = {token for event in drafted[1] for token in event["proposals"]}
+    assert tokens and tokens <= set(WORDS.tolist())
 
 
-def test_training_that_was_stopped_ends_with_the_same_weights(tmp_path):
-    def run(file, stops_at=None):
-        torch.manual_seed(0)
-        module = torch.nn.Linear(4, 4)
-        training = recipe.Training(module, file, 20, 1e-2)
-
-        def loss_of(number):
-            if number == stops_at:
-                raise KeyboardInterrupt
-            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(number))
-            return (module(x) - x.flip(1)).square().mean()
-
-        training.run(loss_of, every=5)
-        return module.weight
-
-    with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "b.pt", stops_at=13)
-    assert torch.equal(run(tmp_path / "a.pt"), run(tmp_path / "b.pt"))
+@pytest.mark.parametrize(
+    "change, problem",
+    [
+        ({"hidden_size": 64}, "it reads states of 64 numbers"),
+        ({"vocab_size": 99}, "trained for a vocabulary of 99 tokens"),
+        ({"model_type": "gpt2"}, "cannot use the MTP head"),
+        ({"num_nextn_predict_layers": 0, "num_mtp_layers": 0}, "has no MTP head"),
+        ({"num_nextn_predict_layers": 2, "num_mtp_layers": 2}, "could not be loaded"),
+        ("t2d", "t2d is \\[3\\] instead of"),
+        ("model.mtp_layers.0.input_proj.weight", "could not be loaded: .*input_proj|eh_proj"),
+    ],
+)
+def test_a_broken_or_foreign_mtp_head_is_refused(change, problem, llama_head, tmp_path):
+    folder, head = llama_head
+    shutil.copytree(head, tmp_path / "head")
+    config, weights = tmp_path / "head" / "config.json", tmp_path / "head" / "model.safetensors"
+    if isinstance(change, dict):
+        given = json.loads(config.read_text("utf-8")) | change
+        config.write_text(json.dumps(given), "utf-8")
+    else:
+        save_file(load_file(weights) | {change: torch.zeros(3)}, weights, {"format": "pt"})
+    with pytest.raises(ValueError, match=problem) as refused:
+        core.assemble_engine(core.Options(model=folder, mtp=str(tmp_path / "head")))
+    assert "\n" not in str(refused.value)
