@@ -603,10 +603,21 @@ def load_model(name: str, options: Options) -> CachedModel:
     return model
 
 
+def load_draft(options: Options) -> CachedModel | None:
+    """The draft model, if there is one; one that came with the target may be missing or broken."""
+    try:
+        return load_model(options.draft_folder, options) if options.draft_folder else None
+    except loading.StartError as error:
+        if options.draft_model:
+            raise
+        drafters.LOG.warning("going on without draft_model: %s", error)
+        return None
+
+
 def assemble_engine(options: Options) -> Engine:
     """The target and every drafter that fits. Raises ValueError if one asked for does not."""
     target = load_model(options.model, options)
-    draft = load_model(options.draft_folder, options) if options.draft_folder else None
+    draft = load_draft(options)
     context = Context(target, sample, draft, **options.for_drafters)
     loaded, default = drafters.load_all(options.drafter, context, not options.fixed_k)
     for model in filter(None, (target, draft)):  # heads read it first

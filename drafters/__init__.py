@@ -10,7 +10,7 @@ from messages import Draft, Sampling, Verdict
 from sampling import Noise
 
 from .base import Context, Drafter
-from .panel import AUTO, PLAIN, TREE, first_choice
+from .panel import AUTO, LOG, PLAIN, TREE, first_choice
 from .timed import TimedDrafter, place_of
 from .tree import Line, branches
 
@@ -73,17 +73,19 @@ def load_all(
     own = wanted if wanted not in (AUTO, TREE, PLAIN) else None
     chooses = wanted in (AUTO, TREE) or (wanted is None and may_choose)
     context = replace(context, wanted=own)
-    given = {name: getattr(context, name) for name in ("mtp", "eagle3", "dflash")}
-    given["draft_model"] = context.draft
-    default, asked = None, {own, "ngram", *(name for name, value in given.items() if value)}
+    default, asked = None, {own, "ngram", *context.named}
+    parts = {name: getattr(context, name) for name in ("mtp", "eagle3", "dflash")}
+    parts["draft_model"] = context.draft
     for name in dict.fromkeys([own, *NAMES] if own else NAMES):
         if name in _COSTLY and name != own and not chooses:
             continue
         try:
             drafter = load(name, context)
-        except ValueError:
+        except ValueError as error:
             if name in asked:
                 raise
+            if parts.get(name):  # it came with the target
+                LOG.warning("going on without %s: %s", name, error)
             continue  # this target has no MTP head, say
         if drafter.name in (*loaded, AUTO, TREE, PLAIN):
             raise ValueError(f"{name}: the name {drafter.name!r} is taken, give it another")

@@ -347,6 +347,9 @@ class Options:
             "timeout_s": self.drafter_timeout,
             "mmap": self.mmap,
             "prefix_cache_mb": self.prefix_cache_mb,
+            "named": tuple(
+                name for name in ("draft_model", "mtp", "eagle3", "dflash") if getattr(self, name)
+            ),
             "mtp": self.mtp_folder,
             "eagle3": self.eagle3_folder,
             "dflash": self.dflash_folder,
@@ -539,7 +542,9 @@ def _check_engine(given: argparse.Namespace, parser: argparse.ArgumentParser) ->
         parser.error(f"--engine must be vllm, a program of that name or a URL, not {given.engine}")
     elif given.model is None:
         parser.error(f"--engine {given.engine} needs --model: a folder or a hub id that it knows")
-    for name in ("quantize", "kernels", "fixed_k", "strict", "device", "mmap", "allow_pickle"):
+    for name in (
+        "mtp", "quantize", "kernels", "fixed_k", "strict", "device", "mmap", "allow_pickle",
+    ):  # fmt: skip
         if getattr(given, name) != getattr(Options, name):
             flag = f"--{name.replace('_', '-')}"
             parser.error(f"{flag} is for this server's own engine: it does not go with --engine")

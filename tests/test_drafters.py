@@ -575,7 +575,8 @@ def test_a_draft_model_that_does_not_fit_is_refused(
         change(tiny_folder(model))
     draft = core.load_model(str(tiny_folder(model)), core.Options())
     with pytest.raises(ValueError, match=message):
-        drafters.load_all("ngram", context(demo_engine.target, draft), True)
+        own = replace(context(demo_engine.target, draft), named=("draft_model",))
+        drafters.load_all("ngram", own, True)
 
 
 def test_a_target_without_an_mtp_head_is_refused(tiny_folder):

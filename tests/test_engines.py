@@ -432,6 +432,7 @@ def test_the_command_line_is_translated(monkeypatch, capsys):
         ["--port", "1", "--engine", "vllm", "--model", "T", "--quantize", "int8"],
         ["--port", "1", "--engine", "http://x:1", "--mmap"], ["--port", "1", "--engine", "vllm"],
         ["--port", "1", "--engine", "vllm", "--model", "T", "--device", "cuda"],
+        ["--port", "1", "--engine", "vllm", "--model", "T", "--mtp", "H"],
         ["--port", "1", "--", "x"],
     ],
 )  # fmt: skip

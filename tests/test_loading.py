@@ -487,3 +487,16 @@ def test_the_embedded_draft_model_is_compared(monkeypatch):
     monkeypatch.setattr(core, "warm_up", lambda engine: None)
     core.load_engine(core.Options(model="embedded"))
     assert seen == ["embedded", str(ROOT / "demo_models" / "draft")]
+
+
+@pytest.mark.parametrize("drafter", ["draft_model", "mtp", "eagle3"])
+def test_what_came_with_a_target_may_be_missing(drafter, tiny_folder, monkeypatch, caplog):
+    """The server goes on without it, unless the command line names it."""
+    folder, name = str(tiny_folder("llama")), drafter.replace("_model", "")
+    monkeypatch.setattr(core.Options, f"{name}_folder", property(lambda _: "/nowhere/at/all"))
+    engine = core.assemble_engine(core.Options(model=folder))
+    assert "ngram" in engine.panel.drafters and drafter not in engine.panel.drafters
+    (line,) = [message for message in caplog.messages if drafter in message]
+    assert line.startswith(f"going on without {drafter}: ") and "\n" not in line
+    with pytest.raises(ValueError, match="/nowhere/at/all"):
+        core.assemble_engine(core.Options(model=folder, **{drafter: "/nowhere/at/all"}))
