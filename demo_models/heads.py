@@ -292,7 +292,7 @@ class Draft(Student):
 
     def __init__(self, target: PreTrainedModel, data: Data, plan: Any) -> None:
         own, self.origin = target.config, plan.target
-        width = own.hidden_size * 2 // 3 // 64 * 64
+        width = max(32, own.hidden_size * 2 // 3 // 32 * 32)
         width = min(256, width, self.EMBEDDING // own.vocab_size // 32 * 32)
         heads = max(2, own.num_attention_heads // 2)  # of 64 numbers
         rope = own.rope_parameters

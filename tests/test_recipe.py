@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
+import gguf
 import numpy as np
 import pytest
 import speculative_decoding as core
@@ -13,6 +14,7 @@ import torch
 from conftest import ROOT, TARGET, run
 from safetensors.torch import load_file, save_file
 from test_drafters import fresh_state, propose_and_close
+from test_gguf import write_gguf
 from transformers import AutoModelForCausalLM
 
 from demo_models import answers, heads, recipe, train
@@ -96,6 +98,25 @@ def test_a_large_vocabulary_is_factorised(plan, monkeypatch):
     figures = recipe.train(student, recipe.rows_of(target, student), data, own)
     lines = (own.work / "draft.jsonl").read_text("utf-8").splitlines()
     assert figures["accepted"][0] > json.loads(lines[0])["accepted"][0] + 0.05
+
+
+def test_the_draft_of_a_gguf_file_is_one(tiny_folder, tmp_path):
+    """It has the file's words, and draws what was trained but for roundings to 5 and 8 bits."""
+    folder = tiny_folder("llama")
+    file = write_gguf(folder, tmp_path / "target.gguf", gguf.GGMLQuantizationType.Q8_0)
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    student = heads.Draft(target, None, SimpleNamespace(target=str(file)))
+    student.save(tmp_path / "draft.gguf")
+    names = {"model": str(file), "draft_model": str(tmp_path / "draft.gguf")}
+    engine = core.load_engine(core.Options(**names, drafter="draft_model", fixed_k=True))
+    assert engine.draft_model.model.config.tie_word_embeddings
+    assert engine.draft_model.tokenizer.get_vocab() == engine.target.tokenizer.get_vocab()
+    ids = list(range(5, 60))
+    row = engine.draft_model.cache.open_row()
+    (logits,) = engine.draft_model.forward([row], [ids], num_logits=[len(ids)]).logits
+    with torch.no_grad():
+        expected = student.logits(recipe.hidden_states(student.module, torch.tensor([ids]))[0])[0]
+    assert (logits - expected).norm() < 0.15 * expected.norm()
 
 
 WORDS = torch.arange(1, 4096, 3)
