@@ -74,7 +74,7 @@ CATALOGUE = {
         megabytes=93,
         licence="Apache-2.0",
         origin="HuggingFaceTB/SmolLM2-135M-Instruct",
-        draft=str(ROOT / "demo_models" / "smollm2_draft.gguf"),
+        draft=str(ROOT / "demo_models" / "smollm2_draft" / "draft.gguf"),
         mtp=str(ROOT / "demo_models" / "smollm2_mtp"),
         eagle3=str(ROOT / "demo_models" / "smollm2_eagle3"),
     )
