@@ -619,11 +619,13 @@ def decoder_of(
     windows: dict[str, int | None],
     frees: bool = True,
     tolerance: float = 0.0,
+    is_known: bool = False,
 ) -> Decoder | None:
     """The decoder of a model of transformers for texts of up to `length` tokens, if it is one.
 
     Then the weights of the model's blocks are freed, if that is asked for. Else all is as it was.
     `tolerance` is how far roundings alone may move a logit, where that is known of the model.
+    It is compared with its modules, unless it `is_known` to agree.
     """
     decoder, config = model.get_decoder(), model.config.get_text_config()
     layers, last = layers_of(decoder)
@@ -653,7 +655,7 @@ def decoder_of(
     found.take_ends(model, last_norm)
     shapes = [(1, block.kv_heads, count, block.width) for block in found.attending]
     found.attach([[torch.zeros(shape, dtype=model.dtype) for _ in "kv"] for shape in shapes])
-    for shift in shifts:
+    for shift in () if is_known else shifts:
         if is_packed:
             agrees = _agrees_by_layer(found, model, ids, shift)
         else:

@@ -48,7 +48,9 @@ def speed_up(
     if not library.is_used:
         return
     given = model.model, model.cache.capacity, model.windows, has_own_embedding, model.tolerance
-    if found := decoder_of(*given):
+    # A packed file that has no reference was compared at an earlier start.
+    is_known = bool(model.fingerprint) and model.reference is None
+    if found := decoder_of(*given, is_known):
         model.fast = model.forward = KernelForward(model, found)
         found.release(model.model)
         if quantize:

@@ -133,6 +133,23 @@ def filled(empty: Any, weights: dict[str, torch.Tensor]) -> tuple[Any, dict[str,
     return model, report
 
 
+def assigned(empty: Any, weights: dict[str, torch.Tensor]) -> tuple[Any, dict[str, Any]]:
+    """The empty model itself with these weights, which it asks for by these names.
+
+    transformers would look for names to convert, which takes a tenth of a start.
+    """
+    decoder = empty.get_decoder()
+    if rotary := getattr(decoder, "rotary_emb", None):
+        decoder.rotary_emb = type(rotary)(empty.config)  # its tables are no weights
+    if any(buffer.is_meta for buffer in empty.buffers()):
+        return filled(empty, weights)
+    unread = weights.keys() - empty.state_dict().keys()
+    empty.load_state_dict(weights, strict=False, assign=True)
+    empty.tie_weights()
+    told = dict.fromkeys(("missing_keys", "mismatched_keys", "error_msgs"), ())
+    return empty.eval(), told | {"unexpected_keys": unread}
+
+
 def names_in(file: GgufFile, model: Any) -> tuple[TensorProcessor, dict[str, str]]:
     """transformers' older tables: what changes a family's tensors, and a model's names for them."""
     architecture = file.metadata["general.architecture"]

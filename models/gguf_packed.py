@@ -23,7 +23,7 @@ from kernels.experts import hold, matrices_of
 from kernels.weights import LANES, PanelEmbedding, PanelLinear, Panels, become
 
 from .gguf_file import GgufFile, Tensor
-from .gguf_model import all_at_once, empty_model, filled, names_in, unpacked
+from .gguf_model import all_at_once, assigned, empty_model, names_in, unpacked
 
 LOG = logging.getLogger("serving.loading")
 
@@ -94,7 +94,7 @@ def load_packed(file: GgufFile, config: PreTrainedConfig) -> tuple[Any, dict[str
             weights[plan.target] = torch.from_numpy(plan.floats(file)).contiguous()
 
     all_at_once(read, file)
-    model, report = filled(empty, weights)
+    model, report = assigned(empty, weights)
     _put(model, packed)
     for name in {name.rpartition(".")[0] for name in experts}:
         part = model.get_submodule(name)

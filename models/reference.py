@@ -95,7 +95,8 @@ class Reference:
                 f"{_title(cached)} cannot be served: its logits are {distance:.2g} away from "
                 f"transformers' own, where roundings explain {self.tolerance:.2g}"
             )
-        if self.note:
+        # Blocks that differed from their modules are to be compared at the next start, too.
+        if self.note and cached.fast and cached.fast.is_compiled:
             with suppress(OSError):  # then the next start compares again
                 self.note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self.note.touch()

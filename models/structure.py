@@ -60,8 +60,11 @@ def examine(model: Any, length: int) -> Structure:
     kinds = getattr(config, "layer_types", None) or []
     rules, num_cache_layers, is_recurrent = _read(model)
     windows: dict[str, int | None] = {}
+    known = dict[Rule, tuple[int | None, int]]()  # most layers share one
     for layer, rule in sorted(rules.items()):
-        window, length = window_of(rule, length, model.device)
+        if rule not in known:
+            known[rule] = window_of(rule, length, model.device)
+        window, length = known[rule][0], min(length, known[rule][1])
         kind = kinds[layer] if layer < len(kinds) else FULL
         if windows.setdefault(kind, window) != window:
             raise UnsupportedModel("has layers of one kind with different windows")
