@@ -5,6 +5,7 @@ import itertools
 import random
 import re
 import time
+from dataclasses import replace
 
 import pytest
 import speculative_decoding as core
@@ -80,9 +81,19 @@ def choose(alpha, c=0.2, batch=1, token_share=0.02):
     return ask(controller(c, token_share, batch), {"own": settled(alpha)}, batch)
 
 
-def test_proposals_with_more_evidence_have_a_record_of_their_own():
+@pytest.fixture
+def own():
+    """A controller that has measured nothing."""
+    return Controller(*WEIGHTS)
+
+
+@pytest.fixture
+def costs():
+    return Costs(*WEIGHTS)
+
+
+def test_proposals_with_more_evidence_have_a_record_of_their_own(own):
     """What followed one word came never, what followed four always; the next request knows."""
-    own = Controller(*WEIGHTS)
     record = own.record("free", "greedy")
     for _ in range(60):
         for evidence, accepted in ((1, 0), (4, 3)):
@@ -97,23 +108,21 @@ def test_proposals_with_more_evidence_have_a_record_of_their_own():
     assert other.with_evidence(2).reach(1)[0] == pytest.approx(other.reach(1)[0], abs=0.1)
 
 
-def test_where_a_draft_stopped_counts_as_reached_and_not_accepted():
-    record = Controller(*WEIGHTS).record("own", "greedy")
+def test_where_a_draft_stopped_counts_as_reached_and_not_accepted(own):
+    record = own.record("own", "greedy")
     for _ in range(200):
         record.observe(1, 1, 4)  # stopped behind one token, which was right
         record.observe(4, 4, 4)
     assert record.reach(4) == pytest.approx([1, 0.5, 0.5, 0.5], abs=0.06)
     assert record.taken(4) == pytest.approx([1, 0.5, 0.5, 0.5], abs=0.06)
     # A step that is not taken costs nothing: then the rest of the draft is worth it.
-    own = controller(c=0.4)
-    assert ask(own, {"own": record}, limit=4).num_tokens == 4
+    assert ask(controller(c=0.4), {"own": record}, limit=4).num_tokens == 4
     always = known(1.0, 0.5, 1.0, 1.0)
-    assert ask(own, {"own": always}, limit=4).num_tokens < 4
+    assert ask(controller(c=0.4), {"own": always}, limit=4).num_tokens < 4
 
 
-def test_a_draft_goes_on_while_the_next_token_pays_for_its_step():
+def test_a_draft_goes_on_while_the_next_token_pays_for_its_step(own):
     """Confidence is judged by what became of it: here .35 is as good as .95, and .65 is bad."""
-    own = Controller(*WEIGHTS)
     record = own.record("own", "greedy")
     for _ in range(200):
         for sure, accepted in ((0.35, 2), (0.95, 2), (0.65, 0)):
@@ -156,8 +165,7 @@ def test_what_a_step_must_bring_is_what_it_costs():
 @pytest.mark.parametrize("drafter", ["mtp", "draft_model"])
 def test_a_model_s_draft_ends_with_the_token_that_it_doubts(demo_engine, prompts, plain, drafter):
     """The controller's rule is asked after each token; a fixed K never stops."""
-    loaded, prompt = demo_engine.panel.drafters, prompts["hard_docs"]
-    engine = engine_of(demo_engine, {drafter: loaded[drafter]}, {drafter: 1})
+    prompt, engine = prompts["hard_docs"], engine_of(demo_engine, {drafter: 1})
     plan, drafts, doubts = engine.planner.plan, [], lambda sure: sure[-1] > 0.8
 
     def planned(batch):
@@ -174,24 +182,18 @@ def test_a_model_s_draft_ends_with_the_token_that_it_doubts(demo_engine, prompts
         assert all(chance > 0.8 for chance in draft.confidence[:-1])
         assert len(draft.tokens) == 5 or draft.confidence[-1] <= 0.8
     assert len({len(draft.tokens) for draft in drafts}) > 1
-    engine = engine_of(demo_engine, {drafter: loaded[drafter]}, {drafter: 1})
     request = core.Request(prompt, 40, drafter, 5, fixed_k=True)
-    lengths = [len(c.proposals) for _, c in engine.generate(request) if c.number]
+    fixed = engine_of(demo_engine, {drafter: 1}).generate(request)
+    lengths = [len(cycle.proposals) for _, cycle in fixed if cycle.number]
     assert lengths[:4] == [5] * 4
 
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 def test_a_draft_that_is_judged_by_rejection_does_not_stop(demo_engine, prompts, rule):
     """Its length would tell later cycles of tokens that were never judged."""
-    mtp = {"mtp": demo_engine.panel.drafters["mtp"]}
-    engine, sampling = (
-        engine_of(demo_engine, mtp, {"mtp": 1}),
-        core.Sampling(temperature=0.8, verification=rule),
-    )
-    stops = []
-    for s, cycle in engine.generate(
-        core.Request(prompts["hard_docs"], 30, "mtp", 5, sampling=sampling)
-    ):
+    sampling, stops = core.Sampling(temperature=0.8, verification=rule), []
+    request = core.Request(prompts["hard_docs"], 30, "mtp", 5, sampling=sampling)
+    for s, cycle in engine_of(demo_engine, {"mtp": 1}).generate(request):
         stops += [s.seat.goes_on is not None] if cycle.proposals else []
         assert rule == "coupled" or not cycle.draft.confidence
     assert stops and set(stops) == {rule == "coupled"}
@@ -206,12 +208,11 @@ def test_the_record_estimates_each_position_by_itself():
     assert abs(third - second) < 1e-9 and fourth == third  # never reached: like the one before
 
 
-def test_recent_cycles_count_more_and_a_new_request_is_like_those_before_it():
+def test_recent_cycles_count_more_and_a_new_request_is_like_those_before_it(own):
     record = known(*[1.0] * 4, cases=10)
     for _ in range(15):
         record.observe(4, 0)
     assert record.alphas(1)[0] < 0.3
-    own = Controller(*WEIGHTS)
     for _ in range(50):
         own.record("own", "greedy").observe(4, 1, 4)
     first, second, *_ = own.record("own", "greedy").alphas(4)
@@ -258,33 +259,27 @@ def test_k_falls_as_the_batch_fills_up():
 
 
 @pytest.mark.parametrize("alpha", [0.3, 0.5, 0.7, 0.9])
-@pytest.mark.parametrize("c", [0.0, 0.1, 0.3])
-def test_the_choice_is_the_best_of_all_k_by_the_formula(alpha, c):
-    """Against (1 − α^(K+1)) / (1 − α) over K · c + t_verify(K + 1), tried for every K."""
-    check_choice(controller(c), alpha, lambda k: k * c)
+@pytest.mark.parametrize(
+    ("c", "at_once"), [(0.0, 0), (0.1, 0), (0.3, 0), (0.1, 5), (0.5, 5), (1.0, 5)]
+)
+def test_the_choice_is_the_best_of_all_k_by_the_formula(alpha, c, at_once):
+    """Against (1 − α^(K+1)) / (1 − α) over K · c + t_verify(K + 1), tried for every K.
 
-
-@pytest.mark.parametrize("alpha", [0.3, 0.5, 0.7, 0.9])
-@pytest.mark.parametrize("c", [0.1, 0.5, 1.0])
-def test_who_drafts_at_once_is_paid_once(alpha, c):
-    """The same with c for the whole draft, of 5 tokens at most."""
-    decision = check_choice(controller(c, at_once={"own": 5}), alpha, lambda k: c if k else 0, 5)
-    assert decision.num_tokens <= 5
-
-
-def check_choice(own, alpha, cost, longest=K):
-    """The decision is the best of all by the formula; `cost` in passes of a draft of k tokens."""
-    record = settled(alpha)
+    Who drafts `at_once` is paid once: c is then for the whole draft, of so many tokens at most.
+    """
+    own, record = controller(c, at_once={"own": at_once} if at_once else {}), settled(alpha)
     reach, line = record.reach(K), own.costs.pass_line(1)
 
     def speedup(k):
-        return (1 + sum(reach[:k])) * line.at(1) / (cost(k) * 10 + line.at(k + 1))
+        steps = min(k, 1) if at_once else k
+        return (1 + sum(reach[:k])) * line.at(1) / (steps * c * 10 + line.at(k + 1))
 
-    best = max(range(longest + 1), key=speedup)
     decision = ask(own, {"own": record})
-    assert speedup(decision.num_tokens) > 0.99 * speedup(best) or decision.is_probe
+    longest = at_once or K
+    best = max(map(speedup, range(longest + 1)))
+    assert decision.num_tokens <= longest
+    assert speedup(decision.num_tokens) > 0.99 * best or decision.is_probe
     assert decision.expected_speedup == pytest.approx(speedup(decision.num_tokens), rel=0.01)
-    return decision
 
 
 def test_a_step_that_drafts_at_once_is_measured_as_one():
@@ -383,8 +378,7 @@ def draft(costs, name, num_tokens, ms, unread=0, pass_ms=10.4):
     costs.prices(1, 1)
 
 
-def test_a_drafter_that_becomes_slower_is_noticed():
-    costs = Costs(*WEIGHTS)
+def test_a_drafter_that_becomes_slower_is_noticed(costs):
     measure(costs, own=1.0)
     before = step_of(costs)
     draft(costs, "own", 1, 100.0)
@@ -396,17 +390,15 @@ def test_a_drafter_that_becomes_slower_is_noticed():
     assert step_of(costs) > 50
 
 
-def test_a_first_measurement_far_above_does_not_end_drafting():
+def test_a_first_measurement_far_above_does_not_end_drafting(costs):
     """The first call may have to set things up; who never drafts again is never measured again."""
-    costs = Costs(*WEIGHTS)
     measure(costs)
     for name, most in (("own", 3 * 0.2), ("free", 3 * 0.1)):
         draft(costs, name, 1, 500.0)
         assert step_of(costs, name) == pytest.approx(most * 10, rel=0.1)
 
 
-def test_what_was_measured_cold_is_forgotten_once_it_is_contradicted():
-    costs = Costs(*WEIGHTS)
+def test_what_was_measured_cold_is_forgotten_once_it_is_contradicted(costs):
     for ms in (400.0, 5.0):
         costs.observe_pass(1, 6, ms)
     assert costs.pass_line(1).at(6) == pytest.approx(5.0)
@@ -415,8 +407,7 @@ def test_what_was_measured_cold_is_forgotten_once_it_is_contradicted():
     assert step_of(costs) == pytest.approx(1.0)
 
 
-def test_neither_text_to_read_nor_a_cycle_slow_as_a_whole_makes_a_step_dear():
-    costs = Costs(*WEIGHTS)
+def test_neither_text_to_read_nor_a_cycle_slow_as_a_whole_makes_a_step_dear(costs):
     measure(costs, own=1.0)
     for _ in range(3):
         draft(costs, "own", 2, 2.0 + 6.0, unread=100)
@@ -428,32 +419,29 @@ def test_neither_text_to_read_nor_a_cycle_slow_as_a_whole_makes_a_step_dear():
     assert step_of(costs) == pytest.approx(1.0, rel=0.05)
 
 
-def test_what_was_measured_while_all_was_slow_makes_no_step_cheap():
+def test_what_was_measured_while_all_was_slow_makes_no_step_cheap(costs):
     """A draft is told in the time that its cycle would have taken, and one alone counts little."""
-    costs = Costs(*WEIGHTS)
     measure(costs, own=4.0)
     draft(costs, "own", 1, 4.0, pass_ms=2 * 10.4)
     assert step_of(costs) == pytest.approx(4.0)
 
 
-def test_a_first_draft_that_reads_the_prompt_says_nothing_of_a_step():
+def test_a_first_draft_that_reads_the_prompt_says_nothing_of_a_step(costs):
     """It was taken to cost nothing then."""
-    costs = Costs(*WEIGHTS)
     draft(costs, "own", 3, 80.0, unread=40, pass_ms=48.0)
     assert step_of(costs) == pytest.approx(0.2 * costs.prices(1, 1).plain_ms)
 
 
-def test_what_was_chosen_before_anything_was_measured_makes_no_text_fast():
+def test_what_was_chosen_before_anything_was_measured_makes_no_text_fast(own):
     """Costs are in passes then, and later in ms."""
-    own, asks = Controller(*WEIGHTS), [Ask({"own": settled(0.9)}, K, 1000)]
+    asks = [Ask({"own": settled(0.9)}, K, 1000)]
     assert own.plan(asks, 1)[0].num_tokens
     measure(own.costs, own=2.0)
     assert own.plan(asks, 1)[0].num_tokens
 
 
-def test_one_length_of_draft_leaves_it_open_whether_more_steps_take_longer():
+def test_one_length_of_draft_leaves_it_open_whether_more_steps_take_longer(costs):
     """Were all of it the steps', a draft of one token might look too dear to try a longer one."""
-    costs = Costs(*WEIGHTS)
     for _ in range(8):
         draft(costs, "own", 1, 1.0)
     price = costs.prices(1, 1).drafts["own"]
@@ -461,8 +449,7 @@ def test_one_length_of_draft_leaves_it_open_whether_more_steps_take_longer():
     assert 0.4 < price.step_ms < 0.6
 
 
-def test_a_draft_has_a_price_whatever_its_length_and_one_by_its_steps():
-    costs = Costs(*WEIGHTS)
+def test_a_draft_has_a_price_whatever_its_length_and_one_by_its_steps(costs):
     measure(costs)
     for num_tokens in (1, 4, 2, 3) * 6:
         draft(costs, "own", num_tokens, 0.5 + 0.1 * num_tokens)
@@ -471,7 +458,7 @@ def test_a_draft_has_a_price_whatever_its_length_and_one_by_its_steps():
     assert price.call_ms + 4 * price.step_ms == pytest.approx(0.9, rel=0.15)
 
 
-def live(own, num_cycles, pass_ms=5.0, step_ms=1.0, prompt=1, slowness=()):
+def live(own, num_cycles, step_ms=1.0, slowness=()):
     """Cycles of one request on a clock that is made up; who drafted how much.
 
     Three quarters of the drafted tokens are accepted. The first cycles take `slowness` times as
@@ -483,7 +470,7 @@ def live(own, num_cycles, pass_ms=5.0, step_ms=1.0, prompt=1, slowness=()):
         times = slowness[cycle] if cycle < len(slowness) else 1.0
         if count:
             own.costs.observe_draft("own", [count], record.unread, times * step_ms * count)
-        own.costs.observe_pass(1, 1 + count, times * pass_ms)
+        own.costs.observe_pass(1, 1 + count, times * 5.0)
         record.observe(count, min(count, (0, 5, 3, 4)[cycle % 4]), count)
         record.unread = 0 if count else record.unread + 1
         drafted.append(count)
@@ -491,25 +478,23 @@ def live(own, num_cycles, pass_ms=5.0, step_ms=1.0, prompt=1, slowness=()):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 6])
-def test_after_a_cold_pass_and_a_cold_draft_drafting_resumes_within_20_cycles(rows):
-    own = Controller(*WEIGHTS)
+def test_after_a_cold_pass_and_a_cold_draft_drafting_resumes_within_20_cycles(own, rows):
     own.costs.observe_draft("own", [1], 0, 200.0)
     own.costs.observe_pass(1, rows, 400.0)
     assert min(live(own, 20)[-5:]) >= 2
 
 
 @pytest.mark.parametrize("order", range(10))
-def test_no_order_of_cold_measurements_shuts_a_drafter_off_that_pays(order):
+def test_no_order_of_cold_measurements_shuts_a_drafter_off_that_pays(own, order):
     """Ten starts, each with a dozen slow calls: it comes back within 400 cycles."""
-    chance, own = random.Random(order), Controller(*WEIGHTS)
-    live(own, 40, prompt=40, slowness=[1 + 99 * chance.random() ** 3 for _ in range(12)])
-    drafted = [live(own, 20, prompt=40) for _ in range(20)]
+    chance = random.Random(order)
+    live(own, 40, slowness=[1 + 99 * chance.random() ** 3 for _ in range(12)])
+    drafted = [live(own, 20) for _ in range(20)]
     assert sum(map(bool, drafted[-1])) >= 18
 
 
-def test_a_drafter_that_a_busy_machine_has_shut_off_is_measured_again_across_requests():
+def test_a_drafter_that_a_busy_machine_has_shut_off_is_measured_again_across_requests(own):
     """Each request is too short to pay for a probe; together they do."""
-    own = Controller(*WEIGHTS)
     measure(own.costs, pass_ms=5.0, own=40.0)
     assert step_of(own.costs) > 20  # far more than a pass: believed by now
     spent = [sum(live(own, 12, step_ms=40.0)) for _ in range(100)]
@@ -522,12 +507,12 @@ def test_a_drafter_that_a_busy_machine_has_shut_off_is_measured_again_across_req
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_one_choice_for_all_is_nearly_the_best_of_all_choices(seed):
+def test_one_choice_for_all_is_nearly_the_best_of_all_choices(own, seed):
     """Three requests, two models and maybe a free drafter, up to three tokens: 10³ choices.
 
     In tokens per ms. Two models would run one after the other, so none of the 10³ has two.
     """
-    chance, own = random.Random(seed), Controller(*WEIGHTS)
+    chance = random.Random(seed)
     steps = {name: chance.uniform(0.2, 4.0) for name in ("own", "other")}
     names = ("own", "other", "free")[: 2 + seed % 2]
     measure(own.costs, 3, **steps)
@@ -562,10 +547,9 @@ def test_one_choice_for_all_is_nearly_the_best_of_all_choices(seed):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_requests_that_may_choose_share_one_model_in_a_cycle(seed):
+def test_requests_that_may_choose_share_one_model_in_a_cycle(own, seed):
     """But for probes, whatever was measured; who asked for the other one still gets it."""
     chance = random.Random(seed)
-    own = Controller(*WEIGHTS)
     measure(own.costs, 4, own=chance.uniform(0.2, 3), other=chance.uniform(0.2, 3))
     records = [{name: idle(chance.random()) for name in ("own", "other", "free")} for _ in range(4)]
     seen = set()
@@ -583,8 +567,13 @@ def test_requests_that_may_choose_share_one_model_in_a_cycle(seed):
 # ------------------------------------------------------------------------------ in the engine
 
 
-def engine_of(demo_engine, loaded, shares):
-    """The embedded target; these drafters cost such shares of its 100 weights, by no clock."""
+def engine_of(demo_engine, shares, **scripts):
+    """The embedded target and drafters that cost such shares of its 100 weights, by no clock.
+
+    Each follows its script; who has none is the embedded one of that name.
+    """
+    loaded = scripted(**scripts)
+    loaded |= {n: demo_engine.panel.drafters[n] for n in shares if n not in scripts}
     controller = Controller(100, shares)
     costs = controller.costs
     costs.observe_pass = costs.observe_draft = lambda *_: None
@@ -597,6 +586,21 @@ def engine_of(demo_engine, loaded, shares):
 def scripted(**scripts):
     """Drafters by name."""
     return {name: ScriptedDrafter(script) for name, script in scripts.items()}
+
+
+def failing(reason):
+    """A function that does nothing else."""
+
+    def fail(*_):
+        raise RuntimeError(reason)
+
+    return fail
+
+
+def before(thing, method, do):
+    """From now on each call of the method is preceded by a call of `do` with the same."""
+    inner = getattr(thing, method)
+    setattr(thing, method, lambda *given: (do(*given), inner(*given))[1])
 
 
 @pytest.fixture(scope="module")
@@ -638,8 +642,8 @@ def test_the_same_seed_gives_the_same_output_whatever_costs_were_measured(
     given = {"sampling": core.Sampling(temperature=1.0, top_p=0.95), "seed": 3}
     drafted = []
     for share in (1, 5000):
-        shares = {"ngram": 0, "draft_model": share, "mtp": share}
-        engine = engine_of(demo_engine, demo_engine.panel.drafters, shares)
+        shares = dict.fromkeys(demo_engine.panel.drafters, 0)
+        engine = engine_of(demo_engine, shares | {"draft_model": share, "mtp": share})
         for drafter in ("mtp", "auto", "draft_model"):
             s, _ = run(engine, prompts["hard_docs"], max_tokens=20, drafter=drafter, **given)
             assert s.output == plain(prompts["hard_docs"], 20, **given)
@@ -655,20 +659,20 @@ def test_among_several_the_better_one_drafts(demo_engine, prompts, plain):
         at = len(tokens) - len(prompt)
         return expected[at : at + n]
 
-    drafters = scripted(wrong=lambda tokens, n: [0] * n, right=right)
-    engine = engine_of(demo_engine, drafters, {"wrong": 1, "right": 1})
+    shares = {"wrong": 1, "right": 1}
+    engine = engine_of(demo_engine, shares, wrong=lambda tokens, n: [0] * n, right=right)
     sequence, _ = run(engine, prompt, max_tokens=40, drafter="auto")
     assert sequence.output == expected and sequence.seat.decision.drafter == "right"
     assert engine.planner.decisions["right"] is sequence.seat.decision
     assert sequence.statistics.tokens_per_pass > 3
-    assert [drafter.num_open for drafter in drafters.values()] == [0, 0]
+    assert [drafter.num_open for drafter in engine.panel.drafters.values()] == [0, 0]
 
 
 def test_who_has_nothing_to_propose_is_not_chosen(demo_engine):
     """n-gram looked better by its record, but finds no match: the model drafts at once."""
-    ngram = demo_engine.panel.drafters["ngram"]
-    steady = ScriptedDrafter(lambda tokens, n: [5] * n)
-    engine = engine_of(demo_engine, {"ngram": ngram, "steady": steady}, {"ngram": 0, "steady": 20})
+    shares = {"ngram": 0, "steady": 20}
+    engine = engine_of(demo_engine, shares, steady=lambda tokens, n: [5] * n)
+    ngram = engine.panel.drafters["ngram"]
     for prompt, expected in (([1, 2, 3, 4], "steady"), ([1, 2, 1, 2, 1, 2], "ngram")):
         s = engine.open(core.Request(prompt, 8, "auto"))
         engine.step([s])
@@ -684,10 +688,8 @@ def test_who_has_nothing_to_propose_is_not_chosen(demo_engine):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_drafter_that_costs_nothing_is_judged_by_what_came(demo_engine, prompts, temperature):
     """Each cycle's own tokens against the guess; a silent model always drafts."""
-    ngram = demo_engine.panel.drafters["ngram"]
-    silent = scripted(silent=lambda tokens, n: [])
-    engine = engine_of(demo_engine, silent | {"ngram": ngram}, {"silent": 0, "ngram": 0})
-    plan = engine.controller.plan
+    engine = engine_of(demo_engine, {"silent": 0, "ngram": 0}, silent=lambda tokens, n: [])
+    plan, ngram = engine.controller.plan, demo_engine.panel.drafters["ngram"]
 
     def silent_first(seats, batch, cycles):
         return plan([Ask({"silent": s.records["silent"]}, s.limit, 1) for s in seats], batch)
@@ -737,15 +739,13 @@ def test_where_drafts_lose_by_the_clock_nothing_is_chosen_for_a_while(draft_ms):
         assert set(pauses) == {4} and min(looks[1:]) > 200
 
 
-def test_batches_of_other_sizes_and_others_who_may_draft_rest_by_themselves():
-    own = Controller(*WEIGHTS)
+def test_batches_of_other_sizes_and_others_who_may_draft_rest_by_themselves(own):
     rest = own.rest(4, "auto")
     assert own.rest(7, "auto") is rest
     assert own.rest(8, "auto") is not rest is not own.rest(4, "ngram")
 
 
-def test_a_new_request_ends_a_rest_as_far_as_it_may_be_different():
-    own = Controller(*WEIGHTS)
+def test_a_new_request_ends_a_rest_as_far_as_it_may_be_different(own):
     for batch in (1, 4):
         own.rest(batch, None).left = 60
     own.join()
@@ -772,16 +772,9 @@ def test_a_choice_is_kept_for_as_long_as_it_takes_to_make():
 def test_requests_that_go_on_keep_what_was_chosen_until_another_one_joins(
     demo_engine, prompts, plain
 ):
-    own = scripted(own=lambda tokens, n: [1] * n)
-    engine, plans = engine_of(demo_engine, own, {"own": 1}), []
-    plan = engine.controller.plan
+    engine, plans = engine_of(demo_engine, {"own": 1}, own=lambda tokens, n: [1] * n), []
     engine.controller.rest(1, None).serves = lambda batch: 4
-
-    def counted(asks, batch, cycles):
-        plans.append(batch)
-        return plan(asks, batch, cycles)
-
-    engine.controller.plan = counted
+    before(engine.controller, "plan", lambda asks, batch, cycles: plans.append(batch))
     text = prompts["code_class"]
     first, second = (engine.open(core.Request(text, n, "own", 2)) for n in (40, 4))
     for _ in range(7):
@@ -811,80 +804,68 @@ def test_probes_are_not_free_where_a_cycle_brings_more_than_its_text_does_on_ave
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 def test_what_rests_drafts_nothing_says_so_and_knows_what_was_missed(demo_engine, prompts, rule):
     """And a request that wants its K gets it all the same."""
-    engine = engine_of(demo_engine, scripted(own=lambda tokens, n: [1] * n), {"own": 1})
+    engine = engine_of(demo_engine, {"own": 1}, own=lambda tokens, n: [1] * n)
+    rests = iter((False, False, True, True, False))
     engine.controller.rest(1, None).begin = lambda: next(rests)
     sampling = core.Sampling(temperature=0.5, verification=rule)
-    first, second = (
-        engine.open(
-            core.Request(prompts["code_class"], 30, "own", 2, sampling=sampling, fixed_k=is_fixed)
-        )
-        for is_fixed in (False, True)
-    )
-    rests = iter((False, False, True, True, False))
+    request = core.Request(prompts["code_class"], 30, "own", 2, sampling=sampling)
+    first, second = (engine.open(replace(request, fixed_k=fixed)) for fixed in (False, True))
     for _ in range(4):
         cycle = engine.step([first, second])
     assert cycle[first].num_drafted == 0 < cycle[second].num_drafted
     assert first.seat.decision.is_rest and str(first.seat.decision).endswith("would save")
-    plan, known = engine.controller.plan, []
+    known = []
 
-    def noted(asks, batch, cycles):
+    def note(asks, *_):
         known.extend((own.unread, own.since) for one in asks for own in one.records.values())
-        return plan(asks, batch, cycles)
 
-    engine.controller.plan = noted
+    before(engine.controller, "plan", note)
     engine.step([first, second])
     assert known == [(2, 2)] and first.num_steps == 5
     for sequence in (first, second):
         engine.close(sequence)
 
 
-def test_what_the_engine_does_for_a_token_is_part_of_its_cost():
-    costs = Costs(*WEIGHTS)
+def test_what_the_engine_does_for_a_token_is_part_of_its_cost(own):
+    costs = own.costs
     for rows in (8, 24) * 3:
         costs.observe_pass(8, rows, 12.0 + 0.6 * rows)
     line = costs.pass_line(8)
     assert line.at(8) == pytest.approx(10.8 + 6.0, rel=0.05)
     assert line.slope == pytest.approx(0.6, rel=0.2) and costs.pass_line(1).at(1) > 10
     many = [Ask({"free": settled(0.2)}, K, 1000) for _ in range(8)]
-    own = Controller(*WEIGHTS)
-    own.costs = costs
     assert own.plan(many, 8)[0].num_tokens == 0
 
 
-def test_the_time_of_choosing_is_no_part_of_the_engine_s_own(demo_engine, prompts):
-    ngram = {"ngram": demo_engine.panel.drafters["ngram"]}
-    engine, others = engine_of(demo_engine, ngram, {"ngram": 0}), []
-    engine.controller.costs.observe_pass = lambda *given: others.append(given[2])
-    choices = engine.controller.rest(1, None).efforts
-    plan = engine.controller.plan
+@pytest.fixture
+def measured(demo_engine):
+    """An engine that drafts with n-grams, and what is measured of its passes."""
+    engine, passes = engine_of(demo_engine, {"ngram": 0}), []
+    engine.controller.costs.observe_pass = lambda *given: passes.append(given)
+    return engine, passes
 
-    def slow(*given):
-        time.sleep(0.2)
-        return plan(*given)
 
-    engine.controller.plan = slow
+def test_the_time_of_choosing_is_no_part_of_the_engine_s_own(measured, prompts):
+    engine, passes = measured
+    before(engine.controller, "plan", lambda *_: time.sleep(0.2))
     run(engine, prompts["repetitive_colours"], max_tokens=6, drafter="ngram")
-    assert min(choices) > 190 and min(others) < 100
+    assert min(engine.controller.rest(1, None).efforts) > 190
+    assert min(ms for *_, ms in passes) < 100
 
 
-def test_passes_are_measured_with_all_their_rows_and_prefills_not_at_all(demo_engine, prompts):
-    ngram = {"ngram": demo_engine.panel.drafters["ngram"]}
-    engine, measured = engine_of(demo_engine, ngram, {"ngram": 0}), []
-    engine.controller.costs.observe_pass = lambda *given: measured.append(given)
+def test_passes_are_measured_with_all_their_rows_and_prefills_not_at_all(measured, prompts):
+    engine, passes = measured
     _, events = run(engine, prompts["repetitive_colours"], max_tokens=30, drafter="ngram")
     rows = [len(event["proposals"]) + 1 for event in events[1:]]
-    assert [(batch, fed) for batch, fed, _ in measured] == [(1, count) for count in rows]
-    assert max(rows) > 2 and all(ms > 0 for *_, ms in measured)
+    assert [(batch, fed) for batch, fed, _ in passes] == [(1, count) for count in rows]
+    assert max(rows) > 2 and all(ms > 0 for *_, ms in passes)
 
 
 def test_a_request_may_have_its_k_beside_others_that_adapt(demo_engine, prompts):
     """The controller, which knows that nothing pays, decides for the other one alone."""
-    loaded = scripted(wrong=lambda state, limit: [1] * limit)
-    engine, prompt = engine_of(demo_engine, loaded, {"wrong": 300}), prompts["code_class"]
-    fixed, other = (
-        engine.open(core.Request(prompt, 40, "wrong", 3, fixed_k=is_fixed))
-        for is_fixed in (True, False)
-    )
+    engine = engine_of(demo_engine, {"wrong": 300}, wrong=lambda state, limit: [1] * limit)
+    request = core.Request(prompts["code_class"], 40, "wrong", 3)
+    fixed, other = (engine.open(replace(request, fixed_k=fixed)) for fixed in (True, False))
     drafted = {fixed: [], other: []}
     for _ in range(8):
         for s, cycle in engine.step([fixed, other]).items():
@@ -895,17 +876,13 @@ def test_a_request_may_have_its_k_beside_others_that_adapt(demo_engine, prompts)
 
 
 def test_a_guess_that_fails_costs_the_drafter_and_not_the_answer(demo_engine, prompts, plain):
-    drafters = scripted(own=lambda tokens, n: [0] * n)
-
-    def fail(state, max_tokens):
-        raise RuntimeError("no idea")
-
-    drafters["own"].guess = fail
-    engine = engine_of(demo_engine, drafters, {"own": 900})
+    engine = engine_of(demo_engine, {"own": 900}, own=lambda tokens, n: [0] * n)
+    drafter = engine.panel.drafters["own"]
+    drafter.guess = failing("no idea")
     sequence, _ = run(engine, prompts["hard_docs"], max_tokens=12, drafter="own")
     assert sequence.output == plain(prompts["hard_docs"], 12)
     assert sequence.seat.warnings[0].startswith("drafter own failed (no idea)")
-    assert drafters["own"].num_open == 0
+    assert drafter.num_open == 0
 
 
 @pytest.mark.parametrize("first", ["ngram", "mtp"])
@@ -1011,11 +988,8 @@ def seated(drafters):
 
 @pytest.mark.parametrize("method", ["open", "observe", "close"])
 def test_of_several_drafters_only_the_one_that_fails_is_lost(method):
-    def fail(*_):
-        raise RuntimeError("no")
-
     drafters = scripted(bad=lambda tokens, n: [], good=lambda tokens, n: [])
-    setattr(drafters["bad"], method, fail)
+    setattr(drafters["bad"], method, failing("no"))
     panel, seat = seated(drafters)
     panel.propose([seat], [("good", 3)])
     panel.observe(seat, Verdict(0, 0, [5]), {})
@@ -1064,10 +1038,7 @@ def test_all_is_run_at_one_and_k_plus_1_rows_before_a_measurement_counts(demo_en
         asked.append(limit)
         return tokens[-limit:]
 
-    def poisoned(tokens, limit):
-        raise RuntimeError("poisoned")
-
-    drafters = scripted(scripted=script, poisoned=poisoned)
+    drafters = scripted(scripted=script, poisoned=failing("poisoned"))
     controller = Controller(100, {"scripted": 20, "poisoned": 20})
     engine = core.Engine(demo_engine.target, drafters, controller=controller)
     forward, k = engine.target.forward, core.Options.num_speculative_tokens
