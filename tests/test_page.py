@@ -114,6 +114,16 @@ def chatting(browser, chat_folder):
         yield server.port
 
 
+@pytest.fixture(params=["coupled"])
+def sampled(page, port, request):
+    """What the server answers to SAMPLED under a rule; the page has run the same."""
+    run(page, **SAMPLED, verification=request.param)
+    return generate(port, **SAMPLED, verification=request.param, trace=True)[1]
+
+
+by_rejection = pytest.mark.parametrize("sampled", ["rejection"], indirect=True)
+
+
 def expect_failed_load(complaints, status):
     """Take out what the browser says of an answer that the test asked for."""
     wanted = [text for text in complaints if "Failed to load resource" in text]
@@ -145,6 +155,12 @@ def run(page, button="#run", **fields):
 
 def show(page, view):
     page.locator(f"#tab-{view}").click()
+
+
+def refuse(page, words):
+    """Press, and wait for what is said to be wrong."""
+    page.locator("#run").click()
+    page.locator("#error", has_text=words).wait_for()
 
 
 def text_of(page, selector):
@@ -422,13 +438,11 @@ def test_views_are_tabs_that_arrow_keys_go_through(page):
 # ---------------------------------------------------------------------------------- runs, cycles
 
 
-def test_a_run_shows_the_answers_text_with_each_token_marked_by_its_origin(page, port):
+def test_a_run_shows_the_answers_text_with_each_token_marked_by_its_origin(page, sampled):
     """In the text and in the charts."""
-    _, body = generate(port, **SAMPLED, trace=True)
-    run(page, **SAMPLED)
-    assert text_of(page, "#text .tokens") == body["text"]
+    assert text_of(page, "#text .tokens") == sampled["text"]
     assert text_of(page, "#text .prompt") == SAMPLED["prompt"]
-    metrics = body["metrics"]["speculative_decoding"]
+    metrics = sampled["metrics"]["speculative_decoding"]
     shown = counts(page, *(f"#text .tokens .token.{k}" for k in ("accepted", "recovered", "bonus")))
     names = ("accepted_draft", "recovered", "bonus")
     assert shown == [metrics[f"num_{name}_tokens"] for name in names]
@@ -443,8 +457,8 @@ def test_a_run_shows_the_answers_text_with_each_token_marked_by_its_origin(page,
     assert text_of(page, "[data-figure='target passes']") == str(metrics["target_passes"])
     tokens_per_pass = f"{metrics['tokens_per_pass']:.2f}"
     assert text_of(page, "[data-figure='tokens per pass']") == tokens_per_pass
-    accepted = [cycle["accepted_count"] for cycle in body["trace"][1:]]
-    drafted = [len(cycle["proposals"]) for cycle in body["trace"][1:]]
+    accepted = [cycle["accepted_count"] for cycle in sampled["trace"][1:]]
+    drafted = [len(cycle["proposals"]) for cycle in sampled["trace"][1:]]
     heights = "all => all.filter((bar) => parseFloat(bar.style.height)).length"
     for name, values in (("accepted", accepted), ("drafted", drafted)):
         bars = page.locator(f"#chart-accepted .{name}")
@@ -537,10 +551,8 @@ def test_a_draft_that_branched_shows_all_branches_and_what_the_cache_keeps(page,
     assert any(" or " in label for label in labels)
 
 
-def test_a_token_the_slider_buttons_and_arrow_keys_lead_to_cycles(page, port):
-    _, body = generate(port, **SAMPLED, trace=True)
-    run(page, **SAMPLED)
-    last = len(body["trace"]) - 1
+def test_a_token_the_slider_buttons_and_arrow_keys_lead_to_cycles(page, sampled):
+    last = len(sampled["trace"]) - 1
     assert text_of(page, "#cycle-count") == f"{last} of {last}"
     page.locator("#step").click()
     wait_for_status(page, "This is the last cycle")
@@ -549,7 +561,7 @@ def test_a_token_the_slider_buttons_and_arrow_keys_lead_to_cycles(page, port):
     marked = page.locator("#text .tokens .token.current").evaluate_all(
         "all => all.map(t => t.dataset.index)"
     )
-    assert marked == [str(1 + i) for i in range(body["trace"][1]["emitted_count"])]
+    assert marked == [str(1 + i) for i in range(sampled["trace"][1]["emitted_count"])]
     page.locator("#cycle-number").focus()
     page.keyboard.press("ArrowRight")
     assert text_of(page, "#cycle-count") == f"2 of {last}"
@@ -644,19 +656,16 @@ def open_cycle(page, step):
     page.locator("#cycle-count", has_text=f"{step} of").wait_for()
 
 
-def test_rejection_is_shown_as_u_against_p_over_q_and_the_needle_changes_the_verdict(page, port):
-    _, body = generate(port, **SAMPLED, verification="rejection", trace=True)
-    run(page, **SAMPLED, verification="rejection")
-    plain = [
-        (c, i)
-        for c in body["trace"]
-        for i, t in enumerate(c["tokens"])
-        if t["kind"] == "accepted"
-        and all(0.01 < t[name] < 0.99 for name in "pqu")
-        and t["p"] < 0.9 * t["q"]
-    ]
-    cycle, place = plain[0]
-    token = cycle["tokens"][place]
+@by_rejection
+def test_rejection_is_shown_as_u_against_p_over_q_and_the_needle_changes_the_verdict(page, sampled):
+    cycle, place, token = next(
+        (cycle, place, token)
+        for cycle in sampled["trace"]
+        for place, token in enumerate(cycle["tokens"])
+        if token["kind"] == "accepted"
+        and all(0.01 < token[name] < 0.99 for name in "pqu")
+        and token["p"] < 0.9 * token["q"]
+    )
     open_cycle(page, cycle["step"])
     page.locator(f"#picture [data-place='{place}']").click()
     verdict = page.locator("#verdict")
@@ -678,22 +687,19 @@ def test_rejection_is_shown_as_u_against_p_over_q_and_the_needle_changes_the_ver
     assert "in the vocabulary’s order" in text_of(page, "#popup")
 
 
-def test_the_coupled_rule_is_shown_as_the_same_noise_on_both(page, port):
+def test_the_coupled_rule_is_shown_as_the_same_noise_on_both(page, sampled):
     """The picture's own arithmetic finds the tokens that the server has found."""
-    _, body = generate(port, **SAMPLED, trace=True)
-    run(page, **SAMPLED)
-    kept = next(c for c in body["trace"] if c["accepted_count"] > 0)
+    kept = next(c for c in sampled["trace"] if c["accepted_count"] > 0)
     open_cycle(page, kept["step"])
     page.locator("#picture [data-place='0']").click()
     assert "both land on" in text_of(page, "#verdict") and "kept" in text_of(page, "#verdict")
-    refused = next(c for c in body["trace"] if c["rejected"])
+    refused = next(c for c in sampled["trace"] if c["rejected"])
     open_cycle(page, refused["step"])
     drafted, own = refused["rejected"]["id"], refused["tokens"][-1]["id"]
     words = [visible(refused["texts"][str(i)]) for i in (drafted, own)]
-    assert "the drafter lands on “{}”, the target on “{}”: rejected".format(*words) in text_of(
-        page, "#verdict"
-    )
-    assert counts(page, "#distribution .mark-p")[0] > 3 and "p / q" not in text_of(page, "#verdict")
+    verdict = text_of(page, "#verdict")
+    assert "the drafter lands on “{}”, the target on “{}”: rejected".format(*words) in verdict
+    assert counts(page, "#distribution .mark-p")[0] > 3 and "p / q" not in verdict
     set_slider(page, "needle", 3)
     assert "Noise made here" in text_of(page, "#verdict")
     page.get_by_role("button", name="What is the noise?").focus()
@@ -718,9 +724,9 @@ def test_greedy_decoding_has_no_u_and_no_noise(page):
     assert "bonus" not in text_of(page, "#cycle-says") + text_of(page, "#picture")
 
 
+@by_rejection
+@pytest.mark.usefixtures("sampled")
 def test_temperature_and_top_p_change_the_bars(page):
-    run(page, **SAMPLED, verification="rejection")
-
     def widths():
         bars = page.locator("#distribution .bar-p")
         return bars.evaluate_all("all => all.map((bar) => parseFloat(bar.style.width))")
@@ -746,11 +752,10 @@ def test_a_drafter_without_probabilities_is_said_to_have_none(page):
     assert "/ 1 =" in text_of(page, "#verdict")  # all of its q is on the draft
 
 
-def test_pointing_at_a_token_or_focusing_it_tells_the_reason(page, port):
-    _, body = generate(port, **SAMPLED, verification="rejection", trace=True)
-    run(page, **SAMPLED, verification="rejection")
-    tokens = [token for cycle in body["trace"] for token in cycle["tokens"]]
-    index = next(i for i, t in enumerate(tokens) if t["kind"] == "accepted")
+@by_rejection
+def test_pointing_at_a_token_or_focusing_it_tells_the_reason(page, sampled):
+    tokens = [token for cycle in sampled["trace"] for token in cycle["tokens"]]
+    index = [token["kind"] for token in tokens].index("accepted")
     page.locator("#text .tokens .token").nth(index).hover()
     card = page.locator("#popup")
     card.wait_for()
@@ -772,15 +777,13 @@ def test_pointing_at_a_token_or_focusing_it_tells_the_reason(page, port):
     card.wait_for(state="hidden")
     page.locator("#text .tokens .token.recovered").first.hover()
     words = text_of(page, "#popup")
-    cycle = next(cycle for cycle in body["trace"] if cycle["rejected"])
+    cycle = next(cycle for cycle in sampled["trace"] if cycle["rejected"])
     assert visible(cycle["texts"][str(cycle["rejected"]["id"])]) in words
     assert "norm(max(0, p − q))" in words and "≥ p/q" in words
 
 
-def test_a_coupled_token_tells_its_score_and_the_noise(page, port):
-    _, body = generate(port, **SAMPLED, trace=True)
-    run(page, **SAMPLED)
-    tokens = [token for cycle in body["trace"] for token in cycle["tokens"]]
+def test_a_coupled_token_tells_its_score_and_the_noise(page, sampled):
+    tokens = [token for cycle in sampled["trace"] for token in cycle["tokens"]]
     for kind in ("accepted", "recovered", "bonus"):
         index = [token["kind"] for token in tokens].index(kind)
         page.locator("#text .tokens .token").nth(index).hover()
@@ -1196,8 +1199,7 @@ def test_what_cannot_be_sent_is_marked_until_it_is_corrected(page, field, value,
     """The button is hit although the field that the reader comes from shrinks."""
     sent = posted(page)
     fill(page, **{field: value})
-    page.locator("#run").click()
-    page.locator("#error", has_text=words).wait_for()
+    refuse(page, words)
     assert page.locator(f"#{field}").get_attribute("aria-invalid") == "true" and not sent
     fill(page, **{field: "1"})
     assert counts(page, "#error p", "[aria-invalid=true]") == [0, 0]
@@ -1229,8 +1231,7 @@ def test_a_server_that_goes_away_is_told_in_the_middle_and_after(open_page, comp
     page.locator("#error", has_text="broke off").wait_for()
     assert counts(page, "#text .tokens .token")[0] > 0
     assert text_of(page, "#server") == "The server does not answer."
-    page.locator("#run").click()
-    page.locator("#error", has_text="The server cannot be reached").wait_for()
+    refuse(page, "The server cannot be reached")
     page.close()  # its console has no more to say
     complaints[:] = [text for text in complaints if "ERR_" not in text]
 
@@ -1247,8 +1248,7 @@ def test_refusals_are_told_in_words(page, complaints, status, error, headers, wo
     body = json.dumps({"error": {"message": error, "type": "x", "param": None, "code": None}})
     answer = {"status": status, "body": body, "headers": headers}
     page.route("**/generate", lambda route: route.fulfill(**answer))
-    page.locator("#run").click()
-    page.locator("#error", has_text=re.compile(words)).wait_for()
+    refuse(page, re.compile(words))
     expect_failed_load(complaints, str(status))
 
 
@@ -1288,8 +1288,7 @@ def test_an_api_key_is_asked_for_sent_and_kept_in_memory_only(page, complaints):
 )
 def test_an_error_in_the_middle_of_a_stream_is_told_behind_its_tokens(page, end, words):
     mock(page, [event(0, [("a", "bonus")], 0)], end)
-    page.locator("#run").click()
-    page.locator("#error", has_text=words).wait_for()
+    refuse(page, words)
     assert text_of(page, "#text .tokens") == "a"
 
 
@@ -1326,8 +1325,7 @@ def test_markup_in_prompts_outputs_and_errors_stays_text(page, complaints):
     page.unroute("**/generate")
     body = json.dumps({"error": {"message": attack}})
     page.route("**/generate", lambda route: route.fulfill(status=400, body=body))
-    page.locator("#run").click()
-    page.locator("#error", has_text=attack).wait_for()
+    refuse(page, attack)
     expect_failed_load(complaints, "400")
     assert page.evaluate("window.hacked") is None
     assert counts(page, "img", "body script") == [0, 0]
