@@ -394,7 +394,7 @@ ROWS = [  # name, place, old, new and tests
     ("a drafter that cannot open ends the request", "drafters.panel:Panel.open",
      "failed[name] = error", "raise", "drafters::a_drafter_may_fail_anywhere[open]"),
     ("one faulty state costs all their drafts", "drafters.panel:Panel._ask", "if len(seats) > 1:",
-     "if False:", "controller::a_batch_with_one_faulty_state_keeps_the_speculation_of_the_others"),
+     "if False:", "controller::a_fault_in_a_batch_of_model_drafts_leaves_the_others_as_if_alone"),
     ("too few drafts are not noticed", "drafters.panel:Panel._ask", "len(proposed) != len(seats)",
      "False", "drafters::fewer_drafts_than_requests_cost_the_drafter"),
     ("a bad draft ends the request", "drafters.panel:Panel._ask", "self._lose(seat, name, error)",
