@@ -428,7 +428,10 @@ def test_a_file_s_tokenizer_is_transformers_conversion(tiny_folder, tmp_path, pr
     """Whatever they are asked for: their parts are equal, and what they make of 10,000 texts."""
     path = tmp_path / "model.gguf"
     is_piece = pre == "sentencepiece"
-    write_sentencepiece(path) if is_piece else write_gguf(tiny_folder("llama"), path, Q8_0, pre=pre)
+    if is_piece:
+        write_sentencepiece(path)
+    else:
+        write_gguf(tiny_folder("llama"), path, Q8_0, pre=pre)
     theirs = AutoTokenizer.from_pretrained(str(tmp_path), gguf_file="model.gguf")
     with open_model(str(path)) as file:
         ours = tokenizer_of(file)

@@ -17,17 +17,7 @@ from urllib.parse import urlencode
 import pytest
 from engine import replaying
 from server import ENDLESS as COUNTING
-from server import (
-    ROOT,
-    Gate,
-    call,
-    generate,
-    health,
-    serving,
-    until,
-    wait_until_idle,
-    wait_until_running,
-)
+from server import ROOT, Gate, call, generate, health, serving, until, wait_until_idle
 
 pytestmark = pytest.mark.browser
 
@@ -37,6 +27,8 @@ COLOURS = {"prompt": "red, green, blue, red, green,", "drafter": "ngram", "max_t
 AXE = ROOT / ".ci" / "axe.min.js"
 WIDE, NARROW = {"width": 1280, "height": 800}, {"width": 400, "height": 800}
 ENDLESS = {"prompt": COUNTING["prompt"], "num_speculative_tokens": 0, "max_tokens": 1900}
+WATCH = """document.addEventListener("securitypolicyviolation",
+    (event) => console.error("policy: " + event.violatedDirective));"""
 
 
 # ------------------------------------------------------------------------------------ fixtures
@@ -80,10 +72,7 @@ def open_page(browser, port, complaints):
         page.set_default_timeout(20_000)
         page.on("console", lambda said: said.type == "error" and complaints.append(said.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.add_init_script(
-            """document.addEventListener("securitypolicyviolation",
-                   (event) => console.error("policy: " + event.violatedDirective));"""
-        )
+        page.add_init_script(WATCH)
         page.goto(f"http://127.0.0.1:{at}/{address}")
         if is_ready:
             page.locator("#demo-prompt option").nth(1).wait_for(state="attached")
@@ -174,7 +163,6 @@ def counts(page, *selectors):
 def event(step, tokens, before, num_prompt=5, **more):
     """One cycle's event as the server would send it; `tokens` are (text, kind)."""
     drafted = [i for i, (_, kind) in enumerate(tokens) if kind == "accepted"]
-    ids = list(range(len(tokens)))
     cached = [num_prompt] * 2 if step == 0 else [before + 1 + len(drafted)] * 2
     return {
         "step": step,
@@ -187,7 +175,7 @@ def event(step, tokens, before, num_prompt=5, **more):
         ],
         "rejected": None,
         "cached": cached,
-        "target_argmax": ids,
+        "target_argmax": list(range(len(tokens))),
         "target_top": [],
         "texts": {str(i): text for i, (text, _) in enumerate(tokens)},
         "ms": {"draft": 0.5, "verify": 1.0, "other": 0.1},
@@ -211,14 +199,14 @@ def answer_of(cycles):
 
 def mock(page, cycles, end=None):
     """/generate answers with `cycles` at once, then with `end` (default: the answer and [DONE])."""
+    page.route("**/generate", lambda route: stream(route, cycles, end))
+
+
+def stream(route, cycles, end=None):
     end = [answer_of(cycles)] if end is None else end
-    body = stream_of([*cycles, *end]) + ("data: [DONE]\n\n" if end else "")
-    kind = "text/event-stream"
-    page.route("**/generate", lambda route: route.fulfill(body=body, content_type=kind))
-
-
-def stream_of(events):
-    return "".join(f"data: {json.dumps(event)}\n\n" for event in events)
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in [*cycles, *end])
+    body += "data: [DONE]\n\n" if end else ""
+    route.fulfill(body=body, content_type="text/event-stream")
 
 
 def change_comparisons(page, **changes):
@@ -319,10 +307,9 @@ def test_the_timeline_sets_sequential_passes_against_draft_steps_and_one_pass(pa
     size = f"{story['target']['weight_bytes'] / 1e6:.0f} MB"
     ratio = f"{cost['verify_ms'] / story['plain_ms']:.2f}×"
     assert size in words and ratio in words and f"{kept} token" in words
-    whole = sum(
-        len(c["proposals"]) * cost["step_ms"] + cost["verify_ms"] for c in story["cycles"][1:]
-    )
-    tokens = sum(c["emitted_count"] for c in story["cycles"][1:])
+    cycles = story["cycles"][1:]
+    whole = sum(len(c["proposals"]) * cost["step_ms"] + cost["verify_ms"] for c in cycles)
+    tokens = sum(c["emitted_count"] for c in cycles)
     assert f"{tokens * story['plain_ms'] / whole:.2f}×" in words  # the others count, too
 
 
@@ -338,9 +325,8 @@ def test_while_the_model_is_loaded_a_stored_story_is_told_and_then_the_page_is_r
         said.get_by_text("The server loads llama").wait_for()
         assert "reading the weights" in said.inner_text()
         assert "Recorded earlier, as an example" in text_of(page, "#story-label")
-        off = ["run", "step", "race"]
-        state = [page.locator(f"#{name}").get_attribute("aria-disabled") for name in off]
-        assert state == ["true"] * 3
+        for name in ("run", "step", "race"):
+            assert page.locator(f"#{name}").get_attribute("aria-disabled") == "true"
         gate.open("load")
         page.locator("#demo-prompt option").nth(1).wait_for(state="attached")
         assert said.inner_text().startswith("Target: llama")
@@ -558,9 +544,8 @@ def test_a_token_the_slider_buttons_and_arrow_keys_lead_to_cycles(page, sampled)
     wait_for_status(page, "This is the last cycle")
     page.locator("#text .tokens .token").nth(1).click()
     assert text_of(page, "#cycle-count") == f"1 of {last}"
-    marked = page.locator("#text .tokens .token.current").evaluate_all(
-        "all => all.map(t => t.dataset.index)"
-    )
+    current = page.locator("#text .tokens .token.current")
+    marked = current.evaluate_all("all => all.map(t => t.dataset.index)")
     assert marked == [str(1 + i) for i in range(sampled["trace"][1]["emitted_count"])]
     page.locator("#cycle-number").focus()
     page.keyboard.press("ArrowRight")
@@ -621,7 +606,7 @@ def test_stop_frees_the_servers_slot(page, port):
     fill(page, **ENDLESS)
     page.locator("#run").click()
     page.locator("#text .tokens .token").first.wait_for()
-    wait_until_running(port)
+    until(lambda: health(port)["num_requests_running"] == 1)
     assert text_of(page, "#status") == "Running."  # it streams: tokens come before the end
     page.locator("#stop").click()
     wait_for_status(page, "Stopped")
@@ -820,19 +805,16 @@ def test_a_race_replays_both_and_shows_measured_and_predicted(page):
 BUSY = {"disturbed": True, "spread": [0.6, 1.4], "costs": {"t_verify": 0.5}}
 SLOW = {"costs": {"alpha": 0.62, "c": 4.2, "t_verify": 2.5}}
 FEW = {"max_tokens": 12}
+RACES = [
+    (COLOURS | {"drafter": "none"}, {}, "^Nothing was drafted, so this was no race[^×]*$"),
+    (SAMPLED | FEW, {}, "identical, token for token"),
+    (SAMPLED | FEW | {"verification": "rejection"}, {}, "not compared"),
+    (COLOURS, BUSY, "disturbed: the machine was busy, 3 runs gave 0.60× to 1.40×"),
+    (SAMPLED, SLOW, "This machine is busy or computes slowly just now.*2.50× the time of one"),
+]
 
 
-@pytest.mark.parametrize(
-    ("fields", "changes", "words"),
-    [
-        (COLOURS | {"drafter": "none"}, {}, "^Nothing was drafted, so this was no race[^×]*$"),
-        (SAMPLED | FEW, {}, "identical, token for token"),
-        (SAMPLED | FEW | {"verification": "rejection"}, {}, "not compared"),
-        (COLOURS, BUSY, "disturbed: the machine was busy, 3 runs gave 0.60× to 1.40×"),
-        (SAMPLED, SLOW, "This machine is busy or computes slowly just now.*2.50× the time of one"),
-    ],
-    ids=["none", "coupled", "rejection", "busy", "slow"],
-)
+@pytest.mark.parametrize(("fields", "changes", "words"), RACES)
 def test_a_race_says_what_it_was(page, fields, changes, words):
     """And What if? has its place for it, however large, or none."""
     if changes:
@@ -874,9 +856,8 @@ def test_a_race_tells_how_far_it_has_come(page):
 def test_a_race_is_replayed_on_one_clock_from_the_servers_times(open_page):
     """At half the slower lane's time neither lane shows what came later."""
     page = open_page(reduced_motion="no-preference")
-    page.add_init_script(
-        "window.frames = []; requestAnimationFrame = (f) => window.frames.push(f);"
-    )
+    by_hand = "window.frames = []; requestAnimationFrame = (f) => window.frames.push(f);"
+    page.add_init_script(by_hand)
     page.reload()
     page.locator("#demo-prompt option").nth(1).wait_for(state="attached")
     ms = {"draft": 1.0, "verify": 8.0, "other": 1.0}
@@ -891,14 +872,13 @@ def test_a_race_is_replayed_on_one_clock_from_the_servers_times(open_page):
     end = [{"plain": cycle} for cycle in slow] + [answer_of(fast) | {"compare": compare}]
     mock(page, fast, end)
 
+    draw = """(now) => {
+        performance.now = () => now;
+        window.frames.splice(0).forEach((draw) => draw(now));
+    }"""
+
     def frame(now):
-        page.evaluate(
-            """(now) => {
-            performance.now = () => now;
-            window.frames.splice(0).forEach((draw) => draw(now));
-        }""",
-            now,
-        )
+        page.evaluate(draw, now)
 
     page.locator("#race").click()
     until(lambda: frame(0) or page.locator("#race-again").is_visible())
@@ -911,14 +891,14 @@ def test_a_race_is_replayed_on_one_clock_from_the_servers_times(open_page):
     assert text_of(page, "#race-clock") == "20 ms"
 
 
+SLIDE = """(slider, value) => {
+    slider.value = value;
+    slider.dispatchEvent(new Event("input", {bubbles: true}));
+}"""
+
+
 def set_slider(page, name, value):
-    page.locator(f"#{name}").evaluate(
-        """(slider, value) => {
-            slider.value = value;
-            slider.dispatchEvent(new Event("input", {bubbles: true}));
-        }""",
-        value,
-    )
+    page.locator(f"#{name}").evaluate(SLIDE, value)
 
 
 def test_what_if_draws_the_formulas_curve_and_is_1_at_k_0(page):
@@ -953,14 +933,12 @@ def test_labels_of_what_was_measured_lie_beside_each_other(page):
         for i, (k, speedup) in enumerate([(5, 1.5), (5, 1.51), (5.1, 1.5), (5, 0.02), (12, 0.01)])
     ]
     show(page, "whatif")
-    page.evaluate(
-        """async (points) => {
-            const { WhatIf } = await import("/page/whatif.js");
-            document.querySelector("#whatif-sliders").replaceChildren();
-            new WhatIf().add(points);
-        }""",
-        points,
-    )
+    add = """async (points) => {
+        const { WhatIf } = await import("/page/whatif.js");
+        document.querySelector("#whatif-sliders").replaceChildren();
+        new WhatIf().add(points);
+    }"""
+    page.evaluate(add, points)
     labels = page.locator("#chart-whatif text", has_text="drafter_").all()
     found = [label.bounding_box() for label in labels]
     boxes = sorted((box["y"], box["y"] + box["height"]) for box in found)
@@ -1003,9 +981,8 @@ def test_the_cycle_says_who_has_drafted_where_the_server_chooses(page):
     """It drafts in each cycle: under the controller a busy machine might have nobody draft."""
     run(page, **COLOURS | {"drafter": "auto"})
     page.locator("#text .token.accepted").first.click()
-    assert re.search(
-        r"Cycle \d+: (ngram|suffix|mtp|draft_model) proposed", text_of(page, "#cycle-says")
-    )
+    who = r"Cycle \d+: (ngram|suffix|mtp|draft_model) proposed"
+    assert re.search(who, text_of(page, "#cycle-says"))
 
 
 def test_k_is_what_the_server_was_started_with_whatever_was_asked_since(open_page):
@@ -1038,12 +1015,10 @@ def test_an_experiment_asks_for_a_prediction_runs_and_tells_what_came(page, port
 
 @pytest.mark.parametrize(
     ("slow", "choice", "words"),
-    [
-        ([1, 1.05, 3], "K = 2", "You predicted “K = 2”; nothing is proved.*too close to call"),
-        ([2, 1, 3], "K = 6", "As you predicted.*Longer drafts cost more than they saved"),
-        ([3, 2, 1], "K = 2", "You predicted “K = 2”; it was “K = 14”.*enough guesses were kept"),
-    ],
-)
+    [([1, 1.05, 3], "K = 2", "You predicted “K = 2”; nothing is proved.*too close to call"),
+     ([2, 1, 3], "K = 6", "As you predicted.*Longer drafts cost more than they saved"),
+     ([3, 2, 1], "K = 2", "You predicted “K = 2”; it was “K = 14”.*enough guesses were kept")],
+)  # fmt: skip
 def test_the_best_k_is_judged_by_medians_and_the_reason_follows(page, slow, choice, words):
     """The first round is disturbed, which the median of three leaves out."""
     asked = []
@@ -1053,9 +1028,7 @@ def test_the_best_k_is_judged_by_medians_and_the_reason_follows(page, slow, choi
         asked.append(k)
         verify = 500 if len(asked) == 1 else 10 * dict(zip([2, 6, 14], slow, strict=True))[k]
         ms = {"draft": 0, "verify": verify, "other": 0}
-        cycles = [event(0, [("a", "bonus")], 0), event(1, [("b", "bonus")], 5, ms=ms)]
-        body = stream_of([*cycles, answer_of(cycles)]) + "data: [DONE]\n\n"
-        route.fulfill(body=body, content_type="text/event-stream")
+        stream(route, [event(0, [("a", "bonus")], 0), event(1, [("b", "bonus")], 5, ms=ms)])
 
     page.route("**/generate", answer)
     show(page, "try")
@@ -1188,13 +1161,10 @@ def test_a_model_without_template_has_no_chat(page):
 
 @pytest.mark.parametrize(
     ("field", "value", "words"),
-    [
-        ("temperature", "abc", "“abc” is not a number"),
-        ("num_speculative_tokens", "0x", "“0x” is not a number"),
-        ("seed", "99999999999999999999", "53 bits"),
-        ("prompt", "", "Write a prompt first"),
-    ],
-)
+    [("temperature", "abc", "“abc” is not a number"),
+     ("num_speculative_tokens", "0x", "“0x” is not a number"),
+     ("seed", "99999999999999999999", "53 bits"), ("prompt", "", "Write a prompt first")],
+)  # fmt: skip
 def test_what_cannot_be_sent_is_marked_until_it_is_corrected(page, field, value, words):
     """The button is hit although the field that the reader comes from shrinks."""
     sent = posted(page)
@@ -1279,13 +1249,10 @@ def test_an_api_key_is_asked_for_sent_and_kept_in_memory_only(page, complaints):
     expect_failed_load(complaints, "401")
 
 
-@pytest.mark.parametrize(
-    ("end", "words"),
-    [
-        ([{"error": {"message": "the engine failed: out of memory"}}], "out of memory"),
-        ([], "broke off"),
-    ],
-)
+FAILED = {"error": {"message": "the engine failed: out of memory"}}
+
+
+@pytest.mark.parametrize(("end", "words"), [([FAILED], "out of memory"), ([], "broke off")])
 def test_an_error_in_the_middle_of_a_stream_is_told_behind_its_tokens(page, end, words):
     mock(page, [event(0, [("a", "bonus")], 0)], end)
     refuse(page, words)
@@ -1306,15 +1273,10 @@ def test_markup_in_prompts_outputs_and_errors_stays_text(page, complaints):
     fields = COLOURS | {"prompt": attack}
     run(page, **fields)
     assert text_of(page, "#text .prompt") == attack
-    entries = [
-        {"id": 0, "score": 1.0, "p": 0.5, "q": 0.4},
-        {"id": 1, "score": 0.9, "p": 0.4, "q": 0.6},
-    ]
-    cycles = [
-        event(0, [(attack, "bonus")], 0),
-        event(1, [(attack, "accepted"), (attack, "bonus")], 5, controller=attack)
-        | {"distributions": [entries, entries]},
-    ]
+    both = {"id": 0, "score": 1.0, "p": 0.5, "q": 0.4}, {"id": 1, "score": 0.9, "p": 0.4, "q": 0.6}
+    told = {"controller": attack, "distributions": [both, both]}
+    guessed = [(attack, "accepted"), (attack, "bonus")]
+    cycles = [event(0, [(attack, "bonus")], 0), event(1, guessed, 5, **told)]
     mock(page, cycles, [answer_of(cycles) | {"warnings": [attack]}])
     run(page)
     page.locator("#picture button.slot").first.click()
