@@ -31,7 +31,7 @@ import demo
 from control.statistics import Statistics
 from kernels import library
 from messages import Request
-from models.prompts import ids_of, prompts_of  # noqa: F401  (for the benchmarks)
+from models.prompts import ids_of
 from serving.options import ROOT, Options, between
 
 # A test run has imported the core already. A second copy would have classes of its own.
@@ -66,18 +66,12 @@ def drafter_names(engine: Any) -> list[str]:
     return list(engine.panel.drafters)
 
 
-def demo_prompts(tokenizer: Any, kinds: list[str] | None = None) -> dict[str, dict[str, list[int]]]:
-    """Token ids of the demo prompts by kind (easy, hard, …: how their names begin) and name.
-
-    Exits with one line on stderr if one of the wanted kinds does not exist.
-    """
+def demo_prompts(engine: Any) -> dict[str, dict[str, list[int]]]:
+    """Token ids of the demo prompts by kind (easy, hard, …: how their names begin) and name."""
     found: dict[str, dict[str, list[int]]] = defaultdict(dict)
-    for name, text in demo.read_prompts().items():
-        found[name.partition("_")[0]][name] = tokenizer(text)["input_ids"]
-    if unknown := [kind for kind in kinds or () if kind not in found]:
-        print(f"error: no {unknown[0]} prompts: choose from {', '.join(found)}", file=sys.stderr)
-        raise SystemExit(2)
-    return {kind: found[kind] for kind in kinds or found}
+    for name, ids in ids_of(demo.read_prompts(), engine, is_raw=True).items():
+        found[name.partition("_")[0]][name] = ids
+    return found
 
 
 def flat(prompts: dict[str, dict[str, list[int]]]) -> dict[str, list[int]]:

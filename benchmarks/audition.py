@@ -18,56 +18,55 @@ look up for the drafter suffix, are left out: every run has the same prompts.
 import argparse
 import shlex
 import sys
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import benchmarks as bench
 from drafters.panel import PLAIN
 from engines.plan import LOADED, server_words
 from messages import Request, RequestError, Sampling
+from models.prompts import ids_of, prompts_of
 from serving.options import Options, between
 from serving.parsing import MAX_SPECULATIVE_TOKENS
 
+Found = dict[tuple[str, str], bench.Finished]  # by way of decoding and prompt
+
 
 def measure(
-    engine: Any, prompts: dict[str, list[int]], given: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """One row per way of decoding, the fastest first."""
-    sampling = Sampling(temperature=given.temperature)
+    engine: Any, prompts: dict[str, list[int]], drafters: list[str], given: argparse.Namespace
+) -> tuple[list[dict[str, Any]], Found]:
+    """One row per way of decoding, plain decoding first, and what came of the first run."""
+    sampling, ways = Sampling(temperature=given.temperature), [PLAIN, *drafters]
 
-    def method(drafter: str, prompt: list[int]) -> Callable[[], bench.Finished]:
-        named = None if drafter == PLAIN else drafter
-        request = Request(prompt, given.tokens, named, given.k, sampling=sampling, seed=1)
-        return lambda: bench.run(engine, request)
+    def run(way: str, prompt: list[int]) -> bench.Finished:
+        drafter = None if way == PLAIN else way
+        request = Request(prompt, given.tokens, drafter, given.k, sampling=sampling, seed=1)
+        return bench.run(engine, request)
 
-    ways = [PLAIN, *engine.panel.choices]
-    calls = {(way, name): method(way, p) for name, p in prompts.items() for way in ways}
+    calls = {(way, name): partial(run, way, p) for name, p in prompts.items() for way in ways}
     timed, rows = bench.interleave(calls, given.runs, "prompts"), []
+    found = {key: called[0].result for key, called in timed.items()}
 
-    def run_ms(way: str) -> list[float]:
-        """Of each run, the time that all prompts took together."""
-        return list(
-            map(sum, zip(*(bench.times(timed[way, name]) for name in prompts), strict=True))
-        )
+    def ms_per_token(way: str) -> list[float]:
+        count = sum(len(found[way, name].output) for name in prompts)
+        runs = zip(*(bench.times(timed[way, name]) for name in prompts), strict=True)
+        return [sum(times) / count for times in runs]
 
-    plain_ms = run_ms(PLAIN)
-    outputs = {way: [timed[way, name][0].result.output for name in prompts] for way in ways}
-    num_tokens = sum(map(len, outputs[PLAIN]))
     for way in ways:
-        gain = bench.speedup(plain_ms, run_ms(way))
-        total = bench.total([timed[way, name][0].result for name in prompts])
-        rows.append(
-            {
-                "drafter": way,
-                "tokens_per_s": round(num_tokens / bench.median(run_ms(way)) * 1e3, 1),
-                "of_plain": gain.median,
-                "quartiles": gain.quartiles,
-                "tok_pass": bench.places(total.tokens_per_pass, 2),
-                "acceptance": bench.places(total.draft_acceptance_rate),
-                "equal": outputs[way] == outputs[PLAIN],
-            }
-        )
-    return sorted(rows, key=lambda row: -row["of_plain"])
+        own_ms, total = ms_per_token(way), bench.total([found[way, name] for name in prompts])
+        gain = bench.speedup(ms_per_token(PLAIN), own_ms)
+        are_equal = [found[way, name].output == found[PLAIN, name].output for name in prompts]
+        rows.append({
+            "drafter": way,
+            "tokens_per_s": round(1e3 / bench.median(own_ms), 1),
+            "of_plain": gain.median,
+            "quartiles": gain.quartiles,
+            "tok_pass": bench.places(total.tokens_per_pass, 2),
+            "acceptance": bench.places(total.draft_acceptance_rate),
+            "equal_outputs": sum(are_equal),
+            "equal": all(are_equal),
+        })  # fmt: skip
+    return rows, found
 
 
 def advice(rows: list[dict[str, Any]], given: argparse.Namespace) -> dict[str, str]:
@@ -81,35 +80,44 @@ def advice(rows: list[dict[str, Any]], given: argparse.Namespace) -> dict[str, s
     return {"found": found, "command_line": shlex.join(words)}
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run the command line."""
-    options = bench.parser(__doc__)
-    options.add_argument(
-        "--prompts", required=True, metavar="FILE",
-        help="a prompt per line, or in a .jsonl file an object with the field prompt",
-    )  # fmt: skip
+def parser(doc: str, runs: int, k: int, dtype: str) -> argparse.ArgumentParser:
+    """The models, and what is asked of them."""
+    options = bench.parser(doc, runs)
     options.add_argument("--model", default="smollm2", help="the target (default: %(default)s)")
     options.add_argument("--draft-model", help="for the drafter draft_model")
     options.add_argument("--eagle3", help="a head for the target")
     options.add_argument("--dflash", help="a head of that kind")
-    options.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
+    options.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default=dtype)
     options.add_argument("--quantize", choices=["int8"], help="of the target")
-    options.add_argument("--k", type=between(1, MAX_SPECULATIVE_TOKENS), default=5)
+    options.add_argument("--k", type=between(1, MAX_SPECULATIVE_TOKENS), default=k)
     options.add_argument("--temperature", type=float, default=0.0)
-    options.add_argument("--raw", action="store_true", help="without the chat template")
     bench.add_count(options, "--tokens", 2, 100_000, 128, "a request, at most")
+    return options
+
+
+def load(given: argparse.Namespace, **options: Any) -> Any:
+    """The engine of these models."""
+    models = {name: getattr(given, name) for name in LOADED}
+    common = {"drafter": bench.AUTO, "num_speculative_tokens": given.k, "max_running": 1}
+    return bench.load_engine(**models, **common, **options)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line."""
+    options = parser(__doc__, 5, 5, "auto")
+    text = "a prompt per line, or in a .jsonl file an object with the field prompt"
+    options.add_argument("--prompts", required=True, metavar="FILE", help=text)
+    options.add_argument("--raw", action="store_true", help="without the chat template")
     given = options.parse_args(arguments)
     try:
-        texts = bench.prompts_of(given.prompts)
-        models = {name: getattr(given, name) for name in LOADED}
-        engine = bench.load_engine(
-            **models, drafter=bench.AUTO, num_speculative_tokens=given.k, max_running=1
-        )
-        prompts = bench.ids_of(texts, engine, given.raw)
+        texts = prompts_of(given.prompts)
+        engine = load(given)
+        prompts = ids_of(texts, engine, given.raw)
     except (ValueError, OSError, RequestError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
-    rows = measure(engine, prompts, given)
+    rows = measure(engine, prompts, list(engine.panel.choices), given)[0]
+    rows.sort(key=lambda row: -row["of_plain"])
     results = {"results": rows, "advice": [advice(rows, given)]}
     bench.report(__spec__.name, arguments, given, results, ["results", "advice"])
 

@@ -37,7 +37,7 @@ def measure_batches(
     """One row per size and case."""
     fixed, rows = bench.without_controller(engine), []
     fixed.eos_ids = engine.eos_ids
-    prompts = list(bench.flat(bench.demo_prompts(engine.target.tokenizer)).values()) * 4
+    prompts = list(bench.flat(bench.demo_prompts(engine)).values()) * 4
     names = bench.drafter_names(engine)
     cases = [PLAIN, *((n, is_fixed) for n in names for is_fixed in (True, False)), CHOOSING]
 

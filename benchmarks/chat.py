@@ -14,14 +14,11 @@ first, second, … token was accepted, with all before it.
 `--fixed-k` leaves the controller out: so is a head's acceptance measured.
 """
 
-from functools import partial
 from typing import Any
 
 import benchmarks as bench
-from messages import Request, Sampling
-from models.prompts import chat_ids
-from serving.options import between
-from serving.parsing import MAX_SPECULATIVE_TOKENS
+from benchmarks import audition
+from models.prompts import ids_of
 
 _TEXTS = (
     "The heron stands still for a long time. It waits in shallow water until a fish comes near. "
@@ -68,88 +65,47 @@ PROMPTS = {
 
 def prompts_of(engine: Any, each: int) -> dict[str, dict[str, list[int]]]:
     """Token ids by kind and name, `each` of a kind at most: PROMPTS, or the demo's without chat."""
-    target = engine.target
-    if not target.tokenizer.chat_template:
-        kinds = bench.demo_prompts(target.tokenizer)
-    else:
+    kinds = bench.demo_prompts(engine)
+    if engine.target.tokenizer.chat_template:
         kinds = {
-            kind: {
-                f"{kind} {i}": chat_ids(text, target.tokenizer, target.max_length)
-                for i, text in enumerate(texts)
-            }
+            kind: ids_of({f"{kind} {i}": text for i, text in enumerate(texts)}, engine)
             for kind, texts in PROMPTS.items()
         }
     return {kind: dict(list(group.items())[:each]) for kind, group in kinds.items()}
 
 
-def measure(engine: Any, given: Any) -> tuple[list[Any], list[Any]]:
-    """One row per drafter, and one per drafter and kind of prompts."""
-    kinds = prompts_of(engine, given.each)
-    prompts, sampling = bench.flat(kinds), Sampling(temperature=given.temperature)
-
-    def run(drafter: str | None, prompt: list[int]) -> bench.Finished:
-        request = Request(prompt, given.tokens, drafter, given.k, sampling=sampling, seed=1)
-        return bench.run(engine, request)
-
-    ways = [None, *given.drafters]
-    calls = {(way, name): partial(run, way, ids) for way in ways for name, ids in prompts.items()}
-    timed = bench.interleave(calls, given.runs, "prompts")
-    results = {key: called[0].result for key, called in timed.items()}
-
-    def ms_per_token(way: str | None) -> list[float]:
-        count = sum(len(results[way, name].output) for name in prompts)
-        runs = zip(*(bench.times(timed[way, name]) for name in prompts), strict=True)
-        return [sum(times) / count for times in runs]
-
-    rows, accepted = [], []
-    for way in ways:
-        total = bench.total([results[way, name] for name in prompts])
-        rows.append({
-            "drafter": way or "none",
-            "tokens_per_s": round(1e3 / bench.median(ms_per_token(way)), 1),
-            "of_plain": bench.speedup(ms_per_token(None), ms_per_token(way)).median,
-            "tok_pass": bench.places(total.tokens_per_pass, 2),
-            "equal_outputs": sum(
-                results[way, name].output == results[None, name].output for name in prompts
-            ),
-        })  # fmt: skip
-    for way in given.drafters:
-        for kind, names in (kinds | {"all": prompts}).items():
-            total = bench.total([results[way, name] for name in names])
+def accepted(
+    kinds: dict[str, Any], found: audition.Found, drafters: list[str], k: int
+) -> list[dict[str, Any]]:
+    """One row per drafter and kind of prompts."""
+    rows = []
+    for drafter in drafters:
+        for kind, names in (kinds | {"all": bench.flat(kinds)}).items():
+            total = bench.total([found[drafter, name] for name in names])
             shares = total.per_position()["acceptance_rate_per_position"]
-            shares += [None] * (given.k - len(shares))  # places that no draft reached
-            row = {"drafter": way, "prompts": kind}
+            shares += [None] * (k - len(shares))  # places that no draft reached
+            row = {"drafter": drafter, "prompts": kind}
             row["tok_pass"] = bench.places(total.tokens_per_pass, 2)
             at = {f"at_{i}": bench.places(share, 2) for i, share in enumerate(shares, 1)}
-            accepted.append(row | at)
-    return rows, accepted
+            rows.append(row | at)
+    return rows
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
-    options = bench.parser(__doc__, 3)
-    options.add_argument("--model", default="smollm2", help="a chat model (default: %(default)s)")
-    options.add_argument("--eagle3", help="a head for it (default: the one that comes with it)")
-    options.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    options.add_argument("--k", type=between(1, MAX_SPECULATIVE_TOKENS), default=4)
+    options = audition.parser(__doc__, 3, 4, "float32")
     options.add_argument("--fixed-k", action="store_true", help="without the controller")
-    options.add_argument("--quantize", choices=["int8"], help="of the target")
-    options.add_argument("--temperature", type=float, default=0.0)
     options.add_argument("--drafters", nargs="+", help="(default: all that fit, and auto)")
     bench.add_count(options, "--each", 1, 8, 3, "prompts of each kind")
-    bench.add_count(options, "--tokens", 2, 1000, 128, "a request, at most")
     given = options.parse_args(arguments)
-    engine = bench.load_engine(
-        model=given.model, eagle3=given.eagle3, dtype=given.dtype, fixed_k=given.fixed_k,
-        num_speculative_tokens=given.k, max_running=2, max_model_len=1024, drafter=bench.AUTO,
-        quantize=given.quantize,
-    )  # fmt: skip
+    engine = audition.load(given, fixed_k=given.fixed_k, max_model_len=1024)
     choices = list(engine.panel.choices)
     given.drafters = given.drafters or choices
     if unknown := set(given.drafters) - set(choices):
         options.error(f"no drafter {min(unknown)}: choose from {', '.join(choices)}")
-    rows, accepted = measure(engine, given)
-    tables = {"results": rows, "accepted": accepted}
+    kinds = prompts_of(engine, given.each)
+    rows, found = audition.measure(engine, bench.flat(kinds), given.drafters, given)
+    tables = {"results": rows, "accepted": accepted(kinds, found, given.drafters, given.k)}
     bench.report(__spec__.name, arguments, given, tables, list(tables))
 
 

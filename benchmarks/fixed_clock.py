@@ -23,6 +23,7 @@ from typing import Any
 from tqdm import tqdm
 
 import benchmarks as bench
+import demo
 from control.controller import Controller
 from control.planner import CHOSEN, Planner
 from drafters.panel import Panel
@@ -64,8 +65,8 @@ class FixedClock(Planner):
 
 def measure(engine: Any, given: argparse.Namespace) -> list[dict[str, Any]]:
     """One row per kind of prompt, and one for all: ms of each drafter, as speed-ups."""
-    prompts = bench.demo_prompts(engine.target.tokenizer, given.kinds)
-    work = [(kind, ids) for kind, own in prompts.items() for ids in own.values()]
+    prompts = bench.demo_prompts(engine)
+    work = [(kind, ids) for kind in given.kinds or prompts for ids in prompts[kind].values()]
     size = given.together
     names = [None, *bench.drafter_names(engine), bench.AUTO]
     spent = {name: Counter[str]() for name in names}
@@ -99,7 +100,8 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--together", type=between(1, 16), default=1, help="requests (1)")
     k = between(1, MAX_SPECULATIVE_TOKENS)
     options.add_argument("--k", type=k, default=8, help="draft tokens, at most (8)")
-    options.add_argument("--kinds", nargs="+", help="prompts whose names begin so (default: all)")
+    kinds = sorted({name.partition("_")[0] for name in demo.read_prompts()})
+    options.add_argument("--kinds", nargs="+", choices=kinds, help="of prompts (default: all)")
     options.add_argument("--model", default="embedded", help="the target (default: %(default)s)")
     bench.add_count(options, "--tokens", 2, 1000, 96, "a request, at most")
     given = options.parse_args(arguments)

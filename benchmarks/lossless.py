@@ -144,7 +144,7 @@ def measure(engine: Any, num_samples: int) -> list[dict[str, Any]]:
 
 def measure_kept(engine: Any, max_tokens: int, num_seeds: int) -> list[dict[str, Any]]:
     """One row per sampling and drafter: what each rule keeps of the same prompts' drafts."""
-    prompts = bench.flat(bench.demo_prompts(engine.target.tokenizer)).values()
+    prompts = bench.flat(bench.demo_prompts(engine)).values()
     rows = []
     cases = [(name, s, d) for name, s in KEPT.items() for d in bench.drafter_names(engine)]
     for name, coupled, drafter in tqdm(cases, desc="kept"):

@@ -147,7 +147,7 @@ def test_a_file_of_prompts_that_cannot_be_read_is_one_line(text, reason, tmp_pat
 def test_prompts_have_a_name_or_a_number(tmp_path):
     path = tmp_path / "own.jsonl"
     path.write_text('{"prompt": "a b"}\n\n{"name": "x", "prompt": "c"}\n')
-    assert bench.prompts_of(path) == {"1": "a b", "x": "c"}
+    assert audition.prompts_of(path) == {"1": "a b", "x": "c"}
 
 
 def test_the_benchmark_against_generate_finds_equal_outputs(measure):
