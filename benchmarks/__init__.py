@@ -17,9 +17,10 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import quantiles
 from textwrap import wrap
 from typing import Any, NamedTuple
 
@@ -56,16 +57,6 @@ def load_engine(**options: Any) -> Any:
     )
 
 
-def without_controller(engine: Any) -> Any:
-    """The same models in an engine whose drafts are as long as the request asks for."""
-    return core.Engine(engine.target, engine.panel.drafters)
-
-
-def drafter_names(engine: Any) -> list[str]:
-    """The drafters that really draft, which leaves out auto."""
-    return list(engine.panel.drafters)
-
-
 def demo_prompts(engine: Any) -> dict[str, dict[str, list[int]]]:
     """Token ids of the demo prompts by kind (easy, hard, …: how their names begin) and name."""
     found: dict[str, dict[str, list[int]]] = defaultdict(dict)
@@ -79,12 +70,6 @@ def flat(prompts: dict[str, dict[str, list[int]]]) -> dict[str, list[int]]:
     return {name: prompt for group in prompts.values() for name, prompt in group.items()}
 
 
-def random_tokens(vocabulary: int, count: int) -> list[int]:
-    """The same ones at every call."""
-    chance = torch.Generator().manual_seed(0)
-    return torch.randint(vocabulary, (count,), generator=chance).tolist()
-
-
 # ------------------------------------------------------------------------------ running requests
 
 
@@ -95,17 +80,9 @@ class Finished(NamedTuple):
     statistics: Statistics
 
 
-def _finished(sequence: Any) -> Finished:
-    if sequence.seat.warnings or sequence.finish_reason == "error":
-        raise RuntimeError(f"a request was not done as asked: {sequence.seat.warnings}")
-    return Finished(sequence.output, sequence.statistics)
-
-
 def run(engine: Any, request: Request) -> Finished:
     """One request to its end. Raises RuntimeError if it was not done as asked."""
-    for sequence, _ in engine.generate(request):
-        last = sequence
-    return _finished(last)
+    return run_together(engine, [request])[0]
 
 
 def run_together(
@@ -132,7 +109,10 @@ def run_together(
             else:
                 left.append(s)
         running = left
-    return list(map(_finished, sequences))
+    for s in sequences:
+        if s.seat.warnings or s.finish_reason == "error":
+            raise RuntimeError(f"a request was not done as asked: {s.seat.warnings}")
+    return [Finished(s.output, s.statistics) for s in sequences]
 
 
 def outputs(finished: list[Finished]) -> list[list[int]]:
@@ -144,50 +124,40 @@ def total(finished: list[Finished]) -> Statistics:
     return sum((one.statistics for one in finished), Statistics())
 
 
-def hold(model: Any, prompt: list[int], count: int = 1) -> list[int]:
-    """Rows of a model's KV cache that hold the prompt."""
-    rows = [model.cache.open_row() for _ in range(count)]
-    for row in rows:
-        model.forward([row], [prompt], [1])
-    return rows
+def verifying(model: Any, num_before: int, counts: Iterable[int]) -> dict[int, Callable[[], Any]]:
+    """Functions that verify so many tokens, by their number, behind `num_before` random ones.
 
-
-def verifying(model: Any, rows: list[int], tokens: list[int]) -> Callable[[], list[list[int]]]:
-    """A function that verifies `tokens` behind what each row holds, and truncates the rows again.
-
-    It returns the model's own choice behind each token, for each row.
+    Each returns the model's own choice behind each token, and leaves the KV cache as it was.
     """
-    lengths, count = [model.cache.lengths[row] for row in rows], len(tokens)
+    chance, row = torch.Generator().manual_seed(0), model.cache.open_row()
+    text = torch.randint(model.vocab_size, (num_before,), generator=chance).tolist()
+    model.forward([row], [text], [1])
 
     @library.alone()
-    def verify() -> list[list[int]]:
-        found = model.forward(rows, [tokens] * len(rows), [count] * len(rows)).logits
-        choices = [logits.argmax(-1).tolist() for logits in found]
-        for row, length in zip(rows, lengths, strict=True):
-            model.cache.truncate(row, length)
+    def verify(count: int) -> list[int]:
+        choices = model.forward([row], [text[:count]], [count]).logits[0].argmax(-1).tolist()
+        model.cache.truncate(row, num_before)
         return choices
 
-    return verify
+    return {count: partial(verify, count) for count in counts}
 
 
 # --------------------------------------------------------------------------------------- clocks
 
 
-class Timed(NamedTuple):
-    """One call of a method."""
+class Calls(NamedTuple):
+    """All calls of a method: how long each took, and what it returned."""
 
-    ms: float
-    result: Any
+    ms: list[float]
+    results: list[Any]
 
 
-def interleave(
-    methods: dict[Any, Callable[[], Any]], runs: int, title: str
-) -> dict[Any, list[Timed]]:
+def interleave(methods: dict[Any, Callable[[], Any]], runs: int, title: str) -> dict[Any, Calls]:
     """Call the methods in turn, `runs` times, and once before to warm up.
 
     They take turns because a machine that is busy for a while should not count against one of them.
     """
-    timed: dict[Any, list[Timed]] = {name: [] for name in methods}
+    timed = {name: Calls([], []) for name in methods}
     with tqdm(total=(runs + 1) * len(methods), desc=title) as progress:
         for run_index in range(-1, runs):
             for name, method in methods.items():
@@ -195,17 +165,15 @@ def interleave(
                 result = method()
                 ms = (time.perf_counter() - began) * 1e3
                 if run_index >= 0:
-                    timed[name].append(Timed(ms, result))
+                    timed[name].ms.append(ms)
+                    timed[name].results.append(result)
                 progress.update()
     return timed
 
 
-def times(calls: list[Timed]) -> list[float]:
-    return [call.ms for call in calls]
-
-
-def median_ms(calls: list[Timed]) -> float:
-    return median(times(calls))
+def in_all(figures: Iterable[list[float]]) -> list[float]:
+    """The sums of each run, from the figures of several methods, a list of all runs each."""
+    return [sum(of_run) for of_run in zip(*figures, strict=True)]
 
 
 class Spread(NamedTuple):
@@ -215,14 +183,18 @@ class Spread(NamedTuple):
     quartiles: list[float]
 
 
+def spread(figures: list[float]) -> Spread:
+    """Of the figures of all runs."""
+    low, middle, high = quantiles(figures * (1 + (len(figures) == 1)), method="inclusive")
+    return Spread(round(middle, 3), [round(low, 3), round(high, 3)])
+
+
 def speedup(before: list[float], after: list[float]) -> Spread:
     """How many times as fast `after` is as `before`: the times of one run in each other's.
 
     Example: speedup([10, 30, 20], [5, 10, 20]) is Spread(2.0, [1.5, 2.5]).
     """
-    shares = [old / new for old, new in zip(before, after, strict=True)]
-    low, middle, high = quantiles(shares, method="inclusive") if len(shares) > 1 else shares * 3
-    return Spread(round(middle, 3), [round(low, 3), round(high, 3)])
+    return spread([old / new for old, new in zip(before, after, strict=True)])
 
 
 def places(value: float | None, count: int = 3) -> float | None:
@@ -255,22 +227,19 @@ def report(
     arguments: list[str] | None,
     given: argparse.Namespace,
     results: dict[str, Any],
-    tables: list[str],
     readable: Callable[[dict[str, Any]], dict[str, Any]] = dict,
-) -> dict[str, Any]:
-    """Print the results' `tables`, then as one line of JSON the document, which is returned.
+) -> None:
+    """Print all tables among the results, then as one line of JSON the document.
 
     The document says where and how it was measured, then all options, then the results. `readable`
     makes a table's row of a result's.
     """
     options = {name: value for name, value in vars(given).items() if name != "json"}
-    document = _environment(module, arguments) | options | results
-    for key in tables:
-        if document[key] and not given.json:
-            print_table(list(map(readable, document[key])))
+    for rows in results.values():
+        if rows and isinstance(rows[0], dict) and not given.json:
+            print_table(list(map(readable, rows)))
             print()
-    print(json.dumps(document, default=str))
-    return document
+    print(json.dumps(_environment(module, arguments) | options | results, default=str))
 
 
 def _environment(module: str, arguments: list[str] | None) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import argparse
 import shlex
 import sys
 from functools import partial
+from statistics import median
 from typing import Any
 
 import benchmarks as bench
@@ -45,12 +46,11 @@ def measure(
 
     calls = {(way, name): partial(run, way, p) for name, p in prompts.items() for way in ways}
     timed, rows = bench.interleave(calls, given.runs, "prompts"), []
-    found = {key: called[0].result for key, called in timed.items()}
+    found = {key: calls.results[0] for key, calls in timed.items()}
 
     def ms_per_token(way: str) -> list[float]:
         count = sum(len(found[way, name].output) for name in prompts)
-        runs = zip(*(bench.times(timed[way, name]) for name in prompts), strict=True)
-        return [sum(times) / count for times in runs]
+        return [ms / count for ms in bench.in_all(timed[way, name].ms for name in prompts)]
 
     for way in ways:
         own_ms, total = ms_per_token(way), bench.total([found[way, name] for name in prompts])
@@ -58,7 +58,7 @@ def measure(
         are_equal = [found[way, name].output == found[PLAIN, name].output for name in prompts]
         rows.append({
             "drafter": way,
-            "tokens_per_s": round(1e3 / bench.median(own_ms), 1),
+            "tokens_per_s": round(1e3 / median(own_ms), 1),
             "of_plain": gain.median,
             "quartiles": gain.quartiles,
             "tok_pass": bench.places(total.tokens_per_pass, 2),
@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
     rows = measure(engine, prompts, list(engine.panel.choices), given)[0]
     rows.sort(key=lambda row: -row["of_plain"])
     results = {"results": rows, "advice": [advice(rows, given)]}
-    bench.report(__spec__.name, arguments, given, results, ["results", "advice"])
+    bench.report(__spec__.name, arguments, given, results)
 
 
 if __name__ == "__main__":

@@ -35,11 +35,11 @@ def measure_batches(
     engine: Any, sizes: list[int], runs: int, num_tokens: int, is_alone_timed: bool
 ) -> list[dict[str, Any]]:
     """One row per size and case."""
-    fixed, rows = bench.without_controller(engine), []
+    fixed, rows = bench.core.Engine(engine.target, engine.panel.drafters), []
     fixed.eos_ids = engine.eos_ids
     prompts = list(bench.flat(bench.demo_prompts(engine)).values()) * 4
-    names = bench.drafter_names(engine)
-    cases = [PLAIN, *((n, is_fixed) for n in names for is_fixed in (True, False)), CHOOSING]
+    drafting = ((n, is_fixed) for n in engine.panel.drafters for is_fixed in (True, False))
+    cases = [PLAIN, *drafting, CHOOSING]
 
     def method(case: Case, size: int, is_alone: bool) -> Any:
         chosen = fixed if case[1] else engine
@@ -59,8 +59,8 @@ def measure_batches(
         for case in cases:
             row = row_of(case, plain, timed[case, False], timed.get((case, True)))
             rows.append({"batch": size} | row)
-        others = [bench.times(timed[case, False]) for case in cases[:-1]]
-        rows[-1]["of_best"] = of_best(bench.times(timed[CHOOSING, False]), others)
+        others = [timed[case, False].ms for case in cases[:-1]]
+        rows[-1]["of_best"] = of_best(timed[CHOOSING, False].ms, others)
     return rows
 
 
@@ -80,28 +80,25 @@ def of_best(ours: list[float], others: list[list[float]]) -> float:
 
 
 def row_of(
-    case: Case,
-    plain: list[bench.Timed],
-    batched: list[bench.Timed],
-    alone: list[bench.Timed] | None,
+    case: Case, plain: bench.Calls, batched: bench.Calls, alone: bench.Calls | None
 ) -> dict[str, Any]:
     """The figures of one case among all of its size."""
     name, is_fixed = case
-    found, gain = batched[-1].result, bench.speedup(bench.times(plain), bench.times(batched))
+    found, gain = batched.results[-1], bench.speedup(plain.ms, batched.ms)
     tokens = sum(map(len, found))
     row = {
         "drafter": name or "none",
         "k": "–" if name is None else "5" if is_fixed else "controller",
-        "batch_tokens_per_s": round(tokens / bench.median_ms(batched) * 1e3, 1),
+        "batch_tokens_per_s": round(tokens / median(batched.ms) * 1e3, 1),
         "of_none": gain.median,
         "quartiles": gain.quartiles,
         "of_best": None,
-        "identical": found == plain[-1].result,
+        "identical": found == plain.results[-1],
     }
     if alone:
-        row["alone_tokens_per_s"] = round(tokens / bench.median_ms(alone) * 1e3, 1)
-        row["ratio"] = bench.speedup(bench.times(alone), bench.times(batched)).median
-        row["identical"] &= found == alone[-1].result
+        row["alone_tokens_per_s"] = round(tokens / median(alone.ms) * 1e3, 1)
+        row["ratio"] = bench.speedup(alone.ms, batched.ms).median
+        row["identical"] &= found == alone.results[-1]
     return row
 
 
@@ -140,13 +137,9 @@ def main(arguments: list[str] | None = None) -> None:
     given = options.parse_args(arguments)
     engine = bench.load_engine(model=given.model, max_running=max(SIZES))
     engine.eos_ids = set()  # every request is as long as the others
-    results = {
-        "batches": measure_batches(
-            engine, given.sizes, given.runs, given.tokens, not given.together
-        ),
-        "gaps": [] if given.together else [measure_gaps(engine, given.runs)],
-    }
-    bench.report(__spec__.name, arguments, given, results, ["batches", "gaps"])
+    batches = measure_batches(engine, given.sizes, given.runs, given.tokens, not given.together)
+    gaps = [] if given.together else [measure_gaps(engine, given.runs)]
+    bench.report(__spec__.name, arguments, given, {"batches": batches, "gaps": gaps})
 
 
 if __name__ == "__main__":

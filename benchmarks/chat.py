@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
     kinds = prompts_of(engine, given.each)
     rows, found = audition.measure(engine, bench.flat(kinds), given.drafters, given)
     tables = {"results": rows, "accepted": accepted(kinds, found, given.drafters, given.k)}
-    bench.report(__spec__.name, arguments, given, tables, list(tables))
+    bench.report(__spec__.name, arguments, given, tables)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def measure(engine: Any, given: argparse.Namespace) -> list[dict[str, Any]]:
     prompts = bench.demo_prompts(engine)
     work = [(kind, ids) for kind in given.kinds or prompts for ids in prompts[kind].values()]
     size = given.together
-    names = [None, *bench.drafter_names(engine), bench.AUTO]
+    names = [None, *engine.panel.drafters, bench.AUTO]
     spent = {name: Counter[str]() for name in names}
     for name in tqdm(names, desc="drafters", disable=None):
         clock = engine.planner = FixedClock(engine, given)
@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> None:
     bench.add_count(options, "--tokens", 2, 1000, 96, "a request, at most")
     given = options.parse_args(arguments)
     engine = bench.load_engine(model=given.model, max_running=16)
-    bench.report(__spec__.name, arguments, given, {"results": measure(engine, given)}, ["results"])
+    bench.report(__spec__.name, arguments, given, {"results": measure(engine, given)})
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def measure(engine: Any, num_samples: int) -> list[dict[str, Any]]:
         rejection = replace(coupled, verification="rejection")
         plain = Request(prompt, 12, None, 0, sampling=coupled, seed=1_000_000)
         theirs = first_tokens(engine, plain, num_samples)
-        for i, drafter in enumerate(bench.drafter_names(engine), 1):
+        for i, drafter in enumerate(engine.panel.drafters, 1):
             ours, rates = {}, {}
             for sampling, seed in ((coupled, plain.seed), (rejection, 1_000_000 * (i + 1))):
                 request = Request(prompt, 12, drafter, K, sampling=sampling, seed=seed)
@@ -146,7 +146,7 @@ def measure_kept(engine: Any, max_tokens: int, num_seeds: int) -> list[dict[str,
     """One row per sampling and drafter: what each rule keeps of the same prompts' drafts."""
     prompts = bench.flat(bench.demo_prompts(engine)).values()
     rows = []
-    cases = [(name, s, d) for name, s in KEPT.items() for d in bench.drafter_names(engine)]
+    cases = [(name, s, d) for name, s in KEPT.items() for d in engine.panel.drafters]
     for name, coupled, drafter in tqdm(cases, desc="kept"):
         row: dict[str, Any] = {"sampling": name, "drafter": drafter}
         for sampling in (coupled, replace(coupled, verification="rejection")):
@@ -192,7 +192,7 @@ def main(arguments: list[str] | None = None) -> None:
     rows = measure(many, given.samples)
     kept = measure_kept(bench.load_engine(fixed_k=True), given.max_tokens, given.seeds)
     results = {"rows": rows, "kept": kept}
-    bench.report(__spec__.name, arguments, given, results, ["rows", "kept"], readable)
+    bench.report(__spec__.name, arguments, given, results, readable)
 
 
 if __name__ == "__main__":

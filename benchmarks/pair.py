@@ -146,8 +146,8 @@ def measure(given: Any) -> dict[str, Any]:
         names = "llama-server, plain", "ours, none"
         reads = {way: partial(of, way, [_LONG], 1) for way in names}
         read = {
-            way: round(median(one.result[0].num_read / one.result[0].ms * 1e3 for one in timed), 1)
-            for way, timed in bench.interleave(reads, given.runs, "a long prompt").items()
+            way: round(median(one.num_read / one.ms * 1e3 for (one,) in calls.results), 1)
+            for way, calls in bench.interleave(reads, given.runs, "a long prompt").items()
         }
         for name, own in peers.items():
             most_mb = int(own.status()["VmHWM"][0]) // 1000
@@ -157,13 +157,13 @@ def measure(given: Any) -> dict[str, Any]:
     return {"memory_gb_per_s": [before, memory_gb_per_s()], "speeds": speeds, "starts": starts}
 
 
-def rows_of(kind: str, timed: dict[Any, list[bench.Timed]]) -> list[dict[str, Any]]:
+def rows_of(kind: str, timed: dict[Any, bench.Calls]) -> list[dict[str, Any]]:
     """The figures of each way over all prompts of a kind."""
     found: dict[str, list[list[Written]]] = {}  # by way and run
     for (way, _), calls in timed.items():
-        runs = found.setdefault(way, [[] for _ in calls])
-        for run, call in zip(runs, calls, strict=True):
-            run += call.result
+        runs = found.setdefault(way, [[] for _ in calls.results])
+        for run, written in zip(runs, calls.results, strict=True):
+            run += written
     times = {}
     for way, runs in found.items():
         times[way] = [
@@ -199,7 +199,7 @@ def main(arguments: list[str] | None = None) -> None:
     bench.add_count(options, "--tokens", 2, 1000, 96, "a request, at most")
     bench.add_count(options, "--k", 1, 16, 4, "tokens that the draft model proposes")
     given = options.parse_args(arguments)
-    bench.report(__spec__.name, arguments, given, measure(given), ["speeds", "starts"])
+    bench.report(__spec__.name, arguments, given, measure(given))
 
 
 if __name__ == "__main__":

@@ -140,22 +140,22 @@ def measure(
     ]
 
 
-def per_token(calls: list[list[bench.Timed]], of_later: bool = False) -> list[float]:
+def per_token(calls: list[bench.Calls], of_later: bool = False) -> list[float]:
     """Milliseconds a token of each run over all prompts; of the tokens after the first ones."""
-    results = [of_prompt[0].result for of_prompt in calls]
+    results = [of_prompt.results[0] for of_prompt in calls]
     count = sum(len(each.tokens) - of_later * each.num_first for each in results)
-    return [
-        sum(call.ms - of_later * call.result.prompt_ms for call in of_run) / max(count, 1)
-        for of_run in zip(*calls, strict=True)
-    ]
+    before = bench.in_all([each.prompt_ms for each in of_prompt.results] for of_prompt in calls)
+    in_all = bench.in_all(of_prompt.ms for of_prompt in calls)
+    spent = zip(in_all, before, strict=True)
+    return [(ms - of_later * prompt_ms) / max(count, 1) for ms, prompt_ms in spent]
 
 
-def row_of(ours: list[list[bench.Timed]], theirs: list[list[bench.Timed]]) -> dict[str, Any]:
+def row_of(ours: list[bench.Calls], theirs: list[bench.Calls]) -> dict[str, Any]:
     """One method on some prompts."""
     own, other = per_token(ours), per_token(theirs)
     gain = bench.speedup(other, own)
     later = bench.speedup(per_token(theirs, of_later=True), per_token(ours, of_later=True))
-    results = [[of_prompt[0].result for of_prompt in side] for side in (ours, theirs)]
+    results = [[of_prompt.results[0] for of_prompt in side] for side in (ours, theirs)]
     pairs = [(mine.tokens, other.tokens) for mine, other in zip(*results, strict=True)]
     ours_passes, their_passes = (sum(each.num_passes for each in side) for side in results)
     return {
@@ -185,7 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
     engine = bench.load_engine(model=given.model, dtype=given.dtype, fixed_k=True, max_running=2)
     peer = Peer(given.model, given.dtype, engine.target.model.device, given.k)
     rows = measure(engine, peer, prompts_of(engine, given.each), given)
-    bench.report(__spec__.name, arguments, given, {"results": rows}, ["results"])
+    bench.report(__spec__.name, arguments, given, {"results": rows})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ float32, bfloat16 and int8 are SmolLM2's weights. Not covered: clients elsewhere
 
 import time
 from collections.abc import Callable
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import benchmarks as bench
@@ -86,12 +86,12 @@ def measure(case: str, given: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def row_of(timed: dict[Any, list[bench.Timed]], count: int) -> dict[str, Any]:
+def row_of(timed: dict[Any, bench.Calls], count: int) -> dict[str, Any]:
     """The figures of all prompts together."""
 
     def runs(way: str, count: int) -> list[list[Tokens]]:
-        calls = [called for key, called in timed.items() if key[0] == way and key[2] == count]
-        return [[call.result for call in run] for run in zip(*calls, strict=True)]
+        calls = [own.results for key, own in timed.items() if key[0] == way and key[2] == count]
+        return list(zip(*calls, strict=True))
 
     long = {way: [sum(ms for ms, _ in run) for run in runs(way, count)] for way in WAYS}
     here, first = ([median(ms for ms, _ in run) for run in runs(way, 1)] for way in WAYS[::2])
@@ -101,9 +101,8 @@ def row_of(timed: dict[Any, list[bench.Timed]], count: int) -> dict[str, Any]:
     for way in WAYS[1:]:
         row[way], row[f"{way}_quartiles"] = bench.speedup(long["here"], long[way])
     later = [theirs - own for theirs, own in zip(first, here, strict=True)]
-    low, middle, high = quantiles(later, method="inclusive") if len(later) > 1 else later * 3
-    row |= {"first_ms": round(median(here), 2), "first_later_ms": round(middle, 2)}
-    row |= {"first_quartiles": [round(low, 2), round(high, 2)]}
+    row["first_ms"] = round(median(here), 2)
+    row["first_later_ms"], row["first_quartiles"] = bench.spread(later)
     return row | {"identical": told["here"] == told["whole"] == told["streamed"]}
 
 
@@ -117,7 +116,7 @@ def main(arguments: list[str] | None = None) -> None:
     bench.add_count(options, "--tokens", 2, 1000, 128, "a request, at most")
     given = options.parse_args(arguments)
     rows = [row for case in given.cases for row in measure(case, given)]
-    bench.report(__spec__.name, arguments, given, {"results": rows}, ["results"])
+    bench.report(__spec__.name, arguments, given, {"results": rows})
 
 
 if __name__ == "__main__":

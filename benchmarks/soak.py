@@ -54,7 +54,6 @@ HEALTH_EVERY_S = 0.1
 MAX_HEALTH_P99_MS = 100.0
 MANY_REQUESTS, MAX_GROWTH_MIB = 20_000, 5.0  # of so many the second half may add so much memory
 MAX_THREADS = 100  # they are started when they are needed, up to a fixed number, and stay
-TABLES = ["requests", "throughput", "latency", "memory", "at_rest", "rerun", "server"]
 
 Sample = dict[str, float]  # the server at one moment: at_s, memory_mib, and what IN_USE names
 OWN_MEMORY = ("RssAnon", "RssShmem")
@@ -261,7 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     found["faults"] = find_faults(found)
-    bench.report(__spec__.name, arguments, given, found, TABLES)
+    bench.report(__spec__.name, arguments, given, found)
     if found["faults"]:
         print("faults: " + "; ".join(found["faults"]), file=sys.stderr)
         return 1

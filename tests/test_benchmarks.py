@@ -227,7 +227,7 @@ def test_the_benchmark_of_the_server_finds_the_same_texts(measure):
 
 def test_served_speeds_are_in_those_of_the_engine_s_own_process():
     def calls(way, *ms):
-        return [bench.Timed(0.0, (each, [[1] if way == "here" else [2]])) for each in ms]
+        return bench.Calls([], [(each, [[1] if way == "here" else [2]]) for each in ms])
 
     times = {"here": (10.0, 30.0), "whole": (20.0, 60.0), "streamed": (40.0, 120.0)}
     timed = {(way, 0, 8): calls(way, *ms) for way, ms in times.items()}
