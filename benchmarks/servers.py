@@ -1,7 +1,4 @@
-"""Servers as processes, the one way to talk to them, and GGUF files for both sides.
-
-Not a benchmark itself: `pair`, `served`, `soak` and `passes` start and ask servers by these.
-"""
+"""Servers as processes, and the one way to talk to them, for `pair`, `served` and `soak`."""
 
 import http.client
 import json
@@ -16,7 +13,6 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-import gguf
 import torch
 
 from serving.options import ROOT
@@ -146,26 +142,3 @@ def memory_gb_per_s() -> float:
         numbers.sum()
         best = max(best, numbers.nbytes / (time.perf_counter() - began) / 1e9)
     return round(best, 1)
-
-
-GGML = {"q4_0": "Q4_0", "float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
-FILE_TYPES = {"float32": 0, "q4_0": 2, "q8_0": 7, "bfloat16": 32}  # as the format numbers them
-
-
-def retype(source: str, path: str, kind: str) -> None:
-    """The same GGUF file with matrices of another type."""
-    reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
-    for name, field in reader.fields.items():
-        if not name.startswith(("GGUF.", "general.architecture", "general.file_type")):
-            kinds = {"sub_type": field.types[-1]} if len(field.types) > 1 else {}
-            writer.add_key_value(name, field.contents(), field.types[0], **kinds)
-    writer.add_file_type(FILE_TYPES[kind])
-    for tensor in reader.tensors:
-        weights = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        stored = gguf.GGMLQuantizationType[GGML[kind] if weights.ndim > 1 else "F32"]
-        writer.add_tensor(tensor.name, gguf.quants.quantize(weights, stored), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()

@@ -19,6 +19,7 @@ from tqdm import tqdm
 import benchmarks as bench
 from benchmarks import audition, fixed_clock, lossless, pair, served, servers, soak, soak_clients
 from benchmarks.batch import of_best
+from benchmarks.passes import retype
 
 OWN = """
 import torch
@@ -165,7 +166,7 @@ def test_the_benchmark_against_generate_finds_equal_outputs(measure):
 def test_a_gguf_file_is_written_anew_with_other_weights(tmp_path, tiny_folder):
     old, new = tmp_path / "old.gguf", tmp_path / "new.gguf"
     write_gguf(tiny_folder("llama"), old, None)
-    servers.retype(str(old), str(new), "q8_0")
+    retype(str(old), str(new), "q8_0")
     before, after = gguf.GGUFReader(old), gguf.GGUFReader(new)
     kept = {name: field.contents() for name, field in after.fields.items()}
     for name, field in before.fields.items():
