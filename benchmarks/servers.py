@@ -22,18 +22,66 @@ START_S, STOP_S = 300.0, 60.0
 PAUSE_S = 0.1  # after which the idle threads of another server are asleep
 OURS = [sys.executable, "08_speculative_decoding.py", "--host", HOST]
 FORGETFUL = ["--prefix-cache-mb", "0", "--suffix-cache", "0"]  # as bench.load_engine has it
-JSON = {"Content-Type": "application/json"}
 
 
-class Lost(Exception):
+class Lost(RuntimeError):
     """No proper answer came."""
+
+
+class Full(Lost):
+    """The answer was a 429: the queue is full."""
+
+    def __init__(self, response: http.client.HTTPResponse) -> None:
+        self.body, self.pause_s = response.read(), float(response.headers["Retry-After"])
+        super().__init__(f"the queue is full: {self.body!r}")
+
+
+@contextmanager
+def answering(
+    port: int, method: str, path: str, body: str | bytes | None = None, status: int = 200,
+    timeout_s: float = 600.0,
+) -> Iterator[http.client.HTTPResponse]:  # fmt: skip
+    """The answer to a request as it begins, on a connection of its own.
+
+    Raises Full for a 429, Lost for any other status than `status`, and OSError.
+    """
+    with closing(http.client.HTTPConnection(HOST, port, timeout=timeout_s)) as connection:
+        connection.request(method, path, body, {"Content-Type": "application/json"})
+        with connection.getresponse() as response:
+            if response.status == 429:
+                raise Full(response)
+            if response.status != status:
+                raise Lost(f"status {response.status}, not {status}: {response.read(500)!r}")
+            yield response
+
+
+def events_of(
+    port: int, path: str, fields: dict[str, Any], timeout_s: float = 600.0
+) -> Iterator[tuple[float, dict[str, Any]]]:
+    """A stream's events as they come, or the one answer, and milliseconds until each came.
+
+    Raises what `answering` does, and Lost for an error, or if the stream does not end with [DONE].
+    """
+    began, last = time.perf_counter(), b""
+    with answering(port, "POST", path, json.dumps(fields), timeout_s=timeout_s) as response:
+        for line in response:
+            ms, last = (time.perf_counter() - began) * 1e3, line.strip() or last
+            if ms > timeout_s * 1e3:
+                raise TimeoutError("the answer did not end in time")
+            if line.startswith((b"{", b"data: {")):
+                event = json.loads(line.removeprefix(b"data: "))
+                if "error" in event:
+                    raise Lost(f"a request was not done as asked: {event}")
+                yield ms, event
+    if fields.get("stream") and last != b"data: [DONE]":
+        raise Lost("the stream ended without [DONE]")
 
 
 class Told(NamedTuple):
     """What came of one request: the events of a stream, or the one answer; and when each came."""
 
-    events: list[dict[str, Any]]
-    at_ms: list[float]
+    at_ms: tuple[float, ...]
+    events: tuple[dict[str, Any], ...]
 
     @property
     def answer(self) -> dict[str, Any]:
@@ -44,21 +92,9 @@ class Told(NamedTuple):
         return self.at_ms[-1]
 
 
-def ask(port: int, path: str, fields: dict[str, Any]) -> Told:
-    """One request to its end. Raises RuntimeError for an error."""
-    events, at_ms = [], []
-    with closing(http.client.HTTPConnection(HOST, port, timeout=600)) as connection:
-        began = time.perf_counter()
-        connection.request("POST", path, json.dumps(fields), JSON)
-        response = connection.getresponse()
-        for line in response:
-            if line.startswith((b"{", b"data: {")):
-                events.append(json.loads(line.removeprefix(b"data: ")))
-                at_ms.append((time.perf_counter() - began) * 1e3)
-    told = Told(events, at_ms)
-    if response.status != 200 or "error" in told.answer:
-        raise RuntimeError(f"a request was not done as asked: {told.answer}")
-    return told
+def ask(port: int, path: str, fields: dict[str, Any], timeout_s: float = 600.0) -> Told:
+    """One request to its end. Raises what `events_of` does."""
+    return Told(*zip(*events_of(port, path, fields, timeout_s), strict=True))
 
 
 def at_once(port: int, path: str, bodies: list[dict[str, Any]]) -> tuple[float, list[Told]]:
@@ -88,13 +124,9 @@ class Server:
         return self.process.poll() is None
 
     def health(self, timeout_s: float = 10.0) -> dict[str, Any]:
-        """GET /health on a connection of its own. Raises Lost unless it is a 200."""
-        with closing(http.client.HTTPConnection(HOST, self.port, timeout=timeout_s)) as connection:
-            connection.request("GET", "/health", headers={"Connection": "close"})
-            with connection.getresponse() as response:
-                if response.status != 200:
-                    raise Lost(f"status {response.status}, not 200: {response.read(500)!r}")
-                return json.load(response)
+        """GET /health. Raises what `answering` does."""
+        with answering(self.port, "GET", "/health", timeout_s=timeout_s) as response:
+            return json.load(response)
 
     def wait_for_health(self, within_s: float = START_S) -> dict[str, Any]:
         """The first /health with a 200. Raises RuntimeError if there is none."""

@@ -4,24 +4,23 @@ Used by soak.py, which runs many at once, each in a thread. Every thread writes 
 """
 
 import http.client
-import io
 import json
 import random
-import socket
 import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from benchmarks.servers import HOST, JSON, Lost
+from benchmarks import servers
+from benchmarks.servers import Full, Lost, Told
 
 BURST = 16  # requests at once: with the other clients' more than run and wait
 GENERATE, COMPLETIONS = "/generate", "/v1/completions"
@@ -34,10 +33,6 @@ class Ask(NamedTuple):
 
     path: str
     fields: dict[str, Any]
-
-    @property
-    def is_stream(self) -> bool:
-        return self.fields.get("stream", False)
 
     def alone(self) -> "Ask":
         """The same text, asked for without a stream."""
@@ -65,67 +60,15 @@ SAMPLING: dict[str, tuple[float, ...]] = {
 }
 
 
-def random_ask(
-    rng: random.Random,
-    texts: list[str],
-    drafters: list[str],
-    path: str,
-    is_stream: bool,
-    max_tokens: int = 160,
-) -> Ask:
-    """Any request that must be answered, with a seed, so that it has one right answer.
-
-    Its prompt is a text, now and then a long one, or words that nobody has sent before, or any
-    token ids, of which most make no sense.
-    """
-    prompt: str | list[int] = rng.choice(texts) * (rng.randint(2, 6) if rng.random() < 0.2 else 1)
-    kind = rng.random()
-    if kind < 0.4:
-        length = rng.randint(300, 1200) if rng.random() < 0.2 else rng.randint(1, 40)
-        prompt = [rng.randrange(1, 1000) for _ in range(length)]
-    elif kind < 0.6:
-        prompt = (
-            "".join(rng.choices("   abcdefghijklmnopqrstuvwxyzé🙂", k=rng.randint(2, 400))) + "."
-        )
-    fields: dict[str, Any] = {"prompt": prompt, "max_tokens": rng.randint(1, max_tokens)}
-    fields |= {"seed": rng.randrange(1 << 32), "drafter": rng.choice(drafters)}
-    fields["num_speculative_tokens"] = rng.choice((0, 1, 2, 3, 5, 8, 16))  # 0: plain decoding
-    if rng.random() < 0.5:
-        fields |= {name: rng.choice(values) for name, values in SAMPLING.items()}
-    if rng.random() < 0.25:
-        fields["stop"] = rng.sample(STOPS, rng.randint(1, 3))
-    if rng.random() < 0.2:
-        fields["logprobs"] = rng.choice((0, 1, 5))
-    if path == GENERATE and rng.random() < 0.1:
-        fields[rng.choice(("trace", "compare"))] = True
-    if is_stream:
-        usage = {"stream_options": {"include_usage": True}} if path == COMPLETIONS else {}
-        fields |= {"stream": True} | usage
-    return Ask(path, fields)
-
-
-def _post(body: bytes = b"", path: str = GENERATE, **fields: Any) -> bytes:
-    """A request as it goes over the wire."""
-    body = body or json.dumps({"prompt": "1, 2,"} | fields).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-
-
-def _get(path: str) -> bytes:
-    return f"GET {path} HTTP/1.1\r\nHost: {HOST}\r\n\r\n".encode()
-
-
-# What is no request for text, and its status. The tests try many more bad inputs, one at a time.
-OTHER: dict[str, tuple[bytes, int]] = {
-    "the page": (_get("/"), 200),
-    "figures": (_get("/metrics"), 200),
-    "no request line": (b"hello\r\n\r\n", 400),
-    "broken JSON": (_post(b'{"prompt": "1, 2,"'), 400),
-    "deep nesting": (_post(b"[" * 100_000), 400),
-    "over 1 MiB": (_post(b'{"prompt": "' + b"x" * (1 << 20) + b'"}'), 413),
-    "unknown drafter": (_post(drafter="oracle"), 400),
-    "too long prompt": (_post(prompt=[7] * 150_000), 400),
-    "another model": (_post(path=COMPLETIONS, model="another"), 404),
+# What is no request for text: method, path, body and status. The tests try many more.
+OTHER: dict[str, tuple[str, str, str | None, int]] = {
+    "the page": ("GET", "/", None, 200),
+    "figures": ("GET", "/metrics", None, 200),
+    "broken JSON": ("POST", GENERATE, '{"prompt": "1, 2,"', 400),
+    "deep nesting": ("POST", GENERATE, "[" * 100_000, 400),
+    "over 1 MiB": ("POST", GENERATE, json.dumps({"prompt": "x" * (1 << 20)}), 413),
+    "too long prompt": ("POST", GENERATE, json.dumps({"prompt": [7] * 150_000}), 400),
+    "another model": ("POST", COMPLETIONS, '{"prompt": "1, 2,", "model": "another"}', 404),
 }
 
 # ------------------------------------------------------------------------------------- answers
@@ -139,12 +82,6 @@ def require(claims: dict[str, bool], answer: Any) -> None:
     """Raises Wrong, with the answer, unless every claim about it holds."""
     if broken := [claim for claim, holds in claims.items() if not holds]:
         raise Wrong(f"it does not hold that {', '.join(broken)}: {answer!r:.2000}")
-
-
-def require_status(response: http.client.HTTPResponse, status: int) -> None:
-    """Raises Lost, with what the answer says."""
-    if response.status != status:
-        raise Lost(f"status {response.status}, not {status}: {response.read(500)!r}")
 
 
 def require_error(body: bytes) -> None:
@@ -177,10 +114,8 @@ def read_answer(ask: Ask, body: dict[str, Any]) -> Text:
     return Text(text, reason, count, ids, logprobs)
 
 
-def read_stream(ask: Ask, events: list[dict[str, Any]]) -> Text:
-    """Of all events of a stream. Raises Wrong, or Lost where one is an error."""
-    if failed := [event for event in events if "error" in event]:
-        raise Lost(f"the stream ended with {failed}")
+def read_stream(ask: Ask, events: Sequence[dict[str, Any]]) -> Text:
+    """Of all events of a stream. Raises Wrong."""
     *parts, last = events
     if ask.path == GENERATE:  # cycles, those of a comparison's plain decoding, and the answer
         cycles = [event for event in parts if "plain" not in event]
@@ -203,19 +138,6 @@ def read_stream(ask: Ask, events: list[dict[str, Any]]) -> Text:
     return read_answer(ask, last | {"choices": [whole]})
 
 
-def read_events(lines: Iterable[bytes], until: float) -> Iterator[dict[str, Any]]:
-    """A stream's events as they come. Raises Lost if the last is not [DONE], or not in time."""
-    for line in lines:
-        if time.monotonic() > until:
-            raise Lost("the stream did not end in time")
-        if line.startswith(b"data: [DONE]"):
-            require({"[DONE] is the end": not any(map(bytes.strip, lines))}, line)
-            return
-        if line.startswith(b"data: "):
-            yield json.loads(line.removeprefix(b"data: "))
-    raise Lost("the stream ended without [DONE]")
-
-
 # --------------------------------------------------------------------------- what came of them
 
 POLL = "GET /health"  # the behaviour that only looks on
@@ -235,10 +157,10 @@ class Tally:
         with self._lock:
             self.counts[behaviour][count] += 1
 
-    def time(self, path: str, began: float) -> None:
-        """An answer came whole, as fast as the server could."""
+    def time(self, path: str, ms: float) -> None:
+        """An answer came whole."""
         with self._lock:
-            self.times_ms[path].append((time.monotonic() - began) * 1e3)
+            self.times_ms[path].append(ms)
 
     @property
     def num_tokens(self) -> int:
@@ -296,97 +218,78 @@ class Client:
             self.behaviour = self.rng.choices(list(BEHAVIOURS), weights)[0]
             BEHAVIOURS[self.behaviour][1](self)
 
-    def ask(self, path: str) -> Ask:
-        is_stream = self.rng.random() < 0.5
-        given = self.texts, self.drafters, path, is_stream, self.max_tokens
-        return random_ask(self.rng, *given)
-
     def count(self, name: str) -> None:
         self.tally.add(self.behaviour, name)
 
-    @contextmanager
-    def sent(self, what: Any) -> Iterator[http.client.HTTPConnection]:
-        """A connection for one request; faults until its answer is read are counted."""
-        connection = http.client.HTTPConnection(HOST, self.port, timeout=self.timeout_s)
-        with self.tally.sent(self.behaviour, what), closing(connection):
-            yield connection
+    def ask(self, path: str) -> Ask:
+        """Any request that must be answered, with a seed, so that it has one right answer.
 
-    @contextmanager
-    def reply(
-        self, ask: Ask, connection: http.client.HTTPConnection
-    ) -> Iterator[tuple[http.client.HTTPResponse, float]]:
-        """Send it, again after a pause while the queue is full; the 200 and when it was sent.
-
-        Raises Lost for another status, and if the queue stays full.
+        Its prompt is a text, now and then a long one, or words that nobody has sent before, or any
+        token ids, of which most make no sense.
         """
+        rng, kind = self.rng, self.rng.random()
+        prompt: Any = rng.choice(self.texts) * (rng.randint(2, 6) if rng.random() < 0.2 else 1)
+        if kind < 0.4:
+            length = rng.randint(300, 1200) if rng.random() < 0.2 else rng.randint(1, 40)
+            prompt = [rng.randrange(1, 1000) for _ in range(length)]
+        elif kind < 0.6:
+            letters = rng.choices("   abcdefghijklmnopqrstuvwxyzé🙂", k=rng.randint(2, 400))
+            prompt = "".join(letters) + "."
+        fields: dict[str, Any] = {"prompt": prompt, "max_tokens": rng.randint(1, self.max_tokens)}
+        fields |= {"seed": rng.randrange(1 << 32), "drafter": rng.choice(self.drafters)}
+        fields["num_speculative_tokens"] = rng.choice((0, 1, 2, 3, 5, 8, 16))  # 0: plain decoding
+        if rng.random() < 0.5:
+            fields |= {name: rng.choice(values) for name, values in SAMPLING.items()}
+        if rng.random() < 0.25:
+            fields["stop"] = rng.sample(STOPS, rng.randint(1, 3))
+        if rng.random() < 0.2:
+            fields["logprobs"] = rng.choice((0, 1, 5))
+        if path == GENERATE and rng.random() < 0.1:
+            fields[rng.choice(("trace", "compare"))] = True
+        if rng.random() < 0.5:
+            usage = {"stream_options": {"include_usage": True}} if path == COMPLETIONS else {}
+            fields |= {"stream": True} | usage
+        return Ask(path, fields)
+
+    def reply(self, ask: Ask) -> Told:
+        """Send it, again after a pause while the queue is full. Raises Lost if it stays full."""
         give_up = time.monotonic() + self.timeout_s
         while True:
-            began = time.monotonic()
-            connection.request("POST", ask.path, json.dumps(ask.fields), JSON)
-            with connection.getresponse() as response:
-                if response.status != 429:
-                    require_status(response, 200)
-                    yield response, began
-                    return
-                require_error(response.read())
-                pause_s = float(response.headers["Retry-After"])
-            self.count("retried_429")
-            if time.monotonic() > give_up:
-                raise Lost(f"the queue was full for {self.timeout_s:g} s")
-            time.sleep(pause_s * self.rng.uniform(0.5, 1.5))
-
-    def read(self, ask: Ask, connection: http.client.HTTPConnection, is_slow: bool = False) -> Text:
-        """The whole answer, checked, counted and timed. Raises Lost and Wrong."""
-        with self.reply(ask, connection) as (response, began):
-            source = io.BytesIO(b"".join(slowly(response))) if is_slow else response
-            if ask.is_stream:
-                until = began + self.timeout_s * (10 if is_slow else 1)
-                text = read_stream(ask, list(read_events(source, until)))
-            else:
-                text = read_answer(ask, json.load(source))
-        if not is_slow:
-            self.tally.time(f"POST {ask.path}", began)
-        self.tally.texts.append((ask, text))
-        self.count("answered")
-        return text
+            try:
+                return servers.ask(self.port, ask.path, ask.fields, self.timeout_s)
+            except Full as full:
+                require_error(full.body)
+                self.count("retried_429")
+                if time.monotonic() > give_up:
+                    raise
+                time.sleep(full.pause_s * self.rng.uniform(0.5, 1.5))
 
     def get(self, ask: Ask) -> Text | None:
-        """A request on a connection of its own; None if it came to nothing, which is counted."""
-        with self.sent(ask) as connection:
-            return self.read(ask, connection)
-
-
-def slowly(response: http.client.HTTPResponse) -> Iterator[bytes]:
-    """The body, a few bytes at a time, with a pause before each."""
-    while part := response.read1(50):
-        yield part
-        time.sleep(0.005)
+        """The answer, checked, counted and timed; None if it came to nothing, which is counted."""
+        with self.tally.sent(self.behaviour, ask):
+            told = self.reply(ask)
+            is_stream = ask.fields.get("stream")
+            text = read_stream(ask, told.events) if is_stream else read_answer(ask, told.answer)
+            self.tally.time(f"POST {ask.path}", told.ms)
+            self.tally.texts.append((ask, text))
+            self.count("answered")
+            return text
 
 
 # ---------------------------------------------------------------------------------- behaviours
 
 
 def leave(client: Client) -> None:
-    """Ask and go: of a stream after a few events, else before, while or after it runs."""
-    ask = client.ask(client.rng.choice((GENERATE, COMPLETIONS)))
-    with client.sent(ask) as connection:
-        if ask.is_stream:
-            with client.reply(ask, connection) as (response, began):
-                events = read_events(response, began + client.timeout_s)
-                list(islice(events, client.rng.randint(1, 8)))
-        else:
-            connection.request("POST", ask.path, json.dumps(ask.fields), JSON)
-            time.sleep(client.rng.uniform(0, 0.5))
+    """Ask and go: after a few events, or before, while or after the request runs."""
+    ask, patience_s = (
+        client.ask(client.rng.choice((GENERATE, COMPLETIONS))),
+        client.rng.uniform(0.01, 1),
+    )
+    with client.tally.sent(client.behaviour, ask):
+        events = servers.events_of(client.port, ask.path, ask.fields, patience_s)
+        with suppress(TimeoutError, Full), closing(events):
+            list(islice(events, client.rng.randint(1, 8)))
         client.count("left_early")
-
-
-def read_slowly(client: Client) -> None:
-    """A few bytes at a time, to the end; the server feels it, as little fits into the buffer."""
-    ask = client.ask(GENERATE)
-    with client.sent(ask) as connection:
-        connection.connect()
-        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        client.read(ask, connection, is_slow=True)
 
 
 def burst(client: Client) -> None:
@@ -398,19 +301,11 @@ def burst(client: Client) -> None:
 
 
 def send_other(client: Client) -> None:
-    """A page, or something that is refused; now and then only half of it."""
+    """A page, or something that is refused."""
     name = client.rng.choice(list(OTHER))
-    request, status = OTHER[name]
-    with client.sent(name) as connection:
-        connection.connect()
-        if client.rng.random() < 0.1:
-            connection.sock.sendall(request[: len(request) // 2])
-            client.count("left_early")
-            return
-        connection.sock.sendall(request)
-        with http.client.HTTPResponse(connection.sock) as response:
-            response.begin()
-            require_status(response, status)
+    *request, status = OTHER[name]
+    with client.tally.sent(client.behaviour, name):
+        with servers.answering(client.port, *request, status, client.timeout_s) as response:
             body = response.read()
         if status != 200:
             require_error(body)
@@ -421,7 +316,6 @@ BEHAVIOURS: dict[str, tuple[float, Callable[[Client], Any]]] = {
     "generate": (10, lambda client: client.get(client.ask(GENERATE))),
     "completions": (5, lambda client: client.get(client.ask(COMPLETIONS))),
     "leave": (5, leave),
-    "read slowly": (2, read_slowly),
     "pages, bad input": (8, send_other),
     "burst": (0.4, burst),
 }
