@@ -7,7 +7,7 @@ input; bursts that overfill the queue (429: they come again). All of it counts:
     wrong   an answer that contradicts itself (pieces and text, tokens and usage, stop strings), or
             differs from what the same request, seed included, gets once nothing runs beside it;
             of the answers a random sample is sent again
-    lost    no proper answer: reset, truncated, another status, or none within --timeout
+    lost    no proper answer: reset, truncated, another status, or none in two minutes
     leaked  what an idle server has in the end and had not after warming up: threads, open files,
             requests, tokens in the KV cache
 
@@ -19,16 +19,14 @@ the second half may add 5 MiB at most.
 In the end SIGTERM must end the server with 0, and its log must hold no traceback. Exit status 1 for
 any fault, a p99 of /health above 100 ms included.
 
-    python -m benchmarks.soak [--minutes 20 | --requests 20000] [--max-tokens 160] [--warm-up 15]
-        [--clients 24] [--seed 0] [--sample 300] [--timeout 120] [--json]
-        [--server-arguments="--model embedded"]
+    python -m benchmarks.soak [--minutes 20] [--warm-up 15] [--clients 24] [--seed 0]
+        [--sample 300] [--server-arguments="--model embedded"] [--json]
 
 Linux only (/proc). The seed fixes what each client does, not how the clients meet. Not covered:
 chats, an API key, shutting down under load, several servers, connections from elsewhere.
 """
 
 import argparse
-import math
 import random
 import shlex
 import signal
@@ -46,7 +44,7 @@ from tqdm import tqdm
 import benchmarks as bench
 import demo
 from benchmarks.servers import OURS, Server
-from benchmarks.soak_clients import POLL, Ask, Client, Tally, Text
+from benchmarks.soak_clients import POLL, TIMEOUT_S, Ask, Client, Tally, Text
 from serving.options import seconds
 
 REST_S = 60.0  # the server closes forgotten connections after 30 s
@@ -55,7 +53,7 @@ MAX_HEALTH_P99_MS = 100.0
 MANY_REQUESTS, MAX_GROWTH_MIB = 20_000, 5.0  # of so many the second half may add so much memory
 MAX_THREADS = 100  # they are started when they are needed, up to a fixed number, and stay
 
-Sample = dict[str, float]  # the server at one moment: at_s, memory_mib, and what IN_USE names
+Sample = dict[str, float]  # the server at one moment: memory_mib, and what IN_USE names
 OWN_MEMORY = ("RssAnon", "RssShmem")
 IN_USE = ("threads", "open_files", "requests_running", "requests_waiting", "kv_cache_usage")
 
@@ -67,7 +65,6 @@ class Soaked(Server):
         """What Linux and /health say."""
         status = self.status()
         return {
-            "at_s": time.monotonic(),
             "memory_mib": round(sum(int(status[part][0]) for part in OWN_MEMORY) / 1024, 2),
             "threads": int(status["Threads"][0]),
             "open_files": len(list(Path(f"/proc/{self.process.pid}/fd").iterdir())),
@@ -95,28 +92,20 @@ class Soaked(Server):
 # ----------------------------------------------------------------------------------- the soak
 
 
-def load(
-    server: Soaked,
-    clients: list[Client],
-    tally: Tally,
-    duration_s: float,
-    num_requests: float = math.inf,
-) -> list[Sample]:
-    """All clients at once for so long, or so many requests, or until the server has gone.
+def load(server: Soaked, clients: list[Client], tally: Tally, duration_s: float) -> list[Sample]:
+    """All clients at once for so long, or until the server has gone. Then each finishes.
 
-    Then each finishes. Meanwhile /health is asked ten times a second, and each time a sample is
-    taken.
+    Meanwhile /health is asked ten times a second, and each time a sample is taken.
     """
-    name, stop, samples = POLL, threading.Event(), []
-    until, last = time.monotonic() + duration_s, tally.num_sent + num_requests
+    stop, samples, until = threading.Event(), [], time.monotonic() + duration_s
     with ThreadPoolExecutor(len(clients)) as pool:
         threads = [pool.submit(client.run, stop) for client in clients]
         try:
-            while (began := time.monotonic()) < until and tally.num_sent < last and server.is_alive:
-                with tally.sent(name, "poll"):
-                    health = server.health(clients[0].timeout_s)
-                    tally.time(name, (time.monotonic() - began) * 1e3)
-                    tally.add(name, "answered")
+            while (began := time.monotonic()) < until and server.is_alive:
+                with tally.sent(POLL, "poll"):
+                    health = server.health(TIMEOUT_S)
+                    tally.times_ms.append((POLL, (time.monotonic() - began) * 1e3))
+                    tally.add(POLL, "answered")
                     samples.append(server.sample(health))
                 time.sleep(max(0.0, began + HEALTH_EVERY_S - time.monotonic()))
         finally:
@@ -152,29 +141,25 @@ def soak(given: argparse.Namespace, log: Path) -> dict[str, Any]:
         health = server.wait_for_health()
         if not health["bitwise_lossless"]:
             raise RuntimeError("this server's texts may differ by rounding, so none is wrong")
-        start, clients = server.sample(health), []
-        for i in range(given.clients):
-            rng = random.Random(f"{given.seed} {i}")
-            common = health["drafters"], texts, given.max_tokens
-            clients.append(Client(server.port, given.timeout, tally, rng, *common))
+        start, common = server.sample(health), (health["drafters"], texts)
+        chances = [random.Random(f"{given.seed} {i}") for i in range(given.clients)]
+        clients = [Client(server.port, tally, chance, *common) for chance in chances]
         load(server, clients, tally, given.warm_up)
         warm, began, before = server.rest(), time.monotonic(), (tally.num_tokens, tally.num_sent)
-        duration_s = math.inf if given.requests else given.minutes * 60
-        samples = load(server, clients, tally, duration_s, given.requests or math.inf)
+        samples = load(server, clients, tally, given.minutes * 60)
         load_s = time.monotonic() - began
         num_tokens, num_sent = tally.num_tokens - before[0], tally.num_sent - before[1]
-        times_ms = {path: list(times) for path, times in tally.times_ms.items()}
+        times_ms = list(tally.times_ms)
         end = server.rest(warm)
-        num_kept = min(given.sample, len(tally.texts))
-        kept = random.Random(given.seed).sample(tally.texts, num_kept)
-        rerun = send_again(clients[0], kept)
+        random.Random(given.seed).shuffle(tally.texts)
+        rerun = send_again(clients[0], tally.texts[: given.sample])
         exit_code = server.stop()
     finally:
         server.process.kill()  # if it still runs
     return {
         "requests": tally.rows(),
         "throughput": [{"load_s": round(load_s, 1), "requests": num_sent, "tokens": num_tokens}],
-        "latency": [latency_row(path, times) for path, times in sorted(times_ms.items())],
+        "latency": [latency_row(path, times_ms) for path in sorted({path for path, _ in times_ms})],
         "memory": [memory_row(start, warm, end, samples)],
         "at_rest": [rest_row(name, warm, end) for name in IN_USE],
         "rerun": [rerun],
@@ -186,8 +171,9 @@ def soak(given: argparse.Namespace, log: Path) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------- report
 
 
-def latency_row(path: str, times: list[float]) -> dict[str, Any]:
+def latency_row(path: str, times_ms: list[tuple[str, float]]) -> dict[str, Any]:
     """In milliseconds."""
+    times = [ms for asked, ms in times_ms if asked == path]
     cuts = quantiles(times, n=100, method="inclusive") if len(times) > 1 else times * 99
     row = {"p50_ms": cuts[49], "p99_ms": cuts[98], "max_ms": max(times)}
     return {"answered": path, "count": len(times)} | {k: round(v, 1) for k, v in row.items()}
@@ -196,8 +182,8 @@ def latency_row(path: str, times: list[float]) -> dict[str, Any]:
 def memory_row(start: Sample, warm: Sample, end: Sample, samples: list[Sample]) -> dict[str, Any]:
     """The server's own memory in MiB: how high it had gone by the end of each quarter."""
     mib = [sample["memory_mib"] for sample in samples]
-    parts = {f"quarter_{i}": mib[: -(-len(mib) * i // 4)] for i in range(1, 5)}
-    peaks = {name: max(part, default=None) for name, part in parts.items()}
+    ends = {f"quarter_{i}": -(-len(mib) * i // 4) for i in range(1, 5)}
+    peaks = {name: max(mib[:end], default=None) for name, end in ends.items()}
     begin = {"mib_at_start": start["memory_mib"], "after_warm_up": warm["memory_mib"]}
     return begin | peaks | {"at_rest": end["memory_mib"]}
 
@@ -235,12 +221,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = bench.parser(__doc__, runs=None)
     shown = {"type": seconds, "help": "(default: %(default)s)"}
     options.add_argument("--minutes", **shown, default=20.0)
-    bench.add_count(options, "--requests", 0, 10**7, 0, "in place of --minutes, if any")
     options.add_argument("--warm-up", **shown, default=15.0)
-    options.add_argument("--timeout", **shown, default=120.0)
     bench.add_count(options, "--seed", 0, 10**9, 0, "of the clients' choices")
     bench.add_count(options, "--clients", 1, 500, 24, "at once")
-    bench.add_count(options, "--max-tokens", 1, 1000, 160, "of a request, at most")
     bench.add_count(options, "--sample", 1, 10**6, 300, "answers to compare in the end")
     options.add_argument(
         "--server-arguments", type=shlex.split, default=["--model", "embedded"], metavar="WORDS"

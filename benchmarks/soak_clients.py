@@ -1,6 +1,6 @@
 """The soak test's clients: what they send, what they do with the answer, what must be in it.
 
-Used by soak.py, which runs many at once, each in a thread. Every thread writes into one Tally.
+soak.py runs many at once, each in a thread of its own.
 """
 
 import http.client
@@ -22,6 +22,7 @@ from tqdm import tqdm
 from benchmarks import servers
 from benchmarks.servers import Full, Lost, Told
 
+TIMEOUT_S, MAX_TOKENS = 120.0, 160
 BURST = 16  # requests at once: with the other clients' more than run and wait
 GENERATE, COMPLETIONS = "/generate", "/v1/completions"
 
@@ -36,8 +37,7 @@ class Ask(NamedTuple):
 
     def alone(self) -> "Ask":
         """The same text, asked for without a stream."""
-        kept = {k: v for k, v in self.fields.items() if k not in ("stream", "stream_options")}
-        return Ask(self.path, kept)
+        return Ask(self.path, {k: v for k, v in self.fields.items() if not k.startswith("stream")})
 
 
 class Text(NamedTuple):
@@ -79,7 +79,7 @@ class Wrong(Exception):
 
 
 def require(claims: dict[str, bool], answer: Any) -> None:
-    """Raises Wrong, with the answer, unless every claim about it holds."""
+    """Raises Wrong unless every claim about the answer holds."""
     if broken := [claim for claim, holds in claims.items() if not holds]:
         raise Wrong(f"it does not hold that {', '.join(broken)}: {answer!r:.2000}")
 
@@ -149,18 +149,13 @@ class Tally:
 
     def __init__(self) -> None:
         self.counts: dict[str, Counter[str]] = defaultdict(Counter)
-        self.times_ms: dict[str, list[float]] = defaultdict(list)  # by path
+        self.times_ms: list[tuple[str, float]] = []  # of whole answers, by what was asked
         self.texts: list[tuple[Ask, Text]] = []
         self._lock = threading.Lock()
 
     def add(self, behaviour: str, count: str) -> None:
         with self._lock:
             self.counts[behaviour][count] += 1
-
-    def time(self, path: str, ms: float) -> None:
-        """An answer came whole."""
-        with self._lock:
-            self.times_ms[path].append(ms)
 
     @property
     def num_tokens(self) -> int:
@@ -187,12 +182,8 @@ class Tally:
 
     def rows(self) -> list[dict[str, Any]]:
         """By behaviour, then in all."""
-        by_name = dict(sorted(self.counts.items()))
-        by_name["in all"] = sum(self.counts.values(), Counter())
-        return [
-            {"behaviour": name} | {count: counts[count] for count in COUNTS}
-            for name, counts in by_name.items()
-        ]
+        every = dict(sorted(self.counts.items())) | {"in all": sum(self.counts.values(), Counter())}
+        return [{"behaviour": name} | {c: n[c] for c in COUNTS} for name, n in every.items()]
 
 
 # ------------------------------------------------------------------------------------- clients
@@ -203,12 +194,10 @@ class Client:
     """One client: its own random choices; what came of them goes into everyone's tally."""
 
     port: int
-    timeout_s: float
     tally: Tally
     rng: random.Random
     drafters: list[str]
     texts: list[str]
-    max_tokens: int = 160
     behaviour: str = ""
 
     def run(self, stop: threading.Event) -> None:
@@ -235,7 +224,7 @@ class Client:
         elif kind < 0.6:
             letters = rng.choices("   abcdefghijklmnopqrstuvwxyzé🙂", k=rng.randint(2, 400))
             prompt = "".join(letters) + "."
-        fields: dict[str, Any] = {"prompt": prompt, "max_tokens": rng.randint(1, self.max_tokens)}
+        fields: dict[str, Any] = {"prompt": prompt, "max_tokens": rng.randint(1, MAX_TOKENS)}
         fields |= {"seed": rng.randrange(1 << 32), "drafter": rng.choice(self.drafters)}
         fields["num_speculative_tokens"] = rng.choice((0, 1, 2, 3, 5, 8, 16))  # 0: plain decoding
         if rng.random() < 0.5:
@@ -253,10 +242,10 @@ class Client:
 
     def reply(self, ask: Ask) -> Told:
         """Send it, again after a pause while the queue is full. Raises Lost if it stays full."""
-        give_up = time.monotonic() + self.timeout_s
+        give_up = time.monotonic() + TIMEOUT_S
         while True:
             try:
-                return servers.ask(self.port, ask.path, ask.fields, self.timeout_s)
+                return servers.ask(self.port, ask.path, ask.fields, TIMEOUT_S)
             except Full as full:
                 require_error(full.body)
                 self.count("retried_429")
@@ -270,7 +259,7 @@ class Client:
             told = self.reply(ask)
             is_stream = ask.fields.get("stream")
             text = read_stream(ask, told.events) if is_stream else read_answer(ask, told.answer)
-            self.tally.time(f"POST {ask.path}", told.ms)
+            self.tally.times_ms.append((f"POST {ask.path}", told.ms))
             self.tally.texts.append((ask, text))
             self.count("answered")
             return text
@@ -305,7 +294,7 @@ def send_other(client: Client) -> None:
     name = client.rng.choice(list(OTHER))
     *request, status = OTHER[name]
     with client.tally.sent(client.behaviour, name):
-        with servers.answering(client.port, *request, status, client.timeout_s) as response:
+        with servers.answering(client.port, *request, status, TIMEOUT_S) as response:
             body = response.read()
         if status != 200:
             require_error(body)
