@@ -11,6 +11,7 @@ is given as quartiles.
 import argparse
 import importlib
 import json
+import math
 import os
 import platform
 import subprocess
@@ -86,33 +87,25 @@ def run(engine: Any, request: Request) -> Finished:
 
 
 def run_together(
-    engine: Any,
-    requests: list[Request],
-    num_tokens: int | None = None,
-    at_once: int | None = None,
+    engine: Any, requests: list[Request], num_tokens: float = math.inf, at_once: int | None = None
 ) -> list[Finished]:
     """All requests, each to its end, or until it has `num_tokens`; at most `at_once` in a batch.
 
     The next one takes the place of one that ends, as it is where clients ask again and again.
     Raises RuntimeError if one was not done as asked.
     """
-    sequences, running = list[Any](), list[Any]()
-    while running or len(sequences) < len(requests):
-        while len(sequences) < len(requests) and len(running) < (at_once or len(requests)):
-            sequences.append(engine.open(requests[len(sequences)]))
-            running.append(sequences[-1])
-        engine.step(running)
-        left = []
-        for s in running:
-            if s.finish_reason or (num_tokens and len(s.output) >= num_tokens):
-                engine.close(s)
-            else:
-                left.append(s)
-        running = left
-    for s in sequences:
-        if s.seat.warnings or s.finish_reason == "error":
-            raise RuntimeError(f"a request was not done as asked: {s.seat.warnings}")
-    return [Finished(s.output, s.statistics) for s in sequences]
+    waiting, running, done = list(enumerate(requests)), dict[Any, int](), dict[int, Finished]()
+    while waiting or running:
+        while waiting and len(running) < (at_once or len(requests)):
+            i, request = waiting.pop(0)
+            running[engine.open(request)] = i
+        engine.step(list(running))
+        for s in [s for s in running if s.finish_reason or len(s.output) >= num_tokens]:
+            engine.close(s)
+            if s.seat.warnings or s.finish_reason == "error":
+                raise RuntimeError(f"a request was not done as asked: {s.seat.warnings}")
+            done[running.pop(s)] = Finished(s.output, s.statistics)
+    return [done[i] for i in range(len(requests))]
 
 
 def outputs(finished: list[Finished]) -> list[list[int]]:

@@ -20,6 +20,7 @@ test of homogeneity for the comparison.
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
+from functools import partial
 from operator import ne
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ KEPT = {
 }
 VIEWS = {"2nd token": slice(1, 2), "3rd token": slice(2, 3), "all three": slice(0, 3)}
 K = 3
-BATCH = 64
+BATCH, NUM_TOKENS = 64, 3
 
 
 class ChiSquared(NamedTuple):
@@ -58,36 +59,33 @@ class ChiSquared(NamedTuple):
     p_value: float
 
 
-def chi_squared(observed: list[float], expected: list[float]) -> ChiSquared:
+def chi_squared(
+    observed: list[float], expected: list[float], degrees: int | None = None
+) -> ChiSquared:
     """Pearson's test of counts against the counts expected; both in all equally many.
 
     Example: chi_squared([18, 22], [20, 20]) -> statistic 0.4, 1 degree, p_value 0.53.
     """
-    return _result(_statistic(observed, expected), len(expected) - 1)
+    degrees = len(expected) - 1 if degrees is None else degrees
+    statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
+    halves = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
+    p_value = float(torch.special.gammaincc(*halves)) if degrees else 1.0
+    return ChiSquared(statistic, degrees, p_value)
 
 
 def same_distribution(ours: Iterable[Hashable], theirs: Iterable[Hashable]) -> ChiSquared:
     """Do two samples come from one distribution? Cells too rare to count (< 10) are pooled."""
-    counts, others = Counter(ours), Counter(theirs)
-    both = counts + others
-    cells = [(counts[x], others[x]) for x, n in both.items() if n >= 10]
-    rest = [counts.total() - sum(c for c, _ in cells), others.total() - sum(c for _, c in cells)]
-    cells += [rest] if sum(rest) else []
-    statistic = 0.0
-    for side, sample in zip(zip(*cells, strict=True), (counts, others), strict=True):
+    samples = Counter(ours), Counter(theirs)
+    both = samples[0] + samples[1]
+    cells = [[x] for x, n in both.items() if n >= 10]
+    if rare := [x for x, n in both.items() if n < 10]:
+        cells.append(rare)
+    observed, expected = list[float](), list[float]()
+    for sample in samples:
         share = sample.total() / both.total()
-        statistic += _statistic(side, [share * sum(cell) for cell in cells])
-    return _result(statistic, len(cells) - 1)
-
-
-def _statistic(observed: Iterable[float], expected: Iterable[float]) -> float:
-    return sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
-
-
-def _result(statistic: float, degrees: int) -> ChiSquared:
-    halves = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
-    p_value = float(torch.special.gammaincc(*halves)) if degrees else 1.0
-    return ChiSquared(statistic, degrees, p_value)
+        observed += [sum(sample[x] for x in cell) for cell in cells]
+        expected += [sum(both[x] for x in cell) * share for cell in cells]
+    return chi_squared(observed, expected, len(cells) - 1)
 
 
 def compare(ours: list[tuple], theirs: list[tuple]) -> dict[str, ChiSquared]:
@@ -98,45 +96,34 @@ def compare(ours: list[tuple], theirs: list[tuple]) -> dict[str, ChiSquared]:
     }
 
 
-def sample(
-    engine: Any, request: Request, num_samples: int, num_tokens: int = 3
-) -> list[bench.Finished]:
+def sample(engine: Any, request: Request, num_samples: int) -> list[bench.Finished]:
     """The beginnings of `num_samples` runs of a request, its seed counting up from run to run."""
     requests = [replace(request, seed=request.seed + i) for i in range(num_samples)]
-    batches = [requests[i : i + BATCH] for i in range(0, num_samples, BATCH)]
-    return [one for batch in batches for one in bench.run_together(engine, batch, num_tokens)]
+    return bench.run_together(engine, requests, NUM_TOKENS, BATCH)
 
 
-def first_tokens(
-    engine: Any, request: Request, num_samples: int, num_tokens: int = 3
-) -> list[tuple]:
+def first_tokens(engine: Any, request: Request, num_samples: int) -> list[tuple]:
     """The same, only the tokens."""
-    found = sample(engine, request, num_samples, num_tokens)
-    return [tuple(one.output[:num_tokens]) for one in found]
+    return [tuple(one.output[:NUM_TOKENS]) for one in sample(engine, request, num_samples)]
 
 
 def measure(engine: Any, num_samples: int) -> list[dict[str, Any]]:
     """One row per sampling and drafter: acceptance by both rules, differences, and the tests."""
-    prompt = engine.target.tokenizer(PROMPT)["input_ids"]
-    rows = []
+    prompt, rows = engine.target.tokenizer(PROMPT)["input_ids"], []
     for name, coupled in tqdm(SAMPLINGS.items(), desc="samplings"):
         rejection = replace(coupled, verification="rejection")
         plain = Request(prompt, 12, None, 0, sampling=coupled, seed=1_000_000)
         theirs = first_tokens(engine, plain, num_samples)
         for i, drafter in enumerate(engine.panel.drafters, 1):
+            row = {"sampling": name, "drafter": drafter, "samples": num_samples}
             ours, rates = {}, {}
             for sampling, seed in ((coupled, plain.seed), (rejection, 1_000_000 * (i + 1))):
                 request = Request(prompt, 12, drafter, K, sampling=sampling, seed=seed)
                 found = sample(engine, request, num_samples)
-                ours[sampling.rule] = [tuple(one.output[:3]) for one in found]
+                ours[sampling.rule] = [tuple(one.output[:NUM_TOKENS]) for one in found]
                 rates[sampling.rule] = bench.total(found).draft_acceptance_rate
-            row = {
-                "sampling": name,
-                "drafter": drafter,
-                "samples": num_samples,
-                "draft_acceptance_rate": rates,
-                "coupled_differing": sum(map(ne, theirs, ours["coupled"])),
-            }
+            row["draft_acceptance_rate"] = rates
+            row["coupled_differing"] = sum(map(ne, theirs, ours["coupled"]))
             tests = compare(ours["rejection"], theirs)
             rows.append(row | {view: test._asdict() for view, test in tests.items()})
     return rows
@@ -144,22 +131,16 @@ def measure(engine: Any, num_samples: int) -> list[dict[str, Any]]:
 
 def measure_kept(engine: Any, max_tokens: int, num_seeds: int) -> list[dict[str, Any]]:
     """One row per sampling and drafter: what each rule keeps of the same prompts' drafts."""
-    prompts = bench.flat(bench.demo_prompts(engine)).values()
-    rows = []
+    prompts, rows = bench.flat(bench.demo_prompts(engine)).values(), []
     cases = [(name, s, d) for name, s in KEPT.items() for d in engine.panel.drafters]
     for name, coupled, drafter in tqdm(cases, desc="kept"):
         row: dict[str, Any] = {"sampling": name, "drafter": drafter}
         for sampling in (coupled, replace(coupled, verification="rejection")):
-            requests = [
-                Request(prompt, max_tokens, drafter, sampling=sampling, seed=seed)
-                for seed in range(num_seeds)
-                for prompt in prompts
-            ]
-            found = bench.total([bench.run(engine, request) for request in requests])
-            row[sampling.rule] = {
-                "draft_acceptance_rate": found.draft_acceptance_rate,
-                "tokens_per_pass": found.tokens_per_pass,
-            }
+            asked = partial(Request, max_tokens=max_tokens, drafter=drafter, sampling=sampling)
+            requests = [asked(ids, seed=seed) for seed in range(num_seeds) for ids in prompts]
+            found = bench.total(bench.run_together(engine, requests, at_once=1))
+            figures = ("draft_acceptance_rate", "tokens_per_pass")
+            row[sampling.rule] = {name: getattr(found, name) for name in figures}
         rows.append(row)
     return rows
 
@@ -185,13 +166,11 @@ def main(arguments: list[str] | None = None) -> None:
     bench.add_count(options, "--seeds", 1, 100, 3, "of each prompt in the second table")
     options.add_argument("--drafter", help="one of your own, as file.py:Class")
     given = options.parse_args(arguments)
-    # A short KV cache of many rows.
-    many = bench.load_engine(
-        max_running=BATCH, max_model_len=32, drafter=given.drafter, fixed_k=True
-    )
-    rows = measure(many, given.samples)
-    kept = measure_kept(bench.load_engine(fixed_k=True), given.max_tokens, given.seeds)
-    results = {"rows": rows, "kept": kept}
+    short = {"max_running": BATCH, "max_model_len": 32, "drafter": given.drafter}
+    results = {
+        "rows": measure(bench.load_engine(fixed_k=True, **short), given.samples),
+        "kept": measure_kept(bench.load_engine(fixed_k=True), given.max_tokens, given.seeds),
+    }
     bench.report(__spec__.name, arguments, given, results, readable)
 
 

@@ -22,8 +22,7 @@ benchmarks.pair and benchmarks.passes.
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 from unittest import mock
@@ -49,16 +48,11 @@ class Result(NamedTuple):
     num_first: int  # how many those were: generate() may draft before it reads the prompt
 
 
-class _Clock:
+class _Clock(list[tuple[float, int]]):
     """What generate() calls a streamer: is handed the prompt, then tokens as they come."""
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self.counts: list[int] = []
-
     def put(self, tokens: torch.Tensor) -> None:
-        self.times.append(time.perf_counter())
-        self.counts.append(tokens.numel())
+        self.append((time.perf_counter(), tokens.numel()))
 
     def end(self) -> None:
         pass
@@ -92,12 +86,6 @@ class Peer:
     def _count(self, *_: Any) -> None:
         self.num_passes += 1
 
-    @contextmanager
-    def keeping_the_head(self) -> Iterator[None]:
-        """generate() loads the MTP head anew at each call; within, it finds this one."""
-        with mock.patch.object(MtpModel, "from_pretrained", lambda *_, **__: self.head):
-            yield
-
     def generate(self, method: str, prompt: list[int], num_tokens: int) -> Result:
         """Up to `num_tokens` greedy tokens."""
         self.num_passes, clock, began = 0, _Clock(), time.perf_counter()
@@ -106,8 +94,9 @@ class Peer:
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False,
             pad_token_id=0, streamer=clock, **self.arguments[method],
         )  # fmt: skip
-        new, prompt_ms = output[0, len(prompt) :].tolist(), (clock.times[1] - began) * 1e3
-        return Result(new, self.num_passes, prompt_ms, clock.counts[1])
+        first_at, num_first = clock[1]
+        new, prompt_ms = output[0, len(prompt) :].tolist(), (first_at - began) * 1e3
+        return Result(new, self.num_passes, prompt_ms, num_first)
 
 
 def ours(engine: Any, request: Request) -> Result:
@@ -126,10 +115,11 @@ def measure(
         k = min(given.k, peer.head.num_mtp_layers) if method == "mtp" and peer.head else given.k
         drafter = None if method == "greedy" else method
         for name, prompt in prompts.items():
-            request, theirs = Request(prompt, given.tokens, drafter, k), (method, prompt)
-            methods[method, name, "ours"] = lambda r=request: ours(engine, r)
-            methods[method, name, "theirs"] = lambda a=theirs: peer.generate(*a, given.tokens)
-    with peer.keeping_the_head():
+            request = Request(prompt, given.tokens, drafter, k)
+            methods[method, name, "ours"] = partial(ours, engine, request)
+            methods[method, name, "theirs"] = partial(peer.generate, method, prompt, given.tokens)
+    # generate() loads the MTP head anew at each call.
+    with mock.patch.object(MtpModel, "from_pretrained", lambda *_, **__: peer.head):
         timed = bench.interleave(methods, given.runs, "generate")
     groups = {kind: list(group) for kind, group in kinds.items()} | {"all": list(prompts)}
     return [
@@ -144,10 +134,11 @@ def per_token(calls: list[bench.Calls], of_later: bool = False) -> list[float]:
     """Milliseconds a token of each run over all prompts; of the tokens after the first ones."""
     results = [of_prompt.results[0] for of_prompt in calls]
     count = sum(len(each.tokens) - of_later * each.num_first for each in results)
-    before = bench.in_all([each.prompt_ms for each in of_prompt.results] for of_prompt in calls)
-    in_all = bench.in_all(of_prompt.ms for of_prompt in calls)
-    spent = zip(in_all, before, strict=True)
-    return [(ms - of_later * prompt_ms) / max(count, 1) for ms, prompt_ms in spent]
+    of_runs = bench.in_all(
+        [ms - of_later * one.prompt_ms for ms, one in zip(*of_prompt, strict=True)]
+        for of_prompt in calls
+    )
+    return [ms / max(count, 1) for ms in of_runs]
 
 
 def row_of(ours: list[bench.Calls], theirs: list[bench.Calls]) -> dict[str, Any]:
