@@ -169,6 +169,12 @@ def in_all(figures: Iterable[list[float]]) -> list[float]:
     return [sum(of_run) for of_run in zip(*figures, strict=True)]
 
 
+def by_run(timed: dict[Any, Calls], *begins: Any) -> list[tuple]:
+    """What came of each run, of the methods whose names begin so."""
+    chosen = [each.results for key, each in timed.items() if key[: len(begins)] == begins]
+    return list(zip(*chosen, strict=True))
+
+
 class Spread(NamedTuple):
     """A figure of several runs."""
 

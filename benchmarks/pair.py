@@ -29,6 +29,7 @@ from serving.options import between
 
 ROUTE = "/v1/chat/completions"
 DRAFTERS = "none", "draft_model", "ngram", bench.AUTO
+PLAIN = "llama-server, plain"
 CODE = '''class Stack:
     """A pile of things."""
 
@@ -64,12 +65,8 @@ class Written(NamedTuple):
     first_ms: float
     ms: float
 
-    @property
-    def decoding_ms(self) -> float:
-        return self.ms - self.first_ms
 
-
-def write(server: Server, prompts: list[str], count: int, fields: dict[str, Any]) -> list[Written]:
+def write(server: Server, fields: dict[str, Any], prompts: list[str], count: int) -> list[Written]:
     """Up to `count` greedy tokens of chats that come in the same moment, as streams."""
     common = {"max_tokens": count, "temperature": 0, "stream": True} | fields
     common |= {"stream_options": {"include_usage": True}}
@@ -77,108 +74,91 @@ def write(server: Server, prompts: list[str], count: int, fields: dict[str, Any]
     found = []
     for told in at_once(server.port, ROUTE, [chat | common for chat in chats])[1]:
         parts = [
-            (at_ms, choice["delta"].get("content"))
-            for at_ms, event in zip(told.at_ms, told.events, strict=True)
+            (at_ms, choice["delta"]["content"])
+            for at_ms, event in zip(*told, strict=True)
             for choice in event["choices"]
+            if choice["delta"].get("content")
         ]
-        written = [(at_ms, part) for at_ms, part in parts if part]
         usage = next(e["usage"] for e in reversed(told.events) if e.get("usage"))
         counts = usage["prompt_tokens"], usage["completion_tokens"]
-        text = "".join(part for _, part in written)
-        found.append(Written(text, *counts, written[0][0], told.ms))
+        text = "".join(part for _, part in parts)
+        found.append(Written(text, *counts, parts[0][0], told.ms))
     return found
 
 
 def commands(given: Any) -> dict[str, list[str]]:
     """How each server is started."""
-    threads = str(torch.get_num_threads())
     llama = [given.llama, "--model", given.target, "--host", HOST, "--ctx-size", "4096"]
-    llama += ["--threads", threads, "--parallel", str(given.clients), "--cache-ram", "0"]
-    k = str(given.k)
-    drafting = {
-        "llama-server, draft model": [
-            *llama, "--spec-type", "draft-simple", "--spec-draft-model", given.draft,
-            "--spec-draft-n-max", k,
-        ],
-    }  # fmt: skip
-    return {"llama-server, plain": llama} | (drafting if given.draft else {}) | {
-        "llama-server, n-gram": [
-            *llama, "--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "3",
-            "--spec-ngram-simple-size-m", "5",
-        ],
-        "ours": [
-            *OURS, "--model", given.target, "--max-running", str(max(4, given.clients)),
-            "--max-model-len", "4096", *FORGETFUL,
-            *(["--draft-model", given.draft] if given.draft else []),
-        ],
-    }  # fmt: skip
+    llama += ["--threads", str(torch.get_num_threads()), "--parallel", str(given.clients)]
+    llama += ["--cache-ram", "0"]
+    n_gram = "--spec-type ngram-simple --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 5"
+    found = {PLAIN: llama, "llama-server, n-gram": llama + n_gram.split()}
+    ours = [*OURS, *FORGETFUL, "--model", given.target, "--max-model-len", "4096"]
+    ours += ["--max-running", str(max(4, given.clients))]
+    if given.draft:
+        drafting = ["--spec-type", "draft-simple", "--spec-draft-model", given.draft]
+        drafting += ["--spec-draft-n-max", str(given.k)]
+        found["llama-server, draft model"] = llama + drafting
+        ours += ["--draft-model", given.draft]
+    return found | {"ours": ours}
 
 
 def measure(given: Any) -> dict[str, Any]:
     """Rows of speeds by kind of prompts, and of starts."""
-    speeds, starts, before = [], [], memory_gb_per_s()
+    speeds, starts, peers, before = [], [], {}, memory_gb_per_s()
     with ExitStack() as stack:
-        peers, ready_s = {}, {}
         for name, command in commands(given).items():
             with started(command):  # so that all find their files in the page cache
                 pass
-            peers[name], ready_s[name] = stack.enter_context(started(command))
-        forgetful = {"cache_prompt": False}
-        ways = {name: (own, forgetful) for name, own in peers.items() if name != "ours"}
-        chosen = {"num_speculative_tokens": given.k}
-        for drafter in DRAFTERS if given.draft else ("none", "ngram", bench.AUTO):
-            fields = {"drafter": drafter} | (chosen if drafter == "draft_model" else {})
-            ways[f"ours, {drafter}"] = peers["ours"], fields
-
-        def of(way: str, texts: list[str], count: int = given.tokens) -> list[Written]:
-            own, fields = ways[way]
-            return write(own, texts, count, fields)
-
+            peers[name] = stack.enter_context(started(command))
+        ours = peers["ours"]
+        ways = {way: (own, {"cache_prompt": False}) for way, own in peers.items() if own != ours}
+        for drafter in DRAFTERS:
+            if given.draft or drafter != "draft_model":
+                limit = {"num_speculative_tokens": given.k} if drafter == "draft_model" else {}
+                ways[f"ours, {drafter}"] = ours, {"drafter": drafter} | limit
         for kind in given.kinds:
             texts = KINDS[kind][: max(given.each, given.clients)]
-            begins = range(0, len(texts), given.clients)
+            batches = [texts[i:][: given.clients] for i in range(0, len(texts), given.clients)]
             calls = {
-                (way, begin): partial(of, way, texts[begin : begin + given.clients])
-                for begin in begins
-                for way in ways
+                (way, i): partial(write, *asked, batch, given.tokens)
+                for i, batch in enumerate(batches)
+                for way, asked in ways.items()
             }
             speeds += rows_of(kind, bench.interleave(calls, given.runs, kind))
-        names = "llama-server, plain", "ours, none"
-        reads = {way: partial(of, way, [_LONG], 1) for way in names}
+        asked = {PLAIN: ways[PLAIN], "ours": ways["ours, none"]}
+        calls = {name: partial(write, *each, [_LONG], 1) for name, each in asked.items()}
+        timed = bench.interleave(calls, given.runs, "a long prompt")
         read = {
-            way: round(median(one.num_read / one.ms * 1e3 for (one,) in calls.results), 1)
-            for way, calls in bench.interleave(reads, given.runs, "a long prompt").items()
+            name: round(median(one.num_read / one.ms * 1e3 for (one,) in calls.results), 1)
+            for name, calls in timed.items()
         }
         for name, own in peers.items():
-            most_mb = int(own.status()["VmHWM"][0]) // 1000
-            row = {"who": name, "ready_s": round(ready_s[name], 2), "memory_mb": most_mb}
-            way = "ours, none" if name == "ours" else name
-            starts.append(row | {"prompt_tokens_per_s": read.get(way)})
+            row = {"who": name, "ready_s": round(own.ready_s, 2)}
+            row["memory_mb"] = int(own.status()["VmHWM"][0]) // 1000  # the most at once
+            starts.append(row | {"prompt_tokens_per_s": read.get(name)})
     return {"memory_gb_per_s": [before, memory_gb_per_s()], "speeds": speeds, "starts": starts}
 
 
 def rows_of(kind: str, timed: dict[Any, bench.Calls]) -> list[dict[str, Any]]:
     """The figures of each way over all prompts of a kind."""
-    found: dict[str, list[list[Written]]] = {}  # by way and run
-    for (way, _), calls in timed.items():
-        runs = found.setdefault(way, [[] for _ in calls.results])
-        for run, written in zip(runs, calls.results, strict=True):
-            run += written
-    times = {}
-    for way, runs in found.items():
-        times[way] = [
-            sum(one.decoding_ms for one in run) / sum(one.num_tokens - 1 for one in run)
+    found = {way: [sum(run, []) for run in bench.by_run(timed, way)] for way, *_ in timed}
+    times = {
+        way: [
+            sum(one.ms - one.first_ms for one in run) / sum(one.num_tokens - 1 for one in run)
             for run in runs
         ]
+        for way, runs in found.items()
+    }
     theirs = {way: own for way, own in times.items() if way.startswith("llama")}
-    best, plain = min(theirs.values(), key=median), times["llama-server, plain"]
+    best = min(theirs.values(), key=median)
     texts = {way: [one.text for one in runs[-1]] for way, runs in found.items()}
     return [
         {
             "kind": kind,
             "who": way,
             "tokens_per_s": round(1e3 / median(own), 1),
-            "of_plain": bench.speedup(plain, own).median,
+            "of_plain": bench.speedup(times[PLAIN], own).median,
             "of_best": bench.speedup(best, own).median,
             "first_ms": round(median(one.first_ms for run in found[way] for one in run)),
             "equal": texts[way] == texts["ours, none"] if way not in theirs else None,

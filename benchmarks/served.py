@@ -14,7 +14,8 @@ float32, bfloat16 and int8 are SmolLM2's weights. Not covered: clients elsewhere
 """
 
 import time
-from collections.abc import Callable
+from functools import partial
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -22,8 +23,8 @@ import benchmarks as bench
 import demo
 from benchmarks.servers import FORGETFUL, OURS, PAUSE_S, at_once, started
 from messages import Request
-from models.prompts import chat_ids, prompt_ids
-from serving.options import Options, between
+from models.prompts import ids_of
+from serving.options import between
 
 CASES = {
     "embedded": {"model": "embedded"},
@@ -37,65 +38,49 @@ WAYS = ("here", "whole", "streamed")
 Tokens = tuple[float, list[list[int]]]  # milliseconds for all requests, and their tokens
 
 
-def there(port: int, bodies: list[dict[str, Any]]) -> Tokens:
-    """All requests in the same moment, over HTTP."""
-    ms, told = at_once(port, "/generate", bodies)
-    return ms, [each.answer["token_ids"] for each in told]
-
-
-def here(engine: Any, requests: list[Request]) -> Tokens:
-    """The same in one batch of this process."""
-    time.sleep(PAUSE_S)
-    began = time.perf_counter()
-    outputs = bench.outputs(bench.run_together(engine, requests))
-    return (time.perf_counter() - began) * 1e3, outputs
-
-
 def measure(case: str, given: Any) -> list[dict[str, Any]]:
     """One row per drafter and number of clients."""
-    engine, tokenizer = (found := bench.load_engine(**CASES[case])), found.target.tokenizer
+    engine, rows = bench.load_engine(**CASES[case]), []
     flags = [part for name, value in CASES[case].items() for part in (f"--{name}", value)]
-    is_chat, rows = Options(**CASES[case]).is_chat(tokenizer), []
-    texts, read = list(demo.read_prompts(is_chat).values()), chat_ids if is_chat else prompt_ids
-    ids = {text: read(text, tokenizer, engine.target.max_length) for text in texts}
+    texts = demo.read_prompts(bool(engine.target.tokenizer.chat_template))
+    prompts = list(ids_of(texts, engine).values())
 
-    def calls_of(texts: list[str], name: str, count: int) -> dict[str, Callable[[], Tokens]]:
-        drafter = None if name == "none" else name
-        requests = [Request(ids[text], count, drafter) for text in texts]
-        bodies = [{"prompt": ids[t], "max_tokens": count, "drafter": name} for t in texts]
-        streamed = [body | {"stream": True} for body in bodies]
-        return {
-            "here": lambda: here(engine, requests),
-            "whole": lambda: there(server.port, bodies),
-            "streamed": lambda: there(server.port, streamed),
-        }
+    def call(way: str, drafter: str, prompts: list[list[int]], count: int) -> Tokens:
+        """All requests in the same moment: over HTTP, or in one batch of this process."""
+        if way != "here":
+            common = {"max_tokens": count, "drafter": drafter, "stream": way == "streamed"}
+            bodies = [{"prompt": ids} | common for ids in prompts]
+            ms, told = at_once(server.port, "/generate", bodies)
+            return ms, [each.answer["token_ids"] for each in told]
+        named = None if drafter == "none" else drafter
+        requests = [Request(ids, count, named) for ids in prompts]
+        time.sleep(PAUSE_S)
+        began = time.perf_counter()
+        outputs = bench.outputs(bench.run_together(engine, requests))
+        return (time.perf_counter() - began) * 1e3, outputs
 
-    with started([*OURS, *FORGETFUL, *flags]) as (server, _):
-        for name in given.drafters:
-            for clients in given.clients:
-                begins = range(0, max(clients, given.prompts), clients)
-                calls = {
-                    (way, begin, count): call
-                    for begin in begins
-                    for count in (given.tokens, 1)
-                    for way, call in calls_of(texts[begin:][:clients], name, count).items()
-                }
-                timed = bench.interleave(calls, given.runs, f"{case}, {name}, {clients}")
-                row = row_of(timed, given.tokens)
-                rows.append({"case": case, "drafter": name, "clients": clients} | row)
+    with started([*OURS, *FORGETFUL, *flags]) as server:
+        for drafter, clients in product(given.drafters, given.clients):
+            calls = {
+                (way, count, begin): partial(call, way, drafter, prompts[begin:][:clients], count)
+                for begin in range(0, max(clients, given.prompts), clients)
+                for count in (given.tokens, 1)
+                for way in WAYS
+            }
+            timed = bench.interleave(calls, given.runs, f"{case}, {drafter}, {clients}")
+            row = {"case": case, "drafter": drafter, "clients": clients}
+            rows.append(row | row_of(timed, given.tokens))
     return rows
 
 
 def row_of(timed: dict[Any, bench.Calls], count: int) -> dict[str, Any]:
     """The figures of all prompts together."""
-
-    def runs(way: str, count: int) -> list[list[Tokens]]:
-        calls = [own.results for key, own in timed.items() if key[0] == way and key[2] == count]
-        return list(zip(*calls, strict=True))
-
-    long = {way: [sum(ms for ms, _ in run) for run in runs(way, count)] for way in WAYS}
-    here, first = ([median(ms for ms, _ in run) for run in runs(way, 1)] for way in WAYS[::2])
-    told = {way: [ids for _, all in runs(way, count)[-1] for ids in all] for way in WAYS}
+    runs = {way: bench.by_run(timed, way, count) for way in WAYS}
+    long = {way: [sum(ms for ms, _ in run) for run in runs[way]] for way in WAYS}
+    here, first = (
+        [median(ms for ms, _ in run) for run in bench.by_run(timed, way, 1)] for way in WAYS[::2]
+    )
+    told = {way: [ids for _, all in runs[way][-1] for ids in all] for way in WAYS}
     num_tokens = sum(map(len, told["here"]))
     row = {f"{way}_tokens_per_s": round(num_tokens / median(long[way]) * 1e3, 1) for way in WAYS}
     for way in WAYS[1:]:

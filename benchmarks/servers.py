@@ -109,11 +109,12 @@ def at_once(port: int, path: str, bodies: list[dict[str, Any]]) -> tuple[float, 
 class Server:
     """A server as a process, ours or another one that has GET /health."""
 
+    ready_s: float  # how long its start took, where it was `started`
+
     def __init__(self, command: list[str], log: IO[bytes] | int = subprocess.DEVNULL) -> None:
         with socket.socket() as probe:
             probe.bind((HOST, 0))
             self.port = probe.getsockname()[1]
-        self._began = time.monotonic()
         self.process = subprocess.Popen(
             [*command, "--port", str(self.port)], cwd=ROOT, stdin=subprocess.DEVNULL,
             stdout=log, stderr=log,
@@ -138,11 +139,6 @@ class Server:
                 time.sleep(0.05)
         raise RuntimeError(f"the server does not answer: {self.process.args}")
 
-    def ready_s(self) -> float:
-        """Wait until it is ready: the seconds since its start."""
-        self.wait_for_health()
-        return time.monotonic() - self._began
-
     def status(self) -> dict[str, list[str]]:
         """What Linux says of the process, words by name."""
         lines = Path(f"/proc/{self.process.pid}/status").read_text("utf-8").splitlines()
@@ -157,11 +153,13 @@ class Server:
 
 
 @contextmanager
-def started(command: list[str]) -> Iterator[tuple[Server, float]]:
-    """A server that is ready, for a while, and how many seconds that took."""
-    server = Server(command)
+def started(command: list[str]) -> Iterator[Server]:
+    """A server that is ready, for a while."""
+    began, server = time.monotonic(), Server(command)
     try:
-        yield server, server.ready_s()
+        server.wait_for_health()
+        server.ready_s = time.monotonic() - began
+        yield server
     finally:
         server.stop()
 

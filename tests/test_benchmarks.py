@@ -208,13 +208,13 @@ HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
 
 def test_a_server_is_started_and_asked_as_others_are():
     """By its own command line; and what it says of a chat is read from the stream."""
-    with servers.started([sys.executable, "-c", FAKE_SERVER]) as (server, ready_s):
-        assert ready_s > 0 and int(server.status()["VmHWM"][0]) > 1000
-        one, other = pair.write(server, ["a", "c"], 3, {"mine": True})
+    with servers.started([sys.executable, "-c", FAKE_SERVER]) as server:
+        assert server.ready_s > 0 and int(server.status()["VmHWM"][0]) > 1000
+        one, other = pair.write(server, {"mine": True}, ["a", "c"], 3)
         assert (one.text, one.num_read, one.num_tokens) == ("a 3 True", 7, 2)
         assert other.text == "c 3 True" and 0 < one.first_ms <= one.ms
         with pytest.raises(servers.Lost, match="not done as asked: {'error': 'no'}"):
-            pair.write(server, ["b"], 3, {"mine": 1})
+            pair.write(server, {"mine": 1}, ["b"], 3)
     assert not server.is_alive
 
 
@@ -231,8 +231,8 @@ def test_served_speeds_are_in_those_of_the_engine_s_own_process():
         return bench.Calls([], [(each, [[1] if way == "here" else [2]]) for each in ms])
 
     times = {"here": (10.0, 30.0), "whole": (20.0, 60.0), "streamed": (40.0, 120.0)}
-    timed = {(way, 0, 8): calls(way, *ms) for way, ms in times.items()}
-    timed |= {(way, 0, 1): calls(way, *ms) for way, ms in times.items()}
+    timed = {(way, 8, 0): calls(way, *ms) for way, ms in times.items()}
+    timed |= {(way, 1, 0): calls(way, *ms) for way, ms in times.items()}
     row = served.row_of(timed, 8)
     assert row["whole"] == 0.5 and row["streamed_quartiles"] == [0.25, 0.25]
     assert row["first_ms"] == 20.0 and row["first_later_ms"] == 60.0  # 30 and 90
