@@ -27,38 +27,326 @@ chats, an API key, shutting down under load, several servers, connections from e
 """
 
 import argparse
+import http.client
+import json
 import random
 import shlex
 import signal
 import sys
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import quantiles
 from tempfile import NamedTemporaryFile
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 from tqdm import tqdm
 
 import benchmarks as bench
 import demo
-from benchmarks.servers import OURS, Server
-from benchmarks.soak_clients import POLL, TIMEOUT_S, Ask, Client, Tally, Text
+from benchmarks import servers
 from serving.options import seconds
 
+TIMEOUT_S, MAX_TOKENS = 120.0, 160
+BURST = 16  # requests at once: with the other clients' more than run and wait
 REST_S = 60.0  # the server closes forgotten connections after 30 s
-HEALTH_EVERY_S = 0.1
-MAX_HEALTH_P99_MS = 100.0
+HEALTH_EVERY_S, MAX_HEALTH_P99_MS = 0.1, 100.0
 MANY_REQUESTS, MAX_GROWTH_MIB = 20_000, 5.0  # of so many the second half may add so much memory
 MAX_THREADS = 100  # they are started when they are needed, up to a fixed number, and stay
+GENERATE, COMPLETIONS, POLL = "/generate", "/v1/completions", "GET /health"
 
 Sample = dict[str, float]  # the server at one moment: memory_mib, and what IN_USE names
 OWN_MEMORY = ("RssAnon", "RssShmem")
 IN_USE = ("threads", "open_files", "requests_running", "requests_waiting", "kv_cache_usage")
 
+# ------------------------------------------------------------------------------------ requests
 
-class Soaked(Server):
+
+class Ask(NamedTuple):
+    """A request for text."""
+
+    path: str
+    fields: dict[str, Any]
+
+    def alone(self) -> "Ask":
+        """The same text, asked for without a stream."""
+        return Ask(self.path, {k: v for k, v in self.fields.items() if not k.startswith("stream")})
+
+
+class Text(NamedTuple):
+    """What an answer says, as far as it is the same whenever and beside whatever one asks."""
+
+    text: str
+    finish_reason: str
+    num_tokens: int
+    token_ids: list[int] | None  # of /generate only
+    logprobs: Any
+
+
+STOPS = ("\n", " the", ",", "return", "}", ". ", "green", "é")
+SAMPLING: dict[str, tuple[float, ...]] = {
+    "temperature": (0.3, 0.8, 1.0, 1.5),
+    "top_k": (0, 5, 40),
+    "top_p": (1.0, 0.95, 0.7),
+    "min_p": (0.0, 0.05),
+    "repetition_penalty": (1.0, 1.2),
+}
+
+
+# What is no request for text: method, path, body and status. The tests try many more.
+OTHER: dict[str, tuple[str, str, str | None, int]] = {
+    "the page": ("GET", "/", None, 200),
+    "figures": ("GET", "/metrics", None, 200),
+    "broken JSON": ("POST", GENERATE, '{"prompt": "1, 2,"', 400),
+    "deep nesting": ("POST", GENERATE, "[" * 100_000, 400),
+    "over 1 MiB": ("POST", GENERATE, json.dumps({"prompt": "x" * (1 << 20)}), 413),
+    "too long prompt": ("POST", GENERATE, json.dumps({"prompt": [7] * 150_000}), 400),
+    "another model": ("POST", COMPLETIONS, '{"prompt": "1, 2,", "model": "another"}', 404),
+}
+
+# ------------------------------------------------------------------------------------- answers
+
+
+class Wrong(Exception):
+    """An answer came that cannot be right."""
+
+
+def require(claims: dict[str, bool], answer: Any) -> None:
+    """Raises Wrong unless every claim about the answer holds."""
+    if broken := [claim for claim, holds in claims.items() if not holds]:
+        raise Wrong(f"it does not hold that {', '.join(broken)}: {answer!r:.2000}")
+
+
+def require_error(body: bytes) -> None:
+    """Raises Wrong unless it is the one error body."""
+    error = json.loads(body)["error"]
+    is_whole = {"message", "type", "param", "code"} == error.keys()
+    require({"an error says what is wrong": is_whole and bool(error["message"])}, body)
+
+
+def read_answer(ask: Ask, body: dict[str, Any]) -> Text:
+    """The text, if the answer's figures fit it and the request. Raises Wrong."""
+    choice = body if ask.path == GENERATE else body["choices"][0]
+    logprobs, ids, usage = choice.get("logprobs"), body.get("token_ids"), body["usage"]
+    count, limit = usage["completion_tokens"], ask.fields["max_tokens"]
+    text, reason = choice["text"], choice["finish_reason"]
+    listed = logprobs if ask.path == GENERATE or not logprobs else logprobs["tokens"]
+    claims = {
+        "usage adds up": usage["total_tokens"] == usage["prompt_tokens"] + count,
+        "usage counts the tokens": ids is None or len(ids) == count,
+        "timings count the tokens": body["timings"]["predicted_n"] == count,
+        "each token has a log-probability": listed is None or len(listed) == count,
+        "there are as many tokens as asked for, at most": 1 <= count <= limit,
+        "it says why it ended": reason == "stop" or (reason == "length" and count == limit),
+        "stop strings are left out": not any(s in text for s in ask.fields.get("stop", ())),
+        "the seed is the request's": body["seed"] == ask.fields["seed"],
+        "nothing is warned of": body["warnings"] == [],
+        "plain decoding gives the same": body.get("compare", {}).get("identical") is not False,
+    }
+    require(claims, body)
+    return Text(text, reason, count, ids, logprobs)
+
+
+def read_stream(ask: Ask, events: Sequence[dict[str, Any]]) -> Text:
+    """Of all events of a stream. Raises Wrong."""
+    *parts, last = events
+    if ask.path == GENERATE:  # cycles, those of a comparison's plain decoding, and the answer
+        cycles = [event for event in parts if "plain" not in event]
+        plain = "".join(event["plain"]["text"] for event in parts if "plain" in event)
+        ids = [token["id"] for cycle in cycles for token in cycle["tokens"]]
+        logprobs = [entry for cycle in cycles for entry in cycle.get("logprobs", ())]
+        said = plain, "".join(cycle["text"] for cycle in cycles), ids, logprobs
+        compared = last.get("compare", {"plain": {"text": ""}})["plain"]["text"]
+        answer = compared, last["text"], last["token_ids"], last.get("logprobs") or []
+        require({"the pieces make the answer": said == answer}, events)
+        return read_answer(ask, last)
+    choices = [chunk["choices"][0] for chunk in parts]  # OpenAI's chunks, and the usage
+    *others, reason = [choice["finish_reason"] for choice in choices]
+    claims = {"usage comes last": last["choices"] == [], "it ends once": not any(others)}
+    require(claims, events)
+    listed = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    joined = {key: [one for part in listed for one in part[key]] for key in (listed or [{}])[0]}
+    text = "".join(choice["text"] for choice in choices)
+    whole = {"text": text, "finish_reason": reason, "logprobs": joined or None}
+    return read_answer(ask, last | {"choices": [whole]})
+
+
+# --------------------------------------------------------------------------- what came of them
+
+COUNTS = ("sent", "answered", "refused", "retried_429", "left_early", "lost", "wrong")
+
+
+class Tally:
+    """What came of all clients' requests, by behaviour; every thread writes here."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, str]] = []  # behaviours, and what came: one of COUNTS
+        self.times_ms: list[tuple[str, float]] = []  # of whole answers, by what was asked
+        self.texts: list[tuple[Ask, Text]] = []
+
+    def add(self, behaviour: str, count: str) -> None:
+        self.seen.append((behaviour, count))
+
+    def throughput(self) -> tuple[int, int]:
+        """Requests until now, and tokens of their answers."""
+        num_sent = sum(name != POLL and count == "sent" for name, count in list(self.seen))
+        return num_sent, sum(text.num_tokens for _, text in list(self.texts))
+
+    @contextmanager
+    def sent(self, behaviour: str, what: Any) -> Iterator[None]:
+        """Count a request as sent, and count and print what goes wrong until its answer is read."""
+        self.add(behaviour, "sent")
+        try:
+            yield
+        except Exception as error:
+            is_lost = isinstance(error, (servers.Lost, OSError, http.client.HTTPException))
+            kind = "lost" if is_lost else "wrong"  # or not of the shape that was promised
+            self.add(behaviour, kind)
+            said = f"{kind.upper()} ({behaviour}): {what}\n  {type(error).__name__}: {error}"
+            tqdm.write(said, file=sys.stderr)
+            if is_lost:
+                time.sleep(1.0)  # a server that has gone is not asked thousands of times
+
+    def rows(self) -> list[dict[str, Any]]:
+        """By behaviour, then in all."""
+        found, in_all = Counter(self.seen), Counter(("in all", count) for _, count in self.seen)
+        names = [*sorted({name for name, _ in found}), "in all"]
+        found |= in_all
+        return [{"behaviour": n} | {count: found[n, count] for count in COUNTS} for n in names]
+
+
+# ------------------------------------------------------------------------------------- clients
+
+
+@dataclass
+class Client:
+    """One client: its own random choices; what came of them goes into everyone's tally."""
+
+    port: int
+    tally: Tally
+    rng: random.Random
+    drafters: list[str]
+    texts: list[str]
+    behaviour: str = ""
+
+    def run(self, stop: threading.Event) -> None:
+        """One thing after another until `stop`."""
+        weights = [weight for weight, _ in BEHAVIOURS.values()]
+        while not stop.is_set():
+            self.behaviour = self.rng.choices(list(BEHAVIOURS), weights)[0]
+            BEHAVIOURS[self.behaviour][1](self)
+
+    def count(self, name: str) -> None:
+        self.tally.add(self.behaviour, name)
+
+    def ask(self, path: str) -> Ask:
+        """Any request that must be answered, with a seed, so that it has one right answer.
+
+        Its prompt is a text, now and then a long one, or words that nobody has sent before, or any
+        token ids, of which most make no sense.
+        """
+        rng, kind = self.rng, self.rng.random()
+        prompt: Any = rng.choice(self.texts) * (rng.randint(2, 6) if rng.random() < 0.2 else 1)
+        if kind < 0.4:
+            length = rng.randint(300, 1200) if rng.random() < 0.2 else rng.randint(1, 40)
+            prompt = [rng.randrange(1, 1000) for _ in range(length)]
+        elif kind < 0.6:
+            letters = rng.choices("   abcdefghijklmnopqrstuvwxyzé🙂", k=rng.randint(2, 400))
+            prompt = "".join(letters) + "."
+        fields: dict[str, Any] = {"prompt": prompt, "max_tokens": rng.randint(1, MAX_TOKENS)}
+        fields |= {"seed": rng.randrange(1 << 32), "drafter": rng.choice(self.drafters)}
+        fields["num_speculative_tokens"] = rng.choice((0, 1, 2, 3, 5, 8, 16))  # 0: plain decoding
+        if rng.random() < 0.5:
+            fields |= {name: rng.choice(values) for name, values in SAMPLING.items()}
+        if rng.random() < 0.25:
+            fields["stop"] = rng.sample(STOPS, rng.randint(1, 3))
+        if rng.random() < 0.2:
+            fields["logprobs"] = rng.choice((0, 1, 5))
+        if path == GENERATE and rng.random() < 0.1:
+            fields[rng.choice(("trace", "compare"))] = True
+        if rng.random() < 0.5:
+            usage = {"stream_options": {"include_usage": True}} if path == COMPLETIONS else {}
+            fields |= {"stream": True} | usage
+        return Ask(path, fields)
+
+    def reply(self, ask: Ask) -> servers.Told:
+        """Send it, again after a pause while the queue is full. Raises Lost if it stays full."""
+        give_up = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                return servers.ask(self.port, ask.path, ask.fields, TIMEOUT_S)
+            except servers.Full as full:
+                require_error(full.body)
+                self.count("retried_429")
+                if time.monotonic() > give_up:
+                    raise
+                time.sleep(full.pause_s * self.rng.uniform(0.5, 1.5))
+
+    def get(self, ask: Ask) -> Text | None:
+        """The answer, checked, counted and timed; None if it came to nothing, which is counted."""
+        with self.tally.sent(self.behaviour, ask):
+            told = self.reply(ask)
+            is_stream = ask.fields.get("stream")
+            text = read_stream(ask, told.events) if is_stream else read_answer(ask, told.answer)
+            self.tally.times_ms.append((f"POST {ask.path}", told.ms))
+            self.tally.texts.append((ask, text))
+            self.count("answered")
+            return text
+
+
+# ---------------------------------------------------------------------------------- behaviours
+
+
+def leave(client: Client) -> None:
+    """Ask and go: after a few events, or before, while or after the request runs."""
+    ask = client.ask(client.rng.choice((GENERATE, COMPLETIONS)))
+    patience_s = client.rng.uniform(0.01, 1)
+    with client.tally.sent(client.behaviour, ask):
+        events = servers.events_of(client.port, ask.path, ask.fields, patience_s)
+        with suppress(TimeoutError, servers.Full), closing(events):
+            list(islice(events, client.rng.randint(1, 8)))
+        client.count("left_early")
+
+
+def burst(client: Client) -> None:
+    """More at once than run and wait; who is refused comes again."""
+    asks = [client.ask(GENERATE) for _ in range(BURST)]
+    short = [Ask(ask.path, ask.fields | {"max_tokens": 16}) for ask in asks]
+    with ThreadPoolExecutor(BURST) as pool:
+        list(pool.map(client.get, short))
+
+
+def send_other(client: Client) -> None:
+    """A page, or something that is refused."""
+    name = client.rng.choice(list(OTHER))
+    *request, status = OTHER[name]
+    with client.tally.sent(client.behaviour, name):
+        with servers.answering(client.port, *request, status, TIMEOUT_S) as response:
+            body = response.read()
+        if status != 200:
+            require_error(body)
+        client.count("answered" if status == 200 else "refused")
+
+
+BEHAVIOURS: dict[str, tuple[float, Callable[[Client], Any]]] = {
+    "generate": (10, lambda client: client.get(client.ask(GENERATE))),
+    "completions": (5, lambda client: client.get(client.ask(COMPLETIONS))),
+    "leave": (5, leave),
+    "pages, bad input": (8, send_other),
+    "burst": (0.4, burst),
+}
+
+
+# ------------------------------------------------------------------------------------ the soak
+
+
+class Soaked(servers.Server):
     """Our server, and what it has in use."""
 
     def sample(self, health: dict[str, Any]) -> Sample:
@@ -87,9 +375,6 @@ class Soaked(Server):
             is_less = all(sample[name] <= limit[name] for name in IN_USE[1:] for limit in limits)
             if last and is_less and not sample["requests_running"] or time.monotonic() > until:
                 return sample
-
-
-# ----------------------------------------------------------------------------------- the soak
 
 
 def load(server: Soaked, clients: list[Client], tally: Tally, duration_s: float) -> list[Sample]:
@@ -132,11 +417,10 @@ def send_again(client: Client, sample: list[tuple[Ask, Text]]) -> dict[str, Any]
     return {"kept": len(sample), "sent_again": num_sent, "differ": num_different}
 
 
-def soak(given: argparse.Namespace, log: Path) -> dict[str, Any]:
+def soak(given: argparse.Namespace, log: IO[bytes]) -> dict[str, Any]:
     """Start, warm up, load, rest, send the sample again, stop; what there is to report."""
     tally, texts = Tally(), list(demo.read_prompts().values())
-    with log.open("wb") as output:
-        server = Soaked([*OURS, "--max-queued", "16", *given.server_arguments], output)
+    server = Soaked([*servers.OURS, "--max-queued", "16", *given.server_arguments], log)
     try:
         health = server.wait_for_health()
         if not health["bitwise_lossless"]:
@@ -145,10 +429,10 @@ def soak(given: argparse.Namespace, log: Path) -> dict[str, Any]:
         chances = [random.Random(f"{given.seed} {i}") for i in range(given.clients)]
         clients = [Client(server.port, tally, chance, *common) for chance in chances]
         load(server, clients, tally, given.warm_up)
-        warm, began, before = server.rest(), time.monotonic(), (tally.num_tokens, tally.num_sent)
+        warm, began, before = server.rest(), time.monotonic(), tally.throughput()
         samples = load(server, clients, tally, given.minutes * 60)
-        load_s = time.monotonic() - began
-        num_tokens, num_sent = tally.num_tokens - before[0], tally.num_sent - before[1]
+        load_s = round(time.monotonic() - began, 1)
+        num_sent, num_tokens = (n - old for n, old in zip(tally.throughput(), before, strict=True))
         times_ms = list(tally.times_ms)
         end = server.rest(warm)
         random.Random(given.seed).shuffle(tally.texts)
@@ -156,14 +440,15 @@ def soak(given: argparse.Namespace, log: Path) -> dict[str, Any]:
         exit_code = server.stop()
     finally:
         server.process.kill()  # if it still runs
+    num_tracebacks = Path(log.name).read_bytes().count(b"Traceback")
     return {
         "requests": tally.rows(),
-        "throughput": [{"load_s": round(load_s, 1), "requests": num_sent, "tokens": num_tokens}],
+        "throughput": [{"load_s": load_s, "requests": num_sent, "tokens": num_tokens}],
         "latency": [latency_row(path, times_ms) for path in sorted({path for path, _ in times_ms})],
         "memory": [memory_row(start, warm, end, samples)],
         "at_rest": [rest_row(name, warm, end) for name in IN_USE],
         "rerun": [rerun],
-        "server": [{"exit_code": exit_code, "tracebacks": log.read_bytes().count(b"Traceback")}],
+        "server": [{"exit_code": exit_code, "tracebacks": num_tracebacks}],
         "memory_mib": [round(sample["memory_mib"]) for sample in samples[::50]],  # every 5 s
     }
 
@@ -231,20 +516,19 @@ def main(arguments: list[str] | None = None) -> int:
     given = options.parse_args(arguments)
     if not Path("/proc/self/status").exists():
         options.error("this needs /proc, which Linux has")
-    with NamedTemporaryFile(prefix="soak-", suffix=".log", delete=False) as file:
-        log = Path(file.name)
-    print(f"the server's log, kept if there are faults: {log}", file=sys.stderr)
-    try:
-        found = soak(given, log)
-    except RuntimeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    with NamedTemporaryFile(prefix="soak-", suffix=".log", delete=False) as log:
+        print(f"the server's log, kept if there are faults: {log.name}", file=sys.stderr)
+        try:
+            found = soak(given, log)
+        except RuntimeError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
     found["faults"] = find_faults(found)
     bench.report(__spec__.name, arguments, given, found)
     if found["faults"]:
         print("faults: " + "; ".join(found["faults"]), file=sys.stderr)
         return 1
-    log.unlink()
+    Path(log.name).unlink()
     return 0
 
 
