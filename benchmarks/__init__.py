@@ -45,8 +45,6 @@ AUTO = "auto"  # the drafter that chooses among the others, which takes a contro
 
 
 # ------------------------------------------------------------------------------------- engines
-
-
 def load_engine(**options: Any) -> Any:
     """An engine that is ready to run. The options are those of the command line.
 
@@ -72,8 +70,6 @@ def flat(prompts: dict[str, dict[str, list[int]]]) -> dict[str, list[int]]:
 
 
 # ------------------------------------------------------------------------------ running requests
-
-
 class Finished(NamedTuple):
     """What is left of a request."""
 
@@ -108,10 +104,6 @@ def run_together(
     return [done[i] for i in range(len(requests))]
 
 
-def outputs(finished: list[Finished]) -> list[list[int]]:
-    return [one.output for one in finished]
-
-
 def total(finished: list[Finished]) -> Statistics:
     """The sum of what was counted."""
     return sum((one.statistics for one in finished), Statistics())
@@ -136,8 +128,6 @@ def verifying(model: Any, num_before: int, counts: Iterable[int]) -> dict[int, C
 
 
 # --------------------------------------------------------------------------------------- clocks
-
-
 class Calls(NamedTuple):
     """All calls of a method: how long each took, and what it returned."""
 
@@ -202,8 +192,6 @@ def places(value: float | None, count: int = 3) -> float | None:
 
 
 # -------------------------------------------------------------------------------------- reports
-
-
 def parser(doc: str, runs: int | None = 5) -> argparse.ArgumentParser:
     """What every benchmark's command line has; --runs only if there is a default for it."""
     result = argparse.ArgumentParser(description=doc.splitlines()[0])
@@ -213,9 +201,7 @@ def parser(doc: str, runs: int | None = 5) -> argparse.ArgumentParser:
     return result
 
 
-def add_count(
-    options: argparse.ArgumentParser, name: str, low: int, high: int, default: int, text: str
-) -> None:
+def add_count(options: Any, name: str, low: int, high: int, default: int, text: str) -> None:
     """An option that is an integer from low to high."""
     text += " (default: %(default)s)"
     options.add_argument(name, type=between(low, high), default=default, help=text)
@@ -290,12 +276,14 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         texts = [_text(value, max(decimals, default=0)) for value in values]
         heading = wrap(key.replace("_", " "), max(8, *map(len, texts)), break_long_words=False)
         width = max(map(len, heading + texts))
-        is_left = str in map(type, values)
-        columns.append([heading, [t.ljust(width) if is_left else t.rjust(width) for t in texts]])
-    height = max(len(heading) for heading, _ in columns)
-    for heading, texts in columns:
-        texts[:0] = [line.ljust(len(texts[0])) for line in [""] * (height - len(heading)) + heading]
-    for line in zip(*(texts for _, texts in columns), strict=True):
+        align = str.ljust if str in map(type, values) else str.rjust
+        columns.append((width, heading, [align(text, width) for text in texts]))
+    height = max(len(heading) for _, heading, _ in columns)
+    filled = [
+        [text.ljust(width) for text in [""] * (height - len(heading)) + heading + texts]
+        for width, heading, texts in columns
+    ]
+    for line in zip(*filled, strict=True):
         print("  ".join(line).rstrip())
 
 

@@ -13,6 +13,7 @@ arrives.
 """
 
 import time
+from functools import partial
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -47,9 +48,8 @@ def measure_batches(
             Request(prompt, num_tokens // 2 + 7 * i % 16 * num_tokens // 15, case[0])
             for i, prompt in enumerate(prompts[: ROUNDS * size])
         ]
-        if is_alone:
-            return lambda: bench.outputs([bench.run(chosen, request) for request in requests])
-        return lambda: bench.outputs(bench.run_together(chosen, requests, at_once=size))
+        run = partial(bench.run_together, chosen, requests, at_once=1 if is_alone else size)
+        return lambda: [one.output for one in run()]
 
     ways = (True, False) if is_alone_timed else (False,)
     for size in sizes:

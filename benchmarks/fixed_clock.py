@@ -11,8 +11,8 @@ the machine is, and a change of the controller by a percent can be seen. The pro
 out. `of_best` is auto's speed in that of the drafter that is best alone on that kind of prompt.
 
     python -m benchmarks.fixed_clock [--pass-ms 1.4] [--row-ms 0.09] [--step-ms 0.5]
-        [--other-ms 0.2] [--choice-ms 0] [--together 1] [--k 8] [--tokens 96] [--kinds easy hard]
-        [--model DIR] [--json]
+        [--other-ms 0.2] [--choice-ms 0] [--together 1] [--k 8] [--tokens 96] [--model DIR]
+        [--json]
 """
 
 import argparse
@@ -23,7 +23,6 @@ from typing import Any
 from tqdm import tqdm
 
 import benchmarks as bench
-import demo
 from control.controller import Controller
 from control.planner import CHOSEN, Planner
 from drafters.panel import Panel
@@ -66,7 +65,7 @@ class FixedClock(Planner):
 def measure(engine: Any, given: argparse.Namespace) -> list[dict[str, Any]]:
     """One row per kind of prompt, and one for all: ms of each drafter, as speed-ups."""
     prompts = bench.demo_prompts(engine)
-    work = [(kind, ids) for kind in given.kinds or prompts for ids in prompts[kind].values()]
+    work = [(kind, ids) for kind, own in prompts.items() for ids in own.values()]
     size = given.together
     names = [None, *engine.panel.drafters, bench.AUTO]
     spent = {name: Counter[str]() for name in names}
@@ -100,8 +99,6 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--together", type=between(1, 16), default=1, help="requests (1)")
     k = between(1, MAX_SPECULATIVE_TOKENS)
     options.add_argument("--k", type=k, default=8, help="draft tokens, at most (8)")
-    kinds = sorted({name.partition("_")[0] for name in demo.read_prompts()})
-    options.add_argument("--kinds", nargs="+", choices=kinds, help="of prompts (default: all)")
     options.add_argument("--model", default="embedded", help="the target (default: %(default)s)")
     bench.add_count(options, "--tokens", 2, 1000, 96, "a request, at most")
     given = options.parse_args(arguments)

@@ -56,7 +56,7 @@ def measure(case: str, given: Any) -> list[dict[str, Any]]:
         requests = [Request(ids, count, named) for ids in prompts]
         time.sleep(PAUSE_S)
         began = time.perf_counter()
-        outputs = bench.outputs(bench.run_together(engine, requests))
+        outputs = [one.output for one in bench.run_together(engine, requests)]
         return (time.perf_counter() - began) * 1e3, outputs
 
     with started([*OURS, *FORGETFUL, *flags]) as server:

@@ -65,9 +65,8 @@ Sample = dict[str, float]  # the server at one moment: memory_mib, and what IN_U
 OWN_MEMORY = ("RssAnon", "RssShmem")
 IN_USE = ("threads", "open_files", "requests_running", "requests_waiting", "kv_cache_usage")
 
+
 # ------------------------------------------------------------------------------------ requests
-
-
 class Ask(NamedTuple):
     """A request for text."""
 
@@ -110,9 +109,8 @@ OTHER: dict[str, tuple[str, str, str | None, int]] = {
     "another model": ("POST", COMPLETIONS, '{"prompt": "1, 2,", "model": "another"}', 404),
 }
 
+
 # ------------------------------------------------------------------------------------- answers
-
-
 class Wrong(Exception):
     """An answer came that cannot be right."""
 
@@ -178,7 +176,6 @@ def read_stream(ask: Ask, events: Sequence[dict[str, Any]]) -> Text:
 
 
 # --------------------------------------------------------------------------- what came of them
-
 COUNTS = ("sent", "answered", "refused", "retried_429", "left_early", "lost", "wrong")
 
 
@@ -222,8 +219,6 @@ class Tally:
 
 
 # ------------------------------------------------------------------------------------- clients
-
-
 @dataclass
 class Client:
     """One client: its own random choices; what came of them goes into everyone's tally."""
@@ -301,8 +296,6 @@ class Client:
 
 
 # ---------------------------------------------------------------------------------- behaviours
-
-
 def leave(client: Client) -> None:
     """Ask and go: after a few events, or before, while or after the request runs."""
     ask = client.ask(client.rng.choice((GENERATE, COMPLETIONS)))
@@ -344,8 +337,6 @@ BEHAVIOURS: dict[str, tuple[float, Callable[[Client], Any]]] = {
 
 
 # ------------------------------------------------------------------------------------ the soak
-
-
 class Soaked(servers.Server):
     """Our server, and what it has in use."""
 
@@ -454,8 +445,6 @@ def soak(given: argparse.Namespace, log: IO[bytes]) -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------------------------- report
-
-
 def latency_row(path: str, times_ms: list[tuple[str, float]]) -> dict[str, Any]:
     """In milliseconds."""
     times = [ms for asked, ms in times_ms if asked == path]
