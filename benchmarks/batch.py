@@ -32,9 +32,7 @@ PLAIN: Case = (None, False)
 CHOOSING: Case = (bench.AUTO, False)
 
 
-def measure_batches(
-    engine: Any, sizes: list[int], runs: int, num_tokens: int, is_alone_timed: bool
-) -> list[dict[str, Any]]:
+def measure_batches(engine: Any, given: Any) -> list[dict[str, Any]]:
     """One row per size and case."""
     fixed, rows = bench.core.Engine(engine.target, engine.panel.drafters), []
     fixed.eos_ids = engine.eos_ids
@@ -45,16 +43,16 @@ def measure_batches(
     def method(case: Case, size: int, is_alone: bool) -> Any:
         chosen = fixed if case[1] else engine
         requests = [
-            Request(prompt, num_tokens // 2 + 7 * i % 16 * num_tokens // 15, case[0])
+            Request(prompt, given.tokens // 2 + 7 * i % 16 * given.tokens // 15, case[0])
             for i, prompt in enumerate(prompts[: ROUNDS * size])
         ]
         run = partial(bench.run_together, chosen, requests, at_once=1 if is_alone else size)
         return lambda: [one.output for one in run()]
 
-    ways = (True, False) if is_alone_timed else (False,)
-    for size in sizes:
+    ways = (False,) if given.together else (True, False)
+    for size in given.sizes:
         methods = {(case, alone): method(case, size, alone) for alone in ways for case in cases}
-        timed = bench.interleave(methods, runs, f"batches of {size}")
+        timed = bench.interleave(methods, given.runs, f"batches of {size}")
         plain = timed[PLAIN, False]
         for case in cases:
             row = row_of(case, plain, timed[case, False], timed.get((case, True)))
@@ -129,17 +127,15 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
     options = bench.parser(__doc__)
     bench.add_count(options, "--tokens", 2, 1000, 96, "a request, on average")
-    options.add_argument(
-        "--sizes", type=between(1, 16), nargs="+", default=SIZES, help="of batches"
-    )
+    options.add_argument("--sizes", type=between(1, 16), nargs="+", default=SIZES, help="batches")
     options.add_argument("--model", default="embedded", help="the target (default: ours)")
     options.add_argument("--together", action="store_true", help="only in batches, and no gaps")
     given = options.parse_args(arguments)
     engine = bench.load_engine(model=given.model, max_running=max(SIZES))
     engine.eos_ids = set()  # every request is as long as the others
-    batches = measure_batches(engine, given.sizes, given.runs, given.tokens, not given.together)
-    gaps = [] if given.together else [measure_gaps(engine, given.runs)]
-    bench.report(__spec__.name, arguments, given, {"batches": batches, "gaps": gaps})
+    results = {"batches": measure_batches(engine, given)}
+    results["gaps"] = [] if given.together else [measure_gaps(engine, given.runs)]
+    bench.report(__spec__.name, arguments, given, results)
 
 
 if __name__ == "__main__":

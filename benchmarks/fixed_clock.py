@@ -11,8 +11,8 @@ the machine is, and a change of the controller by a percent can be seen. The pro
 out. `of_best` is auto's speed in that of the drafter that is best alone on that kind of prompt.
 
     python -m benchmarks.fixed_clock [--pass-ms 1.4] [--row-ms 0.09] [--step-ms 0.5]
-        [--other-ms 0.2] [--choice-ms 0] [--together 1] [--k 8] [--tokens 96] [--model DIR]
-        [--json]
+        [--other-ms 0.2] [--choice-ms 0] [--together 1] [--k 8] [--tokens 96] [--json]
+        [--model DIR]
 """
 
 import argparse
@@ -27,7 +27,6 @@ from control.controller import Controller
 from control.planner import CHOSEN, Planner
 from drafters.panel import Panel
 from messages import Draft, Request
-from serving.options import between
 from serving.parsing import MAX_SPECULATIVE_TOKENS
 
 _FREE_MS = 0.005  # a token of a drafter without a model
@@ -96,9 +95,8 @@ def main(arguments: list[str] | None = None) -> None:
     for name, ms in {"pass": 1.4, "row": 0.09, "step": 0.5, "other": 0.2}.items():
         options.add_argument(f"--{name}-ms", type=float, default=ms, help=f"({ms})")
     options.add_argument("--choice-ms", type=float, default=0.0, help="a request's part (0)")
-    options.add_argument("--together", type=between(1, 16), default=1, help="requests (1)")
-    k = between(1, MAX_SPECULATIVE_TOKENS)
-    options.add_argument("--k", type=k, default=8, help="draft tokens, at most (8)")
+    bench.add_count(options, "--together", 1, 16, 1, "requests")
+    bench.add_count(options, "--k", 1, MAX_SPECULATIVE_TOKENS, 8, "draft tokens, at most")
     options.add_argument("--model", default="embedded", help="the target (default: %(default)s)")
     bench.add_count(options, "--tokens", 2, 1000, 96, "a request, at most")
     given = options.parse_args(arguments)

@@ -82,7 +82,7 @@ def write(server: Server, fields: dict[str, Any], prompts: list[str], count: int
         usage = next(e["usage"] for e in reversed(told.events) if e.get("usage"))
         counts = usage["prompt_tokens"], usage["completion_tokens"]
         text = "".join(part for _, part in parts)
-        found.append(Written(text, *counts, parts[0][0], told.ms))
+        found.append(Written(text, *counts, parts[0][0], told.at_ms[-1]))
     return found
 
 

@@ -31,14 +31,12 @@ PIECE, CONTEXT = 512, 300  # tokens
 
 def texts(tokenizer: Any, count: int) -> list[list[int]]:
     """Pieces of Python's documentation, `count` tokens in all."""
-    pieces, left = [], count
+    pieces = []
     for name in sorted(topics):
-        ids = tokenizer(topics[name])["input_ids"][: min(PIECE, left)]
+        ids = tokenizer(topics[name])["input_ids"][: min(PIECE, count)]
         if len(ids) > 1:
             pieces.append(ids)
-            left -= len(ids)
-        if left < 2:
-            break
+            count -= len(ids)
     return pieces
 
 

@@ -33,8 +33,6 @@ CASES = {
     "int8": {"model": "smollm2", "quantize": "int8"},
 }
 WAYS = ("here", "whole", "streamed")
-
-
 Tokens = tuple[float, list[list[int]]]  # milliseconds for all requests, and their tokens
 
 
@@ -51,7 +49,7 @@ def measure(case: str, given: Any) -> list[dict[str, Any]]:
             common = {"max_tokens": count, "drafter": drafter, "stream": way == "streamed"}
             bodies = [{"prompt": ids} | common for ids in prompts]
             ms, told = at_once(server.port, "/generate", bodies)
-            return ms, [each.answer["token_ids"] for each in told]
+            return ms, [each.events[-1]["token_ids"] for each in told]
         named = None if drafter == "none" else drafter
         requests = [Request(ids, count, named) for ids in prompts]
         time.sleep(PAUSE_S)

@@ -83,14 +83,6 @@ class Told(NamedTuple):
     at_ms: tuple[float, ...]
     events: tuple[dict[str, Any], ...]
 
-    @property
-    def answer(self) -> dict[str, Any]:
-        return self.events[-1]
-
-    @property
-    def ms(self) -> float:
-        return self.at_ms[-1]
-
 
 def ask(port: int, path: str, fields: dict[str, Any], timeout_s: float = 600.0) -> Told:
     """One request to its end. Raises what `events_of` does."""
