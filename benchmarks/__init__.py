@@ -9,7 +9,6 @@ is given as quartiles.
 """
 
 import argparse
-import importlib
 import json
 import math
 import os
@@ -20,6 +19,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from statistics import quantiles
 from textwrap import wrap
@@ -37,10 +37,7 @@ from models.prompts import ids_of
 from serving.options import ROOT, Options, between
 
 # A test run has imported the core already. A second copy would have classes of its own.
-core: Any = sys.modules.get("speculative_decoding") or importlib.import_module(
-    "08_speculative_decoding"
-)
-
+core: Any = sys.modules.get("speculative_decoding") or import_module("08_speculative_decoding")
 AUTO = "auto"  # the drafter that chooses among the others, which takes a controller
 
 
@@ -51,9 +48,8 @@ def load_engine(**options: Any) -> Any:
     It remembers no prompts, and no past outputs unless told otherwise: what is measured must not
     depend on what was measured before.
     """
-    return core.load_engine(
-        Options(**{"model": "embedded", "prefix_cache_mb": 0, "suffix_cache": 0} | options)
-    )
+    common = {"model": "embedded", "prefix_cache_mb": 0, "suffix_cache": 0}
+    return core.load_engine(Options(**common | options))
 
 
 def demo_prompts(engine: Any) -> dict[str, dict[str, list[int]]]:
@@ -208,11 +204,7 @@ def add_count(options: Any, name: str, low: int, high: int, default: int, text: 
 
 
 def report(
-    module: str,
-    arguments: list[str] | None,
-    given: argparse.Namespace,
-    results: dict[str, Any],
-    readable: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    module: str, arguments: Any, given: Any, results: dict[str, Any], readable: Callable = dict
 ) -> None:
     """Print all tables among the results, then as one line of JSON the document.
 
@@ -288,10 +280,8 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def _text(value: Any, decimals: int) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
+    if value is None or isinstance(value, bool):
+        return {None: "–", True: "yes", False: "no"}[value]
     if isinstance(value, list):
         return " to ".join(map(str, value))
     return f"{value:.{decimals}f}" if isinstance(value, float) else str(value)

@@ -27,7 +27,7 @@ from drafters.panel import PLAIN
 from engines.plan import LOADED, server_words
 from messages import Request, RequestError, Sampling
 from models.prompts import ids_of, prompts_of
-from serving.options import Options, between
+from serving.options import Options
 from serving.parsing import MAX_SPECULATIVE_TOKENS
 
 Found = dict[tuple[str, str], bench.Finished]  # by way of decoding and prompt
@@ -57,14 +57,11 @@ def measure(
         gain = bench.speedup(ms_per_token(PLAIN), own_ms)
         are_equal = [found[way, name].output == found[PLAIN, name].output for name in prompts]
         rows.append({
-            "drafter": way,
-            "tokens_per_s": round(1e3 / median(own_ms), 1),
-            "of_plain": gain.median,
-            "quartiles": gain.quartiles,
+            "drafter": way, "tokens_per_s": round(1e3 / median(own_ms), 1),
+            "of_plain": gain.median, "quartiles": gain.quartiles,
             "tok_pass": bench.places(total.tokens_per_pass, 2),
             "acceptance": bench.places(total.draft_acceptance_rate),
-            "equal_outputs": sum(are_equal),
-            "equal": all(are_equal),
+            "equal_outputs": sum(are_equal), "equal": all(are_equal),
         })  # fmt: skip
     return rows, found
 
@@ -89,7 +86,7 @@ def parser(doc: str, runs: int, k: int, dtype: str) -> argparse.ArgumentParser:
     options.add_argument("--dflash", help="a head of that kind")
     options.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default=dtype)
     options.add_argument("--quantize", choices=["int8"], help="of the target")
-    options.add_argument("--k", type=between(1, MAX_SPECULATIVE_TOKENS), default=k)
+    bench.add_count(options, "--k", 1, MAX_SPECULATIVE_TOKENS, k, "draft tokens, at most")
     options.add_argument("--temperature", type=float, default=0.0)
     bench.add_count(options, "--tokens", 2, 100_000, 128, "a request, at most")
     return options

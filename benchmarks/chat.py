@@ -74,20 +74,18 @@ def prompts_of(engine: Any, each: int) -> dict[str, dict[str, list[int]]]:
     return {kind: dict(list(group.items())[:each]) for kind, group in kinds.items()}
 
 
-def accepted(
-    kinds: dict[str, Any], found: audition.Found, drafters: list[str], k: int
-) -> list[dict[str, Any]]:
+def accepted(kinds: Any, found: audition.Found, given: Any) -> list[dict[str, Any]]:
     """One row per drafter and kind of prompts."""
     rows = []
-    for drafter in drafters:
+    for drafter in given.drafters:
         for kind, names in (kinds | {"all": bench.flat(kinds)}).items():
             total = bench.total([found[drafter, name] for name in names])
             shares = total.per_position()["acceptance_rate_per_position"]
-            shares += [None] * (k - len(shares))  # places that no draft reached
+            shares += [None] * (given.k - len(shares))  # places that no draft reached
             row = {"drafter": drafter, "prompts": kind}
             row["tok_pass"] = bench.places(total.tokens_per_pass, 2)
-            at = {f"at_{i}": bench.places(share, 2) for i, share in enumerate(shares, 1)}
-            rows.append(row | at)
+            row |= {f"at_{i}": bench.places(share, 2) for i, share in enumerate(shares, 1)}
+            rows.append(row)
     return rows
 
 
@@ -105,7 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
         options.error(f"no drafter {min(unknown)}: choose from {', '.join(choices)}")
     kinds = prompts_of(engine, given.each)
     rows, found = audition.measure(engine, bench.flat(kinds), given.drafters, given)
-    tables = {"results": rows, "accepted": accepted(kinds, found, given.drafters, given.k)}
+    tables = {"results": rows, "accepted": accepted(kinds, found, given)}
     bench.report(__spec__.name, arguments, given, tables)
 
 

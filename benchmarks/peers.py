@@ -106,10 +106,9 @@ def ours(engine: Any, request: Request) -> Result:
     return Result(output, passes, statistics.prompt_ms, 1)
 
 
-def measure(
-    engine: Any, peer: Peer, kinds: dict[str, dict[str, list[int]]], given: Any
-) -> list[dict[str, Any]]:
+def measure(engine: Any, peer: Peer, given: Any) -> list[dict[str, Any]]:
     """One row per method and kind of prompts."""
+    kinds = prompts_of(engine, given.each)
     prompts, methods = bench.flat(kinds), {}
     for method in peer.arguments:
         k = min(given.k, peer.head.num_mtp_layers) if method == "mtp" and peer.head else given.k
@@ -152,16 +151,12 @@ def row_of(ours: list[bench.Calls], theirs: list[bench.Calls]) -> dict[str, Any]
     return {
         "ours_tokens_per_s": round(1e3 / median(own), 1),
         "generate_tokens_per_s": round(1e3 / median(other), 1),
-        "ratio": gain.median,
-        "quartiles": gain.quartiles,
-        "decode_ratio": later.median,
-        "ours_passes": ours_passes,
-        "generate_passes": their_passes,
+        "ratio": gain.median, "quartiles": gain.quartiles, "decode_ratio": later.median,
+        "ours_passes": ours_passes, "generate_passes": their_passes,
         "num_tokens": sum(len(mine) for mine, _ in pairs),
         "equal_tokens": sum(len(os.path.commonprefix(pair)) for pair in pairs),
-        "num_outputs": len(pairs),
-        "equal_outputs": sum(mine == other for mine, other in pairs),
-    }
+        "num_outputs": len(pairs), "equal_outputs": sum(mine == other for mine, other in pairs),
+    }  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -175,8 +170,8 @@ def main(arguments: list[str] | None = None) -> None:
     given = options.parse_args(arguments)
     engine = bench.load_engine(model=given.model, dtype=given.dtype, fixed_k=True, max_running=2)
     peer = Peer(given.model, given.dtype, engine.target.model.device, given.k)
-    rows = measure(engine, peer, prompts_of(engine, given.each), given)
-    bench.report(__spec__.name, arguments, given, {"results": rows})
+    results = {"results": measure(engine, peer, given)}
+    bench.report(__spec__.name, arguments, given, results)
 
 
 if __name__ == "__main__":

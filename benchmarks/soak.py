@@ -51,6 +51,7 @@ from tqdm import tqdm
 import benchmarks as bench
 import demo
 from benchmarks import servers
+from benchmarks.lossless import SAMPLINGS
 from serving.options import seconds
 
 TIMEOUT_S, MAX_TOKENS = 120.0, 160
@@ -89,15 +90,6 @@ class Text(NamedTuple):
 
 
 STOPS = ("\n", " the", ",", "return", "}", ". ", "green", "é")
-SAMPLING: dict[str, tuple[float, ...]] = {
-    "temperature": (0.3, 0.8, 1.0, 1.5),
-    "top_k": (0, 5, 40),
-    "top_p": (1.0, 0.95, 0.7),
-    "min_p": (0.0, 0.05),
-    "repetition_penalty": (1.0, 1.2),
-}
-
-
 # What is no request for text: method, path, body and status. The tests try many more.
 OTHER: dict[str, tuple[str, str, str | None, int]] = {
     "the page": ("GET", "/", None, 200),
@@ -253,7 +245,7 @@ class Client:
         fields |= {"seed": rng.randrange(1 << 32), "drafter": rng.choice(self.drafters)}
         fields["num_speculative_tokens"] = rng.choice((0, 1, 2, 3, 5, 8, 16))  # 0: plain decoding
         if rng.random() < 0.5:
-            fields |= {name: rng.choice(values) for name, values in SAMPLING.items()}
+            fields |= vars(rng.choice(list(SAMPLINGS.values())))
         if rng.random() < 0.25:
             fields["stop"] = rng.sample(STOPS, rng.randint(1, 3))
         if rng.random() < 0.2:
