@@ -66,11 +66,11 @@ class Peer:
             found = AutoModelForCausalLM.from_pretrained(**for_transformers(name), dtype=dtype)
             return found.to(device).eval()
 
-        self.model, self.head, self.num_passes = load(place_of(model)), None, 0
-        self.model.register_forward_pre_hook(self._count)
+        self.model, self.head, self.passes = load(place_of(model)), None, list[None]()
+        self.model.register_forward_pre_hook(lambda *_: self.passes.append(None))
         assert Options.prompt_lookup_min == 1, "prompt lookup goes down to suffixes of one token"
-        largest = Options.prompt_lookup_max
-        lookup = {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": largest}
+        lookup = {"prompt_lookup_num_tokens": k}
+        lookup["max_matching_ngram_size"] = Options.prompt_lookup_max
         self.arguments: dict[str, dict[str, Any]] = {"greedy": {}, "ngram": lookup}
         if model == "hybrid":
             self.arguments = {"greedy": {}, "mtp": {}}
@@ -83,20 +83,17 @@ class Peer:
             self.head = MtpModel.from_pretrained(self.model)
             self.arguments["mtp"] = {"use_mtp": True}
 
-    def _count(self, *_: Any) -> None:
-        self.num_passes += 1
-
     def generate(self, method: str, prompt: list[int], num_tokens: int) -> Result:
         """Up to `num_tokens` greedy tokens."""
-        self.num_passes, clock, began = 0, _Clock(), time.perf_counter()
+        self.passes, clock, began = [], _Clock(), time.perf_counter()
         ids = torch.tensor([prompt], device=self.model.device)
         output = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False,
             pad_token_id=0, streamer=clock, **self.arguments[method],
         )  # fmt: skip
         first_at, num_first = clock[1]
-        new, prompt_ms = output[0, len(prompt) :].tolist(), (first_at - began) * 1e3
-        return Result(new, self.num_passes, prompt_ms, num_first)
+        new = output[0, len(prompt) :].tolist()
+        return Result(new, len(self.passes), (first_at - began) * 1e3, num_first)
 
 
 def ours(engine: Any, request: Request) -> Result:
@@ -170,8 +167,7 @@ def main(arguments: list[str] | None = None) -> None:
     given = options.parse_args(arguments)
     engine = bench.load_engine(model=given.model, dtype=given.dtype, fixed_k=True, max_running=2)
     peer = Peer(given.model, given.dtype, engine.target.model.device, given.k)
-    results = {"results": measure(engine, peer, given)}
-    bench.report(__spec__.name, arguments, given, results)
+    bench.report(__spec__.name, arguments, given, {"results": measure(engine, peer, given)})
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import IO, Any, NamedTuple
 
 import torch
 
+import benchmarks as bench
 from serving.options import ROOT
 
 HOST = "127.0.0.1"
@@ -158,9 +159,6 @@ def started(command: list[str]) -> Iterator[Server]:
 
 def memory_gb_per_s() -> float:
     """How fast all threads read memory together, the best of five."""
-    numbers, best = torch.ones(1 << 27), 0.0
-    for _ in range(5):
-        began = time.perf_counter()
-        numbers.sum()
-        best = max(best, numbers.nbytes / (time.perf_counter() - began) / 1e9)
-    return round(best, 1)
+    numbers = torch.ones(1 << 27)
+    calls = bench.interleave({"sum": numbers.sum}, 5, "memory")["sum"]
+    return round(numbers.nbytes / min(calls.ms) / 1e6, 1)

@@ -177,9 +177,6 @@ class Tally:
         self.times_ms: list[tuple[str, float]] = []  # of whole answers, by what was asked
         self.texts: list[tuple[Ask, Text]] = []
 
-    def add(self, behaviour: str, count: str) -> None:
-        self.seen.append((behaviour, count))
-
     def throughput(self) -> tuple[int, int]:
         """Requests until now, and tokens of their answers."""
         num_sent = sum(name != POLL and count == "sent" for name, count in list(self.seen))
@@ -188,13 +185,13 @@ class Tally:
     @contextmanager
     def sent(self, behaviour: str, what: Any) -> Iterator[None]:
         """Count a request as sent, and count and print what goes wrong until its answer is read."""
-        self.add(behaviour, "sent")
+        self.seen.append((behaviour, "sent"))
         try:
             yield
         except Exception as error:
             is_lost = isinstance(error, (servers.Lost, OSError, http.client.HTTPException))
             kind = "lost" if is_lost else "wrong"  # or not of the shape that was promised
-            self.add(behaviour, kind)
+            self.seen.append((behaviour, kind))
             said = f"{kind.upper()} ({behaviour}): {what}\n  {type(error).__name__}: {error}"
             tqdm.write(said, file=sys.stderr)
             if is_lost:
@@ -202,9 +199,8 @@ class Tally:
 
     def rows(self) -> list[dict[str, Any]]:
         """By behaviour, then in all."""
-        found, in_all = Counter(self.seen), Counter(("in all", count) for _, count in self.seen)
-        names = [*sorted({name for name, _ in found}), "in all"]
-        found |= in_all
+        found = Counter([*self.seen, *(("in all", count) for _, count in self.seen)])
+        names = [*sorted({name for name, _ in self.seen}), "in all"]
         return [{"behaviour": n} | {count: found[n, count] for count in COUNTS} for n in names]
 
 
@@ -265,7 +261,7 @@ class Client:
                 return servers.ask(self.port, ask.path, ask.fields, TIMEOUT_S)
             except servers.Full as full:
                 require_error(full.body)
-                self.tally.add(self.behaviour, "retried_429")
+                self.tally.seen.append((self.behaviour, "retried_429"))
                 if time.monotonic() > give_up:
                     raise
                 time.sleep(full.pause_s * self.rng.uniform(0.5, 1.5))
@@ -278,7 +274,7 @@ class Client:
             text = read_stream(ask, told.events) if is_stream else read_answer(ask, *told.events)
             self.tally.times_ms.append((f"POST {ask.path}", told.at_ms[-1]))
             self.tally.texts.append((ask, text))
-            self.tally.add(self.behaviour, "answered")
+            self.tally.seen.append((self.behaviour, "answered"))
             return text
 
 
@@ -291,7 +287,7 @@ def leave(client: Client) -> None:
         events = servers.events_of(client.port, ask.path, ask.fields, patience_s)
         with suppress(TimeoutError, servers.Full), closing(events):
             list(islice(events, client.rng.randint(1, 8)))
-        client.tally.add(client.behaviour, "left_early")
+        client.tally.seen.append((client.behaviour, "left_early"))
 
 
 def burst(client: Client) -> None:
@@ -311,7 +307,7 @@ def send_other(client: Client) -> None:
             body = response.read()
         if status != 200:
             require_error(body)
-        client.tally.add(client.behaviour, "answered" if status == 200 else "refused")
+        client.tally.seen.append((client.behaviour, "answered" if status == 200 else "refused"))
 
 
 BEHAVIOURS: dict[str, tuple[float, Callable[[Client], Any]]] = {
@@ -368,7 +364,7 @@ def load(server: Soaked, clients: list[Client], tally: Tally, duration_s: float)
                 with tally.sent(POLL, "poll"):
                     health = server.health(TIMEOUT_S)
                     tally.times_ms.append((POLL, (time.monotonic() - began) * 1e3))
-                    tally.add(POLL, "answered")
+                    tally.seen.append((POLL, "answered"))
                     samples.append(server.sample(health))
                 time.sleep(max(0.0, began + HEALTH_EVERY_S - time.monotonic()))
         finally:
@@ -390,7 +386,7 @@ def send_again(client: Client, sample: list[tuple[Ask, Text]]) -> dict[str, Any]
         num_sent += 1
         if now != before:
             num_different += 1
-            client.tally.add(client.behaviour, "wrong")
+            client.tally.seen.append((client.behaviour, "wrong"))
             tqdm.write(f"WRONG: {ask}\n  under load {before}\n  alone      {now}", file=sys.stderr)
     return {"kept": len(sample), "sent_again": num_sent, "differ": num_different}
 
