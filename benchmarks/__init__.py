@@ -1,8 +1,5 @@
 """Measurements, run as `python -m benchmarks.NAME`. This file holds what they share.
 
-There is one helper each to load an engine, to run requests, to time one verify, to take turns, to
-compare times and to report. The other files know little more of the core than these helpers.
-
 Every benchmark prints tables and then one line of JSON. That line begins with the command, the
 commit, the machine and the versions. Methods are run in turn, figures are medians, and the spread
 is given as quartiles.
@@ -20,13 +17,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from statistics import quantiles
 from textwrap import wrap
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from tqdm import tqdm
 
 import demo
@@ -231,11 +228,8 @@ def _environment(module: str, arguments: list[str] | None) -> dict[str, Any]:
             "threads": torch.get_num_threads(),
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         },
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("torch", "transformers")},
     }
 
 
@@ -269,13 +263,10 @@ def print_table(rows: list[dict[str, Any]]) -> None:
         heading = wrap(key.replace("_", " "), max(8, *map(len, texts)), break_long_words=False)
         width = max(map(len, heading + texts))
         align = str.ljust if str in map(type, values) else str.rjust
-        columns.append((width, heading, [align(text, width) for text in texts]))
-    height = max(len(heading) for _, heading, _ in columns)
-    filled = [
-        [text.ljust(width) for text in [""] * (height - len(heading)) + heading + texts]
-        for width, heading, texts in columns
-    ]
-    for line in zip(*filled, strict=True):
+        columns.append([t.ljust(width) for t in [*heading, *(align(t, width) for t in texts)]])
+    height = max(map(len, columns))
+    padded = [[" " * len(column[0])] * (height - len(column)) + column for column in columns]
+    for line in zip(*padded, strict=True):
         print("  ".join(line).rstrip())
 
 

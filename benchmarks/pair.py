@@ -9,7 +9,7 @@ one, over the time after the first one. `prompt_tokens_per_s` is how fast a long
 `equal` says whether all texts are those of our plain decoding.
 
     python -m benchmarks.pair --llama PATH/llama-server --target T.gguf [--draft D.gguf]
-        [--each 2] [--tokens 96] [--k 4] [--runs 3] [--kinds code chat edit] [--clients 1] [--json]
+        [--each 2] [--tokens 96] [--k 4] [--runs 3] [--clients 1] [--json]
 
 The memory's speed is measured before and after: on two cores it decides much. Memory is the most
 that a process had at once, with what it maps of the files.
@@ -25,7 +25,6 @@ import torch
 import benchmarks as bench
 from benchmarks.chat import PROMPTS
 from benchmarks.servers import FORGETFUL, HOST, OURS, Server, at_once, memory_gb_per_s, started
-from serving.options import between
 
 ROUTE = "/v1/chat/completions"
 DRAFTERS = "none", "draft_model", "ngram", bench.AUTO
@@ -88,9 +87,9 @@ def write(server: Server, fields: dict[str, Any], prompts: list[str], count: int
 
 def commands(given: Any) -> dict[str, list[str]]:
     """How each server is started."""
-    llama = [given.llama, "--model", given.target, "--host", HOST, "--ctx-size", "4096"]
-    llama += ["--threads", str(torch.get_num_threads()), "--parallel", str(given.clients)]
-    llama += ["--cache-ram", "0"]
+    options = f"--host {HOST} --ctx-size 4096 --threads {torch.get_num_threads()} --cache-ram 0"
+    llama = [given.llama, "--model", given.target, *options.split()]
+    llama += ["--parallel", str(given.clients)]
     n_gram = "--spec-type ngram-simple --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 5"
     found = {PLAIN: llama, "llama-server, n-gram": llama + n_gram.split()}
     ours = [*OURS, *FORGETFUL, "--model", given.target, "--max-model-len", "4096"]
@@ -117,12 +116,11 @@ def measure(given: Any) -> dict[str, Any]:
             if given.draft or drafter != "draft_model":
                 limit = {"num_speculative_tokens": given.k} if drafter == "draft_model" else {}
                 ways[f"ours, {drafter}"] = ours, {"drafter": drafter} | limit
-        for kind in given.kinds:
-            texts = KINDS[kind][: max(given.each, given.clients)]
-            batches = [texts[i:][: given.clients] for i in range(0, len(texts), given.clients)]
+        for kind, prompts in KINDS.items():
+            texts = prompts[: max(given.each, given.clients)]
             calls = {
-                (way, i): partial(write, *asked, batch, given.tokens)
-                for i, batch in enumerate(batches)
+                (way, begin): partial(write, *asked, texts[begin:][: given.clients], given.tokens)
+                for begin in range(0, len(texts), given.clients)
                 for way, asked in ways.items()
             }
             speeds += rows_of(kind, bench.interleave(calls, given.runs, kind))
@@ -155,16 +153,14 @@ def rows_of(kind: str, timed: dict[Any, bench.Calls]) -> list[dict[str, Any]]:
     texts = {way: [one.text for one in runs[-1]] for way, runs in found.items()}
     return [
         {
-            "kind": kind,
-            "who": way,
-            "tokens_per_s": round(1e3 / median(own), 1),
+            "kind": kind, "who": way, "tokens_per_s": round(1e3 / median(own), 1),
             "of_plain": bench.speedup(times[PLAIN], own).median,
             "of_best": bench.speedup(best, own).median,
             "first_ms": round(median(one.first_ms for run in found[way] for one in run)),
             "equal": texts[way] == texts["ours, none"] if way not in theirs else None,
         }
         for way, own in times.items()
-    ]
+    ]  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -173,8 +169,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--llama", required=True, help="the program llama-server")
     options.add_argument("--target", required=True, help="a GGUF file of a chat model")
     options.add_argument("--draft", help="another, for draft_model on both sides")
-    options.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    options.add_argument("--clients", type=between(1, 16), default=1)
+    bench.add_count(options, "--clients", 1, 16, 1, "that ask in the same moment")
     bench.add_count(options, "--each", 1, 8, 2, "prompts of a kind")
     bench.add_count(options, "--tokens", 2, 1000, 96, "a request, at most")
     bench.add_count(options, "--k", 1, 16, 4, "tokens that the draft model proposes")

@@ -54,10 +54,9 @@ def retype(source: str, path: str, kind: str) -> None:
 
 def theirs(program: str, path: str, rows: list[int]) -> dict[int, float]:
     """Milliseconds of a pass of llama.cpp, by how many texts decode."""
-    counts = ",".join(map(str, rows))
-    command = [program, "-m", path, "-t", str(torch.get_num_threads()), "-npp", str(BEHIND)]
-    command += ["-ntg", str(NUM_TOKENS), "-npl", counts, "-c", str((BEHIND + NUM_TOKENS) * 16)]
-    command += ["--output-format", "jsonl"]
+    options = f"-t {torch.get_num_threads()} -npp {BEHIND} -ntg {NUM_TOKENS}"
+    options += f" -npl {','.join(map(str, rows))} -c {(BEHIND + NUM_TOKENS) * 16}"
+    command = [program, "-m", path, *options.split(), "--output-format", "jsonl"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {line["pl"]: line["t_tg"] / line["tg"] * 1e3 for line in lines}

@@ -19,10 +19,10 @@ the second half may add 5 MiB at most.
 In the end SIGTERM must end the server with 0, and its log must hold no traceback. Exit status 1 for
 any fault, a p99 of /health above 100 ms included.
 
-    python -m benchmarks.soak [--minutes 20] [--warm-up 15] [--clients 24] [--seed 0]
+    python -m benchmarks.soak [--minutes 20] [--warm-up 15] [--clients 24]
         [--sample 300] [--server-arguments="--model embedded"] [--json]
 
-Linux only (/proc). The seed fixes what each client does, not how the clients meet. Not covered:
+Linux only (/proc). Each run has the same clients, and only how they meet differs. Not covered:
 chats, an API key, shutting down under load, several servers, connections from elsewhere.
 """
 
@@ -39,7 +39,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from statistics import quantiles
@@ -89,6 +89,7 @@ class Text(NamedTuple):
     logprobs: Any
 
 
+TEXTS = list(demo.read_prompts().values())
 STOPS = ("\n", " the", ",", "return", "}", ". ", "green", "é")
 # What is no request for text: method, path, body and status. The tests try many more.
 OTHER: dict[str, tuple[str, str, str | None, int]] = {
@@ -169,13 +170,13 @@ def read_stream(ask: Ask, events: Sequence[dict[str, Any]]) -> Text:
 COUNTS = ("sent", "answered", "refused", "retried_429", "left_early", "lost", "wrong")
 
 
+@dataclass
 class Tally:
     """What came of all clients' requests, by behaviour; every thread writes here."""
 
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, str]] = []  # behaviours, and what came: one of COUNTS
-        self.times_ms: list[tuple[str, float]] = []  # of whole answers, by what was asked
-        self.texts: list[tuple[Ask, Text]] = []
+    seen: list[tuple[str, str]] = field(default_factory=list)  # behaviours, and one of COUNTS
+    times_ms: list[tuple[str, float]] = field(default_factory=list)  # of what was asked
+    texts: list[tuple[Ask, Text]] = field(default_factory=list)
 
     def throughput(self) -> tuple[int, int]:
         """Requests until now, and tokens of their answers."""
@@ -213,7 +214,6 @@ class Client:
     tally: Tally
     rng: random.Random
     drafters: list[str]
-    texts: list[str]
     behaviour: str = ""
 
     def run(self, stop: threading.Event) -> None:
@@ -230,7 +230,7 @@ class Client:
         token ids, of which most make no sense.
         """
         rng, kind = self.rng, self.rng.random()
-        prompt: Any = rng.choice(self.texts) * (rng.randint(2, 6) if rng.random() < 0.2 else 1)
+        prompt: Any = rng.choice(TEXTS) * (rng.randint(2, 6) if rng.random() < 0.2 else 1)
         if kind < 0.4:
             length = rng.randint(300, 1200) if rng.random() < 0.2 else rng.randint(1, 40)
             prompt = [rng.randrange(1, 1000) for _ in range(length)]
@@ -393,15 +393,14 @@ def send_again(client: Client, sample: list[tuple[Ask, Text]]) -> dict[str, Any]
 
 def soak(given: argparse.Namespace, log: IO[bytes]) -> dict[str, Any]:
     """Start, warm up, load, rest, send the sample again, stop; what there is to report."""
-    tally, texts = Tally(), list(demo.read_prompts().values())
-    server = Soaked([*servers.OURS, "--max-queued", "16", *given.server_arguments], log)
+    command = [*servers.OURS, "--max-queued", "16", *given.server_arguments]
+    server, tally = Soaked(command, log), Tally()
     try:
         health = server.wait_for_health()
         if not health["bitwise_lossless"]:
             raise RuntimeError("this server's texts may differ by rounding, so none is wrong")
-        start, common = server.sample(health), (health["drafters"], texts)
-        chances = [random.Random(f"{given.seed} {i}") for i in range(given.clients)]
-        clients = [Client(server.port, tally, chance, *common) for chance in chances]
+        start, chances = server.sample(health), map(random.Random, range(given.clients))
+        clients = [Client(server.port, tally, rng, health["drafters"]) for rng in chances]
         load(server, clients, tally, given.warm_up)
         warm, began, before = server.rest(), time.monotonic(), tally.throughput()
         samples = load(server, clients, tally, given.minutes * 60)
@@ -409,7 +408,7 @@ def soak(given: argparse.Namespace, log: IO[bytes]) -> dict[str, Any]:
         num_sent, num_tokens = (n - old for n, old in zip(tally.throughput(), before, strict=True))
         times_ms = list(tally.times_ms)
         end = server.rest(warm)
-        random.Random(given.seed).shuffle(tally.texts)
+        random.Random(0).shuffle(tally.texts)
         rerun = send_again(clients[0], tally.texts[: given.sample])
         exit_code = server.stop()
     finally:
@@ -477,7 +476,6 @@ def main(arguments: list[str] | None = None) -> int:
     shown = {"type": seconds, "help": "(default: %(default)s)"}
     options.add_argument("--minutes", **shown, default=20.0)
     options.add_argument("--warm-up", **shown, default=15.0)
-    bench.add_count(options, "--seed", 0, 10**9, 0, "of the clients' choices")
     bench.add_count(options, "--clients", 1, 500, 24, "at once")
     bench.add_count(options, "--sample", 1, 10**6, 300, "answers to compare in the end")
     words = {"type": shlex.split, "default": ["--model", "embedded"], "metavar": "WORDS"}

@@ -360,7 +360,7 @@ def test_the_soak_s_clients_see_that_an_answer_is_wrong(changes):
 
 def test_the_soak_sees_that_an_answer_differs_from_the_one_alone(capsys):
     text, tally = soak.read_answer(ASKED, ANSWER), soak.Tally()
-    client = soak.Client(0, tally, random.Random(0), [], [])
+    client = soak.Client(0, tally, random.Random(0), [])
     for now, differs in ((text, 0), (text._replace(token_ids=[5, 9]), 1)):
         client.get = lambda ask, now=now: now
         found = soak.send_again(client, [(ASKED, text)])
