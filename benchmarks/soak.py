@@ -23,7 +23,7 @@ any fault, a p99 of /health above 100 ms included.
         [--sample 300] [--server-arguments="--model embedded"] [--json]
 
 Linux only (/proc). Each run has the same clients, and only how they meet differs. Not covered:
-chats, an API key, shutting down under load, several servers, connections from elsewhere.
+/v1, an API key, shutting down under load, several servers, connections from elsewhere.
 """
 
 import argparse
@@ -36,7 +36,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -60,7 +60,8 @@ REST_S = 60.0  # the server closes forgotten connections after 30 s
 HEALTH_EVERY_S, MAX_HEALTH_P99_MS = 0.1, 100.0
 MANY_REQUESTS, MAX_GROWTH = 20_000, 5.0  # of so many the second half may add so many MiB
 MAX_THREADS = 100  # they are started when they are needed, up to a fixed number, and stay
-GENERATE, COMPLETIONS, POLL = "/generate", "/v1/completions", "GET /health"
+GENERATE, POLL = "/generate", "GET /health"
+Ask = dict[str, Any]  # the fields of a request for text
 
 Sample = dict[str, float]  # the server at one moment: memory_mib, and what IN_USE names
 OWN_MEMORY = ("RssAnon", "RssShmem")
@@ -68,24 +69,13 @@ IN_USE = ("threads", "open_files", "requests_running", "requests_waiting", "kv_c
 
 
 # ------------------------------------------------------------------------------------ requests
-class Ask(NamedTuple):
-    """A request for text."""
-
-    path: str
-    fields: dict[str, Any]
-
-    def alone(self) -> "Ask":
-        """The same text, asked for without a stream."""
-        return Ask(self.path, {k: v for k, v in self.fields.items() if not k.startswith("stream")})
-
-
 class Text(NamedTuple):
     """What an answer says, as far as it is the same whenever and beside whatever one asks."""
 
     text: str
     finish_reason: str
     num_tokens: int
-    token_ids: list[int] | None  # of /generate only
+    token_ids: list[int]
     logprobs: Any
 
 
@@ -121,20 +111,19 @@ def require_error(body: bytes) -> None:
 
 def read_answer(ask: Ask, body: dict[str, Any]) -> Text:
     """The text, if the answer's figures fit it and the request. Raises Wrong."""
-    choice = body if ask.path == GENERATE else body["choices"][0]
-    logprobs, ids, usage = choice.get("logprobs"), body.get("token_ids"), body["usage"]
-    count, limit = usage["completion_tokens"], ask.fields["max_tokens"]
-    text, reason = choice["text"], choice["finish_reason"]
-    listed = logprobs if ask.path == GENERATE or not logprobs else logprobs["tokens"]
+    text, reason, ids, logprobs = (
+        body.get(key) for key in ("text", "finish_reason", "token_ids", "logprobs")
+    )
+    usage, limit, count = body["usage"], ask["max_tokens"], len(ids)
     claims = {
         "usage adds up": usage["total_tokens"] == usage["prompt_tokens"] + count,
-        "usage counts the tokens": ids is None or len(ids) == count,
+        "usage counts the tokens": usage["completion_tokens"] == count,
         "timings count the tokens": body["timings"]["predicted_n"] == count,
-        "each token has a log-probability": listed is None or len(listed) == count,
+        "each token has a log-probability": logprobs is None or len(logprobs) == count,
         "there are as many tokens as asked for, at most": 1 <= count <= limit,
         "it says why it ended": reason == "stop" or (reason == "length" and count == limit),
-        "stop strings are left out": not any(s in text for s in ask.fields.get("stop", ())),
-        "the seed is the request's": body["seed"] == ask.fields["seed"],
+        "stop strings are left out": not any(s in text for s in ask.get("stop", ())),
+        "the seed is the request's": body["seed"] == ask["seed"],
         "nothing is warned of": body["warnings"] == [],
         "plain decoding gives the same": body.get("compare", {}).get("identical") is not False,
     }
@@ -142,28 +131,19 @@ def read_answer(ask: Ask, body: dict[str, Any]) -> Text:
     return Text(text, reason, count, ids, logprobs)
 
 
-def read_stream(ask: Ask, events: Sequence[dict[str, Any]]) -> Text:
-    """Of all events of a stream. Raises Wrong."""
+def read_stream(ask: Ask, *events: dict[str, Any]) -> Text:
+    """The same of all events of a stream."""
     *parts, last = events
-    if ask.path == GENERATE:  # cycles, those of a comparison's plain decoding, and the answer
-        cycles = [event for event in parts if "plain" not in event]
-        plain = "".join(event["plain"]["text"] for event in parts if "plain" in event)
-        ids = [token["id"] for cycle in cycles for token in cycle["tokens"]]
-        logprobs = [entry for cycle in cycles for entry in cycle.get("logprobs", ())]
-        said = plain, "".join(cycle["text"] for cycle in cycles), ids, logprobs
-        compared = last.get("compare", {"plain": {"text": ""}})["plain"]["text"]
-        answer = compared, last["text"], last["token_ids"], last.get("logprobs") or []
-        require({"the pieces make the answer": said == answer}, events)
-        return read_answer(ask, last)
-    choices = [chunk["choices"][0] for chunk in parts]  # OpenAI's chunks, and the usage
-    *others, reason = [choice["finish_reason"] for choice in choices]
-    claims = {"usage comes last": last["choices"] == [], "it ends once": not any(others)}
-    require(claims, events)
-    listed = [choice["logprobs"] for choice in choices if choice["logprobs"]]
-    joined = {key: [one for part in listed for one in part[key]] for key in (listed or [{}])[0]}
-    text = "".join(choice["text"] for choice in choices)
-    whole = {"text": text, "finish_reason": reason, "logprobs": joined or None}
-    return read_answer(ask, last | {"choices": [whole]})
+    # Cycles, those of a comparison's plain decoding, and the answer.
+    cycles = [event for event in parts if "plain" not in event]
+    plain = "".join(event["plain"]["text"] for event in parts if "plain" in event)
+    ids = [token["id"] for cycle in cycles for token in cycle["tokens"]]
+    logprobs = [entry for cycle in cycles for entry in cycle.get("logprobs", ())]
+    said = plain, "".join(cycle["text"] for cycle in cycles), ids, logprobs
+    compared = last.get("compare", {"plain": {"text": ""}})["plain"]["text"]
+    answer = compared, last["text"], last["token_ids"], last.get("logprobs") or []
+    require({"the pieces make the answer": said == answer}, events)
+    return read_answer(ask, last)
 
 
 # --------------------------------------------------------------------------- what came of them
@@ -223,7 +203,7 @@ class Client:
             self.behaviour = self.rng.choices(list(BEHAVIOURS), weights)[0]
             BEHAVIOURS[self.behaviour][1](self)
 
-    def ask(self, path: str) -> Ask:
+    def ask(self) -> Ask:
         """Any request that must be answered, with a seed, so that it has one right answer.
 
         Its prompt is a text, now and then a long one, or words that nobody has sent before, or any
@@ -246,19 +226,16 @@ class Client:
             fields["stop"] = rng.sample(STOPS, rng.randint(1, 3))
         if rng.random() < 0.2:
             fields["logprobs"] = rng.choice((0, 1, 5))
-        if path == GENERATE and rng.random() < 0.1:
+        if rng.random() < 0.1:
             fields[rng.choice(("trace", "compare"))] = True
-        if rng.random() < 0.5:
-            usage = {"stream_options": {"include_usage": True}} if path == COMPLETIONS else {}
-            fields |= {"stream": True} | usage
-        return Ask(path, fields)
+        return fields | {"stream": rng.random() < 0.5}
 
     def reply(self, ask: Ask) -> servers.Told:
         """Send it, again after a pause while the queue is full. Raises Lost if it stays full."""
         give_up = time.monotonic() + TIMEOUT_S
         while True:
             try:
-                return servers.ask(self.port, ask.path, ask.fields, TIMEOUT_S)
+                return servers.ask(self.port, GENERATE, ask, TIMEOUT_S)
             except servers.Full as full:
                 require_error(full.body)
                 self.tally.seen.append((self.behaviour, "retried_429"))
@@ -270,9 +247,9 @@ class Client:
         """The answer, checked, counted and timed; None if it came to nothing, which is counted."""
         with self.tally.sent(self.behaviour, ask):
             told = self.reply(ask)
-            is_stream = ask.fields.get("stream")
-            text = read_stream(ask, told.events) if is_stream else read_answer(ask, *told.events)
-            self.tally.times_ms.append((f"POST {ask.path}", told.at_ms[-1]))
+            read = read_stream if ask["stream"] else read_answer
+            text = read(ask, *told.events)
+            self.tally.times_ms.append((f"POST {GENERATE}", told.at_ms[-1]))
             self.tally.texts.append((ask, text))
             self.tally.seen.append((self.behaviour, "answered"))
             return text
@@ -281,10 +258,9 @@ class Client:
 # ---------------------------------------------------------------------------------- behaviours
 def leave(client: Client) -> None:
     """Ask and go: after a few events, or before, while or after the request runs."""
-    ask = client.ask(client.rng.choice((GENERATE, COMPLETIONS)))
-    patience_s = client.rng.uniform(0.01, 1)
+    ask, patience_s = client.ask(), client.rng.uniform(0.01, 1)
     with client.tally.sent(client.behaviour, ask):
-        events = servers.events_of(client.port, ask.path, ask.fields, patience_s)
+        events = servers.events_of(client.port, GENERATE, ask, patience_s)
         with suppress(TimeoutError, servers.Full), closing(events):
             list(islice(events, client.rng.randint(1, 8)))
         client.tally.seen.append((client.behaviour, "left_early"))
@@ -292,8 +268,7 @@ def leave(client: Client) -> None:
 
 def burst(client: Client) -> None:
     """More at once than run and wait; who is refused comes again."""
-    asks = [client.ask(GENERATE) for _ in range(BURST)]
-    short = [Ask(ask.path, ask.fields | {"max_tokens": 16}) for ask in asks]
+    short = [client.ask() | {"max_tokens": 16} for _ in range(BURST)]
     with ThreadPoolExecutor(BURST) as pool:
         list(pool.map(client.get, short))
 
@@ -311,8 +286,7 @@ def send_other(client: Client) -> None:
 
 
 BEHAVIOURS: dict[str, tuple[float, Callable[[Client], Any]]] = {
-    "generate": (10, lambda client: client.get(client.ask(GENERATE))),
-    "completions": (5, lambda client: client.get(client.ask(COMPLETIONS))),
+    "generate": (15, lambda client: client.get(client.ask())),
     "leave": (5, leave),
     "pages, bad input": (8, send_other),
     "burst": (0.4, burst),
@@ -381,7 +355,7 @@ def send_again(client: Client, sample: list[tuple[Ask, Text]]) -> dict[str, Any]
     """
     client.behaviour, num_sent, num_different = "again, alone", 0, 0
     for ask, before in tqdm(sample, desc="again, alone"):
-        if (now := client.get(ask.alone())) is None:
+        if (now := client.get(ask | {"stream": False})) is None:
             break
         num_sent += 1
         if now != before:

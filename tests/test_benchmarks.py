@@ -335,7 +335,7 @@ def test_the_soak_calls_a_fault_what_is_one(part, changes, fault):
     assert soak.find_faults(SOUND | {part: [SOUND[part][0] | changes]}) == [fault]
 
 
-ASKED = soak.Ask("/generate", {"prompt": "a", "max_tokens": 2, "seed": 7, "stop": ["z"]})
+ASKED = {"prompt": "a", "max_tokens": 2, "seed": 7, "stop": ["z"], "stream": True}
 USAGE = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
 ANSWER = {
     "text": "bc", "token_ids": [5, 6], "finish_reason": "length", "seed": 7, "warnings": [],
@@ -352,10 +352,10 @@ CYCLES = [{"step": i, "text": "bc"[i], "tokens": [{"id": 5 + i}]} for i in range
     ids=str,
 )  # fmt: skip
 def test_the_soak_s_clients_see_that_an_answer_is_wrong(changes):
-    assert soak.read_stream(ASKED, [*CYCLES, ANSWER]).token_ids == [5, 6]
+    assert soak.read_stream(ASKED, *CYCLES, ANSWER).token_ids == [5, 6]
     for events in ([*CYCLES, ANSWER | changes], [CYCLES[0], ANSWER]):
         with pytest.raises(soak.Wrong):
-            soak.read_stream(ASKED, events)
+            soak.read_stream(ASKED, *events)
 
 
 def test_the_soak_sees_that_an_answer_differs_from_the_one_alone(capsys):
