@@ -88,11 +88,9 @@ def row_of(
         "drafter": name or "none",
         "k": "–" if name is None else "5" if is_fixed else "controller",
         "batch_tokens_per_s": round(tokens / median(batched.ms) * 1e3, 1),
-        "of_none": gain.median,
-        "quartiles": gain.quartiles,
-        "of_best": None,
+        "of_none": gain.median, "quartiles": gain.quartiles, "of_best": None,
         "identical": found == plain.results[-1],
-    }
+    }  # fmt: skip
     if alone:
         row["alone_tokens_per_s"] = round(tokens / median(alone.ms) * 1e3, 1)
         row["ratio"] = bench.speedup(alone.ms, batched.ms).median

@@ -69,8 +69,7 @@ def compare(models: dict[str, Any], pieces: list[list[int]]) -> list[dict[str, A
             "weights": name,
             "bytes_per_weight": round(size / model.num_weights, 2),
             "perplexity": round(exp(loss / count), 3),
-            "agree": round(agreed / count, 4),
-            "overlap": round(overlap / count, 4),
+            "agree": round(agreed / count, 4), "overlap": round(overlap / count, 4),
         })  # fmt: skip
     return rows
 
@@ -83,10 +82,8 @@ def num_bytes(model: Any, matrices: Any) -> int:
 
 def time_passes(models: dict[str, Any], runs: int) -> list[dict[str, Any]]:
     """Milliseconds of a pass by its number of rows, medians."""
-    methods = {}
-    for name, model in models.items():
-        own = bench.verifying(model, CONTEXT, ROWS)
-        methods |= {(name, count): verify for count, verify in own.items()}
+    verifying = {name: bench.verifying(model, CONTEXT, ROWS) for name, model in models.items()}
+    methods = {(name, n): verifying[name][n] for name in models for n in ROWS}
     timed = bench.interleave(methods, runs, "passes")
     return [
         {"weights": name}

@@ -85,7 +85,6 @@ STOPS = ("\n", " the", ",", "return", "}", ". ", "green", "é")
 OTHER: dict[str, tuple[str, str, str | None, int]] = {
     "the page": ("GET", "/", None, 200),
     "figures": ("GET", "/metrics", None, 200),
-    "deep nesting": ("POST", GENERATE, "[" * 100_000, 400),
     "over 1 MiB": ("POST", GENERATE, json.dumps({"prompt": "x" * (1 << 20)}), 413),
     "too long prompt": ("POST", GENERATE, json.dumps({"prompt": [7] * 150_000}), 400),
 }
@@ -111,10 +110,9 @@ def require_error(body: bytes) -> None:
 
 def read_answer(ask: Ask, body: dict[str, Any]) -> Text:
     """The text, if the answer's figures fit it and the request. Raises Wrong."""
-    text, reason, ids, logprobs = (
-        body.get(key) for key in ("text", "finish_reason", "token_ids", "logprobs")
-    )
-    usage, limit, count = body["usage"], ask["max_tokens"], len(ids)
+    ids, usage, limit = body["token_ids"], body["usage"], ask["max_tokens"]
+    count = len(ids)
+    text, reason, logprobs = body["text"], body["finish_reason"], body.get("logprobs")
     claims = {
         "usage adds up": usage["total_tokens"] == usage["prompt_tokens"] + count,
         "usage counts the tokens": usage["completion_tokens"] == count,
@@ -164,11 +162,12 @@ class Tally:
         return num_sent, sum(text.num_tokens for _, text in list(self.texts))
 
     @contextmanager
-    def sent(self, behaviour: str, what: Any) -> Iterator[None]:
-        """Count a request as sent, and count and print what goes wrong until its answer is read."""
+    def sent(self, behaviour: str, what: Any, outcome: str = "answered") -> Iterator[None]:
+        """Count a request as sent, then its outcome, or what goes wrong, which is printed, too."""
         self.seen.append((behaviour, "sent"))
         try:
             yield
+            self.seen.append((behaviour, outcome))
         except Exception as error:
             is_lost = isinstance(error, (servers.Lost, OSError, http.client.HTTPException))
             kind = "lost" if is_lost else "wrong"  # or not of the shape that was promised
@@ -247,11 +246,9 @@ class Client:
         """The answer, checked, counted and timed; None if it came to nothing, which is counted."""
         with self.tally.sent(self.behaviour, ask):
             told = self.reply(ask)
-            read = read_stream if ask["stream"] else read_answer
-            text = read(ask, *told.events)
+            text = (read_stream if ask["stream"] else read_answer)(ask, *told.events)
             self.tally.times_ms.append((f"POST {GENERATE}", told.at_ms[-1]))
             self.tally.texts.append((ask, text))
-            self.tally.seen.append((self.behaviour, "answered"))
             return text
 
 
@@ -259,11 +256,10 @@ class Client:
 def leave(client: Client) -> None:
     """Ask and go: after a few events, or before, while or after the request runs."""
     ask, patience_s = client.ask(), client.rng.uniform(0.01, 1)
-    with client.tally.sent(client.behaviour, ask):
+    with client.tally.sent(client.behaviour, ask, "left_early"):
         events = servers.events_of(client.port, GENERATE, ask, patience_s)
         with suppress(TimeoutError, servers.Full), closing(events):
             list(islice(events, client.rng.randint(1, 8)))
-        client.tally.seen.append((client.behaviour, "left_early"))
 
 
 def burst(client: Client) -> None:
@@ -277,12 +273,12 @@ def send_other(client: Client) -> None:
     """A page, or something that is refused."""
     name = client.rng.choice(list(OTHER))
     *request, status = OTHER[name]
-    with client.tally.sent(client.behaviour, name):
+    outcome = "answered" if status == 200 else "refused"
+    with client.tally.sent(client.behaviour, name, outcome):
         with servers.answering(client.port, *request, status, TIMEOUT_S) as response:
             body = response.read()
         if status != 200:
             require_error(body)
-        client.tally.seen.append((client.behaviour, "answered" if status == 200 else "refused"))
 
 
 BEHAVIOURS: dict[str, tuple[float, Callable[[Client], Any]]] = {
@@ -338,7 +334,6 @@ def load(server: Soaked, clients: list[Client], tally: Tally, duration_s: float)
                 with tally.sent(POLL, "poll"):
                     health = server.health(TIMEOUT_S)
                     tally.times_ms.append((POLL, (time.monotonic() - began) * 1e3))
-                    tally.seen.append((POLL, "answered"))
                     samples.append(server.sample(health))
                 time.sleep(max(0.0, began + HEALTH_EVERY_S - time.monotonic()))
         finally:
