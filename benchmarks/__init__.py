@@ -70,11 +70,6 @@ class Finished(NamedTuple):
     statistics: Statistics
 
 
-def run(engine: Any, request: Request) -> Finished:
-    """One request to its end. Raises RuntimeError if it was not done as asked."""
-    return run_together(engine, [request])[0]
-
-
 def run_together(
     engine: Any, requests: list[Request], num_tokens: float = math.inf, at_once: int | None = None
 ) -> list[Finished]:

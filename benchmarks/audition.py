@@ -42,7 +42,7 @@ def measure(
     def run(way: str, prompt: list[int]) -> bench.Finished:
         drafter = None if way == PLAIN else way
         request = Request(prompt, given.tokens, drafter, given.k, sampling=sampling, seed=1)
-        return bench.run(engine, request)
+        return bench.run_together(engine, [request])[0]
 
     calls = {(way, name): partial(run, way, p) for name, p in prompts.items() for way in ways}
     timed, rows = bench.interleave(calls, given.runs, "prompts"), []

@@ -98,7 +98,7 @@ class Peer:
 
 def ours(engine: Any, request: Request) -> Result:
     """The same by ours."""
-    output, statistics = bench.run(engine, request)
+    ((output, statistics),) = bench.run_together(engine, [request])
     passes = statistics.prefills + statistics.target_passes
     return Result(output, passes, statistics.prompt_ms, 1)
 
