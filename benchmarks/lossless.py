@@ -47,8 +47,7 @@ KEPT = {
     "1, top_p 0.9": Sampling(temperature=1.0, top_p=0.9),
 }
 VIEWS = {"2nd token": slice(1, 2), "3rd token": slice(2, 3), "all three": slice(0, 3)}
-K = 3
-BATCH, NUM_TOKENS = 64, 3
+K, BATCH, NUM_TOKENS = 3, 64, 3
 
 
 class ChiSquared(NamedTuple):

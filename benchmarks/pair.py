@@ -1,7 +1,7 @@
 """The pair that people start with: is our server faster than llama-server on the same two files?
 
 Both servers read the same GGUF files, a target and a draft of its family, and get the same chats in
-turn over HTTP, as streams, from one client. llama-server runs once for each of its configurations:
+turn over HTTP, as streams, `--clients` at once. llama-server runs once for each configuration:
 plain, with the draft model, with n-grams; a drafter is a field of a request to ours. `of_plain` is
 a speed in that of llama-server's plain decoding, and `of_best` in that of its fastest configuration
 for that kind of prompts, as medians of runs. Speeds are those of decoding: tokens after the first
