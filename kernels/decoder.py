@@ -624,8 +624,7 @@ def decoder_of(
     """The decoder of a model of transformers for texts of up to `length` tokens, if it is one.
 
     Then the weights of the model's blocks are freed, if that is asked for. Else all is as it was.
-    `tolerance` is how far roundings alone may move a logit, where that is known of the model.
-    It is compared with its modules, unless it `is_known` to agree.
+    `tolerance` is how far roundings alone may move a logit. What `is_known` is not compared.
     """
     decoder, config = model.get_decoder(), model.config.get_text_config()
     layers, last = layers_of(decoder)

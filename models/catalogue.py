@@ -53,7 +53,6 @@ class Entry:
     megabytes: int  # of the wheel
     licence: str
     origin: str  # the model's public name
-    draft: str | None = None  # a small model that was distilled from it
     mtp: str | None = None  # an MTP head that was trained for it
     eagle3: str | None = None  # and an EAGLE-3 head
 
@@ -74,7 +73,6 @@ CATALOGUE = {
         megabytes=93,
         licence="Apache-2.0",
         origin="HuggingFaceTB/SmolLM2-135M-Instruct",
-        draft=str(ROOT / "demo_models" / "smollm2_draft" / "draft.gguf"),
         mtp=str(ROOT / "demo_models" / "smollm2_mtp"),
         eagle3=str(ROOT / "demo_models" / "smollm2_eagle3"),
     )
