@@ -20,8 +20,8 @@ from server import generate, serving
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import chunked_causal_mask_function, sliding_window_overlay
 
-from kernels.files import why_not_loaded
-from models import loading, reference, structure
+from kernels.files import read_folder, why_not_loaded
+from models import catalogue, loading, reference, structure
 from models.loading import StartError
 from models.structure import FULL, UnsupportedModel, examine, window_of
 
@@ -500,3 +500,15 @@ def test_what_came_with_a_target_may_be_missing(drafter, tiny_folder, monkeypatc
     assert line.startswith(f"going on without {drafter}: ") and "\n" not in line
     with pytest.raises(ValueError, match="/nowhere/at/all"):
         core.assemble_engine(core.Options(model=folder, **{drafter: "/nowhere/at/all"}))
+
+
+@pytest.mark.parametrize("part", ["mtp", "eagle3"])
+def test_smollm2_s_heads_lie_in_the_repository_without_its_weights(part):
+    entry = catalogue.CATALOGUE["smollm2"]
+    options = core.Options(model="smollm2")
+    folder = getattr(options, f"{part}_folder")
+    assert folder == getattr(entry, part) and part not in options.for_drafters["named"]
+    content, weights = read_folder(folder, allow_pickle=False)
+    assert content.get("transformer_layer_config", content)["hidden_size"] == 576
+    assert int(weights["t2d"].sum()) == 10_240
+    assert max(weight.numel() for weight in weights.values()) < 49_152 * 576
