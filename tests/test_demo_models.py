@@ -123,10 +123,10 @@ def test_target_hybrid_and_their_mtp_layers_are_made_and_serve(tmp_path):
     assert reports[0] == reports[1] and reports[0]["tokens"] > 0
     target = str(tmp_path / "target")
     for name in ("target", "hybrid"):
-        given = "--target", str(tmp_path / name)
+        model, head = str(tmp_path / name), tmp_path / f"of_{name}"
         if name == "hybrid":
             assert trained("hybrid", tmp_path, "--target", target)["step"] > 0
-        trained("mtp", tmp_path / f"of_{name}", *given)
-        engine = core.load_engine(core.Options(model=str(tmp_path / f"of_{name}" / "mtp")))
+        trained("mtp", head, "--target", model)
+        engine = core.load_engine(core.Options(model=model, mtp=str(head / "mtp"), drafter="mtp"))
         assert "mtp" in engine.panel.drafters
         assert len(engine.target.cache.recurrent) == 3 * (name == "hybrid")
