@@ -229,12 +229,9 @@ class Mtp(Student):
         self.module = MtpModel(host_of(self.config, target), 1)
         self.module.set_attn_implementation(TRAIN)
         self.module.requires_grad_(False).layers.requires_grad_(True)
-        self.logits = nn.Linear(target.config.hidden_size, len(self.words), bias=False)
-        layer, decoder, width = (
-            self.module.layers[0],
-            target.get_decoder(),
-            target.config.hidden_size,
-        )
+        layer, decoder = self.module.layers[0], target.get_decoder()
+        width = target.config.hidden_size
+        self.logits = nn.Linear(width, len(self.words), bias=False)
         halves = torch.zeros(width, width), torch.eye(width)
         with torch.no_grad():
             rows = target.get_output_embeddings().weight[self.words]

@@ -65,9 +65,9 @@ def speculative_config(options: Options) -> dict[str, Any] | None:
     """
     drafter = options.drafter
     models = {
+        "draft_model": options.draft_folder,
         "eagle3": options.eagle3_folder,
         "dflash": options.dflash_folder,
-        "draft_model": options.draft_folder,
     }
     if drafter in (None, "auto"):  # what was named, or what every model has
         drafter = next((name for name, model in models.items() if model), "ngram")

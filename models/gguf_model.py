@@ -37,8 +37,7 @@ from .gguf_file import BadFile, GgufFile, Tensor, Texts
 # transformers asks for a table of names anew for each of a model's modules: 15 ms, 397 times.
 gguf.get_tensor_name_map = cache(gguf.get_tensor_name_map)
 
-_SIZES = {  # transformers' table leaves these out
-    "attention.key_length": "head_dim",  # of qwen3 alone
+_SIZES = {  # of experts: transformers' table leaves them out
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
@@ -89,8 +88,7 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
         with _given_to_transformers(file):
             fields = load_gguf_checkpoint(file.name)["config"]
         sizes = {name: file.metadata.get(f"{architecture}.{key}") for key, name in _SIZES.items()}
-        if architecture != "qwen3":
-            del sizes["head_dim"]
+        sizes["head_dim"] = file.metadata.get("qwen3.attention.key_length")  # left out, too
         fields |= {name: size for name, size in sizes.items() if type(size) is int}
         fields["vocab_size"] = fields["vocab_size"] or len(tokens)
     config = AutoConfig.for_model(**fields)
