@@ -13,6 +13,7 @@ from typing import Any
 
 import gguf
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, Qwen3Config
@@ -24,6 +25,7 @@ from drafters.dflash import BlockConfig, DFlashHead
 from drafters.eagle3_head import Eagle3Head, HeadConfig
 from drafters.mtp_head import host_of
 from kernels.files import FILE
+from kernels.parts import parts_of
 from models.gguf_file import is_gguf
 from models.mimo import MiMoConfig
 
@@ -38,6 +40,10 @@ SHARED = (  # what a head's config takes from its target's
 OF_MODELS = (  # and a model's beside that
     "num_hidden_layers", "rope_parameters", "tie_word_embeddings", "head_dim", "bos_token_id",
     "eos_token_id", "pad_token_id",
+)  # fmt: skip
+OF_DRAFTS = (  # and a draft model's
+    "vocab_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
+    "bos_token_id", "eos_token_id", "pad_token_id",
 )  # fmt: skip
 
 
@@ -275,45 +281,66 @@ class Mtp(Student):
 
 
 class Draft(Student):
-    """A small model with the target's tokenizer, in Qwen3's form.
+    """A small model with the target's tokenizer, in Qwen3's form, cut out of the target.
 
-    The embedding of a large vocabulary is most of a small model. So it is factorised: a word has
-    few numbers, the first factor of the target's embedding (by singular values), and layers that
-    are much wider inside take the place of the second one. Of a target in a GGUF file the draft is
-    one, too, with the file's tokenizer.
+    It begins as a few of the target's layers, seen in the directions in which the target's states
+    differ most (arXiv 2401.15024): the embedding of a large vocabulary is most of a small model, so
+    a word has few numbers. Of a target in a GGUF file the draft is one, too, with its tokenizer.
     """
 
     EMBEDDING = 13_000_000  # weights, at most
+    WIDTH = 256
+    BEGUN_BY = 64  # texts that say what matters in the target
+    QUIET = 0.1  # factor of the first logits: layers that were cut short are too sure
+    OTHERS = 2_048  # words in a step, beside the common ones
     weights, share_of_places = (1.0,), 1.0  # a text's places are each other's later steps
     muon = 0.02
 
     def __init__(self, target: PreTrainedModel, data: Data, plan: Any) -> None:
         own, self.origin = target.config, plan.target
+        layers, rope = target.get_decoder().layers, own.rope_parameters
         width = max(32, own.hidden_size * 2 // 3 // 32 * 32)
-        width = min(256, width, self.EMBEDDING // own.vocab_size // 32 * 32)
-        heads = max(2, own.num_attention_heads // 2)  # of 64 numbers
-        rope = own.rope_parameters
+        width = min(self.WIDTH, width, self.EMBEDDING // own.vocab_size // 32 * 32)
         config = Qwen3Config(
-            vocab_size=own.vocab_size, hidden_size=width, num_attention_heads=heads,
-            num_key_value_heads=heads // 2, head_dim=64, tie_word_embeddings=True,
-            intermediate_size=own.intermediate_size // 2, dtype="float32",
-            num_hidden_layers=max(2, own.num_hidden_layers // 6),
-            max_position_embeddings=own.max_position_embeddings,
-            rope_parameters=rope.get("full_attention", rope), bos_token_id=own.bos_token_id,
-            eos_token_id=own.eos_token_id, pad_token_id=own.pad_token_id,
+            hidden_size=width, tie_word_embeddings=True, dtype="float32",
+            intermediate_size=min(own.intermediate_size, width * 7 // 2),
+            num_hidden_layers=max(2, len(layers) // 6), head_dim=layers[-1].self_attn.head_dim,
+            rope_parameters=rope.get("full_attention", rope),
+            **{name: getattr(own, name) for name in OF_DRAFTS},
         )  # fmt: skip
         self.module = SmallModel(config)
         self.module.set_attn_implementation(TRAIN)
-        self.logits = self.module.lm_head
         self.module.generation_config.eos_token_id = target.generation_config.eos_token_id
-        self.words = torch.arange(own.vocab_size)
-        embedding = target.get_input_embeddings().weight.float()
-        first, sizes, _ = torch.svd_lowrank(embedding, width, niter=4)
-        with torch.no_grad():
-            factor = first * sizes
-            self.module.get_input_embeddings().weight.copy_(factor * 0.02 / factor.std())
+        self.embedding = self.module.get_input_embeddings()
+        self.words = self.common = data.commonest(plan.draft_words, plan.work / "words.npy")
+        self._cut_out(target, data.batch(data.train[:: len(data.train) // self.BEGUN_BY + 1]))
+
+    @torch.no_grad()
+    def _cut_out(self, target: PreTrainedModel, batch: Batch) -> None:
+        """Begin as the target's first layers, whose states of some texts say what matters."""
+        layers, norm = self.module.model.layers, self.module.model.norm
+        decoder, embedding = target.get_decoder(), target.get_input_embeddings().weight.float()
+        every = hidden_states(target, batch.tokens, output_hidden_states=True).hidden_states
+        real = batch.every < batch.lengths[:, None]
+        seen = [embedding[self.common], *(every[i][real].float() for i in range(len(layers)))]
+        squares = [x.T @ x / len(x) for x in map(_normed, seen)]
+        basis = torch.linalg.eigh(sum(squares)).eigenvectors[:, -self.embedding.embedding_dim :]
+        # A norm over fewer numbers makes each of them smaller.
+        factor = (len(basis) / basis.shape[1]) ** 0.5
+        self.embedding.weight.copy_(embedding @ basis)
+        norm.weight.copy_(self.QUIET * factor * (decoder.norm.weight.float() @ basis.square()))
+        for old, new, square in zip(decoder.layers, layers, squares[1:], strict=False):
+            _cut_layer(old, new, basis, square)
+            for own in (new.input_layernorm, new.post_attention_layernorm):
+                own.weight.fill_(factor)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.embedding.weight[self.words])
 
     def steps(self, batch: Batch, places: Tensor) -> Iterator[Tensor]:
+        # The rare words have their turns, or they would never learn to be silent.
+        others = torch.randint(self.embedding.num_embeddings, (self.OTHERS,))
+        self.words = torch.cat([self.common, others]).unique()
         hidden, last = hidden_states(self.module, batch.tokens)[0], batch.tokens.shape[1] - 1
         for step in range(self.num_steps):
             yield pick(hidden, (places + 1 + step).clamp(max=last))
@@ -323,6 +350,40 @@ class Draft(Student):
             save_gguf(self.module, folder, self.origin)
         else:
             save_model(self.module, folder, self.origin)
+
+
+def _normed(x: Tensor) -> Tensor:
+    """Rows as a norm without weights gives them."""
+    return x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+
+
+def _cut_layer(old: nn.Module, new: nn.Module, basis: Tensor, square: Tensor) -> None:
+    """A layer's weights seen in `basis` [D, d], with the neurons that matter most.
+
+    `square` [D, D] is the mean of what it reads times itself. A layer of another kind begins as
+    noise.
+    """
+    parts = parts_of(old)
+    if parts is None or len(parts.qkv) != 3 or len(parts.up) != 2 or parts.norms[2] is None:
+        return
+    norms = [norm.weight.float() for norm in (parts.norms[0], parts.norms[2])]
+    query, key, value = (layer.weight.float() * norms[0] for layer in parts.qkv)
+    gate, up = (layer.weight.float() * norms[1] for layer in parts.up)
+    down = parts.down.weight.float()
+    sizes = [((rows @ square) * rows).sum(1) for rows in (gate, up)]
+    kept = (down.square().sum(0) * sizes[0] * sizes[1]).topk(new.mlp.up_proj.out_features).indices
+    attention, mlp = new.self_attn, new.mlp
+    for layer, weight in (
+        (attention.q_proj, query @ basis), (attention.k_proj, key @ basis),
+        (attention.v_proj, value @ basis), (attention.o_proj, basis.T @ parts.out.weight.float()),
+        (mlp.gate_proj, gate[kept] @ basis), (mlp.up_proj, up[kept] @ basis),
+        (mlp.down_proj, basis.T @ down[:, kept]),
+    ):  # fmt: skip
+        layer.weight.copy_(weight)
+    for norm, rows in ((attention.q_norm, query), (attention.k_norm, key)):
+        norm.weight.fill_(float(((rows @ square) * rows).sum(1).mean().sqrt()))
+    for norm, known in zip((attention.q_norm, attention.k_norm), parts.qk_norms, strict=False):
+        norm.load_state_dict(known.state_dict())
 
 
 def save_eagle3(head: Eagle3Head, folder: Path, verifier: dict[str, Any], num_tokens: int) -> None:

@@ -221,7 +221,7 @@ class Student(ABC):
     share_of_places = 0.5  # of a text, that drafts start from: neighbours teach much the same
     muon = 0.0  # that optimizer's rate for the matrices inside; 0: they are AdamW's, too
     module: nn.Module  # weights without requires_grad are the target's
-    words: Tensor  # [V']: the target's ids of its logits
+    words: Tensor  # [V']: the target's ids of its logits, at this step
     logits: Callable[[Tensor], Tensor]  # of what `steps` gives: [n, D] -> [n, V']
 
     @staticmethod
@@ -278,26 +278,21 @@ def judged(
     """For each step its loss (nats a token) and, as bools [B, m], which drafts the text has.
 
     The loss is the cross entropy against the target's probabilities over the student's words. What
-    the text has is the target's choice in greedy texts, in sampled ones less often. `rows` [V', D]
-    are those of the target's output layer.
+    the text has is the target's choice in greedy texts, in sampled ones less often. `rows` [V, D]
+    are those of the target's output layer for all words.
     """
     last = batch.tokens.shape[1] - 1
     for step, hidden in enumerate(student.steps(batch, places)):
         valid, at = batch.is_judged(places, step), (places + 1 + step).clamp(max=last)
         scores = student.logits(hidden[valid]).float()
         with torch.no_grad():
-            wanted = (pick(batch.final, at)[valid].to(rows.dtype) @ rows.T).float()
+            wanted = (pick(batch.final, at)[valid].to(rows.dtype) @ rows[student.words].T).float()
             agrees, following = torch.zeros_like(valid), (at + 1).clamp(max=last)
             chosen = student.words[scores.argmax(-1)]
             agrees[valid] = chosen == batch.tokens.gather(1, following)[valid]
         # A sum over none is 0, where the mean would be no number.
         loss = F.cross_entropy(scores, torch.softmax(wanted, -1), reduction="sum")
         yield loss / max(1, len(scores)), agrees
-
-
-def rows_of(target: PreTrainedModel, student: Student) -> Tensor:
-    """[V', D]: those of the target's output layer that tell what a student should."""
-    return target.get_output_embeddings().weight[student.words].to(fast_dtype())
 
 
 def some_places(batch: Batch, number: int, share: float) -> Tensor:
@@ -339,7 +334,8 @@ class Training:
         """New, or where the checkpoint `file` is; `muon` is that optimizer's rate for matrices."""
         self.module, self.file, self.num_steps = module, file, num_steps
         self.trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
-        inner = {n for n, p in self.trained.items() if muon and p.dim() == 2 and "embed" not in n}
+        # In the order of the module, as the optimizers' states are saved by number.
+        inner = [n for n, p in self.trained.items() if muon and p.dim() == 2 and "embed" not in n]
         rest = [p for n, p in self.trained.items() if n not in inner]
         decays = {0.01: [p for p in rest if p.dim() > 1], 0.0: [p for p in rest if p.dim() < 2]}
         groups = [{"params": own, "weight_decay": decay} for decay, own in decays.items()]

@@ -75,9 +75,14 @@ def run(plan: Plan, stage: str | None = None) -> dict[str, Any]:
     target, data, student = student_of(plan)
     if stage == "states":
         return {}
-    figures = recipe.train(student, recipe.rows_of(target, student), data, plan)
+    figures = recipe.train(student, rows_of(target), data, plan)
     student.save(plan.out)
     return figures
+
+
+def rows_of(target: PreTrainedModel) -> torch.Tensor:
+    """[V, D]: of the target's output layer, which tells what a student should say."""
+    return target.get_output_embeddings().weight.to(recipe.fast_dtype())
 
 
 def student_of(plan: Plan) -> tuple[PreTrainedModel, recipe.Data, recipe.Student]:

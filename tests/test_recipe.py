@@ -47,7 +47,7 @@ def test_a_drafter_learns_and_what_is_trained_is_what_drafts(kind, plan, monkeyp
         monkeypatch.setattr(f"drafters.{drafter}.kept_as", None)
     own = replace(plan, kind=kind, out=plan.work / kind)
     target, data, student = train.student_of(own)
-    figures = recipe.train(student, recipe.rows_of(target, student), data, own)
+    figures = recipe.train(student, train.rows_of(target), data, own)
     lines = (plan.work / f"{kind}.jsonl").read_text("utf-8").splitlines()
     assert figures["accepted"][0] > json.loads(lines[0])["accepted"][0] + 0.05
     student.save(own.out)
@@ -81,42 +81,56 @@ def test_the_command_of_the_docs_makes_answers(tmp_path, capsys):
     assert capsys.readouterr().out == "{}\n" and answers.files(tmp_path / "answers")
 
 
-def test_a_large_vocabulary_is_factorised(plan, monkeypatch):
-    """A word gets few numbers, the first factor of the target's embedding."""
+def test_a_word_of_a_draft_model_has_few_numbers(plan, monkeypatch):
+    """Those of the target's in orthogonal directions; from there the draft learns."""
     _, data, whole = train.student_of(plan)
     monkeypatch.setattr(heads.Draft, "EMBEDDING", 4096 * 32)
     target, _, student = train.student_of(plan)
     embedding, like = (m.get_input_embeddings().weight for m in (student.module, target))
     assert embedding.shape == (4096, 32) and whole.module.config.hidden_size == 128
-    like = like.float()
-    coordinates = torch.linalg.lstsq(embedding, like).solution
-    lost = (embedding @ coordinates - like).norm() / like.norm()
-    first = torch.linalg.svdvals(like)
-    assert lost < 1.05 * first[32:].norm() / first.norm()
+    basis = torch.linalg.lstsq(like.float(), embedding).solution
+    assert torch.allclose(basis.T @ basis, torch.eye(32), atol=0.01)
     own = replace(plan, work=plan.work / "factorised", epochs=15)
     own.work.mkdir()
-    figures = recipe.train(student, recipe.rows_of(target, student), data, own)
+    figures = recipe.train(student, train.rows_of(target), data, own)
     lines = (own.work / "draft.jsonl").read_text("utf-8").splitlines()
     assert figures["accepted"][0] > json.loads(lines[0])["accepted"][0] + 0.05
 
 
+def test_an_optimizer_keeps_the_order_of_the_module(tmp_path):
+    """A checkpoint numbers its states, and another process reads them."""
+    module = torch.nn.ModuleDict({f"part{i}": torch.nn.Linear(2, 2) for i in range(20)})
+    training = recipe.Training(module, tmp_path / "none.pt", 1, 1e-3, muon=0.01)
+    (matrices,) = (group["params"] for group in training.optimizers[0.01].param_groups)
+    expected = [layer.weight for layer in module.values()]
+    assert all(a is b for a, b in zip(matrices, expected, strict=True))
+
+
 def test_the_draft_of_a_gguf_file_is_one(tiny_folder, tmp_path):
-    """It has the file's words, and draws what was trained but for roundings to 5 and 8 bits."""
+    """It has the file's words, and computes what was trained, rounded to 5 and 8 bits."""
     folder = tiny_folder("llama")
     file = write_gguf(folder, tmp_path / "target.gguf", gguf.GGMLQuantizationType.Q8_0)
     target = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
-    student = heads.Draft(target, None, SimpleNamespace(target=str(file)))
+    size, ids = target.config.vocab_size, list(range(5, 60))
+    texts = recipe.Batch(torch.tensor([ids]), None, None, None, torch.tensor([len(ids)]))
+    data = SimpleNamespace(
+        commonest=lambda *_: torch.arange(size), batch=lambda _: texts, train=[0]
+    )
+    plan = SimpleNamespace(target=str(file), draft_words=size, work=tmp_path)
+    student = heads.Draft(target, data, plan)
     student.save(tmp_path / "draft.gguf")
     names = {"model": str(file), "draft_model": str(tmp_path / "draft.gguf")}
     engine = core.load_engine(core.Options(**names, drafter="draft_model", fixed_k=True))
     assert engine.draft_model.model.config.tie_word_embeddings
     assert engine.draft_model.tokenizer.get_vocab() == engine.target.tokenizer.get_vocab()
-    ids = list(range(5, 60))
     row = engine.draft_model.cache.open_row()
     (logits,) = engine.draft_model.forward([row], [ids], num_logits=[len(ids)]).logits
+    kind = gguf.GGMLQuantizationType.Q4_1
+    rounded = gguf.dequantize(gguf.quantize(student.embedding.weight.detach().numpy(), kind), kind)
     with torch.no_grad():
+        student.embedding.weight.copy_(torch.from_numpy(rounded))
         expected = student.logits(recipe.hidden_states(student.module, torch.tensor([ids]))[0])[0]
-    assert (logits - expected).norm() < 0.15 * expected.norm()
+    assert (logits - expected).norm() < 0.1 * expected.norm()
 
 
 WORDS = torch.arange(1, 4096, 3)
