@@ -450,7 +450,7 @@ def save_model(model: PreTrainedModel, folder: Path, tokenizer: str) -> None:
 
 
 def save_gguf(model: SmallModel, file: Path, like: str) -> None:
-    """A GGUF file with the tokenizer of another: 5 bits for the embedding, 8 for the layers."""
+    """A GGUF file with the tokenizer of another: 5 bits for the embedding, 6 for the layers."""
     config, names = model.config, gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 99)
     writer = gguf.GGUFWriter(file, "qwen3")
     writer.add_block_count(config.num_hidden_layers)
@@ -469,7 +469,7 @@ def save_gguf(model: SmallModel, file: Path, like: str) -> None:
             kinds = {"sub_type": field.types[-1]} if len(field.types) > 1 else {}
             writer.add_key_value(name, field.contents(), field.types[0], **kinds)
     for name, weight in model.get_decoder().named_parameters(prefix="model"):
-        kind = "F32" if weight.dim() < 2 else "Q4_1" if "embed" in name else "Q8_0"
+        kind = "F32" if weight.dim() < 2 else "Q4_1" if "embed" in name else "Q5_1"
         stored = gguf.GGMLQuantizationType[kind]
         packed = gguf.quants.quantize(weight.detach().float().cpu().numpy(), stored)
         place = names.get_name(name, try_suffixes=(".weight",))
