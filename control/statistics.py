@@ -228,13 +228,12 @@ def ratio(part: float, whole: float) -> float | None:
     return round(part / whole, 4) if whole else None
 
 
-def count_first(counts: list[Any], number: int, unit: float = 1) -> None:
-    """Add a unit to each of the first `number` counts, which grow as needed."""
+def count_first(counts: list[int], number: int) -> None:
+    """Add one to each of the first `number` counts, which grow as needed."""
     known = len(counts)
     for i in range(min(number, known)):
-        counts[i] += unit
-    if number > known:
-        counts += [unit] * (number - known)
+        counts[i] += 1
+    counts += [1] * (number - known)
 
 
 def _add(total: list[int], more: list[int]) -> None:
