@@ -76,8 +76,18 @@ INLINE void numbers_of(int form, const uint8_t *block, int part, uint8_t *q) {
     const uint8_t *from = block + layouts[form].scales / 16;
     uint32_t above = 0;
     if (layouts[form].plane) memcpy(&above, from, 4), from += 4;
-    for (int j = 0; j < 16; ++j) q[j] = from[j] & 15, q[16 + j] = from[j] >> 4;
-    for (int j = 0; j < 32; ++j) q[j] |= (above >> j & 1) << 4;
+    for (int j = 0; j < 16; j += 8) {  // eight at once: byte by byte gcc takes four times as long
+      uint64_t pairs, halves[2];
+      memcpy(&pairs, from + j, 8);
+      for (int i = 0; i < 2; ++i) halves[i] = pairs >> 4 * i & 0x0f0f0f0f0f0f0f0f, memcpy(q + 16 * i + j, halves + i, 8);
+    }
+    for (int j = 0; layouts[form].plane && j < 32; j += 8) {
+      const uint64_t apart = (above >> j & 255) * 0x0101010101010101 & 0x8040201008040201;  // bit i is in byte i
+      uint64_t own;
+      memcpy(&own, q + j, 8);
+      own |= (apart + 0x7f7f7f7f7f7f7f7f) >> 3 & 0x1010101010101010;
+      memcpy(q + j, &own, 8);
+    }
   } else if (form == Q6K) {
     const uint8_t *from = block + 64 * (part / 4) + 32 * (part % 2), *above = block + 128 + 32 * (part / 4);
     const int down = part % 4 / 2 * 4;
