@@ -11,6 +11,7 @@ import pytest
 import speculative_decoding as core
 import torch
 import transformers
+from server import Gate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import demo
@@ -170,6 +171,12 @@ def chat_folder(tiny_folder: Callable[[str], Path]) -> Callable[[str], Path]:
         return folder
 
     return make
+
+
+@pytest.fixture
+def gate(tmp_path: Path, tiny_folder: Callable[[str], Path]) -> Gate:
+    """It holds up the server of a tiny model."""
+    return Gate(tmp_path, tiny_folder("llama"))
 
 
 class Numbers:

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -110,6 +111,18 @@ def serving(*arguments, **options):
         yield server
     finally:
         server.close()
+
+
+@contextmanager
+def process(port, *words, **options):
+    """A server in a Python of its own, as a user starts it, once it answers."""
+    process = subprocess.Popen([sys.executable, *words, "--port", str(port)], cwd=ROOT, **options)
+    try:
+        until(lambda: is_ready(port) or process.poll() is not None)
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 class Gate:
@@ -226,11 +239,17 @@ def events_of(data):
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
+def answered(port, data):
+    """What comes back on bytes as they are, until the server closes."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+        with suppress(OSError):  # it may be refused before all is sent
+            client.sendall(data)
+        return read_all(client)
+
+
 def raw(port, data):
     """(status, headers, body) of bytes as they are; the body as JSON."""
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
-        client.sendall(data)
-        return parse(read_all(client))
+    return parse(answered(port, data))
 
 
 def read_all(client):

@@ -536,14 +536,17 @@ def test_a_reader_that_leaves_is_no_error():
         assert process.stderr.read() == "" and process.wait() == 0
 
 
-def test_an_address_that_cannot_be_had_is_one_line_and_exit_2():
+def test_what_only_a_server_finds_out_is_one_line_and_exit_2():
+    """An address that it cannot have, and a model, though its socket is open by then."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        for arguments, address in (
-            (("--port", str(port)), f"127.0.0.1:{port}"),
-            (("--host", "no.such.host.invalid"), "no.such.host.invalid:"),
+        for arguments, error in (
+            (("--port", str(port)), f"cannot listen on 127.0.0.1:{port}"),
+            (("--host", "no.such.host.invalid"), "cannot listen on no.such.host.invalid:"),
+            (("--model", "/nowhere/model"), "model folder /nowhere/model not found"),
         ):
             with serving(*arguments, wait=False) as server:
                 assert server.exit_code() == 2
-                said = server.log()
-            assert said.startswith(f"error: cannot listen on {address}") and said.count("\n") == 1
+                *before, said = server.log().splitlines()
+            assert said.startswith(f"error: {error}") and "Traceback" not in "".join(before)
+            assert not before or "--model" in arguments

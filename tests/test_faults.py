@@ -18,7 +18,6 @@ from server import (
     COLOURS,
     ENDLESS,
     FAULTY,
-    Gate,
     at_once,
     call,
     events_of,
@@ -51,7 +50,7 @@ def port():
 def adaptive():
     """Its controller asks drafters what they would propose."""
     with serving("--drafter", "ngram", module=FAULTY) as server:
-        yield server.port
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +90,7 @@ def error_of(answer):
 @pytest.mark.parametrize("fault", DRAFTER_FAULTS)
 def test_a_drafter_s_fault_never_changes_a_token(port, adaptive, plain, plain_sampled, fault):
     """The client gets the target's own text and a warning, /health counts the loss."""
-    port = adaptive if "guess" in fault else port
+    port = adaptive.port if "guess" in fault else port
     before = health(port)["warnings"]
     is_noticed = fault not in Q_FAULTS  # nobody reads what chances it says its tokens had
     for expected, more in ((plain, {}), (plain_sampled, SAMPLED | {"stream": True})):
@@ -260,11 +259,6 @@ def test_a_failed_request_is_forgotten_at_once(demo_engine, monkeypatch):
 # ------------------------------------------------------------------------------ of the engine
 
 
-@pytest.fixture
-def gate(tmp_path, tiny_folder):
-    return Gate(tmp_path, tiny_folder("llama"))
-
-
 def test_an_engine_that_stalls_is_said_to_be_stuck_and_recovers(gate):
     """Meanwhile /health is 503 and new requests are refused; what was taken is answered."""
     fields = {"prompt": IDS, "max_tokens": 20}
@@ -311,3 +305,9 @@ def test_an_engine_that_dies_tells_everybody(gate, path):
         assert json.loads(data)["error"]["message"] == "the engine has stopped"
         server.send(signal.SIGTERM)
         assert server.exit_code() == 0
+
+
+def test_if_the_http_side_dies_the_process_ends_with_1(adaptive):
+    """The last test here, as it is the end of that server."""
+    adaptive.send(signal.SIGUSR1)
+    assert adaptive.exit_code() == 1 and "the HTTP side has died" in adaptive.log()

@@ -7,23 +7,18 @@ well-behaved clients in test_server.py.
 
 import json
 import os
-import re
 import resource
 import signal
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 from server import (
     ENDLESS,
-    FAULTY,
     GOOD,
-    ROOT,
     SCRIPT,
-    Gate,
+    answered,
     call,
     events_of,
     free_port,
@@ -31,8 +26,8 @@ from server import (
     health,
     is_error,
     parse,
+    process,
     raw,
-    read_all,
     request,
     serving,
     until,
@@ -56,7 +51,10 @@ def many_files():
 
 @pytest.fixture(scope="module")
 def server():
-    with serving("--max-running", "4", "--max-queued", "80") as server:
+    """As nohup starts one."""
+    names = ("--allowed-host", "Mine.example", "--allow-origin", "*")
+    limits = ("--max-running", "4", "--max-queued", "80")
+    with serving(*limits, *names, ignored=(signal.SIGHUP,)) as server:
         yield server
         server.end_well()
 
@@ -154,10 +152,7 @@ ENDLESS_BODIES = {
 @pytest.mark.parametrize("body", ENDLESS_BODIES.values(), ids=ENDLESS_BODIES)
 def test_framing_without_end_is_refused_while_it_comes(port, body):
     """Nobody waits for the end, which none of these has."""
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
-        with suppress(OSError):
-            client.sendall(request("/generate", body, JSON, CHUNKED))
-        status, headers, body = parse(read_all(client))
+    status, headers, body = raw(port, request("/generate", body, JSON, CHUNKED))
     assert status == 400 and headers["Connection"] == "close" and is_error(body)
 
 
@@ -183,12 +178,8 @@ def test_a_body_that_is_not_wanted_is_refused_before_it_is_sent(port, status, pa
 
 def test_a_chunked_body_is_refused_at_the_limit(port):
     """Not at its end; and nothing of it goes to a file."""
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
-        client.sendall(request("/generate", b"", JSON, CHUNKED))
-        with suppress(OSError):
-            for _ in range(40):
-                client.sendall(b"10000\r\n" + b"x" * 65536 + b"\r\n")
-        status, _, body = parse(read_all(client))
+    chunk = b"10000\r\n" + b"x" * 65536 + b"\r\n"
+    status, _, body = raw(port, request("/generate", chunk * 40, JSON, CHUNKED))
     assert status == 413 and is_error(body) and is_served(port)
 
 
@@ -278,13 +269,10 @@ FRAMING = {
 def test_ambiguous_framing_is_refused_and_nothing_behind_it_is_run(port, status, lines):
     before = health(port)["speculative_decoding"]["num_spec_steps"]
     head = "\r\n".join([*lines, "", ""]).encode("latin-1")
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
-        with suppress(OSError):  # it may be refused before all is sent
-            client.sendall(head + pipelined(1, max_tokens=30, speculative=True))
-        answer = read_all(client)
-    assert answer.count(b"X-Request-Id") == 1
-    answered, headers, body = parse(answer)
-    assert answered == status and headers["Connection"] == "close" and is_error(body)
+    answer = answered(port, head + pipelined(1, max_tokens=30, speculative=True))
+    assert answer.count(b"\nX-Request-Id: ") == 1
+    found, headers, body = parse(answer)
+    assert found == status and headers["Connection"] == "close" and is_error(body)
     assert headers["Content-Type"] == "application/json"
     assert health(port)["speculative_decoding"]["num_spec_steps"] == before
 
@@ -320,26 +308,21 @@ def test_at_the_file_limit_nothing_is_flooded_and_all_recovers():
         server.end_well()
 
 
-def test_if_the_http_side_dies_the_process_ends_with_1():
-    with serving(module=FAULTY) as server:
-        server.send(signal.SIGUSR1)
-        assert server.exit_code() == 1 and "the HTTP side has died" in server.log()
-
-
 # ------------------------------------------------------------------- signals and broken pipes
 
 
-@pytest.mark.parametrize("stdout", ["closed", "/dev/full"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_streams_are_finished_whatever_has_become_of_stdout(tmp_path, tiny_folder, stdout, number):
-    gate = Gate(tmp_path, tiny_folder("llama"))
+@pytest.mark.parametrize(
+    ("stdout", "number", "times"),  # a terminal that closes sends several
+    [("closed", signal.SIGTERM, 1), ("/dev/full", signal.SIGHUP, 2)],
+)
+def test_streams_are_finished_whatever_has_become_of_stdout(gate, stdout, number, times):
     with serving(*gate.arguments, stdout=stdout) as server, ThreadPoolExecutor(1) as pool:
         gate.shut()
         fields = {"prompt": "1, 2, 3,", "max_tokens": 20, "stream": True}
         answer = pool.submit(call, server.port, "POST", "/generate", fields)
         gate.wait_until_held()
         try:
-            for _ in range(1 + (number == signal.SIGHUP)):  # a terminal that closes sends several
+            for _ in range(times):
                 server.send(number)
             until(lambda: health(server.port)["status"] == "draining")
         finally:  # the pool waits for the answer
@@ -348,36 +331,24 @@ def test_streams_are_finished_whatever_has_become_of_stdout(tmp_path, tiny_folde
         assert server.exit_code() == 0 and "Traceback" not in server.log()
 
 
-def test_a_server_that_nohup_started_outlives_the_terminal(tiny_folder):
-    model = ("--model", str(tiny_folder("llama")))
-    with serving(*model, ignored=(signal.SIGHUP,)) as server:
-        server.send(signal.SIGHUP)
-        assert is_served(server.port)
-        server.end_well()
+def test_a_server_that_nohup_started_outlives_the_terminal(server, port):
+    server.send(signal.SIGHUP)
+    assert is_served(port)
 
 
 def test_the_exit_status_is_0_though_nobody_reads_and_nothing_can_be_written(tiny_folder):
     """A process of its own: Python itself writes at its end, and would say 120."""
-    port = free_port()
-    command = [sys.executable, SCRIPT, "--port", str(port), "--model", str(tiny_folder("llama"))]
-    reader, writer = os.pipe()
+    port, (reader, writer) = free_port(), os.pipe()
     os.close(reader)
-    with open("/dev/full", "w") as full:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=writer, stderr=full)
-    try:
-
-        def is_ready():
-            with suppress(OSError):
-                return call(port, "GET", "/health")[0] == 200
-
-        until(is_ready)
+    model = ("--model", str(tiny_folder("llama")))
+    with (
+        open("/dev/full", "w") as full,
+        process(port, SCRIPT, *model, stdout=writer, stderr=full) as server,
+    ):
         assert call(port, "GET", "/nowhere")[0] == 404  # which has a line in the log
-        process.terminate()
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        os.close(writer)
+        server.terminate()
+        assert server.wait(60) == 0
+    os.close(writer)
 
 
 # -------------------------------------------------------------------------------- strangers' pages
@@ -387,25 +358,24 @@ HOSTS = {"localhost": 200, "LocalHost:80": 200, "127.0.0.1:5000": 200, "10.1.2.3
          "127.0.0.1.evil.example": 403, "mine.example": 200, "a b": 403, "[evil]": 403}  # fmt: skip
 
 
-def test_without_a_key_only_known_names_of_the_server_are_answered():
+def test_without_a_key_only_known_names_of_the_server_are_answered(port):
     """A page elsewhere may make its own name point here (DNS rebinding)."""
-    with serving("--allowed-host", "Mine.example", "--allow-origin", "*") as server:
-        for host, wanted in HOSTS.items():
-            for path in ("/health", "/", "/prompts", "/v1/models"):
-                status, headers, body = call(server.port, "GET", path, None, {"Host": host})
-                assert status == wanted, (host, path)
-                assert headers["X-Content-Type-Options"] == "nosniff"
-                assert headers["Content-Security-Policy"].startswith("default-src 'none'")
-                assert headers["Access-Control-Allow-Origin"] == "*"
-                assert wanted == 200 or "--allowed-host" in json.loads(body)["error"]["message"]
+    for host, wanted in HOSTS.items():
+        for path in ("/health", "/", "/prompts", "/v1/models"):
+            status, headers, body = call(port, "GET", path, None, {"Host": host})
+            assert status == wanted, (host, path)
+            assert headers["X-Content-Type-Options"] == "nosniff"
+            assert headers["Content-Security-Policy"].startswith("default-src 'none'")
+            assert headers["Access-Control-Allow-Origin"] == "*"
+            assert wanted == 200 or "--allowed-host" in json.loads(body)["error"]["message"]
 
 
-@pytest.mark.parametrize("path", ["/nope", "/generate", "/prompts", "/page/page.js", "/metrics"])
-def test_every_answer_has_the_headers_that_protect_a_browser(port, path):
-    for method in ("GET", "POST", "OPTIONS"):
-        _, headers, _ = call(port, method, path)
-        assert headers["X-Content-Type-Options"] == "nosniff"
-        assert re.match("default-src 'none'", headers["Content-Security-Policy"])
+def test_every_answer_has_the_headers_that_protect_a_browser(port):
+    for path in ("/nope", "/generate", "/prompts", "/page/page.js", "/metrics"):
+        for method in ("GET", "POST", "OPTIONS"):
+            _, headers, _ = call(port, method, path)
+            assert headers["X-Content-Type-Options"] == "nosniff"
+            assert headers["Content-Security-Policy"].startswith("default-src 'none'")
     status, headers, _ = raw(port, b"broken\r\n\r\n")
     assert status == 400 and headers["X-Content-Type-Options"] == "nosniff"
 

@@ -10,10 +10,9 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 import speculative_decoding as core
@@ -24,7 +23,6 @@ from server import (
     GOOD,
     ROOT,
     SCRIPT,
-    Gate,
     at_once,
     call,
     connect,
@@ -32,7 +30,7 @@ from server import (
     free_port,
     generate,
     health,
-    is_ready,
+    process,
     serving,
     until,
     wait_until_running,
@@ -46,11 +44,7 @@ from serving.log import PROGRESS
 
 PATHS = ("/generate", "/v1/completions")
 FIELDS = {"prompt": "1, 2, 3,", "max_tokens": 20}
-
-
-@pytest.fixture
-def gate(tmp_path, tiny_folder):
-    return Gate(tmp_path, tiny_folder("llama"))
+LONG = {"prompt": list(range(100, 1100)), "max_tokens": 4}
 
 
 def refusal(port, path="/generate"):
@@ -88,13 +82,6 @@ def test_sigterm_while_loading_ends_the_server(gate):
     with serving(*gate.arguments, wait=False) as server:
         until(lambda: "loading" in server.log())
         server.end_well()
-
-
-def test_a_model_that_cannot_be_loaded_is_one_line_though_the_socket_is_open():
-    with serving("--model", "/nowhere/model", wait=False) as server:
-        assert server.exit_code() == 2
-        assert server.log().splitlines()[-1] == "error: model folder /nowhere/model not found"
-        assert "Traceback" not in server.log()
 
 
 def test_the_first_signal_finishes_what_was_taken_and_exits_0(gate):
@@ -163,56 +150,42 @@ def lines_of(server):
 # Python's own threads are told on a signal: "Thread 0x…" or "Current thread 0x…", each a line.
 _TELLS_THREADS = """
 import faulthandler, runpy, signal, sys
-faulthandler.register(signal.SIGUSR1)
-sys.argv = sys.argv[1:]
+faulthandler.register(signal.SIGUSR1, open(sys.argv[1], "w"))
+sys.argv = sys.argv[2:]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
+ASKED = [("/generate", GOOD | more) for more in (
+    {}, {"stream": True}, {"trace": True, "logprobs": 3, "temperature": 1},
+    {"compare": True, "drafter": "mtp"}, LONG)]  # fmt: skip
+ASKED.append(("/v1/completions", GOOD | {"logprobs": 2}))
 
 
-def test_no_thread_but_the_engine_s_computes(tmp_path):
+def test_no_thread_but_the_engine_s_computes_and_a_log_that_nobody_reads_stops_no_answer(tmp_path):
     """torch keeps a pool of threads for each thread that has ever computed.
 
     With several of them passes wait for cores, and take twice as long. Beside Python's own threads
     there are two pools: the kernels', where they are compiled, and torch's, which computes while
-    the model is loaded and then sleeps. Each has a thread less than OMP_NUM_THREADS.
+    the model is loaded and then sleeps. Each has a thread less than OMP_NUM_THREADS. A pipe of the
+    log holds 64 KiB; the lines beyond wait in memory.
     """
-    port, num_computing, log = free_port(), 2, tmp_path / "log"
-    command = [sys.executable, "-c", _TELLS_THREADS, SCRIPT, "--port", str(port)]
+    port, num_computing, told = free_port(), 2, tmp_path / "threads"
     environment = os.environ | {"OMP_NUM_THREADS": str(num_computing)}
     for name in ("OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM"):
         environment.pop(name, None)
-    long = {"prompt": list(range(100, 1100)), "max_tokens": 4}
-    asked = [
-        ("/generate", GOOD),
-        ("/generate", GOOD | {"stream": True}),
-        ("/generate", GOOD | {"trace": True, "logprobs": 3, "temperature": 1}),
-        ("/generate", GOOD | {"compare": True, "drafter": "mtp"}),
-        ("/generate", long),
-        ("/v1/completions", GOOD | {"logprobs": 2}),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2},
-        ),
-    ]
-    with log.open("w") as said:
-        process = subprocess.Popen(
-            [*command, "--model", "embedded"], cwd=ROOT, env=environment, stdout=said, stderr=said
-        )
-    try:
-        until(lambda: is_ready(port) or process.poll() is not None)
-        statuses = [call(port, "POST", path, fields)[0] for path, fields in asked]
-        assert statuses == [200] * 6 + [400]  # the embedded model has no chat template
-        at_once(
-            *[(call, port, "POST", "/generate", long)] * 6, (call, port, "GET", "/page/story.json")
-        )
+    words = ("-c", _TELLS_THREADS, str(told), SCRIPT, "--model", "embedded")
+    with process(port, *words, env=environment, stdout=PIPE, stderr=PIPE) as server:
+        assert {call(port, "POST", path, fields)[0] for path, fields in ASKED} == {200}
+        ask = (call, port, "POST", "/generate", GOOD | LONG)
+        at_once(*[ask] * 6, (call, port, "GET", "/page/story.json"))
+        path = "/" + "x" * 200
+        assert {call(port, "GET", path)[0] for _ in range(400)} == {404}  # some 140 KB of lines
         assert call(port, "GET", "/health")[0] == call(port, "GET", "/metrics")[0] == 200
-        process.send_signal(signal.SIGUSR1)
-        until(lambda: " in wait_for" in log.read_text())  # the main thread, which is told last
-        native = len(os.listdir(f"/proc/{process.pid}/task"))
-    finally:
-        process.kill()
-        process.wait()
-    python = len(re.findall(r"hread 0x\w+ .*\(most recent call first\)", log.read_text()))
+        server.send_signal(signal.SIGUSR1)
+        until(lambda: " in wait_for" in told.read_text())  # the main thread, which is told last
+        native = len(os.listdir(f"/proc/{server.pid}/task"))
+        server.terminate()
+        assert server.wait(60) == 0
+    python = len(re.findall(r"hread 0x\w+ .*\(most recent call first\)", told.read_text()))
     num_pools = 1 if library.why_not() else 2
     assert python >= 5 and native - python == num_pools * (num_computing - 1)
 
@@ -288,24 +261,6 @@ def test_prompts_and_outputs_are_logged_where_that_was_asked_for():
         assert SECRET in server.log() and written in server.log().replace("\\n", "\n")
         line = next(line for line in lines_of(server) if line["finish"])
         assert line["prompt"] == SECRET and line["text"].strip() == written
-
-
-def test_a_log_that_nobody_reads_stops_no_answer(tiny_folder):
-    """A pipe holds 64 KiB; the lines beyond wait in memory. This one is started as by a user."""
-    port = free_port()
-    command = [sys.executable, SCRIPT, "--port", str(port), "--model", str(tiny_folder("llama"))]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=subprocess.PIPE)
-    try:
-        process.stdout.readline()
-        process.stdout.readline()
-        path = "/" + "x" * 200
-        assert {call(port, "GET", path)[0] for _ in range(400)} == {404}  # some 140 KB of lines
-        assert generate(port, **GOOD)[0] == 200
-        process.terminate()
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.communicate()
 
 
 # --------------------------------------------------------------------------- what is not run

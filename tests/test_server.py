@@ -9,7 +9,6 @@ from server import (
     COLOURS,
     ENDLESS,
     GOOD,
-    Gate,
     at_once,
     call,
     connect,
@@ -55,11 +54,6 @@ def adaptive():
     """Of a server whose controller chooses K."""
     with serving() as server:
         yield server.port
-
-
-@pytest.fixture
-def gate(tmp_path, tiny_folder):
-    return Gate(tmp_path, tiny_folder("llama"))
 
 
 # -------------------------------------------------------------------------------- one request
