@@ -167,7 +167,7 @@ class SlotCache(Cache):
         self.recurrent: list[Any] = []  # layers that keep states (see kernels/states)
         self._free = list(range(num_rows))[::-1]
         self.rows: list[int] = []  # the open ones, by slot
-        self._written = [0] * num_rows  # up to where each slot was, since it was clean
+        self._written = [0] * num_rows  # how much of each slot was written since it was scrubbed
 
     def slot(self, row: int) -> int:
         """Where an open row lies in the buffers."""
@@ -270,7 +270,7 @@ class CachedModel:
         """Feed tokens[b] after what cache row rows[b] holds.
 
         Prefill (many tokens), decoding (one) and verifying (n + 1) differ in what is fed. Gives a
-        text's last num_logits[b] >= 1 logits, and states of `layers`. kernels/ do so faster.
+        text's last num_logits[b] >= 1 logits, and states of `layers`. kernels/ compute it faster.
         """
         place = self.cache.place(rows, [len(fed) for fed in tokens])
         ids = place.arrange([torch.tensor(fed, device=self.cache.device) for fed in tokens])
