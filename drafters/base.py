@@ -6,8 +6,8 @@ A drafter holds shared weights and is read-only after construction; what belongs
 lives in the state that `open` returns. The smallest useful drafter is `propose` alone: see "Your
 own drafter" in README.md.
 
-Who proposed observes what became of it at once. Whom nobody asked observes before it is asked next,
-all that came meanwhile as one verdict with drafted = 0.
+A drafter that proposed observes at once what became of its draft. A drafter that was not asked
+observes before it is asked next: one verdict, with drafted = 0, has all tokens since.
 
 A draft is a chain of tokens, or a tree if its `parents` say so (see tree.py).
 """
@@ -60,12 +60,12 @@ class Context:
 
 @dataclass(slots=True, kw_only=True)
 class ModelState:
-    """What drafting with a model needs to know of a request."""
+    """What a drafter that runs a model knows of a request."""
 
     text: list[int]  # committed so far
     sampling: Sampling
     noise: Noise
-    row: int = -1  # in the KV cache of the model
+    row: int = -1  # in the model's KV cache
     # Whether one more token is worth its step, given the confidence in those drafted; set by the
     # panel. None: always.
     goes_on: Callable[[list[float]], bool] | None = None
@@ -74,8 +74,8 @@ class ModelState:
 class Chain:
     """A model's draft in the making.
 
-    It may stop early, but under rejection never because of what was sampled: the numbers behind a
-    rejection are reused, so stopping on them biases the text.
+    It may stop early. Under the rule of rejection it must not stop because of a sampled token: the
+    random numbers after a rejection are used again, so stopping on them biases the text.
     """
 
     def __init__(self, state: ModelState, limit: int) -> None:

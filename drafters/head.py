@@ -42,7 +42,7 @@ from .tree import Comb
 class HeadState(ModelState):
     """A layer's next pair stands where its KV cache ends; its token is in `text` once known."""
 
-    hidden: list[list[Tensor]]  # by layer, [pairs, D] each: what it is to read from there on
+    hidden: list[list[Tensor]]  # by layer, [pairs, D] each: the states that it has not read yet
     can_branch: bool = False  # the panel sets it
 
 
@@ -63,14 +63,14 @@ class StateReader(Drafter):
     stops_early = True
 
     def __init__(self, context: Context, num_layers: int = 1, spare: int = 0) -> None:
-        """For a cache of so many layers, with room for `spare` tokens behind the longest text."""
+        """Its KV cache has `num_layers` layers, and holds `spare` tokens beyond the longest text."""
         self._cache = context.target.new_cache(num_layers, context.num_rows, spare)
         self._caches = [self._cache]  # of layers that each have one
         self._sample = context.sample
 
     @abstractmethod
     def _draft(self, states: list[HeadState], max_tokens: list[int]) -> list[Draft]:
-        """A draft for each; their cache rows then hold what belongs to the text, and no more."""
+        """A draft for each; afterwards their cache rows hold the text's pairs and no others."""
 
     @abstractmethod
     def _to_logits(self, outputs: Tensor) -> Tensor:
@@ -146,14 +146,14 @@ class HeadDrafter(StateReader):
 
     @cached_property
     def _can_chain(self) -> bool:
-        """Whether a draft can be one call: by one layer, in C, and between layers in panels.
+        """Whether a draft can be one call: one layer, in C, with its embedding and output packed.
 
-        To be asked once the target's layers are packed: some are the head's, too.
+        Valid once the target's layers are packed, because the head shares some of them.
         """
         return bool(self._ends) and len(self._kernels) == 1 and self._kernels[0].take(*self._ends)
 
     def _enter(self, hidden: Tensor, step: int) -> Tensor:
-        """What the layer is given for hidden states [pairs, width]."""
+        """The layer's input for hidden states [pairs, width]."""
         return hidden
 
     def _layer(self, step: int) -> int:

@@ -1,8 +1,8 @@
-"""The panel asks a server's drafters, checks what they say, and keeps their faults to itself.
+"""The panel asks a server's drafters, checks their drafts, and contains their faults.
 
-A drafter may be wrong or broken in any way: it raises, hangs, proposes ids that do not exist. Such
-a fault costs its request that drafter, but not the answer (unless --strict asks for it). The
-request's other drafters go on.
+A drafter may be wrong or broken in any way: it raises, hangs, or proposes ids that do not exist.
+After such a fault its request goes on without that drafter, and the answer stays the same. (With
+--strict the request fails.) The request's other drafters go on.
 """
 
 import logging
@@ -23,9 +23,9 @@ from .base import Drafter
 from .timed import TimedDrafter
 from .tree import heard, longest, merged
 
-AUTO = "auto"  # the name under which a request asks for all drafters
-TREE = "tree"  # for several at once, whose drafts become one that branches
-PLAIN = "none"  # and for none of them
+AUTO = "auto"  # a request's name for all drafters
+TREE = "tree"  # for several at once, whose drafts are merged into one tree
+PLAIN = "none"  # for no drafter
 _MOST_EVIDENCE = 8
 LOG = logging.getLogger("serving.drafters")
 
@@ -41,8 +41,8 @@ class Seat:
     prompt: list[int]
     sampling: Sampling
     row: int = -1  # in the target's KV cache
-    is_alone: bool = False  # not helped by what others were answered, nor of help to them
-    states: dict[str, Any] = field(default_factory=dict)  # by drafter, of those that can go on
+    is_alone: bool = False  # neither uses what other requests left, nor leaves anything to them
+    states: dict[str, Any] = field(default_factory=dict)  # by drafter, without those that failed
     asked: str | None = None  # who was to draft in this cycle
     num_asked: int = 0  # and how many tokens at most
     goes_on: Callable[[list[float]], bool] | None = None  # of the planner (see ModelState)
@@ -50,7 +50,7 @@ class Seat:
     drafts: dict[str, Draft] = field(default_factory=dict)  # what each one proposed
     draft: Draft | None = None  # what was proposed and is not judged yet
     missed: list["Missed"] = field(default_factory=list)  # what came; see Panel.observe
-    heard: dict[str, int] = field(default_factory=dict)  # how much of that each drafter was told
+    heard: dict[str, int] = field(default_factory=dict)  # how much of `missed` a drafter was told
     records: dict[str, Any] = field(default_factory=dict)  # the planner's, by drafter
     decision: Any = None  # the planner's last one
     pace: Any = None  # the planner's: how fast the text comes
@@ -78,14 +78,14 @@ def joined(parts: list[dict[int, Tensor]]) -> dict[int, Tensor]:
 
 
 class Missed(NamedTuple):
-    """What came in a cycle; drafters that had no part in it are told when they are asked next."""
+    """What came in a cycle; drafters without a part in it are told before they are asked next."""
 
     tokens: list[int]
     hidden: dict[int, Tensor]  # [tokens, D] by layer
 
 
 class Guess(NamedTuple):
-    """What a drafter would propose, nobody having asked."""
+    """What a drafter would have proposed, if it had been asked."""
 
     tokens: list[int]
     evidence: int = 0  # proposals of one number share a record
@@ -305,11 +305,11 @@ class Panel:
                 )
 
     def guess(self, seat: Seat, name: str, max_tokens: int) -> Guess | None:
-        """What a drafter would propose, nobody having asked; None from those that cannot tell.
+        """What a drafter would propose if it was asked; None from those that cannot tell.
 
         A drafter that costs next to nothing and draws nothing may have a method
-        `guess(state, max_tokens)`. It may have another, `evidence(state)`, that says what the
-        proposal rests on, as an integer up to 8: the length of the match, say.
+        `guess(state, max_tokens)`. It may also have a method `evidence(state)`, which tells how
+        well founded the guess is, as an integer up to 8: the length of the match, for example.
         """
         drafter = self.drafters[name]
         if name not in seat.states or not hasattr(drafter, "guess"):
@@ -334,11 +334,11 @@ class Panel:
     def observe(
         self, seat: Seat, verdict: Verdict, hidden: dict[int, Tensor], is_last: bool = False
     ) -> None:
-        """Tell the seat's drafters what came; of a request's last tokens, those that keep outputs.
+        """Tell the seat's drafters what came; of the last tokens only those that keep outputs.
 
-        Who proposed rolls back, at once. To the others what came is text like any other: they are
-        told when they are asked next, of all that came until then. `hidden` are the states [fed, D]
-        of what was verified, by layer: of the text's own branch of a tree.
+        The drafter that proposed is told at once, and rolls back. The others are told of all new
+        text before they are asked next. `hidden` are the states [fed, D] of the verified tokens, by
+        layer; of a tree, of the branch that the text took.
         """
         states, num_rejected = seat.read(hidden), verdict.drafted - verdict.accepted
         kept = {layer: own[: len(own) - num_rejected] for layer, own in states.items()}

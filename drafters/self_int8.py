@@ -1,10 +1,10 @@
 """The target drafts for itself, in integers of eight bits: a draft model that every target has.
 
-A copy whose linear layers are quantised (kernels/weights.py) reads a quarter of float32's bytes, or
-half of bfloat16's, and mostly chooses as the target does. Everything else is the target's own: its
-embedding, its norms, and its KV cache. The copy reads the keys and values that the target wrote, so
-it reads no prompt and keeps no cache. It writes those of its drafts behind them, and then the row
-is truncated. The verify writes its own over them.
+A copy of the target with quantised linear layers (kernels/weights.py) reads a quarter of float32's
+bytes, or half of bfloat16's, and mostly chooses as the target does. All else is shared with the
+target: embedding, norms and KV cache. The copy reads the keys and values that the target wrote, so
+it reads no prompt and keeps no cache. It writes its draft's keys and values after them, and then
+the row is truncated. The target's pass writes its own in their place.
 
 Not covered: mixtures of experts, whose experts would stay floats.
 """
@@ -22,7 +22,7 @@ from sampling import Noise
 from .base import Context, ModelState
 from .small_model import SmallModelDrafter
 
-_FEW_WEIGHTS = 50_000_000  # below, a pass takes its time for other things than reading weights
+_FEW_WEIGHTS = 50_000_000  # with fewer, reading weights is a small part of a pass
 
 
 class SelfInt8Drafter(SmallModelDrafter):

@@ -1,10 +1,10 @@
 """A small model of the target's family drafts token by token (Leviathan et al., arXiv 2211.17192).
 
-It has a KV cache of its own, of the core's kind, so truncation is written once. One rule keeps it
-in step with the target: after a verdict, truncate to what is both cached and committed; before the
-next draft, feed every committed token that is not cached. Full acceptance (whose last draft token
-was never fed), a cycle without a draft, and the first call (the whole prompt) are all that one
-rule.
+It has a KV cache of its own, of the core's kind, so truncation is written once. One rule keeps this
+cache in step with the target's: after a verdict, truncate to what is both cached and committed;
+before the next draft, feed every committed token that is not cached. The rule covers full
+acceptance (the last drafted token was never fed), a cycle without a draft, and the first call (the
+whole prompt is fed).
 
 Not covered: a draft model with another tokenizer; it is refused at start.
 """
@@ -34,7 +34,7 @@ class SmallModelDrafter(Drafter):
         self.num_step_weights = self._draft.num_weights
         self._sample = context.sample
         self._prefixes = PrefixCache.of(draft, context.prefix_cache_mb)
-        # An embedding may be padded: ids that only one of the two models has are never drafted.
+        # Embeddings may be padded. Ids that only one of the two models has are never drafted.
         self._vocab_size = context.target.vocab_size
         self._shared = min(self._draft.vocab_size, self._vocab_size)
 
@@ -46,7 +46,7 @@ class SmallModelDrafter(Drafter):
             raise ValueError(
                 "the drafter draft_model needs a model: give --draft-model DIR_OR_HUB_ID"
             )
-        if draft.cache.recurrent:  # a draft is several forwards, and they keep states of few
+        if draft.cache.recurrent:  # a draft takes several forwards, and few states are kept
             raise ValueError(
                 f"draft model {draft.name} has recurrent layers, which only a target may have: "
                 "give another --draft-model, or use --drafter ngram"
@@ -119,10 +119,10 @@ class SmallModelDrafter(Drafter):
         return chain.drafts_of(texts, len(states))
 
     def _num_words(self, states: list[ModelState]) -> int:
-        """How many words a draft is chosen among: the frequent ones, where texts keep to those.
+        """Among how many words drafts choose: the frequent ones, while texts keep to those.
 
-        The output layer of a small model is a large part of it. A vocabulary is numbered as its
-        words were found, the most frequent first.
+        The output layer is a large part of a small model, so fewer words make a step faster. Ids
+        are in the order in which the tokenizer's training found the words: the most frequent first.
         """
         recent = [token for state in states for token in state.text[-_NUM_RECENT:]]
         num_rare = sum(token >= _NUM_FREQUENT for token in recent)

@@ -5,16 +5,16 @@
     and in what the server wrote before  quick brown → fox jumps over      score 0.8 + 0.7 + 0.6
     draft                                              fox jumps over
 
-A step of the draft is worth count / (total + 1 / length): how often the token has followed so long
-a context, of all that has. The longer the context, the more a single case says. The product of
-these is the chance that the draft is accepted up to there. It goes on for as long as that is 0.05,
-so it is long where the text repeats itself and short where it might; K is only the upper limit. The
-sum is the draft's score: the tokens that may be expected of it. Where past outputs know a longer
-suffix than the own text, the draft with the better score is proposed.
+A token's chance is count / (total + 1 / length): how often it followed this context of `length`
+tokens, among all tokens that did. The longer the context, the more a single case counts. The product
+of these chances is the chance that the draft is accepted up to there. The draft goes on while that
+is at least 0.05, so it is long where the text repeats itself; K is only the upper limit. The sum of
+these products is the draft's score: the number of tokens to expect of it. If past outputs have a
+longer suffix than the own text, the draft with the better score is proposed.
 
-No model and nothing drawn: q is one-hot, as it is with ngram. Past outputs change times, never a
-text. (Under the rule of rejection drafts decide which text of the distribution comes, so there they
-are not looked at.) But times tell: whoever may ask can find out what others were answered.
+No model runs and nothing is drawn: q is one-hot, as in ngram. Past outputs change times, never a
+text. (Under the rule of rejection the text depends on the drafts, so past outputs are not used
+there.) But times reveal them: a caller can find out what others were answered.
 
 Source: Oliaro et al., arXiv 2411.04975. It keeps a suffix tree, and chooses among all suffixes by
 score; here n-grams are hashed and the longest suffix is taken, as the others gained nothing
@@ -38,14 +38,14 @@ END = -1  # between two texts: no token, so no draft goes on beyond it
 
 
 class Match(NamedTuple):
-    """A string that occurs in a text: its length, and where what followed stands, latest first."""
+    """A string that occurs in a text: its length, and the places just after it, latest first."""
 
     length: int = 0
     ends: Sequence[int] = ()
 
 
 class SuffixIndex:
-    """A growing text, and for each n-gram in it all places that it was followed at.
+    """A growing text, and for each n-gram in it all places just after it.
 
     Example: after extend([1, 2, 3, 1, 2, 4, 1, 2]) the text's own longest suffix that was followed
     is Match(2, [5, 2]). Two tokens of it -> [4, 1], 0.4 + 0.4 · 0.75.
@@ -91,8 +91,8 @@ class SuffixIndex:
     def likely(self, match: Match, max_tokens: int) -> tuple[list[int], float]:
         """What mostly follows a string, as far as that is worth drafting, and the draft's score.
 
-        The latest of equals follows. Where the text ends it goes on behind `match`, and so reads a
-        periodic text on into itself.
+        Among equally frequent tokens the latest is taken. At the end of the text the draft goes on after
+        `match`, so it continues a periodic text.
         """
         own, (length, ends) = self.tokens, match
         tokens, chance, score = list[int](), 1.0, 0.0

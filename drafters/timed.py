@@ -5,9 +5,9 @@
        ↓ waits, `limit_s` at most          ↓
     a draft ←──────────────── result ── or TimeoutError, and the request goes on without it
 
-The thread of a call that took too long gets an exception raised in it, which ends a loop in Python.
-What blocks outside of Python (a socket, a kernel) cannot be ended; until it returns, every further
-call fails at once. Then the drafter is as good as new. It costs two changes of threads per call.
+If a call takes too long, an exception is raised in its thread, which ends a loop in Python. A call
+that blocks outside of Python (a socket, a kernel) cannot be ended. Until it returns, every further
+call fails at once; afterwards the drafter works again. The limit costs two thread switches a call.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ from .base import Drafter
 
 
 class _Interrupt(BaseException):
-    """Ends a call that takes too long; no Exception, as drafters catch those."""
+    """Ends a call that takes too long. It is no Exception, because drafters may catch those."""
 
 
 def place_of(error: BaseException, file: str) -> str:

@@ -5,15 +5,15 @@
                  └ a ─┬ dog            parents          −1    0    −1    2     2
                       └ cat            in the KV cache   pending the lazy a dog cat
 
-Each token sees its ancestors and stands as far behind the pending token as it has of them, so its
-logits are those that it would get in a chain (kernels/attention.c). The target chooses after the
-pending token. If one of its children is that choice, it goes on from there, and so on. What it goes
-along is a chain, a `Line`; all that comes behind, from the verdict to the page, sees that chain
-alone. The KV cache keeps what was accepted of it.
+Each token sees only its ancestors, and its position is the one that it would have in a chain. So it
+has the same logits as in a chain (kernels/attention.c). The target chooses a token after the
+pending one. If a child of the pending token is that choice, the target chooses again after this
+child, and so on. The tokens on this way are a chain, a `Line`. All later code, from the verdict to
+the page, sees only that chain. The KV cache keeps its accepted tokens.
 
-This is for drafts that are accepted for being the target's own choice, greedy or sampled with the
-position's noise. Then one choice judges all branches. The rule of rejection would have to correct
-for each rejected branch, so there drafts are chains, and so they are where nothing is compiled.
+A tree needs the coupled rule, which accepts a token if it is the target's own choice: then one
+choice judges all branches. The rule of rejection would have to correct for each rejected branch, so
+there drafts are chains. They are also chains without compiled kernels.
 
 Sources: Miao et al., SpecInfer, arXiv 2305.09781; Cai et al., Medusa, arXiv 2401.10774.
 """
@@ -29,16 +29,16 @@ from sampling import ranked
 
 from .base import ModelState, Sample
 
-_BESIDE = 3  # tokens beside each one of a branch, at most
-_SURE = 0.7  # the chance of a token of whom nothing is known, behind an accepted one
+_BESIDE = 3  # at most so many other tokens beside each token of the long branch
+_SURE = 0.7  # the assumed chance of a token without a confidence, after an accepted one
 
 
 class Comb:
     """A tree of a model's likeliest tokens: one long branch, and others beside each of its tokens.
 
-    The model runs along the long branch alone, so the others cost no step of it. A token's chance
-    is the product of the model's probabilities up to it. The tree has the tokens of the largest
-    chances, best first, and is done as soon as no longer branch could have one of those.
+    The model runs along the long branch only, so the other tokens cost no steps. A token's chance
+    is the product of the model's probabilities up to it. The tree takes the tokens with the largest
+    chances, best first. It is done when no token of a longer branch could be among them.
     """
 
     def __init__(self, state: ModelState, limit: int) -> None:
@@ -95,8 +95,8 @@ class Line(NamedTuple):
     ) -> "Line":
         """From what a pass gave of a draft and of the core's sequence; `sample` is the core's.
 
-        Behind the first token that the target does not choose it goes on along first children: they
-        were drafted, and are not judged. A chain is its own line.
+        After the first token that the target does not choose, the line goes on along first
+        children, which were drafted and are not judged. The line of a chain is the chain.
         """
         if draft.parents is None:
             return cls(draft, range(len(draft.tokens)), logits, hidden)
@@ -143,9 +143,9 @@ def ways_of(draft: Draft) -> list[list[int]]:
 def merged(drafts: list[Draft], most: int) -> Draft:
     """One draft of several: their `most` likeliest tokens; what begins alike is drafted once.
 
-    A token's chance is its drafter's confidence times the chance of the token that it follows.
-    Where a drafter does not tell, each is thought to have _SURE of what the token before it has,
-    and others beside it leave over.
+    A token's chance is its drafter's confidence times the chance of the token before it. If a
+    drafter gives no confidence, its token gets the share _SURE of that chance, less what other
+    tokens beside it have taken.
 
     Example: chains 1 2 3 and 1 4 5, at most 4 -> tokens 1 2 3 4, parents -1 0 1 0.
     """
@@ -179,10 +179,10 @@ def tree_of(nodes: list[tuple[int, int]], confidence: list[float]) -> Draft:
 
 
 def heard(verdict: Verdict, draft: Draft | None) -> list[Verdict]:
-    """What a drafter is told whose draft was one of several in a tree.
+    """What a drafter is told if its draft was merged into a tree.
 
-    First how far its own draft came. The rest of what was accepted came from another one, so to it
-    that is text like any other.
+    First it is told how far its own draft was accepted. The other accepted tokens came from another
+    drafter, so they are told as text.
 
     Example: 5 6 7 accepted, then 8; of a draft 5 9 -> [5, 6] with 1 of 2 accepted, and then [7, 8].
     """
