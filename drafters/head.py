@@ -63,7 +63,7 @@ class StateReader(Drafter):
     stops_early = True
 
     def __init__(self, context: Context, num_layers: int = 1, spare: int = 0) -> None:
-        """Its KV cache has `num_layers` layers, and holds `spare` tokens beyond the longest text."""
+        """Its KV cache has `num_layers` layers, and `spare` tokens beyond the longest text."""
         self._cache = context.target.new_cache(num_layers, context.num_rows, spare)
         self._caches = [self._cache]  # of layers that each have one
         self._sample = context.sample

@@ -6,11 +6,11 @@
     draft                                              fox jumps over
 
 A token's chance is count / (total + 1 / length): how often it followed this context of `length`
-tokens, among all tokens that did. The longer the context, the more a single case counts. The product
-of these chances is the chance that the draft is accepted up to there. The draft goes on while that
-is at least 0.05, so it is long where the text repeats itself; K is only the upper limit. The sum of
-these products is the draft's score: the number of tokens to expect of it. If past outputs have a
-longer suffix than the own text, the draft with the better score is proposed.
+tokens, among all tokens that did. The longer the context, the more a single case counts. The
+product of these chances is the chance that the draft is accepted up to there. The draft goes on
+while that is at least 0.05, so it is long where the text repeats itself; K is only the upper limit.
+The sum of these products is the draft's score: the number of tokens to expect of it. If past
+outputs have a longer suffix than the own text, the draft with the better score is proposed.
 
 No model runs and nothing is drawn: q is one-hot, as in ngram. Past outputs change times, never a
 text. (Under the rule of rejection the text depends on the drafts, so past outputs are not used
@@ -91,8 +91,8 @@ class SuffixIndex:
     def likely(self, match: Match, max_tokens: int) -> tuple[list[int], float]:
         """What mostly follows a string, as far as that is worth drafting, and the draft's score.
 
-        Among equally frequent tokens the latest is taken. At the end of the text the draft goes on after
-        `match`, so it continues a periodic text.
+        Among equally frequent tokens the latest is taken. At the end of the text the draft goes on
+        after `match`, so it continues a periodic text.
         """
         own, (length, ends) = self.tokens, match
         tokens, chance, score = list[int](), 1.0, 0.0

@@ -53,7 +53,8 @@ class Entry:
     megabytes: int  # of the wheel
     licence: str
     origin: str  # the model's public name
-    mtp: str | None = None  # an MTP head that was trained for it
+    draft: str | None = None  # a draft model that was trained for it
+    mtp: str | None = None  # an MTP head
     eagle3: str | None = None  # and an EAGLE-3 head
 
     @property
@@ -73,6 +74,7 @@ CATALOGUE = {
         megabytes=93,
         licence="Apache-2.0",
         origin="HuggingFaceTB/SmolLM2-135M-Instruct",
+        draft=str(ROOT / "demo_models" / "smollm2_draft" / "draft.gguf"),
         mtp=str(ROOT / "demo_models" / "smollm2_mtp"),
         eagle3=str(ROOT / "demo_models" / "smollm2_eagle3"),
     )

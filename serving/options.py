@@ -284,7 +284,7 @@ class Options:
         return given | {"max_tokens": self.max_tokens or Request.max_tokens}
 
     def _known(self, part: str) -> str | None:
-        """What goes with a target of the catalogue: its "mtp" or "eagle3"."""
+        """What goes with a target of the catalogue: its "draft", "mtp" or "eagle3"."""
         entry = entry_of(self.title)
         place = entry and getattr(entry, part)
         return place if place and Path(place).exists() else None
@@ -296,7 +296,7 @@ class Options:
             return self.draft_model
         if self.is_embedded:
             return str(ROOT / "demo_models" / "draft")
-        return PAIRS.get(self.title, (None, None))[1]
+        return self._known("draft") or PAIRS.get(self.title, (None, None))[1]
 
     def is_chat(self, tokenizer: Any) -> bool:
         """Whether --demo, --prompt and the page put a prompt into the model's chat template."""

@@ -56,7 +56,18 @@ def test_the_documented_checksums_are_those_of_the_files():
         digest = hashlib.sha256((MODELS / name / "model.safetensors").read_bytes()).hexdigest()
         assert report[name]["sha256"] == digest
         assert digest in readme
-    assert sum(f.stat().st_size for f in MODELS.rglob("*") if f.is_file()) < 60e6
+    assert sum(f.stat().st_size for f in MODELS.rglob("*") if f.is_file()) < 75e6
+
+
+def test_the_draft_model_that_comes_along_is_whole_and_small():
+    """It stands beside smollm2, and writes text by itself."""
+    file = MODELS / "smollm2_draft" / "draft.gguf"
+    assert core.Options(model="smollm2").draft_folder == str(file)
+    assert file.stat().st_size < 14e6
+    engine = core.load_engine(core.Options(model=str(file), drafter="none"))
+    assert engine.target.vocab_size == 49_152
+    ids = engine.target.tokenizer("Here is a list of three colours:")["input_ids"]
+    assert len(set(run(engine, ids, max_tokens=16)[0].output)) > 4
 
 
 def test_the_folders_load_with_plain_transformers():
