@@ -1,4 +1,4 @@
-"""Memory of a KV cache: it is taken where it is written, and cleaned where a NaN was."""
+"""Memory of a KV cache: allocated when first written, and zeroed where a NaN was found."""
 
 from math import prod
 from mmap import mmap
@@ -10,8 +10,8 @@ from torch import Tensor
 def lazy_zeros(like: Tensor, num_rows: int, capacity: int) -> Tensor:
     """Zeros [num_rows, H, capacity, width], with H and width of `like` [B, H, T, width].
 
-    They take memory only where something is written: most requests are short. (A forked process
-    shares them. Memory of its own would be slower to write to.)
+    Pages take memory only once they are written, because most requests are short. (The mapping
+    is shared with forked processes. A private mapping would be slower to write to.)
     """
     shape = num_rows, like.shape[1], capacity, like.shape[-1]
     if like.device.type != "cpu":
@@ -21,9 +21,9 @@ def lazy_zeros(like: Tensor, num_rows: int, capacity: int) -> Tensor:
 
 
 def scrub(buffers: list[Tensor], slot: int, length: int) -> None:
-    """Zero a cache's slot if a NaN is in it: one that stays spoils attention even where masked.
+    """Zero a cache's slot if it holds a NaN or infinity: masked, these still spoil attention.
 
-    `length` tokens were written. What breaks a model shows in its last layer.
+    `length` tokens were written. Only the last layer is checked: earlier faults reach it.
     """
     if length and not all(b[slot, :, :length].isfinite().all() for b in buffers[-2:]):
         for buffer in buffers:

@@ -1,4 +1,4 @@
-"""How a cached model of the core comes to compute in C, where it and this machine allow it.
+"""Choose what a cached model computes in C. The model and this machine decide.
 
 plain blocks                       whole forwards in C (forward.py, decoder.py)
 other families on a CPU            transformers' modules, their sums in C (modules.py)
@@ -21,9 +21,9 @@ from .weights import pack, quantise, quantise_embedding, why_not_int8
 
 
 def get_ready(quantize: str | None, device: str, is_wanted: bool) -> None:
-    """Before weights are read. Raises ValueError, with a sentence, for what cannot be had.
+    """Call this before weights are read. Raises ValueError where int8 is not possible.
 
-    `is_wanted`: whether to compute in C, where that can be had.
+    `is_wanted`: whether to compute in C where that is possible.
     """
     on_cpu = device == "cpu" or device == "auto" and not torch.cuda.is_available()
     library.use(None if on_cpu and is_wanted else False)
@@ -38,7 +38,7 @@ def speed_up(
     check: Callable[[Model], None] | None = None,
     has_own_embedding: bool = True,
 ) -> None:
-    """Make a CachedModel compute the same, sooner.
+    """Make a CachedModel compute the same results faster.
 
     `quantize`: None, or "int8" for another model of a quarter of the bytes. All is compared, by
     `check` of the whole, too, while the weights are floats: in integers a rounding may be a jump,
@@ -59,7 +59,7 @@ def speed_up(
             model.fast.quantise(has_own_embedding)
             found.release(model.model)
         return
-    early = None if check else quantize  # where nothing is compared, integers at once
+    early = None if check else quantize  # without a check, quantise at once
     pack(model.model, early)
     pack_experts(model.model, early)
     _run_flat(model)
@@ -73,7 +73,7 @@ def speed_up(
 
 
 def report_of(model: Model) -> Report:
-    """What is to be said of a CachedModel's exactness."""
+    """Report how exact a CachedModel is."""
     if model.fast:
         return model.fast.report()
     doubt = (

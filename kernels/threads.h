@@ -1,4 +1,4 @@
-// One pool of threads: a job runs in all of them at once, and meets at barriers.
+// One thread pool: a job runs in all its threads at once, and they meet at barriers.
 
 #pragma once
 
@@ -6,7 +6,7 @@
 // several callers come one after the other.
 void run_in_threads(int count, void (*run)(void *given), void *given);
 
-// Within a job: wait for all its threads.
+// Within a job: a barrier. Wait until all threads of the job are here.
 void meet(void);
 
 // Within a job, between two meetings: the next `share` units of work that no other thread has taken,
@@ -16,5 +16,5 @@ int take(int total, int share, int *begin);
 // Units of work to take at once, so that each thread takes some so many `times`: all end at about the same time.
 int fair_share(int total, int times);
 
-// Within a job: which of its threads this one is.
+// Within a job: the number of the calling thread.
 int thread_number(void);
