@@ -40,10 +40,10 @@ def speed_up(
 ) -> None:
     """Make a CachedModel compute the same results faster.
 
-    `quantize`: None, or "int8" for another model of a quarter of the bytes. All is compared, by
-    `check` of the whole, too, while the weights are floats: in integers a rounding may be a jump,
-    and what is wrong would hide among the jumps. A draft of the model itself leaves the embedding,
-    which is shared, as it is.
+    `quantize`: None, or "int8", which makes another model of a quarter of the bytes. `check`
+    compares the whole model while its weights are still floats: after quantising, a rounding may
+    be a jump, and an error would hide among the jumps. `has_own_embedding` is false for a draft
+    made of the model itself: the embedding is shared, and is not quantised.
     """
     if not library.is_used:
         return

@@ -13,7 +13,7 @@ void meet(void);
 // or fewer at the end. Returns how many; `begin` is the first one.
 int take(int total, int share, int *begin);
 
-// Units of work to take at once, so that each thread takes some so many `times`: all end at about the same time.
+// Units of work to take at once, so that each thread takes a share about `times` times: all end at about the same time.
 int fair_share(int total, int times);
 
 // Within a job: the number of the calling thread.
