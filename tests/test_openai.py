@@ -4,21 +4,11 @@ What /v1 refuses is in test_bad_inputs.py.
 """
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server import (
-    COLOURS,
-    Gate,
-    call,
-    generate,
-    health,
-    serving,
-    until,
-    wait_until_idle,
-)
+from server import COLOURS, call, generate, health, is_error, serving, wait_until_idle
 
 KEY, ORIGIN = "secret key", "https://example.org"
 GUARDED = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
@@ -73,19 +63,12 @@ def test_generate_puts_a_prompt_into_the_chat_template_where_it_is_asked_to(chat
     read = "system: Go on.\nuser: red, green,\nassistant:"
     assert talk["trace"][0]["prompt_text"] == read and "prompt_text" not in talk["trace"][1]
     assert talk["token_ids"] == own(chatting, prompt=read, max_tokens=8)["token_ids"]
-    for status, fields, param in (
-        (400, {"prompt": [1, 2], "chat": True}, "prompt"),
-        (400, {"prompt": [], "chat": True}, "prompt"),
-        (400, {"prompt": [{"role": "user"}], "chat": True}, "prompt"),
-        (400, {"prompt": "a", "chat": 1}, "chat"),
-        (400, {"prompt": "a" * 200_000, "chat": True}, "prompt"),
-    ):
-        found, _, data = call(chatting, "POST", "/generate", fields, GUARDED)
-        assert found == status and json.loads(data)["error"]["param"] == param, data
-    found, _, data = call(port, "POST", "/generate", {"prompt": "a", "chat": True}, GUARDED)
-    assert (
-        found == 400 and "this model has no chat template" in json.loads(data)["error"]["message"]
-    )
+    for prompt in ([1, 2], [], [{"role": "user"}], "a" * 200_000, "a"):
+        fields = {"prompt": prompt, "chat": 1 if prompt == "a" else True}
+        status, _, data = call(chatting, "POST", "/generate", fields)
+        assert status == 400 and is_error(data, "chat" if prompt == "a" else "prompt"), data
+    status, _, data = call(port, "POST", "/generate", {"prompt": "a", "chat": True}, GUARDED)
+    assert status == 400 and b"this model has no chat template" in data
     assert health(chatting)["chat_template"] is True and health(port)["chat_template"] is False
     assert health(port)["model_card"] is None
 
@@ -223,14 +206,9 @@ def test_what_is_refused_is_a_bad_request_by_name(client):
     assert error.value.param == "n" and error.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError, match="no chat template: use /v1/completions"):
         client.chat.completions.create(model="embedded", messages=TURNS)
-    chat = {"model": "embedded", "messages": TURNS}
-    for fields, message in (
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools are not supported"),
-        ({"tool_choice": "required"}, "tool_choice is not supported"),
-        ({"response_format": {"type": "json_object"}}, 'response_format must be {"type": "text"}'),
-    ):
-        with pytest.raises(openai.BadRequestError, match=message):
-            client.chat.completions.create(**chat, **fields)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.raises(openai.BadRequestError, match="tools are not supported"):
+        client.chat.completions.create(model="embedded", messages=TURNS, tools=tools)
 
 
 def test_a_route_that_is_not_there_is_told_what_is(client, port):
@@ -244,13 +222,14 @@ def test_a_route_that_is_not_there_is_told_what_is(client, port):
         assert call(port, method, path, headers=GUARDED)[0] == (400 if method == "POST" else 200)
 
 
-@pytest.mark.parametrize("given", ["Bearer wrong", "Bearer ", "Bearer secret", "Bearer é", KEY, ""])
-def test_a_wrong_key_is_no_key(port, given):
-    headers = GUARDED | {"Authorization": given.encode()}
-    for method, path in (("POST", "/v1/completions"), ("POST", "/generate"), ("GET", "/metrics")):
-        status, answered, data = call(port, method, path, {"prompt": "x"}, headers)
-        assert status == 401 and answered["WWW-Authenticate"] == "Bearer"
-        assert json.loads(data)["error"]["code"] == "invalid_api_key"
+def test_a_wrong_key_is_no_key(port):
+    for given in ("Bearer wrong", "Bearer ", "Bearer secret", "Bearer é", KEY, ""):
+        headers = GUARDED | {"Authorization": given.encode()}
+        for path in ("/v1/completions", "/generate", "/metrics"):
+            method = "GET" if path == "/metrics" else "POST"
+            status, answered, data = call(port, method, path, {"prompt": "x"}, headers)
+            assert status == 401 and answered["WWW-Authenticate"] == "Bearer"
+            assert json.loads(data)["error"]["code"] == "invalid_api_key"
     assert call(port, "GET", "/health")[0] == call(port, "GET", "/")[0] == 200
     with client_of(port, "nonsense") as client, pytest.raises(openai.AuthenticationError):
         client.models.list()
@@ -266,28 +245,6 @@ def test_other_origins_may_call_only_where_that_was_allowed(port, chatting):
     assert "Authorization" in headers["Access-Control-Allow-Headers"]
     status, headers, _ = call(port, "POST", "/v1/completions", {"prompt": "x"})
     assert status == 401 and headers["Access-Control-Allow-Origin"] == ORIGIN
-
-
-def test_a_full_queue_and_a_deadline_are_errors_that_the_client_knows(tmp_path, tiny_folder):
-    """One runs and one waits until both took too long; who comes is told to come back."""
-    gate = Gate(tmp_path, tiny_folder("llama"))
-    limits = ("--max-running", "1", "--max-queued", "1", "--request-timeout", "4")
-    with serving(*gate.arguments, *limits) as server, client_of(server.port) as client:
-        gate.shut()
-        ask = {"model": client.models.list().data[0].id, "prompt": "1, 2", "max_tokens": 9}
-        stream = client.completions.create(**ask, stream=True)
-        with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(client.completions.create, **ask)
-            until(lambda: health(server.port)["num_requests_waiting"] == 1)
-            with pytest.raises(openai.RateLimitError) as error:
-                client.completions.create(**ask)
-            assert error.value.response.headers["Retry-After"] == "1"
-            assert error.value.code == "queue_full"
-            with pytest.raises(openai.APIError, match="took too long"):
-                list(stream)
-            with pytest.raises(openai.InternalServerError) as error:
-                waiting.result()
-            assert error.value.status_code == 504
 
 
 def test_metrics_are_what_prometheus_reads(port):

@@ -19,6 +19,7 @@ from serving import answers, comparison, trace
 
 DRAFTERS = ("ngram", "suffix", "draft_model", "mtp")
 SAMPLING = core.Sampling(1.1, 0.9, 100, 0.95, 0.001)
+REJECTION = dataclasses.replace(SAMPLING, verification="rejection")
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +313,7 @@ def test_bytes_at_the_end_may_complete_a_stop_string(demo_engine):
 # --------------------------------------------------------------------------- trace and comparison
 
 
-@pytest.mark.parametrize("sampling", [core.Sampling(), SAMPLING], ids=str)
+@pytest.mark.parametrize("sampling", [core.Sampling(), SAMPLING, REJECTION], ids=str)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_trace_says_what_decided_about_each_token(
     demo_engine, demo_reference, prompts, drafter, sampling
@@ -336,6 +337,8 @@ def test_a_trace_says_what_decided_about_each_token(
             )
             p = probabilities(scores, sampling)[0]
             top = event["target_top"][i]
+            numbers = ["score", "total"] if sampling.is_coupled else ["p", "q", "u"]
+            assert list(token) == ["id", "kind", *numbers]
             assert event["target_argmax"][i] == int(scores.argmax())
             if token["kind"] == "accepted":
                 assert token["id"] == event["proposals"][i]
@@ -362,6 +365,7 @@ def test_a_trace_says_what_decided_about_each_token(
             assert event["rejected"]["id"] == event["proposals"][event["accepted_count"]]
             assert last == "recovered"
             refused, own = event["rejected"], event["tokens"][-1]
+            assert list(refused) == list(own)
             if sampling.is_coupled:
                 assert refused["total"] is None or refused["total"] < own["total"]
             else:
