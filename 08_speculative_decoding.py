@@ -606,7 +606,7 @@ def load_model(name: str, options: Options) -> CachedModel:
 def load_draft(options: Options) -> CachedModel | None:
     """The draft model, if there is one; one that came with the target may be missing or broken."""
     try:
-        return load_model(options.draft_folder, options) if options.draft_folder else None
+        return load_model(name, options.for_draft) if (name := options.draft_folder) else None
     except loading.StartError as error:
         if options.draft_model:
             raise

@@ -9,7 +9,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from drafters import NAMES
 from drafters.panel import PLAIN
 from messages import Request, RequestError, Sampling
 from models.catalogue import CATALOGUE, DEFAULT, EMBEDDED, FALLBACK, PAIRS, entry_of
+from models.gguf_file import is_gguf
 
 from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, check_fields
 
@@ -297,6 +298,15 @@ class Options:
         if self.is_embedded:
             return str(ROOT / "demo_models" / "draft")
         return self._known("draft") or PAIRS.get(self.title, (None, None))[1]
+
+    @property
+    def for_draft(self) -> "Options":
+        """What the draft model is loaded with: --dtype unpacks the target's file alone.
+
+        A draft model from a GGUF file is faster as it is, and its guesses change no text.
+        """
+        unpacks = self.dtype != "packed" and is_gguf(self.draft_folder or "")
+        return replace(self, dtype="auto") if unpacks else self
 
     def is_chat(self, tokenizer: Any) -> bool:
         """Whether --demo, --prompt and the page put a prompt into the model's chat template."""

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from demo_models import hybrid as made
 from demo_models import recipe, synthetic
+from models.prompts import chat_ids
 
 MODELS = ROOT / "demo_models"
 
@@ -63,11 +64,13 @@ def test_the_draft_model_that_comes_along_is_whole_and_small():
     """It stands beside smollm2, and writes text by itself."""
     file = MODELS / "smollm2_draft" / "draft.gguf"
     assert core.Options(model="smollm2").draft_folder == str(file)
+    for dtype, own in {"float32": "auto", "packed": "packed"}.items():
+        assert core.Options(model="smollm2", dtype=dtype).for_draft.dtype == own
     assert file.stat().st_size < 14e6
     engine = core.load_engine(core.Options(model=str(file), drafter="none"))
     assert engine.target.vocab_size == 49_152
-    ids = engine.target.tokenizer("Here is a list of three colours:")["input_ids"]
-    assert len(set(run(engine, ids, max_tokens=16)[0].output)) > 4
+    ids = chat_ids("Why do leaves fall in autumn?", engine.target.tokenizer, 1000)
+    assert len(set(run(engine, ids, max_tokens=24)[0].output)) > 12
 
 
 def test_the_folders_load_with_plain_transformers():
