@@ -1,7 +1,7 @@
 """Speculative decoding in one file: a cheap drafter proposes, the target verifies, nothing is lost.
 
-A language model reads all its weights to produce one token. A pass over four tokens reads them only
-once, too. So guess, then check. One cycle is draft → verify → accept → truncate:
+A language model reads all its weights to produce one token. A pass over four tokens reads them just
+once as well. So guess tokens, then check them. One cycle is draft → verify → accept → truncate:
 
     cached  │ pending  draft
     The cat │ sat      on ✓   a ✗    mat      one target pass over [pending, d1, d2, d3]
@@ -11,15 +11,15 @@ once, too. So guess, then check. One cycle is draft → verify → accept → tr
     The cat   sat      on │ the               d1 accepted, d2 rejected, "the" recovered;
                           │  └ pending        the KV cache is truncated to "The cat sat on", in O(1)
 
-The pending token is chosen, but not cached yet. One pass gave two tokens, and the text is the one
-that the target alone would have written. Where tokens are sampled, the target chooses with noise
-that belongs to the seed and the position, so its choice is the same with a draft and without. (The
-classical rule, which a request may ask for, keeps the distribution and not the text.)
+The pending token is chosen, but not cached yet. This pass gave two tokens. The text is the one that
+the target alone would have written. If tokens are sampled, the noise depends only on the seed and
+the position, so the target chooses the same token with and without a draft. (A request may ask for
+rejection sampling, the classical rule. It keeps the distribution, but not the text.)
 
 Read on in this order: KV cache and truncation · cached model · probabilities · verify · sequence ·
-engine · plain decoding · loading · Flask app · command line; for the idea alone, from verify to the
-engine's step. drafters/ guess, control/ decides who drafts and how much, serving/ has what only a
-server needs, and kernels/ compute the same faster.
+engine · plain decoding · loading · Flask app · command line. For the idea alone, read from verify
+to Engine.step. drafters/ guess, control/ chooses the drafter and how much it drafts, serving/ has
+what only a server needs, and kernels/ compute the same results faster.
 
 Sources: Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318; Daliri et al., 2408.07978.
 """
@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-import models.shortage  # isort: skip  # noqa: F401  (first: torch may find too little memory)
+import models.shortage  # isort: skip  # noqa: F401  (before torch, which may lack memory)
 import torch
 from flask import Flask, Response
 from torch import Tensor
@@ -69,15 +69,15 @@ from serving.worker import Worker, warm_up
 
 @dataclass
 class Place:
-    """Where a forward's tokens [B, T] go: counts[b] of them to slots[b] of the cache.
+    """Where a pass's tokens [B, T] go: counts[b] tokens of text b, to slot slots[b] of the cache.
 
     Texts with fewer than T tokens are padded on the left. Pads are never written to the cache.
     """
 
     slots: list[int]
     counts: list[int]
-    positions: Tensor  # [B, T], of the queries
-    end: int  # one more than the last position of all texts: so many keys attention reads
+    positions: Tensor  # [B, T]: where each token stands in its text; of pads, any
+    end: int  # the largest position + 1: attention reads this many keys of each text
 
     @cached_property
     def real(self) -> Tensor:
@@ -92,18 +92,18 @@ class Place:
         return slots[self.real], self.positions[self.real]
 
     def arrange(self, rows: list[Tensor]) -> Tensor:
-        """Ids [t] of each text -> [B, T], or states [t, D] -> [B, T, D]."""
+        """Pad each text's ids [t], together to [B, T], or states [t, D], to [B, T, D]."""
         arranged = rows[0].new_zeros(*self.positions.shape, *rows[0].shape[1:])
         for b, row in enumerate(rows):
             arranged[b, -len(row) :] = row
         return arranged
 
     def part(self, result: Tensor) -> list[Tensor]:
-        """A forward's result [B, T, D] -> [t, D] of each text."""
+        """Split a pass's result [B, T, D] by text, without pads: [counts[b], D]."""
         return [row[len(row) - n :] for row, n in zip(result, self.counts, strict=True)]
 
     def mask(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """Additive mask [B, 1, T, end]: a token sees its past and itself, or a `window`."""
+        """Additive mask [B, 1, T, end]: a token sees at most `window` tokens up to itself."""
         keys = torch.arange(self.end, device=self.positions.device)
         queries = self.positions[:, None, :, None]
         unseen = keys > queries
@@ -113,7 +113,7 @@ class Place:
         return torch.zeros_like(unseen, dtype=dtype).masked_fill_(unseen, torch.finfo(dtype).min)
 
     def write(self, buffer: Tensor, new: Tensor) -> Tensor:
-        """Write keys or values [B, H, T, width], and return all that the texts have by now."""
+        """Write keys or values [B, H, T, width]; returns all of these texts, [B, H, end, width]."""
         slots, positions = self.written
         buffer[slots, :, positions] = new.transpose(1, 2)[self.real]
         return buffer[self.slots, :, : self.end]
@@ -127,15 +127,15 @@ class SlotLayer(CacheLayerMixin):
         self._cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        # Sizes come from the states, as the config knows nothing of MLA's widths. Zeros, not empty:
-        # a masked slot still enters 0 · value, and 0 · NaN would be NaN.
+        # Widths come from the states, because MLA's are not in the config. Zeros, not torch.empty:
+        # attention multiplies a masked value by 0, and 0 · NaN would be NaN.
         rows, capacity = self._cache.num_rows, self._cache.capacity
         self.keys = lazy_zeros(key_states, rows, capacity)
         self.values = lazy_zeros(value_states, rows, capacity)
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
-        """Write [B, H, T, width] at the current place; returns all keys and values up to there."""
+        """Write [B, H, T, width] at the current place; returns all keys and values so far."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         place = self._cache.current
@@ -152,10 +152,10 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """A KV cache whose rows have lengths of their own; truncating a row lowers its length.
+    """A KV cache in which each row has its own length; truncating a row lowers its length.
 
     One pass: `place` its tokens, run the model with this cache, `advance`. A row is a request's
-    handle, a slot its place in the buffers now: when a row is closed, the last one moves there.
+    handle, a slot its place in the buffers now. When a row closes, the last one takes its slot.
     """
 
     def __init__(self, num_layers: int, num_rows: int, max_length: int, device: Any) -> None:
@@ -163,18 +163,18 @@ class SlotCache(Cache):
         self.num_rows, self.max_length, self.device = num_rows, max_length, device
         self.capacity = max_length
         self.lengths = [0] * num_rows
-        self.current: Place  # of the forward under way
-        self.recurrent: list[Any] = []  # layers that keep states (see kernels/states)
+        self.current: Place  # of the pass under way
+        self.recurrent: list[Any] = []  # layers with a recurrent state (see kernels/states.py)
         self._free = list(range(num_rows))[::-1]
-        self.rows: list[int] = []  # the open ones, by slot
-        self._written = [0] * num_rows  # how much of each slot was written since it was scrubbed
+        self.rows: list[int] = []  # the open rows, by slot
+        self._written = [0] * num_rows  # tokens written to each slot since it was scrubbed
 
     def slot(self, row: int) -> int:
-        """Where an open row lies in the buffers."""
+        """An open row's slot, its place in the buffers."""
         return self.rows.index(row)
 
     def open_row(self) -> int:
-        """An empty row for a new request. Raises ValueError when all are taken."""
+        """Take an empty row for a new request. Raises ValueError when all are taken."""
         if not self._free:
             raise ValueError(f"all {self.num_rows} rows of the KV cache are in use")
         row = self._free.pop()
@@ -183,7 +183,7 @@ class SlotCache(Cache):
 
     @torch.inference_mode()
     def close_row(self, row: int) -> None:
-        """Give the row back; costs a copy of the row in the last slot, if that is another."""
+        """Free a row. The row in the last slot, if it is another one, is copied to this slot."""
         assert row not in self._free, f"row {row} closed twice"
         slot, last, buffers = self.slot(row), self.rows.pop(), self._buffers()
         scrub(buffers, slot, self._written[slot])
@@ -197,17 +197,17 @@ class SlotCache(Cache):
         self._free.append(row)
 
     def _buffers(self) -> list[Tensor]:
-        own = [layer for layer in self.layers if layer.is_initialized]  # not another layer's
+        own = [layer for layer in self.layers if layer.is_initialized]  # others have none
         return [buffer for layer in own for buffer in (layer.keys, layer.values)]
 
     def place(self, rows: list[int], counts: list[int]) -> Place:
-        """Make room for counts[b] >= 1 tokens after what rows[b] holds, or raise ValueError."""
+        """Place counts[b] >= 1 tokens after those of rows[b]. Raises ValueError if too many."""
         ends = [self.lengths[row] + count for row, count in zip(rows, counts, strict=True)]
         end, width = max(ends), max(counts)
         if end > self.max_length:
             raise ValueError(f"{end} tokens do not fit a KV cache of {self.max_length}")
         slots = [self.slot(row) for row in rows]
-        for slot, last in zip(slots, ends, strict=True):  # now, as the forward may fail halfway
+        for slot, last in zip(slots, ends, strict=True):  # now: the pass may fail halfway
             self._written[slot] = max(self._written[slot], last)
         positions = torch.arange(end - width, end, device=self.device)[None]  # of pads: any
         if len(rows) > 1:
@@ -216,21 +216,21 @@ class SlotCache(Cache):
         return self.current
 
     def advance(self, place: Place) -> None:
-        """The placed tokens are cached now."""
+        """Count the placed tokens as cached, after the pass that wrote them."""
         for slot, count in zip(place.slots, place.counts, strict=True):
             self.lengths[self.rows[slot]] += count
 
     def truncate(self, row: int, length: int) -> None:
-        """Forget row's tokens from `length` on. O(1): stale slots are masked, then overwritten."""
+        """Forget row's tokens from `length` on. O(1): old keys are masked, then overwritten."""
         if not 0 <= length <= self.lengths[row]:
             raise ValueError(f"cannot truncate {self.lengths[row]} cached tokens to {length}")
         self.lengths[row] = length
 
     def keep(self, row: int, num_drafted: int, accepted: list[int] | range) -> None:
-        """Of the last `num_drafted` tokens keep those at the indexes `accepted`, in rising order.
+        """Keep, of the last `num_drafted` tokens, those at the rising indexes `accepted`.
 
-        Those of a chain are 0, 1, …, and nothing moves. Those of a branch move together.
-        Example: 9 cached after [pending, d1, d2, d3], and d1 accepted: keep(row, 3, [0]) -> 7.
+        In a chain these are 0, 1, … and nothing moves. A branch of a tree is moved together.
+        Example: 9 cached after [pending, d1, d2, d3], d1 accepted: keep(row, 3, [0]) leaves 7.
         """
         begin, count = self.lengths[row] - num_drafted, len(accepted)
         if list(accepted) != list(range(count)):
@@ -243,34 +243,34 @@ class SlotCache(Cache):
 
 # ------------------------------------------------------------------------------ cached model
 class CachedModel:
-    """A causal language model with a SlotCache: the target, and a draft model alike."""
+    """A causal language model with a SlotCache: the target, or a draft model."""
 
     def __init__(self, loaded: loading.Loaded, name: str, num_rows: int) -> None:
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, name
         self.max_length = loaded.length
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
         self.num_weights = num_weights(self.model)
-        self.windows = loaded.structure.windows  # by kind of layer, how far back it sees
+        self.windows = loaded.structure.windows  # how far back each kind of layer sees; None: all
         self.has_experts = loaded.structure.has_experts
-        self.fingerprint = loaded.fingerprint  # of a GGUF file that is served as it is
+        self.fingerprint = loaded.fingerprint  # of a GGUF file kept packed
         self.cache = self.new_cache(loaded.structure.num_cache_layers, num_rows)
-        self.fast: Any = None  # what `speed_up` puts in the place of `forward`
-        self.report: Report | None = None  # on equal bits
-        self.reference: Reference | None = None  # what transformers' own modules gave
-        self.tolerance = 0.0  # of logits: what roundings alone were seen to do
+        self.fast: Any = None  # the forward in C, if `speed_up` put one in the place of `forward`
+        self.report: Report | None = None  # whether a token's bits depend on how it is computed
+        self.reference: Reference | None = None  # logits of transformers' own modules, to compare
+        self.tolerance = 0.0  # how far rounding alone may move a logit
 
     def new_cache(self, num_layers: int, num_rows: int, spare: int = 0) -> SlotCache:
-        """An empty cache, `spare` tokens longer than this model's own, for a head beside it."""
+        """An empty cache whose rows hold `spare` tokens more than this model's own context."""
         return SlotCache(num_layers, num_rows, self.max_length + spare, self.model.device)
 
     @torch.inference_mode()
     def forward(
         self, rows: list[int], tokens: list[list[int]], num_logits: list[int], layers: Layers = ()
     ) -> Output:
-        """Feed tokens[b] after what cache row rows[b] holds.
+        """Feed tokens[b] (at least one) after what cache row rows[b] holds.
 
-        Prefill (many tokens), decoding (one) and verifying (n + 1) differ in what is fed. Gives a
-        text's last num_logits[b] >= 1 logits, and states of `layers`. kernels/ compute it faster.
+        Prefill feeds many tokens, plain decoding one, verifying n + 1. Returns logits of each
+        text's last num_logits[b] >= 1 tokens, and hidden states of all its tokens at `layers`.
         """
         place = self.cache.place(rows, [len(fed) for fed in tokens])
         ids = place.arrange([torch.tensor(fed, device=self.cache.device) for fed in tokens])
@@ -282,7 +282,7 @@ class CachedModel:
     def run(
         self, ids: Tensor, place: Place, logits_to_keep: Tensor | int, layers: Layers
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """The forward of transformers' own modules: logits and hidden states, arranged as ids."""
+        """Run transformers' own modules. Logits and hidden states are arranged like `ids`."""
         result = self.model(
             input_ids=ids,
             attention_mask=self._mask(place),
@@ -292,21 +292,21 @@ class CachedModel:
             logits_to_keep=logits_to_keep,
             output_hidden_states=[i if i < 0 else i + 1 for i in layers] or False,
         )
-        # transformers lists the embeddings first, then each block's result, the last one normed.
+        # transformers lists the embeddings, then each block's output; the last one is normed.
         return result.logits, {i: result.hidden_states[i if i < 0 else i + 1] for i in layers}
 
     def _mask(self, place: Place) -> Tensor | dict[str, Tensor]:
-        """The window is in the mask; a family with layers of two kinds takes one mask per kind."""
+        """The attention mask; a model whose kinds of layers differ in window takes one per kind."""
         masks = {kind: place.mask(self.model.dtype, n) for kind, n in self.windows.items()}
         return masks if len(set(self.windows.values())) > 1 else next(iter(masks.values()))
 
 
 # ----------------------------------------------------------------------------- probabilities
 def own_choices(scores: Tensor, sampling: Sampling, noise: Noise, position: int) -> Iterator[int]:
-    """The model's own token for each row of penalised logits [n, V], made only as far as asked.
+    """Yield the model's own token for each row of penalised logits [n, V], on demand.
 
-    Row i is where the token at `position` + i of the text is chosen. The noise belongs to the
-    request's seed and that position, so the choice does not depend on any draft.
+    Row i chooses the token at `position` + i of the text. The noise depends only on the request's
+    seed and that position, so the choice does not depend on any draft.
     """
     for i, row in enumerate(scores):
         yield choose(row, sampling, noise, position + i)
@@ -316,9 +316,9 @@ def own_choices(scores: Tensor, sampling: Sampling, noise: Noise, position: int)
 def sample(
     logits: Tensor, text: list[int], sampling: Sampling, noise: Noise
 ) -> tuple[int, Tensor | None]:
-    """How plain decoding and model drafters choose after `text`: a token, and q or None.
+    """Choose the token after `text` by logits [V], in plain decoding and in model drafters.
 
-    q [V] is what the token was drawn from; only the rule of rejection and traces need it.
+    Returns the token, and q [V], the distribution that it was drawn from, or None (see needs_q).
     """
     scores = penalise(logits[None], sampling.repetition_penalty, text, [])
     q = truncated_softmax(scores, *sampling.transforms)[0] if sampling.needs_q else None
@@ -329,7 +329,7 @@ def sample(
 
 # ------------------------------------------------------------------------------------ verify
 def verify(draft: Draft, choices: Iterator[int]) -> list[Judgement]:
-    """Keep the draft for as long as it is what the target chooses itself.
+    """Accept drafted tokens up to the first one that the target does not choose itself.
 
     `choices` are the target's own tokens after pending, d1, …, dn (see `own_choices`). The first
     choice that differs replaces the drafted token. If none differs, the last choice is a bonus.
@@ -351,13 +351,13 @@ def verify(draft: Draft, choices: Iterator[int]) -> list[Judgement]:
 
 @torch.inference_mode()
 def verify_by_rejection(draft: Draft, p: Tensor, noise: Noise, position: int) -> list[Judgement]:
-    """The classical rule: accept by chance, so that the output is distributed exactly as p.
+    """Rejection sampling, the classical rule: the output is distributed exactly as p.
 
     p [n + 1, V] is the target's distribution after pending, d1, …, dn. A drafted token is accepted
     if u < p / q. The first rejected token is replaced by one drawn from norm(max(0, p - q)). If
     none was rejected, a bonus token is drawn from the last row. The chance of a token x is then
     q(x) min(1, p(x) / q(x)) + (1 - Σ min(p, q)) norm(max(0, p - q))(x) = p(x), whatever q is.
-    It accepts the most that is possible, Σ min(p, q), but which tokens come depends on the drafts.
+    No rule accepts more often: the chance is Σ min(p, q). But the text depends on the drafts.
     """
     judged = []
     for i, token in enumerate(draft.tokens):
@@ -376,7 +376,7 @@ def verify_by_rejection(draft: Draft, p: Tensor, noise: Noise, position: int) ->
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """The positive part of p [V] - q [V], unnormalised: draw() does that.
+    """The positive part of p [V] - q [V], not normalised, because draw() does that.
 
     Example: p [.5, .5, 0], q [.2, .8, 0] -> [.3, 0, 0].
     """
@@ -395,7 +395,7 @@ class Sequence:
         self.text, self.num_steps = TextStream(tokenizer, request.stop), 0
         self.statistics, self.logprobs = Statistics(), list[dict[str, Any]]()
         self.finish_reason: str | None = None
-        self.failure: Exception | None = None  # its own; then the finish_reason is "error"
+        self.failure: Exception | None = None  # with it the finish_reason is "error"
 
     @property
     def output(self) -> list[int]:
@@ -406,13 +406,13 @@ class Sequence:
         return len(self.request.prompt) + self.request.max_tokens - len(self.tokens)
 
     def fail(self, error: Exception) -> None:
-        """End it: the others go on."""
+        """End this sequence with an error; the others of its batch go on."""
         self.failure, self.finish_reason = error, "error"
 
     def append(self, judged: list[Judgement], eos_ids: set[int]) -> int:
         """Append what a cycle emits, up to an end of text, a stop string or max_tokens.
 
-        Returns how many stay. This is the one place that cuts: all others see only what stays.
+        Returns how many tokens stay. Only this method cuts: all other code sees only what stays.
         """
         emitted = [judgement for judgement in judged if judgement.kind != "rejected"]
         for kept, token in enumerate(emitted, 1):
@@ -430,7 +430,7 @@ class Sequence:
 
 # ------------------------------------------------------------------------------------ engine
 class Engine:
-    """Runs cycles over any number of sequences, each with its own drafters and K, or none."""
+    """Runs cycles over any number of sequences, each with its own K and drafters, or with none."""
 
     def __init__(
         self,
@@ -443,7 +443,7 @@ class Engine:
         is_strict: bool = False,
         prefixes: PrefixCache | None = None,
     ):
-        """Without controller every draft has the length that the request asks for."""
+        """Without a controller every draft has the length that its request asks for."""
         self.target, self.draft_model, self.prefill_chunk = target, draft_model, prefill_chunk
         self.eos_ids = loading.ends_of(target.model, target.tokenizer)
         self.panel = Panel(loaded, target.vocab_size, default, is_strict, prefixes, target.fast)
@@ -453,7 +453,7 @@ class Engine:
         self.totals = Totals(self.panel.choices)
 
     def open(self, request: Request) -> Sequence:
-        """Admit a request, max_tokens clamped to the context. Raises ValueError for its prompt."""
+        """Admit a request; caps max_tokens. Raises ValueError: bad prompt, or no free cache row."""
         check_prompt(request.prompt, self.target)
         room = self.target.max_length - len(request.prompt)
         wanted = request.drafter if request.num_speculative_tokens else None
@@ -469,7 +469,7 @@ class Engine:
         return s
 
     def close(self, s: Sequence) -> None:
-        """Give cache row and drafters' states back; every opened sequence comes here once."""
+        """Free the cache row and the drafters' states. Call it once for every opened sequence."""
         try:
             if s.failure is None and self.target.report and self.target.report.is_exact:
                 self.panel.remember(s.seat, s.tokens)
@@ -479,7 +479,7 @@ class Engine:
         self.totals.add(s.request.drafter, s.request.sampling.rule, s.statistics)
 
     def generate(self, request: Request) -> Iterator[tuple[Sequence, Cycle]]:
-        """Run one request, cycle by cycle. Leaving early is fine."""
+        """Run a request, cycle by cycle. Stopping early is fine. Raises the sequence's failure."""
         s = self.open(request)
         try:
             while s.finish_reason is None:
@@ -492,10 +492,10 @@ class Engine:
 
     @library.alone()
     def step(self, sequences: list[Sequence]) -> dict[Sequence, Cycle]:
-        """One cycle of each: draft → verify → accept → truncate.
+        """Run one cycle of each sequence: draft → verify → accept → truncate.
 
-        The first cycle is the prefill: many tokens to feed, no draft. Unfinished prompts and failed
-        sequences return no cycle. A pass that fails raises, and nothing has been accepted.
+        The first cycle is the prefill: it feeds the prompt and drafts nothing. A sequence that
+        fails or still reads its prompt returns no cycle. If the pass raises, nothing was accepted.
         """
         batch = self.read_prompts(sequences)
         if not batch:
@@ -511,7 +511,7 @@ class Engine:
             hidden = {layer: states[i] for layer, states in output.hidden.items()}
             try:
                 cycles[s] = self.accept(s, draft, output.logits[i], hidden)
-            except Exception as error:  # its own affair: the others go on
+            except Exception as error:  # ends this sequence alone
                 s.fail(error)
         times.append(self.now())
         self.planner.timed(self.panel, drafts, None if has_prefill else times)
@@ -521,7 +521,7 @@ class Engine:
         return cycles
 
     def read_prompts(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Read a chunk of one long prompt. Returns those with at most a chunk left to read."""
+        """Read a chunk of one long prompt. Returns sequences with at most a chunk left to read."""
         lengths, size = self.target.cache.lengths, self.prefill_chunk
         reading = [s for s in sequences if len(s.tokens) - lengths[s.row] > size]
         if reading:
@@ -534,7 +534,7 @@ class Engine:
         return [s for s in sequences if s not in reading]
 
     def forward(self, batch: list[Sequence], drafts: list[Draft]) -> Output:
-        """One pass for all: each one's uncached tokens (mostly the pending one), then its draft."""
+        """Run one pass for all: each text's uncached tokens (mostly the pending one) and draft."""
         lengths, pairs = self.target.cache.lengths, list(zip(batch, drafts, strict=True))
         return self.target.forward(
             rows=[s.row for s in batch],
@@ -562,7 +562,7 @@ class Engine:
         return cycle
 
     def judge(self, s: Sequence, draft: Draft, scores: Tensor) -> list[Judgement]:
-        """Each drafted token up to the first rejected one, then the target's; scores [n + 1, V]."""
+        """Judge tokens up to the first rejected one, add the target's own; scores [n + 1, V]."""
         sampling, position = s.request.sampling, len(s.tokens)
         if sampling.is_coupled:
             return verify(draft, own_choices(scores, sampling, s.noise, position))
@@ -579,7 +579,7 @@ def plain_decode(
     sampling: Sampling = Request.sampling,
     seed: int = 0,
 ) -> list[int]:
-    """The target alone, one token a pass: what speculation must reproduce, and its baseline."""
+    """Decode with the target alone, one token a pass: the text to reproduce, and the baseline."""
     max_tokens, noise = min(max_tokens, target.max_length - len(prompt)), Noise(seed)
     row, fed, tokens = target.cache.open_row(), prompt, []
     try:
@@ -594,7 +594,7 @@ def plain_decode(
 
 # ----------------------------------------------------------------------------------- loading
 def load_model(name: str, options: Options) -> CachedModel:
-    """Load what --model names, and give it a KV cache. Raises StartError if it cannot be."""
+    """Load the model `name` and give it a KV cache. Raises StartError if it cannot be loaded."""
     get_ready(options.quantize, options.device, options.kernels)
     model = CachedModel(loading.load_pretrained(name, options), name, options.max_running)
     model.reference = Reference.of(model)  # before kernels/ take the weights
@@ -604,7 +604,7 @@ def load_model(name: str, options: Options) -> CachedModel:
 
 
 def load_draft(options: Options) -> CachedModel | None:
-    """The draft model, if there is one; one that came with the target may be missing or broken."""
+    """The draft model, or None. Raises StartError only for a model that --draft-model names."""
     try:
         return load_model(name, options.for_draft) if (name := options.draft_folder) else None
     except loading.StartError as error:
@@ -615,7 +615,7 @@ def load_draft(options: Options) -> CachedModel | None:
 
 
 def assemble_engine(options: Options) -> Engine:
-    """The target and every drafter that fits. Raises ValueError if one asked for does not."""
+    """The target with all drafters that fit it. Raises ValueError if one asked for does not."""
     target = load_model(options.model, options)
     draft = load_draft(options)
     context = Context(target, sample, draft, **options.for_drafters)
@@ -629,7 +629,7 @@ def assemble_engine(options: Options) -> Engine:
 
 
 def load_engine(options: Options) -> Engine:
-    """An engine that is ready to run in this thread: checked, and run once."""
+    """An engine that is ready to run in this thread: it was checked and has run once."""
     engine = assemble_engine(options)
     with refusal(engine.target):
         engine.target.report = report_of(engine.target)
@@ -651,7 +651,7 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
 
     @app.post("/generate")
     def generate() -> Response | dict[str, Any]:
-        """Answer when all is done, or stream it."""
+        """Answer with the whole text, or stream it."""
         return http.respond(*begin(http.read_body()), whole)
 
     @app.get("/health")
@@ -663,7 +663,7 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
 
 
 def load_app(options: Options) -> Flask:
-    """The application; its worker's thread loads the models, and no other thread computes."""
+    """The application. The worker's thread loads and runs the models; no other thread does."""
 
     def load(worker: Worker) -> tuple[Engine, Flask]:
         chosen = with_model(options)
@@ -675,7 +675,7 @@ def load_app(options: Options) -> Flask:
 
 # ------------------------------------------------------------------------------ command line
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line. Returns 0, 1 if outputs differed, 2 if it could not be carried out."""
+    """Run the command line. Returns 0; 1: outputs differ; 2: not carried out; 130: interrupted."""
 
     def act() -> int:
         given, options = parse_arguments(arguments)

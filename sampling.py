@@ -1,28 +1,27 @@
-"""How a token is chosen (penalties, temperature, top-k, top-p and min-p, noise, draw) and read.
+"""How a token is chosen (penalty, temperature, top-k, top-p, min-p, noise, draw) and decoded.
 
-    logits [V] ─ penalise → scores ─ survivors → weights, ids ─ race → token      choose()
-                                                      └─ share of all → p          probabilities()
+    logits [V] ─ penalise → scores ─ survivors → weights, ids ─ race → token   choose()
+                                                      └─ share of all → p      truncated_softmax()
 
-Weights are exp((score − largest score) / temperature). Tokens stand in one order, the largest score
-first and of equal ones the lower id, and each cut keeps a beginning of it:
+Weights are exp((score − largest score) / temperature). Tokens are ordered by falling score, and of
+equal scores the lower id comes first. Each cut keeps the first tokens of this order:
 
-    top-k    the k first, and what equals the k-th
-    top-p    a token stays if those before it weigh less than top_p of all that top-k has left
+    top-k    the first k tokens stay, and all others with the score of the k-th
+    top-p    a token stays if those before it weigh less than top_p of all that top-k kept
     min-p    a token stays if it weighs at least min_p (the first one weighs 1)
 
-A draw is a race. A token takes the time e / weight, and the first one is chosen:
+A draw is a race. Each token takes the time e / weight, and the fastest token is chosen:
 
     choice = argmin over tokens of e / weight        e = −log(1 − v), v uniform in [0, 1)
 
-It is distributed as the weights (the Gumbel-max identity: log weight − log e is largest there).
-Here v is a hash of (seed, position, token). So whoever draws at a position draws with the same
-noise, in whatever order and as often as it likes: the target always finds the same token there, and
-a drafter whose weights are close to the target's mostly finds that token, too.
+The choice is distributed as the weights. (This is the Gumbel-max trick: log weight − log e is
+largest for this token.) v is a hash of (seed, position, token), so a position has one noise, no
+matter how often and in which order tokens are drawn. The target always finds the same token there.
+A drafter whose weights are close to the target's mostly finds that token, too.
 
-A seed draws the same on every machine: hashes are integers, exp and log are written out here in
-sums and products of float64, and what top-p adds up are whole numbers of 2⁻⁴⁰, because their sum
-has no order. kernels/sampling.c does the same in a hundredth of the time, and gives the same bits;
-without a compiler this file is what runs.
+A seed draws the same on every machine. Hashes are integers. exp and log are written out here as
+sums and products of float64. top-p adds whole multiples of 2⁻⁴⁰: their order does not change the
+sum. kernels/sampling.c gives the same bits in a hundredth of the time, if there is a compiler.
 
 Sources: the transforms are those of transformers' TopKLogitsWarper, TopPLogitsWarper and
 MinPLogitsWarper, in that order; the race is from Daliri, Musco and Suresh, arXiv 2408.07978; the
@@ -44,12 +43,12 @@ from messages import Sampling
 
 NO_NUMBERS = "the model gave no probabilities to draw from (NaN in its logits?)"
 _WORD = (1 << 64) - 1
-_WHOLE = 2.0**40  # of the largest weight: what top-p adds up
-_FIRST = 32  # tokens that may be among the first ones to be drawn
+_WHOLE = 2.0**40  # units in the largest weight; top-p adds whole units
+_FIRST = 32  # `ranked` looks at so many tokens with the largest weights
 
-# Numbers of their own for each use at one position. The rule of rejection draws a token with DRAW,
-# judges it with ACCEPT and replaces it with RECOVER. What follows a rejected token is forgotten
-# unseen, so its numbers may be used again.
+# At one position each use has its own number. Rejection sampling draws a token with DRAW, judges it
+# with ACCEPT and replaces it with RECOVER. Positions after a rejected token use their numbers
+# again, because nobody has seen what these gave.
 DRAW, ACCEPT, RECOVER = range(1, 4)
 _HIGH, _LOW = range(4, 6)  # the upper and the lower half of a token's v
 
@@ -58,12 +57,12 @@ _HIGH, _LOW = range(4, 6)  # the upper and the lower half of a token's v
 def penalise(logits: Tensor, penalty: float, text: list[int], draft: list[int]) -> Tensor:
     """Apply the repetition penalty to logits [n + 1, V]; 1 = off.
 
-    Row i is penalised as in plain decoding: for `text` and the first i drafts.
+    Row i is penalised as in plain decoding: for `text` and the first i drafted tokens.
     """
     if penalty == 1:
         return logits
-    # An id counts once however often it is read. Rows must read equally many ids, so in place of
-    # the drafts that it must not know yet a row reads an id of the text again.
+    # All rows must list equally many ids. So a row lists an id of the text again in the place of
+    # each drafted token that comes later. An id is penalised once, however often it is listed.
     rows = [draft[:i] + text[:1] * (len(draft) - i) for i in range(len(draft) + 1)]
     known = torch.tensor(list(set(text))).expand(len(rows), -1)
     ids = torch.cat([known, torch.tensor(rows, dtype=torch.long)], dim=1)
@@ -73,10 +72,10 @@ def penalise(logits: Tensor, penalty: float, text: list[int], draft: list[int]) 
 def survivors(
     scores: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The weights [c] float64 of the tokens that stay, and their ids [c], rising.
+    """The tokens that stay of scores [V]: their weights [c] float64, and their ids [c], rising.
 
-    Of scores [V]. top_k <= 0, top_p >= 1 and min_p = 0 cut nothing; the first token always stays.
-    Raises ValueError where a score is NaN, or the largest one infinite.
+    top_k <= 0, top_p >= 1 and min_p = 0 cut nothing. The token with the largest score always stays.
+    Raises ValueError if a score is NaN, or if the largest one is infinite.
     """
     if compiled.is_there():
         return compiled.survivors(scores, (temperature, top_k, top_p, min_p))
@@ -103,17 +102,17 @@ def survivors(
 def truncated_softmax(
     scores: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> Tensor:
-    """Probabilities [n, V] of scores [n, V] float32: what `choose` draws by; NaN where none are.
+    """The probabilities [n, V] by which `choose` draws from scores [n, V] float32.
 
-    Example: scores log([.5, .3, .2]), temperature 1, top_p .6 -> [.625, .375, 0]: .3 still begins
-    within .6.
+    A row whose scores are no numbers is NaN. Example: scores log([.5, .3, .2]), temperature 1,
+    top_p .6 -> [.625, .375, 0]: .3 stays because .5 before it is less than .6.
     """
     result = np.zeros(scores.shape, np.float32)
     for row, probs in zip(scores, result, strict=True):
         try:
             weights, ids = survivors(row, temperature, top_k, top_p, min_p)
             probs[ids] = weights / total(weights)
-        except ValueError:  # of a row that may never be asked for
+        except ValueError:  # no error: the row may never be used
             probs[:] = np.nan
     return torch.from_numpy(result).to(scores.device)
 
@@ -124,12 +123,12 @@ def log_probabilities(scores: Tensor, sampling: Sampling) -> Tensor:
 
 
 def total(weights: np.ndarray) -> float:
-    """The sum of weights, the largest of which is 1; the same in whatever order they stand."""
+    """The sum of weights, the largest of which is 1. It does not depend on their order."""
     return float(np.rint(weights * _WHOLE).astype(np.int64).sum()) / _WHOLE
 
 
 def exp(x: np.ndarray) -> np.ndarray:
-    """Of x [n] float64 <= 0, within 3e-13 of itself; exp(0) is 1, and exp(-700) and less 0."""
+    """exp(x) of x [n] float64 <= 0, to a relative 3e-13; 1 for x = 0, and 0 for x <= -700."""
     r = np.maximum(x, -700.0)
     n = np.rint(r * log2(np.e))
     r = r - n * 0.693147180369123816490  # log 2 in two parts: products with the first are exact
@@ -142,27 +141,27 @@ def exp(x: np.ndarray) -> np.ndarray:
 
 # --------------------------------------------------------------------------------------- noise
 class Noise:
-    """The noise of one request. It holds no state, so that any thread may ask at any time."""
+    """The noise of one request. It holds no state, so any thread may use it at any time."""
 
     def __init__(self, seed: int) -> None:
         """`seed`: any integer of up to 64 bits; -1 and 2**64 - 1 give different noise."""
         self.seed = _scrambled(_scrambled(seed & _WORD) + (seed < 0))
 
     def uniform(self, position: int, use: int) -> float:
-        """A number from [0, 1) of 53 bits."""
+        """A number of 53 bits in [0, 1); `use` is DRAW, ACCEPT or RECOVER."""
         return (self._key(position, use) >> 11) * 2.0**-53
 
     def exponentials(self, position: int, tokens: np.ndarray) -> np.ndarray:
-        """e [n] float64, exponentially distributed, of token ids [n]."""
+        """The numbers e [n] float64 of token ids [n]; they are exponentially distributed."""
         ids = tokens.astype(np.uint32)
         high, low = (_hash(ids, self._key(position, use)) for use in (_HIGH, _LOW))
         return _minus_log(high * 2.0**-32 + (low + 0.5) * 2.0**-64)
 
     def choose(self, weights: Tensor, tokens: Tensor | None, position: int) -> int:
-        """The token drawn from weights [n], which need not sum to 1.
+        """Draw a token from weights [n], which need not sum to 1.
 
         `tokens` [n] are the ids that the weights belong to; None: 0, 1, 2 and so on. Raises
-        ValueError where no weight is larger than 0 or one of them is no number.
+        ValueError if no weight is larger than 0, or if one is NaN or infinite.
         """
         w = weights.numpy(force=True).astype(np.float64)
         ids = np.arange(len(w)) if tokens is None else tokens.numpy(force=True)
@@ -171,8 +170,8 @@ class Noise:
         return self.race(w, ids, position)
 
     def race(self, weights: np.ndarray, ids: np.ndarray, position: int) -> int:
-        """The same for weights float64 that are numbers; of equal times the lower id wins."""
-        with np.errstate(divide="ignore"):  # without weight a token takes for ever
+        """`choose` for float64 weights that are checked; of equal times the lower id wins."""
+        with np.errstate(divide="ignore"):  # a token of weight 0 takes for ever
             times = self.exponentials(position, ids) / weights
         return int(ids[times == times.min()].min())
 
@@ -181,7 +180,7 @@ class Noise:
 
 
 def _scrambled(x: int) -> int:
-    """A word of 64 bits in which every bit of x counts (splitmix64)."""
+    """A hash of x in 64 bits, which depends on every bit of x (splitmix64)."""
     x = (x + 0x9E3779B97F4A7C15) & _WORD
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _WORD
     x = (x ^ x >> 27) * 0x94D049BB133111EB & _WORD
@@ -189,14 +188,14 @@ def _scrambled(x: int) -> int:
 
 
 def _hash(ids: np.ndarray, key: int) -> np.ndarray:
-    """[n] uint32 of ids [n]; its upper bits are the good ones. One key gives no number twice."""
+    """Hashes [n] uint32 of ids [n]: under one key all differ. Their upper bits mix best."""
     x = (ids ^ np.uint32(key & 0xFFFFFFFF)) * np.uint32(0x7FEB352D)
     x = ((x ^ x >> np.uint32(15)) + np.uint32(key >> 32)) * np.uint32(0x846CA68B)
     return (x ^ x >> np.uint32(16)) * np.uint32(0x9E3779B1)
 
 
 def _minus_log(v: np.ndarray) -> np.ndarray:
-    """−log(1 − v) of v [n] from (0, 1], within 1e-15 of itself; 1 counts as 1 − 2⁻⁵⁴.
+    """−log(1 − v) of v [n] in (0, 1], to a relative 1e-15; v = 1 counts as 1 − 2⁻⁵⁴.
 
     1 − v is m · 2ᵏ with m from √½ to √2; log m = 2 (s + s³/3 + s⁵/5 + …), s = (m − 1) / (m + 1).
     """
@@ -213,9 +212,9 @@ def _minus_log(v: np.ndarray) -> np.ndarray:
 
 # ---------------------------------------------------------------------------------------- draw
 def choose(scores: Tensor, sampling: Sampling, noise: Noise, position: int) -> int:
-    """The token after a text of `position` tokens, by penalised scores [V] float32.
+    """Choose the token after a text of `position` tokens, by penalised scores [V] float32.
 
-    Greedy: the first of the largest. Raises ValueError where they are no numbers.
+    Greedy takes the first of the largest scores. Raises ValueError if the scores are no numbers.
     """
     if compiled.is_there() and (scores.is_cpu or not sampling.is_greedy):
         seed = 0 if sampling.is_greedy else noise.seed  # greedy choices have no noise
@@ -229,9 +228,9 @@ def choose(scores: Tensor, sampling: Sampling, noise: Noise, position: int) -> i
 
 
 def confidence(logits: Tensor, token: int) -> float:
-    """How likely a token is by logits [V] alone, without any transform; 0 where none are numbers.
+    """The probability of a token by logits [V], without any transform; 0 if they are no numbers.
 
-    By that a drafter says how sure it is of what it has drafted.
+    A drafter tells by it how sure it is of a drafted token.
     """
     if compiled.is_there():
         return compiled.confidence(logits, token)
@@ -243,25 +242,26 @@ def confidence(logits: Tensor, token: int) -> float:
 
 
 def draw(weights: Tensor, u: float) -> int:
-    """The token drawn by u from weights [V], which need not sum to 1. Raises ValueError for none.
+    """Draw a token from weights [V], which need not sum to 1, by a number u from [0, 1).
 
-    Example: weights [.2, 0, .6], u = .5 -> 2: of the total .8, u points at .4.
+    Raises ValueError if the sum is 0 or no number. Example: weights [.2, 0, .6], u = .5 -> 2,
+    because u points at .4 of the total .8.
     """
     cumulated = weights.cumsum(0, dtype=torch.float64)
     total = float(cumulated[-1])
-    if not 0 < total < inf:  # as NaN is not
+    if not 0 < total < inf:  # NaN is not, either
         raise ValueError(NO_NUMBERS)
-    # Below the total whatever the rounding: then a token without weight is never found.
+    # A product rounded up to the total could find a token of weight 0 at the end.
     return int(torch.searchsorted(cumulated, min(u * total, nextafter(total, 0)), right=True))
 
 
 def ranked(
     logits: Tensor, text: list[int], sampling: Sampling, noise: Noise, count: int
 ) -> list[tuple[int, float]]:
-    """The `count` tokens that a model would choose first after `text`, and how sure it is of each.
+    """The `count` tokens that a model would choose first after `text`, by logits [V].
 
-    Of logits [V]. Where tokens are drawn they come as they end their race, and are the likelier the
-    larger their lead is.
+    Each comes with a chance. Greedy: the most likely tokens, with their probabilities. Sampled: the
+    fastest tokens of the race, each with its share of the sum of weight / e.
     """
     scores = penalise(logits[None], sampling.repetition_penalty, text, [])[0]
     if sampling.is_greedy:
@@ -276,7 +276,7 @@ def ranked(
 def _leaders(
     scores: Tensor, transforms: tuple[float, int, float, float], count: int
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """The first `count` survivors' weights and ids, in order, and what all of them weigh."""
+    """Weights and ids of the `count` best survivors, best first, and the sum of all weights."""
     if compiled.is_there():
         return compiled.leaders(scores, transforms, count)
     weights, ids = survivors(scores, *transforms)
@@ -286,7 +286,7 @@ def _leaders(
 
 # --------------------------------------------------------------------------------------- text
 _INCOMPLETE = "\ufffd"  # what a tokenizer writes for the bytes of an unfinished character
-_MOST_UNREAD = 64  # tokens that may wait for the end of a character: no text makes more wait
+_MOST_UNREAD = 64  # the most tokens that wait for the end of a character; a text needs fewer
 
 
 class TextStream:
@@ -295,12 +295,12 @@ class TextStream:
     A token may end inside a character of several bytes, and a stop string may begin in one token
     and end in another, or inside an accepted draft. So text leaves in three steps:
 
-        push(token)  noted; where there are stop strings, decoded and searched at once
-        text         what the answer will say so far
-        release()    what may be streamed: the text less an ending that may become a stop string
+        push(token)  notes a token; if there are stop strings, decodes and searches it at once
+        text         the answer so far
+        release()    what may be streamed: the text without an ending that may become a stop string
 
-    Without stop strings a token is decoded when somebody asks for the text. Nothing follows a stop
-    string. However long the text is, a token takes the same time: only its end is looked at.
+    Without stop strings a token is decoded when somebody asks for the text. The text ends before a
+    stop string. Only its end is decoded and searched, so a long text takes no more time a token.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
@@ -312,15 +312,15 @@ class TextStream:
         # _tokens[_start:_read] is decoded already; it only gives the decoder its context.
         self._start = self._read = 0
         self._pieces: list[tuple[str, str]] = []  # (text, kind)
-        self._begins: list[int] = []  # of the pieces, in the text
-        self._length = 0  # of the text; a stop string cuts the last pieces
+        self._begins: list[int] = []  # where each piece begins in the text
+        self._length = 0  # of the text: a stop string ends it before the last pieces end
         self._longest = max(map(len, self._stop), default=1)
         self._tail = ""  # the text's last `_longest` characters: a stop string may begin in there
         self._released = 0
 
     @property
     def text(self) -> str:
-        """What the answer will say so far."""
+        """The answer so far."""
         self._catch_up()
         return "".join(piece for piece, _ in self._pieces)[: self._length]
 
@@ -328,12 +328,12 @@ class TextStream:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
 
     def push(self, token: int, kind: str) -> bool:
-        """Append a token. True if it completed a stop string: the text then ends before that."""
+        """Append a token. True if it completes a stop string: the text then ends before that."""
         self._waiting.append((token, kind))
         return bool(self._stop) and self._catch_up()
 
     def _catch_up(self) -> bool:
-        """Decode what waits. True if that completed a stop string."""
+        """Decode the waiting tokens. True if they complete a stop string."""
         is_stopped = False
         for token, kind in self._waiting:
             is_stopped = self._decode_next(token, kind)
@@ -341,7 +341,7 @@ class TextStream:
         return self._decode_rest() if self._is_complete else is_stopped
 
     def _decode_next(self, token: int, kind: str) -> bool:
-        """The token's text, once its characters are complete."""
+        """Append a token's text once its characters are complete. True if a stop string is."""
         self._tokens.append(token)
         whole = self._decode(self._tokens[self._start :])
         if whole.endswith(_INCOMPLETE) and len(self._tokens) - self._read < _MOST_UNREAD:
@@ -361,7 +361,7 @@ class TextStream:
         return cut < len(tail)
 
     def finish(self) -> bool:
-        """No more tokens will come: what bytes are left become text, as the tokenizer has them."""
+        """End the text and decode the bytes that are left. True if they complete a stop string."""
         self._is_complete = True
         return bool(self._stop) and self._catch_up()
 
@@ -374,7 +374,7 @@ class TextStream:
         return self._append(new, "bonus")
 
     def release(self, final: bool = False) -> list[tuple[str, str]]:
-        """The text that may be shown now and was not before, as (text, kind) stretches.
+        """The text that may be shown now and was not released yet, as (text, kind) stretches.
 
         Example: with the stop string "END", a text that ends in "… EN" keeps back "EN" until the
         next token.
@@ -390,7 +390,7 @@ class TextStream:
         return self.stretches(begin, self._released)
 
     def stretches(self, begin: int = 0, end: int | None = None) -> list[tuple[str, str]]:
-        """text[begin:end] as (text, kind) stretches, neighbours that were accepted joined."""
+        """text[begin:end] as (text, kind) stretches; neighbouring accepted pieces are joined."""
         self._catch_up()
         end = self._length if end is None else min(end, self._length)
         result: list[tuple[str, str]] = []
