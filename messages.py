@@ -1,4 +1,4 @@
-"""The values that are passed between the modules. This file imports no other one of the project.
+"""The values that are passed between the modules. This file imports no other file of the project.
 
 Request ──→ engine ──→ drafter: Draft ──→ verify: Judgement ──→ drafter: Verdict
 """
@@ -17,8 +17,9 @@ from torch import Tensor
 class Sampling:
     """How a request wants its tokens chosen: transforms of the logits, applied in this order.
 
-    At temperature 0 the likeliest token is taken (greedy), and what follows in the list is without
-    effect. Off are: repetition_penalty 1, top_k 0 or less, top_p 1, min_p 0.
+    At temperature 0 the likeliest token is taken (greedy), and top_k, top_p, min_p and verification
+    have no effect. These values switch a transform off: repetition_penalty 1, top_k 0 or less,
+    top_p 1, min_p 0.
     """
 
     repetition_penalty: float = 1.0
@@ -34,7 +35,7 @@ class Sampling:
 
     @property
     def is_coupled(self) -> bool:
-        """Whether a draft is accepted for being the target's own choice; greedy always is."""
+        """Whether a drafted token is accepted if the target chooses it too; always if greedy."""
         return self.is_greedy or self.verification == "coupled"
 
     @property
@@ -44,17 +45,17 @@ class Sampling:
 
     @property
     def needs_q(self) -> bool:
-        """Whether a drafter that draws has to tell the distribution that it drew from."""
+        """Whether a drafter that draws tokens must give the distribution q that it drew from."""
         return not self.is_coupled
 
     @property
     def transforms(self) -> tuple[float, int, float, float]:
-        """What makes probabilities of penalised logits."""
+        """What turns penalised logits into probabilities: temperature, top_k, top_p, min_p."""
         return self.temperature, self.top_k, self.top_p, self.min_p
 
 
 class TracedSampling(Sampling):
-    """The same for a traced request's drafters: a trace shows q under the coupled rule, too."""
+    """A traced request's sampling, for its drafters: a trace also shows a coupled draft's q."""
 
     @property
     def needs_q(self) -> bool:
@@ -73,13 +74,13 @@ class Request:
     sampling: Sampling = Sampling()
     seed: int = 0
     logprobs: int | None = None  # of each token, and of this many likeliest ones; None = none
-    trace: bool = False  # events say what the target thought, too
+    trace: bool = False  # whether events also show the target's choices and their probabilities
     fixed_k: bool = False  # each draft has as many tokens as allowed, whether that pays or not
-    is_alone: bool = False  # drafted without what others were answered, as measurements are
+    is_alone: bool = False  # past outputs and cached prompts are not used, as in measurements
 
     @property
     def drafting(self) -> Sampling:
-        """What its drafters are told of the sampling."""
+        """The sampling as its drafters see it."""
         return TracedSampling(**vars(self.sampling)) if self.trace else self.sampling
 
 
@@ -87,15 +88,15 @@ class Request:
 class Draft:
     """Up to K proposed tokens: a chain, or a tree where `parents` are given.
 
-    parents[i] is the index of the token that token i follows, below i, or -1: the pending token.
-    Where trees cannot be verified, the longest chain of one is.
+    parents[i] < i is the index of the token that token i follows; -1 is the pending token. Where a
+    tree cannot be verified, its longest chain is verified instead.
 
     `probs` [n, V] float32 is the distribution q that each token was drawn from. None says that
     nothing was drawn (q is one-hot). Rejection needs q; otherwise q is only displayed. Under
     rejection two mistakes change the distribution of the output: to report a q that the token was
     not drawn from, and to drop a token because of what was drawn.
 
-    `confidence` [n] says how likely each token was by the drafter's own softmax, where it tells.
+    `confidence` [n] is each token's probability by the drafter's own softmax; empty if not known.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -113,13 +114,13 @@ class Draft:
 
 
 class Judgement(NamedTuple):
-    """What became of one token; under the rule of rejection with the numbers that decided it."""
+    """What became of one token. Under rejection it has the numbers that decided."""
 
     id: int
     kind: str  # accepted | rejected | recovered | bonus
     p: float | None = None  # the target's probability of it here
-    q: float | None = None  # the drafter's; None for a bonus, where nothing was drafted
-    u: float | None = None  # from [0, 1): compared with p / q, or what drew the token
+    q: float | None = None  # the drafter's probability; None for a bonus: nothing was drafted here
+    u: float | None = None  # in [0, 1): was compared with p / q, or the token was drawn by it
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +129,9 @@ class Verdict:
 
     Example: [a, b, c] drafted, b rejected and B recovered -> Verdict(drafted=3, accepted=1,
     tokens=[a, B]). `hidden` [accepted + 1, D] (after prefill: [prompt, D]) holds the target's
-    hidden states at the newly cached positions: hidden[-1] produced tokens[-1]. With
-    several `hidden_layers` their states stand side by side. None unless `needs_hidden`. A drafter
-    that was passed over gets the same tokens with drafted=0; `accepted` still counts the other's.
+    hidden states at the newly cached positions: hidden[-1] produced tokens[-1]. With several
+    `hidden_layers` their states stand side by side. None unless `needs_hidden`. A drafter that was
+    not asked gets the same tokens with drafted=0 and accepted=len(tokens) - 1.
     """
 
     drafted: int
@@ -144,27 +145,27 @@ class Verdict:
         )
 
 
-Layers = tuple[int, ...]  # -1 is the final norm's output, i that of block i (but not the last)
+Layers = tuple[int, ...]  # -1: the final norm's output; i: block i's, for all but the last block
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a forward gives, text by text."""
+    """What a pass gives, text by text."""
 
     logits: list[Tensor]  # [num_logits, V] float32
-    hidden: dict[int, list[Tensor]]  # [tokens fed, D] of each layer asked for
+    hidden: dict[int, list[Tensor]]  # by layer asked for, [tokens fed, D] of each text
 
 
 class KeyCache(Protocol):
-    """The core's SlotCache, as those know it who draft and compute: rows that have a length each.
+    """What drafters and kernels know of the core's SlotCache: rows that each have a length.
 
-    A forward places its tokens, writes their keys and values, and advances.
+    A pass places its tokens, writes their keys and values, and advances.
     """
 
     lengths: list[int]  # by row
-    rows: list[int]  # the open ones, by slot
-    layers: list[Any]  # with keys and values [slots, heads, capacity, width]
-    recurrent: list[Any]  # layers that keep a state in the place of keys
+    rows: list[int]  # the open rows, by slot
+    layers: list[Any]  # each with keys and values [slots, heads, capacity, width]
+    recurrent: list[Any]  # the layers that keep a state instead of keys and values
     max_length: int
 
     def open_row(self) -> int: ...
@@ -176,16 +177,16 @@ class KeyCache(Protocol):
 
 
 class Model(Protocol):
-    """The core's CachedModel: a model of transformers with a KV cache, and its forward."""
+    """What drafters and kernels know of the core's CachedModel, which has a KV cache."""
 
     name: str
-    model: Any  # of transformers
+    model: Any  # the model as a module of transformers
     tokenizer: Any
     vocab_size: int
     max_length: int
     num_weights: int
     cache: KeyCache
-    tolerance: float  # of its logits, for roundings
+    tolerance: float  # how far rounding alone may move a logit
     fast: Any  # its forward in C, or None
     forward: Callable[..., Output]
 
@@ -196,23 +197,23 @@ class Model(Protocol):
 class Cycle:
     """What one cycle did to one sequence.
 
-    A cut (an end of text, a stop string, max_tokens) shortens the draft as well: what comes after
-    it does not count. proposals, judged, emitted, held, logits and scores are as they were before;
-    tokens, num_drafted, num_accepted and rejected are what stays.
+    An end of text, a stop string or max_tokens may cut the text; drafted tokens after the cut do
+    not count. proposals, judged, emitted, held, logits and scores are as before the cut; tokens,
+    num_drafted, num_accepted and rejected are what stays after it.
     """
 
     number: int  # 0 is the prefill
-    tree: Draft  # as it was verified
-    places: Sequence[int]  # in it, of the tokens of the chain that the text took
-    draft: Draft  # that chain; where nothing branches, the same
+    tree: Draft  # the draft as it was verified
+    places: Sequence[int]  # indexes in it of the chain that the text took
+    draft: Draft  # this chain; the same as `tree` if nothing branches
     judged: list[Judgement]
     num_kept: int  # of the emitted tokens
     held: int  # tokens in the KV cache after the verify
     cached: int  # and after the truncation
-    recurrent: Sequence[Any]  # the target's layers that keep a state in the place of keys
+    recurrent: Sequence[Any]  # the target's layers that keep a state instead of keys and values
     logits: Tensor  # [n + 1, V] of the target
     scores: Tensor  # [n + 1, V], penalised
-    times: list[float] = field(default_factory=list)  # s: began, drafted, passed, done
+    times: list[float] = field(default_factory=list)  # seconds: began, drafted, verified, done
 
     @property
     def proposals(self) -> list[int]:
@@ -220,7 +221,7 @@ class Cycle:
 
     @cached_property
     def emitted(self) -> list[Judgement]:
-        """The accepted drafts and the target's own token, also where the text ends before it."""
+        """The accepted tokens and the target's own one, even if the text ends before it."""
         return [judgement for judgement in self.judged if judgement.kind != "rejected"]
 
     @property
@@ -230,12 +231,12 @@ class Cycle:
 
     @property
     def kinds(self) -> list[str]:
-        """Of the tokens that stay."""
+        """The kinds of the tokens that stay."""
         return [judgement.kind for judgement in self.tokens]
 
     @property
     def spans_ms(self) -> list[float]:
-        """How long it took to draft, to verify, and what else it did; in milliseconds."""
+        """Milliseconds of the draft, of the pass, and of the rest."""
         return [(end - begin) * 1e3 for begin, end in pairwise(self.times)]
 
     @property
@@ -246,7 +247,7 @@ class Cycle:
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing was cut."""
+        """Whether all emitted tokens stay."""
         return self.num_kept == len(self.emitted)
 
     @property
@@ -268,18 +269,18 @@ class Cycle:
         return judged[0] if judged and self.is_whole else None
 
     def verdict(self) -> Verdict:
-        """For drafters; without hidden states."""
+        """The verdict for drafters, without hidden states."""
         tokens = [judgement.id for judgement in self.tokens]
         return Verdict(len(self.proposals), len(tokens) - 1, tokens)
 
 
 def in_short(error: Exception) -> str:
-    """What an error says, on one line and not beyond measure."""
+    """An error's message on one line, of at most 300 characters."""
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 class RequestError(Exception):
-    """A caller's mistake, or a state in which nothing can be served; becomes the error body."""
+    """A caller's mistake, or a reason why the server cannot serve; becomes the error body."""
 
     def __init__(
         self, message: str, param: str | None = None, status: int = 400, code: str | None = None
@@ -288,7 +289,7 @@ class RequestError(Exception):
         self.message, self.param, self.status, self.code = message, param, status, code
 
     def body(self) -> dict[str, Any]:
-        # HTTP has 501 for odd encodings, 505 for odd versions.
+        # 501 (encoding not known) and 505 (HTTP version not known) are the caller's mistakes, too.
         is_callers = self.status < 500 or self.status in (501, 505)
         kind = "invalid_request_error" if is_callers else "server_error"
         kind = "rate_limit_error" if self.status == 429 else kind
@@ -298,8 +299,8 @@ class RequestError(Exception):
 
 
 def engine_failure(error: Exception) -> RequestError:
-    """What a client is told of a fault that is not its own, once its traceback has been logged."""
-    # The frames hold the request, which holds the error: a cycle, with all tensors of a forward.
+    """The error for a client whose request the engine failed. Log the traceback before."""
+    # The frames hold the request, which holds the error. This cycle would keep a pass's tensors.
     error.__traceback__ = None
     message = f"the engine failed: {type(error).__name__}: {in_short(error)}"
     return RequestError(message, status=500, code="engine_failed")

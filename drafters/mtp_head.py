@@ -53,7 +53,8 @@ def _told(model: Any, count: int) -> Iterator[None]:
         for name, kind in {"layer_types": "full_attention", "mlp_layer_types": "sparse"}.items():
             if getattr(text, name, None) and not getattr(text, f"mtp_{name}", None):
                 setattr(text, f"mtp_{name}", [kind] * count)
-        # Those that are numbered on are known by the numbers of the published checkpoints alone.
+        # Some families store MTP layers as further numbered layers; transformers knows the numbers
+        # of the published checkpoints only.
         if any(re.match(r"model\\\.layers", pattern) for pattern in ignored or ()):
             numbers = range(text.num_hidden_layers, text.num_hidden_layers + count)
             model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{n}\." for n in numbers]

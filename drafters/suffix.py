@@ -18,7 +18,7 @@ there.) But times reveal them: a caller can find out what others were answered.
 
 Source: Oliaro et al., arXiv 2411.04975. It keeps a suffix tree, and chooses among all suffixes by
 score; here n-grams are hashed and the longest suffix is taken, as the others gained nothing
-(benchmarks/LOG.md). Nothing of it is a tree of drafts.
+(benchmarks/LOG.md). A draft here is a chain, not a tree.
 """
 
 from collections.abc import Iterable, Sequence
