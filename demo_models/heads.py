@@ -292,7 +292,7 @@ class Draft(Student):
     WIDTH = 256
     BEGUN_BY = 64  # texts that say what matters in the target
     QUIET = 0.1  # factor of the first logits: layers that were cut short are too sure
-    OTHERS = 2_048  # words in a step, beside the common ones
+    OTHERS = 2_048  # words in a step, beside the common ones; 0: `words` are all
     weights, share_of_places = (1.0,), 1.0  # a text's places are each other's later steps
     muon = 0.02
 
@@ -338,9 +338,9 @@ class Draft(Student):
         return F.linear(hidden, self.embedding.weight[self.words])
 
     def steps(self, batch: Batch, places: Tensor) -> Iterator[Tensor]:
-        # The rare words have their turns, or they would never learn to be silent.
-        others = torch.randint(self.embedding.num_embeddings, (self.OTHERS,))
-        self.words = torch.cat([self.common, others]).unique()
+        if self.OTHERS:  # rare words have their turns, or they would never learn to be silent
+            others = torch.randint(self.embedding.num_embeddings, (self.OTHERS,))
+            self.words = torch.cat([self.common, others]).unique()
         hidden, last = hidden_states(self.module, batch.tokens)[0], batch.tokens.shape[1] - 1
         for step in range(self.num_steps):
             yield pick(hidden, (places + 1 + step).clamp(max=last))

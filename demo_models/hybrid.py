@@ -96,7 +96,7 @@ def convert(target: PreTrainedModel) -> Qwen3_5ForCausalLM:
 class Hybrid(Draft):
     """All of it but the embeddings learns what the target says."""
 
-    share_of_places, muon = 0.5, 0.0  # a draft model's are of one that begins from nothing
+    share_of_places, muon, OTHERS = 0.5, 0.0, 0  # the whole of a small vocabulary, and half a text
 
     def __init__(self, target: PreTrainedModel, data: Data, plan: Any) -> None:
         self.module, self.origin = convert(target), plan.target
