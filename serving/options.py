@@ -105,7 +105,7 @@ class Options:
     )  # fmt: skip
     draft_model: str | None = _option(
         MODELS, None, "the small model that the drafter draft_model asks; named like --model",
-        "none; the embedded model has one", **_NAME,
+        "none; smollm2 and embedded have one", **_NAME,
     )  # fmt: skip
     mtp: str | None = _option(
         MODELS, None, "an MTP head for a model without one: a folder or a Hugging Face name",
@@ -117,7 +117,7 @@ class Options:
     )  # fmt: skip
     dflash: str | None = _option(
         MODELS, None, "a DFlash head for the model: a folder or a Hugging Face name",
-        "none; the embedded model has one", **_NAME,
+        "none; smollm2 and embedded have one", **_NAME,
     )  # fmt: skip
     drafter: str | None = _option(
         CHANGE, None,
