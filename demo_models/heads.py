@@ -25,7 +25,7 @@ from drafters.dflash import BlockConfig, DFlashHead
 from drafters.eagle3_head import Eagle3Head, HeadConfig
 from drafters.mtp_head import host_of
 from kernels.files import FILE
-from kernels.parts import parts_of
+from kernels.parts import norm_of, parts_of
 from models.gguf_file import is_gguf
 from models.mimo import MiMoConfig
 
@@ -304,7 +304,8 @@ class Draft(Student):
         config = Qwen3Config(
             hidden_size=width, tie_word_embeddings=True, dtype="float32",
             intermediate_size=min(own.intermediate_size, width * 7 // 2),
-            num_hidden_layers=max(2, len(layers) // 6), head_dim=layers[-1].self_attn.head_dim,
+            num_hidden_layers=max(2, len(layers) // 6),
+            head_dim=getattr(getattr(layers[-1], "self_attn", None), "head_dim", 64),
             rope_parameters=rope.get("full_attention", rope),
             **{name: getattr(own, name) for name in OF_DRAFTS},
         )  # fmt: skip
@@ -323,12 +324,16 @@ class Draft(Student):
         every = hidden_states(target, batch.tokens, output_hidden_states=True).hidden_states
         real = batch.every < batch.lengths[:, None]
         seen = [embedding[self.common], *(every[i][real].float() for i in range(len(layers)))]
-        squares = [x.T @ x / len(x) for x in map(_normed, seen)]
+        normed = [F.rms_norm(x, x.shape[-1:], eps=1e-6) for x in seen]
+        squares = [x.T @ x / len(x) for x in normed]
         basis = torch.linalg.eigh(sum(squares)).eigenvectors[:, -self.embedding.embedding_dim :]
         # A norm over fewer numbers makes each of them smaller.
         factor = (len(basis) / basis.shape[1]) ** 0.5
         self.embedding.weight.copy_(embedding @ basis)
-        norm.weight.copy_(self.QUIET * factor * (decoder.norm.weight.float() @ basis.square()))
+        last = norm_of(getattr(decoder, "norm", None))
+        norm.weight.mul_(self.QUIET * factor)
+        if last is not None:
+            norm.weight.mul_(last.weight.float() @ basis.square())
         for old, new, square in zip(decoder.layers, layers, squares[1:], strict=False):
             _cut_layer(old, new, basis, square)
             for own in (new.input_layernorm, new.post_attention_layernorm):
@@ -352,11 +357,6 @@ class Draft(Student):
             save_model(self.module, folder, self.origin)
 
 
-def _normed(x: Tensor) -> Tensor:
-    """Rows as a norm without weights gives them."""
-    return x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
-
-
 def _cut_layer(old: nn.Module, new: nn.Module, basis: Tensor, square: Tensor) -> None:
     """A layer's weights seen in `basis` [D, d], with the neurons that matter most.
 
@@ -366,12 +366,17 @@ def _cut_layer(old: nn.Module, new: nn.Module, basis: Tensor, square: Tensor) ->
     parts = parts_of(old)
     if parts is None or len(parts.qkv) != 3 or len(parts.up) != 2 or parts.norms[2] is None:
         return
-    norms = [norm.weight.float() for norm in (parts.norms[0], parts.norms[2])]
+    norms = [norm_of(norm).weight.float() for norm in (parts.norms[0], parts.norms[2])]
     query, key, value = (layer.weight.float() * norms[0] for layer in parts.qkv)
     gate, up = (layer.weight.float() * norms[1] for layer in parts.up)
     down = parts.down.weight.float()
-    sizes = [((rows @ square) * rows).sum(1) for rows in (gate, up)]
-    kept = (down.square().sum(0) * sizes[0] * sizes[1]).topk(new.mlp.up_proj.out_features).indices
+
+    def mean_squares(rows: Tensor) -> Tensor:
+        """[n, D] -> [n]: of what these rows of a weight give."""
+        return ((rows @ square) * rows).sum(1)
+
+    matters = down.square().sum(0) * mean_squares(gate) * mean_squares(up)
+    kept = matters.topk(new.mlp.up_proj.out_features).indices
     attention, mlp = new.self_attn, new.mlp
     for layer, weight in (
         (attention.q_proj, query @ basis), (attention.k_proj, key @ basis),
@@ -380,10 +385,11 @@ def _cut_layer(old: nn.Module, new: nn.Module, basis: Tensor, square: Tensor) ->
         (mlp.down_proj, basis.T @ down[:, kept]),
     ):  # fmt: skip
         layer.weight.copy_(weight)
-    for norm, rows in ((attention.q_norm, query), (attention.k_norm, key)):
-        norm.weight.fill_(float(((rows @ square) * rows).sum(1).mean().sqrt()))
-    for norm, known in zip((attention.q_norm, attention.k_norm), parts.qk_norms, strict=False):
-        norm.load_state_dict(known.state_dict())
+    for i, (norm, rows) in enumerate(((attention.q_norm, query), (attention.k_norm, key))):
+        if parts.qk_norms:
+            norm.load_state_dict(parts.qk_norms[i].state_dict())
+        else:  # the size that queries and keys have in the target
+            norm.weight.fill_(float(mean_squares(rows).mean().sqrt()))
 
 
 def save_eagle3(head: Eagle3Head, folder: Path, verifier: dict[str, Any], num_tokens: int) -> None:

@@ -283,10 +283,12 @@ def judged(
     """
     last = batch.tokens.shape[1] - 1
     for step, hidden in enumerate(student.steps(batch, places)):
+        if step == 0:  # by now the student has chosen the words of this batch
+            own_rows = rows[student.words]
         valid, at = batch.is_judged(places, step), (places + 1 + step).clamp(max=last)
         scores = student.logits(hidden[valid]).float()
         with torch.no_grad():
-            wanted = (pick(batch.final, at)[valid].to(rows.dtype) @ rows[student.words].T).float()
+            wanted = (pick(batch.final, at)[valid].to(rows.dtype) @ own_rows.T).float()
             agrees, following = torch.zeros_like(valid), (at + 1).clamp(max=last)
             chosen = student.words[scores.argmax(-1)]
             agrees[valid] = chosen == batch.tokens.gather(1, following)[valid]
