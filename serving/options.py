@@ -176,12 +176,12 @@ class Options:
     )  # fmt: skip
     repetition_penalty: float = _option(
         SAMPLING, Sampling.repetition_penalty,
-        "make tokens that occurred less likely by this factor; 1 is off", type=float, metavar="X",
+        "lower logits of tokens that occurred by this factor; 1 is off", type=float, metavar="X",
     )  # fmt: skip
     verification: str = _option(
         SAMPLING, Sampling.verification,
-        "the rule that accepts drafts of sampled text: coupled keeps the text of a seed, "
-        "rejection keeps its distribution", choices=["coupled", "rejection"],
+        "the rule that accepts drafts of sampled text: both keep its distribution, and coupled "
+        "the text of a seed, too", choices=["coupled", "rejection"],
     )  # fmt: skip
     seed: int | None = _option(
         SAMPLING, None, "the same seed gives the same text", "drawn anew for each request",
@@ -246,7 +246,7 @@ class Options:
     )  # fmt: skip
     dtype: str = _option(
         SPEED, "auto",
-        "the type of the weights; auto is what a GGUF file has (packed), and float32 on a CPU", "",
+        "the type of the weights; auto is packed for a .gguf file, float32 for others on a CPU", "",
         choices=["auto", "packed", "float32", "bfloat16"],
     )  # fmt: skip
     device: str = _option(SPEED, "auto", "where to compute: auto, cpu, cuda, …", metavar="NAME")
