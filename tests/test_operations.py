@@ -177,12 +177,13 @@ def test_no_thread_but_the_engine_s_computes_and_a_log_that_nobody_reads_stops_n
         assert {call(port, "POST", path, fields)[0] for path, fields in ASKED} == {200}
         ask = (call, port, "POST", "/generate", GOOD | LONG)
         at_once(*[ask] * 6, (call, port, "GET", "/page/story.json"))
-        path = "/" + "x" * 200
-        assert {call(port, "GET", path)[0] for _ in range(400)} == {404}  # some 140 KB of lines
         assert call(port, "GET", "/health")[0] == call(port, "GET", "/metrics")[0] == 200
-        server.send_signal(signal.SIGUSR1)
+        server.send_signal(signal.SIGUSR1)  # before there are more threads than the 100 it tells of
         until(lambda: " in wait_for" in told.read_text())  # the main thread, which is told last
         native = len(os.listdir(f"/proc/{server.pid}/task"))
+        path = "/" + "x" * 200
+        assert {call(port, "GET", path)[0] for _ in range(400)} == {404}  # some 140 KB of lines
+        assert generate(port, **GOOD)[0] == 200
         server.terminate()
         assert server.wait(60) == 0
     python = len(re.findall(r"hread 0x\w+ .*\(most recent call first\)", told.read_text()))
