@@ -118,9 +118,9 @@ def demo_reference(reference: Callable[[Any], Any]) -> Any:
 
 
 @pytest.fixture(scope="session")
-def prompts(demo_engine: Any) -> dict[str, list[int]]:
+def prompts() -> dict[str, list[int]]:
     """The demo prompts as token ids."""
-    tokenizer = demo_engine.target.tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
     return {name: tokenizer(text)["input_ids"] for name, text in demo.read_prompts().items()}
 
 
