@@ -20,6 +20,7 @@ from sampling import ACCEPT, truncated_softmax
 from serving import trace
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ordinary run is on the CPU, in fp32
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # in pytest's workers threads that wait do not spin
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = str(ROOT / "demo_models" / "target")
 transformers.logging.set_verbosity_error()
