@@ -20,6 +20,7 @@ from sampling import ACCEPT, truncated_softmax
 from serving import trace
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ordinary run is on the CPU, in fp32
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # in pytest's workers threads that wait do not spin
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = str(ROOT / "demo_models" / "target")
 transformers.logging.set_verbosity_error()
@@ -118,9 +119,9 @@ def demo_reference(reference: Callable[[Any], Any]) -> Any:
 
 
 @pytest.fixture(scope="session")
-def prompts(demo_engine: Any) -> dict[str, list[int]]:
+def prompts() -> dict[str, list[int]]:
     """The demo prompts as token ids."""
-    tokenizer = demo_engine.target.tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(TARGET)
     return {name: tokenizer(text)["input_ids"] for name, text in demo.read_prompts().items()}
 
 

@@ -55,32 +55,6 @@ def is_idle(engine):
     )
 
 
-def test_rows_stay_compact_and_keep_what_they_hold(demo_engine, demo_reference):
-    """Rows open and close at random; each goes on as a recompute without cache has it."""
-    target, chance = demo_engine.target, random.Random(0)
-    texts = {}
-    for _ in range(16):
-        if texts and (len(texts) == 8 or chance.random() < 0.4):
-            row = chance.choice(list(texts))
-            del texts[row]
-            target.cache.close_row(row)
-        else:
-            texts[target.cache.open_row()] = []
-        assert sorted(target.cache.rows) == sorted(texts)
-        if not texts:
-            continue
-        rows = chance.sample(list(texts), chance.randint(1, len(texts)))
-        fed = [[chance.randrange(4096) for _ in range(chance.randint(1, 40))] for _ in rows]
-        output = target.forward(rows, fed, [1] * len(rows))
-        for row, new, logits in zip(rows, fed, output.logits, strict=True):
-            texts[row] += new
-            with torch.inference_mode():
-                expected = demo_reference(torch.tensor([texts[row]])).logits[0, -1:]
-            torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-    for row in texts:
-        target.cache.close_row(row)
-
-
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_a_prompt_read_in_chunks_gives_the_output_of_one_read_at_once(
     engine, demo_engine, prompts, sampling

@@ -115,27 +115,16 @@ def test_what_is_kept_of_a_branch_is_cached_as_if_it_had_been_fed_alone(
     assert_same(output.logits[0], recompute(demo_reference, [*text, 7, 8])[0][-2:])
 
 
-def test_a_row_cannot_be_truncated_to_more_than_it_holds(demo_engine, row):
-    with pytest.raises(ValueError, match="cannot truncate 0 cached tokens to 1"):
-        demo_engine.target.cache.truncate(row, 1)
-
-
-def test_a_row_that_would_outgrow_the_cache_is_refused_before_anything_is_written(tiny_folder):
-    target = tiny_model(tiny_folder("llama"))
-    row = target.cache.open_row()
-    target.forward([row], [[1] * 250], [1])
-    with pytest.raises(ValueError, match="257 tokens do not fit a KV cache of 256"):
-        target.forward([row], [[1] * 7], [1])
-    assert target.cache.lengths[row] == 250
-
-
-def test_rows_run_out_and_come_back():
-    cache = core.SlotCache(num_layers=1, num_rows=2, max_length=8, device="cpu")
-    rows = [cache.open_row(), cache.open_row()]
-    with pytest.raises(ValueError, match="all 2 rows"):
-        cache.open_row()
-    cache.close_row(rows[0])
-    assert cache.open_row() == rows[0]
+def test_what_a_cache_cannot_hold_is_refused():
+    cache = core.SlotCache(num_layers=1, num_rows=1, max_length=8, device="cpu")
+    row = cache.open_row()
+    for refused, message in (
+        (lambda: cache.truncate(row, 1), "cannot truncate 0 cached tokens to 1"),
+        (lambda: cache.place([row], [9]), "9 tokens do not fit a KV cache of 8"),
+        (cache.open_row, "all 1 rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            refused()
 
 
 @torch.inference_mode()

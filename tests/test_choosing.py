@@ -8,13 +8,6 @@ import numpy as np
 import pytest
 import speculative_decoding as core
 import torch
-from machines import (
-    assert_same_bits,
-    assert_same_bits_on_aarch64,
-    assert_sane,
-    needs_aarch64,
-    needs_gcc,
-)  # fmt: skip
 
 import sampling as module
 from control.acceptance import Acceptance
@@ -145,23 +138,3 @@ def test_exp_and_log_are_near_the_true_ones():
     v = np.concatenate([np.logspace(-19, 0, 999)[:-1], np.linspace(0.001, 0.999, 999)])
     np.testing.assert_allclose(module._minus_log(v), -np.log1p(-v), rtol=1e-15, atol=0)
     assert module._minus_log(np.array([1.0, 1 - 2**-53])).max() < 38
-
-
-# -------------------------------------------------------------------------------- other machines
-
-
-@needs_gcc
-def test_machines_give_the_same_bits(tmp_path):
-    assert_same_bits(tmp_path, "choosing.c")
-
-
-@pytest.mark.slow
-@needs_aarch64
-def test_another_kind_of_machine_gives_the_same_bits(tmp_path):
-    assert_same_bits_on_aarch64(tmp_path, "choosing.c")
-
-
-@pytest.mark.slow
-@needs_gcc
-def test_nothing_is_read_or_written_where_it_should_not_be(tmp_path):
-    assert_sane(tmp_path, "choosing.c")

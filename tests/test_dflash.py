@@ -28,7 +28,6 @@ from test_eagle3 import NUM_LAYERS, WIDTH, normed, rotated, target_folder
 from transformers import AutoConfig, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.cache_utils import DFlashCache
 
-import demo
 from demo_models.heads import save_dflash
 from drafters.dflash import BlockConfig, DFlashHead
 
@@ -123,12 +122,6 @@ def demo_engine(request):
 @pytest.fixture(scope="module")
 def loaded():
     return load
-
-
-@pytest.fixture(scope="module")
-def prompts(demo_engine):
-    tokenizer = demo_engine.target.tokenizer
-    return {name: tokenizer(text)["input_ids"] for name, text in demo.read_prompts().items()}
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,6 @@ from test_drafters import (  # noqa: F401
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-import demo
 import drafters
 from demo_models import train
 from demo_models.heads import save_eagle3
@@ -188,12 +187,6 @@ def demo_engine(head_folder, request):
 @pytest.fixture(scope="module")
 def loaded(head_folder):
     return partial(load, TARGET, head_folder)
-
-
-@pytest.fixture(scope="module")
-def prompts(demo_engine):
-    tokenizer = demo_engine.target.tokenizer
-    return {name: tokenizer(text)["input_ids"] for name, text in demo.read_prompts().items()}
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models.gguf_file import BadFile, GgufFile, Texts
@@ -306,20 +306,17 @@ def fuzz_headers(folder, mutations):
 
 
 def settled(examples):
-    return settings(
-        max_examples=examples, deadline=None, derandomize=True, database=None,
-        suppress_health_check=[HealthCheck.function_scoped_fixture],
-    )  # fmt: skip
+    return settings(max_examples=examples, deadline=None, derandomize=True, database=None)
 
 
-@settled(200)
-@given(mutations=MUTATIONS)
-def test_any_header_is_read_or_refused_in_one_line(tmp_path, mutations):
-    fuzz_headers(tmp_path, mutations)
+MANY = pytest.param(2000, marks=pytest.mark.slow)
 
 
-@pytest.mark.slow
-@settled(2000)
-@given(mutations=MUTATIONS)
-def test_any_of_many_headers_is_read_or_refused_in_one_line(tmp_path, mutations):
-    fuzz_headers(tmp_path, mutations)
+@pytest.mark.parametrize("count", [200, MANY])
+def test_any_header_is_read_or_refused_in_one_line(tmp_path, count):
+    @settled(count)
+    @given(mutations=MUTATIONS)
+    def check(mutations):
+        fuzz_headers(tmp_path, mutations)
+
+    check()

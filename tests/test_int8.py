@@ -14,7 +14,6 @@ from test_eagle3 import new_head, target_folder  # noqa: F401
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-import drafters
 from benchmarks import quality
 from control.planner import FixedK
 from kernels import chain, library, start
@@ -169,11 +168,13 @@ def test_the_model_in_int8_drafts_what_the_model_says(twins):
     plain = core.plain_decode(twins.target, TEXT, 60, twins.eos_ids)
     s, _ = run(twins, TEXT, max_tokens=60, drafter="self_int8", num_speculative_tokens=3)
     assert s.output == plain and not s.seat.warnings
-    twin = twins.panel.drafters["self_int8"]._draft
-    assert twin.fast.decoder.embedding is twins.target.fast.decoder.embedding
-    assert (
-        s.statistics.draft_acceptance_rate > 0.5
-    )  # of a random model, whose choices are near ties
+    # The model is a random one, whose choices are near ties.
+    assert s.statistics.draft_acceptance_rate > 0.5
+    twin, target = twins.panel.drafters["self_int8"]._draft, twins.target
+    assert twin.fast.decoder.embedding is target.fast.decoder.embedding
+    assert twin.cache is target.cache
+    shared = {id(weight) for weight in target.model.parameters()}
+    assert shared >= {id(weight) for weight in twin.model.parameters()}
 
 
 def test_its_drafts_leave_the_targets_cache_as_it_was(twins):
@@ -191,23 +192,6 @@ def test_its_drafts_leave_the_targets_cache_as_it_was(twins):
             assert torch.equal(layer.keys[slot, :, :held], keys)
     finally:
         twins.close(s)
-
-
-def test_a_forward_that_fails_amid_a_draft_leaves_the_row_as_it_was(twins, monkeypatch):
-    monkeypatch.setattr(chain, "can_chain", lambda *_: False)
-    drafter = twins.panel.drafters["self_int8"]
-    inner, calls = drafter._draft.forward, []
-
-    def forward(*args, **kwargs):
-        calls.append(args)
-        if len(calls) == 5:
-            raise RuntimeError("no luck")
-        return inner(*args, **kwargs)
-
-    monkeypatch.setattr(drafter._draft, "forward", forward)
-    s, _ = run(twins, TEXT, max_tokens=40, drafter="self_int8", num_speculative_tokens=3)
-    assert s.output == core.plain_decode(twins.target, TEXT, 40, twins.eos_ids)
-    assert "drafter self_int8 failed (no luck)" in s.seat.warnings[0]
 
 
 @pytest.mark.parametrize("sampling", [core.Sampling(), core.Sampling(temperature=0.8, top_p=0.9)])
@@ -256,11 +240,12 @@ def test_it_takes_memory_only_where_it_is_asked_for_or_auto_can_use_it(
     assert ("self_int8" in core.assemble_engine(options).panel.drafters) is is_there
 
 
-def test_a_nan_that_a_draft_wrote_does_not_reach_the_target(twins, monkeypatch):
+def test_neither_a_draft_that_fails_nor_its_nan_reaches_the_target(twins, monkeypatch):
     monkeypatch.setattr(chain, "can_chain", lambda *_: False)
     drafter = twins.panel.drafters["self_int8"]
     inner, calls = drafter._draft.forward, []
 
+    @torch.inference_mode()
     def forward(rows, tokens, num_logits):
         output, cache = inner(rows, tokens, num_logits), drafter._draft.cache
         calls.append(rows)
@@ -272,6 +257,7 @@ def test_a_nan_that_a_draft_wrote_does_not_reach_the_target(twins, monkeypatch):
     monkeypatch.setattr(drafter._draft, "forward", forward)
     s, _ = run(twins, TEXT, max_tokens=40, drafter="self_int8", num_speculative_tokens=3)
     assert s.output == core.plain_decode(twins.target, TEXT, 40, twins.eos_ids)
+    assert "drafter self_int8 failed (no numbers)" in s.seat.warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -321,16 +307,6 @@ def test_where_it_cannot_be_had_one_sentence_says_so(tiny_folder, given, message
     options = core.Options(model=str(tiny_folder("llama")), drafter="self_int8", **given)
     with pytest.raises(ValueError, match=message):
         core.assemble_engine(options)
-
-
-def test_it_shares_all_but_linear_layers_with_its_target(tiny_folder):
-    options = core.Options(model=str(tiny_folder("llama")))
-    target = core.load_model(options.model, options)
-    twin = drafters.self_int8.int8_copy(target)
-    assert twin.cache is target.cache
-    shared = {id(weight) for weight in target.model.parameters()}
-    own = [weight for weight in twin.model.parameters() if id(weight) not in shared]
-    assert own == []
 
 
 # ---------------------------------------------------------------------------------- memory

@@ -7,7 +7,6 @@ from conftest import FAMILIES, TARGET, WAYS, run, scripted_engine
 
 import demo
 import drafters
-from serving import faults
 
 DRAFTERS = ("ngram", "suffix", "draft_model", "mtp")
 NAMES = tuple(demo.read_prompts())
@@ -52,26 +51,6 @@ def test_any_causal_model_is_lossless_with_every_fitting_drafter(family, tiny_fo
     for drafter in ("ngram", "draft_model"):
         assert run(engine, prompt, max_tokens=20, drafter=drafter)[0].output == expected
         assert run(engine, prompt, max_tokens=20, drafter=drafter, **way)[0].output == sampled
-
-
-def test_requests_in_one_batch_with_their_own_drafters_equal_each_alone(
-    demo_engine, prompts, plain, way
-):
-    names = ["repetitive_colours", "code_class", "hard_story", "easy_facts", "code_function"]
-    names.append("easy_json")
-    sequences = [
-        demo_engine.open(core.Request(prompts[name], 24, drafter, 2 + i, **way))
-        for i, (name, drafter) in enumerate(zip(names, (*DRAFTERS, None, "mtp"), strict=True))
-    ]
-    running, late = sequences[:3], sequences[3:]
-    while running:
-        faults.step(demo_engine, running)
-        if late:  # the others join while these are decoding
-            running.append(late.pop())
-        running = [s for s in running if s.finish_reason is None]
-    for name, sequence in zip(names, sequences, strict=True):
-        demo_engine.close(sequence)
-        assert sequence.output == plain(prompts[name], 24, **way)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

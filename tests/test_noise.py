@@ -11,13 +11,11 @@ import pytest
 import speculative_decoding as core
 import torch
 
-import sampling as module
 from benchmarks.lossless import chi_squared
 from sampling import ACCEPT, DRAW, Noise, survivors, truncated_softmax
 
 ODDS, NUM = 1e-6, 2000
 WEIGHTS = torch.tensor([0.1, 0.2, 0.3, 0.4])
-KEY, HASH = Noise._key, module._hash
 
 
 def choice(seed, position, weights=WEIGHTS):
@@ -78,34 +76,6 @@ def test_noise_of_any_two_tokens_is_independent():
     """61 tests: odds of a false alarm 6e-5."""
     assert p_value_of_tokens() > ODDS
     assert smallest_p_value_of_pairs_of_tokens() > ODDS
-
-
-def one_multiplication(ids, key):
-    """What a pair of tokens has in common remains."""
-    return (ids ^ np.uint32(key & 0xFFFFFFFF)) * np.uint32(0x7FEB352D)
-
-
-WITHOUT = {
-    "position": (Noise, "_key", lambda self, position, use: KEY(self, 0, use)),
-    "seed": (Noise, "__init__", lambda self, seed: setattr(self, "seed", 0)),
-    "token": (module, "_hash", lambda ids, key: HASH(np.zeros_like(ids), key)),
-    "last rounds": (module, "_hash", one_multiplication),
-}
-
-
-@pytest.mark.parametrize(
-    ("what", "p_value"),
-    [
-        ("position", lambda: p_value_of_pairs("positions")),
-        ("seed", lambda: p_value_of_pairs("seeds")),
-        ("token", lambda: p_value_of_pairs("positions")),
-        ("token", p_value_of_tokens),
-        ("last rounds", smallest_p_value_of_pairs_of_tokens),
-    ],
-)
-def test_the_tests_of_independence_notice_noise_without(monkeypatch, what, p_value):
-    monkeypatch.setattr(*WITHOUT[what])
-    assert p_value() < ODDS
 
 
 def test_uniform_numbers_are_uniform_and_their_uses_independent():

@@ -47,9 +47,9 @@ class Curious(Broken):
 # --------------------------------------------------------------------------------- the proposer
 
 
-def proposer(monkeypatch, name, k=3, length=50):
+def proposer(monkeypatch, name, k=3, length=50, vocab=100):
     monkeypatch.setenv(VARIABLE, name)
-    model = SimpleNamespace(max_model_len=length, get_vocab_size=lambda: 100)
+    model = SimpleNamespace(max_model_len=length, get_vocab_size=lambda: vocab)
     config = SimpleNamespace(num_speculative_tokens=k)
     return Proposer(SimpleNamespace(model_config=model, speculative_config=config))
 
@@ -119,10 +119,7 @@ def test_a_drafter_that_needs_more_than_tokens_is_refused(monkeypatch, tmp_path,
 
 def test_what_vllm_asked_is_answered_as_it_was(monkeypatch):
     """Recorded: two requests that came and went, in the same rows."""
-    monkeypatch.setenv(VARIABLE, CALLS["drafter"])
-    model = SimpleNamespace(max_model_len=2048, get_vocab_size=lambda: 4096)
-    config = SimpleNamespace(num_speculative_tokens=CALLS["k"])
-    made = Proposer(SimpleNamespace(model_config=model, speculative_config=config))
+    made = proposer(monkeypatch, CALLS["drafter"], CALLS["k"], 2048, 4096)
     for call in CALLS["calls"]:
         width = max(map(len, call["texts"]))
         ids = np.zeros((len(call["texts"]), width), dtype=np.int32)
@@ -246,15 +243,11 @@ def test_a_plan_measures_each_drafter_at_the_k_that_it_recommends(main, demo_eng
     status, out, err = main("--json", "--max-tokens", "24", "--max-running", "9")
     found = json.loads(out)
     assert status == 0 and "drafts of all drafters" in err and "at the best K" in err  # progress
-    assert {one["drafter"] for one in found["drafters"]} == {
-        "ngram", "suffix", "draft_model", "mtp",
-    }  # fmt: skip
+    names = [one["drafter"] for one in found["drafters"]]
+    assert {*names} == {*found["reasons"]} == {"ngram", "suffix", "draft_model", "mtp"}
     speeds = [one["expected_speedup"] for one in found["drafters"]]
-    assert (
-        speeds == sorted(speeds, reverse=True) and found["best"] == found["drafters"][0]["drafter"]
-    )
-    texts, best = terminal.read_prompts().values(), found["drafters"][0]
-    total = Statistics()
+    assert speeds == sorted(speeds, reverse=True) and found["best"] == names[0]
+    texts, best, total = terminal.read_prompts().values(), found["drafters"][0], Statistics()
     for text in texts:
         ids = demo_engine.target.tokenizer(text)["input_ids"]
         request = core.Request(ids, 24, best["drafter"], best["k"], fixed_k=True, is_alone=True)
@@ -262,7 +255,6 @@ def test_a_plan_measures_each_drafter_at_the_k_that_it_recommends(main, demo_eng
         total += sequence.statistics
     tokens = 1 + total.num_accepted_draft_tokens / total.target_passes
     assert best["tokens_per_pass"] == pytest.approx(tokens)
-    assert set(found["reasons"]) == {one["drafter"] for one in found["drafters"]}
     assert found["left_out"] == ["self_int8", "tree"]
     assert " --max-num-seqs 9 " in found["command_lines"]["vLLM"]
 

@@ -6,13 +6,6 @@ import pytest
 import speculative_decoding as core
 import torch
 from families import save_small
-from machines import (
-    assert_same_bits,
-    assert_same_bits_on_aarch64,
-    assert_sane,
-    needs_aarch64,
-    needs_gcc,
-)  # fmt: skip
 from transformers import AutoModelForCausalLM
 
 from kernels import library, recurrent
@@ -164,20 +157,3 @@ def test_sizes_that_do_not_go_together_are_refused():
         recurrent.step(recurrent.Rule(1, 1, 513, 8), [], [])
     with pytest.raises(AssertionError):
         recurrent.convolve([torch.zeros(3, 4)], [torch.zeros(2, 4)], torch.zeros(4, 4))
-
-
-@needs_gcc
-def test_machines_give_the_same_bits(tmp_path):
-    assert_same_bits(tmp_path, "rules.c")
-
-
-@pytest.mark.slow
-@needs_aarch64
-def test_another_kind_of_machine_gives_the_same_bits(tmp_path):
-    assert_same_bits_on_aarch64(tmp_path, "rules.c")
-
-
-@pytest.mark.slow
-@needs_gcc
-def test_nothing_is_read_or_written_where_it_should_not_be(tmp_path):
-    assert_sane(tmp_path, "rules.c")

@@ -2,13 +2,11 @@
 
 Chi-squared tests here fail when their p-value is below 1e-6. Seeds are fixed, so a run that passed
 passes again; the odds that a correct change of the code which draws other numbers makes one of the
-50 or so tests fail are 1 in 20 000. The tests at the end break the code on purpose and must fail.
+50 or so tests fail are 1 in 20 000. That they notice faults is seen in mutants.py.
 """
 
-import inspect
 import itertools
 import math
-import textwrap
 from dataclasses import replace
 
 import pytest
@@ -23,7 +21,6 @@ from kernels import library
 from sampling import DRAW, Noise, penalise, truncated_softmax
 
 ODDS = 1e-6
-NO_NUMBERS = "no probabilities to draw from"
 Sampling = core.Sampling
 
 # ------------------------------------------------------------------ transforms, as transformers'
@@ -106,17 +103,6 @@ def test_a_low_temperature_is_no_greedy_choice_and_a_tiny_one_does_not_overflow(
         assert list(core.own_choices(scores, sampling, Noise(0), 0)) == [1]
 
 
-def test_logits_that_are_no_numbers_are_an_error_and_no_token():
-    broken = torch.full((2, 300), math.nan)
-    for sampling in (Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, top_p=0.9)):
-        with pytest.raises(ValueError, match=NO_NUMBERS):
-            core.verify(core.Draft([3]), core.own_choices(broken, sampling, Noise(0), 0))
-        if not sampling.is_greedy:
-            p = probabilities(broken, sampling)
-            with pytest.raises(ValueError, match=NO_NUMBERS):
-                core.verify_by_rejection(core.Draft([3]), p, Noise(0), 0)
-
-
 # ------------------------------------------- the rule of rejection, on distributions of our own
 
 
@@ -143,7 +129,8 @@ def emitted_by_enumeration(p, q):
     return emitted, accepted
 
 
-def check_every_small_distribution(vocab):
+@pytest.mark.parametrize("vocab", [2, 3])
+def test_verify_emits_exactly_p_for_every_small_p_and_q(vocab):
     """All p and q in quarters. As much is accepted as can be: Σ min(p, q)."""
     parts = itertools.product(range(5), repeat=vocab)
     grid = [torch.tensor(part) / 4 for part in parts if sum(part) == 4]
@@ -151,11 +138,6 @@ def check_every_small_distribution(vocab):
         emitted, accepted = emitted_by_enumeration(p, q)
         torch.testing.assert_close(emitted, p.double(), rtol=0, atol=1e-9, msg=f"p {p}, q {q}")
         assert accepted == pytest.approx(float(torch.minimum(p, q).sum()))
-
-
-def test_verify_emits_exactly_p_for_every_small_p_and_q():
-    check_every_small_distribution(2)
-    check_every_small_distribution(3)
 
 
 RISING, FIRST, EVEN = [0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1], [0.25] * 4
@@ -168,14 +150,11 @@ DRAFTED = {  # rows of p (the last one is the bonus's) and of q
 }
 
 
-def check_verify_by_chance(case, told=None):
-    """Chi-squared of each position's emitted tokens against p; returns the smallest p-value.
-
-    `told` is the q that verify hears of, if that is not the one that drafts are drawn from.
-    """
+@pytest.mark.parametrize("case", DRAFTED)
+def test_verify_keeps_the_target_distribution(case):
+    """Chi-squared of each of three positions' emitted tokens: odds of a false alarm 3e-6."""
     p, q = map(torch.tensor, DRAFTED[case])
-    told = None if case == "one-hot q" else q if told is None else told
-    counts, results = torch.zeros(3, 4), []
+    told, counts = None if case == "one-hot q" else q, torch.zeros(3, 4)
     for seed in range(4000):
         noise = Noise(seed)
         tokens = [core.draw(row, noise.uniform(i, DRAW)) for i, row in enumerate(q)]
@@ -183,18 +162,10 @@ def check_verify_by_chance(case, told=None):
         for i, j in enumerate(j for j in judged if j.kind != "rejected"):
             counts[i, j.id] += 1
     for seen, row in zip(counts, p, strict=True):
-        if seen[row == 0].sum():
-            return 0.0  # a token was emitted that p excludes
+        assert not seen[row == 0].any()
         if seen.sum():
             expected = (row[row > 0] * seen.sum()).tolist()
-            results.append(chi_squared(seen[row > 0].tolist(), expected).p_value)
-    return min(results)
-
-
-@pytest.mark.parametrize("case", DRAFTED)
-def test_verify_keeps_the_target_distribution(case):
-    """Three positions each: odds of a false alarm 3e-6."""
-    assert check_verify_by_chance(case) > ODDS
+            assert chi_squared(seen[row > 0].tolist(), expected).p_value > ODDS
 
 
 def test_a_residual_of_nothing_falls_back_to_p():
@@ -242,10 +213,10 @@ def plain_samples(many, prompt):
     return {name: first_tokens(many, requests[name], 2 * NUM_SAMPLES) for name in COUNTED}
 
 
-def smallest_p_value(engine, prompt, drafter, name, theirs, num_samples=NUM_SAMPLES):
+def smallest_p_value(engine, prompt, drafter, name, theirs):
     sampling = replace(SAMPLINGS[name], verification="rejection")
     request = core.Request(prompt, 12, drafter, K, sampling=sampling, seed=7 * 10**6)
-    ours = first_tokens(engine, request, num_samples)
+    ours = first_tokens(engine, request, NUM_SAMPLES)
     return min(test.p_value for test in compare(ours, theirs).values())
 
 
@@ -283,58 +254,6 @@ def test_the_same_seeds_give_plain_decoding_s_texts(many, prompt, name):
     request = core.Request(prompt, 12, drafter, K, sampling=SAMPLINGS[name], seed=10**6)
     theirs = first_tokens(many, replace(request, drafter=None), 32)
     assert first_tokens(many, request, 32) == theirs
-
-
-# ----------------------------------------------------------- tests of the tests: broken on purpose
-
-FAULTS = {
-    "accepts always": ("verify_by_rejection", "u * float(q[token]) < float(p[i, token])", "True"),
-    "residual not renormalised": ("draw", "u * total", "u"),
-    "recovers from p": ("residual", "(p - q)", "p.clone()"),
-    "q at another temperature": (
-        "sample", "DRAW)), q", "DRAW)), truncated_softmax(scores * 0.25, *sampling.transforms)[0]",
-    ),
-}  # fmt: skip
-
-
-@pytest.fixture
-def break_core(monkeypatch, many):
-    """Replace one piece in the source of one of the core's functions, for all who use it."""
-
-    def put_in(fault):
-        name, old, new = FAULTS[fault]
-        function, found = getattr(core, name), {}
-        source = textwrap.dedent(inspect.getsource(function))
-        assert source.count(old) == 1, f"{old!r} is not in {name} once"
-        exec(source.replace(old, new), inspect.unwrap(function).__globals__, found)  # noqa: S102
-        monkeypatch.setattr(core, name, found[name])
-        for drafter in DRAFTERS[1:] if name == "sample" else ():
-            monkeypatch.setattr(many.panel.drafters[drafter], "_sample", found[name])
-
-    return put_in
-
-
-@pytest.mark.parametrize("fault", [f for f in FAULTS if FAULTS[f][0] != "sample"])
-def test_the_tests_of_verify_notice(break_core, fault):
-    break_core(fault)
-    cases = "model q", "disjoint", "q with zeros"
-    assert any(check_verify_by_chance(case) < ODDS for case in cases)
-    with pytest.raises(AssertionError):
-        check_every_small_distribution(3)
-
-
-def test_the_test_of_verify_notices_a_q_of_another_temperature():
-    """Drafts are drawn from q, and verify is told that they were drawn from √q, renormalised."""
-    told = torch.tensor(DRAFTED["model q"][1]).sqrt()
-    assert check_verify_by_chance("model q", told / told.sum(-1, keepdim=True)) < ODDS
-
-
-@pytest.mark.parametrize("fault", ["recovers from p", "q at another temperature"])
-def test_the_test_from_end_to_end_notices(break_core, many, prompt, plain_samples, fault):
-    break_core(fault)
-    drafter = "mtp" if fault == "recovers from p" else "draft_model"
-    name, num = "temperature 0.7", 2 * NUM_SAMPLES
-    assert smallest_p_value(many, prompt, drafter, name, plain_samples[name], num) < ODDS
 
 
 def test_exercise_4_a_greedy_draft_of_sampled_text_is_lossless_and_costs_acceptance(

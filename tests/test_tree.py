@@ -289,10 +289,8 @@ def test_trees_are_merged_as_chains_are():
     sure = Draft([8, 9], None, [-1, -1], [0.2, 0.1])
     found = merged([Draft([5, 6]), sure], 3)
     assert (found.tokens, found.parents) == ([5, 6, 8], [-1, 0, -1])  # .49, .343 and .2
-    assert longest(merged([Draft([5, 6]), sure], 9)).tokens == [5, 6] and longest(tree).tokens == [
-        2,
-        3,
-    ]
+    assert longest(merged([Draft([5, 6]), sure], 9)).tokens == [5, 6]
+    assert longest(tree).tokens == [2, 3]
 
 
 @pytest.mark.parametrize(
