@@ -105,6 +105,14 @@ def demo_engine() -> Any:
 
 
 @pytest.fixture(scope="session")
+def slow_engine() -> Any:
+    """The same as transformers' modules run it, where nothing can be compiled."""
+    return core.load_engine(
+        core.Options(model="embedded", kernels=False, fixed_k=True, suffix_cache=0)
+    )
+
+
+@pytest.fixture(scope="session")
 def reference() -> Callable[[Any], Any]:
     """transformers' own modules of a folder, as oracles: nothing in them is packed or fused."""
     return cache(

@@ -244,13 +244,6 @@ def test_a_record_ages_with_the_text_and_knows_how_often_there_was_nothing_to_pr
     assert paused.coverage < 0.05 and steady.coverage == 1.0
 
 
-def test_k_falls_as_the_batch_fills_up():
-    """Where each token costs a tenth of a pass, eight rows are bound by arithmetic."""
-    by_batch = [choose(0.7, 0.05, batch, 0.1).num_tokens for batch in (1, 2, 4, 8, 16)]
-    assert by_batch == sorted(by_batch, reverse=True)
-    assert by_batch[0] >= 2 and by_batch[-1] < by_batch[0]
-
-
 PRICES = [*((c, 0) for c in (0.0, 0.1, 0.3, 0.6, 1.5)), *((c, 5) for c in (0.1, 0.5, 1.0))]
 
 
@@ -400,8 +393,11 @@ def test_what_was_measured_cold_is_forgotten_once_it_is_contradicted(costs):
     assert step_of(costs) == pytest.approx(1.0)
 
 
-def test_neither_text_to_read_nor_a_cycle_slow_as_a_whole_makes_a_step_dear(costs):
+def test_neither_text_to_read_nor_a_cycle_slow_as_a_whole_makes_a_step_dear_or_cheap(costs):
+    """A draft is told in the time that its cycle would have taken."""
     measure(costs, own=1.0)
+    draft(costs, "own", 1, 1.0, pass_ms=2 * 10.4)  # as quick as ever while all else was slow
+    assert step_of(costs) == pytest.approx(1.0)
     for _ in range(3):
         draft(costs, "own", 2, 2.0 + 6.0, unread=100)
     assert step_of(costs) == pytest.approx(1.0)
@@ -410,13 +406,6 @@ def test_neither_text_to_read_nor_a_cycle_slow_as_a_whole_makes_a_step_dear(cost
         draft(costs, "own", 1, 50.0, pass_ms=50 * 10.4)
         costs.observe_pass(1, 2, 10.4)
     assert step_of(costs) == pytest.approx(1.0, rel=0.05)
-
-
-def test_what_was_measured_while_all_was_slow_makes_no_step_cheap(costs):
-    """A draft is told in the time that its cycle would have taken, and one alone counts little."""
-    measure(costs, own=4.0)
-    draft(costs, "own", 1, 4.0, pass_ms=2 * 10.4)
-    assert step_of(costs) == pytest.approx(4.0)
 
 
 def test_a_first_draft_that_reads_the_prompt_says_nothing_of_a_step(costs):
@@ -620,22 +609,6 @@ def test_a_batch_that_chooses_its_drafts_together_writes_what_each_would_alone(
     ]
     for s, own in zip(together(adaptive, requests), ways, strict=True):
         assert s.output == plain(s.request.prompt, 24, **own)
-
-
-def test_the_same_seed_gives_the_same_output_whatever_costs_were_measured(
-    demo_engine, prompts, plain
-):
-    """Drafts are free, or cost more than they can bring."""
-    given = {"sampling": core.Sampling(temperature=1.0, top_p=0.95), "seed": 3}
-    drafted = []
-    for share in (1, 5000):
-        shares = dict.fromkeys(demo_engine.panel.drafters, 0)
-        engine = engine_of(demo_engine, shares | {"draft_model": share, "mtp": share})
-        for drafter in ("mtp", "auto", "draft_model"):
-            s, _ = run(engine, prompts["hard_docs"], max_tokens=20, drafter=drafter, **given)
-            assert s.output == plain(prompts["hard_docs"], 20, **given)
-            drafted.append(s.statistics.num_draft_tokens)
-    assert min(drafted[:3]) > max(drafted[3:])
 
 
 def test_among_several_the_better_one_drafts(demo_engine, prompts, plain):
@@ -947,15 +920,19 @@ def seated(drafters):
     return panel, seat
 
 
-@pytest.mark.parametrize("method", ["open", "observe", "close"])
-def test_of_several_drafters_only_the_one_that_fails_is_lost(method):
-    drafters = scripted(bad=lambda tokens, n: [], good=lambda tokens, n: [])
+@pytest.mark.parametrize(
+    ("method", "chosen"),
+    [("open", "good"), ("observe", "good"), ("observe", "bad"), ("close", "good")],
+)
+def test_of_several_drafters_only_the_one_that_fails_is_lost(method, chosen):
+    """Also where it cannot hear of its own draft."""
+    drafters = scripted(bad=lambda tokens, n: [1] * n, good=lambda tokens, n: [1] * n)
     setattr(drafters["bad"], method, failing("no"))
     panel, seat = seated(drafters)
-    panel.propose([seat], [("good", 3)])
-    panel.observe(seat, Verdict(0, 0, [5]), {})
-    if method == "observe":
-        panel.propose([seat], [("bad", 3)])
+    panel.propose([seat], [(chosen, 3)])
+    panel.observe(seat, Verdict(3, 0, [5]), {})
+    if method == "observe":  # the other one hears of it now
+        panel.propose([seat], [("bad" if chosen == "good" else "good", 3)])
     assert list(seat.states) == (["bad", "good"] if method == "close" else ["good"])
     assert seat.states["good"] == [1, 2, 5]
     panel.close(seat)
@@ -963,15 +940,6 @@ def test_of_several_drafters_only_the_one_that_fails_is_lost(method):
     (warning,) = seat.warnings
     told = "bad failed to close: no" if method == "close" else "bad failed (no): went on with good"
     assert warning == f"drafter {told}"
-
-
-def test_who_cannot_hear_of_its_own_draft_is_lost():
-    drafters = scripted(bad=lambda tokens, n: [1] * n, good=lambda tokens, n: [])
-    panel, seat = seated(drafters)
-    panel.propose([seat], [("bad", 2)])
-    drafters["bad"].observe = None  # cannot be called
-    panel.observe(seat, Verdict(2, 0, [5]), {})
-    assert list(seat.states) == ["good"] and len(seat.warnings) == 1
 
 
 def test_who_was_passed_over_is_told_of_no_draft():
@@ -1049,7 +1017,7 @@ class ColdClock(FixedClock):
         super().timed(*given)
 
 
-@pytest.mark.parametrize("order", range(12))
+@pytest.mark.parametrize("order", [0, 5, 8])  # of a dozen those in which mutants are noticed
 @pytest.mark.parametrize("drafter", ["draft_model", "mtp", "auto"])
 def test_no_drafter_that_pays_is_off_eight_short_requests_after_a_cold_start(
     demo_engine, prompts, drafter, order

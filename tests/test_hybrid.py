@@ -9,9 +9,10 @@ import pytest
 import speculative_decoding as core
 import torch
 from conftest import ROOT, WAYS, run
+from test_batching import together
 
 from kernels import recurrent
-from serving import answers, faults
+from serving import answers
 from serving.worker import Worker
 
 FOLDER = str(ROOT / "demo_models/hybrid")
@@ -71,20 +72,11 @@ def test_its_blocks_compute_what_transformers_computes(engine, prompts, referenc
 def test_every_drafter_writes_the_text_of_plain_decoding(engine, prompts, alone, drafter, way):
     """Together, in one batch."""
     requests = [core.Request(p, 90, drafter, 5, **WAYS[way]) for p in three(prompts)]
-    sequences = list(map(engine.open, requests))
-    try:
-        while running := [s for s in sequences if s.finish_reason is None]:
-            faults.step(engine, running)
-        assert [s.output for s in sequences] == alone[way]
-        counted = [s.statistics for s in sequences]
-        drafted, accepted = (
-            sum(getattr(s, name) for s in counted)
-            for name in ("num_draft_tokens", "num_accepted_draft_tokens")
-        )
-        assert 0 < accepted < drafted and not any(s.seat.warnings for s in sequences)
-    finally:
-        for s in sequences:
-            engine.close(s)
+    sequences = together(engine, requests)
+    assert [s.output for s in sequences] == alone[way]
+    total = sum((s.statistics for s in sequences), core.Statistics())
+    assert 0 < total.num_accepted_draft_tokens < total.num_draft_tokens
+    assert not any(s.seat.warnings for s in sequences)
 
 
 @pytest.mark.parametrize("drafter", ["mtp", "ngram"])

@@ -73,11 +73,15 @@ def test_it_is_another_model_and_a_near_one(engine, reference, tiny_folder):
     assert 1e-4 < distance.median() < 0.15
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "gemma2", "gemma3_text", "opt"])
+@pytest.mark.parametrize("family", "llama qwen3 gpt2 gemma2 gemma3_text opt gpt_oss".split())
 def test_families_are_served_in_int8(tiny_folder, family):
+    """The experts of a mixture, too."""
     options = core.Options(model=str(tiny_folder(family)), quantize="int8", fixed_k=True)
     engine = core.load_engine(options)
-    assert type(engine.target.model.get_input_embeddings()) is PanelEmbedding
+    experts = [p for part in experts_of(engine.target.model) for p in sum(part.matrices, [])]
+    assert len(experts) == (2 * 2 * 4 if family == "gpt_oss" else 0)
+    embedding = engine.target.model.get_input_embeddings()
+    assert type(embedding) is PanelEmbedding and {p.form for p in experts} <= {"Q8"}
     assert engine.target.report.is_exact
     plain = core.plain_decode(engine.target, TEXT, 24, engine.eos_ids)
     assert run(engine, TEXT, max_tokens=24, drafter="ngram")[0].output == plain
@@ -105,21 +109,6 @@ def test_a_wrong_forward_is_found_in_int8_too(tiny_folder, name, monkeypatch):
     monkeypatch.setattr(start, "decoder_of", wrong)
     with pytest.raises(loading.StartError, match="logits are .* away"):
         core.assemble_engine(core.Options(model=folder, quantize="int8", draft_model=""))
-
-
-def test_the_experts_of_a_mixture_become_integers_too(tiny_folder):
-    options = core.Options(model=str(tiny_folder("gpt_oss")), quantize="int8", fixed_k=True)
-    engine = core.load_engine(options)
-    every = [
-        panels for part in experts_of(engine.target.model) for panels in sum(part.matrices, [])
-    ]
-    assert len(every) == 2 * 2 * 4 and {panels.form for panels in every} == {"Q8"}
-    assert engine.target.report.is_exact
-    plain = core.plain_decode(engine.target, TEXT, 24, engine.eos_ids)
-    assert run(engine, TEXT, max_tokens=24, drafter="ngram")[0].output == plain
-    options = core.Options(model=str(tiny_folder("gpt_oss")), drafter="self_int8")
-    with pytest.raises(ValueError, match="does not go with a mixture of experts"):
-        core.assemble_engine(options)
 
 
 def test_a_model_whose_norms_have_no_weights_keeps_its_type(tmp_path):
@@ -297,14 +286,16 @@ def test_windows_chunks_and_the_end_of_the_context(tiny_folder, family, dtype):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("family", "given", "message"),
     [
-        ({"quantize": "int8"}, "self_int8 does not go with an int8 target"),
-        ({"kernels": False}, "self_int8 needs the kernels in C"),
+        ("llama", {"quantize": "int8"}, "self_int8 does not go with an int8 target"),
+        ("llama", {"kernels": False}, "self_int8 needs the kernels in C"),
+        ("gpt_oss", {}, "does not go with a mixture of experts"),
+        ("lfm2", {}, "does not go with recurrent layers"),
     ],
 )
-def test_where_it_cannot_be_had_one_sentence_says_so(tiny_folder, given, message):
-    options = core.Options(model=str(tiny_folder("llama")), drafter="self_int8", **given)
+def test_where_it_cannot_be_had_one_sentence_says_so(tiny_folder, family, given, message):
+    options = core.Options(model=str(tiny_folder(family)), drafter="self_int8", **given)
     with pytest.raises(ValueError, match=message):
         core.assemble_engine(options)
 

@@ -190,23 +190,14 @@ def test_a_mask_that_is_not_ours_gets_transformers_attention_or_none():
 # --------------------------------------------------------------------- the core without all this
 
 
-@pytest.fixture(scope="module")
-def slow(demo_engine):
-    """The embedded models as transformers runs them, with every drafter."""
-    engine = core.load_engine(
-        core.Options(model="embedded", kernels=False, fixed_k=True, suffix_cache=0)
-    )
-    assert engine.target.fast is None and engine.panel.drafters["mtp"]._kernels == []
-    assert demo_engine.target.fast.is_compiled and demo_engine.panel.drafters["mtp"]._kernels
-    return engine
-
-
 @pytest.mark.parametrize("drafter", ["ngram", "suffix", "draft_model", "mtp"])
-def test_kernels_change_no_token(demo_engine, slow, prompts, plain, drafter, way):
+def test_kernels_change_no_token(demo_engine, slow_engine, prompts, plain, drafter, way):
+    assert slow_engine.target.fast is None and slow_engine.panel.drafters["mtp"]._kernels == []
+    assert demo_engine.target.fast.is_compiled and demo_engine.panel.drafters["mtp"]._kernels
     for name in ("code_class", "repetitive_letters"):
         wanted = {"max_tokens": 24, "drafter": drafter, **way}
         fast, events = run(demo_engine, prompts[name], **wanted)
-        other, others = run(slow, prompts[name], **wanted)
+        other, others = run(slow_engine, prompts[name], **wanted)
         assert fast.output == other.output == plain(prompts[name], 24, **way)
         assert [e["proposals"] for e in events] == [e["proposals"] for e in others]
 
@@ -234,10 +225,10 @@ def test_the_core_alone_is_lossless_and_says_that_it_is_not_exact(family, tiny_f
     assert engine.totals.by_drafter["draft_model"].num_draft_tokens > 20
 
 
-def test_the_core_alone_serves_and_claims_no_equal_bits(slow, prompts, plain):
+def test_the_core_alone_serves_and_claims_no_equal_bits(slow_engine, prompts, plain):
     options = core.Options(model="embedded", kernels=False)
-    worker = Worker(slow, options)
-    client = core.create_app(slow, options, worker).test_client()
+    worker = Worker(slow_engine, options)
+    client = core.create_app(slow_engine, options, worker).test_client()
     try:
         body = {"prompt": prompts["code_class"], "max_tokens": 16, "drafter": "mtp"}
         answer = client.post("/generate", json=body)

@@ -12,6 +12,7 @@ import torch
 from conftest import TARGET, run
 from families import randomise, small_config
 from safetensors.torch import load_file, save_file
+from test_drafters import fresh_state
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import drafters
@@ -20,7 +21,7 @@ from models import mimo
 
 mimo.register()
 INDEX = "model.safetensors.index.json"
-DEPTH, GREEDY = 4, core.Sampling()
+DEPTH = 4
 TEXT = torch.randint(10, 4096, (40,), generator=torch.Generator().manual_seed(3)).tolist()
 NUMBERED = {  # by DEPTH and on
     "enorm": "model.layers.{}.enorm", "hnorm": "model.layers.{}.hnorm",
@@ -154,15 +155,6 @@ class Equations:
         return drafted
 
 
-def seen_by(target, drafter, text):
-    """A state of the drafter that has seen a text, the last token of it as a verdict."""
-    row, state = target.cache.open_row(), drafter.open(text[:-1], GREEDY, None)
-    hidden = target.forward([row], [text[:-1]], [1], (-1,)).hidden[-1][0]
-    target.cache.close_row(row)
-    drafter.observe(state, Verdict(0, 0, text[-1:], hidden))
-    return state
-
-
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
 def test_several_layers_with_one_projection_are_refused(family, tmp_path):
     """Their second layer's weights are all there but for what the names have no room for."""
@@ -212,10 +204,10 @@ def test_a_head_of_a_published_layout_drafts_by_its_equations(family, kernels, t
     equations = Equations(*checkpoint(family, tmp_path))
     options = {"drafter": "mtp", "fixed_k": True, "kernels": kernels}
     engine = core.load_engine(core.Options(model=str(tmp_path), **options))
-    engine.eos_ids, target, drafter = set(), engine.target, engine.panel.drafters["mtp"]
+    engine.eos_ids, drafter = set(), engine.panel.drafters["mtp"]
     expected = equations.behind_each(TEXT)
     for length in (len(TEXT), 17):
-        state = seen_by(target, drafter, TEXT[:length])
+        state = fresh_state(engine, drafter, TEXT[:length])
         assert drafter.propose(state, 1).tokens == expected[length - 2 : length - 1]
         drafter.close(state)
     expected, _ = run(engine, TEXT, max_tokens=12)
@@ -249,7 +241,7 @@ def test_each_of_several_layers_drafts_its_token(several, length):
     engine, equations, num_layers = several
     drafter = engine.panel.drafters["mtp"]
     assert len(drafter._caches) == num_layers
-    state = seen_by(engine.target, drafter, TEXT[:length])
+    state = fresh_state(engine, drafter, TEXT[:length])
     assert drafter.propose(state, 6).tokens == equations.draft(TEXT[:length], 6)
     held = [cache.lengths[state.row] for cache in drafter._caches]
     assert held == [max(0, length - 1 - layer) for layer in range(num_layers)]
@@ -261,7 +253,7 @@ def test_every_layer_forgets_what_was_refused(several, seed):
     """After verdicts and limits at random drafts are those of one who saw the text as it is."""
     engine, equations, _ = several
     drafter, chance, text = engine.panel.drafters["mtp"], Random(seed), TEXT[:9]
-    states = [seen_by(engine.target, drafter, text), seen_by(engine.target, drafter, TEXT[5:30])]
+    states = [fresh_state(engine, drafter, text), fresh_state(engine, drafter, TEXT[5:30])]
     for _ in range(6):
         limit = chance.randint(1, 6)
         draft, _ = drafter.propose_batch(states, [limit, chance.randint(1, 6)])
@@ -281,7 +273,7 @@ def test_every_layer_forgets_what_was_refused(several, seed):
 def test_several_layers_that_fail_amid_a_draft_can_draft_again(several, monkeypatch):
     engine, equations, num_layers = several
     drafter = engine.panel.drafters["mtp"]
-    state = seen_by(engine.target, drafter, TEXT)
+    state = fresh_state(engine, drafter, TEXT)
     drafter.propose(state, 1)
     drafter.observe(state, Verdict(1, 0, [7], equations.hidden([*TEXT, 7])[-2:-1].detach()))
     held = [cache.lengths[state.row] for cache in drafter._caches]

@@ -13,7 +13,8 @@ from serving.worker import Worker
 
 SHARED = torch.randint(4096, (560,), generator=torch.Generator().manual_seed(0)).tolist()
 FIRST, SECOND = [*SHARED, 5, 6, 7], [*SHARED, 8, 9, 8, 9, 8]
-MTP = "mtp"
+MTP, SIZE = "mtp", 64
+MOST = len(SHARED) // SIZE * SIZE  # of its tokens lie in whole blocks
 
 
 @pytest.fixture
@@ -22,16 +23,10 @@ def engine(demo_engine):
     return with_prefixes(demo_engine)
 
 
-def with_prefixes(engine, capacity_mb=64, drafters=None):
+def with_prefixes(engine, capacity_mb=64, drafters=None, **options):
     known = PrefixCache.of(engine.target, capacity_mb)
     drafters = engine.panel.drafters if drafters is None else drafters
-    return core.Engine(engine.target, drafters, prefixes=known)
-
-
-def most(engine):
-    """Of SHARED, the tokens that lie in whole blocks."""
-    size = 64
-    return len(SHARED) // size * size
+    return core.Engine(engine.target, drafters, prefixes=known, **options)
 
 
 @pytest.mark.parametrize("drafter", [None, "ngram", "draft_model", MTP, "auto"])
@@ -41,17 +36,16 @@ def test_a_hit_changes_neither_the_text_nor_a_draft(engine, demo_engine, drafter
     expected, drafts = run(apart, SECOND, **fields)
     run(engine, FIRST, **fields)
     found, same_drafts = run(engine, SECOND, **fields)
-    assert found.seat.num_cached == most(engine) > 256 and expected.seat.num_cached == 0
+    assert found.seat.num_cached == MOST > 256 and expected.seat.num_cached == 0
     assert found.output == expected.output and found.logprobs == expected.logprobs
     assert [event["proposals"] for event in same_drafts] == [e["proposals"] for e in drafts]
 
 
 @needs_compiler
 @pytest.mark.parametrize("chunk", [256, 100])
-def test_a_hit_changes_no_bit_of_compiled_blocks(chunk):
+def test_a_hit_changes_no_bit_of_compiled_blocks(demo_engine, chunk):
     """There a prompt's blocks run in another kernel than its end, and than what is generated."""
-    options = core.Options(model="embedded", drafter=MTP, fixed_k=True, prefill_chunk=chunk)
-    engine = core.load_engine(options)
+    engine = with_prefixes(demo_engine, prefill_chunk=chunk)
     assert engine.target.report.is_exact and engine.target.fast.is_compiled
     fields = {"max_tokens": 16, "drafter": MTP, "logprobs": 2}
     run(engine, FIRST, **fields)
@@ -63,7 +57,7 @@ def test_a_hit_changes_no_bit_of_compiled_blocks(chunk):
 
 
 def test_only_what_is_shared_from_the_beginning_counts(engine):
-    size = 64
+    size = SIZE
     run(engine, FIRST, max_tokens=1)
     run(engine, SHARED[::-1], max_tokens=1)
     for prompt, expected in (
@@ -72,10 +66,10 @@ def test_only_what_is_shared_from_the_beginning_counts(engine):
         ([*SHARED[: size - 1], 1, *SHARED[size:]], 0),
         ([*SHARED[: size + 1], 1, 2, *SHARED], size),
         (SHARED[: 2 * size], size),  # its last token has to be fed
-        (FIRST, most(engine)),
+        (FIRST, MOST),
     ):
         assert run(engine, prompt, max_tokens=2)[0].seat.num_cached == expected
-    assert engine.panel.prefixes.as_dict()["hit_tokens"] == 3 * size + most(engine)
+    assert engine.panel.prefixes.as_dict()["hit_tokens"] == 3 * size + MOST
 
 
 def test_a_head_waits_for_the_hidden_states_that_it_needs(engine):
@@ -84,7 +78,7 @@ def test_a_head_waits_for_the_hidden_states_that_it_needs(engine):
         run(engine, FIRST, max_tokens=4, drafter=name)[0].seat.num_cached
         for name in (None, "ngram", MTP, MTP, "ngram")
     ]
-    assert found == [0, most(engine), 0, most(engine), most(engine)]
+    assert found == [0, MOST, 0, MOST, MOST]
 
 
 def test_a_stranger_s_drafter_gets_all_hidden_states(engine):
@@ -125,7 +119,7 @@ def test_memory_is_bounded_and_the_least_recently_used_goes_first(demo_engine):
 
 
 def test_the_end_of_a_prompt_is_forgotten_before_its_beginning(engine):
-    known, size = engine.panel.prefixes, 64
+    known, size = engine.panel.prefixes, SIZE
     texts = [SHARED[: 2 * size + 1], SHARED[::-1][: 2 * size + 1]]
     for text in texts:
         run(engine, text, max_tokens=1)
@@ -160,7 +154,7 @@ def test_requests_that_run_together_share_what_the_first_one_read(engine):
     while not one.num_steps:
         engine.step([one])
     other = engine.open(core.Request(SECOND, 8))
-    assert other.seat.num_cached == most(engine)
+    assert other.seat.num_cached == MOST
     while one.finish_reason is None or other.finish_reason is None:
         engine.step([s for s in (one, other) if s.finish_reason is None])
     expected = [core.plain_decode(engine.target, p, 8, engine.eos_ids) for p in (FIRST, SECOND)]
@@ -186,17 +180,15 @@ def test_what_is_measured_reads_its_prompt(engine):
     for is_alone in (True, False, True):
         sequence, _ = run(engine, FIRST, max_tokens=1, is_alone=is_alone)
         assert sequence.seat.num_cached == 0
-    assert run(engine, FIRST, max_tokens=1)[0].seat.num_cached == most(engine)
+    assert run(engine, FIRST, max_tokens=1)[0].seat.num_cached == MOST
 
 
 def test_it_can_be_turned_off():
     engine = core.load_engine(core.Options(model="embedded", drafter="ngram", prefix_cache_mb=0))
     for _ in range(2):
         assert run(engine, FIRST, max_tokens=1)[0].seat.num_cached == 0
-    assert (
-        answers.health(engine, Worker(engine, core.Options()), core.Options())["prefix_cache"]
-        is None
-    )
+    health = answers.health(engine, Worker(engine, core.Options()), core.Options())
+    assert health["prefix_cache"] is None
 
 
 @needs_compiler

@@ -12,6 +12,7 @@ import json
 import math
 import os
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import speculative_decoding as core
@@ -300,13 +301,7 @@ def test_no_token_is_chosen_by_broken_logits(vocab, number, sampling, where, dat
     if not sampling.is_greedy:
         p = truncated_softmax(broken[: at + 1], *sampling.transforms)
         nothing, endless = torch.zeros(vocab), torch.full((vocab,), math.inf)
-        for row, n in (
-            (p[at], at),
-            (p[at], at + 1),
-            (nothing, at),
-            (nothing, at + 1),
-            (endless, at),
-        ):
+        for row, n in product((p[at], nothing, endless), (at, at + 1)):
             drafted = core.Draft((draft.tokens + [0])[:n])  # accepted before that row
             rows = torch.cat([p[:at], row[None], nothing[None]])[: n + 1]
             with pytest.raises(ValueError, match=NO_NUMBERS):

@@ -209,28 +209,20 @@ def test_where_the_classical_rule_judges_a_draft_is_a_chain(several, prompts):
     assert all(event["tree"] is None for event in events)
 
 
-@pytest.fixture(scope="module")
-def modules():
-    """The embedded models as they run where nothing can be compiled."""
-    return core.load_engine(
-        core.Options(model="embedded", fixed_k=True, suffix_cache=0, kernels=False)
-    )
-
-
-def test_where_nothing_is_compiled_the_longest_branch_is_the_draft(modules, prompts, plain):
+def test_where_nothing_is_compiled_the_longest_branch_is_the_draft(slow_engine, prompts, plain):
     drafter = ScriptedDrafter(None)
     drafter.propose = lambda state, limit: Draft([5, 6, 7, 8][:limit], None, [-1, -1, 1, 0][:limit])
-    engine = core.Engine(modules.target, {"scripted": drafter}, "scripted")
+    engine = core.Engine(slow_engine.target, {"scripted": drafter}, "scripted")
     ours, events = run(engine, prompts["hard_prose"], max_tokens=12, drafter="scripted")
     assert ours.output == plain(prompts["hard_prose"], 12) and "tree" not in engine.panel.choices
     assert [event["proposals"] for event in events[1:-3]] == [[6, 7]] * 8
     with pytest.raises(ValueError, match="--drafter tree needs two drafters, and forwards in C"):
-        core.Engine(modules.target, modules.panel.drafters, "tree")
+        core.Engine(slow_engine.target, slow_engine.panel.drafters, "tree")
 
 
-def test_health_says_whether_drafts_may_branch(modules, demo_engine):
-    worker = Worker(modules, core.Options())
-    assert answers.health(modules, worker, core.Options())["trees"] is False
+def test_health_says_whether_drafts_may_branch(slow_engine, demo_engine):
+    worker = Worker(slow_engine, core.Options())
+    assert answers.health(slow_engine, worker, core.Options())["trees"] is False
     assert answers.health(demo_engine, worker, core.Options())["trees"] is True
 
 
