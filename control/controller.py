@@ -90,7 +90,8 @@ class Decision(NamedTuple):
     num_tokens: int
     alpha: float = 0.0  # of the first position
     c: float = 0.0
-    break_even: float = 1.0  # the chance of being accepted at which a token pays for its step
+    break_even: float = 1.0  # the chance of being accepted at which a draft of a token pays
+    least_chance: float = 0.0  # that at which one more token of a draft pays: its call is made
     expected_speedup: float = 1.0  # of the whole batch
     is_probe: bool = False
     is_rest: bool = False  # nothing was chosen: that would have taken longer than drafts bring
@@ -231,11 +232,13 @@ class Choice:
         for name in (option.drafter,) if option.num_tokens else records:
             record, price = records[name], self.prices.drafts[name]
             sharers = self._counts[name] if self._costs.runs_model(name) else 1
-            even = self.rate * (record.coverage * self.prices.row_ms + price.first_ms / sharers)
+            row_ms, step_ms = self.prices.row_ms, price.step_ms / sharers
+            even = self.rate * (record.coverage * row_ms + price.call_ms / sharers + step_ms)
+            more = self.rate * (row_ms + step_ms)
             alpha = record.reach(1)[0]
             if alpha - even > nearest:
                 nearest, c = alpha - even, price.first_ms / self.prices.plain_ms
-                found = name, option.num_tokens, alpha, c, even, speedup, i == self.probing
+                found = name, option.num_tokens, alpha, c, even, more, speedup, i == self.probing
         return Decision(*found)
 
 

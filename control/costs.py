@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 _LATEST, _OLDEST = 8, 200  # measurements of one size that are kept, and for how many of all
 _CONFIRMED = 3  # measurements until a cost is believed whatever it is
+_WARM = 12  # drafts of a drafter until that holds: its first ones may all have been cold
 _OUTLIER = 3.0  # times as long: an accident, or the first call
 _DOUBTFUL = 1.5  # times as long as others let expect: no more is believed until it is confirmed
 _RIDGE = 4.0
@@ -248,7 +249,7 @@ class Costs:
         if lines := self.drafts.get(name):
             line = _nearest(lines, requests)
             call, step = line.fixed, line.slope
-            if not line.is_confirmed:
+            if line.count < _WARM:
                 most = _OUTLIER * max(share, _LEAST_SHARE) * plain_ms
                 believed = min(1.0, most / max(call + step, most))
                 call, step = believed * call, believed * step

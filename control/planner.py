@@ -136,7 +136,7 @@ class Planner:
             plan[i] = decision[:2]
             if decision.num_tokens and seat.sampling.is_coupled:  # else see Chain
                 record = seat.records[decision.drafter]
-                seat.goes_on = record.doubts(decision.break_even)
+                seat.goes_on = record.doubts(decision.least_chance)
         self._way, self._served, self._left = CHOSEN if asks else IDLE, 0, 0
         self._plan = {s.seat: own for s, own in zip(sequences, plan, strict=True) if s.num_steps}
         if asks and not any(decision.is_probe for decision in decisions):

@@ -593,6 +593,9 @@ ROWS = [  # name, place, old, new and tests
      "if s.request.fixed_k:", "if False:", "controller::what_rests_drafts_nothing_says[coupled]"),
     ("a text's pace is never learnt", "control.controller:Controller.plan",
      "ask.pace.add(1 + option.tokens, ms / plain_ms)", "pass", "controller::time_is_worth"),
+    ("a token of a draft has to pay for the call", "control.planner:Planner._choose",
+     "decision.least_chance", "decision.break_even",
+     "controller::a_draft_that_is_judged_by_rejection_does_not_stop[coupled]"),
     ("a draft never stops early", "drafters.base:Chain.is_open", "goes_on(self._confidence)",
      "True", "controller::a_model_s_draft_ends_with_the_token_that_it_doubts[mtp]"),
     ("a doubtful token is dropped", "drafters.base:Chain.draft",
@@ -653,7 +656,7 @@ ROWS = [  # name, place, old, new and tests
     ("reading counts as drafting", "control.costs:Costs._learn_draft",
      "unread > _FEW_UNREAD * len(num_tokens)", "False", "controller::neither_text_to_read_nor"),
     ("a first measurement is believed whatever it is", "control.costs:Costs._draft",
-     "not line.is_confirmed", "False", "controller::a_first_measurement_far_above_does_not_end"),
+     "line.count < _WARM", "False", "controller::a_first_measurement_far_above_does_not_end"),
     # ------------------------------------------------------- statistics, traces and comparisons
     ("refused positions count as reached", "control.statistics:Statistics.record",
      "min(drafted, accepted + 1)", "drafted", "requests::the_prediction_is_the_formula"),

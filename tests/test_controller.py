@@ -38,13 +38,13 @@ def settled(alpha):
     return known(*[alpha] * K)
 
 
-def measure(costs, batch=1, pass_ms=10.0, token_ms=0.2, **step_ms):
+def measure(costs, batch=1, pass_ms=10.0, token_ms=0.2, call_ms=0.0, **step_ms):
     """As if each of these had been measured often enough."""
     for tokens in (batch, 50 * batch) * 3:
         costs.observe_pass(batch, tokens, pass_ms + token_ms * tokens)
-    for num_drafted in (1, K) * (8 if step_ms else 1):
+    for num_drafted in (1, K) * (12 if step_ms else 1):
         for name, ms in step_ms.items():
-            costs.observe_draft(name, [num_drafted], 0, num_drafted * ms)
+            costs.observe_draft(name, [num_drafted], 0, call_ms + num_drafted * ms)
         costs.observe_pass(batch, batch, pass_ms + token_ms * batch)
         costs.prices(batch, batch)  # it learns when asked
 
@@ -162,6 +162,15 @@ def test_what_a_step_must_bring_is_what_it_costs():
     assert both[0].break_even == pytest.approx(alone.break_even, rel=0.1)
 
 
+def test_one_more_token_of_a_draft_need_not_pay_for_the_call():
+    own = Controller(*WEIGHTS)
+    measure(own.costs, call_ms=3.0, own=1.0)
+    decision = ask(own, {"own": settled(0.9)})
+    rate = decision.expected_speedup / own.costs.passes[1].at(1)
+    assert decision.break_even == pytest.approx(rate * (3 + 1 + 0.2), rel=0.1)
+    assert decision.least_chance == pytest.approx(rate * (1 + 0.2), rel=0.1)
+
+
 @pytest.mark.parametrize("drafter", ["mtp", "draft_model"])
 def test_a_model_s_draft_ends_with_the_token_that_it_doubts(demo_engine, prompts, plain, drafter):
     """The controller's rule is asked after each token; a fixed K never stops."""
@@ -193,10 +202,13 @@ def test_a_draft_that_is_judged_by_rejection_does_not_stop(demo_engine, prompts,
     """Its length would tell later cycles of tokens that were never judged."""
     sampling, stops = core.Sampling(temperature=0.8, verification=rule), []
     request = core.Request(prompts["hard_docs"], 30, "mtp", 5, sampling=sampling)
-    for s, cycle in engine_of(demo_engine, {"mtp": 1}).generate(request):
-        stops += [s.seat.goes_on is not None] if cycle.proposals else []
+    engine = engine_of(demo_engine, {"mtp": 1})
+    plan = engine.controller.plan
+    engine.controller.plan = lambda *given: [d._replace(least_chance=0.25) for d in plan(*given)]
+    for s, cycle in engine.generate(request):
+        stops += [s.seat.goes_on and s.seat.goes_on.least_chance] if cycle.proposals else []
         assert rule == "coupled" or not cycle.draft.confidence
-    assert stops and set(stops) == {rule == "coupled"}
+    assert set(stops) == {0.25 if rule == "coupled" else None}
 
 
 def test_the_record_estimates_each_position_by_itself():
