@@ -25,7 +25,7 @@ from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, check_fields
 
 KEY_VARIABLE = "SPECULATIVE_API_KEY"
 RUNNING_ELSEWHERE = 64  # requests at once in an engine that is not this server's own
-REMEMBERED = 50_000  # tokens of past outputs: 0.5 kB each
+REMEMBERED = 50_000  # tokens of past outputs: 0.4 kB each
 ROOT = Path(__file__).resolve().parent.parent
 
 _ABOUT = """\
