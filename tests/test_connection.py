@@ -143,12 +143,23 @@ def test_an_idle_connection_and_one_that_lingers_are_closed(client, clock):
     assert waits(client, clock, 5) is None and waits(client, clock, 1) == "closed"
 
 
-def test_empty_lines_do_not_keep_a_connection_open(client, clock):
-    for _ in range(11):
-        assert not client.transport.is_aborted
-        client.data_received(b"\r\n")
-        waits(client, clock, 1)
-    assert client.transport.is_aborted
+@pytest.mark.parametrize(
+    ("begin", "byte_by_byte", "outcome"),
+    [
+        (b"", b"\r\n", "closed"),
+        (b"GET / HTTP/1.1\r\nX: ", b"x", 408),
+        (HEAD + b"\r\n", b"x", 408),
+    ],
+)
+def test_bytes_that_trickle_in_do_not_keep_a_connection_open(
+    client, clock, begin, byte_by_byte, outcome
+):
+    client.data_received(begin)
+    for _ in range(10):
+        client.data_received(byte_by_byte)
+        assert waits(client, clock, 1) is None
+    client.data_received(byte_by_byte)
+    assert waits(client, clock, 1) == outcome
 
 
 @pytest.mark.parametrize(("a_second", "patience"), [(0, 30), (1000, 31), (20_000, 3140)])
