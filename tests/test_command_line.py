@@ -106,11 +106,6 @@ def test_times_that_contradict_the_passes_make_the_demo_s_figures_disturbed(demo
     assert totals["mtp"]["spread"] == [20.0, 20.0] and totals["standard"]["spread"] == [1.0, 1.0]
 
 
-@pytest.fixture
-def chat_engine(chat_folder):
-    return load_engine(core.Options(model=str(chat_folder("llama")), fixed_k=True))
-
-
 def test_the_demo_runs_the_prompts_that_are_named_by_name_or_kind(main):
     status, out, _ = main(
         "--demo", "--json", "--max-tokens", "4", "--repeats", "1",
@@ -156,8 +151,9 @@ def test_each_prompt_s_result_is_printed_as_it_is_done(main, monkeypatch, capsys
     assert shown == [0, 0, 1, 1]  # since the time before
 
 
-def test_a_chat_model_is_sent_messages_unless_raw(chat_engine, monkeypatch, capsys):
-    monkeypatch.setattr(core, "load_engine", lambda options: chat_engine)
+def test_a_chat_model_is_sent_messages_unless_raw(chat_folder, monkeypatch, capsys):
+    engine = load_engine(core.Options(model=str(chat_folder("llama")), fixed_k=True))
+    monkeypatch.setattr(core, "load_engine", lambda options: engine)
     chat = naming_a_model(["--max-tokens", "3"])
     assert core.main([*chat, "--prompt", "Hi"]) == 0
     assert "user: Hi\nassistant:" in capsys.readouterr().out
@@ -300,7 +296,10 @@ MISTAKES = [
         ["--model", "embedded", "--prompt", "x", "--drafter", "zzz"],
         "unknown drafter 'zzz': choose ngram",
     ),
-    (["--prompt", "x", "--drafter", "zzz.py:A"], "drafter file 'zzz.py' not found"),
+    (
+        ["--model", "embedded", "--prompt", "x", "--drafter", "zzz.py:A"],
+        "drafter file 'zzz.py' not found",
+    ),
     (
         ["--prompt", "x", "--model", "embedded", "--max-model-len", "99999"],
         "--max-model-len must be from 2 to 2048",
@@ -317,7 +316,10 @@ MISTAKES = [
     (["--port", "5000", "--api-key", "a\udcff"], "it must be UTF-8"),
     (["--port", "5000", "--api-key", "a", "--api-key-file", "b"], "give it once"),
     (["--port", "5000", "--api-key-file", "no/such/file"], "No such file"),
-    (["--prompt", "x", "--prompt-lookup-min", "9"], "prompt_lookup_min (9) must be"),
+    (
+        ["--model", "embedded", "--prompt", "x", "--prompt-lookup-min", "9"],
+        "prompt_lookup_min (9) must be",
+    ),
 ]
 NOT_TOGETHER = [
     "--plan --drafter none", "--plan --quantize int8", "--plan --demo",

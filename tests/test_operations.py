@@ -334,6 +334,12 @@ def test_the_page_refers_to_nothing_outside_its_folder():
             assert target.startswith("./") and target[2:] in SCRIPTS, (name, target)
 
 
+def test_the_page_has_no_inline_script_or_style():
+    html = SOURCES["index.html"]
+    assert re.findall(r"<script[^>]*>(.*?)</script>", html, re.S) == [""]
+    assert not re.search(r"<style|\sstyle\s*=|\son\w+\s*=|javascript:", html)
+
+
 def test_scripts_insert_text_as_text():
     for name, text in SCRIPTS.items():
         assert not re.search(r"(inner|outer|Adjacent)HTML|document\.write|eval\(", text), name

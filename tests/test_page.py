@@ -507,8 +507,7 @@ def test_a_text_is_shown_whole_whatever_its_tokens_and_however_many(page):
     assert "more" in text_of(page, "#picture .cache .more >> nth=0")
 
 
-@pytest.mark.parametrize("width", [WIDE, NARROW], ids=["wide", "narrow"])
-def test_the_states_of_a_hybrid_go_back_beside_the_cache(open_page, width):
+def test_the_states_of_a_hybrid_go_back_beside_the_cache(open_page):
     def states(begin, end, stepped):
         return {"layers": 6, "from": begin, "to": end, "stepped": stepped}
 
@@ -520,7 +519,7 @@ def test_the_states_of_a_hybrid_go_back_beside_the_cache(open_page, width):
               rejected={"id": 7, "kind": "rejected"} | judged),
         event(2, [(" d", "accepted"), (" e", "bonus")], 7, recurrent=states(9, 9, 0)),
     ]  # fmt: skip
-    page = open_page(viewport=width)
+    page = open_page(viewport=NARROW)
     mock(page, cycles)
     run(page)
     row = page.locator("#picture .states")

@@ -56,7 +56,7 @@ def proposer(monkeypatch, name, k=3, length=50, vocab=100):
 
 def propose(made, texts, sampled=None):
     """As vLLM calls it: texts in the rows of its buffer, behind them what is left of others."""
-    ids = np.full((8, 60), 77, dtype=np.int32)
+    ids = np.full((8, 9 + max(map(len, texts))), 77, dtype=np.int32)
     for row, text in enumerate(texts):
         ids[row, : len(text)] = text
     sampled = sampled or [text[-1:] for text in texts]
@@ -121,12 +121,7 @@ def test_what_vllm_asked_is_answered_as_it_was(monkeypatch):
     """Recorded: two requests that came and went, in the same rows."""
     made = proposer(monkeypatch, CALLS["drafter"], CALLS["k"], 2048, 4096)
     for call in CALLS["calls"]:
-        width = max(map(len, call["texts"]))
-        ids = np.zeros((len(call["texts"]), width), dtype=np.int32)
-        for row, text in zip(ids, call["texts"], strict=True):
-            row[: len(text)] = text
-        lengths = np.array([len(text) for text in call["texts"]])
-        assert made.propose(call["sampled"], lengths, ids, slot_mappings=None) == call["drafts"]
+        assert propose(made, call["texts"], call["sampled"]) == call["drafts"]
     assert any(len(call["texts"]) > 1 for call in CALLS["calls"])
     assert any(len(sampled) > 1 for call in CALLS["calls"] for sampled in call["sampled"])
 

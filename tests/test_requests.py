@@ -118,16 +118,6 @@ def test_streamed_text_joined_equals_the_text_and_no_character_is_split(tokenize
         assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_bytes_that_never_become_a_character_are_not_lost(tokenizer):
-    ids = tokenizer("é🙂")["input_ids"][:-1]  # the last byte of the emoji is missing
-    growing = TextStream(tokenizer)
-    for token in ids:
-        growing.push(token, "accepted")
-    assert "\ufffd" not in growing.text
-    growing.finish()
-    assert growing.text == tokenizer.decode(ids)
-
-
 def test_the_earliest_of_several_stop_strings_counts(tokenizer):
     assert stream(tokenizer, "one two three", ("three", "two"))[0] == "one "
 
