@@ -136,11 +136,12 @@ def test_log_probabilities_have_the_shape_of_completions(client, port):
     ask = client.completions.create
     fields = {"model": "embedded", "prompt": COLOURS, "max_tokens": 6, "logprobs": 2}
     listed = ask(**fields).choices[0].logprobs
-    none, chosen, expected = (
+    none, chosen, zero, expected = (
         own(port, prompt=COLOURS, max_tokens=6, logprobs=wanted).get("logprobs")
-        for wanted in (False, True, 2)
+        for wanted in (False, True, 0, 2)
     )
-    assert none is None and [entry["top_logprobs"] for entry in chosen] == [[]] * 6
+    assert none is None and zero == chosen
+    assert [entry["top_logprobs"] for entry in chosen] == [[]] * 6
     assert listed.tokens == [entry["token"] for entry in expected]
     assert listed.token_logprobs == [entry["logprob"] for entry in expected]
     assert all(len(top) == 2 for top in listed.top_logprobs)

@@ -118,6 +118,15 @@ def test_streamed_text_joined_equals_the_text_and_no_character_is_split(tokenize
         assert not any("\ufffd" in piece for piece in pieces)
 
 
+def test_a_stop_string_is_cut_exactly_across_token_borders(tokenizer):
+    text = "The function returns None. The caller waits. The end."
+    for begin in range(1, len(text) - 3):
+        stop = text[begin : begin + 3]
+        whole, pieces, stopped = stream(tokenizer, text, (stop,))
+        assert stopped
+        assert whole == text[: text.find(stop)] == "".join(pieces)
+
+
 def test_the_earliest_of_several_stop_strings_counts(tokenizer):
     assert stream(tokenizer, "one two three", ("three", "two"))[0] == "one "
 
