@@ -11,7 +11,7 @@ import pytest
 import speculative_decoding as core
 import torch
 import transformers
-from server import Gate
+from server import Gate, naming_a_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import demo
@@ -102,6 +102,21 @@ def demo_engine() -> Any:
     All tests share it, so no drafter may remember what it wrote for another one.
     """
     return core.load_engine(core.Options(model="embedded", fixed_k=True, suffix_cache=0))
+
+
+@pytest.fixture
+def main(demo_engine: Any, monkeypatch: Any, capsys: Any) -> Callable[..., tuple[int, str, str]]:
+    """The command line on the engine that is loaded, and few demo prompts: (status, out, err)."""
+    prompts = demo.read_prompts()
+    few = {name: prompts[name] for name in ("repetitive_colours", "easy_facts", "hard_prose")}
+    monkeypatch.setattr(core, "load_engine", lambda options: demo_engine)
+    monkeypatch.setattr(demo, "read_prompts", lambda is_chat=False: few)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        status = core.main(naming_a_model(arguments))
+        return status, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="session")

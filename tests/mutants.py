@@ -342,7 +342,7 @@ ROWS = [  # name, place, old, new and tests
     ("a stop string amid a draft is passed over", "core:Sequence.append",
      "if self.text.push(token.id, token.kind)",
      "if self.text.push(token.id, token.kind) and kept == len(emitted)",
-     "requests::a_stop_string_inside_an_accepted_draft_ends_there[0]"),
+     "requests::one_cut_is_seen_by_everything[0-stop]"),
     ("max_tokens is met one token late", "core:Sequence.append", "self.remaining == 1",
      "self.remaining == 0", "lossless::max_tokens_inside_a_block_is_met_exactly[greedy-1]"),
     ("the refused token is appended, too", "core:Sequence.append",

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 from argparse import Namespace
@@ -13,6 +14,7 @@ import gguf
 import pytest
 import torch
 from conftest import ROOT
+from server import generate, serving
 from test_gguf import write_gguf
 from tqdm import tqdm
 
@@ -178,44 +180,21 @@ def test_a_gguf_file_is_written_anew_with_other_weights(tmp_path, tiny_folder):
         assert one.shape == other.shape and abs(one - other).max() <= abs(one).max() / 127
 
 
-FAKE_SERVER = """
-import json, sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.answer(b"{}")
-
-    def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        words = asked["messages"][0]["content"], f" {asked['max_tokens']} {asked['mine']}"
-        deltas = [{"role": "assistant"}, *({"content": word} for word in words)]
-        events = [{"choices": [{"delta": delta}]} for delta in deltas]
-        usage = {"prompt_tokens": 7, "completion_tokens": 2}
-        events.append({"choices": [], "usage": usage} if words[0] != "b" else {"error": "no"})
-        lines = [f"data: {json.dumps(event)}\\n\\n" for event in events]
-        self.answer("".join([*lines, "data: [DONE]\\n\\n"]).encode())
-
-    def answer(self, body):
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
-"""
+def test_what_a_server_says_of_a_chat_is_read_from_its_stream(chat_folder):
+    with serving("--model", str(chat_folder("llama"))) as server:
+        one, other = pair.write(server, {"drafter": "ngram"}, ["a", "c"], 3)
+        for prompt, written in (("a", one), ("c", other)):
+            told = generate(server.port, prompt=prompt, chat=True, max_tokens=3)[1]
+            numbers = told["usage"]["prompt_tokens"], told["usage"]["completion_tokens"]
+            assert written[:3] == (told["text"], *numbers) and 0 < written.first_ms <= written.ms
+        with pytest.raises(servers.Lost, match="status 400, not 200: .*drafter"):
+            pair.write(server, {"drafter": "nobody"}, ["b"], 3)
 
 
-def test_a_server_is_started_and_asked_as_others_are():
-    """By its own command line; and what it says of a chat is read from the stream."""
-    with servers.started([sys.executable, "-c", FAKE_SERVER]) as server:
-        assert server.ready_s > 0 and int(server.status()["VmHWM"][0]) > 1000
-        one, other = pair.write(server, {"mine": True}, ["a", "c"], 3)
-        assert (one.text, one.num_read, one.num_tokens) == ("a 3 True", 7, 2)
-        assert other.text == "c 3 True" and 0 < one.first_ms <= one.ms
-        with pytest.raises(servers.Lost, match="not done as asked: {'error': 'no'}"):
-            pair.write(server, {"mine": 1}, ["b"], 3)
-    assert not server.is_alive
+def test_a_server_is_measured_and_ended():
+    server = servers.Server([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert server.is_alive and int(server.status()["VmHWM"][0]) > 0
+    assert server.stop() == -signal.SIGTERM and not server.is_alive
 
 
 def test_the_benchmark_of_the_server_finds_the_same_texts(measure):
@@ -250,7 +229,6 @@ def test_int8_is_near_float32_and_smaller(measure):
 
 @pytest.mark.slow
 def test_auto_loses_to_no_drafter_by_more_than_five_percent_on_any_kind_of_prompt(capsys):
-    """Under a clock of given costs."""
     fixed_clock.main(["--json"])
     rows = json.loads(capsys.readouterr().out)["results"]
     assert {row["prompts"] for row in rows} == {"all", "code", "easy", "hard", "repetitive"}

@@ -32,21 +32,6 @@ load_engine = core.load_engine
 SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01")
 
 
-@pytest.fixture
-def main(demo_engine, monkeypatch, capsys):
-    """The command line on the engine that is loaded, and few demo prompts: (status, out, err)."""
-    prompts = terminal.read_prompts()
-    few = {name: prompts[name] for name in ("repetitive_colours", "easy_facts", "hard_prose")}
-    monkeypatch.setattr(core, "load_engine", lambda options: demo_engine)
-    monkeypatch.setattr(terminal, "read_prompts", lambda is_chat=False: few)
-
-    def run(*arguments):
-        status = core.main(naming_a_model(arguments))
-        return status, *capsys.readouterr()
-
-    return run
-
-
 _documents = []
 
 
@@ -90,7 +75,6 @@ def test_the_demo_s_document_has_every_prompt_and_drafter(demo):
 
 
 def test_a_speed_up_that_only_a_busy_machine_explains_is_called_unreliable(demo, capsys):
-    """With its spread, where it stands and in all; the others are not."""
     document = copy.deepcopy(demo) | {"worked_cycle": None, "interrupted": False}
     for run in (run for prompt in document["prompts"] for run in prompt["speculative"].values()):
         run |= {"disturbed": False, "pieces": []}
@@ -120,11 +104,6 @@ def test_times_that_contradict_the_passes_make_the_demo_s_figures_disturbed(demo
     totals = terminal.demo_totals(results, is_coupled=True)
     assert [name for name, total in totals.items() if total["disturbed"]] == ["mtp"]
     assert totals["mtp"]["spread"] == [20.0, 20.0] and totals["standard"]["spread"] == [1.0, 1.0]
-
-
-@pytest.fixture
-def chat_engine(chat_folder):
-    return load_engine(core.Options(model=str(chat_folder("llama")), fixed_k=True))
 
 
 def test_the_demo_runs_the_prompts_that_are_named_by_name_or_kind(main):
@@ -172,8 +151,9 @@ def test_each_prompt_s_result_is_printed_as_it_is_done(main, monkeypatch, capsys
     assert shown == [0, 0, 1, 1]  # since the time before
 
 
-def test_a_chat_model_is_sent_messages_unless_raw(chat_engine, monkeypatch, capsys):
-    monkeypatch.setattr(core, "load_engine", lambda options: chat_engine)
+def test_a_chat_model_is_sent_messages_unless_raw(chat_folder, monkeypatch, capsys):
+    engine = load_engine(core.Options(model=str(chat_folder("llama")), fixed_k=True))
+    monkeypatch.setattr(core, "load_engine", lambda options: engine)
     chat = naming_a_model(["--max-tokens", "3"])
     assert core.main([*chat, "--prompt", "Hi"]) == 0
     assert "user: Hi\nassistant:" in capsys.readouterr().out
@@ -224,39 +204,18 @@ def test_explain_shows_the_first_cycles_step_by_step(main):
     ):
         assert (sign == "<") == (kind == "accepted")
         assert abs(u * q - p) < 2e-3 or (u * q < p) == (kind == "accepted")
-    assert "pending" in out and "tokens per pass" in out  # the text and its figures follow
+    drafted = re.findall(r"pending and (\d) drafted in one pass: cache (\d+) -> (\d+)", out)
+    assert [int(after) - int(before) - 1 for _, before, after in drafted] == [5, 5]
+    assert "            d3, d4, d5: dropped behind the rejected token" in out
+    assert "from norm(max(0, p - q)): recovered" in out and "; pending '" in out
+    assert "tokens per pass" in out  # the text and its figures follow
     _, out, _ = main(*prompt, *sampled, "--explain", "3")
     sums = re.findall(r"log p (\S+) \+ noise (\S+) = (\S+):", out)
     assert sums and all(abs(float(p) + float(g) - float(total)) < 0.011 for p, g, total in sums)
     assert main(*prompt, "--explain")[1].count("\n  truncate") == 4  # cycles
 
 
-def test_a_rejected_token_is_explained_with_what_was_dropped():
-    def judged(i, kind, p, q, u):
-        return {"id": i, "kind": kind, "p": p, "q": q, "u": u}
-
-    event = {
-        "step": 2,
-        "proposals": [5, 6, 7],
-        "cached": [14, 12],
-        "tokens": [judged(5, "accepted", 0.9, 0.8, 0.3), judged(9, "recovered", 0.7, 0.1, 0.5)],
-        "rejected": judged(6, "rejected", 0.1, 0.9, 0.6),
-        "texts": {5: " a", 6: " b", 7: " c", 9: " d"},
-    }
-    assert terminal.explain(event).splitlines() == [
-        "cycle 2",
-        "  draft     ' a' ' b' ' c'",
-        "  verify    pending and 3 drafted in one pass: cache 10 -> 14",
-        "  d1        ' a'         u 0.300 < p / q = 0.900 / 0.800: accepted",
-        "  d2        ' b'         u 0.600 >= p / q = 0.100 / 0.900: rejected",
-        "            d3: dropped behind the rejected token",
-        "  target's  ' d'         p 0.700, from norm(max(0, p - q)): recovered",
-        "  truncate  cache 14 -> 12; pending ' d'",
-    ]
-
-
 def test_a_difference_in_output_makes_the_demo_fail(main, monkeypatch):
-    """Identity is checked, not assumed: a broken verify must be reported."""
 
     def credulous(draft, choices):
         tokens = [core.Judgement(token, "accepted") for token in draft.tokens]
@@ -315,7 +274,6 @@ def test_the_embedded_target_is_recognised_however_it_is_spelt(monkeypatch):
 
 
 def test_the_drafter_none_is_plain_decoding_where_a_request_does_not_say(tiny_folder):
-    """Others may still be asked for."""
     options = core.Options(model=str(tiny_folder("llama")), drafter="none")
     engine = core.load_engine(options)
     for fields, drafter in (({}, None), ({"drafter": "ngram"}, "ngram")):
@@ -338,7 +296,10 @@ MISTAKES = [
         ["--model", "embedded", "--prompt", "x", "--drafter", "zzz"],
         "unknown drafter 'zzz': choose ngram",
     ),
-    (["--prompt", "x", "--drafter", "zzz.py:A"], "drafter file 'zzz.py' not found"),
+    (
+        ["--model", "embedded", "--prompt", "x", "--drafter", "zzz.py:A"],
+        "drafter file 'zzz.py' not found",
+    ),
     (
         ["--prompt", "x", "--model", "embedded", "--max-model-len", "99999"],
         "--max-model-len must be from 2 to 2048",
@@ -355,8 +316,21 @@ MISTAKES = [
     (["--port", "5000", "--api-key", "a\udcff"], "it must be UTF-8"),
     (["--port", "5000", "--api-key", "a", "--api-key-file", "b"], "give it once"),
     (["--port", "5000", "--api-key-file", "no/such/file"], "No such file"),
-    (["--prompt", "x", "--prompt-lookup-min", "9"], "prompt_lookup_min (9) must be"),
+    (
+        ["--model", "embedded", "--prompt", "x", "--prompt-lookup-min", "9"],
+        "prompt_lookup_min (9) must be",
+    ),
 ]
+NOT_TOGETHER = [
+    "--plan --drafter none", "--plan --quantize int8", "--plan --demo",
+    "--plan --prompts nowhere.txt", "--plan --engine vllm --model T", "--port 1 --json",
+    "--plan --model no/such/folder --no-kernels", "--demo --engine vllm", "--port 1 --engine vllm",
+    "--port 1 --engine ollama", "--port 1 --engine http://", "--port 1 --engine http://x:1 --mmap",
+    "--port 1 --engine http://x:1 -- --seed 1", "--port 1 --engine vllm --model T --quantize int8",
+    "--port 1 --engine vllm --model T --device cuda", "--port 1 --engine vllm --model T --mtp H",
+    "--port 1 -- x",
+]  # fmt: skip
+MISTAKES += [(words.split(), "") for words in NOT_TOGETHER]
 BAD_PROMPTS = [
     (["x " * 2100], "leave no room in a context of 2048"),
     ([""], "prompt must be a non-empty string"),

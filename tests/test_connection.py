@@ -108,6 +108,7 @@ def waits(client, clock, seconds):
     return refusals[0] if refusals else None
 
 
+REQUEST = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 HEAD = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 900000\r\n"
 ANSWER = ["200 OK", [("Content-Length", "0")]]
 
@@ -121,7 +122,7 @@ ANSWER = ["200 OK", [("Content-Length", "0")]]
         ([b"\r\n", b"\r", b"\n"], 10, "closed"),
         ([HEAD, b"\r\n"], 10, 408),
         ([HEAD, b"\r\n", b"x" * 163_840], 20, 408),  # 16 KiB a second
-        ([b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"], 3600, None),  # it is not the client who is slow
+        ([REQUEST], 3600, None),  # it is not the client who is slow
     ],
 )
 def test_a_client_has_so_much_time_for_what_it_sends(client, clock, sent, patience, outcome):
@@ -132,29 +133,39 @@ def test_a_client_has_so_much_time_for_what_it_sends(client, clock, sent, patien
 
 
 def test_an_idle_connection_and_one_that_lingers_are_closed(client, clock):
-    request = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
-    client.data_received(request)
+    client.data_received(REQUEST)
     client.end(ANSWER)
     client.transport.num_unread = 0
     assert waits(client, clock, 30) is None
-    client.data_received(request + request)
+    client.data_received(REQUEST + REQUEST)
     client.end(ANSWER)
     client.transport.num_unread = 0
     assert waits(client, clock, 5) is None and waits(client, clock, 1) == "closed"
 
 
-def test_empty_lines_do_not_keep_a_connection_open(client, clock):
-    for _ in range(11):
-        assert not client.transport.is_aborted
-        client.data_received(b"\r\n")
-        waits(client, clock, 1)
-    assert client.transport.is_aborted
+@pytest.mark.parametrize(
+    ("begin", "byte_by_byte", "outcome"),
+    [
+        (b"", b"\r\n", "closed"),
+        (b"GET / HTTP/1.1\r\nX: ", b"x", 408),
+        (HEAD + b"\r\n", b"x", 408),
+    ],
+)
+def test_bytes_that_trickle_in_do_not_keep_a_connection_open(
+    client, clock, begin, byte_by_byte, outcome
+):
+    client.data_received(begin)
+    for _ in range(10):
+        client.data_received(byte_by_byte)
+        assert waits(client, clock, 1) is None
+    client.data_received(byte_by_byte)
+    assert waits(client, clock, 1) == outcome
 
 
 @pytest.mark.parametrize(("a_second", "patience"), [(0, 30), (1000, 31), (20_000, 3140)])
 def test_a_client_has_to_take_its_answer(client, clock, a_second, patience):
     """While it takes 16 KiB a second it is left in peace."""
-    client.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    client.data_received(REQUEST)
     size = 60 << 20
     client.end(["200 OK", [("Content-Length", str(size))]], b"x" * size)
     for second in range(patience):
@@ -167,7 +178,7 @@ def test_a_client_has_to_take_its_answer(client, clock, a_second, patience):
 
 
 def test_what_nobody_reads_does_not_fill_the_memory(client):
-    client.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    client.data_received(REQUEST)
     head = ["200 OK", [("Content-Length", str(1 << 30))]]
     for _ in range(63):
         client.send(head, b"x" * (1 << 20))
@@ -178,8 +189,7 @@ def test_what_nobody_reads_does_not_fill_the_memory(client):
 
 def test_one_answer_at_a_time_may_pile_up(client):
     """The next request is read when most of it is taken; until then a client that leaves is not."""
-    request = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
-    client.data_received(request)
+    client.data_received(REQUEST)
     client.pause_writing()
     assert not client.transport.is_paused
     client.end(ANSWER)
@@ -190,13 +200,12 @@ def test_one_answer_at_a_time_may_pile_up(client):
 
 def test_a_client_that_has_its_answer_may_ask_at_once(client):
     """Even before the thread that answers has come back."""
-    request = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
     write = client.transport.write
 
     def write_and_ask(data):
         write(data)
         if data.endswith(b"whole"):
-            client.server.later.append(request)
+            client.server.later.append(REQUEST)
 
     def call(function, *arguments):
         function(*arguments)
@@ -206,7 +215,7 @@ def test_a_client_that_has_its_answer_may_ask_at_once(client):
     client.server.later, client.server.call, client.transport.write = [], call, write_and_ask
     head = [("Content-Length", "5")]
     client.server.app = lambda environ, start: start("200 OK", head) or iter([b"who", b"le"])
-    client.data_received(request)
+    client.data_received(REQUEST)
     client.respond(client.server.asked[0])
     assert len(client.server.asked) == 2 and not client.is_last
 
@@ -226,7 +235,7 @@ def test_a_refusal_knows_the_method(client, line, caplog):
 
 def test_an_answer_that_contradicts_its_head_ends_the_connection(client, caplog):
     client.server.app = lambda environ, start: start("200 OK", [("Content-Length", "9")]) or [b"x"]
-    client.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    client.data_received(REQUEST)
     client.respond(client.server.asked[0])
     assert client.transport.is_aborted and "an answer failed" in caplog.text
 
@@ -239,7 +248,7 @@ def test_an_answer_is_not_finished_for_a_client_that_has_left(client, caplog):
         yield b"rest"
 
     client.server.app = app
-    client.data_received(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+    client.data_received(REQUEST)
     client.respond(client.server.asked[0])
     assert b"begun" in client.transport.data and b"rest" not in client.transport.data
     assert not caplog.records
@@ -262,11 +271,11 @@ def test_the_loop_is_woken_once_for_all_that_it_is_to_do(monkeypatch):
 
 def test_whoever_answers_is_told_that_the_client_leaves(client):
     """Also where it had left before; and not of the next client's, once the answer is out."""
-    request, left = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", []
-    client.data_received(request)
+    left = []
+    client.data_received(REQUEST)
     client.server.asked[0][WHEN_LEFT](lambda: left.append("answered"))
     client.end(ANSWER)
-    client.data_received(request)
+    client.data_received(REQUEST)
     when_left = client.server.asked[1][WHEN_LEFT]
     when_left(lambda: left.append("while"))
     client.connection_lost(None)

@@ -1,27 +1,19 @@
 """README and docs/ as a reader uses them: the lesson, every command, every link, every name."""
 
 import io
-import json
 import re
 import shlex
-import signal
-import socket
 import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 
 import pytest
 import speculative_decoding as core
 from conftest import ROOT
-from server import naming_a_model
+from server import SCRIPT, call, generate, health, naming_a_model, serving
 
 from serving.options import parse_arguments
 
-SCRIPT = "08_speculative_decoding.py"
 README = ROOT / "README.md"
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 OTHERS_OPTIONS = {  # of vLLM and SGLang
@@ -116,43 +108,16 @@ def test_commands_of_the_script_run(command, capsys):
 
 
 @pytest.fixture(scope="module")
-def server():
-    """README's server on a free port; ends with SIGTERM and 0."""
-    (serving,) = (a for a in map(arguments, commands()) if a and a[0] == "--port" and len(a) == 2)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    assert serving == ["--port", "5000"]
-    command = [sys.executable, SCRIPT, *naming_a_model(["--port", port])]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
-        try:
-            while ask(f"http://127.0.0.1:{port}/health")[0] != 200:
-                assert process.poll() is None, "the server has ended"
-                time.sleep(0.1)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
+def port():
+    """Of README's server, whose port is free here."""
+    (given,) = (a for a in map(arguments, commands()) if a and a[0] == "--port" and len(a) == 2)
+    assert given == ["--port", "5000"]
+    with serving() as server:
+        yield server.port
+        server.end_well()
 
 
-def ask(url, data=None):
-    """Status and text of an answer; status None if nobody listens."""
-    wanted = urllib.request.Request(url, data and data.encode())
-    if data:
-        wanted.add_header("Content-Type", "application/json")
-    try:
-        with urllib.request.urlopen(wanted, timeout=60) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-    except OSError:
-        return None, ""
-
-
-def test_curl_commands_are_answered(server):
+def test_curl_commands_are_answered(port):
     found = [shlex.split(line) for line in commands() if line.startswith("curl")]
     assert len(found) > 5
     for words in found:
@@ -160,24 +125,22 @@ def test_curl_commands_are_answered(server):
         (url,) = (word for word in words if word.startswith("localhost:5000"))
         body = options.get("-d")
         body = body and body.replace('"smollm2"', '"embedded"')  # which runs here
-        status, text = ask(url.replace("localhost:5000", server), body)
-        assert status == 200, (words, text)
+        path = url.removeprefix("localhost:5000") or "/"
+        assert call(port, "POST" if body else "GET", path, body)[0] == 200, words
 
 
-def test_what_the_server_answers_is_described(server):
+def test_what_the_server_answers_is_described(port):
     """Every field of an answer and of /health; and no field of a request that is unknown."""
     text = read("docs/api.md")
-    body = {"prompt": "x = [", "max_tokens": 2, "trace": True, "compare": True, "logprobs": True}
-    answer = json.loads(ask(f"{server}/generate", json.dumps(body))[1])
-    health = json.loads(ask(f"{server}/health")[1])
-    said = [*answer, *answer["timings"], *answer["trace"][0], *answer["compare"], *health]
+    more = {"max_tokens": 2, "trace": True, "compare": True, "logprobs": True}
+    answer, state = generate(port, prompt="x = [", **more)[1], health(port)
+    said = [*answer, *answer["timings"], *answer["trace"][0], *answer["compare"], *state]
     assert [name for name in said if f"`{name}`" not in text] == []
     table = text[text.index("### Fields") : text.index("### The answer")]
     rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
     names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
     nothing = dict.fromkeys(names) | {"prompt": "x", "max_tokens": 1}
-    assert len(names) > 15
-    assert json.loads(ask(f"{server}/generate", json.dumps(nothing))[1])["warnings"] == []
+    assert len(names) > 15 and generate(port, **nothing)[1]["warnings"] == []
 
 
 def test_every_option_that_is_named_exists():
@@ -193,7 +156,6 @@ def test_every_option_that_is_named_exists():
 
 
 def test_one_word_for_one_thing():
-    """The glossary's words, and no others for the same things."""
     for document in DOCUMENTS:
         text = " ".join(document.read_text("utf-8").split())
         found = re.findall("|".join(OTHER_WORDS), text)

@@ -387,14 +387,11 @@ K5 = {"num_speculative_tokens": 5}
         ({"drafter": "suffix"}, {"method": "suffix"} | K5),
         ({"drafter": "suffix", "suffix_cache": 0},
          {"method": "suffix", "suffix_decoding_max_cached_requests": 0} | K5),
-        ({"draft_model": "D"}, {"method": "draft_model", "model": "D"} | K5),
-        ({"drafter": "eagle3", "eagle3": "E"}, {"method": "eagle3", "model": "E"} | K5),
-        ({"drafter": "dflash", "dflash": "F"}, {"method": "dflash", "model": "F"} | K5),
-        ({"drafter": "mtp"}, {"method": "mtp"} | K5),
         ({"drafter": "none"}, None),
     ],
 )  # fmt: skip
 def test_a_drafter_is_written_as_vllm_has_it(given, config):
+    """Those of models: test_plan.py."""
     assert child.speculative_config(Options(model="T", **given)) == config
 
 
@@ -421,25 +418,6 @@ def test_the_command_line_is_translated(monkeypatch, capsys):
     line = " ".join(child.command(options, 8000, child.speculative_config(options)))
     assert line.startswith("vllm serve T --served-model-name T --host 127.0.0.1 --port 8000 ")
     assert line.endswith("--max-model-len 99 --tensor-parallel-size 2")
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--engine", "vllm"], ["--port", "1", "--engine", "ollama"],
-        ["--port", "1", "--engine", "http://"],
-        ["--port", "1", "--engine", "http://x:1", "--", "--seed", "1"],
-        ["--port", "1", "--engine", "vllm", "--model", "T", "--quantize", "int8"],
-        ["--port", "1", "--engine", "http://x:1", "--mmap"], ["--port", "1", "--engine", "vllm"],
-        ["--port", "1", "--engine", "vllm", "--model", "T", "--device", "cuda"],
-        ["--port", "1", "--engine", "vllm", "--model", "T", "--mtp", "H"],
-        ["--port", "1", "--", "x"],
-    ],
-)  # fmt: skip
-def test_flags_that_do_not_go_together_are_one_line(words, capsys):
-    with pytest.raises(SystemExit):
-        parse_arguments(words if "--port" in words else [*words, "--demo"])
-    assert capsys.readouterr().err.count("\n") == 1
 
 
 # ----------------------------------------------------------------------------------- real vLLM

@@ -45,6 +45,11 @@ def chat(chatting):
         yield client.chat.completions
 
 
+@pytest.fixture(scope="module")
+def name(chat):
+    return chat._client.models.list().data[0].id
+
+
 def own(port, **fields):
     """/generate's answer."""
     status, _, data = call(port, "POST", "/generate", fields, GUARDED)
@@ -131,7 +136,12 @@ def test_log_probabilities_have_the_shape_of_completions(client, port):
     ask = client.completions.create
     fields = {"model": "embedded", "prompt": COLOURS, "max_tokens": 6, "logprobs": 2}
     listed = ask(**fields).choices[0].logprobs
-    expected = own(port, prompt=COLOURS, max_tokens=6, logprobs=2)["logprobs"]
+    none, chosen, zero, expected = (
+        own(port, prompt=COLOURS, max_tokens=6, logprobs=wanted).get("logprobs")
+        for wanted in (False, True, 0, 2)
+    )
+    assert none is None and zero == chosen
+    assert [entry["top_logprobs"] for entry in chosen] == [[]] * 6
     assert listed.tokens == [entry["token"] for entry in expected]
     assert listed.token_logprobs == [entry["logprob"] for entry in expected]
     assert all(len(top) == 2 for top in listed.top_logprobs)
@@ -141,10 +151,9 @@ def test_log_probabilities_have_the_shape_of_completions(client, port):
     assert sum([chunk.text_offset for chunk in chunks], []) == listed.text_offset
 
 
-def test_a_conversation_is_written_by_the_tokenizers_template(chat, chatting):
+def test_a_conversation_is_written_by_the_tokenizers_template(chat, chatting, name):
     text = "system: Be brief.\nuser: red, green,\nassistant:"
     expected = generate(chatting, prompt=text, max_tokens=8)[1]
-    name = chat._client.models.list().data[0].id
     result = chat.create(model=name, messages=TURNS, max_completion_tokens=8)
     (choice,) = result.choices
     assert choice.message.role == "assistant" and choice.message.content == expected["text"]
@@ -156,8 +165,7 @@ def test_a_conversation_is_written_by_the_tokenizers_template(chat, chatting):
     assert chat.create(model=name, messages=turns, max_tokens=8).choices == result.choices
 
 
-def test_a_conversation_streams_in_the_usual_order(chat):
-    name = chat._client.models.list().data[0].id
+def test_a_conversation_streams_in_the_usual_order(chat, name):
     fields = {"model": name, "messages": TURNS, "max_tokens": 8}
     whole = chat.create(**fields).choices[0]
     options = {"include_usage": True}
@@ -178,9 +186,8 @@ def test_a_conversation_streams_in_the_usual_order(chat):
     assert final.finish_reason == "stop"
 
 
-def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(chat):
+def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(chat, name):
     """As the client `llm` asks. With --max-tokens that holds: see test_bad_inputs.py."""
-    name = chat._client.models.list().data[0].id
     options = {"include_usage": True}
     fields = {"model": name, "messages": TURNS, "stream": True, "stream_options": options}
     *_, last, usage = chat.create(**fields)
@@ -188,8 +195,7 @@ def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(chat):
     assert usage.usage.total_tokens == chat._client.models.retrieve(name).max_model_len == 256
 
 
-def test_log_probabilities_have_the_shape_of_chat(chat):
-    name = chat._client.models.list().data[0].id
+def test_log_probabilities_have_the_shape_of_chat(chat, name):
     fields = {"model": name, "messages": TURNS, "max_tokens": 3, "logprobs": True}
     entries = chat.create(**fields, top_logprobs=2).choices[0].logprobs.content
     assert len(entries) == 3
@@ -206,9 +212,6 @@ def test_what_is_refused_is_a_bad_request_by_name(client):
     assert error.value.param == "n" and error.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError, match="no chat template: use /v1/completions"):
         client.chat.completions.create(model="embedded", messages=TURNS)
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    with pytest.raises(openai.BadRequestError, match="tools are not supported"):
-        client.chat.completions.create(model="embedded", messages=TURNS, tools=tools)
 
 
 def test_a_route_that_is_not_there_is_told_what_is(client, port):

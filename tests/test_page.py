@@ -96,14 +96,15 @@ def chatting(browser, chat_folder):
         yield server.port
 
 
-@pytest.fixture(params=["coupled"])
-def sampled(page, port, request):
-    """What the server answers to SAMPLED under a rule; the page has run the same."""
-    run(page, **SAMPLED, verification=request.param)
-    return generate(port, **SAMPLED, verification=request.param, trace=True)[1]
+@pytest.fixture
+def sampled(page, port):
+    """What the server answers to SAMPLED; the page has run the same."""
+    return run_sampled(page, port, "coupled")
 
 
-by_rejection = pytest.mark.parametrize("sampled", ["rejection"], indirect=True)
+def run_sampled(page, port, rule):
+    run(page, **SAMPLED, verification=rule)
+    return generate(port, **SAMPLED, verification=rule, trace=True)[1]
 
 
 def expect_failed_load(complaints, status):
@@ -392,7 +393,6 @@ SEEN = {  # what each button changes, and what of it is seen in the wide window 
 
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1280", "400"])
 def test_nothing_that_a_button_does_is_off_screen(open_page, size):
-    """From wherever the reader has scrolled to."""
     page = open_page(viewport=size)
     for button, (changed, if_wide) in SEEN.items():
         if button == "#run":
@@ -434,7 +434,6 @@ def test_nothing_scrolls_sideways_at_400_pixels(open_page):
 
 
 def test_views_are_tabs_that_arrow_keys_go_through(page):
-    """Beside the texts in them the colours are explained."""
     page.locator("#tab-story").focus()
     page.keyboard.press("ArrowRight")
     assert page.evaluate("document.activeElement.id") == "tab-try"
@@ -457,7 +456,6 @@ def test_views_are_tabs_that_arrow_keys_go_through(page):
 
 
 def test_a_run_shows_the_answers_text_with_each_token_marked_by_its_origin(page, sampled):
-    """In the text and in the charts."""
     assert text_of(page, "#text .tokens") == sampled["text"]
     assert text_of(page, "#text .prompt") == SAMPLED["prompt"]
     metrics = sampled["metrics"]["speculative_decoding"]
@@ -509,8 +507,7 @@ def test_a_text_is_shown_whole_whatever_its_tokens_and_however_many(page):
     assert "more" in text_of(page, "#picture .cache .more >> nth=0")
 
 
-@pytest.mark.parametrize("width", [WIDE, NARROW], ids=["wide", "narrow"])
-def test_the_states_of_a_hybrid_go_back_beside_the_cache(open_page, width):
+def test_the_states_of_a_hybrid_go_back_beside_the_cache(open_page):
     def states(begin, end, stepped):
         return {"layers": 6, "from": begin, "to": end, "stepped": stepped}
 
@@ -522,7 +519,7 @@ def test_the_states_of_a_hybrid_go_back_beside_the_cache(open_page, width):
               rejected={"id": 7, "kind": "rejected"} | judged),
         event(2, [(" d", "accepted"), (" e", "bonus")], 7, recurrent=states(9, 9, 0)),
     ]  # fmt: skip
-    page = open_page(viewport=width)
+    page = open_page(viewport=NARROW)
     mock(page, cycles)
     run(page)
     row = page.locator("#picture .states")
@@ -672,8 +669,9 @@ def open_cycle(page, step):
     page.locator("#cycle-count", has_text=f"{step} of").wait_for()
 
 
-@by_rejection
-def test_rejection_is_shown_as_u_against_p_over_q_and_the_needle_changes_the_verdict(page, sampled):
+def test_rejection_is_told_to_the_pointer_and_the_keyboard_and_the_needle_changes_it(page, port):
+    sampled = run_sampled(page, port, "rejection")
+    pointing_at_a_token_or_focusing_it_tells_the_reason(page, sampled)
     cycle, place, token = next(
         (cycle, place, token)
         for cycle in sampled["trace"]
@@ -704,6 +702,35 @@ def test_rejection_is_shown_as_u_against_p_over_q_and_the_needle_changes_the_ver
     assert "in the vocabulary’s order" in text_of(page, "#popup")
 
 
+def pointing_at_a_token_or_focusing_it_tells_the_reason(page, sampled):
+    tokens = [token for cycle in sampled["trace"] for token in cycle["tokens"]]
+    index = [token["kind"] for token in tokens].index("accepted")
+    page.locator("#text .tokens .token").nth(index).hover()
+    card = page.locator("#popup")
+    card.wait_for()
+    assert "accepted" in card.text_content() and "< p/q" in card.text_content()
+    page.keyboard.press("Escape")
+    card.wait_for(state="hidden")
+    page.mouse.move(0, 0)
+    assert counts(page, "#text .tokens [tabindex='0']") == [1]  # a single tab stop
+    page.locator("#text .tokens [tabindex='0']").focus()
+    assert "prefill" in card.text_content().lower() and card.is_visible()
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.dataset.index") == "1"
+    assert page.locator("#text .tokens [tabindex='0']").get_attribute("data-index") == "1"
+    assert page.locator(":focus").get_attribute("aria-describedby") == "popup"
+    page.keyboard.press("End")
+    assert page.evaluate("document.activeElement.dataset.index") == str(len(tokens) - 1)
+    page.keyboard.press("Escape")
+    card.wait_for(state="hidden")
+    page.locator("#text .tokens .token.recovered").first.hover()
+    words = text_of(page, "#popup")
+    cycle = next(cycle for cycle in sampled["trace"] if cycle["rejected"])
+    assert visible(cycle["texts"][str(cycle["rejected"]["id"])]) in words
+    assert "norm(max(0, p − q))" in words and "≥ p/q" in words
+    page.keyboard.press("Escape")
+
+
 def temperature_and_top_p_change_the_bars(page):
     def widths():
         bars = page.locator("#distribution .bar-p")
@@ -724,7 +751,6 @@ def temperature_and_top_p_change_the_bars(page):
 
 
 def test_the_coupled_rule_is_shown_as_the_same_noise_on_both(page, sampled):
-    """The picture's own arithmetic finds the tokens that the server has found."""
     tokens = [token for cycle in sampled["trace"] for token in cycle["tokens"]]
     for kind in ("accepted", "recovered", "bonus"):
         index = [token["kind"] for token in tokens].index(kind)
@@ -754,7 +780,6 @@ def visible(text):
 
 
 def test_who_drafted_and_what_decided_is_said_of_every_way(page):
-    """Greedy, a drafter without probabilities, the server's choice and none."""
     run(page, **COLOURS | {"drafter": "draft_model"}, temperature=0)
     page.locator("#text .tokens .token.accepted").first.click()
     assert re.search("The target’s best is the draft, “.*”: kept", text_of(page, "#verdict"))
@@ -774,36 +799,6 @@ def test_who_drafted_and_what_decided_is_said_of_every_way(page):
     page.locator("#text .tokens .token.accepted").first.click()
     assert "This drafter draws nothing" in text_of(page, "#distribution .note")
     assert "/ 1 =" in text_of(page, "#verdict")  # all of its q is on the draft
-
-
-@by_rejection
-def test_pointing_at_a_token_or_focusing_it_tells_the_reason(page, sampled):
-    tokens = [token for cycle in sampled["trace"] for token in cycle["tokens"]]
-    index = [token["kind"] for token in tokens].index("accepted")
-    page.locator("#text .tokens .token").nth(index).hover()
-    card = page.locator("#popup")
-    card.wait_for()
-    assert "accepted" in card.text_content() and "< p/q" in card.text_content()
-    page.keyboard.press("Escape")
-    card.wait_for(state="hidden")
-
-    page.mouse.move(0, 0)
-    assert counts(page, "#text .tokens [tabindex='0']") == [1]  # a single tab stop
-    page.locator("#text .tokens [tabindex='0']").focus()
-    assert "prefill" in card.text_content().lower() and card.is_visible()
-    page.keyboard.press("ArrowRight")
-    assert page.evaluate("document.activeElement.dataset.index") == "1"
-    assert page.locator("#text .tokens [tabindex='0']").get_attribute("data-index") == "1"
-    assert page.locator(":focus").get_attribute("aria-describedby") == "popup"
-    page.keyboard.press("End")
-    assert page.evaluate("document.activeElement.dataset.index") == str(len(tokens) - 1)
-    page.keyboard.press("Escape")
-    card.wait_for(state="hidden")
-    page.locator("#text .tokens .token.recovered").first.hover()
-    words = text_of(page, "#popup")
-    cycle = next(cycle for cycle in sampled["trace"] if cycle["rejected"])
-    assert visible(cycle["texts"][str(cycle["rejected"]["id"])]) in words
-    assert "norm(max(0, p − q))" in words and "≥ p/q" in words
 
 
 # ------------------------------------------------------------------------------ race and what if
@@ -955,7 +950,6 @@ def test_what_if_draws_the_formulas_curve_and_is_1_at_k_0(page):
 
 
 def test_labels_of_what_was_measured_lie_beside_each_other(page):
-    """However near to each other the points are, and with as many as there are drafters."""
     points = [
         {"name": f"drafter_{i}", "alpha": 0.7, "k": k, "c": 0.1, "v": 0, "speedup": speedup}
         for i, (k, speedup) in enumerate([(5, 1.5), (5, 1.51), (5.1, 1.5), (5, 0.02), (12, 0.01)])
@@ -1077,7 +1071,6 @@ def test_every_experiment_comes_to_its_end(page):
 
 
 def test_words_with_a_dotted_line_explain_themselves(page):
-    """To the pointer and to the keyboard."""
     explained = page.locator("[data-word]").evaluate_all("all => all.map((w) => w.dataset.word)")
     words = {"pending", "recovered", "bonus", "alpha", "c", "tverify", "rule"}
     assert words <= set(explained)
@@ -1204,7 +1197,6 @@ REFUSALS = [
 
 
 def test_refusals_and_ends_of_streams_are_told_in_words(page, complaints):
-    """Those in the middle of a text behind its tokens."""
     for end, words in (([FAILED], "out of memory"), ([], "broke off")):
         mock(page, [event(0, [("a", "bonus")], 0)], end)
         refuse(page, words)
@@ -1262,7 +1254,6 @@ def violations():
 
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["1280", "400"])
 def test_axe_finds_nothing_wrong_with_any_view(open_page, violations, size):
-    """In light and in dark colours."""
     page = open_page(viewport=size)
     run(page, "#race", **SAMPLED | {"max_tokens": 40})
     fill(page, temperature="abc")

@@ -177,18 +177,6 @@ def test_each_parameter_of_sampling_has_its_effect(port):
         assert whole["token_ids"] == real["token_ids"]
 
 
-def test_logprobs_come_with_every_token(port):
-    _, without = generate(port, **SAMPLED, logprobs=False, seed=1)
-    assert "logprobs" not in without
-    for wanted, num_top in ((True, 0), (0, 0), (3, 3)):
-        _, body = generate(port, **SAMPLED, logprobs=wanted, seed=1)
-        assert [e["id"] for e in body["logprobs"]] == body["token_ids"] == without["token_ids"]
-        for entry in body["logprobs"]:
-            assert entry["logprob"] <= 0 and isinstance(entry["token"], str)
-            tops = [top["logprob"] for top in entry["top_logprobs"]]
-            assert len(tops) == num_top and tops == sorted(tops, reverse=True)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_comparison_runs_the_request_by_plain_decoding_too(port, stream):
     fields = {"prompt": COLOURS, "max_tokens": 40, "drafter": "ngram", "compare": True}
@@ -316,7 +304,6 @@ def test_a_crowd_of_requests_gets_what_each_would_alone(port, path):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_slot_at_once(server, port, stream, path):
-    """Long before its request would have ended."""
     with connect(port, path, ENDLESS | {"stream": stream}) as leaver:
         wait_until_running(port)
         assert not stream or leaver.recv(100)
@@ -329,7 +316,6 @@ def test_a_client_that_leaves_frees_its_slot_at_once(server, port, stream, path)
 
 @pytest.mark.parametrize("path", PATHS)
 def test_a_client_that_stalls_reading_holds_nobody_up(port, path):
-    """It asks for a stream with all there is to say, and reads none of it."""
     fields = ENDLESS | {"stream": True, "trace": True, "logprobs": 20, "max_tokens": 150}
     alone = generate(port, prompt=COLOURS, max_tokens=40)[1]
     stalled = [connect(port, path, fields, buffer_bytes=4096) for _ in range(2)]
