@@ -32,6 +32,7 @@ from server import (
 FIELDS = {"prompt": COLOURS, "max_tokens": 40}
 SAMPLED = {"temperature": 0.9, "seed": 5}
 IDS = [5, 6, 7, 8, 5, 6, 7]
+Q_FAULTS = [fault for fault in PROPOSALS if fault.split("_")[0] == "has" and "_q" in fault]
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +92,7 @@ def test_a_drafter_s_fault_never_changes_a_token(port, adaptive, plain, plain_sa
     """The client gets the target's own text and a warning, /health counts the loss."""
     port = adaptive.port if "guess" in fault else port
     before = health(port)["warnings"]
+    is_noticed = fault not in Q_FAULTS  # nobody reads what chances it says its tokens had
     for expected, more in ((plain, {}), (plain_sampled, SAMPLED | {"stream": True})):
         if fault in PROPOSALS:  # one that blocked may still be at it
             one = FIELDS | {"max_tokens": 1, "drafter": fault}
@@ -100,13 +102,21 @@ def test_a_drafter_s_fault_never_changes_a_token(port, adaptive, plain, plain_sa
         assert status == 200
         for name in ("token_ids", "text", "finish_reason"):
             assert body[name] == expected[name]
-        assert [fault in warning for warning in body["warnings"]] == [True]
+        assert [fault in warning for warning in body["warnings"]] == [True] * is_noticed
         assert is_sound(port)
         if fault in PROPOSALS:
             assert body["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0  # until it fails
-    if fault in PROPOSALS:
+    if fault in PROPOSALS and is_noticed:
         after = health(port)["warnings"]
         assert "times a drafter failed" in after[0] and after != before
+
+
+@pytest.mark.parametrize("fault", Q_FAULTS)
+def test_a_q_that_cannot_be_costs_the_speculation_where_it_counts(port, fault):
+    fields = FIELDS | SAMPLED | {"drafter": fault, "verification": "rejection"}
+    status, body = generate(port, **fields)
+    assert status == 200 and len(body["token_ids"]) == 40
+    assert [fault in warning for warning in body["warnings"]] == [True]
 
 
 def test_all_drafters_faults_at_once_change_no_token(port, plain):
@@ -129,6 +139,7 @@ def test_all_drafters_faults_at_once_change_no_token(port, plain):
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
 @pytest.mark.parametrize("fault", ["raises", "gives_no_numbers"])
 def test_a_target_s_fault_fails_its_own_request_alone(port, plain, fault, path):
+    """The client gets a 500, or an error event; who shares its batch gets what it would alone."""
     with ThreadPoolExecutor(8) as pool:
         neighbours = [pool.submit(generate, port, **FIELDS, drafter=name)
                       for name in ("ngram", "mtp", "draft_model", "auto")]  # fmt: skip
@@ -160,6 +171,44 @@ def test_a_target_s_fault_that_another_try_overcomes_costs_nobody_a_token(port, 
     state = health(port)
     assert state["status"] == "ok" and any("tried again" in w for w in state["warnings"])
     assert b"engine_faults_total 0" not in call(port, "GET", "/metrics")[2]
+
+
+@pytest.mark.parametrize("drafter", ["mtp", "draft_model", "ngram"])
+def test_a_fault_that_has_passed_does_not_change_what_a_seed_draws(port, drafter):
+    """The draft is verified again, with the noise that belongs there."""
+    fields = {"max_tokens": 30, "temperature": 0.5, "seed": 5, "drafter": drafter}
+    undisturbed, disturbed = (
+        generate(port, **poisoned("fails_on_and_off", **fields))[1] for _ in range(2)
+    )
+    assert disturbed["warnings"] == [] and len(disturbed["token_ids"]) == 30
+    assert disturbed["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"] > 0
+    alone = generate(port, **poisoned("fails_on_and_off", **fields), speculative=False)[1]
+    assert disturbed["token_ids"] == undisturbed["token_ids"] == alone["token_ids"]
+
+
+def test_a_draft_that_the_target_cannot_take_costs_the_speculation(port):
+    """Its forward fails each time, and the one without it does not."""
+    fields = poisoned("takes_no_drafts", drafter="mtp")
+    status, body = generate(port, **fields)
+    assert status == 200 and "a forward failed (no room for a draft)" in body["warnings"][0]
+    expected = generate(port, **fields | {"speculative": False})[1]
+    assert body["token_ids"] == expected["token_ids"] and expected["warnings"] == []
+
+
+@pytest.mark.parametrize(("repeats", "drafter"), [(1, "mtp"), (10, "ngram"), (100, "mtp")])
+def test_a_fault_behind_the_forward_leaves_nothing_in_the_cache(port, drafter, repeats):
+    """When a prompt is read: at once, by itself beside a short one's, and in chunks."""
+    fields = poisoned("fails_behind_the_forward", drafter=drafter, temperature=0.5, seed=1)
+    fields["prompt"] *= repeats
+    short = {"prompt": IDS, "max_tokens": 40, "drafter": "mtp"}
+    expected = generate(port, **short)[1]["token_ids"]
+    with ThreadPoolExecutor(2) as pool:
+        disturbed = pool.submit(generate, port, **fields)
+        beside = pool.submit(generate, port, **short)
+        first, second = disturbed.result()[1], beside.result()[1]
+    undisturbed = generate(port, **fields)[1]
+    assert first["token_ids"] == undisturbed["token_ids"] and first["warnings"] == []
+    assert second["token_ids"] == expected and second["warnings"] == []
 
 
 def test_an_engine_that_fails_time_and_again_says_so_and_goes_on_trying(port, plain):
@@ -211,6 +260,7 @@ def test_a_failed_request_is_forgotten_at_once(demo_engine, monkeypatch):
 
 
 def test_an_engine_that_stalls_is_said_to_be_stuck_and_recovers(gate):
+    """Meanwhile /health is 503 and new requests are refused; what was taken is answered."""
     fields = {"prompt": IDS, "max_tokens": 20}
     with serving(*gate.arguments, "--stall-limit", "0.5") as server, ThreadPoolExecutor(1) as pool:
         port = server.port
