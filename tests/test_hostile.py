@@ -117,6 +117,24 @@ def test_who_comes_gets_in_when_1100_connections_idle(port, sent):
     assert is_served(port)
 
 
+@pytest.mark.slow
+def test_560_half_bodies_and_1000_headers_byte_by_byte_end_by_themselves():
+    """In full, for half a minute; then every one of them has been told why, or closed."""
+    half = request("/generate", b"x" * 600_000, JSON, "Content-Length: 900000")
+    with serving() as server, crowd(server.port, 560, half) as large:
+        port = server.port
+        with crowd(port, 1000, b"GET /health HTTP/1.1\r\n") as clients:
+            left = [*clients, *large]
+            while left:
+                assert is_served(port)
+                for client in list(left):
+                    with suppress(OSError):
+                        client.sendall(b"x")
+                    if is_closed(client):
+                        left.remove(client)
+        server.end_well()
+
+
 # --------------------------------------------------------------------------- endless framing
 
 CHUNK = b"5\r\nabcde\r\n"
