@@ -188,6 +188,14 @@ def gate(tmp_path: Path, tiny_folder: Callable[[str], Path]) -> Gate:
     return Gate(tmp_path, tiny_folder("llama"))
 
 
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Set the number of threads for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 class Numbers:
     """In the place of noise: one number accepts or rejects each draft, and the last one draws."""
 

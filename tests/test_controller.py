@@ -384,15 +384,6 @@ def test_a_first_measurement_far_above_does_not_end_drafting(costs):
         assert step_of(costs, name) == pytest.approx(most * 10, rel=0.1)
 
 
-def test_what_was_measured_cold_is_forgotten_once_it_is_contradicted(costs):
-    for ms in (400.0, 5.0):
-        costs.observe_pass(1, 6, ms)
-    assert costs.pass_line(1).at(6) == pytest.approx(5.0)
-    for ms in (200.0, 1.0):
-        draft(costs, "own", 1, ms, pass_ms=4.0)
-    assert step_of(costs) == pytest.approx(1.0)
-
-
 def test_neither_text_to_read_nor_a_cycle_slow_as_a_whole_makes_a_step_dear_or_cheap(costs):
     """A draft is told in the time that its cycle would have taken."""
     measure(costs, own=1.0)

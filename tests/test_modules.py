@@ -193,7 +193,8 @@ def test_a_mask_that_is_not_ours_gets_transformers_attention_or_none():
 @pytest.mark.parametrize("drafter", ["ngram", "suffix", "draft_model", "mtp"])
 def test_kernels_change_no_token(demo_engine, slow_engine, prompts, plain, drafter, way):
     assert slow_engine.target.fast is None and slow_engine.panel.drafters["mtp"]._kernels == []
-    assert demo_engine.target.fast.is_compiled and demo_engine.panel.drafters["mtp"]._kernels
+    assert demo_engine.target.fast.is_compiled and demo_engine.draft_model.fast.is_compiled
+    assert demo_engine.panel.drafters["mtp"]._kernels
     for name in ("code_class", "repetitive_letters"):
         wanted = {"max_tokens": 24, "drafter": drafter, **way}
         fast, events = run(demo_engine, prompts[name], **wanted)
