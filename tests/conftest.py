@@ -253,6 +253,17 @@ def run(engine: Any, prompt: list[int], **fields: Any) -> tuple[Any, list[dict[s
     return sequence, events
 
 
+def assert_lossless(
+    engine: Any, prompt: list[int], max_tokens: int, drafter: str, **fields: Any
+) -> Any:
+    """One request, whose text has to be plain decoding's; the finished sequence."""
+    sequence, _ = run(engine, prompt, max_tokens=max_tokens, drafter=drafter, **fields)
+    way = {name: fields[name] for name in ("sampling", "seed") if name in fields}
+    expected = core.plain_decode(engine.target, prompt, max_tokens, engine.eos_ids, **way)
+    assert sequence.output == expected, drafter
+    return sequence
+
+
 Script = Callable[[list[int], int], list[int]]
 
 

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, TARGET, run
+from conftest import ROOT, TARGET, assert_lossless
 from head_contract import BROKEN as COMMON
 from head_contract import (  # noqa: F401
     changed,
@@ -374,6 +374,4 @@ def test_auto_takes_the_head_in(head_folder, prompts):
     engine = load(TARGET, head_folder, drafter="auto", fixed_k=False)
     names = {"mtp", "eagle3", "ngram", "suffix", "draft_model"}
     assert set(engine.panel.choices["auto"]) == names
-    prompt = prompts["hard_story"]
-    sequence, _ = run(engine, prompt, max_tokens=40, drafter="auto")
-    assert sequence.output == core.plain_decode(engine.target, prompt, 40, engine.eos_ids)
+    assert_lossless(engine, prompts["hard_story"], 40, "auto")

@@ -19,7 +19,7 @@ import pytest
 import speculative_decoding as core
 import torch
 import transformers
-from conftest import FAMILIES, ROOT, TARGET, only_modules, run
+from conftest import FAMILIES, ROOT, TARGET, assert_lossless, only_modules, run
 from test_batching import together
 from test_drafters import fresh_state
 from test_eagle3 import head_folder, new_head, target_folder  # noqa: F401
@@ -129,8 +129,7 @@ def test_a_delta_net_goes_through_the_compiled_rule(tiny_folder, is_block):
     layers = engine.target.cache.recurrent
     assert len(layers) == 3 and all(layer._is_compiled for layer in layers)
     assert engine.target.fast.is_compiled == is_block and engine.target.report.is_exact
-    plain = core.plain_decode(engine.target, TEXT, 24, engine.eos_ids)
-    assert run(engine, TEXT, max_tokens=24, drafter="ngram")[0].output == plain
+    assert_lossless(engine, TEXT, 24, "ngram")
 
 
 @needs_compiler
@@ -139,8 +138,7 @@ def test_a_block_that_computes_something_else_stays_a_module(tiny_folder, monkey
     monkeypatch.setitem(decoder._ACTIVATIONS, "SiLU", 1)
     engine = load(tiny_folder("llama"))
     assert not engine.target.fast.is_compiled
-    plain = core.plain_decode(engine.target, TEXT, 24, engine.eos_ids)
-    assert run(engine, TEXT, max_tokens=24, drafter="ngram")[0].output == plain
+    assert_lossless(engine, TEXT, 24, "ngram")
 
 
 @pytest.fixture
@@ -536,6 +534,5 @@ def test_a_chain_without_numbers_costs_its_draft_only(prompts):
     engine = core.load_engine(core.Options(model="embedded", drafter="draft_model", fixed_k=True))
     decoder = engine.draft_model.fast.decoder
     decoder.output._data.view(torch.float32)[0] = torch.nan
-    sequence, _ = run(engine, prompts["code_class"], max_tokens=12, drafter="draft_model")
-    expected = core.plain_decode(engine.target, prompts["code_class"], 12, engine.eos_ids)
-    assert sequence.output == expected and "no probabilities" in sequence.seat.warnings[0]
+    sequence = assert_lossless(engine, prompts["code_class"], 12, "draft_model")
+    assert "no probabilities" in sequence.seat.warnings[0]

@@ -218,6 +218,7 @@ def test_health_says_what_is_compiled_and_whether_drafts_may_branch(slow_engine,
     for engine, is_compiled in ((slow_engine, False), (demo_engine, True)):
         health = answers.health(engine, worker, core.Options())
         assert health["trees"] is health["compiled"] is is_compiled
+        assert health["bitwise_lossless"] is is_compiled
 
 
 @pytest.mark.parametrize("parents", [[-1], [-1, 1, 0], [-2, 0, 1], [0, 0, 1], "abc"], ids=str)
