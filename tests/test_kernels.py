@@ -478,22 +478,21 @@ class Numbers:
         return mean >= least
 
 
+@pytest.fixture(scope="module", params=["draft_model", "self_int8", "mtp", "eagle3"])
+def drafting(request, head_folder):  # noqa: F811
+    """An engine, and the drafter that it is to be asked of."""
+    given = {"drafter": request.param, "fixed_k": True, "eagle3": str(head_folder)}
+    return core.load_engine(core.Options(model="embedded", **given)), request.param
+
+
 @needs_compiler
-@pytest.mark.parametrize("drafter", ["draft_model", "self_int8", "mtp", "eagle3"])
 @pytest.mark.parametrize("stops", [False, True], ids=["whole", "stops early"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_draft_in_one_call_is_that_of_its_steps(
-    drafter,
-    stops,
-    temperature,
-    prompts,
-    monkeypatch,
-    head_folder,  # noqa: F811
+    drafting, stops, temperature, prompts, monkeypatch
 ):
     """Of several texts at once, of different lengths, and with limits of their own."""
-    engine = core.load_engine(
-        core.Options(model="embedded", drafter=drafter, fixed_k=True, eagle3=str(head_folder))
-    )
+    engine, drafter = drafting
     sampling = core.Sampling(temperature=temperature, top_p=0.9)
     texts = [prompts[name] for name in ("code_class", "hard_prose", "repetitive_letters")]
     found, confidence, limits, called, draft = [], [], [5, 0, 2], [], chain.draft

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import chunked_causal_mask_function, sliding_window_overlay
 
+from drafters.eagle3_head import HeadConfig
 from kernels.files import read_folder, why_not_loaded
 from models import catalogue, loading, reference, structure
 from models.loading import StartError
@@ -493,3 +494,9 @@ def test_smollm2_s_heads_lie_in_the_repository_without_its_weights(part):
     assert content.get("transformer_layer_config", content)["hidden_size"] == 576
     assert int(weights["t2d"].sum()) == 10_240
     assert max(weight.numel() for weight in weights.values()) < 49_152 * 576
+    assert all(weight.isfinite().all() for weight in weights.values())
+    assert sum(file.stat().st_size for file in Path(folder).iterdir()) < 25_000_000
+    if part == "eagle3":
+        assert HeadConfig.of(content).verifier == entry.origin
+        ids = weights["d2t"] + torch.arange(10_240)
+        assert ids.diff().min() > 0 and 0 <= ids[0] and ids[-1] < 49_152
