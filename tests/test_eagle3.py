@@ -42,6 +42,7 @@ SWITCHES = {
     "norm_before_fc": {"norm_before_fc": True},
     "fc_norm, norm_output": {"fc_norm": True, "norm_output": True},
     "other layers": {"layer_ids": (1, 5)},
+    "norms of queries and keys": {"family": "qwen3"},
     "all": {
         "norm_before_residual": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True,
     },
@@ -207,10 +208,6 @@ def test_a_head_drafts_as_its_layout_says(
     if layout == "original":
         as_published_first(tmp_path)
     check_drafts(target_folder, tmp_path, reference, head, kernels=kernels)
-
-
-def test_a_head_of_qwen3_s_kind_norms_queries_and_keys(target_folder, tmp_path, reference, floats):
-    check_drafts(target_folder, tmp_path, reference, new_head(tmp_path, family="qwen3"))
 
 
 @pytest.fixture

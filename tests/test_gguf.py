@@ -255,15 +255,6 @@ def test_a_packed_model_has_the_file_s_numbers_in_transformers_order(tiny_folder
 
 
 @needs_compiler
-def test_a_packed_model_is_near_the_one_that_computes_in_floats(files):
-    """As activations are rounded to 8 bits in blocks of 32, and nothing else."""
-    engines = [load(model=files["q8_0"], dtype=dtype) for dtype in ("packed", "float32")]
-    packed, floats = (logits_of(engine, "def add(a, b):\n    return a + b") for engine in engines)
-    assert not torch.equal(packed, floats)
-    assert float((packed - floats).abs().max()) < 0.05 * float(floats.abs().max())
-
-
-@needs_compiler
 @pytest.mark.parametrize("part", ["input_norm", "qkv"])
 def test_a_packed_block_that_differs_from_its_module_is_not_used(
     files, monkeypatch, part, tmp_path
