@@ -98,6 +98,18 @@ def test_a_batch_of_states_proposes_like_each_alone(demo_engine, prompts, name):
     assert propose_and_close(drafter, fresh(), limits) == alone
 
 
+def test_a_refused_draft_is_rolled_back_before_others_draft(demo_engine, prompts):
+    """What was passed over after a refusal is read as text, from where the refused draft began."""
+    drafter, text = demo_engine.panel.drafters["draft_model"], prompts["code_class"]
+    state = fresh_state(demo_engine, drafter, text)
+    drafter.propose(state, 4)
+    for verdict in (Verdict(4, 0, [7]), Verdict(0, 2, [8, 9, 10]), Verdict(0, 0, [11])):
+        drafter.observe(state, verdict)
+    fresh = fresh_state(demo_engine, drafter, [*text, 7, 8, 9, 10, 11])
+    drafts = [propose_and_close(drafter, [each], [4]) for each in (state, fresh)]
+    assert drafts[0] == drafts[1]
+
+
 def test_every_row_is_given_back(demo_engine, prompts, name):
     own = demo_engine.panel.drafters
     caches = demo_engine.target.cache, own["draft_model"]._draft.cache, own["mtp"]._cache
