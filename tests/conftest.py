@@ -203,6 +203,14 @@ def gate(tmp_path: Path, tiny_folder: Callable[[str], Path]) -> Gate:
     return Gate(tmp_path, tiny_folder("llama"))
 
 
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Set the number of threads for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 class Numbers:
     """In the place of noise: one number accepts or rejects each draft, and the last one draws."""
 
@@ -258,6 +266,17 @@ def run(engine: Any, prompt: list[int], **fields: Any) -> tuple[Any, list[dict[s
     for sequence, cycle in engine.generate(core.Request(prompt, **fields)):
         events.append(trace.summary(cycle) | trace.event(sequence, cycle))
     return sequence, events
+
+
+def assert_lossless(
+    engine: Any, prompt: list[int], max_tokens: int, drafter: str, **fields: Any
+) -> Any:
+    """One request, whose text has to be plain decoding's; the finished sequence."""
+    sequence, _ = run(engine, prompt, max_tokens=max_tokens, drafter=drafter, **fields)
+    way = {name: fields[name] for name in ("sampling", "seed") if name in fields}
+    expected = core.plain_decode(engine.target, prompt, max_tokens, engine.eos_ids, **way)
+    assert sequence.output == expected, drafter
+    return sequence
 
 
 Script = Callable[[list[int], int], list[int]]

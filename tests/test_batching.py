@@ -258,8 +258,8 @@ def failing(engine, monkeypatch, fails):
     """The target's forward raises where fails(which call it is, num_logits), its work done."""
     forward, calls = engine.target.forward, itertools.count()
 
-    def faulty(rows, tokens, num_logits, layers=()):
-        output = forward(rows, tokens, num_logits, layers)
+    def faulty(rows, tokens, num_logits, *given, **named):
+        output = forward(rows, tokens, num_logits, *given, **named)
         if fails(next(calls), num_logits):
             raise RuntimeError("out of memory")
         return output

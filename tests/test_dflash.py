@@ -5,7 +5,7 @@ import json
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, run
+from conftest import ROOT, assert_lossless, run
 from head_contract import BROKEN as COMMON
 from head_contract import (  # noqa: F401
     changed,
@@ -219,22 +219,20 @@ def test_each_q_belongs_to_its_place_and_not_to_what_was_drawn_before_it(
 # ------------------------------------------------------------------------------ losslessness
 @pytest.mark.parametrize("given", [{"quantize": "int8"}, {"dtype": "bfloat16"}], ids=str)
 def test_a_head_computes_in_its_target_s_numbers(given, prompts):
-    engine, prompt = load(**given), prompts["repetitive_colours"]
+    engine = load(**given)
     drafter = engine.panel.drafters["dflash"]
     form = "Q8" if "quantize" in given else "HALF"
     matrices = drafter._decoder.blocks[0].linears.values()
     forms = {panels.form for part in matrices for panels in part.panels}
     assert forms | {drafter._head.fc.panels.form} == {form}
-    sequence, _ = run(engine, prompt, max_tokens=30, drafter="dflash")
-    assert sequence.output == core.plain_decode(engine.target, prompt, 30, engine.eos_ids)
+    sequence = assert_lossless(engine, prompts["repetitive_colours"], 30, "dflash")
     assert sequence.statistics.num_accepted_draft_tokens > 5 and not sequence.seat.warnings
 
 
 def test_a_block_may_stand_behind_the_end_of_the_context():
     engine = load(max_model_len=48)
     prompt = [7 + i % 5 for i in range(30)]
-    sequence, _ = run(engine, prompt, max_tokens=99, drafter="dflash", num_speculative_tokens=7)
-    assert sequence.output == core.plain_decode(engine.target, prompt, 99, engine.eos_ids)
+    sequence = assert_lossless(engine, prompt, 99, "dflash", num_speculative_tokens=7)
     assert not [text for text in sequence.seat.warnings if "dflash" in text]
 
 
@@ -309,6 +307,4 @@ def test_the_embedded_head_is_there_where_it_is_asked_for(target_folder, prompts
     engine = load(head=HEAD, drafter="auto", fixed_k=False)
     assert {"dflash", "mtp", "ngram"} < set(engine.panel.choices["auto"])
     assert engine.controller.costs.at_once == {"dflash": 7}
-    sequence, _ = run(engine, prompts["hard_story"], max_tokens=40, drafter="auto")
-    plain = core.plain_decode(engine.target, prompts["hard_story"], 40, engine.eos_ids)
-    assert sequence.output == plain
+    assert_lossless(engine, prompts["hard_story"], 40, "auto")

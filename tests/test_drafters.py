@@ -1,6 +1,5 @@
 """One contract for all drafters, and what is particular to each."""
 
-import itertools
 import json
 import random
 import re
@@ -87,15 +86,6 @@ def test_a_rolled_back_state_proposes_like_a_fresh_one(demo_engine, prompts, nam
     assert replay_differences(demo_engine, prompts, name, sampling) == 0
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_the_replay_test_notices_a_missing_rollback(demo_engine, prompts, monkeypatch, model):
-    """A test of the test above: without truncation in the drafter's cache it must fail."""
-    drafter = demo_engine.panel.drafters[model]
-    cache = drafter._draft.cache if model == "draft_model" else drafter._cache
-    monkeypatch.setattr(cache, "truncate", lambda row, length: None)
-    assert replay_differences(demo_engine, prompts, model) > 0
-
-
 def test_a_batch_of_states_proposes_like_each_alone(demo_engine, prompts, name):
     """Unequal texts and limits."""
     drafter, limits = demo_engine.panel.drafters[name], [3, 1, 6]
@@ -117,26 +107,6 @@ def test_a_refused_draft_is_rolled_back_before_others_draft(demo_engine, prompts
         drafter.observe(state, verdict)
     fresh = fresh_state(demo_engine, drafter, [*text, 7, 8, 9, 10, 11])
     drafts = [propose_and_close(drafter, [each], [4]) for each in (state, fresh)]
-    assert drafts[0] == drafts[1]
-
-
-def test_an_mtp_head_that_fails_amid_a_draft_can_draft_again(demo_engine, prompts, monkeypatch):
-    drafter, text = demo_engine.panel.drafters["mtp"], prompts["code_class"]
-    state, fresh = (fresh_state(demo_engine, drafter, text) for _ in range(2))
-    held, choose, calls = drafter._cache.lengths[state.row], drafter._sample, itertools.count()
-
-    def fails_at_the_second(*given):
-        if next(calls):
-            raise RuntimeError("no")
-        return choose(*given)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(drafter, "_sample", fails_at_the_second)
-        patch.setattr(drafter, "_can_chain", False)  # in one call nothing fails between two tokens
-        with pytest.raises(RuntimeError, match="no"):
-            drafter.propose(state, 3)
-    assert drafter._cache.lengths[state.row] == held
-    drafts = [propose_and_close(drafter, [each], [3]) for each in (state, fresh)]
     assert drafts[0] == drafts[1]
 
 
@@ -584,27 +554,6 @@ def test_padded_embeddings_are_no_mismatch(tiny_folder, tmp_path, target_rows, d
         sequences = together(engine, pair)
         assert [s.statistics.num_draft_tokens > 0 for s in sequences] == [False, True]
         assert all(s.seat.warnings == [] for s in sequences)
-
-
-def test_the_mtp_head_is_the_one_that_transformers_loads(demo_engine, demo_reference):
-    """Position by position: our recursion's first draft equals MtpModel.forward's."""
-    from transformers.modeling_layers import MtpModel
-
-    ids = demo_engine.target.tokenizer("def main(argv):\n    parser =")["input_ids"]
-    drafter = demo_engine.panel.drafters["mtp"]
-    ours = propose_and_close(drafter, [fresh_state(demo_engine, drafter, ids)], [1])
-    head = MtpModel.from_pretrained(demo_reference)
-    with torch.inference_mode():
-        hidden = demo_reference.model(torch.tensor([ids[:-1]])).last_hidden_state
-        embeds = head.embed_tokens(torch.tensor([ids[1:]]))
-        positions = torch.arange(1, len(ids))[None]
-        mask = torch.full((len(ids) - 1,) * 2, float("-inf")).triu(1)[None, None]
-        rotary = head.rotary_emb(embeds, positions, layer_type="full_attention")
-        output = head.layers[0](
-            embeds, hidden, position_embeddings=rotary, attention_mask=mask,
-            position_ids=positions, past_key_values=None,
-        )  # fmt: skip
-        assert ours == [[int(head.shared_head(output)[0, -1].argmax())]]
 
 
 def test_a_draft_keeps_to_frequent_words_where_the_text_does(demo_engine, prompts, monkeypatch):

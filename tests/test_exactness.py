@@ -25,14 +25,6 @@ from kernels.weights import PanelLinear
 from sampling import truncated_softmax
 
 
-@pytest.fixture
-def threads():
-    """Set the number of threads for one test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 def assert_claim_holds(found):
     """Nothing differs that was said to be equal; and it was not an empty comparison."""
     assert found["rows_compared"] > 50 and found["texts"] > 0

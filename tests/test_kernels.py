@@ -19,7 +19,7 @@ import pytest
 import speculative_decoding as core
 import torch
 import transformers
-from conftest import FAMILIES, ROOT, TARGET, only_modules, run
+from conftest import FAMILIES, ROOT, TARGET, assert_lossless, only_modules, run
 from test_batching import together
 from test_drafters import fresh_state
 from test_eagle3 import head_folder, new_head, target_folder  # noqa: F401
@@ -28,15 +28,9 @@ from kernels import chain, decoder, library
 from kernels.parts import is_same
 from kernels.weights import FORMS, Panels
 from serving import answers
-from serving.worker import Worker
 
 needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
 TEXT = [311, 42, 7, 900, 13, 42, 7, 900, 55, 1024, 3, 42]
-# What is known in C; the others have a part of their own.
-COMPILED = {
-    "llama", "qwen3", "mistral", "qwen2", "granite", "gemma3_text", "phi3", "gemma2", "olmo2",
-    "gpt2", "smollm3",
-}  # fmt: skip
 KINDS = [("float32", None), ("bfloat16", None), ("float32", "int8"), ("bfloat16", "int8")]
 
 
@@ -57,13 +51,11 @@ def logits(engine, text=TEXT):
 
 @needs_compiler
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_the_families_it_knows_get_the_same_logits(family, tiny_folder):
-    compiled = load(tiny_folder(family))
+def test_every_family_is_exact_in_modules_too(family, tiny_folder):
+    """What they and blocks in C compute is seen by test_cache.py and test_modules.py."""
     with only_modules():
-        apart = load(tiny_folder(family))
-    assert compiled.target.fast.is_compiled == (family in COMPILED)
-    assert not apart.target.fast.is_compiled and apart.target.report.is_exact
-    assert is_same(logits(compiled), logits(apart))
+        target = load(tiny_folder(family)).target
+    assert not target.fast.is_compiled and target.report.is_exact
 
 
 @needs_compiler
@@ -130,34 +122,6 @@ def test_a_row_without_numbers_is_not_hidden_by_integers(tiny_folder):
 
 
 @needs_compiler
-@pytest.mark.parametrize("drafter", ["mtp", "draft_model", "auto"])
-def test_the_embedded_models_and_the_mtp_head_are_compiled(drafter, prompts):
-    engine = core.load_engine(core.Options(model="embedded", drafter=drafter, fixed_k=True))
-    prompt = prompts["code_class"]
-    plain = core.plain_decode(engine.target, prompt, 32, engine.eos_ids)
-    sequence, events = run(engine, prompt, max_tokens=32, drafter=drafter)
-    assert sequence.output == plain and sum(event["accepted_count"] for event in events) > 3
-    assert engine.target.fast.is_compiled and engine.draft_model.fast.is_compiled
-    if drafter == "mtp":
-        assert engine.panel.drafters["mtp"]._kernels
-
-
-@needs_compiler
-@pytest.mark.parametrize("norm_before_residual", [False, True])
-def test_an_eagle_head_reads_two_inputs(norm_before_residual, target_folder, tmp_path):  # noqa: F811
-    new_head(tmp_path / "head", norm_before_residual=norm_before_residual)
-    found = []
-    for compiled in (False, True):
-        engine = load(
-            target_folder, eagle3=str(tmp_path / "head"), drafter="eagle3", kernels=compiled
-        )
-        assert bool(engine.panel.drafters["eagle3"]._kernels) == compiled
-        sequence, events = run(engine, TEXT, max_tokens=24, drafter="eagle3")
-        found.append((sequence.output, [event["accepted_count"] for event in events]))
-    assert found[0] == found[1]
-
-
-@needs_compiler
 @pytest.mark.parametrize("is_block", [True, False])
 def test_a_delta_net_goes_through_the_compiled_rule(tiny_folder, is_block):
     with nullcontext() if is_block else only_modules():
@@ -165,8 +129,7 @@ def test_a_delta_net_goes_through_the_compiled_rule(tiny_folder, is_block):
     layers = engine.target.cache.recurrent
     assert len(layers) == 3 and all(layer._is_compiled for layer in layers)
     assert engine.target.fast.is_compiled == is_block and engine.target.report.is_exact
-    plain = core.plain_decode(engine.target, TEXT, 24, engine.eos_ids)
-    assert run(engine, TEXT, max_tokens=24, drafter="ngram")[0].output == plain
+    assert_lossless(engine, TEXT, 24, "ngram")
 
 
 @needs_compiler
@@ -175,16 +138,7 @@ def test_a_block_that_computes_something_else_stays_a_module(tiny_folder, monkey
     monkeypatch.setitem(decoder._ACTIVATIONS, "SiLU", 1)
     engine = load(tiny_folder("llama"))
     assert not engine.target.fast.is_compiled
-    plain = core.plain_decode(engine.target, TEXT, 24, engine.eos_ids)
-    assert run(engine, TEXT, max_tokens=24, drafter="ngram")[0].output == plain
-
-
-@needs_compiler
-def test_health_says_whether_it_is_compiled(demo_engine):
-    worker = Worker(demo_engine, core.Options())
-    assert answers.health(demo_engine, worker, core.Options())["compiled"] is True
-    engine = core.load_engine(core.Options(model="embedded", drafter="ngram", kernels=False))
-    assert answers.health(engine, worker, core.Options())["compiled"] is False
+    assert_lossless(engine, TEXT, 24, "ngram")
 
 
 @pytest.fixture
@@ -255,14 +209,12 @@ def test_a_switch_that_means_nothing_any_more_is_refused_in_a_line(capsys, switc
     assert said.count("\n") == 1 and f"{switch} means nothing any more" in said
 
 
-def test_one_line_says_what_is_computed_with(demo_engine, tiny_folder):
-    line = answers.setting(demo_engine, core.Options(model="embedded"))
+def test_one_line_says_what_is_computed_with(demo_engine, slow_engine):
+    options = core.Options(model="embedded")
+    line = answers.setting(demo_engine, options)
     assert line.startswith("the target runs in float32: whole forwards in C (")
     assert line.endswith("1 thread, with equal bits, checked")
-    engine = load(tiny_folder("llama"), kernels=False)
-    assert "float32: transformers' modules" in answers.setting(
-        engine, core.Options(model="embedded")
-    )
+    assert "float32: transformers' modules" in answers.setting(slow_engine, options)
 
 
 @needs_compiler
@@ -300,15 +252,6 @@ def test_rows_that_lie_apart_are_fed_without_the_one_between_them(tiny_folder):
 def test_a_short_context_has_short_tables(prompts):
     engine = core.load_engine(core.Options(model="embedded", drafter="mtp", max_model_len=6))
     assert engine.panel.drafters["mtp"]._kernels
-
-
-@needs_compiler
-def test_the_int8_twin_is_compiled_on_the_target_s_cache(tiny_folder):
-    engine = load(tiny_folder("llama"), drafter="self_int8")
-    assert engine.panel.drafters["self_int8"]._draft.fast.is_compiled
-    plain = core.plain_decode(engine.target, TEXT, 32, engine.eos_ids)
-    sequence, events = run(engine, TEXT, max_tokens=32, drafter="self_int8")
-    assert sequence.output == plain and sum(event["accepted_count"] for event in events) > 8
 
 
 # ------------------------------------------------------------------------------ linear layers
@@ -354,14 +297,6 @@ def weights(form, outputs, inputs, seed=0):
 
 
 SIZES = [(1, 1), (16, 32), (37, 100), (300, 577), (1000, 64)]  # outputs, inputs
-
-
-@pytest.fixture
-def threads():
-    """Set the number of threads for one test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 @needs_compiler
@@ -543,22 +478,21 @@ class Numbers:
         return mean >= least
 
 
+@pytest.fixture(scope="module", params=["draft_model", "self_int8", "mtp", "eagle3"])
+def drafting(request, head_folder):  # noqa: F811
+    """An engine, and the drafter that it is to be asked of."""
+    given = {"drafter": request.param, "fixed_k": True, "eagle3": str(head_folder)}
+    return core.load_engine(core.Options(model="embedded", **given)), request.param
+
+
 @needs_compiler
-@pytest.mark.parametrize("drafter", ["draft_model", "self_int8", "mtp", "eagle3"])
 @pytest.mark.parametrize("stops", [False, True], ids=["whole", "stops early"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_draft_in_one_call_is_that_of_its_steps(
-    drafter,
-    stops,
-    temperature,
-    prompts,
-    monkeypatch,
-    head_folder,  # noqa: F811
+    drafting, stops, temperature, prompts, monkeypatch
 ):
     """Of several texts at once, of different lengths, and with limits of their own."""
-    engine = core.load_engine(
-        core.Options(model="embedded", drafter=drafter, fixed_k=True, eagle3=str(head_folder))
-    )
+    engine, drafter = drafting
     sampling = core.Sampling(temperature=temperature, top_p=0.9)
     texts = [prompts[name] for name in ("code_class", "hard_prose", "repetitive_letters")]
     found, confidence, limits, called, draft = [], [], [5, 0, 2], [], chain.draft
@@ -599,6 +533,5 @@ def test_a_chain_without_numbers_costs_its_draft_only(prompts):
     engine = core.load_engine(core.Options(model="embedded", drafter="draft_model", fixed_k=True))
     decoder = engine.draft_model.fast.decoder
     decoder.output._data.view(torch.float32)[0] = torch.nan
-    sequence, _ = run(engine, prompts["code_class"], max_tokens=12, drafter="draft_model")
-    expected = core.plain_decode(engine.target, prompts["code_class"], 12, engine.eos_ids)
-    assert sequence.output == expected and "no probabilities" in sequence.seat.warnings[0]
+    sequence = assert_lossless(engine, prompts["code_class"], 12, "draft_model")
+    assert "no probabilities" in sequence.seat.warnings[0]

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import shutil
 from ctypes import CDLL, Structure, c_size_t
 from dataclasses import replace
@@ -14,11 +13,12 @@ import families
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, TARGET, run
+from conftest import ROOT, TARGET
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import chunked_causal_mask_function, sliding_window_overlay
 
+from drafters.eagle3_head import HeadConfig
 from kernels.files import read_folder, why_not_loaded
 from models import catalogue, loading, reference, structure
 from models.loading import StartError
@@ -227,22 +227,6 @@ def test_weights_of_any_kind_are_read_into_memory(folder, name, dtype, pickled):
     assert (embedding is head) == (name == "gpt2")
     kept = loading.load_pretrained(str(path), replace(options, mmap=True))
     assert kept and is_mapped(path)
-
-
-def test_answers_do_not_change_when_the_weights_files_do(float32_target):
-    engine = load(float32_target, drafter="mtp", fixed_k=True)
-    file = float32_target / "model.safetensors"
-
-    def answer():
-        sequence, events = run(engine, [7, 8, 9, 7, 8], max_tokens=12, drafter="mtp")
-        return sequence.output, [event["proposals"] for event in events]
-
-    expected = answer()
-    with file.open("r+b") as weights:
-        weights.write(bytes(file.stat().st_size))
-    assert answer() == expected
-    os.truncate(file, 0)  # to read a mapped file would now end the process
-    assert answer() == expected
 
 
 @pytest.mark.parametrize("pickled", [False, True])
@@ -510,3 +494,9 @@ def test_smollm2_s_heads_lie_in_the_repository_without_its_weights(part):
     assert content.get("transformer_layer_config", content)["hidden_size"] == 576
     assert int(weights["t2d"].sum()) == 10_240
     assert max(weight.numel() for weight in weights.values()) < 49_152 * 576
+    assert all(weight.isfinite().all() for weight in weights.values())
+    assert sum(file.stat().st_size for file in Path(folder).iterdir()) < 25_000_000
+    if part == "eagle3":
+        assert HeadConfig.of(content).verifier == entry.origin
+        ids = weights["d2t"] + torch.arange(10_240)
+        assert ids.diff().min() > 0 and 0 <= ids[0] and ids[-1] < 49_152

@@ -18,7 +18,6 @@ from kernels.decoder import Rows, decoder_of
 from kernels.forward import lines_of
 from kernels.modules import FlatPlace, attention_forward
 from models.structure import examine
-from serving.worker import Worker
 
 needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
 KNOWN = {
@@ -193,7 +192,8 @@ def test_a_mask_that_is_not_ours_gets_transformers_attention_or_none():
 @pytest.mark.parametrize("drafter", ["ngram", "suffix", "draft_model", "mtp"])
 def test_kernels_change_no_token(demo_engine, slow_engine, prompts, plain, drafter, way):
     assert slow_engine.target.fast is None and slow_engine.panel.drafters["mtp"]._kernels == []
-    assert demo_engine.target.fast.is_compiled and demo_engine.panel.drafters["mtp"]._kernels
+    assert demo_engine.target.fast.is_compiled and demo_engine.draft_model.fast.is_compiled
+    assert demo_engine.panel.drafters["mtp"]._kernels
     for name in ("code_class", "repetitive_letters"):
         wanted = {"max_tokens": 24, "drafter": drafter, **way}
         fast, events = run(demo_engine, prompts[name], **wanted)
@@ -223,22 +223,6 @@ def test_the_core_alone_is_lossless_and_says_that_it_is_not_exact(family, tiny_f
         assert text == core.plain_decode(engine.target, *given, **way)
         assert text == served_texts(engine, [request])[0] == served_texts(fast, [request])[0]
     assert engine.totals.by_drafter["draft_model"].num_draft_tokens > 20
-
-
-def test_the_core_alone_serves_and_claims_no_equal_bits(slow_engine, prompts, plain):
-    options = core.Options(model="embedded", kernels=False)
-    worker = Worker(slow_engine, options)
-    client = core.create_app(slow_engine, options, worker).test_client()
-    try:
-        body = {"prompt": prompts["code_class"], "max_tokens": 16, "drafter": "mtp"}
-        answer = client.post("/generate", json=body)
-        assert answer.status_code == 200 and answer.json["warnings"] == []
-        assert answer.json["token_ids"] == plain(prompts["code_class"], 16)
-        health = client.get("/health").json
-        assert health["status"] == "ok" and health["bitwise_lossless"] is False
-        assert "transformers' modules" in health["exactness"]["doubt"]
-    finally:
-        assert worker.drain(20) == 0
 
 
 def test_what_roundings_do_to_a_model_is_told_from_a_mistake(monkeypatch):

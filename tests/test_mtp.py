@@ -297,15 +297,3 @@ def test_several_layers_write_the_text_of_plain_decoding(several):
     sequence, _ = run(engine, TEXT, max_tokens=20, drafter="mtp")
     assert sequence.output == expected.output and not sequence.seat.warnings
     assert sequence.statistics.num_draft_tokens > 5
-
-
-def test_a_head_reads_the_state_behind_the_final_norm(demo_engine, prompts, monkeypatch):
-    """Given the last block's output, on the other side of the norm, it accepts half as much."""
-    drafter, last = demo_engine.panel.drafters["mtp"], 7
-    accepted = {}
-    for layer in (-1, last):
-        monkeypatch.setattr(drafter, "hidden_layers", (layer,))
-        s, _ = run(demo_engine, prompts["code_class"], max_tokens=60, drafter="mtp")
-        assert not s.seat.warnings
-        accepted[layer] = s.statistics.draft_acceptance_rate
-    assert accepted[-1] > 2 * accepted[last] > 0

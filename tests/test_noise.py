@@ -161,14 +161,3 @@ def test_choices_follow_the_transforms(name):
     assert not counts[p == 0].any()
     found, expected = counts[p > 0].tolist(), (p[p > 0] * counts.sum()).tolist()
     assert chi_squared(found, expected).p_value > ODDS
-
-
-def test_close_distributions_mostly_choose_the_same():
-    """At least (1 - d) / (1 + d) of the time, d being half the sum of |p - q|."""
-    q = torch.tensor([0.15, 0.2, 0.25, 0.4])
-    distance = float((q - WEIGHTS).abs().sum() / 2)
-    worst = [[max(float(p[j] / p[i]) for p in (WEIGHTS, q)) for j in range(4)] for i in range(4)]
-    exact = sum(1 / sum(row) for row in worst)
-    same = sum(choice(1, i) == choice(1, i, q) for i in range(NUM)) / NUM
-    assert (1 - distance) / (1 + distance) - 1e-9 <= exact <= 1 - distance
-    assert same == pytest.approx(exact, abs=5 * (exact * (1 - exact) / NUM) ** 0.5)

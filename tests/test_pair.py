@@ -16,7 +16,7 @@ import gguf
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import run
+from conftest import assert_lossless
 
 from models import gguf_hub
 from models.catalogue import PAIRS
@@ -97,30 +97,11 @@ def test_a_draft_of_the_family_is_mostly_right_on_code(engine):
     drafted = accepted = num_passes = 0
     for text in CODE:
         prompt = ids_of(engine, text + ONLY)
-        expected = core.plain_decode(engine.target, prompt, 100, engine.eos_ids)
-        fields = {"max_tokens": 100, "drafter": "draft_model", "num_speculative_tokens": 1}
-        sequence, _ = run(engine, prompt, **fields)
-        assert sequence.output == expected
+        sequence = assert_lossless(engine, prompt, 100, "draft_model", num_speculative_tokens=1)
         drafted += sequence.statistics.num_draft_tokens
         accepted += sequence.statistics.num_accepted_draft_tokens
         num_passes += sequence.num_steps
     assert num_passes >= 50 and accepted >= 0.9 * drafted, (num_passes, accepted / drafted)
-
-
-def test_both_caches_advance_by_the_emitted_count(engine):
-    """All but the pending token in the target's; in the draft's what it has read of the text."""
-    prompt = ids_of(engine, TALK)
-    sequence = engine.open(core.Request(prompt, 24, "draft_model", 4))
-    try:
-        while not sequence.finish_reason:
-            engine.step([sequence])
-            known = len(sequence.tokens)
-            assert engine.target.cache.lengths[sequence.row] == known - 1
-            state = sequence.seat.states["draft_model"]
-            held = engine.draft_model.cache.lengths[state.row]
-            assert held <= len(state.text) and state.text == sequence.tokens[: len(state.text)]
-    finally:
-        engine.close(sequence)
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
@@ -131,18 +112,13 @@ def test_the_draft_goes_with_its_target_unpacked_as_well(pair, quantize):
         model=target, draft_model=draft, fixed_k=True, dtype="bfloat16", quantize=quantize
     )
     engine = core.load_engine(options)
-    prompt = ids_of(engine, CODE[0])
-    expected = core.plain_decode(engine.target, prompt, 40, engine.eos_ids)
-    sequence, _ = run(engine, prompt, max_tokens=40, drafter="draft_model")
-    assert sequence.output == expected
+    sequence = assert_lossless(engine, ids_of(engine, CODE[0]), 40, "draft_model")
     assert sequence.statistics.num_accepted_draft_tokens > 20
 
 
 def test_the_default_model_s_file_goes_with_its_head():
     engine = core.load_engine(core.Options(model="smollm2", dtype="packed", fixed_k=True))
     assert engine.target.fast.decoder.blocks[0].linears["qkv"].panels[0].form == "Q4M"
-    prompt = ids_of(engine, TALK)
-    expected = core.plain_decode(engine.target, prompt, 60, engine.eos_ids)
-    sequence, _ = run(engine, prompt, max_tokens=60, drafter="eagle3")
-    assert sequence.output == expected and not sequence.seat.warnings
+    sequence = assert_lossless(engine, ids_of(engine, TALK), 60, "eagle3")
+    assert not sequence.seat.warnings
     assert sequence.statistics.num_accepted_draft_tokens > 5

@@ -29,9 +29,14 @@ def with_prefixes(engine, capacity_mb=64, drafters=None, **options):
     return core.Engine(engine.target, drafters, prefixes=known, **options)
 
 
-@pytest.mark.parametrize("drafter", [None, "ngram", "draft_model", MTP, "auto"])
-def test_a_hit_changes_neither_the_text_nor_a_draft(engine, demo_engine, drafter, way):
-    apart = core.Engine(demo_engine.target, demo_engine.panel.drafters)
+@pytest.mark.parametrize(
+    ("drafter", "chunk"),
+    [(None, 256), ("ngram", 100), ("draft_model", 256), (MTP, 256), (MTP, 100), ("auto", 256)],
+)
+def test_a_hit_changes_neither_the_text_nor_a_bit_nor_a_draft(demo_engine, drafter, chunk, way):
+    """In C a prompt's blocks run in another kernel than its end, and than what is generated."""
+    engine = with_prefixes(demo_engine, prefill_chunk=chunk)
+    apart = core.Engine(demo_engine.target, demo_engine.panel.drafters, prefill_chunk=chunk)
     fields = {"max_tokens": 24, "drafter": drafter, "logprobs": 2} | way
     expected, drafts = run(apart, SECOND, **fields)
     run(engine, FIRST, **fields)
@@ -39,21 +44,6 @@ def test_a_hit_changes_neither_the_text_nor_a_draft(engine, demo_engine, drafter
     assert found.seat.num_cached == MOST > 256 and expected.seat.num_cached == 0
     assert found.output == expected.output and found.logprobs == expected.logprobs
     assert [event["proposals"] for event in same_drafts] == [e["proposals"] for e in drafts]
-
-
-@needs_compiler
-@pytest.mark.parametrize("chunk", [256, 100])
-def test_a_hit_changes_no_bit_of_compiled_blocks(demo_engine, chunk):
-    """There a prompt's blocks run in another kernel than its end, and than what is generated."""
-    engine = with_prefixes(demo_engine, prefill_chunk=chunk)
-    assert engine.target.report.is_exact and engine.target.fast.is_compiled
-    fields = {"max_tokens": 16, "drafter": MTP, "logprobs": 2}
-    run(engine, FIRST, **fields)
-    found, _ = run(engine, SECOND, **fields)
-    known, engine.panel.prefixes = engine.panel.prefixes, None
-    expected, _ = run(engine, SECOND, **fields)
-    assert found.seat.num_cached == 512 and known.num_found == 512
-    assert found.output == expected.output and found.logprobs == expected.logprobs
 
 
 def test_only_what_is_shared_from_the_beginning_counts(engine):

@@ -11,15 +11,14 @@ import speculative_decoding as core
 import test_dflash
 import test_eagle3
 import torch
-from conftest import HYBRIDS, WAYS, ScriptedDrafter, make_exact, run
+from conftest import HYBRIDS, WAYS, ScriptedDrafter, assert_lossless, make_exact, run
 from exactness import compare_forwards
 from families import save_small
 from transformers import AutoModelForCausalLM
 
 from kernels.start import speed_up
 from kernels.states import RecurrentLayer
-from serving import answers, faults
-from serving.worker import Worker
+from serving import faults
 
 PYTHON = " in Python"
 FEW = (
@@ -273,18 +272,8 @@ def test_a_head_on_a_hybrid_writes_the_text_of_plain_decoding(tiny_folder, tmp_p
     engine = core.load_engine(core.Options(model=str(tiny_folder(family)), **options))
     engine.eos_ids = set()
     for prompt in (TEXT[:3], TEXT[3:150]):
-        plain = core.plain_decode(engine.target, prompt, 24, set())
-        s, _ = run(engine, prompt, max_tokens=24, drafter=head)
-        assert s.output == plain and not s.seat.warnings
-        assert s.statistics.num_draft_tokens > 20
-
-
-def test_prompts_are_not_kept_and_health_says_so(tiny_folder):
-    options = core.Options(model=str(tiny_folder("lfm2")), drafter="ngram", prefix_cache_mb=64)
-    engine = core.load_engine(options)
-    health = answers.health(engine, Worker(engine, options), options)
-    assert health["prefix_cache"] is None and health["bitwise_lossless"] is True
-    assert run(engine, TEXT[:200], max_tokens=2)[0].seat.num_cached == 0
+        s = assert_lossless(engine, prompt, 24, head)
+        assert s.statistics.num_draft_tokens > 20 and not s.seat.warnings
 
 
 @pytest.mark.parametrize(

@@ -67,16 +67,6 @@ def test_a_draft_agrees_with_a_brute_force_search(monkeypatch, is_own):
     assert lengths >= set(range(8 if is_own else 5))
 
 
-def test_a_draft_ends_where_it_is_no_longer_likely():
-    index = SuffixIndex()
-    index.extend([9, *(t for i in range(20) for t in (1, 2, 100 + i)), 1])
-    tokens, score = index.likely(index.match([1]), 4)
-    assert tokens == [2] and score == pytest.approx(20 / 21)  # each of the others came once
-    index.extend([7, 8] * 500)
-    tokens, score = index.likely(index.match(index.tokens), 6)
-    assert tokens == [7, 8] * 3 and score > 5  # it reads on into itself in periodic text
-
-
 def test_the_latest_places_of_a_match_count():
     index = SuffixIndex()
     index.extend([1, 2] * 100 + [1, 3] * suffix.MOST)

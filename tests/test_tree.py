@@ -8,7 +8,7 @@ import pytest
 import speculative_decoding as core
 import torch
 from conftest import ScriptedDrafter, run
-from test_batching import together
+from test_batching import failing, together
 from test_drafters import fresh_state, propose_and_close
 from test_kernels import KINDS, TEXT, load, needs_compiler
 
@@ -133,15 +133,7 @@ def test_trees_and_chains_share_a_pass(tiny_folder, way):
 @pytest.mark.parametrize("call", [1, 2, 4])
 def test_a_tree_whose_pass_failed_is_verified_again(tiny_folder, monkeypatch, call):
     tree, plain = with_trees(load(tiny_folder("qwen3")), TEXT, random.Random(3))
-    forward, calls = tree.target.forward, iter(range(1000))
-
-    def faulty(*given, **named):
-        output = forward(*given, **named)
-        if next(calls) == call:
-            raise RuntimeError("out of memory")
-        return output
-
-    monkeypatch.setattr(tree.target, "forward", faulty)
+    failing(tree, monkeypatch, lambda i, _: i == call)
     ours, _ = run(tree, TEXT, max_tokens=COUNT, drafter="scripted")
     assert ours.output == plain.output and tree.totals.num_faults == 1
     assert not ours.seat.warnings
@@ -220,10 +212,13 @@ def test_where_nothing_is_compiled_the_longest_branch_is_the_draft(slow_engine, 
         core.Engine(slow_engine.target, slow_engine.panel.drafters, "tree")
 
 
-def test_health_says_whether_drafts_may_branch(slow_engine, demo_engine):
+@needs_compiler
+def test_health_says_what_is_compiled_and_whether_drafts_may_branch(slow_engine, demo_engine):
     worker = Worker(slow_engine, core.Options())
-    assert answers.health(slow_engine, worker, core.Options())["trees"] is False
-    assert answers.health(demo_engine, worker, core.Options())["trees"] is True
+    for engine, is_compiled in ((slow_engine, False), (demo_engine, True)):
+        health = answers.health(engine, worker, core.Options())
+        assert health["trees"] is health["compiled"] is is_compiled
+        assert health["bitwise_lossless"] is is_compiled
 
 
 @pytest.mark.parametrize("parents", [[-1], [-1, 1, 0], [-2, 0, 1], [0, 0, 1], "abc"], ids=str)
