@@ -160,6 +160,23 @@ def test_the_model_in_int8_drafts_what_the_model_says(twins):
     assert shared >= {id(weight) for weight in twin.model.parameters()}
 
 
+def test_its_drafts_leave_the_targets_cache_as_it_was(twins):
+    s = twins.open(core.Request(TEXT, 30, "self_int8", 3))
+    try:
+        for _ in range(3):
+            twins.step([s])
+        cache = twins.target.cache
+        held, slot = cache.lengths[s.row], cache.slot(s.row)
+        before = [layer.keys[slot, :, :held].clone() for layer in cache.layers]
+        drafter, state = twins.panel.drafters["self_int8"], s.seat.states["self_int8"]
+        draft = drafter.propose(state, 4)
+        assert len(draft.tokens) == 4 and cache.lengths[s.row] == held
+        for layer, keys in zip(cache.layers, before, strict=True):
+            assert torch.equal(layer.keys[slot, :, :held], keys)
+    finally:
+        twins.close(s)
+
+
 @pytest.mark.parametrize("sampling", [core.Sampling(), core.Sampling(temperature=0.8, top_p=0.9)])
 def test_a_batch_drafts_as_each_alone(twins, sampling):
     requests = [

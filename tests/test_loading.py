@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import shutil
 from ctypes import CDLL, Structure, c_size_t
 from dataclasses import replace
@@ -13,7 +14,7 @@ import families
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, TARGET
+from conftest import ROOT, TARGET, run
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import chunked_causal_mask_function, sliding_window_overlay
@@ -227,6 +228,22 @@ def test_weights_of_any_kind_are_read_into_memory(folder, name, dtype, pickled):
     assert (embedding is head) == (name == "gpt2")
     kept = loading.load_pretrained(str(path), replace(options, mmap=True))
     assert kept and is_mapped(path)
+
+
+def test_answers_do_not_change_when_the_weights_files_do(float32_target):
+    engine = load(float32_target, drafter="mtp", fixed_k=True)
+    file = float32_target / "model.safetensors"
+
+    def answer():
+        sequence, events = run(engine, [7, 8, 9, 7, 8], max_tokens=12, drafter="mtp")
+        return sequence.output, [event["proposals"] for event in events]
+
+    expected = answer()
+    with file.open("r+b") as weights:
+        weights.write(bytes(file.stat().st_size))
+    assert answer() == expected
+    os.truncate(file, 0)  # to read a mapped file would now end the process
+    assert answer() == expected
 
 
 @pytest.mark.parametrize("pickled", [False, True])

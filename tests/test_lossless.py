@@ -3,7 +3,7 @@
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import TARGET, run, scripted_engine
+from conftest import FAMILIES, TARGET, WAYS, run, scripted_engine
 
 import demo
 import drafters
@@ -33,6 +33,24 @@ def greedy_text(model, prompt, max_tokens):
 @pytest.mark.parametrize("name", ["code_class", "hard_story", "repetitive_colours"])
 def test_plain_decoding_equals_transformers_generate(demo_reference, prompts, plain, name):
     assert greedy_text(demo_reference, prompts[name], 24) == plain(prompts[name], 24)
+
+
+FEW = ("gpt2", "gemma3_text")  # test_cache.py has the logits of all
+REST = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in FEW]
+
+
+@pytest.mark.parametrize("family", [*FEW, *REST])
+def test_any_causal_model_is_lossless_with_every_fitting_drafter(family, tiny_folder, reference):
+    folder, draft_model = tiny_folder(family), str(tiny_folder("llama:1"))
+    given = {"model": str(folder), "draft_model": draft_model, "drafter": "ngram"}
+    engine = core.load_engine(core.Options(**given, fixed_k=True))
+    assert "mtp" not in engine.panel.drafters
+    prompt, way = [5, 6, 7, 5, 6, 7, *range(20, 30), 5], WAYS["sampled"]
+    expected = greedy_text(reference(folder), prompt, 20)
+    sampled = core.plain_decode(engine.target, prompt, 20, engine.eos_ids, **way)
+    for drafter in ("ngram", "draft_model"):
+        assert run(engine, prompt, max_tokens=20, drafter=drafter)[0].output == expected
+        assert run(engine, prompt, max_tokens=20, drafter=drafter, **way)[0].output == sampled
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)

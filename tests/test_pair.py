@@ -104,6 +104,22 @@ def test_a_draft_of_the_family_is_mostly_right_on_code(engine):
     assert num_passes >= 50 and accepted >= 0.9 * drafted, (num_passes, accepted / drafted)
 
 
+def test_both_caches_advance_by_the_emitted_count(engine):
+    """All but the pending token in the target's; in the draft's what it has read of the text."""
+    prompt = ids_of(engine, TALK)
+    sequence = engine.open(core.Request(prompt, 24, "draft_model", 4))
+    try:
+        while not sequence.finish_reason:
+            engine.step([sequence])
+            known = len(sequence.tokens)
+            assert engine.target.cache.lengths[sequence.row] == known - 1
+            state = sequence.seat.states["draft_model"]
+            held = engine.draft_model.cache.lengths[state.row]
+            assert held <= len(state.text) and state.text == sequence.tokens[: len(state.text)]
+    finally:
+        engine.close(sequence)
+
+
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_the_draft_goes_with_its_target_unpacked_as_well(pair, quantize):
     """A draft in four bits, and the target in bfloat16 or in eight bits."""
