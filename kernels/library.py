@@ -16,7 +16,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,9 +32,10 @@ PROGRESS = logging.getLogger("serving.progress.once")  # told on a terminal, too
 _FOLDER = Path(__file__).parent
 # Every flag that could let a compiler choose how numbers are rounded is off.
 _FLAGS = (
-    "-O3 -march=native -std=gnu11 -fPIC -shared -ffp-contract=off -fno-math-errno "
-    "-fno-trapping-math -pthread -Wl,-Bsymbolic"
+    "-O3 -march=native -std=gnu11 -fPIC -ffp-contract=off -fno-math-errno -fno-trapping-math "
+    "-pthread"
 ).split()
+_LINKING = "-shared", "-pthread", "-Wl,-Bsymbolic"
 _SECONDS = 300
 _library: ctypes.CDLL | None = None
 _num_threads: int | None = None
@@ -164,31 +167,38 @@ def _key() -> str:
     flags = [line for line in cpu if line.startswith(("flags", "Features", "model name"))]
     asked = subprocess.run([*compiler(), "--version"], capture_output=True, text=True, timeout=60)
     sources = [path.read_text("utf-8") for path in sorted(_FOLDER.glob("*.[ch]"))]
-    parts = [*sources, asked.stdout, *_command(), *flags]
+    parts = [*sources, asked.stdout, *compiler(), *_FLAGS, *_LINKING, *flags]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _command() -> list[str]:
-    """How to compile, without the name of what is made."""
-    return [*compiler(), *_FLAGS, *map(str, sorted(_FOLDER.glob("*.c")))]
+def _run(*arguments: str | Path) -> None:
+    """Call the compiler. Raises ValueError where it fails."""
+    done = subprocess.run(
+        [*compiler(), *arguments], capture_output=True, text=True, timeout=_SECONDS,
+        env=os.environ | {"LC_ALL": "C"},
+    )  # fmt: skip
+    if done.returncode:
+        said = done.stderr.splitlines() or ["it said nothing"]
+        first = next((line for line in said if "error" in line), said[-1])
+        raise ValueError(f"the compiler failed: {first[:200]}")
 
 
 def _compile(file: Path) -> None:
-    """To a file beside first: several processes may do so at once. Raises ValueError or OSError."""
+    """All sources at once, the largest first. Raises ValueError or OSError.
+
+    The library is made beside its place: several processes may do so at once.
+    """
     PROGRESS.info("compiling the kernels for this machine (a few seconds, once)")
     for left in file.parent.glob("tmp*"):  # by a process that was killed meanwhile
         if time.time() - left.stat().st_mtime > 3600:
             shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as folder:
         made = Path(folder) / file.name
-        done = subprocess.run(
-            [*_command(), "-o", str(made), "-lm"], capture_output=True, text=True,
-            timeout=_SECONDS, env=os.environ | {"LC_ALL": "C"},
-        )  # fmt: skip
-        if done.returncode:
-            said = done.stderr.splitlines() or ["it said nothing"]
-            first = next((line for line in said if "error" in line), said[-1])
-            raise ValueError(f"the compiler failed: {first[:200]}")
+        sources = sorted(_FOLDER.glob("*.c"), key=lambda source: -source.stat().st_size)
+        objects = [made.with_name(f"{source.stem}.o") for source in sources]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(partial(_run, *_FLAGS, "-c", "-o"), objects, sources))
+        _run(*_LINKING, "-o", made, *objects, "-lm")
         digest = made.with_suffix(".sha256")
         digest.write_text(hashlib.sha256(made.read_bytes()).hexdigest(), "utf-8")
         made.replace(file)

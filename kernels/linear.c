@@ -3,17 +3,8 @@
 // the blocks' sums are added in rising order. So neither the number of rows nor of threads nor the
 // place of a row changes a bit. Tiles of several rows read a weight once for all.
 
-#include "linear.h"
-
 #include "threads.h"
-
-#if VECTOR_BYTES == 64
-enum { MOST_ROWS = 8, FEW_ROWS = 6, WIDTH = 4, NARROW = 3 };  // of a tile: rows; panels of few rows, of more
-#elif VECTOR_BYTES == 32 || defined(__aarch64__)
-enum { MOST_ROWS = 6, FEW_ROWS = 6, WIDTH = 1, NARROW = 1 };
-#else  // with neither many nor wide registers a larger tile gains nothing, and compiles for minutes
-enum { MOST_ROWS = 2, FEW_ROWS = 2, WIDTH = 1, NARROW = 1 };
-#endif
+#include "tiles.h"
 
 int outputs_of(const matrix *m) {
   int sum = 0;
@@ -22,15 +13,6 @@ int outputs_of(const matrix *m) {
 }
 
 // ------------------------------------------------------------------------------------ inputs
-//
-// Of blocks: q = round(x / s), and beside it s and s times the sum of q. Weights' offsets are taken away in
-// integers, so there is what sums begin at: the sum of q times each offset; of Q6K's that of either half. (Of a
-// shift in the tile gcc makes one of scalars, which then go to vectors one by one.)
-typedef struct {
-  int8_t q[32];
-  float scale, total;
-  int32_t start_128, start_8, start_16, starts_32[2];
-} inputs_block;
 
 size_t prepared_bytes(int form, int inputs) {
   size_t bytes = (size_t)inputs * 4;
@@ -82,14 +64,7 @@ void prepare(int form, int inputs, const float *x, void *prepared) { prepare_som
 
 // ------------------------------------------------------------------------------------- tiles
 
-typedef struct {  // where a tile's sums go
-  const float *bias, *residual;
-  float *y, scale;
-  size_t step;
-  int outputs;
-} target;
-
-static __attribute__((noinline)) void put(const float *sums, int rows, int panels, const target *to, int row, int output) {
+void put(const float *sums, int rows, int panels, const target *to, int row, int output) {
   for (int r = 0; r < rows; ++r)
     for (int p = 0; p < panels; ++p, sums += LANES) {
       const int first = output + p * LANES, count = to->outputs - first;
@@ -101,9 +76,6 @@ static __attribute__((noinline)) void put(const float *sums, int rows, int panel
       store_some(to->y + at, y, count);
     }
 }
-
-#define ROWS _Pragma("GCC unroll 8") for (int r = 0; r < R; ++r)
-#define PANELS _Pragma("GCC unroll 4") for (int p = 0; p < P; ++p)
 
 // Weights of P times 16 outputs lie `panel` bytes apart, those of the next input `step` bytes behind them; the last
 // ones may be fewer than 16. `pace` times 64 bytes at `ahead` are fetched with each input.
@@ -145,96 +117,11 @@ INLINE void add_pairs(const int R, const int P, const uint8_t *w, size_t panel, 
   }
 }
 
-#if VECTOR_BYTES == 32 && !defined(__AVXVNNI__)
-#define IN_16_BITS 1  // eight sums of four products of 15 · 127 fit, so pairs are added up last
-#else
-#define IN_16_BITS 0
-#endif
-
-INLINE ivec same(const void *from) { return four(from) - (ivec){0}; }
-
-#define ROW(r) ((const inputs_block *)(x + (r) * x_step))
-#define START(r) same(form == Q8 ? &ROW(r)->start_128 : form == Q5 ? &ROW(r)->start_16 : &ROW(r)->start_8)
-
-INLINE void add_blocks(const int R, const int form, const uint8_t *w, int inputs, const uint8_t *x, size_t x_step,
-                       lanes sums[][WIDTH]) {
-  const layout l = layouts[form];
-  const int is_k = form >= Q4K, has_minima = form == Q4M || form == Q5M || form == Q4K || form == Q5K;
-  const int is_16 = IN_16_BITS && !l.plane && form != Q8;
-  const int has_start = form == Q4 || form == Q5 || (form == Q8 && !SIGNED_WEIGHTS);
-  // Few rows have two integer sums each, as one would wait for itself; the halves of Q6K have scales of their own.
-  const int is_split = form == Q6K || R <= 2;
-  lanes d = all(0), m = all(0), shared_d = all(0), shared_m = all(0);
-  for (int b = 0; b < num_blocks(inputs); ++b, w += step_bytes(form), x += sizeof(inputs_block)) {
-    if (is_k && b % 8 == 0) {
-      shared_d = load_half(w);
-      if (has_minima) shared_m = load_half(w + 32);
-      w += l.shared;
-    }
-    const uint8_t *const bits = w + l.numbers, *const scales = bits + l.plane;
-    ilanes halves[2] = {iall(0), iall(0)};
-    if (form == Q6K) d = shared_d, halves[0] = load_int8(scales), halves[1] = load_int8(scales + LANES);
-    else if (is_k) d = mul(shared_d, as_floats(load_uint8(scales)));
-    else d = load_half(scales);
-    if (is_k && has_minima) m = mul(shared_m, sub(all(0), as_floats(load_uint8(scales + LANES))));
-    else if (has_minima) m = load_half(scales + 32);
-    ilanes found[MOST_ROWS];
-    EACH {
-      ivec own[MOST_ROWS], others[MOST_ROWS], above = {0};
-      ROWS own[r] = others[r] = (ivec){0};
-      if (has_start && !is_16) ROWS own[r] = START(r);
-      if (form == Q6K) ROWS own[r] = same(ROW(r)->starts_32), others[r] = same(ROW(r)->starts_32 + 1);
-#pragma GCC unroll 8
-      for (int g = 0; g < 8; ++g) {
-        const uint8_t *from = w + 64 * (form == Q8 ? g : g / 2) + VECTOR_BYTES * i;
-        if (form == Q8 || g % 2 == 0) PREFETCH(from, 4096);
-        ivec weights = load_bytes(from);
-        if (form != Q8) weights = (g % 2 ? weights >> 4 : weights) & 0x0f0f0f0f;
-        if (form == Q8 && SIGNED_WEIGHTS) weights ^= (int32_t)0x80808080;
-        if (l.plane) {
-          if (g == 0 || (form == Q6K && g == 4)) {
-            from = bits + 64 * (g / 4) + VECTOR_BYTES * i;
-            PREFETCH(from, 4096);
-            above = load_bytes(from);
-          }
-          const int up = form == Q6K ? 4 - 2 * (g % 4) : 4 - g;
-          weights |= (up >= 0 ? above << (up & 7) : above >> (-up & 7)) & (form == Q6K ? 0x30303030 : 0x10101010);
-        }
-        ROWS {
-          const ivec given = same(ROW(r)->q + 4 * g);
-          ivec *const sum = is_split && (form == Q6K ? g / 4 : g % 2) ? others + r : own + r;
-#if IN_16_BITS
-          if (is_16) *sum = (ivec)_mm256_add_epi16((__m256i)*sum, _mm256_maddubs_epi16((__m256i)weights, (__m256i)given));
-          else
-#endif
-          *sum = form == Q8 ? dot_bytes(*sum, weights, given) : dot_small(*sum, weights, given);
-        }
-      }
-#if IN_16_BITS
-      if (is_16) ROWS {  // the sums of two would not fit
-        own[r] = (ivec)_mm256_madd_epi16((__m256i)own[r], _mm256_set1_epi16(1));
-        if (is_split) others[r] = (ivec)_mm256_madd_epi16((__m256i)others[r], _mm256_set1_epi16(1));
-        if (has_start) own[r] += START(r);
-      }
-#endif
-      ROWS {
-        if (form == Q6K) found[r].v[i] = own[r] * halves[0].v[i] + others[r] * halves[1].v[i];
-        else found[r].v[i] = is_split ? own[r] + others[r] : own[r];
-      }
-    }
-    ROWS {
-      sums[r][0] = fma16(as_floats(found[r]), mul(d, all(ROW(r)->scale)), sums[r][0]);
-      if (has_minima) sums[r][0] = fma16(m, all(ROW(r)->total), sums[r][0]);
-    }
-  }
-}
-
 INLINE void tile(const int R, const int P, const int form, const uint8_t *w, size_t panel, int inputs, const uint8_t *x, size_t x_step,
                  const target *to, int row, int output) {
   lanes sums[MOST_ROWS][WIDTH];
   ROWS PANELS sums[r][p] = all(0);
-  if (form >= Q8) add_blocks(R, form, w, inputs, x, x_step, sums);
-  else if (form == HALF) add_pairs(R, P, w, panel, inputs, (const float *)x, x_step / 4, sums);
+  if (form == HALF) add_pairs(R, P, w, panel, inputs, (const float *)x, x_step / 4, sums);
   else add_products(R, P, form, 1, LANES, w, panel, form == FLOAT ? 64 : 32, inputs, (const float *)x, x_step / 4, NULL, 0, sums);
   float found[MOST_ROWS * WIDTH * LANES];
   ROWS PANELS store(found + (r * P + p) * LANES, sums[r][p]);
@@ -243,18 +130,9 @@ INLINE void tile(const int R, const int P, const int form, const uint8_t *w, siz
 
 // ---------------------------------------------------------------------------- all rows of some panels
 
-// Only such tiles as there are: one of more rows than its sums is no code at all.
-#define CASE(r, call) case r: if (r <= MOST_ROWS) { call(r); } break;
-#define FEW(rows, call) switch (rows) { FEW_CASES(call) }
-#define FEW_CASES(call) CASE(1, call) CASE(2, call) CASE(3, call) CASE(4, call) CASE(5, call) CASE(6, call)
-#define SWITCH(rows, call) switch (rows) { FEW_CASES(call) CASE(7, call) CASE(8, call) }
-
-// How many of the rows that are left a tile takes: as many as the others, if there are to be more.
-INLINE int rows_of_tile(int left, int most) { return left <= most ? left : left < 2 * most ? (left + 1) / 2 : most; }
-
 INLINE int width_of(int form, int rows) { return form >= Q8 ? 1 : rows > FEW_ROWS ? NARROW : WIDTH; }
 
-static void some_panels(const matrix *m, int first, int count, int rows, const uint8_t *x, size_t x_step, const target *to) {
+static void float_panels(const matrix *m, int first, int count, int rows, const uint8_t *x, size_t x_step, const target *to) {
   const size_t panel = panel_bytes(m->form, m->inputs);
   const int width = width_of(m->form, rows);
   for (int p = first, taken; p < first + count; p += taken) {
@@ -263,13 +141,15 @@ static void some_panels(const matrix *m, int first, int count, int rows, const u
     for (int row = 0, some; row < rows; row += some) {
       some = rows_of_tile(rows - row, MOST_ROWS);
 #define TILE(r) tile(r, P, F, w, panel, m->inputs, x + row * x_step, x_step, to, row, p * LANES)
-#define TILES(width) { enum { P = width }; SWITCH(some, TILE) }
-#define FLOATS(form) case form: { enum { F = form }; if (taken == 1) TILES(1) else if (taken == NARROW) TILES(NARROW) else TILES(WIDTH) } break;
-#define BLOCKS(form) case form: { enum { F = form }; TILES(1) } break;
-      switch (m->form) {
-        FLOATS(FLOAT) FLOATS(FLOAT16) FLOATS(HALF)
-        BLOCKS(Q8) BLOCKS(Q4) BLOCKS(Q4M) BLOCKS(Q5) BLOCKS(Q5M) BLOCKS(Q4K) BLOCKS(Q5K) BLOCKS(Q6K)
-      }
+#define TILES(width, cases) { enum { P = width }; switch (some) { cases(TILE) } }
+#define FLOATS(form) \
+  case form: { \
+    enum { F = form }; \
+    if (WIDTH == 1 || taken == 1) TILES(1, ALL_CASES) \
+    else if (rows <= FEW_ROWS) TILES(WIDTH, FEW_CASES) \
+    else TILES(NARROW, MANY_CASES) \
+  } break;
+      switch (m->form) { FLOATS(FLOAT) FLOATS(FLOAT16) FLOATS(HALF) }
     }
   }
 }
@@ -285,7 +165,7 @@ void multiply(const matrix *m, int rows, const void *prepared, float *y, size_t 
       const int own = (part->outputs + LANES - 1) / LANES, some = own - begin < count ? own - begin : count;
       if (some > 0) {
         const target to = {part->bias, residual ? residual + column : NULL, y + column, scale, y_step, part->outputs};
-        some_panels(part, begin, some, rows, prepared, prepared_bytes(part->form, part->inputs), &to);
+        (part->form >= Q8 ? block_panels : float_panels)(part, begin, some, rows, prepared, prepared_bytes(part->form, part->inputs), &to);
         count -= some, begin += some;
       }
       begin -= own;
@@ -317,7 +197,7 @@ void multiply_floats(const product *of) {
     for (int row = 0, some; row < of->rows; row += some, ahead += (size_t)pace * of->steps * 64) {
       some = rows_of_tile(of->rows - row, FEW_ROWS);
 #define PRODUCTS(r) product_tile(r, P, F, W, of, row, column, taken, ahead, pace)
-#define PRODUCT(panels, is_whole) { enum { P = panels, W = is_whole }; if (of->is_half) { enum { F = HALF }; FEW(some, PRODUCTS) } else { enum { F = FLOAT }; FEW(some, PRODUCTS) } }
+#define PRODUCT(panels, is_whole) { enum { P = panels, W = is_whole }; if (of->is_half) { enum { F = HALF }; switch (some) { FEW_CASES(PRODUCTS) } } else { enum { F = FLOAT }; switch (some) { FEW_CASES(PRODUCTS) } } }
       if (taken == wide) PRODUCT(WIDTH, 1)
       else if (taken == LANES) PRODUCT(1, 1)
       else PRODUCT(1, 0)
