@@ -117,7 +117,7 @@ class Options:
     )  # fmt: skip
     dflash: str | None = _option(
         MODELS, None, "a DFlash head for the model: a folder or a Hugging Face name",
-        "none; smollm2 and embedded have one", **_NAME,
+        "none; the embedded model has one", **_NAME,
     )  # fmt: skip
     drafter: str | None = _option(
         CHANGE, None,
