@@ -88,13 +88,12 @@ INLINE void add_blocks(const int R, const int form, const uint8_t *w, int inputs
 
 INLINE void tile(const int R, const int form, const uint8_t *w, int inputs, const uint8_t *x, size_t x_step, const target *to,
                  int row, int output) {
-  enum { P = 1 };
   lanes sums[MOST_ROWS][WIDTH];
   ROWS sums[r][0] = all(0);
   add_blocks(R, form, w, inputs, x, x_step, sums);
   float found[MOST_ROWS * LANES];
   ROWS store(found + r * LANES, sums[r][0]);
-  put(found, R, P, to, row, output);
+  put(found, R, 1, to, row, output);
 }
 
 void block_panels(const matrix *m, int first, int count, int rows, const uint8_t *x, size_t x_step, const target *to) {
