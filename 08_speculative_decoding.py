@@ -76,8 +76,15 @@ class Place:
 
     slots: list[int]
     counts: list[int]
-    positions: Tensor  # [B, T]: where each token stands in its text; of pads, any
-    end: int  # the largest position + 1: attention reads this many keys of each text
+    ends: list[int]  # each text's length after the pass
+    end: int  # the largest of them: attention reads this many keys of each text
+    device: Any
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[B, T]: where each token stands in its text; of pads, any."""
+        behind = torch.arange(-max(self.counts), 0, device=self.device)
+        return (behind + torch.tensor(self.ends, device=self.device)[:, None]).clamp_(min=0)
 
     @cached_property
     def real(self) -> Tensor:
@@ -203,16 +210,12 @@ class SlotCache(Cache):
     def place(self, rows: list[int], counts: list[int]) -> Place:
         """Place counts[b] >= 1 tokens after those of rows[b]. Raises ValueError if too many."""
         ends = [self.lengths[row] + count for row, count in zip(rows, counts, strict=True)]
-        end, width = max(ends), max(counts)
-        if end > self.max_length:
+        if (end := max(ends)) > self.max_length:
             raise ValueError(f"{end} tokens do not fit a KV cache of {self.max_length}")
         slots = [self.slot(row) for row in rows]
         for slot, last in zip(slots, ends, strict=True):  # now: the pass may fail halfway
             self._written[slot] = max(self._written[slot], last)
-        positions = torch.arange(end - width, end, device=self.device)[None]  # of pads: any
-        if len(rows) > 1:
-            positions = positions + (torch.tensor(ends, device=self.device) - end)[:, None]
-        self.current = Place(slots, counts, positions.clamp_(min=0), end)
+        self.current = Place(slots, counts, ends, end, self.device)
         return self.current
 
     def advance(self, place: Place) -> None:
@@ -308,7 +311,7 @@ def own_choices(scores: Tensor, sampling: Sampling, noise: Noise, position: int)
     Row i chooses the token at `position` + i of the text. The noise depends only on the request's
     seed and that position, so the choice does not depend on any draft.
     """
-    for i, row in enumerate(scores):
+    for i, row in enumerate(scores.unbind()):
         yield choose(row, sampling, noise, position + i)
 
 
@@ -459,8 +462,7 @@ class Engine:
         wanted = request.drafter if request.num_speculative_tokens else None
         names = self.panel.choices[wanted] if wanted else ()
         admitted = replace(request, max_tokens=min(request.max_tokens, room), drafter=wanted)
-        row = self.target.cache.open_row()
-        s = Sequence(admitted, row, self.target.tokenizer)
+        s = Sequence(admitted, self.target.cache.open_row(), self.target.tokenizer)
         if room < request.max_tokens:
             what = f"max_tokens was lowered from {request.max_tokens} to {room}"
             s.seat.warnings.append(f"{what}: the context holds {self.target.max_length} tokens")

@@ -282,7 +282,7 @@ class Controller:
     def plan(self, asks: list[Ask], batch: int, cycles: int = 1) -> list[Decision]:
         """Who drafts for each of these asks, and how much; `batch` requests share the pass.
 
-        It is the first choice for so many cycles.
+        It is the first choice for so many cycles. Of 0 cycles, no drafter is probed.
         """
         if not asks:
             return []
@@ -295,7 +295,8 @@ class Controller:
         ms += sum(choice.model_ms.values())
         for ask, option in zip(asks, choice.options, strict=True):
             ask.pace.add(1 + option.tokens, ms / plain_ms)
-        self._probe(choice, cycles * PROBE_BUDGET * tokens)
+        if cycles:
+            self._probe(choice, cycles * PROBE_BUDGET * tokens)
         speedup = tokens / ms * plain_ms / batch
         return [choice.decision(i, speedup) for i in range(len(asks))]
 

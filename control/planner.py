@@ -17,6 +17,7 @@ from .controller import RESTING, Ask, Controller, Decision, Pace
 
 Plan = list[tuple[str, int]]  # for each request: who drafts, and how many tokens at most
 NOBODY = "", 0
+_FEW = 4  # a batch of which no more than this part is new keeps its plan for the others
 # Of a cycle: drafts were chosen, or are those chosen before; nothing is, or there is nobody to.
 CHOSEN, KEPT, RESTS, IDLE = "chosen", "kept", "rests", "idle"
 
@@ -84,14 +85,17 @@ class Planner:
         """Who drafts for each of the core's sequences, and how many tokens at most."""
         self._num_tokens, self._unread, self._spent_ms = 0, {}, 0.0
         self._who = frozenset([s.request.drafter for s in sequences])
-        if self._left and all(s.seat in self._plan or not s.num_steps for s in sequences):
+        new = [s for s in sequences if s.num_steps and s.seat not in self._plan]
+        if self._left and len(new) <= len(sequences) // _FEW:
             self._left, self._served, self._way = self._left - 1, self._served + 1, KEPT
+            if new:
+                self._choose(new, len(sequences))
             plan = list(map(self._kept, sequences))
         elif self.controller.rest(len(sequences), self._who).begin():
             self._left, self._way = 0, RESTS
             plan = list(map(self._resting, sequences))
         else:
-            plan = self._choose(sequences)
+            plan = self._choose_anew(sequences)
         for s, (name, limit) in zip(sequences, plan, strict=True):
             if limit and name in s.seat.records:
                 self._unread[name] = self._unread.get(name, 0) + self._missed(s, name)
@@ -118,32 +122,40 @@ class Planner:
         names = self._panel.members(s.seat, TREE) if name == TREE else [name]
         return len(s.tokens) - min(s.seat.records[name].num_read for name in names)
 
-    def _choose(self, sequences: list[Any]) -> Plan:
-        began, plan = time.perf_counter(), [NOBODY] * len(sequences)
-        asks, asking = list[Ask](), list[int]()
-        for i, s in enumerate(sequences):
+    def _choose_anew(self, sequences: list[Any]) -> Plan:
+        """Choose for all, and for how many cycles."""
+        cycles, self._served, self._left, self._plan = self._served + 1, 0, 0, {}
+        decisions = self._choose(sequences, len(sequences), cycles)
+        self._way = CHOSEN if decisions else IDLE
+        if decisions and not any(decision.is_probe for decision in decisions):
+            rest = self.controller.rest(len(sequences), self._who)
+            self._left = rest.serves(len(sequences)) - 1
+        return [self._plan.get(s.seat, NOBODY) for s in sequences]
+
+    def _choose(self, sequences: list[Any], batch: int, cycles: int = 0) -> list[Decision]:
+        """Plan for these of a batch. Returns the decisions on those who have a choice.
+
+        It is the first choice for so many cycles: 0, if it is one for newcomers alone.
+        """
+        began = time.perf_counter()
+        asks, asking = list[Ask](), list[Any]()
+        for s in sequences:
             seat, limit = s.seat, limit_of(s)
             seat.goes_on, seat.guesses = None, {}
-            if s.request.fixed_k:
-                plan[i] = fixed(s)
-            elif limit and (able := self._able(s, limit)):
+            if s.num_steps:
+                self._plan[seat] = fixed(s) if s.request.fixed_k else NOBODY
+            if limit and not s.request.fixed_k and (able := self._able(s, limit)):
                 asks.append(Ask(able, limit, s.remaining, seat.pace))
-                asking.append(i)
-        decisions = self.controller.plan(asks, len(sequences), self._served + 1)
-        for i, decision in zip(asking, decisions, strict=True):
-            seat = sequences[i].seat
+                asking.append(seat)
+        decisions = self.controller.plan(asks, batch, cycles)
+        for seat, decision in zip(asking, decisions, strict=True):
             seat.decision = self.decisions[decision.drafter] = decision
-            plan[i] = decision[:2]
+            self._plan[seat] = decision[:2]
             if decision.num_tokens and seat.sampling.is_coupled:  # else see Chain
                 record = seat.records[decision.drafter]
                 seat.goes_on = record.doubts(decision.least_chance)
-        self._way, self._served, self._left = CHOSEN if asks else IDLE, 0, 0
-        self._plan = {s.seat: own for s, own in zip(sequences, plan, strict=True) if s.num_steps}
-        if asks and not any(decision.is_probe for decision in decisions):
-            rest = self.controller.rest(len(sequences), self._who)
-            self._left = rest.serves(len(sequences)) - 1
         self._spent_ms = (time.perf_counter() - began) * 1e3
-        return plan
+        return decisions
 
     def _able(self, s: Any, limit: int) -> dict[str, Acceptance]:
         """The records of whom to choose from: not of one that is known to have no proposal now."""

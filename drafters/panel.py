@@ -341,7 +341,9 @@ class Panel:
         layer; of a tree, of the branch that the text took.
         """
         states, num_rejected = seat.read(hidden), verdict.drafted - verdict.accepted
-        kept = {layer: own[: len(own) - num_rejected] for layer, own in states.items()}
+        kept = states
+        if num_rejected:
+            kept = {layer: own[:-num_rejected] for layer, own in states.items()}
         came, seat.hidden, seat.draft = Missed(verdict.tokens, kept), {}, None
         self.remember_prompt(seat, kept)
         if self.prefixes:

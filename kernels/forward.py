@@ -9,6 +9,7 @@ searched for.
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -129,10 +130,13 @@ class KernelForward:
         for layer, left in zip(recurrent, passed, strict=True):
             layer.note(rows, counts, left)
         cache.advance(place)
-        dtype = self._model.model.dtype
         return list(logits.split(wanted)), {
-            layer: list(found.to(dtype).split(counts)) for layer, found in states.items()
+            layer: list(found.to(self._dtype).split(counts)) for layer, found in states.items()
         }
+
+    @cached_property
+    def _dtype(self) -> torch.dtype:
+        return self._model.model.dtype  # which transformers looks for among all weights
 
     def quantise(self, has_own_embedding: bool = True) -> None:
         """Make integers of the model's weights."""

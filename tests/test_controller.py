@@ -298,6 +298,13 @@ def test_without_drafts_it_probes_now_and_then_and_comes_back():
     assert decision.num_tokens >= 5 and not decision.is_probe
 
 
+def test_a_choice_for_newcomers_probes_nobody():
+    """It would be kept for many cycles; what was saved for probes waits for the next choice."""
+    own, asks = controller(c=0.2), [Ask({"own": idle(0.0)}, K, 1000)]
+    own._saved["own"] = 10.0
+    assert [own.plan(asks, 1, cycles)[0].is_probe for cycles in (0, 1)] == [False, True]
+
+
 def test_batches_of_other_sizes_have_costs_of_their_own():
     own, records = controller(c=0.2), {"own": settled(0.6)}
     measure(own.costs, 8, pass_ms=100.0)
@@ -726,18 +733,37 @@ def test_requests_that_go_on_keep_what_was_chosen_until_another_one_joins(
 ):
     engine, plans = engine_of(demo_engine, {"own": 1}, own=lambda tokens, n: [1] * n), []
     engine.controller.rest(1, None).serves = lambda batch: 4
-    before(engine.controller, "plan", lambda asks, batch, cycles: plans.append(batch))
+    before(engine.controller, "plan", lambda asks, *_: plans.append(len(asks)))
     text = prompts["code_class"]
     first, second = (engine.open(core.Request(text, n, "own", 2)) for n in (40, 4))
     for _ in range(7):
         engine.step([s for s in (first, second) if s.finish_reason is None])
     # The first cycle reads the prompts; each choice serves four cycles, also when one has ended.
-    assert plans == [2, 2, 1]
+    assert plans == [0, 2, 1]
     third = engine.open(core.Request(text, 4, "own", 2))
     for _ in range(2):
         engine.step([first, third])
-    assert plans == [2, 2, 1, 2] and first.output == plain(text, 40)[: len(first.output)]
+    assert plans == [0, 2, 1, 2] and first.output == plain(text, 40)[: len(first.output)]
     for s in (first, second, third):
+        engine.close(s)
+
+
+def test_one_that_joins_many_is_chosen_for_alone(demo_engine, prompts, plain):
+    engine, plans = engine_of(demo_engine, {"own": 1}, own=lambda tokens, n: [1] * n), []
+    engine.controller.rest(4, None).serves = lambda batch: 8
+    before(engine.controller, "plan", lambda asks, batch, n: plans.append((len(asks), batch, n)))
+    text = prompts["code_class"]
+    batch = [engine.open(core.Request(text, 40, "own", 2)) for _ in range(4)]
+    for cycle in range(10):
+        if cycle == 4:
+            batch.append(engine.open(core.Request(text, 40, "own", 2)))
+        engine.step(batch)
+        assert all(s.seat.drafts for s in batch[:4]) or cycle not in range(1, 9)
+        assert len(batch) == 4 or bool(batch[4].seat.decision) == (cycle > 4)
+    # Prompts are read in cycles 0 and 4. The choice for four serves until cycle 8.
+    assert plans == [(0, 4, 1), (4, 4, 1), (1, 5, 0), (5, 5, 8)]
+    for s in batch:
+        assert s.output == plain(text, 40)[: len(s.output)]
         engine.close(s)
 
 
