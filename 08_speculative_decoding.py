@@ -255,7 +255,7 @@ class CachedModel:
         self.num_weights = num_weights(self.model)
         self.windows = loaded.structure.windows  # how far back each kind of layer sees; None: all
         self.has_experts = loaded.structure.has_experts
-        self.fingerprint = loaded.fingerprint  # of a GGUF file kept packed
+        self.fingerprint, self.pack_copy = loaded.fingerprint, loaded.pack_copy  # of GGUF files
         self.cache = self.new_cache(loaded.structure.num_cache_layers, num_rows)
         self.fast: Any = None  # the forward in C, if `speed_up` put one in the place of `forward`
         self.report: Report | None = None  # whether a token's bits depend on how it is computed

@@ -188,6 +188,7 @@ class Model(Protocol):
     cache: KeyCache
     tolerance: float  # how far rounding alone may move a logit
     fast: Any  # its forward in C, or None
+    pack_copy: Callable[[Any], None] | None  # see models/loading.py
     forward: Callable[..., Output]
 
     def new_cache(self, num_layers: int, num_rows: int, spare: int = 0) -> KeyCache: ...

@@ -54,8 +54,9 @@ class SelfInt8Drafter(SmallModelDrafter):
     def __init__(self, context: Context) -> None:
         super().__init__(context, int8_copy(context.target))
         self._target = context.target
-        # A step reads a byte of each weight: that much of what a pass reads (control/costs.py).
-        self.num_step_weights //= context.target.model.dtype.itemsize
+        # A step reads fewer bytes: that part of what a pass reads (control/costs.py).
+        num_bytes = fast.num_bytes if (fast := self._draft.fast) else self.num_step_weights
+        self.num_step_weights = num_bytes // context.target.model.dtype.itemsize
 
     def open(self, prompt: list[int], sampling: Sampling, noise: Noise) -> ModelState:
         """The panel sets the state's row: the target's."""
@@ -98,5 +99,7 @@ def int8_copy(target: Model) -> Model:
     twin, model = copy(target), target.model
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     twin.model, twin.reference = deepcopy(model, shared), None
-    speed_up(twin, "int8", has_own_embedding=False)
+    if target.pack_copy:
+        target.pack_copy(twin.model)
+    speed_up(twin, None if target.pack_copy else "int8", has_own_embedding=False)
     return twin

@@ -26,7 +26,7 @@ from .weights import DTYPES, Gone, Matrix, PanelEmbedding, PanelLinear, Panels, 
 
 FULL = "full_attention"  # transformers' name for layers that see the whole text
 MOST_ROWS = 256  # of one call: their numbers lie in memory at once
-_LITTLE = 1 << 27  # bytes of weights times rows
+_LITTLE = 1 << 26  # bytes of weights times rows
 _JUMP = 0.05  # of a row's largest number, by an input that is rounded to another of 8 bits
 _NUM_COMPARED = 8  # tokens that the decoder and transformers' modules are compared on
 # By the names of torch's and transformers' modules, as in forward.h.
@@ -687,7 +687,7 @@ def _agrees_by_layer(found: Decoder, model: Any, ids: Tensor, shift: int) -> boo
     """The same where inputs are rounded to 8 bits: a tiny difference may make it another of them.
 
     So each layer of the model is given the state that the decoder has before it. Then nearly all
-    rows agree but for roundings of float32, and those in which a number jumps are near.
+    rows agree but for roundings of the modules, and those in which a number jumps are near.
     """
     layers, _ = layers_of(model.get_decoder())
     logits, states = _run(found, ids, shift, tuple(range(len(layers))))
@@ -707,7 +707,7 @@ def _agrees_by_layer(found: Decoder, model: Any, ids: Tensor, shift: int) -> boo
         last = _plain(model, ids, shift)
     pairs = [*zip(states.values(), expected, strict=True), (logits, last)]
     distances = torch.cat([(a - b).abs().amax(-1) / b.abs().amax(-1) for a, b in pairs])
-    tolerance = 64 * torch.finfo(torch.float32).eps
+    tolerance = max(64 * torch.finfo(torch.float32).eps, 4 * torch.finfo(model.dtype).eps)
     return float(distances.median()) <= tolerance and float(distances.max()) <= _JUMP
 
 

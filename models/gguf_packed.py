@@ -23,7 +23,7 @@ from kernels.experts import hold, matrices_of
 from kernels.weights import LANES, PanelEmbedding, PanelLinear, Panels, become
 
 from .gguf_file import GgufFile, Tensor
-from .gguf_model import all_at_once, assigned, empty_model, names_in, unpacked
+from .gguf_model import all_at_once, assigned, empty_model, names_in, open_model, unpacked
 
 LOG = logging.getLogger("serving.loading")
 
@@ -101,6 +101,24 @@ def load_packed(file: GgufFile, config: PreTrainedConfig) -> tuple[Any, dict[str
         hold(part, [experts[f"{name}.{matrix}"] for matrix in matrices_of(part)])
     model.fingerprint = file.fingerprint
     return model, report
+
+
+def pack_copy(path: str, model: Any) -> None:
+    """Have a model compute with the blocks of the file that was unpacked for it: they draft well.
+
+    Their numbers are the model's own; only inputs are rounded. Raises BadFile.
+    """
+    with open_model(path) as file:
+        processor, names = names_in(file, model)
+        modules, packed = dict(model.named_modules()), dict[str, Panels]()
+
+        def read(tensor: Tensor) -> None:
+            plan = _Plan(tensor, names, processor, modules)
+            if plan.owner:
+                packed[plan.owner] = plan.panels(file)
+
+        all_at_once(read, file)
+    _put(model, packed)
 
 
 class _Plan:

@@ -3,9 +3,10 @@
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol
@@ -85,7 +86,9 @@ class Loaded:
     tokenizer: Any
     length: int  # of the context
     structure: Structure
-    fingerprint: str | None = None  # of a file that is served as it is
+    fingerprint: str | None = None  # of a GGUF file that is served as it is
+    # Of one that was unpacked: has a copy of the model compute with the file's own blocks.
+    pack_copy: Callable[[Any], None] | None = None
 
 
 def load_pretrained(name: str, options: ModelOptions) -> Loaded:
@@ -138,6 +141,8 @@ def _read_file(name: str, dtype: str, options: ModelOptions) -> tuple[Any, Any, 
             model, report = gguf_packed.load_packed(file, config)
         else:
             model, report = load_model(file, config, getattr(torch, dtype))
+            if not gguf_packed.why_not(file):
+                model.pack_copy = partial(gguf_packed.pack_copy, file.name)
     return model, tokenizer, report
 
 
@@ -306,5 +311,5 @@ def _fit(model: Any, tokenizer: Any, name: str, options: ModelOptions) -> Loaded
             f"give --max-model-len {structure.length} or less"
         )
     fix_rotations(model, structure.length)
-    fingerprint = getattr(model, "fingerprint", None)
-    return Loaded(model, tokenizer, structure.length, structure, fingerprint)
+    of_gguf = (getattr(model, name, None) for name in ("fingerprint", "pack_copy"))
+    return Loaded(model, tokenizer, structure.length, structure, *of_gguf)

@@ -25,6 +25,8 @@ from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, check_fields
 
 KEY_VARIABLE = "SPECULATIVE_API_KEY"
 RUNNING_ELSEWHERE = 64  # requests at once in an engine that is not this server's own
+FIXED_K = 5  # where nobody chooses K for each draft
+_DEPENDING = "max_running", "num_speculative_tokens"  # options whose default others decide
 REMEMBERED = 50_000  # tokens of past outputs: 0.4 kB each
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -125,8 +127,8 @@ class Options:
         f"{', '.join(NAMES)}, tree, or yours as file.py:Class", "auto", **_NAME,
     )  # fmt: skip
     num_speculative_tokens: int = _option(
-        CHANGE, Request.num_speculative_tokens,
-        f"the most tokens to guess at once, 1 to {MAX_SPECULATIVE_TOKENS}",
+        CHANGE, 8, f"the most tokens to guess at once, 1 to {MAX_SPECULATIVE_TOKENS}",
+        f"8; {FIXED_K} with --fixed-k or --engine",
         type=between(1, MAX_SPECULATIVE_TOKENS), metavar="K",
     )  # fmt: skip
     fixed_k: bool = _option(
@@ -449,7 +451,7 @@ def _parser(is_complete: bool) -> Parser:
 
 def _add_field(add: Callable[..., None], field: dataclasses.Field[Any]) -> None:
     group, text, shown, details = field.metadata.values()
-    default = None if field.name == "max_running" else field.default
+    default = None if field.name in _DEPENDING else field.default
     default = list(default) if isinstance(default, tuple) else default
     if shown is None:
         shown = "" if default is None or default is False else str(default)
@@ -478,6 +480,8 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
         parser.error(f"cannot use the API key: {error}")
     values = {field.name: getattr(given, field.name) for field in fields(Options)}
     values["max_running"] = given.max_running or (RUNNING_ELSEWHERE if given.engine else 8)
+    is_fixed = given.fixed_k or given.engine or given.plan
+    values["num_speculative_tokens"] = given.num_speculative_tokens or (FIXED_K if is_fixed else 8)
     if given.plan:  # for engines that have no controller; --max-running is theirs
         values |= {"fixed_k": True, "max_running": 8}
     return given, Options(**values)

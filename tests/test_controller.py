@@ -988,7 +988,7 @@ def test_all_is_run_at_one_and_k_plus_1_rows_before_a_measurement_counts(demo_en
     drafters = scripted(scripted=script, poisoned=failing("poisoned"))
     controller = Controller(100, {"scripted": 20, "poisoned": 20})
     engine = core.Engine(demo_engine.target, drafters, controller=controller)
-    forward, k = engine.target.forward, core.Options.num_speculative_tokens
+    forward, k = engine.target.forward, core.Request.num_speculative_tokens
 
     def counted(*given, **named):
         rows.append(len(given[1][0] if given else named["tokens"][0]))

@@ -392,13 +392,13 @@ K5 = {"num_speculative_tokens": 5}
 )  # fmt: skip
 def test_a_drafter_is_written_as_vllm_has_it(given, config):
     """Those of models: test_plan.py."""
-    assert child.speculative_config(Options(model="T", **given)) == config
+    assert child.speculative_config(Options(model="T", **given, **K5)) == config
 
 
 def test_a_drafter_from_a_file_goes_to_vllm_s_custom_class(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").touch()
-    config = child.speculative_config(Options(model="T", drafter="mine.py:Mine"))
+    config = child.speculative_config(Options(model="T", drafter="mine.py:Mine", **K5))
     assert config == child.OURS | K5 and config["method"] == "custom_class"
     given = child.environment("mine.py:Mine")
     assert given["SPECULATIVE_DRAFTER"] == f"{tmp_path / 'mine.py'}:Mine"
@@ -414,7 +414,7 @@ def test_a_drafter_that_vllm_has_not_is_refused(drafter):
 def test_the_command_line_is_translated(monkeypatch, capsys):
     words = ["--port", "5000", "--engine", "vllm", "--model", "T", "--max-model-len", "99"]
     _, options = parse_arguments([*words, "--", "--tensor-parallel-size", "2"])
-    assert options.max_running == 64
+    assert (options.max_running, options.num_speculative_tokens) == (64, 5)
     line = " ".join(child.command(options, 8000, child.speculative_config(options)))
     assert line.startswith("vllm serve T --served-model-name T --host 127.0.0.1 --port 8000 ")
     assert line.endswith("--max-model-len 99 --tensor-parallel-size 2")

@@ -306,6 +306,26 @@ def test_only_a_file_can_be_served_as_it_is_and_it_has_no_smaller_self(tiny_fold
             load(model=files["q8_0"], drafter="self_int8")
 
 
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_was_unpacked_drafts_with_its_file_s_own_blocks(files, dtype):
+    """They are smaller than 8 bits, and their numbers are the model's own."""
+    engine = load(model=files["q4_0"], dtype=dtype, drafter="self_int8")
+    twin = engine.panel.drafters["self_int8"]._draft
+    decoder = twin.fast.decoder
+    panels = [p for b in decoder.blocks for part in b.linears.values() for p in part.panels]
+    assert {own.form for own in (*panels, decoder.output)} == {"Q4"}
+    assert engine.target.fast.decoder.output.form == {"float32": "FLOAT"}.get(dtype, "HALF")
+    ids = engine.target.tokenizer(CODE)["input_ids"]
+    row = engine.target.cache.open_row()
+    found = twin.forward([row], [ids], [len(ids)]).logits[0]
+    engine.target.cache.close_row(row)
+    if dtype == "float32":
+        assert torch.equal(found, logits_of(load(model=files["q4_0"])))
+    s = assert_lossless(engine, ids, 40, "self_int8", num_speculative_tokens=3)
+    assert s.statistics.draft_acceptance_rate > 0.5 and not s.seat.warnings
+
+
 def write_hybrid(folder, path, architecture):
     """A tiny hybrid's shapes as a GGUF file, its numbers random."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
