@@ -127,8 +127,8 @@ class Options:
         f"{', '.join(NAMES)}, tree, or yours as file.py:Class", "auto", **_NAME,
     )  # fmt: skip
     num_speculative_tokens: int = _option(
-        CHANGE, 8, f"the most tokens to guess at once, 1 to {MAX_SPECULATIVE_TOKENS}",
-        f"8; {FIXED_K} with --fixed-k or --engine",
+        CHANGE, 7, f"the most tokens to guess at once, 1 to {MAX_SPECULATIVE_TOKENS}",
+        f"7; {FIXED_K} with --fixed-k or --engine",
         type=between(1, MAX_SPECULATIVE_TOKENS), metavar="K",
     )  # fmt: skip
     fixed_k: bool = _option(
@@ -481,7 +481,7 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
     values = {field.name: getattr(given, field.name) for field in fields(Options)}
     values["max_running"] = given.max_running or (RUNNING_ELSEWHERE if given.engine else 8)
     is_fixed = given.fixed_k or given.engine or given.plan
-    values["num_speculative_tokens"] = given.num_speculative_tokens or (FIXED_K if is_fixed else 8)
+    values["num_speculative_tokens"] = given.num_speculative_tokens or (FIXED_K if is_fixed else 7)
     if given.plan:  # for engines that have no controller; --max-running is theirs
         values |= {"fixed_k": True, "max_running": 8}
     return given, Options(**values)
