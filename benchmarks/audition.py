@@ -101,7 +101,7 @@ def load(given: argparse.Namespace, **options: Any) -> Any:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
-    options = parser(__doc__, 5, 5, "auto")
+    options = parser(__doc__, 5, Options.num_speculative_tokens, "auto")
     text = "a prompt per line, or in a .jsonl file an object with the field prompt"
     options.add_argument("--prompts", required=True, metavar="FILE", help=text)
     options.add_argument("--raw", action="store_true", help="without the chat template")

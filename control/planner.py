@@ -17,6 +17,7 @@ from .controller import RESTING, Ask, Controller, Decision, Pace
 
 Plan = list[tuple[str, int]]  # for each request: who drafts, and how many tokens at most
 NOBODY = "", 0
+_FIRST = 5  # tokens a text drafts at most, until all of so many were accepted
 _FEW = 4  # a batch of which no more than this part is new keeps its plan for the others
 # Of a cycle: drafts were chosen, or are those chosen before; nothing is, or there is nobody to.
 CHOSEN, KEPT, RESTS, IDLE = "chosen", "kept", "rests", "idle"
@@ -77,7 +78,7 @@ class Planner:
         """A new request: each of its drafters gets a record, and a tree of them."""
         rule = seat.sampling.rule
         names = [*seat.states, TREE] if len(self._panel.members(seat, TREE)) > 1 else seat.states
-        seat.pace = Pace()
+        seat.pace, seat.most = Pace(), _FIRST
         seat.records = {name: self.controller.record(name, rule) for name in names}
         self.controller.join()
 
@@ -140,7 +141,7 @@ class Planner:
         began = time.perf_counter()
         asks, asking = list[Ask](), list[Any]()
         for s in sequences:
-            seat, limit = s.seat, limit_of(s)
+            seat, limit = s.seat, min(limit_of(s), s.seat.most)
             seat.goes_on, seat.guesses = None, {}
             if s.num_steps:
                 self._plan[seat] = fixed(s) if s.request.fixed_k else NOBODY
@@ -186,6 +187,10 @@ class Planner:
         true. Where nothing was chosen, only of a model that drafted.
         """
         self._num_tokens += cycle.num_kept
+        if cycle.num_accepted < cycle.num_drafted:
+            seat.most = _FIRST
+        elif cycle.num_drafted >= seat.most:
+            seat.most *= 2
         for name in seat.drafts.keys() & seat.records.keys():
             seat.records[name].num_read = cycle.cached + 1  # they are told of it all at once
         if self._way == CHOSEN:

@@ -54,6 +54,7 @@ class Seat:
     records: dict[str, Any] = field(default_factory=dict)  # the planner's, by drafter
     decision: Any = None  # the planner's last one
     pace: Any = None  # the planner's: how fast the text comes
+    most: int = 0  # the planner's: how many tokens may be drafted now
     warnings: list[str] = field(default_factory=list)
     failure: Exception | None = None  # where a drafter's fault is to end the request
     num_cached: int = 0  # tokens of the prompt that were known already

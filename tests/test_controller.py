@@ -728,6 +728,30 @@ def test_a_choice_is_kept_for_as_long_as_it_takes_to_make():
     assert rest.serves(4) == 16
 
 
+def test_a_text_drafts_longer_once_all_of_a_draft_was_accepted(demo_engine, prompts, plain):
+    """Five tokens at first, then twice as many each time; after an error five again."""
+    prompt, asked, most = prompts["easy_table"], [], 5
+    expected = plain(prompt, 120)
+
+    def right(tokens, n):
+        asked.append(n)
+        at = len(tokens) - len(prompt)
+        return expected[at : at + n] if len(asked) != 5 else [0] * n
+
+    engine = engine_of(demo_engine, {"own": 0}, own=right)
+    s = engine.open(core.Request(prompt, 120, "own", 16))
+    while s.finish_reason is None:
+        (cycle,) = engine.step([s]).values()
+        assert cycle.num_drafted <= most
+        if cycle.num_accepted < cycle.num_drafted:
+            most = 5
+        elif cycle.num_drafted >= most:
+            most *= 2
+        assert s.seat.most == most
+    engine.close(s)
+    assert asked[0] == 5 < max(asked) and s.output == expected[: len(s.output)]
+
+
 def test_requests_that_go_on_keep_what_was_chosen_until_another_one_joins(
     demo_engine, prompts, plain
 ):
