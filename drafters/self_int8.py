@@ -1,10 +1,12 @@
-"""The target drafts for itself, in integers of eight bits: a draft model that every target has.
+"""The target drafts for itself, with smaller weights: a draft model that every target has.
 
-A copy of the target with quantised linear layers (kernels/weights.py) reads a quarter of float32's
-bytes, or half of bfloat16's, and mostly chooses as the target does. All else is shared with the
-target: embedding, norms and KV cache. The copy reads the keys and values that the target wrote, so
-it reads no prompt and keeps no cache. It writes its draft's keys and values after them, and then
-the row is truncated. The target's pass writes its own in their place.
+A copy of the target, whose linear layers have weights of eight bits (kernels/weights.py), reads a
+quarter of float32's bytes, or half of bfloat16's, and mostly chooses as the target does. Where a
+GGUF file was unpacked for the target, the copy has the file's own blocks: the target's numbers in
+fewer bytes still. All else is shared with the target: embedding, norms and KV cache. The copy reads
+the keys and values that the target wrote, so it reads no prompt and keeps no cache. It writes its
+draft's keys and values after them, and then the row is truncated. The target's pass writes its own
+in their place.
 
 Not covered: mixtures of experts, whose experts would stay floats.
 """
@@ -26,7 +28,7 @@ _FEW_WEIGHTS = 50_000_000  # with fewer, reading weights is a small part of a pa
 
 
 class SelfInt8Drafter(SmallModelDrafter):
-    """Runs an int8 copy of the target on the target's own KV cache."""
+    """Runs a smaller copy of the target on the target's own KV cache."""
 
     name: ClassVar[str] = "self_int8"
     shares_cache = True
@@ -52,7 +54,7 @@ class SelfInt8Drafter(SmallModelDrafter):
         return cls(context)
 
     def __init__(self, context: Context) -> None:
-        super().__init__(context, int8_copy(context.target))
+        super().__init__(context, smaller_copy(context.target))
         self._target = context.target
         # A step reads fewer bytes: that part of what a pass reads (control/costs.py).
         num_bytes = fast.num_bytes if (fast := self._draft.fast) else self.num_step_weights
@@ -94,7 +96,7 @@ class SelfInt8Drafter(SmallModelDrafter):
         """The row is the engine's."""
 
 
-def int8_copy(target: Model) -> Model:
+def smaller_copy(target: Model) -> Model:
     """A copy of a cached model with linear layers of its own; all else is shared with it."""
     twin, model = copy(target), target.model
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}

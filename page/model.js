@@ -12,7 +12,7 @@ const KINDS = {
   mtp: "A layer that was trained with the target guesses from the target’s own hidden states.",
   eagle3: "A layer that was trained afterwards guesses from hidden states of three of the target’s layers.",
   dflash: "A few layers trained afterwards guess all tokens at once, from the target’s hidden states.",
-  self_int8: "The target itself, its weights rounded to 8 bits: a quarter of the bytes, nearly always right.",
+  self_int8: "The target itself with smaller weights, of 8 bits or its GGUF file's own: nearly always right.",
   auto: "The server chooses among all of them every cycle, by what each has cost and kept so far.",
 };
 
