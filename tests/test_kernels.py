@@ -419,15 +419,16 @@ def test_matrices_of_several_forms_give_their_outputs_side_by_side(threads):
 
 # ----------------------------------------------------------------------------- other machines
 
-SOURCES = [*sorted((ROOT / "kernels").glob("*.c")), ROOT / "tests" / "kernels_bits.c"]
+PROGRAM = ROOT / "tests" / "kernels_bits.c"
 EXACT = "-O3 -std=gnu11 -ffp-contract=off -fno-math-errno -fno-trapping-math -pthread".split()
 
 
-def bits(tmp_path, command, runner=(), given=("0", "12", "2")):
+def bits(tmp_path, command, runner=(), given=("0", "12", "2"), kernels=None):
     """What kernels_bits.c prints, compiled by `command`; without one, as it was compiled last."""
     made = tmp_path / "bits"
     if command:
-        command = [*command, "-o", made, *SOURCES, "-lm"]
+        kernels = [kernels] if kernels else sorted((ROOT / "kernels").glob("*.c"))
+        command = [*command, "-o", made, PROGRAM, *kernels, "-lm"]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     done = subprocess.run([*runner, made, *given], capture_output=True, text=True)
@@ -435,10 +436,15 @@ def bits(tmp_path, command, runner=(), given=("0", "12", "2")):
     return done.stdout
 
 
+def own_bits(tmp_path):
+    """The same by the library that runs here."""
+    command = [*library.compiler(), *EXACT, "-march=native"]
+    return bits(tmp_path, command, kernels=library.load()._name)
+
+
 @needs_compiler
 def test_a_whole_forward_has_the_same_bits_on_every_x86_and_with_any_threads(tmp_path):
-    compiler = [*library.compiler(), *EXACT]
-    native = bits(tmp_path, [*compiler, "-march=native"])
+    compiler, native = [*library.compiler(), *EXACT], own_bits(tmp_path)
     assert native.count("\n") == 12 and "none" not in native
     assert native == bits(tmp_path, [], given=("0", "12", "3"))
     if platform.machine() == "x86_64":
@@ -455,7 +461,7 @@ def test_a_whole_forward_has_the_same_bits_on_aarch64(tmp_path, cpu):
     cross, emulator = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
     if not (cross and emulator and library.compiler()):
         pytest.skip("needs gcc-aarch64-linux-gnu and qemu-user")
-    native = bits(tmp_path, [*library.compiler(), *EXACT, "-march=native"])
+    native = own_bits(tmp_path)
     assert bits(tmp_path, [cross, *EXACT, f"-march={cpu}", "-static"], [emulator]) == native
 
 
