@@ -15,7 +15,7 @@ from math import prod, sqrt
 from operator import mul
 from typing import Any
 
-PRIOR = 0.85  # α before anything was seen
+PRIOR, PRIOR_OF_COPY = 0.85, 0.97  # α before anything was seen
 _KEPT, _OLDEST = 0.85, 4  # of what was seen, with each cycle; of at most so many at once
 _TYPICAL_KEPT, _WEIGHT = 0.99, 4.0  # the same of what is typical of a drafter; cases it stands for
 _NEW, _SETTLED = 8, 4  # cycles in which estimates are renewed each time; afterwards at every 4th
@@ -24,10 +24,10 @@ _NEW, _SETTLED = 8, 4  # cycles in which estimates are renewed each time; afterw
 class Calibration:
     """How often tokens are accepted that a drafter was so sure of, by tenths of its confidence."""
 
-    def __init__(self) -> None:
-        """Before anything was seen it is believed."""
-        self._reached = [_WEIGHT] * 10
-        self._accepted = [_WEIGHT * (tenth + 0.5) / 10 for tenth in range(10)]
+    def __init__(self, is_copy: bool = False) -> None:
+        """Before anything was seen it is believed; of a copy of the target it says nothing."""
+        chances = (PRIOR_OF_COPY if is_copy else (tenth + 0.5) / 10 for tenth in range(10))
+        self._reached, self._accepted = [_WEIGHT] * 10, [_WEIGHT * chance for chance in chances]
         self.mean = PRIOR  # share of all judged tokens that were accepted, recent ones above all
 
     def observe(self, confidence: float, is_accepted: bool) -> None:

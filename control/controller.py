@@ -30,6 +30,7 @@ by rejection: then the same seed gives another text of the same distribution.
 """
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from math import inf, prod
@@ -37,7 +38,7 @@ from typing import Any, NamedTuple
 
 from drafters.panel import TREE
 
-from .acceptance import Acceptance, TreeAcceptance
+from .acceptance import Acceptance, Calibration, TreeAcceptance
 from .costs import Costs
 from .rest import Recent, Rest
 
@@ -245,9 +246,11 @@ class Choice:
 class Controller:
     """Chooses for each batch and cycle; learns from what the engine measures and what came."""
 
-    def __init__(self, num_target_weights: int, *others: dict[str, int]) -> None:
-        """What Costs takes."""
-        self.costs = Costs(num_target_weights, *others)
+    def __init__(
+        self, num_target_weights: int, *others: dict[str, int], copies: Collection[str] = ()
+    ) -> None:
+        """What Costs takes, and which drafters are copies of the target."""
+        self.costs, self._copies = Costs(num_target_weights, *others), copies
         # Of all requests so far, by drafter and rule.
         self._typical: dict[tuple[str, str], Acceptance] = {}
         self._saved: dict[str, float] = {}  # tokens that probing may cost, of each idle drafter
@@ -259,12 +262,14 @@ class Controller:
         """For the core's target and its drafters, each with its name."""
         sizes = {name: getattr(own, "num_step_weights", 0) for name, own in drafters.items()}
         at_once = {name: n for name, own in drafters.items() if (n := own.drafts_at_once)}
-        return cls(target.num_weights, sizes, at_once)
+        copies = [name for name, own in drafters.items() if own.is_copy]
+        return cls(target.num_weights, sizes, at_once, copies=copies)
 
     def record(self, name: str, rule: str) -> Acceptance:
         """For a new request, whose drafts are judged by `rule`."""
         kind = TreeAcceptance if name == TREE else Acceptance
-        return kind(self._typical.setdefault((name, rule), kind()))
+        fresh = kind(calibration=Calibration(name in self._copies))
+        return kind(self._typical.setdefault((name, rule), fresh))
 
     def rest(self, batch: int, who: Any) -> Rest:
         """Of batches of about this size, for which `who` may draft."""

@@ -128,6 +128,7 @@ class Drafter(ABC):
     # Built-in drafters only:
     shares_cache: bool = False  # a state gets `row`, the target's
     stops_early: bool = False  # a state is a ModelState
+    is_copy: bool = False  # of the target: it doubts what the target doubts, and chooses the same
     branches: bool = False  # a state gets `can_branch`: a tree is welcome
     keeps_outputs: bool = False  # a state gets `is_alone`, and hears of the last tokens, too
 

@@ -31,7 +31,7 @@ class SelfInt8Drafter(SmallModelDrafter):
     """Runs a smaller copy of the target on the target's own KV cache."""
 
     name: ClassVar[str] = "self_int8"
-    shares_cache = True
+    shares_cache = is_copy = True
 
     @classmethod
     def build(cls, context: Context) -> "SelfInt8Drafter":

@@ -585,6 +585,8 @@ ROWS = [  # name, place, old, new and tests
      "if False and", "controller::requests_that_go_on_keep_what_was_chosen_until_another"),
     ("a choice is kept whoever joins", "control.planner:Planner.plan",
      "len(new) <= len(sequences) // _FEW", "True", "controller::requests_that_go_on_keep"),
+    ("a copy of the target is doubted", "control.controller:Controller.record",
+     "name in self._copies", "False", "controller::a_copy_of_the_target_is_not_doubted_where"),
     ("a new text drafts as long as it may", "control.planner:Planner._choose",
      "min(limit_of(s), s.seat.most)", "limit_of(s)", "controller::a_text_drafts_longer_once_all"),
     ("drafts get no longer", "control.planner:Planner.learn", "seat.most *= 2", "pass",

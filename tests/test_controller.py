@@ -122,6 +122,14 @@ def test_where_a_draft_stopped_counts_as_reached_and_not_accepted(own):
     assert ask(controller(c=0.4), {"own": always}, limit=4).num_tokens < 4
 
 
+def test_a_copy_of_the_target_is_not_doubted_where_the_target_doubts(demo_engine):
+    drafters = scripted(copy=None, other=None)
+    drafters["copy"].is_copy = True
+    own = Controller.of(demo_engine.target, drafters)
+    copy, other = (own.record(name, "greedy").doubts(0.5) for name in ("copy", "other"))
+    assert copy([0.3, 0.4, 0.3]) and not other([0.3])
+
+
 def test_a_draft_goes_on_while_the_next_token_pays_for_its_step(own):
     """Confidence is judged by what became of it: here .35 is as good as .95, and .65 is bad."""
     record = own.record("own", "greedy")
