@@ -8,6 +8,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -324,6 +325,39 @@ def test_a_model_that_was_unpacked_drafts_with_its_file_s_own_blocks(files, dtyp
         assert torch.equal(found, logits_of(load(model=files["q4_0"])))
     s = assert_lossless(engine, ids, 40, "self_int8", num_speculative_tokens=3)
     assert s.statistics.draft_acceptance_rate > 0.5 and not s.seat.warnings
+
+
+def write_gpt2(folder, path):
+    """A random GPT-2 with the tokenizer of a folder: learned positions, matrices transposed."""
+    config = AutoConfig.from_pretrained(folder)
+    config.n_positions = 1024  # transformers does not read it
+    named = {
+        "rms_norm_eps": 1e-5, "intermediate_size": 4 * config.n_embd,
+        "num_key_value_heads": config.n_head,
+    }  # fmt: skip
+    config.update(named)
+    writer = begun(path, "gpt2", config, folder, "gpt-2")
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.n_layer)
+    for name, weight in AutoModelForCausalLM.from_config(config).state_dict().items():
+        is_turned = re.search(r"c_(attn|proj|fc)\.weight", name)
+        if name != "lm_head.weight":
+            values = np.ascontiguousarray(weight.numpy().T if is_turned else weight.numpy())
+            add(writer, names.get_name(name, try_suffixes=(".weight", ".bias")), values, Q8_0)
+    finish(writer)
+    return path
+
+
+@needs_compiler
+def test_a_file_with_learned_positions_is_served_as_it_is(tiny_folder, tmp_path):
+    path = write_gpt2(tiny_folder("gpt2"), tmp_path / "a.gguf")
+    packed, floats = load(model=path), load(model=path, dtype="float32", drafter="self_int8")
+    assert packed.target.fast.is_compiled and packed.target.fast.decoder.output.form == "Q8"
+    found, expected = logits_of(packed), logits_of(floats)
+    assert (found - expected).abs().max() < 0.1 * expected.abs().max()
+    ids = floats.target.tokenizer(CODE)["input_ids"]
+    floats.target.cache.close_row(floats.target.cache.rows[0])
+    assert not assert_lossless(floats, ids, 24, "self_int8").seat.warnings
 
 
 def write_hybrid(folder, path, architecture):
