@@ -138,6 +138,7 @@ class Server:
         while is_stored and time.monotonic() < until:
             with answering(self.port, "GET", "/page/story.json") as response:
                 is_stored = json.load(response).get("stored", False)
+            time.sleep(0.05)
 
     def status(self) -> dict[str, list[str]]:
         """What Linux says of the process, words by name."""

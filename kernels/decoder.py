@@ -392,8 +392,7 @@ class Decoder:
         if output.weight is not embedding.weight:
             self.embedding = panels_of(embedding)
         table = getattr(decoder, "wpe", None)
-        if table is not None:
-            self._positions = getattr(table, "panels", None) or Panels.of(table.weight.float())
+        self._positions = None if table is None else panels_of(table)
         scale = getattr(embedding, "embed_scale", torch.ones(())).to(embedding.weight.dtype)
         multiplier = getattr(decoder, "embedding_multiplier", 1.0)
         self.struct.embedding_scale = float(scale) * multiplier

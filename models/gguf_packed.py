@@ -104,9 +104,10 @@ def load_packed(file: GgufFile, config: PreTrainedConfig) -> tuple[Any, dict[str
 
 
 def pack_copy(path: str, model: Any) -> None:
-    """Have a model compute with the blocks of the file that was unpacked for it: they draft well.
+    """Have a copy of a model compute with the blocks of the file that was unpacked for the model.
 
-    Their numbers are the model's own; only inputs are rounded. Raises BadFile.
+    Their numbers are the model's own, and only inputs are rounded, so the copy drafts well. Raises
+    BadFile.
     """
     with open_model(path) as file:
         processor, names = names_in(file, model)

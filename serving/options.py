@@ -25,7 +25,7 @@ from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, check_fields
 
 KEY_VARIABLE = "SPECULATIVE_API_KEY"
 RUNNING_ELSEWHERE = 64  # requests at once in an engine that is not this server's own
-FIXED_K = 5  # where nobody chooses K for each draft
+MOST_K = 7  # where the controller chooses K for each draft; else it is a request's own
 _DEPENDING = "max_running", "num_speculative_tokens"  # options whose default others decide
 REMEMBERED = 50_000  # tokens of past outputs: 0.4 kB each
 ROOT = Path(__file__).resolve().parent.parent
@@ -127,8 +127,8 @@ class Options:
         f"{', '.join(NAMES)}, tree, or yours as file.py:Class", "auto", **_NAME,
     )  # fmt: skip
     num_speculative_tokens: int = _option(
-        CHANGE, 7, f"the most tokens to guess at once, 1 to {MAX_SPECULATIVE_TOKENS}",
-        f"7; {FIXED_K} with --fixed-k or --engine",
+        CHANGE, MOST_K, f"the most tokens to guess at once, 1 to {MAX_SPECULATIVE_TOKENS}",
+        f"{MOST_K}; {Request.num_speculative_tokens} with --fixed-k or --engine",
         type=between(1, MAX_SPECULATIVE_TOKENS), metavar="K",
     )  # fmt: skip
     fixed_k: bool = _option(
@@ -480,8 +480,8 @@ def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namesp
         parser.error(f"cannot use the API key: {error}")
     values = {field.name: getattr(given, field.name) for field in fields(Options)}
     values["max_running"] = given.max_running or (RUNNING_ELSEWHERE if given.engine else 8)
-    is_fixed = given.fixed_k or given.engine or given.plan
-    values["num_speculative_tokens"] = given.num_speculative_tokens or (FIXED_K if is_fixed else 7)
+    chosen = Request if given.fixed_k or given.engine or given.plan else Options
+    values["num_speculative_tokens"] = given.num_speculative_tokens or chosen.num_speculative_tokens
     if given.plan:  # for engines that have no controller; --max-running is theirs
         values |= {"fixed_k": True, "max_running": 8}
     return given, Options(**values)

@@ -331,11 +331,8 @@ def write_gpt2(folder, path):
     """A random GPT-2 with the tokenizer of a folder: learned positions, matrices transposed."""
     config = AutoConfig.from_pretrained(folder)
     config.n_positions = 1024  # transformers does not read it
-    named = {
-        "rms_norm_eps": 1e-5, "intermediate_size": 4 * config.n_embd,
-        "num_key_value_heads": config.n_head,
-    }  # fmt: skip
-    config.update(named)
+    sizes = {"intermediate_size": 4 * config.n_embd, "num_key_value_heads": config.n_head}
+    config.update(sizes | {"rms_norm_eps": 1e-5})  # as `begun` reads them
     writer = begun(path, "gpt2", config, folder, "gpt-2")
     writer.add_layer_norm_eps(config.layer_norm_epsilon)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.n_layer)
