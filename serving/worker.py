@@ -235,7 +235,8 @@ class Worker(Places):
         self._refusal: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
-        self._prepared.wait()
+        while not self._prepared.wait(1):
+            pass  # here the handler of a signal runs that came just before this thread slept
         if self._refusal:
             raise self._refusal
 

@@ -4,12 +4,14 @@ All against the real process, on a real socket. Load and deadlines are in test_s
 command line's mistakes in test_command_line.py.
 """
 
+import ctypes
 import json
 import os
 import re
 import shutil
 import signal
 import socket
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import PIPE
@@ -82,6 +84,18 @@ def test_sigterm_while_loading_ends_the_server(gate):
     with serving(*gate.arguments, wait=False) as server:
         until(lambda: "loading" in server.log())
         server.end_well()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="tgkill is Linux's")
+def test_a_signal_that_does_not_wake_the_main_thread_ends_the_server_while_loading(gate):
+    """As one that comes just before that thread sleeps; here another thread gets it."""
+    gate.shut("load")
+    with serving(*gate.arguments, wait=False) as server:
+        until(lambda: "loading" in server.log())
+        until(lambda: "reading the weights" in health(server.port)["stage"])
+        others = {int(name) for name in os.listdir(f"/proc/{server.pid}/task")} - {server.pid}
+        assert ctypes.CDLL(None).tgkill(server.pid, min(others), signal.SIGTERM) == 0
+        assert server.exit_code() == 0
 
 
 def test_the_first_signal_finishes_what_was_taken_and_exits_0(gate):
