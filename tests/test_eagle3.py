@@ -167,7 +167,7 @@ def reference_draft(head, model, text, count, embed=None):
 def head_folder(tmp_path_factory):
     """A head for the embedded target, trained for seconds by the script."""
     work = tmp_path_factory.mktemp("eagle3")
-    more = {"tokens": 8_000, "epochs": 8.0}
+    more = {"epochs": 10.0, "rate": 6e-3}
     train.run(train.Plan("eagle3", TARGET, work, work / "head", **train.TOY | more))
     return work / "head"
 

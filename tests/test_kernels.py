@@ -3,7 +3,6 @@ CPU they are the same. Where nothing can be compiled, the modules run."""
 
 import ctypes
 import os
-import platform
 import shutil
 import stat
 import subprocess
@@ -22,7 +21,7 @@ import transformers
 from conftest import FAMILIES, ROOT, TARGET, assert_lossless, only_modules, run
 from test_batching import together
 from test_drafters import fresh_state
-from test_eagle3 import head_folder, new_head, target_folder  # noqa: F401
+from test_eagle3 import new_head, target_folder  # noqa: F401
 
 from kernels import chain, decoder, library
 from kernels.parts import is_same
@@ -443,16 +442,19 @@ def own_bits(tmp_path):
 
 
 @needs_compiler
-def test_a_whole_forward_has_the_same_bits_on_every_x86_and_with_any_threads(tmp_path):
-    compiler, native = [*library.compiler(), *EXACT], own_bits(tmp_path)
+@pytest.mark.parametrize(
+    "cpu", ["native", "x86-64-v3", pytest.param("x86-64", marks=pytest.mark.slow)]
+)
+def test_a_whole_forward_has_the_same_bits_on_every_x86_and_with_any_threads(tmp_path, cpu):
+    native = own_bits(tmp_path)
     assert native.count("\n") == 12 and "none" not in native
-    assert native == bits(tmp_path, [], given=("0", "12", "3"))
-    if platform.machine() == "x86_64":
-        assert bits(tmp_path, [*compiler, "-march=x86-64"]) == native
-    flags = Path("/proc/cpuinfo").read_text()
-    if not {"avx2", "fma", "f16c"} <= set(flags.split()):
-        pytest.skip("this CPU has no AVX2")
-    assert bits(tmp_path, [*compiler, "-march=x86-64-v3"]) == native
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    if cpu == "native":
+        assert native == bits(tmp_path, [], given=("0", "12", "3"))
+    elif "lm" not in flags or "v3" in cpu and not {"avx2", "fma", "f16c"} <= flags:
+        pytest.skip("not this CPU")
+    else:
+        assert bits(tmp_path, [*library.compiler(), *EXACT, f"-march={cpu}"]) == native
 
 
 @pytest.mark.slow
@@ -493,10 +495,14 @@ class Numbers:
 
 
 @pytest.fixture(scope="module", params=["draft_model", "self_int8", "mtp", "eagle3"])
-def drafting(request, head_folder):  # noqa: F811
+def drafting(request, target_folder, tmp_path_factory):  # noqa: F811
     """An engine, and the drafter that it is to be asked of."""
-    given = {"drafter": request.param, "fixed_k": True, "eagle3": str(head_folder)}
-    return core.load_engine(core.Options(model="embedded", **given)), request.param
+    given = {"model": "embedded", "drafter": request.param, "fixed_k": True}
+    if request.param == "eagle3":
+        head = tmp_path_factory.mktemp("head")
+        new_head(head)
+        given |= {"model": str(target_folder), "eagle3": str(head)}
+    return core.load_engine(core.Options(**given)), request.param
 
 
 @needs_compiler

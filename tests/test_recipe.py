@@ -45,7 +45,7 @@ def test_a_drafter_learns_and_what_is_trained_is_what_drafts(kind, plan, monkeyp
     monkeypatch.setattr(recipe, "fast_dtype", lambda: torch.float32)
     for drafter in "eagle3.Eagle3Drafter", "mtp_head.MtpHeadDrafter":
         monkeypatch.setattr(f"drafters.{drafter}.kept_as", None)
-    own = replace(plan, kind=kind, out=plan.work / kind)
+    own = replace(plan, kind=kind, out=plan.work / kind, epochs=2.5)
     target, data, student = train.student_of(own)
     figures = recipe.train(student, train.rows_of(target), data, own)
     lines = (plan.work / f"{kind}.jsonl").read_text("utf-8").splitlines()
@@ -90,7 +90,7 @@ def test_a_word_of_a_draft_model_has_few_numbers(plan, monkeypatch):
     assert embedding.shape == (4096, 32) and whole.module.config.hidden_size == 128
     basis = torch.linalg.lstsq(like.float(), embedding).solution
     assert torch.allclose(basis.T @ basis, torch.eye(32), atol=0.01)
-    own = replace(plan, work=plan.work / "factorised", epochs=15)
+    own = replace(plan, work=plan.work / "factorised", epochs=6, rate=1e-2)
     own.work.mkdir()
     figures = recipe.train(student, train.rows_of(target), data, own)
     lines = (own.work / "draft.jsonl").read_text("utf-8").splitlines()
