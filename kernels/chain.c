@@ -6,8 +6,6 @@
 #include "forward.h"
 #include "sampling.h"
 
-int run_decoder(const decoder *d, const batch *f, int threads);
-
 typedef struct {
   choice how;
   const doubts *may_stop;  // or NULL: a draft has as many tokens as it may
@@ -24,7 +22,7 @@ typedef struct {
 } vocabulary;
 
 // `f` feeds each text what it lacks, and wants the logits behind the last token of each; of a model that reads states
-// it asks for those that a step leaves to the next. Returns 0, or what choose() gives in the place of a token.
+// it asks for those that a step leaves to the next. Returns 0, or what run_decoder() or choose() gives in its place.
 int run_chain(const decoder *d, const batch *f, draft *drafts, const vocabulary *v, int threads) {
   const int texts = f->num_wanted, outputs = d->output->outputs, words = v->count;
   const size_t width = (size_t)d->hidden, held = d->has_states ? texts * width : 0, laid = v->ids ? (size_t)words : 0;
@@ -37,7 +35,7 @@ int run_chain(const decoder *d, const batch *f, draft *drafts, const vocabulary 
   for (int i = 0; i < texts && !failed; ++i) own[i] = i;
   for (size_t i = 0; i < laid && !failed; ++i) over_words[i] = -INFINITY;  // words that the model does not have stay so
   for (int active = texts, step = 0; active && !failed; ++step) {
-    if (!run_decoder(d, &now, threads)) failed = NO_MEMORY;
+    failed = run_decoder(d, &now, threads);
     int left = 0;
     for (int i = 0; i < active && !failed; ++i) {
       draft *a = drafts + own[i];

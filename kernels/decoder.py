@@ -29,6 +29,7 @@ MOST_ROWS = 256  # of one call: their numbers lie in memory at once
 _LITTLE = 1 << 26  # bytes of weights times rows
 _JUMP = 0.05  # of a row's largest number, by an input that is rounded to another of 8 bits
 _NUM_COMPARED = 8  # tokens that the decoder and transformers' modules are compared on
+NONE = torch.empty(0, dtype=torch.int64)
 # By the names of torch's and transformers' modules, as in forward.h.
 _ACTIVATIONS = {
     "SiLU": 0, "SiLUActivation": 0, "GELUTanh": 1, "NewGELUActivation": 1, "PytorchGELUTanh": 1,
@@ -56,6 +57,7 @@ class BlockStruct(ctypes.Structure):
         *((name, _Float) for name in ("scaling", "softcap", "residual_scale")),
         ("keys", _Address),
         ("values", _Address),
+        ("slots", ctypes.c_int64),
         ("capacity", ctypes.c_int64),
         ("net", _Address),
         ("value_width", _Int),
@@ -282,7 +284,7 @@ class Block:
             assert buffer.dtype == self.dtype and buffer.is_contiguous()
             assert buffer.shape[1] == self.kv_heads and buffer.shape[3] == self.width
         self.struct.keys, self.struct.values = keys.data_ptr(), values.data_ptr()
-        self.struct.capacity = keys.shape[2]
+        self.struct.slots, self.struct.capacity = keys.shape[0], keys.shape[2]
 
 
 def norm_struct(norm: Any, kept: list[Any]) -> _Norm:
@@ -326,13 +328,15 @@ class Rows:
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """[3, N]: slots, positions, places; and lines [N, depth]."""
-        depth = max(map(len, self.lines), default=0)
+        rows = torch.tensor([self.slots, self.positions, self.places])
+        if not self.lines:
+            return rows, NONE
+        depth = max(map(len, self.lines))
         lines = [
             [*range(position + 1 - depth, position + 1 - len(line)), *line]
-            for position, line in zip(self.positions, self.lines, strict=False)
+            for position, line in zip(self.positions, self.lines, strict=True)
         ]
-        rows = torch.tensor([self.slots, self.positions, self.places])
-        return rows, torch.tensor(lines or [], dtype=torch.int64)
+        return rows, torch.tensor(lines)
 
 
 class Decoder:
@@ -379,8 +383,8 @@ class Decoder:
         structs = [s for s, block in zip(self._structs, self.blocks, strict=True) if not block.net]
         for block, struct, pair in zip(self.attending, structs, buffers, strict=True):
             block.attach(*pair)
-            struct.keys, struct.values = block.struct.keys, block.struct.values
-            struct.capacity = block.struct.capacity
+            for name in ("keys", "values", "slots", "capacity"):
+                setattr(struct, name, getattr(block.struct, name))
         self._buffers, self._cache = list(buffers), None
 
     def take_ends(self, model: Any, last_norm: Any) -> None:
@@ -463,23 +467,20 @@ class Decoder:
         Tokens are chosen among chain.c's `vocabulary`. If the model reads states, those behind the
         first N are what comes out behind `layer`. Raises ValueError for logits that are no numbers.
         """
-        self._check(rows, wanted, ids, None)
-        ends = [int(rows[2, i]) + own.limit for i, own in zip(wanted, drafts, strict=True)]
-        assert max(ends) <= self._buffers[0][0].shape[2] and not self.nets
+        assert rows.shape == (3, len(ids)) and len(wanted) == len(drafts) and not self.nets
         outputs = self.output.outputs if words.ids else words.count  # no others are computed
         assert 0 < words.count and outputs <= self.output.outputs
         assert bool(self.struct.has_states) == (given is not None)
         logits, asked = torch.empty(len(wanted), outputs), (_Int * 1)(layer)
         own, output = (type(x).from_buffer_copy(x) for x in (self.struct, self.output.struct))
         output.outputs, own.output = outputs, ctypes.pointer(output)
-        slots, positions, places = rows.contiguous()
-        pointed = {"ids": ids, "slots": slots, "positions": positions, "places": places}
-        pointed |= {"wanted": wanted, "logits": logits}
+        pointed = {"ids": ids, "wanted": wanted, "logits": logits}
         if given is not None:
             given, states = given.float().contiguous(), torch.empty(len(ids), self.hidden)
             assert given.shape == states.shape
             pointed |= {"given": given, "states": states}
         addresses = {name: _at(tensor) for name, tensor in pointed.items()}
+        addresses |= zip(("slots", "positions", "places"), _each(rows), strict=True)
         batch = Batch(rows=len(ids), num_wanted=len(wanted), shift=shift, **addresses)
         batch.num_states, batch.state_layers = given is not None, ctypes.addressof(asked)
         call, threads = library.load().run_chain, self._threads(len(wanted))
@@ -510,49 +511,33 @@ class Decoder:
         rows see up to `ends` [N] keys. With `only_keys` states become keys and values, and that is
         all.
         """
-        self._check(rows, wanted, ids, ends)
-        count = rows.shape[1]
-        words = self.output.outputs if self.output else 0
-        logits = torch.empty(len(wanted), words)
-        states = torch.empty(len(layers), count, self.hidden)
-        asked = torch.tensor(layers, dtype=torch.int32)
+        count, rows = rows.shape[1], rows.contiguous()
+        assert all(x is None or x.shape == (count,) and x.is_contiguous() for x in (ids, ends))
+        logits = torch.empty(len(wanted), self.output.outputs if self.output else 0)
+        states = torch.empty(len(layers), count, self.hidden) if layers else NONE
+        asked = (_Int * len(layers))(*layers)
         if given is not None:
             given = given.float().contiguous()
             is_pair = ids is None and self.struct.has_states
             assert given.numel() == count * self.hidden * (2 if is_pair else 1)
-        slots, positions, places = rows.contiguous()
+        slots, positions, places = _each(rows)
         assert len(passed) == len(self.nets) and (not passed or sum(counts) == count)
         kept: list[Any] = []
         text_rows = (_Int * len(counts))(*counts)
         passings = (_Passing * len(passed))(*(own.struct(kept) for own in passed))
         batch = Batch(
             count, len(wanted), lines.shape[1] if lines.dim() > 1 else 0, shift, len(layers),
-            *map(_at, (ids, slots, positions, ends)), only_keys,
-            *map(_at, (places, lines, wanted, given, asked)), len(counts),
+            _at(ids), slots, positions, _at(ends), only_keys, places,
+            *map(_at, (lines, wanted, given)), ctypes.addressof(asked), len(counts),
             ctypes.addressof(text_rows), ctypes.addressof(passings), *map(_at, (states, logits)),
         )  # fmt: skip
-        call = library.load().run_decoder
-        if not call(ctypes.byref(self.struct), ctypes.byref(batch), self._threads(count)):
-            raise MemoryError("no memory for a forward")
+        call, threads = library.load().run_decoder, self._threads(count)
+        checked(call(ctypes.byref(self.struct), ctypes.byref(batch), threads))
         return logits, dict(zip(layers, states, strict=True))
 
     def _threads(self, num_rows: int) -> int:
         """One for a forward that is over sooner than several threads have met so often."""
         return 1 if self.num_bytes * num_rows < _LITTLE else self.num_threads
-
-    def _check(self, rows: Tensor, wanted: Tensor, ids: Tensor | None, ends: Tensor | None) -> None:
-        """Nothing outside a buffer is read or written; what fails here is our mistake."""
-        count, (slots, _, capacity, _) = rows.shape[1], self._buffers[0][0].shape
-        assert int(rows.min()) >= 0 and int(rows[0].max()) < slots, "no such slot"
-        assert int(rows[1:].max()) < capacity, "no such place"
-        if len(wanted):
-            assert 0 <= int(wanted.min()) and int(wanted.max()) < count
-        if ids is not None:
-            assert len(ids) == count and int(ids.min()) >= 0
-            assert int(ids.max()) < self.struct.embedding.contents.outputs, "no such token"
-        if any(struct.looks_ahead for struct in self._structs):
-            assert ends.is_contiguous() and len(ends) == count
-            assert 0 < int(ends.min()) <= int(ends.max()) <= capacity
 
     def quantise(self, has_own_embedding: bool = True) -> None:
         """Make integers of the weights."""
@@ -569,6 +554,12 @@ class Decoder:
             self.embedding = self.output if is_tied else self.embedding.quantised()
         self.point()
         self._cache = None
+
+
+def _each(rows: Tensor) -> range:
+    """The addresses of a matrix's rows, which lie one behind the other."""
+    begin, step = rows.data_ptr(), rows.shape[1] * rows.element_size()
+    return range(begin, begin + len(rows) * step, step)
 
 
 def _at(tensor: Tensor | None) -> int | None:

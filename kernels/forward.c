@@ -365,12 +365,33 @@ static void *cut(uint8_t **from, size_t bytes) {
   return part;
 }
 
-// Run a batch. Returns whether there was memory for it.
+static int is_below(const int64_t *numbers, int count, int64_t first, int64_t end) {
+  for (int i = 0; numbers && i < count; ++i)
+    if (numbers[i] < first || numbers[i] >= end) return 0;
+  return 1;
+}
+
+// Whether all that a batch names is there: nothing outside a buffer is read or written.
+static int is_inside(const decoder *d, const batch *f) {
+  if (!is_below(f->wanted, f->num_wanted, 0, f->rows)) return 0;
+  if (f->ids && !is_below(f->ids, f->rows, 0, d->embedding->outputs)) return 0;
+  for (const block *b = d->blocks; b < d->blocks + d->num_blocks; ++b) {
+    if (b->net) continue;
+    const int has_all = is_below(f->slots, f->rows, 0, b->slots) && is_below(f->places, f->rows, 0, b->capacity);
+    if (!has_all || !is_below(f->positions, f->rows, 0, b->capacity)) return 0;
+    if (b->looks_ahead && !(f->ends && is_below(f->ends, f->rows, 1, b->capacity + 1))) return 0;
+    if (f->depth && !is_below(f->line, f->rows * f->depth, INT64_MIN, b->capacity)) return 0;
+  }
+  return 1;
+}
+
+// Run a batch.
 int run_decoder(const decoder *d, const batch *f, int threads) {
+  if (!is_inside(d, f)) return NO_PLACE;
   forward w = {.d = d, .f = f, .threads = threads};
   const size_t rows = (size_t)f->rows, width = (size_t)d->hidden;
   w.groups = malloc(rows * sizeof *w.groups);
-  if (!w.groups) return 0;
+  if (!w.groups) return NO_ROOM;
   w.num_groups = make_groups(f, w.groups);
   size_t joined = 0, queries = 0, inner = 0, prepared = 0, partials = 0, rooms = 0, rules = 0;
   for (int i = 0; i < d->num_blocks; ++i) {
@@ -410,5 +431,5 @@ int run_decoder(const decoder *d, const batch *f, int threads) {
   }
   free(memory);
   free(w.groups);
-  return memory != NULL;
+  return memory ? 0 : NO_ROOM;
 }

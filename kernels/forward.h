@@ -47,7 +47,7 @@ typedef struct {
   int32_t looks_ahead;  // not up to the row itself, but to where the batch says
   float scaling, softcap, residual_scale;
   void *keys, *values;  // [slots, kv_heads, capacity, width or value_width]
-  int64_t capacity;
+  int64_t slots, capacity;
   const delta *net;  // or NULL
   int32_t value_width;  // of a head's value; width is that of its query and key
   const float *sinks;   // [heads]: scores that take their share of the softmax and give nothing; or NULL
@@ -100,6 +100,9 @@ typedef struct group {  // rows of one text that stand together
 } group;
 
 enum { KEYS = 256, GROUP_ROWS = 8 };  // keys of a partial result; rows of a group
+
+enum { NO_ROOM = -2, NO_PLACE = -3 };  // no memory, as in sampling.h; a batch names what is not there
+int run_decoder(const decoder *d, const batch *f, int threads);  // 0, or one of these
 
 int make_groups(const batch *f, group *groups);
 size_t num_partials(const attention *a);

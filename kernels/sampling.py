@@ -12,7 +12,7 @@ from torch import Tensor
 from . import library
 
 Transforms = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
-_NO_NUMBERS, _NO_MEMORY = -1, -2  # as in sampling.h
+_NO_NUMBERS, _NO_MEMORY, _NO_PLACE = -1, -2, -3  # as in sampling.h and forward.h
 is_wanted = True  # for models on any device
 _MOST_TOKENS = 1 << 23  # of a vocabulary: sums of more might not fit 64 bits
 
@@ -126,7 +126,9 @@ def _function(name: str, returns: Any = ctypes.c_int64) -> Callable[..., Any]:
 
 def checked(result: int) -> int:
     if result == _NO_MEMORY:
-        raise MemoryError("no memory to choose a token")
+        raise MemoryError("no memory for a forward, or to choose a token")
+    if result == _NO_PLACE:
+        raise IndexError("a forward was asked for a token, a row or a place that is not there")
     if result == _NO_NUMBERS:
         raise ValueError("the model gave no probabilities to draw from (NaN in its logits?)")
     return result

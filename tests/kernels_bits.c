@@ -6,8 +6,6 @@
 
 #include "../kernels/forward.h"
 
-int run_decoder(const decoder *d, const batch *f, int threads);
-
 static uint32_t state;
 static uint32_t next(uint32_t below) {
   state = state * 1664525 + 1013904223;
@@ -120,7 +118,7 @@ int main(int count, char **given) {
         b->net = new_net(b, hidden, form, out_form);
       }
       const size_t bytes = (size_t)slots * kv_heads * capacity * width * (b->is_half ? 2 : 4);
-      b->capacity = capacity, b->keys = malloc(bytes), b->values = malloc(bytes);
+      b->slots = slots, b->capacity = capacity, b->keys = malloc(bytes), b->values = malloc(bytes);
       memset(b->keys, 0xff, bytes), memset(b->values, 0xff, bytes);  // numbers that are none: nobody may read them
     }
     uint32_t hash = 2166136261u;
@@ -149,7 +147,7 @@ int main(int count, char **given) {
       int nets = 0;
       for (int i = 0; i < d.num_blocks; ++i)
         if (blocks[i].net) passings[nets++] = new_passing(blocks[i].net, slots, rows, tails[i], left[i]);
-      if (!run_decoder(&d, &f, threads)) return 1;
+      if (run_decoder(&d, &f, threads)) return 1;
       for (passing *p = passings; p < passings + nets; ++p) free(p->fed), free(p->mixed), free(p->logs), free(p->betas);
       for (int i = 0; i < rows * words; ++i)
         if (f.logits[i] != f.logits[i]) return printf("seed %d: a number that is none\n", seed), 1;

@@ -24,6 +24,7 @@ from test_drafters import fresh_state
 from test_eagle3 import new_head, target_folder  # noqa: F401
 
 from kernels import chain, decoder, library
+from kernels.decoder import NONE
 from kernels.parts import is_same
 from kernels.weights import FORMS, Panels
 from serving import answers
@@ -118,6 +119,24 @@ def test_a_row_without_numbers_is_not_hidden_by_integers(tiny_folder):
     found = logits(engine)
     # The rows behind it get it through its keys and values alone.
     assert found[3:].isnan().all()
+
+
+@needs_compiler
+@pytest.mark.parametrize("what", ["slots", "positions", "places", "lines", "wanted", "ids"])
+@pytest.mark.parametrize("number", [-1, 1 << 40])
+def test_nothing_is_read_or_written_where_nothing_is(tiny_folder, what, number):
+    target, where, lines = load(tiny_folder("llama")).target, torch.arange(3).repeat(3, 1), NONE
+    target.fast.decoder.follow(target.cache)
+    where[0], ids, wanted = 0, torch.tensor([5, 6, 7]), torch.arange(3)
+    given = {"ids": ids, "wanted": wanted}
+    given |= zip(("slots", "positions", "places"), where, strict=True)
+    if what == "lines":  # numbers below 0 are places before the text, which no row sees
+        lines, number = torch.arange(3)[:, None], 1 << 40
+        given["lines"] = lines
+    target.fast.decoder(where, lines, wanted, ids)
+    given[what][-1] = number
+    with pytest.raises(IndexError, match="that is not there"):
+        target.fast.decoder(where, lines, wanted, ids)
 
 
 @needs_compiler
