@@ -533,7 +533,7 @@ class Decoder:
         )  # fmt: skip
         call, threads = library.load().run_decoder, self._threads(count)
         checked(call(ctypes.byref(self.struct), ctypes.byref(batch), threads))
-        return logits, dict(zip(layers, states, strict=True))
+        return logits, {layer: states[i] for i, layer in enumerate(layers)}
 
     def _threads(self, num_rows: int) -> int:
         """One for a forward that is over sooner than several threads have met so often."""

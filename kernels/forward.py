@@ -130,7 +130,8 @@ class KernelForward:
         for layer, left in zip(recurrent, passed, strict=True):
             layer.note(rows, counts, left)
         cache.advance(place)
-        return list(logits.split(wanted)), {
+        parts = logits.split(wanted) if len(wanted) > 1 else [logits]
+        return list(parts), {
             layer: list(found.to(self._dtype).split(counts)) for layer, found in states.items()
         }
 
