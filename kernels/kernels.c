@@ -6,26 +6,24 @@
 #include "linear.h"
 #include "threads.h"
 
-const char *describe(void) {
 #if VECTOR_BYTES == 64
-  return "AVX-512" 
+#define NAME "AVX-512"
 #elif VECTOR_BYTES == 32
-  return "AVX2"
+#define NAME "AVX2"
 #elif defined(__aarch64__)
-  return "NEON"
+#define NAME "NEON"
 #else
-  return "plain"
+#define NAME "plain"
 #endif
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
-         " VNNI"
+#define BYTES NAME " VNNI"
 #elif defined(__ARM_FEATURE_DOTPROD)
-         " DOTPROD"
+#define BYTES NAME " DOTPROD"
+#else
+#define BYTES NAME
 #endif
-#if HAS_BF16_DOT
-         " BF16"
-#endif
-      ;
-}
+
+const char *describe(void) { return uses_amx() ? BYTES " AMX" : HAS_BF16_DOT ? BYTES " BF16" : BYTES; }
 
 typedef struct {
   const matrix *m;

@@ -1,7 +1,7 @@
 // What differs between CPUs. All else is written for sixteen lanes of floats, which are one register
 // of AVX-512, two of AVX2 and four of NEON or SSE. A lane's arithmetic is IEEE 754's: products are
 // fused with a sum only where `fma` is written (-ffp-contract=off), so every CPU gives the same bits.
-// Only a CPU's own product of bfloat16 (`HAS_BF16_DOT`) is another one.
+// Only a CPU's own products of bfloat16 (`HAS_BF16_DOT`, `HAS_AMX`) are others.
 
 #pragma once
 
@@ -253,6 +253,11 @@ INLINE ivec dot_bytes(ivec sums, ivec weights, ivec x) {
 #define HAS_BF16_DOT 1
 #else
 #define HAS_BF16_DOT 0
+#endif
+#if HAS_BF16_DOT && defined(__AMX_BF16__)
+#define HAS_AMX 1
+#else
+#define HAS_AMX 0
 #endif
 
 #define PREFETCH(from, ahead) __builtin_prefetch((const char *)(from) + (ahead), 0, 3)

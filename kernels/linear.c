@@ -3,6 +3,10 @@
 // the blocks' sums are added in rising order. So neither the number of rows nor of threads nor the
 // place of a row changes a bit. Tiles of several rows read a weight once for all.
 
+#define _GNU_SOURCE
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include "threads.h"
 #include "tiles.h"
 
@@ -128,6 +132,68 @@ INLINE void tile(const int R, const int P, const int form, const uint8_t *w, siz
   put(found, R, P, to, row, output);
 }
 
+// ---------------------------------------------------------------------- tiles of AMX, for bfloat16
+
+#if HAS_AMX
+static int has_amx;
+__attribute__((constructor)) static void ask_for_amx(void) {  // as Linux wants it, once for the process
+  const int permission = 0x1023, tiles = 18;
+  has_amx = !syscall(SYS_arch_prctl, permission, tiles);
+}
+
+// Up to 16 rows of up to 4 panels, one tile of sums each. A panel's 16 steps are a tile, and so are 32 inputs of the rows.
+static void amx_tile(const matrix *m, const uint8_t *w, int panels, int rows, const uint8_t *x, size_t x_step, const target *to,
+                     int row, int output) {
+  const size_t panel = panel_bytes(HALF, m->inputs);
+  const int pairs = (m->inputs + 1) / 2;
+  float found[4 * 16 * LANES];
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int k = 0; k < pairs; k += 16) {
+    const int is_whole = pairs - k >= 16;
+    uint8_t last_rows[16 * 64], last_steps[16 * 64];
+    if (!is_whole) {  // what is missing are zeros
+      memset(last_rows, 0, sizeof last_rows), memset(last_steps, 0, sizeof last_steps);
+      for (int r = 0; r < rows; ++r) memcpy(last_rows + r * 64, x + r * x_step + k * 4, (size_t)(pairs - k) * 4);
+    }
+    _tile_loadd(4, is_whole ? x + k * 4 : last_rows, is_whole ? x_step : 64);
+#define PART(p, t) \
+  if (p < panels) { \
+    const uint8_t *steps = w + p * panel + (size_t)k * 64; \
+    if (!is_whole) steps = memcpy(last_steps, steps, (size_t)(pairs - k) * 64); \
+    else for (int i = 0; i < 1024; i += 64) PREFETCH(steps + i, 4096); \
+    _tile_loadd(t, steps, 64); \
+    _tile_dpbf16ps(p, 4, t); \
+  }
+    PART(0, 5) PART(1, 6) PART(2, 5) PART(3, 6)
+  }
+#define FOUND(p) if (p < panels) _tile_stored(p, found + p * LANES, (size_t)panels * 64);
+  FOUND(0) FOUND(1) FOUND(2) FOUND(3)
+  put(found, rows, panels, to, row, output);
+}
+
+static void amx_panels(const matrix *m, int first, int count, int rows, const uint8_t *x, size_t x_step, const target *to) {
+  for (int row = 0, some; row < rows; row += some) {
+    some = rows - row < 16 ? rows - row : 16;
+    struct { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } shapes = {.palette = 1};
+    for (int t = 0; t < 7; ++t) shapes.bytes[t] = 64, shapes.rows[t] = t < 5 ? some : 16;
+    _tile_loadconfig(&shapes);
+    for (int p = first, taken; p < first + count; p += taken) {
+      taken = first + count - p < 4 ? first + count - p : 4;
+      amx_tile(m, m->panels + p * panel_bytes(HALF, m->inputs), taken, some, x + row * x_step, x_step, to, row, p * LANES);
+    }
+  }
+  _tile_release();
+}
+#else
+enum { has_amx = 0 };
+static void amx_panels(const matrix *m, int first, int count, int rows, const uint8_t *x, size_t x_step, const target *to) {}
+#endif
+
+int uses_amx(void) { return has_amx; }
+
 // ---------------------------------------------------------------------------- all rows of some panels
 
 INLINE int width_of(int form, int rows) { return form >= Q8 ? 1 : rows > FEW_ROWS ? NARROW : WIDTH; }
@@ -165,7 +231,8 @@ void multiply(const matrix *m, int rows, const void *prepared, float *y, size_t 
       const int own = (part->outputs + LANES - 1) / LANES, some = own - begin < count ? own - begin : count;
       if (some > 0) {
         const target to = {part->bias, residual ? residual + column : NULL, y + column, scale, y_step, part->outputs};
-        (part->form >= Q8 ? block_panels : float_panels)(part, begin, some, rows, prepared, prepared_bytes(part->form, part->inputs), &to);
+        const int is_amx = part->form == HALF && has_amx;
+        (part->form >= Q8 ? block_panels : is_amx ? amx_panels : float_panels)(part, begin, some, rows, prepared, prepared_bytes(part->form, part->inputs), &to);
         count -= some, begin += some;
       }
       begin -= own;

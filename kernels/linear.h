@@ -45,6 +45,7 @@ typedef struct matrix {
   const struct matrix *next;  // of the same inputs, whose outputs follow; or NULL
 } matrix;
 
+int uses_amx(void);
 int outputs_of(const matrix *m);  // with those that follow
 
 // Inputs of rows, as a form wants them, alike for all blocks; so many bytes for each row.
