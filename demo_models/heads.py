@@ -6,12 +6,13 @@ drafters/ read, which is a public one.
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
@@ -470,16 +471,31 @@ def save_gguf(model: SmallModel, file: Path, like: str) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
-    for name, field in gguf.GGUFReader(like).fields.items():
-        if name.startswith(("tokenizer.", "general.license")):
-            kinds = {"sub_type": field.types[-1]} if len(field.types) > 1 else {}
-            writer.add_key_value(name, field.contents(), field.types[0], **kinds)
-    for name, weight in model.get_decoder().named_parameters(prefix="model"):
-        kind = "F32" if weight.dim() < 2 else "Q4_1" if "embed" in name else "Q5_1"
+    fields = gguf.GGUFReader(like).fields
+    kept = [name for name in fields if name.startswith(("tokenizer.", "general.license"))]
+    tensors = (
+        (
+            names.get_name(name, try_suffixes=(".weight",)),
+            weight.detach().float().cpu().numpy(),
+            "F32" if weight.dim() < 2 else "Q4_1" if "embed" in name else "Q5_1",
+        )
+        for name, weight in model.get_decoder().named_parameters(prefix="model")
+    )
+    write_gguf(writer, [fields[name] for name in kept], tensors)
+
+
+def write_gguf(
+    writer: gguf.GGUFWriter,
+    fields: Iterable[gguf.ReaderField],
+    tensors: Iterable[tuple[str, np.ndarray, str]],
+) -> None:
+    """End a file with fields of another and with weights, each in the type that is named."""
+    for field in fields:
+        kinds = {"sub_type": field.types[-1]} if len(field.types) > 1 else {}
+        writer.add_key_value(field.name, field.contents(), field.types[0], **kinds)
+    for name, weight, kind in tensors:
         stored = gguf.GGMLQuantizationType[kind]
-        packed = gguf.quants.quantize(weight.detach().float().cpu().numpy(), stored)
-        place = names.get_name(name, try_suffixes=(".weight",))
-        writer.add_tensor(place, packed, raw_dtype=stored)
+        writer.add_tensor(name, gguf.quants.quantize(weight, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,5 +1,5 @@
 // Random decoders and batches, run by the kernels: prints a hash of all bits for each seed. Built for several
-// CPUs, whose hashes have to be equal, and with sanitizers. `kernels_bits FIRST COUNT THREADS`
+// CPUs, whose hashes have to be equal, and with sanitizers. `kernels_bits FIRST COUNT THREADS [all]`
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -80,13 +80,14 @@ static uint32_t hash_of(const void *data, size_t bytes, uint32_t hash) {
 
 int main(int count, char **given) {
   const int first = count > 1 ? atoi(given[1]) : 0, seeds = count > 2 ? atoi(given[2]) : 8, threads = count > 3 ? atoi(given[3]) : 2;
+  const uint32_t num_forms = count > 4 ? 11 : 10;
   for (int seed = first; seed < first + seeds; ++seed) {
     state = (uint32_t)seed * 7919 + 1;
-    // The CPU's own product of bfloat16 is the one thing that differs: without it, and with whole bytes, all is equal.
-    const int forms[] = {FLOAT, FLOAT16, Q8, Q4, Q4M, Q5, Q5M, Q4K, Q5K, Q6K}, hidden = 8 + next(120), words = 20 + next(90), slots = 1 + next(3), capacity = 600;
+    // The CPU's own product of bfloat16 is the one thing that differs: only `all` forms are that one, too.
+    const int forms[] = {FLOAT, FLOAT16, Q8, Q4, Q4M, Q5, Q5M, Q4K, Q5K, Q6K, HALF}, hidden = 8 + next(120), words = 20 + next(90), slots = 1 + next(3), capacity = 600;
     decoder d = {.hidden = hidden, .num_blocks = 1 + next(3), .embedding_scale = next(2) ? 1 : 3, .logit_scale = 0.5f,
                  .logit_softcap = next(2) ? 5 : 0};
-    matrix embedding = new_matrix(forms[next(10)], words, hidden), positions = new_matrix(FLOAT, capacity, hidden);
+    matrix embedding = new_matrix(forms[next(num_forms)], words, hidden), positions = new_matrix(FLOAT, capacity, hidden);
     d.embedding = d.output = &embedding;
     if (next(3) == 0) d.positions = &positions;
     d.last_norm = new_norm(1, hidden), d.second_norm = new_norm(next(4) == 0, hidden);
@@ -109,12 +110,12 @@ int main(int count, char **given) {
       b->mlp_norm = new_norm(next(4), hidden), b->down_norm = new_norm(next(2), hidden);
       const int has_norms = next(2);
       b->query_norm = new_norm(has_norms, b->has_wide_norms ? q : width), b->key_norm = new_norm(has_norms, b->has_wide_norms ? kv : width);
-      b->qkv = new_matrix(forms[next(10)], q + 2 * kv + (b->has_gates ? q : 0), hidden);
-      b->out = new_matrix(forms[next(10)], hidden, q);
-      b->up = new_matrix(forms[next(10)], inner * (1 + b->is_gated), hidden);
-      b->down = new_matrix(forms[next(10)], hidden, inner);
+      b->qkv = new_matrix(forms[next(num_forms)], q + 2 * kv + (b->has_gates ? q : 0), hidden);
+      b->out = new_matrix(forms[next(num_forms)], hidden, q);
+      b->up = new_matrix(forms[next(num_forms)], inner * (1 + b->is_gated), hidden);
+      b->down = new_matrix(forms[next(num_forms)], hidden, inner);
       if (has_nets && next(3)) {
-        const int form = forms[next(10)], out_form = forms[next(10)];
+        const int form = forms[next(num_forms)], out_form = forms[next(num_forms)];
         b->net = new_net(b, hidden, form, out_form);
       }
       const size_t bytes = (size_t)slots * kv_heads * capacity * width * (b->is_half ? 2 : 4);

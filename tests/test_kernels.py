@@ -470,6 +470,8 @@ def test_a_whole_forward_has_the_same_bits_on_every_x86_and_with_any_threads(tmp
     flags = set(Path("/proc/cpuinfo").read_text().split())
     if cpu == "native":
         assert native == bits(tmp_path, [], given=("0", "12", "3"))
+        both = (bits(tmp_path, [], given=("0", "12", n, "all")) for n in "23")
+        assert len({native, *both}) == 2  # with a form more
     elif "lm" not in flags or "v3" in cpu and not {"avx2", "fma", "f16c"} <= flags:
         pytest.skip("not this CPU")
     else:
@@ -494,7 +496,7 @@ def test_nothing_is_read_or_written_that_is_not_there(tmp_path, cpu):
     sanitizers = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     command = [*library.compiler(), *EXACT, "-O1", f"-march={cpu}", *sanitizers]
     leaks = ["env", "ASAN_OPTIONS=detect_leaks=0"]
-    found = bits(tmp_path, command, leaks, given=("0", "120", "2"))
+    found = bits(tmp_path, command, leaks, given=("0", "120", "2", "all"))
     assert found.count("\n") == 120
 
 
