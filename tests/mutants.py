@@ -719,9 +719,9 @@ ROWS = [  # name, place, old, new and tests
      "end - _MOST_RECORDED", "end", "recurrent::a_verify_cut_into_four_forwards[lfm2-8]"),
     ("a sigmoid depends on its place", "kernels.rowwise:RowWise.__torch_function__",
      "if name in _FUNCTIONS", "if False",
-     "exactness::functions_compute_the_same_in_every_place[sigmoid-module3-dtype0]"),
+     "exactness::functions_compute_the_same_in_every_place[sigmoid-dtype0]"),
     ("a product of torch's own goes unnoticed", "kernels.rowwise:RowWise.__torch_function__",
-     "self.unsteady.add(name)", "pass", "exactness::functions_that_have_two[einsum-<lambda>]"),
+     "self.unsteady.add(name)", "pass", "exactness::functions_that_have_two[einsum]"),
     # -------------------------------------------------------------------------- the connection
     ("a head may take for ever", "serving.connection:Connection.watch",
      "self.head and waited > self.limit_s", "False", "connection::a_client_has_so_much_time"),
