@@ -17,42 +17,32 @@ from models.gguf_file import BadFile
 
 FILES = ["README.md", "a-fp16.gguf", "a-q4_k_m.gguf", "a-q8_0-00001-of-00002.gguf",
          "a-q8_0-00002-of-00002.gguf", "mmproj-a-q4_k_m.gguf"]  # fmt: skip
+OTHERS = ["b/x.Q8_0.gguf", "a.F16.gguf"]
 
 
 @pytest.mark.parametrize(
-    ("wanted", "expected"),
+    ("files", "wanted", "expected"),
     [
-        (None, ["a-q4_k_m.gguf"]),
-        ("Q4_K_M", ["a-q4_k_m.gguf"]),
-        ("q8_0", FILES[3:5]),
-        ("fp16", ["a-fp16.gguf"]),
-        ("q2_k", []),
+        (FILES, None, ["a-q4_k_m.gguf"]),
+        (FILES, "Q4_K_M", ["a-q4_k_m.gguf"]),
+        (FILES, "q8_0", FILES[3:5]),
+        (FILES, "fp16", ["a-fp16.gguf"]),
+        (FILES, "q2_k", []),
+        (OTHERS, None, ["a.F16.gguf"]),
+        (OTHERS, "q8_0", ["b/x.Q8_0.gguf"]),
+        (["README.md"], None, []),
     ],
 )
-def test_the_file_is_the_one_whose_name_ends_so_with_all_its_parts(wanted, expected):
-    assert gguf_hub.choose(FILES, wanted) == expected
+def test_the_file_is_the_one_whose_name_ends_so_with_all_its_parts(files, wanted, expected):
+    """Without the usual kind the first file is meant."""
+    assert gguf_hub.choose(files, wanted) == expected
 
 
-def test_without_the_usual_kind_the_first_file_is_meant():
-    assert gguf_hub.choose(["b/x.Q8_0.gguf", "a.F16.gguf"], None) == ["a.F16.gguf"]
-    assert gguf_hub.choose(["b/x.Q8_0.gguf"], "q8_0") == ["b/x.Q8_0.gguf"]
-    assert gguf_hub.choose(["README.md"], None) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF", True),
-        ("Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF:q4_k_m", True),
-        ("someone/else:Q8_0", True),
-        ("someone/else", False),
-        ("./folder/x-gguf", False),
-        ("model.gguf", False),
-        ("a/b/c:q4_0", False),
-    ],
-)
-def test_what_means_a_file_of_the_hub(name, expected):
-    assert gguf_hub.is_named(name) is expected
+def test_what_means_a_file_of_the_hub():
+    name = "Qwen/Qwen2.5-Coder-1.5B-Instruct-GGUF"
+    assert all(map(gguf_hub.is_named, (name, f"{name}:q4_k_m", "someone/else:Q8_0")))
+    others = "someone/else", "./folder/x-gguf", "model.gguf", "a/b/c:q4_0"
+    assert not any(map(gguf_hub.is_named, others))
 
 
 @contextmanager
@@ -66,8 +56,8 @@ def hub(files):
         def log_message(self, *_):
             """Nothing."""
 
-        def answer(self, body, **headers):
-            self.send_response(200)
+        def answer(self, status, body=b"", **headers):
+            self.send_response(status)
             for key, value in {"Content-Length": str(len(body)), **headers}.items():
                 self.send_header(key.replace("_", "-"), value)
             self.end_headers()
@@ -81,17 +71,13 @@ def hub(files):
             for repository, own in files.items():
                 if path.startswith(f"api/models/{repository}"):
                     siblings = {"id": repository, "siblings": [{"rfilename": n} for n in own]}
-                    body = json.dumps(siblings).encode()
-                    return self.answer(body, Content_Type="application/json")
+                    return self.answer(200, json.dumps(siblings).encode())
                 name = path.removeprefix(f"{repository}/resolve/").partition("/")[2]
                 if path.startswith(repository) and name in own:
                     body = own[name].read_bytes()
                     etag = f'"{sha256(body).hexdigest()}"'
-                    return self.answer(body, ETag=etag, X_Repo_Commit="0" * 40)
-            self.send_response(404)
-            self.send_header("X-Error-Code", "RepoNotFound")
-            self.end_headers()
-            return None
+                    return self.answer(200, body, ETag=etag, X_Repo_Commit="0" * 40)
+            return self.answer(404, X_Error_Code="RepoNotFound")
 
         do_HEAD = do_GET
 
@@ -109,16 +95,15 @@ def hub(files):
 @pytest.fixture
 def at(monkeypatch, tmp_path):
     """Let the hub's client ask there, with a cache of its own."""
+    constants = huggingface_hub.constants
 
     def use(address):
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+        template = address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", address)
         monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", address)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        monkeypatch.setattr(
-            huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE",
-            address + "/{repo_id}/resolve/{revision}/{filename}",
-        )  # fmt: skip
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
     return use
 
