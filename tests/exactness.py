@@ -1,6 +1,6 @@
 """Does the same token get the same bits, however it is computed? A JSON line for each model.
 
-    python -m tests.exactness --model demo --dtype float32 --threads 2 --rounds 40
+    python -m tests.exactness --model demo --dtype float32 --threads 2
 
 test_exactness.py runs it, under the settings of other machines in processes of their own. It asks
 the same questions as the check at load, of other texts, by other code: at lengths of text from 10
@@ -180,15 +180,13 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", default=["demo"], help=f"{', '.join(ODD)}, a folder")
     parser.add_argument("--dtype", nargs="+", default=["float32"])
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--texts", type=int, default=16)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     for model in given.model:
         for dtype in given.dtype:
-            print(json.dumps(examine(model, dtype, given.rounds, given.texts)), flush=True)
+            print(json.dumps(examine(model, dtype, rounds=8, num_texts=4)), flush=True)
 
 
 if __name__ == "__main__":

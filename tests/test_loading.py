@@ -233,17 +233,12 @@ def test_an_index_names_files_of_its_own_folder_only(folder, tmp_path, pickled):
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_neo"])
-def test_a_window_is_what_the_modules_mask(folder, name, kernels):
-    """Llama's modules ignore a `sliding_window` in the config, Mistral's do not.
-
-    GPT-Neo's local layers have windows of their own.
-    """
-    path, text = folder(name), tokens(100)
-    if name != "gpt_neo":
-        edit_config(path, sliding_window=24)
+def test_a_window_that_the_modules_ignore_is_none(folder, kernels):
+    """Llama's do. Who has windows is seen by test_cache.py, and GPT-Neo by test_families.py."""
+    path, text = folder("llama"), tokens(100)
+    edit_config(path, sliding_window=24)
     engine = load(path, kernels=kernels)
-    assert set(engine.target.windows.values()) == {24 if name == "mistral" else None}
+    assert set(engine.target.windows.values()) == {None}
     assert is_near(served_logits(engine, text, tokens(LONG)), plain_logits(path, text))
 
 

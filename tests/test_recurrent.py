@@ -13,7 +13,6 @@ import torch
 from conftest import HYBRIDS, ScriptedDrafter, assert_lossless, make_exact, run
 from exactness import compare_forwards
 from families import save_small
-from transformers import AutoModelForCausalLM
 
 from kernels.start import speed_up
 from kernels.states import RecurrentLayer
@@ -148,26 +147,6 @@ def test_a_text_keeps_its_state_while_others_come_and_go(target, family, row):
     assert torch.equal(fed(model, new, TEXT[20:26]), expected)  # in a row that had another text
     for opened in (rows[1], new):
         model.cache.close_row(opened)
-
-
-@pytest.mark.parametrize("family", FEW)
-def test_a_long_text_is_read_as_transformers_reads_it(tmp_path, family):
-    """In float32 within 1e-4 of the largest logit, at the end of 1 000 tokens and some drafts."""
-    save_small(family.removesuffix(PYTHON), tmp_path, max_position_embeddings=1100)
-    model = loaded(str(tmp_path), family)
-    text = (TEXT * 5)[:1000]
-    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32").eval()
-    with torch.inference_mode():
-        expected = oracle(torch.tensor([text])).logits[0, -20:]
-    row = model.cache.open_row()
-    for begin in range(0, 980, 140):
-        model.forward([row], [text[begin : begin + 140]], [1])
-    found = []
-    for at in range(980, 1000, 4):
-        found.append(fed(model, row, [*text[at : at + 4], 5, 6, 7])[:4])
-        model.cache.truncate(row, at + 4)
-    atol = 1e-4 * float(expected.abs().max())
-    torch.testing.assert_close(torch.cat(found), expected, atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("family", FEW)
