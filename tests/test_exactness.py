@@ -93,8 +93,6 @@ def test_a_family_is_exact_in_bfloat16_or_says_that_it_is_not(family, tiny_folde
 
 
 # ------------------------------------------------------------------------- what is found at load
-
-
 @pytest.fixture
 def tiny(tiny_folder):
     """Load a tiny model in transformers' modules, with sums in C."""
@@ -157,8 +155,6 @@ def test_a_branch_of_a_tree_has_the_bits_of_a_chain_in_modules_too(tiny, family)
 
 
 # ---------------------------------------------------------------------------- row by row
-
-
 FUNCTIONS = {
     "silu": nn.SiLU(),
     "gelu": nn.GELU(),

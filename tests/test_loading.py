@@ -86,8 +86,6 @@ def is_near(actual, expected):
 
 
 # ----------------------------------------------------------------------------------- weights
-
-
 def rename(weights):
     weights["model.layers.1.mlp.up.weight"] = weights.pop("model.layers.1.mlp.up_proj.weight")
 
@@ -145,8 +143,6 @@ def test_a_generation_config_may_be_missing_and_must_be_readable(folder):
 
 
 # ------------------------------------------------------------------------------------- files
-
-
 @pytest.fixture
 def float32_target(tmp_path):
     """The embedded target with weights that need no conversion, and may stay where they are."""
@@ -230,8 +226,6 @@ def test_an_index_names_files_of_its_own_folder_only(folder, tmp_path, pickled):
 
 
 # ----------------------------------------------------------------------------------- windows
-
-
 @pytest.mark.parametrize("kernels", [True, False])
 def test_a_window_that_the_modules_ignore_is_none(folder, kernels):
     """Llama's do. Who has windows is seen by test_cache.py, and GPT-Neo by test_families.py."""
@@ -269,7 +263,6 @@ def test_watching_leaves_no_trace(folder):
 
 
 # --------------------------------------------------------------------------------- rotations
-
 FAR = [2.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 9.5]
 LONGROPE = {
     "short_factor": [1 + i / 10 for i in range(8)], "long_factor": FAR, "factor": 6.0,
@@ -323,8 +316,6 @@ def test_dynamic_ntk_is_fixed_by_the_longest_text(folder):
 
 
 # -------------------------------------------------------------------------------- comparison
-
-
 @pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
 def test_a_model_that_answers_otherwise_than_transformers_is_not_served(
     folder, name, monkeypatch, capsys

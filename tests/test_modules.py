@@ -106,8 +106,6 @@ def test_what_depends_on_the_position_or_the_length_is_left_to_the_module():
 
 
 # --------------------------------------------------------------- modules with the kernels' sums
-
-
 def flat(texts):
     """A place of `texts`: (slot, begin, tokens, parents of those that are a draft) each."""
     where, counts = Rows(), [count for _, _, count, _ in texts]
@@ -173,8 +171,6 @@ def test_a_mask_that_is_not_ours_gets_transformers_attention_or_none():
 
 
 # --------------------------------------------------------------------- the core without all this
-
-
 @pytest.mark.parametrize("drafter", ["ngram", "suffix", "draft_model", "mtp"])
 def test_kernels_change_no_token(demo_engine, slow_engine, prompts, plain, drafter, way):
     assert slow_engine.target.fast is None and slow_engine.panel.drafters["mtp"]._kernels == []
