@@ -8,11 +8,12 @@ from random import Random
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import FAMILIES, TARGET, assert_lossless, run
+from conftest import assert_lossless, run
+from families import save_small
 from test_batching import together
 from test_eagle3 import new_head, target_folder  # noqa: F401
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks import quality
 from control.planner import FixedK
@@ -90,8 +91,7 @@ def test_no_model_is_refused_for_a_jump_from_one_integer_to_the_next(tiny_folder
 @pytest.mark.parametrize("name", ["embedded", "llama"])
 def test_a_wrong_forward_is_found_in_int8_too(tiny_folder, name, monkeypatch):
     """The tolerance is that of floats, not of the jumps between integers."""
-    folder = TARGET if name == "embedded" else str(tiny_folder(name))
-    right = start.decoder_of
+    right, model = start.decoder_of, name if name == "embedded" else str(tiny_folder(name))
 
     def wrong(*args):
         found = right(*args)
@@ -101,13 +101,11 @@ def test_a_wrong_forward_is_found_in_int8_too(tiny_folder, name, monkeypatch):
 
     monkeypatch.setattr(start, "decoder_of", wrong)
     with pytest.raises(loading.StartError, match="logits are .* away"):
-        core.assemble_engine(core.Options(model=folder, quantize="int8", draft_model=""))
+        core.assemble_engine(core.Options(model=model, quantize="int8", draft_model=""))
 
 
 def test_a_model_whose_norms_have_no_weights_keeps_its_type(tmp_path):
-    config = AutoConfig.for_model("olmo", **FAMILIES["llama"])
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(TARGET).save_pretrained(tmp_path)
+    save_small("olmo", tmp_path)
     engine = load(tmp_path, quantize="int8")
     assert engine.target.model.dtype == torch.float32
     assert_lossless(engine, TEXT, 8, "ngram")
