@@ -46,26 +46,25 @@ def twins(tiny_folder):
 
 
 # ------------------------------------------------------------------------------ a whole model
-def test_every_layer_and_the_embedding_become_integers(engine):
-    model, decoder = engine.target.model, engine.target.fast.decoder
-    assert not any(type(part) is nn.Linear for part in model.modules())
+def test_it_is_another_model_of_integers_a_near_one_and_health_says_so(
+    engine, reference, tiny_folder
+):
+    target, options = engine.target, core.Options(quantize="int8")
+    assert not any(type(part) is nn.Linear for part in target.model.modules())
+    decoder = target.fast.decoder
     every = [p for b in decoder.blocks for part in b.linears.values() for p in part.panels]
     assert {p.form for p in (*every, decoder.embedding, decoder.output)} == {"Q8"}
-    assert type(model.get_input_embeddings()) is PanelEmbedding
-    floats = sum(weight.numel() for weight in model.parameters())
-    assert floats < 0.01 * engine.target.num_weights  # norms
-
-
-def test_it_is_another_model_and_a_near_one_and_health_says_so(engine, reference, tiny_folder):
-    worker, options = core.Worker(engine, core.Options()), core.Options(quantize="int8")
+    floats = sum(weight.numel() for weight in target.model.parameters())
+    assert floats < 0.01 * target.num_weights  # norms
+    worker = core.Worker(engine, core.Options())
     health = answers.health(engine, worker, options)
     worker.drain(1)
     assert health["quantization"] == "int8" and health["bitwise_lossless"] is True
     with torch.inference_mode():
         expected = reference(tiny_folder("llama"))(torch.tensor([TEXT])).logits[0]
-    row = engine.target.cache.open_row()
-    found = engine.target.forward([row], [TEXT], [len(TEXT)]).logits[0]
-    engine.target.cache.close_row(row)
+    row = target.cache.open_row()
+    found = target.forward([row], [TEXT], [len(TEXT)]).logits[0]
+    target.cache.close_row(row)
     distance = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert 1e-4 < distance.median() < 0.15
 

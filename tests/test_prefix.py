@@ -4,7 +4,7 @@ drafters draft as if they had read it, and what is kept stays within its memory.
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ScriptedDrafter, run
+from conftest import run
 
 from kernels.prefix import PrefixCache
 from serving import answers, metrics
@@ -93,19 +93,6 @@ def test_a_head_waits_for_the_hidden_states_that_it_needs(engine):
     names = None, "ngram", MTP, MTP, "ngram"
     found = [num_cached(engine, FIRST, max_tokens=4, drafter=name) for name in names]
     assert found == [0, MOST, 0, MOST, MOST]
-
-
-def test_a_stranger_s_drafter_gets_all_hidden_states(engine):
-    class Reading(ScriptedDrafter):
-        needs_hidden, hidden_layers = True, (0, -1)
-
-    drafter = Reading(lambda state, limit: state[-1:])
-    reading = with_prefixes(engine, drafters={"scripted": drafter})
-    for prompt in (FIRST, SECOND):
-        run(reading, prompt, max_tokens=4, drafter="scripted")
-    seen = [verdict.hidden for verdict in drafter.verdicts if len(verdict.hidden) > 500]
-    assert [len(states) for states in seen] == [len(FIRST), len(SECOND)]
-    assert torch.equal(seen[0][: len(SHARED)], seen[1][: len(SHARED)])
 
 
 def test_the_draft_model_remembers_its_own_keys(demo_engine):
