@@ -3,6 +3,7 @@
 test_cache.py compares their logits with a cache-free recompute of ragged, truncated rows.
 """
 
+from functools import cache
 from random import Random
 
 import pytest
@@ -23,25 +24,21 @@ FEW = ["qwen3_5_text", "lfm2", "granitemoehybrid", "lfm2 in Python", "granitemoe
 TEXT = torch.randint(4096, (230,), generator=torch.Generator().manual_seed(2)).tolist()
 
 
-def loaded(folder, family, **options):
-    """A model whose rules run in C, or in Python as where there is no compiler."""
-    model = core.load_model(folder, core.Options(**options))
-    for layer in model.cache.recurrent:
-        layer._is_compiled = not family.endswith(PYTHON)
-    return model
-
-
 @pytest.fixture(scope="module")
 def target(tiny_folder):
-    """A fast target of a family, checked to give equal bits."""
-    known = {}
+    """A fast target of a family, checked to give equal bits.
 
+    Its rules run in C, or in Python as where there is no compiler.
+    """
+
+    @cache
     def load(family):
-        if family not in known:
-            known[family] = loaded(str(tiny_folder(family.removesuffix(PYTHON))), family)
-            speed_up(known[family])
-            assert make_exact(known[family]), known[family].report
-        return known[family]
+        model = core.load_model(str(tiny_folder(family.removesuffix(PYTHON))), core.Options())
+        for layer in model.cache.recurrent:
+            layer._is_compiled = not family.endswith(PYTHON)
+        speed_up(model)
+        assert make_exact(model), model.report
+        return model
 
     return load
 
