@@ -141,30 +141,23 @@ def test_a_generation_config_may_be_missing_and_must_be_readable(folder):
 
 
 # ------------------------------------------------------------------------------------- files
-@pytest.fixture
-def float32_target(tmp_path):
-    """The embedded target with weights that need no conversion, and may stay where they are."""
-    path = shutil.copytree(TARGET, tmp_path / "float32")
-    weights = load_file(path / "model.safetensors")
-    floats = {name: weight.float() for name, weight in weights.items()}
-    save_file(floats, path / "model.safetensors")
-    return path
-
-
 def is_mapped(folder):
     return f"{folder}/" in Path("/proc/self/maps").read_text()
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-def test_no_weights_lie_in_a_mapped_file_unless_that_was_asked_for(float32_target, kernels):
+def test_no_weights_lie_in_a_mapped_file_unless_that_was_asked_for(tmp_path, kernels):
     """Those of the target, and those of its MTP head; an engine that is kept keeps its files.
 
     Where a mapped file changes, answers do; where it shrinks, the process ends.
     """
+    path = shutil.copytree(TARGET, tmp_path / "float32")
+    floats = {k: w.float() for k, w in load_file(path / "model.safetensors").items()}
+    save_file(floats, path / "model.safetensors")  # need no conversion, and may stay there
     for mmap in (False, True):
         gc.collect()  # an engine that is let go of lies in a circle of references
-        engine = load(float32_target, drafter="mtp", kernels=kernels, mmap=mmap)
-        assert engine.default_drafter == "mtp" and is_mapped(float32_target) == mmap
+        engine = load(path, drafter="mtp", kernels=kernels, mmap=mmap)
+        assert engine.default_drafter == "mtp" and is_mapped(path) == mmap
 
 
 @pytest.mark.parametrize(
