@@ -202,8 +202,6 @@ def outcome_of(name: str, folder: Path) -> Outcome:
 
 
 # -------------------------------------------------------------------------------- the document
-
-
 def table(outcomes: dict[str, Outcome]) -> str:
     """Outcomes as a paragraph for each kind and remark, with its families below."""
     rows: dict[Outcome, list[str]] = {}

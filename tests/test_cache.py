@@ -66,14 +66,6 @@ def test_ragged_rows_with_random_truncation_equal_a_cache_free_recompute(
             target.cache.truncate(row, len(texts[row]))
 
 
-@pytest.fixture
-def row(demo_engine):
-    """Of the embedded target's cache, given back."""
-    row = demo_engine.target.cache.open_row()
-    yield row
-    demo_engine.target.cache.close_row(row)
-
-
 @pytest.mark.parametrize(
     ("shorten", "left"),
     [
@@ -84,15 +76,17 @@ def row(demo_engine):
         (lambda cache, row: cache.keep(row, 0, range(0)), 9),
     ],
 )
-def test_truncating_touches_no_tensor(demo_engine, row, shorten, left):
+def test_truncating_touches_no_tensor(demo_engine, shorten, left):
     """Nor does keeping the beginning of a chain."""
     cache = demo_engine.target.cache
+    row = cache.open_row()
     demo_engine.target.forward([row], [[*range(5, 14)]], [1])
     keys = cache.layers[0].keys
     before = keys.clone()
     shorten(cache, row)
     assert cache.lengths[row] == left
     assert cache.layers[0].keys is keys and torch.equal(keys, before)
+    cache.close_row(row)
 
 
 @torch.inference_mode()

@@ -7,6 +7,7 @@ import os
 import struct
 import tracemalloc
 from pathlib import Path
+from unittest.mock import Mock
 
 import gguf
 import numpy as np
@@ -43,10 +44,9 @@ TENSORS = [  # name, shape with the fastest dimension first, type, offset
 
 
 def header(keys=KEYS, tensors=TENSORS, version=3, num_keys=None, num_tensors=None):
-    given = b"GGUF" + struct.pack(
-        "<IQQ", version, len(tensors) if num_tensors is None else num_tensors,
-        len(keys) if num_keys is None else num_keys,
-    )  # fmt: skip
+    num_keys = len(keys) if num_keys is None else num_keys
+    num_tensors = len(tensors) if num_tensors is None else num_tensors
+    given = b"GGUF" + struct.pack("<IQQ", version, num_tensors, num_keys)
     given += b"".join(text(key) + struct.pack("<I", kind) + value for key, kind, value in keys)
     for name, shape, kind, offset in tensors:
         given += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
@@ -90,11 +90,19 @@ def test_texts_are_a_sequence(tmp_path):
 
 
 def tensor(*fields):
-    return header(tensors=[fields]) + DATA
+    return tensors(fields)
+
+
+def tensors(*entries):
+    return header(tensors=entries) + DATA
 
 
 def key(kind, value):
-    return header(keys=[*KEYS, ("last", kind, value)]) + DATA
+    return keys(*KEYS, ("last", kind, value))
+
+
+def keys(*entries):
+    return header(entries) + DATA
 
 
 HUGE = 1 << 60
@@ -108,34 +116,23 @@ BROKEN = {
     "cut off in the data": (header() + DATA[:-1], "'norm.weight' ends behind its end"),
     "keys without end": (header(num_keys=HUGE), "it claims 2 tensors and"),
     "tensors without end": (header(num_tensors=HUGE), "it claims 1152921504606846976 tensors"),
-    "a key too many": (header(num_keys=60000), "damaged or cut off"),
-    "a key twice": (header([*KEYS, KEYS[0]]) + DATA, "the key 'general.architecture' twice"),
-    "a key that is no text": (header([(b"\xff", U32, bytes(4))]) + DATA, "is not text"),
-    "a text without end": (key(TEXT, struct.pack("<Q", HUGE)), "goes beyond its end"),
+    "a key twice": (keys(*KEYS, KEYS[0]), "the key 'general.architecture' twice"),
+    "a key that is no text": (keys((b"\xff", U32, bytes(4))), "is not text"),
     "a text of 2^64 - 1": (key(TEXT, b"\xff" * 8), "goes beyond its end"),
     "numbers without end": (key(ARRAY, struct.pack("<IQ", U64, HUGE)), "goes beyond its end"),
     "texts without end": (key(ARRAY, struct.pack("<IQ", TEXT, HUGE)), "an array of"),
     "a text in an array": (key(ARRAY, struct.pack("<IQQ", TEXT, 1, HUGE)), "beyond its end"),
     "an array in an array": (key(ARRAY, struct.pack("<IQ", ARRAY, 1)), "inside an array"),
     "a number of parts that is none": (
-        header([("split.count", ARRAY, struct.pack("<IQ3B", 0, 3, 1, 2, 3))]) + DATA,
+        keys(("split.count", ARRAY, struct.pack("<IQ3B", 0, 3, 1, 2, 3))),
         "(from 0) of '[1 2 3]' of a model",
     ),
     "a type of value": (key(13, b""), "values of type 13"),
     "a type in an array": (key(ARRAY, struct.pack("<IQ", 77, 1)), "values of type 77"),
-    "an alignment": (
-        header([("general.alignment", U32, struct.pack("<I", 48))]) + DATA,
-        "no power of two",
-    ),
-    "an alignment of 0": (header([("general.alignment", U32, bytes(4))]) + DATA, "power of two"),
-    "a tensor twice": (
-        header(tensors=[TENSORS[0], ("output.weight", (8,), 0, 160)]) + DATA,
-        "the tensor 'output.weight' twice",
-    ),
-    "tensors that overlap": (
-        header(tensors=[("a", (32, 4), 8, 0), ("b", (8,), 0, 128)]) + DATA,
-        "'a' and 'b' overlap",
-    ),
+    "an alignment": (keys(("general.alignment", U32, struct.pack("<I", 48))), "no power of two"),
+    "an alignment of 0": (keys(("general.alignment", U32, bytes(4))), "no power of two"),
+    "a tensor twice": (tensors(TENSORS[0], ("output.weight", (8,), 0, 160)), "weight' twice"),
+    "tensors that overlap": (tensors(TENSORS[0], ("b", (8,), 0, 128)), "and 'b' overlap"),
     "no dimension": (tensor("a", (), 0, 0), "'a' has 0 dimensions"),
     "five dimensions": (tensor("a", (1,) * 5, 0, 0), "'a' has 5 dimensions"),
     "an empty dimension": (tensor("a", (0, 4), 0, 0), "has the shape [4, 0]"),
@@ -143,8 +140,7 @@ BROKEN = {
     "a shape that overflows": (tensor("a", (1 << 32,) * 4, 0, 0), "ends behind its end"),
     "an offset beyond": (tensor("a", (8,), 0, HUGE), "ends behind its end"),
     "an offset between": (tensor("a", (8,), 0, 8), "is not aligned"),
-    "a type of tensor": (tensor("a", (8,), 4, 0), "weights of an unknown type: 4 in 'a'"),
-    "lines in a name": (tensor("a\nb", (8,), 99, 0), "unknown type: 99 in 'a\\nb'"),
+    "a type of tensor": (tensor("a\nb", (8,), 99, 0), "unknown type: 99 in 'a\\nb'"),
 }
 
 
@@ -170,10 +166,9 @@ def test_a_broken_header_is_one_line(tmp_path, name):
 
 def test_what_is_no_file_is_one_line(tmp_path):
     assert "not found" in refused(str(tmp_path / "missing.gguf"))
-    (tmp_path / "folder.gguf").mkdir()
-    assert "is not a file" in refused(str(tmp_path / "folder.gguf"))
-    os.mkfifo(tmp_path / "pipe.gguf")
-    assert "is not a file" in refused(str(tmp_path / "pipe.gguf"))
+    for name, make in (("folder.gguf", os.mkdir), ("pipe.gguf", os.mkfifo)):
+        make(tmp_path / name)
+        assert "is not a file" in refused(str(tmp_path / name))
 
 
 def test_a_long_header_is_read_in_a_second_piece(tmp_path, monkeypatch):
@@ -182,31 +177,21 @@ def test_a_long_header_is_read_in_a_second_piece(tmp_path, monkeypatch):
     with GgufFile(path) as file:
         assert len(file.metadata) == len(KEYS) and len(file.tensors) == 2
     monkeypatch.setattr("models.gguf_file._HEADS", (64, 128))
-    assert "longer than" in refused(path)
-
-
-def test_a_vocabulary_as_long_as_the_file_is_not_made_room_for(tmp_path, monkeypatch):
-    """Of a file of many gigabytes, that is: this one has none on the disk."""
+    assert "its header is longer than" in refused(path)
+    # Nor is room made for a vocabulary as long as a file of many gigabytes (none on the disk).
     monkeypatch.setattr("models.gguf_file._HEADS", (4096, 16384))
-    path = write(tmp_path / "large.gguf", key(ARRAY, struct.pack("<IQ", TEXT, 1 << 30)))
+    write(Path(path), key(ARRAY, struct.pack("<IQ", TEXT, 1 << 30)))
     os.truncate(path, 1 << 34)
     assert "its header is longer than" in refused(path)
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_one_line(tmp_path):
+def test_a_file_that_shrinks_and_a_disk_that_fails_are_one_line(tmp_path, monkeypatch):
     path = write(tmp_path / "a.gguf")
     with GgufFile(path) as file:
         os.truncate(path, len(header()) + 100)
         with pytest.raises(BadFile, match="a.gguf is damaged or cut off: it became shorter"):
             file.read(file.tensors["output.weight"])
-
-
-def test_a_disk_that_fails_is_one_line(tmp_path, monkeypatch):
-    def fails(*_):
-        raise OSError(5, "Input/output error")
-
-    with GgufFile(write(tmp_path / "a.gguf")) as file:
-        monkeypatch.setattr(os, "preadv", fails)
+        monkeypatch.setattr(os, "preadv", Mock(side_effect=OSError(5, "Input/output error")))
         with pytest.raises(BadFile, match="cannot read .*a.gguf: Input/output error"):
             file.read(file.tensors["output.weight"])
 
@@ -245,29 +230,24 @@ def test_a_missing_part_is_named(tmp_path):
 
 def test_parts_that_do_not_belong_together_are_told(tmp_path):
     first, second = write_parts(tmp_path)
-    Path(second).write_bytes(Path(first).read_bytes())
-    with pytest.raises(BadFile, match="m-00002-of-00002.gguf is part '0'"):
-        GgufFile(first)
+    write(Path(second), Path(first).read_bytes())
+    assert "m-00002-of-00002.gguf is part '0'" in refused(first)
     write(Path(second), part(1, 2, TENSORS[:1]) + DATA)
-    with pytest.raises(BadFile, match="has the tensor 'output.weight', as another part has"):
-        GgufFile(first)
+    assert "has the tensor 'output.weight', as another part has" in refused(first)
     first, _ = write_parts(tmp_path, total=7)
     assert "has not all its tensors, only 2 in its parts" in refused(first)
-    alone = tmp_path / "alone.gguf"
+    alone = str(tmp_path / "alone.gguf")
     os.rename(first, alone)
-    assert "is part '0' (from 0) of '2' of a model: give all parts their names" in refused(
-        str(alone)
-    )
+    assert "is part '0' (from 0) of '2' of a model: give all parts their names" in refused(alone)
 
 
 # ---------------------------------------------------------------------------- fuzz
-NUMBERS = st.sampled_from([0, 1, 7, 31, 255, 1 << 16, 1 << 31, 1 << 32, HUGE, (1 << 64) - 1])
+NUMBERS = [0, 1, 7, 31, 255, 1 << 16, 1 << 31, 1 << 32, HUGE, (1 << 64) - 1]
 MUTATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["byte", "number", "insert", "remove", "cut"]),
-        st.floats(0, 1, exclude_max=True),
-        st.integers(0, 255),
-        NUMBERS,
+        st.floats(0, 1, exclude_max=True),  # where in the file
+        st.sampled_from([0, 1, 4, 8, HUGE]),  # how many bytes go
+        st.binary(max_size=8) | st.sampled_from([struct.pack("<Q", n) for n in NUMBERS]),
     ),
     min_size=1,
     max_size=4,
@@ -277,32 +257,10 @@ MUTATIONS = st.lists(
 def mutated(given, mutations):
     """The bytes of a file with some changes in its header."""
     given = bytearray(given)
-    for kind, where, byte, number in mutations:
+    for where, num_gone, new in mutations:
         at = int(where * len(given))
-        if kind == "byte":
-            given[at : at + 1] = bytes([byte])
-        elif kind == "number":
-            given[at : at + 8] = struct.pack("<Q", number)
-        elif kind == "insert":
-            given[at:at] = bytes([byte] * (number % 9))
-        elif kind == "remove":
-            del given[at : at + number % 9]
-        else:
-            del given[at:]
+        given[at : at + num_gone] = new
     return bytes(given)
-
-
-def fuzz_headers(folder, mutations):
-    path = write(folder / "fuzzed.gguf", mutated(header() + DATA[:32], mutations) + DATA[32:])
-    try:
-        with GgufFile(path) as file:
-            held = sum(len(file.read(tensor)) for tensor in file.tensors.values())
-            assert held <= os.path.getsize(path)
-            for value in file.metadata.values():
-                if isinstance(value, Texts):
-                    assert sum(1 for _ in value._starts) <= os.path.getsize(path)
-    except BadFile as error:
-        assert "fuzzed.gguf" in str(error) and "\n" not in str(error) and len(str(error)) < 400
 
 
 def settled(examples):
@@ -317,6 +275,16 @@ def test_any_header_is_read_or_refused_in_one_line(tmp_path, count):
     @settled(count)
     @given(mutations=MUTATIONS)
     def check(mutations):
-        fuzz_headers(tmp_path, mutations)
+        changed = mutated(header() + DATA[:32], mutations) + DATA[32:]
+        path = write(tmp_path / "fuzzed.gguf", changed)
+        try:
+            with GgufFile(path) as file:
+                held = sum(len(file.read(tensor)) for tensor in file.tensors.values())
+                found = [v for v in file.metadata.values() if isinstance(v, Texts)]
+                for length in (held, *map(len, found)):
+                    assert length <= os.path.getsize(path)
+        except BadFile as error:
+            assert "fuzzed.gguf" in str(error) and "\n" not in str(error)
+            assert len(str(error)) < 400
 
     check()

@@ -8,11 +8,12 @@ from random import Random
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import FAMILIES, TARGET, assert_lossless
+from conftest import assert_lossless, run
+from families import save_small
 from test_batching import together
 from test_eagle3 import new_head, target_folder  # noqa: F401
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks import quality
 from control.planner import FixedK
@@ -28,47 +29,42 @@ pytestmark = pytest.mark.skipif(library.why_not() is not None, reason="no C comp
 TEXT = [311, 42, 7, 900, 13, 42, 7, 900, 55, 1024]
 
 
+def load(model, **options):
+    return core.load_engine(core.Options(model=str(model), fixed_k=True, **options))
+
+
 @pytest.fixture(scope="module")
 def engine(tiny_folder):
     """An int8 target; ngram drafts."""
-    folder = tiny_folder("llama")
-    return core.load_engine(core.Options(model=str(folder), quantize="int8", fixed_k=True))
+    return load(tiny_folder("llama"), quantize="int8")
 
 
 @pytest.fixture(scope="module")
 def twins(tiny_folder):
     """A float target, and itself in int8 to draft."""
-    options = core.Options(model=str(tiny_folder("llama")), drafter="self_int8", fixed_k=True)
-    return core.load_engine(options)
+    return load(tiny_folder("llama"), drafter="self_int8")
 
 
 # ------------------------------------------------------------------------------ a whole model
-def test_every_layer_and_the_embedding_become_integers(engine):
-    model = engine.target.model
-    assert not any(type(part) is nn.Linear for part in model.modules())
-    decoder = engine.target.fast.decoder
+def test_it_is_another_model_of_integers_a_near_one_and_health_says_so(
+    engine, reference, tiny_folder
+):
+    target, options = engine.target, core.Options(quantize="int8")
+    assert not any(type(part) is nn.Linear for part in target.model.modules())
+    decoder = target.fast.decoder
     every = [p for b in decoder.blocks for part in b.linears.values() for p in part.panels]
     assert {p.form for p in (*every, decoder.embedding, decoder.output)} == {"Q8"}
-    assert type(model.get_input_embeddings()) is PanelEmbedding
-    floats = sum(weight.numel() for weight in model.parameters())
-    assert floats < 0.01 * engine.target.num_weights  # norms
-
-
-def test_health_says_int8_and_shapes_are_checked(engine):
+    floats = sum(weight.numel() for weight in target.model.parameters())
+    assert floats < 0.01 * target.num_weights  # norms
     worker = core.Worker(engine, core.Options())
-    health = answers.health(engine, worker, core.Options(quantize="int8"))
+    health = answers.health(engine, worker, options)
     worker.drain(1)
-    assert health["quantization"] == "int8"
-    assert health["bitwise_lossless"] is engine.target.report.is_exact is True
-
-
-def test_it_is_another_model_and_a_near_one(engine, reference, tiny_folder):
-    floats = reference(tiny_folder("llama"))
+    assert health["quantization"] == "int8" and health["bitwise_lossless"] is True
     with torch.inference_mode():
-        expected = floats(torch.tensor([TEXT])).logits[0]
-    row = engine.target.cache.open_row()
-    found = engine.target.forward([row], [TEXT], [len(TEXT)]).logits[0]
-    engine.target.cache.close_row(row)
+        expected = reference(tiny_folder("llama"))(torch.tensor([TEXT])).logits[0]
+    row = target.cache.open_row()
+    found = target.forward([row], [TEXT], [len(TEXT)]).logits[0]
+    target.cache.close_row(row)
     distance = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert 1e-4 < distance.median() < 0.15
 
@@ -76,8 +72,7 @@ def test_it_is_another_model_and_a_near_one(engine, reference, tiny_folder):
 @pytest.mark.parametrize("family", "llama qwen3 gpt2 gemma2 gemma3_text opt gpt_oss".split())
 def test_families_are_served_in_int8(tiny_folder, family):
     """The experts of a mixture, too."""
-    options = core.Options(model=str(tiny_folder(family)), quantize="int8", fixed_k=True)
-    engine = core.load_engine(options)
+    engine = load(tiny_folder(family), quantize="int8")
     experts = [p for part in experts_of(engine.target.model) for p in sum(part.matrices, [])]
     assert len(experts) == (2 * 2 * 4 if family == "gpt_oss" else 0)
     embedding = engine.target.model.get_input_embeddings()
@@ -89,15 +84,13 @@ def test_families_are_served_in_int8(tiny_folder, family):
 @pytest.mark.parametrize("seed", range(1, 8))
 def test_no_model_is_refused_for_a_jump_from_one_integer_to_the_next(tiny_folder, seed):
     """The logits are compared with transformers' while the weights are floats."""
-    options = core.Options(model=str(tiny_folder(f"llama:{seed}")), quantize="int8")
-    core.load_engine(options)
+    load(tiny_folder(f"llama:{seed}"), quantize="int8")
 
 
 @pytest.mark.parametrize("name", ["embedded", "llama"])
 def test_a_wrong_forward_is_found_in_int8_too(tiny_folder, name, monkeypatch):
     """The tolerance is that of floats, not of the jumps between integers."""
-    folder = TARGET if name == "embedded" else str(tiny_folder(name))
-    right = start.decoder_of
+    right, model = start.decoder_of, name if name == "embedded" else str(tiny_folder(name))
 
     def wrong(*args):
         found = right(*args)
@@ -107,50 +100,46 @@ def test_a_wrong_forward_is_found_in_int8_too(tiny_folder, name, monkeypatch):
 
     monkeypatch.setattr(start, "decoder_of", wrong)
     with pytest.raises(loading.StartError, match="logits are .* away"):
-        core.assemble_engine(core.Options(model=folder, quantize="int8", draft_model=""))
+        core.assemble_engine(core.Options(model=model, quantize="int8", draft_model=""))
 
 
 def test_a_model_whose_norms_have_no_weights_keeps_its_type(tmp_path):
-    config = AutoConfig.for_model("olmo", **FAMILIES["llama"])
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(TARGET).save_pretrained(tmp_path)
-    engine = core.load_engine(core.Options(model=str(tmp_path), quantize="int8", fixed_k=True))
+    save_small("olmo", tmp_path)
+    engine = load(tmp_path, quantize="int8")
     assert engine.target.model.dtype == torch.float32
     assert_lossless(engine, TEXT, 8, "ngram")
 
 
-def forms_of(drafter):
-    """Of all matrices of a head, those of its target that it uses included."""
+def assert_quantised(drafter):
+    """All matrices of a head, those of its target that it uses included."""
     modules = [m.panels for m in drafter._head.modules() if isinstance(m, PanelLinear)]
     blocks = [block for layer in drafter._kernels for block in layer.decoder.blocks]
     every = [p for block in blocks for part in block.linears.values() for p in part.panels]
-    return {panels.form for panels in (*modules, *every)}
+    assert {panels.form for panels in (*modules, *every)} == {"Q8"} and len(drafter._kernels) == 1
 
 
 def test_an_eagle_head_is_quantised_with_its_target(target_folder, tmp_path):  # noqa: F811
     new_head(tmp_path)
-    engine = core.load_engine(
-        core.Options(model=str(target_folder), eagle3=str(tmp_path), quantize="int8", fixed_k=True)
-    )
-    drafter = engine.panel.drafters["eagle3"]
-    assert forms_of(drafter) == {"Q8"} and len(drafter._kernels) == 1
+    engine = load(target_folder, eagle3=str(tmp_path), quantize="int8")
+    assert_quantised(engine.panel.drafters["eagle3"])
     assert_lossless(engine, TEXT, 24, "eagle3")
 
 
-def test_mtp_head_and_output_layer_are_quantised_with_the_target():
-    engine = core.load_engine(core.Options(model="embedded", quantize="int8", fixed_k=True))
-    drafter = engine.panel.drafters["mtp"]
-    assert forms_of(drafter) == {"Q8"} and len(drafter._kernels) == 1
-    prompt = engine.target.tokenizer("def add(a, b):\n    return")["input_ids"]
+def test_mtp_head_and_output_layer_are_quantised_with_the_target(prompts):
+    engine = load("embedded", quantize="int8")
+    assert_quantised(engine.panel.drafters["mtp"])
     for name in ("mtp", "draft_model", "ngram"):
-        s = assert_lossless(engine, prompt, 40, name)
+        s = assert_lossless(engine, prompts["code_class"], 40, name)
         assert not s.seat.warnings
     assert s.statistics.tokens_per_pass > 1
 
 
 # ------------------------------------------------------------------------------ the drafter
 def test_the_model_in_int8_drafts_what_the_model_says(twins):
-    s = assert_lossless(twins, TEXT, 60, "self_int8", num_speculative_tokens=3)
+    """And leaves the target's cache as it was, whose bits decide the log-probabilities."""
+    fields = {"max_tokens": 60, "num_speculative_tokens": 3, "logprobs": 1}
+    s, plain = (run(twins, TEXT, drafter=name, **fields)[0] for name in ("self_int8", None))
+    assert s.output == plain.output and s.logprobs == plain.logprobs
     # The model is a random one, whose choices are near ties.
     assert s.statistics.draft_acceptance_rate > 0.5 and not s.seat.warnings
     twin, target = twins.panel.drafters["self_int8"]._draft, twins.target
@@ -160,43 +149,25 @@ def test_the_model_in_int8_drafts_what_the_model_says(twins):
     assert shared >= {id(weight) for weight in twin.model.parameters()}
 
 
-def test_its_drafts_leave_the_targets_cache_as_it_was(twins):
-    s = twins.open(core.Request(TEXT, 30, "self_int8", 3))
-    try:
-        for _ in range(3):
-            twins.step([s])
-        cache = twins.target.cache
-        held, slot = cache.lengths[s.row], cache.slot(s.row)
-        before = [layer.keys[slot, :, :held].clone() for layer in cache.layers]
-        drafter, state = twins.panel.drafters["self_int8"], s.seat.states["self_int8"]
-        draft = drafter.propose(state, 4)
-        assert len(draft.tokens) == 4 and cache.lengths[s.row] == held
-        for layer, keys in zip(cache.layers, before, strict=True):
-            assert torch.equal(layer.keys[slot, :, :held], keys)
-    finally:
-        twins.close(s)
-
-
 @pytest.mark.parametrize("sampling", [core.Sampling(), core.Sampling(temperature=0.8, top_p=0.9)])
 def test_a_batch_drafts_as_each_alone(twins, sampling):
     requests = [
         core.Request([i + 1, *TEXT[i:]], 24, "self_int8", 3, sampling=sampling, seed=i)
         for i in range(4)
     ]
-    alone = [together(twins, [request])[0] for request in requests]
-    plain = [together(twins, [replace(request, drafter=None)])[0] for request in requests]
-    batched = together(twins, requests)
-    for one, base, s in zip(alone, plain, batched, strict=True):
-        assert one.output == base.output == s.output
-        assert s.statistics.draft_acceptance_rate == one.statistics.draft_acceptance_rate
+    for request, s in zip(requests, together(twins, requests), strict=True):
+        (alone,), (plain,) = (
+            together(twins, [replace(request, drafter=name)]) for name in ("self_int8", None)
+        )
+        assert alone.output == plain.output == s.output
+        assert s.statistics.draft_acceptance_rate == alone.statistics.draft_acceptance_rate
 
 
-def test_auto_takes_it_in_beside_an_mtp_head(monkeypatch):
+def test_auto_takes_it_in_beside_an_mtp_head(monkeypatch, prompts):
     """Both want the output layer of the embedded target, which is shared."""
     monkeypatch.setattr("drafters.self_int8._FEW_WEIGHTS", 0)
-    engine = core.load_engine(core.Options(model="embedded"))
+    engine, prompt = core.load_engine(core.Options(model="embedded")), prompts["code_class"]
     assert {"mtp", "self_int8"} < set(engine.panel.choices["auto"])
-    prompt = engine.target.tokenizer("def add(a, b):\n    return")["input_ids"]
     assert_lossless(engine, prompt, 40, "auto")
     engine.planner = FixedK()  # the clock may say that it does not pay on a model so small
     assert assert_lossless(engine, prompt, 40, "self_int8").statistics.num_draft_tokens > 0
@@ -208,7 +179,6 @@ def test_auto_takes_it_in_beside_an_mtp_head(monkeypatch):
         ({}, True),
         ({"drafter": "auto", "fixed_k": True}, True),
         ({"drafter": "ngram"}, False),
-        ({"drafter": "none"}, False),
         ({"fixed_k": True}, False),
     ],
 )
@@ -223,19 +193,19 @@ def test_it_takes_memory_only_where_it_is_asked_for_or_auto_can_use_it(
 
 def test_neither_a_draft_that_fails_nor_its_nan_reaches_the_target(twins, monkeypatch):
     monkeypatch.setattr(chain, "can_chain", lambda *_: False)
-    drafter = twins.panel.drafters["self_int8"]
-    inner, calls = drafter._draft.forward, []
+    draft, calls = twins.panel.drafters["self_int8"]._draft, []
+    inner, cache = draft.forward, draft.cache
 
     @torch.inference_mode()
     def forward(rows, tokens, num_logits):
-        output, cache = inner(rows, tokens, num_logits), drafter._draft.cache
+        output = inner(rows, tokens, num_logits)
         calls.append(rows)
         if len(calls) == 5:
             cache.layers[0].values[cache.slot(rows[0]), :, cache.lengths[rows[0]] - 1] = torch.nan
             raise RuntimeError("no numbers")
         return output
 
-    monkeypatch.setattr(drafter._draft, "forward", forward)
+    monkeypatch.setattr(draft, "forward", forward)
     s = assert_lossless(twins, TEXT, 40, "self_int8", num_speculative_tokens=3)
     assert "drafter self_int8 failed (no numbers)" in s.seat.warnings[0]
 
@@ -245,11 +215,10 @@ def test_neither_a_draft_that_fails_nor_its_nan_reaches_the_target(twins, monkey
 )
 def test_windows_chunks_and_the_end_of_the_context(tiny_folder, family, dtype):
     """Requests of many kinds come and go; each text is the one of plain decoding."""
-    options = core.Options(
-        model=str(tiny_folder(family)), dtype=dtype, drafter="self_int8", fixed_k=True,
-        max_model_len=96, prefill_chunk=16, max_running=4,
+    engine = load(
+        tiny_folder(family), dtype=dtype, drafter="self_int8", max_model_len=96, prefill_chunk=16,
+        max_running=4,
     )  # fmt: skip
-    engine = core.load_engine(options)
     rng = Random(family)
     requests = [
         core.Request(
@@ -259,20 +228,16 @@ def test_windows_chunks_and_the_end_of_the_context(tiny_folder, family, dtype):
         )
         for i in range(12)
     ]  # fmt: skip
-    waiting, running, done = list(enumerate(requests)), [], {}
+    waiting, running = list(requests), []
     while waiting or running:
         while waiting and len(running) < 4:
-            number, request = waiting.pop(0)
-            running.append((number, engine.open(request)))
-        faults.step(engine, [s for _, s in running])
-        for number, s in [pair for pair in running if pair[1].finish_reason]:
-            done[number] = s.output
-            assert not [w for w in s.seat.warnings if "failed" in w]
+            running.append(engine.open(waiting.pop(0)))
+        faults.step(engine, running)
+        for s in [s for s in running if s.finish_reason]:
+            assert not any("failed" in warning for warning in s.seat.warnings)
             engine.close(s)
-        running = [pair for pair in running if not pair[1].finish_reason]
-    for number, request in enumerate(requests):
-        plain = together(engine, [replace(request, drafter=None)])[0]
-        assert done[number] == plain.output
+            running.remove(s)
+            assert s.output == together(engine, [replace(s.request, drafter=None)])[0].output
     assert engine.target.cache.lengths == [0] * 4
 
 

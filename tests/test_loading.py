@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import shutil
 from ctypes import CDLL, Structure, c_size_t
 from dataclasses import replace
@@ -14,10 +13,9 @@ import families
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, TARGET, run
+from conftest import ROOT, TARGET
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from transformers.masking_utils import chunked_causal_mask_function, sliding_window_overlay
 
 from drafters.eagle3_head import HeadConfig
 from kernels.files import read_folder, why_not_loaded
@@ -39,9 +37,9 @@ def folder(tmp_path):
     return make
 
 
-def load(folder, **options):
+def load(folder, draft=None, **options):
     """Bits are not this file's affair."""
-    options = {"drafter": "ngram"} | options
+    options = {"draft_model": str(draft)} if draft else {"drafter": "ngram"} | options
     return core.load_engine(core.Options(model=str(folder), **options))
 
 
@@ -70,17 +68,15 @@ def plain_logits(folder, text, **changes):
 def served_logits(engine, text, neighbour=()):
     """The server's logits [T, V], the last five beside a neighbour."""
     target = engine.target
-    rows = [target.cache.open_row() for _ in range(2)]
-    try:
-        first = target.forward(rows[:1], [text[:-5]], [len(text) - 5]).logits[0]
-        if neighbour:
-            target.forward(rows[1:], [list(neighbour[:-1])], [1])
-        fed = [text[-5:], *([list(neighbour[-1:])] if neighbour else [])]
-        last = target.forward(rows[: len(fed)], fed, [len(part) for part in fed]).logits[0]
-        return torch.cat([first, last])
-    finally:
-        for row in rows:
-            target.cache.close_row(row)
+    rows = [target.cache.open_row() for _ in range(2 if neighbour else 1)]
+    first = target.forward(rows[:1], [text[:-5]], [len(text) - 5]).logits[0]
+    if neighbour:
+        target.forward(rows[1:], [neighbour[:-1]], [1])
+    fed = [text[-5:], neighbour[-1:]][: len(rows)]
+    last = target.forward(rows, fed, [len(part) for part in fed]).logits[0]
+    for row in rows:
+        target.cache.close_row(row)
+    return torch.cat([first, last])
 
 
 def is_near(actual, expected):
@@ -88,45 +84,22 @@ def is_near(actual, expected):
 
 
 # ----------------------------------------------------------------------------------- weights
+def rename(weights):
+    weights["model.layers.1.mlp.up.weight"] = weights.pop("model.layers.1.mlp.up_proj.weight")
 
 
 @pytest.mark.parametrize("is_draft", [False, True])
-def test_a_renamed_tensor_is_missing(folder, is_draft, capsys):
-    def rename(weights):
-        weights["model.layers.1.mlp.up.weight"] = weights.pop("model.layers.1.mlp.up_proj.weight")
-
+def test_a_renamed_tensor_is_missing(folder, is_draft):
     path = folder("llama")
-    broken = path.with_name("broken")
-    shutil.copytree(path, broken)
+    broken = shutil.copytree(path, path.with_name("broken"))
     edit_weights(broken, rename)
-    models = ["--model", str(path), "--draft-model", str(broken)]
-    models = models if is_draft else ["--model", str(broken)]
-    capsys.readouterr()  # what saving said
-    assert core.main(["--prompt", "x", *models]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "Traceback" not in said
-    assert "broken lacks 1 of the weights that its config.json asks for" in said
-    assert "first model.layers.1.mlp.up_proj.weight" in said
-    assert "(not used: 1 in the file, first model.layers.1.mlp.up.weight)" in said
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_hidden_layers": 6}, r"lacks 18 of the weights .*first model\.layers\.4\."),
-        (
-            {"intermediate_size": 80},
-            r"in 12 of its weights, first .*down_proj\.weight: \[64, 96\] instead of \[64, 80\]",
-        ),
-        ({"is_causal": False}, "does not read a text from left to right"),
-    ],
-    ids=str,
-)
-def test_a_config_that_fits_not_the_weights_or_the_cache_is_refused(folder, changes, message):
-    path = folder("llama")
-    edit_config(path, **changes)
-    with pytest.raises(StartError, match=message):
-        load(path)
+    with pytest.raises(ValueError) as error:
+        load(*[path, broken] if is_draft else [broken])
+    assert str(error.value).endswith(
+        "broken lacks 1 of the weights that its config.json asks for, first "
+        "model.layers.1.mlp.up_proj.weight (not used: 1 in the file, first "
+        "model.layers.1.mlp.up.weight)"
+    )
 
 
 def test_an_expert_of_another_size_is_named(folder):
@@ -138,21 +111,13 @@ def test_an_expert_of_another_size_is_named(folder):
         load(path)
 
 
-@pytest.mark.parametrize("text", ["", "\n"])
-def test_a_weight_with_an_empty_report_is_passed_over(text):
+def test_a_weight_with_an_empty_report_is_passed_over():
     def fail(loading_info):
         raise OSError("not converted")
 
     with pytest.raises(OSError) as caught:
-        fail(SimpleNamespace(conversion_errors={"a": text}))
+        fail(SimpleNamespace(conversion_errors={"a": "", "b": "\n"}))
     assert why_not_loaded(caught.value) == "not converted"
-
-
-def test_a_weight_of_an_mtp_head_that_has_another_size_is_named(float32_target):
-    norm = "mtp.norm.weight"
-    edit_weights(float32_target, lambda weights: weights.update({norm: weights[norm][:-1].clone()}))
-    with pytest.raises(ValueError, match=r"MTP head .*norm\.weight: \[191\] instead of \[192\]"):
-        load(float32_target, drafter="mtp")
 
 
 def test_tied_weights_are_not_missing_and_those_that_nobody_reads_are_told(folder, caplog):
@@ -176,31 +141,23 @@ def test_a_generation_config_may_be_missing_and_must_be_readable(folder):
 
 
 # ------------------------------------------------------------------------------------- files
-
-
-@pytest.fixture
-def float32_target(tmp_path):
-    """The embedded target with weights that need no conversion, and may stay where they are."""
-    path = tmp_path / "float32"
-    shutil.copytree(TARGET, path)
-    weights = load_file(path / "model.safetensors")
-    save_file(
-        {name: weight.float() for name, weight in weights.items()}, path / "model.safetensors"
-    )
-    return path
-
-
 def is_mapped(folder):
     return f"{folder}/" in Path("/proc/self/maps").read_text()
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-def test_no_weights_lie_in_a_mapped_file_unless_that_was_asked_for(float32_target, kernels):
-    """Those of the target, and those of its MTP head; an engine that is kept keeps its files."""
+def test_no_weights_lie_in_a_mapped_file_unless_that_was_asked_for(tmp_path, kernels):
+    """Those of the target, and those of its MTP head; an engine that is kept keeps its files.
+
+    Where a mapped file changes, answers do; where it shrinks, the process ends.
+    """
+    path = shutil.copytree(TARGET, tmp_path / "float32")
+    floats = {k: w.float() for k, w in load_file(path / "model.safetensors").items()}
+    save_file(floats, path / "model.safetensors")  # need no conversion, and may stay there
     for mmap in (False, True):
         gc.collect()  # an engine that is let go of lies in a circle of references
-        engine = load(float32_target, drafter="mtp", kernels=kernels, mmap=mmap)
-        assert engine.default_drafter == "mtp" and is_mapped(float32_target) == mmap
+        engine = load(path, drafter="mtp", kernels=kernels, mmap=mmap)
+        assert engine.default_drafter == "mtp" and is_mapped(path) == mmap
 
 
 @pytest.mark.parametrize(
@@ -230,22 +187,6 @@ def test_weights_of_any_kind_are_read_into_memory(folder, name, dtype, pickled):
     assert kept and is_mapped(path)
 
 
-def test_answers_do_not_change_when_the_weights_files_do(float32_target):
-    engine = load(float32_target, drafter="mtp", fixed_k=True)
-    file = float32_target / "model.safetensors"
-
-    def answer():
-        sequence, events = run(engine, [7, 8, 9, 7, 8], max_tokens=12, drafter="mtp")
-        return sequence.output, [event["proposals"] for event in events]
-
-    expected = answer()
-    with file.open("r+b") as weights:
-        weights.write(bytes(file.stat().st_size))
-    assert answer() == expected
-    os.truncate(file, 0)  # to read a mapped file would now end the process
-    assert answer() == expected
-
-
 @pytest.mark.parametrize("pickled", [False, True])
 def test_an_index_names_files_of_its_own_folder_only(folder, tmp_path, pickled):
     """A file of that name may be a link, as it is in the hub's cache."""
@@ -254,14 +195,14 @@ def test_an_index_names_files_of_its_own_folder_only(folder, tmp_path, pickled):
     (path / "model.safetensors").unlink()
     (path / "part").mkdir()
     torch.save(weights, elsewhere) if pickled else save_file(weights, elsewhere, {"format": "pt"})
-    index = "pytorch_model.bin.index.json" if pickled else "model.safetensors.index.json"
-    own = ["x.bin", "part/x.bin"] if pickled else ["x.safetensors", "part/x.safetensors"]
+    kind, ending = ("pytorch_model", "bin") if pickled else ("model", "safetensors")
+    index = f"{kind}.{ending}.index.json"
 
     def name(shard, **changes):
         content = {"metadata": {}, "weight_map": dict.fromkeys(weights, str(shard))} | changes
         (path / index).write_text(json.dumps(content))
 
-    for shard in own:
+    for shard in (f"x.{ending}", f"part/x.{ending}"):
         (path / shard).symlink_to(elsewhere)
         name(shard)
         assert load(path, **options)
@@ -276,47 +217,28 @@ def test_an_index_names_files_of_its_own_folder_only(folder, tmp_path, pickled):
 
 
 # ----------------------------------------------------------------------------------- windows
-
-
+# Loading compares with transformers' logits: texts of 320 tokens, alone and beside another one.
 @pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_neo"])
-def test_a_window_is_what_the_modules_mask(folder, name, kernels):
-    """Llama's modules ignore a `sliding_window` in the config, Mistral's do not.
-
-    GPT-Neo's local layers have windows of their own.
-    """
-    path, text = folder(name), tokens(100)
-    if name != "gpt_neo":
-        edit_config(path, sliding_window=24)
-    engine = load(path, kernels=kernels)
-    assert set(engine.target.windows.values()) == {24 if name == "mistral" else None}
-    assert is_near(served_logits(engine, text, tokens(LONG)), plain_logits(path, text))
+def test_a_window_that_the_modules_ignore_is_none(folder, kernels):
+    """Llama's do. Who has windows is seen by test_cache.py, and GPT-Neo by test_families.py."""
+    path = folder("llama")
+    edit_config(path, sliding_window=24)
+    assert set(load(path, kernels=kernels).target.windows.values()) == {None}
 
 
 def test_chunks_are_served_up_to_the_first_one_s_end(folder):
-    path, text = folder("llama4_text", attention_chunk_size=64), tokens(64)
-    engine = load(path)
-    assert engine.target.max_length == 64
-    assert is_near(served_logits(engine, text), plain_logits(path, text))
+    path = folder("llama4_text", attention_chunk_size=64)
+    assert load(path).target.max_length == 64
     with pytest.raises(StartError, match="attends in chunks.* give --max-model-len 64 or"):
         load(path, max_model_len=65)
 
 
-def test_a_rule_becomes_a_window():
-    causal = lambda b, h, q, k: k <= q  # noqa: E731
-    window = lambda b, h, q, k: causal(b, h, q, k) & sliding_window_overlay(24)(b, h, q, k)  # noqa: E731
-    chunks = chunked_causal_mask_function(50, torch.zeros(1, dtype=torch.long))
-    assert window_of(causal, 200) == (None, 200)
-    assert window_of(window, 200) == (24, 200)
-    assert window_of(window, 20) == (None, 20)
-    assert window_of(chunks, 200) == (None, 50)
-    for wrong in (
-        lambda b, h, q, k: k >= 0 * q,  # both directions
-        lambda b, h, q, k: k < q,  # without itself
-        lambda b, h, q, k: (k <= q) & (k != 3),
-    ):
-        with pytest.raises(UnsupportedModel, match="from left to right"):
-            window_of(wrong, 200)
+@pytest.mark.parametrize(
+    "rule", [lambda b, h, q, k: k < q, lambda b, h, q, k: (k <= q) & (k != 3)], ids=["self", "3"]
+)
+def test_a_rule_that_leaves_out_what_came_before_is_no_window(rule):
+    with pytest.raises(UnsupportedModel, match="from left to right"):
+        window_of(rule, 200)
 
 
 def test_watching_leaves_no_trace(folder):
@@ -329,11 +251,10 @@ def test_watching_leaves_no_trace(folder):
 
 
 # --------------------------------------------------------------------------------- rotations
-
-SHORT, FAR = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7], [2.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 9.5]
+FAR = [2.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 9.5]
 LONGROPE = {
-    "short_factor": SHORT, "long_factor": FAR, "factor": 6.0, "rope_type": "longrope",
-    "rope_theta": 1e4, "original_max_position_embeddings": 64,
+    "short_factor": [1 + i / 10 for i in range(8)], "long_factor": FAR, "factor": 6.0,
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
 }  # fmt: skip
 
 
@@ -365,17 +286,16 @@ def test_longrope_s_factors_do_not_depend_on_neighbours(folder, name, extra, fix
 
 
 def test_dynamic_ntk_is_fixed_by_the_longest_text(folder):
-    path, text = folder("llama"), tokens(60)
+    path, text, longest = folder("llama"), tokens(60), tokens(192)
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     edit_config(path, rope_parameters=rope, max_position_embeddings=96)
     with pytest.raises(StartError, match="must be from 2 to 192"):
         load(path, max_model_len=193)
-    short = load(path)
+    short, engine = load(path), load(path, max_model_len=192)
     assert short.target.max_length == 96
     assert is_near(served_logits(short, text), plain_logits(path, text))
-    alone = served_logits(engine := load(path, max_model_len=192), text)
+    alone = served_logits(engine, text)
     assert is_near(served_logits(engine, text, tokens(190)), alone)
-    longest = tokens(192)  # transformers computes the same for a text of that length
     assert is_near(served_logits(engine, longest), plain_logits(path, longest))
     base = 1e4 * (2 * 192 / 96 - 1) ** (16 / 14)
     fixed = {"rope_type": "default", "rope_theta": base}
@@ -383,12 +303,8 @@ def test_dynamic_ntk_is_fixed_by_the_longest_text(folder):
 
 
 # -------------------------------------------------------------------------------- comparison
-
-
 @pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
-def test_a_model_that_answers_otherwise_than_transformers_is_not_served(
-    folder, name, monkeypatch, capsys
-):
+def test_a_model_that_answers_otherwise_than_transformers_is_not_served(folder, name, monkeypatch):
     """A window that is one token too narrow is enough, in a mixture of experts as well."""
     path = folder(name)
     found = structure.examine
@@ -399,12 +315,10 @@ def test_a_model_that_answers_otherwise_than_transformers_is_not_served(
         return replace(seen, windows=windows)
 
     monkeypatch.setattr(loading, "examine", narrow)
-    capsys.readouterr()  # what saving said
-    for options in ([], ["--no-kernels"]):
-        assert core.main(["--prompt", "x", "--model", str(path), *options]) == 2
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1
-        assert f"({name}) cannot be served: its logits are" in said and "transformers' own" in said
+    for kernels in (True, False):
+        said = rf"\({name}\) cannot be served: its logits are .* away from transformers' own"
+        with pytest.raises(StartError, match=said):
+            load(path, kernels=kernels)
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
@@ -428,11 +342,10 @@ def test_roundings_of_bfloat16_are_no_fault(folder, name):
 def test_a_forward_that_fails_is_told_in_a_sentence(folder, monkeypatch):
     path = folder("llama")
     monkeypatch.setattr(core, "report_of", lambda *_: 1 / 0)
-    said = r"\(llama\) cannot be run .*ZeroDivisionError: division by zero"
-    with pytest.raises(StartError, match=said + r" \(--no-kernels may help\)$"):
-        load(path)
-    with pytest.raises(StartError, match=said + "$"):
-        load(path, kernels=False)
+    for kernels, hint in ((True, r" \(--no-kernels may help\)"), (False, "")):
+        said = rf"\(llama\) cannot be run .*ZeroDivisionError: division by zero{hint}$"
+        with pytest.raises(StartError, match=said):
+            load(path, kernels=kernels)
 
 
 def test_what_has_no_cache_or_gives_no_numbers_is_not_served(folder):
@@ -441,6 +354,9 @@ def test_what_has_no_cache_or_gives_no_numbers_is_not_served(folder):
     path = folder("llama")
     edit_weights(path, lambda weights: weights["model.norm.weight"].fill_(torch.nan))
     with pytest.raises(StartError, match="gives no numbers: are its weights damaged"):
+        load(path)
+    edit_config(path, is_causal=False)
+    with pytest.raises(StartError, match="does not read a text from left to right"):
         load(path)
 
 
@@ -457,11 +373,11 @@ def test_words_that_nobody_has_sent_before_do_not_pile_up(demo_engine):
     class Info(Structure):
         _fields_ = [(name, c_size_t) for name in "arena o s h hblkhd u f uordblks free k".split()]
 
-    tokenizer, random, ask = demo_engine.target.tokenizer, Random(0), CDLL(None).mallinfo2
-    ask.restype, in_use = Info, []
+    random, ask, in_use = Random(0), CDLL(None).mallinfo2, []
+    ask.restype = Info
     for _ in range(2):
         for _ in range(1500):
-            tokenizer("".join(random.choices("abcdefgh", k=250)))
+            demo_engine.target.tokenizer("".join(random.choices("abcdefgh", k=250)))
         info = ask()
         in_use.append(info.uordblks + info.hblkhd)
     assert in_use[1] - in_use[0] < 2 << 20  # 12 MiB if all are kept
@@ -503,8 +419,7 @@ def test_what_came_with_a_target_may_be_missing(drafter, tiny_folder, monkeypatc
 
 @pytest.mark.parametrize("part", ["mtp", "eagle3"])
 def test_smollm2_s_heads_lie_in_the_repository_without_its_weights(part):
-    entry = catalogue.CATALOGUE["smollm2"]
-    options = core.Options(model="smollm2")
+    entry, options = catalogue.CATALOGUE["smollm2"], core.Options(model="smollm2")
     folder = getattr(options, f"{part}_folder")
     assert folder == getattr(entry, part) and part not in options.for_drafters["named"]
     content, weights = read_folder(folder, allow_pickle=False)
@@ -512,7 +427,6 @@ def test_smollm2_s_heads_lie_in_the_repository_without_its_weights(part):
     assert int(weights["t2d"].sum()) == 10_240
     assert max(weight.numel() for weight in weights.values()) < 49_152 * 576
     assert all(weight.isfinite().all() for weight in weights.values())
-    assert sum(file.stat().st_size for file in Path(folder).iterdir()) < 25_000_000
     if part == "eagle3":
         assert HeadConfig.of(content).verifier == entry.origin
         ids = weights["d2t"] + torch.arange(10_240)
