@@ -15,6 +15,7 @@ import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from math import inf, nextafter
 
 import pytest
 from conftest import TARGET, TEMPLATE
@@ -38,6 +39,7 @@ from transformers import AutoTokenizer
 from messages import RequestError
 from models import prompts as reading
 from models.prompts import chat_prompt, tokenize
+from serving.parsing import parse_fields
 
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 CONTEXT, DEFAULT_LIMIT = 256, 4  # what is good by chance shall be short
@@ -147,26 +149,41 @@ def test_a_wrong_path_or_method_is_a_json_error(port, path, methods, wanted):
 
 # ------------------------------------------------------------------------------------- fields
 
-BAD = {
+BAD = {  # out of range, right behind the limits, and of another kind
     "prompt": ["", None, 5, [], [True], [-1], [4096], [2**70], [1.0], {"text": "a"}, "\ud800",
-               [5] * CONTEXT, ["a", "b"], [[5], [6]]],
-    "max_tokens": [0, -1, 1.5, True, "5", 10**9],
-    "num_speculative_tokens": [-1, 17, 1000, "4"],
-    "drafter": ["zzz", 3, ["ngram"], "tests/faulty_server.py:Faulty"],
+               [5] * CONTEXT, [1, True], [[]], ["a", "b"], [[5], [6]]],
+    "max_tokens": [0, -1, 1.5, True, "5", 1_000_001, 10**400],
+    "num_speculative_tokens": [-1, 17, 1000, "4", 1.0],
+    "drafter": ["zzz", "", 3, ["ngram"], {}, "tests/faulty_server.py:Faulty"],
     "speculative": ["yes", 1],
-    "stop": ["", 5, ["a"] * 9, ["a", ""], ["a", 5], "\ud800", "a" * 1001],
+    "stop": ["", 5, ["a"] * 9, ["a", ""], ["a", 5], "\ud800", ["\ud800"], "a" * 1001, [["a"]], {}],
     "stream": ["maybe", 1],
     "stream_options": [{"include_usage": True}, "usage"],  # without a stream, and with one
     "trace": [1, "yes"],
-    "compare": ["yes", 1],
-    "verification": ["chance", ["coupled"]],
-    "temperature": [-1, "hot", 1e9, True],
-    "top_p": [0, 2],
-    "top_k": [-5, 4.5],
-    "min_p": [2, -0.1],
-    "repetition_penalty": [0, -1],
-    "seed": ["a", 2**70, 1.5],
-    "logprobs": [999, 21, -2, "all"],
+    "compare": ["yes", 1, 0.0],
+    "verification": ["chance", ["coupled"], True, ""],
+    "temperature": [-1, -5e-324, "hot", nextafter(100.0, inf), 1e9, 10**400, True],
+    "top_p": [0, -0.0, nextafter(1e-9, 0.0), nextafter(1.0, 2.0), 2, [0.5]],
+    "top_k": [-2, 4.5, 2**31 + 1, False],
+    "min_p": [-5e-324, -0.1, nextafter(1.0, 2.0), 2],
+    "repetition_penalty": [0, -1, nextafter(1e-9, 0.0), nextafter(100.0, inf)],
+    "seed": ["a", 2**64, -(2**63) - 1, 1.5, True],
+    "logprobs": [999, 21, -1, 1.0, "all"],
+}  # fmt: skip
+TAKEN = {  # at the limits
+    "max_tokens": [1, 1_000_000], "num_speculative_tokens": [0, 16], "drafter": ["ngram"],
+    "temperature": [0, 5e-324, 100], "top_p": [1e-9, 1], "top_k": [-1, 2**31], "min_p": [0, 1],
+    "repetition_penalty": [1e-9, 100], "seed": [-(2**63), 2**64 - 1], "verification": ["rejection"],
+    "stream": [True], "trace": [True], "compare": [True],
+}  # fmt: skip
+CHANGED = [  # name, what is given, what it becomes
+    ("stop", "x" * 1000, ("x" * 1000,)), ("stop", ["x"] * 8, ("x",) * 8), ("stop", [], ()),
+    ("logprobs", 20, 20), ("logprobs", True, 0), ("logprobs", False, None),
+    ("drafter", "none", None), ("prompt", [5], [5]),
+]  # fmt: skip
+DEFAULTS = {
+    "max_tokens": 128, "num_speculative_tokens": 5, "temperature": 0.0, "top_k": 0, "top_p": 1.0,
+    "min_p": 0.0, "repetition_penalty": 1.0, "verification": "coupled", "seed": 3, "drafter": "mtp",
 }  # fmt: skip
 UNSUPPORTED = {  # by /v1, where they would change the output
     "n": [True, 2, "1"],
@@ -286,6 +303,25 @@ def test_an_unknown_drafter_is_told_the_choices(port):
         _, body = post(port, "/generate", GOOD | {"drafter": drafter})
         assert "choose: auto, ngram, none" in body["error"]["message"]
         assert len(body["error"]["message"]) < 200
+
+
+def test_a_field_at_its_limits_is_taken_as_it_is_given():
+    """In its final type; all others have their defaults, and so has what is null."""
+
+    def parse(**body):
+        body, drafters = {"prompt": "x"} | body, ["ngram", "mtp"]
+        return parse_fields(body, lambda *_, **__: {"input_ids": [7]}, drafters, DEFAULTS, "m")
+
+    usual, _ = parse(**dict.fromkeys(TAKEN))
+    assert usual.items() >= DEFAULTS.items() and usual["prompt"] == [7]
+    for name, given, becomes in [
+        (n, v, v) for n, values in TAKEN.items() for v in values
+    ] + CHANGED:
+        fields, notes = parse(**{name: given})
+        assert fields == usual | {name: becomes} and notes == []
+        assert type(fields[name]) is float or not isinstance(usual.get(name), float)
+    for more in ({"speculative": False}, {"speculative": True, "drafter": "none"}):
+        assert parse(**more)[0] == usual | {"drafter": None}
 
 
 # --------------------------------------------------------------------- what is refused unread
