@@ -46,15 +46,6 @@ def test_choices_are_distributed_as_the_weights_and_neighbours_are_independent(n
     assert chi_squared(list(counts.values()), expected).p_value > ODDS
 
 
-def test_noise_of_neighbouring_tokens_is_independent():
-    """In quarters of its range."""
-    ids, counts = np.arange(512), np.zeros((4, 4))
-    for position in range(60):
-        quarter = (np.exp(-Noise(1).exponentials(position, ids)) * 4).astype(int)
-        np.add.at(counts, (quarter[::2], quarter[1::2]), 1)
-    assert p_value_of_cells(counts) > ODDS
-
-
 def test_noise_of_any_two_tokens_is_independent():
     """60 pairs: ids that differ in one bit, neighbours, and any two. Odds of a false alarm 6e-5."""
     random, num = np.random.default_rng(0), 60

@@ -75,6 +75,8 @@ def test_generate_puts_a_prompt_into_the_chat_template_where_it_is_asked_to(chat
         assert status == 400 and is_error(data, "chat" if prompt == "a" else "prompt"), data
     status, _, data = call(port, "POST", "/generate", {"prompt": "a", "chat": True}, GUARDED)
     assert status == 400 and b"this model has no chat template" in data
+    status, _, data = call(port, "POST", "/v1/chat/completions", {"messages": TURNS}, GUARDED)
+    assert status == 400 and b"no chat template: use /v1/completions" in data
     assert health(chatting)["chat_template"] is True and health(port)["chat_template"] is False
 
 
@@ -200,14 +202,6 @@ def test_log_probabilities_have_the_shape_of_chat(chat, name):
         assert len(entry.top_logprobs) == 2
         assert entry.top_logprobs[0].logprob >= entry.logprob - 1e-6
     assert chat.create(**fields).choices[0].logprobs.content[0].top_logprobs == []
-
-
-def test_what_is_refused_is_a_bad_request_by_name(client):
-    with pytest.raises(openai.BadRequestError) as error:
-        client.completions.create(model="embedded", prompt="x", n=2)
-    assert error.value.param == "n" and error.value.type == "invalid_request_error"
-    with pytest.raises(openai.BadRequestError, match="no chat template: use /v1/completions"):
-        client.chat.completions.create(model="embedded", messages=TURNS)
 
 
 def test_a_route_that_is_not_there_is_told_what_is(client, port):

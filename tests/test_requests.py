@@ -42,40 +42,26 @@ def test_greedy_output_does_not_depend_on_the_seed_and_knows_the_penalty(
 # --------------------------------------------------------------------------------------- logprobs
 
 
-def logprobs_of(entries):
-    """Ids and logprobs of the tokens, each with those of the most likely ones in its place."""
-    listed = [[entry, *entry["top_logprobs"]] for entry in entries]
-    return ([[one[name] for one in each] for each in listed] for name in ("id", "logprob"))
-
-
-@pytest.mark.parametrize("sampling", [core.Sampling(), core.Sampling(1.3)], ids=str)
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_logprobs_are_equal_with_speculation_on_and_off(demo_engine, prompts, drafter, sampling):
-    for name in ("repetitive_sentence", "code_class", "hard_story"):
-        fields = {"max_tokens": 30, "sampling": sampling, "logprobs": 4}
-        on, events = run(demo_engine, prompts[name], drafter=drafter, **fields)
-        off, _ = run(demo_engine, prompts[name], drafter=None, **fields)
-        assert on.output == off.output == [entry["id"] for entry in on.logprobs]
-        assert [e for event in events for e in event["logprobs"]] == on.logprobs
-        (ids, values), (plain_ids, plain_values) = map(logprobs_of, (on.logprobs, off.logprobs))
-        assert ids == plain_ids
-        np.testing.assert_allclose(values, plain_values, rtol=0, atol=1e-4)
-
-
-def test_logprobs_are_the_target_s_before_every_transform(demo_engine, demo_reference, prompts):
-    """Sampled with every transform on, against a forward of the whole text without cache."""
-    fields = {"max_tokens": 30, "drafter": "mtp", "sampling": SAMPLING, "logprobs": 3, "seed": 2}
-    sequence, _ = run(demo_engine, prompts["hard_docs"], **fields)
-    with torch.inference_mode():
-        logits = demo_reference(torch.tensor([sequence.tokens])).logits[0]
-    begin = len(prompts["hard_docs"]) - 1
-    expected = logits[begin : begin + len(sequence.output)].log_softmax(-1)
-    assert len(sequence.logprobs) == len(sequence.output)
-    for entry, row in zip(sequence.logprobs, expected, strict=True):
-        assert entry["logprob"] == pytest.approx(float(row[entry["id"]]), abs=1e-4)
-        top = row.topk(3)
-        assert [t["id"] for t in entry["top_logprobs"]] == top.indices.tolist()
-        assert entry["token"] == demo_engine.target.tokenizer.decode([entry["id"]])
+@pytest.mark.parametrize("sampling", [core.Sampling(), core.Sampling(1.3), SAMPLING], ids=str)
+@pytest.mark.parametrize("drafter", [None, *DRAFTERS])
+def test_logprobs_are_the_target_s_before_every_transform(
+    demo_engine, demo_reference, prompts, drafter, sampling
+):
+    """Against a forward of the whole text without cache, with speculation and without."""
+    for name in ("repetitive_sentence", "hard_docs"):
+        fields = {"max_tokens": 30, "sampling": sampling, "logprobs": 3, "seed": 2}
+        sequence, events = run(demo_engine, prompts[name], drafter=drafter, **fields)
+        assert [e for event in events for e in event["logprobs"]] == sequence.logprobs
+        assert [entry["id"] for entry in sequence.logprobs] == sequence.output
+        with torch.inference_mode():
+            logits = demo_reference(torch.tensor([sequence.tokens])).logits[0]
+        expected = logits[len(prompts[name]) - 1 : -1].log_softmax(-1)
+        for entry, row in zip(sequence.logprobs, expected, strict=True):
+            top = entry["top_logprobs"]
+            assert [t["id"] for t in top] == row.topk(3).indices.tolist()
+            for each in (entry, *top):
+                assert each["logprob"] == pytest.approx(float(row[each["id"]]), abs=1e-4)
+            assert entry["token"] == demo_engine.target.tokenizer.decode([entry["id"]])
 
 
 def test_an_impossible_token_has_a_logprob_that_json_can_hold(demo_engine):
@@ -467,7 +453,6 @@ def test_what_only_a_busy_machine_explains_is_called_disturbed():
         ([2.0, 2.04, 9.0], 2.0, 1.0, False),  # within the noise of a clock; one outlier of three
         ([2.3, 2.2, 0.5], 2.0, 1.0, True),  # more than the passes that were saved
         ([1.5, 1.5, 1.5], 2.0, 0.69, True),
-        ([1.5, 1.5, 1.5], 2.0, 3.01, True),
         ([1.5, 1.5, 1.5], 2.0, 0.71, False),
         ([1.5, 1.5, 1.5], None, None, False),
         ([], 2.0, None, False),
