@@ -108,8 +108,6 @@ NO_OBJECTS = [
     b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", b'{"prompt": "\xff\xfe"}',
     '{"prompt": "a"}'.encode("utf-16"), b'{"prompt": "a"} {"prompt": "b"}',
 ]  # fmt: skip
-
-
 TYPES = [
     {}, {"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form-urlencoded"},
     {"Content-Type": "application/json", "Content-Encoding": "gzip"},
@@ -185,20 +183,12 @@ DEFAULTS = {
     "min_p": 0.0, "repetition_penalty": 1.0, "verification": "coupled", "seed": 3, "drafter": "mtp",
 }  # fmt: skip
 UNSUPPORTED = {  # by /v1, where they would change the output
-    "n": [True, 2, "1"],
-    "best_of": [3],
-    "echo": [True],
-    "suffix": ["x"],
-    "presence_penalty": [0.5],
-    "frequency_penalty": [0.5],
-    "logit_bias": [{"5": 1}],
-    "tools": [[{"type": "function"}]],
-    "tool_choice": ["required", {"type": "function"}],
-    "functions": [[{"name": "f"}]],
-    "function_call": [{"name": "f"}],
-    "modalities": [["audio"]],
+    "n": [True, 2, "1"], "best_of": [3], "echo": [True], "suffix": ["x"],
+    "presence_penalty": [0.5], "frequency_penalty": [0.5], "logit_bias": [{"5": 1}],
+    "tools": [[{"type": "function"}]], "tool_choice": ["required", {"type": "function"}],
+    "functions": [[{"name": "f"}]], "function_call": [{"name": "f"}], "modalities": [["audio"]],
     "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}],
-}
+}  # fmt: skip
 
 
 @each_route
@@ -255,8 +245,8 @@ def test_prompts_beyond_the_context_are_refused_naming_both_numbers(port, route)
     length, context = map(int, re.findall(r"\d+", body["error"]["message"]))
     assert length >= context == CONTEXT
     endless = (post, port, route, {"prompt": "1" * 1_000_000})
-    health, *answers = at_once((call, port, "GET", "/health"), *[endless] * 20)
-    assert health[0] == 200 and {status for status, _ in answers} <= {400, 429}
+    beside, *answers = at_once((call, port, "GET", "/health"), *[endless] * 20)
+    assert beside[0] == 200 and {status for status, _ in answers} <= {400, 429}
     refused = [body for status, body in answers if status == 400]
     assert refused and all(is_error(body, param) for body in refused)
     assert all("characters are more than a context" in b["error"]["message"] for b in refused)
@@ -264,14 +254,8 @@ def test_prompts_beyond_the_context_are_refused_naming_both_numbers(port, route)
 
 @each_route
 def test_null_is_the_default_and_nul_is_text(port, route):
-    fields = {
-        "prompt": "a\0b",
-        "stop": "\0",
-        "max_tokens": None,
-        "temperature": None,
-        "model": None,
-    }
-    status, body = post(port, route, fields)
+    nothing = dict.fromkeys(("max_tokens", "temperature", "model"))
+    status, body = post(port, route, {"prompt": "a\0b", "stop": "\0"} | nothing)
     assert status == 200 and 0 < body["usage"]["completion_tokens"] <= DEFAULT_LIMIT
 
 
@@ -307,9 +291,8 @@ def test_a_field_at_its_limits_is_taken_as_it_is_given():
 
     usual, _ = parse(**dict.fromkeys(TAKEN))
     assert usual.items() >= DEFAULTS.items() and usual["prompt"] == [7]
-    for name, given, becomes in [
-        (n, v, v) for n, values in TAKEN.items() for v in values
-    ] + CHANGED:
+    unchanged = [(name, value, value) for name, values in TAKEN.items() for value in values]
+    for name, given, becomes in unchanged + CHANGED:
         fields, notes = parse(**{name: given})
         assert fields == usual | {name: becomes} and notes == []
         assert type(fields[name]) is float or not isinstance(usual.get(name), float)

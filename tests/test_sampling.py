@@ -7,7 +7,6 @@ passes again; the odds that a correct change of the code which draws other numbe
 
 import itertools
 import math
-import re
 from dataclasses import replace
 from functools import partial
 
@@ -20,7 +19,7 @@ from transformers.generation import logits_process
 from benchmarks.lossless import BATCH, PROMPT, SAMPLINGS, K, chi_squared, compare, first_tokens
 from drafters.small_model import SmallModelDrafter
 from kernels import library
-from sampling import DRAW, NO_NUMBERS, Noise, penalise, truncated_softmax
+from sampling import DRAW, Noise, penalise, truncated_softmax
 
 ODDS = 1e-6
 Sampling = core.Sampling
@@ -179,7 +178,7 @@ def test_a_token_without_weight_is_never_drawn():
     big[-1000:] = 0
     assert core.draw(big, 1 - 2**-53) < len(big) - 1000
     for number in (0.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match=re.escape(NO_NUMBERS)):
+        with pytest.raises(ValueError, match="no probabilities to draw from"):
             core.draw(torch.tensor([number, 0.0]), 0.5)
 
 
@@ -200,7 +199,7 @@ def test_broken_logits_are_an_error_where_their_row_is_judged_and_only_there(sam
             if at > num_right:
                 assert sum(j.kind == "accepted" for j in way()) == num_right
             else:
-                with pytest.raises(ValueError, match=re.escape(NO_NUMBERS)):
+                with pytest.raises(ValueError, match="no probabilities to draw from"):
                     way()
 
 
