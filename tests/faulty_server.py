@@ -7,13 +7,10 @@ its prompt. Faults come a few cycles after the prefill, in the middle of an answ
 """
 
 import importlib
-import itertools
 import signal
 import sys
 import threading
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,35 +39,16 @@ def raises(error: BaseException) -> Callable[..., None]:
     return act
 
 
-def q_of(weights: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Draft]:
-    """One token with a q that is none."""
-    return lambda state, limit: Draft([5], weights(torch.full((1, VOCABULARY), 1 / VOCABULARY)))
-
-
 # name -> what becomes of the third proposal of a request
 PROPOSALS: dict[str, Callable[[list[int], int], Any]] = {
     "raises": raises(RuntimeError("out of ideas")),
-    "runs_out_of_memory": raises(torch.OutOfMemoryError("no more memory")),
     "exits": raises(SystemExit(3)),
     "never_returns": never_returns,
     "blocks": blocks,
     "proposes_an_id_too_large": lambda state, limit: Draft([VOCABULARY]),
-    "proposes_a_negative_id": lambda state, limit: Draft([-1]),
-    "proposes_words": lambda state, limit: Draft(["the"]),
-    "proposes_too_much": lambda state, limit: Draft([5] * (limit + 1)),
-    "proposes_nothing_at_all": lambda state, limit: None,
-    "has_a_q_of_mass_2": q_of(lambda q: 2 * q),
-    "has_a_q_of_nan": q_of(lambda q: q * float("nan")),
-    "has_a_negative_q": q_of(lambda q: torch.cat([q[:, :-1], -q[:, -1:]], -1)),
-    "has_a_q_that_excludes_its_token": q_of(lambda q: torch.eye(VOCABULARY)[6:7]),
-    "has_a_q_of_another_shape": q_of(lambda q: q[:, 1:]),
-}  # fmt: skip
-METHODS = ("open", "guess", "observe", "close")  # that may raise, too
-RUBBISH = {  # what other methods may return
-    "guesses_a_number": ("guess", 5),
-    "guesses_words": ("guess", ["the"]),
-    "guesses_a_tensor": ("guess", torch.ones(2)),
 }
+METHODS = ("open", "guess", "observe", "close")  # that may raise, too
+RUBBISH = {"guesses_a_number": 5, "guesses_words": ["the"]}  # what guess may return
 DRAFTER_FAULTS = [*PROPOSALS, *(f"raises_in_{method}" for method in METHODS), *RUBBISH]
 
 
@@ -82,8 +60,7 @@ class Faulty(Drafter):
         if (method := name.removeprefix("raises_in_")) in METHODS:
             setattr(self, method, raises(KeyError(method)))
         if name in RUBBISH:
-            method, result = RUBBISH[name]
-            setattr(self, method, lambda *_: result)
+            self.guess = lambda *_: RUBBISH[name]
 
     def open(self, prompt: Any, sampling: Any, noise: Any) -> dict[str, Any]:
         return {"text": list(prompt), "num_proposals": 0}
@@ -100,88 +77,53 @@ class Faulty(Drafter):
         state["text"] += verdict.tokens
 
 
-@dataclass
-class Moment:
-    """When a fault may happen: in this forward, to this row."""
-
-    num_rows: int
-    num_fed: int  # tokens of the row
-    nth: int  # request that called the fault up, from 0
-
-
 class Target:
     """Breaks a target's forward for rows whose prompt has the id of a fault."""
 
     def __init__(self, target: Any) -> None:
         self._forward, self._cache = target.forward, target.cache
-        self._faults: dict[int, tuple[str | None, int]] = {}  # row -> the fault, the request's nth
+        self._faults: dict[int, str | None] = {}  # of each row
         self._countdown: dict[int, int] = {}  # row -> forwards until then
-        self._num_requests: Counter[str | None] = Counter()
         target.forward = self
 
-    def _note(self, row: int, prompt: list[int]) -> None:
-        fault = next((name for i, name in enumerate(TARGET_FAULTS, FIRST_ID) if i in prompt), None)
-        self._faults[row] = fault, self._num_requests[fault]
-        self._num_requests[fault] += 1
-        self._countdown[row] = COUNTDOWNS.get(fault, 4)
-
     def __call__(self, rows: list[int], tokens: list[list[int]], *rest: Any, **named: Any) -> Any:
-        without_numbers, is_too_late = [], False
+        without_numbers = []
         for b, (row, fed) in enumerate(zip(rows, tokens, strict=True)):
             if self._cache.lengths[row] == 0:  # a new request's
-                self._note(row, fed)
-            fault, nth = self._faults[row]
+                found = (name for i, name in enumerate(TARGET_FAULTS, FIRST_ID) if i in fed)
+                self._faults[row] = next(found, None)
+                self._countdown[row] = 0 if self._faults[row] == "raises_at_once" else 4
+            fault = self._faults[row]
             self._countdown[row] -= 1
-            if fault is None or self._countdown[row] > 0:
-                continue
-            TARGET_FAULTS[fault](Moment(len(rows), len(fed), nth))
-            without_numbers += [b] * (fault == "gives_no_numbers")
-            is_too_late |= fault == "fails_behind_the_forward" and not nth % 2
-            if is_too_late:
-                self._faults[row] = None, nth
+            if fault and self._countdown[row] <= 0:
+                TARGET_FAULTS[fault](len(rows))
+                without_numbers += [b] * (fault == "gives_no_numbers")
         output = self._forward(rows, tokens, *rest, **named)
-        if is_too_late:  # all of it is in the cache by now
-            raise RuntimeError("a fault behind the forward")
         for b in without_numbers:
             output.logits[b].fill_(float("nan"))
         return output
 
 
-def fails_once(_: Moment) -> None:
+def fails_once(num_rows: int) -> None:
     if not failed_once.is_set():
         failed_once.set()
         raise RuntimeError("a fault that does not come back")
 
 
-def fails_on_and_off(moment: Moment) -> None:
-    if moment.nth % 2 and next(turns) % 2:
-        raise RuntimeError("a fault that comes and goes, to every other request")
-
-
-def takes_no_drafts(moment: Moment) -> None:
-    if moment.num_fed > 1:
-        raise RuntimeError("no room for a draft")
-
-
-def lacks_memory(moment: Moment) -> None:
-    if moment.num_rows > 1:
+def lacks_memory(num_rows: int) -> None:
+    if num_rows > 1:
         raise torch.OutOfMemoryError("no more memory")
 
 
-failed_once, turns = threading.Event(), itertools.count()
-# after how many forwards, where it is not 4
-COUNTDOWNS = {"raises_at_once": 0, "fails_behind_the_forward": 0}
-# token id FIRST_ID + i -> what becomes of that forward and those after it
+failed_once = threading.Event()
+# token id FIRST_ID + i -> what becomes of a forward of so many rows, and of those after it
 FIRST_ID = 4000
-TARGET_FAULTS: dict[str, Callable[[Moment], Any]] = {
+TARGET_FAULTS: dict[str, Callable[[int], Any]] = {
     "raises": raises(RuntimeError("a broken kernel")),
     "raises_at_once": raises(RuntimeError("a broken kernel")),
     "fails_once": fails_once,
-    "fails_on_and_off": fails_on_and_off,
     "lacks_memory": lacks_memory,
-    "takes_no_drafts": takes_no_drafts,
-    "gives_no_numbers": lambda *_: None,
-    "fails_behind_the_forward": lambda *_: None,
+    "gives_no_numbers": lambda num_rows: None,
     "dies": raises(SystemExit(1)),
 }
 

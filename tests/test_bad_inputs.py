@@ -14,13 +14,15 @@ import socket
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from math import inf, nextafter
 
 import pytest
 from conftest import TARGET, TEMPLATE
 from server import (
     GOOD,
     LIMIT_S,
+    at_once,
     call,
     events_of,
     generate,
@@ -38,6 +40,7 @@ from transformers import AutoTokenizer
 from messages import RequestError
 from models import prompts as reading
 from models.prompts import chat_prompt, tokenize
+from serving.parsing import parse_fields
 
 ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 CONTEXT, DEFAULT_LIMIT = 256, 4  # what is good by chance shall be short
@@ -60,13 +63,12 @@ def half_sent(port):
     """40 clients that stop in the middle of a header or a body, beside everything else here."""
     header = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Le"
     body = request("/generate", b'{"prompt": ', JSON, "Content-Length: 100")
-    clients = []
-    for half in [header, body] * 20:
-        clients.append(socket.create_connection(("127.0.0.1", port), timeout=60))
-        clients[-1].sendall(half)
-    yield clients
-    for client in clients:
-        client.close()
+    with ExitStack() as stack:
+        address = ("127.0.0.1", port)
+        clients = [stack.enter_context(socket.create_connection(address, 60)) for _ in range(40)]
+        for i, client in enumerate(clients):
+            client.sendall(header if i % 2 else body)
+        yield clients
 
 
 def body_for(route, fields):
@@ -98,50 +100,29 @@ def goes_on(port):
 
 # ---------------------------------------------------------------------------- bodies and HTTP
 
-BODIES = {
-    "broken": b'{"prompt": "a"',
-    "empty": b"",
-    "array": b'[{"prompt": "a"}]',
-    "number": b"3",
-    "string": b'"prompt"',
-    "null": b"null",
-    "NaN": b'{"prompt": "a", "temperature": NaN}',
-    "Infinity": b'{"prompt": "a", "temperature": Infinity}',
-    "-Infinity": b'{"prompt": "a", "top_p": -Infinity}',
-    "nested": b"[" * 100_000,
-    "nested in a field": b'{"prompt": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}",
-    "long integer": b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}",
-    "not UTF-8": b'{"prompt": "\xff\xfe"}',
-    "UTF-16": '{"prompt": "a"}'.encode("utf-16"),
-    "trailing": b'{"prompt": "a"} {"prompt": "b"}',
-}
-
-
+NO_OBJECTS = [
+    b'{"prompt": "a"', b"", b'[{"prompt": "a"}]', b"3", b'"prompt"', b"null",
+    b'{"prompt": "a", "temperature": NaN}', b'{"prompt": "a", "temperature": Infinity}',
+    b'{"prompt": "a", "top_p": -Infinity}', b"[" * 100_000,
+    b'{"prompt": ' + b'{"a":' * 100_000 + b"1" + b"}" * 100_000 + b"}",
+    b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", b'{"prompt": "\xff\xfe"}',
+    '{"prompt": "a"}'.encode("utf-16"), b'{"prompt": "a"} {"prompt": "b"}',
+]  # fmt: skip
 TYPES = [
-    {},
-    {"Content-Type": "text/plain"},
-    {"Content-Type": "application/x-www-form-urlencoded"},
+    {}, {"Content-Type": "text/plain"}, {"Content-Type": "application/x-www-form-urlencoded"},
     {"Content-Type": "application/json", "Content-Encoding": "gzip"},
-]
+]  # fmt: skip
 
 
 @each_route
-def test_a_body_that_is_no_json_object_is_refused(port, route):
-    good = json.dumps(body_for(route, GOOD))
-    cases = [(400, body, None) for body in BODIES.values()]
+def test_a_body_that_is_no_json_object_of_at_most_1_mib_is_refused(port, route):
+    good, large = (body_for(route, GOOD | more) for more in ({}, {"prompt": "a" * (1 << 20)}))
+    usual = {"Content-Type": "application/json"}
+    cases = [(400, body, usual) for body in NO_OBJECTS] + [(413, large, usual)]
     for wanted, body, about in cases + [(415, good, about) for about in TYPES]:
-        given = (body,) if about is None else (body, about)
-        status, headers, data = call(port, "POST", route, *given)
+        status, headers, data = call(port, "POST", route, body, about)
         assert status == wanted and headers["Content-Type"] == "application/json", body[:50]
         assert is_error(data) and headers["X-Request-Id"]
-    assert goes_on(port)
-
-
-@each_route
-def test_a_body_beyond_1_mib_is_a_413_in_json(port, route):
-    body = json.dumps(body_for(route, GOOD | {"prompt": "a" * (1 << 20)}))
-    status, headers, data = call(port, "POST", route, body)
-    assert status == 413 and headers["Content-Type"] == "application/json" and is_error(data)
     assert goes_on(port)
 
 
@@ -149,14 +130,10 @@ def test_a_body_beyond_1_mib_is_a_413_in_json(port, route):
     ("path", "methods", "wanted"),
     [
         ("/nope", "GET", 404),
-        ("/v1/embeddings", "POST", 404),
-        ("/v1/responses", "POST", 404),
         ("/page/../../../etc/passwd", "GET", 404),
         ("/page/%2e%2e%2f__init__.py", "GET", 404),
         ("/generate", "GET DELETE BREW", 405),
-        ("/v1/completions", "GET", 405),
-        ("/v1/chat/completions", "PUT", 405),
-        ("/health", "POST", 405),
+        ("/v1/chat/completions", "GET PUT", 405),
         ("/v1/models", "POST", 405),
     ],
 )
@@ -169,48 +146,55 @@ def test_a_wrong_path_or_method_is_a_json_error(port, path, methods, wanted):
 
 # ------------------------------------------------------------------------------------- fields
 
-BAD = {
+BAD = {  # out of range, right behind the limits, and of another kind
     "prompt": ["", None, 5, [], [True], [-1], [4096], [2**70], [1.0], {"text": "a"}, "\ud800",
-               [5] * CONTEXT],
-    "max_tokens": [0, -1, 1.5, True, "5", 10**9],
-    "num_speculative_tokens": [-1, 17, 1000, "4"],
-    "drafter": ["zzz", 3, ["ngram"], "tests/faulty_server.py:Faulty"],
+               [5] * CONTEXT, [1, True], [[]], ["a", "b"], [[5], [6]]],
+    "max_tokens": [0, -1, 1.5, True, "5", 1_000_001, 10**400],
+    "num_speculative_tokens": [-1, 17, 1000, "4", 1.0],
+    "drafter": ["zzz", "", 3, ["ngram"], {}, "tests/faulty_server.py:Faulty"],
     "speculative": ["yes", 1],
-    "stop": ["", 5, ["a"] * 9, ["a", ""], ["a", 5], "\ud800", "a" * 1001],
+    "stop": ["", 5, ["a"] * 9, ["a", ""], ["a", 5], "\ud800", ["\ud800"], "a" * 1001, [["a"]], {}],
     "stream": ["maybe", 1],
-    "stream_options": [{"include_usage": True}],  # without a stream
+    "stream_options": [{"include_usage": True}, "usage"],  # without a stream, and with one
     "trace": [1, "yes"],
-    "compare": ["yes", 1],
-    "verification": ["chance", ["coupled"]],
-    "temperature": [-1, "hot", 1e9, True],
-    "top_p": [0, 2],
-    "top_k": [-5, 4.5],
-    "min_p": [2, -0.1],
-    "repetition_penalty": [0, -1],
-    "seed": ["a", 2**70, 1.5],
-    "logprobs": [999, 21, -2, "all"],
+    "compare": ["yes", 1, 0.0],
+    "verification": ["chance", ["coupled"], True, ""],
+    "temperature": [-1, -5e-324, "hot", nextafter(100.0, inf), 1e9, 10**400, True],
+    "top_p": [0, -0.0, nextafter(1e-9, 0.0), nextafter(1.0, 2.0), 2, [0.5]],
+    "top_k": [-2, 4.5, 2**31 + 1, False],
+    "min_p": [-5e-324, -0.1, nextafter(1.0, 2.0), 2],
+    "repetition_penalty": [0, -1, nextafter(1e-9, 0.0), nextafter(100.0, inf)],
+    "seed": ["a", 2**64, -(2**63) - 1, 1.5, True],
+    "logprobs": [999, 21, -1, 1.0, "all"],
+}  # fmt: skip
+TAKEN = {  # at the limits
+    "max_tokens": [1, 1_000_000], "num_speculative_tokens": [0, 16], "drafter": ["ngram"],
+    "temperature": [0, 5e-324, 100], "top_p": [1e-9, 1], "top_k": [-1, 2**31], "min_p": [0, 1],
+    "repetition_penalty": [1e-9, 100], "seed": [-(2**63), 2**64 - 1], "verification": ["rejection"],
+    "stream": [True], "trace": [True], "compare": [True],
+}  # fmt: skip
+CHANGED = [  # name, what is given, what it becomes
+    ("stop", "x" * 1000, ("x" * 1000,)), ("stop", ["x"] * 8, ("x",) * 8), ("stop", [], ()),
+    ("logprobs", 20, 20), ("logprobs", True, 0), ("logprobs", False, None),
+    ("drafter", "none", None), ("prompt", [5], [5]),
+]  # fmt: skip
+DEFAULTS = {
+    "max_tokens": 128, "num_speculative_tokens": 5, "temperature": 0.0, "top_k": 0, "top_p": 1.0,
+    "min_p": 0.0, "repetition_penalty": 1.0, "verification": "coupled", "seed": 3, "drafter": "mtp",
 }  # fmt: skip
 UNSUPPORTED = {  # by /v1, where they would change the output
-    "n": [True, 2, "1"],
-    "best_of": [3],
-    "echo": [True],
-    "suffix": ["x"],
-    "presence_penalty": [0.5],
-    "frequency_penalty": [0.5],
-    "logit_bias": [{"5": 1}],
-    "tools": [[{"type": "function"}]],
-    "tool_choice": ["required", {"type": "function"}],
-    "functions": [[{"name": "f"}]],
-    "function_call": [{"name": "f"}],
+    "n": [True, 2, "1"], "best_of": [3], "echo": [True], "suffix": ["x"],
+    "presence_penalty": [0.5], "frequency_penalty": [0.5], "logit_bias": [{"5": 1}],
+    "tools": [[{"type": "function"}]], "tool_choice": ["required", {"type": "function"}],
+    "functions": [[{"name": "f"}]], "function_call": [{"name": "f"}], "modalities": [["audio"]],
     "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}],
-    "modalities": [["audio"]],
-}
+}  # fmt: skip
 
 
 @each_route
 @pytest.mark.parametrize("name", [*BAD, *UNSUPPORTED])
 def test_a_bad_field_is_refused_by_name(port, route, name):
-    if name in UNSUPPORTED and route == ROUTES[0]:
+    if name in UNSUPPORTED and route == "/generate":
         status, body = post(port, route, GOOD | {name: UNSUPPORTED[name][0]})
         assert status == 200 and body["warnings"] == [f"unknown field {name!r} was ignored"]
         return
@@ -218,7 +202,7 @@ def test_a_bad_field_is_refused_by_name(port, route, name):
     for value in (BAD | UNSUPPORTED)[name]:
         if param == "messages" and value == "":
             continue  # an empty message is a message
-        status, body = post(port, route, GOOD | {name: value})
+        status, body = post(port, route, GOOD | {"stream": value == "usage"} | {name: value})
         assert status == 400 and is_error(body, param), value
         assert body["error"]["type"] == "invalid_request_error"
         assert param in body["error"]["message"] or name == "prompt"
@@ -252,66 +236,41 @@ def test_what_only_a_chat_has_is_refused_by_the_name_it_was_sent_under(port, nam
     assert status == 400 and is_error(body, "top_logprobs")
 
 
-def test_a_list_of_prompts_may_have_one(port):
-    assert all(post(port, ROUTES[1], GOOD | {"prompt": p})[0] == 200 for p in (["a"], [[5, 6]]))
-    for prompts in (["a", "b"], [[5], [6]], []):
-        status, body = post(port, ROUTES[1], GOOD | {"prompt": prompts})
-        assert status == 400 and is_error(body, "prompt")
-
-
 @each_route
-def test_a_stream_s_options_are_an_object(port, route):
-    status, body = post(port, route, GOOD | {"stream": True, "stream_options": "usage"})
-    assert status == 400 and is_error(body, "stream_options")
-
-
-@each_route
-def test_a_prompt_beyond_the_context_is_refused_naming_both_numbers(port, route):
+def test_prompts_beyond_the_context_are_refused_naming_both_numbers(port, route):
+    """Reading a text takes time, up to 7 s for 1 MB: what cannot fit is refused unread."""
+    param = "messages" if "chat" in route else "prompt"
     status, body = post(port, route, {"prompt": "a b c d " * CONTEXT})
-    assert status == 400 and is_error(body, "messages" if "chat" in route else "prompt")
+    assert status == 400 and is_error(body, param)
     length, context = map(int, re.findall(r"\d+", body["error"]["message"]))
     assert length >= context == CONTEXT
-
-
-@each_route
-def test_a_flood_of_endless_prompts_is_refused_and_disturbs_nobody(port, route):
-    """Reading a text takes time, up to 7 s for 1 MB: what cannot fit is refused unread."""
-    fields = {"prompt": "1" * 1_000_000}
-    with ThreadPoolExecutor(10) as pool:
-        refused = [pool.submit(post, port, route, fields) for _ in range(20)]
-        assert call(port, "GET", "/health")[0] == 200
-        answers = [future.result() for future in refused]
-    assert {status for status, _ in answers} <= {400, 429}
-    assert any("characters are more than a context" in b["error"]["message"] for _, b in answers)
-    for status, body in answers:
-        assert status == 429 or is_error(body, "messages" if "chat" in route else "prompt")
-    assert goes_on(port)
+    endless = (post, port, route, {"prompt": "1" * 1_000_000})
+    beside, *answers = at_once((call, port, "GET", "/health"), *[endless] * 20)
+    assert beside[0] == 200 and {status for status, _ in answers} <= {400, 429}
+    refused = [body for status, body in answers if status == 400]
+    assert refused and all(is_error(body, param) for body in refused)
+    assert all("characters are more than a context" in b["error"]["message"] for b in refused)
 
 
 @each_route
 def test_null_is_the_default_and_nul_is_text(port, route):
-    fields = {"prompt": "a\0b", "max_tokens": None, "temperature": None, "stop": None}
-    status, body = post(port, route, fields)
+    nothing = dict.fromkeys(("max_tokens", "temperature", "model"))
+    status, body = post(port, route, {"prompt": "a\0b", "stop": "\0"} | nothing)
     assert status == 200 and 0 < body["usage"]["completion_tokens"] <= DEFAULT_LIMIT
-    assert post(port, route, GOOD | {"stop": "\0"})[0] == 200
 
 
 @each_route
-def test_an_unknown_model_is_not_found_and_none_is_this_one(port, route):
+def test_an_unknown_model_is_not_found(port, route):
     for model in ("gpt-5", "", 7, ["llama"], "x" * 100_000):
         status, body = post(port, route, GOOD | {"model": model})
         assert status == 404 and is_error(body, "model")
         assert body["error"]["code"] == "model_not_found"
         assert len(body["error"]["message"]) < 500
-    assert post(port, route, GOOD | {"model": None})[0] == 200
 
 
 @each_route
-def test_unknown_fields_are_named_in_the_warnings(port, route):
-    status, body = post(port, route, GOOD | {"n_predict": 7})
-    assert status == 200 and body["warnings"] == ["unknown field 'n_predict' was ignored"]
-    many = {f"{'x' * 100}{i}": i for i in range(5000)}
-    status, body = post(port, route, GOOD | many)
+def test_of_many_unknown_fields_some_are_named_in_the_warnings(port, route):
+    status, body = post(port, route, GOOD | {f"{'x' * 100}{i}": i for i in range(5000)})
     assert status == 200 and len(json.dumps(body["warnings"])) < 3000
     assert body["warnings"][-1] == f"{5000 - 16} more unknown fields were ignored"
 
@@ -323,14 +282,22 @@ def test_an_unknown_drafter_is_told_the_choices(port):
         assert len(body["error"]["message"]) < 200
 
 
-@each_route
-def test_the_drafter_none_is_plain_decoding(port, route):
-    ways = ({"drafter": "none"}, {"speculative": False}, {"drafter": "none", "speculative": True})
-    answers = [post(port, route, GOOD | way)[1] for way in ways]
-    assert len(set(map(text_of, answers))) == 1
-    for answer in answers:
-        assert answer["metrics"]["speculative_decoding"]["drafter"] == "none"
-        assert answer["warnings"] == []
+def test_a_field_at_its_limits_is_taken_as_it_is_given():
+    """In its final type; all others have their defaults, and so has what is null."""
+
+    def parse(**body):
+        body, drafters = {"prompt": "x"} | body, ["ngram", "mtp"]
+        return parse_fields(body, lambda *_, **__: {"input_ids": [7]}, drafters, DEFAULTS, "m")
+
+    usual, _ = parse(**dict.fromkeys(TAKEN))
+    assert usual.items() >= DEFAULTS.items() and usual["prompt"] == [7]
+    unchanged = [(name, value, value) for name, values in TAKEN.items() for value in values]
+    for name, given, becomes in unchanged + CHANGED:
+        fields, notes = parse(**{name: given})
+        assert fields == usual | {name: becomes} and notes == []
+        assert type(fields[name]) is float or not isinstance(usual.get(name), float)
+    for more in ({"speculative": False}, {"speculative": True, "drafter": "none"}):
+        assert parse(**more)[0] == usual | {"drafter": None}
 
 
 # --------------------------------------------------------------------- what is refused unread
@@ -359,23 +326,21 @@ class Tokenizer:
 
 def test_what_cannot_fit_is_refused_before_it_is_rendered_or_read():
     """And the longest token of a vocabulary is looked for once."""
-    tokenizer, said = Tokenizer(), []
-    for messages in (
-        [{"role": "user", "content": ""}] * 28_000,
-        [None] * 28_000,
-        [{"role": "user", "content": "a" * 1_000_000}],
-        [{"role": "a" * 1_000_000, "content": ""}],
-        [{"role": "user", "content": [{"type": "text", "text": "a" * 500}]}] * 2000,
+    tokenizer = Tokenizer()
+    too_many = "messages has 28000 entries; at most 2000 are read"
+    too_long = f"characters are more than a context of {CONTEXT} tokens holds"
+    for messages, said in (
+        ([{"role": "user", "content": ""}] * 28_000, too_many),
+        ([None] * 28_000, too_many),
+        ([{"role": "user", "content": "a" * 1_000_000}], too_long),
+        ([{"role": "a" * 1_000_000, "content": ""}], too_long),
+        ([{"role": "user", "content": [{"type": "text", "text": "a" * 500}]}] * 2000, too_long),
     ):
-        with pytest.raises(RequestError) as error:
+        with pytest.raises(RequestError, match=said):
             chat_prompt(messages, tokenizer, CONTEXT)
-        said.append(error.value.message)
-    with pytest.raises(RequestError) as error:
+    with pytest.raises(RequestError, match=too_long):
         tokenize("a" * 1_000_000, tokenizer, CONTEXT)
     assert tokenizer.calls == ["get_vocab"]
-    assert said[:2] == ["messages has 28000 entries; at most 2000 are read"] * 2
-    for message in (*said[2:], error.value.message):
-        assert re.search(f"characters are more than a context of {CONTEXT} tokens holds", message)
     few = [{"role": "user", "content": "a"}] * 2000
     assert len(chat_prompt(few, tokenizer, CONTEXT)) == len("user: a\n") * 2000 + 10
     assert tokenizer.calls == ["get_vocab", "render", "tokenize"]
@@ -400,9 +365,7 @@ class Clock:
 
     def __init__(self):
         self.now, self.slept = 0.0, []
-
-    def monotonic(self):
-        return self.now
+        self.monotonic = lambda: self.now
 
     def sleep(self, seconds):
         self.slept.append(seconds)
@@ -446,12 +409,11 @@ def test_a_stop_string_cuts_exactly_wherever_it_begins(port, route):
     """Within a token, across two of them, inside an accepted draft; and streams never show it."""
     fields = {"prompt": "a b a b a b a", "max_tokens": 60}
     whole = text_of(post(port, route, fields)[1])
-    for more in ({"speculative": False}, {"num_speculative_tokens": 2}):
-        assert text_of(post(port, route, fields | more)[1]) == whole != ""
-    for begin in range(1, len(whole) - 4, max(1, len(whole) // 12)):
-        stop = whole[begin : begin + 4]
-        if "\ufffd" in stop:
-            continue
+    assert text_of(post(port, route, fields | {"speculative": False})[1]) == whole
+    begins = range(1, len(whole) - 4, len(whole) // 12)
+    stops = [s for s in (whole[i : i + 4] for i in begins) if "\ufffd" not in s]
+    assert stops
+    for stop in stops:
         _, body = post(port, route, fields | {"stop": [stop, "never written"]})
         assert text_of(body) == whole[: whole.find(stop)]
         asked = body_for(route, fields | {"stop": stop, "stream": True})
@@ -471,13 +433,12 @@ FIELDS = {
     "trace": True, "compare": True, "model": None, "stream_options": None, "n": 1,
     "messages": [{"role": "user", "content": "hello"}], "top_logprobs": 1, "user": "me",
 }  # fmt: skip
-VALUES = [
-    None, True, False, 0, 1, -1, 2, 17, 2**31, 2**63, -(2**63) - 1, 2**64, 10**30, 0.0, -0.0, 0.5,
-    1e-320, 1e308, -1e308, "", "a", "\0", "\ud800", "é", "🙂", "\u202e", "0", "1", "true", "null",
-    "<script>", "../../etc/passwd", "%s%n", "{{ 7 * 7 }}", "a" * 5000, [], [[]], {}, [0], [1, 2, 3],
-    [-1], [4096], [2**70], [0.5], [None], ["a"], ["a", "b"], [["a"]], [5] * 40, {"a": {"b": []}},
-    {"type": "text", "text": "a"}, {"role": "user", "content": "a"}, [{"role": "user"}],
-    [{"role": "user", "content": "a"}] * 3, [{"role": "system", "content": None}],
+VALUES = [value for values in BAD.values() for value in values] + [
+    None, False, 0, 1, 17, 2**31, 2**63, 10**30, 0.5, 1e-320, 1e308, "a", "\0", "é", "🙂", "\u202e",
+    "true", "null", "<script>", "../../etc/passwd", "%s%n", "{{ 7 * 7 }}", "a" * 5000, [0],
+    [1, 2, 3], [None], ["a"], [5] * 40, {"a": {"b": []}}, {"type": "text", "text": "a"},
+    {"role": "user", "content": "a"}, [{"role": "user"}], [{"role": "user", "content": "a"}] * 3,
+    [{"role": "system", "content": None}],
     [{"role": "user", "content": [{"type": "text", "text": "a"}]}], {"include_usage": True},
 ]  # fmt: skip
 HEADERS = [
@@ -523,30 +484,22 @@ def mutated(rng):
 
 
 def mutate_fields(rng, fields):
-    kind, name = rng.randrange(5), rng.choice(sorted(FIELDS))
+    kind, name, value = rng.randrange(5), rng.choice(sorted(FIELDS)), rng.choice(VALUES)
     if kind == 0:
         fields.pop(rng.choice([*fields, name]), None)
     elif kind == 1:
-        fields[name.upper() if rng.random() < 0.3 else name + "_"] = rng.choice(VALUES)
+        fields[rng.choice((name.upper(), name + "_"))] = value
     elif kind == 2 and fields:  # a good value under another name
         fields[name] = rng.choice(list(fields.values()))
     else:
-        fields[name] = rng.choice(VALUES)
+        fields[name] = value
 
 
 def mutate_bytes(rng, body):
     at = rng.randrange(len(body))
-    kind = rng.randrange(5)
-    if kind == 0:
-        body[at] = rng.randrange(256)
-    elif kind == 1:
-        del body[at:]
-    elif kind == 2:
-        body[at:at] = rng.randbytes(rng.randrange(1, 9))
-    elif kind == 3:
-        body[at:at] = rng.choice((b"[", b'{"a":', b"\\u", b"9")) * rng.choice((1, 10, 3000))
-    else:
-        body += body[at:]
+    deep = rng.choice((b"[", b'{"a":', b"\\u", b"9")) * rng.choice((1, 10, 3000))
+    cut = slice(at, rng.choice((at, at + 1, len(body))))
+    body[cut] = rng.choice((b"", deep, rng.randbytes(rng.randrange(1, 9)), body[at:] * 2))
 
 
 def check(port, seed):

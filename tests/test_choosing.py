@@ -16,18 +16,10 @@ from sampling import Noise, choose, confidence, ranked, survivors
 
 needs_compiler = pytest.mark.skipif(not compiled.is_there(), reason="no C compiler here")
 CUTS = [
-    (1.0, 0, 1.0, 0.0),
-    (0.3, 0, 1.0, 0.0),
-    (0.7, 40, 1.0, 0.0),
-    (1.0, 3000, 1.0, 0.0),
-    (1.3, 0, 0.95, 0.0),
-    (1.0, 0, 0.999, 0.0),
-    (1.0, 0, 1e-9, 0.0),
-    (1.0, 0, 1.0, 0.3),
-    (1.0, 1, 1.0, 1.0),
-    (0.8, 20, 0.9, 0.02),
-    (1.0, 3000, 0.5, 0.05),
-]
+    (1.0, 0, 1.0, 0.0), (0.3, 0, 1.0, 0.0), (0.7, 40, 1.0, 0.0), (1.0, 3000, 1.0, 0.0),
+    (1.3, 0, 0.95, 0.0), (1.0, 0, 0.999, 0.0), (1.0, 0, 1e-9, 0.0), (1.0, 0, 1.0, 0.3),
+    (1.0, 1, 1.0, 1.0), (0.8, 20, 0.9, 0.02), (1.0, 3000, 0.5, 0.05),
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -58,10 +50,10 @@ def with_python(monkeypatch, function, *given):
 @needs_compiler
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
 def test_c_chooses_what_python_chooses(monkeypatch, cuts):
+    way = core.Sampling(1.0, *cuts)
     for row in rows():
         ours, theirs = survivors(row, *cuts), with_python(monkeypatch, survivors, row, *cuts)
-        assert np.array_equal(ours[1], theirs[1]) and np.array_equal(ours[0], theirs[0])
-        way = core.Sampling(1.0, *cuts)
+        assert all(map(np.array_equal, ours, theirs))
         for seed in (0, 1, 2**40 + 3, -1):
             given = row, way, Noise(seed), 1000 * seed % 777
             assert choose(*given) == with_python(monkeypatch, choose, *given)
@@ -83,8 +75,8 @@ def test_c_is_as_sure_of_a_token_as_python(monkeypatch):
             sure = confidence(row, token)
             assert sure == with_python(monkeypatch, confidence, row, token)
             assert sure == pytest.approx(float(row.double().softmax(0)[token]), rel=1e-7, abs=1e-12)
-    assert confidence(torch.tensor([0.0, math.nan]), 0) == 0
-    assert with_python(monkeypatch, confidence, torch.tensor([0.0, math.nan]), 0) == 0
+    broken = torch.tensor([0.0, math.nan]), 0
+    assert confidence(*broken) == with_python(monkeypatch, confidence, *broken) == 0
     with pytest.raises(IndexError):
         confidence(torch.zeros(3), 3)
 
@@ -118,7 +110,7 @@ def test_rows_that_are_no_numbers_are_refused(monkeypatch, number, way, vocab):
     samplings = core.Sampling(), *(core.Sampling(1.0, *cuts) for cuts in CUTS)
     for at, sampling in itertools.product((0, vocab // 2, vocab - 1), samplings):
         row = torch.linspace(-1, 1, vocab)
-        row[slice(None) if number is None else at] = -math.inf if number is None else number
+        row[slice(None) if number is None else at] = number or -math.inf
         with pytest.raises(ValueError, match="no probabilities to draw from"):
             choose(row, sampling, Noise(0), 0)
 

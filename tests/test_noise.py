@@ -12,7 +12,7 @@ import speculative_decoding as core
 import torch
 
 from benchmarks.lossless import chi_squared
-from sampling import ACCEPT, DRAW, Noise, survivors, truncated_softmax
+from sampling import ACCEPT, DRAW, Noise, survivors
 
 ODDS, NUM = 1e-6, 2000
 WEIGHTS = torch.tensor([0.1, 0.2, 0.3, 0.4])
@@ -36,31 +36,18 @@ PAIRS = {
 }
 
 
-def p_value_of_pairs(neighbours):
-    """Are the two sides of pairs of choices independent, and distributed as the weights?"""
+@pytest.mark.parametrize("neighbours", PAIRS)
+def test_choices_are_distributed_as_the_weights_and_neighbours_are_independent(neighbours):
+    """Of pairs of choices."""
     counts = dict.fromkeys(itertools.product(range(len(WEIGHTS)), repeat=2), 0)
     for i in range(NUM):
         counts[PAIRS[neighbours](i)] += 1
     expected = [NUM * float(WEIGHTS[i] * WEIGHTS[j]) for i, j in counts]
-    return chi_squared(list(counts.values()), expected).p_value
+    assert chi_squared(list(counts.values()), expected).p_value > ODDS
 
 
-@pytest.mark.parametrize("neighbours", PAIRS)
-def test_choices_are_distributed_as_the_weights_and_neighbours_are_independent(neighbours):
-    assert p_value_of_pairs(neighbours) > ODDS
-
-
-def p_value_of_tokens():
-    """Do the noises of neighbouring tokens rise and fall together? In quarters of their range."""
-    ids, counts = np.arange(512), np.zeros((4, 4))
-    for position in range(60):
-        quarter = (np.exp(-Noise(1).exponentials(position, ids)) * 4).astype(int)
-        np.add.at(counts, (quarter[::2], quarter[1::2]), 1)
-    return p_value_of_cells(counts)
-
-
-def smallest_p_value_of_pairs_of_tokens():
-    """Each pair of tokens by itself: ids that differ in one bit, neighbours, and any two."""
+def test_noise_of_any_two_tokens_is_independent():
+    """60 pairs: ids that differ in one bit, neighbours, and any two. Odds of a false alarm 6e-5."""
     random, num = np.random.default_rng(0), 60
     ones = random.integers(0, 2**17, num)
     any_two = random.integers(0, 2**17, num - 34)
@@ -68,14 +55,8 @@ def smallest_p_value_of_pairs_of_tokens():
     ids, count = np.concatenate([ones, *others]), 8000
     tokens = [np.exp(-Noise(2).exponentials(position, ids)) * 8 for position in range(count)]
     eighths = np.stack(tokens).astype(int).reshape(count, 2, num)
-    pairs = (one * 8 + other for one, other in eighths.transpose(2, 1, 0))
-    return min(p_value_of_cells(np.bincount(cells, minlength=64)) for cells in pairs)
-
-
-def test_noise_of_any_two_tokens_is_independent():
-    """61 tests: odds of a false alarm 6e-5."""
-    assert p_value_of_tokens() > ODDS
-    assert smallest_p_value_of_pairs_of_tokens() > ODDS
+    for one, other in eighths.transpose(2, 1, 0):
+        assert p_value_of_cells(np.bincount(one * 8 + other, minlength=64)) > ODDS
 
 
 def test_uniform_numbers_are_uniform_and_their_uses_independent():
@@ -93,20 +74,17 @@ def test_every_bit_of_a_seed_counts():
     assert len({Noise(seed).uniform(0, DRAW) for seed in seeds}) == len(seeds)
 
 
-UNIFORM = [0.8430334697799026, 0.950916731721287, 0.906802072233214]
-EXPONENTIALS = [0.12432617056943548, 0.031718621876562374, 0.8893015230928047]
-EXPONENTIALS += [1.9026856951852928, 0.01415323391600717]
-CHOICES = [136, 143, 88, 179, 78, 74, 145, 123]
-
-
 def test_noise_is_the_same_on_every_machine():
     """Numbers that were written down: integers made them, so no library's rounding is in them."""
-    noise = Noise(2**40 + 3)
-    assert [noise.uniform(i, DRAW) for i in (0, 1, 10**6)] == UNIFORM
-    ids = np.array([0, 1, 5, 4095, 151_935])
-    assert noise.exponentials(7, ids) == pytest.approx(EXPONENTIALS, rel=1e-12)
+    noise, ids = Noise(2**40 + 3), np.array([0, 1, 5, 4095, 151_935])
+    uniform = [noise.uniform(i, DRAW) for i in (0, 1, 10**6)]
+    assert uniform == [0.8430334697799026, 0.950916731721287, 0.906802072233214]
+    expected = [0.12432617056943548, 0.031718621876562374, 0.8893015230928047]
+    expected += [1.9026856951852928, 0.01415323391600717]
+    assert noise.exponentials(7, ids) == pytest.approx(expected, rel=1e-12)
     weights = torch.arange(1, 201).float()
-    assert [noise.choose(weights, None, i) for i in range(8)] == CHOICES
+    chosen = [noise.choose(weights, None, i) for i in range(8)]
+    assert chosen == [136, 143, 88, 179, 78, 74, 145, 123]
 
 
 @pytest.mark.parametrize("spread", [0.0, 1.0, 3.0, 10.0])
@@ -141,23 +119,3 @@ def test_weights_that_are_no_numbers_are_an_error(vocab):
         weights[3] = values[0]
         with pytest.raises(ValueError, match="no probabilities to draw from"):
             choice(0, 0, weights)
-
-
-SAMPLINGS = {
-    "temperature": core.Sampling(temperature=0.7),
-    "top_k": core.Sampling(temperature=1.0, top_k=3),
-    "top_p": core.Sampling(temperature=1.0, top_p=0.8),
-    "min_p": core.Sampling(temperature=1.3, min_p=0.1),
-}
-
-
-@pytest.mark.parametrize("name", SAMPLINGS)
-def test_choices_follow_the_transforms(name):
-    scores, sampling = torch.tensor([[0.05, 0.1, 0.2, 0.25, 0.4]]).log(), SAMPLINGS[name]
-    p, counts = truncated_softmax(scores, *sampling.transforms)[0], torch.zeros(5)
-    for position in range(NUM // 2):
-        (token,) = core.own_choices(scores, sampling, Noise(4), position)
-        counts[token] += 1
-    assert not counts[p == 0].any()
-    found, expected = counts[p > 0].tolist(), (p[p > 0] * counts.sum()).tolist()
-    assert chi_squared(found, expected).p_value > ODDS

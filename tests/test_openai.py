@@ -4,6 +4,7 @@ What /v1 refuses is in test_bad_inputs.py.
 """
 
 import json
+from functools import partial
 
 import openai
 import pytest
@@ -59,23 +60,24 @@ def own(port, **fields):
 
 def test_generate_puts_a_prompt_into_the_chat_template_where_it_is_asked_to(chatting, port):
     """A text is a conversation of one message. /health tells the page to ask for it."""
-    answer = own(chatting, prompt="red, green,", chat=True, max_tokens=8)
-    text = own(chatting, prompt="user: red, green,\nassistant:", max_tokens=8)
-    assert answer["token_ids"] == text["token_ids"]
-    assert answer["usage"] == text["usage"]
-    turns = [{"role": "system", "content": "Go on."}, {"role": "user", "content": "red, green,"}]
-    talk = own(chatting, prompt=turns, chat=True, max_tokens=8, trace=True)
-    read = "system: Go on.\nuser: red, green,\nassistant:"
-    assert talk["trace"][0]["prompt_text"] == read and "prompt_text" not in talk["trace"][1]
-    assert talk["token_ids"] == own(chatting, prompt=read, max_tokens=8)["token_ids"]
+    for prompt, read in (
+        ("red, green,", "user: red, green,\nassistant:"),
+        (TURNS, "system: Be brief.\nuser: red, green,\nassistant:"),
+    ):
+        answer = own(chatting, prompt=prompt, chat=True, max_tokens=8, trace=True)
+        text = own(chatting, prompt=read, max_tokens=8)
+        assert answer["token_ids"] == text["token_ids"] and answer["usage"] == text["usage"]
+        first, second, *_ = answer["trace"]
+        assert first["prompt_text"] == read and "prompt_text" not in second
     for prompt in ([1, 2], [], [{"role": "user"}], "a" * 200_000, "a"):
         fields = {"prompt": prompt, "chat": 1 if prompt == "a" else True}
         status, _, data = call(chatting, "POST", "/generate", fields)
         assert status == 400 and is_error(data, "chat" if prompt == "a" else "prompt"), data
     status, _, data = call(port, "POST", "/generate", {"prompt": "a", "chat": True}, GUARDED)
     assert status == 400 and b"this model has no chat template" in data
+    status, _, data = call(port, "POST", "/v1/chat/completions", {"messages": TURNS}, GUARDED)
+    assert status == 400 and b"no chat template: use /v1/completions" in data
     assert health(chatting)["chat_template"] is True and health(port)["chat_template"] is False
-    assert health(port)["model_card"] is None
 
 
 def test_models_are_listed_under_the_name_that_requests_may_use(client):
@@ -89,11 +91,12 @@ def test_models_are_listed_under_the_name_that_requests_may_use(client):
     assert error.value.code == "model_not_found"
 
 
-@pytest.mark.parametrize("prompt", [COLOURS, [COLOURS], [4, 8, 15], [[4, 8, 15]]], ids=str)
-def test_a_completion_is_what_generate_answers(client, port, prompt):
-    result = client.completions.create(model="embedded", prompt=prompt, max_tokens=20, seed=1)
-    single = prompt[0] if isinstance(prompt[0], (str, list)) and prompt != COLOURS else prompt
-    expected = own(port, prompt=single, max_tokens=20)
+@pytest.mark.parametrize("is_listed", [False, True])
+@pytest.mark.parametrize("prompt", [COLOURS, [4, 8, 15]], ids=str)
+def test_a_completion_is_what_generate_answers(client, port, prompt, is_listed):
+    fields = {"prompt": [prompt] if is_listed else prompt, "max_tokens": 20}
+    result = client.completions.create(model="embedded", **fields, seed=1)
+    expected = own(port, prompt=prompt, max_tokens=20)
     (choice,) = result.choices
     assert choice.text == expected["text"] and choice.finish_reason == expected["finish_reason"]
     assert result.object == "text_completion" and result.id.startswith("cmpl-")
@@ -120,28 +123,26 @@ def test_a_completion_streams_its_text_and_its_figures(client):
 
 
 def test_our_own_fields_go_along(client):
-    ask = client.completions.create
+    ask = partial(client.completions.create, model="embedded", prompt=COLOURS, max_tokens=12)
     extra = {"drafter": "ngram", "num_speculative_tokens": 3, "trace": True, "top_k": 1}
-    result = ask(model="embedded", prompt=COLOURS, max_tokens=12, temperature=1, extra_body=extra)
-    assert result.metrics["speculative_decoding"]["drafter"] == "ngram"
-    assert result.metrics["speculative_decoding"]["num_spec_tokens"] == 3
-    assert len(result.trace) == result.metrics["speculative_decoding"]["target_passes"] + 1
-    unknown = ask(model="embedded", prompt="x", max_tokens=2, user="me")
-    assert unknown.warnings == ["unknown field 'user' was ignored"]
+    result = ask(temperature=1, extra_body=extra)
+    figures = result.metrics["speculative_decoding"]
+    assert figures["drafter"] == "ngram" and figures["num_spec_tokens"] == 3
+    assert len(result.trace) == figures["target_passes"] + 1
+    assert ask(user="me").warnings == ["unknown field 'user' was ignored"]
     same = {"n": 1, "echo": False, "presence_penalty": 0, "frequency_penalty": 0.0, "best_of": 1}
-    assert ask(model="embedded", prompt="x", max_tokens=2, **same).warnings == []
+    assert ask(**same).warnings == []
 
 
 def test_log_probabilities_have_the_shape_of_completions(client, port):
-    ask = client.completions.create
-    fields = {"model": "embedded", "prompt": COLOURS, "max_tokens": 6, "logprobs": 2}
-    listed = ask(**fields).choices[0].logprobs
+    ask, fields = client.completions.create, {"prompt": COLOURS, "max_tokens": 6}
     none, chosen, zero, expected = (
-        own(port, prompt=COLOURS, max_tokens=6, logprobs=wanted).get("logprobs")
-        for wanted in (False, True, 0, 2)
+        own(port, **fields, logprobs=wanted).get("logprobs") for wanted in (False, True, 0, 2)
     )
     assert none is None and zero == chosen
     assert [entry["top_logprobs"] for entry in chosen] == [[]] * 6
+    fields |= {"model": "embedded", "logprobs": 2}
+    listed = ask(**fields).choices[0].logprobs
     assert listed.tokens == [entry["token"] for entry in expected]
     assert listed.token_logprobs == [entry["logprob"] for entry in expected]
     assert all(len(top) == 2 for top in listed.top_logprobs)
@@ -167,8 +168,7 @@ def test_a_conversation_is_written_by_the_tokenizers_template(chat, chatting, na
 
 def test_a_conversation_streams_in_the_usual_order(chat, name):
     fields = {"model": name, "messages": TURNS, "max_tokens": 8}
-    whole = chat.create(**fields).choices[0]
-    options = {"include_usage": True}
+    whole, options = chat.create(**fields).choices[0], {"include_usage": True}
     first, *chunks, last, usage = chat.create(**fields, stream=True, stream_options=options)
     assert first.choices[0].delta.role == "assistant" and first.choices[0].delta.content == ""
     assert "".join(chunk.choices[0].delta.content for chunk in chunks) == whole.message.content
@@ -180,10 +180,8 @@ def test_a_conversation_streams_in_the_usual_order(chat, name):
     fields["stop"] = whole.message.content[5:8]
     whole = chat.create(**fields).choices[0]
     with chat.stream(**fields) as stream:
-        deltas = [event.delta for event in stream if event.type == "content.delta"]
         final = stream.get_final_completion().choices[0]
-    assert "".join(deltas) == final.message.content == whole.message.content
-    assert final.finish_reason == "stop"
+    assert final.message.content == whole.message.content and final.finish_reason == "stop"
 
 
 def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(chat, name):
@@ -204,14 +202,6 @@ def test_log_probabilities_have_the_shape_of_chat(chat, name):
         assert len(entry.top_logprobs) == 2
         assert entry.top_logprobs[0].logprob >= entry.logprob - 1e-6
     assert chat.create(**fields).choices[0].logprobs.content[0].top_logprobs == []
-
-
-def test_what_is_refused_is_a_bad_request_by_name(client):
-    with pytest.raises(openai.BadRequestError) as error:
-        client.completions.create(model="embedded", prompt="x", n=2)
-    assert error.value.param == "n" and error.value.type == "invalid_request_error"
-    with pytest.raises(openai.BadRequestError, match="no chat template: use /v1/completions"):
-        client.chat.completions.create(model="embedded", messages=TURNS)
 
 
 def test_a_route_that_is_not_there_is_told_what_is(client, port):
@@ -243,11 +233,10 @@ def test_other_origins_may_call_only_where_that_was_allowed(port, chatting):
     asks = {"Access-Control-Request-Headers": "authorization, x-stainless-lang"}
     allowed = call(port, "OPTIONS", "/v1/completions", headers=asks)[1]
     assert allowed["Access-Control-Allow-Headers"] == "authorization, x-stainless-lang"
-    status, headers, _ = call(port, "OPTIONS", "/v1/completions")
-    assert status == 204 and headers["Access-Control-Allow-Origin"] == ORIGIN
-    assert "Authorization" in headers["Access-Control-Allow-Headers"]
-    status, headers, _ = call(port, "POST", "/v1/completions", {"prompt": "x"})
-    assert status == 401 and headers["Access-Control-Allow-Origin"] == ORIGIN
+    for method, expected in (("OPTIONS", 204), ("POST", 401)):
+        status, headers, _ = call(port, method, "/v1/completions", {"prompt": "x"})
+        assert status == expected and headers["Access-Control-Allow-Origin"] == ORIGIN
+        assert method == "POST" or "Authorization" in headers["Access-Control-Allow-Headers"]
 
 
 def test_metrics_are_what_prometheus_reads(port):
@@ -262,10 +251,13 @@ def test_metrics_are_what_prometheus_reads(port):
         (sample,) = families[name].samples
         return sample.value
 
-    assert value("spec_decode_num_drafts") == counted["num_spec_steps"] > 0
-    assert value("spec_decode_num_draft_tokens") == counted["num_draft_tokens"] > 0
     accepted = counted["num_accepted_draft_tokens"]
-    assert value("spec_decode_num_accepted_tokens") == accepted
+    for name, expected in (
+        ("drafts", counted["num_spec_steps"]),
+        ("draft_tokens", counted["num_draft_tokens"]),
+        ("accepted_tokens", accepted),
+    ):
+        assert value(f"spec_decode_num_{name}") == expected > 0
     assert accepted >= before["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"]
     positions = families["spec_decode_num_accepted_tokens_per_pos"].samples
     assert [sample.labels["position"] for sample in positions] == [*map(str, range(len(positions)))]

@@ -1,23 +1,18 @@
 """Properties that hold for every input: hypothesis looks for the one for which they do not.
 
-What the other files show on chosen cases is held here against a table of what is permitted, the
-numbers that decide, and plain lists; the inputs are wild on purpose. They follow from the code and
-not from chance: a run that passed passes again. What a failing run prints is the smallest input
-that still fails.
+What the other files show on chosen cases is held here against plain strings and lists; the inputs
+are wild on purpose. They follow from the code and not from chance: a run that passed passes again.
+What a failing run prints is the smallest input that still fails.
 
     python -m pytest tests/test_properties.py
 """
 
-import json
 import math
 import os
-from dataclasses import replace
-from itertools import product
 
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import judge
 from hypothesis import configuration, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -31,190 +26,18 @@ from hypothesis.stateful import (
 
 from kernels.decoder import Rows
 from kernels.modules import FlatPlace
-from messages import RequestError
-from sampling import TextStream, truncated_softmax
-from serving.parsing import parse_fields, parse_json
+from sampling import TextStream
 
 settings.register_profile("claims", deadline=None, derandomize=True, database=None)
 settings.load_profile("claims")
 # Tables of characters and constants would be kept even without a database: in the checkout.
 configuration.set_hypothesis_home_dir(os.devnull)
-NO_NUMBERS = "no probabilities to draw from"
-
-# -------------------------------------------------------------------------------- request parsing
-
-MODEL, DRAFTERS = "some/model", ("ngram", "draft_model", "mtp")
-LIMITS = {
-    "max_tokens": (1, 1_000_000), "num_speculative_tokens": (0, 16), "top_k": (-1, 2**31),
-    "seed": (-(2**63), 2**64 - 1), "logprobs": (0, 20),  # or a flag
-    "temperature": (0.0, 100.0), "top_p": (1e-9, 1.0), "min_p": (0.0, 1.0),
-    "repetition_penalty": (1e-9, 100.0),
-}  # fmt: skip
-FLAGS = "speculative", "stream", "trace", "compare"
-DEFAULTS = {
-    "max_tokens": 128, "num_speculative_tokens": 5, "temperature": 0.0, "top_k": 0, "top_p": 1.0,
-    "min_p": 0.0, "repetition_penalty": 1.0, "verification": "coupled", "seed": None,
-    "drafter": "mtp",
-}  # fmt: skip
-TAKEN_AS_GIVEN = (*DEFAULTS.keys() - {"seed", "drafter"}, "stream", "trace", "compare")
-
-
-def is_within(low, high):
-    types = (int, float) if isinstance(low, float) else (int,)
-    return lambda value: type(value) in types and low <= value <= high
-
-
-def is_flag(value):
-    return type(value) is bool
-
-
-def is_text(value):
-    return isinstance(value, str) and value.encode("utf-8", "ignore").decode("utf-8") == value != ""
-
-
-def is_stop(value, is_one=False):
-    if type(value) is list and not is_one:
-        return len(value) <= 8 and all(is_stop(stop, True) for stop in value)
-    return is_text(value) and len(value) <= 1000
-
-
-def is_prompt(value):
-    if isinstance(value, list):
-        return value != [] and all(type(i) is int for i in value)
-    return is_text(value) and not value.isspace()
-
-
-def is_one_of(*choices):
-    return lambda value: isinstance(value, str) and value in choices
-
-
-PERMITTED = {
-    **{name: is_within(*limits) for name, limits in LIMITS.items()},
-    **dict.fromkeys(FLAGS, is_flag),
-    "logprobs": lambda value: is_flag(value) or is_within(0, 20)(value),
-    "stop": is_stop,
-    "model": is_one_of(MODEL, "model"),
-    "drafter": is_one_of(*DRAFTERS, "none"),
-    "verification": is_one_of("coupled", "rejection"),
-    "stream_options": lambda value: isinstance(value, dict),
-    "prompt": is_prompt,
-}
-
-# With lone surrogates, which JSON can write as \ud800.
-ANY_TEXT = st.text(max_size=5) | st.sampled_from(["\0", "😀", "\ud800", " ", "x"])
-NUMBERS = (
-    st.integers()
-    | st.floats(allow_nan=False)  # infinity as well: that is how Python reads 1e999
-    | st.sampled_from([0, 1, -1, 10**400, -(10**400), -0.0, 5e-324, -5e-324, 1e308, -1e308])
-)
-LEAVES = st.none() | st.booleans() | NUMBERS | ANY_TEXT | st.sampled_from([*DRAFTERS, MODEL])
-
-
-ANYTHING = st.recursive(
-    LEAVES,
-    lambda inner: st.lists(inner, max_size=9) | st.dictionaries(ANY_TEXT, inner, max_size=4),
-    max_leaves=10,
-)
-ODD = st.sampled_from(
-    [None, True, False, 1, 1.0, math.inf, "", " ", "\ud800", "a\udfff", [], [""], ["\ud800"], ["a"]]
-    + [[1], [True], [1, True], [1.0], [[]], {}, {"a": []}, "ngram", "none", "mo", MODEL + "s"]
-)
-CHOSEN = {
-    "stop": ["x" * 1000, "x" * 1001, ["x"] * 8, ["x"] * 9, ["x", ""]],
-    "stream_options": [{}, {"include_usage": True}],
-    "prompt": [" ", "\0😀", "\ud800x", [1], [1, True], [1.0], [], [10**400, -1]],
-    "model": [MODEL, "model"],
-    "drafter": [*DRAFTERS, "none"],
-    "verification": ["coupled", "rejection"],
-}
-for name, (low, high) in LIMITS.items():  # on the limits and right behind them
-    step = math.nextafter if isinstance(low, float) else lambda x, to: x + (1 if to > x else -1)
-    CHOSEN[name] = [low, high, step(low, high), step(low, -math.inf), step(high, math.inf)]
-
-
-@pytest.fixture(scope="module")
-def parse(demo_engine):
-    """parse_fields with the demo's tokenizer, made to read nothing in white space, as some do."""
-    tokenizer, loaded = demo_engine.target.tokenizer, dict.fromkeys(DRAFTERS)
-
-    def encode(text, verbose):
-        return {"input_ids": []} if text.isspace() else tokenizer(text, verbose=verbose)
-
-    return lambda body: parse_fields(body, encode, loaded, DEFAULTS, MODEL)
-
-
-def assert_one_shape(error):
-    """The one error body, of a caller's mistake, in text that can be sent."""
-    body = error.body()
-    assert 400 <= error.status < 500
-    assert list(body) == ["error"] and set(body["error"]) == {"message", "type", "param", "code"}
-    assert body["error"]["message"] and body["error"]["param"] == error.param
-    json.dumps(body, ensure_ascii=False).encode("utf-8")
-
-
-def assert_taken_or_refused(parse, body):
-    """Refused by the name of a wrong field, or every field as it was given, in its final type.
-
-    A null is as good as no field.
-    """
-    given = {name: value for name, value in body.items() if value is not None}
-    wrong = {n for n, permitted in PERMITTED.items() if n in given and not permitted(given[n])}
-    wrong |= {"prompt"} - given.keys()
-    if "stream_options" in given and given.get("stream") is not True:
-        wrong.add("stream_options")
-    try:
-        fields, notes = parse(body)
-    except RequestError as error:
-        assert error.param in wrong
-        return assert_one_shape(error)
-    assert not wrong
-    for name in TAKEN_AS_GIVEN:
-        assert fields[name] == given.get(name, DEFAULTS.get(name, False))
-        assert type(fields[name]) is float or not isinstance(DEFAULTS.get(name), float)
-    prompt, stop, logprobs = (given.get(name) for name in ("prompt", "stop", "logprobs"))
-    assert PERMITTED["prompt"](fields["prompt"])
-    assert isinstance(prompt, str) or fields["prompt"] == prompt
-    assert fields["stop"] == ((stop,) if isinstance(stop, str) else tuple(stop or ()))
-    expected = {True: 0, False: None}.get(logprobs) if is_flag(logprobs) else logprobs
-    assert fields["logprobs"] == expected and type(fields["logprobs"]) is type(expected)
-    is_plain = given.get("speculative") is False or given.get("drafter") == "none"
-    assert fields["drafter"] == (None if is_plain else given.get("drafter", DEFAULTS["drafter"]))
-    assert PERMITTED["seed"](fields["seed"]) and given.get("seed", fields["seed"]) == fields["seed"]
-    assert notes == []
-
-
-@pytest.mark.parametrize("name", PERMITTED)
-def test_a_field_is_taken_as_documented_or_refused_by_its_name(parse, name):
-    """At its limits, right behind them, and with all that is odd."""
-
-    @given(ODD | ANYTHING)
-    @settings(max_examples=60)
-    def check(value):
-        for others in ({"prompt": "def fib(n):", "stream": True}, {"speculative": False}):
-            assert_taken_or_refused(parse, {"prompt": [5]} | others | {name: value})
-
-    check()
-    for value in CHOSEN.get(name, []):
-        assert_taken_or_refused(parse, {"prompt": "x", "stream": True, name: value})
-
-
-@given(st.dictionaries(ANY_TEXT, ANYTHING | st.just([math.nan]), max_size=4), st.booleans())
-@settings(max_examples=150)
-def test_what_json_writes_is_read_back_but_for_numbers_that_it_does_not_have(body, ascii_only):
-    data = json.dumps(body, ensure_ascii=ascii_only).encode("utf-8", "replace")
-    try:
-        json.dumps(body, allow_nan=False)
-    except ValueError:
-        with pytest.raises(RequestError, match="is not JSON"):
-            parse_json(data)
-    else:
-        assert parse_json(data) == body or b"?" in data  # in the place of half a character
-
 
 # ---------------------------------------------------------------------- text, against plain strings
 
 WORDS = [bytes([i]) for i in b"abEND \x80\xa9\xc3\xf0\xff"] + [b"aab", b"END", b"", "é🙂".encode()]
 KINDS = st.sampled_from(["accepted", "recovered", "bonus"])
+STOPS = ["a", "aab", "abaa", "END", "N", "\ufffda", "é🙂", "🙂é"]
 
 
 class WordTokenizer:
@@ -226,9 +49,7 @@ class WordTokenizer:
 
 @given(
     st.lists(st.tuples(st.sampled_from(range(len(WORDS))), KINDS, st.booleans()), max_size=40),
-    st.lists(
-        st.sampled_from(["a", "aab", "abaa", "END", "N", "\ufffda", "é🙂", "🙂é"]), max_size=3
-    ),
+    st.lists(st.sampled_from(STOPS), max_size=3),
 )
 @settings(max_examples=400)
 def test_text_grows_as_a_plain_string_of_all_tokens_does(tokens, stops):
@@ -257,55 +78,6 @@ def test_text_grows_as_a_plain_string_of_all_tokens_does(tokens, stops):
 
 def characters(stretches):
     return [(character, kind) for text, kind in stretches for character in text]
-
-
-# ---------------------------------------------------------------------------------- broken logits
-
-
-@given(
-    st.sampled_from([2, 5, 320, 64 * 132]),  # the last one is searched in chunks
-    st.sampled_from([math.nan, math.inf, None]),
-    st.builds(
-        core.Sampling,
-        temperature=st.sampled_from([0.0, 1e-6, 0.7, 1.0, 30.0]),
-        top_k=st.sampled_from([0, 1, 3]),
-        top_p=st.sampled_from([1.0, 0.9, 1e-9]),
-        min_p=st.sampled_from([0.0, 0.1, 1.0]),
-    ),
-    st.integers(0, 10**4),
-    st.data(),
-)
-@settings(max_examples=120)
-def test_no_token_is_chosen_by_broken_logits(vocab, number, sampling, where, data):
-    """A NaN, an infinity or -inf everywhere, in a row that is judged; whatever is cut."""
-    row = torch.linspace(-3, 3, vocab)[torch.arange(vocab) * 7 % vocab]
-    scores = torch.stack([row.roll(i) for i in range(data.draw(st.integers(1, 4)))])
-
-    def judged(scores):
-        return core.verify(draft, core.own_choices(scores, sampling, core.Noise(0), 0))
-
-    own = core.own_choices(scores[:-1], sampling, core.Noise(0), 0)
-    draft = core.Draft([data.draw(st.sampled_from([token, where % vocab])) for token in own])
-    known = judged(scores)
-    at, broken = data.draw(st.integers(0, len(scores) - 1)), scores.clone()
-    broken[at, slice(None) if number is None else where % vocab] = number or -math.inf
-    if at >= sum(j.kind != "rejected" for j in known):
-        assert judged(broken) == known
-        return
-    with pytest.raises(ValueError, match=NO_NUMBERS):
-        judged(broken)
-    for verification in ("coupled", "rejection"):
-        with pytest.raises(ValueError, match=NO_NUMBERS):
-            own = replace(sampling, verification=verification)
-            core.sample(broken[at], [0], own, core.Noise(0))
-    if not sampling.is_greedy:
-        p = truncated_softmax(broken[: at + 1], *sampling.transforms)
-        nothing, endless = torch.zeros(vocab), torch.full((vocab,), math.inf)
-        for row, n in product((p[at], nothing, endless), (at, at + 1)):
-            drafted = core.Draft((draft.tokens + [0])[:n])  # accepted before that row
-            rows = torch.cat([p[:at], row[None], nothing[None]])[: n + 1]
-            with pytest.raises(ValueError, match=NO_NUMBERS):
-                judge(drafted, rows, [0.0] * (n + 1))
 
 
 # ------------------------------------------------------------------ the cache, against plain lists

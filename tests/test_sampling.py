@@ -8,6 +8,7 @@ passes again; the odds that a correct change of the code which draws other numbe
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import speculative_decoding as core
@@ -26,8 +27,14 @@ Sampling = core.Sampling
 # ------------------------------------------------------------------ transforms, as transformers'
 
 
-def processors(sampling: core.Sampling) -> logits_process.LogitsProcessorList:
-    """What transformers' generate() applies for a sampling that is not greedy, in its order."""
+def probabilities(logits, sampling, text=(), draft=()):
+    """Ours: [n + 1, V]."""
+    scores = penalise(logits, sampling.repetition_penalty, [*text], [*draft])
+    return truncated_softmax(scores, *sampling.transforms)
+
+
+def reference(logits, sampling, text, draft):
+    """By transformers' processors, in generate()'s order, row by row: p [n + 1, V] in float64."""
     chosen = logits_process.LogitsProcessorList()
     if sampling.repetition_penalty != 1:
         chosen.append(logits_process.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
@@ -38,19 +45,8 @@ def processors(sampling: core.Sampling) -> logits_process.LogitsProcessorList:
         chosen.append(logits_process.TopPLogitsWarper(sampling.top_p))
     if sampling.min_p:
         chosen.append(logits_process.MinPLogitsWarper(sampling.min_p))
-    return chosen
-
-
-def probabilities(logits, sampling, text=(), draft=()):
-    """Ours: [n + 1, V]."""
-    scores = penalise(logits, sampling.repetition_penalty, [*text], [*draft])
-    return truncated_softmax(scores, *sampling.transforms)
-
-
-def reference(logits, sampling, text, draft):
-    """transformers' processors, position by position: [n + 1, V] probabilities in float64."""
     rows = [
-        processors(sampling)(torch.tensor([text + draft[:i]]), logits[i : i + 1].double())
+        chosen(torch.tensor([text + draft[:i]]), logits[i : i + 1].double())
         for i in range(len(draft) + 1)
     ]
     return torch.cat(rows).softmax(-1)
@@ -181,6 +177,30 @@ def test_a_token_without_weight_is_never_drawn():
     big = torch.rand(151_936)
     big[-1000:] = 0
     assert core.draw(big, 1 - 2**-53) < len(big) - 1000
+    for number in (0.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="no probabilities to draw from"):
+            core.draw(torch.tensor([number, 0.0]), 0.5)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, None])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, 0.7), Sampling(1.0, 1.0, 3, 0.9)])
+def test_broken_logits_are_an_error_where_their_row_is_judged_and_only_there(sampling, number):
+    """A NaN, an infinity or -inf everywhere; whatever is cut, by both rules."""
+    scores, noise = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)), Noise(0)
+    own = list(core.own_choices(scores, sampling, noise, 0))
+    for at, num_right in itertools.product(range(4), repeat=2):
+        broken = scores.clone()
+        broken[at, slice(None) if number is None else 7] = number or -math.inf
+        p = truncated_softmax(broken, 1.0, 0, 1.0, 0.0)
+        draft = core.Draft([(own[i] + (i >= num_right)) % 50 for i in range(3)])
+        us = [0.0] * num_right + [0.999] * (4 - num_right)
+        choices = core.own_choices(broken, sampling, noise, 0)
+        for way in (partial(core.verify, draft, choices), partial(judge, draft, p, us)):
+            if at > num_right:
+                assert sum(j.kind == "accepted" for j in way()) == num_right
+            else:
+                with pytest.raises(ValueError, match="no probabilities to draw from"):
+                    way()
 
 
 # ----------------------------------------------------------------- end to end, on the demo models
@@ -196,9 +216,8 @@ COUNTED = ("temperature 0.7", "all of them")  # samplings whose tokens are count
 def many():
     """The embedded models with a short cache of many rows: samples come in batches."""
     given = {"max_running": BATCH, "max_model_len": 32, "fixed_k": True}
-    return core.load_engine(
-        core.Options(model="embedded", drafter=None if library.why_not() else "self_int8", **given)
-    )
+    given["drafter"] = None if library.why_not() else "self_int8"
+    return core.load_engine(core.Options(model="embedded", **given))
 
 
 @pytest.fixture(scope="module")
@@ -233,11 +252,10 @@ def test_speculation_keeps_the_distribution_of_the_first_tokens(
 
 def test_plain_sampling_is_that_of_transformers_generate(demo_reference, prompt, plain_samples):
     """An oracle that shares no code with ours; odds of a false alarm 3e-6."""
-    name = "all of them"
+    name, ids = "all of them", torch.tensor([prompt])
     fields = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     given = {field: getattr(SAMPLINGS[name], field) for field in fields}
     torch.manual_seed(11)
-    ids = torch.tensor([prompt])
     output = demo_reference.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, do_sample=True,
         num_return_sequences=NUM_SAMPLES, **given,
@@ -270,10 +288,10 @@ def test_exercise_4_a_greedy_draft_of_sampled_text_is_lossless_and_costs_accepta
 
     drawing, greedy = many.panel.drafters["draft_model"], GreedyDraft.__new__(GreedyDraft)
     vars(greedy).update(vars(drawing))
-    rates, name = [], "temperature 0.7"
+    rates, (name, _) = [], COUNTED
     for drafter in (drawing, greedy):
         engine = core.Engine(many.target, {"draft_model": drafter})
-        theirs = plain_samples[name]
-        assert smallest_p_value(engine, prompt, "draft_model", name, theirs) > ODDS
+        p_value = smallest_p_value(engine, prompt, "draft_model", name, plain_samples[name])
+        assert p_value > ODDS
         rates.append(engine.totals.by_drafter["draft_model"].draft_acceptance_rate)
     assert rates[1] < rates[0] - 0.02
