@@ -1,18 +1,16 @@
-"""What do fewer bits of each weight cost in quality, and what do they gain in time?
+"""What do fewer bits of each weight cost in quality?
 
 The same model in float32, bfloat16 and int8 reads the same text: pages of the documentation that
 Python brings along, up to 512 tokens each. `perplexity` is exp of the mean -ln p of its tokens.
 `agree` is how often the most probable token is float32's, `overlap` the mean of Σ min(p, q) with
 float32's distribution: what a draft of the same model would have accepted. `bytes_per_weight` are
-those of embeddings, linear layers and norms as they lie in memory. Then passes over 1 to 8 rows are
-timed in turn, behind 300 tokens.
+those of embeddings, linear layers and norms as they lie in memory.
 
-    python -m benchmarks.quality [--model smollm2] [--tokens 8192] [--runs 25] [--json]
+    python -m benchmarks.quality [--model smollm2] [--tokens 8192] [--json]
 """
 
 from math import exp
 from pydoc_data.topics import topics
-from statistics import median
 from typing import Any
 
 import torch
@@ -25,8 +23,7 @@ KINDS = {
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"dtype": "float32", "quantize": "int8"},
 }
-ROWS = (1, 2, 4, 6, 8)
-PIECE, CONTEXT = 512, 300  # tokens
+PIECE = 512  # tokens
 
 
 def texts(tokenizer: Any, count: int) -> list[list[int]]:
@@ -80,21 +77,9 @@ def num_bytes(model: Any, matrices: Any) -> int:
     return matrices.num_bytes + sum(t.numel() * t.element_size() for t in tensors.values())
 
 
-def time_passes(models: dict[str, Any], runs: int) -> list[dict[str, Any]]:
-    """Milliseconds of a pass by its number of rows, medians."""
-    verifying = {name: bench.verifying(model, CONTEXT, ROWS) for name, model in models.items()}
-    methods = {(name, n): verifying[name][n] for name in models for n in ROWS}
-    timed = bench.interleave(methods, runs, "passes")
-    return [
-        {"weights": name}
-        | {f"{n} row{'s' * (n > 1)}": round(median(timed[name, n].ms), 2) for n in ROWS}
-        for name in models
-    ]
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
-    options = bench.parser(__doc__, runs=25)
+    options = bench.parser(__doc__, runs=None)
     options.add_argument("--model", default="smollm2")
     bench.add_count(options, "--tokens", 64, 1_000_000, 8192, "of text")
     given = options.parse_args(arguments)
@@ -103,8 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
         for name, kind in KINDS.items()
     }
     pieces = texts(next(iter(models.values())).tokenizer, given.tokens)
-    found = {"quality": compare(models, pieces), "ms": time_passes(models, given.runs)}
-    bench.report(__spec__.name, arguments, given, found)
+    bench.report(__spec__.name, arguments, given, {"quality": compare(models, pieces)})
 
 
 if __name__ == "__main__":

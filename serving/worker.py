@@ -419,5 +419,5 @@ def warm_up(engine: Any) -> None:
         for name in [None, *engine.panel.drafters]:
             with suppress(Exception):
                 for _, cycle in twin.generate(Request(prompt, 16, name, is_alone=True)):
-                    if cycle.number == 2:
+                    if cycle.number:
                         break

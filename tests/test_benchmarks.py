@@ -219,12 +219,11 @@ def test_served_speeds_are_in_those_of_the_engine_s_own_process():
 
 
 def test_int8_is_near_float32_and_smaller(measure):
-    document = measure("quality", "--model", "embedded", "--tokens", 300, "--runs", 1)
+    document = measure("quality", "--model", "embedded", "--tokens", 300)
     floats, halves, integers = document["quality"]
     assert floats["agree"] == 1 and floats["overlap"] == pytest.approx(1, abs=1e-3)
     assert 0.9 < integers["agree"] <= 1 and 0.9 < integers["overlap"] < 1
     assert integers["bytes_per_weight"] < halves["bytes_per_weight"] < floats["bytes_per_weight"]
-    assert [row["weights"] for row in document["ms"]] == ["float32", "bfloat16", "int8"]
 
 
 @pytest.mark.slow

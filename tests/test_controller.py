@@ -1028,7 +1028,7 @@ def test_all_is_run_at_one_and_k_plus_1_rows_before_a_measurement_counts(demo_en
 
     monkeypatch.setattr(engine.target, "forward", counted)
     warm_up(engine)
-    assert asked.count(k) >= 2 and rows.count(1) >= 2 and rows.count(k + 1) >= 2
+    assert asked.count(k) and rows.count(1) and rows.count(k + 1)
     assert not controller.costs.passes
     totals = engine.totals
     assert totals.by_drafter["scripted"] == totals.by_drafter["none"] == core.Statistics()
