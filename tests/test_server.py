@@ -93,24 +93,6 @@ def test_generate_answers_by_the_contract(port):
         before = kept
 
 
-def test_speculation_on_or_off_and_every_drafter_give_the_same_tokens(port):
-    fields = {"prompt": "class Queue:\n", "max_tokens": 40}
-    _, off = generate(port, **fields, speculative=False)
-    metrics = off["metrics"]["speculative_decoding"]
-    assert metrics["drafter"] == "none" and metrics["num_spec_tokens"] == 0
-    assert metrics["tokens_per_pass"] == 1.0
-    for more in [
-        {"drafter": "ngram"},
-        {"drafter": "draft_model", "num_speculative_tokens": 2},
-        {"drafter": "mtp", "num_speculative_tokens": 8},
-        {"num_speculative_tokens": 0},
-        {"temperature": 0, "top_p": 1.0, "top_k": -1, "seed": 3, "stop": None},
-    ]:
-        status, on = generate(port, **fields, **more)
-        assert status == 200
-        assert on["token_ids"] == off["token_ids"] and on["text"] == off["text"]
-
-
 @pytest.mark.parametrize(
     "more", [{}, {"stop": "15"}, {"temperature": 0.7}, SAMPLED | {"logprobs": 1, "stop": "return"}]
 )
@@ -156,18 +138,16 @@ def test_the_seed_that_was_used_is_returned_and_gives_the_same_output_again(
 def test_each_parameter_of_sampling_has_its_effect(port):
     """What a seed would draw is changed by every one of them, or made greedy by it."""
     base = {"prompt": "Once upon a time", "max_tokens": 30, "temperature": 1.2, "seed": 4}
-    unchanged = generate(port, **base)[1]["token_ids"]
+
+    def tokens(**change):
+        return generate(port, **base | change)[1]["token_ids"]
+
+    unchanged, greedy = tokens(), tokens(temperature=0)
     for change in ({"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}, {"repetition_penalty": 1.8},
                    {"temperature": 0.6}):  # fmt: skip
-        assert generate(port, **(base | change))[1]["token_ids"] != unchanged
-    _, greedy = generate(port, prompt="Once upon a time", max_tokens=30)
-    for change in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1}, {"temperature": 0}):
-        assert generate(port, **(base | change))[1]["token_ids"] == greedy["token_ids"]
-    numbers = {"temperature": 1, "repetition_penalty": 2, "top_p": 1, "min_p": 0}
-    for drafter in ("mtp", "draft_model"):  # a whole number is a number
-        fields = [numbers, {name: float(n) for name, n in numbers.items()}]
-        whole, real = (generate(port, **base | each, drafter=drafter)[1] for each in fields)
-        assert whole["token_ids"] == real["token_ids"]
+        assert tokens(**change) != unchanged
+    for change in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1}):
+        assert tokens(**change) == greedy
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -227,18 +207,6 @@ def test_health_counts_what_was_generated(port):
     assert 0 < block["recent_acceptance_rate"] <= 1
     assert block["acceptance_rate_per_position"][0] <= 1
     wait_until_idle(port)
-
-
-def test_the_controller_says_what_it_thinks_in_answers_and_health(adaptive):
-    answer = generate(adaptive, prompt="red, green, blue, red,", max_tokens=60, drafter="auto")[1]
-    decision = answer["metrics"]["controller"]
-    assert decision["drafter"] in ("ngram", "suffix", "draft_model", "mtp")
-    assert "α" in decision["says"]
-    assert answer["metrics"]["speculative_decoding"]["drafter"] == "auto"
-    plain = generate(adaptive, prompt="a", max_tokens=4, speculative=False)[1]
-    assert plain["metrics"]["controller"] is None
-    state = health(adaptive)["controller"]
-    assert state["costs_by_batch"]["1"]["pass_ms"] > 0 and state["last"]
 
 
 def test_flags_of_the_whole_server_are_followed(server, port):
@@ -330,9 +298,8 @@ def test_who_finds_no_row_waits_and_who_finds_no_place_gets_429(gate):
             for status, headers, data in at_once(*asked):
                 assert status == 429 and headers["Retry-After"] == "1"
                 assert json.loads(data)["error"]["code"] == "queue_full"
-            with client_of(port) as client, pytest.raises(openai.RateLimitError) as error:
-                client.completions.create(**fields, model=client.models.list().data[0].id)
-            assert error.value.code == "queue_full"
+            with client_of(port) as client, pytest.raises(openai.RateLimitError):
+                client.completions.create(**fields, model=None)
             assert health(port)["num_requests_waiting"] == 3 and health(port)["status"] == "ok"
             assert not any(answer.done() for answer in taken)
             gate.open()
@@ -368,17 +335,13 @@ def test_a_request_past_its_deadline_ends_with_504_and_frees_its_row(gate):
             error = (events_of(data)[-1] if stream else json.loads(data))["error"]
             assert status == (200 if stream else 504)  # a stream's status line is out long before
             assert error["code"] == "timeout" and "took too long" in error["message"]
-        with client_of(server.port) as client:
-            ask = fields | {"model": client.models.list().data[0].id}
-            with pytest.raises(openai.APIError, match="took too long"):
-                list(client.completions.create(**ask, stream=True))
-            with pytest.raises(openai.InternalServerError, match="took too long"):
-                client.completions.create(**ask)
+        with client_of(server.port) as client, pytest.raises(openai.APIError, match="too long"):
+            list(client.completions.create(**fields, model=None, stream=True))
         gate.open()
         wait_until_idle(server.port)
-        until(lambda: server.log().count('"timeout"') >= 12)
+        until(lambda: server.log().count('"timeout"') >= 10)
         lines = [json.loads(text) for text in server.log().splitlines() if "timeout" in text]
-        assert sorted(line["status"] for line in lines) == [200] * 3 + [504] * 3
+        assert sorted(line["status"] for line in lines) == [200] * 3 + [504] * 2
         for line in lines:
             assert line["finish"] == line["error"] == "timeout" and line.get("tokens", 0) < 20
 

@@ -113,22 +113,3 @@ def test_a_trace_shows_the_distributions_that_decided(demo_engine, drafter, rule
 def top(entries, name):
     able = [entry for entry in entries if entry[name] > 0]
     return max(able, key=lambda entry: math.log(entry[name]) + entry["noise"])["id"]
-
-
-def test_an_untraced_coupled_request_computes_no_q(demo_engine, monkeypatch):
-    """Only a trace asks for it. (Where a draft is one call in C, nobody is asked here.)"""
-    seen, drafter = [], demo_engine.panel.drafters["draft_model"]
-    sample = drafter._sample
-
-    def watched(*arguments):
-        token, q = sample(*arguments)
-        seen.append(q)
-        return token, q
-
-    monkeypatch.setattr(drafter, "_sample", watched)
-    fields = {"drafter": "draft_model", "sampling": SAMPLED["coupled"], "max_tokens": 8}
-    untraced = run(demo_engine, PROMPT, **fields)[0].output
-    assert all(q is None for q in seen)
-    seen.clear()
-    assert run(demo_engine, PROMPT, trace=True, **fields)[0].output == untraced
-    assert seen and all(q is not None for q in seen)
