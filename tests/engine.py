@@ -16,7 +16,6 @@ came back, piece by piece. Of /metrics the lines that are read are kept.
 import json
 import sys
 import threading
-import time
 from contextlib import contextmanager, suppress
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -95,14 +94,14 @@ class Replay(_Server):
     """Answers as the recorded vLLM did; a test may set how generation fails.
 
     cut: the connection is closed after so many pieces · hang: nothing comes after so many ·
-    status: of a refusal with one line · pace: seconds between two pieces
+    status: of a refusal with one line
     """
 
     def __init__(self, port=0):
         self.told = json.loads(CONVERSATION.read_text("utf-8"))
         self.cut = self.hang = self.status = None
         self.is_lenient = False  # whatever is generated, the last answer of that route is given
-        self.pace, self.num_left, self.go_on = 0.0, 0, threading.Event()
+        self.num_left, self.go_on = 0, threading.Event()
         super().__init__(port)
 
     def answer(self, handler, body):
@@ -131,7 +130,6 @@ class Replay(_Server):
                 self.go_on.wait(60)
                 self.num_left += has_left(handler.connection)
                 raise ConnectionResetError
-            time.sleep(self.pace)
             yield piece
 
 

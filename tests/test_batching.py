@@ -10,7 +10,7 @@ import pytest
 import speculative_decoding as core
 import torch
 from conftest import ScriptedDrafter, run, scripted_engine
-from server import until
+from server import at_once, until
 
 from messages import RequestError
 from serving import faults, trace
@@ -20,14 +20,18 @@ DRAFTERS = (None, "ngram", "suffix", "draft_model", "mtp")
 SAMPLINGS = (core.Sampling(), core.Sampling(1.1, 0.9, 50, 0.95))
 
 
-def together(engine, requests):
-    """Run these requests side by side to their ends; their sequences."""
-    sequences = [engine.open(request) for request in requests]
+def finish(engine, sequences):
+    """Step all of them to their ends, and give back what they hold."""
     while running := [s for s in sequences if not s.finish_reason]:
         faults.step(engine, running)
     for sequence in sequences:
         engine.close(sequence)
     return sequences
+
+
+def together(engine, requests):
+    """Run these requests side by side to their ends; their sequences."""
+    return finish(engine, [engine.open(request) for request in requests])
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +52,7 @@ def is_idle(engine):
     """Nothing is held: every row of every cache is free, and empty."""
     own = engine.panel.drafters
     return all(
-        cache.lengths == [0] * cache.num_rows
-        and sorted(cache._free) == list(range(cache.num_rows))
-        and cache.rows == []
+        not any(cache.lengths) and len(cache._free) == cache.num_rows and not cache.rows
         for cache in (engine.target.cache, own["draft_model"]._draft.cache, own["mtp"]._cache)
     )
 
@@ -82,10 +84,7 @@ def test_a_long_prompt_does_not_stop_the_others(engine, prompts):
         assert running in cycles_of and late[1] not in cycles_of  # one prompt is read at a time
         cycles += 1
     assert cycles == 9
-    while late[1].finish_reason is None:
-        engine.step([s for s in (running, *late) if s.finish_reason is None])
-    for sequence in (running, *late):
-        engine.close(sequence)
+    finish(engine, [running, *late])
     assert late[0].output == late[1].output and is_idle(engine)
 
 
@@ -112,27 +111,19 @@ def test_many_requests_over_eight_rows_all_equal_their_solo_runs(
     chance = random.Random(num_requests)
     worker = Worker(engine, core.Options(max_running=8, max_queued=num_requests))
     before = sum(engine.totals.by_drafter.values(), core.Statistics()).completion_tokens
-    finished = []
+    requests = [request_at_random(chance, prompts) for _ in range(num_requests)]
+    jobs = [job for request in requests for job in worker.submit(request)]
 
     def client(job, leaves_after):
         for seen, _ in enumerate(chain.from_iterable(job)):
             if seen == leaves_after:
                 job.cancel()
-        if not job.cancelled:
-            finished.append(job)
 
-    requests = [request_at_random(chance, prompts) for _ in range(num_requests)]
-    jobs = [job for request in requests for job in worker.submit(request)]
     leaving = [chance.choice([None, None, None, 2]) for _ in jobs]
-    threads = [
-        threading.Thread(target=client, args=each) for each in zip(jobs, leaving, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(*((client, *each) for each in zip(jobs, leaving, strict=True)))
     worker.drain(60)
     assert is_idle(engine) and worker.num_running == worker.num_waiting == 0
+    finished = [job for job in jobs if not job.cancelled]
     assert len(finished) > num_requests / 2
     for job in finished:
         assert job.sequence.finish_reason in ("stop", "length")
@@ -217,12 +208,10 @@ def test_no_event_is_made_that_nobody_reads(demo_engine, monkeypatch, asked, exp
 
 def test_events_do_not_wake_a_reader_that_rests_and_the_end_does(noted, monkeypatch):
     monkeypatch.setattr("serving.worker._REST_S", 3600)
-    job = Job(core.Request([1], 100), 7200)
-    events = [{"step": step} for step in range(100)]
+    job, events = Job(core.Request([1], 100), 7200), [{"step": step} for step in range(100)]
     job.put(events[0])
     told = iter(job)
     assert next(told) == events[:1] and noted == []  # the first token does not wait
-
     begun, asleep = [], ("sleeps", threading.get_ident())
 
     def engine():
@@ -325,10 +314,7 @@ def test_a_neighbour_s_fault_does_not_let_a_chunk_of_a_prompt_count_twice(
     text = (prompts["code_class"] * 3)[:60]
     late = engine.open(core.Request(text, 12, "mtp"))
     failing(engine, monkeypatch, lambda i, _: i == 1)
-    while left := [s for s in (running, late) if s.finish_reason is None]:
-        faults.step(engine, left)
-    for s in (running, late):
-        engine.close(s)
+    finish(engine, [running, late])
     assert engine.totals.num_faults == 1 and late.seat.warnings == []
     assert late.statistics.num_draft_tokens > 5 and late.output == plain(text, 12)
     assert running.output == plain(prompts["easy_json"], 12)
@@ -344,29 +330,23 @@ def test_a_request_whose_logits_are_no_numbers_fails_alone(
     Attention weighs what it does not see with 0, and 0 · NaN is NaN: the slot has to be cleaned.
     """
     engine, cache = demo_engine, demo_engine.target.cache
-    names = list(prompts)[:3]
-    sampling = core.Sampling(temperature=temperature)
-    requests = [core.Request(prompts[name], 24, drafter) for name in names]
-    requests[1] = core.Request(prompts[names[1]], 24, drafter, sampling=sampling)
-    sequences = [engine.open(request) for request in requests]
+    requests = [core.Request(prompt, 24, drafter) for prompt in list(prompts.values())[:3]]
+    first, second, third = requests
+    sampled = replace(second, sampling=core.Sampling(temperature=temperature))
+    sequences = [engine.open(request) for request in (first, sampled, third)]
     for _ in range(2):
         faults.step(engine, sequences)
-    broken = sequences[1]
+    broken = sequences.pop(1)
     for layer in cache.layers:
         layer.keys[cache.slot(broken.row), :, :3] = float("nan")
-    assert broken not in engine.step(sequences)
+    assert broken not in engine.step([broken, *sequences])
     assert broken.finish_reason == "error" and "NaN in its logits" in str(broken.failure)
     engine.close(broken)
-    others = [sequences[0], sequences[2]]
-    others.append(engine.open(core.Request(prompts[names[1]], 24, drafter)))
-    while running := [s for s in others if s.finish_reason is None]:
-        faults.step(engine, running)
-    for s, name in zip(others, [names[0], names[2], names[1]], strict=True):
-        assert s.output == plain(prompts[name], 24)
-        engine.close(s)
+    for s in finish(engine, [*sequences, engine.open(second)]):
+        assert s.output == plain(s.request.prompt, 24)
     assert all(layer.keys.isfinite().all() for layer in cache.layers)
     with pytest.raises(ValueError, match="NaN in its logits"):
-        for _, cycle in engine.generate(requests[1]):
+        for _, cycle in engine.generate(sampled):
             if cycle.number == 1:
                 for layer in cache.layers:
                     layer.values[0, :, :3] = float("nan")

@@ -9,9 +9,9 @@ test against a vLLM that runs is marked `network`, as that has to be installed f
 import json
 import os
 import signal
-import socket
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -21,16 +21,16 @@ from server import (
     call,
     connect,
     events_of,
+    generate,
     health,
     is_error,
     serving,
     until,
     wait_until_running,
     wait_until_taken,
-)
+)  # fmt: skip
 
 from engines import KEY_VARIABLE, app, child, client
-from messages import RequestError
 from models.loading import StartError
 from serving.options import Options, parse_arguments
 
@@ -45,15 +45,11 @@ def replay():
 
 
 @pytest.fixture
-def limits():
-    return {}
-
-
-@pytest.fixture
-def ask(replay, limits):
-    """(status, body or events) of a POST."""
+def ask(replay, request):
+    """(status, body or events) of a POST, under limits that a test may give."""
     engine = client.Engine.ask(client.Client(replay.url))
-    asked = app.create_app(engine, Options(max_running=8, **limits)).test_client()
+    options = Options(max_running=8, **getattr(request, "param", {}))
+    asked = app.create_app(engine, options).test_client()
 
     def post(path, body):
         answer = asked.post(path, json=body)
@@ -64,9 +60,8 @@ def ask(replay, limits):
     return post
 
 
-def said(ask, name, **more):
-    path, body = SAID[name]
-    return ask(path, body | more)
+def said(ask, name):
+    return ask(*SAID[name])
 
 
 def test_an_answer_has_the_engines_text_and_its_acceptance(ask):
@@ -78,6 +73,9 @@ def test_an_answer_has_the_engines_text_and_its_acceptance(ask):
     assert figures["acceptance_histogram"] == [0, 0, 0, 0, 0, 2]
     assert figures["draft_acceptance_rate"] == 1.0 and figures["mean_acceptance_length"] == 6.0
     assert figures["target_passes"] is None  # which it does not tell
+    assert len(said(ask, "ids")[1]["token_ids"]) == 5
+    assert said(ask, "stopped")[1]["finish_reason"] == "stop"
+    assert said(ask, "seeded")[1]["seed"] == 7
 
 
 def test_a_stream_has_the_same_text_in_events(ask):
@@ -88,19 +86,10 @@ def test_a_stream_has_the_same_text_in_events(ask):
     assert {token["kind"] for token in tokens} == {None}
 
 
-def test_token_ids_stop_strings_and_seeds_go_along(ask):
-    assert len(said(ask, "ids")[1]["token_ids"]) == 5
-    assert said(ask, "stopped")[1]["finish_reason"] == "stop"
-    assert said(ask, "seeded")[1]["seed"] == 7
-
-
-def test_log_probabilities_have_our_shape(ask):
+def test_log_probabilities_and_openais_routes_have_their_own_shapes(ask):
     first = said(ask, "logprobs")[1]["logprobs"][0]
     assert first["token"] == " blue" and first["id"] == 1442 and first["logprob"] < 0
     assert first["top_logprobs"] == [{"id": None, "token": " blue", "logprob": first["logprob"]}]
-
-
-def test_openais_routes_have_their_own_shapes(ask):
     choice = said(ask, "completion")[1]["choices"][0]
     assert choice["text"] == TEXT and choice["logprobs"]["tokens"][0] == " blue"
     message = said(ask, "chat")[1]["choices"][0]["message"]
@@ -112,11 +101,11 @@ def test_openais_routes_have_their_own_shapes(ask):
     assert ask.client.get("/v1/models").json["data"][0]["id"] == "target"
 
 
-def test_defaults_of_ours_are_sent_and_not_the_models(replay, ask):
-    said(ask, "plain")
-    (sent,) = [body for path, body, _ in replay.seen if path == "/v1/completions"]
+def test_defaults_and_limits_of_ours_are_sent_and_not_the_models(replay, ask):
+    ask("/generate", {"prompt": COLOURS, "max_tokens": 9999})
+    _, sent, _ = replay.seen[-1]
     assert sent["temperature"] == 0.0 and sent["top_k"] == -1 and sent["repetition_penalty"] == 1.0
-    assert "seed" not in sent
+    assert "seed" not in sent and sent["max_tokens"] == 2048  # as long as the context
 
 
 @pytest.mark.parametrize(
@@ -132,18 +121,13 @@ def test_what_the_engine_cannot_do_is_refused_by_name(ask, field, value):
     assert status == 400 and is_error(body, field)
 
 
-def test_what_the_engine_refuses_is_the_clients_mistake(ask):
-    for name in ("refused", "refused_stream"):
-        status, body = said(ask, name)
-        assert status == 400 and "out of vocabulary" in body["error"]["message"]
+@pytest.mark.parametrize("name", ["refused", "refused_stream"])
+def test_what_the_engine_refuses_is_the_clients_mistake(ask, name):
+    status, body = said(ask, name)
+    assert status == 400 and "out of vocabulary" in body["error"]["message"]
 
 
-def test_max_tokens_are_lowered_to_the_context(ask, replay):
-    ask("/generate", {"prompt": COLOURS, "max_tokens": 9999})
-    assert replay.seen[-1][1]["max_tokens"] == 2048
-
-
-def test_health_has_the_engines_acceptance_and_null_for_the_rest(ask):
+def test_health_and_metrics_have_the_engines_acceptance_and_null_for_the_rest(ask):
     answer = ask.client.get("/health")
     body = answer.json
     assert answer.status_code == 200 and body["engine"] == {"name": "vllm", "version": "0.32.0"}
@@ -152,9 +136,6 @@ def test_health_has_the_engines_acceptance_and_null_for_the_rest(ask):
     assert figures["num_draft_tokens"] > figures["num_accepted_draft_tokens"] > 0
     assert len(figures["acceptance_rate_per_position"]) == figures["num_spec_tokens"] == 5
     assert figures["num_recovered_tokens"] is None
-
-
-def test_metrics_are_the_engines_under_our_names(ask):
     text = ask.client.get("/metrics").data.decode()
     assert "\nspec_decode_num_accepted_tokens_per_pos_total{position=" in text
     assert "\ngeneration_tokens_total " in text and "vllm" not in text
@@ -178,47 +159,36 @@ def test_an_engine_that_breaks_off_ends_streams_with_an_error(ask, replay):
     assert "text" in events[0] and "broke off" in events[-1]["error"]["message"]
     status, body = said(ask, "plain")
     assert status == 502 and is_error(body)
-
-
-def test_an_engine_that_answers_500_is_a_502(ask, replay):
-    replay.status = 500
-    assert said(ask, "plain")[0] == 502
-    assert said(ask, "long")[0] == 502  # before the stream has begun
-    for name in ("plain", "plain"):
-        said(ask, name)
-    assert ask.client.get("/health").json["status"] == "failing"
-    replay.status = None
-    said(ask, "plain")
-    assert ask.client.get("/health").json["status"] == "ok"
-
-
-@pytest.mark.parametrize("limits", [{"stall_limit": 0.3}])
-def test_an_engine_that_hangs_is_a_504(ask, replay):
-    replay.hang = 1
-    status, body = said(ask, "plain")
-    assert status == 504 and body["error"]["code"] == "timeout"
-    assert said(ask, "long")[1][-1]["error"]["code"] == "timeout"
-
-
-@pytest.mark.parametrize("limits", [{"max_queued": 1, "request_timeout": 0.5}])
-def test_a_request_that_takes_too_long_ends(ask, replay):
-    replay.hang = 1
-    assert said(ask, "plain")[1]["error"]["message"] == "the request took too long"
-
-
-def test_a_stream_without_an_end_is_an_error(ask, replay):
+    replay.cut = None
     for turn in replay.told["turns"]:
         if turn["path"].endswith("completions"):
             turn["pieces"] = turn["pieces"][:1]
     assert "before its answer was complete" in said(ask, "long")[1][-1]["error"]["message"]
 
 
-def test_an_address_that_is_no_engine_is_one_line():
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(RequestError, match="cannot be reached"):
-            client.Engine.ask(client.Client(url))
+def test_an_engine_that_answers_500_is_a_502(ask, replay):
+    replay.status = 500
+    for name in ("plain", "long", "plain", "plain"):  # also before a stream has begun
+        assert said(ask, name)[0] == 502
+    assert ask.client.get("/health").json["status"] == "failing"
+    replay.status = None
+    said(ask, "plain")
+    assert ask.client.get("/health").json["status"] == "ok"
+
+
+HANGING = [
+    ({"stall_limit": 0.3}, "the engine has said nothing for 0.3 s"),
+    ({"request_timeout": 0.5}, "the request took too long"),
+]
+
+
+@pytest.mark.parametrize(("ask", "message"), HANGING, indirect=["ask"])
+def test_an_engine_that_hangs_is_a_504(ask, replay, message):
+    replay.hang = 1
+    status, body = said(ask, "plain")
+    assert status == 504 and body["error"]["code"] == "timeout"
+    assert body["error"]["message"] == message
+    assert said(ask, "long")[1][-1]["error"]["code"] == "timeout"
 
 
 def test_a_key_is_sent_along(replay):
@@ -251,14 +221,12 @@ def test_a_client_that_leaves_is_cancelled_in_the_engine(server):
 
 def test_limits_are_ours(server):
     server.replay.hang = 1
-    clients = []
-    for number in (1, 2):
-        clients.append(connect(server.port, "/generate", LONG))
-        wait_until_taken(server.port, number)
-    status, _, body = call(server.port, "POST", "/generate", LONG)
-    assert status == 429 and is_error(body)
-    for leaving in clients:
-        leaving.close()
+    with ExitStack() as clients:
+        for number in (1, 2):
+            clients.enter_context(connect(server.port, "/generate", LONG))
+            wait_until_taken(server.port, number)
+        status, _, body = call(server.port, "POST", "/generate", LONG)
+        assert status == 429 and is_error(body)
     until(lambda: health(server.port)["num_requests_running"] == 0)
     server.replay.hang = None
     assert call(server.port, "POST", "/generate", SAID["plain"][1])[0] == 200
@@ -275,12 +243,11 @@ def test_a_client_that_reads_slowly_slows_the_engine(replay):
     sent = []
     replay.failing = lambda pieces, _: (sent.append(1) or piece for piece in pieces)
     with serving("--engine", replay.url) as server:
-        slow = connect(server.port, "/generate", LONG, buffer_bytes=4096)
-        until(lambda: sent)
-        stands = threading.Event()
-        until(lambda: (n := len(sent)) and not stands.wait(1.0) and len(sent) == n)
-        assert len(sent) < 10_000
-        slow.close()
+        with connect(server.port, "/generate", LONG, buffer_bytes=4096):
+            until(lambda: sent)
+            stands = threading.Event()
+            until(lambda: (n := len(sent)) and not stands.wait(1.0) and len(sent) == n)
+            assert len(sent) < 10_000
         until(lambda: health(server.port)["num_requests_running"] == 0)
         server.end_well()
 
@@ -308,19 +275,20 @@ class Vllm:
     """A program named vllm that replays, and starts serving when it is let."""
 
     def __init__(self, folder):
-        self.program, self.gate, self.told = folder / "vllm", folder / "gate", folder / "told"
-        names = {"gate": str(self.gate), "told": str(self.told), "python": sys.executable}
+        self.program, self.gate, self._told = (folder / name for name in ("vllm", "gate", "told"))
+        names = {"gate": str(self.gate), "told": str(self._told), "python": sys.executable}
         self.program.write_text(_VLLM.format(tests=str(ROOT / "tests"), **names))
         self.program.chmod(0o755)
         self.arguments = ("--engine", str(self.program), "--model", str(folder))
 
     @property
-    def pid(self):
-        return json.loads(self.told.read_text())[0]
+    def told(self):
+        """Its process, key and arguments, and the process that it has started."""
+        return json.loads(self._told.read_text())
 
     def has_ended(self, number=0):
         """Whether it has; with 3, the process that it has started."""
-        pid = json.loads(self.told.read_text())[number]
+        pid = self.told[number]
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
@@ -342,11 +310,11 @@ def test_a_vllm_of_ours_is_started_shown_and_ended(vllm):
         until(lambda: "serving on" in server.log())
         body = health(server.port)
         assert body["status"] == "ok" and body["drafters"] == ["ngram"]
-        _, key, words, _ = json.loads(vllm.told.read_text())
+        _, key, words, _ = vllm.told
         assert key not in " ".join(words) and words[words.index("--host") + 1] == "127.0.0.1"
         assert words[words.index("--max-num-seqs") + 1] == "5"
-        status, _, body = call(server.port, "POST", "/generate", SAID["plain"][1])
-        assert status == 200 and json.loads(body)["text"] == TEXT
+        status, body = generate(server.port, **SAID["plain"][1])
+        assert status == 200 and body["text"] == TEXT
         server.end_well()
         until(lambda: vllm.has_ended() and vllm.has_ended(3))
 
@@ -354,7 +322,7 @@ def test_a_vllm_of_ours_is_started_shown_and_ended(vllm):
 def test_its_end_is_ours(vllm):
     vllm.gate.touch()
     with serving(*vllm.arguments) as server:
-        os.kill(vllm.pid, signal.SIGKILL)
+        os.kill(vllm.told[0], signal.SIGKILL)
         assert server.exit_code() == 1
         assert "vLLM has ended with status -9" in server.log()
         until(lambda: vllm.has_ended(3))
@@ -378,18 +346,13 @@ def test_its_failure_to_load_is_one_line(vllm):
 
 
 K5 = {"num_speculative_tokens": 5}
+NGRAM = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1} | K5
+SUFFIX = {"method": "suffix", "suffix_decoding_max_cached_requests": 0} | K5
+WITHOUT_CACHE = {"drafter": "suffix", "suffix_cache": 0}
+WRITTEN = [({}, NGRAM), (WITHOUT_CACHE, SUFFIX), ({"drafter": "none"}, None)]
 
 
-@pytest.mark.parametrize(
-    ("given", "config"),
-    [
-        ({}, {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1} | K5),
-        ({"drafter": "suffix"}, {"method": "suffix"} | K5),
-        ({"drafter": "suffix", "suffix_cache": 0},
-         {"method": "suffix", "suffix_decoding_max_cached_requests": 0} | K5),
-        ({"drafter": "none"}, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "config"), WRITTEN)
 def test_a_drafter_is_written_as_vllm_has_it(given, config):
     """Those of models: test_plan.py."""
     assert child.speculative_config(Options(model="T", **given, **K5)) == config
@@ -411,7 +374,7 @@ def test_a_drafter_that_vllm_has_not_is_refused(drafter):
         child.speculative_config(Options(model="T", drafter=drafter))
 
 
-def test_the_command_line_is_translated(monkeypatch, capsys):
+def test_the_command_line_is_translated():
     words = ["--port", "5000", "--engine", "vllm", "--model", "T", "--max-model-len", "99"]
     _, options = parse_arguments([*words, "--", "--tensor-parallel-size", "2"])
     assert (options.max_running, options.num_speculative_tokens) == (64, 5)
@@ -434,5 +397,4 @@ def test_a_vllm_that_runs_answers_as_the_recorded_one():
         told = events_of(answer.data)[-1] if body.get("stream") else answer.json
         assert told["text"] == (" blue, red," if name == "stopped" else TEXT)
     assert asked.post("/v1/chat/completions", json=CHAT).status_code == 200
-    before = json.loads(asked.get("/health").data)["speculative_decoding"]["num_draft_tokens"]
-    assert before > 0
+    assert asked.get("/health").json["speculative_decoding"]["num_draft_tokens"] > 0
