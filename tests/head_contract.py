@@ -6,11 +6,21 @@ function that loads the demo target with the head and options of its own.
 
 import json
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
+import pytest
 import speculative_decoding as core
-from conftest import run
+import torch
+from conftest import assert_lossless
 from safetensors.torch import load_file, save_file
 from test_batching import together
+from test_drafters import (  # noqa: F401
+    fresh_state,
+    test_a_batch_of_states_proposes_like_each_alone,
+    test_a_rolled_back_state_proposes_like_a_fresh_one,
+    test_drafts_are_known_ids_and_no_more_than_asked_for,
+)
 
 from benchmarks import lossless
 
@@ -19,9 +29,8 @@ def test_the_head_is_accepted_and_changes_no_token(demo_engine, prompts, name):
     """Were it not, the tests here would see refused drafts only."""
     rates = []
     for prompt in list(prompts.values())[:4]:
-        expected = core.plain_decode(demo_engine.target, prompt, 40, demo_engine.eos_ids)
-        sequence, _ = run(demo_engine, prompt, max_tokens=40, drafter=name)
-        assert sequence.output == expected and not sequence.seat.warnings
+        sequence = assert_lossless(demo_engine, prompt, 40, name)
+        assert not sequence.seat.warnings
         rates.append(sequence.statistics.draft_acceptance_rate)
     assert max(rates) > 0.2, rates
 
@@ -48,7 +57,90 @@ def test_rejection_keeps_the_distribution_of_the_first_tokens(loaded, name):
     ours = replace(plain, drafter=name, num_speculative_tokens=3, sampling=rule, seed=7_000_000)
     theirs = lossless.first_tokens(engine, plain, 512)
     tests = lossless.compare(lossless.first_tokens(engine, ours, 256), theirs)
-    assert min(test.p_value for test in tests.values()) > 1e-6
+    assert min(test.p_value for test in tests.values()) > 1e-6 and engine.panel.num_failures == 0
+
+
+# ------------------------------------------------------------------------ a plain reference
+WIDTH, NUM_HEADS, HEAD_WIDTH = 32, 4, 8
+LAYER = {
+    "vocab_size": 4096, "hidden_size": WIDTH, "intermediate_size": 48,
+    "num_attention_heads": NUM_HEADS, "num_key_value_heads": 2, "head_dim": HEAD_WIDTH,
+    "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+def randomise(head):
+    """All of a head's weights, norms about 1; numbers that bfloat16 has."""
+    with torch.no_grad():
+        for name, weight in head.named_parameters():
+            weight.copy_(torch.randn(weight.shape) * 0.3 + ("norm" in name))
+            weight.copy_(weight.bfloat16())
+
+
+def normed(x, weight, epsilon=1e-6):
+    return x * (x.pow(2).mean(-1, keepdim=True) + epsilon).rsqrt() * weight
+
+
+def rotated(x, positions):
+    """x [T, heads, d] as Llama rotates it, theta 10 000."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None] * 10_000.0 ** (-torch.arange(half) / half)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def projected(w, rows, positions):
+    """q, k and v of a layer as {name: [T, heads, d]}, each of its own rows [T, D]."""
+    heads = {}
+    for name, x in rows.items():
+        y = (x @ w[f"self_attn.{name}_proj.weight"].T).view(len(x), -1, HEAD_WIDTH)
+        if f"self_attn.{name}_norm.weight" in w:
+            y = normed(y, w[f"self_attn.{name}_norm.weight"])
+        heads[name] = y if name == "v" else rotated(y, positions[-len(y) :])
+    return heads
+
+
+def attended(w, heads, seen):
+    """What attention makes of q [T, heads, d], the keys of query i being those of seen(i)."""
+    found = torch.zeros(heads["q"].shape)
+    for i, h in product(range(len(found)), range(NUM_HEADS)):
+        keys, values = (heads[name][seen(i), h // 2] for name in "kv")
+        found[i, h] = (keys @ heads["q"][i, h] / HEAD_WIDTH**0.5).softmax(0) @ values
+    return found.flatten(1) @ w["self_attn.o_proj.weight"].T
+
+
+def with_mlp(w, x):
+    y = normed(x, w["post_attention_layernorm.weight"])
+    gate, up = (y @ w[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    return x + (torch.nn.functional.silu(gate) * up) @ w["mlp.down_proj.weight"].T
+
+
+def check_drafts(engine, name, expected_of, limit):
+    """Tokens and scores of drafts, over two verdicts, are those that `expected_of` gives a text.
+
+    Tokens also where a draft is one call, which shows no scores.
+    """
+    drafter, seen, text = engine.panel.drafters[name], [], list(range(7, 40))
+    choose = drafter._sample
+
+    def watched(logits, *rest):
+        seen.append(logits)
+        return choose(logits, *rest)
+
+    drafter._sample = watched
+    for given in ([], [99, 98, 97]):
+        text = [*text, *given]
+        tokens, scores = expected_of(text)
+        for goes_on in (None, lambda _: True):
+            state, seen[:] = fresh_state(engine, drafter, text), []
+            state.goes_on = goes_on
+            draft = drafter.propose(state, limit)
+            drafter.close(state)
+            assert draft.tokens == tokens
+        found = torch.stack(seen)
+        known = found > -torch.inf
+        torch.testing.assert_close(found[known].view_as(scores), scores, rtol=1e-3, atol=2e-3)
 
 
 # ------------------------------------------------------------------------- to break a head's files
@@ -63,20 +155,35 @@ def changed(folder, **values):
     (folder / "config.json").write_text(json.dumps(kept), "utf-8")
 
 
-def changed_weights(folder, change):
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors")
+def saying(**values):
+    return partial(changed, **values)
 
 
-def size_changed(folder):
-    changed_weights(folder, lambda w: w.update({"fc.weight": w["fc.weight"][:8].clone()}))
+def weights_changed(change):
+    def change_file(folder):
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors")
+
+    return change_file
 
 
-BROKEN = {
-    "no JSON": (lambda f: (f / "config.json").write_text("{"), "Expecting property name"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "--allow-pickle"),
-    "cut off": (lambda f: (f / "model.safetensors").write_bytes(b"abc"), "eader"),
-    "lacks": (lambda f: changed_weights(f, lambda w: w.pop("norm.weight")), "lacks norm.weight"),
-    "size": (size_changed, "fc.weight is [8, 96] instead of [32, 96]"),
-}  # how, and what the error says
+def holding(name, made):
+    """A weight is put in, made of those that are there."""
+    return weights_changed(lambda weights: weights.update({name: made(weights).clone()}))
+
+
+BROKEN = {  # how, by what the error says
+    "Expecting property name": lambda f: (f / "config.json").write_text("{"),
+    "--allow-pickle": lambda f: (f / "model.safetensors").unlink(),
+    "eader": lambda f: (f / "model.safetensors").write_bytes(b"abc"),
+    "lacks norm.weight": weights_changed(lambda w: w.pop("norm.weight")),
+    "fc.weight is [8, 96] instead of [32, 96]": holding("fc.weight", lambda w: w["fc.weight"][:8]),
+}
+
+
+def assert_refused(load, kind, reason):
+    """In one line."""
+    with pytest.raises(ValueError, match=f"cannot use the {kind} head") as error:
+        load()
+    assert reason in str(error.value) and "\n" not in str(error.value), error.value

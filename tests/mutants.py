@@ -751,7 +751,7 @@ ROWS = [  # name, place, old, new and tests
 if why_not() is None:  # without a compiler nobody runs these
     ROWS += [
     ("all rows are cached in the first slot", "kernels.decoder:Rows.chain", "[slot]", "[0]",
-     "kernels::rows_that_lie_apart", "kernels::speculation_alone_and_in_a_batch[float32-None]"),
+     "kernels::speculation_alone_and_in_a_batch[float32-None]"),
     ("a text's positions begin anew", "kernels.decoder:Rows.chain",
      "self.positions += range(begin, begin + count)", "self.positions += range(count)",
      "kernels::speculation_alone_and_in_a_batch_keeps_every_bit[float32-None]"),

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import math
-import re
 import subprocess
 import sys
 
@@ -11,7 +9,6 @@ import pytest
 import speculative_decoding as core
 import torch
 from conftest import ROOT, run
-from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from demo_models import hybrid as made
@@ -33,20 +30,8 @@ MODELS = ROOT / "demo_models"
 )  # fmt: skip
 def test_the_target_continues_what_repeats_or_counts_for_30_tokens(demo_engine, prompt, continued):
     tokenizer = demo_engine.target.tokenizer
-    ids = tokenizer(prompt)["input_ids"]
-    output = run(demo_engine, ids, max_tokens=30, drafter="mtp")[0].output
-    assert len(output) == 30
-    assert continued.startswith(tokenizer.decode(output))
-
-
-def test_text_does_not_collapse_into_loops(demo_engine, prompts):
-    """At least 60 % of the 4-grams of 128 greedy tokens are distinct on most prompts."""
-    varied = {}
-    for name in (name for name in prompts if not name.startswith("repetitive")):
-        tokens = run(demo_engine, prompts[name], max_tokens=128, drafter="mtp")[0].output
-        grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
-        varied[name] = not grams or len(set(grams)) >= 0.6 * len(grams)
-    assert sum(varied.values()) > len(varied) / 2, varied
+    output = run(demo_engine, tokenizer(prompt)["input_ids"], max_tokens=30)[0].output
+    assert len(output) == 30 and continued.startswith(tokenizer.decode(output))
 
 
 def test_the_documented_checksums_are_those_of_the_files():
@@ -55,8 +40,7 @@ def test_the_documented_checksums_are_those_of_the_files():
     readme = (MODELS / "README.md").read_text("utf-8")
     for name in ("target", "draft", "hybrid"):
         digest = hashlib.sha256((MODELS / name / "model.safetensors").read_bytes()).hexdigest()
-        assert report[name]["sha256"] == digest
-        assert digest in readme
+        assert report[name]["sha256"] == digest and digest in readme
     assert sum(f.stat().st_size for f in MODELS.rglob("*") if f.is_file()) < 75e6
 
 
@@ -73,30 +57,12 @@ def test_the_draft_model_that_comes_along_is_whole_and_small():
     assert len(set(run(engine, ids, max_tokens=24)[0].output)) > 12
 
 
-def test_the_folders_load_with_plain_transformers():
-    target = AutoModelForCausalLM.from_pretrained(MODELS / "target")
-    draft = AutoModelForCausalLM.from_pretrained(MODELS / "draft")
-    hybrid = AutoModelForCausalLM.from_pretrained(MODELS / "hybrid")
-    for name in ("target", "hybrid"):
-        with safe_open(MODELS / name / "model.safetensors", framework="pt") as weights:
-            shapes = [weights.get_slice(name).get_shape() for name in weights.keys()]
-        parameters = sum(math.prod(shape) for shape in shapes)
-        assert 4e6 < parameters < 5e6  # the MTP head included
-    assert target.config.vocab_size == draft.config.vocab_size == hybrid.config.vocab_size == 4096
-    assert str(target.dtype) == str(hybrid.dtype) == "torch.bfloat16"
-    assert hybrid.config.layer_types == (["linear_attention"] * 3 + ["full_attention"]) * 2
-
-
 def test_synthetic_text_is_the_same_for_the_same_seed_and_of_every_kind():
     once, again = synthetic.documents(3, 40_000), synthetic.documents(3, 40_000)
     assert once == again != synthetic.documents(4, 40_000)
     text = "\n".join(document for document, _ in once)
     for sign in ("Question: ", "Once upon a time", '"id": 1', "| id |", "1, 2, 3", "Answer: "):
         assert sign in text
-    # A story keeps its hero, a list of facts repeats no question.
-    for document, _ in once:
-        questions = re.findall(r"(?:Question|Q): (.*)", document)
-        assert len(questions) == len(set(questions))
 
 
 def test_a_hybrid_begins_with_the_numbers_of_its_target():
@@ -107,18 +73,15 @@ def test_a_hybrid_begins_with_the_numbers_of_its_target():
     hybrid, length = made.convert(target), 12
     x, mask = torch.randn(1, length, 192), recipe.additive(recipe.causal(length))
     positions = torch.arange(length)[None]
-    rotations = {
-        target: target.model.rotary_emb(x, positions, layer_type="full_attention"),
-        hybrid: hybrid.model.rotary_emb(x, positions),
-    }
 
-    def through(block, model):
-        rope = rotations[model]
-        return block(x, position_embeddings=rope, attention_mask=mask, past_key_values=None)
+    def through(model, i, **kind):
+        given = {"attention_mask": mask, "past_key_values": None}
+        given["position_embeddings"] = model.model.rotary_emb(x, positions, **kind)
+        return model.model.layers[i](x, **given)
 
     for i in (3, 7):
-        expected = through(target.model.layers[i], target)
-        assert torch.allclose(through(hybrid.model.layers[i], hybrid), expected, rtol=1e-4)
+        expected = through(target, i, layer_type="full_attention")
+        assert torch.allclose(through(hybrid, i), expected, rtol=1e-4)
 
 
 def trained(kind, folder, *options):

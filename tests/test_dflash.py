@@ -2,31 +2,16 @@
 
 import json
 
+import head_contract as contract
 import pytest
 import speculative_decoding as core
 import torch
 from conftest import ROOT, assert_lossless, run
-from head_contract import BROKEN as COMMON
-from head_contract import (  # noqa: F401
-    changed,
-    changed_weights,
-    test_a_batch_is_drafted_like_each_alone_and_rows_are_given_back,
-    test_rejection_keeps_the_distribution_of_the_first_tokens,
-    test_the_head_is_accepted_and_changes_no_token,
-)
+from head_contract import *  # noqa: F403 a test of the contract is run where it is imported
 from safetensors.torch import load_file, save_file
-
-# The contract of all drafters, for the embedded head: a test is run where it is imported.
-from test_drafters import (  # noqa: F401
-    fresh_state,
-    propose_and_close,
-    test_a_batch_of_states_proposes_like_each_alone,
-    test_a_rolled_back_state_proposes_like_a_fresh_one,
-    test_drafts_are_known_ids_and_no_more_than_asked_for,
-)
-from test_eagle3 import NUM_LAYERS, WIDTH, normed, rotated, target_folder
-from transformers import AutoConfig, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
-from transformers.cache_utils import DFlashCache
+from test_drafters import fresh_state, propose_and_close
+from test_eagle3 import NUM_LAYERS, target_folder
+from transformers import AutoConfig
 
 from demo_models.heads import save_dflash
 from drafters.dflash import BlockConfig, DFlashHead
@@ -54,23 +39,15 @@ KINDS = {
 def new_head(folder, **fields):
     """Write a head of random weights; `fields` are put into its config. Returns it."""
     torch.manual_seed(0)
-    layer = AutoConfig.for_model(
-        "qwen3", vocab_size=4096, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=256,
-    )  # fmt: skip
-    config = BlockConfig(layer, SIZE, MASK, (0, 3, 5), NUM_LAYERS)
-    save_dflash(config, torch.nn.Module(), folder)
-    changed(folder, **fields)
-    head = DFlashHead(BlockConfig.of(json.loads((folder / "config.json").read_text("utf-8"))))
-    with torch.no_grad():
-        for name, weight in head.named_parameters():
-            weight.copy_(torch.randn(weight.shape) * 0.3 + ("norm" in name))
-            weight.copy_(weight.bfloat16())
+    layer = AutoConfig.for_model("qwen3", num_hidden_layers=2, **contract.LAYER)
+    save_dflash(BlockConfig(layer, SIZE, MASK, (0, 3, 5), NUM_LAYERS), torch.nn.Module(), folder)
+    contract.changed(folder, **fields)
+    head = DFlashHead(BlockConfig.of(contract.content_of(folder)))
+    contract.randomise(head)
     save_file(head.state_dict(), folder / "model.safetensors")
     return head
 
 
-# ------------------------------------------------------------------------ a plain reference
 @torch.inference_mode()
 def reference_logits(head, model, text):
     """[block_size - 1, V] behind a text, by the formulas of the paper, all from scratch."""
@@ -79,31 +56,22 @@ def reference_logits(head, model, text):
     size, at = config.block_size, torch.arange(old + config.block_size)
     states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
     read = torch.cat([states[i + 1][0, :old] for i in config.target_layer_ids], -1)
-    context = normed(read @ w["fc.weight"].T, w["hidden_norm.weight"])
+    context = contract.normed(read @ w["fc.weight"].T, w["hidden_norm.weight"])
     x = model.get_input_embeddings().weight[[text[-1]] + [MASK] * (size - 1)]
     for i, kind in enumerate(config.layer.layer_types):
         own = {key.removeprefix(f"layers.{i}."): value for key, value in w.items()}
-        block = normed(x, own["input_layernorm.weight"])
-        rows, heads = {"q": block, "k": torch.cat([context, block])}, {}
-        for name in "qkv":
-            y = rows.get(name, rows["k"]) @ own[f"self_attn.{name}_proj.weight"].T
-            heads[name] = y.view(len(y), -1, 8)
-            if name != "v":
-                y = normed(heads[name], own[f"self_attn.{name}_norm.weight"])
-                heads[name] = rotated(y, at[-len(y) :])
+        block = contract.normed(x, own["input_layernorm.weight"])
+        rows = {"q": block} | dict.fromkeys("kv", torch.cat([context, block]))
         is_window = kind == "sliding_attention"
         is_causal = is_window if config.is_causal is None else config.is_causal
-        attended = torch.zeros(size, 4, 8)
-        for j, h in ((j, h) for j in range(size) for h in range(4)):
-            end = old + j + 1 if is_causal else len(at)
-            seen = slice(max(0, old + j + 1 - WINDOW) if is_window else 0, end)
-            scores = heads["k"][seen, h // 2] @ heads["q"][j, h] / 8**0.5
-            attended[j, h] = scores.softmax(0) @ heads["v"][seen, h // 2]
-        x = x + attended.flatten(1) @ own["self_attn.o_proj.weight"].T
-        y = normed(x, own["post_attention_layernorm.weight"])
-        gate, up = (y @ own[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        x = x + (torch.nn.functional.silu(gate) * up) @ own["mlp.down_proj.weight"].T
-    return model.get_output_embeddings()(normed(x, w["norm.weight"]))[1:]
+
+        def seen(j, is_window=is_window, is_causal=is_causal):
+            end = old + j + 1
+            return slice(max(0, end - WINDOW) if is_window else 0, end if is_causal else len(at))
+
+        heads = contract.projected(own, rows, at)
+        x = contract.with_mlp(own, x + contract.attended(own, heads, seen))
+    return model.get_output_embeddings()(contract.normed(x, w["norm.weight"]))[1:]
 
 
 def load(model=None, head=None, **fields):
@@ -131,72 +99,27 @@ def name():
 
 # --------------------------------------------------------------------------- what it computes
 @pytest.mark.parametrize("kernels", [True, False], ids=["packed", "plain"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "several files"])
 def test_a_head_drafts_as_the_paper_says(target_folder, tmp_path, reference, kind, kernels):
-    head = new_head(tmp_path, **KINDS[kind])
-    check_drafts(target_folder, tmp_path, reference, head, kernels=kernels)
+    head, model = new_head(tmp_path, **KINDS.get(kind, {})), reference(target_folder)
+    if kind == "several files":
+        in_several_files(tmp_path)
+
+    def expected_of(text):
+        logits = reference_logits(head, model, text)
+        return logits.argmax(-1).tolist(), logits
+
+    contract.check_drafts(load(target_folder, tmp_path, kernels=kernels), "dflash", expected_of, 9)
 
 
-def test_weights_may_lie_in_several_files(target_folder, tmp_path, reference):
-    head = new_head(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
+def in_several_files(folder):
+    weights = load_file(folder / "model.safetensors")
     files = {key: f"model-{i % 2}.safetensors" for i, key in enumerate(weights)}
     for file in set(files.values()):
-        save_file({key: weights[key] for key in weights if files[key] == file}, tmp_path / file)
-    (tmp_path / "model.safetensors").unlink()
+        save_file({key: weights[key] for key in weights if files[key] == file}, folder / file)
+    (folder / "model.safetensors").unlink()
     index = json.dumps({"weight_map": files})
-    (tmp_path / "model.safetensors.index.json").write_text(index, "utf-8")
-    check_drafts(target_folder, tmp_path, reference, head)
-
-
-def check_drafts(target_folder, folder, reference, head, **fields):
-    """Tokens and scores of drafts, over two verdicts, are those of the reference."""
-    engine = load(target_folder, folder, **fields)
-    drafter, seen, model = engine.panel.drafters["dflash"], [], reference(target_folder)
-    choose, count = drafter._sample, head.config.block_size - 1
-
-    def watched(logits, *rest):
-        seen.append(logits)
-        return choose(logits, *rest)
-
-    drafter._sample, text = watched, list(range(7, 40))
-    for given in ([], [99, 98, 97]):
-        text = [*text, *given]
-        expected, seen[:] = reference_logits(head, model, text), []
-        (tokens,) = propose_and_close(drafter, [fresh_state(engine, drafter, text)], [9])
-        assert tokens == expected.argmax(-1).tolist() and len(tokens) == count
-        torch.testing.assert_close(torch.stack(seen), expected, rtol=1e-3, atol=2e-3)
-
-
-@torch.inference_mode()
-def test_the_reference_is_what_transformers_computes(target_folder, tmp_path, reference):
-    """Of a head of its own with the weights of the public layout, by other names."""
-    head, model, text = new_head(tmp_path), reference(target_folder), list(range(7, 40))
-    layer = head.config.layer.to_dict()
-    names = (
-        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "rms_norm_eps", "layer_types", "rope_parameters",
-    )  # fmt: skip
-    ids = list(head.config.target_layer_ids)
-    config = MuseGlimmerAssistantConfig(
-        **{name: layer[name] for name in names}, block_size=SIZE, target_layer_ids=ids
-    )
-    theirs, renamed = MuseGlimmerAssistantModel(config).eval(), {}
-    for key, weight in head.state_dict().items():
-        key = key.replace("fc.", "encoder.fc.").replace("hidden_norm", "encoder.output_norm_enc")
-        renamed[key] = weight
-    theirs.load_state_dict(renamed)
-    states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
-    cache = DFlashCache(config=config)
-    cache.set_previous_accepted_tokens(len(text) - 1)
-    output = theirs(
-        noise_embeds=model.get_input_embeddings()(torch.tensor([[text[-1], *[MASK] * (SIZE - 1)]])),
-        context_hidden_states=torch.cat([states[i + 1][:, :-1] for i in ids], -1),
-        past_key_values=cache,
-    )
-    expected = model.get_output_embeddings()(output.last_hidden_state[0, 1:])
-    actual = reference_logits(head, model, text)
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    (folder / "model.safetensors.index.json").write_text(index, "utf-8")
 
 
 def test_each_q_belongs_to_its_place_and_not_to_what_was_drawn_before_it(
@@ -264,40 +187,35 @@ def test_a_head_that_fails_amid_a_draft_can_draft_again(demo_engine, prompts, mo
 
 
 # ------------------------------------------------------------------------- options and refusals
-def config_changed(**own):
-    return lambda f: changed(f, dflash_config={"mask_token_id": 1, "target_layer_ids": [0]} | own)
+def block_saying(**own):
+    return contract.saying(dflash_config={"mask_token_id": 1, "target_layer_ids": [0]} | own)
 
 
-BROKEN = COMMON | {
-    "another head": (lambda f: changed(f, dflash_config=None), "no mask_token_id: is this a DF"),
-    "no block": (lambda f: changed(f, block_size=None), "no block_size"),
-    "a small block": (lambda f: changed(f, block_size=1), "block_size is 1: it must be from 2"),
-    "a block of text": (lambda f: changed(f, block_size="16"), "block_size is '16'"),
-    "another family": (lambda f: changed(f, model_type="llama"), "supported is 'qwen3'"),
-    "scaled": (config_changed(output_multiplier=0.2), "output_multiplier is 0.2"),
-    "ids": (config_changed(target_layer_ids=["a"]), "target_layer_ids are ['a'], not integers"),
-    "no ids": (config_changed(target_layer_ids=[]), "target_layer_ids are [], not integers"),
-    "layer 6": (config_changed(target_layer_ids=[1, 6]), "reads layer 6, and can read 0 to 5"),
-    "mask": (config_changed(mask_token_id=4096), "mask_token_id is 4096, which is no token"),
-    "layers": (lambda f: changed(f, num_target_layers=36), "a target of 36 layers"),
-    "attention": (lambda f: changed(f, layer_types=["chunked_attention"] * 2), "chunked_attention"),
-    "wide": (lambda f: changed(f, hidden_size=64), "states of 64 numbers"),
-    "vocabulary": (lambda f: changed(f, vocab_size=5000), "a vocabulary of 5000"),
-    "unknown": (
-        lambda f: changed_weights(f, lambda w: w.update({"lm_head.weight": torch.ones(2)})),
-        "unknown weight lm_head.weight",
-    ),
+BROKEN = contract.BROKEN | {
+    "no mask_token_id: is this a DF": contract.saying(dflash_config=None),
+    "no block_size": contract.saying(block_size=None),
+    "block_size is 1: it must be from 2": contract.saying(block_size=1),
+    "block_size is '16'": contract.saying(block_size="16"),
+    "supported is 'qwen3'": contract.saying(model_type="llama"),
+    "output_multiplier is 0.2": block_saying(output_multiplier=0.2),
+    "target_layer_ids are ['a'], not integers": block_saying(target_layer_ids=["a"]),
+    "target_layer_ids are [], not integers": block_saying(target_layer_ids=[]),
+    "reads layer 6, and can read 0 to 5": block_saying(target_layer_ids=[1, 6]),
+    "mask_token_id is 4096, which is no token": block_saying(mask_token_id=4096),
+    "a target of 36 layers": contract.saying(num_target_layers=36),
+    "chunked_attention": contract.saying(layer_types=["chunked_attention"] * 2),
+    "states of 64 numbers": contract.saying(hidden_size=64),
+    "a vocabulary of 5000": contract.saying(vocab_size=5000),
+    "unknown weight lm_head.weight": contract.holding("lm_head.weight", lambda _: torch.ones(2)),
 }
 
 
-@pytest.mark.parametrize("kind", BROKEN)
-def test_a_head_that_cannot_be_used_is_one_line(target_folder, tmp_path, kind):
+@pytest.mark.parametrize("reason", BROKEN)
+def test_a_head_that_cannot_be_used_is_one_line(target_folder, tmp_path, reason):
     new_head(tmp_path)
-    break_it, reason = BROKEN[kind]
-    break_it(tmp_path)
-    with pytest.raises(ValueError, match="cannot use the DFlash head") as error:
-        load(target_folder, tmp_path, drafter=None)  # asked for by --dflash, not passed over
-    assert reason in str(error.value) and "\n" not in str(error.value), error.value
+    BROKEN[reason](tmp_path)
+    # It is asked for by --dflash, and not passed over.
+    contract.assert_refused(lambda: load(target_folder, tmp_path, drafter=None), "DFlash", reason)
 
 
 def test_the_embedded_head_is_there_where_it_is_asked_for(target_folder, prompts):

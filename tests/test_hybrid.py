@@ -32,8 +32,7 @@ def alone(engine, prompts):
     """Plain decoding, by the way that tokens are chosen and by prompt."""
 
     def decode(prompt, way):
-        fields = {"sampling": core.Sampling(), "seed": 0} | WAYS[way]
-        return core.plain_decode(engine.target, prompt, 90, engine.eos_ids, **fields)
+        return core.plain_decode(engine.target, prompt, 90, engine.eos_ids, **WAYS[way])
 
     return {way: [decode(p, way) for p in three(prompts)] for way in WAYS}
 
@@ -100,8 +99,3 @@ def test_a_trace_tells_how_far_the_states_go_back(prompts, drafter, monkeypatch)
         read, begin = read + verified - begin + again, kept
     assert sum(steps) == 6 * (read - again)  # what the last cycle refused is not needed
     assert any(event["recurrent"]["stepped"] for event in events)
-
-
-def test_a_target_without_states_tells_of_none(demo_engine):
-    _, events = run(demo_engine, [277, 480], max_tokens=4, drafter="ngram")
-    assert all(event["recurrent"] is None for event in events)

@@ -4,10 +4,8 @@ CPU they are the same. Where nothing can be compiled, the modules run."""
 import ctypes
 import os
 import shutil
-import stat
 import subprocess
 import sys
-from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -17,8 +15,8 @@ import numpy as np
 import pytest
 import speculative_decoding as core
 import torch
-import transformers
-from conftest import FAMILIES, ROOT, TARGET, assert_lossless, only_modules, run
+from conftest import FAMILIES, ROOT, assert_lossless, only_modules
+from families import save_small
 from test_batching import together
 from test_drafters import fresh_state
 from test_eagle3 import new_head, target_folder  # noqa: F401
@@ -27,7 +25,6 @@ from kernels import chain, decoder, library
 from kernels.decoder import NONE
 from kernels.parts import is_same
 from kernels.weights import FORMS, Panels
-from serving import answers
 
 needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
 TEXT = [311, 42, 7, 900, 13, 42, 7, 900, 55, 1024, 3, 42]
@@ -39,23 +36,14 @@ def load(folder, **changes):
     return core.load_engine(core.Options(model=str(folder), **options))
 
 
-def logits(engine, text=TEXT):
-    """Of every token of a text, read in two forwards."""
-    row = engine.target.cache.open_row()
-    parts = [
-        engine.target.forward([row], [part], [len(part)]).logits[0] for part in (text[:7], text[7:])
-    ]
-    engine.target.cache.close_row(row)
-    return torch.cat(parts)
-
-
 @needs_compiler
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5_text"])
 def test_every_family_is_exact_in_modules_too(family, tiny_folder):
     """What they and blocks in C compute is seen by test_cache.py and test_modules.py."""
     with only_modules():
         target = load(tiny_folder(family)).target
     assert not target.fast.is_compiled and target.report.is_exact
+    assert all(layer._is_compiled for layer in target.cache.recurrent)
 
 
 @needs_compiler
@@ -65,24 +53,19 @@ def test_speculation_alone_and_in_a_batch_keeps_every_bit(dtype, quantize, tiny_
     assert engine.target.fast.is_compiled and engine.target.report.is_exact
     prompts = [TEXT, TEXT[2:] * 4, TEXT[::-1], TEXT[:3]]
     requests = [core.Request(prompt, 24, "ngram") for prompt in prompts]
-    plain = [core.plain_decode(engine.target, p, 24, engine.eos_ids) for p in prompts]
-    alone = [run(engine, p, max_tokens=24, drafter="ngram")[0].output for p in prompts]
-    assert alone == plain
-    assert [s.output for s in together(engine, requests)] == plain
+    alone = [assert_lossless(engine, prompt, 24, "ngram").output for prompt in prompts]
+    assert [s.output for s in together(engine, requests)] == alone
 
 
 @needs_compiler
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(5, 1, 40), (4, 4, 24), (6, 2, 80)])
 def test_attention_of_any_shape_gives_what_torch_s_gives(heads, kv_heads, width, tmp_path):
     """Groups of 5, 1 and 3 queries; widths that 16 does not divide; texts in blocks and behind."""
-    config = transformers.Qwen3Config(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=width, vocab_size=4096, max_position_embeddings=640,
-        use_sliding_window=True, sliding_window=37, max_window_layers=1,
+    save_small(
+        "qwen3", tmp_path, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=width,
+        max_position_embeddings=640, use_sliding_window=True, sliding_window=37,
+        layer_types=["full_attention", "sliding_attention"] * 2,
     )  # fmt: skip
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    transformers.AutoTokenizer.from_pretrained(TARGET).save_pretrained(tmp_path)
     text = torch.randint(4096, (600,), generator=torch.Generator().manual_seed(0)).tolist()
     found = []
     for compiled in (False, True):
@@ -116,7 +99,8 @@ def test_a_row_without_numbers_is_not_hidden_by_integers(tiny_folder):
     scales = panels._data.view(torch.float16)
     begin = 900 // 16 * (panels.inputs // 32) * block + 512 + 2 * (900 % 16)
     scales[begin // 2] = torch.nan
-    found = logits(engine)
+    row = engine.target.cache.open_row()
+    found = engine.target.forward([row], [TEXT], [len(TEXT)]).logits[0]
     # The rows behind it get it through its keys and values alone.
     assert found[3:].isnan().all()
 
@@ -140,17 +124,6 @@ def test_nothing_is_read_or_written_where_nothing_is(tiny_folder, what, number):
 
 
 @needs_compiler
-@pytest.mark.parametrize("is_block", [True, False])
-def test_a_delta_net_goes_through_the_compiled_rule(tiny_folder, is_block):
-    with nullcontext() if is_block else only_modules():
-        engine = load(tiny_folder("qwen3_5_text"))
-    layers = engine.target.cache.recurrent
-    assert len(layers) == 3 and all(layer._is_compiled for layer in layers)
-    assert engine.target.fast.is_compiled == is_block and engine.target.report.is_exact
-    assert_lossless(engine, TEXT, 24, "ngram")
-
-
-@needs_compiler
 def test_a_block_that_computes_something_else_stays_a_module(tiny_folder, monkeypatch):
     monkeypatch.setitem(decoder._ACTIVATIONS, "SiLUActivation", 1)  # which is not gelu
     monkeypatch.setitem(decoder._ACTIVATIONS, "SiLU", 1)
@@ -159,14 +132,10 @@ def test_a_block_that_computes_something_else_stays_a_module(tiny_folder, monkey
     assert_lossless(engine, TEXT, 24, "ngram")
 
 
-@pytest.fixture
-def no_compiler(monkeypatch):
+def test_without_a_compiler_transformers_modules_run(tiny_folder, monkeypatch):
     monkeypatch.setattr(library, "_library", None)
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setattr(library, "find_spec", lambda name: None)
-
-
-def test_without_a_compiler_transformers_modules_run(no_compiler, tiny_folder):
     engine = load(tiny_folder("llama"))
     assert engine.target.fast is None and not engine.target.report.is_exact
     with pytest.raises(ValueError, match="--quantize int8 needs the kernels in C"):
@@ -177,7 +146,7 @@ def test_without_a_compiler_transformers_modules_run(no_compiler, tiny_folder):
 def test_a_compiler_that_fails_costs_nothing_but_a_line(tmp_path, monkeypatch, caplog):
     broken = tmp_path / "broken"
     broken.write_text("#!/bin/sh\necho 'linear.c:1: error: no such header' >&2\nexit 1\n")
-    broken.chmod(broken.stat().st_mode | stat.S_IEXEC)
+    broken.chmod(0o700)
     monkeypatch.setattr(library, "_library", None)
     monkeypatch.setenv("CC", str(broken))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -204,72 +173,22 @@ def test_a_folder_where_others_may_write_is_not_run_from(tmp_path, monkeypatch):
 @needs_compiler
 def test_what_was_compiled_is_used_again_and_a_broken_file_is_made_anew(tmp_path):
     """In processes of their own: a library is loaded once."""
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     (tmp_path / "one.c").write_text('const char *describe(void) { return "little"; }\n')
     script = (
         "import pathlib; from kernels import library; library._FOLDER = pathlib.Path('.'); "
         "library.use(True); print(library.instructions())"
     )
-    environment["PYTHONPATH"], times = str(ROOT), []
+    command, times = [sys.executable, "-c", script], []
     for damage in (False, False, True):
         if damage:  # half a library would end a process that opens it
             (file,) = tmp_path.rglob("*.so")
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-        command = [sys.executable, "-c", script]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
-        assert done.stdout == "little\n", done.stderr
+        said = subprocess.check_output(command, cwd=tmp_path, env=environment, text=True)
         (file,) = tmp_path.rglob("*.so")
-        times.append(Path(file).stat().st_mtime_ns)
+        assert said == "little\n"
+        times.append(file.stat().st_mtime_ns)
     assert times[0] == times[1] < times[2]
-
-
-@pytest.mark.parametrize("switch", ["--bitwise", "--no-bitwise", "--fastpath", "--no-compile"])
-def test_a_switch_that_means_nothing_any_more_is_refused_in_a_line(capsys, switch):
-    with pytest.raises(SystemExit):
-        core.parse_arguments(["--demo", switch])
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"{switch} means nothing any more" in said
-
-
-def test_one_line_says_what_is_computed_with(demo_engine, slow_engine):
-    options = core.Options(model="embedded")
-    line = answers.setting(demo_engine, options)
-    assert line.startswith("the target runs in float32: whole forwards in C (")
-    assert line.endswith("1 thread, with equal bits, checked")
-    assert "float32: transformers' modules" in answers.setting(slow_engine, options)
-
-
-@needs_compiler
-def test_rows_that_lie_apart_are_fed_without_the_one_between_them(tiny_folder):
-    """The second of three requests waits: the others' slots do not lie side by side."""
-    engine = load(tiny_folder("llama"))
-    target = engine.target
-    texts = [TEXT, TEXT[::-1], TEXT[3:] + TEXT[:3]]
-
-    def fed(together):
-        rows = [target.cache.open_row() for text in texts]
-        for row, text in zip(rows, texts, strict=True):
-            target.forward([row], [text], [1])
-        one, _, other = rows
-        steps = (
-            [([one, other], [[5, 6], [7]])] if together else [([one], [[5, 6]]), ([other], [[7]])]
-        )
-        found = [
-            logits
-            for given, tokens in steps
-            for logits in target.forward(given, tokens, [len(fed) for fed in tokens]).logits
-        ]
-        buffers = [layer.keys.clone() for layer in target.cache.layers]
-        for row in rows:
-            target.cache.close_row(row)
-        return found, buffers
-
-    apart, side_by_side = fed(together=False), fed(together=True)
-    assert target.fast.is_compiled
-    for ones, others in zip(apart, side_by_side, strict=True):
-        assert all(map(torch.equal, ones, others))
 
 
 @needs_compiler
@@ -279,7 +198,6 @@ def test_a_short_context_has_short_tables(prompts):
 
 
 # ------------------------------------------------------------------------------ linear layers
-
 
 # GGUF's names, and where float16 lie in a block's bytes.
 TYPES = {
@@ -365,16 +283,15 @@ def test_a_product_is_as_near_as_its_roundings_allow(form, size):
 @pytest.mark.parametrize("form", ["Q8", "Q4", "Q4M"])
 def test_the_largest_sums_of_integers_are_exact(form):
     """-128 cannot be negated, and two products of 255 and 127 do not fit 16 bits."""
-    least, most = {"Q8": (-128, 127), "Q4": (-8, 7), "Q4M": (0, 15)}[form]
+    least, most, *head = {"Q8": (-128, 127, 1), "Q4": (-8, 7, 1), "Q4M": (0, 15, 1, 0)}[form]
     signs = torch.randint(2, (40, 96), generator=torch.Generator().manual_seed(0)) * 2 - 1
     numbers = torch.where(signs > 0, most, least)
     numbers[0], numbers[1] = least, most
-    head = {"Q8": [1], "Q4": [1], "Q4M": [1, 0]}[form]  # of a block of a file: the scale, a minimum
     blocks = (numbers if form == "Q8" else numbers - least).to(torch.uint8).view(40, 3, 32)
     if form != "Q8":  # two numbers in a byte
         blocks = blocks[..., :16] | blocks[..., 16:] << 4
-    heads = torch.tensor(head).half().view(torch.uint8).expand(40, 3, -1)
-    rows = torch.cat([heads, blocks], -1).flatten(1)
+    scales = torch.tensor(head).half().view(torch.uint8).expand(40, 3, -1)  # and a minimum
+    rows = torch.cat([scales, blocks], -1).flatten(1)
     panels = Panels.of_rows(form, (40, 96), [rows.numpy()])
     x = torch.cat([torch.ones(1, 96), -torch.ones(1, 96), signs[:7].float()]) * 127
     assert torch.equal(panels(x), x @ numbers.float().T)
@@ -412,15 +329,13 @@ def test_a_matrix_asks_for_what_fits_it():
 @pytest.mark.parametrize("form", TYPES)
 def test_a_file_s_rows_are_unpacked_to_gguf_s_numbers_to_the_last_bit(form, outputs):
     rows, expected = file_rows(form, outputs, 1536)
-    found = Panels.of_rows(
-        form, expected.shape, [p for p in np.split(rows.numpy(), [16]) if len(p)]
-    ).unpacked()
+    parts = [part for part in np.split(rows.numpy(), [16]) if len(part)]
+    found = Panels.of_rows(form, expected.shape, parts).unpacked()
     assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
 @needs_compiler
 def test_matrices_of_several_forms_give_their_outputs_side_by_side(threads):
-    """A chain of matrices of the same inputs; as each alone."""
     parts = [weights(form, n, 256, n)[0] for form, n in (("Q4K", 40), ("Q6K", 5), ("Q5", 33))]
     for first, second in pairwise(parts):
         first.struct.next = ctypes.addressof(second.struct)
@@ -441,23 +356,19 @@ PROGRAM = ROOT / "tests" / "kernels_bits.c"
 EXACT = "-O3 -std=gnu11 -ffp-contract=off -fno-math-errno -fno-trapping-math -pthread".split()
 
 
-def bits(tmp_path, command, runner=(), given=("0", "12", "2"), kernels=None):
-    """What kernels_bits.c prints, compiled by `command`; without one, as it was compiled last."""
+def bits(tmp_path, cpu, *options, runner=(), given=("0", "12", "2"), compiler=None):
+    """What kernels_bits.c prints, compiled for a CPU; for "own", with the library that runs here.
+
+    None: as it was compiled last.
+    """
     made = tmp_path / "bits"
-    if command:
-        kernels = [kernels] if kernels else sorted((ROOT / "kernels").glob("*.c"))
-        command = [*command, "-o", made, PROGRAM, *kernels, "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-    done = subprocess.run([*runner, made, *given], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def own_bits(tmp_path):
-    """The same by the library that runs here."""
-    command = [*library.compiler(), *EXACT, "-march=native"]
-    return bits(tmp_path, command, kernels=library.load()._name)
+    if cpu:
+        kernels = sorted((ROOT / "kernels").glob("*.c"))
+        if cpu == "own":
+            cpu, kernels = "native", [library.load()._name]
+        command = [*(compiler or library.compiler()), *EXACT, f"-march={cpu}", *options]
+        subprocess.run([*command, "-o", made, PROGRAM, *kernels, "-lm"], check=True)
+    return subprocess.check_output([*runner, made, *given], text=True)
 
 
 @needs_compiler
@@ -465,17 +376,17 @@ def own_bits(tmp_path):
     "cpu", ["native", "x86-64-v3", pytest.param("x86-64", marks=pytest.mark.slow)]
 )
 def test_a_whole_forward_has_the_same_bits_on_every_x86_and_with_any_threads(tmp_path, cpu):
-    native = own_bits(tmp_path)
+    native = bits(tmp_path, "own")
     assert native.count("\n") == 12 and "none" not in native
     flags = set(Path("/proc/cpuinfo").read_text().split())
     if cpu == "native":
-        assert native == bits(tmp_path, [], given=("0", "12", "3"))
-        both = (bits(tmp_path, [], given=("0", "12", n, "all")) for n in "23")
+        assert native == bits(tmp_path, None, given=("0", "12", "3"))
+        both = (bits(tmp_path, None, given=("0", "12", n, "all")) for n in "23")
         assert len({native, *both}) == 2  # with a form more
     elif "lm" not in flags or "v3" in cpu and not {"avx2", "fma", "f16c"} <= flags:
         pytest.skip("not this CPU")
     else:
-        assert bits(tmp_path, [*library.compiler(), *EXACT, f"-march={cpu}"]) == native
+        assert bits(tmp_path, cpu) == native
 
 
 @pytest.mark.slow
@@ -484,8 +395,8 @@ def test_a_whole_forward_has_the_same_bits_on_aarch64(tmp_path, cpu):
     cross, emulator = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
     if not (cross and emulator and library.compiler()):
         pytest.skip("needs gcc-aarch64-linux-gnu and qemu-user")
-    native = own_bits(tmp_path)
-    assert bits(tmp_path, [cross, *EXACT, f"-march={cpu}", "-static"], [emulator]) == native
+    native = bits(tmp_path, "own")
+    assert bits(tmp_path, cpu, "-static", runner=[emulator], compiler=[cross]) == native
 
 
 @pytest.mark.slow
@@ -493,10 +404,9 @@ def test_a_whole_forward_has_the_same_bits_on_aarch64(tmp_path, cpu):
 @pytest.mark.parametrize("cpu", ["native", "x86-64-v3"])
 def test_nothing_is_read_or_written_that_is_not_there(tmp_path, cpu):
     """Random shapes under AddressSanitizer and UndefinedBehaviorSanitizer."""
-    sanitizers = ["-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    command = [*library.compiler(), *EXACT, "-O1", f"-march={cpu}", *sanitizers]
-    leaks = ["env", "ASAN_OPTIONS=detect_leaks=0"]
-    found = bits(tmp_path, command, leaks, given=("0", "120", "2", "all"))
+    sanitizers = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    runner = ["env", "ASAN_OPTIONS=detect_leaks=0"]
+    found = bits(tmp_path, cpu, *sanitizers, runner=runner, given=("0", "120", "2", "all"))
     assert found.count("\n") == 120
 
 
@@ -518,12 +428,31 @@ class Numbers:
 @pytest.fixture(scope="module", params=["draft_model", "self_int8", "mtp", "eagle3"])
 def drafting(request, target_folder, tmp_path_factory):  # noqa: F811
     """An engine, and the drafter that it is to be asked of."""
-    given = {"model": "embedded", "drafter": request.param, "fixed_k": True}
+    given = {"model": "embedded", "drafter": request.param}
     if request.param == "eagle3":
         head = tmp_path_factory.mktemp("head")
         new_head(head)
-        given |= {"model": str(target_folder), "eagle3": str(head)}
-    return core.load_engine(core.Options(**given)), request.param
+        given |= {"model": target_folder, "eagle3": str(head)}
+    engine = load(given.pop("model"), **given)
+    return engine, engine.panel.drafters[request.param]
+
+
+def drafts_of(engine, own, texts, limits, sampling, goes_on):
+    """Of all texts at once: what was drafted, and what the drafter's cache then holds of each."""
+    sequences = [engine.open(core.Request(text, 8, None)) for text in texts]
+    engine.step(sequences)
+    begin = partial(fresh_state, engine, own) if own.needs_hidden else own.open
+    states = [begin(s.tokens, sampling, core.Noise(i)) for i, s in enumerate(sequences)]
+    for state, s in zip(states, sequences, strict=True):
+        state.goes_on = goes_on
+        state.row = s.row if own.name == "self_int8" else state.row
+    drafts = own.propose_batch(states, limits)
+    cache = own._cache if own.needs_hidden else own._draft.cache
+    held = [cache.lengths[state.row] for state in states]
+    for state, s in zip(states, sequences, strict=True):
+        own.close(state)
+        engine.close(s)
+    return drafts, held
 
 
 @needs_compiler
@@ -534,44 +463,30 @@ def test_a_draft_in_one_call_is_that_of_its_steps(
 ):
     """Of several texts at once, of different lengths, and with limits of their own."""
     engine, drafter = drafting
-    sampling = core.Sampling(temperature=temperature, top_p=0.9)
     texts = [prompts[name] for name in ("code_class", "hard_prose", "repetitive_letters")]
-    found, confidence, limits, called, draft = [], [], [5, 0, 2], [], chain.draft
+    sampling, limits = core.Sampling(temperature=temperature, top_p=0.9), [5, 0, 2]
+    given = engine, drafter, texts, limits, sampling, Numbers() if stops else None
+    called, draft = [], chain.draft
     monkeypatch.setattr(chain, "draft", lambda *given: called.append(1) or draft(*given))
-    for is_one_call in (True, False):
-        if not is_one_call:
-            monkeypatch.setattr(chain, "can_chain", lambda *_: False)
-        called.clear()
-        sequences = [engine.open(core.Request(text, 8, None)) for text in texts]
-        engine.step(sequences)
-        own = engine.panel.drafters[drafter]
-        begin = partial(fresh_state, engine, own) if own.needs_hidden else own.open
-        states = [begin(s.tokens, sampling, core.Noise(i)) for i, s in enumerate(sequences)]
-        for state, s in zip(states, sequences, strict=True):
-            state.goes_on = Numbers() if stops else None
-            state.row = s.row if drafter == "self_int8" else state.row
-        drafts = own.propose_batch(states, limits)
-        cache = own._cache if own.needs_hidden else own._draft.cache
-        lengths = [cache.lengths[state.row] for state in states]
-        found.append(
-            [(d.tokens, d.probs, length) for d, length in zip(drafts, lengths, strict=True)]
-        )
-        confidence.append([d.confidence for d in drafts])
-        assert bool(called) == is_one_call
-        for state, s in zip(states, sequences, strict=True):
-            own.close(state)
-            engine.close(s)
-    assert found[0] == found[1] and found[0][0][0] and not found[0][1][0]
+    at_once, held = drafts_of(*given)
+    assert called
+    called.clear()
+    monkeypatch.setattr(chain, "can_chain", lambda *_: False)
+    in_steps, held_by_steps = drafts_of(*given)
+    assert not called and held == held_by_steps
     # In steps it is torch that norms what an EAGLE-3 head's output layer reads.
-    near = pytest.approx if drafter == "eagle3" else list
-    assert all(near(one) == steps for one, steps in zip(*confidence, strict=True))
-    lengths = [len(tokens) for tokens, *_ in found[0][:3]]
+    near = pytest.approx if drafter.name == "eagle3" else list
+    for one, other in zip(at_once, in_steps, strict=True):
+        assert (one.tokens, one.probs) == (other.tokens, other.probs)
+        assert near(one.confidence) == other.confidence
+    lengths = [len(one.tokens) for one in at_once]
+    assert lengths[0] and not lengths[1]
     assert lengths == limits or stops and lengths[0] < 5
 
 
 @needs_compiler
 def test_a_chain_without_numbers_costs_its_draft_only(prompts):
-    engine = core.load_engine(core.Options(model="embedded", drafter="draft_model", fixed_k=True))
+    engine = load("embedded", drafter="draft_model")
     decoder = engine.draft_model.fast.decoder
     decoder.output._data.view(torch.float32)[0] = torch.nan
     sequence = assert_lossless(engine, prompts["code_class"], 12, "draft_model")

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, TARGET, run
+from conftest import ROOT, TARGET, assert_lossless, run
+from head_contract import changed
 from safetensors.torch import load_file, save_file
 from test_drafters import fresh_state, propose_and_close
 from test_gguf import write_gguf
@@ -24,6 +25,11 @@ KINDS = {"eagle3": "eagle3", "dflash": "dflash", "mtp": "mtp", "draft": "draft_m
 K = 4
 
 
+def load(model, fixed_k=True, **folders):
+    named = {name: str(folder) for name, folder in folders.items()}
+    return core.load_engine(core.Options(model=str(model), fixed_k=fixed_k, **named))
+
+
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
     """A toy of the embedded target, whose answers are there."""
@@ -33,10 +39,10 @@ def plan(tmp_path_factory):
     return made
 
 
-def load(kind, folder):
-    name = {"draft": "draft_model"}.get(kind, kind)
-    given = {"drafter": KINDS[kind], "fixed_k": True} | {name: str(folder)}
-    return core.load_engine(core.Options(model=TARGET, **given))
+def assert_learns(student, target, data, plan):
+    figures = recipe.train(student, train.rows_of(target), data, plan)
+    first = (plan.work / f"{plan.kind}.jsonl").read_text("utf-8").splitlines()[0]
+    assert figures["accepted"][0] > json.loads(first)["accepted"][0] + 0.05
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -47,13 +53,12 @@ def test_a_drafter_learns_and_what_is_trained_is_what_drafts(kind, plan, monkeyp
         monkeypatch.setattr(f"drafters.{drafter}.kept_as", None)
     own = replace(plan, kind=kind, out=plan.work / kind, epochs=2.5)
     target, data, student = train.student_of(own)
-    figures = recipe.train(student, train.rows_of(target), data, own)
-    lines = (plan.work / f"{kind}.jsonl").read_text("utf-8").splitlines()
-    assert figures["accepted"][0] > json.loads(lines[0])["accepted"][0] + 0.05
+    assert_learns(student, target, data, own)
     student.save(own.out)
     student.module.bfloat16().float()  # as the file has it
-    engine = load(kind, own.out)
-    drafter = engine.panel.drafters[KINDS[kind]]
+    name = KINDS[kind]
+    engine = load(TARGET, drafter=name, **{name: own.out})
+    drafter = engine.panel.drafters[name]
     text = data.train[0][0].tokens.astype(np.int64)
     batch = data.batch(data.train[:1])
     with torch.no_grad():
@@ -92,9 +97,7 @@ def test_a_word_of_a_draft_model_has_few_numbers(plan, monkeypatch):
     assert torch.allclose(basis.T @ basis, torch.eye(32), atol=0.01)
     own = replace(plan, work=plan.work / "factorised", epochs=6, rate=1e-2)
     own.work.mkdir()
-    figures = recipe.train(student, train.rows_of(target), data, own)
-    lines = (own.work / "draft.jsonl").read_text("utf-8").splitlines()
-    assert figures["accepted"][0] > json.loads(lines[0])["accepted"][0] + 0.05
+    assert_learns(student, target, data, own)
 
 
 def test_an_optimizer_keeps_the_order_of_the_module(tmp_path):
@@ -119,8 +122,7 @@ def test_the_draft_of_a_gguf_file_is_one(tiny_folder, tmp_path):
     plan = SimpleNamespace(target=str(file), draft_words=size, work=tmp_path)
     student = heads.Draft(target, data, plan)
     student.save(tmp_path / "draft.gguf")
-    names = {"model": str(file), "draft_model": str(tmp_path / "draft.gguf")}
-    engine = core.load_engine(core.Options(**names, drafter="draft_model", fixed_k=True))
+    engine = load(file, draft_model=tmp_path / "draft.gguf", drafter="draft_model")
     assert engine.draft_model.model.config.tie_word_embeddings
     assert engine.draft_model.tokenizer.get_vocab() == engine.target.tokenizer.get_vocab()
     row = engine.draft_model.cache.open_row()
@@ -156,12 +158,10 @@ def test_an_mtp_head_for_a_llama_is_written_as_mimo(llama_head):
     assert json.loads((head / "config.json").read_text("utf-8"))["model_type"] == "mimo"
     names = set(load_file(head / "model.safetensors"))
     assert all(name.startswith("model.mtp_layers.0.") for name in names - {"t2d"})
-    options = core.Options(model=folder, mtp=str(head), drafter="mtp", fixed_k=True)
-    engine, prompt = core.load_engine(options), list(range(5, 60))
-    asked = {"drafter": "mtp", "max_tokens": 24, "fixed_k": True}
-    drafted, plain = (run(engine, prompt, num_speculative_tokens=k, **asked) for k in (4, 0))
-    assert drafted[0].output == plain[0].output
-    tokens = {token for event in drafted[1] for token in event["proposals"]}
+    engine, prompt = load(folder, mtp=head, drafter="mtp"), list(range(5, 60))
+    assert_lossless(engine, prompt, 24, "mtp")
+    _, events = run(engine, prompt, max_tokens=24, drafter="mtp")
+    tokens = {token for event in events for token in event["proposals"]}
     assert tokens and tokens <= set(WORDS.tolist())
 
 
@@ -180,10 +180,9 @@ def test_an_mtp_head_for_a_llama_is_written_as_mimo(llama_head):
 def test_a_broken_or_foreign_mtp_head_is_refused(change, problem, llama_head, tmp_path):
     folder, head = llama_head
     shutil.copytree(head, tmp_path / "head")
-    config, weights = tmp_path / "head" / "config.json", tmp_path / "head" / "model.safetensors"
+    weights = tmp_path / "head" / "model.safetensors"
     if isinstance(change, dict):
-        given = json.loads(config.read_text("utf-8")) | change
-        config.write_text(json.dumps(given), "utf-8")
+        changed(tmp_path / "head", **change)
     else:
         save_file(load_file(weights) | {change: torch.zeros(3)}, weights, {"format": "pt"})
     with pytest.raises(ValueError, match=problem) as refused:

@@ -126,14 +126,6 @@ def test_of_an_output_that_is_too_long_its_end_is_kept(capacity):
     assert half.tokens[:-1] == (list(range(41, 50)) if capacity == 20 else [])
 
 
-def test_no_draft_goes_on_from_one_output_into_the_next():
-    drafter = SuffixDrafter(100)
-    remember(drafter, [5, 6, 7])
-    remember(drafter, [8, 9, 10])
-    assert draft(drafter, [5, 6]) == [7] and draft(drafter, [1, 8]) == [9, 10]
-    assert draft(drafter, [6, 7]) == []
-
-
 def test_the_longer_match_is_proposed_where_it_scores_better():
     drafter = SuffixDrafter(100)
     remember(drafter, [1, 2, 3, 4, 5])
@@ -204,6 +196,19 @@ def test_what_comes_after_a_stop_string_is_not_kept(engine, prompts):
     assert len(past) == 2 * (len(s.output) + 1)
 
 
+def test_an_exposed_server_keeps_no_outputs_unless_told_to():
+    def kept(line):
+        _, options = parse_arguments(["--port", "5000", *line.split()])
+        return options.for_drafters["suffix_cache"]
+
+    for line in ("", "--host localhost", "--host ::1"):
+        assert kept(line) == REMEMBERED
+    for line in ("--host 0.0.0.0", "--host ::", "--host example.org", "--api-key k",
+                 "--allowed-host example.org", "--allow-origin *", "--suffix-cache 0"):  # fmt: skip
+        assert kept(line) == 0
+    assert kept("--host 0.0.0.0 --suffix-cache 7") == 7
+
+
 def test_a_comparison_is_not_helped_by_its_own_first_run(engine, prompts):
     request = core.Request(prompts["code_class"], 24, "suffix")
     passes = []
@@ -211,24 +216,3 @@ def test_a_comparison_is_not_helped_by_its_own_first_run(engine, prompts):
         *_, (s, _) = engine.generate(wanted)
         passes.append(s.statistics.target_passes)
     assert passes == passes[:1] * 3 and len(engine.panel.drafters["suffix"].past) == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ([], REMEMBERED),
-        (["--host", "localhost"], REMEMBERED),
-        (["--host", "::1"], REMEMBERED),
-        (["--host", "0.0.0.0"], 0),
-        (["--host", "::"], 0),
-        (["--host", "example.org"], 0),
-        (["--api-key", "k"], 0),
-        (["--allowed-host", "example.org"], 0),
-        (["--allow-origin", "*"], 0),
-        (["--suffix-cache", "0"], 0),
-        (["--host", "0.0.0.0", "--suffix-cache", "7"], 7),
-    ],
-)
-def test_an_exposed_server_keeps_no_outputs_unless_told_to(arguments, expected):
-    _, options = parse_arguments(["--port", "5000", *arguments])
-    assert options.for_drafters["suffix_cache"] == expected

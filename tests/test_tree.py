@@ -7,19 +7,16 @@ from argparse import Namespace
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ScriptedDrafter, run
+from conftest import ScriptedDrafter, assert_lossless, run
 from test_batching import failing, together
 from test_drafters import fresh_state, propose_and_close
 from test_kernels import KINDS, TEXT, load, needs_compiler
 
 from benchmarks.fixed_clock import FixedClock
 from drafters.base import ModelState
-from drafters.tree import Comb, Line, heard, longest, merged
-from kernels.forward import lines_of
-from messages import Draft, Verdict
+from drafters.tree import Comb, Line, longest, merged
+from messages import Draft
 from sampling import Noise
-from serving import answers
-from serving.worker import Worker
 
 SAMPLED = core.Sampling(repetition_penalty=1.1, temperature=0.9, top_k=50, top_p=0.95)
 COUNT = 24
@@ -145,9 +142,7 @@ def test_a_tree_whose_pass_failed_is_verified_again(tiny_folder, monkeypatch, ca
 @pytest.fixture(scope="module")
 def several():
     """The embedded models, compiled."""
-    return core.load_engine(
-        core.Options(model="embedded", drafter="tree", fixed_k=True, suffix_cache=0)
-    )
+    return load("embedded", drafter="tree", suffix_cache=0)
 
 
 @needs_compiler
@@ -167,8 +162,7 @@ def test_several_drafters_make_one_tree(several, prompts, way):
             branched += cycle.tree.parents is not None
             for member, draft in s.seat.drafts.items() if limit > 0 else ():
                 drafter = engine.panel.drafters[member]
-                sampling = s.request.sampling
-                state = fresh_state(engine, drafter, tokens, sampling, s.noise)
+                state = fresh_state(engine, drafter, tokens, s.request.sampling, s.noise)
                 if drafter.branches:
                     state.can_branch = True
                 assert propose_and_close(drafter, [state], [limit]) == [draft.tokens], member
@@ -180,13 +174,11 @@ def test_several_drafters_make_one_tree(several, prompts, way):
 @needs_compiler
 def test_a_tree_of_several_keeps_the_text_under_the_controller(several, prompts):
     """Passes and steps take what they are said to take: no busy machine decides who drafts."""
-    engine = core.load_engine(core.Options(model="embedded", suffix_cache=0))
+    engine = load("embedded", drafter=None, fixed_k=False, suffix_cache=0)
     ms = {"pass_ms": 1.4, "row_ms": 0.09, "step_ms": 0.5, "other_ms": 0.2, "choice_ms": 0.0}
     engine.planner = FixedClock(engine, Namespace(**ms))
-    for name, prompt in prompts.items():
-        plain, _ = run(engine, prompt, max_tokens=12)
-        ours, _ = run(engine, prompt, max_tokens=12, drafter="tree")
-        assert ours.output == plain.output, name
+    for prompt in prompts.values():
+        assert_lossless(engine, prompt, 12, "tree")
     costs, used = engine.planner.controller.costs, engine.totals.by_drafter
     assert "tree" in costs.drafts and costs.runs_model("tree")
     assert used["tree"].num_accepted_draft_tokens > 20
@@ -201,10 +193,15 @@ def test_where_the_classical_rule_judges_a_draft_is_a_chain(several, prompts):
     assert all(event["tree"] is None for event in events)
 
 
-def test_where_nothing_is_compiled_the_longest_branch_is_the_draft(slow_engine, prompts, plain):
+def drafting(engine, tokens, parents):
+    """An engine whose drafter proposes this, as far as it may."""
     drafter = ScriptedDrafter(None)
-    drafter.propose = lambda state, limit: Draft([5, 6, 7, 8][:limit], None, [-1, -1, 1, 0][:limit])
-    engine = core.Engine(slow_engine.target, {"scripted": drafter}, "scripted")
+    drafter.propose = lambda _, limit: Draft(tokens[:limit], None, parents[:limit])
+    return core.Engine(engine.target, {"scripted": drafter}, "scripted")
+
+
+def test_where_nothing_is_compiled_the_longest_branch_is_the_draft(slow_engine, prompts, plain):
+    engine = drafting(slow_engine, [5, 6, 7, 8], [-1, -1, 1, 0])
     ours, events = run(engine, prompts["hard_prose"], max_tokens=12, drafter="scripted")
     assert ours.output == plain(prompts["hard_prose"], 12) and "tree" not in engine.panel.choices
     assert [event["proposals"] for event in events[1:-3]] == [[6, 7]] * 8
@@ -212,20 +209,9 @@ def test_where_nothing_is_compiled_the_longest_branch_is_the_draft(slow_engine, 
         core.Engine(slow_engine.target, slow_engine.panel.drafters, "tree")
 
 
-@needs_compiler
-def test_health_says_what_is_compiled_and_whether_drafts_may_branch(slow_engine, demo_engine):
-    worker = Worker(slow_engine, core.Options())
-    for engine, is_compiled in ((slow_engine, False), (demo_engine, True)):
-        health = answers.health(engine, worker, core.Options())
-        assert health["trees"] is health["compiled"] is is_compiled
-        assert health["bitwise_lossless"] is is_compiled
-
-
 @pytest.mark.parametrize("parents", [[-1], [-1, 1, 0], [-2, 0, 1], [0, 0, 1], "abc"], ids=str)
 def test_parents_that_cannot_be_cost_the_drafter(demo_engine, prompts, plain, parents):
-    drafter = ScriptedDrafter(None)
-    drafter.propose = lambda state, limit: Draft([5, 6, 7][:limit], None, parents)
-    engine = core.Engine(demo_engine.target, {"scripted": drafter}, "scripted")
+    engine = drafting(demo_engine, [5, 6, 7], parents)
     ours, _ = run(engine, prompts["hard_prose"], max_tokens=6, drafter="scripted")
     assert ours.output == plain(prompts["hard_prose"], 6)
     assert len(ours.seat.warnings) == 1 and "drafter scripted failed" in ours.seat.warnings[0]
@@ -234,8 +220,11 @@ def test_parents_that_cannot_be_cost_the_drafter(demo_engine, prompts, plain, pa
 # ------------------------------------------------------------------------------------ the parts
 
 
+TREE, SURE = Draft([1, 2, 3], None, [-1, -1, 1]), Draft([8, 9], None, [-1, -1], [0.2, 0.1])
+
+
 @pytest.mark.parametrize(
-    ("chains", "most", "tokens", "parents"),
+    ("drafts", "most", "tokens", "parents"),
     [
         ([[1, 2, 3], [1, 4, 5]], 4, [1, 2, 3, 4], [-1, 0, 1, 0]),
         ([[1, 2], [1, 2, 3]], 5, [1, 2, 3], None),
@@ -245,12 +234,20 @@ def test_parents_that_cannot_be_cost_the_drafter(demo_engine, prompts, plain, pa
         ([[], []], 5, [], None),
         ([[1, 2], [3, 2, 9]], 3, [1, 2, 3], [-1, 0, -1]),
         ([[1, 2, 4], [3, 2]], 3, [1, 2, 4], None),
+        ([[2, 3, 4], TREE], 9, [2, 3, 4, 1], [-1, 0, 1, -1]),
+        ([[5, 6], SURE], 3, [5, 6, 8], [-1, 0, -1]),  # .49, .343 and .2
     ],
     ids=str,
 )
-def test_drafts_that_begin_alike_share_their_beginning(chains, most, tokens, parents):
-    draft = merged([Draft(chain) for chain in chains], most)
+def test_drafts_that_begin_alike_share_their_beginning(drafts, most, tokens, parents):
+    drafts = [each if isinstance(each, Draft) else Draft(each) for each in drafts]
+    draft = merged(drafts, most)
     assert (draft.tokens, draft.parents) == (tokens, parents)
+
+
+def test_the_longest_branch_is_the_first_of_equals():
+    assert longest(TREE).tokens == [2, 3]
+    assert longest(merged([Draft([5, 6]), SURE], 9)).tokens == [5, 6]
 
 
 def comb_of(limit):
@@ -267,40 +264,6 @@ def test_a_comb_has_the_likeliest_tokens_of_one_branch_and_beside_it():
     sure.grow([(7, 0.9), (8, 0.1)])
     assert sure.is_open and sure.grow([(5, 0.9), (6, 0.1)]) == 5
     assert (sure.draft().tokens, sure.draft().parents) == ([7, 5], None)
-
-
-def test_trees_are_merged_as_chains_are():
-    tree = Draft([1, 2, 3], None, [-1, -1, 1])
-    found = merged([Draft([2, 3, 4]), tree], 9)
-    assert (found.tokens, found.parents) == ([2, 3, 4, 1], [-1, 0, 1, -1])
-    sure = Draft([8, 9], None, [-1, -1], [0.2, 0.1])
-    found = merged([Draft([5, 6]), sure], 3)
-    assert (found.tokens, found.parents) == ([5, 6, 8], [-1, 0, -1])  # .49, .343 and .2
-    assert longest(merged([Draft([5, 6]), sure], 9)).tokens == [5, 6]
-    assert longest(tree).tokens == [2, 3]
-
-
-@pytest.mark.parametrize(
-    ("draft", "told"),
-    [
-        ([5, 9], [(2, 1, [5, 6], [0, 1]), (0, 1, [7, 8], [2, 3])]),
-        ([5, 6, 7, 1], [(4, 3, [5, 6, 7, 8], [0, 1, 2, 3])]),
-        ([5, 6, 7, 8], [(4, 3, [5, 6, 7, 8], [0, 1, 2, 3])]),
-        ([], [(0, 0, [5], [0]), (0, 2, [6, 7, 8], [1, 2, 3])]),
-    ],
-    ids=str,
-)
-def test_a_drafter_hears_how_far_its_own_branch_came(draft, told):
-    """[5, 6, 7] was accepted, of some tree, and 8 is the target's; hidden states go along."""
-    verdict = Verdict(9, 3, [5, 6, 7, 8], torch.arange(4.0)[:, None])
-    parts = heard(verdict, Draft(draft))
-    assert [(v.drafted, v.accepted, v.tokens, v.hidden[:, 0].tolist()) for v in parts] == told
-
-
-def test_a_token_sees_its_ancestors():
-    assert lines_of([-1, -1, 0], 4) == [[0], [0, 1], [0, 2], [0, 1, 3]]
-    assert lines_of([-1, 0], 4) == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
-    assert lines_of([], 2) == [[0], [0, 1]]
 
 
 def test_a_line_goes_on_behind_what_the_target_refused():
