@@ -19,7 +19,6 @@ from test_drafters import (  # noqa: F401
     fresh_state,
     test_a_batch_of_states_proposes_like_each_alone,
     test_a_rolled_back_state_proposes_like_a_fresh_one,
-    test_drafts_are_known_ids_and_no_more_than_asked_for,
 )
 
 from benchmarks import lossless
