@@ -1,14 +1,12 @@
 """DFlash heads: what is computed, for which target, in which files; and the contract of all."""
 
-import json
-
 import head_contract as contract
 import pytest
 import speculative_decoding as core
 import torch
 from conftest import ROOT, assert_lossless
 from head_contract import *  # noqa: F403 a test of the contract is run where it is imported
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from test_drafters import fresh_state
 from test_eagle3 import NUM_LAYERS, target_folder
 from transformers import AutoConfig
@@ -103,23 +101,13 @@ def name():
 def test_a_head_drafts_as_the_paper_says(target_folder, tmp_path, reference, kind, kernels):
     head, model = new_head(tmp_path, **KINDS.get(kind, {})), reference(target_folder)
     if kind == "several files":
-        in_several_files(tmp_path)
+        contract.in_several_files(tmp_path)
 
     def expected_of(text):
         logits = reference_logits(head, model, text)
         return logits.argmax(-1).tolist(), logits
 
     contract.check_drafts(load(target_folder, tmp_path, kernels=kernels), "dflash", expected_of, 9)
-
-
-def in_several_files(folder):
-    weights = load_file(folder / "model.safetensors")
-    files = {key: f"model-{i % 2}.safetensors" for i, key in enumerate(weights)}
-    for file in set(files.values()):
-        save_file({key: weights[key] for key in weights if files[key] == file}, folder / file)
-    (folder / "model.safetensors").unlink()
-    index = json.dumps({"weight_map": files})
-    (folder / "model.safetensors.index.json").write_text(index, "utf-8")
 
 
 def test_each_q_belongs_to_its_place_and_not_to_what_was_drawn_before_it(

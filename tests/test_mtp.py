@@ -6,6 +6,7 @@ A small model with more layers is taken apart: the last ones become the blocks o
 import json
 from random import Random
 
+import head_contract as contract
 import pytest
 import speculative_decoding as core
 import torch
@@ -20,7 +21,6 @@ from messages import Verdict
 from models import mimo
 
 mimo.register()
-INDEX, NORM = "model.safetensors.index.json", "model.norm.weight"
 DEPTH = 4
 TEXT = torch.randint(10, 4096, (40,), generator=torch.Generator().manual_seed(3)).tolist()
 # Before the names of all weights of layer {}, of its block's, and its parts by the names used here.
@@ -54,7 +54,7 @@ def larger_config(family, num_more):
 
 @torch.no_grad()
 def checkpoint(family, folder, num_layers=1):
-    """Write one in two files; returns the whole model, and what each MTP layer has beside it."""
+    """Write one; returns the whole model, and what each MTP layer has beside it."""
     (begin, own_block, called), count, prefix = LAYOUTS[family]
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(larger_config(family, num_layers)).eval()
@@ -62,11 +62,10 @@ def checkpoint(family, folder, num_layers=1):
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(TARGET).save_pretrained(folder)
-    (path,) = folder.glob("*.safetensors")
+    path, width = folder / "model.safetensors", model.config.hidden_size
     weights, head, extras = load_file(path), {}, []
-    path.unlink()
     for number in range(DEPTH, DEPTH + num_layers):
-        before, block, width = begin.format(number), f"model.layers.{number}.", len(weights[NORM])
+        before, block = begin.format(number), f"model.layers.{number}."
         own = {n: weights.pop(n) for n in list(weights) if n.startswith(block)}
         head |= {before + own_block + n.removeprefix(block): w for n, w in own.items()}
         extra = {n: torch.rand(width) + 0.2 for n in ("enorm", "hnorm", "norm")}
@@ -77,13 +76,8 @@ def checkpoint(family, folder, num_layers=1):
             head[f"{block}embed_tokens.weight"] = model.get_input_embeddings().weight.clone()
             head[f"{block}shared_head.head.weight"] = model.lm_head.weight.clone()
     weights = {n.replace("model.", prefix, 1): w for n, w in weights.items()}
-    index = {}
-    for number, part in enumerate((weights, head), start=1):
-        file = f"model-{number:05}-of-00002.safetensors"
-        save_file(part, folder / file, {"format": "pt"})
-        index |= dict.fromkeys(part, file)
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}), "utf-8")
-    config = json.loads((folder / "config.json").read_text("utf-8"))
+    save_file(weights | head, path, {"format": "pt"})
+    config = contract.content_of(folder)
     config |= {count: num_layers, "num_hidden_layers": DEPTH}
     for name in ("layer_types", "mlp_layer_types"):
         if name in config:
@@ -143,16 +137,12 @@ class Equations:
 def test_several_layers_with_one_projection_are_refused(family, tmp_path):
     """Their second layer's weights are all there but for what the names have no room for."""
     checkpoint(family, tmp_path)
-    file, index = (tmp_path / n for n in ("model-00002-of-00002.safetensors", INDEX))
-    head = load_file(file)
-    head |= {n.replace("layers.0", "layers.1"): w.clone() for n, w in head.items() if "rs.0" in n}
-    save_file(head, file, {"format": "pt"})
-    told = json.loads(index.read_text("utf-8"))
-    told["weight_map"] |= dict.fromkeys(head, file.name)
-    index.write_text(json.dumps(told), "utf-8")
-    config = (tmp_path / "config.json").read_text("utf-8")
+    first, second = (f"mtp.layers.{i}." for i in (0, 1))
+    contract.weights_changed(
+        lambda w: w.update({n.replace(first, second): w[n].clone() for n in w if first in n})
+    )(tmp_path)
     name = LAYOUTS[family][1]
-    assert f'"{name}": 1' in config
+    config = (tmp_path / "config.json").read_text("utf-8")
     (tmp_path / "config.json").write_text(config.replace(f'"{name}": 1', f'"{name}": 2'), "utf-8")
     with pytest.raises(ValueError, match=r"missing.*layers\.1\.eh_proj\.weight") as error:
         core.load_engine(core.Options(model=str(tmp_path), drafter="mtp"))
@@ -191,6 +181,7 @@ def served(request, tmp_path_factory):
     family, num_layers, way = request.param
     folder = tmp_path_factory.mktemp(family)
     equations = Equations(*checkpoint(family, folder, num_layers))
+    contract.in_several_files(folder)
     options = {"drafter": "mtp", "fixed_k": True, "kernels": way == "fast"}
     engine = core.load_engine(core.Options(model=str(folder), **options))
     engine.eos_ids = set()
