@@ -142,7 +142,7 @@ def check_drafts(engine, name, expected_of, limit):
         torch.testing.assert_close(found[known].view_as(scores), scores, rtol=1e-3, atol=2e-3)
 
 
-# ----------------------------------------------------------------- to change or break a head's files
+# ---------------------------------------------------------------- to change or break a head's files
 def in_several_files(folder):
     weights = load_file(folder / "model.safetensors")
     files = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(weights)}

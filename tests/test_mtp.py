@@ -23,21 +23,18 @@ from models import mimo
 mimo.register()
 DEPTH = 4
 TEXT = torch.randint(10, 4096, (40,), generator=torch.Generator().manual_seed(3)).tolist()
-# Before the names of all weights of layer {}, of its block's, and its parts by the names used here.
+# What is before the names of all weights of layer {}, and of its block's; and what its parts are
+# called, where not as here.
 NUMBERED = "model.layers.{}.", "", {"fc": "eh_proj", "norm": "shared_head.norm"}
 OWN = "mtp.", "layers.0.", {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
 MIMO = "model.mtp_layers.0.", "", {
     "enorm": "token_layernorm", "hnorm": "hidden_layernorm", "fc": "input_proj",
     "norm": "final_layernorm",
 }  # fmt: skip
-LAYOUTS = {  # names, what the config calls the number of MTP layers, and the text model's prefix
-    "qwen3_5": (OWN, "mtp_num_hidden_layers", "model.language_model."),
-    "qwen3_next": (OWN, "mtp_num_hidden_layers", "model."),
-    "deepseek_v3": (NUMBERED, "num_nextn_predict_layers", "model."),
-    "glm4_moe": (NUMBERED, "num_nextn_predict_layers", "model."),
-    "glm4_moe_lite": (NUMBERED, "num_nextn_predict_layers", "model."),
-    "mimo": (MIMO, "num_nextn_predict_layers", "model."),
-}
+LAYOUTS = {
+    "qwen3_5": OWN, "qwen3_next": OWN, "deepseek_v3": NUMBERED, "glm4_moe": NUMBERED,
+    "glm4_moe_lite": NUMBERED, "mimo": MIMO,
+}  # fmt: skip
 # The numbers of layers; of those with several one has MLA, and one has not.
 CASES = [*((family, 1) for family in LAYOUTS), ("deepseek_v3", 2), ("glm4_moe", 3)]
 
@@ -52,10 +49,15 @@ def larger_config(family, num_more):
     return config
 
 
+def count_of(family):
+    """What a config calls the number of MTP layers."""
+    return "mtp_num_hidden_layers" if LAYOUTS[family] is OWN else "num_nextn_predict_layers"
+
+
 @torch.no_grad()
 def checkpoint(family, folder, num_layers=1):
     """Write one; returns the whole model, and what each MTP layer has beside it."""
-    (begin, own_block, called), count, prefix = LAYOUTS[family]
+    begin, own_block, called = LAYOUTS[family]
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(larger_config(family, num_layers)).eval()
     randomise(model)
@@ -75,14 +77,15 @@ def checkpoint(family, folder, num_layers=1):
         if before == block:
             head[f"{block}embed_tokens.weight"] = model.get_input_embeddings().weight.clone()
             head[f"{block}shared_head.head.weight"] = model.lm_head.weight.clone()
-    weights = {n.replace("model.", prefix, 1): w for n, w in weights.items()}
+    if family == "qwen3_5":  # the text part of a larger model
+        weights = {n.replace("model.", "model.language_model.", 1): w for n, w in weights.items()}
     save_file(weights | head, path, {"format": "pt"})
     config = contract.content_of(folder)
-    config |= {count: num_layers, "num_hidden_layers": DEPTH}
+    config |= {count_of(family): num_layers, "num_hidden_layers": DEPTH}
     for name in ("layer_types", "mlp_layer_types"):
         if name in config:
             config[name] = config[name][:DEPTH]
-    if prefix != "model.":
+    if family == "qwen3_5":
         config = {"model_type": family, "text_config": config}
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     return model, extras
@@ -141,7 +144,7 @@ def test_several_layers_with_one_projection_are_refused(family, tmp_path):
     contract.weights_changed(
         lambda w: w.update({n.replace(first, second): w[n].clone() for n in w if first in n})
     )(tmp_path)
-    name = LAYOUTS[family][1]
+    name = count_of(family)
     config = (tmp_path / "config.json").read_text("utf-8")
     (tmp_path / "config.json").write_text(config.replace(f'"{name}": 1', f'"{name}": 2'), "utf-8")
     with pytest.raises(ValueError, match=r"missing.*layers\.1\.eh_proj\.weight") as error:
@@ -188,29 +191,18 @@ def served(request, tmp_path_factory):
     return engine, equations, num_layers
 
 
-@pytest.mark.parametrize("length", [2, 3, 17, len(TEXT)])
-def test_each_layer_drafts_its_token_by_the_equations(served, length):
-    """And the last one those that follow; two tokens are fewer than three layers look at."""
+@pytest.mark.parametrize("length", [2, 3, 17])
+def test_each_layer_drafts_by_the_equations_and_forgets_what_was_refused(served, length):
+    """Whatever came before, verdicts and limits at random; two tokens are too few for a layer 2."""
     engine, equations, num_layers = served
-    drafter = engine.panel.drafters["mtp"]
+    drafter, chance, text = engine.panel.drafters["mtp"], Random(length), TEXT[:length]
     assert len(drafter._caches) == num_layers
-    state = fresh_state(engine, drafter, TEXT[:length])
-    assert drafter.propose(state, 6).tokens == equations.draft(TEXT[:length], 6)
-    held = [cache.lengths[state.row] for cache in drafter._caches]
-    assert held == [max(0, length - 1 - layer) for layer in range(num_layers)]
-    drafter.close(state)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_every_layer_forgets_what_was_refused(served, seed):
-    """After verdicts and limits at random drafts are those of one who saw the text as it is."""
-    engine, equations, _ = served
-    drafter, chance, text = engine.panel.drafters["mtp"], Random(seed), TEXT[:9]
     states = [fresh_state(engine, drafter, text), fresh_state(engine, drafter, TEXT[5:30])]
-    for _ in range(6):
-        limit = chance.randint(1, 6)
+    for limit in (6, *(chance.randint(1, 6) for _ in range(6))):
         draft, _ = drafter.propose_batch(states, [limit, chance.randint(1, 6)])
         assert draft.tokens == equations.draft(text, limit)
+        held = [cache.lengths[states[0].row] for cache in drafter._caches[:limit]]
+        assert held == [max(0, len(text) - 1 - layer) for layer in range(len(held))]
         accepted = chance.randint(0, limit)
         emitted = [*draft.tokens[:accepted], chance.randrange(10, 4000)]
         with torch.inference_mode():
