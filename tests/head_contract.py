@@ -19,7 +19,6 @@ from test_drafters import (  # noqa: F401
     fresh_state,
     test_a_batch_of_states_proposes_like_each_alone,
     test_a_rolled_back_state_proposes_like_a_fresh_one,
-    test_drafts_are_known_ids_and_no_more_than_asked_for,
 )
 
 from benchmarks import lossless
@@ -143,7 +142,18 @@ def check_drafts(engine, name, expected_of, limit):
         torch.testing.assert_close(found[known].view_as(scores), scores, rtol=1e-3, atol=2e-3)
 
 
-# ------------------------------------------------------------------------- to break a head's files
+# ---------------------------------------------------------------- to change or break a head's files
+def in_several_files(folder):
+    weights = load_file(folder / "model.safetensors")
+    files = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(weights)}
+    for file in set(files.values()):
+        part = {name: weights[name] for name in weights if files[name] == file}
+        save_file(part, folder / file, {"format": "pt"})
+    (folder / "model.safetensors").unlink()
+    index = json.dumps({"metadata": {}, "weight_map": files})
+    (folder / "model.safetensors.index.json").write_text(index, "utf-8")
+
+
 def content_of(folder):
     return json.loads((folder / "config.json").read_text("utf-8"))
 
@@ -163,7 +173,7 @@ def weights_changed(change):
     def change_file(folder):
         weights = load_file(folder / "model.safetensors")
         change(weights)
-        save_file(weights, folder / "model.safetensors")
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
     return change_file
 

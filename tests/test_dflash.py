@@ -1,15 +1,13 @@
 """DFlash heads: what is computed, for which target, in which files; and the contract of all."""
 
-import json
-
 import head_contract as contract
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, assert_lossless, run
+from conftest import ROOT, assert_lossless
 from head_contract import *  # noqa: F403 a test of the contract is run where it is imported
-from safetensors.torch import load_file, save_file
-from test_drafters import fresh_state, propose_and_close
+from safetensors.torch import save_file
+from test_drafters import fresh_state
 from test_eagle3 import NUM_LAYERS, target_folder
 from transformers import AutoConfig
 
@@ -103,23 +101,13 @@ def name():
 def test_a_head_drafts_as_the_paper_says(target_folder, tmp_path, reference, kind, kernels):
     head, model = new_head(tmp_path, **KINDS.get(kind, {})), reference(target_folder)
     if kind == "several files":
-        in_several_files(tmp_path)
+        contract.in_several_files(tmp_path)
 
     def expected_of(text):
         logits = reference_logits(head, model, text)
         return logits.argmax(-1).tolist(), logits
 
     contract.check_drafts(load(target_folder, tmp_path, kernels=kernels), "dflash", expected_of, 9)
-
-
-def in_several_files(folder):
-    weights = load_file(folder / "model.safetensors")
-    files = {key: f"model-{i % 2}.safetensors" for i, key in enumerate(weights)}
-    for file in set(files.values()):
-        save_file({key: weights[key] for key in weights if files[key] == file}, folder / file)
-    (folder / "model.safetensors").unlink()
-    index = json.dumps({"weight_map": files})
-    (folder / "model.safetensors.index.json").write_text(index, "utf-8")
 
 
 def test_each_q_belongs_to_its_place_and_not_to_what_was_drawn_before_it(
@@ -157,33 +145,6 @@ def test_a_block_may_stand_behind_the_end_of_the_context():
     prompt = [7 + i % 5 for i in range(30)]
     sequence = assert_lossless(engine, prompt, 99, "dflash", num_speculative_tokens=7)
     assert not [text for text in sequence.seat.warnings if "dflash" in text]
-
-
-def test_a_prompt_in_chunks_and_one_that_is_known_are_drafted_alike():
-    """The first run reads it in chunks, the second finds most of it in the prefix cache."""
-    engine, runs = load(prefill_chunk=100), []
-    prompt = [7 + i % 50 for i in range(600)]
-    whole = run(load(prefix_cache_mb=0), prompt, max_tokens=20, drafter="dflash")[1]
-    for _ in range(2):
-        sequence, events = run(engine, prompt, max_tokens=20, drafter="dflash")
-        assert [e["proposals"] for e in events] == [e["proposals"] for e in whole]
-        assert not sequence.seat.warnings
-        runs.append(sequence.seat.num_cached)
-    assert runs[0] == 0 < runs[1]
-
-
-def test_a_head_that_fails_amid_a_draft_can_draft_again(demo_engine, prompts, monkeypatch):
-    drafter, text = demo_engine.panel.drafters["dflash"], prompts["code_class"]
-    state, fresh = (fresh_state(demo_engine, drafter, text) for _ in range(2))
-    held = drafter._cache.lengths[state.row]
-    for part in ("_sample", "_output"):
-        with monkeypatch.context() as patch:
-            patch.setattr(drafter, part, None)
-            with pytest.raises(TypeError):
-                drafter.propose(state, 3)
-        assert drafter._cache.lengths[state.row] == held
-    drafts = [propose_and_close(drafter, [each], [3]) for each in (state, fresh)]
-    assert drafts[0] == drafts[1]
 
 
 # ------------------------------------------------------------------------- options and refusals

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import speculative_decoding as core
-import torch
 from conftest import ROOT, WAYS, run
 from test_batching import together
 
@@ -15,7 +14,6 @@ from kernels import recurrent
 from serving import answers
 from serving.worker import Worker
 
-FOLDER = str(ROOT / "demo_models/hybrid")
 OPTIONS = core.Options(
     model="hybrid", draft_model=str(ROOT / "demo_models/draft"), fixed_k=True, suffix_cache=0,
 )  # fmt: skip
@@ -47,23 +45,7 @@ def test_it_is_found_by_name_and_health_says_what_it_is(engine):
     health = answers.health(engine, Worker(engine, OPTIONS), OPTIONS)
     assert health["model"] == "hybrid" and health["bitwise_lossless"] is True
     assert health["prefix_cache"] is None and len(engine.target.cache.recurrent) == 6
-
-
-def test_its_blocks_compute_what_transformers_computes(engine, prompts, reference):
-    """Within 1e-4 of the largest logit, at the end of a text and of drafts that are refused."""
-    target, text = engine.target, list(prompts.values())[0] * 8
-    assert target.fast.is_compiled
-    assert engine.panel.drafters["mtp"]._kernels
-    with torch.inference_mode():
-        expected = reference(FOLDER)(torch.tensor([text])).logits[0, -12:]
-    row, found = target.cache.open_row(), []
-    target.forward([row], [text[:-12]], [1])
-    for at in range(len(text) - 12, len(text), 3):
-        found += target.forward([row], [[*text[at : at + 3], 7, 8, 9]], [6]).logits[0][:3]
-        target.cache.keep(row, 5, range(2))
-    target.cache.close_row(row)
-    atol = 1e-4 * float(expected.abs().max())
-    torch.testing.assert_close(torch.stack(found), expected, atol=atol, rtol=0)
+    assert engine.target.fast.is_compiled and engine.panel.drafters["mtp"]._kernels
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -6,6 +6,7 @@ A small model with more layers is taken apart: the last ones become the blocks o
 import json
 from random import Random
 
+import head_contract as contract
 import pytest
 import speculative_decoding as core
 import torch
@@ -20,31 +21,22 @@ from messages import Verdict
 from models import mimo
 
 mimo.register()
-INDEX = "model.safetensors.index.json"
 DEPTH = 4
 TEXT = torch.randint(10, 4096, (40,), generator=torch.Generator().manual_seed(3)).tolist()
-NUMBERED = {  # by DEPTH and on
-    "enorm": "model.layers.{}.enorm", "hnorm": "model.layers.{}.hnorm",
-    "fc": "model.layers.{}.eh_proj", "norm": "model.layers.{}.shared_head.norm",
-    "block": "model.layers.{}.",
+# What is before the names of all weights of layer {}, and of its block's; and what its parts are
+# called, where not as here.
+NUMBERED = "model.layers.{}.", "", {"fc": "eh_proj", "norm": "shared_head.norm"}
+OWN = "mtp.", "layers.0.", {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden"}
+MIMO = "model.mtp_layers.0.", "", {
+    "enorm": "token_layernorm", "hnorm": "hidden_layernorm", "fc": "input_proj",
+    "norm": "final_layernorm",
 }  # fmt: skip
-OWN = {
-    "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden", "fc": "mtp.fc",
-    "norm": "mtp.norm", "block": "mtp.layers.0.",
+LAYOUTS = {
+    "qwen3_5": OWN, "qwen3_next": OWN, "deepseek_v3": NUMBERED, "glm4_moe": NUMBERED,
+    "glm4_moe_lite": NUMBERED, "mimo": MIMO,
 }  # fmt: skip
-MIMO = {
-    "enorm": "model.mtp_layers.0.token_layernorm", "hnorm": "model.mtp_layers.0.hidden_layernorm",
-    "fc": "model.mtp_layers.0.input_proj", "norm": "model.mtp_layers.0.final_layernorm",
-    "block": "model.mtp_layers.0.",
-}  # fmt: skip
-LAYOUTS = {  # names, what the config calls the number of MTP layers, and the text model's prefix
-    "qwen3_5": (OWN, "mtp_num_hidden_layers", "model.language_model."),
-    "qwen3_next": (OWN, "mtp_num_hidden_layers", "model."),
-    "deepseek_v3": (NUMBERED, "num_nextn_predict_layers", "model."),
-    "glm4_moe": (NUMBERED, "num_nextn_predict_layers", "model."),
-    "glm4_moe_lite": (NUMBERED, "num_nextn_predict_layers", "model."),
-    "mimo": (MIMO, "num_nextn_predict_layers", "model."),
-}
+# The numbers of layers; of those with several one has MLA, and one has not.
+CASES = [*((family, 1) for family in LAYOUTS), ("deepseek_v3", 2), ("glm4_moe", 3)]
 
 
 def larger_config(family, num_more):
@@ -57,46 +49,43 @@ def larger_config(family, num_more):
     return config
 
 
+def count_of(family):
+    """What a config calls the number of MTP layers."""
+    return "mtp_num_hidden_layers" if LAYOUTS[family] is OWN else "num_nextn_predict_layers"
+
+
 @torch.no_grad()
 def checkpoint(family, folder, num_layers=1):
-    """Write one in two files; returns the whole model, and what each MTP layer has beside it."""
-    names, count, prefix = LAYOUTS[family]
+    """Write one; returns the whole model, and what each MTP layer has beside it."""
+    begin, own_block, called = LAYOUTS[family]
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(larger_config(family, num_layers)).eval()
     randomise(model)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(TARGET).save_pretrained(folder)
-    (path,) = folder.glob("*.safetensors")
+    path, width = folder / "model.safetensors", model.config.hidden_size
     weights, head, extras = load_file(path), {}, []
-    path.unlink()
     for number in range(DEPTH, DEPTH + num_layers):
-        name = {part: name.format(number) for part, name in names.items()}
-        block, width = f"model.layers.{number}.", model.config.hidden_size
+        before, block = begin.format(number), f"model.layers.{number}."
         own = {n: weights.pop(n) for n in list(weights) if n.startswith(block)}
-        head |= {name["block"] + n.removeprefix(block): w for n, w in own.items()}
+        head |= {before + own_block + n.removeprefix(block): w for n, w in own.items()}
         extra = {n: torch.rand(width) + 0.2 for n in ("enorm", "hnorm", "norm")}
         extra["fc"] = torch.randn(width, 2 * width) / width**0.5
-        head |= {f"{name[n]}.weight": w for n, w in extra.items()}
+        head |= {f"{before}{called.get(n, n)}.weight": w for n, w in extra.items()}
         extras.append(extra)
-        if names is NUMBERED:
+        if before == block:
             head[f"{block}embed_tokens.weight"] = model.get_input_embeddings().weight.clone()
             head[f"{block}shared_head.head.weight"] = model.lm_head.weight.clone()
-    weights = {n.replace("model.", prefix, 1): w for n, w in weights.items()}
-    index = {}
-    for number, part in enumerate((weights, head), start=1):
-        file = f"model-{number:05}-of-00002.safetensors"
-        save_file(part, folder / file, {"format": "pt"})
-        index |= dict.fromkeys(part, file)
-    total = {"total_size": sum(w.nbytes for w in (*weights.values(), *head.values()))}
-    text = json.dumps({"metadata": total, "weight_map": index})
-    (folder / INDEX).write_text(text, "utf-8")
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    config |= {count: num_layers, "num_hidden_layers": DEPTH}
+    if family == "qwen3_5":  # the text part of a larger model
+        weights = {n.replace("model.", "model.language_model.", 1): w for n, w in weights.items()}
+    save_file(weights | head, path, {"format": "pt"})
+    config = contract.content_of(folder)
+    config |= {count_of(family): num_layers, "num_hidden_layers": DEPTH}
     for name in ("layer_types", "mlp_layer_types"):
         if name in config:
             config[name] = config[name][:DEPTH]
-    if prefix != "model.":
+    if family == "qwen3_5":
         config = {"model_type": family, "text_config": config}
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     return model, extras
@@ -131,17 +120,9 @@ class Equations:
         )  # fmt: skip
         return self.norm(x, extra["norm"])[0]
 
-    def choices(self, x):
-        return self.model.lm_head(x).argmax(-1).tolist()
-
     def hidden(self, text):
         """Behind the final norm [T, D]."""
         return self.decoder(torch.tensor([text])).last_hidden_state[0]
-
-    @torch.inference_mode()
-    def behind_each(self, text):
-        """What the first layer predicts behind each pair."""
-        return self.choices(self.layer(0, self.hidden(text)[:-1], text[1:]))
 
     @torch.inference_mode()
     def draft(self, text, limit):
@@ -150,7 +131,7 @@ class Equations:
         for step in range(limit):
             number = min(step, last)
             given = self.layer(number, hidden, [*text, *drafted][number + 1 :])
-            drafted += self.choices(given[-1:])
+            drafted.append(int(self.model.lm_head(given[-1]).argmax()))
             hidden = given if step < last else torch.cat([hidden, given[-1:]])
         return drafted
 
@@ -159,16 +140,12 @@ class Equations:
 def test_several_layers_with_one_projection_are_refused(family, tmp_path):
     """Their second layer's weights are all there but for what the names have no room for."""
     checkpoint(family, tmp_path)
-    file, index = (tmp_path / n for n in ("model-00002-of-00002.safetensors", INDEX))
-    head = load_file(file)
-    head |= {n.replace("layers.0", "layers.1"): w.clone() for n, w in head.items() if "rs.0" in n}
-    save_file(head, file, {"format": "pt"})
-    told = json.loads(index.read_text("utf-8"))
-    told["weight_map"] |= dict.fromkeys(head, file.name)
-    index.write_text(json.dumps(told), "utf-8")
+    first, second = (f"mtp.layers.{i}." for i in (0, 1))
+    contract.weights_changed(
+        lambda w: w.update({n.replace(first, second): w[n].clone() for n in w if first in n})
+    )(tmp_path)
+    name = count_of(family)
     config = (tmp_path / "config.json").read_text("utf-8")
-    name = LAYOUTS[family][1]
-    assert f'"{name}": 1' in config
     (tmp_path / "config.json").write_text(config.replace(f'"{name}": 1', f'"{name}": 2'), "utf-8")
     with pytest.raises(ValueError, match=r"missing.*layers\.1\.eh_proj\.weight") as error:
         core.load_engine(core.Options(model=str(tmp_path), drafter="mtp"))
@@ -197,67 +174,35 @@ def test_a_head_that_does_not_load_leaves_the_target_as_it_was(family, tmp_path,
     assert during != [known] and told() == known
 
 
-@pytest.mark.parametrize("kernels", [True, False], ids=["fast", "modules"])
-@pytest.mark.parametrize("family", LAYOUTS)
-def test_a_head_of_a_published_layout_drafts_by_its_equations(family, kernels, tmp_path):
-    """And speculation with it writes the target's text; mixtures round, so there no bits count."""
-    equations = Equations(*checkpoint(family, tmp_path))
-    options = {"drafter": "mtp", "fixed_k": True, "kernels": kernels}
-    engine = core.load_engine(core.Options(model=str(tmp_path), **options))
-    engine.eos_ids, drafter = set(), engine.panel.drafters["mtp"]
-    expected = equations.behind_each(TEXT)
-    for length in (len(TEXT), 17):
-        state = fresh_state(engine, drafter, TEXT[:length])
-        assert drafter.propose(state, 1).tokens == expected[length - 2 : length - 1]
-        drafter.close(state)
-    expected, _ = run(engine, TEXT, max_tokens=12)
-    sequence, _ = run(engine, TEXT, max_tokens=12, drafter="mtp")
-    assert sequence.output == expected.output and not sequence.seat.warnings
-    assert sequence.statistics.num_draft_tokens > 5
-
-
-SEVERAL = {"deepseek_v3": 2, "glm4_moe": 3}  # the number of layers; one with MLA, one without
-
-
 @pytest.fixture(
     scope="module",
-    params=[(f, n, w) for f, n in SEVERAL.items() for w in (1, 0)],
-    ids=lambda given: f"{given[0]}-{given[1]}-{'fast' if given[2] else 'modules'}",
+    params=[(*case, way) for case in CASES for way in ("fast", "modules")],
+    ids=lambda given: "-".join(map(str, given)),
 )
-def several(request, tmp_path_factory):
-    """A server of a target with several MTP layers, and the equations."""
-    family, num_layers, is_fast = request.param
+def served(request, tmp_path_factory):
+    """An engine of a target with MTP layers, their number, and the equations."""
+    family, num_layers, way = request.param
     folder = tmp_path_factory.mktemp(family)
     equations = Equations(*checkpoint(family, folder, num_layers))
-    options = {"drafter": "mtp", "fixed_k": True, "kernels": bool(is_fast)}
+    contract.in_several_files(folder)
+    options = {"drafter": "mtp", "fixed_k": True, "kernels": way == "fast"}
     engine = core.load_engine(core.Options(model=str(folder), **options))
     engine.eos_ids = set()
     return engine, equations, num_layers
 
 
-@pytest.mark.parametrize("length", [2, 3, 17, len(TEXT)])
-def test_each_of_several_layers_drafts_its_token(several, length):
-    """And the last one those that follow; two tokens are fewer than three layers look at."""
-    engine, equations, num_layers = several
-    drafter = engine.panel.drafters["mtp"]
+@pytest.mark.parametrize("length", [2, 3, 17])
+def test_each_layer_drafts_by_the_equations_and_forgets_what_was_refused(served, length):
+    """Whatever came before, verdicts and limits at random; two tokens are too few for a layer 2."""
+    engine, equations, num_layers = served
+    drafter, chance, text = engine.panel.drafters["mtp"], Random(length), TEXT[:length]
     assert len(drafter._caches) == num_layers
-    state = fresh_state(engine, drafter, TEXT[:length])
-    assert drafter.propose(state, 6).tokens == equations.draft(TEXT[:length], 6)
-    held = [cache.lengths[state.row] for cache in drafter._caches]
-    assert held == [max(0, length - 1 - layer) for layer in range(num_layers)]
-    drafter.close(state)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_every_layer_forgets_what_was_refused(several, seed):
-    """After verdicts and limits at random drafts are those of one who saw the text as it is."""
-    engine, equations, _ = several
-    drafter, chance, text = engine.panel.drafters["mtp"], Random(seed), TEXT[:9]
     states = [fresh_state(engine, drafter, text), fresh_state(engine, drafter, TEXT[5:30])]
-    for _ in range(6):
-        limit = chance.randint(1, 6)
+    for limit in (6, *(chance.randint(1, 6) for _ in range(6))):
         draft, _ = drafter.propose_batch(states, [limit, chance.randint(1, 6)])
         assert draft.tokens == equations.draft(text, limit)
+        held = [cache.lengths[states[0].row] for cache in drafter._caches[:limit]]
+        assert held == [max(0, len(text) - 1 - layer) for layer in range(len(held))]
         accepted = chance.randint(0, limit)
         emitted = [*draft.tokens[:accepted], chance.randrange(10, 4000)]
         with torch.inference_mode():
@@ -270,29 +215,27 @@ def test_every_layer_forgets_what_was_refused(several, seed):
     assert all(cache.lengths == [0] * cache.num_rows for cache in drafter._caches)
 
 
-def test_several_layers_that_fail_amid_a_draft_can_draft_again(several, monkeypatch):
-    engine, equations, num_layers = several
+def test_layers_that_fail_amid_a_draft_can_draft_again(served, monkeypatch):
+    engine, equations, _ = served
     drafter = engine.panel.drafters["mtp"]
     state = fresh_state(engine, drafter, TEXT)
     drafter.propose(state, 1)
     drafter.observe(state, Verdict(1, 0, [7], equations.hidden([*TEXT, 7])[-2:-1].detach()))
     held = [cache.lengths[state.row] for cache in drafter._caches]
     with monkeypatch.context() as patch:
-        choose, calls = drafter._sample, []
-        patch.setattr(drafter, "_sample", lambda *given: calls.append(1) or choose(*given))
-        run_layer = drafter._run
-        patch.setattr(
-            drafter, "_run", lambda *given: run_layer(*given) if len(calls) < 2 else 1 / 0
-        )
-        with pytest.raises(ZeroDivisionError):
+        able = [drafter._sample] * 2
+        patch.setattr(drafter, "_can_chain", False)
+        patch.setattr(drafter, "_sample", lambda *given: able.pop()(*given))
+        with pytest.raises(IndexError):
             drafter.propose(state, 4)
     assert held == [cache.lengths[state.row] for cache in drafter._caches]
     assert drafter.propose(state, 5).tokens == equations.draft([*TEXT, 7], 5)
     drafter.close(state)
 
 
-def test_several_layers_write_the_text_of_plain_decoding(several):
-    engine, _, _ = several
+def test_speculation_writes_the_text_of_plain_decoding(served):
+    """Mixtures round, so no bits are promised."""
+    engine, _, _ = served
     expected, _ = run(engine, TEXT, max_tokens=20)
     sequence, _ = run(engine, TEXT, max_tokens=20, drafter="mtp")
     assert sequence.output == expected.output and not sequence.seat.warnings

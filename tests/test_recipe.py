@@ -12,8 +12,8 @@ import pytest
 import speculative_decoding as core
 import torch
 from conftest import ROOT, TARGET, assert_lossless, run
-from head_contract import changed
-from safetensors.torch import load_file, save_file
+from head_contract import changed, holding
+from safetensors.torch import load_file
 from test_drafters import fresh_state, propose_and_close
 from test_gguf import write_gguf
 from transformers import AutoModelForCausalLM
@@ -180,11 +180,10 @@ def test_an_mtp_head_for_a_llama_is_written_as_mimo(llama_head):
 def test_a_broken_or_foreign_mtp_head_is_refused(change, problem, llama_head, tmp_path):
     folder, head = llama_head
     shutil.copytree(head, tmp_path / "head")
-    weights = tmp_path / "head" / "model.safetensors"
     if isinstance(change, dict):
         changed(tmp_path / "head", **change)
     else:
-        save_file(load_file(weights) | {change: torch.zeros(3)}, weights, {"format": "pt"})
+        holding(change, lambda _: torch.zeros(3))(tmp_path / "head")
     with pytest.raises(ValueError, match=problem) as refused:
         core.assemble_engine(core.Options(model=folder, mtp=str(tmp_path / "head")))
     assert "\n" not in str(refused.value)

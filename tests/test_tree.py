@@ -18,6 +18,7 @@ from drafters.tree import Comb, Line, longest, merged
 from messages import Draft
 from sampling import Noise
 
+pytestmark = needs_compiler
 SAMPLED = core.Sampling(repetition_penalty=1.1, temperature=0.9, top_k=50, top_p=0.95)
 COUNT = 24
 
@@ -52,7 +53,6 @@ def with_trees(engine, prompt, chance, **request):
     return core.Engine(engine.target, {"scripted": drafter}, "scripted"), plain
 
 
-@needs_compiler
 @pytest.mark.parametrize("sampling", [core.Sampling(), SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("dtype", "quantize"), KINDS)
 def test_a_tree_s_output_is_plain_decoding_s_to_the_bit(dtype, quantize, sampling, tiny_folder):
@@ -72,7 +72,6 @@ def test_a_tree_s_output_is_plain_decoding_s_to_the_bit(dtype, quantize, samplin
     assert moved > 12
 
 
-@needs_compiler
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
 def test_each_token_of_a_tree_gets_the_bits_of_its_own_chain(family, tiny_folder):
@@ -109,7 +108,6 @@ def test_each_token_of_a_tree_gets_the_bits_of_its_own_chain(family, tiny_folder
         assert torch.equal(logits.logits[0], expected)
 
 
-@needs_compiler
 def test_trees_and_chains_share_a_pass(tiny_folder, way):
     engine = load(tiny_folder("qwen3"))
     chance, prompts = random.Random(2), [TEXT, TEXT[::-1], TEXT[2:] * 3, TEXT[5:], TEXT * 2]
@@ -126,7 +124,6 @@ def test_trees_and_chains_share_a_pass(tiny_folder, way):
     assert engine.target.cache.lengths == [0] * engine.target.cache.num_rows
 
 
-@needs_compiler
 @pytest.mark.parametrize("call", [1, 2, 4])
 def test_a_tree_whose_pass_failed_is_verified_again(tiny_folder, monkeypatch, call):
     tree, plain = with_trees(load(tiny_folder("qwen3")), TEXT, random.Random(3))
@@ -145,7 +142,6 @@ def several():
     return load("embedded", drafter="tree", suffix_cache=0)
 
 
-@needs_compiler
 def test_several_drafters_make_one_tree(several, prompts, way):
     """And each of them goes on as if it had read the text alone, whoever's branch was taken."""
     members = {"ngram", "suffix", "mtp"}
@@ -171,7 +167,6 @@ def test_several_drafters_make_one_tree(several, prompts, way):
     assert branched > 5
 
 
-@needs_compiler
 def test_a_tree_of_several_keeps_the_text_under_the_controller(several, prompts):
     """Passes and steps take what they are said to take: no busy machine decides who drafts."""
     engine = load("embedded", drafter=None, fixed_k=False, suffix_cache=0)
@@ -184,7 +179,6 @@ def test_a_tree_of_several_keeps_the_text_under_the_controller(several, prompts)
     assert used["tree"].num_accepted_draft_tokens > 20
 
 
-@needs_compiler
 def test_where_the_classical_rule_judges_a_draft_is_a_chain(several, prompts):
     sampling = core.Sampling(temperature=0.8, verification="rejection")
     fields = {"max_tokens": COUNT, "drafter": "tree", "sampling": sampling}
@@ -243,24 +237,17 @@ def test_drafts_that_begin_alike_share_their_beginning(drafts, most, tokens, par
     drafts = [each if isinstance(each, Draft) else Draft(each) for each in drafts]
     draft = merged(drafts, most)
     assert (draft.tokens, draft.parents) == (tokens, parents)
-
-
-def test_the_longest_branch_is_the_first_of_equals():
     assert longest(TREE).tokens == [2, 3]
-    assert longest(merged([Draft([5, 6]), SURE], 9)).tokens == [5, 6]
-
-
-def comb_of(limit):
-    return Comb(ModelState(text=[], sampling=core.Sampling(), noise=Noise(0)), limit)
 
 
 def test_a_comb_has_the_likeliest_tokens_of_one_branch_and_beside_it():
     """It is done when no longer branch could have one of them: .5 · .8 < .45."""
-    comb = comb_of(3)
+    state = ModelState(text=[], sampling=core.Sampling(), noise=Noise(0))
+    comb = Comb(state, 3)
     assert comb.grow([(7, 0.5), (8, 0.45), (9, 0.01)]) == 7 and comb.is_open
     assert comb.grow([(5, 0.8), (6, 0.1)]) == 5 and not comb.is_open
     assert (comb.draft().tokens, comb.draft().parents) == ([7, 8, 5], [-1, -1, 0])
-    sure = comb_of(2)
+    sure = Comb(state, 2)
     sure.grow([(7, 0.9), (8, 0.1)])
     assert sure.is_open and sure.grow([(5, 0.9), (6, 0.1)]) == 5
     assert (sure.draft().tokens, sure.draft().parents) == ([7, 5], None)
