@@ -141,6 +141,9 @@ __attribute__((constructor)) static void ask_for_amx(void) {  // as Linux wants 
   has_amx = !syscall(SYS_arch_prctl, permission, tiles);
 }
 
+// What lies there is read next: gcc's own functions for tiles do not tell the compiler so.
+#define READ(from) __asm__ volatile("" ::"r"(from) : "memory")
+
 // Up to 16 rows of up to 4 panels, one tile of sums each. A panel's 16 steps are a tile, and so are 32 inputs of the rows.
 static void amx_tile(const matrix *m, const uint8_t *w, int panels, int rows, const uint8_t *x, size_t x_step, const target *to,
                      int row, int output) {
@@ -158,12 +161,15 @@ static void amx_tile(const matrix *m, const uint8_t *w, int panels, int rows, co
       memset(last_rows, 0, sizeof last_rows), memset(last_steps, 0, sizeof last_steps);
       for (int r = 0; r < rows; ++r) memcpy(last_rows + r * 64, x + r * x_step + k * 4, (size_t)(pairs - k) * 4);
     }
-    _tile_loadd(4, is_whole ? x + k * 4 : last_rows, is_whole ? x_step : 64);
+    const uint8_t *inputs = is_whole ? x + k * 4 : last_rows;
+    READ(inputs);
+    _tile_loadd(4, inputs, is_whole ? x_step : 64);
 #define PART(p, t) \
   if (p < panels) { \
     const uint8_t *steps = w + p * panel + (size_t)k * 64; \
     if (!is_whole) steps = memcpy(last_steps, steps, (size_t)(pairs - k) * 64); \
     else for (int i = 0; i < 1024; i += 64) PREFETCH(steps + i, 4096); \
+    READ(steps); \
     _tile_loadd(t, steps, 64); \
     _tile_dpbf16ps(p, 4, t); \
   }
@@ -179,6 +185,7 @@ static void amx_panels(const matrix *m, int first, int count, int rows, const ui
     some = rows - row < 16 ? rows - row : 16;
     struct { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } shapes = {.palette = 1};
     for (int t = 0; t < 7; ++t) shapes.bytes[t] = 64, shapes.rows[t] = t < 5 ? some : 16;
+    READ(&shapes);
     _tile_loadconfig(&shapes);
     for (int p = first, taken; p < first + count; p += taken) {
       taken = first + count - p < 4 ? first + count - p : 4;
