@@ -234,6 +234,8 @@ ROWS = [  # name, place, old, new and tests
      "> self.max_length", "> self.max_length + 1", "cache::what_a_cache_cannot_hold"),
     ("what a failed forward wrote is not noted", "core:SlotCache.place",
      "max(self._written[slot], last)", "self._written[slot]", "cache::a_forward_that_fails_leaves"),
+    ("a shorter forward forgets what a longer one wrote", "core:SlotCache.place",
+     "max(self._written[slot], last)", "last", "cache::a_forward_that_fails_leaves_no_nan_to_the"),
     ("a pad counts as the text's token", "core:Place.real", "width - counts[:, None]",
      "width - counts[:, None] - 1", "cache::ragged_rows_with_random_truncation[llama-plain]"),
     ("a moved row loses its last token", "core:SlotCache.close_row",

@@ -130,5 +130,6 @@ def test_a_forward_that_fails_leaves_no_nan_to_the_next_request(demo_engine):
     target.cache.place([row], [4])
     for layer in target.cache.layers:
         layer.values[0, :, 2] = float("nan")
-    target.cache.close_row(row)  # without advance
+    target.forward([row], [[6]], [1])  # without advance, and not as far
+    target.cache.close_row(row)
     assert all(layer.values.isfinite().all() for layer in target.cache.layers)
