@@ -55,7 +55,7 @@ def ids_of(engine, text):
 
 def test_both_models_are_whole_forwards_in_c_and_exact_by_construction(engine):
     for model in (engine.target, engine.draft_model):
-        assert model.fast.is_compiled and model.report.is_exact
+        assert model.fast.is_compiled and model.fast.report().is_exact
     forms = {p.form for b in engine.target.fast.decoder.blocks for own in b.linears.values()
              for p in own.panels}  # fmt: skip
     assert forms == {"Q4K", "Q6K"}
