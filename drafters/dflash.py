@@ -192,14 +192,14 @@ class DFlashDrafter(StateReader):
 
     def _compute(self, x: Tensor, context: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """In C: the contexts' keys and values, and then the blocks, which look ahead."""
-        decoder, size, none = self._decoder, self._config.block_size, slots.new_empty(0)
+        decoder, size = self._decoder, self._config.block_size
         decoder.follow(self._cache)
         rows = torch.stack([slots, positions, positions])
         parts = rows[:, len(x) :].split(MOST_ROWS, 1), context.split(MOST_ROWS)
         for part, given in zip(*parts, strict=True):
-            decoder(part, none, none, given=given, ends=part[1] + 1, only_keys=True)
+            decoder(part, given=given, ends=part[1] + 1, only_keys=True)
         ends = positions[: len(x)].view(-1, size)[:, -1:].expand(-1, size).flatten() + 1
-        _, found = decoder(rows[:, : len(x)], none, none, given=x, layers=(-1,), ends=ends)
+        _, found = decoder(rows[:, : len(x)], given=x, layers=(-1,), ends=ends)
         return found[-1].to(x.dtype)
 
     def _run_modules(

@@ -4,7 +4,6 @@
 #include <stdlib.h>
 
 #include "forward.h"
-#include "sampling.h"
 
 typedef struct {
   choice how;

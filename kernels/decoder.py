@@ -491,8 +491,8 @@ class Decoder:
     def __call__(
         self,
         rows: Tensor,
-        lines: Tensor,
-        wanted: Tensor,
+        lines: Tensor = NONE,
+        wanted: Tensor = NONE,
         ids: Tensor | None = None,
         given: Tensor | None = None,
         layers: tuple[int, ...] = (),

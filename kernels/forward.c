@@ -391,7 +391,7 @@ int run_decoder(const decoder *d, const batch *f, int threads) {
   forward w = {.d = d, .f = f, .threads = threads};
   const size_t rows = (size_t)f->rows, width = (size_t)d->hidden;
   w.groups = malloc(rows * sizeof *w.groups);
-  if (!w.groups) return NO_ROOM;
+  if (!w.groups) return NO_MEMORY;
   w.num_groups = make_groups(f, w.groups);
   size_t joined = 0, queries = 0, inner = 0, prepared = 0, partials = 0, rooms = 0, rules = 0;
   for (int i = 0; i < d->num_blocks; ++i) {
@@ -431,5 +431,5 @@ int run_decoder(const decoder *d, const batch *f, int threads) {
   }
   free(memory);
   free(w.groups);
-  return memory ? 0 : NO_ROOM;
+  return memory ? 0 : NO_MEMORY;
 }

@@ -4,6 +4,7 @@
 
 #include "linear.h"
 #include "recurrent.h"
+#include "sampling.h"
 
 enum { NO_NORM, RMS_NORM, LAYER_NORM };
 enum { SILU, GELU_TANH, GELU, RELU, RELU_SQUARED, QUICK_GELU };
@@ -101,8 +102,7 @@ typedef struct group {  // rows of one text that stand together
 
 enum { KEYS = 256, GROUP_ROWS = 8 };  // keys of a partial result; rows of a group
 
-enum { NO_ROOM = -2, NO_PLACE = -3 };  // no memory, as in sampling.h; a batch names what is not there
-int run_decoder(const decoder *d, const batch *f, int threads);  // 0, or one of these
+int run_decoder(const decoder *d, const batch *f, int threads);  // 0, NO_MEMORY or NO_PLACE
 
 int make_groups(const batch *f, group *groups);
 size_t num_partials(const attention *a);

@@ -9,17 +9,7 @@ from torch import Tensor, nn
 from messages import KeyCache
 
 from . import chain, library
-from .decoder import (
-    FULL,
-    MOST_ROWS,
-    NONE,
-    Block,
-    Decoder,
-    Rows,
-    can_tabulate,
-    norm_struct,
-    ropes_of,
-)
+from .decoder import FULL, MOST_ROWS, Block, Decoder, Rows, can_tabulate, norm_struct, ropes_of
 from .experts import pack_experts
 from .parts import Parts, is_same, norm_of, parts_of
 from .weights import Gone, PanelEmbedding, PanelLinear, Panels, pack
@@ -108,7 +98,7 @@ class KernelHead:
         parts = where.tensors()[0].split(MOST_ROWS, 1), pairs.split(MOST_ROWS)
         for rows, given in zip(*parts, strict=True):
             asked = {"given": given, "layers": (self._layer,), "shift": self._shift}
-            found.append(self.decoder(rows, NONE, NONE, **asked)[1][self._layer])
+            found.append(self.decoder(rows, **asked)[1][self._layer])
         return torch.cat(found).to(embeds.dtype)
 
 

@@ -10,7 +10,7 @@ typedef struct {
   int32_t top_k;
 } choice;
 
-enum { NO_NUMBERS = -1, NO_MEMORY = -2 };  // in place of a token
+enum { NO_NUMBERS = -1, NO_MEMORY = -2, NO_PLACE = -3 };  // in place of a token; the last: a batch names what is not there
 
 // The token after `position` tokens, by scores [vocab].
 int64_t choose(const choice *how, const float *scores, int vocab, int64_t position);

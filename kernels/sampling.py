@@ -12,7 +12,7 @@ from torch import Tensor
 from . import library
 
 Transforms = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
-_NO_NUMBERS, _NO_MEMORY, _NO_PLACE = -1, -2, -3  # as in sampling.h and forward.h
+_NO_NUMBERS, _NO_MEMORY, _NO_PLACE = -1, -2, -3  # as in sampling.h
 is_wanted = True  # for models on any device
 _MOST_TOKENS = 1 << 23  # of a vocabulary: sums of more might not fit 64 bits
 
