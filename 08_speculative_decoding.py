@@ -41,7 +41,7 @@ import drafters
 import engines
 from control.controller import Controller
 from control.planner import FixedK, Planner
-from control.statistics import Statistics, Totals, now
+from control.statistics import Statistics, Totals, clock
 from drafters import Context, Drafter, Line, Noise, branches
 from drafters.panel import Panel, Seat
 from kernels import library
@@ -311,8 +311,8 @@ def own_choices(scores: Tensor, sampling: Sampling, noise: Noise, position: int)
     Row i chooses the token at `position` + i of the text. The noise depends only on the request's
     seed and that position, so the choice does not depend on any draft.
     """
-    for i, row in enumerate(scores.unbind()):
-        yield choose(row, sampling, noise, position + i)
+    for i in range(scores.shape[0]):
+        yield choose(scores, sampling, noise, position + i, row=i)
 
 
 @torch.inference_mode()
@@ -451,7 +451,7 @@ class Engine:
         self.eos_ids = loading.ends_of(target.model, target.tokenizer)
         self.panel = Panel(loaded, target.vocab_size, default, is_strict, prefixes, target.fast)
         self.default_drafter, self.controller = default, controller
-        self.now = partial(now, target.model.device)
+        self.now = clock(target.model.device)
         self.planner = Planner(controller, self.panel) if controller else FixedK()
         self.totals = Totals(self.panel.choices)
 

@@ -211,14 +211,16 @@ def _minus_log(v: np.ndarray) -> np.ndarray:
 
 
 # ---------------------------------------------------------------------------------------- draw
-def choose(scores: Tensor, sampling: Sampling, noise: Noise, position: int) -> int:
-    """Choose the token after a text of `position` tokens, by penalised scores [V] float32.
+def choose(scores: Tensor, sampling: Sampling, noise: Noise, position: int, row: int = 0) -> int:
+    """Choose the token after a text of `position` tokens, by a row of penalised scores [n, V].
 
-    Greedy takes the first of the largest scores. Raises ValueError if the scores are no numbers.
+    Scores [V] are their only row. Greedy takes the first of the largest scores. Raises ValueError
+    if the scores are no numbers.
     """
     if compiled.is_there() and (scores.is_cpu or not sampling.is_greedy):
         seed = 0 if sampling.is_greedy else noise.seed  # greedy choices have no noise
-        return compiled.choose(scores, sampling.transforms, seed, position)
+        return compiled.choose(scores, sampling.transforms, seed, position, row)
+    scores = scores.view(-1, scores.shape[-1])[row]
     if not sampling.is_greedy:
         return noise.race(*survivors(scores, *sampling.transforms), position)
     score, token = scores.max(0)

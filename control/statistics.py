@@ -7,7 +7,7 @@ anything to divide.
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -189,11 +189,16 @@ class Statistics:
         }
 
 
-def now(device: torch.device) -> float:
-    """Seconds, read when the device has done all that it was asked to do."""
-    if device.type != "cpu":
+def clock(device: torch.device) -> Callable[[], float]:
+    """Tells seconds, once the device has done all that it was asked to do."""
+    if device.type == "cpu":
+        return time.perf_counter
+
+    def now() -> float:
         torch.accelerator.synchronize()
-    return time.perf_counter()
+        return time.perf_counter()
+
+    return now
 
 
 class Totals:

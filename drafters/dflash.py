@@ -31,7 +31,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from kernels import library
-from kernels.decoder import FULL, MOST_ROWS, can_tabulate
+from kernels.decoder import FULL, MOST_ROWS, Rows, can_tabulate
 from kernels.files import check_fields, check_sizes, fill, read_folder, reading
 from kernels.head import look_ahead
 from kernels.weights import DTYPES, pack
@@ -194,12 +194,16 @@ class DFlashDrafter(StateReader):
         """In C: the contexts' keys and values, and then the blocks, which look ahead."""
         decoder, size = self._decoder, self._config.block_size
         decoder.follow(self._cache)
-        rows = torch.stack([slots, positions, positions])
-        parts = rows[:, len(x) :].split(MOST_ROWS, 1), context.split(MOST_ROWS)
-        for part, given in zip(*parts, strict=True):
-            decoder(part, given=given, ends=part[1] + 1, only_keys=True)
-        ends = positions[: len(x)].view(-1, size)[:, -1:].expand(-1, size).flatten() + 1
-        _, found = decoder(rows[:, : len(x)], given=x, layers=(-1,), ends=ends)
+        blocks, contexts = Rows(), Rows()
+        for part, some in ((blocks, slice(len(x))), (contexts, slice(len(x), None))):
+            part.slots, part.positions = slots[some].tolist(), positions[some].tolist()
+            part.places = part.positions
+        contexts.ends = [position + 1 for position in contexts.positions]
+        for rows, given in zip(contexts.parts(), context.split(MOST_ROWS), strict=True):
+            decoder(rows, given, only_keys=True)
+        last = blocks.positions[size - 1 :: size]
+        blocks.ends = [position + 1 for position in last for _ in range(size)]
+        _, found = decoder(blocks, x, layers=(-1,))
         return found[-1].to(x.dtype)
 
     def _run_modules(

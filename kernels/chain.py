@@ -118,13 +118,14 @@ def draft(
     # Room for the whole draft; how much of it was used is known afterwards.
     place = cache.place(rows, [n + limit - 1 for n, limit in zip(counts, limits, strict=True)])
     decoder.follow(cache)
-    drafts, wanted, kept = (_Draft * len(texts))(), list[int](), list[Any]()
-    tokens = torch.empty(len(texts), max(limits), dtype=torch.int64)
-    sure = torch.empty(len(texts), max(limits), dtype=torch.float64)
+    drafts, kept = (_Draft * len(texts))(), list[Any]()
+    tokens = [(ctypes.c_int64 * limit)() for limit in limits]
+    sure = [(ctypes.c_double * limit)() for limit in limits]
     for i, (slot, text) in enumerate(zip(place.slots, texts, strict=True)):
         begin = cache.lengths[text.row]
         flat.chain(slot, begin, len(text.fed))
-        wanted.append(len(flat.slots) - 1)
+        flat.ids += text.fed
+        flat.wanted.append(len(flat.ids) - 1)
         may_stop = None
         if text.doubts:
             chances, mean, least = text.doubts
@@ -134,15 +135,13 @@ def draft(
         # A pair stands one position before its token.
         position = begin + len(text.fed) + (text.states is not None)
         drafts[i] = _Draft(
-            how, may_stop, text.limit, 0, position, tokens[i].data_ptr(), sure[i].data_ptr()
+            how, may_stop, text.limit, 0, position, *map(ctypes.addressof, (tokens[i], sure[i]))
         )
-    where, _ = flat.tensors()
-    ids = torch.tensor([i for text in texts for i in text.fed])
     states = [text.states for text in texts if text.states is not None]
     given = torch.cat(states) if states else None
-    decoder.chain(where, torch.tensor(wanted), ids, drafts, words, given, shift, layer)
+    decoder.chain(flat, drafts, words, given, shift, layer)
     place.counts = [n + own.count - 1 for n, own in zip(counts, drafts, strict=True)]
     cache.advance(place)
     for i, text in enumerate(texts):
-        text.tokens = tokens[i, : drafts[i].count].tolist()
-        text.confidence = sure[i, : drafts[i].count].tolist() if text.doubts else []
+        text.tokens = tokens[i][: drafts[i].count]
+        text.confidence = sure[i][: drafts[i].count] if text.doubts else []

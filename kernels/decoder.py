@@ -7,7 +7,7 @@ random tokens. Where they differ, the modules get back what was taken from them,
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -301,13 +301,16 @@ def norm_struct(norm: Any, kept: list[Any]) -> _Norm:
 
 
 class Rows:
-    """Where the N rows of a forward stand: lists of N numbers."""
+    """What the N rows of a forward are fed, and where they stand: lists of N numbers."""
 
     def __init__(self) -> None:
         self.slots: list[int] = []
         self.positions: list[int] = []
         self.places: list[int] = []  # where in the slot a row's keys and values lie
         self.lines: list[list[int]] = []  # in trees: where those of its last tokens and its own lie
+        self.ids: list[int] = []  # tokens, if it is fed such
+        self.ends: list[int] = []  # where blocks look ahead: up to where a row sees keys
+        self.wanted: list[int] = []  # the rows whose logits are asked for, rising
 
     def chain(self, slot: int, begin: int, count: int) -> None:
         """Add the tokens from `begin` on of a text that lie where they stand."""
@@ -326,17 +329,44 @@ class Rows:
             self.places.append(first + i)
             self.lines.append([first + j for j in line])
 
+    def parts(self) -> Iterator["Rows"]:
+        """The rows in turn, as many at once as one forward takes; of plain chains, no more."""
+        for begin in range(0, len(self.slots), MOST_ROWS):
+            part, some = Rows(), slice(begin, begin + MOST_ROWS)
+            part.slots, part.positions = self.slots[some], self.positions[some]
+            part.places, part.ends = self.places[some], self.ends[some]
+            yield part
+
+    def _depth_and_lines(self) -> tuple[int, list[int]]:
+        """How many places each row's line has, and all lines, one behind the other."""
+        depth = max(map(len, self.lines), default=0)
+        flat = list[int]()
+        for position, line in zip(self.positions, self.lines, strict=True) if depth else ():
+            flat += [*range(position + 1 - depth, position + 1 - len(line)), *line]
+        return depth, flat
+
     def tensors(self) -> tuple[Tensor, Tensor]:
         """[3, N]: slots, positions, places; and lines [N, depth]."""
+        depth, lines = self._depth_and_lines()
         rows = torch.tensor([self.slots, self.positions, self.places])
-        if not self.lines:
-            return rows, NONE
-        depth = max(map(len, self.lines))
-        lines = [
-            [*range(position + 1 - depth, position + 1 - len(line)), *line]
-            for position, line in zip(self.positions, self.lines, strict=True)
-        ]
-        return rows, torch.tensor(lines)
+        return rows, torch.tensor(lines, dtype=torch.int64).view(-1, depth) if depth else NONE
+
+    def batch(self, kept: list[Any], **others: Any) -> Batch:
+        """For C, with what else is given; what it points to stays in `kept`."""
+        count, (depth, lines) = len(self.slots), self._depth_and_lines()
+        assert all(len(own) in (0, count) for own in (self.ids, self.ends))
+        parts = {
+            "slots": self.slots, "positions": self.positions, "places": self.places, "line": lines,
+            "ids": self.ids, "ends": self.ends, "wanted": self.wanted,
+        }  # fmt: skip
+        # One array for all: after a pass Python's own code is cold, and each call of torch dear.
+        numbers = [number for part in parts.values() for number in part]
+        memory = (ctypes.c_int64 * len(numbers))(*numbers)
+        kept.append(memory)
+        at, found = ctypes.addressof(memory), {}
+        for name, part in parts.items():
+            found[name], at = at if part else None, at + 8 * len(part)
+        return Batch(rows=count, num_wanted=len(self.wanted), depth=depth, **found, **others)
 
 
 class Decoder:
@@ -450,90 +480,81 @@ class Decoder:
         self.attach(buffers)
         self._cache = cache
 
-    @torch.inference_mode()
     def chain(
         self,
-        rows: Tensor,
-        wanted: Tensor,
-        ids: Tensor,
+        rows: Rows,
         drafts: ctypes.Array[Any],
         words: ctypes.Structure,
         given: Tensor | None = None,
         shift: int = 0,
         layer: int = -1,
     ) -> None:
-        """Drafts of texts that are fed `ids` [N]: chain.c's `draft` of each; see `__call__`.
+        """Drafts of texts that are fed `rows`: chain.c's `draft` of each; see `__call__`.
 
         Tokens are chosen among chain.c's `vocabulary`. If the model reads states, those behind the
         first N are what comes out behind `layer`. Raises ValueError for logits that are no numbers.
         """
-        assert rows.shape == (3, len(ids)) and len(wanted) == len(drafts) and not self.nets
+        assert len(rows.wanted) == len(drafts) and not self.nets
         outputs = self.output.outputs if words.ids else words.count  # no others are computed
         assert 0 < words.count and outputs <= self.output.outputs
         assert bool(self.struct.has_states) == (given is not None)
-        logits, asked = torch.empty(len(wanted), outputs), (_Int * 1)(layer)
+        logits, asked, kept = torch.empty(len(drafts), outputs), (_Int * 1)(layer), list[Any]()
         own, output = (type(x).from_buffer_copy(x) for x in (self.struct, self.output.struct))
         output.outputs, own.output = outputs, ctypes.pointer(output)
-        pointed = {"ids": ids, "wanted": wanted, "logits": logits}
+        others: dict[str, Any] = {"logits": _at(logits), "shift": shift}
         if given is not None:
-            given, states = given.float().contiguous(), torch.empty(len(ids), self.hidden)
-            assert given.shape == states.shape
-            pointed |= {"given": given, "states": states}
-        addresses = {name: _at(tensor) for name, tensor in pointed.items()}
-        addresses |= zip(("slots", "positions", "places"), _each(rows), strict=True)
-        batch = Batch(rows=len(ids), num_wanted=len(wanted), shift=shift, **addresses)
-        batch.num_states, batch.state_layers = given is not None, ctypes.addressof(asked)
-        call, threads = library.load().run_chain, self._threads(len(wanted))
+            given, states = self._states(given), torch.empty(len(given), self.hidden)
+            others |= {"given": _at(given), "states": _at(states), "num_states": 1}
+        batch = rows.batch(kept, **others, state_layers=ctypes.addressof(asked))
+        call, threads = library.load().run_chain, self._threads(len(drafts))
         decoder, fed, vocabulary = map(ctypes.byref, (own, batch, words))
         checked(call(decoder, fed, drafts, vocabulary, threads))
 
-    @torch.inference_mode()
     def __call__(
         self,
-        rows: Tensor,
-        lines: Tensor = NONE,
-        wanted: Tensor = NONE,
-        ids: Tensor | None = None,
+        rows: Rows,
         given: Tensor | None = None,
         layers: tuple[int, ...] = (),
         shift: int = 0,
         counts: Sequence[int] = (),
         passed: Sequence[Passed] = (),
-        ends: Tensor | None = None,
         only_keys: bool = False,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Logits [n, V] of the rows `wanted` [n], and hidden states [N, D] behind blocks `layers`.
+        """Logits [n, V] of the rows wanted, and hidden states [N, D] behind blocks `layers`.
 
-        `rows` and `lines` are those of Rows; ids [N], given states [N, D] if the model reads such,
-        or without ids [N, 2 D], embeddings and states side by side. -1 is behind the last norm. A
-        token is rotated as if it stood `shift` positions further on. Where there are delta nets,
-        `counts` are the texts' rows, and each net is `passed` something. Where blocks look ahead,
-        rows see up to `ends` [N] keys. With `only_keys` states become keys and values, and that is
-        all.
+        Given are states [N, D] if the model reads such, or without ids [N, 2 D], embeddings and
+        states side by side. -1 is behind the last norm. A token is rotated as if it stood `shift`
+        positions further on. Where there are delta nets, `counts` are the texts' rows, and each net
+        is `passed` something. With `only_keys` states become keys and values, and that is all.
         """
-        count, rows = rows.shape[1], rows.contiguous()
-        assert all(x is None or x.shape == (count,) and x.is_contiguous() for x in (ids, ends))
-        logits = torch.empty(len(wanted), self.output.outputs if self.output else 0)
-        states = torch.empty(len(layers), count, self.hidden) if layers else NONE
-        asked = (_Int * len(layers))(*layers)
+        count, kept = len(rows.slots), list[Any]()
+        logits = torch.empty(len(rows.wanted), self.output.outputs if self.output else 0)
+        others: dict[str, Any] = {"logits": _at(logits), "shift": shift, "only_keys": only_keys}
+        if layers:
+            states = torch.empty(len(layers), count, self.hidden)
+            asked = (_Int * len(layers))(*layers)
+            others |= {"states": _at(states), "num_states": len(layers)}
+            others["state_layers"] = ctypes.addressof(asked)
         if given is not None:
-            given = given.float().contiguous()
-            is_pair = ids is None and self.struct.has_states
-            assert given.numel() == count * self.hidden * (2 if is_pair else 1)
-        slots, positions, places = _each(rows)
-        assert len(passed) == len(self.nets) and (not passed or sum(counts) == count)
-        kept: list[Any] = []
-        text_rows = (_Int * len(counts))(*counts)
-        passings = (_Passing * len(passed))(*(own.struct(kept) for own in passed))
-        batch = Batch(
-            count, len(wanted), lines.shape[1] if lines.dim() > 1 else 0, shift, len(layers),
-            _at(ids), slots, positions, _at(ends), only_keys, places,
-            *map(_at, (lines, wanted, given)), ctypes.addressof(asked), len(counts),
-            ctypes.addressof(text_rows), ctypes.addressof(passings), *map(_at, (states, logits)),
-        )  # fmt: skip
+            given = self._states(given, 1 if rows.ids or not self.struct.has_states else 2)
+            assert len(given) == count
+            others["given"] = _at(given)
+        assert len(passed) == len(self.nets)
+        if passed:
+            assert sum(counts) == count
+            text_rows = (_Int * len(counts))(*counts)
+            passings = (_Passing * len(passed))(*(own.struct(kept) for own in passed))
+            others |= {"num_texts": len(counts), "text_rows": ctypes.addressof(text_rows)}
+            others["passings"] = ctypes.addressof(passings)
+        batch = rows.batch(kept, **others)
         call, threads = library.load().run_decoder, self._threads(count)
         checked(call(ctypes.byref(self.struct), ctypes.byref(batch), threads))
-        return logits, {layer: states[i] for i, layer in enumerate(layers)}
+        return logits, dict(zip(layers, states.unbind(), strict=True)) if layers else {}
+
+    def _states(self, given: Tensor, parts: int = 1) -> Tensor:
+        """What C reads of states [N, parts · D]."""
+        assert given.dim() == 2 and given.shape[1] == parts * self.hidden
+        return given.detach().float().contiguous()
 
     def _threads(self, num_rows: int) -> int:
         """One for a forward that is over sooner than several threads have met so often."""
@@ -554,12 +575,6 @@ class Decoder:
             self.embedding = self.output if is_tied else self.embedding.quantised()
         self.point()
         self._cache = None
-
-
-def _each(rows: Tensor) -> range:
-    """The addresses of a matrix's rows, which lie one behind the other."""
-    begin, step = rows.data_ptr(), rows.shape[1] * rows.element_size()
-    return range(begin, begin + len(rows) * step, step)
 
 
 def _at(tensor: Tensor | None) -> int | None:
@@ -660,11 +675,9 @@ def _run(found: Decoder, ids: Tensor, shift: int, layers: tuple[int, ...] = ()) 
     """Logits [N, V] of a text that begins at position `shift`, and states behind `layers`."""
     count, rows = len(ids), Rows()
     rows.chain(0, 0, count)
+    rows.ids, rows.wanted = ids.tolist(), list(range(count))
     passed = [net.passed([None], [None], count) for net in found.nets]
-    return found(
-        *rows.tensors(), torch.arange(count), ids, layers=layers, shift=shift, counts=[count],
-        passed=passed,
-    )  # fmt: skip
+    return found(rows, layers=layers, shift=shift, counts=[count], passed=passed)
 
 
 def _agrees(found: Decoder, expected: Tensor, ids: Tensor, shift: int, tolerance: float) -> bool:

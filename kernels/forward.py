@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +50,16 @@ class Report:
         return str(self.reason) if self.is_exact else f"not exact ({self.doubt})"
 
 
+class _Text(NamedTuple):
+    """What a text is fed in one call."""
+
+    row: int
+    length: int  # before the call
+    tokens: list[int]
+    first_wanted: int  # the first token whose logits are asked for
+    lines: list[list[int]] | None  # of all tokens of the call, if any text's tokens branch
+
+
 class KernelForward:
     """Stands in for `forward` of the core's CachedModel."""
 
@@ -62,7 +72,6 @@ class KernelForward:
     def __init__(self, model: Model, decoder: Decoder | Modules) -> None:
         self._model, self.decoder = model, decoder
 
-    @torch.inference_mode()
     def __call__(
         self,
         rows: list[int],
@@ -75,65 +84,52 @@ class KernelForward:
 
         The last tokens of a text b in `trees` branch; trees[b] are their parents (see `lines_of`).
         """
-        cache, counts = self._model.cache, [len(fed) for fed in tokens]
+        cache, counts, texts = self._model.cache, [len(fed) for fed in tokens], list[_Text]()
         self.decoder.follow(cache)
         for layer in cache.recurrent:
             layer.begin(rows)
-        begins = [cache.lengths[row] for row in rows]
+        for b, (row, count, wanted) in enumerate(zip(rows, counts, num_logits, strict=True)):
+            lines = lines_of(trees.get(b, []), count) if trees else None
+            texts.append(_Text(row, cache.lengths[row], tokens[b], count - wanted, lines))
+        found = [
+            ([b for b, *_ in pieces], self._run([(texts[b], i, j) for b, i, j in pieces], layers))
+            for pieces in pieces_of(counts)
+        ]
+        if len(found) == 1:
+            return found[0][1]
         logits: list[list[Tensor]] = [[] for _ in rows]
         hidden: dict[int, list[list[Tensor]]] = {layer: [[] for _ in rows] for layer in layers}
-        for pieces in pieces_of(counts):
-            wanted = [max(0, e - max(b, counts[i] - num_logits[i])) for i, b, e in pieces]
-            lines = {i: lines_of(trees.get(i, []), counts[i]) for i, _, _ in pieces if trees}
-            fed = [tokens[i][begin:end] for i, begin, end in pieces]
-            where = [(rows[i], begins[i], begin, lines.get(i)) for i, begin, _ in pieces]
-            scores, states = self._run(where, fed, wanted, layers)
-            for (i, _, _), part in zip(pieces, scores, strict=True):
-                logits[i].append(part)
-            for layer, parts in states.items():
-                for (i, _, _), part in zip(pieces, parts, strict=True):
-                    hidden[layer][i].append(part)
+        for which, output in found:
+            for i, b in enumerate(which):
+                logits[b].append(output.logits[i])
+                for layer, states in output.hidden.items():
+                    hidden[layer][b].append(states[i])
         return Output(
-            list(map(joined, logits)),
-            {layer: list(map(joined, found)) for layer, found in hidden.items()},
+            list(map(torch.cat, logits)),
+            {layer: list(map(torch.cat, states)) for layer, states in hidden.items()},
         )
 
-    def _run(
-        self,
-        where: list[tuple[int, int, int, list[list[int]] | None]],
-        fed: list[list[int]],
-        wanted: list[int],
-        layers: tuple[int, ...],
-    ) -> tuple[list[Tensor], dict[int, list[Tensor]]]:
-        """One forward. Of each text: logits [wanted[b], V], and hidden states [t, D] by layer.
-
-        `where` is each text's row, its length before the call, the number of tokens in it that were
-        fed before these, and the lines of all tokens of the call, if they branch.
-        """
-        cache, counts = self._model.cache, list(map(len, fed))
-        rows, flat, at = [row for row, *_ in where], Rows(), list[int]()
+    def _run(self, pieces: list[tuple["_Text", int, int]], layers: tuple[int, ...]) -> Output:
+        """One forward over tokens begin … end - 1 of each text."""
+        cache, counts = self._model.cache, [end - begin for _, begin, end in pieces]
+        rows, fed, wanted = [text.row for text, _, _ in pieces], Rows(), list[int]()
         place = cache.place(rows, counts)
-        for slot, (_, first, begin, lines), count, n in zip(
-            place.slots, where, counts, wanted, strict=True
-        ):
-            if lines is None:
-                flat.chain(slot, first + begin, count)
+        for slot, (text, begin, end) in zip(place.slots, pieces, strict=True):
+            if text.lines is None:
+                fed.chain(slot, text.length + begin, end - begin)
             else:
-                flat.tree(slot, first, begin, lines[begin : begin + count])
-            at += range(len(flat.slots) - n, len(flat.slots))
+                fed.tree(slot, text.length, begin, text.lines[begin:end])
+            fed.ids += text.tokens[begin:end]
+            wanted.append(max(0, end - max(begin, text.first_wanted)))
+            fed.wanted += range(len(fed.ids) - wanted[-1], len(fed.ids))
         recurrent = cache.recurrent if self.decoder.nets else ()  # else modules see to it
         passed = [layer.passed(rows, counts) for layer in recurrent]
-        logits, states = self.decoder(
-            *flat.tensors(), torch.tensor(at, dtype=torch.int64), torch.tensor(sum(fed, [])),
-            layers=layers, counts=counts, passed=passed,
-        )  # fmt: skip
+        logits, states = self.decoder(fed, layers=layers, counts=counts, passed=passed)
         for layer, left in zip(recurrent, passed, strict=True):
             layer.note(rows, counts, left)
         cache.advance(place)
-        parts = logits.split(wanted) if len(wanted) > 1 else [logits]
-        return list(parts), {
-            layer: list(found.to(self._dtype).split(counts)) for layer, found in states.items()
-        }
+        hidden = {i: split(found.to(self._dtype), counts) for i, found in states.items()}
+        return Output(split(logits, wanted), hidden)
 
     @cached_property
     def _dtype(self) -> torch.dtype:
@@ -283,6 +279,6 @@ def pieces_of(counts: list[int]) -> Iterator[list[tuple[int, int, int]]]:
         yield pieces
 
 
-def joined(parts: list[Tensor]) -> Tensor:
-    """The parts one behind the other; a single one needs no copy."""
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+def split(rows: Tensor, counts: list[int]) -> list[Tensor]:
+    """Rows [n, …] text by text; a single text has them all."""
+    return list(rows.split(counts)) if len(counts) > 1 else [rows]

@@ -95,8 +95,7 @@ class KernelHead:
     def run(self, embeds: Tensor, states: Tensor, where: Rows) -> Tensor:
         """[N, D] of pairs, embeds and states [N, D], in the embeddings' type."""
         pairs, found = torch.cat([embeds, states.to(embeds.dtype)], -1), list[Tensor]()
-        parts = where.tensors()[0].split(MOST_ROWS, 1), pairs.split(MOST_ROWS)
-        for rows, given in zip(*parts, strict=True):
+        for rows, given in zip(where.parts(), pairs.split(MOST_ROWS), strict=True):
             asked = {"given": given, "layers": (self._layer,), "shift": self._shift}
             found.append(self.decoder(rows, **asked)[1][self._layer])
         return torch.cat(found).to(embeds.dtype)

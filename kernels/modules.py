@@ -24,7 +24,7 @@ from transformers.masking_utils import sdpa_mask
 from messages import KeyCache, Model
 
 from . import library
-from .decoder import Batch, BlockStruct
+from .decoder import Batch, BlockStruct, Rows
 from .rowwise import RowWise
 from .weights import DTYPES
 
@@ -179,23 +179,17 @@ class Modules:
 
     @torch.inference_mode()
     def __call__(
-        self,
-        rows: Tensor,
-        lines: Tensor,
-        wanted: Tensor,
-        ids: Tensor,
-        layers: tuple[int, ...] = (),
-        **_: Any,
+        self, rows: Rows, layers: tuple[int, ...] = (), **_: Any
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Logits [n, V] of the rows `wanted` [n], and states [N, D]; see Decoder."""
+        """Logits [n, V] of the rows wanted, and states [N, D]; see Decoder."""
         cache = self._cached.cache
-        place = cache.current = FlatPlace(cache.current, rows, lines)
-        at = wanted if len(wanted) else torch.zeros(1, dtype=torch.int64)
+        place = cache.current = FlatPlace(cache.current, *rows.tensors())
+        ids, wanted = torch.tensor([rows.ids]), torch.tensor(rows.wanted or [0])
         with self._mode, library.alone():
-            logits, states = self._cached.run(ids[None], place, at, layers)
+            logits, states = self._cached.run(ids, place, wanted, layers)
         if place.num_attended < place.num_written // 2:
             raise TypeError("layers attend by code of their own")
-        return logits[0, : len(wanted)].float(), {i: found[0] for i, found in states.items()}
+        return logits[0, : len(rows.wanted)].float(), {i: found[0] for i, found in states.items()}
 
 
 def attend_in_c(model: Any, by_interface: bool = True) -> None:

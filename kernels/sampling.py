@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -58,11 +58,17 @@ def _is_compiled() -> bool:
         return False
 
 
-def choose(scores: Tensor, transforms: Transforms, seed: int, position: int) -> int:
-    """The token after `position` tokens, by scores [V]. Raises ValueError for no numbers."""
-    row = _row(scores)
-    how = ctypes.byref(Choice.of(transforms, seed))
-    return checked(_function("choose")(how, *_at(row), ctypes.c_int64(position)))
+def choose(scores: Tensor, transforms: Transforms, seed: int, position: int, row: int = 0) -> int:
+    """The token after `position` tokens, by a row of scores [n, V]. Raises ValueError for no
+    numbers.
+    """
+    if scores.dim() > 1 and not scores.is_cpu:
+        scores, row = scores[row], 0  # no others are fetched
+    # Here a view of the row would cost more than the choice: torch's code is cold after a pass.
+    scores = _numbers(scores)
+    at = ctypes.c_void_p(scores.data_ptr() + row * 4 * scores.shape[-1])
+    how, place = _how(transforms, seed), ctypes.c_int64(position)
+    return checked(_function("choose")(how, at, scores.shape[-1], place))
 
 
 def survivors(scores: Tensor, transforms: Transforms) -> tuple[np.ndarray, np.ndarray]:
@@ -103,10 +109,18 @@ def goes_on(doubts: Doubts, confidence: list[float]) -> bool:
 
 def _row(scores: Tensor) -> Tensor:
     """Numbers [V] that C can read; it is to be kept until C has done so."""
-    row = scores.detach().to("cpu", torch.float32).contiguous()
-    if row.dim() != 1 or not 0 < len(row) <= _MOST_TOKENS:
-        raise ValueError(f"scores must be a row of 1 to {_MOST_TOKENS} numbers")
-    return row
+    if scores.dim() != 1:
+        raise ValueError("scores must be a row of numbers")
+    return _numbers(scores)
+
+
+def _numbers(scores: Tensor) -> Tensor:
+    """The same of rows [n, V]."""
+    if not (scores.is_cpu and scores.dtype is torch.float32 and scores.is_contiguous()):
+        scores = scores.detach().to("cpu", torch.float32).contiguous()
+    if not 0 < scores.shape[-1] <= _MOST_TOKENS:
+        raise ValueError(f"a row of scores must have 1 to {_MOST_TOKENS} numbers")
+    return scores
 
 
 def _at(row: Tensor) -> tuple[ctypes.c_void_p, int]:
@@ -115,6 +129,11 @@ def _at(row: Tensor) -> tuple[ctypes.c_void_p, int]:
 
 def _data(array: np.ndarray) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)
+
+
+@lru_cache(maxsize=64)  # a request asks for each of its tokens
+def _how(transforms: Transforms, seed: int) -> Any:
+    return ctypes.byref(Choice.of(transforms, seed))
 
 
 @cache

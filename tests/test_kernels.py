@@ -22,7 +22,7 @@ from test_drafters import fresh_state
 from test_eagle3 import new_head, target_folder  # noqa: F401
 
 from kernels import chain, decoder, library
-from kernels.decoder import NONE
+from kernels.decoder import Rows
 from kernels.parts import is_same
 from kernels.weights import FORMS, Panels
 
@@ -107,18 +107,17 @@ def test_a_row_without_numbers_is_not_hidden_by_integers(tiny_folder):
 @pytest.mark.parametrize("what", ["slots", "positions", "places", "lines", "wanted", "ids"])
 @pytest.mark.parametrize("number", [-1, 1 << 40])
 def test_nothing_is_read_or_written_where_nothing_is(tiny_folder, what, number):
-    target, where, lines = load(tiny_folder("llama")).target, torch.arange(3).repeat(3, 1), NONE
+    target, rows = load(tiny_folder("llama")).target, Rows()
     target.fast.decoder.follow(target.cache)
-    where[0], ids, wanted = 0, torch.tensor([5, 6, 7]), torch.arange(3)
-    given = {"ids": ids, "wanted": wanted}
-    given |= zip(("slots", "positions", "places"), where, strict=True)
+    rows.chain(0, 0, 3)
+    rows.ids, rows.wanted = [5, 6, 7], [0, 1, 2]
     if what == "lines":  # numbers below 0 are places before the text, which no row sees
-        lines, number = torch.arange(3)[:, None], 1 << 40
-        given["lines"] = lines
-    target.fast.decoder(where, lines, wanted, ids)
-    given[what][-1] = number
+        rows.lines, number = [[0], [1], [2]], 1 << 40
+    target.fast.decoder(rows)
+    given = getattr(rows, what)
+    given[-1] = [number] if what == "lines" else number
     with pytest.raises(IndexError, match="that is not there"):
-        target.fast.decoder(where, lines, wanted, ids)
+        target.fast.decoder(rows)
 
 
 @needs_compiler

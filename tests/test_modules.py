@@ -49,7 +49,8 @@ def logits(decoder, ids):
     decoder.attach([[torch.zeros(shape) for _ in "kv"] for shape in shapes])
     rows = Rows()
     rows.chain(0, 0, len(ids))
-    return decoder(*rows.tensors(), torch.arange(len(ids)), ids)[0]
+    rows.ids, rows.wanted = ids.tolist(), list(range(len(ids)))
+    return decoder(rows)[0]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
