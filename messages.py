@@ -5,7 +5,6 @@ Request ──→ engine ──→ drafter: Draft ──→ verify: Judgement �
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -215,20 +214,26 @@ class Cycle:
     logits: Tensor  # [n + 1, V] of the target
     scores: Tensor  # [n + 1, V], penalised
     times: list[float] = field(default_factory=list)  # seconds: began, drafted, verified, done
+    emitted: list[Judgement] = field(init=False)  # accepted, and the target's own, as before a cut
+    tokens: list[Judgement] = field(init=False)  # the emitted ones that stay
+    is_whole: bool = field(init=False)  # whether all of them do
+    num_drafted: int = field(init=False)
+    num_beside: int = field(init=False)  # drafted in other branches than the text's own
+    num_accepted: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Once: these are asked for several times in every cycle.
+        self.emitted = [judgement for judgement in self.judged if judgement.kind != "rejected"]
+        self.tokens = self.emitted[: self.num_kept]
+        self.is_whole = self.num_kept == len(self.emitted)
+        self.num_drafted = len(self.proposals) if self.is_whole else self.num_kept
+        beside = len(self.tree.tokens) - len(self.proposals)
+        self.num_beside = beside if self.is_whole else 0
+        self.num_accepted = min(len(self.emitted) - 1, self.num_kept)
 
     @property
     def proposals(self) -> list[int]:
         return self.draft.tokens
-
-    @cached_property
-    def emitted(self) -> list[Judgement]:
-        """The accepted tokens and the target's own one, even if the text ends before it."""
-        return [judgement for judgement in self.judged if judgement.kind != "rejected"]
-
-    @property
-    def tokens(self) -> list[Judgement]:
-        """The emitted tokens that stay."""
-        return self.emitted[: self.num_kept]
 
     @property
     def kinds(self) -> list[str]:
@@ -245,24 +250,6 @@ class Cycle:
         """Accepted tokens that recurrent layers replay from the saved state, after a rejection."""
         begin = self.held - len(self.tree.tokens) - 1
         return self.cached - begin if self.number and self.cached < self.held else 0
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all emitted tokens stay."""
-        return self.num_kept == len(self.emitted)
-
-    @property
-    def num_drafted(self) -> int:
-        return len(self.proposals) if self.is_whole else self.num_kept
-
-    @property
-    def num_beside(self) -> int:
-        """Drafted tokens of other branches than the one that the text took."""
-        return len(self.tree.tokens) - len(self.proposals) if self.is_whole else 0
-
-    @property
-    def num_accepted(self) -> int:
-        return min(len(self.emitted) - 1, self.num_kept)
 
     @property
     def rejected(self) -> Judgement | None:

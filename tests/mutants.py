@@ -353,10 +353,10 @@ ROWS = [  # name, place, old, new and tests
      "if False:", "requests::bytes_at_the_end_may_complete_a_stop_string"),
     ("what may become a stop string is shown", "sampling:TextStream.release",
      "self._tail.endswith(s[:n])", "False", "properties::text_grows_as_a_plain_string"),
-    ("what is cut off counts as drafted", "messages:Cycle.num_drafted",
+    ("what is cut off counts as drafted", "messages:Cycle.__post_init__",
      "len(self.proposals) if self.is_whole else self.num_kept", "len(self.proposals)",
      "requests::one_cut_is_seen_by_everything[greedy-0-eos]"),
-    ("what is cut off counts as accepted", "messages:Cycle.num_accepted",
+    ("what is cut off counts as accepted", "messages:Cycle.__post_init__",
      "min(len(self.emitted) - 1, self.num_kept)", "len(self.emitted) - 1",
      "requests::a_cut_before_a_rejection_hides_it_from_everything[0]"),
     # --------------------------------------------------------------------------------- engine
