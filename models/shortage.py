@@ -1,8 +1,7 @@
 """Too little memory, or too few threads, is one line and exit 2, not a traceback.
 
-Importing torch may take more memory than there is. So the core imports this file before torch, and
-this file imports next to nothing. It also keeps other libraries from starting threads of their own,
-and Python from looking for garbage too often.
+Importing torch may take more memory than there is, so this file is imported before it. It also keeps
+other libraries from starting threads of their own, and Python from looking for garbage too often.
 """
 
 import gc
@@ -51,3 +50,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # torch and transformers make 600,000 objects that stay. Python would look through them again and
 # again while it imports, for an eighth of that time.
 gc.set_threshold(10_000)
+
+# Last, as from here on an import may fail for lack of memory.
+from . import lean  # noqa: E402, F401

@@ -3,6 +3,8 @@
 import gc
 import json
 import shutil
+import subprocess
+import sys
 from ctypes import CDLL, Structure, c_size_t
 from dataclasses import replace
 from pathlib import Path
@@ -364,6 +366,21 @@ def test_short_contexts_are_compared_too(folder):
     path = folder("llama")
     for length, most in ((2, 1), (2, 2), (3, 2), (9, 1), (40, 2)):
         assert load(path, max_model_len=length, max_running=most)
+
+
+def test_torch_s_compiler_is_imported_only_when_it_is_asked_for():
+    code = """
+import sys
+import models.shortage
+import torch
+from transformers import AutoModelForCausalLM
+AutoModelForCausalLM.from_pretrained("demo_models/target")(torch.tensor([[1]]))
+assert not {"torch._dynamo.convert_frame", "torch.distributed.tensor"} & sys.modules.keys()
+assert torch.distributed.is_available()
+assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
+assert "torch._dynamo.convert_frame" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 @pytest.mark.skipif(not hasattr(CDLL(None), "mallinfo2"), reason="asks glibc for what is in use")

@@ -1,0 +1,78 @@
+"""Import transformers without what it brings for training on several machines and for compiling.
+
+transformers and torch have functions that are marked for torch's compiler, and transformers imports
+torch.distributed.tensor wherever torch was built with it. Both bring a thousand modules, and a
+server would start a second later for code that it never runs. So in the compiler's place stands a
+module that leaves marked functions as they are, and gives way to the compiler once anything else
+is asked of it. And while transformers is imported, torch says that it is not distributed.
+"""
+
+import importlib
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed
+
+_COMPILER = "torch._dynamo"
+_MARKS = "disable", "allow_in_graph", "assume_constant_result"
+_ALONE = f"{_COMPILER}._trace_wrapped_higher_order_op"  # what transformers imports of it
+
+
+def _marked(function: Any = None, *_: Any, **__: Any) -> Any:
+    """The function itself, from a decorator with arguments or without."""
+    return function if callable(function) else _marked
+
+
+class _LazyCompiler(ModuleType):
+    """Stands for the compiler."""
+
+    __path__ = [f"{torch.__path__[0]}/_dynamo"]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _MARKS:
+            return _marked
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(_load(), name)
+
+
+class _Parts:
+    """Finds parts of the compiler for an import: before any of them comes the compiler itself."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if not name.startswith(f"{_COMPILER}.") or name == _ALONE:
+            return None
+        _load()
+        return ModuleSpec(name, _Parts)
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> ModuleType:
+        return importlib.import_module(spec.name)
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        """It was run when it was imported."""
+
+
+def _load() -> ModuleType:
+    """The compiler, which takes its own place."""
+    if isinstance(sys.modules.get(_COMPILER), _LazyCompiler):
+        del sys.modules[_COMPILER]
+        sys.meta_path.remove(_Parts)
+    return importlib.import_module(_COMPILER)
+
+
+if "transformers" not in sys.modules and _COMPILER not in sys.modules:
+    sys.modules[_COMPILER] = _LazyCompiler(_COMPILER)
+    sys.meta_path.insert(0, _Parts)
+    is_available = torch.distributed.is_available
+    torch.distributed.is_available = lambda: False
+    try:
+        import transformers.masking_utils
+        import transformers.modeling_utils  # noqa: F401
+    finally:
+        torch.distributed.is_available = is_available
