@@ -1,7 +1,8 @@
 """Too little memory, or too few threads, is one line and exit 2, not a traceback.
 
-Importing torch may take more memory than there is, so this file is imported before it. It also keeps
-other libraries from starting threads of their own, and Python from looking for garbage too often.
+Importing torch may take more memory than there is. So the core imports this file before torch. It
+also keeps other libraries from starting threads of their own, and Python from looking for garbage
+too often.
 """
 
 import gc
