@@ -307,6 +307,14 @@ def show_demo(engine: Any, options: Options, plain_decode: Decode, given: Namesp
     return 130 if document["interrupted"] else 0
 
 
+def request_of(prompt: list[int], drafter: str, options: Options, trace: bool = False) -> Request:
+    """One demo prompt as the command line wants it decoded."""
+    return Request(
+        prompt, options.max_tokens or Request.max_tokens, drafter, options.num_speculative_tokens,
+        sampling=options.sampling, seed=options.seed or 0, trace=trace, is_alone=True,
+    )  # fmt: skip
+
+
 def compare(
     engine: Any, prompt: list[int], options: Options, repeats: int, plain_decode: Decode
 ) -> dict[str, Any]:
@@ -315,27 +323,21 @@ def compare(
     Under the rule of rejection sampled outputs are draws of their own, and not compared (identical:
     None).
     """
-    sampling, seed = options.sampling, options.seed or 0
-    max_tokens = options.max_tokens or Request.max_tokens
+    is_coupled, wanted = options.sampling.is_coupled, request_of(prompt, PLAIN, options)
+    given = prompt, wanted.max_tokens, engine.eos_ids, wanted.sampling, wanted.seed
     methods = [n for n in engine.panel.choices if n != TREE or n == engine.default_drafter]
     times: dict[str, list[float]] = {name: [] for name in [PLAIN, *methods]}
-    identical = dict.fromkeys(methods, True if sampling.is_coupled else None)
+    identical = dict.fromkeys(methods, True if is_coupled else None)
     runs: dict[str, list[Any]] = {name: [] for name in methods}
     for _ in range(repeats):
         for name, measured in times.items():
             began = time.perf_counter()
             if name == PLAIN:
-                ids = plain_decode(
-                    engine.target, prompt, max_tokens, engine.eos_ids, sampling, seed
-                )
+                ids = plain_decode(engine.target, *given)
             else:
-                k = options.num_speculative_tokens
-                wanted = Request(
-                    prompt, max_tokens, name, k, sampling=sampling, seed=seed, is_alone=True
-                )
-                ((sequence, _),) = deque(engine.generate(wanted), maxlen=1)
+                ((sequence, _),) = deque(engine.generate(replace(wanted, drafter=name)), maxlen=1)
                 runs[name].append(sequence)
-                if sampling.is_coupled:
+                if is_coupled:
                     identical[name] &= sequence.output == ids
             measured.append((time.perf_counter() - began) * 1e3)
     text, passes = engine.target.tokenizer.decode(ids, skip_special_tokens=True), len(ids) - 1
@@ -355,12 +357,8 @@ def worked_cycle(
     engine: Any, prompts: dict[str, list[int]], options: Options
 ) -> dict[str, Any] | None:
     """The first cycle of the default drafter that accepts one token and rejects another."""
-    k = options.num_speculative_tokens
     for name, prompt in prompts.items():
-        wanted = Request(
-            prompt, options.max_tokens or Request.max_tokens, engine.default_drafter, k,
-            sampling=options.sampling, seed=options.seed or 0, trace=True, is_alone=True,
-        )  # fmt: skip
+        wanted = request_of(prompt, engine.default_drafter, options, trace=True)
         for sequence, cycle in engine.generate(wanted):
             if cycle.num_accepted and cycle.rejected:
                 return {"name": name, "event": trace.event(sequence, cycle)}
