@@ -5,7 +5,7 @@ They read the core's sequences and engine, handed in; docs/api.md has examples o
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -90,46 +90,49 @@ def brief(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def stream_events(jobs: list[Job], whole: Callable[[], dict[str, Any]]) -> Iterator[str]:
-    """Jobs as server-sent events: one per cycle, the answer or an error, [DONE].
+    """Jobs as server-sent events: one per cycle, then the answer that `whole` makes.
 
-    `whole` makes the answer once all jobs are done. The events of a comparison's plain decoding
-    stand under "plain". It is measured several times, and the first time is shown.
+    The events of a comparison's plain decoding stand under "plain". It is measured several times,
+    and the first time is shown.
     """
-    return failures_as_events(jobs, _events(jobs, whole))
+
+    def shown(event: dict[str, Any], number: int) -> str:
+        text = {"text": "".join(text for text, _ in event["pieces"])}
+        if number > 1:
+            return ""
+        if number == 1:
+            return sse({"plain": brief(event) | text | {"ms": event["ms"]}})
+        told = public(event) if jobs[0].request.trace else brief(event)
+        if "logprobs" in event:
+            told["logprobs"] = event["logprobs"]
+        return sse(told | text)
+
+    return stream(jobs, shown, lambda: [sse(whole())])
 
 
-def _events(jobs: list[Job], whole: Callable[[], dict[str, Any]]) -> Iterator[str]:
-    for i, job in enumerate(jobs):
-        for events in job:
-            if not events:
-                yield PING
-            elif i <= 1:
-                yield "".join(sse(_shown(event, job, is_plain=i == 1)) for event in events)
-    if not any(job.cancelled for job in jobs):
-        yield sse(whole())
+def stream(
+    jobs: list[Job],
+    shown: Callable[[dict[str, Any], int], str],
+    last: Callable[[], Iterable[str]],
+    opening: str = "",
+) -> Iterator[str]:
+    """Jobs as a stream: `opening`, what is shown of each event, `last` or an error, and [DONE].
 
-
-def _shown(event: dict[str, Any], job: Job, is_plain: bool) -> dict[str, Any]:
-    text = {"text": "".join(text for text, _ in event["pieces"])}
-    if is_plain:
-        return {"plain": brief(event) | text | {"ms": event["ms"]}}
-    shown = public(event) if job.request.trace else brief(event)
-    if "logprobs" in event:
-        shown["logprobs"] = event["logprobs"]
-    return shown | text
-
-
-def failures_as_events(jobs: list[Job], events: Iterator[str]) -> Iterator[str]:
-    """The events, an error as one more of them, and [DONE]; the jobs do not outlive them.
-
-    A stream that merely ended would look like a success.
+    `shown` gets an event and its job's number; `last` is called when all is done. A stream that
+    merely ended would look like a success. The jobs do not outlive it.
     """
     try:
-        yield from events
+        if opening:
+            yield opening
+        for number, job in enumerate(jobs):
+            for events in job:
+                yield "".join(shown(event, number) for event in events) or PING
+        if not any(job.cancelled for job in jobs):
+            yield from last()
     except RequestError as error:
         yield sse(error.body())
     except Exception as error:  # the status line is out: an event is all that can be said
-        logging.getLogger(__name__).exception("the engine failed")
+        LOG.exception("the engine failed")
         yield sse(engine_failure(error).body())
     finally:
         cancel(jobs)  # the client may have left

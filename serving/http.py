@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address
@@ -31,7 +31,7 @@ from .log import Progress, log_to_stderr, name_requests
 from .metrics import figures_of, register_metrics
 from .options import Options
 from .parsing import model_id, parse_json, parse_request
-from .worker import Job, Worker, cancel, unavailable
+from .worker import Job, Worker, cancel, unavailable, wait_for
 
 MAX_CONNECTIONS = 1000
 _OTHER_CONNECTIONS = 32  # beside those of requests that run or wait
@@ -57,28 +57,24 @@ def check_type(asked: Request) -> None:
         raise RequestError("a compressed body is not supported", status=415)
 
 
-def finish(jobs: list[Job]) -> bool:
-    """Wait until all is done; False if the client has left meanwhile. Re-raises a job's error."""
-    try:
-        for job in jobs:
-            job.wait()
-        return not any(job.cancelled for job in jobs)
-    finally:
-        cancel(jobs)
-
-
 def respond(
     jobs: list[Job],
     is_stream: bool,
     notes: list[str],
     whole: Callable[[list[Job], list[str]], dict[str, Any]],
+    events: Callable[..., Iterator[str]] = stream_events,
 ) -> Response | dict[str, Any]:
-    """What `whole` makes of the jobs when all is done, or their stream."""
+    """What `whole` makes of the jobs when all is done, or their stream. Re-raises a job's error."""
     if is_stream:
-        events = stream_events(jobs, lambda: whole(jobs, notes))
-        return Response(events, mimetype="text/event-stream")
-    # 499: the client has left, and nobody reads it.
-    return whole(jobs, notes) if finish(jobs) else Response(status=499)
+        stream = events(jobs, lambda: whole(jobs, notes))
+        return Response(stream, mimetype="text/event-stream")
+    try:
+        for job in jobs:
+            job.wait()
+        has_left = any(job.cancelled for job in jobs)  # then nobody reads the 499
+        return Response(status=499) if has_left else whole(jobs, notes)
+    finally:
+        cancel(jobs)
 
 
 def with_status(health: dict[str, Any]) -> tuple[dict[str, Any], int]:
@@ -132,17 +128,14 @@ def new_app(engine: Any, worker: Worker, options: Options, prompts: dict[str, st
     return app
 
 
-def beginning(engine: Any, worker: Worker, options: Options) -> Callable[..., Any]:
-    """What begins a request: parses its body, and queues it."""
-
-    def begin(body: dict[str, Any]) -> tuple[list[Job], bool, list[str]]:
-        """The request's jobs, whether to stream, and warnings."""
-        wanted, stream, compare, notes = parse_request(body, engine, options.for_requests)
-        g.jobs = worker.submit(*(runs_to_compare(wanted) if compare else [wanted]))
-        cancel_if_left(g.jobs)
-        return g.jobs, stream, notes
-
-    return begin
+def begin(
+    engine: Any, worker: Worker, options: Options, body: dict[str, Any]
+) -> tuple[list[Job], bool, list[str]]:
+    """Parse and queue a request. Returns its jobs, whether to stream, and warnings."""
+    wanted, stream, compare, notes = parse_request(body, engine, options.for_requests)
+    g.jobs = worker.submit(*(runs_to_compare(wanted) if compare else [wanted]))
+    cancel_if_left(g.jobs)
+    return g.jobs, stream, notes
 
 
 class Guard:
@@ -337,17 +330,6 @@ def _loaded(load: Callable[[], Flask], flush_log: Callable[[], bool]) -> Flask:
     gc.collect()
     gc.freeze()  # what is loaded stays: looking through it for garbage would hold up all for 0.3 s
     return app
-
-
-def wait_for(ends: "queue.SimpleQueue[None]") -> None:
-    """Wait until there is an entry.
-
-    A signal that comes just before the thread sleeps does not wake it, and its handler is called
-    when the thread is awake again. So the thread wakes every second.
-    """
-    while True:
-        with suppress(queue.Empty):
-            return ends.get(timeout=1)
 
 
 def share_memory() -> None:
