@@ -109,7 +109,7 @@ def base_app(options: Options) -> Flask:
 
     @app.after_request
     def add_headers(response: Response) -> Response:
-        """What keeps a browser from taking an answer for something else, and who may read it."""
+        """Keep a browser from taking an answer for something else; say who may read it."""
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.headers.setdefault("Content-Security-Policy", "default-src 'none'")
         if options.allow_origin:
@@ -152,6 +152,13 @@ class Guard:
         elif asked.path.startswith(_GUARDED) and asked.method != "OPTIONS":
             self._check_key(asked.headers.get("Authorization", ""))
 
+    def check_head(self, environ: dict[str, Any]) -> None:
+        """Raises RequestError for a request whose body need not be read."""
+        asked = Request(environ)
+        self.check(asked)
+        if asked.method == "POST" and asked.path in _WITH_BODY:
+            check_type(asked)
+
     def _check_host(self, host: str) -> None:
         """Without a key a page elsewhere must not call under a name that it made point to us.
 
@@ -187,14 +194,6 @@ def _is_ip(name: str) -> bool:
     return is_v6 or ":" not in name
 
 
-def check_head(guard: Guard, environ: dict[str, Any]) -> None:
-    """Raises RequestError for a request whose body need not be read."""
-    asked = Request(environ)
-    guard.check(asked)
-    if asked.method == "POST" and asked.path in _WITH_BODY:
-        check_type(asked)
-
-
 def allow(response: Response, origin: str) -> None:
     """Tell a browser which pages may read the answer (CORS)."""
     response.headers["Access-Control-Allow-Origin"] = origin
@@ -210,7 +209,6 @@ def register_errors(app: Flask) -> None:
 
     @app.errorhandler(RequestError)
     def refuse(error: RequestError) -> tuple[dict[str, Any], int, dict[str, str]]:
-        """Answer what we refuse ourselves, with the headers that belong to its status."""
         headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
         headers |= {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
         g.error = error.code or error.param
@@ -242,15 +240,14 @@ def loading_app(options: Options) -> Flask:
 
     @app.before_request
     def refuse() -> None:
-        """Let only what is ready through."""
         if request.path not in ("/", "/health") and not request.path.startswith("/page/"):
             raise unavailable("the model is being loaded")
 
     return app
 
 
-def room_for_connections(options: Options) -> int:
-    """How many connections may be open. Raises ValueError if that is too few for the requests.
+def room_for_connections(needed: int) -> int:
+    """How many connections may be open. Raises ValueError if that is fewer than are needed.
 
     Raises this process's limit of open files if need be and if it may.
     """
@@ -264,7 +261,6 @@ def room_for_connections(options: Options) -> int:
             allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
             limit = allowed - _OTHER_FILES
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    needed = options.max_running + options.max_queued + _OTHER_CONNECTIONS
     if needed > limit:
         raise ValueError(
             f"--max-running and --max-queued ask for {needed} connections, and {max(0, limit)} "
@@ -281,7 +277,8 @@ def serve(load: Callable[[], Flask], port: int, options: Options) -> NoReturn:
     server's own thread has died. Raises OSError if the address is taken, ValueError if too few
     connections are possible, and what `load` raises.
     """
-    limit = room_for_connections(options)
+    num_threads = options.max_running + options.max_queued + _OTHER_CONNECTIONS
+    limit = room_for_connections(num_threads)
     # Its `put` may be called by a handler of signals: an Event's lock could be held at that moment.
     ends: queue.SimpleQueue[None] = queue.SimpleQueue()
     is_ending, is_loading = False, True
@@ -300,8 +297,7 @@ def serve(load: Callable[[], Flask], port: int, options: Options) -> NoReturn:
     share_memory()
     flush_log = log_to_stderr()
     handle_signals(stop)
-    check = partial(check_head, Guard(options))
-    num_threads = options.max_running + options.max_queued + _OTHER_CONNECTIONS
+    check = Guard(options).check_head
     server = Server(loading_app(options), check, options.host, port, num_threads, limit)
     server.start(at_end=lambda: ends.put(None))
     url = f"http://{options.host}:{port}"

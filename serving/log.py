@@ -51,7 +51,6 @@ class Progress(logging.Handler):
         PROGRESS.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take over the last line."""
         self._stage = record.getMessage()
 
     def as_dict(self) -> dict[str, Any]:
@@ -63,7 +62,6 @@ class _Format(logging.Formatter):
     """A request's line as it is; of anything else time, level, logger, message and traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Write the record as one JSON object."""
         moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line = {"time": moment.replace("+00:00", "Z")}
         if isinstance(record.msg, dict):
@@ -92,7 +90,6 @@ def log_to_stderr() -> Callable[[], bool]:
     QueueListener(lines, writer).start()
 
     def flush() -> bool:
-        """Wait until the queue is empty, for a second at most; False if it is not."""
         deadline = time.monotonic() + 1
         while lines.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.01)

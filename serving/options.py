@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
     def error(self, message: str) -> Any:
-        """Print the error without the usage, and exit with status 2."""
+        """Exit with status 2, without the usage."""
         if message.startswith("one of the arguments"):
             message = "say what to do: --demo (start here), --prompt TEXT, --port PORT or --plan"
         print(f"error: {message}", file=sys.stderr)
@@ -60,7 +60,6 @@ def between(low: int, high: int) -> Any:
     """An argparse type: an integer from low to high."""
 
     def parse(text: str) -> int:
-        """Read the integer. Raises ArgumentTypeError where it is out of range."""
         value = int(text)
         if not low <= value <= high:
             raise argparse.ArgumentTypeError(f"must be from {low} to {high}, not {value}")
@@ -386,7 +385,6 @@ class _HelpAll(argparse.Action):
     """Print the help with every option, and exit."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        """Argparse has met the flag."""
         _parser(is_complete=True).print_help()
         parser.exit()
 

@@ -198,7 +198,6 @@ class Places:
 
     @property
     def uptime_s(self) -> float:
-        """Seconds since it was made."""
         return time.monotonic() - self._began
 
     @property
@@ -217,8 +216,7 @@ class Places:
 
     def _refuse_if_full(self) -> None:
         """Raises RequestError 429. To be called with the lock held."""
-        waiting = sum(job.takes_place for job in self._waiting)
-        free = max(0, self.options.max_running - len(self._running))
+        waiting, free = self.num_waiting, max(0, self.options.max_running - len(self._running))
         if waiting >= self.options.max_queued + free:
             raise RequestError(f"{waiting} requests wait already", status=429, code="queue_full")
 
