@@ -123,11 +123,6 @@ def _split(target: str) -> tuple[str, str, str | None]:
     return parts.path or "/", parts.query, parts.netloc
 
 
-def has_length(headers: list[tuple[str, str]]) -> bool:
-    """Whether an answer says how long it is."""
-    return any(name.lower() == "content-length" for name, _ in headers)
-
-
 class State(enum.Enum):
     """What a connection is busy with."""
 
@@ -328,8 +323,9 @@ class Connection(asyncio.Protocol):
                 for chunk in chunks:
                     if self.has_left:
                         break
-                    # With its last byte a client may send the next request: by then it must end.
-                    if has_length(head[1]):
+                    # Where a length was said, a client may send the next request with its last
+                    # byte: by then this one must end.
+                    if any(name.lower() == "content-length" for name, _ in head[1]):
                         kept.append(chunk)
                     else:
                         self.server.call(self._say, self.send, head, chunk)
@@ -410,6 +406,14 @@ class Connection(asyncio.Protocol):
         self.transport.abort()
 
 
+def _threads(name: str, number: int) -> ThreadPoolExecutor:
+    """A pool whose first threads begin now: amid a burst, the loop would wait for their turns."""
+    pool, together = ThreadPoolExecutor(number, name), threading.Barrier(min(number, _NUM_READY))
+    for _ in range(together.parties):
+        pool.submit(together.wait)
+    return pool
+
+
 class Server:
     """The sockets, the loop that reads them, and the threads that answer.
 
@@ -446,12 +450,6 @@ class Server:
             "wsgi.run_once": False,
         }
         self._max_connections = max_connections
-        # What is over in a moment, /health above all, never waits behind what takes its time.
-        self._num_threads = {False: num_threads, True: 8}
-        self._threads = {
-            is_quick: ThreadPoolExecutor(number, "quick" if is_quick else "answer")
-            for is_quick, number in self._num_threads.items()
-        }
         self._said_at = 0.0
         self._calls: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
         self._is_called = False  # whether the loop is going to carry them out
@@ -467,6 +465,8 @@ class Server:
             number = getattr(error, "errno", None) or 0
             reason = os.strerror(number) if number > 0 else getattr(error, "strerror", error)
             raise OSError(f"cannot listen on {host}:{port}: {reason}") from error
+        # What is over in a moment, /health above all, never waits behind what takes its time.
+        self._threads = {True: _threads("quick", 8), False: _threads("answer", num_threads)}
 
     def start(self, at_end: Callable[[], None]) -> None:
         """Serve, in a thread, while the process lives; `at_end` is called if a fault ends that."""
@@ -480,11 +480,6 @@ class Server:
                 self.has_died = True
             at_end()
 
-        for is_quick, number in self._num_threads.items():
-            # Now, since one that begins amid a burst makes the loop wait for its turn.
-            together = threading.Barrier(min(number, _NUM_READY))
-            for _ in range(together.parties):
-                self.run_in_thread(is_quick, together.wait)
         threading.Thread(target=run, name="http", daemon=True).start()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> None:

@@ -82,7 +82,6 @@ def register_routes(
 
     @app.post("/v1/completions")
     def completions() -> Response | dict[str, Any]:
-        """Continue a prompt."""
         fields = _supported(read_body())
         fields["prompt"] = _single(fields.get("prompt"))
         return serve(fields, _Completion())
@@ -100,7 +99,6 @@ def register_routes(
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
-        """List the one model that is served."""
         return {"object": "list", "data": [card]}
 
     @app.get("/v1/models/<path:wanted>")
@@ -234,22 +232,18 @@ class _Chat:
     prefix, kind, kind_of_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self) -> None:
-        self.opening = self._choice("delta", {"role": "assistant", "content": ""}, None, None)
+        self.opening = self._choice({"delta": {"role": "assistant", "content": ""}}, None, None)
 
     def whole(self, text: str, reason: str | None, logprobs: Logprobs) -> dict[str, Any]:
         """The choice of a whole answer."""
-        said = {"role": "assistant", "content": text}
-        return self._choice("message", said, reason, logprobs)
+        return self._choice({"message": {"role": "assistant", "content": text}}, reason, logprobs)
 
     def part(self, text: str, reason: str | None, logprobs: Logprobs) -> dict[str, Any]:
         """What a chunk tells; the one that ends the text says nothing more."""
-        return self._choice("delta", {} if reason else {"content": text}, reason, logprobs)
+        return self._choice({"delta": {} if reason else {"content": text}}, reason, logprobs)
 
-    def _choice(
-        self, name: str, said: dict[str, str], reason: str | None, logprobs: Logprobs
-    ) -> dict[str, Any]:
-        listed = _content(logprobs)
-        return {"index": 0, name: said, "logprobs": listed, "finish_reason": reason}
+    def _choice(self, said: Any, reason: str | None, logprobs: Logprobs) -> dict[str, Any]:
+        return {"index": 0} | said | {"logprobs": _content(logprobs), "finish_reason": reason}
 
 
 def _chunks(
@@ -284,7 +278,6 @@ def _content(logprobs: Logprobs) -> dict[str, Any] | None:
         return None
 
     def entry(one: dict[str, Any]) -> dict[str, Any]:
-        """A token as OpenAI describes it."""
         token = one["token"]
         # A part of a character is decoded as "�", which are not its bytes.
         known = None if "\ufffd" in token else list(token.encode("utf-8"))
