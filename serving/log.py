@@ -1,12 +1,7 @@
 """One JSON line on stderr for each request that generates, and for each that is refused.
 
-    {"time": "2026-01-31T12:00:00.123Z", "id": "5f…", "method": "POST", "path": "/generate",
-     "status": 200, "finish": "length", "drafter": "mtp", "prompt_tokens": 9, "tokens": 30,
-     "passes": 9, "acceptance": 0.8, "queue_ms": 0.1, "first_token_ms": 14.0, "ms": 96.5}
-
-finish is stop, length, cancelled (the client has left), timeout, error, or null for what was
-refused before it got a place; then `error` says why. The id is the client's own X-Request-Id or a
-new one, and is returned in that header. What was written or read is in no line unless asked for.
+docs/operations.md has an example. Where a request failed, or was refused before it got a place,
+`error` says why. What was written or read is in no line unless asked for.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""A cycle as an event: what a request asked to know about it, in values that JSON has."""
+"""A cycle as an event: what a request asked to know about it, in values that JSON has.
+
+docs/api.md says what each field means.
+"""
 
 from itertools import chain
 from math import inf
@@ -39,13 +42,7 @@ def event(s: Any, cycle: Cycle) -> dict[str, Any]:
 def summary(cycle: Cycle) -> dict[str, Any]:
     """What a cycle did, without texts and numbers of a model.
 
-    {proposals, tree, accepted_count, emitted_count, rejected, cached, recurrent}: proposals is the
-    draft as it was made, the others are what stays of it after a cut. Of a draft that branched,
-    proposals is the text's own chain, and tree has all tokens as {id, parent}; else it is None. A
-    parent is the place of the token that one follows; -1 is the pending token.
-    cached is how many tokens the KV cache held after the verify and after the truncation. recurrent
-    is None but for a target with layers that keep states, which go back as far: {layers, from, to,
-    stepped}; the last is how many tokens they step through again, from the state before the verify.
+    proposals is the draft as it was made, the others are what stays of it after a cut.
     """
     tree = cycle.tree.parents and zip(cycle.tree.tokens, cycle.tree.parents, strict=True)
     way = {"from": cycle.held, "to": cycle.cached, "stepped": cycle.num_stepped}
@@ -69,13 +66,9 @@ def judgement_as_dict(judgement: Judgement) -> dict[str, Any]:
 
 
 def _details(s: Any, cycle: Cycle, event: dict[str, Any]) -> dict[str, Any]:
-    """What a trace adds.
+    """What a trace adds; a part of a character has the text "�".
 
-    `target_argmax` [n + 1], `target_top` (the tokens that led where each new one was chosen),
-    `distributions` there, `texts` of all ids in the event (a part of a character as "�"), the
-    controller's reason, who has drafted, and the times of the cycle. The prefill's has the end of
-    the prompt: as the text that the target read (with what a chat template wrote), and its last
-    tokens' texts.
+    The prefill's has the end of the prompt as the target read it, with what a chat template wrote.
     """
     asked: dict[str, Any] = {}
     if s.seat.decision:
