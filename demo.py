@@ -110,17 +110,16 @@ def show_prompt(engine: Any, wanted: Request, num_explained: int = 0) -> int:
     colour = has_colour()
     print(legend(colour), end="\n\n")
     print(engine.target.tokenizer.decode(wanted.prompt), end="", flush=True)
-    for sequence, _ in engine.generate(wanted):
-        pieces = sequence.text.release(sequence.finish_reason is not None)
+    for s, _ in engine.generate(wanted):
+        pieces = s.text.release(s.finish_reason is not None)
         print(mark(pieces, colour), end="", flush=True)
-        finished = sequence
-    print(mark([(end_of_text(engine, finished), "end")], colour), end="")
-    print_figures(finished.finish_reason, finished.statistics)
-    if finished.seat.decision:
-        print(f"controller, last: {finished.seat.decision}")
+    print(mark([(end_of_text(engine, s), "end")], colour), end="")
+    print_figures(s.finish_reason, s.statistics)
+    if s.seat.decision:
+        print(f"controller, last: {s.seat.decision}")
     if not wanted.sampling.is_greedy:
         print(f"seed {wanted.seed}")
-    for warning in finished.seat.warnings:
+    for warning in s.seat.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return 0
 

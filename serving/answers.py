@@ -12,6 +12,7 @@ import torch
 
 from control.statistics import FORMULAS, PLAIN, Statistics, ratio
 from messages import RequestError, engine_failure
+from models.catalogue import entry_of
 
 from . import story
 from .comparison import comparison
@@ -161,6 +162,7 @@ def health(engine: Any, worker: Worker, options: Options) -> dict[str, Any]:
     k, cache, report = options.num_speculative_tokens, engine.target.cache, engine.target.report
     by_drafter, by_rule = dict(engine.totals.by_drafter), dict(engine.totals.by_rule)
     controller, prefixes = engine.controller, engine.panel.prefixes
+    entry = entry_of(options.title)
     total, recent = sum(by_drafter.values(), Statistics()), list(engine.totals.recent)
     return {
         "status": worker.status,
@@ -169,7 +171,7 @@ def health(engine: Any, worker: Worker, options: Options) -> dict[str, Any]:
         "quantization": options.quantize,
         "compiled": bool(engine.target.fast and engine.target.fast.is_compiled),
         "trees": engine.panel.can_branch,
-        "model_card": options.card,
+        "model_card": entry and entry.card,  # where a model of the catalogue comes from
         "target": story.weights_of(engine, options),
         "chat_template": options.is_chat(engine.target.tokenizer),  # the page asks for it
         "drafter": engine.default_drafter,

@@ -310,12 +310,6 @@ class Options:
         return bool(tokenizer.chat_template) and not self.raw
 
     @property
-    def card(self) -> dict[str, Any] | None:
-        """Where a model of the catalogue comes from."""
-        entry = entry_of(self.title)
-        return entry and entry.card
-
-    @property
     def mtp_folder(self) -> str | None:
         """The MTP head: what was named, or what goes with a model of the catalogue."""
         return self._known("mtp") if self.mtp is None else self.mtp
@@ -345,22 +339,16 @@ class Options:
     @property
     def for_drafters(self) -> dict[str, Any]:
         """What a drafter's context has of this, by its names there."""
-        return {
+        models = ("draft_model", "mtp", "eagle3", "dflash")
+        same = ("prompt_lookup_max", "prompt_lookup_min", "quantize", "mmap", "prefix_cache_mb")
+        return {name: getattr(self, name) for name in (*same, "allow_pickle")} | {
             "num_rows": self.max_running,
-            "prompt_lookup_max": self.prompt_lookup_max,
-            "prompt_lookup_min": self.prompt_lookup_min,
             "fast": self.kernels,
-            "quantize": self.quantize,
             "timeout_s": self.drafter_timeout,
-            "mmap": self.mmap,
-            "prefix_cache_mb": self.prefix_cache_mb,
-            "named": tuple(
-                name for name in ("draft_model", "mtp", "eagle3", "dflash") if getattr(self, name)
-            ),
+            "named": tuple(name for name in models if getattr(self, name)),
             "mtp": self.mtp_folder,
             "eagle3": self.eagle3_folder,
             "dflash": self.dflash_folder,
-            "allow_pickle": self.allow_pickle,
             "suffix_cache": self.num_remembered,
         }
 
