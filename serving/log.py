@@ -125,28 +125,21 @@ def _write(
 ) -> None:
     line = head | {"finish": None}
     if jobs:
-        line |= _figures(jobs[0], arrived)
-        failure = jobs[0].failure
-        error = error or (failure and (getattr(failure, "code", None) or type(failure).__name__))
-        if with_text and (s := jobs[0].sequence):
+        job, s = jobs[0], jobs[0].sequence
+        line |= {"finish": job.finish, "drafter": job.request.drafter}
+        line["prompt_tokens"] = job.num_prompt_tokens
+        if s:
+            line["tokens"], line["passes"] = len(s.output), s.statistics.passes
+            line["acceptance"] = s.statistics.draft_acceptance_rate
+        for name, moment in {"queue_ms": job.began, "first_token_ms": job.first_token}.items():
+            line[name] = None if moment is None else _ms(moment - arrived)
+        if failure := job.failure:
+            error = error or getattr(failure, "code", None) or type(failure).__name__
+        if with_text and s:
             line |= {"prompt": s.tokenizer.decode(s.request.prompt), "text": s.text.text}
     if error:
         line["error"] = error
     LOG.info(line | {"ms": _ms(time.monotonic() - arrived)})
-
-
-def _figures(job: Job, arrived: float) -> dict[str, Any]:
-    figures: dict[str, Any] = {"finish": job.finish, "drafter": job.request.drafter}
-    figures["prompt_tokens"] = job.num_prompt_tokens
-    if s := job.sequence:
-        figures |= {
-            "tokens": len(s.output),
-            "passes": s.statistics.passes,
-            "acceptance": s.statistics.draft_acceptance_rate,
-        }
-    for name, moment in {"queue_ms": job.began, "first_token_ms": job.first_token}.items():
-        figures[name] = None if moment is None else _ms(moment - arrived)
-    return figures
 
 
 def _ms(seconds: float) -> float:
