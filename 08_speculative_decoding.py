@@ -59,7 +59,7 @@ from models.prompts import check_prompt
 from models.reference import Reference, check, refusal
 from sampling import ACCEPT, DRAW, RECOVER, TextStream, choose, draw, penalise, truncated_softmax
 from serving import answers, faults, http
-from serving.openai import register_openai
+from serving.openai import read_chat, register_routes
 from serving.options import Options, parse_arguments
 from serving.parsing import parse_request
 from serving.worker import Worker, warm_up
@@ -648,7 +648,7 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
     worker = worker or Worker(engine, options)
     prompts = demo.read_prompts(options.is_chat(engine.target.tokenizer))
     app = http.new_app(engine, worker, options, prompts)
-    begin = http.beginning(engine, worker, options)
+    begin = partial(http.begin, engine, worker, options)
     whole = partial(answers.answer, dtype=engine.target.model.dtype)
 
     @app.post("/generate")
@@ -660,7 +660,8 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
     def get_health() -> tuple[dict[str, Any], int]:
         return http.with_status(answers.health(engine, worker, options))
 
-    register_openai(app, engine, begin, whole, options.max_tokens)
+    read = partial(read_chat, engine.target, options.max_tokens)
+    register_routes(app, engine.target, begin, whole, read)
     return app
 
 

@@ -110,17 +110,16 @@ def show_prompt(engine: Any, wanted: Request, num_explained: int = 0) -> int:
     colour = has_colour()
     print(legend(colour), end="\n\n")
     print(engine.target.tokenizer.decode(wanted.prompt), end="", flush=True)
-    for sequence, _ in engine.generate(wanted):
-        pieces = sequence.text.release(sequence.finish_reason is not None)
+    for s, _ in engine.generate(wanted):
+        pieces = s.text.release(s.finish_reason is not None)
         print(mark(pieces, colour), end="", flush=True)
-        finished = sequence
-    print(mark([(end_of_text(engine, finished), "end")], colour), end="")
-    print_figures(finished.finish_reason, finished.statistics)
-    if finished.seat.decision:
-        print(f"controller, last: {finished.seat.decision}")
+    print(mark([(end_of_text(engine, s), "end")], colour), end="")
+    print_figures(s.finish_reason, s.statistics)
+    if s.seat.decision:
+        print(f"controller, last: {s.seat.decision}")
     if not wanted.sampling.is_greedy:
         print(f"seed {wanted.seed}")
-    for warning in finished.seat.warnings:
+    for warning in s.seat.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return 0
 
@@ -250,18 +249,17 @@ def _kind(name: str) -> str:
 def chosen_prompts(engine: Any, options: Options, names: list[str] | None) -> Prompts:
     """The demo prompts to run: those of some names or kinds, or all that suit the model.
 
-    A chat model gets those of the kind chat. Raises ValueError for a name that there is not.
+    A chat model gets those of the kind chat. Raises ValueError where another model is to have one.
     """
     tokenizer, length = engine.target.tokenizer, engine.target.max_length
     is_chat = options.is_chat(tokenizer)
     every = read_prompts(is_chat)
     wanted = names or (["chat"] if is_chat else list(every))
-    kinds = list(dict.fromkeys(map(_kind, every)))
+    choices = dict.fromkeys([*map(_kind, every), *every])
     for name in wanted:
-        if name not in (*every, *kinds):
-            why = " (chat needs a model with a chat template)" if name == "chat" else ""
-            choices = ", ".join([*kinds, *every])
-            raise ValueError(f"no demo prompt {name!r}{why}: choose {choices}")
+        if name not in choices:  # the options have refused all others
+            why = "chat needs a model with a chat template"
+            raise ValueError(f"no demo prompt {name!r} ({why}): choose {', '.join(choices)}")
     encode = chat_ids if is_chat else prompt_ids
     return {
         name: (text, encode(text, tokenizer, length))
@@ -295,7 +293,15 @@ def show_demo(engine: Any, options: Options, plain_decode: Decode, given: Namesp
         if not document["prompts"]:
             raise
         document |= {"interrupted": True, "worked_cycle": None}
-    document |= summary(document["prompts"], engine, options)
+    document |= {
+        "totals": demo_totals(document["prompts"], options.sampling.is_coupled),
+        "device": str(engine.target.model.device),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
     if given.json:
         for run in (run for p in document["prompts"] for run in p["speculative"].values()):
             del run["pieces"]
@@ -307,36 +313,31 @@ def show_demo(engine: Any, options: Options, plain_decode: Decode, given: Namesp
     return 130 if document["interrupted"] else 0
 
 
+def request_of(prompt: list[int], drafter: str, options: Options, trace: bool = False) -> Request:
+    """One demo prompt as the command line wants it decoded."""
+    return Request(
+        prompt, options.max_tokens or Request.max_tokens, drafter, options.num_speculative_tokens,
+        sampling=options.sampling, seed=options.seed or 0, trace=trace, is_alone=True,
+    )  # fmt: skip
+
+
 def compare(
     engine: Any, prompt: list[int], options: Options, repeats: int, plain_decode: Decode
 ) -> dict[str, Any]:
-    """One prompt by plain decoding and by each drafter, in turn; times are medians.
-
-    Under the rule of rejection sampled outputs are draws of their own, and not compared (identical:
-    None).
-    """
-    sampling, seed = options.sampling, options.seed or 0
-    max_tokens = options.max_tokens or Request.max_tokens
+    """One prompt by plain decoding and by each drafter, in turn; times are medians."""
+    wanted = request_of(prompt, PLAIN, options)
+    given = prompt, wanted.max_tokens, engine.eos_ids, wanted.sampling, wanted.seed
     methods = [n for n in engine.panel.choices if n != TREE or n == engine.default_drafter]
     times: dict[str, list[float]] = {name: [] for name in [PLAIN, *methods]}
-    identical = dict.fromkeys(methods, True if sampling.is_coupled else None)
     runs: dict[str, list[Any]] = {name: [] for name in methods}
     for _ in range(repeats):
         for name, measured in times.items():
             began = time.perf_counter()
             if name == PLAIN:
-                ids = plain_decode(
-                    engine.target, prompt, max_tokens, engine.eos_ids, sampling, seed
-                )
+                ids = plain_decode(engine.target, *given)
             else:
-                k = options.num_speculative_tokens
-                wanted = Request(
-                    prompt, max_tokens, name, k, sampling=sampling, seed=seed, is_alone=True
-                )
-                ((sequence, _),) = deque(engine.generate(wanted), maxlen=1)
+                ((sequence, _),) = deque(engine.generate(replace(wanted, drafter=name)), maxlen=1)
                 runs[name].append(sequence)
-                if sampling.is_coupled:
-                    identical[name] &= sequence.output == ids
             measured.append((time.perf_counter() - began) * 1e3)
     text, passes = engine.target.tokenizer.decode(ids, skip_special_tokens=True), len(ids) - 1
     standard = {"target_passes": passes, "tokens_per_pass": ratio(len(ids) - 1, passes)}
@@ -345,7 +346,6 @@ def compare(
         "standard": standard,
         "speculative": {
             name: demo_run(engine, sequences, times[name], standard)
-            | {"identical": identical[name]}
             for name, sequences in runs.items()
         },
     }
@@ -355,12 +355,8 @@ def worked_cycle(
     engine: Any, prompts: dict[str, list[int]], options: Options
 ) -> dict[str, Any] | None:
     """The first cycle of the default drafter that accepts one token and rejects another."""
-    k = options.num_speculative_tokens
     for name, prompt in prompts.items():
-        wanted = Request(
-            prompt, options.max_tokens or Request.max_tokens, engine.default_drafter, k,
-            sampling=options.sampling, seed=options.seed or 0, trace=True, is_alone=True,
-        )  # fmt: skip
+        wanted = request_of(prompt, engine.default_drafter, options, trace=True)
         for sequence, cycle in engine.generate(wanted):
             if cycle.num_accepted and cycle.rejected:
                 return {"name": name, "event": trace.event(sequence, cycle)}
@@ -384,19 +380,6 @@ def run_demo(
         yield {"name": name, "prompt": text} | result
 
 
-def summary(results: list[dict[str, Any]], engine: Any, options: Options) -> dict[str, Any]:
-    """What --demo tells of all prompts together, and of the machine."""
-    return {
-        "totals": demo_totals(results, options.sampling.is_coupled),
-        "device": str(engine.target.model.device),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-    }
-
-
 def timed(ms: list[float]) -> dict[str, Any]:
     """The median of several runs, and all of them."""
     return {"ms": round(median(ms), 2), "ms_of_runs": [round(each, 2) for each in ms]}
@@ -405,9 +388,13 @@ def timed(ms: list[float]) -> dict[str, Any]:
 def demo_run(
     engine: Any, sequences: list[Any], ms: list[float], standard: dict[str, Any]
 ) -> dict[str, Any]:
-    """One prompt by one drafter, run several times, beside plain decoding of it (`standard`)."""
-    s = sequences[ms.index(median_low(ms))]
-    num_plain = len(standard["token_ids"])
+    """One prompt by one drafter, run several times, beside plain decoding of it (`standard`).
+
+    Under the rule of rejection sampled outputs are draws of their own, and not compared (identical:
+    None).
+    """
+    s, ids = sequences[ms.index(median_low(ms))], standard["token_ids"]
+    is_coupled, num_plain = s.request.sampling.is_coupled, len(ids)
     speedups = [
         (plain / num_plain) / (own / len(each.output))
         for plain, own, each in zip(standard["ms_of_runs"], ms, sequences, strict=True)
@@ -424,6 +411,7 @@ def demo_run(
         "controller": s.seat.decision and str(s.seat.decision),
         "warnings": s.seat.warnings,
         "pieces": [*s.text.stretches(), (end_of_text(engine, s), "end")],
+        "identical": all(each.output == ids for each in sequences) if is_coupled else None,
     }
     steady = steadiness(speedups, s.statistics.tokens_per_pass, t_verify)
     return figures | run | timed(ms) | steady

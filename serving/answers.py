@@ -5,13 +5,14 @@ They read the core's sequences and engine, handed in; docs/api.md has examples o
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from control.statistics import FORMULAS, PLAIN, Statistics, ratio
 from messages import RequestError, engine_failure
+from models.catalogue import entry_of
 
 from . import story
 from .comparison import comparison
@@ -48,8 +49,8 @@ def answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> dict[str, A
     if request.trace:
         body["trace"] = list(map(public, job.events))
     if others:
-        pairs = zip(jobs[::2], jobs[1::2], strict=True)
-        runs = [(ours.sequence, plain.sequence) for ours, plain in pairs]
+        sequences = [job.sequence for job in jobs]
+        runs = list(zip(sequences[::2], sequences[1::2], strict=True))
         body["compare"] = comparison(runs, others[0].events, dtype)
     return body
 
@@ -90,46 +91,49 @@ def brief(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def stream_events(jobs: list[Job], whole: Callable[[], dict[str, Any]]) -> Iterator[str]:
-    """Jobs as server-sent events: one per cycle, the answer or an error, [DONE].
+    """Jobs as server-sent events: one per cycle, then the answer that `whole` makes.
 
-    `whole` makes the answer once all jobs are done. The events of a comparison's plain decoding
-    stand under "plain". It is measured several times, and the first time is shown.
+    The events of a comparison's plain decoding stand under "plain". It is measured several times,
+    and the first time is shown.
     """
-    return failures_as_events(jobs, _events(jobs, whole))
+
+    def shown(event: dict[str, Any], number: int) -> str:
+        text = {"text": "".join(text for text, _ in event["pieces"])}
+        if number > 1:
+            return ""
+        if number == 1:
+            return sse({"plain": brief(event) | text | {"ms": event["ms"]}})
+        told = public(event) if jobs[0].request.trace else brief(event)
+        if "logprobs" in event:
+            told["logprobs"] = event["logprobs"]
+        return sse(told | text)
+
+    return stream(jobs, shown, lambda: [sse(whole())])
 
 
-def _events(jobs: list[Job], whole: Callable[[], dict[str, Any]]) -> Iterator[str]:
-    for i, job in enumerate(jobs):
-        for events in job:
-            if not events:
-                yield PING
-            elif i <= 1:
-                yield "".join(sse(_shown(event, job, is_plain=i == 1)) for event in events)
-    if not any(job.cancelled for job in jobs):
-        yield sse(whole())
+def stream(
+    jobs: list[Job],
+    shown: Callable[[dict[str, Any], int], str],
+    last: Callable[[], Iterable[str]],
+    opening: str = "",
+) -> Iterator[str]:
+    """Jobs as a stream: `opening`, what is shown of each event, `last` or an error, and [DONE].
 
-
-def _shown(event: dict[str, Any], job: Job, is_plain: bool) -> dict[str, Any]:
-    text = {"text": "".join(text for text, _ in event["pieces"])}
-    if is_plain:
-        return {"plain": brief(event) | text | {"ms": event["ms"]}}
-    shown = public(event) if job.request.trace else brief(event)
-    if "logprobs" in event:
-        shown["logprobs"] = event["logprobs"]
-    return shown | text
-
-
-def failures_as_events(jobs: list[Job], events: Iterator[str]) -> Iterator[str]:
-    """The events, an error as one more of them, and [DONE]; the jobs do not outlive them.
-
-    A stream that merely ended would look like a success.
+    `shown` gets an event and its job's number; `last` is called when all is done. A stream that
+    merely ended would look like a success. The jobs do not outlive it.
     """
     try:
-        yield from events
+        if opening:
+            yield opening
+        for number, job in enumerate(jobs):
+            for events in job:
+                yield "".join(shown(event, number) for event in events) or PING
+        if not any(job.cancelled for job in jobs):
+            yield from last()
     except RequestError as error:
         yield sse(error.body())
     except Exception as error:  # the status line is out: an event is all that can be said
-        logging.getLogger(__name__).exception("the engine failed")
+        LOG.exception("the engine failed")
         yield sse(engine_failure(error).body())
     finally:
         cancel(jobs)  # the client may have left
@@ -155,14 +159,11 @@ def setting(engine: Any, options: Options) -> str:
 
 def health(engine: Any, worker: Worker, options: Options) -> dict[str, Any]:
     """The body of GET /health: state, load, and acceptance over the server's life."""
-    num_spec_tokens = options.num_speculative_tokens
-    totals = dict(engine.totals.by_drafter)
-    total = sum(totals.values(), Statistics())
-    recent = list(engine.totals.recent)
-    cache, report = engine.target.cache, engine.target.report
-    per_drafter = {
-        name: s.counters(num_spec_tokens) | s.per_position() for name, s in totals.items()
-    }
+    k, cache, report = options.num_speculative_tokens, engine.target.cache, engine.target.report
+    by_drafter, by_rule = dict(engine.totals.by_drafter), dict(engine.totals.by_rule)
+    controller, prefixes = engine.controller, engine.panel.prefixes
+    entry = entry_of(options.title)
+    total, recent = sum(by_drafter.values(), Statistics()), list(engine.totals.recent)
     return {
         "status": worker.status,
         "engine": None,  # another one than this server's own
@@ -170,12 +171,12 @@ def health(engine: Any, worker: Worker, options: Options) -> dict[str, Any]:
         "quantization": options.quantize,
         "compiled": bool(engine.target.fast and engine.target.fast.is_compiled),
         "trees": engine.panel.can_branch,
-        "model_card": options.card,
+        "model_card": entry and entry.card,  # where a model of the catalogue comes from
         "target": story.weights_of(engine, options),
         "chat_template": options.is_chat(engine.target.tokenizer),  # the page asks for it
         "drafter": engine.default_drafter,
         "drafters": list(engine.panel.choices),
-        "num_speculative_tokens": options.num_speculative_tokens,
+        "num_speculative_tokens": k,
         "uptime_s": round(worker.uptime_s, 3),
         "num_requests_running": worker.num_running,
         "num_requests_waiting": worker.num_waiting,
@@ -183,46 +184,33 @@ def health(engine: Any, worker: Worker, options: Options) -> dict[str, Any]:
         "exactness": report and report.as_dict(),
         "kv_cache_capacity_tokens": cache.num_rows * cache.max_length,
         "kv_cache_usage_perc": round(sum(cache.lengths) / (cache.num_rows * cache.max_length), 4),
-        "prefix_cache": engine.panel.prefixes and engine.panel.prefixes.as_dict(),
-        "speculative_decoding": total.counters(num_spec_tokens)
+        "prefix_cache": prefixes and prefixes.as_dict(),
+        "speculative_decoding": total.counters(k)
         | {"recent_acceptance_rate": ratio(sum(a for _, a in recent), sum(d for d, _ in recent))}
         | total.per_position()
         | {
-            "per_drafter": per_drafter,
-            "per_rule": {
-                rule: s.counters(num_spec_tokens) for rule, s in dict(engine.totals.by_rule).items()
-            },
+            "per_drafter": {n: s.counters(k) | s.per_position() for n, s in by_drafter.items()},
+            "per_rule": {rule: s.counters(k) for rule, s in by_rule.items()},
             "formulas": FORMULAS,
         },
-        "controller": controller_state(engine),
+        "controller": controller
+        and {  # what it has measured, and last said of each drafter
+            "costs_by_batch": controller.costs.as_dict(),
+            "last": {n: str(decision) for n, decision in dict(engine.planner.decisions).items()},
+        },
         "warnings": _warnings(engine),
     }
 
 
-def controller_state(engine: Any) -> dict[str, Any] | None:
-    """What the controller has measured, and the last thing it said of each drafter."""
-    if engine.controller is None:
-        return None
-    return {
-        "costs_by_batch": engine.controller.costs.as_dict(),
-        "last": {name: str(decision) for name, decision in dict(engine.planner.decisions).items()},
-    }
-
-
 def _warnings(engine: Any) -> list[str]:
-    warnings = []
+    warnings, num_faults = [], engine.totals.num_faults
     if count := engine.panel.num_failures:
         warnings.append(f"{count} times a drafter failed, and its request went on without it")
-    if engine.totals.num_faults:
-        warnings.append(
-            f"{engine.totals.num_faults} forwards of the target failed and were tried again"
-        )
+    if num_faults:
+        warnings.append(f"{num_faults} forwards of the target failed and were tried again")
     for name, statistics in engine.totals.by_drafter.items():
-        rates = statistics.per_position()["acceptance_rate_per_position"]
-        if (
-            rates
-            and statistics.drafted_at[0] >= _MIN_DRAFTS_TO_JUDGE
-            and rates[0] < _POOR_FIRST_ACCEPTANCE
-        ):
-            warnings.append(f"{name}: only {rates[0]:.0%} of first draft tokens are accepted")
+        num_drafts = sum(statistics.drafted_at[:1])
+        share = ratio(sum(statistics.accepted_at[:1]), num_drafts)
+        if num_drafts >= _MIN_DRAFTS_TO_JUDGE and share < _POOR_FIRST_ACCEPTANCE:
+            warnings.append(f"{name}: only {share:.0%} of first draft tokens are accepted")
     return warnings

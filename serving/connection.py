@@ -31,9 +31,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from email.utils import formatdate
 from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
@@ -67,10 +67,10 @@ def malformed(why: str, status: int = 400) -> RequestError:
     return RequestError(why, status=status, code="malformed")
 
 
-def too_large() -> RequestError:
-    """A body beyond the limit."""
-    message = f"the body is larger than {MAX_BODY_BYTES} bytes"
-    return RequestError(message, status=413, code="too_large")
+def too_large(what: str, limit: int, status: int = 413) -> RequestError:
+    """A part of a request beyond its limit."""
+    message = f"the {what} is larger than {limit} bytes"
+    return RequestError(message, status=status, code="too_large")
 
 
 def environ_of(request: h11.Request) -> dict[str, Any]:
@@ -123,11 +123,6 @@ def _split(target: str) -> tuple[str, str, str | None]:
     return parts.path or "/", parts.query, parts.netloc
 
 
-def has_length(headers: list[tuple[str, str]]) -> bool:
-    """Whether an answer says how long it is."""
-    return any(name.lower() == "content-length" for name, _ in headers)
-
-
 class State(enum.Enum):
     """What a connection is busy with."""
 
@@ -157,13 +152,23 @@ class Connection(asyncio.Protocol):
         self.server.admit(self)
 
     def data_received(self, data: bytes) -> None:
-        """Read on. What arrives before the answer is out is dropped, and ends the connection."""
-        if self.state is State.HEAD:
-            self.read_head(data)
-        elif self.state is State.BODY:
-            self.read_body(data)
-        else:
-            self.is_last = True
+        """Read on. What is wrong with a request is answered, and not our failure.
+
+        What arrives before the answer is out is dropped, and ends the connection.
+        """
+        try:
+            if self.state is State.HEAD:
+                self.read_head(data)
+            elif self.state is State.BODY:
+                self.read_body(data)
+            else:
+                self.is_last = True
+        except RequestError as error:
+            self.refuse(error)
+        except h11.RemoteProtocolError as error:
+            why = in_short(error).partition(": bytearray")[0]  # the rest is the client's own words
+            status = error.error_status_hint if self.state is State.HEAD else 400
+            self.refuse(malformed(why, status))
 
     def pause_writing(self) -> None:
         """Called by asyncio when an answer piles up, and the next one when most of it is taken."""
@@ -201,7 +206,7 @@ class Connection(asyncio.Protocol):
         self.server.note(self, is_waiting=state is not State.ANSWER)
 
     def read_head(self, data: bytes) -> None:
-        """Collect bytes until the empty line that ends the head."""
+        """Collect bytes until the empty line that ends the head. Raises what is refused."""
         is_first, searched = len(self.head) < 2, max(0, len(self.head) - 3)
         self.head += data
         while self.head.startswith(b"\r\n"):
@@ -209,29 +214,26 @@ class Connection(asyncio.Protocol):
         if is_first and self.head not in (b"", b"\r"):
             self.since, self.limit_s = time.monotonic(), _HEAD_S
         end = self.head.find(b"\r\n\r\n", searched)
-        is_whole, size = end >= 0, len(self.head) if end < 0 else end
+        size = len(self.head) if end < 0 else end
         if self.head and self.head[0] < 0x21 and self.head != b"\r":  # TLS, say
-            self.refuse(malformed("this is not HTTP"))
-        elif _BARE_LF.search(self.head, searched, size):
-            self.refuse(malformed("a line of the head ends with LF alone"))
-        elif size > MAX_HEAD_BYTES:
-            limit = f"the head is larger than {MAX_HEAD_BYTES} bytes"
-            self.refuse(RequestError(limit, status=431, code="too_large"))
-        elif is_whole:
-            with self._refusing():
-                self._read_request(bytes(self.head[: end + 4]))
-            if self.state is State.BODY:
-                self.read_body(bytes(self.head[end + 4 :]))
+            raise malformed("this is not HTTP")
+        if _BARE_LF.search(self.head, searched, size):
+            raise malformed("a line of the head ends with LF alone")
+        if size > MAX_HEAD_BYTES:
+            raise too_large("head", MAX_HEAD_BYTES, 431)
+        if end >= 0:
+            self._read_request(bytes(self.head[: end + 4]))
+            self.read_body(bytes(self.head[end + 4 :]))
 
     def _read_request(self, head: bytes) -> None:
-        """From the head to the state BODY. Raises RequestError or h11's, before a body is read."""
+        """From the head to the state BODY. Raises what is refused before a body is read."""
         self.parser.receive_data(head)
         request = self.parser.next_event()
         self.environ["REQUEST_METHOD"] = request.method.decode("ascii")  # of HEAD errors, too
         self.environ |= environ_of(request)
         self.server.check(self.environ)
         if int(self.environ.get("CONTENT_LENGTH", 0)) > MAX_BODY_BYTES:
-            raise too_large()
+            raise too_large("body", MAX_BODY_BYTES)
         self._enter(State.BODY)
         if self.parser.they_are_waiting_for_100_continue:
             go_on = h11.InformationalResponse(status_code=100, headers=[])
@@ -240,18 +242,17 @@ class Connection(asyncio.Protocol):
     def read_body(self, data: bytes) -> None:
         """Collect the body. In slices: a megabyte of tiny chunks is a second of work."""
         slices = [data[i : i + _SLICE] for i in range(0, len(data), _SLICE)] or [b""]
-        with self._refusing():
-            for i, part in enumerate(slices):
-                if part:  # an empty one would mean that the client has left
-                    self.parser.receive_data(part)
-                self.num_framing += len(part)
-                if self._is_body_complete():
-                    self.is_last |= i + 1 < len(slices)
-                    return self.answer()
-                if self.transport.is_closing():
-                    return
-                if self.num_framing > _MAX_FRAMING_BYTES:
-                    raise malformed("the body's chunks are too small")
+        for i, part in enumerate(slices):
+            if part:  # an empty one would mean that the client has left
+                self.parser.receive_data(part)
+            self.num_framing += len(part)
+            if self._is_body_complete():
+                self.is_last |= i + 1 < len(slices)
+                return self.answer()
+            if self.transport.is_closing():
+                return
+            if self.num_framing > _MAX_FRAMING_BYTES:
+                raise malformed("the body's chunks are too small")
 
     def _is_body_complete(self) -> bool:
         """Take from the parser what it has by now. Raises RequestError if that is too large."""
@@ -264,20 +265,8 @@ class Connection(asyncio.Protocol):
             if self.transport.is_closing():
                 return False
             if len(self.body) > MAX_BODY_BYTES:
-                raise too_large()
+                raise too_large("body", MAX_BODY_BYTES)
         return False
-
-    @contextmanager
-    def _refusing(self) -> Iterator[None]:
-        """What is wrong with a request is answered, and not our failure."""
-        try:
-            yield
-        except RequestError as error:
-            self.refuse(error)
-        except h11.RemoteProtocolError as error:
-            why = in_short(error).partition(": bytearray")[0]  # the rest is the client's own words
-            status = error.error_status_hint if self.state is State.HEAD else 400
-            self.refuse(malformed(why, status))
 
     def refuse(self, error: RequestError) -> None:
         """Let the application answer with the error, and close then."""
@@ -325,7 +314,6 @@ class Connection(asyncio.Protocol):
         head: list[Any] = []
 
         def start_response(status: str, headers: list[Any], exc_info: Any = None) -> None:
-            """Called by the application."""
             head[:] = status, headers
 
         try:
@@ -335,8 +323,9 @@ class Connection(asyncio.Protocol):
                 for chunk in chunks:
                     if self.has_left:
                         break
-                    # With its last byte a client may send the next request: by then it must end.
-                    if has_length(head[1]):
+                    # Where a length was said, a client may send the next request with its last
+                    # byte: by then this one must end.
+                    if any(name.lower() == "content-length" for name, _ in head[1]):
                         kept.append(chunk)
                     else:
                         self.server.call(self._say, self.send, head, chunk)
@@ -417,6 +406,14 @@ class Connection(asyncio.Protocol):
         self.transport.abort()
 
 
+def _threads(name: str, number: int) -> ThreadPoolExecutor:
+    """A pool whose first threads begin now: amid a burst, the loop would wait for their turns."""
+    pool, together = ThreadPoolExecutor(number, name), threading.Barrier(min(number, _NUM_READY))
+    for _ in range(together.parties):
+        pool.submit(together.wait)
+    return pool
+
+
 class Server:
     """The sockets, the loop that reads them, and the threads that answer.
 
@@ -453,12 +450,6 @@ class Server:
             "wsgi.run_once": False,
         }
         self._max_connections = max_connections
-        # What is over in a moment, /health above all, never waits behind what takes its time.
-        self._num_threads = {False: num_threads, True: 8}
-        self._threads = {
-            is_quick: ThreadPoolExecutor(number, "quick" if is_quick else "answer")
-            for is_quick, number in self._num_threads.items()
-        }
         self._said_at = 0.0
         self._calls: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
         self._is_called = False  # whether the loop is going to carry them out
@@ -474,12 +465,13 @@ class Server:
             number = getattr(error, "errno", None) or 0
             reason = os.strerror(number) if number > 0 else getattr(error, "strerror", error)
             raise OSError(f"cannot listen on {host}:{port}: {reason}") from error
+        # What is over in a moment, /health above all, never waits behind what takes its time.
+        self._threads = {True: _threads("quick", 8), False: _threads("answer", num_threads)}
 
     def start(self, at_end: Callable[[], None]) -> None:
         """Serve, in a thread, while the process lives; `at_end` is called if a fault ends that."""
 
         def run() -> None:
-            """Serve."""
             try:
                 self._watch()
                 self._loop.run_forever()
@@ -488,11 +480,6 @@ class Server:
                 self.has_died = True
             at_end()
 
-        for is_quick, number in self._num_threads.items():
-            # Now, since one that begins amid a burst makes the loop wait for its turn.
-            together = threading.Barrier(min(number, _NUM_READY))
-            for _ in range(together.parties):
-                self.run_in_thread(is_quick, together.wait)
         threading.Thread(target=run, name="http", daemon=True).start()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> None:

@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from ipaddress import ip_address
@@ -31,7 +31,7 @@ from .log import Progress, log_to_stderr, name_requests
 from .metrics import figures_of, register_metrics
 from .options import Options
 from .parsing import model_id, parse_json, parse_request
-from .worker import Job, Worker, cancel, unavailable
+from .worker import Job, Worker, cancel, unavailable, wait_for
 
 MAX_CONNECTIONS = 1000
 _OTHER_CONNECTIONS = 32  # beside those of requests that run or wait
@@ -57,28 +57,24 @@ def check_type(asked: Request) -> None:
         raise RequestError("a compressed body is not supported", status=415)
 
 
-def finish(jobs: list[Job]) -> bool:
-    """Wait until all is done; False if the client has left meanwhile. Re-raises a job's error."""
-    try:
-        for job in jobs:
-            job.wait()
-        return not any(job.cancelled for job in jobs)
-    finally:
-        cancel(jobs)
-
-
 def respond(
     jobs: list[Job],
     is_stream: bool,
     notes: list[str],
     whole: Callable[[list[Job], list[str]], dict[str, Any]],
+    events: Callable[..., Iterator[str]] = stream_events,
 ) -> Response | dict[str, Any]:
-    """What `whole` makes of the jobs when all is done, or their stream."""
+    """What `whole` makes of the jobs when all is done, or their stream. Re-raises a job's error."""
     if is_stream:
-        events = stream_events(jobs, lambda: whole(jobs, notes))
-        return Response(events, mimetype="text/event-stream")
-    # 499: the client has left, and nobody reads it.
-    return whole(jobs, notes) if finish(jobs) else Response(status=499)
+        stream = events(jobs, lambda: whole(jobs, notes))
+        return Response(stream, mimetype="text/event-stream")
+    try:
+        for job in jobs:
+            job.wait()
+        has_left = any(job.cancelled for job in jobs)  # then nobody reads the 499
+        return Response(status=499) if has_left else whole(jobs, notes)
+    finally:
+        cancel(jobs)
 
 
 def with_status(health: dict[str, Any]) -> tuple[dict[str, Any], int]:
@@ -113,7 +109,7 @@ def base_app(options: Options) -> Flask:
 
     @app.after_request
     def add_headers(response: Response) -> Response:
-        """What keeps a browser from taking an answer for something else, and who may read it."""
+        """Keep a browser from taking an answer for something else; say who may read it."""
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.headers.setdefault("Content-Security-Policy", "default-src 'none'")
         if options.allow_origin:
@@ -132,17 +128,14 @@ def new_app(engine: Any, worker: Worker, options: Options, prompts: dict[str, st
     return app
 
 
-def beginning(engine: Any, worker: Worker, options: Options) -> Callable[..., Any]:
-    """What begins a request: parses its body, and queues it."""
-
-    def begin(body: dict[str, Any]) -> tuple[list[Job], bool, list[str]]:
-        """The request's jobs, whether to stream, and warnings."""
-        wanted, stream, compare, notes = parse_request(body, engine, options.for_requests)
-        g.jobs = worker.submit(*(runs_to_compare(wanted) if compare else [wanted]))
-        cancel_if_left(g.jobs)
-        return g.jobs, stream, notes
-
-    return begin
+def begin(
+    engine: Any, worker: Worker, options: Options, body: dict[str, Any]
+) -> tuple[list[Job], bool, list[str]]:
+    """Parse and queue a request. Returns its jobs, whether to stream, and warnings."""
+    wanted, stream, compare, notes = parse_request(body, engine, options.for_requests)
+    g.jobs = worker.submit(*(runs_to_compare(wanted) if compare else [wanted]))
+    cancel_if_left(g.jobs)
+    return g.jobs, stream, notes
 
 
 class Guard:
@@ -158,6 +151,13 @@ class Guard:
             self._check_host(asked.headers.get("Host", ""))
         elif asked.path.startswith(_GUARDED) and asked.method != "OPTIONS":
             self._check_key(asked.headers.get("Authorization", ""))
+
+    def check_head(self, environ: dict[str, Any]) -> None:
+        """Raises RequestError for a request whose body need not be read."""
+        asked = Request(environ)
+        self.check(asked)
+        if asked.method == "POST" and asked.path in _WITH_BODY:
+            check_type(asked)
 
     def _check_host(self, host: str) -> None:
         """Without a key a page elsewhere must not call under a name that it made point to us.
@@ -194,14 +194,6 @@ def _is_ip(name: str) -> bool:
     return is_v6 or ":" not in name
 
 
-def check_head(guard: Guard, environ: dict[str, Any]) -> None:
-    """Raises RequestError for a request whose body need not be read."""
-    asked = Request(environ)
-    guard.check(asked)
-    if asked.method == "POST" and asked.path in _WITH_BODY:
-        check_type(asked)
-
-
 def allow(response: Response, origin: str) -> None:
     """Tell a browser which pages may read the answer (CORS)."""
     response.headers["Access-Control-Allow-Origin"] = origin
@@ -217,7 +209,6 @@ def register_errors(app: Flask) -> None:
 
     @app.errorhandler(RequestError)
     def refuse(error: RequestError) -> tuple[dict[str, Any], int, dict[str, str]]:
-        """Answer what we refuse ourselves, with the headers that belong to its status."""
         headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
         headers |= {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
         g.error = error.code or error.param
@@ -249,15 +240,14 @@ def loading_app(options: Options) -> Flask:
 
     @app.before_request
     def refuse() -> None:
-        """Let only what is ready through."""
         if request.path not in ("/", "/health") and not request.path.startswith("/page/"):
             raise unavailable("the model is being loaded")
 
     return app
 
 
-def room_for_connections(options: Options) -> int:
-    """How many connections may be open. Raises ValueError if that is too few for the requests.
+def room_for_connections(needed: int) -> int:
+    """How many connections may be open. Raises ValueError if that is fewer than are needed.
 
     Raises this process's limit of open files if need be and if it may.
     """
@@ -271,7 +261,6 @@ def room_for_connections(options: Options) -> int:
             allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
             limit = allowed - _OTHER_FILES
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-    needed = options.max_running + options.max_queued + _OTHER_CONNECTIONS
     if needed > limit:
         raise ValueError(
             f"--max-running and --max-queued ask for {needed} connections, and {max(0, limit)} "
@@ -288,7 +277,8 @@ def serve(load: Callable[[], Flask], port: int, options: Options) -> NoReturn:
     server's own thread has died. Raises OSError if the address is taken, ValueError if too few
     connections are possible, and what `load` raises.
     """
-    limit = room_for_connections(options)
+    num_threads = options.max_running + options.max_queued + _OTHER_CONNECTIONS
+    limit = room_for_connections(num_threads)
     # Its `put` may be called by a handler of signals: an Event's lock could be held at that moment.
     ends: queue.SimpleQueue[None] = queue.SimpleQueue()
     is_ending, is_loading = False, True
@@ -307,8 +297,7 @@ def serve(load: Callable[[], Flask], port: int, options: Options) -> NoReturn:
     share_memory()
     flush_log = log_to_stderr()
     handle_signals(stop)
-    check = partial(check_head, Guard(options))
-    num_threads = options.max_running + options.max_queued + _OTHER_CONNECTIONS
+    check = Guard(options).check_head
     server = Server(loading_app(options), check, options.host, port, num_threads, limit)
     server.start(at_end=lambda: ends.put(None))
     url = f"http://{options.host}:{port}"
@@ -337,17 +326,6 @@ def _loaded(load: Callable[[], Flask], flush_log: Callable[[], bool]) -> Flask:
     gc.collect()
     gc.freeze()  # what is loaded stays: looking through it for garbage would hold up all for 0.3 s
     return app
-
-
-def wait_for(ends: "queue.SimpleQueue[None]") -> None:
-    """Wait until there is an entry.
-
-    A signal that comes just before the thread sleeps does not wake it, and its handler is called
-    when the thread is awake again. So the thread wakes every second.
-    """
-    while True:
-        with suppress(queue.Empty):
-            return ends.get(timeout=1)
 
 
 def share_memory() -> None:

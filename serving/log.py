@@ -1,12 +1,7 @@
 """One JSON line on stderr for each request that generates, and for each that is refused.
 
-    {"time": "2026-01-31T12:00:00.123Z", "id": "5f…", "method": "POST", "path": "/generate",
-     "status": 200, "finish": "length", "drafter": "mtp", "prompt_tokens": 9, "tokens": 30,
-     "passes": 9, "acceptance": 0.8, "queue_ms": 0.1, "first_token_ms": 14.0, "ms": 96.5}
-
-finish is stop, length, cancelled (the client has left), timeout, error, or null for what was
-refused before it got a place; then `error` says why. The id is the client's own X-Request-Id or a
-new one, and is returned in that header. What was written or read is in no line unless asked for.
+docs/operations.md has an example. Where a request failed, or was refused before it got a place,
+`error` says why. What was written or read is in no line unless asked for.
 """
 
 import json
@@ -51,7 +46,6 @@ class Progress(logging.Handler):
         PROGRESS.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Take over the last line."""
         self._stage = record.getMessage()
 
     def as_dict(self) -> dict[str, Any]:
@@ -63,7 +57,6 @@ class _Format(logging.Formatter):
     """A request's line as it is; of anything else time, level, logger, message and traceback."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Write the record as one JSON object."""
         moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line = {"time": moment.replace("+00:00", "Z")}
         if isinstance(record.msg, dict):
@@ -92,7 +85,6 @@ def log_to_stderr() -> Callable[[], bool]:
     QueueListener(lines, writer).start()
 
     def flush() -> bool:
-        """Wait until the queue is empty, for a second at most; False if it is not."""
         deadline = time.monotonic() + 1
         while lines.unfinished_tasks and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -133,28 +125,21 @@ def _write(
 ) -> None:
     line = head | {"finish": None}
     if jobs:
-        line |= _figures(jobs[0], arrived)
-        failure = jobs[0].failure
-        error = error or (failure and (getattr(failure, "code", None) or type(failure).__name__))
-        if with_text and (s := jobs[0].sequence):
+        job, s = jobs[0], jobs[0].sequence
+        line |= {"finish": job.finish, "drafter": job.request.drafter}
+        line["prompt_tokens"] = job.num_prompt_tokens
+        if s:
+            line["tokens"], line["passes"] = len(s.output), s.statistics.passes
+            line["acceptance"] = s.statistics.draft_acceptance_rate
+        for name, moment in {"queue_ms": job.began, "first_token_ms": job.first_token}.items():
+            line[name] = None if moment is None else _ms(moment - arrived)
+        if failure := job.failure:
+            error = error or getattr(failure, "code", None) or type(failure).__name__
+        if with_text and s:
             line |= {"prompt": s.tokenizer.decode(s.request.prompt), "text": s.text.text}
     if error:
         line["error"] = error
     LOG.info(line | {"ms": _ms(time.monotonic() - arrived)})
-
-
-def _figures(job: Job, arrived: float) -> dict[str, Any]:
-    figures: dict[str, Any] = {"finish": job.finish, "drafter": job.request.drafter}
-    figures["prompt_tokens"] = job.num_prompt_tokens
-    if s := job.sequence:
-        figures |= {
-            "tokens": len(s.output),
-            "passes": s.statistics.passes,
-            "acceptance": s.statistics.draft_acceptance_rate,
-        }
-    for name, moment in {"queue_ms": job.began, "first_token_ms": job.first_token}.items():
-        figures[name] = None if moment is None else _ms(moment - arrived)
-    return figures
 
 
 def _ms(seconds: float) -> float:

@@ -23,8 +23,8 @@ from werkzeug.exceptions import NotFound
 from messages import RequestError
 from models.prompts import chat_prompt
 
-from .answers import PING, failures_as_events, sse
-from .http import finish, read_body
+from .answers import sse, stream
+from .http import read_body, respond
 from .parsing import model_id, unknown_model
 from .worker import Job
 
@@ -49,28 +49,22 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "modalities": ((["text"],), f'must be ["text"]: others are {_TEXT_ALONE}'),
 }
+# What stands beside the choices, as in /generate's answer.
+_FIGURES = ("usage", "metrics", "timings", "warnings", "seed", "trace", "compare")
 Begin = Callable[[dict[str, Any]], tuple[list[Job], bool, list[str]]]
 Whole = Callable[[list[Job], list[str]], dict[str, Any]]
 Logprobs = list[dict[str, Any]] | None
 
 
-def register_openai(
-    app: Flask, engine: Any, begin: Begin, whole: Whole, max_tokens: int | None
-) -> None:
-    """Add the routes; `begin` parses and queues the fields of a /generate request.
+def read_chat(target: Any, limit: int | None, messages: Any, fields: dict[str, Any]) -> None:
+    """Put a conversation into the fields, as its ids.
 
-    `max_tokens` is the operator's limit where a request names none. Without one either, a chat goes
-    on to the end of the context: its clients mostly name none, and want the whole answer.
+    `limit` is the operator's, where a request names none. Without one either, a chat goes on to the
+    end of the context: its clients mostly name none, and want the whole answer.
     """
-    target = engine.target
-
-    def read_chat(messages: Any, fields: dict[str, Any]) -> None:
-        """Put a conversation into the fields, as its ids."""
-        fields["prompt"] = chat_prompt(messages, target.tokenizer, target.max_length)
-        if max_tokens is None and fields.get("max_tokens") is None:
-            fields["max_tokens"] = max(1, target.max_length - len(fields["prompt"]))
-
-    register_routes(app, target, begin, whole, read_chat)
+    fields["prompt"] = chat_prompt(messages, target.tokenizer, target.max_length)
+    if limit is None and fields.get("max_tokens") is None:
+        fields["max_tokens"] = max(1, target.max_length - len(fields["prompt"]))
 
 
 def register_routes(
@@ -88,7 +82,6 @@ def register_routes(
 
     @app.post("/v1/completions")
     def completions() -> Response | dict[str, Any]:
-        """Continue a prompt."""
         fields = _supported(read_body())
         fields["prompt"] = _single(fields.get("prompt"))
         return serve(fields, _Completion())
@@ -106,7 +99,6 @@ def register_routes(
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
-        """List the one model that is served."""
         return {"object": "list", "data": [card]}
 
     @app.get("/v1/models/<path:wanted>")
@@ -135,11 +127,7 @@ def _routes(app: Flask) -> str:
 
 
 def _serve(
-    name: str,
-    begin: Begin,
-    whole: Whole,
-    fields: dict[str, Any],
-    shape: "_Completion | _Chat",
+    name: str, begin: Begin, whole: Whole, fields: dict[str, Any], shape: "_Completion | _Chat"
 ) -> Response | dict[str, Any]:
     """Begin the request, then answer when all is done, or stream it."""
     options = fields.get("stream_options")
@@ -150,16 +138,15 @@ def _serve(
         "created": int(time.time()),
         "model": name,
     }
-    if is_stream:
-        with_usage = bool(options and options.get("include_usage"))
-        events = _chunks(jobs, head, shape, lambda: _figures(whole(jobs, notes)), with_usage)
-        return Response(failures_as_events(jobs, events), mimetype="text/event-stream")
-    if not finish(jobs):
-        return Response(status=499)  # nobody reads it
-    s = jobs[0].sequence
-    logprobs = None if s.request.logprobs is None else s.logprobs
-    choice = shape.whole(s.text.text, s.finish_reason, logprobs)
-    return head | {"choices": [choice]} | _figures(whole(jobs, notes))
+
+    def shaped(jobs: list[Job], notes: list[str]) -> dict[str, Any]:
+        body = whole(jobs, notes)
+        choice = shape.whole(body["text"], body["finish_reason"], body.get("logprobs"))
+        figures = {name: body[name] for name in _FIGURES if name in body}
+        return head | {"choices": [choice]} | figures
+
+    with_usage = bool(options and options.get("include_usage"))
+    return respond(jobs, is_stream, notes, shaped, partial(_chunks, head, shape, with_usage))
 
 
 @contextmanager
@@ -208,12 +195,6 @@ def _single(prompt: Any) -> Any:
     return prompt
 
 
-def _figures(body: dict[str, Any]) -> dict[str, Any]:
-    """What stands beside the choices; the same as in /generate's answer."""
-    names = ("usage", "metrics", "timings", "warnings", "seed", "trace", "compare")
-    return {name: body[name] for name in names if name in body}
-
-
 class _Completion:
     """How /v1/completions shapes the text: the choices of one answer."""
 
@@ -251,57 +232,45 @@ class _Chat:
     prefix, kind, kind_of_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def __init__(self) -> None:
-        self.opening = self._choice("delta", "", None, None)
+        self.opening = self._choice({"delta": {"role": "assistant", "content": ""}}, None, None)
 
     def whole(self, text: str, reason: str | None, logprobs: Logprobs) -> dict[str, Any]:
         """The choice of a whole answer."""
-        return self._choice("message", text, reason, logprobs)
+        return self._choice({"message": {"role": "assistant", "content": text}}, reason, logprobs)
 
     def part(self, text: str, reason: str | None, logprobs: Logprobs) -> dict[str, Any]:
         """What a chunk tells; the one that ends the text says nothing more."""
-        delta = {} if reason else {"content": text}
-        return self._choice("delta", text, reason, logprobs) | {"delta": delta}
+        return self._choice({"delta": {} if reason else {"content": text}}, reason, logprobs)
 
-    def _choice(
-        self, name: str, text: str, reason: str | None, logprobs: Logprobs
-    ) -> dict[str, Any]:
-        said = {"role": "assistant", "content": text}
-        listed = _content(logprobs)
-        return {"index": 0, name: said, "logprobs": listed, "finish_reason": reason}
+    def _choice(self, said: Any, reason: str | None, logprobs: Logprobs) -> dict[str, Any]:
+        return {"index": 0} | said | {"logprobs": _content(logprobs), "finish_reason": reason}
 
 
 def _chunks(
-    jobs: list[Job],
     head: dict[str, Any],
     shape: _Completion | _Chat,
-    figures: Callable[[], dict[str, Any]],
     with_usage: bool,
+    jobs: list[Job],
+    whole: Callable[[], dict[str, Any]],
 ) -> Iterator[str]:
     """Chunks of the text as it comes, then the reason of its end with the figures."""
 
-    def chunk(choice: dict[str, Any], **beside: Any) -> str:
-        return sse(head | {"choices": [choice]} | beside)
+    def chunk(choice: dict[str, Any]) -> str:
+        return sse(head | {"choices": [choice]})
 
-    if shape.opening:
-        yield chunk(shape.opening)
-    for job in jobs:
-        for events in job:
-            if not events or job is not jobs[0]:
-                yield PING
-                continue
-            said = [("".join(t for t, _ in e["pieces"]), e.get("logprobs")) for e in events]
-            yield "".join(
-                chunk(shape.part(text, None, logprobs))
-                for text, logprobs in said
-                if text or logprobs is not None
-            )
-    if any(job.cancelled for job in jobs):
-        return
-    beside = figures()
-    usage = beside.pop("usage")
-    yield chunk(shape.part("", jobs[0].sequence.finish_reason, None), **beside)
-    if with_usage:
-        yield sse(head | {"choices": [], "usage": usage} | beside)
+    def shown(event: dict[str, Any], number: int) -> str:
+        text, logprobs = "".join(text for text, _ in event["pieces"]), event.get("logprobs")
+        is_news = number == 0 and (text or logprobs is not None)
+        return chunk(shape.part(text, None, logprobs)) if is_news else ""
+
+    def last() -> Iterator[str]:
+        body = whole()
+        usage, reason = body.pop("usage"), body["choices"][0]["finish_reason"]
+        yield sse(body | {"choices": [shape.part("", reason, None)]})
+        if with_usage:
+            yield sse(body | {"choices": [], "usage": usage})
+
+    return stream(jobs, shown, last, chunk(shape.opening) if shape.opening else "")
 
 
 def _content(logprobs: Logprobs) -> dict[str, Any] | None:
@@ -309,7 +278,6 @@ def _content(logprobs: Logprobs) -> dict[str, Any] | None:
         return None
 
     def entry(one: dict[str, Any]) -> dict[str, Any]:
-        """A token as OpenAI describes it."""
         token = one["token"]
         # A part of a character is decoded as "�", which are not its bytes.
         known = None if "\ufffd" in token else list(token.encode("utf-8"))

@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
     def error(self, message: str) -> Any:
-        """Print the error without the usage, and exit with status 2."""
+        """Exit with status 2, without the usage."""
         if message.startswith("one of the arguments"):
             message = "say what to do: --demo (start here), --prompt TEXT, --port PORT or --plan"
         print(f"error: {message}", file=sys.stderr)
@@ -60,7 +60,6 @@ def between(low: int, high: int) -> Any:
     """An argparse type: an integer from low to high."""
 
     def parse(text: str) -> int:
-        """Read the integer. Raises ArgumentTypeError where it is out of range."""
         value = int(text)
         if not low <= value <= high:
             raise argparse.ArgumentTypeError(f"must be from {low} to {high}, not {value}")
@@ -82,15 +81,19 @@ _COUNT = between(1, 1_000_000)
 _COUNTED = {"type": _COUNT, "metavar": "N"}
 _SECONDS = {"type": seconds, "metavar": "S"}
 _SWITCH = {"action": "store_true"}
-_EITHER = {"action": argparse.BooleanOptionalAction}
 _NAME = {"metavar": "NAME"}
 
 
 def _option(group: str, default: Any, text: str, shown: str | None = None, **details: Any) -> Any:
     """A field of Options; `details` are what argparse's add_argument takes.
 
-    `shown` is the default as the help names it; "": it names none.
+    `shown` is the default as the help names it; "": it names none. Where `details` do not say how
+    the option is read, the default's type does: False makes a switch.
     """
+    if default is False:
+        details["action"] = "store_true"
+    elif type(default) in (int, float):
+        details = {"type": type(default)} | details
     metadata = {"group": group, "text": text, "shown": shown, "details": details}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -131,13 +134,10 @@ class Options:
         f"{MOST_K}; {Request.num_speculative_tokens} with --fixed-k or --engine",
         type=between(1, MAX_SPECULATIVE_TOKENS), metavar="K",
     )  # fmt: skip
-    fixed_k: bool = _option(
-        DRAFTING, False, "always guess K tokens, whether it pays or not", **_SWITCH
-    )
+    fixed_k: bool = _option(DRAFTING, False, "always guess K tokens, whether it pays or not")
     strict: bool = _option(
-        DRAFTING, False, "an error in a drafter fails its request, for those who write one",
-        **_SWITCH,
-    )  # fmt: skip
+        DRAFTING, False, "an error in a drafter fails its request, for those who write one"
+    )
     prompt_lookup_max: int = _option(
         DRAFTING, 4, "the longest run of tokens that ngram looks up", **_COUNTED
     )
@@ -152,33 +152,30 @@ class Options:
         DRAFTING, 10.0, "seconds that a call to a drafter from a file may take", **_SECONDS
     )
     raw: bool = _option(
-        MORE, False, "do not put prompts into the model's chat template; for the page, too",
-        **_SWITCH,
-    )  # fmt: skip
+        MORE, False, "do not put prompts into the model's chat template; for the page, too"
+    )
     max_tokens: int | None = _option(
         CHANGE, None, "tokens to write",
         f"{Request.max_tokens}; in a chat, until the context is full", **_COUNTED,
     )  # fmt: skip
     temperature: float = _option(
         CHANGE, Sampling.temperature, "0 takes the likeliest token, more draws more freely",
-        type=float, metavar="T",
+        metavar="T",
     )  # fmt: skip
     top_k: int = _option(
-        SAMPLING, Sampling.top_k, "draw among the K likeliest tokens; 0 is off",
-        type=int, metavar="K",
-    )  # fmt: skip
+        SAMPLING, Sampling.top_k, "draw among the K likeliest tokens; 0 is off", metavar="K"
+    )
     top_p: float = _option(
         SAMPLING, Sampling.top_p,
-        "draw among the fewest tokens whose probabilities sum to P; 1 is off",
-        type=float, metavar="P",
+        "draw among the fewest tokens whose probabilities sum to P; 1 is off", metavar="P",
     )  # fmt: skip
     min_p: float = _option(
         SAMPLING, Sampling.min_p, "leave out what is less likely than P times the likeliest",
-        type=float, metavar="P",
+        metavar="P",
     )  # fmt: skip
     repetition_penalty: float = _option(
         SAMPLING, Sampling.repetition_penalty,
-        "lower logits of tokens that occurred by this factor; 1 is off", type=float, metavar="X",
+        "lower logits of tokens that occurred by this factor; 1 is off", metavar="X",
     )  # fmt: skip
     verification: str = _option(
         SAMPLING, Sampling.verification,
@@ -230,21 +227,19 @@ class Options:
         CALLERS, None, "the site whose pages may call, as https://example.org; * is any",
         "", metavar="ORIGIN",
     )  # fmt: skip
-    log_prompts: bool = _option(CALLERS, False, "write prompts and outputs to the log", **_SWITCH)
-    trust_remote_code: bool = _option(
-        MODELS, False, "run code that comes with the model", **_SWITCH
-    )
+    log_prompts: bool = _option(CALLERS, False, "write prompts and outputs to the log")
+    trust_remote_code: bool = _option(MODELS, False, "run code that comes with the model")
     allow_pickle: bool = _option(
-        MODELS, False, "load weights that are not safetensors; such files can run code", **_SWITCH
+        MODELS, False, "load weights that are not safetensors; such files can run code"
     )
     mmap: bool = _option(
         MODELS, False,
         "map the files of the weights in place of reading them: this saves memory, and nobody may "
-        "change the files while the server runs", **_SWITCH,
+        "change the files while the server runs",
     )  # fmt: skip
     kernels: bool = _option(
         SPEED, True, "compute in C, with equal bits; without, transformers' own modules run", "",
-        **_EITHER,
+        action=argparse.BooleanOptionalAction,
     )  # fmt: skip
     dtype: str = _option(
         SPEED, "auto",
@@ -315,12 +310,6 @@ class Options:
         return bool(tokenizer.chat_template) and not self.raw
 
     @property
-    def card(self) -> dict[str, Any] | None:
-        """Where a model of the catalogue comes from."""
-        entry = entry_of(self.title)
-        return entry and entry.card
-
-    @property
     def mtp_folder(self) -> str | None:
         """The MTP head: what was named, or what goes with a model of the catalogue."""
         return self._known("mtp") if self.mtp is None else self.mtp
@@ -350,22 +339,16 @@ class Options:
     @property
     def for_drafters(self) -> dict[str, Any]:
         """What a drafter's context has of this, by its names there."""
-        return {
+        models = ("draft_model", "mtp", "eagle3", "dflash")
+        same = ("prompt_lookup_max", "prompt_lookup_min", "quantize", "mmap", "prefix_cache_mb")
+        return {name: getattr(self, name) for name in (*same, "allow_pickle")} | {
             "num_rows": self.max_running,
-            "prompt_lookup_max": self.prompt_lookup_max,
-            "prompt_lookup_min": self.prompt_lookup_min,
             "fast": self.kernels,
-            "quantize": self.quantize,
             "timeout_s": self.drafter_timeout,
-            "mmap": self.mmap,
-            "prefix_cache_mb": self.prefix_cache_mb,
-            "named": tuple(
-                name for name in ("draft_model", "mtp", "eagle3", "dflash") if getattr(self, name)
-            ),
+            "named": tuple(name for name in models if getattr(self, name)),
             "mtp": self.mtp_folder,
             "eagle3": self.eagle3_folder,
             "dflash": self.dflash_folder,
-            "allow_pickle": self.allow_pickle,
             "suffix_cache": self.num_remembered,
         }
 
@@ -390,20 +373,8 @@ class _HelpAll(argparse.Action):
     """Print the help with every option, and exit."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        """Argparse has met the flag."""
         _parser(is_complete=True).print_help()
         parser.exit()
-
-
-class _Gone(argparse.Action):
-    """Refuse a switch that there once was."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
-        """Argparse has met the flag, the last thing given."""
-        parser.error(
-            f"{given[-1]} means nothing any more: what can be computed in C is, with equal bits "
-            "(--no-kernels runs transformers' own modules)"
-        )
 
 
 def _parser(is_complete: bool) -> Parser:
@@ -438,14 +409,10 @@ def _parser(is_complete: bool) -> Parser:
     until = "with --prompt: end before this text; may be repeated"
     add(MORE, "--stop", until, action="append", metavar="TEXT")
     add(CALLERS, "--api-key-file", "read the API key from FILE", metavar="FILE")
-    for name in ("bitwise", "fastpath", "compile"):
-        gone = {"action": _Gone, "nargs": 0, "help": argparse.SUPPRESS}
-        parser.add_argument(f"--{name}", f"--no-{name}", **gone)
     helps = parser.add_argument_group("Help")
     helps.add_argument("-h", "--help", action="help", help="show this page and exit")
-    helps.add_argument(
-        "--help-all", nargs=0, action=_HelpAll, help="show all options, by group, and exit"
-    )
+    every = "show all options, by group, and exit"
+    helps.add_argument("--help-all", nargs=0, action=_HelpAll, help=every)
     return parser
 
 

@@ -42,76 +42,50 @@ def parse_json(data: bytes) -> dict[str, Any]:
     return body
 
 
-def _number(
-    low: float, high: float, kind: type = int | float, name: str = "a number"
-) -> Callable[[Any], str | None]:
-    def check(value: Any) -> str | None:
-        valid = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
-        return None if valid else f"must be {name} from {low} to {high}"
-
-    return check
-
-
-_integer = partial(_number, kind=int, name="an integer")
-
-
-def _one_of(*choices: str) -> Callable[[Any], str | None]:
-    return lambda value: None if value in choices else f"must be {' or '.join(choices)}"
-
-
-def _flag(value: Any) -> str | None:
-    return None if isinstance(value, bool) else "must be true or false"
-
-
-def _is_stop(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= MAX_STOP_CHARACTERS and is_text(value)
-
-
-def _stops(value: Any) -> str | None:
-    stops = [value] if isinstance(value, str) else value
-    if isinstance(stops, list) and len(stops) <= 8 and all(map(_is_stop, stops)):
-        return None
-    return (
-        f"must be a non-empty string of at most {MAX_STOP_CHARACTERS} characters, or a list of "
-        "at most 8 of them"
-    )
-
-
-def _logprobs(value: Any) -> str | None:
-    valid = isinstance(value, bool) or (isinstance(value, int) and 0 <= value <= 20)
-    return None if valid else "must be true, false or an integer from 0 to 20"
-
-
 MAX_STOP_CHARACTERS = 1000
 MAX_TOKENS_LIMIT = 1_000_000
 _MAX_NAMED = 16  # unknown fields that a warning names
 MAX_SPECULATIVE_TOKENS = 16
+Check = tuple[Callable[[Any], bool], str]  # whether a value is valid, and what it must be
 
-# field -> what is wrong with a value, or None
-_CHECKS: dict[str, Callable[[Any], str | None]] = {
+
+def _number(low: float, high: float, kind: type = int | float, name: str = "a number") -> Check:
+    def is_valid(value: Any) -> bool:
+        return isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
+
+    return is_valid, f"{name} from {low} to {high}"
+
+
+def _are_stops(value: Any) -> bool:
+    stops = [value] if isinstance(value, str) else value
+    return (isinstance(stops, list) and len(stops) <= 8) and all(
+        is_text(stop) and len(stop) <= MAX_STOP_CHARACTERS for stop in stops
+    )
+
+
+_integer = partial(_number, kind=int, name="an integer")
+_FLAGS = ("fixed_k", "speculative", "stream", "trace", "compare", "chat")
+_STOP = f"a non-empty string of at most {MAX_STOP_CHARACTERS} characters"
+_CHECKS: dict[str, Check] = {
     "max_tokens": _integer(1, MAX_TOKENS_LIMIT),
     "num_speculative_tokens": _integer(0, MAX_SPECULATIVE_TOKENS),
-    "fixed_k": _flag,
-    "speculative": _flag,
-    "stream": _flag,
-    "trace": _flag,
-    "compare": _flag,
-    "chat": _flag,
-    "stop": _stops,
+    **dict.fromkeys(_FLAGS, (lambda value: isinstance(value, bool), "true or false")),
+    "stop": (_are_stops, f"{_STOP}, or a list of at most 8 of them"),
     "temperature": _number(0, 100),
     "top_k": _integer(-1, 1 << 31),
     "top_p": _number(1e-9, 1),
     "min_p": _number(0, 1),
     "repetition_penalty": _number(1e-9, 100),
     "seed": _integer(-(1 << 63), (1 << 64) - 1),
-    "verification": _one_of("coupled", "rejection"),
-    "logprobs": _logprobs,
+    "verification": (lambda value: value in ("coupled", "rejection"), "coupled or rejection"),
+    "logprobs": (
+        lambda value: isinstance(value, bool) or _integer(0, 20)[0](value),
+        "true, false or an integer from 0 to 20",
+    ),
 }
 _KNOWN = dict.fromkeys([*_CHECKS, "prompt", "drafter", "model", "stream_options"])
 _REAL_NUMBERS = ("repetition_penalty", "temperature", "top_p", "min_p")
-SAMPLING_FIELDS = (
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "verification", "seed",
-)  # fmt: skip
+SAMPLING_FIELDS = (*(field.name for field in fields(Sampling)), "seed")
 
 
 def check_fields(body: dict[str, Any]) -> dict[str, Any]:
@@ -120,10 +94,9 @@ def check_fields(body: dict[str, Any]) -> dict[str, Any]:
     Raises RequestError, naming the first that is not.
     """
     given = {name: body[name] for name in _KNOWN if body.get(name) is not None}
-    for name, check in _CHECKS.items():
-        problem = check(given[name]) if name in given else None
-        if problem:
-            raise RequestError(f"{name} {problem}", param=name)
+    for name, (is_valid, what) in _CHECKS.items():
+        if name in given and not is_valid(given[name]):
+            raise RequestError(f"{name} must be {what}", param=name)
     return given
 
 

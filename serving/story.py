@@ -13,7 +13,6 @@ To renew the one that is shown while a model loads, from the repository's root:
 """
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -92,41 +91,39 @@ def _record(
     text, read = (_CHAT_PROMPT, chat_ids) if is_chat else (_PROMPT, prompt_ids)
     prompt = read(text, target.tokenizer, target.max_length)
 
-    def run(drafter: str | None, num_cycles: int, is_traced: bool = False) -> Iterator[Any]:
-        """Each cycle, with its event where it is to be shown."""
-        request = Request(prompt, _MAX_TOKENS, drafter, _K, trace=is_traced, is_alone=True)
-        end = time.perf_counter() + (_LONGEST_S if is_traced else _LONGEST_S / len(names))
+    def run(drafter: str | None, num_cycles: int, limit_s: float, **more: Any) -> Iterator[Any]:
+        """Each cycle with its sequence, until the drafter has taken so long."""
+        spent_s = 0.0
+        request = Request(prompt, _MAX_TOKENS, drafter, _K, is_alone=True, **more)
         for s, cycle in engine.generate(request):
             if is_wanted():
                 raise Interrupted
-            yield _event(s, cycle) if is_traced else None, cycle
-            if cycle.number >= num_cycles or (cycle.number > 1 and time.perf_counter() > end):
+            yield s, cycle
+            spent_s += cycle.times[-1] - cycle.times[0]
+            if cycle.number >= num_cycles or (cycle.number > 1 and spent_s > limit_s):
                 return
 
-    tried = {name: list(run(name, _NUM_CYCLES)) for name in names}
-    able = [name for name in names if any(cycle.proposals for _, cycle in tried[name])]
+    # In turn, so that a busy machine slows all. A cache of few rows holds one after the other.
+    sides = [run(name, _NUM_CYCLES, _LONGEST_S / len(names)) for name in [None, *names]]
+    rounds = zip_longest(*sides if target.cache.num_rows >= len(sides) else map(list, sides))
+    plain, *tried = ([pair[1] for pair in side if pair] for side in zip(*rounds, strict=True))
+    plain_ms = median(cycle.spans_ms[1] for cycle in plain[1:])
+    costs = {name: _costs(run, drafters[name]) for name, run in zip(names, tried, strict=True)}
+    gains = {
+        name: _gain(run, costs[name], plain_ms) for name, run in zip(names, tried, strict=True)
+    }
+    able = [name for name in names if costs[name]["step_ms"] is not None]
     if not able:
         raise ValueError("nobody proposed anything")
-    plain = list(run(None, _NUM_CYCLES))
-    plain_ms = median(cycle.spans_ms[1] for _, cycle in plain[1:])
-    costs = {name: _costs(tried[name], drafters[name]) for name in names}
-    gains = {name: _gain(tried[name], costs[name], plain_ms) for name in names}
     teller = next((name for name in able if gains[name] >= _PAYS), max(able, key=gains.get))
-    # In turn, so that a busy machine slows both. A cache of one row holds one after the other.
-    sides = [run(teller, _MAX_TOKENS, True), run(None, _NUM_CYCLES)]
-    pairs = zip_longest(*sides if target.cache.num_rows > 1 else map(list, sides))
-    told, plain = zip(*pairs, strict=True)
-    told, plain = ([pair for pair in side if pair] for side in (told, plain))
-    plain_ms = median(cycle.spans_ms[1] for _, cycle in plain[1:])
-    costs[teller] = _costs(told, drafters[teller])
-    gains[teller] = _gain(told, costs[teller], plain_ms)
+    told = run(teller, _MAX_TOKENS, _LONGEST_S, trace=True)
     return {
         "stored": False,
         "model": model_id(target.name),
         "drafter": teller,
         "prompt": text,
         "chat": is_chat,
-        "cycles": [event for event, _ in told],
+        "cycles": [_event(*pair) for pair in told],
         "plain_ms": plain_ms,
         "gains": gains,
         "costs": costs,
@@ -136,7 +133,7 @@ def _record(
 
 def _gain(cycles: list[Any], costs: dict[str, Any], plain_ms: float) -> float:
     """Their speed in plain decoding's, by medians, as the first draft reads the prompt."""
-    later = [cycle for _, cycle in cycles[1:]]
+    later = cycles[1:]
     drafted = [cycle for cycle in later if cycle.proposals]
     spent_ms = (len(later) - len(drafted)) * plain_ms
     for cycle in drafted:
@@ -157,7 +154,7 @@ def _event(s: Any, cycle: Any) -> dict[str, Any]:
 
 def _costs(cycles: list[Any], drafter: Any) -> dict[str, Any]:
     """What drafting takes: ms per drafted token, ms of the passes over K + 1, and its weights."""
-    drafted = [cycle for _, cycle in cycles if cycle.proposals]  # so without the prefill
+    drafted = [cycle for cycle in cycles if cycle.proposals]  # so without the prefill
     steps = [cycle.spans_ms[0] / len(cycle.proposals) for cycle in drafted]
     whole = [cycle for cycle in drafted if len(cycle.proposals) == _K] or drafted
     return {

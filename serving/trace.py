@@ -1,4 +1,7 @@
-"""A cycle as an event: what a request asked to know about it, in values that JSON has."""
+"""A cycle as an event: what a request asked to know about it, in values that JSON has.
+
+docs/api.md says what each field means.
+"""
 
 from itertools import chain
 from math import inf
@@ -8,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from messages import Cycle, Draft, Judgement
+from messages import Cycle, Judgement
 from sampling import log_probabilities
 
 _PROMPT_SHOWN, _TAIL_SHOWN = 2000, 16  # tokens of a prompt that a trace repeats
@@ -39,36 +42,20 @@ def event(s: Any, cycle: Cycle) -> dict[str, Any]:
 def summary(cycle: Cycle) -> dict[str, Any]:
     """What a cycle did, without texts and numbers of a model.
 
-    {proposals, tree, accepted_count, emitted_count, rejected, cached, recurrent}: proposals is the
-    draft as it was made, the others are what stays of it after a cut. Of a draft that branched,
-    proposals is the text's own chain, and tree has all tokens as {id, parent}; else it is None.
-    cached is how many tokens the KV cache held after the verify and after the truncation. recurrent
-    is None but for a target with layers that keep states, which go back as far: {layers, from, to,
-    stepped}; the last is how many tokens they step through again, from the state before the verify.
+    proposals is the draft as it was made, the others are what stays of it after a cut.
     """
+    tree = cycle.tree.parents and zip(cycle.tree.tokens, cycle.tree.parents, strict=True)
+    way = {"from": cycle.held, "to": cycle.cached, "stepped": cycle.num_stepped}
+    num_layers = len(cycle.recurrent)
     return {
         "proposals": cycle.proposals,
-        "tree": cycle.tree.parents and tree_as_dicts(cycle.tree),
+        "tree": tree and [{"id": token, "parent": parent} for token, parent in tree],
         "accepted_count": cycle.num_accepted,
         "emitted_count": cycle.num_kept,
         "rejected": cycle.rejected and judgement_as_dict(cycle.rejected),
         "cached": [cycle.held, cycle.cached],
-        "recurrent": _states(cycle),
+        "recurrent": {"layers": num_layers} | way if num_layers else None,
     }
-
-
-def _states(cycle: Cycle) -> dict[str, int] | None:
-    """How far the states of recurrent layers go back, in tokens of the text."""
-    if not cycle.recurrent:
-        return None
-    way = {"from": cycle.held, "to": cycle.cached, "stepped": cycle.num_stepped}
-    return {"layers": len(cycle.recurrent)} | way
-
-
-def tree_as_dicts(draft: Draft) -> list[dict[str, int]]:
-    """Each token, and the place of the one that it follows; -1 is the pending token."""
-    pairs = zip(draft.tokens, draft.parents, strict=True)
-    return [{"id": token, "parent": parent} for token, parent in pairs]
 
 
 def judgement_as_dict(judgement: Judgement) -> dict[str, Any]:
@@ -79,13 +66,9 @@ def judgement_as_dict(judgement: Judgement) -> dict[str, Any]:
 
 
 def _details(s: Any, cycle: Cycle, event: dict[str, Any]) -> dict[str, Any]:
-    """What a trace adds.
+    """What a trace adds; a part of a character has the text "�".
 
-    `target_argmax` [n + 1], `target_top` (the tokens that led where each new one was chosen),
-    `distributions` there, `texts` of all ids in the event (a part of a character as "�"), the
-    controller's reason, who has drafted, and the times of the cycle. The prefill's has the end of
-    the prompt: as the text that the target read (with what a chat template wrote), and its last
-    tokens' texts.
+    The prefill's has the end of the prompt as the target read it, with what a chat template wrote.
     """
     asked: dict[str, Any] = {}
     if s.seat.decision:
@@ -128,11 +111,9 @@ def _leaders(s: Any, event: dict[str, Any], scores: Tensor) -> list[list[dict[st
         rejected = [event["rejected"]] if event["rejected"] else []  # judged where the last was
         for row, token in [*enumerate(event["tokens"]), *((len(scores) - 1, r) for r in rejected)]:
             token |= entry(row, token["id"])
-    top, result = totals.topk(min(5, scores.shape[-1])), []
-    for row, (ids, values) in enumerate(
-        zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    ):
-        able = [i for i, value in zip(ids, values, strict=True) if value > -inf]
+    result = []
+    for row, place in enumerate(totals):
+        able = [i for i in _likeliest(place, 5) if place[i] > -inf]
         if sampling.is_coupled:  # of equal ones the chosen one comes first
             able.sort(key=lambda i: i != event["tokens"][row]["id"])
         result.append([entry(row, i) for i in able])
@@ -172,8 +153,8 @@ def _distributions(s: Any, cycle: Cycle) -> list[list[dict[str, Any]]]:
     return result
 
 
-def _likeliest(probabilities: Tensor, count: int) -> list[int]:
-    return probabilities.topk(min(count, len(probabilities))).indices.tolist()
+def _likeliest(weights: Tensor, count: int) -> list[int]:
+    return weights.topk(min(count, len(weights))).indices.tolist()
 
 
 def _short(value: Any) -> float:

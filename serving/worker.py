@@ -15,6 +15,7 @@ covered: ending a forward that hangs.
 """
 
 import logging
+import queue
 import threading
 import time
 from collections import deque
@@ -33,6 +34,17 @@ PROGRESS = logging.getLogger("serving.progress")
 POLL_S = 0.1
 _REST_S = 0.01  # between two looks at the news: nobody reads faster, and a look costs a pass time
 _FAILURES_TO_TELL = 3  # requests in a row: one of them may be to blame itself
+
+
+def wait_for(told: "queue.SimpleQueue[Any]") -> Any:
+    """Wait in the main thread until something is told.
+
+    A signal that comes just before the thread sleeps does not wake it, and its handler is called
+    when the thread is awake again. So the thread wakes every second.
+    """
+    while True:
+        with suppress(queue.Empty):
+            return told.get(timeout=1)
 
 
 def unavailable(why: str) -> RequestError:
@@ -186,7 +198,6 @@ class Places:
 
     @property
     def uptime_s(self) -> float:
-        """Seconds since it was made."""
         return time.monotonic() - self._began
 
     @property
@@ -205,8 +216,7 @@ class Places:
 
     def _refuse_if_full(self) -> None:
         """Raises RequestError 429. To be called with the lock held."""
-        waiting = sum(job.takes_place for job in self._waiting)
-        free = max(0, self.options.max_running - len(self._running))
+        waiting, free = self.num_waiting, max(0, self.options.max_running - len(self._running))
         if waiting >= self.options.max_queued + free:
             raise RequestError(f"{waiting} requests wait already", status=429, code="queue_full")
 
@@ -231,14 +241,11 @@ class Worker(Places):
         self.app: Any = None
         self._engine, self._load, self._died = engine, load, False
         self._busy_since: float | None = None
-        self._prepared = threading.Event()
-        self._refusal: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        loaded: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, args=[loaded], name="engine", daemon=True)
         self._thread.start()
-        while not self._prepared.wait(1):
-            pass  # here the handler of a signal runs that came just before this thread slept
-        if self._refusal:
-            raise self._refusal
+        if refusal := wait_for(loaded):
+            raise refusal
 
     @property
     def status(self) -> str:
@@ -250,8 +257,7 @@ class Worker(Places):
             return "dead"
         if self.draining:
             return "draining"
-        is_stuck = since is not None and time.monotonic() - since > self.options.stall_limit
-        if is_stuck:
+        if since is not None and time.monotonic() - since > self.options.stall_limit:
             return "stuck"
         return "failing" if self.is_failing else "ok"
 
@@ -303,23 +309,22 @@ class Worker(Places):
             self._story = story.record(self._engine, self.options, self._is_wanted)
             self._story_is_over.set()
 
-    def _run(self) -> None:
+    def _run(self, loaded: "queue.SimpleQueue[BaseException | None]") -> None:
         try:
             if self._load:
                 self._engine, self.app = self._load(self)
             else:
                 self._story_is_over.set()
         except BaseException as error:
-            self._refusal = error
-            return
-        finally:
-            self._prepared.set()
+            return loaded.put(error)
+        loaded.put(None)
         try:
             while (joining := self._admit()) is not None:
                 self._busy_since = time.monotonic()
                 for job in joining:
                     self._open(job)
-                self._drop_cancelled()
+                for job in [job for job in self._running if job.cancelled]:
+                    self._leave(job)
                 if self._running:
                     self._step()
                 self._busy_since = None
@@ -369,9 +374,7 @@ class Worker(Places):
                 if job.cancelled:
                     self._waiting.remove(job)
                     job.end()
-                elif len(self._running) < self.options.max_running and (
-                    job.after is None or job.after.ended
-                ):
+                elif len(self._running) < self.options.max_running and job.takes_place:
                     self._waiting.remove(job)
                     self._running.append(job)
                     joining.append(job)
@@ -391,10 +394,6 @@ class Worker(Places):
             job.first_token = time.monotonic()
             if job.after is None:  # waiting for another would count that one's time
                 self.first_token_s.observe(job.first_token - job.submitted)
-
-    def _drop_cancelled(self) -> None:
-        for job in [job for job in self._running if job.cancelled]:
-            self._leave(job)
 
     def _leave(self, job: Job, error: Exception | None = None) -> None:
         """Give the job's row and drafter state back; its end goes out last."""

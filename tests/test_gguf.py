@@ -620,9 +620,9 @@ def test_a_pip_that_says_much_or_nothing_is_quoted_in_one_sentence():
 def test_a_folder_of_that_name_is_meant_if_it_is_a_model(tiny_entry, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
-    assert core.Options(model="tiny").card["licence"] == "MIT"  # some folder
+    assert catalogue.entry_of("tiny").card["licence"] == "MIT"  # some folder
     (tmp_path / "tiny" / "config.json").write_text("{}")
-    assert core.Options(model="tiny").card is None and catalogue.place_of("tiny") == "tiny"
+    assert catalogue.entry_of("tiny") is None and catalogue.place_of("tiny") == "tiny"
 
 
 def test_two_at_once_fetch_it_once(tiny_entry, monkeypatch):
