@@ -58,8 +58,7 @@ from models.gpt_neo import follow_masks
 from models.prompts import check_prompt
 from models.reference import Reference, check, refusal
 from sampling import ACCEPT, DRAW, RECOVER, TextStream, choose, draw, penalise, truncated_softmax
-from serving import answers, faults, http
-from serving.openai import read_chat, register_routes
+from serving import answers, faults, http, openai
 from serving.options import Options, parse_arguments
 from serving.parsing import parse_request
 from serving.worker import Worker, warm_up
@@ -660,8 +659,8 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
     def get_health() -> tuple[dict[str, Any], int]:
         return http.with_status(answers.health(engine, worker, options))
 
-    read = partial(read_chat, engine.target, options.max_tokens)
-    register_routes(app, engine.target, begin, whole, read)
+    read = partial(openai.read_chat, engine.target, options.max_tokens)
+    openai.register_routes(app, engine.target, begin, whole, read)
     return app
 
 

@@ -127,7 +127,9 @@ def stream(
             yield opening
         for number, job in enumerate(jobs):
             for events in job:
-                yield "".join(shown(event, number) for event in events) or PING
+                text = "".join(shown(event, number) for event in events)
+                if text or not events:
+                    yield text or PING
         if not any(job.cancelled for job in jobs):
             yield from last()
     except RequestError as error:

@@ -260,6 +260,7 @@ MISTAKES = {  # what is said -> after which command lines
     "invalid integer value": ["--port zero"],
     "say what to do: --demo (start here)": [""],
     "unrecognized arguments: --bogus": ["--demo --bogus"],
+    "--no-bitwise means nothing any more": ["--demo --no-bitwise"],
     "--json goes with --demo": ["--prompt x --json"],
     "must be from 1 to 16": [f"--prompt x --num-speculative-tokens {k}" for k in (0, 99)],
     "model folder no/such/folder not found": ["--prompt x --model no/such/folder"],
