@@ -407,15 +407,16 @@ class Worker(Places):
 
 
 def warm_up(engine: Any) -> None:
-    """Let the target and each drafter run once before a measurement counts; then forget it.
+    """Let the target and each model that drafts run once, before a measurement counts.
 
-    First calls are slow: buffers are allocated. Each drafter is asked for a whole draft, so the
-    target runs at 1 and at K + 1 rows. A fault here is one at run time, too, and is told there.
+    First calls are slow: buffers are allocated. Each is asked for a whole draft, so the target runs
+    at K + 1 rows. What happened is forgotten. A fault here is one at run time, too, and told there.
     """
-    PROGRESS.info("running the target and each drafter once")
+    PROGRESS.info("running the models once")
     prompt = [i % engine.target.vocab_size for i in (1, 2, 3, 1, 2, 3)]
+    models = [name for name, own in engine.panel.drafters.items() if not hasattr(own, "guess")]
     with story.uncounted(engine) as twin:
-        for name in [None, *engine.panel.drafters]:
+        for name in models or [None]:
             with suppress(Exception):
                 for _, cycle in twin.generate(Request(prompt, 16, name, is_alone=True)):
                     if cycle.number:
