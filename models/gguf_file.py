@@ -32,6 +32,8 @@ from typing import Any
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from . import StartError
+
 _MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
 _HEADS = (16 << 20, 32 << 20)  # bytes; what is read of a file, and what if its header is longer
 _MOST_KEYS, _MOST_TENSORS, _MOST_DIMENSIONS = 1 << 16, 1 << 17, 4
@@ -45,17 +47,13 @@ PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _length = struct.Struct("<Q").unpack_from
 
 
-class BadFile(ValueError):
+class BadFile(StartError):
     """A GGUF file cannot be read; one line that says why."""
 
 
 def is_gguf(name: str) -> bool:
     """Whether --model names a GGUF file."""
     return name.lower().endswith(".gguf")
-
-
-class _Short(Exception):
-    """The header goes on behind what has been read of the file."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +214,7 @@ def _read_header(
         head = _Head(given, size, path)
         try:
             return *head.read(part), hashlib.sha256(given).hexdigest()
-        except (_Short, struct.error, OverflowError) as error:
+        except (EOFError, struct.error, OverflowError) as error:
             if size <= most:
                 raise head.bad("its header goes on behind its end") from error
         except UnicodeDecodeError as error:
@@ -234,7 +232,7 @@ class _Head:
         return BadFile(f"{self._path} is damaged or cut off: {what} (fetch it again)")
 
     def read(self, part: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Metadata and tensor table. Raises BadFile, _Short or what struct says at the end."""
+        """Metadata and tensor table. Raises BadFile, EOFError or what struct says at the end."""
         if self._bytes[:4] != _MAGIC:
             raise BadFile(f"{self._path} is not a GGUF file (those begin with GGUF)")
         self._at = 4
@@ -280,13 +278,13 @@ class _Head:
     def _take(self, count: int) -> int:
         """Go on by `count` bytes; where they begin. Raises BadFile if the file does not have them.
 
-        Raises _Short if they have not been read.
+        Raises EOFError if they have not been read.
         """
         begin, self._at = self._at, self._at + count
         if self._at > self._size:
             raise self.bad("a length in its header goes beyond its end")
         if self._at > len(self._bytes):
-            raise _Short
+            raise EOFError
         return begin
 
     def _text(self) -> bytearray:
@@ -305,7 +303,7 @@ class _Head:
         if 8 * count > self._size - self._at:  # each text has a length
             raise self.bad(f"it claims an array of {count} texts")
         if 8 * count > len(self._bytes) - self._at:
-            raise _Short
+            raise EOFError
         starts, head, begin = array("q", bytes(8 * (count + 1))), self._bytes, self._at
         at = begin
         for i in range(count):  # 0.1 µs each

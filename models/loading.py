@@ -19,9 +19,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cach
 from kernels.files import own_weights, why_not_loaded
 from messages import in_short
 
-from . import gguf_packed, mimo
-from .catalogue import NotFetched, entry_of, likely, place_of
-from .gguf_file import BadFile, is_gguf
+from . import StartError, gguf_packed, mimo
+from .catalogue import entry_of, likely, place_of
+from .gguf_file import is_gguf
 from .gguf_model import config_of, load_model, open_model
 from .gguf_tokenizer import tokenizer_of
 from .rope import contexts, fix_rotations
@@ -32,10 +32,6 @@ PROGRESS = logging.getLogger("serving.progress")
 
 LONGEST_DEFAULT = 8192  # a cache for 128k tokens is for those who ask for it
 _WORDS_KEPT = 1000  # by a tokenizer, which then knows their tokens; 8 KiB each where they are long
-
-
-class StartError(ValueError):
-    """What the command line asks for cannot be had; one line that says what to do."""
 
 
 class ModelOptions(Protocol):
@@ -71,8 +67,6 @@ def _told(name: str, part: str, options: ModelOptions) -> Iterator[None]:
         yield
     except StartError:
         raise
-    except BadFile as error:
-        raise StartError(str(error)) from error
     except Exception as error:  # a broken folder raises any of a dozen kinds
         kind = "" if Path(name).exists() else f" (no such folder; tried as a hub id{likely(name)})"
         raise StartError(f"cannot load {name}{kind}: {part}{_reason(error, options)}") from error
@@ -98,10 +92,7 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
     """
     given = name
     mimo.register()
-    try:
-        name = place_of(name)
-    except (NotFetched, BadFile) as error:
-        raise StartError(str(error)) from error
+    name = place_of(name)
     PROGRESS.info("reading the weights of %s", Path(name).name)
     device = options.device
     if device == "auto":

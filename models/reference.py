@@ -29,8 +29,9 @@ from torch import Tensor, nn
 
 from messages import in_short
 
+from . import StartError
 from .catalogue import ROOT, cache_folder
-from .loading import PROGRESS, StartError
+from .loading import PROGRESS
 
 _LENGTHS = 320, 48  # tokens of the two texts, where the context holds as many
 _LENGTHS_PACKED = 24, 8  # of weights in blocks: large models, whose modules are slow
