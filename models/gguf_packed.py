@@ -23,7 +23,15 @@ from kernels.experts import hold, matrices_of
 from kernels.weights import LANES, PanelEmbedding, PanelLinear, Panels, become
 
 from .gguf_file import GgufFile, Tensor
-from .gguf_model import all_at_once, assigned, empty_model, names_in, open_model, unpacked
+from .gguf_model import (
+    all_at_once,
+    assigned,
+    config_of,
+    empty_model,
+    names_in,
+    open_model,
+    unpacked,
+)
 
 LOG = logging.getLogger("serving.loading")
 
@@ -62,22 +70,16 @@ def load_packed(file: GgufFile, config: PreTrainedConfig) -> tuple[Any, dict[str
         else _Plan(tensor, names, processor, modules)
         for name, tensor in file.tensors.items()
     }
-    # A matrix's place is held by one zero, which looks as large: memory is for what is there.
-    weights = {
-        plan.target: torch.zeros(1).expand(plan.shape) for plan in plans.values() if plan.target
-    }
+    shapes = {plan.target: plan.shape for plan in plans.values() if plan.target}
     wanted = {name: weight.shape for name, weight in empty.state_dict().items()}
-    tied = empty.all_tied_weights_keys
-    if missing := {name for name in wanted if name not in weights and name not in tied}:
+    missing = wanted.keys() - shapes.keys() - empty.all_tied_weights_keys.keys()
+    sizes = {(n, shapes[n], wanted[n]) for n in wanted if shapes.get(n, wanted[n]) != wanted[n]}
+    if missing or sizes:
         unread = {plan.tensor.name for plan in plans.values() if plan.target not in wanted}
-        return empty, {"missing_keys": missing, "unexpected_keys": unread}
-    sizes = {
-        (name, given.shape, wanted[name])
-        for name, given in weights.items()
-        if name in wanted and given.shape != wanted[name]
-    }
-    if sizes:
-        return empty, {"missing_keys": set(), "mismatched_keys": sizes}
+        report = {"missing_keys": missing, "mismatched_keys": sizes, "unexpected_keys": unread}
+        return empty, report
+    # A matrix's place is held by one zero, which looks as large: memory is for what is there.
+    weights = {name: torch.zeros(1).expand(shape) for name, shape in shapes.items()}
     if others := sorted({p.tensor.type.name for p in plans.values() if p.owner and not p.form}):
         LOG.info("%s: weights of type %s are unpacked to bfloat16", file.name, ", ".join(others))
     packed: dict[str, Panels] = {}
@@ -110,16 +112,9 @@ def pack_copy(path: str, model: Any) -> None:
     BadFile.
     """
     with open_model(path) as file:
-        processor, names = names_in(file, model)
-        modules, packed = dict(model.named_modules()), dict[str, Panels]()
-
-        def read(tensor: Tensor) -> None:
-            plan = _Plan(tensor, names, processor, modules)
-            if plan.owner:
-                packed[plan.owner] = plan.panels(file)
-
-        all_at_once(read, file)
-    _put(model, packed)
+        packed, _ = load_packed(file, config_of(file))
+    parts = packed.named_modules()
+    _put(model, {name: part.panels for name, part in parts if hasattr(part, "panels")})
 
 
 class _Plan:
