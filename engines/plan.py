@@ -207,13 +207,7 @@ def sglang_line(options: Options) -> str:
         elif algorithm != "DFLASH":
             words += ["--speculative-num-steps", str(k), "--speculative-eagle-topk", "1"]
         words += ["--speculative-num-draft-tokens", str(k + 1)]
-    for flag, value in (
-        ("--context-length", options.max_model_len),
-        ("--dtype", None if options.dtype == "auto" else options.dtype),
-    ):
-        words += [] if value is None else [flag, str(value)]
-    words += ["--trust-remote-code"] if options.trust_remote_code else []
-    return shlex.join(words)
+    return shlex.join([*words, *child.loading_words(options, "--context-length")])
 
 
 def command_lines(offers: list[Offer], options: Options) -> dict[str, str]:

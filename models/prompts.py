@@ -1,5 +1,8 @@
 """From a text, ids or a conversation to a prompt's token ids, or an error that names the field.
 
+Where another engine tokenises there is no tokenizer here: texts and conversations are checked, and
+stay what they are.
+
 Long texts are read one at a time and with pauses, so that reading never holds up decoding. A chat
 template is code that comes with the model, and has a limit of time.
 """
@@ -105,7 +108,7 @@ def tokenize(text: str, tokenizer: Any, max_length: int, **options: Any) -> list
         return tokenizer(text, verbose=False, **options)["input_ids"]
 
 
-def prompt_ids(value: Any, tokenizer: Any, max_length: int) -> list[int]:
+def prompt_ids(value: Any, tokenizer: Any, max_length: int) -> Any:
     """The ids of a prompt that is continued as it stands: a text, or ids already.
 
     Raises RequestError for anything else, and for a text that cannot fit `max_length` tokens.
@@ -113,7 +116,7 @@ def prompt_ids(value: Any, tokenizer: Any, max_length: int) -> list[int]:
     if isinstance(value, str) and value:
         if not is_text(value):
             raise RequestError("prompt holds a lone surrogate, which is not text", param="prompt")
-        ids = tokenize(value, tokenizer, max_length)
+        ids = value if tokenizer is None else tokenize(value, tokenizer, max_length)
         if ids:
             return ids
     elif (
@@ -128,12 +131,12 @@ def prompt_ids(value: Any, tokenizer: Any, max_length: int) -> list[int]:
     )
 
 
-def chat_ids(value: Any, tokenizer: Any, max_length: int) -> list[int]:
+def chat_ids(value: Any, tokenizer: Any, max_length: int) -> Any:
     """The ids of a conversation by the tokenizer's chat template.
 
     `value` is a text, which is a user's first message, or a list of messages.
     """
-    if not tokenizer.chat_template:
+    if tokenizer is not None and not tokenizer.chat_template:
         raise RequestError("chat: this model has no chat template", param="chat")
     is_list = isinstance(value, list) and all(isinstance(turn, dict) for turn in value)
     if not value or not (is_list or isinstance(value, str)):
@@ -149,12 +152,14 @@ def chat_ids(value: Any, tokenizer: Any, max_length: int) -> list[int]:
         raise
 
 
-def chat_prompt(messages: Any, tokenizer: Any, max_length: int) -> list[int]:
+def chat_prompt(messages: Any, tokenizer: Any, max_length: int) -> Any:
     """The ids of a conversation, by the tokenizer's chat template.
 
     Raises RequestError for messages that are none, and where there is no template.
     """
     turns = read_turns(messages)
+    if tokenizer is None:
+        return turns
     if not tokenizer.chat_template:
         raise RequestError(
             "this model's tokenizer has no chat template: use /v1/completions", param="messages"
