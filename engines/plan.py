@@ -122,17 +122,12 @@ def count(
     return found
 
 
-def longest_of(options: Options) -> int:
-    """Tokens of the longest draft that is tried."""
-    return max(_LONGEST, options.num_speculative_tokens)
-
-
 def measure(
     engine: Any, names: list[str], prompts: dict[str, list[int]], options: Options
 ) -> list[Offer]:
     """Each drafter at its best K; what promises most stands first."""
     costs = Controller.of(engine.target, engine.panel.drafters).costs
-    longest = longest_of(options)
+    longest = max(_LONGEST, options.num_speculative_tokens)
     most = {name: min(longest, costs.at_once.get(name, longest)) for name in names}
     found = count(engine, most, prompts, options, "drafts of all drafters")
     chosen = {}

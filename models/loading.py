@@ -107,9 +107,9 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
     if dtype == "packed" and not is_gguf(name):
         raise StartError(f"--dtype packed is for GGUF files, and {given} is none")
     read = _read_file if is_gguf(name) else _read_folder
-    model, tokenizer, report = read(name, dtype, options)
-    check_weights(name, report)
     with _told(name, "", options):
+        model, tokenizer, report = read(name, dtype, options)
+        check_weights(name, report)
         model = model.to(device).eval()
         if not options.mmap:  # transformers' disable_mmap holds the weights twice for a while
             own_weights(model)
@@ -119,7 +119,7 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
 
 def _read_file(name: str, dtype: str, options: ModelOptions) -> tuple[Any, Any, dict[str, Any]]:
     """Model and tokenizer of a GGUF file, and what transformers tells of the weights."""
-    with _told(name, "", options), open_model(name) as file:
+    with open_model(name) as file:
         config = config_of(file)
         with _told(name, "its tokenizer: ", options):
             tokenizer = tokenizer_of(file)
@@ -143,27 +143,25 @@ def _read_folder(name: str, dtype: str, options: ModelOptions) -> tuple[Any, Any
     if not Path(name).exists() and not is_hub_id:
         raise StartError(f"model folder {name} not found")
     trust = {"trust_remote_code": options.trust_remote_code}
-    with _told(name, "", options):
-        # First: a wrong id fails here, after one small file.
-        config = AutoConfig.from_pretrained(name, **trust)
-    check_generation_config(name)
-    with _told(name, "", options):
-        check_indexes(name, config, options)
+    # First: a wrong id fails here, after one small file.
+    config = AutoConfig.from_pretrained(name, **trust)
+    with _told(name, "its generation_config.json: ", options):
+        check_generation_config(name)
+    check_indexes(name, config, options)
     with _told(name, "its tokenizer: ", options):
         tokenizer = AutoTokenizer.from_pretrained(name, **trust)
-    with _told(name, "", options):
-        try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                name,
-                **trust,
-                dtype=dtype,
-                use_safetensors=None if options.allow_pickle else True,  # None: what there is
-                ignore_mismatched_sizes=True,  # the report has them, and check_weights reads it
-                output_loading_info=True,
-            )
-        except (SafetensorError, OSError):
-            check_files(name)  # the error itself does not say which file
-            raise
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name,
+            **trust,
+            dtype=dtype,
+            use_safetensors=None if options.allow_pickle else True,  # None: what there is
+            ignore_mismatched_sizes=True,  # the report has them, and check_weights reads it
+            output_loading_info=True,
+        )
+    except (SafetensorError, OSError):
+        check_files(name)  # the error itself does not say which file
+        raise
     return model, tokenizer, report
 
 
@@ -230,27 +228,16 @@ def check_weights(name: str, report: dict[str, Any]) -> None:
 
 
 def check_generation_config(name: str) -> None:
-    """Raises StartError if generation_config.json, which names the ends of texts, is unreadable.
+    """Raises an error if generation_config.json, which names the ends of texts, is unreadable.
 
     transformers would silently go on without it.
     """
-    try:
-        file = cached_file(
-            name, "generation_config.json", _raise_exceptions_for_missing_entries=False
-        )
-        if file is None:
-            return
+    file = "generation_config.json"
+    if cached_file(name, file, _raise_exceptions_for_missing_entries=False):
         end = GenerationConfig.from_pretrained(name).eos_token_id
-    except Exception as error:
-        raise StartError(
-            f"cannot read generation_config.json of {name}: {in_short(error)}"
-        ) from error
-    ends = end if isinstance(end, list) else [] if end is None else [end]
-    if not all(type(token) is int for token in ends):
-        raise StartError(
-            f"generation_config.json of {name}: eos_token_id must be a token id or a list of "
-            f"them, not {in_short(end)}"
-        )
+        ends = end if isinstance(end, list) else [] if end is None else [end]
+        if not all(type(token) is int for token in ends):
+            raise ValueError(f"eos_token_id must be a token id or a list of them, not {end}")
 
 
 def ends_of(model: Any, tokenizer: Any) -> set[int]:
