@@ -181,7 +181,7 @@ def state(relay: Relay, engine: Engine) -> tuple[str, dict[str, float], list[str
     if relay.draining:
         return "draining", {}, []
     try:
-        engine.client.get("/health", _QUESTION_S)
+        engine.client.ask("/health", limit_s=_QUESTION_S)
         metrics = engine.client.metrics(_QUESTION_S)
     except RequestError as error:
         return "stuck" if error.status == 504 else "dead", {}, [error.message]

@@ -172,7 +172,7 @@ class Child:
                     status, said = self._process.returncode, "; ".join(self._said)
                     raise StartError(f"vLLM has ended with status {status} while loading: {said}")
                 with suppress(RequestError):
-                    self.client.get("/health", 2.0)
+                    self.client.ask("/health", limit_s=2.0)
                     self._is_ready = True
                     return
                 time.sleep(_POLL_S)

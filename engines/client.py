@@ -1,7 +1,7 @@
 """HTTP with a running engine: one connection a request, closed to cancel.
 
     engine = Client("http://127.0.0.1:8000", key)
-    engine.get("/v1/models")                            a whole answer, within a few seconds
+    engine.ask("/v1/models")                            a whole answer, within a few seconds
     connection = engine.connect(limit_s)                on which it may be silent for so long
     for event in engine.events(connection, path, body)  what it says, as it comes
     hang_up(connection.sock)                            from any thread: nobody waits any more
@@ -112,30 +112,10 @@ class Client:
                     yield _parsed(said)
         raise broke_off("its stream ended before its answer was complete")
 
-    def get(self, path: str, limit_s: float = _ANSWER_S) -> bytes:
+    def ask(
+        self, path: str, body: dict[str, Any] | None = None, limit_s: float = _ANSWER_S
+    ) -> bytes:
         """The body of an answer. Raises RequestError for any status but 200, and past the limit."""
-        return self._whole(path, None, limit_s)
-
-    def post(self, path: str, body: dict[str, Any], limit_s: float = _ANSWER_S) -> Any:
-        """The same for a question with a body; the answer is JSON."""
-        return json.loads(self._whole(path, body, limit_s))
-
-    def metrics(self, limit_s: float = _ANSWER_S) -> dict[str, float]:
-        """The engine's metrics by name, without prefix; labels are summed but for a position's.
-
-        Example: {"spec_decode_num_drafts_total": 2.0, "…_per_pos_total[0]": 2.0}.
-        """
-        found: dict[str, float] = {}
-        for family in text_string_to_metric_families(self.get("/metrics", limit_s).decode()):
-            for sample in family.samples:
-                name = sample.name.partition(":")[2]
-                if "position" in sample.labels:
-                    name += f"[{sample.labels['position']}]"
-                if name:
-                    found[name] = found.get(name, 0.0) + sample.value
-        return found
-
-    def _whole(self, path: str, body: dict[str, Any] | None, limit_s: float) -> bytes:
         end, found = time.monotonic() + limit_s, bytearray()
         with self._answer(self.connect(limit_s), path, body) as answer:
             while part := answer.read1(_SIZE):
@@ -145,6 +125,22 @@ class Client:
                 if len(found) > _MOST:
                     raise broke_off(f"its answer to {path} has no end")
         return bytes(found)
+
+    def metrics(self, limit_s: float = _ANSWER_S) -> dict[str, float]:
+        """The engine's metrics by name, without prefix; labels are summed but for a position's.
+
+        Example: {"spec_decode_num_drafts_total": 2.0, "…_per_pos_total[0]": 2.0}.
+        """
+        found: dict[str, float] = {}
+        text = self.ask("/metrics", limit_s=limit_s).decode()
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                name = sample.name.partition(":")[2]
+                if "position" in sample.labels:
+                    name += f"[{sample.labels['position']}]"
+                if name:
+                    found[name] = found.get(name, 0.0) + sample.value
+        return found
 
     @contextmanager
     def _answer(
@@ -229,7 +225,7 @@ class Engine:
 def _part(client: Client, path: str, *keys: Any) -> Any:
     """A part of an answer in JSON; None where there is no such answer."""
     try:
-        found = json.loads(client.get(path))
+        found = json.loads(client.ask(path))
         for key in keys:
             found = found[key]
     except RequestError as error:
@@ -264,7 +260,7 @@ def _has_template(client: Client, model: str) -> bool:
     """Whether the engine can write a conversation as a text; so it seems where it does not say."""
     turns = [{"role": "user", "content": "x"}]
     try:
-        client.post("/tokenize", {"model": model, "messages": turns})
+        client.ask("/tokenize", {"model": model, "messages": turns})
     except RequestError as error:
         return "template" not in error.message
     return True

@@ -160,9 +160,8 @@ def own_line(options: Options) -> str:
     words = [*server_words(options), "--engine", "vllm", "--drafter", str(options.drafter)]
     if options.drafter != PLAIN:
         words += ["--num-speculative-tokens", str(options.num_speculative_tokens)]
-    if options.max_model_len:
-        words += ["--max-model-len", str(options.max_model_len)]
-    words += ["--trust-remote-code"] if options.trust_remote_code else []
+    # The weights' type is among the server's words.
+    words += child.loading_words(replace(options, dtype="auto"), "--max-model-len")
     words += ["--", *options.engine_arguments] if options.engine_arguments else []
     return shlex.join(words)
 

@@ -50,16 +50,6 @@ class ModelOptions(Protocol):
         """Whether the target is the one of this repository."""
 
 
-def _reason(error: Exception, options: ModelOptions) -> str:
-    """Why a model could not be loaded; what is refused for safety's sake is said to be."""
-    reason = why_not_loaded(error)
-    if "trust_remote_code" in str(error) and not options.trust_remote_code:
-        return "it brings code of its own, which is run with --trust-remote-code only"
-    if "file named model.safetensors" in reason and not options.allow_pickle:
-        reason += " (other files can run code, and are loaded with --allow-pickle only)"
-    return reason
-
-
 @contextmanager
 def _told(name: str, part: str, options: ModelOptions) -> Iterator[None]:
     """Turn whatever a part of a model fails with into a StartError."""
@@ -69,7 +59,13 @@ def _told(name: str, part: str, options: ModelOptions) -> Iterator[None]:
         raise
     except Exception as error:  # a broken folder raises any of a dozen kinds
         kind = "" if Path(name).exists() else f" (no such folder; tried as a hub id{likely(name)})"
-        raise StartError(f"cannot load {name}{kind}: {part}{_reason(error, options)}") from error
+        reason = why_not_loaded(error)
+        # What is refused for safety's sake is said to be.
+        if "trust_remote_code" in str(error) and not options.trust_remote_code:
+            reason = "it brings code of its own, which is run with --trust-remote-code only"
+        elif "file named model.safetensors" in reason and not options.allow_pickle:
+            reason += " (other files can run code, and are loaded with --allow-pickle only)"
+        raise StartError(f"cannot load {name}{kind}: {part}{reason}") from error
 
 
 @dataclass(frozen=True)

@@ -192,7 +192,7 @@ def test_an_engine_that_hangs_is_a_504(ask, replay, message):
 
 
 def test_a_key_is_sent_along(replay):
-    client.Client(replay.url, "secret").get("/version")
+    client.Client(replay.url, "secret").ask("/version")
     assert replay.seen[-1][2] == "Bearer secret"
 
 
