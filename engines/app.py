@@ -71,9 +71,7 @@ def parse(body: dict[str, Any], engine: Engine, options: Options) -> tuple[Wante
     )
     room = room_behind(given["prompt"], engine)
     refuse_what_it_cannot(body, engine)
-    stream = given.pop("stream")
-    for name in ("trace", "compare", "num_speculative_tokens", "fixed_k"):
-        given.pop(name, None)
+    stream, _ = given.pop("stream"), given.pop("compare")
     if is_open and body.get("max_tokens") is None:
         given["max_tokens"] = None
     elif given["max_tokens"] > room:

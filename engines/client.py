@@ -105,11 +105,12 @@ class Client:
             while line := answer.readline(_MOST):
                 if len(line) == _MOST:
                     raise broke_off("an event of its stream has no end")
+                if not line.startswith(b"data:"):
+                    continue  # an empty line, or a comment
                 said = line.removeprefix(b"data:").strip()
                 if said == b"[DONE]":
                     return
-                if said and line.startswith(b"data:"):  # else it is a comment
-                    yield _parsed(said)
+                yield _parsed(said)
         raise broke_off("its stream ended before its answer was complete")
 
     def ask(

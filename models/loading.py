@@ -156,7 +156,7 @@ def _read_folder(name: str, dtype: str, options: ModelOptions) -> tuple[Any, Any
             output_loading_info=True,
         )
     except (SafetensorError, OSError):
-        check_files(name)  # the error itself does not say which file
+        check_files(name, options)  # the error itself does not say which file
         raise
     return model, tokenizer, report
 
@@ -173,26 +173,20 @@ def check_indexes(name: str, config: Any, options: ModelOptions) -> None:
         file = cached_file(name, index, _raise_exceptions_for_missing_entries=False)
         if file is None:
             continue
-        try:
+        with _told(name, f"{index}, which needs a weight_map and metadata: ", options):
             content = json.loads(Path(file).read_text("utf-8"))
             content["metadata"].items()  # transformers asks for it
             shards = [Path(shard) for shard in content["weight_map"].values()]
-        except Exception as error:
-            reason = f"needs a weight_map and metadata ({type(error).__name__}: {in_short(error)})"
-            raise StartError(f"{index} of {name} {reason}") from error
         for shard in shards:
             if shard.is_absolute() or ".." in shard.parts:
                 raise StartError(f"{index} of {name} names {shard}, which is outside its folder")
 
 
-def check_files(name: str) -> None:
+def check_files(name: str, options: ModelOptions) -> None:
     """Raises StartError if one of the model's safetensors files cannot be opened."""
     for file in sorted(Path(cached_file(name, "config.json")).parent.glob("*.safetensors")):
-        try:
-            with safe_open(file, "pt"):
-                pass
-        except Exception as error:
-            raise StartError(f"cannot read {file.name} of {name}: {in_short(error)}") from error
+        with _told(name, f"{file.name}: ", options), safe_open(file, "pt"):
+            pass
 
 
 def check_weights(name: str, report: dict[str, Any]) -> None:
