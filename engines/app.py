@@ -14,7 +14,7 @@ from typing import Any
 from flask import Flask, Response, g, request
 
 import demo
-from control.statistics import FORMULAS, ratio
+from control.statistics import FORMULAS, Statistics, ratio
 from drafters.panel import PLAIN
 from messages import RequestError, Sampling
 from models.prompts import check_prompt, read_turns
@@ -122,13 +122,13 @@ _UNTOLD = dict.fromkeys((
 
 def rates(drafts: int | None, drafted: int | None, accepted: int | None) -> dict[str, Any]:
     """Counters of drafts, as the engine tells them, what follows from them, and null for others."""
-    length = ratio(accepted or 0, drafts or 0)
+    counted = Statistics(drafts or 0, drafted or 0, accepted or 0)
     return _UNTOLD | {
         "num_spec_steps": drafts,
         "num_draft_tokens": drafted,
         "num_accepted_draft_tokens": accepted,
-        "draft_acceptance_rate": ratio(accepted or 0, drafted or 0),
-        "mean_acceptance_length": None if length is None else round(1 + length, 4),
+        "draft_acceptance_rate": counted.draft_acceptance_rate,
+        "mean_acceptance_length": counted.mean_acceptance_length,
     }
 
 
@@ -190,7 +190,6 @@ def health(engine: Engine, relay: Relay, options: Options) -> dict[str, Any]:
     """The body of GET /health. What the engine does not tell is null."""
     status, metrics, warnings = state(relay, engine)
     told = acceptance(metrics, engine.num_spec_tokens)
-    usage = metrics.get("kv_cache_usage_perc")
     nulls = (
         "quantization", "compiled", "trees", "model_card", "target", "bitwise_lossless",
         "exactness", "kv_cache_capacity_tokens", "controller",
@@ -209,7 +208,7 @@ def health(engine: Engine, relay: Relay, options: Options) -> dict[str, Any]:
         "uptime_s": round(relay.uptime_s, 3),
         "num_requests_running": relay.num_running,
         "num_requests_waiting": relay.num_waiting,
-        "kv_cache_usage_perc": usage,
+        "kv_cache_usage_perc": metrics.get("kv_cache_usage_perc"),
         "prefix_cache": None if asked is None else cache | {
             "queried_tokens": int(asked), "hit_tokens": int(hits or 0)
         },
