@@ -14,10 +14,10 @@ from typing import Any
 from flask import Flask, Response, g, request
 
 import demo
-from control.statistics import FORMULAS, ratio
+from control.statistics import FORMULAS, Statistics, ratio
 from drafters.panel import PLAIN
 from messages import RequestError, Sampling
-from models.prompts import is_text, read_turns
+from models.prompts import check_prompt, read_turns
 from page import register_page
 from serving.answers import body_of
 from serving.connection import CLIENT_BEHIND
@@ -40,29 +40,6 @@ _FORMULAS = FORMULAS | {
 
 
 # ------------------------------------------------------------------------------------ requests
-
-
-def text_or_ids(value: Any, _: Any, max_length: int) -> str | list[int]:
-    """A prompt as it stands: the engine tokenises. Raises RequestError for anything else."""
-    if isinstance(value, str) and is_text(value):
-        return value
-    is_list = isinstance(value, list) and value
-    if is_list and all(type(token) is int and token >= 0 for token in value):
-        if len(value) >= max_length:
-            message = f"the prompt's {len(value)} tokens leave no room in a context of {max_length}"
-            raise RequestError(message, param="prompt")
-        return value
-    message = "prompt must be a non-empty string or a non-empty list of token ids"
-    raise RequestError(message, param="prompt")
-
-
-def turns(value: Any, _: Any, __: int) -> list[dict[str, str]]:
-    """A conversation: a text is a user's first message. Raises RequestError."""
-    try:
-        return read_turns([{"role": "user", "content": value}] if is_text(value) else value)
-    except RequestError as error:
-        error.param = "prompt"
-        raise
 
 
 def refuse_what_it_cannot(body: dict[str, Any], engine: Engine) -> None:
@@ -90,15 +67,14 @@ def parse(body: dict[str, Any], engine: Engine, options: Options) -> tuple[Wante
     is_seeded = body.get("seed", options.seed) is not None
     is_open = options.max_tokens is None and request.path == "/v1/chat/completions"
     given, notes = parse_fields(
-        body, None, engine.choices, defaults, engine.name, engine.max_length, (text_or_ids, turns)
+        body, None, engine.choices, defaults, engine.name, engine.max_length
     )
+    room = room_behind(given["prompt"], engine)
     refuse_what_it_cannot(body, engine)
-    stream = given.pop("stream")
-    for name in ("trace", "compare", "num_speculative_tokens", "fixed_k"):
-        given.pop(name, None)
+    stream, _ = given.pop("stream"), given.pop("compare")
     if is_open and body.get("max_tokens") is None:
         given["max_tokens"] = None
-    elif given["max_tokens"] > (room := _room(given["prompt"], engine)):
+    elif given["max_tokens"] > room:
         notes.append(
             f"max_tokens was lowered from {given['max_tokens']} to {room}: the context holds "
             f"{engine.max_length} tokens"
@@ -111,10 +87,18 @@ def parse(body: dict[str, Any], engine: Engine, options: Options) -> tuple[Wante
     return Wanted(**given, sampling=sampling, is_chat=is_chat, is_streamed=stream), stream, notes
 
 
-def _room(prompt: Any, engine: Engine) -> int:
-    """How many tokens may follow; of a text's own tokens only the engine knows."""
-    is_ids = isinstance(prompt, list) and isinstance(prompt[0], int)
-    return engine.max_length - (len(prompt) if is_ids else 0)
+def room_behind(prompt: Any, engine: Engine) -> int:
+    """How many tokens may follow; a text's own ones only the engine can count.
+
+    Raises RequestError for ids that leave no room, or are none.
+    """
+    if isinstance(prompt, str) or not isinstance(prompt[0], int):
+        return engine.max_length
+    try:
+        check_prompt(prompt, engine)
+    except ValueError as error:
+        raise RequestError(str(error), param="prompt") from error
+    return engine.max_length - len(prompt)
 
 
 # ------------------------------------------------------------------------------------- answers
@@ -138,13 +122,13 @@ _UNTOLD = dict.fromkeys((
 
 def rates(drafts: int | None, drafted: int | None, accepted: int | None) -> dict[str, Any]:
     """Counters of drafts, as the engine tells them, what follows from them, and null for others."""
-    length = ratio(accepted or 0, drafts or 0)
+    counted = Statistics(drafts or 0, drafted or 0, accepted or 0)
     return _UNTOLD | {
         "num_spec_steps": drafts,
         "num_draft_tokens": drafted,
         "num_accepted_draft_tokens": accepted,
-        "draft_acceptance_rate": ratio(accepted or 0, drafted or 0),
-        "mean_acceptance_length": None if length is None else round(1 + length, 4),
+        "draft_acceptance_rate": counted.draft_acceptance_rate,
+        "mean_acceptance_length": counted.mean_acceptance_length,
     }
 
 
@@ -174,16 +158,12 @@ def timings(job: RemoteJob) -> dict[str, Any]:
 
 def acceptance(metrics: dict[str, float], k: int | None) -> dict[str, Any]:
     """The `speculative_decoding` block of /health from the engine's own counters."""
-
-    def count(name: str) -> int | None:
-        value = metrics.get(name)
-        return None if value is None else int(value)
-
+    counts = {name: int(value) for name, value in metrics.items() if name.startswith("spec_")}
     drafts, drafted, accepted = (
-        count(f"spec_decode_num_{what}_total")
+        counts.get(f"spec_decode_num_{what}_total")
         for what in ("drafts", "draft_tokens", "accepted_tokens")
     )
-    at = list(map(int, positions_in(metrics)))
+    at = positions_in(counts)
     return rates(drafts, drafted, accepted) | {
         "num_spec_tokens": k or len(at) or None,
         "recent_acceptance_rate": None,
@@ -199,7 +179,7 @@ def state(relay: Relay, engine: Engine) -> tuple[str, dict[str, float], list[str
     if relay.draining:
         return "draining", {}, []
     try:
-        engine.client.get("/health", _QUESTION_S)
+        engine.client.ask("/health", limit_s=_QUESTION_S)
         metrics = engine.client.metrics(_QUESTION_S)
     except RequestError as error:
         return "stuck" if error.status == 504 else "dead", {}, [error.message]
@@ -210,7 +190,6 @@ def health(engine: Engine, relay: Relay, options: Options) -> dict[str, Any]:
     """The body of GET /health. What the engine does not tell is null."""
     status, metrics, warnings = state(relay, engine)
     told = acceptance(metrics, engine.num_spec_tokens)
-    usage = metrics.get("kv_cache_usage_perc")
     nulls = (
         "quantization", "compiled", "trees", "model_card", "target", "bitwise_lossless",
         "exactness", "kv_cache_capacity_tokens", "controller",
@@ -229,7 +208,7 @@ def health(engine: Engine, relay: Relay, options: Options) -> dict[str, Any]:
         "uptime_s": round(relay.uptime_s, 3),
         "num_requests_running": relay.num_running,
         "num_requests_waiting": relay.num_waiting,
-        "kv_cache_usage_perc": usage,
+        "kv_cache_usage_perc": metrics.get("kv_cache_usage_perc"),
         "prefix_cache": None if asked is None else cache | {
             "queried_tokens": int(asked), "hit_tokens": int(hits or 0)
         },
@@ -266,12 +245,13 @@ def create_app(engine: Engine, options: Options) -> Flask:
         is_behind: Callable[[], bool] = request.environ.get(CLIENT_BEHIND, lambda: False)
         g.jobs = [relay.submit(wanted, is_behind)]
         cancel_if_left(g.jobs)
-        g.jobs[0].start()
+        if stream:
+            g.jobs[0].await_first()
         return g.jobs, stream, notes
 
     def read_chat(messages: Any, body: dict[str, Any]) -> None:
         """Put a conversation into the fields, for the engine to write as a text."""
-        body |= {"prompt": messages, "chat": True}
+        body |= {"prompt": read_turns(messages), "chat": True}
 
     @app.post("/generate")
     def generate() -> Response | dict[str, Any]:

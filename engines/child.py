@@ -27,7 +27,7 @@ from typing import Any
 from drafters.panel import PLAIN
 from drafters.vllm_proposer import VARIABLE, Proposer
 from messages import RequestError
-from models.catalogue import NotFetched, ends_with_us, entry_of, place_of
+from models.catalogue import ends_with_us, entry_of, place_of
 from models.loading import StartError
 from serving.http import say
 from serving.options import ROOT, Options
@@ -73,14 +73,12 @@ def speculative_config(options: Options) -> dict[str, Any] | None:
         drafter = next((name for name, model in models.items() if model), "ngram")
     if drafter == PLAIN:
         return None
-    config: dict[str, Any] = {
-        "method": drafter,
-        "num_speculative_tokens": options.num_speculative_tokens,
-    }
+    config: dict[str, Any] = {"num_speculative_tokens": options.num_speculative_tokens}
     if ":" in drafter:
         if not Path(drafter.rpartition(":")[0]).is_file():
             raise StartError(f"--drafter {drafter}: no such file (vLLM needs file.py:Class)")
-        return OURS | {"num_speculative_tokens": options.num_speculative_tokens}
+        return OURS | config
+    config["method"] = drafter
     if drafter == "ngram":
         config["prompt_lookup_max"] = options.prompt_lookup_max
         config["prompt_lookup_min"] = options.prompt_lookup_min
@@ -112,26 +110,22 @@ def place_for(model: str) -> str:
 
 
 def command(options: Options, port: int, config: dict[str, Any] | None) -> list[str]:
-    """What starts vLLM with a speculative config. Raises NotFetched for a model."""
-    words = [
-        str(options.engine),
-        "serve",
-        place_for(options.model),
-        "--served-model-name",
-        model_id(options.model),
-    ]
+    """What starts vLLM with a speculative config. Raises StartError for a model."""
+    words = [str(options.engine), "serve", place_for(options.model)]
+    words += ["--served-model-name", model_id(options.model)]
     words += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
     words += ["--max-num-seqs", str(options.max_running)]
     if config:
         words += ["--speculative-config", json.dumps(config)]
         words += ["--per-request-spec-decode-metrics", "summary"]
-    for flag, value in (
-        ("--max-model-len", options.max_model_len),
-        ("--dtype", None if options.dtype == "auto" else options.dtype),
-    ):
-        words += [] if value is None else [flag, str(value)]
-    words += ["--trust-remote-code"] if options.trust_remote_code else []
-    return [*words, *options.engine_arguments]
+    return [*words, *loading_words(options, "--max-model-len"), *options.engine_arguments]
+
+
+def loading_words(options: Options, length_flag: str) -> list[str]:
+    """How the model is loaded; engines have names of their own for the context's length alone."""
+    words = [length_flag, str(options.max_model_len)] if options.max_model_len else []
+    words += [] if options.dtype == "auto" else ["--dtype", options.dtype]
+    return words + ["--trust-remote-code"] * options.trust_remote_code
 
 
 def free_port() -> int:
@@ -152,10 +146,7 @@ class Child:
                 "path of the program in its own environment"
             )
         port, key = free_port(), secrets.token_urlsafe(24)
-        try:
-            words = command(options, port, speculative_config(options))
-        except NotFetched as error:
-            raise StartError(str(error)) from error
+        words = command(options, port, speculative_config(options))
         ours = environment(options.drafter) if ":" in (options.drafter or "") else {}
         self.client = Client(f"http://127.0.0.1:{port}", key)
         self.at_death: Callable[[], None] = lambda: None
@@ -178,11 +169,10 @@ class Child:
         try:
             while True:
                 if self._process.poll() is not None:
-                    words = "; ".join(list(self._said)[-_LAST_WORDS:])
-                    status = self._process.returncode
-                    raise StartError(f"vLLM has ended with status {status} while loading: {words}")
+                    status, said = self._process.returncode, "; ".join(self._said)
+                    raise StartError(f"vLLM has ended with status {status} while loading: {said}")
                 with suppress(RequestError):
-                    self.client.get("/health", 2.0)
+                    self.client.ask("/health", limit_s=2.0)
                     self._is_ready = True
                     return
                 time.sleep(_POLL_S)
@@ -209,8 +199,7 @@ class Child:
         if self._is_ready and not self._is_ending:
             self.has_died = True
             self._signal(signal.SIGKILL)  # they would go on without it
-            said = "; ".join(list(self._said)[-_LAST_WORDS:])[-1000:]
-            LOG.error("vLLM has ended with status %d: %s", status, said)
+            LOG.error("vLLM has ended with status %d: %s", status, "; ".join(self._said)[-1000:])
             self.at_death()
 
     def _signal(self, number: int) -> None:

@@ -122,17 +122,12 @@ def count(
     return found
 
 
-def longest_of(options: Options) -> int:
-    """Tokens of the longest draft that is tried."""
-    return max(_LONGEST, options.num_speculative_tokens)
-
-
 def measure(
     engine: Any, names: list[str], prompts: dict[str, list[int]], options: Options
 ) -> list[Offer]:
     """Each drafter at its best K; what promises most stands first."""
     costs = Controller.of(engine.target, engine.panel.drafters).costs
-    longest = longest_of(options)
+    longest = max(_LONGEST, options.num_speculative_tokens)
     most = {name: min(longest, costs.at_once.get(name, longest)) for name in names}
     found = count(engine, most, prompts, options, "drafts of all drafters")
     chosen = {}
@@ -165,9 +160,8 @@ def own_line(options: Options) -> str:
     words = [*server_words(options), "--engine", "vllm", "--drafter", str(options.drafter)]
     if options.drafter != PLAIN:
         words += ["--num-speculative-tokens", str(options.num_speculative_tokens)]
-    if options.max_model_len:
-        words += ["--max-model-len", str(options.max_model_len)]
-    words += ["--trust-remote-code"] if options.trust_remote_code else []
+    # The weights' type is among the server's words.
+    words += child.loading_words(replace(options, dtype="auto"), "--max-model-len")
     words += ["--", *options.engine_arguments] if options.engine_arguments else []
     return shlex.join(words)
 
@@ -207,13 +201,7 @@ def sglang_line(options: Options) -> str:
         elif algorithm != "DFLASH":
             words += ["--speculative-num-steps", str(k), "--speculative-eagle-topk", "1"]
         words += ["--speculative-num-draft-tokens", str(k + 1)]
-    for flag, value in (
-        ("--context-length", options.max_model_len),
-        ("--dtype", None if options.dtype == "auto" else options.dtype),
-    ):
-        words += [] if value is None else [flag, str(value)]
-    words += ["--trust-remote-code"] if options.trust_remote_code else []
-    return shlex.join(words)
+    return shlex.join([*words, *child.loading_words(options, "--context-length")])
 
 
 def command_lines(offers: list[Offer], options: Options) -> dict[str, str]:

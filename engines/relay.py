@@ -1,27 +1,30 @@
 """Requests that another engine carries out, in the place of the worker and its jobs.
 
-    handler thread:  submit(wanted) → a place, or 429 → Client.stream → events, merged → its client
+    handler thread                       a request's own thread
+    submit(wanted) ── a place, or 429 ─→ Client.events
+    for events in job ← news ─────────── an event of what the engine says, its end, or an error
 
-Each request is driven by the thread that answers it: it reads what the engine has sent by now and
-hands that on as one event. A client that reads slowly is therefore read for slowly, and the engine
-notices. Leaving early closes the connection, which cancels the request in the engine.
+While a client reads slowly nothing is read for it, and the engine notices. Leaving early closes the
+connection, which cancels the request in the engine.
 
 What an engine does not tell is None: who proposed a token, p, q, u, the cache, and times within a
 cycle. An event is what came at once, and not a cycle.
 """
 
+import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 from control.statistics import ratio
-from messages import Request, RequestError
+from messages import Request
 from serving.options import Options
-from serving.worker import POLL_S, WHY_NOT, Job, Places, unavailable
+from serving.worker import WHY_NOT, Job, Places, unavailable
 
-from .client import Client, Exchange, broke_off
+from .client import Client, broke_off, hang_up
 
 _FIRST_S = 1.0  # to wait for a first token before a stream of our own begins
 _BEHIND_S = 0.05
@@ -107,33 +110,26 @@ class Told:
         """Of the text, by the engine's own count where it has said."""
         return self.usage.get("completion_tokens") or len(self.output)
 
-    def take(self, chunks: list[dict[str, Any]]) -> dict[str, Any] | None:
-        """Note what came at once. Returns an event for the client, or None if there is no news."""
-        new: list[int] = []
-        logprobs: list[dict[str, Any]] = []
-        before = len(self.pieces)
-        for chunk in chunks:
-            self.usage = chunk.get("usage") or self.usage
-            told = (chunk.get("metrics") or {}).get("speculative_decoding")
-            self.speculation = told or self.speculation
-            for choice in (chunk.get("choices") or [])[:1]:
-                delta = choice.get("delta") or {}
-                ids = choice.get("token_ids") or []
-                text = choice.get("text") or delta.get("content") or ""
-                self.has_ids &= bool(ids) or not text
-                self.pieces += [text] if text else []
-                new += ids
-                if choice.get("logprobs"):
-                    logprobs += _logprobs(choice["logprobs"], ids)
-                self.finish_reason = choice.get("finish_reason") or self.finish_reason
-        self.output += new
+    def take(self, chunk: dict[str, Any]) -> dict[str, Any] | None:
+        """Note what came. Returns an event for the client, or None if there is no news."""
+        self.usage = chunk.get("usage") or self.usage
+        told = (chunk.get("metrics") or {}).get("speculative_decoding")
+        self.speculation = told or self.speculation
+        choice = next(iter(chunk.get("choices") or ()), {})
+        ids = choice.get("token_ids") or []
+        text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+        logprobs = _logprobs(choice["logprobs"], ids) if choice.get("logprobs") else []
+        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        self.has_ids &= bool(ids) or not text
+        self.output += ids
         self.logprobs += logprobs
-        if not new and len(self.pieces) == before:
+        if not ids and not text:
             return None
+        self.pieces.append(text)
         event: dict[str, Any] = {
             "step": self.num_steps,
-            "tokens": [{"id": token, "kind": None} for token in new],
-            "pieces": [(text, None) for text in self.pieces[before:]],
+            "tokens": [{"id": token, "kind": None} for token in ids],
+            "pieces": [(text, None)],
         }
         if self.request.logprobs is not None:
             event["logprobs"] = logprobs
@@ -163,117 +159,58 @@ def _entry(token: str, logprob: float) -> dict[str, Any]:
 
 
 class RemoteJob(Job):
-    """A request on its way through the engine; iterate over it to have it carried out."""
+    """A request on its way through the engine."""
 
-    def __init__(self, relay: "Relay", wanted: Wanted, is_behind: Callable[[], bool]) -> None:
-        super().__init__(wanted, relay.options.request_timeout)
-        self.sequence = Told(wanted)
-        self._relay, self._is_behind = relay, is_behind
-        self._exchange: Exchange | None = None
-        self._held: list[Any] = []  # what came before anybody iterated
-        self.heard = time.monotonic()  # when the engine last said something
+    sequence: Told
+    is_behind: Callable[[], bool]  # whether its client has yet to read what it was sent
+
+    def __init__(self, wanted: Wanted, timeout_s: float, is_behind: Callable[[], bool]) -> None:
+        super().__init__(wanted, timeout_s)
+        self.sequence, self.is_behind = Told(wanted), is_behind
+        self.heard = self.submitted  # when the engine last said something
+        self._socket: socket.socket | None = None
 
     @property
     def num_prompt_tokens(self) -> int | None:
         return self.sequence.usage.get("prompt_tokens")
 
-    def start(self) -> None:
-        """Send it now if there is a place, and wait for the first token, if not for long.
+    def cancel(self) -> None:
+        """Nobody waits any more: the engine is told so at once."""
+        super().cancel()
+        if self._socket:
+            hang_up(self._socket)
+
+    def await_first(self) -> None:
+        """Wait for the first event, if not for long. Raises RequestError.
 
         So what the engine refuses is an error with a status, also where the answer is streamed.
         """
-        try:
-            if self._relay.enter(self, 0):
-                self._send()
-                end = time.monotonic() + _FIRST_S
-                while not self._held and not self.cancelled and time.monotonic() < end:
-                    self._check()
-                    news = self._take(POLL_S)
-                    self._held += [] if news == [] else [news]
-        except RequestError as error:
-            self._leave(error)
-            raise
+        with self._changed:
+            self._is_awaited = True
+            self._sleep(_FIRST_S)
+            self._is_awaited = False
+        self._check()
 
-    def end(self, error: Exception | None = None) -> None:
-        """Have the iteration end with an error; called from any thread."""
-        self.failure = self.failure or error
-
-    def wait(self) -> None:
-        """Have it carried out, whoever reads. Raises RequestError."""
-        for _ in self:
-            pass
-
-    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        """Events as they come, and [] every 0.1 s without one. Raises RequestError.
-
-        In the end the connection to the engine is closed, however that comes.
-        """
-        failure: Exception | None = None
-        try:
-            yield from self._events()
-        except RequestError as error:
-            failure = error
-            raise
-        finally:
-            self._leave(failure)
-
-    def _events(self) -> Iterator[list[dict[str, Any]]]:
-        while not self._relay.enter(self, POLL_S):
-            self._check()
-            yield []
+    def carry_out(self, relay: "Relay") -> None:
+        """Send it, and hand on what the engine says, to the end. Raises RequestError."""
+        self.began = self.heard = time.monotonic()
+        connection = relay.client.connect(relay.options.stall_limit)
+        self._socket = connection.sock
+        if self.cancelled:  # before there was a socket
+            hang_up(self._socket)
+        for chunk in relay.client.events(connection, *self.request.body(relay.model)):
+            self.heard = time.monotonic()
+            if event := self.sequence.take(chunk):
+                if self.first_token is None:
+                    self.first_token = self.heard
+                    relay.first_token_s.observe(self.first_token - self.submitted)
+                self.put(event)
+            while self.is_behind() and not self.cancelled:
+                time.sleep(_BEHIND_S)  # nor is the engine read from
             if self.cancelled:
                 return
-        if self._exchange is None:
-            self._send()
-        while not self.cancelled:
-            news = self._held.pop(0) if self._held else self._take(POLL_S)
-            if news is None:
-                break
-            self._check()
-            if news and self.first_token is None:
-                self.first_token = time.monotonic()
-                self._relay.first_token_s.observe(self.first_token - self.submitted)
-            yield news
-            while self._is_behind() and not self.cancelled:
-                time.sleep(_BEHIND_S)  # nor is the engine read from
-                self.heard = time.monotonic()
-                self._check()
-                yield []
-
-    def _send(self) -> None:
-        self.began = self.heard = time.monotonic()
-        self._exchange = self._relay.send(self.request)
-
-    def _take(self, timeout_s: float) -> list[dict[str, Any]] | None:
-        """What came, as an event; [] if nothing did, None at the end. Raises RequestError."""
-        while chunks := self._exchange.events(timeout_s):
-            self.heard = time.monotonic()
-            if event := self.sequence.take(chunks):
-                return [event]
-            self._check()  # what came was no news: the figures at the end, say
-        if chunks is None:
-            if self.sequence.finish_reason is None:
-                raise broke_off("its stream ended without a reason")
-            return None
-        limit_s = self._relay.options.stall_limit
-        if time.monotonic() - self.heard > limit_s:
-            message = f"the engine has said nothing for {limit_s:g} s"
-            raise RequestError(message, status=504, code="timeout")
-        return []
-
-    def _check(self) -> None:
-        """Raises RequestError past the deadline, and what `end` was given."""
-        if time.monotonic() > self.deadline:
-            self.end(RequestError("the request took too long", status=504, code="timeout"))
-        if self.failure:
-            raise self.failure
-
-    def _leave(self, error: Exception | None = None) -> None:
-        if not self.ended:
-            self.ended, self.failure = True, self.failure or error
-            if self._exchange:
-                self._exchange.close()
-            self._relay.leave(self)
+        if self.sequence.finish_reason is None:
+            raise broke_off("its stream ended without a reason")
 
 
 class Relay(Places):
@@ -284,56 +221,50 @@ class Relay(Places):
         super().__init__(options)
         self.client, self.model = client, model
 
-    def submit(self, wanted: Wanted, is_behind: Callable[[], bool] = lambda: False) -> RemoteJob:
+    def submit(self, wanted: Wanted, is_behind: Callable[[], bool]) -> RemoteJob:
         """Queue a request. Raises RequestError: 429 if the queue is full, 503 in the end."""
-        job = RemoteJob(self, wanted, is_behind)
+        job = RemoteJob(wanted, self.options.request_timeout, is_behind)
         with self._changed:
             if self.draining:
                 raise unavailable(WHY_NOT["draining"])
-            for late in [job for job in self._waiting if time.monotonic() > job.deadline + 1]:
-                self._waiting.remove(late)  # nobody iterates over it
             self._refuse_if_full()
             self._waiting.append(job)
+            self._admit()
         return job
 
-    def send(self, wanted: Wanted) -> Exchange:
-        """Have the engine carry a request out. Raises RequestError."""
-        return self.client.stream(*wanted.body(self.model))
+    def _admit(self) -> None:
+        """Begin what waits, the oldest first, while there are places. With the lock held."""
+        for job in list(self._waiting):
+            if not job.cancelled:
+                if len(self._running) >= self.options.max_running:
+                    continue
+                threading.Thread(target=self._run, args=(job,), name="relay", daemon=True).start()
+                self._running.append(job)
+            self._waiting.remove(job)
 
-    def enter(self, job: RemoteJob, timeout_s: float) -> bool:
-        """Whether the job has a place now: the oldest that waits is the next to get one."""
-
-        def has_place() -> bool:
-            """Take it if it is there."""
-            if self._waiting and self._waiting[0] is job:
-                if len(self._running) < self.options.max_running:
-                    self._running.append(self._waiting.popleft())
-                    self._changed.notify_all()  # perhaps there is one for the next, too
-            return job in self._running
-
+    def _run(self, job: RemoteJob) -> None:
+        """Carry a request out, and give its place to the next."""
+        failure: Exception | None = None
+        try:
+            job.carry_out(self)
+        except Exception as error:  # of the engine's: nobody else must be left waiting
+            failure = None if job.cancelled else error
         with self._changed:
-            return self._changed.wait_for(has_place, timeout_s)
-
-    def leave(self, job: RemoteJob) -> None:
-        """Give its place to the next."""
-        with self._changed:
-            for places in (self._running, self._waiting):
-                if job in places:
-                    places.remove(job)
-            status = getattr(job.failure, "status", 500 if job.failure else 200)
-            if status >= 500:
+            failure = job.failure or failure
+            if failure and getattr(failure, "status", 500) >= 500:
                 self._failures_in_a_row += 1
             elif job.first_token is not None:
                 self._failures_in_a_row = 0
+            self._running.remove(job)
+            job.end(failure)
+            self._admit()
             self._changed.notify_all()
 
     def drain(self, timeout_s: float) -> int:
         """Take nothing new, and wait for what was taken; how many were cut off, with an error."""
-        end = time.monotonic() + timeout_s
         with self._changed:
             self.draining = True
-            while (self._running or self._waiting) and time.monotonic() < end:
-                self._changed.wait(end - time.monotonic())
+            self._changed.wait_for(lambda: not (self._running or self._waiting), timeout_s)
             left = [*self._running, *self._waiting]
         for job in left:
             job.end(unavailable(WHY_NOT["draining"]))

@@ -27,7 +27,7 @@ from filelock import FileLock
 
 from messages import in_short
 
-from . import gguf_hub
+from . import StartError, gguf_hub
 from .gguf_file import is_gguf
 
 PROGRESS = logging.getLogger("serving.progress.once")
@@ -37,7 +37,7 @@ _under_way: list[Path] = []  # folders that are no use if this process ends
 _children: list[Any] = []
 
 
-class NotFetched(ValueError):
+class NotFetched(StartError):
     """A model of the catalogue cannot be had; one line that says what to do."""
 
 

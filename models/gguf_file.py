@@ -23,6 +23,7 @@ import stat
 import struct
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -31,6 +32,8 @@ from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from . import StartError
 
 _MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
 _HEADS = (16 << 20, 32 << 20)  # bytes; what is read of a file, and what if its header is longer
@@ -45,17 +48,13 @@ PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _length = struct.Struct("<Q").unpack_from
 
 
-class BadFile(ValueError):
+class BadFile(StartError):
     """A GGUF file cannot be read; one line that says why."""
 
 
 def is_gguf(name: str) -> bool:
     """Whether --model names a GGUF file."""
     return name.lower().endswith(".gguf")
-
-
-class _Short(Exception):
-    """The header goes on behind what has been read of the file."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class Texts(Sequence[str]):
             yield self._packed[begin + 8 : end].decode()
 
 
-class GgufFile:
+class GgufFile(AbstractContextManager):
     """A GGUF model, open for reading. Raises BadFile in one line, now or in `read`.
 
     Example: with GgufFile("model.gguf") as file: file.metadata["general.architecture"]
@@ -106,22 +105,21 @@ class GgufFile:
 
     def __init__(self, path: str | Path) -> None:
         self.paths = _parts(str(path))
+        self.name = self.paths[0]
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, Tensor] = {}
         self._files: list[int] = []
-        self._digest = hashlib.sha256()  # of the headers, and of what the system tells of the files
+        digest = hashlib.sha256()  # of the headers, and of what the system tells of the files
         try:
             for part in range(len(self.paths)):
-                self._add(part)
+                digest.update(self._add(part).encode())
             num_tensors = len(self.tensors)
             if str(self.metadata.get("split.tensors.count", num_tensors)) != str(num_tensors):
                 raise BadFile(f"{path} has not all its tensors, only {num_tensors} in its parts")
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> "GgufFile":
-        return self
+        self.fingerprint = digest.hexdigest()  # another one where the files are written anew
 
     def __exit__(self, *_: Any) -> None:
         self.close()
@@ -130,16 +128,6 @@ class GgufFile:
         """Metadata and table stay; nothing can be read any more."""
         while self._files:
             os.close(self._files.pop())
-
-    @property
-    def fingerprint(self) -> str:
-        """Of the files as they are now: another one where they are written anew."""
-        return self._digest.hexdigest()
-
-    @property
-    def name(self) -> str:
-        """The first file's name."""
-        return self.paths[0]
 
     def read(self, tensor: Tensor, start: int = 0, num_bytes: int | None = None) -> np.ndarray:
         """Bytes of a tensor, from its byte `start` on, all if num_bytes is None. uint8 [num_bytes].
@@ -152,8 +140,8 @@ class GgufFile:
         _fill(self._files[tensor.part], given, tensor.offset + start, self.paths[tensor.part])
         return given
 
-    def _add(self, part: int) -> None:
-        """Read the header of a part. The first one's metadata are the model's."""
+    def _add(self, part: int) -> str:
+        """Read the header of a part; its fingerprint. The first one's metadata are the model's."""
         path = self.paths[part]
         try:
             # Without O_NONBLOCK a pipe would be waited for.
@@ -165,7 +153,6 @@ class GgufFile:
         if not stat.S_ISREG(state.st_mode):
             raise BadFile(f"{path} is not a file")
         metadata, tensors, digest = _read_header(file, path, state.st_size, part)
-        self._digest.update(f"{digest} {state.st_size} {state.st_mtime_ns}".encode())
         # As texts, for they may be anything.
         count, number = (str(metadata.get(key)) for key in ("split.count", "split.no"))
         if count not in _WHOLE and (count, number) != (str(len(self.paths)), str(part)):
@@ -178,6 +165,7 @@ class GgufFile:
             raise BadFile(f"{path} has the tensor {min(twice)!r:.80}, as another part has")
         self.tensors |= tensors
         self.metadata = self.metadata or metadata
+        return f"{digest} {state.st_size} {state.st_mtime_ns}"
 
 
 def _parts(path: str) -> list[str]:
@@ -209,14 +197,14 @@ def _fill(file: int, given: np.ndarray | bytearray, offset: int, path: str) -> N
 def _read_header(
     file: int, path: str, size: int, part: int
 ) -> tuple[dict[str, Any], dict[str, Tensor], str]:
-    """Metadata, tensor table and digest of the head of an open file of `size` bytes."""
+    """Metadata, tensor table and digest of the header of an open file of `size` bytes."""
     for most in _HEADS:
         given = bytearray(min(size, most))
         _fill(file, given, 0, path)
         head = _Head(given, size, path)
         try:
-            return *head.read(part), hashlib.sha256(given).hexdigest()
-        except (_Short, struct.error, OverflowError) as error:
+            return head.read(part)
+        except (EOFError, struct.error, OverflowError) as error:
             if size <= most:
                 raise head.bad("its header goes on behind its end") from error
         except UnicodeDecodeError as error:
@@ -233,8 +221,8 @@ class _Head:
     def bad(self, what: str) -> BadFile:
         return BadFile(f"{self._path} is damaged or cut off: {what} (fetch it again)")
 
-    def read(self, part: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Metadata and tensor table. Raises BadFile, _Short or what struct says at the end."""
+    def read(self, part: int) -> tuple[dict[str, Any], dict[str, Tensor], str]:
+        """As _read_header. Raises BadFile, EOFError or what struct says at the end."""
         if self._bytes[:4] != _MAGIC:
             raise BadFile(f"{self._path} is not a GGUF file (those begin with GGUF)")
         self._at = 4
@@ -269,7 +257,7 @@ class _Head:
             if name in tensors:
                 raise self.bad(f"it has the tensor {name!r:.80} twice")
             tensors[name] = Tensor(name, kind, shape, part, data + offset, num_bytes)
-        return metadata, tensors
+        return metadata, tensors, hashlib.sha256(self._bytes[: self._at]).hexdigest()
 
     def _unpack(self, form: str) -> tuple[Any, ...]:
         reader = struct.Struct(form)
@@ -280,13 +268,13 @@ class _Head:
     def _take(self, count: int) -> int:
         """Go on by `count` bytes; where they begin. Raises BadFile if the file does not have them.
 
-        Raises _Short if they have not been read.
+        Raises EOFError if they have not been read.
         """
         begin, self._at = self._at, self._at + count
         if self._at > self._size:
             raise self.bad("a length in its header goes beyond its end")
         if self._at > len(self._bytes):
-            raise _Short
+            raise EOFError
         return begin
 
     def _text(self) -> bytearray:
@@ -305,7 +293,7 @@ class _Head:
         if 8 * count > self._size - self._at:  # each text has a length
             raise self.bad(f"it claims an array of {count} texts")
         if 8 * count > len(self._bytes) - self._at:
-            raise _Short
+            raise EOFError
         starts, head, begin = array("q", bytes(8 * (count + 1))), self._bytes, self._at
         at = begin
         for i in range(count):  # 0.1 µs each

@@ -131,8 +131,8 @@ def filled(empty: Any, weights: dict[str, torch.Tensor]) -> tuple[Any, dict[str,
     return model, report
 
 
-def assigned(empty: Any, weights: dict[str, torch.Tensor]) -> tuple[Any, dict[str, Any]]:
-    """The empty model itself with these weights, which it asks for by these names.
+def assigned(empty: Any, weights: dict[str, torch.Tensor]) -> Any:
+    """The empty model itself with these weights: all that it asks for, by its names and sizes.
 
     transformers would look for names to convert, which takes a tenth of a start.
     """
@@ -140,43 +140,49 @@ def assigned(empty: Any, weights: dict[str, torch.Tensor]) -> tuple[Any, dict[st
     if rotary := getattr(decoder, "rotary_emb", None):
         decoder.rotary_emb = type(rotary)(empty.config)  # its tables are no weights
     if any(buffer.is_meta for buffer in empty.buffers()):
-        return filled(empty, weights)
-    unread = weights.keys() - empty.state_dict().keys()
+        return filled(empty, weights)[0]
     empty.load_state_dict(weights, strict=False, assign=True)
     empty.tie_weights()
-    told = dict.fromkeys(("missing_keys", "mismatched_keys", "error_msgs"), ())
-    return empty.eval(), told | {"unexpected_keys": unread}
+    return empty.eval()
 
 
-def names_in(file: GgufFile, model: Any) -> tuple[TensorProcessor, dict[str, str]]:
-    """transformers' older tables: what changes a family's tensors, and a model's names for them."""
-    architecture = file.metadata["general.architecture"]
-    processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(model.config.to_dict())
-    return processor, get_gguf_hf_weights_map(model, processor)
+class Tables:
+    """transformers' older tables: a model's names for a file's tensors, and what changes them."""
+
+    def __init__(self, file: GgufFile, model: Any) -> None:
+        kind = TENSOR_PROCESSORS.get(file.metadata["general.architecture"], TensorProcessor)
+        self._processor = kind(model.config.to_dict())
+        self.changes_nothing = kind is TensorProcessor
+        self.names = get_gguf_hf_weights_map(model, self._processor)
+
+    def process(
+        self, tensor: Tensor, weights: np.ndarray, collected: dict[str, torch.Tensor]
+    ) -> tuple[str | None, np.ndarray]:
+        """The model's name and weights for a tensor; None for one that it has not, or `collected`.
+
+        Experts' tensors are put together in there.
+        """
+        given = {"tensor_key_mapping": self.names, "parsed_parameters": {"tensors": collected}}
+        found = self._processor.process(weights, tensor.name, **given)
+        return self.names.get(found.name), found.weights
 
 
 def _by_tables(file: GgufFile, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """All tensors under the names that a model has for them, by transformers' older tables."""
-    processor, names = names_in(file, model)
+    tables, turn = Tables(file, model), threading.Lock()
     collected: dict[str, torch.Tensor] = {}
-    turn = threading.Lock()  # experts' tensors are put together in one
 
     def collect(tensor: Tensor) -> None:
-        if type(processor) is TensorProcessor:
-            if tensor.name in names:
-                collected[names[tensor.name]] = unpacked(file, tensor, dtype)
+        if tables.changes_nothing:
+            if tensor.name in tables.names:
+                collected[tables.names[tensor.name]] = unpacked(file, tensor, dtype)
             return
         # Others may calculate with the weights, so they are rounded thereafter.
         weights = unpacked(file, tensor, torch.float32).numpy()
         with turn:
-            found = processor.process(
-                weights,
-                tensor.name,
-                tensor_key_mapping=names,
-                parsed_parameters={"tensors": collected},
-            )
-        if found.name in names:
-            collected[names[found.name]] = torch.tensor(found.weights, dtype=dtype)
+            name, weights = tables.process(tensor, weights, collected)
+        if name:
+            collected[name] = torch.tensor(weights, dtype=dtype)
 
     all_at_once(collect, file)
     return collected

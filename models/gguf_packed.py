@@ -23,7 +23,15 @@ from kernels.experts import hold, matrices_of
 from kernels.weights import LANES, PanelEmbedding, PanelLinear, Panels, become
 
 from .gguf_file import GgufFile, Tensor
-from .gguf_model import all_at_once, assigned, empty_model, names_in, open_model, unpacked
+from .gguf_model import (
+    Tables,
+    all_at_once,
+    assigned,
+    config_of,
+    empty_model,
+    open_model,
+    unpacked,
+)
 
 LOG = logging.getLogger("serving.loading")
 
@@ -54,32 +62,27 @@ def why_not(file: GgufFile) -> str | None:
 def load_packed(file: GgufFile, config: PreTrainedConfig) -> tuple[Any, dict[str, Any]]:
     """The model, and what transformers tells of its weights. Raises BadFile."""
     empty = empty_model(file, config, torch.float32)
-    processor, names = names_in(file, empty)
-    modules = dict(empty.named_modules())
+    tables, modules = Tables(file, empty), dict(empty.named_modules())
     plans: dict[str, _Plan | _Experts] = {
-        name: _Experts(tensor, names, file)
+        name: _Experts(tensor, tables, file)
         if len(tensor.shape) > 2
-        else _Plan(tensor, names, processor, modules)
+        else _Plan(tensor, tables, modules)
         for name, tensor in file.tensors.items()
     }
-    # A matrix's place is held by one zero, which looks as large: memory is for what is there.
-    weights = {
-        plan.target: torch.zeros(1).expand(plan.shape) for plan in plans.values() if plan.target
-    }
+    shapes = {plan.target: plan.shape for plan in plans.values() if plan.target}
     wanted = {name: weight.shape for name, weight in empty.state_dict().items()}
-    tied = empty.all_tied_weights_keys
-    if missing := {name for name in wanted if name not in weights and name not in tied}:
-        unread = {plan.tensor.name for plan in plans.values() if plan.target not in wanted}
-        return empty, {"missing_keys": missing, "unexpected_keys": unread}
-    sizes = {
-        (name, given.shape, wanted[name])
-        for name, given in weights.items()
-        if name in wanted and given.shape != wanted[name]
-    }
-    if sizes:
-        return empty, {"missing_keys": set(), "mismatched_keys": sizes}
-    if others := sorted({p.tensor.type.name for p in plans.values() if p.owner and not p.form}):
-        LOG.info("%s: weights of type %s are unpacked to bfloat16", file.name, ", ".join(others))
+    missing = wanted.keys() - shapes.keys() - empty.all_tied_weights_keys.keys()
+    sizes = {(n, shapes[n], wanted[n]) for n in wanted if shapes.get(n, wanted[n]) != wanted[n]}
+    unplaced = [plan for plan in plans.values() if plan.target not in wanted]
+    unread = {plan.tensor.name for plan in unplaced if missing or plan.target}
+    report: dict[str, Any] = {"missing_keys": missing, "mismatched_keys": sizes}
+    report |= {"unexpected_keys": unread, "error_msgs": ()}
+    if missing or sizes:
+        return empty, report
+    # A matrix's place is held by one zero, which looks as large: memory is for what is there.
+    weights = {name: torch.zeros(1).expand(shape) for name, shape in shapes.items()}
+    if types := sorted({p.tensor.type.name for p in plans.values() if p.owner and not p.form}):
+        LOG.info("%s: weights of type %s are unpacked to bfloat16", file.name, ", ".join(types))
     packed: dict[str, Panels] = {}
     experts: dict[str, list[Panels]] = {}  # by the parameter that they stand for
 
@@ -94,7 +97,7 @@ def load_packed(file: GgufFile, config: PreTrainedConfig) -> tuple[Any, dict[str
             weights[plan.target] = torch.from_numpy(plan.floats(file)).contiguous()
 
     all_at_once(read, file)
-    model, report = assigned(empty, weights)
+    model = assigned(empty, weights)
     _put(model, packed)
     for name in {name.rpartition(".")[0] for name in experts}:
         part = model.get_submodule(name)
@@ -110,29 +113,16 @@ def pack_copy(path: str, model: Any) -> None:
     BadFile.
     """
     with open_model(path) as file:
-        processor, names = names_in(file, model)
-        modules, packed = dict(model.named_modules()), dict[str, Panels]()
-
-        def read(tensor: Tensor) -> None:
-            plan = _Plan(tensor, names, processor, modules)
-            if plan.owner:
-                packed[plan.owner] = plan.panels(file)
-
-        all_at_once(read, file)
-    _put(model, packed)
+        packed, _ = load_packed(file, config_of(file))
+    parts = packed.named_modules()
+    _put(model, {name: part.panels for name, part in parts if hasattr(part, "panels")})
 
 
 class _Plan:
     """What becomes of a tensor."""
 
-    def __init__(
-        self,
-        tensor: Tensor,
-        names: dict[str, str],
-        processor: Any,
-        modules: dict[str, nn.Module],
-    ) -> None:
-        self.tensor, self._names, self._processor = tensor, names, processor
+    def __init__(self, tensor: Tensor, tables: Tables, modules: dict[str, nn.Module]) -> None:
+        self.tensor, self._tables = tensor, tables
         self.owner: str | None = None  # the module whose matrix it is, if it is one
         self.form: str | None = None  # of panels; None: it is unpacked
         self._order: np.ndarray | None = None  # of the file's rows, if it changes
@@ -159,11 +149,10 @@ class _Plan:
     def _process(self, weights: np.ndarray) -> tuple[str | None, np.ndarray]:
         """transformers' name of the tensor, None if it has none; and what it makes of weights."""
         kept: dict[str, torch.Tensor] = {}
-        given = {"tensor_key_mapping": self._names, "parsed_parameters": {"tensors": kept}}
-        found = self._processor.process(weights, self.tensor.name, **given)
-        for name, own in kept.items():  # it has put it there itself
+        found = self._tables.process(self.tensor, weights, kept)
+        for name, own in kept.items():
             return name, own.numpy()
-        return self._names.get(found.name), found.weights
+        return found
 
     def floats(self, file: GgufFile) -> np.ndarray:
         """Its weights in float32."""
@@ -195,7 +184,7 @@ class _Experts:
     An expert's gate and up are one matrix. Both are read when it is the gate's turn.
     """
 
-    def __init__(self, tensor: Tensor, names: dict[str, str], file: GgufFile) -> None:
+    def __init__(self, tensor: Tensor, tables: Tables, file: GgufFile) -> None:
         layer, kind, rest = _EXPERTS.fullmatch(tensor.name).groups()
         self.tensor, self._parts, self.shape = tensor, [tensor], tensor.shape
         up = file.tensors.get(f"{layer}up{rest}.weight")
@@ -204,7 +193,8 @@ class _Experts:
             self._parts, self.shape = [tensor, up], (count, 2 * outputs, inputs)
         forms = {FORMS.get(part.type.name) for part in self._parts}
         self.form = forms.pop() if len(forms) == 1 else None  # None: it is unpacked
-        self.owner = self.target = None if kind == "up" else names.get(f"{layer}{kind}{rest}")
+        name = tables.names.get(f"{layer}{kind}{rest}")
+        self.owner = self.target = None if kind == "up" else name
 
     def panels(self, file: GgufFile) -> list[Panels]:
         """A matrix for each expert."""

@@ -5,7 +5,6 @@ for that. With another rule the model is given other tokens than it was trained 
 tells. So the rules that transformers does not know are here, and one that nobody knows is told of.
 """
 
-import hashlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,7 @@ _SPECIAL = {
     "unk_token": "tokenizer.ggml.unknown_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
-
-
-_made: dict[str, Tokenizer] = {}  # the last one, by what it was made of
+_last: list[tuple[dict[str, Any], Tokenizer]] = []  # what the last one was made of, and it
 
 
 def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
@@ -48,7 +45,8 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
     """
     given = {key: value for key, value in file.metadata.items() if key.startswith("token")}
     architecture = file.metadata["general.architecture"]
-    digest = _digest({**given, "tokenizer.chat_template": None, "": architecture})
+    made_of = {key: _packed(value) for key, value in given.items() if "template" not in key}
+    made_of["general.architecture"] = architecture
     mapping = GGUF_TOKENIZER_MAPPING
     parts, options = (
         {name: given[f"tokenizer.{k}"] for k, name in names.items() if f"tokenizer.{k}" in given}
@@ -66,28 +64,23 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
         if index is not None and not (type(index) is int and 0 <= index < len(tokens)):
             raise BadFile(f"{file.name}: {key} is {index!r:.80}, which is no token's id")
         options[name] = None if index is None else tokens[index]
-    if digest not in _made:
-        _made.clear()
+    if not _last or _last[0][0] != made_of:
         backend, _ = convert_gguf_tokenizer(
             architecture, {name: _plain(value) for name, value in parts.items()}
         )
         if kind == "gpt2":  # sentencepiece has no such rule
             _split_words(backend, parts.get("pre_tokenizer_type", "none"), Path(file.name).name)
-        _made[digest] = backend
+        _last[:] = [(made_of, backend)]
     # As `tokenizer_object` it would be copied, by way of JSON, in 0.5 s.
     tokenizer = PreTrainedTokenizerFast.__new__(PreTrainedTokenizerFast)
-    tokenizer._tokenizer = _made[digest]
+    tokenizer._tokenizer = _last[0][1]
     tokenizer.__init__(**{name: _plain(value) for name, value in options.items()})
     return tokenizer
 
 
-def _digest(given: dict[str, Any]) -> str:
-    found = hashlib.sha256()
-    for key, value in given.items():
-        found.update(f"\0{key}\0".encode())
-        packed = isinstance(value, Texts | np.ndarray)
-        found.update(value.tobytes() if packed else repr(value).encode())
-    return found.hexdigest()
+def _packed(value: Any) -> Any:
+    """What is quickly compared, and takes little memory."""
+    return value.tobytes() if isinstance(value, Texts | np.ndarray) else value
 
 
 def _plain(value: Any) -> Any:

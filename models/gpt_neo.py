@@ -23,19 +23,16 @@ def follow_masks(model: nn.Module, num_keys: int) -> None:
         # The module's own mask lets everything through from now on. A view: it takes no memory.
         module.bias = module.bias.new_ones(1, 1, 1, 1).expand(1, 1, num_keys, num_keys)
         if module.attention_type == "local":
-            hook = _narrow_mask(module.config.window_size)
-            module.register_forward_pre_hook(hook, with_kwargs=True)
+            module.register_forward_pre_hook(_narrow, with_kwargs=True)
 
 
-def _narrow_mask(window: int) -> Any:
-    def narrow(module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Mask what is further back than the window."""
-        mask: Tensor = options["attention_mask"]  # additive [B, 1, T, L], and causal
-        if hasattr(mask, "place"):  # of kernels/modules.py, which is told the window
-            return args, options | {"attention_mask": mask.place.mask(mask.dtype, window)}
-        positions = (mask == 0).sum(-1, keepdim=True) - 1
-        is_far = torch.arange(mask.shape[-1], device=mask.device) <= positions - window
-        lowest = torch.finfo(mask.dtype).min
-        return args, options | {"attention_mask": mask.masked_fill(is_far, lowest)}
-
-    return narrow
+def _narrow(module: nn.Module, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Mask what is further back than the layer's window."""
+    window = module.config.window_size
+    mask: Tensor = options["attention_mask"]  # additive [B, 1, T, L], and causal
+    if hasattr(mask, "place"):  # of kernels/modules.py, which is told the window
+        return args, options | {"attention_mask": mask.place.mask(mask.dtype, window)}
+    positions = (mask == 0).sum(-1, keepdim=True) - 1
+    is_far = torch.arange(mask.shape[-1], device=mask.device) <= positions - window
+    lowest = torch.finfo(mask.dtype).min
+    return args, options | {"attention_mask": mask.masked_fill(is_far, lowest)}

@@ -19,9 +19,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cach
 from kernels.files import own_weights, why_not_loaded
 from messages import in_short
 
-from . import gguf_packed, mimo
-from .catalogue import NotFetched, entry_of, likely, place_of
-from .gguf_file import BadFile, is_gguf
+from . import StartError, gguf_packed, mimo
+from .catalogue import entry_of, likely, place_of
+from .gguf_file import is_gguf
 from .gguf_model import config_of, load_model, open_model
 from .gguf_tokenizer import tokenizer_of
 from .rope import contexts, fix_rotations
@@ -32,10 +32,6 @@ PROGRESS = logging.getLogger("serving.progress")
 
 LONGEST_DEFAULT = 8192  # a cache for 128k tokens is for those who ask for it
 _WORDS_KEPT = 1000  # by a tokenizer, which then knows their tokens; 8 KiB each where they are long
-
-
-class StartError(ValueError):
-    """What the command line asks for cannot be had; one line that says what to do."""
 
 
 class ModelOptions(Protocol):
@@ -54,16 +50,6 @@ class ModelOptions(Protocol):
         """Whether the target is the one of this repository."""
 
 
-def _reason(error: Exception, options: ModelOptions) -> str:
-    """Why a model could not be loaded; what is refused for safety's sake is said to be."""
-    reason = why_not_loaded(error)
-    if "trust_remote_code" in str(error) and not options.trust_remote_code:
-        return "it brings code of its own, which is run with --trust-remote-code only"
-    if "file named model.safetensors" in reason and not options.allow_pickle:
-        reason += " (other files can run code, and are loaded with --allow-pickle only)"
-    return reason
-
-
 @contextmanager
 def _told(name: str, part: str, options: ModelOptions) -> Iterator[None]:
     """Turn whatever a part of a model fails with into a StartError."""
@@ -71,11 +57,15 @@ def _told(name: str, part: str, options: ModelOptions) -> Iterator[None]:
         yield
     except StartError:
         raise
-    except BadFile as error:
-        raise StartError(str(error)) from error
     except Exception as error:  # a broken folder raises any of a dozen kinds
         kind = "" if Path(name).exists() else f" (no such folder; tried as a hub id{likely(name)})"
-        raise StartError(f"cannot load {name}{kind}: {part}{_reason(error, options)}") from error
+        reason = why_not_loaded(error)
+        # What is refused for safety's sake is said to be.
+        if "trust_remote_code" in str(error) and not options.trust_remote_code:
+            reason = "it brings code of its own, which is run with --trust-remote-code only"
+        elif "file named model.safetensors" in reason and not options.allow_pickle:
+            reason += " (other files can run code, and are loaded with --allow-pickle only)"
+        raise StartError(f"cannot load {name}{kind}: {part}{reason}") from error
 
 
 @dataclass(frozen=True)
@@ -98,10 +88,7 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
     """
     given = name
     mimo.register()
-    try:
-        name = place_of(name)
-    except (NotFetched, BadFile) as error:
-        raise StartError(str(error)) from error
+    name = place_of(name)
     PROGRESS.info("reading the weights of %s", Path(name).name)
     device = options.device
     if device == "auto":
@@ -116,9 +103,9 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
     if dtype == "packed" and not is_gguf(name):
         raise StartError(f"--dtype packed is for GGUF files, and {given} is none")
     read = _read_file if is_gguf(name) else _read_folder
-    model, tokenizer, report = read(name, dtype, options)
-    check_weights(name, report)
     with _told(name, "", options):
+        model, tokenizer, report = read(name, dtype, options)
+        check_weights(name, report)
         model = model.to(device).eval()
         if not options.mmap:  # transformers' disable_mmap holds the weights twice for a while
             own_weights(model)
@@ -128,7 +115,7 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
 
 def _read_file(name: str, dtype: str, options: ModelOptions) -> tuple[Any, Any, dict[str, Any]]:
     """Model and tokenizer of a GGUF file, and what transformers tells of the weights."""
-    with _told(name, "", options), open_model(name) as file:
+    with open_model(name) as file:
         config = config_of(file)
         with _told(name, "its tokenizer: ", options):
             tokenizer = tokenizer_of(file)
@@ -152,27 +139,25 @@ def _read_folder(name: str, dtype: str, options: ModelOptions) -> tuple[Any, Any
     if not Path(name).exists() and not is_hub_id:
         raise StartError(f"model folder {name} not found")
     trust = {"trust_remote_code": options.trust_remote_code}
-    with _told(name, "", options):
-        # First: a wrong id fails here, after one small file.
-        config = AutoConfig.from_pretrained(name, **trust)
-    check_generation_config(name)
-    with _told(name, "", options):
-        check_indexes(name, config, options)
+    # First: a wrong id fails here, after one small file.
+    config = AutoConfig.from_pretrained(name, **trust)
+    with _told(name, "its generation_config.json: ", options):
+        check_generation_config(name)
+    check_indexes(name, config, options)
     with _told(name, "its tokenizer: ", options):
         tokenizer = AutoTokenizer.from_pretrained(name, **trust)
-    with _told(name, "", options):
-        try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                name,
-                **trust,
-                dtype=dtype,
-                use_safetensors=None if options.allow_pickle else True,  # None: what there is
-                ignore_mismatched_sizes=True,  # the report has them, and check_weights reads it
-                output_loading_info=True,
-            )
-        except (SafetensorError, OSError):
-            check_files(name)  # the error itself does not say which file
-            raise
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name,
+            **trust,
+            dtype=dtype,
+            use_safetensors=None if options.allow_pickle else True,  # None: what there is
+            ignore_mismatched_sizes=True,  # the report has them, and check_weights reads it
+            output_loading_info=True,
+        )
+    except (SafetensorError, OSError):
+        check_files(name, options)  # the error itself does not say which file
+        raise
     return model, tokenizer, report
 
 
@@ -188,26 +173,20 @@ def check_indexes(name: str, config: Any, options: ModelOptions) -> None:
         file = cached_file(name, index, _raise_exceptions_for_missing_entries=False)
         if file is None:
             continue
-        try:
+        with _told(name, f"{index}, which needs a weight_map and metadata: ", options):
             content = json.loads(Path(file).read_text("utf-8"))
             content["metadata"].items()  # transformers asks for it
             shards = [Path(shard) for shard in content["weight_map"].values()]
-        except Exception as error:
-            reason = f"needs a weight_map and metadata ({type(error).__name__}: {in_short(error)})"
-            raise StartError(f"{index} of {name} {reason}") from error
         for shard in shards:
             if shard.is_absolute() or ".." in shard.parts:
                 raise StartError(f"{index} of {name} names {shard}, which is outside its folder")
 
 
-def check_files(name: str) -> None:
+def check_files(name: str, options: ModelOptions) -> None:
     """Raises StartError if one of the model's safetensors files cannot be opened."""
     for file in sorted(Path(cached_file(name, "config.json")).parent.glob("*.safetensors")):
-        try:
-            with safe_open(file, "pt"):
-                pass
-        except Exception as error:
-            raise StartError(f"cannot read {file.name} of {name}: {in_short(error)}") from error
+        with _told(name, f"{file.name}: ", options), safe_open(file, "pt"):
+            pass
 
 
 def check_weights(name: str, report: dict[str, Any]) -> None:
@@ -239,27 +218,16 @@ def check_weights(name: str, report: dict[str, Any]) -> None:
 
 
 def check_generation_config(name: str) -> None:
-    """Raises StartError if generation_config.json, which names the ends of texts, is unreadable.
+    """Raises an error if generation_config.json, which names the ends of texts, is unreadable.
 
     transformers would silently go on without it.
     """
-    try:
-        file = cached_file(
-            name, "generation_config.json", _raise_exceptions_for_missing_entries=False
-        )
-        if file is None:
-            return
+    file = "generation_config.json"
+    if cached_file(name, file, _raise_exceptions_for_missing_entries=False):
         end = GenerationConfig.from_pretrained(name).eos_token_id
-    except Exception as error:
-        raise StartError(
-            f"cannot read generation_config.json of {name}: {in_short(error)}"
-        ) from error
-    ends = end if isinstance(end, list) else [] if end is None else [end]
-    if not all(type(token) is int for token in ends):
-        raise StartError(
-            f"generation_config.json of {name}: eos_token_id must be a token id or a list of "
-            f"them, not {in_short(end)}"
-        )
+        ends = end if isinstance(end, list) else [] if end is None else [end]
+        if not all(type(token) is int for token in ends):
+            raise ValueError(f"eos_token_id must be a token id or a list of them, not {end}")
 
 
 def ends_of(model: Any, tokenizer: Any) -> set[int]:

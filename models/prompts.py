@@ -1,5 +1,8 @@
 """From a text, ids or a conversation to a prompt's token ids, or an error that names the field.
 
+Where another engine tokenises there is no tokenizer here: texts and conversations are checked, and
+stay what they are.
+
 Long texts are read one at a time and with pauses, so that reading never holds up decoding. A chat
 template is code that comes with the model, and has a limit of time.
 """
@@ -105,7 +108,7 @@ def tokenize(text: str, tokenizer: Any, max_length: int, **options: Any) -> list
         return tokenizer(text, verbose=False, **options)["input_ids"]
 
 
-def prompt_ids(value: Any, tokenizer: Any, max_length: int) -> list[int]:
+def prompt_ids(value: Any, tokenizer: Any, max_length: int) -> Any:
     """The ids of a prompt that is continued as it stands: a text, or ids already.
 
     Raises RequestError for anything else, and for a text that cannot fit `max_length` tokens.
@@ -113,7 +116,7 @@ def prompt_ids(value: Any, tokenizer: Any, max_length: int) -> list[int]:
     if isinstance(value, str) and value:
         if not is_text(value):
             raise RequestError("prompt holds a lone surrogate, which is not text", param="prompt")
-        ids = tokenize(value, tokenizer, max_length)
+        ids = value if tokenizer is None else tokenize(value, tokenizer, max_length)
         if ids:
             return ids
     elif (
@@ -128,12 +131,12 @@ def prompt_ids(value: Any, tokenizer: Any, max_length: int) -> list[int]:
     )
 
 
-def chat_ids(value: Any, tokenizer: Any, max_length: int) -> list[int]:
+def chat_ids(value: Any, tokenizer: Any, max_length: int) -> Any:
     """The ids of a conversation by the tokenizer's chat template.
 
     `value` is a text, which is a user's first message, or a list of messages.
     """
-    if not tokenizer.chat_template:
+    if tokenizer is not None and not tokenizer.chat_template:
         raise RequestError("chat: this model has no chat template", param="chat")
     is_list = isinstance(value, list) and all(isinstance(turn, dict) for turn in value)
     if not value or not (is_list or isinstance(value, str)):
@@ -149,16 +152,16 @@ def chat_ids(value: Any, tokenizer: Any, max_length: int) -> list[int]:
         raise
 
 
-def chat_prompt(messages: Any, tokenizer: Any, max_length: int) -> list[int]:
+def chat_prompt(messages: Any, tokenizer: Any, max_length: int) -> Any:
     """The ids of a conversation, by the tokenizer's chat template.
 
     Raises RequestError for messages that are none, and where there is no template.
     """
     turns = read_turns(messages)
+    if tokenizer is None:
+        return turns
     if not tokenizer.chat_template:
-        raise RequestError(
-            "this model's tokenizer has no chat template: use /v1/completions", param="messages"
-        )
+        raise _wrong("this model's tokenizer has no chat template: use /v1/completions")
     count = sum(len(turn["role"]) + len(turn["content"]) for turn in turns)
     check_characters(count, tokenizer, max_length)
     with long_texts.take(count + _MESSAGE_COST * len(turns)):
@@ -167,15 +170,16 @@ def chat_prompt(messages: Any, tokenizer: Any, max_length: int) -> list[int]:
     return tokenize(text, tokenizer, max_length, add_special_tokens=False)
 
 
+def _wrong(what: str) -> RequestError:
+    return RequestError(what, param="messages")
+
+
 def read_turns(messages: Any) -> list[dict[str, str]]:
     """The messages of a conversation, each as {role, content}. Raises RequestError."""
     if not isinstance(messages, list) or not messages:
-        raise RequestError("messages must be a non-empty list", param="messages")
+        raise _wrong("messages must be a non-empty list")
     if len(messages) > _MAX_MESSAGES:
-        raise RequestError(
-            f"messages has {len(messages)} entries; at most {_MAX_MESSAGES} are read",
-            param="messages",
-        )
+        raise _wrong(f"messages has {len(messages)} entries; at most {_MAX_MESSAGES} are read")
     return [_turn(message, i) for i, message in enumerate(messages)]
 
 
@@ -202,34 +206,31 @@ def _render(turns: list[dict[str, str]], tokenizer: Any) -> str:
     except TimeoutError as error:
         late, end = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
         ctypes.pythonapi.PyThreadState_SetAsyncExc(late, end)
-        what = f"the chat template took longer than {_TEMPLATE_LIMIT_S:g} s"
-        raise RequestError(what, param="messages") from error
+        raise _wrong(f"the chat template took longer than {_TEMPLATE_LIMIT_S:g} s") from error
     except Exception as error:
-        raise RequestError(f"the chat template refused: {error}", param="messages") from error
+        raise _wrong(f"the chat template refused: {error}") from error
 
 
 def _turn(message: Any, i: int) -> dict[str, str]:
     where = f"messages[{i}]"
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise RequestError(f"{where} must be an object with a role", param="messages")
+        raise _wrong(f"{where} must be an object with a role")
     if message.get("tool_calls") or message.get("function_call"):
-        raise RequestError(
-            f"{where} calls tools, which are not supported: this server answers with text alone",
-            param="messages",
-        )
+        why = "which are not supported: this server answers with text alone"
+        raise _wrong(f"{where} calls tools, {why}")
     content = message.get("content")
     if isinstance(content, list) and content:
         parts = [p.get("text") if isinstance(p, dict) else None for p in content]
         kinds = {p.get("type") for p in content if isinstance(p, dict)}
         if kinds - {"text"} or not all(isinstance(part, str) for part in parts):
-            raise RequestError(f"{where}: only parts of type text are supported", param="messages")
+            raise _wrong(f"{where}: only parts of type text are supported")
         content = "".join(parts)
     if not isinstance(content, str):
-        raise RequestError(f"{where} must have a content of text", param="messages")
+        raise _wrong(f"{where} must have a content of text")
     try:
         (message["role"] + content).encode("utf-8")
     except UnicodeEncodeError:
-        raise RequestError(f"{where} holds a lone surrogate", param="messages") from None
+        raise _wrong(f"{where} holds a lone surrogate") from None
     return {"role": message["role"], "content": content}
 
 

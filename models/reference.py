@@ -29,8 +29,9 @@ from torch import Tensor, nn
 
 from messages import in_short
 
+from . import StartError
 from .catalogue import ROOT, cache_folder
-from .loading import PROGRESS, StartError
+from .loading import PROGRESS
 
 _LENGTHS = 320, 48  # tokens of the two texts, where the context holds as many
 _LENGTHS_PACKED = 24, 8  # of weights in blocks: large models, whose modules are slow
@@ -69,7 +70,7 @@ class Reference:
         texts = random_texts(cached, [min(each, length) for each in lengths])
         try:
             logits = [_plain(model, text) for text in texts]
-            with _rounded(model.get_input_embeddings()):
+            with model.get_input_embeddings().register_forward_hook(_shaken):
                 shaken = _plain(model, texts[1])
         except Exception as error:
             raise StartError(f"transformers cannot run {cached.name}: {in_short(error)}") from error
@@ -225,20 +226,10 @@ def _plain(model: Any, text: list[int]) -> Tensor:
     return model(input_ids=ids, use_cache=False).logits[0, -_NUM_COMPARED:].float().clone()
 
 
-@contextmanager
-def _rounded(embedding: nn.Module) -> Iterator[None]:
-    """Change every number that the embedding gives by about one rounding, up or down."""
-
-    def shake(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        """Change each number by one rounding, always in the same directions."""
-        signs = torch.randint(2, output.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
-        return output * (1 + torch.finfo(output.dtype).eps * signs.to(output))
-
-    handle = embedding.register_forward_hook(shake)
-    try:
-        yield
-    finally:
-        handle.remove()
+def _shaken(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    """A forward hook: each number changed by about one rounding, always in the same directions."""
+    signs = torch.randint(2, output.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    return output * (1 + torch.finfo(output.dtype).eps * signs.to(output))
 
 
 def _distances(actual: Tensor, expected: Tensor) -> Tensor:

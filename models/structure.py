@@ -9,8 +9,8 @@ The KV cache serves two rules: a token sees all tokens before it, or the last `w
 Another rule, such as llama4's chunks, is served for the positions at which it agrees with these.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionCacheLayerMixin,
 )
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as _MAKERS
 
 FULL = "full_attention"  # transformers' name for layers that see the whole text
 Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query, key -> seen
@@ -91,19 +91,9 @@ class _Watch:
                 if mask is given:
                     self.rules[module.layer_idx] = rule
 
-    @contextmanager
-    def makers(self) -> Iterator[None]:
-        """Put a watched maker in the place of each of transformers' mask makers."""
-        names = ("sdpa", "eager")
-        for name in names:
-            ALL_MASK_ATTENTION_FUNCTIONS[name] = self._watched(ALL_MASK_ATTENTION_FUNCTIONS[name])
-        try:
-            yield
-        finally:
-            for name in names:
-                del ALL_MASK_ATTENTION_FUNCTIONS[name]
+    def watched(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """What stands in the place of one of transformers' mask makers."""
 
-    def _watched(self, make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def make_and_note(*args: Any, mask_function: Rule, **options: Any) -> Tensor:
             """Make the whole mask, and note it with its rule."""
             # Where transformers leaves a mask out there would be nothing to note.
@@ -124,11 +114,13 @@ def _read(model: Any) -> tuple[dict[int, Rule], int, bool]:
     """
     ids, watch = torch.ones(1, _NUM_READ, dtype=torch.long, device=model.device), _Watch()
     with ExitStack() as stack:
-        stack.enter_context(watch.makers())
+        for name in ("sdpa", "eager"):
+            _MAKERS[name] = watch.watched(_MAKERS[name])
+            stack.callback(_MAKERS.pop, name)  # transformers' own then show again
         for module in model.modules():
             if isinstance(getattr(module, "layer_idx", None), int):
-                handle = module.register_forward_pre_hook(watch.note, with_kwargs=True)
-                stack.callback(handle.remove)
+                hook = module.register_forward_pre_hook(watch.note, with_kwargs=True)
+                stack.enter_context(hook)
         try:
             output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True)
         except Exception as error:

@@ -348,9 +348,9 @@ def without_tokenizer(folder):
 SHARD = "model-00002-of-00003.safetensors"
 POSITIONS = "max_position_embeddings must be 2 or more, not "
 DAMAGED = [  # what happens to a model's folder, and what is said
-    (cut, f"cannot read {SHARD} of "),
-    (written(SHARD, b""), f"cannot read {SHARD} of "),
-    (written(SHARD, b"\xff" * 999), f"cannot read {SHARD} of "),
+    (cut, f"cannot load .*: {SHARD}: "),
+    (written(SHARD, b""), f"cannot load .*: {SHARD}: "),
+    (written(SHARD, b"\xff" * 999), f"cannot load .*: {SHARD}: "),
     (lambda folder: (folder / SHARD).unlink(), f"No such file or directory: .*{SHARD}$"),
     (configured(intermediate_size=80), r"down_proj.weight: \[32, 64\] instead of "),
     (configured(hidden_size=1 << 46), "can't allocate memory"),

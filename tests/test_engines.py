@@ -9,6 +9,7 @@ test against a vLLM that runs is marked `network`, as that has to be installed f
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 from engine import CHAT, COLOURS, SAID, replaying
 from server import (
+    LIMIT_S,
     ROOT,
     call,
     connect,
@@ -30,7 +32,7 @@ from server import (
     wait_until_taken,
 )  # fmt: skip
 
-from engines import KEY_VARIABLE, app, child, client
+from engines import KEY_VARIABLE, app, child, client, relay
 from models.loading import StartError
 from serving.options import Options, parse_arguments
 
@@ -191,8 +193,23 @@ def test_an_engine_that_hangs_is_a_504(ask, replay, message):
     assert said(ask, "long")[1][-1]["error"]["code"] == "timeout"
 
 
+def test_who_leaves_before_the_engine_answers_makes_room_for_the_next():
+    """No head of an answer comes: the engine takes the connection, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        engine = client.Client(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        places = relay.Relay(engine, "m", Options(max_running=1))
+        first, second, third = (places.submit(relay.Wanted(), lambda: False) for _ in range(3))
+        second.cancel()
+        assert (places.num_running, places.num_waiting) == (1, 1)
+        first.cancel()
+        until(lambda: third.began)
+        assert (places.num_running, places.num_waiting) == (1, 0) and first.failure is None
+        third.cancel()
+        assert places.drain(LIMIT_S) == 0
+
+
 def test_a_key_is_sent_along(replay):
-    client.Client(replay.url, "secret").get("/version")
+    client.Client(replay.url, "secret").ask("/version")
     assert replay.seen[-1][2] == "Bearer secret"
 
 
