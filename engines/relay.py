@@ -188,8 +188,9 @@ class RemoteJob(Job):
         with self._changed:
             self._is_awaited = True
             self._sleep(_FIRST_S)
-            self._is_awaited = False
-        self._check()
+            self._is_awaited, has_begun = False, bool(self._news)
+        if not has_begun:  # else the stream tells of a failure after what came before it
+            self._check()
 
     def carry_out(self, relay: "Relay") -> None:
         """Send it, and hand on what the engine says, to the end. Raises RequestError."""
