@@ -12,6 +12,7 @@ Sources: arXiv 2503.01840; the layouts of SafeAILab/EAGLE and of vllm-project/sp
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +25,12 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from kernels.files import check_fields, fill, read_folder
+from kernels.files import check_fields, check_sizes, fill
+from messages import Model
 
 _LAYERS = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
 
-_SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # Fields that change what a head computes, each with the one value that is served.
 _ONLY = {
     "speculators_model_type": "eagle3",
@@ -78,7 +80,7 @@ class HeadConfig:
         layer = _layer_of(given)
         content = content | (content.get("eagle_config") or {})  # as some write the first layout
         check_fields(content, _ONLY)
-        switches = {name: content.get(name) or False for name in _SWITCHES}
+        switches = {name: content.get(name) or False for name in SWITCHES}
         for name, value in switches.items():
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be true or false, not {value!r}")
@@ -95,18 +97,51 @@ class HeadConfig:
             **switches,
         )
 
+    @property
+    def num_states(self) -> int:
+        """How many states of the target it reads for each token."""
+        return 3 if self.layer_ids is None else len(self.layer_ids)
+
     def layers_of(self, num_layers: int) -> tuple[int, ...]:
         """The blocks of a target with `num_layers` of them whose results are read.
 
         Ids name the layers whose inputs are meant: what comes out of the block before. Raises
         ValueError for layers that the target has not, and for the first one's input.
         """
-        default = (2, num_layers // 2, num_layers - 3)
-        ids = default if self.layer_ids is None else self.layer_ids
+        ids = default_layers(num_layers) if self.layer_ids is None else self.layer_ids
         for i in ids:
             if not 0 < i < num_layers:
                 raise ValueError(f"it reads layer {i}, and can read 1 to {num_layers - 1}")
         return tuple(i - 1 for i in ids)
+
+    def check(self, target: Model) -> None:
+        """Raises ValueError if the head was trained for another target.
+
+        Targets are compared by the last part of their names: a folder may be a copy from the hub.
+        """
+        if self.verifier and Path(self.verifier).name.lower() not in names_of(target):
+            raise ValueError(
+                f"it was trained for {self.verifier}, and the target is {target.name} (if that is "
+                f"a copy, name its folder {Path(self.verifier).name})"
+            )
+        check_sizes(self.target_hidden_size, self.layer.vocab_size, target)
+        self.layers_of(target.model.config.get_text_config().num_hidden_layers)
+
+
+def default_layers(num_layers: int) -> tuple[int, int, int]:
+    """Whose inputs are read where a head's config does not say."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+def names_of(target: Model) -> set[str]:
+    """By what a target may be known: the folders that it lies in, or the name of its file.
+
+    Example: …/models--org--Name/snapshots/0e9e… is the hub's copy of org/Name, and
+    Name.Q4_K_M.gguf a file of it.
+    """
+    path, known = Path(target.name).resolve(), str(target.model.config._name_or_path)
+    parts = [part.split("--")[-1].lower() for part in (*path.parts, *Path(known).parts)]
+    return {*parts, *(part.partition(".q")[0] for part in parts)}
 
 
 class FirstLayer(nn.Module):
@@ -140,10 +175,10 @@ class FirstLayer(nn.Module):
 class Eagle3Head(nn.Module):
     """The head. Its parts are named as in the speculators layout."""
 
-    def __init__(self, config: HeadConfig, num_states: int = 3) -> None:
+    def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config, layer = config, config.layer
-        wide = num_states * config.target_hidden_size
+        wide = config.num_states * config.target_hidden_size
 
         def norm(width: int) -> LlamaRMSNorm:
             return LlamaRMSNorm(width, layer.rms_norm_eps)
@@ -151,8 +186,8 @@ class Eagle3Head(nn.Module):
         if config.norm_before_fc:
             self.input_norm = norm(wide)
         if config.fc_norm:
-            sizes = [config.target_hidden_size] * num_states
-            self.fc_norm = nn.ModuleList(norm(width) for width in sizes)
+            sizes = [config.target_hidden_size] * config.num_states
+            self.fc_norm = nn.ModuleList(map(norm, sizes))
         self.fc = nn.Linear(wide, layer.hidden_size, bias=False)
         self.layers = nn.ModuleList([FirstLayer(config)])
         self.norm = norm(layer.hidden_size)
@@ -179,25 +214,17 @@ class Eagle3Head(nn.Module):
         """[embedding, h] [B, T, 2 D] -> what comes out of the layer [B, T, D]."""
         return self.layers[0](x, self.rotary_emb(x, positions), mask, cache)
 
-    def forward(self, ids: Tensor, hidden: Tensor, place: Any, cache: Any) -> Tensor:
-        """The next h [B, T, D] of pairs: ids [B, T] and h [B, T, D]."""
-        embeds = self.embed_tokens(ids)
+    def forward(
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: Any
+    ) -> Tensor:
+        """The next h [B, T, D] of pairs: an embedding and an h, both [B, T, D]."""
         x = torch.cat([embeds, hidden.to(embeds.dtype)], -1)
-        x = self.run(x, place.positions, place.mask(x.dtype), cache)
+        x = self.run(x, positions, mask, cache)
         return self.norm(x) if self.config.norm_output else x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """An h [..., D] -> [..., draft vocabulary]."""
         return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
-
-
-def read_head(name: str, allow_pickle: bool = False) -> tuple[HeadConfig, dict[str, Tensor]]:
-    """A head's config and weights from a folder or a hub id, named as Eagle3Head names them.
-
-    Raises ValueError or OSError, saying what is missing.
-    """
-    content, weights = read_folder(name, allow_pickle)
-    return HeadConfig.of(content), {_renamed(key): weight for key, weight in weights.items()}
 
 
 def _renamed(key: str) -> str:
@@ -209,16 +236,18 @@ def _renamed(key: str) -> str:
 _UNUSED = {"t2d", "verifier_norm.weight", "verifier_lm_head.weight"}
 
 
-def build_head(
-    config: HeadConfig, weights: dict[str, Tensor], embed_tokens: nn.Embedding, num_states: int
-) -> Eagle3Head:
-    """The head with its weights, in the type and on the device of the target's embeddings.
+def build_head(content: dict[str, Any], weights: dict[str, Tensor], target: Model) -> Eagle3Head:
+    """The head for a target, from either layout.
 
-    Raises ValueError if a weight is missing, unknown or of another size.
+    Raises ValueError for what is not supported, or does not fit the target, and if a weight is
+    missing, unknown or of another size.
     """
+    config = HeadConfig.of(content)
+    config.check(target)
+    head, embed_tokens = Eagle3Head(config), target.model.get_input_embeddings()
     like = embed_tokens.weight
-    head = Eagle3Head(config, num_states)
-    weights = {key: weight for key, weight in weights.items() if key not in _UNUSED}
+    named = {_renamed(key): weight for key, weight in weights.items()}
+    weights = {key: weight for key, weight in named.items() if key not in _UNUSED}
     own = weights.pop("embed_tokens.weight", None)
     if own is not None and not torch.equal(own.to(like), like):  # often a copy of the target's
         embed_tokens = nn.Embedding.from_pretrained(own)
@@ -234,7 +263,4 @@ def build_head(
     if len(ids.unique()) != len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < len(like):
         raise ValueError("d2t does not lead to different tokens of the target")
     head.embed_tokens = embed_tokens
-    head = head.to(like.device, like.dtype).eval()
-    # Rotations stay in float32, as transformers keeps them: bfloat16 is wrong far into a text.
-    head.rotary_emb = LlamaRotaryEmbedding(config.layer).to(like.device)
     return head

@@ -38,7 +38,7 @@ def new_head(folder, **fields):
     """Write a head of random weights; `fields` are put into its config. Returns it."""
     torch.manual_seed(0)
     layer = AutoConfig.for_model("qwen3", num_hidden_layers=2, **contract.LAYER)
-    save_dflash(BlockConfig(layer, SIZE, MASK, (0, 3, 5), NUM_LAYERS), torch.nn.Module(), folder)
+    save_dflash(DFlashHead(BlockConfig(layer, SIZE, MASK, (0, 3, 5), NUM_LAYERS)), folder)
     contract.changed(folder, **fields)
     head = DFlashHead(BlockConfig.of(contract.content_of(folder)))
     contract.randomise(head)

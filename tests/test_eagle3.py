@@ -49,7 +49,7 @@ def new_head(folder, verifier=None, family="llama", **switches):
     layer = AutoConfig.for_model(family, num_hidden_layers=1, **contract.LAYER)
     switches = {"layer_ids": None} | switches
     config = HeadConfig(layer, DRAFT_VOCAB, contract.WIDTH, verifier=verifier, **switches)
-    head = Eagle3Head(config, len(config.layers_of(NUM_LAYERS)))
+    head = Eagle3Head(config)
     contract.randomise(head)
     ids = torch.randperm(4096)[:DRAFT_VOCAB].sort().values
     head.d2t.copy_(ids - torch.arange(DRAFT_VOCAB))
