@@ -94,10 +94,13 @@ def _read_host(name: str, target: Model) -> tuple[PreTrainedModel, Tensor | None
     config = AutoConfig.from_pretrained(name)
     check_sizes(config.hidden_size, config.vocab_size, target)
     config.dtype = target.model.dtype
-    words = weights.get("t2d")
-    if words is not None and words.shape != (config.vocab_size,):
-        raise ValueError(f"t2d is {list(words.shape)} instead of [{config.vocab_size}]")
-    return host_of(config, target.model), words if words is None else words.nonzero()[:, 0]
+    if (words := weights.get("t2d")) is not None:
+        if words.shape != (config.vocab_size,):
+            raise ValueError(f"t2d is {list(words.shape)} instead of [{config.vocab_size}]")
+        if not words.any():
+            raise ValueError("t2d marks no word that the head may draft")
+        words = words.nonzero()[:, 0]
+    return host_of(config, target.model), words
 
 
 def run_layer(
