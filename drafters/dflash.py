@@ -80,6 +80,8 @@ class BlockConfig:
         layer._attn_implementation = "sdpa"
         if unknown := {*layer.layer_types} - {FULL, _SLIDING}:
             raise ValueError(f"layer_types has {min(unknown)!r}, which is not supported")
+        if layer.sliding_window is not None and layer.sliding_window < 1:
+            raise ValueError(f"sliding_window is {layer.sliding_window}: it must be at least 1")
         rest = given.get("num_target_layers"), given.get("is_causal")
         return cls(layer, size, mask, tuple(ids), *rest)
 

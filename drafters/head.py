@@ -74,9 +74,9 @@ class StateReader(Drafter):
             head = head.to(like.device, like.dtype).eval()
             # Rotations stay in float32, as transformers keeps them: bfloat16 errs in long texts.
             head.rotary_emb = type(head.rotary_emb)(head.config.layer).to(like.device)
-        if not context.mmap:
-            own_weights(head)
-        return cls(head, context)
+            if not context.mmap:
+                own_weights(head)
+            return cls(head, context)
 
     def __init__(self, context: Context, num_layers: int = 1, spare: int = 0) -> None:
         """Its KV cache has `num_layers` layers, and `spare` tokens beyond the longest text."""
