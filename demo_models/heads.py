@@ -22,7 +22,7 @@ from transformers import Qwen3ForCausalLM as SmallModel
 from transformers.modeling_layers import MtpModel
 
 from drafters.dflash import BlockConfig, DFlashHead
-from drafters.eagle3_head import SWITCHES, Eagle3Head, HeadConfig, default_layers
+from drafters.eagle3 import SWITCHES, Eagle3Head, HeadConfig, default_layers
 from drafters.mtp_head import MIMO, host_of, run_layer
 from kernels.decoder import FULL
 from kernels.files import FILE
@@ -68,7 +68,7 @@ def _wide(weight: Tensor, inputs: int, std: float) -> Tensor:
 
 
 class Eagle3(Student):
-    """One layer that reads states of three layers (drafters/eagle3_head.py)."""
+    """One layer that reads states of three layers (drafters/eagle3.py)."""
 
     def __init__(self, target: PreTrainedModel, data: Data, plan: Any) -> None:
         """fc hands on the last of the states, the layer and the output rows are the target's."""

@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from demo_models import train
 from demo_models.heads import save_eagle3
-from drafters.eagle3 import Eagle3Drafter
-from drafters.eagle3_head import Eagle3Head, HeadConfig
+from drafters.eagle3 import Eagle3Drafter, Eagle3Head, HeadConfig
 
 NUM_LAYERS, DRAFT_VOCAB = 6, 500
 SWITCHES = {

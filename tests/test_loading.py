@@ -17,7 +17,7 @@ from conftest import ROOT, TARGET
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from drafters.eagle3_head import HeadConfig
+from drafters.eagle3 import HeadConfig
 from kernels.files import read_folder, why_not_loaded
 from models import catalogue, loading, reference, structure
 from models.loading import StartError
