@@ -12,7 +12,7 @@ greedy. A file is written when it is whole, and a run goes on with the first one
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -71,19 +71,9 @@ class Writer:
         self.tokenizer = self.engine.target.tokenizer
 
     def outputs(self, requests: list[Request]) -> list[list[int]]:
-        """What comes of requests. Of so many at once the next one begins when one ends."""
-        waiting, running, done = list(enumerate(requests))[::-1], dict[Any, int](), {}
-        while waiting or running:
-            while waiting and len(running) < BATCH:
-                i, request = waiting.pop()
-                running[self.engine.open(request)] = i
-            self.engine.step(list(running))
-            for s in [s for s in running if s.finish_reason]:
-                self.engine.close(s)
-                if s.failure:
-                    raise s.failure
-                done[running.pop(s)] = s.output
-        return [done[i] for i in range(len(requests))]
+        """What comes of requests, so many of them at once."""
+        done = benchmarks.run_together(self.engine, requests, at_once=BATCH)
+        return [finished.output for finished in done]
 
     def answers(self, asked: list[list[int]], max_tokens: int, seed: int | None) -> list[Text]:
         """The answers to prompts: greedy, or drawn at T = 1 from a seed."""

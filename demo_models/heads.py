@@ -20,31 +20,28 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers import Qwen3ForCausalLM as SmallModel
 from transformers.modeling_layers import MtpModel
-from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from drafters.dflash import BlockConfig, DFlashHead
-from drafters.eagle3_head import Eagle3Head, HeadConfig
-from drafters.mtp_head import host_of
+from drafters.eagle3 import SWITCHES, Eagle3Head, HeadConfig, default_layers
+from drafters.mtp_head import MIMO, host_of, run_layer
+from kernels.decoder import FULL
 from kernels.files import FILE
 from kernels.parts import norm_of, parts_of
 from models.gguf_file import is_gguf
 from models.mimo import MiMoConfig
 
-from .recipe import TRAIN, Batch, Data, Keys, Student, additive, hidden_states, pick, unroll
+from .recipe import TRAIN, Batch, Data, Student, additive, hidden_states, pick, unroll
 
 SHARED = (  # what a head's config takes from its target's
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps",
     "num_key_value_heads", "hidden_act", "max_position_embeddings",
 )  # fmt: skip
-
-
-OF_MODELS = (  # and a model's beside that
-    "num_hidden_layers", "rope_parameters", "tie_word_embeddings", "head_dim", "bos_token_id",
-    "eos_token_id", "pad_token_id",
+IDS = "bos_token_id", "eos_token_id", "pad_token_id"
+OF_MODELS = (  # what a model's takes beside that
+    "num_hidden_layers", "rope_parameters", "tie_word_embeddings", "head_dim", *IDS,
 )  # fmt: skip
-OF_DRAFTS = (  # and a draft model's
-    "vocab_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
-    "bos_token_id", "eos_token_id", "pad_token_id",
+OF_DRAFTS = (  # what a draft model's takes
+    "vocab_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings", *IDS,
 )  # fmt: skip
 
 
@@ -71,7 +68,7 @@ def _wide(weight: Tensor, inputs: int, std: float) -> Tensor:
 
 
 class Eagle3(Student):
-    """One layer that reads states of three layers (drafters/eagle3_head.py)."""
+    """One layer that reads states of three layers (drafters/eagle3.py)."""
 
     def __init__(self, target: PreTrainedModel, data: Data, plan: Any) -> None:
         """fc hands on the last of the states, the layer and the output rows are the target's."""
@@ -79,11 +76,11 @@ class Eagle3(Student):
         last, weights = decoder.layers[-1], decoder.layers[-1].state_dict()
         kind = "qwen3" if hasattr(last.self_attn, "q_norm") else "llama"
         self.target, self.verifier = target, plan.verifier
-        self.words = data.commonest(plan.draft_words, plan.work / "words.npy")
+        self.words = data.commonest(plan.draft_words)
         layer = _layer_config(target, kind, 1)
         layers = self.layers_of(target.config.num_hidden_layers)
         config = HeadConfig(layer, len(self.words), width, layers, None)
-        self.module = head = Eagle3Head(config, len(layers))
+        self.module = head = Eagle3Head(config)
         self.logits = head.logits
         for name in ("q", "k", "v"):
             key = f"self_attn.{name}_proj.weight"
@@ -103,17 +100,12 @@ class Eagle3(Student):
         """Those that are read where a head's config does not say."""
         if num_layers < 4:
             raise SystemExit(f"error: a head reads three layers, and the target has {num_layers}")
-        return 2, num_layers // 2, num_layers - 3
+        return default_layers(num_layers)
 
     def steps(self, batch: Batch, places: Tensor) -> Iterator[Tensor]:
         """The layer's outputs, step by step, each from those before; see Student."""
         head = self.module
-
-        def run(ids: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, keys: Keys) -> Tensor:
-            x = torch.cat([head.embed_tokens(ids).to(hidden.dtype), hidden], -1)
-            return head.run(x, positions, mask, keys)
-
-        return unroll(run, head.enter(batch.states), batch, places, self.num_steps)
+        return unroll(self, head, head.enter(batch.states), batch, places)
 
     def save(self, folder: Path) -> None:
         names = {"name_or_path": self.verifier, "architectures": self.target.config.architectures}
@@ -143,8 +135,8 @@ class DFlash(Student):
         mask = own.eos_token_id
         mask = mask[0] if isinstance(mask, list) else mask  # the end of a text is nobody's anchor
         layer = _layer_config(target, "qwen3", self.NUM_LAYERS)
-        self.config = BlockConfig(layer, self.SIZE, mask, ids, own.num_hidden_layers)
-        self.module = head = DFlashHead(self.config)
+        config = BlockConfig(layer, self.SIZE, mask, ids, own.num_hidden_layers)
+        self.module = head = DFlashHead(config)
         self.logits = nn.Sequential(head.norm, target.get_output_embeddings())
         with torch.no_grad():
             nn.init.normal_(head.fc.weight, std=0.01)
@@ -162,43 +154,29 @@ class DFlash(Student):
     def steps(self, batch: Batch, places: Tensor) -> Iterator[Tensor]:
         """The head's outputs for each token of a draft, all of one forward; see Student."""
         head, (num, count), size = self.module, places.shape, self.SIZE
-        ids = torch.full((num, count, size), self.config.mask_token_id)
+        ids = torch.full((num, count, size), head.config.mask_token_id)
         ids[:, :, 0] = batch.tokens.gather(1, (places + 1).clamp(max=batch.tokens.shape[1] - 1))
         x = self.target.get_input_embeddings()(ids).flatten(1, 2)  # the blocks in a row
-        context = head.hidden_norm(head.fc(batch.states))
         at = (places[..., None] + 1 + torch.arange(size)).flatten(1)
         block = torch.arange(count).repeat_interleave(size)
         before = batch.every[:, None] <= places.repeat_interleave(size, 1)[..., None]
         own = (block[:, None] == block).expand(num, -1, -1)
-        mask = additive(torch.cat([before, own], -1))
-        rope, old = head.rotary_emb(x, at), head.rotary_emb(context, batch.every)
-        for layer in head.layers:
-            keys = Keys(*self._of_context(layer.self_attn, context, *old))
-            x = layer(x, position_embeddings=rope, attention_mask=mask, past_key_values=keys)
+        masks = {FULL: additive(torch.cat([before, own], -1))}
+        at = torch.cat([batch.every, at], 1)
+        x = head.run(x, head.enter(batch.states), at, masks, [None] * self.NUM_LAYERS)
         yield from x.unflatten(1, (count, size)).unbind(2)[1:]
 
-    def _of_context(self, own: Any, context: Tensor, cos: Tensor, sin: Tensor) -> tuple:
-        """Keys and values [B, H, T, d] that a layer makes of the context [B, T, D]."""
-        key, value = (
-            part(context).unflatten(-1, (-1, own.head_dim)) for part in (own.k_proj, own.v_proj)
-        )
-        key = own.k_norm(key).transpose(1, 2)
-        return apply_rotary_pos_emb(key, key, cos, sin)[1], value.transpose(1, 2)
-
     def save(self, folder: Path) -> None:
-        save_dflash(self.config, self.module, folder)
+        save_dflash(self.module, folder)
 
 
-# A module of transformers' MtpLayer and its name in the files: of most families, and of MiMo.
+# Parts of transformers' MtpLayer and their names in the files: of most families, and of MiMo.
 _OWN = {
-    "enorm.": "mtp.pre_fc_norm_embedding.", "hnorm.": "mtp.pre_fc_norm_hidden.",
-    "eh_proj.": "mtp.fc.", "post_norm.": "mtp.norm.", "mtp_block.": "mtp.layers.0.",
+    "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden",
+    "eh_proj": "mtp.fc", "post_norm": "mtp.norm", "mtp_block": "mtp.layers.0",
 }  # fmt: skip
-_MIMO = {
-    "enorm.": "model.mtp_layers.0.token_layernorm.", "eh_proj.": "model.mtp_layers.0.input_proj.",
-    "hnorm.": "model.mtp_layers.0.hidden_layernorm.", "mtp_block.": "model.mtp_layers.0.",
-    "post_norm.": "model.mtp_layers.0.final_layernorm.",
-}  # fmt: skip
+_MIMO = {"mtp_block": "model.mtp_layers.0"}
+_MIMO |= {ours: f"model.mtp_layers.0.{theirs}" for ours, theirs in MIMO.items()}
 _HAVE_ONE = {"mellum", "qwen3_5_text", "mimo"}  # families with an MTP layer
 
 
@@ -229,7 +207,7 @@ class Mtp(Student):
 
     def __init__(self, target: PreTrainedModel, data: Data, plan: Any) -> None:
         """The layer begins as the target's last one, and reads the state alone."""
-        self.words = data.commonest(plan.draft_words, plan.work / "words.npy")
+        self.words = data.commonest(plan.draft_words)
         self.config = _mtp_config(target.config)
         is_mimo = self.config.model_type == "mimo"
         self.names = _MIMO if is_mimo else _OWN
@@ -255,28 +233,17 @@ class Mtp(Student):
 
     def steps(self, batch: Batch, places: Tensor) -> Iterator[Tensor]:
         """The layer's outputs, step by step, each from those before; see Student."""
-        head = self.module
 
-        def run(ids: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, keys: Keys) -> Tensor:
-            embeds = head.embed_tokens(ids)
-            kind = {"layer_type": "full_attention"} if head.has_per_layer_rope else {}
-            return head.layers[0](
-                embeds, hidden.to(embeds.dtype), attention_mask=mask, past_key_values=keys,
-                position_embeddings=head.rotary_emb(embeds, positions + 1, **kind),
-                position_ids=positions + 1,
-            )  # fmt: skip
+        def run(embeds: Tensor, hidden: Tensor, positions: Tensor, *rest: Any) -> Tensor:
+            return run_layer(self.module, 0, embeds, hidden, positions + 1, *rest)
 
-        return unroll(run, batch.final, batch, places, self.num_steps)
+        return unroll(self, run, batch.final, batch, places)
 
     def save(self, folder: Path) -> None:
-        own = {
-            name.replace(ours, theirs): weight.bfloat16().contiguous()
-            for name, weight in self.module.layers[0].state_dict().items()
-            for ours, theirs in self.names.items()
-            if name.startswith(ours)
-        }
-        own["t2d"] = torch.zeros(self.config.vocab_size, dtype=torch.bool)
-        own["t2d"][self.words] = True
+        own = {"t2d": torch.isin(torch.arange(self.config.vocab_size), self.words)}
+        for name, weight in self.module.layers[0].state_dict().items():
+            part, _, rest = name.partition(".")
+            own[f"{self.names[part]}.{rest}"] = weight.bfloat16().contiguous()
         self.config.dtype = "bfloat16"
         _write(folder, self.config.to_diff_dict(), own)
 
@@ -314,7 +281,7 @@ class Draft(Student):
         self.module.set_attn_implementation(TRAIN)
         self.module.generation_config.eos_token_id = target.generation_config.eos_token_id
         self.embedding = self.module.get_input_embeddings()
-        self.words = self.common = data.commonest(plan.draft_words, plan.work / "words.npy")
+        self.words = self.common = data.commonest(plan.draft_words)
         self._cut_out(target, data.batch(data.train[:: len(data.train) // self.BEGUN_BY + 1]))
 
     @torch.no_grad()
@@ -406,10 +373,7 @@ def save_eagle3(head: Eagle3Head, folder: Path, verifier: dict[str, Any], num_to
         "speculators_version": "0.3.0",
         "draft_vocab_size": config.draft_vocab_size,
         "eagle_aux_hidden_state_layer_ids": config.layer_ids,
-        "norm_before_residual": config.norm_before_residual,
-        "norm_before_fc": config.norm_before_fc,
-        "fc_norm": config.fc_norm,
-        "norm_output": config.norm_output,
+        **{name: getattr(config, name) for name in SWITCHES},
         "transformer_layer_config": config.layer.to_diff_dict(),
         "speculators_config": {
             "algorithm": "eagle3",
@@ -423,13 +387,13 @@ def save_eagle3(head: Eagle3Head, folder: Path, verifier: dict[str, Any], num_to
         for key, weight in head.state_dict().items()
         if not key.startswith("embed_tokens.")
     }
-    weights["t2d"] = torch.zeros(config.layer.vocab_size, dtype=torch.bool)
-    weights["t2d"][head.target_ids] = True
+    weights["t2d"] = torch.isin(torch.arange(config.layer.vocab_size), head.target_ids)
     _write(folder, content, weights)
 
 
-def save_dflash(config: BlockConfig, head: nn.Module, folder: Path) -> None:
+def save_dflash(head: DFlashHead, folder: Path) -> None:
     """Write a head in z-lab's layout, in bfloat16."""
+    config = head.config
     own = {"mask_token_id": config.mask_token_id, "target_layer_ids": config.target_layer_ids}
     content = config.layer.to_diff_dict() | {
         "architectures": ["DFlashDraftModel"],

@@ -33,28 +33,6 @@ def config_of(target: PreTrainedModel) -> Qwen3_5TextConfig:
     )  # fmt: skip
 
 
-def copy_block(new: nn.Module, old: nn.Module) -> None:
-    """A decoder layer's norms and MLP, and its attention if the new one has any."""
-    new.mlp.load_state_dict(old.mlp.state_dict())
-    for name in ("input_layernorm", "post_attention_layernorm"):
-        copy_norm(getattr(new, name), getattr(old, name))
-    if not hasattr(new, "self_attn"):
-        return copy_heads(new.linear_attn, old.self_attn)
-    ours, theirs = new.self_attn, old.self_attn
-    for name in ("q_norm", "k_norm"):
-        copy_norm(getattr(ours, name), getattr(theirs, name))
-    heads = theirs.q_proj.weight.unflatten(0, (-1, theirs.head_dim))
-    ours.q_proj.weight.copy_(torch.cat([heads, torch.zeros_like(heads)], 1).flatten(0, 1))
-    ours.k_proj.weight.copy_(theirs.k_proj.weight)
-    ours.v_proj.weight.copy_(theirs.v_proj.weight)
-    ours.o_proj.weight.copy_(2 * theirs.o_proj.weight)  # a gate of 0 lets one half through
-
-
-def copy_norm(new: nn.Module, old: nn.Module) -> None:
-    """Qwen3.5's norms multiply by 1 + weight."""
-    new.weight.copy_(old.weight - 1)
-
-
 def copy_heads(new: nn.Module, old: nn.Module) -> None:
     """Let a gated delta net begin with an attention's projections.
 
@@ -84,12 +62,21 @@ def copy_heads(new: nn.Module, old: nn.Module) -> None:
 @torch.no_grad()
 def convert(target: PreTrainedModel) -> Qwen3_5ForCausalLM:
     """The hybrid before its training."""
-    hybrid = Qwen3_5ForCausalLM(config_of(target))
+    hybrid, weights = Qwen3_5ForCausalLM(config_of(target)), target.state_dict()
     hybrid.set_attn_implementation(TRAIN)
-    hybrid.model.embed_tokens.load_state_dict(target.model.embed_tokens.state_dict())
-    copy_norm(hybrid.model.norm, target.model.norm)
+    for name, weight in weights.items():
+        if "norm" in name:
+            weights[name] = weight - 1  # Qwen3.5's norms multiply by 1 + weight
+        elif "q_proj" in name:  # behind each head's queries stands its gate
+            heads = weight.unflatten(0, (-1, target.config.head_dim))
+            weights[name] = torch.cat([heads, torch.zeros_like(heads)], 1).flatten(0, 1)
+        elif "o_proj" in name:
+            weights[name] = 2 * weight  # a gate of 0 lets one half through
+    missing, _ = hybrid.load_state_dict(weights, strict=False)
+    assert all(".linear_attn." in name for name in missing), missing
     for new, old in zip(hybrid.model.layers, target.model.layers, strict=True):
-        copy_block(new, old)
+        if hasattr(new, "linear_attn"):
+            copy_heads(new.linear_attn, old.self_attn)
     return hybrid
 
 

@@ -167,6 +167,7 @@ class Data:
     """All texts and their states, the latter left on disk."""
 
     def __init__(self, work: Path, states: Path) -> None:
+        self.work = work
         self.train: list[tuple[Text, np.ndarray]] = []
         self.held_out: list[tuple[Text, np.ndarray]] = []
         for file in answers.files(work / "answers"):
@@ -201,11 +202,12 @@ class Data:
         for group in islice(groups(), first, None):
             yield self.batch([self.train[i] for i in group])
 
-    def commonest(self, size: int, file: Path) -> Tensor:
-        """The ids [size] of the commonest words in rising order; `file` keeps them.
+    def commonest(self, size: int) -> Tensor:
+        """The ids [size] of the commonest words in rising order.
 
-        A checkpoint's stay when there are more texts.
+        A file keeps them, so that a checkpoint's stay when there are more texts.
         """
+        file = self.work / "words.npy"
         if not file.exists():
             counts = np.bincount(np.concatenate([text.tokens for text, _ in self.train]))
             write_whole(file, partial(np.save, arr=np.argsort(-counts, kind="stable")[:size]))
@@ -241,8 +243,8 @@ class Student(ABC):
 class Keys:
     """What a layer's attention sees in the place of a KV cache: all that it was given, in order."""
 
-    def __init__(self, *pair: Tensor) -> None:
-        self.pairs = [pair] if pair else []
+    def __init__(self) -> None:
+        self.pairs: list[tuple[Tensor, Tensor]] = []
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Add keys and values [B, H, m, d]; returns all of them."""
@@ -254,17 +256,18 @@ class Keys:
 Run = Callable[[Tensor, Tensor, Tensor, Tensor, Keys], Tensor]
 
 
-def unroll(run: Run, first: Tensor, batch: Batch, places: Tensor, num_steps: int) -> Iterator:
+def unroll(student: Student, run: Run, first: Tensor, batch: Batch, places: Tensor) -> Iterator:
     """Let a layer read its own outputs: h [B, m, D] after each step from `places` [B, m].
 
-    run(ids, hidden, positions, mask, keys) gives the next h; positions count from the place.
+    run(embeds, hidden, positions, mask, keys) gives the next h; positions count from the place.
     """
     keys, length, count = Keys(), batch.tokens.shape[1], places.shape[1]
     hidden, at, seen = first, batch.every, causal(length).expand(len(places), -1, -1)
     own = torch.eye(count, dtype=torch.bool).expand(len(places), -1, -1)
-    for step in range(num_steps):
+    for step in range(student.num_steps):
         read = (at + 1 + step).clamp(max=length - 1)
-        hidden = run(batch.tokens.gather(1, read), hidden, at + step, additive(seen), keys)
+        embeds = student.module.embed_tokens(batch.tokens.gather(1, read))
+        hidden = run(embeds, hidden, at + step, additive(seen), keys)
         if step == 0:  # from every place, since later steps see its keys; then some go on
             hidden, at, seen = pick(hidden, places), places, pick(seen, places)
         seen = torch.cat([seen, own], -1)

@@ -1,10 +1,10 @@
 """Drafters by name: `load("ngram", context)`; your own: `load("mine.py:Mine", context)`."""
 
-import importlib
 import importlib.util
 import sys
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 
 from messages import Draft, Sampling, Verdict
 from sampling import Noise
@@ -19,18 +19,18 @@ __all__ = [
     "load", "load_all",
 ]  # fmt: skip
 
-# name -> (module, class); a module is imported when its drafter is first asked for
+# By name; a module is imported when its drafter is first asked for.
 _REGISTRY = {
-    "ngram": ("drafters.ngram", "NgramDrafter"),
-    "suffix": ("drafters.suffix", "SuffixDrafter"),
-    "draft_model": ("drafters.small_model", "SmallModelDrafter"),
-    "mtp": ("drafters.mtp_head", "MtpHeadDrafter"),
-    "eagle3": ("drafters.eagle3", "Eagle3Drafter"),
-    "dflash": ("drafters.dflash", "DFlashDrafter"),
-    "self_int8": ("drafters.self_int8", "SelfInt8Drafter"),
+    "ngram": "drafters.ngram:NgramDrafter",
+    "suffix": "drafters.suffix:SuffixDrafter",
+    "draft_model": "drafters.small_model:SmallModelDrafter",
+    "mtp": "drafters.mtp_head:MtpHeadDrafter",
+    "eagle3": "drafters.eagle3:Eagle3Drafter",
+    "dflash": "drafters.dflash:DFlashDrafter",
+    "self_int8": "drafters.self_int8:SelfInt8Drafter",
 }
 NAMES = tuple(_REGISTRY)
-_COSTLY = {"self_int8"}  # takes memory, so it is there only if it is named, or if auto can use it
+_COSTLY = "self_int8"  # takes memory, so it is there only if it is named, or if auto can use it
 
 
 def load(name: str, context: Context) -> Drafter:
@@ -44,8 +44,7 @@ def load(name: str, context: Context) -> Drafter:
     if ":" in name:
         drafter_class = _class_from_file(name)
     elif name in _REGISTRY:
-        module, attribute = _REGISTRY[name]
-        drafter_class = getattr(importlib.import_module(module), attribute)
+        drafter_class = resolve_name(_REGISTRY[name])
     else:
         choices = ", ".join([*NAMES, AUTO, TREE, PLAIN])
         raise ValueError(f"unknown drafter {name!r}: choose {choices} or file.py:Class")
@@ -73,11 +72,11 @@ def load_all(
     own = wanted if wanted not in (AUTO, TREE, PLAIN) else None
     chooses = wanted in (AUTO, TREE) or (wanted is None and may_choose)
     context = replace(context, wanted=own)
-    default, asked = None, {own, "ngram", *context.named}
+    default, asked = wanted, {own, "ngram", *context.named}
     parts = {name: getattr(context, name) for name in ("mtp", "eagle3", "dflash")}
     parts["draft_model"] = context.draft
     for name in dict.fromkeys([own, *NAMES] if own else NAMES):
-        if name in _COSTLY and name != own and not chooses:
+        if name == _COSTLY and name != own and not chooses:
             continue
         try:
             drafter = load(name, context)
@@ -92,11 +91,9 @@ def load_all(
         loaded[drafter.name] = drafter
         if name == own:
             default = drafter.name
-    if wanted in (TREE, PLAIN):
-        return loaded, wanted
-    can_choose = wanted is None and len(loaded) > 1 and may_choose
-    is_auto = wanted == AUTO or can_choose
-    return loaded, AUTO if is_auto else default or first_choice(loaded)
+    if wanted is None:
+        default = AUTO if len(loaded) > 1 and may_choose else first_choice(loaded)
+    return loaded, default
 
 
 def _check(drafter: Drafter, context: Context) -> None:

@@ -32,7 +32,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from kernels import library
 from kernels.decoder import FULL, MOST_ROWS, Rows, can_tabulate
-from kernels.files import check_fields, check_sizes, fill, read_folder, reading
+from kernels.files import check_fields, check_sizes, fill
 from kernels.head import look_ahead
 from kernels.weights import DTYPES, pack
 from messages import Draft, Model
@@ -80,6 +80,8 @@ class BlockConfig:
         layer._attn_implementation = "sdpa"
         if unknown := {*layer.layer_types} - {FULL, _SLIDING}:
             raise ValueError(f"layer_types has {min(unknown)!r}, which is not supported")
+        if layer.sliding_window is not None and layer.sliding_window < 1:
+            raise ValueError(f"sliding_window is {layer.sliding_window}: it must be at least 1")
         rest = given.get("num_target_layers"), given.get("is_causal")
         return cls(layer, size, mask, tuple(ids), *rest)
 
@@ -99,6 +101,25 @@ class BlockConfig:
             raise ValueError(f"mask_token_id is {self.mask_token_id!r}, which is no token")
 
 
+class BlockKeys:
+    """What a layer's block sees in the place of a KV cache: the context's keys, then its own."""
+
+    def __init__(self, own: nn.Module, context: Tensor, rope: list[Tensor], cache: Any) -> None:
+        """Of attention `own`, made of context [B, N, D]; `cache`, if any, keeps them."""
+        key, value = (
+            part(context).unflatten(-1, (-1, own.head_dim)) for part in (own.k_proj, own.v_proj)
+        )
+        key = own.k_norm(key).transpose(1, 2)
+        self._key = apply_rotary_pos_emb(key, key, *rope)[1]
+        self._value = value.transpose(1, 2)
+        self._cache = cache
+
+    def update(self, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        """Add the block's keys and values [B, H, n, d]; returns all that it sees."""
+        key, value = torch.cat([self._key, key], 2), torch.cat([self._value, value], 2)
+        return self._cache.update(key, value) if self._cache else (key, value)
+
+
 class DFlashHead(nn.Module):
     """The head's weights, named as in the public layout."""
 
@@ -114,11 +135,43 @@ class DFlashHead(nn.Module):
         self.norm = Qwen3RMSNorm(width, layer.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(layer)
 
+    def enter(self, states: Tensor) -> Tensor:
+        """The target's states [..., L · D], side by side -> the context [..., D]."""
+        return self.hidden_norm(self.fc(states))
+
+    def run(
+        self, x: Tensor, context: Tensor, at: Tensor, masks: dict[str, Tensor], caches: list[Any]
+    ) -> Tensor:
+        """The layers over blocks x [B, n, D] behind a context [B, N, D] -> [B, n, D].
+
+        `at` [B, N + n] are positions, the context's first. Additive masks [B, 1, n, keys] are by
+        kind of attention, and caches, or None, by layer.
+        """
+        rope, begin = self.rotary_emb(x, at), context.shape[1]
+        old, new = [table[:, :begin] for table in rope], [table[:, begin:] for table in rope]
+        kinds = self.config.layer.layer_types
+        for layer, kind, cache in zip(self.layers, kinds, caches, strict=True):
+            keys = BlockKeys(layer.self_attn, context, old, cache)
+            x = layer(x, position_embeddings=new, attention_mask=masks[kind], past_key_values=keys)
+        return x
+
+
+def build_head(content: dict[str, Any], weights: dict[str, Tensor], target: Model) -> DFlashHead:
+    """The head for a target. Raises ValueError for what is not supported, or does not fit it."""
+    config = BlockConfig.of(content)
+    config.check(target)
+    head = DFlashHead(config)
+    fill(head, weights)
+    if not can_tabulate(head.rotary_emb):
+        raise ValueError("its rotations are of an unknown kind (rope_type in config.json)")
+    return head
+
 
 class DFlashDrafter(StateReader):
     """Drafts with a DFlash head, batched over requests."""
 
     name: ClassVar[str] = "dflash"
+    title, make_head = "DFlash", staticmethod(build_head)
 
     def __init__(self, head: DFlashHead, context: Context) -> None:
         model, self._config = context.target.model, head.config
@@ -136,33 +189,12 @@ class DFlashDrafter(StateReader):
             self._decoder = look_ahead(head, length, context.quantize, self._sees)
             pack(head, context.quantize)
 
-    @classmethod
-    def build(cls, context: Context) -> "DFlashDrafter":
-        """Raises ValueError without a head, or with one of another target."""
-        if context.dflash is None:
-            raise ValueError("the drafter dflash needs a head: give --dflash DIR_OR_HUB_ID")
-        with reading(f"DFlash head {context.dflash}"):
-            content, weights = read_folder(context.dflash, context.allow_pickle)
-            config = BlockConfig.of(content)
-            config.check(context.target)
-            head = DFlashHead(config)
-            fill(head, weights)
-            like = context.target.model.get_input_embeddings().weight
-            head = head.to(like.device, like.dtype).eval()
-            # Rotations stay in float32, as transformers keeps them.
-            head.rotary_emb = Qwen3RotaryEmbedding(config.layer).to(like.device)
-            if not can_tabulate(head.rotary_emb):
-                raise ValueError("its rotations are of an unknown kind (rope_type in config.json)")
-            return cls(head, context)
-
     def _draft(self, states: list[HeadState], max_tokens: list[int]) -> list[Draft]:
         size, cache = self._config.block_size, self._cache
         counts = [min(limit, self.drafts_at_once) for limit in max_tokens]
-        order = sorted(range(len(states)), key=lambda i: cache.slot(states[i].row))
-        blocks = dict(zip(order, self._run([states[i] for i in order]), strict=True))
-        places = torch.cat([blocks[i][1 : count + 1] for i, count in enumerate(counts)])
-        drafts = []
-        for state, logits in zip(states, self._logits(places).split(counts), strict=True):
+        blocks, drafts = self._run(states), []
+        places = torch.cat([block[1 : n + 1] for block, n in zip(blocks, counts, strict=True)])
+        for state, logits in zip(states, self._to_logits(places).split(counts), strict=True):
             chain = Chain(state, len(logits))
             while chain.is_open:
                 chain.extend(logits[len(chain.tokens)], self._sample)
@@ -175,84 +207,34 @@ class DFlashDrafter(StateReader):
     def _run(self, states: list[HeadState]) -> Tensor:
         """The layers over each text's block [B, block_size, D]; caches contexts and blocks."""
         size, cache, rows = self._config.block_size, self._cache, [state.row for state in states]
-        hidden = [
-            torch.cat(state.hidden[0]) for state in states
-        ]  # [N, L · D], since the last draft
+        hidden = [torch.cat(state.hidden[0]) for state in states]  # since the last draft
         place = cache.place(rows, [len(new) + size for new in hidden])
-        slots, positions = self._where(place.slots, rows, [len(new) for new in hidden])
-        context = self._head.hidden_norm(self._head.fc(torch.cat(hidden)))
         ids = [[state.text[-1]] + [self._config.mask_token_id] * (size - 1) for state in states]
-        x = self._embed(self._tensor(ids)).flatten(0, 1)
+        x = self._embed(torch.tensor(ids, device=cache.device))
+        context = self._head.enter(torch.cat(hidden))
         if self._decoder:
-            x = self._compute(x, context, slots, positions)
+            x = self._compute(x, context, place)
         else:
-            x = self._run_modules(x, context, slots, positions, place)
+            parts = context.split(list(map(len, hidden)))
+            context = nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_side="left")
+            masks = self._masks(place.positions[:, -size:], place.end, x.dtype)
+            x = self._head.run(x, context, place.positions, masks, cache.layers)
         cache.advance(place)
-        return x.unflatten(0, (len(states), size))
+        return x
 
-    def _compute(self, x: Tensor, context: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """In C: the contexts' keys and values, and then the blocks, which look ahead."""
-        decoder, size = self._decoder, self._config.block_size
+    def _compute(self, x: Tensor, context: Tensor, place: Any) -> Tensor:
+        """In C: the contexts' keys and values [N, D], and then the blocks, which look ahead."""
+        decoder, size, contexts, blocks = self._decoder, self._config.block_size, Rows(), Rows()
         decoder.follow(self._cache)
-        blocks, contexts = Rows(), Rows()
-        for part, some in ((blocks, slice(len(x))), (contexts, slice(len(x), None))):
-            part.slots, part.positions = slots[some].tolist(), positions[some].tolist()
-            part.places = part.positions
+        for slot, count, end in zip(place.slots, place.counts, place.ends, strict=True):
+            contexts.chain(slot, end - count, count - size)
+            blocks.chain(slot, end - size, size)
+            blocks.ends += [end] * size
         contexts.ends = [position + 1 for position in contexts.positions]
         for rows, given in zip(contexts.parts(), context.split(MOST_ROWS), strict=True):
             decoder(rows, given, only_keys=True)
-        last = blocks.positions[size - 1 :: size]
-        blocks.ends = [position + 1 for position in last for _ in range(size)]
-        _, found = decoder(blocks, x, layers=(-1,))
-        return found[-1].to(x.dtype)
-
-    def _run_modules(
-        self, x: Tensor, context: Tensor, slots: Tensor, positions: Tensor, place: Any
-    ) -> Tensor:
-        """By transformers' modules."""
-        head, shape = self._head, (len(place.slots), self._config.block_size)
-        rope = [table[0].to(x.dtype) for table in head.rotary_emb(x, positions[None])]
-        masks = self._masks(positions[: len(x)].view(shape), place.end, x.dtype)
-        for layer, cached, kind in zip(head.layers, self._cache.layers, self._kinds, strict=True):
-            own = layer.self_attn
-            read = torch.cat([layer.input_layernorm(x), context])
-            query, key, value = (
-                part(read).unflatten(-1, (-1, own.head_dim))
-                for part in (own.q_proj, own.k_proj, own.v_proj)
-            )
-            query, key = apply_rotary_pos_emb(own.q_norm(query), own.k_norm(key), *rope)
-            if not cached.is_initialized:
-                cached.lazy_initialization(*(part[None].transpose(1, 2) for part in (key, value)))
-            cached.keys[slots, :, positions] = key
-            cached.values[slots, :, positions] = value
-            keys, values = (
-                buffer[place.slots, :, : place.end] for buffer in (cached.keys, cached.values)
-            )
-            query = query[: len(x)].unflatten(0, shape).transpose(1, 2)
-            attended = nn.functional.scaled_dot_product_attention(
-                query, keys, values, masks[kind], scale=own.scaling, enable_gqa=True
-            )
-            x = x + own.o_proj(attended.transpose(1, 2).flatten(2).flatten(0, 1))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return x
-
-    def _where(self, slots: list[int], rows: list[int], counts: list[int]) -> tuple[Tensor, Tensor]:
-        """Slot and position of each token of a pass: all blocks first, then the new contexts."""
-        size, held = self._config.block_size, [self._cache.lengths[row] for row in rows]
-        new = list(zip(slots, held, counts, strict=True))
-        spans = [(slot, at + count, size) for slot, at, count in new] + new
-        return (
-            self._tensor([slot for slot, _, count in spans for _ in range(count)]),
-            self._tensor([at + i for _, at, count in spans for i in range(count)]),
-        )
-
-    def _tensor(self, values: list[Any]) -> Tensor:
-        return torch.tensor(values, device=self._cache.device)
-
-    @property
-    def _kinds(self) -> list[str]:
-        """Of attention, layer by layer."""
-        return self._config.layer.layer_types
+        _, found = decoder(blocks, x.flatten(0, 1), layers=(-1,))
+        return found[-1].view_as(x).to(x.dtype)
 
     def _sees(self, kind: str) -> tuple[bool, int | None]:
         """Whether a kind of attention looks ahead in its block, and how far back it sees."""
@@ -262,18 +244,15 @@ class DFlashDrafter(StateReader):
 
     def _masks(self, positions: Tensor, num_keys: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """By kind of attention what blocks at `positions` [B, size] see: additive."""
-        keys, queries = self._tensor(range(num_keys)), positions[:, None, :, None]
-        masks = {}
-        for kind in dict.fromkeys(self._kinds):
+        keys = torch.arange(num_keys, device=positions.device)
+        queries, masks = positions[:, None, :, None], {}
+        for kind in dict.fromkeys(self._config.layer.layer_types):
             looks_ahead, window = self._sees(kind)
-            seen = keys <= (queries[:, :, -1:] if looks_ahead else queries)
-            seen = seen.expand(-1, -1, positions.shape[1], -1)
-            if window:
-                seen = seen & (keys > queries - window)
-            masks[kind] = torch.zeros_like(seen, dtype=dtype).masked_fill_(
-                ~seen, torch.finfo(dtype).min
-            )
+            unseen = keys > (queries[:, :, -1:] if looks_ahead else queries)
+            unseen = unseen | (keys <= queries - (window or num_keys))
+            mask = torch.zeros_like(unseen, dtype=dtype)
+            masks[kind] = mask.masked_fill_(unseen, torch.finfo(dtype).min)
         return masks
 
     def _to_logits(self, outputs: Tensor) -> Tensor:
-        return self._output(self._head.norm(outputs))
+        return self._output(self._head.norm(outputs)).float()

@@ -1,91 +1,144 @@
 """EAGLE-3: a small head, trained for one target, that reads the target's states of three layers.
 
-How a head drafts is told in head.py, what is in it in eagle3_head.py. Train one of your own with
-demo_models/train.py, or take one of the public ones: `--eagle3 FOLDER_OR_HUB_ID`.
+    states of three layers [3 D] ─ fc ─→ h [D] ─┐
+    embedding of the next token [D] ────────────┴→ decoder layer ─→ h' ─ norm ─ lm_head ─→ token
+                                                                   └→ the next step's h
 
-The head predicts words of a draft vocabulary. Its scores are laid out over the target's vocabulary
+Attention reads both halves, the embedding and the state, each behind a norm of its own; what it
+finds is added to the state alone. lm_head knows a draft vocabulary, the commonest words: d2t says
+how far each of its ids is from the target's. Its scores are laid out over the target's vocabulary
 before anything is drawn from them, so that q is a distribution over the same tokens as p.
 
-Source: arXiv 2503.01840.
+How a head drafts is told in head.py. Train one of your own with demo_models/train.py, or take one
+of the public ones: `--eagle3 FOLDER_OR_HUB_ID`.
+
+Sources: arXiv 2503.01840; the layouts of SafeAILab/EAGLE and of vllm-project/speculators.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from kernels import library
-from kernels.chain import Vocabulary
-from kernels.files import check_sizes, own_weights, reading
-from kernels.head import speed_up_eagle
+from kernels.files import check_fields, check_sizes, fill
+from kernels.head import KernelHead, speed_up_eagle
 from messages import Model
 
 from .base import Context
-from .eagle3_head import Eagle3Head, HeadConfig, build_head, read_head
-from .head import HeadDrafter, spread
+from .head import HeadDrafter
+
+_LAYERS = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}
+
+SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# Fields that change what a head computes, each with the one value that is served.
+_ONLY = {
+    "speculators_model_type": "eagle3",
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "parallel_drafting": False,
+}
 
 
-class Eagle3Drafter(HeadDrafter):
-    """Drafts with an EAGLE-3 head, batched over requests."""
+def _layer_of(given: dict[str, Any]) -> PreTrainedConfig:
+    """The config of the head's decoder layer."""
+    family = given.get("model_type", "llama")
+    if family not in _LAYERS:
+        raise ValueError(f"model_type is {family!r}: supported are {', '.join(_LAYERS)}")
+    rest = {key: value for key, value in given.items() if key != "model_type"}
+    layer = AutoConfig.for_model(family, **rest)
+    layer._attn_implementation = "sdpa"
+    if layer.num_hidden_layers != 1:
+        raise ValueError(f"num_hidden_layers is {layer.num_hidden_layers}, supported is 1")
+    if getattr(layer, "use_sliding_window", False):
+        raise ValueError("use_sliding_window is True, supported is False")
+    return layer
 
-    name: ClassVar[str] = "eagle3"
-    # Of weights in C: they are read once for each token drafted, and proposals need no exactness.
-    kept_as: ClassVar[str | None] = "int8"
 
-    def __init__(self, head: Eagle3Head, context: Context) -> None:
-        self._head, self._target_ids = head, head.target_ids
-        text = context.target.model.config.get_text_config()
-        self._vocab_size = context.target.vocab_size
-        self.hidden_layers = head.config.layers_of(text.num_hidden_layers)
-        weights = [*head.layers.parameters(), *head.lm_head.parameters()]
-        self.num_step_weights = sum(weight.numel() for weight in weights)
-        super().__init__(context)
-        if context.fast:
-            length = context.target.max_length
-            quantize = self.kept_as if library.is_used else context.quantize
-            self._kernels = speed_up_eagle(head, length, quantize)
-            words = Vocabulary.of(self._vocab_size, self._target_ids)
-            self._ends = (head.embed_tokens, head.lm_head, words)
-        self._embed = head.embed_tokens
+@dataclass(frozen=True)
+class HeadConfig:
+    """What config.json says of a head, in either layout."""
+
+    layer: PreTrainedConfig  # of the decoder layer; has the sizes
+    draft_vocab_size: int
+    target_hidden_size: int
+    layer_ids: tuple[int, ...] | None  # whose inputs are read; None: 2, n // 2, n - 3
+    verifier: str | None  # the target that the head was trained for
+    norm_before_residual: bool = False  # the normed state is what attention's result is added to
+    norm_before_fc: bool = False  # one norm over all states
+    fc_norm: bool = False  # one norm for each of them
+    norm_output: bool = False  # the normed state is the next step's
 
     @classmethod
-    def build(cls, context: Context) -> "Eagle3Drafter":
-        """Raises ValueError without a head, or with one of another target."""
-        name, target = context.eagle3, context.target
-        if name is None:
-            raise ValueError("the drafter eagle3 needs a head: give --eagle3 DIR_OR_HUB_ID")
-        text = target.model.config.get_text_config()
-        with reading(f"EAGLE-3 head {name}"):
-            config, weights = read_head(name, context.allow_pickle)
-            check_target(config, target)
-            num_states = len(config.layers_of(text.num_hidden_layers))
-            head = build_head(config, weights, target.model.get_input_embeddings(), num_states)
-        if not context.mmap:
-            own_weights(head)
-        return cls(head, context)
-
-    def _run(self, ids: Tensor, hidden: Tensor, place: Any, step: int) -> Tensor:
-        """The pair j of a text stands at position j, and in the cache's slot j."""
-        return self._head(ids, self._enter(hidden, step), place, self._cache)
-
-    def _enter(self, hidden: Tensor, step: int) -> Tensor:
-        return hidden if step else self._head.enter(hidden)
-
-    def _to_logits(self, outputs: Tensor) -> Tensor:
-        return spread(self._head.logits(outputs), self._target_ids, self._vocab_size)
-
-
-def check_target(config: HeadConfig, target: Model) -> None:
-    """Raises ValueError if the head was trained for another target.
-
-    Targets are compared by the last part of their names: a folder may be a copy from the hub.
-    """
-    if config.verifier and Path(config.verifier).name.lower() not in names_of(target):
-        raise ValueError(
-            f"it was trained for {config.verifier}, and the target is {target.name} (if that is a "
-            f"copy, name its folder {Path(config.verifier).name})"
+    def of(cls, content: dict[str, Any]) -> "HeadConfig":
+        """Read either layout's config.json. Raises ValueError for what is not supported."""
+        given = content.get("transformer_layer_config", content)
+        if "hidden_size" not in given:
+            raise ValueError("config.json has no hidden_size: is this an EAGLE-3 head?")
+        layer = _layer_of(given)
+        content = content | (content.get("eagle_config") or {})  # as some write the first layout
+        check_fields(content, _ONLY)
+        switches = {name: content.get(name) or False for name in SWITCHES}
+        for name, value in switches.items():
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} must be true or false, not {value!r}")
+        ids = content.get("eagle_aux_hidden_state_layer_ids") or None
+        if ids and not all(type(i) is int for i in ids):
+            raise ValueError(f"eagle_aux_hidden_state_layer_ids are {ids!r}, not integers")
+        verifier = (content.get("speculators_config") or {}).get("verifier") or {}
+        return cls(
+            layer,
+            content.get("draft_vocab_size") or layer.vocab_size,
+            content.get("target_hidden_size") or layer.hidden_size,
+            ids and tuple(ids),
+            verifier.get("name_or_path"),
+            **switches,
         )
-    check_sizes(config.target_hidden_size, config.layer.vocab_size, target)
+
+    @property
+    def num_states(self) -> int:
+        """How many states of the target it reads for each token."""
+        return 3 if self.layer_ids is None else len(self.layer_ids)
+
+    def layers_of(self, num_layers: int) -> tuple[int, ...]:
+        """The blocks of a target with `num_layers` of them whose results are read.
+
+        Ids name the layers whose inputs are meant: what comes out of the block before. Raises
+        ValueError for layers that the target has not, and for the first one's input.
+        """
+        ids = default_layers(num_layers) if self.layer_ids is None else self.layer_ids
+        for i in ids:
+            if not 0 < i < num_layers:
+                raise ValueError(f"it reads layer {i}, and can read 1 to {num_layers - 1}")
+        return tuple(i - 1 for i in ids)
+
+    def check(self, target: Model) -> None:
+        """Raises ValueError if the head was trained for another target.
+
+        Targets are compared by the last part of their names: a folder may be a copy from the hub.
+        """
+        if self.verifier and Path(self.verifier).name.lower() not in names_of(target):
+            raise ValueError(
+                f"it was trained for {self.verifier}, and the target is {target.name} (if that is "
+                f"a copy, name its folder {Path(self.verifier).name})"
+            )
+        check_sizes(self.target_hidden_size, self.layer.vocab_size, target)
+        self.layers_of(target.model.config.get_text_config().num_hidden_layers)
+
+
+def default_layers(num_layers: int) -> tuple[int, int, int]:
+    """Whose inputs are read where a head's config does not say."""
+    return 2, num_layers // 2, num_layers - 3
 
 
 def names_of(target: Model) -> set[str]:
@@ -97,3 +150,151 @@ def names_of(target: Model) -> set[str]:
     path, known = Path(target.name).resolve(), str(target.model.config._name_or_path)
     parts = [part.split("--")[-1].lower() for part in (*path.parts, *Path(known).parts)]
     return {*parts, *(part.partition(".q")[0] for part in parts)}
+
+
+class FirstLayer(nn.Module):
+    """A decoder layer that reads [embedding, state] and adds what it finds to the state."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        layer = _LAYERS[config.layer.model_type](config.layer, 0)
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        self.input_layernorm = layer.input_layernorm
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        self.hidden_norm = LlamaRMSNorm(config.layer.hidden_size, config.layer.rms_norm_eps)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            old = getattr(self.self_attn, name)
+            twice = nn.Linear(2 * old.in_features, old.out_features, old.bias is not None)
+            setattr(self.self_attn, name, twice)
+        self.norm_before_residual = config.norm_before_residual
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], mask: Tensor, cache: Any) -> Tensor:
+        """x [B, T, 2 D] -> [B, T, D] under an additive mask [B, 1, T, keys]."""
+        embeds, state = x.chunk(2, -1)
+        normed = self.hidden_norm(state)
+        read = torch.cat([self.input_layernorm(embeds), normed], -1)
+        attended, _ = self.self_attn(
+            hidden_states=read, position_embeddings=rope, attention_mask=mask, past_key_values=cache
+        )
+        x = attended + (normed if self.norm_before_residual else state)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Eagle3Head(nn.Module):
+    """The head. Its parts are named as in the speculators layout."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.config, layer = config, config.layer
+        wide = config.num_states * config.target_hidden_size
+
+        def norm(width: int) -> LlamaRMSNorm:
+            return LlamaRMSNorm(width, layer.rms_norm_eps)
+
+        if config.norm_before_fc:
+            self.input_norm = norm(wide)
+        if config.fc_norm:
+            sizes = [config.target_hidden_size] * config.num_states
+            self.fc_norm = nn.ModuleList(map(norm, sizes))
+        self.fc = nn.Linear(wide, layer.hidden_size, bias=False)
+        self.layers = nn.ModuleList([FirstLayer(config)])
+        self.norm = norm(layer.hidden_size)
+        self.lm_head = nn.Linear(layer.hidden_size, config.draft_vocab_size, bias=False)
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self.rotary_emb = LlamaRotaryEmbedding(layer)
+        self.embed_tokens: nn.Embedding | None = None  # the target's, unless the file has its own
+
+    @property
+    def target_ids(self) -> Tensor:
+        """[draft vocabulary]: the target's id of each draft id."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def enter(self, states: Tensor) -> Tensor:
+        """The target's states [..., 3 D], side by side -> the first h [..., D]."""
+        if self.config.norm_before_fc:
+            states = self.input_norm(states)
+        if self.config.fc_norm:
+            parts = states.chunk(len(self.fc_norm), -1)
+            states = torch.cat([n(part) for n, part in zip(self.fc_norm, parts, strict=True)], -1)
+        return self.fc(states)
+
+    def run(self, x: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
+        """[embedding, h] [B, T, 2 D] -> what comes out of the layer [B, T, D]."""
+        return self.layers[0](x, self.rotary_emb(x, positions), mask, cache)
+
+    def forward(
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: Any
+    ) -> Tensor:
+        """The next h [B, T, D] of pairs: an embedding and an h, both [B, T, D]."""
+        x = torch.cat([embeds, hidden.to(embeds.dtype)], -1)
+        x = self.run(x, positions, mask, cache)
+        return self.norm(x) if self.config.norm_output else x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """An h [..., D] -> [..., draft vocabulary]."""
+        return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
+
+
+def _renamed(key: str) -> str:
+    """A weight's name in the original layout -> in the speculators layout."""
+    return key.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
+
+
+# What a file may have beside the head: the inverse of d2t, and parts of the target.
+_UNUSED = {"t2d", "verifier_norm.weight", "verifier_lm_head.weight"}
+
+
+def build_head(content: dict[str, Any], weights: dict[str, Tensor], target: Model) -> Eagle3Head:
+    """The head for a target, from either layout.
+
+    Raises ValueError for what is not supported, or does not fit the target, and if a weight is
+    missing, unknown or of another size.
+    """
+    config = HeadConfig.of(content)
+    config.check(target)
+    head, embed_tokens = Eagle3Head(config), target.model.get_input_embeddings()
+    like = embed_tokens.weight
+    named = {_renamed(key): weight for key, weight in weights.items()}
+    weights = {key: weight for key, weight in named.items() if key not in _UNUSED}
+    own = weights.pop("embed_tokens.weight", None)
+    if own is not None and not torch.equal(own.to(like), like):  # often a copy of the target's
+        embed_tokens = nn.Embedding.from_pretrained(own)
+    if tuple(embed_tokens.weight.shape) != (len(like), config.layer.hidden_size):
+        raise ValueError(
+            f"its embeddings are {list(embed_tokens.weight.shape)}, "
+            f"not {[len(like), config.layer.hidden_size]}"
+        )
+    if config.draft_vocab_size == len(like):
+        weights.setdefault("d2t", head.d2t)
+    fill(head, weights)
+    ids = head.target_ids
+    if len(ids.unique()) != len(ids) or not 0 <= int(ids.min()) <= int(ids.max()) < len(like):
+        raise ValueError("d2t does not lead to different tokens of the target")
+    head.embed_tokens = embed_tokens
+    return head
+
+
+class Eagle3Drafter(HeadDrafter):
+    """Drafts with an EAGLE-3 head, batched over requests."""
+
+    name: ClassVar[str] = "eagle3"
+    title, make_head, output = "EAGLE-3", staticmethod(build_head), "lm_head"
+
+    def __init__(self, head: Eagle3Head, context: Context) -> None:
+        text = context.target.model.config.get_text_config()
+        self.hidden_layers = head.config.layers_of(text.num_hidden_layers)
+        super().__init__(head, context, head.target_ids)
+
+    def _speed_up(self, target: Model, quantize: str | None) -> list[KernelHead]:
+        return speed_up_eagle(self._head, target.max_length, quantize)
+
+    def _run(self, embeds: Tensor, hidden: Tensor, place: Any, layer: int) -> Tensor:
+        """The pair j of a text stands at position j, and in the cache's slot j."""
+        mask = place.mask(embeds.dtype)
+        return self._head(embeds, hidden, place.positions, mask, self._caches[layer])
+
+    def _enter(self, hidden: Tensor, step: int) -> Tensor:
+        return hidden if step else self._head.enter(hidden)
+
+    def _scores(self, outputs: Tensor) -> Tensor:
+        return self._head.logits(outputs)

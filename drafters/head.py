@@ -19,19 +19,20 @@ the target.
 """
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
 from math import inf
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from kernels import chain, library
+from kernels.files import own_weights, read_folder, reading
 from kernels.head import KernelHead
-from messages import Draft, KeyCache, Sampling, Verdict
+from messages import Draft, KeyCache, Model, Sampling, Verdict
 from sampling import Noise
 
 from .base import Chain, Context, Drafter, ModelState
@@ -46,21 +47,36 @@ class HeadState(ModelState):
     can_branch: bool = False  # the panel sets it
 
 
-def spread(scores: Tensor, words: Tensor, vocab_size: int) -> Tensor:
-    """Scores [B, n] of the words of these ids [n], over the target's vocabulary [B, V].
-
-    Minus infinity for words that the head does not know.
-    """
-    whole = scores.new_full((len(scores), vocab_size), -inf)
-    whole[:, words] = scores
-    return whole
-
-
 class StateReader(Drafter):
     """Drafts from the target's hidden states, with KV caches of its own, batched over requests."""
 
     needs_hidden = True
     stops_early = True
+    title: ClassVar[str]  # of its heads in files, for messages
+    # Makes a head of config.json, of the file's weights, and for a target.
+    make_head: ClassVar[Callable[[dict[str, Any], dict[str, Tensor], Model], nn.Module]]
+
+    @classmethod
+    def build(cls, context: Context) -> "StateReader":
+        """With the head that the option of the drafter's name names.
+
+        The head is in the type and on the device of the target's embeddings. Raises ValueError,
+        with one line, if no head is named, or if this one cannot be used.
+        """
+        name = getattr(context, cls.name)
+        if name is None:
+            raise ValueError(
+                f"the drafter {cls.name} needs a head: give --{cls.name} DIR_OR_HUB_ID"
+            )
+        with reading(f"{cls.title} head {name}"):
+            like = context.target.model.get_input_embeddings().weight
+            head = cls.make_head(*read_folder(name, context.allow_pickle), context.target)
+            head = head.to(like.device, like.dtype).eval()
+            # Rotations stay in float32, as transformers keeps them: bfloat16 errs in long texts.
+            head.rotary_emb = type(head.rotary_emb)(head.config.layer).to(like.device)
+            if not context.mmap:
+                own_weights(head)
+            return cls(head, context)
 
     def __init__(self, context: Context, num_layers: int = 1, spare: int = 0) -> None:
         """Its KV cache has `num_layers` layers, and `spare` tokens beyond the longest text."""
@@ -74,7 +90,7 @@ class StateReader(Drafter):
 
     @abstractmethod
     def _to_logits(self, outputs: Tensor) -> Tensor:
-        """What the head gave [B, D] -> [B, V]."""
+        """What the head gave [B, D] -> [B, V] float32."""
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> HeadState:
         rows = [cache.open_row() for cache in self._caches]
@@ -107,10 +123,6 @@ class StateReader(Drafter):
         """By cache, how many pairs are in it."""
         return [cache.lengths[state.row] for cache in self._caches]
 
-    def _logits(self, outputs: Tensor) -> Tensor:
-        """[B, D] -> [B, V] float32."""
-        return self._to_logits(outputs).float()
-
     def observe(self, state: HeadState, verdict: Verdict) -> None:
         assert verdict.hidden is not None, (
             "the engine hands hidden states to a drafter that needs them"
@@ -127,22 +139,58 @@ class HeadDrafter(StateReader):
     """Drafts token by token: each step reads what the step before gave."""
 
     branches = True
+    output: ClassVar[str]  # the name of its output layer
+    # Of weights in C that are not the target's: they are read once for each token drafted, and
+    # proposals need no exactness.
+    kept_as: ClassVar[str | None] = "int8"
 
-    def __init__(self, context: Context, num_layers: int = 1) -> None:
+    def __init__(
+        self, head: Any, context: Context, words: Tensor | None, is_own: bool = False
+    ) -> None:
+        """`words` [n] are the target's ids of those that the head may draft; None: all.
+
+        `is_own` says that its layers are the target's own.
+        """
         super().__init__(context)
+        target, num_rows = context.target, context.num_rows
         # Layer i is number i to a cache, and the numbers below it take no memory there.
-        new, num_rows = context.target.new_cache, context.num_rows
-        self._caches += [new(i + 1, num_rows) for i in range(1, num_layers)]
+        self._caches += [target.new_cache(i + 1, num_rows) for i in range(1, len(head.layers))]
+        self._head, self._words, self._vocab_size = head, words, target.vocab_size
+        weights = [*head.layers[0].parameters(), *getattr(head, self.output).parameters()]
+        self.num_step_weights = sum(weight.numel() for weight in weights)
         self._kernels: list[KernelHead] = []  # in the place of `_run`, by layer, or none
         self._ends: tuple[nn.Module, nn.Module, chain.Vocabulary] | None = None  # see `take`
+        if context.fast:
+            is_exact = is_own or not library.is_used
+            self._kernels = self._speed_up(target, context.quantize if is_exact else self.kept_as)
+            known = chain.Vocabulary.of(target.vocab_size, words)
+            self._ends = head.embed_tokens, getattr(head, self.output), known
+        self._embed = head.embed_tokens
 
     @abstractmethod
-    def _run(self, ids: Tensor, hidden: Tensor, place: Any, step: int) -> Tensor:
-        """The layer of a draft step over pairs: ids [B, T] and hidden [B, T, width] -> [B, T, D].
+    def _speed_up(self, target: Model, quantize: str | None) -> list[KernelHead]:
+        """The head's layers in C, or none of them: see kernels/head.py."""
 
-        The place has arranged them. Hidden states are the target's at step 0, and later on what the
-        step before returned.
+    @abstractmethod
+    def _run(self, embeds: Tensor, hidden: Tensor, place: Any, layer: int) -> Tensor:
+        """A layer over pairs that the place has arranged, both [B, T, D] -> [B, T, D].
+
+        Hidden states are what `_enter` makes of the target's at step 0, and later on what the step
+        before returned.
         """
+
+    @abstractmethod
+    def _scores(self, outputs: Tensor) -> Tensor:
+        """What the layer gave [B, D] -> [B, n], of the words that the head knows."""
+
+    def _to_logits(self, outputs: Tensor) -> Tensor:
+        """Minus infinity for words of the target that the head does not know."""
+        scores = self._scores(outputs).float()
+        if self._words is None:
+            return scores
+        whole = scores.new_full((len(scores), self._vocab_size), -inf)
+        whole[:, self._words] = scores
+        return whole
 
     @cached_property
     def _can_chain(self) -> bool:
@@ -176,11 +224,11 @@ class HeadDrafter(StateReader):
                 break
             rows, layer = [states[i].row for i in active], self._layer(step)
             outputs = self._forward(rows, [read[i].pairs(step, layer) for i in active], step)
-            logits = self._logits(torch.cat([output[-1:] for output in outputs]))  # [B, V]
+            logits = self._to_logits(torch.cat([output[-1:] for output in outputs]))  # [B, V]
             for b, i in enumerate(active):
                 read[i].note(outputs[b], layer, chains[i].extend(logits[b], self._sample))
-        for reading in read:
-            reading.keep_what_is_true(self._caches)
+        for text in read:
+            text.keep_what_is_true(self._caches)
         return [chain.draft() for chain in chains]
 
     def _in_one_call(self, states: list[HeadState], limits: list[int]) -> list[Draft] | None:
@@ -209,18 +257,16 @@ class HeadDrafter(StateReader):
 
         The pairs of row b come after what its cache row holds.
         """
-        counts, layer = [len(tokens) for _, tokens in pairs], self._layer(step)
+        counts, cache = [len(tokens) for _, tokens in pairs], self._caches[self._layer(step)]
+        ids = torch.tensor([i for _, tokens in pairs for i in tokens], device=cache.device)
+        given = self._embed(ids), self._enter(torch.cat([hidden for hidden, _ in pairs]), step)
         if self._kernels:
-            embeds = self._embed(torch.tensor([i for _, tokens in pairs for i in tokens]))
-            states = self._enter(torch.cat([hidden for hidden, _ in pairs]), step)
-            return self._kernels[layer](self._caches[layer], rows, counts, embeds, states)
-        place = self._caches[layer].place(rows, counts)
-        device = place.positions.device
-        ids = place.arrange([torch.tensor(tokens, device=device) for _, tokens in pairs])
-        hidden = place.arrange([hidden for hidden, _ in pairs])
+            return self._kernels[self._layer(step)](cache, rows, counts, *given)
+        place = cache.place(rows, counts)
+        embeds, hidden = (place.arrange(list(part.split(counts))) for part in given)
         with library.alone():  # its linear layers are kernels
-            output = self._run(ids, hidden, place, step)
-        self._caches[layer].advance(place)
+            output = self._run(embeds, hidden, place, self._layer(step))
+        cache.advance(place)
         return place.part(output)
 
 

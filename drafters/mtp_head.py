@@ -18,25 +18,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_layers import MtpModel
 
-from kernels import library
-from kernels.chain import Vocabulary
 from kernels.files import check_sizes, own_weights, read_folder, reading, why_not_loaded
-from kernels.head import speed_up_head
+from kernels.head import KernelHead, speed_up_head
 from messages import Model
 
 from .base import Context
-from .head import HeadDrafter, spread
+from .head import HeadDrafter
 
 # What configs call the number of MTP layers: transformers' name, then Qwen's and GLM's.
 _COUNTS = "num_mtp_layers", "mtp_num_hidden_layers", "num_nextn_predict_layers"
-_MIMO = r"^mtp_layers\.(\d+)\."  # MiMo's names, behind "model.", in transformers' words
-_MIMO_NAMES = {
-    rf"{_MIMO}token_layernorm\.": r"layers.\1.enorm.",
-    rf"{_MIMO}hidden_layernorm\.": r"layers.\1.hnorm.",
-    rf"{_MIMO}(?:input|eh)_proj\.": r"layers.\1.eh_proj.",  # transformers renames a part of it
-    rf"{_MIMO}final_layernorm\.": r"layers.\1.post_norm.",
-    _MIMO: r"layers.\1.mtp_block.",
-}
+# Parts of a layer in transformers' words, and in MiMo's. The rest of it is "mtp_block".
+MIMO = {
+    "enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj",
+    "post_norm": "final_layernorm",
+}  # fmt: skip
+_MIMO_LAYER = r"^mtp_layers\.(\d+)\."  # what stands before, behind "model."
 
 
 @contextmanager
@@ -60,8 +56,12 @@ def _told(model: Any, count: int) -> Iterator[None]:
             model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{n}\." for n in numbers]
         if any("mtp_layers" in pattern for pattern in ignored or ()):
             text.mtp_hidden_states_first = True
-            own = [WeightRenaming(name, new) for name, new in _MIMO_NAMES.items()]
-            model._weight_conversions = [*(renamed or []), *own]
+            own = {f"{theirs}\\.": f"{ours}." for ours, theirs in MIMO.items()}
+            own["eh_proj\\."] = "eh_proj."  # transformers renames a part of it
+            own[""] = "mtp_block."  # of what is left
+            model._weight_conversions = [*(renamed or [])] + [
+                WeightRenaming(_MIMO_LAYER + name, rf"layers.\1.{new}") for name, new in own.items()
+            ]
         yield
     except Exception:
         vars(text).clear()
@@ -94,10 +94,29 @@ def _read_host(name: str, target: Model) -> tuple[PreTrainedModel, Tensor | None
     config = AutoConfig.from_pretrained(name)
     check_sizes(config.hidden_size, config.vocab_size, target)
     config.dtype = target.model.dtype
-    words = weights.get("t2d")
-    if words is not None and words.shape != (config.vocab_size,):
-        raise ValueError(f"t2d is {list(words.shape)} instead of [{config.vocab_size}]")
-    return host_of(config, target.model), words if words is None else words.nonzero()[:, 0]
+    if (words := weights.get("t2d")) is not None:
+        if words.shape != (config.vocab_size,):
+            raise ValueError(f"t2d is {list(words.shape)} instead of [{config.vocab_size}]")
+        if not words.any():
+            raise ValueError("t2d marks no word that the head may draft")
+        words = words.nonzero()[:, 0]
+    return host_of(config, target.model), words
+
+
+def run_layer(
+    head: MtpModel, layer: int, embeds: Tensor, hidden: Tensor, at: Tensor, mask: Tensor, cache: Any
+) -> Tensor:
+    """What a layer gives of pairs: an embedding and a state, both [B, T, D], at positions `at`."""
+    kind = {"layer_type": head.config.layer_types[layer]} if head.has_per_layer_rope else {}
+    output = head.layers[layer](
+        embeds,
+        hidden.to(embeds.dtype),
+        position_embeddings=head.rotary_emb(embeds, at, **kind),
+        attention_mask=mask,
+        position_ids=at,
+        past_key_values=cache,
+    )
+    return head.shared_post_norm(output) if head.use_shared_post_norm else output
 
 
 def _rows_of(output: nn.Module, words: Tensor) -> nn.Linear:
@@ -113,24 +132,7 @@ class MtpHeadDrafter(HeadDrafter):
     """Drafts with the target's MTP head, batched over requests."""
 
     name: ClassVar[str] = "mtp"
-    # Of weights in C that are not the target's: proposals need no exactness.
-    kept_as: ClassVar[str | None] = "int8"
-
-    def __init__(self, head: MtpModel, context: Context, words: Tensor | None = None) -> None:
-        """`words` are the ids of those that the head may draft; None: all."""
-        self._head, self._words = head, words
-        num_layers = len(head.layers)
-        weights = [*head.layers[0].parameters(), *head.shared_head.parameters()]
-        self.num_step_weights = sum(weight.numel() for weight in weights)
-        target, self._vocab_size = context.target, context.target.vocab_size
-        super().__init__(context, num_layers)
-        if context.fast:
-            is_own = context.mtp is None or not library.is_used
-            quantize = context.quantize if is_own else self.kept_as
-            self._kernels = speed_up_head(head, target.model, target.max_length, quantize)
-            known = Vocabulary.of(target.vocab_size, words)
-            self._ends = (head.embed_tokens, head.shared_head, known)
-        self._embed = head.embed_tokens
+    output = "shared_head"
 
     @classmethod
     def build(cls, context: Context) -> "MtpHeadDrafter":
@@ -160,30 +162,15 @@ class MtpHeadDrafter(HeadDrafter):
             own_weights(head)
         if words is not None:
             head.shared_head = _rows_of(head.shared_head, words)
-        return cls(head, context, words)
+        return cls(head, context, words, is_own=context.mtp is None)
 
-    def _to_logits(self, outputs: Tensor) -> Tensor:
-        scores = self._head._project_to_logits(outputs[None])[0]
-        return scores if self._words is None else spread(scores, self._words, self._vocab_size)
+    def _speed_up(self, target: Model, quantize: str | None) -> list[KernelHead]:
+        return speed_up_head(self._head, target.model, target.max_length, quantize)
 
-    def _run(self, ids: Tensor, hidden: Tensor, place: Any, step: int) -> Tensor:
+    def _scores(self, outputs: Tensor) -> Tensor:
+        return self._head._project_to_logits(outputs[None])[0]
+
+    def _run(self, embeds: Tensor, hidden: Tensor, place: Any, layer: int) -> Tensor:
         """Layer i's pair j of a text stands at position j + i + 1, and in its cache's slot j."""
-        layer = self._layer(step)
-        embeds = self._head.embed_tokens(ids)
-        positions = place.positions + layer + 1
-        rope_options = (
-            {"layer_type": self._head.config.layer_types[layer]}
-            if self._head.has_per_layer_rope
-            else {}
-        )
-        output = self._head.layers[layer](
-            embeds,
-            hidden.to(embeds.dtype),
-            position_embeddings=self._head.rotary_emb(embeds, positions, **rope_options),
-            attention_mask=place.mask(embeds.dtype),
-            position_ids=positions,
-            past_key_values=self._caches[layer],
-        )
-        if self._head.use_shared_post_norm:
-            output = self._head.shared_post_norm(output)
-        return output
+        at, mask = place.positions + layer + 1, place.mask(embeds.dtype)
+        return run_layer(self._head, layer, embeds, hidden, at, mask, self._caches[layer])

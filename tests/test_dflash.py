@@ -38,7 +38,7 @@ def new_head(folder, **fields):
     """Write a head of random weights; `fields` are put into its config. Returns it."""
     torch.manual_seed(0)
     layer = AutoConfig.for_model("qwen3", num_hidden_layers=2, **contract.LAYER)
-    save_dflash(BlockConfig(layer, SIZE, MASK, (0, 3, 5), NUM_LAYERS), torch.nn.Module(), folder)
+    save_dflash(DFlashHead(BlockConfig(layer, SIZE, MASK, (0, 3, 5), NUM_LAYERS)), folder)
     contract.changed(folder, **fields)
     head = DFlashHead(BlockConfig.of(contract.content_of(folder)))
     contract.randomise(head)
@@ -164,6 +164,7 @@ BROKEN = contract.BROKEN | {
     "reads layer 6, and can read 0 to 5": block_saying(target_layer_ids=[1, 6]),
     "mask_token_id is 4096, which is no token": block_saying(mask_token_id=4096),
     "a target of 36 layers": contract.saying(num_target_layers=36),
+    "sliding_window is -5": contract.saying(**WINDOWS | {"sliding_window": -5}),
     "chunked_attention": contract.saying(layer_types=["chunked_attention"] * 2),
     "states of 64 numbers": contract.saying(hidden_size=64),
     "a vocabulary of 5000": contract.saying(vocab_size=5000),

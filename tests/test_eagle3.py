@@ -15,8 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 
 from demo_models import train
 from demo_models.heads import save_eagle3
-from drafters.eagle3 import Eagle3Drafter
-from drafters.eagle3_head import Eagle3Head, HeadConfig
+from drafters.eagle3 import Eagle3Drafter, Eagle3Head, HeadConfig
 
 NUM_LAYERS, DRAFT_VOCAB = 6, 500
 SWITCHES = {
@@ -49,7 +48,7 @@ def new_head(folder, verifier=None, family="llama", **switches):
     layer = AutoConfig.for_model(family, num_hidden_layers=1, **contract.LAYER)
     switches = {"layer_ids": None} | switches
     config = HeadConfig(layer, DRAFT_VOCAB, contract.WIDTH, verifier=verifier, **switches)
-    head = Eagle3Head(config, len(config.layers_of(NUM_LAYERS)))
+    head = Eagle3Head(config)
     contract.randomise(head)
     ids = torch.randperm(4096)[:DRAFT_VOCAB].sort().values
     head.d2t.copy_(ids - torch.arange(DRAFT_VOCAB))

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from drafters.eagle3_head import HeadConfig
+from drafters.eagle3 import HeadConfig
 from kernels.files import read_folder, why_not_loaded
 from models import catalogue, loading, reference, structure
 from models.loading import StartError

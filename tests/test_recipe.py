@@ -173,8 +173,9 @@ def test_an_mtp_head_for_a_llama_is_written_as_mimo(llama_head):
         ({"model_type": "gpt2"}, "cannot use the MTP head"),
         ({"num_nextn_predict_layers": 0, "num_mtp_layers": 0}, "has no MTP head"),
         ({"num_nextn_predict_layers": 2, "num_mtp_layers": 2}, "could not be loaded"),
-        ("t2d", "t2d is \\[3\\] instead of"),
-        ("model.mtp_layers.0.input_proj.weight", "could not be loaded: .*input_proj|eh_proj"),
+        (("t2d", 3), "t2d is \\[3\\] instead of"),
+        (("t2d", 4096), "t2d marks no word"),
+        (("model.mtp_layers.0.input_proj.weight", 3), "could not be loaded: .*input_proj|eh_proj"),
     ],
 )
 def test_a_broken_or_foreign_mtp_head_is_refused(change, problem, llama_head, tmp_path):
@@ -183,7 +184,8 @@ def test_a_broken_or_foreign_mtp_head_is_refused(change, problem, llama_head, tm
     if isinstance(change, dict):
         changed(tmp_path / "head", **change)
     else:
-        holding(change, lambda _: torch.zeros(3))(tmp_path / "head")
+        name, size = change
+        holding(name, lambda _: torch.zeros(size))(tmp_path / "head")
     with pytest.raises(ValueError, match=problem) as refused:
         core.assemble_engine(core.Options(model=folder, mtp=str(tmp_path / "head")))
     assert "\n" not in str(refused.value)
