@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels import library
 from kernels.chain import Vocabulary
 from kernels.files import check_sizes, own_weights, reading
-from kernels.head import speed_up_eagle
+from kernels.head import eagle_layer, speed_up_head
 from messages import Model
 
 from .base import Context
@@ -43,7 +43,7 @@ class Eagle3Drafter(HeadDrafter):
         if context.fast:
             length = context.target.max_length
             quantize = self.kept_as if library.is_used else context.quantize
-            self._kernels = speed_up_eagle(head, length, quantize)
+            self._kernels = speed_up_head(head, eagle_layer, length, quantize)
             words = Vocabulary.of(self._vocab_size, self._target_ids)
             self._ends = (head.embed_tokens, head.lm_head, words)
         self._embed = head.embed_tokens

@@ -21,7 +21,7 @@ from transformers.modeling_layers import MtpModel
 from kernels import library
 from kernels.chain import Vocabulary
 from kernels.files import check_sizes, own_weights, read_folder, reading, why_not_loaded
-from kernels.head import speed_up_head
+from kernels.head import mtp_layer, speed_up_head
 from messages import Model
 
 from .base import Context
@@ -127,7 +127,8 @@ class MtpHeadDrafter(HeadDrafter):
         if context.fast:
             is_own = context.mtp is None or not library.is_used
             quantize = context.quantize if is_own else self.kept_as
-            self._kernels = speed_up_head(head, target.model, target.max_length, quantize)
+            given = target.max_length, quantize, target.model
+            self._kernels = speed_up_head(head, mtp_layer, *given)
             known = Vocabulary.of(target.vocab_size, words)
             self._ends = (head.embed_tokens, head.shared_head, known)
         self._embed = head.embed_tokens

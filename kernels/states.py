@@ -165,14 +165,11 @@ class RecurrentLayer:
         keys = rule.key_heads * rule.width
         texts = zip(*(part.split(counts) for part in parts), strict=True)
         for i, (row, (fed, mixed, logs, betas)) in enumerate(zip(rows, texts, strict=True)):
-            mark = self._marks[row][-1]
-            self._record(row, mark, fed, passed.new_tails[i])
-            self._marks[row][-1].state = passed.new_states[i]
-            if mark.fed is not None:
-                both = mixed[:, : 2 * keys].unflatten(1, (2, rule.key_heads, rule.width))
-                query, key = both.unbind(1)
-                value = mixed[:, 2 * keys :].unflatten(1, (rule.heads, rule.columns))
-                mark.inputs = tuple(x.clone() for x in (key, query, value, logs, betas))
+            self._record(row, self._marks[row][-1], fed, passed.new_tails[i])
+            both = mixed[:, : 2 * keys].unflatten(1, (2, rule.key_heads, rule.width))
+            query, key = both.unbind(1)
+            value = mixed[:, 2 * keys :].unflatten(1, (rule.heads, rule.columns))
+            self._finish(row, passed.new_states[i], (key, query, value, logs, betas))
 
     def begin(self, rows: list[int]) -> None:
         """A call of several forwards begins: if it fails, these rows go back to where they are."""
@@ -215,12 +212,11 @@ class RecurrentLayer:
         assert kind is not None
         self._rule, inputs = kind.read(*args, **options)
         texts = list(zip(*map(place.part, inputs), strict=True))
-        marks = [self._marks[row][-2:] for row in self._rows()]
-        assert all(mark.state is not None or not mark.length for mark, _ in marks)
-        found = self._run([mark.state for mark, _ in marks], texts)
-        for (mark, after), own, (state, _) in zip(marks, texts, found, strict=True):
-            after.state = state
-            mark.inputs = tuple(x.clone() for x in own) if mark.fed is not None else ()
+        marks = [self._marks[row][-2] for row in self._rows()]
+        assert all(mark.state is not None or not mark.length for mark in marks)
+        found = self._run([mark.state for mark in marks], texts)
+        for row, own, (state, _) in zip(self._rows(), texts, found, strict=True):
+            self._finish(row, state, own)
         return kind.finish(place.arrange([outputs for _, outputs in found]), *args, **options)
 
     def _run(
@@ -246,6 +242,12 @@ class RecurrentLayer:
             for m in marks[: -self.num_marks]
             if m.length == begin or (m.length > begin and m.reach > end - _MOST_RECORDED)
         ]
+
+    def _finish(self, row: int, state: Tensor, inputs: tuple[Tensor, ...]) -> None:
+        """The rule's part of what `_record` began: the state now, and what has led to it."""
+        mark, after = self._marks[row][-2:]
+        after.state = state
+        mark.inputs = tuple(x.clone() for x in inputs) if mark.fed is not None else ()
 
     def _at(self, row: int, empty: Tensor) -> Mark:
         """Where the row is, after whatever was taken back. `empty` is a text's first tail."""

@@ -86,8 +86,8 @@ class Panels:
         `pieces` are uint8 [rows, bytes of a row]; all but the last one have whole panels of rows.
         """
         call, number, (outputs, inputs) = library.load(), FORMS.index(form), shape
-        call.panels_bytes.restype = ctypes.c_size_t
-        data = torch.empty(call.panels_bytes(number, outputs, inputs), dtype=torch.uint8)
+        call.bytes_of.restype = ctypes.c_size_t
+        data = torch.empty(call.bytes_of(number, outputs, inputs), dtype=torch.uint8)
         first = 0
         for piece in pieces:
             assert first % LANES == 0 and piece.flags.c_contiguous and piece.dtype == np.uint8
@@ -102,16 +102,17 @@ class Panels:
         """The weight [outputs, inputs]."""
         return self.rows(torch.arange(self.outputs))
 
-    def quantised(self) -> "Panels":
-        """8-bit blocks made of it."""
-        return Panels.of(self.unpacked(), self.bias, "int8")
+    def quantise(self) -> None:
+        """Make 8-bit blocks of it, for all who compute with it."""
+        made = Panels.of(self.unpacked(), None, "int8")
+        self.form, self._data = made.form, made._data
+        self.struct.form, self.struct.panels = made.struct.form, made.struct.panels
 
     @property
     def reads(self) -> str:
         """What it reads inputs as."""
-        if self.form in ("FLOAT", "FLOAT16", "HALF"):
-            return "bfloat16" if self.form == "HALF" else "float32"
-        return "blocks"
+        floats = {"FLOAT": "float32", "FLOAT16": "float32", "HALF": "bfloat16"}
+        return floats.get(self.form, "blocks")
 
     @property
     def num_bytes(self) -> int:
@@ -192,20 +193,16 @@ def become(module: nn.Module, kind: type[nn.Module], panels: Panels, factor: flo
 def pack(module: nn.Module, quantize: str | None = None, besides: nn.Module | None = None) -> None:
     """Put the weights of all linear layers in `module` in panels, in place.
 
-    The originals are freed. Layers that are in `besides` as well are left to whoever packs that.
+    The originals are freed. Panels that are there already are quantised, too. Layers that are in
+    `besides` as well are left to whoever packs that.
     """
     others = set(besides.modules()) if besides else set()
-    for layer in module.modules():
+    for layer in set(module.modules()) - others:
         found = linear_of(layer)
-        if found is not None and layer not in others and layer.weight.dtype in DTYPES:
+        if found is not None and layer.weight.dtype in DTYPES:
             become(layer, PanelLinear, Panels.of(*found, quantize))
-
-
-def quantise(module: nn.Module) -> None:
-    """Make 8-bit blocks of all panels of linear layers in `module`."""
-    for layer in module.modules():
-        if isinstance(layer, PanelLinear):
-            layer.panels = layer.panels.quantised()
+        elif quantize and isinstance(layer, PanelLinear):
+            layer.panels.quantise()
 
 
 @torch.no_grad()
