@@ -66,7 +66,9 @@ class Eagle3Drafter(HeadDrafter):
 
     def _run(self, ids: Tensor, hidden: Tensor, place: Any, step: int) -> Tensor:
         """The pair j of a text stands at position j, and in the cache's slot j."""
-        return self._head(ids, self._enter(hidden, step), place, self._cache)
+        embeds, states = self._head.embed_tokens(ids), self._enter(hidden, step)
+        mask = place.mask(embeds.dtype)
+        return self._head(embeds, states, place.positions, mask, self._cache)
 
     def _enter(self, hidden: Tensor, step: int) -> Tensor:
         return hidden if step else self._head.enter(hidden)

@@ -179,11 +179,11 @@ class Eagle3Head(nn.Module):
         """[embedding, h] [B, T, 2 D] -> what comes out of the layer [B, T, D]."""
         return self.layers[0](x, self.rotary_emb(x, positions), mask, cache)
 
-    def forward(self, ids: Tensor, hidden: Tensor, place: Any, cache: Any) -> Tensor:
-        """The next h [B, T, D] of pairs: ids [B, T] and h [B, T, D]."""
-        embeds = self.embed_tokens(ids)
-        x = torch.cat([embeds, hidden.to(embeds.dtype)], -1)
-        x = self.run(x, place.positions, place.mask(x.dtype), cache)
+    def forward(
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: Any = None
+    ) -> Tensor:
+        """The next h [B, T, D] of pairs: embeddings and h [B, T, D]."""
+        x = self.run(torch.cat([embeds, hidden.to(embeds.dtype)], -1), positions, mask, cache)
         return self.norm(x) if self.config.norm_output else x
 
     def logits(self, hidden: Tensor) -> Tensor:

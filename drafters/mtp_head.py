@@ -21,7 +21,7 @@ from transformers.modeling_layers import MtpModel
 from kernels import library
 from kernels.chain import Vocabulary
 from kernels.files import check_sizes, own_weights, read_folder, reading, why_not_loaded
-from kernels.head import mtp_layer, speed_up_head
+from kernels.head import mtp_layer, run_mtp_layer, speed_up_head
 from messages import Model
 
 from .base import Context
@@ -169,22 +169,7 @@ class MtpHeadDrafter(HeadDrafter):
 
     def _run(self, ids: Tensor, hidden: Tensor, place: Any, step: int) -> Tensor:
         """Layer i's pair j of a text stands at position j + i + 1, and in its cache's slot j."""
-        layer = self._layer(step)
-        embeds = self._head.embed_tokens(ids)
-        positions = place.positions + layer + 1
-        rope_options = (
-            {"layer_type": self._head.config.layer_types[layer]}
-            if self._head.has_per_layer_rope
-            else {}
-        )
-        output = self._head.layers[layer](
-            embeds,
-            hidden.to(embeds.dtype),
-            position_embeddings=self._head.rotary_emb(embeds, positions, **rope_options),
-            attention_mask=place.mask(embeds.dtype),
-            position_ids=positions,
-            past_key_values=self._caches[layer],
-        )
-        if self._head.use_shared_post_norm:
-            output = self._head.shared_post_norm(output)
-        return output
+        layer, embeds = self._layer(step), self._head.embed_tokens(ids)
+        given = embeds, hidden.to(embeds.dtype), place.positions + layer + 1
+        mask = place.mask(embeds.dtype)
+        return run_mtp_layer(self._head, layer, *given, mask, self._caches[layer])

@@ -1,6 +1,7 @@
 """A head of another model, MTP's or EAGLE-3's, as a decoder of one block that reads states, too."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,36 +136,41 @@ def mtp_layer(head: Any, number: int, length: int) -> KernelHead | None:
         return None
     last = [layer.post_norm] if layer.use_post_norm else []
     last += [head.shared_post_norm] if head.use_shared_post_norm else []
-
-    def run(embeds: Tensor, states: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        options = {"layer_type": kind} if head.has_per_layer_rope else {}
-        found = layer(
-            embeds, states, position_embeddings=head.rotary_emb(embeds, positions, **options),
-            attention_mask=mask, position_ids=positions, past_key_values=None,
-        )  # fmt: skip
-        return head.shared_post_norm(found) if head.use_shared_post_norm else found
-
     norms = {"embed_norm": layer.enorm, "state_norm": layer.hnorm}
     norms |= zip(("last_norm", "second_norm"), last, strict=False)
     return _head_of(
-        head, parts_of(layer.mtp_block), length, layer.eh_proj.weight, norms, run, layer.eh_proj,
-        shift, is_state_first=getattr(head.config, "mtp_hidden_states_first", False),
+        head, parts_of(layer.mtp_block), length, layer.eh_proj.weight, norms,
+        partial(run_mtp_layer, head, number), layer.eh_proj, shift,
+        is_state_first=getattr(head.config, "mtp_hidden_states_first", False),
     )  # fmt: skip
+
+
+def run_mtp_layer(
+    head: Any,
+    number: int,
+    embeds: Tensor,
+    states: Tensor,
+    positions: Tensor,
+    mask: Tensor,
+    cache: KeyCache | None = None,
+) -> Tensor:
+    """What comes out of an MTP head's modules [B, T, D], of embeds and states [B, T, D]."""
+    options = {"layer_type": head.config.layer_types[number]} if head.has_per_layer_rope else {}
+    found = head.layers[number](
+        embeds, states, position_embeddings=head.rotary_emb(embeds, positions, **options),
+        attention_mask=mask, position_ids=positions, past_key_values=cache,
+    )  # fmt: skip
+    return head.shared_post_norm(found) if head.use_shared_post_norm else found
 
 
 @torch.no_grad()
 def eagle_layer(head: Any, number: int, length: int) -> KernelHead | None:
     """The layer of an EAGLE-3 head, if it agrees."""
     layer, is_normed = head.layers[number], head.config.norm_output
-
-    def run(embeds: Tensor, states: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        found = head.run(torch.cat([embeds, states], -1), positions, mask, None)
-        return head.norm(found) if is_normed else found
-
     norms = {"embed_norm": layer.input_layernorm, "state_norm": layer.hidden_norm}
     return _head_of(
         head, parts_of(layer, besides=("hidden_norm",)), length, head.norm.weight,
-        norms | {"last_norm": head.norm}, run, layer=-1 if is_normed else 0,
+        norms | {"last_norm": head.norm}, head, layer=-1 if is_normed else 0,
         adds_to_normed=layer.norm_before_residual,
     )  # fmt: skip
 
