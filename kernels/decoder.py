@@ -141,21 +141,17 @@ class Net:
     def __init__(self, net: Any) -> None:
         """Of transformers' module, which a RecurrentLayer may keep the states for."""
         self.layer = getattr(net, "recurrent", None)
-        taps = net.conv1d.weight.detach().squeeze(1).T.float().contiguous().clone()
-        bias = net.conv1d.bias
-        bias = None if bias is None else bias.detach().float().clone()
-        rates = -net.A_log.detach().float().exp()
-        shifts = net.dt_bias.detach().float().clone()
+        self._kept: list[Any] = []
+        at, weight = partial(_floats_at, self._kept), net.conv1d.weight.squeeze(1).T
         self.rule = Rule(
             net.num_v_heads, net.num_k_heads, net.head_k_dim, net.head_v_dim, True, True,
             net.head_k_dim**-0.5,
         )  # fmt: skip
-        self.taps, self.channels = taps.shape
-        self._kept: list[Any] = [taps, bias, rates, shifts]
+        self.taps, self.channels = weight.shape
         norm = Norm(net.norm.variance_epsilon, net.norm.weight)
         self.struct = _Delta(
-            Convolution(self.channels, self.taps, True, _at(taps), _at(bias)),
-            self.rule, norm_struct(norm, self._kept), _at(rates), _at(shifts),
+            Convolution(self.channels, self.taps, True, at(weight), at(net.conv1d.bias)),
+            self.rule, norm_struct(norm, self._kept), at(-net.A_log.float().exp()), at(net.dt_bias),
         )  # fmt: skip
 
     @property
@@ -248,10 +244,16 @@ def norm_struct(norm: Norm | None, kept: list[Any]) -> _Norm:
     """For C; its weights are float32, and stay in `kept`."""
     if norm is None:
         return _Norm()
-    given = norm.weight, norm.bias
-    weights = [None if w is None else w.detach().float().contiguous().clone() for w in given]
-    kept.extend(weights)
-    return _Norm(2 if norm.is_layer_norm else 1, norm.epsilon, *map(_at, weights))
+    weights = (_floats_at(kept, given) for given in (norm.weight, norm.bias))
+    return _Norm(2 if norm.is_layer_norm else 1, norm.epsilon, *weights)
+
+
+def _floats_at(kept: list[Any], given: Tensor | None) -> int | None:
+    """Where its numbers lie in float32, as a copy in `kept`."""
+    if given is None:
+        return None
+    kept.append(given.detach().float().contiguous().clone())
+    return kept[-1].data_ptr()
 
 
 class Rows:
@@ -341,7 +343,7 @@ class Decoder:
         dtype = self.blocks[0].dtype
         self.attach([[torch.zeros(shape, dtype=dtype) for _ in "kv"] for shape in shapes])
 
-    def take_ends(self, model: Any, last_norm: Any) -> None:
+    def take_ends(self, model: Any, last_norm: Norm) -> None:
         """Take the embedding and what follows the blocks from a model of transformers."""
         embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
         decoder, config = model.get_decoder(), model.config.get_text_config()

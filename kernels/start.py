@@ -57,7 +57,6 @@ def speed_up(
             if check:
                 check(model)
             model.fast.quantise(has_own_embedding)
-            found.release(model.model)
         return
     early = None if check else quantize  # without a check, quantise at once
     pack(model.model, early)

@@ -46,7 +46,7 @@ from .decoder import Net, Passed
 from .recurrent import Rule
 from .rowwise import softplus
 
-_NUM_MARKS = 3  # of a text that are kept in any case: the checks at load go back by two calls
+NUM_MARKS = 3  # of a text that are kept in any case: the checks at load go back by two calls
 _MOST_RECORDED = 32  # tokens of a forward that can be taken back in part: more than any draft has
 _STATES = {"get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state"}
 _RULED = {"get_recurrent_state", "update_recurrent_state"}  # what layers with a rule call
@@ -133,7 +133,6 @@ class RecurrentLayer:
         self._rule: Rule | None = None  # once it is known
         self._marks: dict[int, list[Mark]] = {}  # by row, in order of their lengths
         self._begins: dict[int, int] = {}  # by row, its length where the core's last call began
-        self.num_marks = _NUM_MARKS
         mixer.recurrent = self
         self._theirs, plain = mixer.forward, inspect.unwrap(type(mixer).forward)
         names = inspect.signature(plain).parameters
@@ -237,9 +236,9 @@ class RecurrentLayer:
         mark.fed = fed.clone() if len(fed) <= _MOST_RECORDED else None
         end = mark.length + len(fed)
         marks.append(Mark(end, tail.clone()))
-        marks[: -self.num_marks] = [
+        marks[:-NUM_MARKS] = [
             m
-            for m in marks[: -self.num_marks]
+            for m in marks[:-NUM_MARKS]
             if m.length == begin or (m.length > begin and m.reach > end - _MOST_RECORDED)
         ]
 
@@ -268,11 +267,6 @@ class RecurrentLayer:
                 ((state, _),) = self._run([last.state], [tuple(x[:missing] for x in last.inputs)])
             marks.append(Mark(length, tail, state))  # last: the step may have failed
         return marks[-1]
-
-    def hold(self, row: int, length: int, source: int) -> None:
-        """Let a row hold what `source` holds, as if that were `length` tokens."""
-        newest = self._marks[source][-1]
-        self._marks[row] = [Mark(length, newest.tail, newest.state)]
 
 
 def recurrent_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Kind | None]]:

@@ -270,7 +270,6 @@ def test_weights_take_at_most_a_byte_and_a_quarter_each():
     found = decoder_of(model, 128, examine(model, 128).windows)
     found.release(model)
     found.quantise()
-    found.release(model)
     gc.collect()
     assert freed() is None  # the packed output layer shares nothing with it any more
     assert quality.num_bytes(model, found) <= 1.25 * num_weights

@@ -218,7 +218,7 @@ def weights(form, outputs, inputs, seed=0):
         rows[:, :, at : at + 2] = scales[..., None].view(np.uint8)
     rows = rows.reshape(outputs, -1)
     weight = torch.from_numpy(gguf.dequantize(rows, kind).astype(np.float64))
-    panels = Panels.of_rows(form, (outputs, inputs), [rows], bias)
+    panels = Panels(form, (outputs, inputs), [rows], bias)
     return panels, weight.view(outputs, -1)[:, :inputs], bias.double()
 
 
@@ -272,7 +272,7 @@ def test_the_largest_sums_of_integers_are_exact(form):
         blocks = blocks[..., :16] | blocks[..., 16:] << 4
     scales = torch.tensor(head).half().view(torch.uint8).expand(40, 3, -1)  # and a minimum
     rows = torch.cat([scales, blocks], -1).flatten(1)
-    panels = Panels.of_rows(form, (40, 96), [rows.numpy()])
+    panels = Panels(form, (40, 96), [rows.numpy()])
     x = torch.cat([torch.ones(1, 96), -torch.ones(1, 96), signs[:7].float()]) * 127
     assert torch.equal(panels(x), x @ numbers.float().T)
 
