@@ -22,6 +22,7 @@ from . import library
 from .parts import Norm, Parts, is_same, linear_of, norm_of, parts_of, shape_of
 from .recurrent import MOST_TAPS, WIDEST_KEY, Convolution, Rule
 from .sampling import checked
+from .structs import STRUCTS
 from .weights import DTYPES, Gone, Matrix, PanelEmbedding, PanelLinear, Panels, become, panels_of
 
 FULL = "full_attention"  # transformers' name for layers that see the whole text
@@ -35,58 +36,9 @@ _ACTIVATIONS = {
     "SiLU": 0, "SiLUActivation": 0, "GELUTanh": 1, "NewGELUActivation": 1, "PytorchGELUTanh": 1,
     "GELUActivation": 2, "ReLU": 3, "ReLUSquaredActivation": 4, "QuickGELUActivation": 5,
 }  # fmt: skip
-_Address, _Int, _Float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
-
-
-class _Norm(ctypes.Structure):
-    _fields_ = (("kind", _Int), ("epsilon", _Float), ("weight", _Address), ("bias", _Address))
-
-
-class _Rope(ctypes.Structure):
-    _fields_ = (("width", _Int), ("length", _Int), ("cos", _Address), ("sin", _Address))
-
-
-class BlockStruct(ctypes.Structure):
-    _fields_ = (
-        *((name, _Norm) for name in ("input_norm", "out_norm", "mlp_norm", "down_norm")),
-        *((name, _Norm) for name in ("query_norm", "key_norm")),
-        *((name, Matrix) for name in ("qkv", "out", "up", "down")),
-        *((name, _Int) for name in ("heads", "kv_heads", "width", "value_width", "rope", "window")),
-        *((name, _Int) for name in ("has_wide_norms", "has_gates", "activation", "is_gated")),
-        *((name, _Int) for name in ("is_half", "looks_ahead")),
-        *((name, _Float) for name in ("scaling", "softcap", "residual_scale")),
-        *((name, ctypes.c_int64) for name in ("slots", "capacity")),
-        *((name, _Address) for name in ("keys", "values", "net", "sinks")),
-    )
-
-
-class _Delta(ctypes.Structure):
-    _fields_ = (
-        ("convolution", Convolution),
-        ("rule", Rule),
-        ("norm", _Norm),
-        *((name, _Address) for name in ("rates", "shifts")),
-    )
-
-
-class _Passing(ctypes.Structure):
-    _names = "tails", "states", "new_tails", "new_states", "fed", "mixed", "logs", "betas"
-    _fields_ = tuple((name, _Address) for name in _names)
-
-
-class _Decoder(ctypes.Structure):
-    _fields_ = (
-        ("hidden", _Int),
-        ("num_blocks", _Int),
-        ("blocks", ctypes.POINTER(BlockStruct)),
-        ("ropes", ctypes.POINTER(_Rope)),
-        *((name, ctypes.POINTER(Matrix)) for name in ("embedding", "positions", "output")),
-        *((name, _Float) for name in ("embedding_scale", "logit_scale", "logit_softcap")),
-        *((name, _Norm) for name in ("last_norm", "second_norm")),
-        *((name, _Int) for name in ("has_states", "is_state_first", "adds_to_normed")),
-        *((name, _Norm) for name in ("embed_norm", "state_norm")),
-        ("entrance", ctypes.POINTER(Matrix)),
-    )
+_Address, _Int = ctypes.c_void_p, ctypes.c_int32
+_Norm, _Rope, _Delta, _Passing = map(STRUCTS.get, ("norm", "rope", "delta", "passing"))
+BlockStruct, _Decoder = STRUCTS["block"], STRUCTS["decoder"]
 
 
 class Batch(ctypes.Structure):
@@ -195,7 +147,7 @@ class Block:
         self.net: Net | None = None
         if parts.is_recurrent:
             self.net = Net(parts.attention)
-            self.struct.net = ctypes.addressof(self.net.struct)
+            self.struct.net = ctypes.pointer(self.net.struct)
         else:
             self._attend(parts, window)
         layers = [*parts.qkv, *parts.gates], [parts.out], parts.up, [parts.down]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from . import library
 from .parts import linear_of
+from .structs import STRUCTS
 
 LANES = 16  # outputs of a panel
 BLOCK = 32  # inputs of a block
@@ -26,19 +27,7 @@ DTYPES = torch.float32, torch.bfloat16  # of weights that are packed
 FORMS = "FLOAT", "FLOAT16", "HALF", "Q8", "Q4", "Q4M", "Q5", "Q5M", "Q4K", "Q5K", "Q6K"
 _MOST_INPUTS = 1 << 24
 _AT_ONCE = 1 << 22  # weights that are quantised at once: all of a table would double it
-
-
-class Matrix(ctypes.Structure):
-    """linear.h's `matrix`."""
-
-    _fields_ = (
-        ("form", ctypes.c_int32),
-        ("outputs", ctypes.c_int32),
-        ("inputs", ctypes.c_int32),
-        ("panels", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("next", ctypes.c_void_p),
-    )
+Matrix = STRUCTS["matrix"]
 
 
 class Panels:
