@@ -283,7 +283,7 @@ static void run_block(forward *w, int number) {
   meet();
   multiply(&b->qkv, rows, w->prepared, w->joined, outputs_of(&b->qkv), NULL, 1);
   meet();
-  if (only_keys) {
+  if (only_keys) {  // what is given becomes keys and values, and nothing else
     FOR_ROWS(row, rows) place_row(w, b, row);
     meet();
     return;

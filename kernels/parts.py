@@ -174,14 +174,9 @@ def norm_of(module: nn.Module) -> Norm | None:
     return None
 
 
-def is_same(
-    actual: Tensor, expected: Tensor, num_roundings: int = 32, tolerance: float = 0.0
-) -> bool:
-    """Equal but for some roundings of their type, relative to the largest number.
-
-    Or but for `tolerance`, where it is larger.
-    """
+def is_same(actual: Tensor, expected: Tensor) -> bool:
+    """Equal but for some roundings of their type, relative to the largest number."""
     if actual.shape != expected.shape:
         return False
-    roundings = num_roundings * torch.finfo(expected.dtype).eps * float(expected.abs().max())
-    return float((actual - expected).abs().max()) <= max(roundings, tolerance)
+    roundings = 32 * torch.finfo(expected.dtype).eps * float(expected.abs().max())
+    return float((actual - expected).abs().max()) <= roundings

@@ -47,10 +47,9 @@ def speed_up(
     """
     if not library.is_used:
         return
-    given = model.model, model.cache.capacity, model.windows, model.tolerance
     # A packed file that has no reference was compared at an earlier start.
     is_known = bool(model.fingerprint) and model.reference is None
-    if found := decoder_of(*given, is_known):
+    if found := decoder_of(model.model, model.cache.capacity, model.windows, is_known):
         model.fast = model.forward = KernelForward(model, found)
         found.release(model.model)
         if quantize:

@@ -207,16 +207,13 @@ def test_the_core_alone_is_lossless_and_says_that_it_is_not_exact(family, tiny_f
     assert engine.totals.by_drafter["draft_model"].num_draft_tokens > 20
 
 
-def test_what_roundings_do_to_a_model_is_told_from_a_mistake(monkeypatch):
-    """Some models enlarge roundings, as those of large states do: how much is known of each."""
-    models, run = [random_model("llama") for _ in range(3)], decoder._run
-    windows = examine(models[0], 64).windows
+@pytest.mark.parametrize("share", [1e-6, 1e-3])
+def test_what_roundings_do_to_a_model_is_told_from_a_mistake(monkeypatch, share):
+    model, run = random_model("llama"), decoder._run
 
     def moved(*given):
         values, states = run(*given)
-        return values + 1e-4 * values.abs().max(), states
+        return values + share * values.abs().max(), states
 
     monkeypatch.setattr(decoder, "_run", moved)
-    largest = float(decoder._plain(models[0], torch.arange(8), 0).detach().abs().max())
-    for model, tolerance in zip(models, (0, 1e-5 * largest, 1e-3 * largest), strict=True):
-        assert bool(decoder_of(model, 64, windows, tolerance)) == (model is models[-1])
+    assert bool(speed_up(model, 64)) == (share < 1e-5)
