@@ -1,4 +1,4 @@
-// A decoder as Python describes it (decoder.py), and what is fed to it.
+// A decoder as Python describes it (decoder.py), and what is fed to it. Structures are read by structs.py, too.
 
 #pragma once
 

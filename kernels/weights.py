@@ -51,6 +51,7 @@ class Panels:
         self.set_bias(bias)
 
     def _fill(self, form: str, pieces: Iterable[np.ndarray]) -> None:
+        """Lay these rows out in panels."""
         call, number, first = library.load(), FORMS.index(form), 0
         call.bytes_of.restype = ctypes.c_size_t
         size = call.bytes_of(number, self.outputs, self.inputs)
