@@ -23,9 +23,10 @@ from transformers.modeling_layers import MtpModel
 
 from drafters.dflash import BlockConfig, DFlashHead
 from drafters.eagle3 import SWITCHES, Eagle3Head, HeadConfig, default_layers
-from drafters.mtp_head import MIMO, host_of, run_layer
+from drafters.mtp_head import MIMO, host_of
 from kernels.decoder import FULL
 from kernels.files import FILE
+from kernels.head import run_mtp_layer
 from kernels.parts import norm_of, parts_of
 from models.gguf_file import is_gguf
 from models.mimo import MiMoConfig
@@ -235,7 +236,7 @@ class Mtp(Student):
         """The layer's outputs, step by step, each from those before; see Student."""
 
         def run(embeds: Tensor, hidden: Tensor, positions: Tensor, *rest: Any) -> Tensor:
-            return run_layer(self.module, 0, embeds, hidden, positions + 1, *rest)
+            return run_mtp_layer(self.module, 0, embeds, hidden, positions + 1, *rest)
 
         return unroll(self, run, batch.final, batch, places)
 

@@ -30,7 +30,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from kernels.files import check_fields, check_sizes, fill
-from kernels.head import KernelHead, speed_up_eagle
+from kernels.head import KernelHead, eagle_layer, speed_up_head
 from messages import Model
 
 from .base import Context
@@ -223,7 +223,7 @@ class Eagle3Head(nn.Module):
         return self.layers[0](x, self.rotary_emb(x, positions), mask, cache)
 
     def forward(
-        self, embeds: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: Any
+        self, embeds: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: Any = None
     ) -> Tensor:
         """The next h [B, T, D] of pairs: an embedding and an h, both [B, T, D]."""
         x = torch.cat([embeds, hidden.to(embeds.dtype)], -1)
@@ -286,7 +286,7 @@ class Eagle3Drafter(HeadDrafter):
         super().__init__(head, context, head.target_ids)
 
     def _speed_up(self, target: Model, quantize: str | None) -> list[KernelHead]:
-        return speed_up_eagle(self._head, target.max_length, quantize)
+        return speed_up_head(self._head, eagle_layer, target.max_length, quantize)
 
     def _run(self, embeds: Tensor, hidden: Tensor, place: Any, layer: int) -> Tensor:
         """The pair j of a text stands at position j, and in the cache's slot j."""

@@ -19,7 +19,7 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_layers import MtpModel
 
 from kernels.files import check_sizes, own_weights, read_folder, reading, why_not_loaded
-from kernels.head import KernelHead, speed_up_head
+from kernels.head import KernelHead, mtp_layer, run_mtp_layer, speed_up_head
 from messages import Model
 
 from .base import Context
@@ -103,22 +103,6 @@ def _read_host(name: str, target: Model) -> tuple[PreTrainedModel, Tensor | None
     return host_of(config, target.model), words
 
 
-def run_layer(
-    head: MtpModel, layer: int, embeds: Tensor, hidden: Tensor, at: Tensor, mask: Tensor, cache: Any
-) -> Tensor:
-    """What a layer gives of pairs: an embedding and a state, both [B, T, D], at positions `at`."""
-    kind = {"layer_type": head.config.layer_types[layer]} if head.has_per_layer_rope else {}
-    output = head.layers[layer](
-        embeds,
-        hidden.to(embeds.dtype),
-        position_embeddings=head.rotary_emb(embeds, at, **kind),
-        attention_mask=mask,
-        position_ids=at,
-        past_key_values=cache,
-    )
-    return head.shared_post_norm(output) if head.use_shared_post_norm else output
-
-
 def _rows_of(output: nn.Module, words: Tensor) -> nn.Linear:
     """An output layer of these words alone."""
     panels, kind = getattr(output, "panels", None), output.weight.dtype
@@ -165,7 +149,8 @@ class MtpHeadDrafter(HeadDrafter):
         return cls(head, context, words, is_own=context.mtp is None)
 
     def _speed_up(self, target: Model, quantize: str | None) -> list[KernelHead]:
-        return speed_up_head(self._head, target.model, target.max_length, quantize)
+        length, model = target.max_length, target.model
+        return speed_up_head(self._head, mtp_layer, length, quantize, model)
 
     def _scores(self, outputs: Tensor) -> Tensor:
         return self._head._project_to_logits(outputs[None])[0]
@@ -173,4 +158,4 @@ class MtpHeadDrafter(HeadDrafter):
     def _run(self, embeds: Tensor, hidden: Tensor, place: Any, layer: int) -> Tensor:
         """Layer i's pair j of a text stands at position j + i + 1, and in its cache's slot j."""
         at, mask = place.positions + layer + 1, place.mask(embeds.dtype)
-        return run_layer(self._head, layer, embeds, hidden, at, mask, self._caches[layer])
+        return run_mtp_layer(self._head, layer, embeds, hidden, at, mask, self._caches[layer])

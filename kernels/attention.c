@@ -207,8 +207,10 @@ static void merge(const block *b, float *into, const float *next, int is_first) 
   into[wide] = top, into[wide + 1] = t[0];
 }
 
-static void finish(const block *b, int head, const float *sums, float *attended) {
+static void finish(const attention *a, int row, int head, const float *sums) {
+  const block *b = a->b;
   const int width = b->value_width, wide = padded(width);
+  float *attended = a->attended + ((size_t)row * b->heads + head) * width;
   lanes share = all(1), total = all(sums[wide + 1]);
   if (b->sinks) {
     const float sink = b->sinks[head], top = sums[wide] < sink ? sink : sums[wide];
@@ -288,9 +290,7 @@ static void run_task(const attention *a, int task, float *room) {
     partial(&w, g);
     for (int q = 0; q < queries; ++q) merge(b, merged + (size_t)q * size, sums + (size_t)q * size, i == 0);
   }
-  for (int q = 0; q < queries; ++q)
-    finish(b, head * groups + q % groups, merged + (size_t)q * size,
-           a->attended + ((size_t)(g->first + q / groups) * b->heads + head * groups + q % groups) * b->value_width);
+  for (int q = 0; q < queries; ++q) finish(a, g->first + q / groups, head * groups + q % groups, merged + (size_t)q * size);
 }
 
 void attend(const attention *a) {
@@ -314,7 +314,7 @@ void collect(const attention *a, int row) {
     const size_t own = (size_t)(h / groups) * queries + (row - g->first) * groups + h % groups;
     float *merged = sums + own * size;
     for (int i = 1; i < count; ++i) merge(b, merged, sums + ((size_t)i * b->kv_heads * queries + own) * size, 0);
-    finish(b, h, merged, a->attended + ((size_t)row * b->heads + h) * b->value_width);
+    finish(a, row, h, merged);
   }
 }
 

@@ -1,13 +1,13 @@
 """A decoder of plain blocks as forward.h describes it: weights in panels, a forward in one call.
 
-    pack block by block, the modules' weights freed → compare with the module → keep, or restore
+    pack block by block, the modules' weights freed → compare with the model → keep, or leave
 
 Blocks are chosen by structure (parts.py), and compared with transformers' own forward on a few
-random tokens. Where they differ, the modules get back what was taken from them, to the last bit.
+random tokens. Where they differ, the modules go on, with their linear layers in panels.
 """
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -19,15 +19,16 @@ from torch import Tensor, nn
 from messages import KeyCache
 
 from . import library
-from .parts import Parts, RMSNorm, is_same, linear_of, norm_of, parts_of, shape_of
+from .parts import Norm, Parts, linear_of, norm_of, parts_of, shape_of
 from .recurrent import MOST_TAPS, WIDEST_KEY, Convolution, Rule
 from .sampling import checked
+from .structs import STRUCTS
 from .weights import DTYPES, Gone, Matrix, PanelEmbedding, PanelLinear, Panels, become, panels_of
 
 FULL = "full_attention"  # transformers' name for layers that see the whole text
 MOST_ROWS = 256  # of one call: their numbers lie in memory at once
 _LITTLE = 1 << 26  # bytes of weights times rows
-_JUMP = 0.05  # of a row's largest number, by an input that is rounded to another of 8 bits
+_JUMP = 0.05  # of a row's largest number, by an input that is rounded to another of few bits
 _NUM_COMPARED = 8  # tokens that the decoder and transformers' modules are compared on
 NONE = torch.empty(0, dtype=torch.int64)
 # By the names of torch's and transformers' modules, as in forward.h.
@@ -35,64 +36,9 @@ _ACTIVATIONS = {
     "SiLU": 0, "SiLUActivation": 0, "GELUTanh": 1, "NewGELUActivation": 1, "PytorchGELUTanh": 1,
     "GELUActivation": 2, "ReLU": 3, "ReLUSquaredActivation": 4, "QuickGELUActivation": 5,
 }  # fmt: skip
-_Address, _Int, _Float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_float
-
-
-class _Norm(ctypes.Structure):
-    _fields_ = (("kind", _Int), ("epsilon", _Float), ("weight", _Address), ("bias", _Address))
-
-
-class _Rope(ctypes.Structure):
-    _fields_ = (("width", _Int), ("length", _Int), ("cos", _Address), ("sin", _Address))
-
-
-class BlockStruct(ctypes.Structure):
-    _fields_ = (
-        *((name, _Norm) for name in ("input_norm", "out_norm", "mlp_norm", "down_norm")),
-        *((name, _Norm) for name in ("query_norm", "key_norm")),
-        *((name, Matrix) for name in ("qkv", "out", "up", "down")),
-        *((name, _Int) for name in ("heads", "kv_heads", "width", "rope", "window")),
-        *((name, _Int) for name in ("has_wide_norms", "has_gates", "activation", "is_gated")),
-        *((name, _Int) for name in ("is_half", "looks_ahead")),
-        *((name, _Float) for name in ("scaling", "softcap", "residual_scale")),
-        ("keys", _Address),
-        ("values", _Address),
-        ("slots", ctypes.c_int64),
-        ("capacity", ctypes.c_int64),
-        ("net", _Address),
-        ("value_width", _Int),
-        ("sinks", _Address),
-    )
-
-
-class _Delta(ctypes.Structure):
-    _fields_ = (
-        ("convolution", Convolution),
-        ("rule", Rule),
-        ("norm", _Norm),
-        ("rates", _Address),
-        ("shifts", _Address),
-    )
-
-
-class _Passing(ctypes.Structure):
-    _names = "tails", "states", "new_tails", "new_states", "fed", "mixed", "logs", "betas"
-    _fields_ = tuple((name, _Address) for name in _names)
-
-
-class _Decoder(ctypes.Structure):
-    _fields_ = (
-        ("hidden", _Int),
-        ("num_blocks", _Int),
-        ("blocks", ctypes.POINTER(BlockStruct)),
-        ("ropes", ctypes.POINTER(_Rope)),
-        *((name, ctypes.POINTER(Matrix)) for name in ("embedding", "positions", "output")),
-        *((name, _Float) for name in ("embedding_scale", "logit_scale", "logit_softcap")),
-        *((name, _Norm) for name in ("last_norm", "second_norm")),
-        *((name, _Int) for name in ("has_states", "is_state_first", "adds_to_normed")),
-        *((name, _Norm) for name in ("embed_norm", "state_norm")),
-        ("entrance", ctypes.POINTER(Matrix)),
-    )
+_Address, _Int = ctypes.c_void_p, ctypes.c_int32
+_Norm, _Rope, _Delta, _Passing = map(STRUCTS.get, ("norm", "rope", "delta", "passing"))
+BlockStruct, _Decoder = STRUCTS["block"], STRUCTS["decoder"]
 
 
 class Batch(ctypes.Structure):
@@ -106,56 +52,15 @@ class Batch(ctypes.Structure):
     )
 
 
-class Linears:
-    """Linear layers of one input as one matrix; or as several in a chain, if they are packed.
-
-    If their own weights are freed they can be restored.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module], frees: bool) -> None:
-        self._layers, self._sizes = (), []
-        if all(hasattr(layer, "panels") for layer in layers):
-            if len({layer.panels.reads for layer in layers}) > 1:  # an input is rounded for all
-                for layer in layers:
-                    layer.panels = Panels.of(layer.panels.unpacked(), layer.panels.bias)
-            self.panels = [layer.panels for layer in layers]
-            return
-        self._layers = layers if frees else ()
-        weights, biases = zip(*map(linear_of, layers), strict=True)
-        if any(bias is not None for bias in biases):
-            biases = [
-                weight.new_zeros(len(weight)) if bias is None else bias
-                for weight, bias in zip(weights, biases, strict=True)
-            ]
-        bias = None if biases[0] is None else torch.cat(list(biases))
-        self._sizes = [len(weight) for weight in weights]
-        self.panels = [Panels.of(torch.cat(weights), bias)]
-        for layer in self._layers:
-            layer.weight.data = layer.weight.data.new_empty(0)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Give the layers back what they had."""
-        if not self._layers:
-            return
-        whole = self.panels[0].unpacked()
-        for layer, weight in zip(self._layers, whole.split(self._sizes), strict=True):
-            weight = weight if type(layer) is nn.Linear else weight.T
-            layer.weight.data = weight.to(layer.weight.dtype).contiguous()
-
-    def quantise(self) -> None:
-        """Make integers of it."""
-        self.panels = [panels.quantised() for panels in self.panels]
-
-    def struct(self) -> Matrix:
-        """Of the first one, which points to those that follow."""
-        found = None
-        self._chain = []  # what is pointed to
-        for panels in reversed(self.panels):
-            own = Matrix.from_buffer_copy(panels.struct)
-            own.next = found and ctypes.addressof(found)
-            self._chain.append(found := own)
-        return found
+def in_panels(layers: Sequence[nn.Module]) -> list[Panels]:
+    """The weights of linear layers of one input, which compute with these panels from now on."""
+    for layer in layers:
+        if not hasattr(layer, "panels"):
+            become(layer, PanelLinear, Panels.of(*linear_of(layer)))
+    if len({layer.panels.reads for layer in layers}) > 1:  # an input is rounded for all
+        for layer in layers:
+            layer.panels = Panels.of(layer.panels.unpacked(), layer.panels.bias)
+    return [layer.panels for layer in layers]
 
 
 @dataclass
@@ -188,21 +93,17 @@ class Net:
     def __init__(self, net: Any) -> None:
         """Of transformers' module, which a RecurrentLayer may keep the states for."""
         self.layer = getattr(net, "recurrent", None)
-        taps = net.conv1d.weight.detach().squeeze(1).T.float().contiguous().clone()
-        bias = net.conv1d.bias
-        bias = None if bias is None else bias.detach().float().clone()
-        rates = -net.A_log.detach().float().exp()
-        shifts = net.dt_bias.detach().float().clone()
+        self._kept: list[Any] = []
+        at, weight = partial(_floats_at, self._kept), net.conv1d.weight.squeeze(1).T
         self.rule = Rule(
             net.num_v_heads, net.num_k_heads, net.head_k_dim, net.head_v_dim, True, True,
             net.head_k_dim**-0.5,
         )  # fmt: skip
-        self.taps, self.channels = taps.shape
-        self._kept: list[Any] = [taps, bias, rates, shifts]
-        norm = RMSNorm(net.norm.weight, net.norm.variance_epsilon)
+        self.taps, self.channels = weight.shape
+        norm = Norm(net.norm.variance_epsilon, net.norm.weight)
         self.struct = _Delta(
-            Convolution(self.channels, self.taps, True, _at(taps), _at(bias)),
-            self.rule, norm_struct(norm, self._kept), _at(rates), _at(shifts),
+            Convolution(self.channels, self.taps, True, at(weight), at(net.conv1d.bias)),
+            self.rule, norm_struct(norm, self._kept), at(-net.A_log.float().exp()), at(net.dt_bias),
         )  # fmt: skip
 
     @property
@@ -227,12 +128,11 @@ class Net:
 class Block:
     """One block: what forward.h knows of it, and what its pointers point to."""
 
-    def __init__(
-        self, parts: Parts, kind: str, window: int | None, scale: float = 1.0, frees: bool = True
-    ) -> None:
+    def __init__(self, parts: Parts, kind: str, window: int | None, scale: float = 1.0) -> None:
         """A token sees the last `window` tokens, or all, as others of its `kind` of attention.
 
-        What the block adds to its input is multiplied by `scale`.
+        What the block adds to its input is multiplied by `scale`. Its linear layers are put in
+        panels, and the originals are freed.
         """
         self.kind, self.dtype, self._kept = kind, parts.down.weight.dtype, []
         names = "input_norm", "out_norm", "mlp_norm", "down_norm"
@@ -247,13 +147,12 @@ class Block:
         self.net: Net | None = None
         if parts.is_recurrent:
             self.net = Net(parts.attention)
-            self.struct.net = ctypes.addressof(self.net.struct)
+            self.struct.net = ctypes.pointer(self.net.struct)
         else:
             self._attend(parts, window)
         layers = [*parts.qkv, *parts.gates], [parts.out], parts.up, [parts.down]
         names = "qkv", "out", "up", "down"
-        self.linears = {n: Linears(own, frees) for n, own in zip(names, layers, strict=True)}
-        self.point()
+        self.matrices = {name: in_panels(own) for name, own in zip(names, layers, strict=True)}
 
     def _attend(self, parts: Parts, window: int | None) -> None:
         """What attention needs to know."""
@@ -275,8 +174,14 @@ class Block:
 
     def point(self) -> None:
         """Let the structure point to the matrices as they are now."""
-        for name, linears in self.linears.items():
-            setattr(self.struct, name, linears.struct())
+        self._chains = []  # what is pointed to
+        for name, matrices in self.matrices.items():
+            struct = None
+            for panels in reversed(matrices):
+                after, struct = struct, Matrix.from_buffer_copy(panels.struct)
+                struct.next = after and ctypes.addressof(after)
+                self._chains.append(struct)
+            setattr(self.struct, name, struct)
 
     def attach(self, keys: Tensor, values: Tensor) -> None:
         """Keep keys and values in these buffers [slots, heads, capacity, width]."""
@@ -287,17 +192,20 @@ class Block:
         self.struct.slots, self.struct.capacity = keys.shape[0], keys.shape[2]
 
 
-def norm_struct(norm: Any, kept: list[Any]) -> _Norm:
-    """Of what `norm_of` gives; its weights are float32, and stay in `kept`."""
+def norm_struct(norm: Norm | None, kept: list[Any]) -> _Norm:
+    """For C; its weights are float32, and stay in `kept`."""
     if norm is None:
         return _Norm()
-    is_layer_norm = isinstance(norm, nn.LayerNorm)
-    given = [norm.weight, getattr(norm, "bias", None)]
-    weights = [None if w is None else w.detach().float().contiguous().clone() for w in given]
-    kept.extend(weights)
-    epsilon = norm.eps if is_layer_norm else norm.epsilon
-    at = [None if weight is None else weight.data_ptr() for weight in weights]
-    return _Norm(2 if is_layer_norm else 1, epsilon, *at)
+    weights = (_floats_at(kept, given) for given in (norm.weight, norm.bias))
+    return _Norm(2 if norm.is_layer_norm else 1, norm.epsilon, *weights)
+
+
+def _floats_at(kept: list[Any], given: Tensor | None) -> int | None:
+    """Where its numbers lie in float32, as a copy in `kept`."""
+    if given is None:
+        return None
+    kept.append(given.detach().float().contiguous().clone())
+    return kept[-1].data_ptr()
 
 
 class Rows:
@@ -372,23 +280,28 @@ class Rows:
 class Decoder:
     """The forward of a causal language model whose layers are all plain blocks."""
 
-    def __init__(self, blocks: Sequence[Block], ropes: dict[str, _Rope], num_threads: int) -> None:
-        self.blocks, self.num_threads, self._kept = list(blocks), num_threads, list[Any]([ropes])
+    embedding: Panels | None = None
+    positions: Panels | None = None
+    output: Panels | None = None
+    entrance: Panels | None = None
+    _cache: KeyCache | None = None
+
+    def __init__(self, blocks: Sequence[Block], ropes: dict[str, _Rope]) -> None:
+        self.blocks, self.num_threads = list(blocks), torch.get_num_threads()
+        self.kept: list[Any] = [ropes]  # what the structure points to
         kinds = list(ropes)
         self.attending = [block for block in blocks if block.net is None]
         self.nets = [block.net for block in blocks if block.net]
         for block in self.attending:
             is_turned = block.kind in ropes and block.is_rotated
             block.struct.rope = kinds.index(block.kind) if is_turned else -1
-        self._cache: KeyCache | None = None
-        self.embedding: Panels | None = None
-        self.output: Panels | None = None
-        self.entrance: Panels | None = None
-        self._positions: Panels | None = None
-        self.hidden = blocks[0].linears["down"].panels[0].outputs
+        self.hidden = blocks[0].matrices["down"][0].outputs
+        structs = (BlockStruct * len(blocks))(*(block.struct for block in blocks))
+        for block, struct in zip(blocks, structs, strict=True):
+            block.struct = struct  # where C reads it
         self.struct = _Decoder(
-            hidden=self.hidden, num_blocks=len(blocks), ropes=(_Rope * len(ropes))(*ropes.values()),
-            embedding_scale=1, logit_scale=1,
+            hidden=self.hidden, num_blocks=len(blocks), blocks=structs,
+            ropes=(_Rope * len(ropes))(*ropes.values()), embedding_scale=1, logit_scale=1,
         )  # fmt: skip
         self.point()
 
@@ -396,28 +309,23 @@ class Decoder:
         """Let the structures point to the matrices as they are now."""
         for block in self.blocks:
             block.point()
-        structs = (block.struct for block in self.blocks)
-        self._structs = (BlockStruct * len(self.blocks))(*structs)
-        self.struct.blocks = self._structs
-        ends = {"embedding": self.embedding, "positions": self._positions, "output": self.output}
-        ends["entrance"] = self.entrance
-        for name, panels in ends.items():
+        for name in ("embedding", "positions", "output", "entrance"):
+            panels = getattr(self, name)
             setattr(self.struct, name, panels and ctypes.pointer(panels.struct))
-
-    def hold(self, *what: Any) -> None:
-        """For as long as the decoder is there, as its structure points there."""
-        self._kept.extend(what)
 
     def attach(self, buffers: Sequence[Sequence[Tensor]]) -> None:
         """Keep each block's keys and values in its buffers [slots, heads, capacity, width]."""
-        structs = [s for s, block in zip(self._structs, self.blocks, strict=True) if not block.net]
-        for block, struct, pair in zip(self.attending, structs, buffers, strict=True):
+        for block, pair in zip(self.attending, buffers, strict=True):
             block.attach(*pair)
-            for name in ("keys", "values", "slots", "capacity"):
-                setattr(struct, name, getattr(block.struct, name))
         self._buffers, self._cache = list(buffers), None
 
-    def take_ends(self, model: Any, last_norm: Any) -> None:
+    def attach_zeros(self, length: int) -> None:
+        """Keep keys and values of one text of up to `length` tokens, to try the decoder."""
+        shapes = [(1, block.kv_heads, length, block.width) for block in self.attending]
+        dtype = self.blocks[0].dtype
+        self.attach([[torch.zeros(shape, dtype=dtype) for _ in "kv"] for shape in shapes])
+
+    def take_ends(self, model: Any, last_norm: Norm) -> None:
         """Take the embedding and what follows the blocks from a model of transformers."""
         embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
         decoder, config = model.get_decoder(), model.config.get_text_config()
@@ -426,13 +334,13 @@ class Decoder:
         if output.weight is not embedding.weight:
             self.embedding = panels_of(embedding)
         table = getattr(decoder, "wpe", None)
-        self._positions = None if table is None else panels_of(table)
+        self.positions = None if table is None else panels_of(table)
         scale = getattr(embedding, "embed_scale", torch.ones(())).to(embedding.weight.dtype)
         multiplier = getattr(decoder, "embedding_multiplier", 1.0)
         self.struct.embedding_scale = float(scale) * multiplier
         self.struct.logit_scale = 1 / getattr(config, "logits_scaling", 1.0)
         self.struct.logit_softcap = getattr(config, "final_logit_softcapping", None) or 0
-        self.struct.last_norm = norm_struct(last_norm, self._kept)
+        self.struct.last_norm = norm_struct(last_norm, self.kept)
         self.point()
 
     def release(self, model: Any) -> None:
@@ -446,25 +354,22 @@ class Decoder:
         become(embedding, PanelEmbedding, self.embedding, self.struct.embedding_scale)
         become(output, PanelLinear, self.output)
 
-    def restore(self) -> None:
-        """Give the modules back what they had."""
-        for block in self.blocks:
-            for linears in block.linears.values():
-                linears.restore()
-
     def share_embedding(self, other: "Decoder") -> None:
         """Read embeddings where another decoder of the same model does."""
         if self.embedding is not other.embedding:
             self.embedding = other.embedding
             self.point()
 
+    @property
+    def panels(self) -> set[Panels]:
+        """All matrices, each once."""
+        ends = {self.embedding, self.positions, self.output, self.entrance} - {None}
+        return ends.union(*(own for block in self.blocks for own in block.matrices.values()))
+
     @cached_property
     def num_bytes(self) -> int:
         """Of all matrices."""
-        ends = (self.embedding, self.output, self.entrance, self._positions)
-        blocks = (p for block in self.blocks for own in block.linears.values() for p in own.panels)
-        every = {id(panels): panels for panels in (*ends, *blocks) if panels}
-        return sum(panels.num_bytes for panels in every.values())
+        return sum(panels.num_bytes for panels in self.panels)
 
     def follow(self, cache: KeyCache) -> None:
         """Keep keys and values in a cache of the core's from now on."""
@@ -561,20 +466,12 @@ class Decoder:
         return 1 if self.num_bytes * num_rows < _LITTLE else self.num_threads
 
     def quantise(self, has_own_embedding: bool = True) -> None:
-        """Make integers of the weights."""
+        """Make integers of the weights, but for an embedding that is not the decoder's own."""
         self.__dict__.pop("num_bytes", None)
-        for block in self.blocks:
-            for linears in block.linears.values():
-                linears.quantise()
-        if self.entrance:
-            self.entrance = self.entrance.quantised()
-        if self.output is None:
-            return self.point()
-        is_tied, self.output = self.embedding is self.output, self.output.quantised()
-        if has_own_embedding:
-            self.embedding = self.output if is_tied else self.embedding.quantised()
+        others = {self.positions} if has_own_embedding else {self.positions, self.embedding}
+        for panels in self.panels - (others - {self.output}):
+            panels.quantise()
         self.point()
-        self._cache = None
 
 
 def _at(tensor: Tensor | None) -> int | None:
@@ -582,13 +479,6 @@ def _at(tensor: Tensor | None) -> int | None:
 
 
 # ------------------------------------------------------------------------ of transformers' modules
-
-
-def rotary_of(module: nn.Module) -> Callable[[Tensor, Tensor, str], tuple[Tensor, Tensor]]:
-    """transformers' rotary embedding as a function of (x, positions, kind of layer)."""
-    if isinstance(module.rope_type, dict):
-        return module
-    return lambda x, positions, kind: module(x, positions)
 
 
 def layers_of(decoder: Any) -> tuple[Any, Any]:
@@ -599,15 +489,15 @@ def layers_of(decoder: Any) -> tuple[Any, Any]:
 
 
 @torch.no_grad()
-def ropes_of(module: Any, kinds: Sequence[str], length: int, kept: list[Any]) -> dict[str, _Rope]:
-    """Tables of cos and sin by kind, for positions below `length`; they stay in `kept`."""
-    positions, found = torch.arange(length)[None], {}
+def ropes_of(module: Any, kinds: Sequence[str], length: int) -> dict[str, _Rope]:
+    """Tables of cos and sin by kind of layer, for positions below `length`."""
+    given, found = (torch.zeros(1, 1, 1), torch.arange(length)[None]), {}
     for kind in dict.fromkeys(kinds):
-        cos, sin = rotary_of(module)(torch.zeros(1, 1, 1), positions, kind)
+        cos, sin = module(*given, kind) if isinstance(module.rope_type, dict) else module(*given)
         width = cos.shape[-1]
         halves = [table[0, :, : width // 2].float().contiguous() for table in (cos, sin)]
-        kept.extend(halves)
-        found[kind] = _Rope(width, length, *(half.data_ptr() for half in halves))
+        found[kind] = _Rope(width, length, *map(_at, halves))
+        found[kind].tables = halves  # they stay for as long as it does
     return found
 
 
@@ -620,17 +510,12 @@ def can_tabulate(rotary: Any) -> bool:
 
 @torch.no_grad()
 def decoder_of(
-    model: Any,
-    length: int,
-    windows: dict[str, int | None],
-    frees: bool = True,
-    tolerance: float = 0.0,
-    is_known: bool = False,
+    model: Any, length: int, windows: dict[str, int | None], is_known: bool = False
 ) -> Decoder | None:
     """The decoder of a model of transformers for texts of up to `length` tokens, if it is one.
 
-    Then the weights of the model's blocks are freed, if that is asked for. Else all is as it was.
-    `tolerance` is how far roundings alone may move a logit. What `is_known` is not compared.
+    The linear layers of blocks that are known are in panels afterwards, even if they are not one.
+    What `is_known` is not compared.
     """
     decoder, config = model.get_decoder(), model.config.get_text_config()
     layers, last = layers_of(decoder)
@@ -644,53 +529,34 @@ def decoder_of(
         return None
     kinds = getattr(config, "layer_types", None) or [FULL] * len(parts)
     count = min(_NUM_COMPARED, length)
-    ids = torch.randint(model.get_input_embeddings().num_embeddings, (count,), generator=_random())
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.get_input_embeddings().num_embeddings, (count,), generator=random)
     most = length if table is None else min(length, table.num_embeddings)
     shifts = {0, most - count}  # far on, too: some families scale by the position
-    is_packed = hasattr(parts[0].down, "panels")
-    expected = {} if is_packed else {shift: _plain(model, ids, shift) for shift in shifts}
-    kept: list[Any] = []
-    ropes = ropes_of(rotary, kinds, length + 1, kept) if table is None else {}
     blocks = [
-        Block(own, kind, windows[kind], getattr(layer, "residual_multiplier", 1.0), frees)
+        Block(own, kind, windows[kind], getattr(layer, "residual_multiplier", 1.0))
         for own, kind, layer in zip(parts, kinds, layers, strict=True)
     ]
-    found = Decoder(blocks, ropes, torch.get_num_threads())
-    found.hold(kept)
+    found = Decoder(blocks, ropes_of(rotary, kinds, length + 1) if table is None else {})
     found.take_ends(model, last_norm)
-    shapes = [(1, block.kv_heads, count, block.width) for block in found.attending]
-    found.attach([[torch.zeros(shape, dtype=model.dtype) for _ in "kv"] for shape in shapes])
-    for shift in () if is_known else shifts:
-        if is_packed:
-            agrees = _agrees_by_layer(found, model, ids, shift)
-        else:
-            agrees = _agrees(found, expected[shift], ids, shift, tolerance)
-        if not agrees:
-            found.restore()
-            return None
-    return found
+    return found if is_known or all(_agrees(found, model, ids, at) for at in shifts) else None
 
 
-def _run(found: Decoder, ids: Tensor, shift: int, layers: tuple[int, ...] = ()) -> Any:
+def _run(found: Decoder, ids: Tensor, shift: int, layers: tuple[int, ...]) -> Any:
     """Logits [N, V] of a text that begins at position `shift`, and states behind `layers`."""
     count, rows = len(ids), Rows()
+    found.attach_zeros(count)
     rows.chain(0, 0, count)
     rows.ids, rows.wanted = ids.tolist(), list(range(count))
     passed = [net.passed([None], [None], count) for net in found.nets]
     return found(rows, layers=layers, shift=shift, counts=[count], passed=passed)
 
 
-def _agrees(found: Decoder, expected: Tensor, ids: Tensor, shift: int, tolerance: float) -> bool:
-    """Whether a decoder's logits are those expected [N, V], but for roundings."""
-    logits, _ = _run(found, ids, shift)
-    # A delta net norms sums that may nearly cancel, and so enlarges what was rounded in them.
-    return is_same(logits.to(expected.dtype), expected, 1024 if found.nets else 32, tolerance)
+def _agrees(found: Decoder, model: Any, ids: Tensor, shift: int) -> bool:
+    """Whether each layer of a model gives what the decoder's gives, but for roundings.
 
-
-def _agrees_by_layer(found: Decoder, model: Any, ids: Tensor, shift: int) -> bool:
-    """The same where inputs are rounded to 8 bits: a tiny difference may make it another of them.
-
-    So each layer of the model is given the state that the decoder has before it. Then nearly all
+    The layer is given the state that the decoder has before it, so roundings do not add up. Where
+    inputs are rounded to fewer bits, a tiny difference may make it another of them. Then nearly all
     rows agree but for roundings of the modules, and those in which a number jumps are near.
     """
     layers, _ = layers_of(model.get_decoder())
@@ -704,15 +570,17 @@ def _agrees_by_layer(found: Decoder, model: Any, ids: Tensor, shift: int) -> boo
         for i, layer in enumerate(layers):
             added = [layer.register_forward_hook(note)]
             if i:
-                before = partial(_given, states[i - 1][None])
+                before = partial(_given, states[i - 1][None].to(model.dtype))
                 added.append(layer.register_forward_pre_hook(before, with_kwargs=True))
             for hook in added:
                 hooks.callback(hook.remove)
         last = _plain(model, ids, shift)
     pairs = [*zip(states.values(), expected, strict=True), (logits, last)]
     distances = torch.cat([(a - b).abs().amax(-1) / b.abs().amax(-1) for a, b in pairs])
-    tolerance = max(64 * torch.finfo(torch.float32).eps, 4 * torch.finfo(model.dtype).eps)
-    return float(distances.median()) <= tolerance and float(distances.max()) <= _JUMP
+    usual = max(64 * torch.finfo(torch.float32).eps, 4 * torch.finfo(model.dtype).eps)
+    is_rounded = any(panels.reads != "float32" for panels in found.panels)
+    most = max(8 * usual, _JUMP if is_rounded else 0)
+    return float(distances.median()) <= usual and float(distances.max()) <= most
 
 
 def _given(
@@ -727,15 +595,9 @@ def _plain(model: Any, ids: Tensor, shift: int) -> Tensor:
     return model(ids[None], position_ids=positions, use_cache=False).logits[0]
 
 
-def _random() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
-
-
 def _is_known(parts: Parts | None) -> bool:
-    if parts is not None and parts.is_recurrent and not Net(parts.attention).is_known:
+    if parts is None or type(parts.activation).__name__ not in _ACTIVATIONS:
         return False
-    return (
-        parts is not None
-        and type(parts.activation).__name__ in _ACTIVATIONS
-        and (parts.is_recurrent or parts.attention.head_dim % 2 == 0)
-    )
+    if parts.is_recurrent:
+        return Net(parts.attention).is_known
+    return parts.attention.head_dim % 2 == 0

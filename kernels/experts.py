@@ -26,10 +26,13 @@ def experts_of(module: nn.Module) -> Iterator[Any]:
 
 @torch.no_grad()
 def pack_experts(module: nn.Module, quantize: str | None = None) -> None:
-    """Put the weights of all experts in `module` in panels, in place; the originals are freed."""
+    """Put the weights of all experts in `module` in panels, as `pack` does those of layers."""
     for part in experts_of(module):
         if isinstance(part.down_proj, nn.Parameter) and part.down_proj.dtype in DTYPES:
             hold(part, [_packed(part, name, quantize) for name in matrices_of(part)])
+        elif quantize and hasattr(part, "matrices"):
+            for panels in sum(part.matrices, []):
+                panels.quantise()
 
 
 def matrices_of(part: Any) -> tuple[str, str]:
@@ -46,13 +49,6 @@ def hold(part: Any, matrices: list[list[Panels]]) -> None:
         setattr(part, name, ShownWeight(weights.dtype, weights.device, tuple(weights.shape)))
     part.matrices = matrices
     part.config._experts_implementation = NAME
-
-
-def quantise_experts(module: nn.Module) -> None:
-    """Make 8-bit blocks of those panels."""
-    for part in experts_of(module):
-        if hasattr(part, "matrices"):
-            part.matrices = [[panels.quantised() for panels in side] for side in part.matrices]
 
 
 def _packed(part: Any, name: str, quantize: str | None) -> list[Panels]:

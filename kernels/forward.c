@@ -270,28 +270,24 @@ static void run_attention(forward *w, const block *b) {
   meet();
 }
 
-// What is given becomes keys and values, and nothing else.
-static void keep(forward *w, const block *b) {
-  FOR_ROWS(row, w->f->rows) prepare_row(w, &b->qkv, row, w->x + (size_t)row * w->d->hidden);
-  meet();
-  multiply(&b->qkv, w->f->rows, w->prepared, w->joined, outputs_of(&b->qkv), NULL, 1);
-  meet();
-  FOR_ROWS(row, w->f->rows) place_row(w, b, row);
-  meet();
-}
-
 static void run_block(forward *w, int number) {
   const decoder *d = w->d;
   const block *b = d->blocks + number;
-  const int rows = w->f->rows, is_read = number == 0 && d->has_states && !d->entrance;
+  const int rows = w->f->rows, only_keys = w->f->only_keys, is_read = number == 0 && d->has_states && !d->entrance;
   FOR_ROWS(row, rows) {
-    if (number) leave_row(w, number - 1, row);
-    if (is_read) prepare_row(w, &b->qkv, row, w->read + (size_t)row * 2 * d->hidden);
+    if (number && !only_keys) leave_row(w, number - 1, row);
+    if (only_keys) prepare_row(w, &b->qkv, row, w->x + (size_t)row * d->hidden);
+    else if (is_read) prepare_row(w, &b->qkv, row, w->read + (size_t)row * 2 * d->hidden);
     else read_row(w, &b->input_norm, &b->qkv, row);
   }
   meet();
   multiply(&b->qkv, rows, w->prepared, w->joined, outputs_of(&b->qkv), NULL, 1);
   meet();
+  if (only_keys) {  // what is given becomes keys and values, and nothing else
+    FOR_ROWS(row, rows) place_row(w, b, row);
+    meet();
+    return;
+  }
   if (b->net) {
     int before = 0;
     for (int i = 0; i < number; ++i) before += d->blocks[i].net != NULL;
@@ -327,10 +323,7 @@ static void run(void *given) {
     multiply(d->entrance, rows, w->prepared, w->x, width, NULL, 1);
     meet();
   }
-  for (int i = 0; i < d->num_blocks; ++i) {
-    if (!f->only_keys) run_block(w, i);
-    else keep(w, d->blocks + i);
-  }
+  for (int i = 0; i < d->num_blocks; ++i) run_block(w, i);
   if (f->only_keys) return;
   FOR_ROWS(row, rows) {
     leave_row(w, d->num_blocks - 1, row);

@@ -1,4 +1,4 @@
-// A decoder as Python describes it (decoder.py), and what is fed to it.
+// A decoder as Python describes it (decoder.py), and what is fed to it. Structures are read by structs.py, too.
 
 #pragma once
 
@@ -40,17 +40,17 @@ typedef struct {  // what a delta net is given by each text of a forward, and wh
 typedef struct {
   norm input_norm, out_norm, mlp_norm, down_norm, query_norm, key_norm;
   matrix qkv, out, up, down;  // qkv: all heads' queries, keys, values, and what gates queries' results
-  int32_t heads, kv_heads, width;
+  int32_t heads, kv_heads;
+  int32_t width, value_width;  // of a head's query and key, and of its value
   int32_t rope;           // its number, or -1
   int32_t window;         // how many keys a token sees, itself included; 0: all before it
   int32_t has_wide_norms;  // of all heads at once
   int32_t has_gates, activation, is_gated, is_half;  // gates of attention; of the MLP; the cache's type
   int32_t looks_ahead;  // not up to the row itself, but to where the batch says
   float scaling, softcap, residual_scale;
-  void *keys, *values;  // [slots, kv_heads, capacity, width or value_width]
   int64_t slots, capacity;
-  const delta *net;  // or NULL
-  int32_t value_width;  // of a head's value; width is that of its query and key
+  void *keys, *values;  // [slots, kv_heads, capacity, width or value_width]
+  const delta *net;     // or NULL
   const float *sinks;   // [heads]: scores that take their share of the softmax and give nothing; or NULL
 } block;
 

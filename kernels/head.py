@@ -1,6 +1,7 @@
 """A head of another model, MTP's or EAGLE-3's, as a decoder of one block that reads states, too."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,39 +19,25 @@ _NUM_COMPARED = 8  # tokens that old and new are compared on
 
 
 def speed_up_head(
-    head: Any, target: Any, length: int, quantize: str | None = None
-) -> list["KernelHead"]:
-    """The layers of an MTP head (transformers' MtpModel) in C: all of them, or none.
-
-    The layers that it shares with its target are packed when the target's are.
-    """
-    return _settle(head, lambda number: mtp_layer(head, number, length), quantize, target)
-
-
-def speed_up_eagle(head: Any, length: int, quantize: str | None = None) -> list["KernelHead"]:
-    """The same for an EAGLE-3 head."""
-    return _settle(head, lambda _: eagle_layer(head, length), quantize)
-
-
-def _settle(
     head: Any,
-    layer_of: Callable[[int], "KernelHead | None"],
-    quantize: str | None,
+    layer_of: "Callable[[Any, int, int], KernelHead | None]",
+    length: int,
+    quantize: str | None = None,
     besides: Any = None,
 ) -> list["KernelHead"]:
-    """Let the head's modules go, or keep them where a layer is not known."""
+    """The layers of a head in C, by `mtp_layer` or `eagle_layer`: all of them, or none.
+
+    What is known lets its modules go. What the head shares with `besides`, its target, is packed
+    when the target is.
+    """
     if not library.is_used:
         return []
-    every = [layer_of(number) for number in range(len(head.layers))]
-    found = [layer for layer in every if layer is not None]
-    if len(found) < len(every):
-        for layer in found:
-            layer.decoder.restore()
-        found = []
-    else:
+    every = [layer_of(head, number, length) for number in range(len(head.layers))]
+    found = every if all(every) else []
+    if found:
         head.layers = nn.ModuleList(Gone() for _ in found)
-        for layer in found if quantize else ():
-            layer.decoder.quantise()
+    for layer in found if quantize else ():
+        layer.decoder.quantise()
     pack(head, quantize, besides)
     pack_experts(head, quantize)
     return found
@@ -120,70 +107,70 @@ def _head_of(
     """
     if not parts or parts.is_recurrent or not can_tabulate(head.rotary_emb):
         return None
-    count, kept = min(_NUM_COMPARED, length), list[Any]()
+    count = min(_NUM_COMPARED, length)
     random = torch.Generator().manual_seed(0)
     embeds, states = torch.randn(2, count, like.shape[0], generator=random).to(like)
     mask = like.new_full((count, count), torch.finfo(like.dtype).min).triu_(1)
     positions = torch.arange(count)[None] + shift
     expected = run(embeds[None], states[None], positions, mask[None, None])[0]
     block, where = Block(parts, FULL, None), Rows()
-    ropes = ropes_of(head.rotary_emb, [FULL], length + shift + 1, kept)
-    decoder = Decoder([block], ropes, torch.get_num_threads())
-    given = {name: norm_struct(norm_of(norm), kept) for name, norm in norms.items()}
+    decoder = Decoder([block], ropes_of(head.rotary_emb, [FULL], length + shift + 1))
+    given = {name: norm_struct(norm_of(norm), decoder.kept) for name, norm in norms.items()}
     for name, value in {"has_states": True, **fields, **given}.items():
         setattr(decoder.struct, name, value)
-    decoder.hold(kept)
     decoder.entrance = entrance and Panels.of(entrance.weight)
     decoder.point()
-    shape = 1, block.kv_heads, count, block.width
-    decoder.attach([[torch.zeros(shape, dtype=block.dtype) for _ in "kv"]])
+    decoder.attach_zeros(count)
     where.chain(0, 0, count)
     found = KernelHead(decoder, shift, layer)
-    if is_same(found.run(embeds, states, where), expected):
-        return found
-    decoder.restore()
-    return None
+    return found if is_same(found.run(embeds, states, where), expected) else None
 
 
 @torch.no_grad()
 def mtp_layer(head: Any, number: int, length: int) -> KernelHead | None:
-    """One layer of an MTP head (transformers' MtpModel), if it is a plain block that agrees."""
+    """A layer of an MTP head (transformers' MtpModel), if it is a plain block that agrees."""
     layer, shift = head.layers[number], number + 1
     kind = (getattr(head.config, "layer_types", None) or [FULL] * shift)[number]
     if kind != FULL:
         return None
     last = [layer.post_norm] if layer.use_post_norm else []
     last += [head.shared_post_norm] if head.use_shared_post_norm else []
-
-    def run(embeds: Tensor, states: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        options = {"layer_type": kind} if head.has_per_layer_rope else {}
-        found = layer(
-            embeds, states, position_embeddings=head.rotary_emb(embeds, positions, **options),
-            attention_mask=mask, position_ids=positions, past_key_values=None,
-        )  # fmt: skip
-        return head.shared_post_norm(found) if head.use_shared_post_norm else found
-
     norms = {"embed_norm": layer.enorm, "state_norm": layer.hnorm}
     norms |= zip(("last_norm", "second_norm"), last, strict=False)
     return _head_of(
-        head, parts_of(layer.mtp_block), length, layer.eh_proj.weight, norms, run, layer.eh_proj,
-        shift, is_state_first=getattr(head.config, "mtp_hidden_states_first", False),
+        head, parts_of(layer.mtp_block), length, layer.eh_proj.weight, norms,
+        partial(run_mtp_layer, head, number), layer.eh_proj, shift,
+        is_state_first=getattr(head.config, "mtp_hidden_states_first", False),
     )  # fmt: skip
 
 
+def run_mtp_layer(
+    head: Any,
+    number: int,
+    embeds: Tensor,
+    states: Tensor,
+    positions: Tensor,
+    mask: Tensor,
+    cache: KeyCache | None = None,
+) -> Tensor:
+    """What comes out of an MTP head's modules [B, T, D], of embeds and states [B, T, D]."""
+    options = {"layer_type": head.config.layer_types[number]} if head.has_per_layer_rope else {}
+    found = head.layers[number](
+        embeds, states.to(embeds.dtype),
+        position_embeddings=head.rotary_emb(embeds, positions, **options), attention_mask=mask,
+        position_ids=positions, past_key_values=cache,
+    )  # fmt: skip
+    return head.shared_post_norm(found) if head.use_shared_post_norm else found
+
+
 @torch.no_grad()
-def eagle_layer(head: Any, length: int) -> KernelHead | None:
+def eagle_layer(head: Any, number: int, length: int) -> KernelHead | None:
     """The layer of an EAGLE-3 head, if it agrees."""
-    layer, is_normed = head.layers[0], head.config.norm_output
-
-    def run(embeds: Tensor, states: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        found = head.run(torch.cat([embeds, states], -1), positions, mask, None)
-        return head.norm(found) if is_normed else found
-
+    layer, is_normed = head.layers[number], head.config.norm_output
     norms = {"embed_norm": layer.input_layernorm, "state_norm": layer.hidden_norm}
     return _head_of(
         head, parts_of(layer, besides=("hidden_norm",)), length, head.norm.weight,
-        norms | {"last_norm": head.norm}, run, layer=-1 if is_normed else 0,
+        norms | {"last_norm": head.norm}, head, layer=-1 if is_normed else 0,
         adds_to_normed=layer.norm_before_residual,
     )  # fmt: skip
 
@@ -196,14 +183,12 @@ def look_ahead(
 
     That is, whether it looks ahead, and how many tokens it sees behind.
     """
-    kinds, kept = head.config.layer.layer_types, list[Any]()
-    blocks = []
+    kinds, blocks = head.config.layer.layer_types, []
     for layer, kind in zip(head.layers, kinds, strict=True):
         looks_ahead, window = sees(kind)
         blocks.append(Block(parts_of(layer), kind, window))
         blocks[-1].struct.looks_ahead = looks_ahead
-    found = Decoder(blocks, ropes_of(head.rotary_emb, kinds, length, kept), torch.get_num_threads())
-    found.hold(kept)
+    found = Decoder(blocks, ropes_of(head.rotary_emb, kinds, length))
     if quantize:
         found.quantise()
     head.layers = nn.ModuleList(Gone() for _ in blocks)

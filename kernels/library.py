@@ -85,29 +85,24 @@ def compiler() -> list[str]:
     return [sys.executable, "-m", "ziglang", "cc"] if find_spec("ziglang") else []
 
 
-def use(wanted: bool | None) -> None:
-    """Let what is built from now on use it: True, False, or None for where it can be had.
-
-    Raises ValueError, with a sentence, if it is wanted and cannot be had.
-    """
+def use(wanted: bool) -> None:
+    """Let what is built from now on use it if it is wanted and can be had."""
     global is_used
     is_used = False
     try:
-        if wanted is not False:
-            load(again=bool(wanted))
+        if wanted:
+            load()
             is_used = True
     except ValueError as error:
-        if wanted:
-            raise
         # A machine without a compiler is nothing to worry about; one whose compiler fails is.
         level = logging.WARNING if why_not() is None else logging.INFO
         LOG.log(level, "transformers' modules run, which is slower: %s", error)
 
 
-def load(again: bool = False) -> ctypes.CDLL:
+def load() -> ctypes.CDLL:
     """The library, compiled if it is not in the cache. Raises ValueError, with a sentence.
 
-    What failed once is tried only `again` if that is asked for: it takes a while.
+    What failed once is not tried again: it takes a while.
     """
     global _library
     if _library is not None:
@@ -118,14 +113,15 @@ def load(again: bool = False) -> ctypes.CDLL:
         file = _cache() / f"{_key()}.so"
         if not _is_whole(file):
             failed = file.with_suffix(".failed")
-            if failed.exists() and not again:
+            if failed.exists():
                 raise ValueError(f"the compiler failed before (remove {failed} to try again)")
             try:
                 _compile(file)
             except (OSError, ValueError):
                 failed.touch()
                 raise
-        _library = _opened(file)
+        _library = ctypes.CDLL(str(file))
+        _library.describe.restype = ctypes.c_char_p
         return _library
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise ValueError(f"the kernels cannot be compiled: {in_short(error)}") from error
@@ -134,12 +130,6 @@ def load(again: bool = False) -> ctypes.CDLL:
 def instructions() -> str:
     """What the library was compiled for."""
     return load().describe().decode()
-
-
-def _opened(file: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(file))
-    library.describe.restype = ctypes.c_char_p
-    return library
 
 
 def _cache() -> Path:

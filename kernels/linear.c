@@ -270,8 +270,9 @@ void multiply_floats(const product *of) {
     taken = left >= wide ? wide : left < LANES ? left : LANES;
     for (int row = 0, some; row < of->rows; row += some, ahead += (size_t)pace * of->steps * 64) {
       some = rows_of_tile(of->rows - row, FEW_ROWS);
-#define PRODUCTS(r) product_tile(r, P, F, W, of, row, column, taken, ahead, pace)
-#define PRODUCT(panels, is_whole) { enum { P = panels, W = is_whole }; if (of->is_half) { enum { F = HALF }; switch (some) { FEW_CASES(PRODUCTS) } } else { enum { F = FLOAT }; switch (some) { FEW_CASES(PRODUCTS) } } }
+#define PRODUCT_TILE(r) product_tile(r, P, F, W, of, row, column, taken, ahead, pace)
+#define PRODUCT_OF(form, panels, is_whole) { enum { F = form, P = panels, W = is_whole }; switch (some) { FEW_CASES(PRODUCT_TILE) } }
+#define PRODUCT(panels, is_whole) { if (of->is_half) PRODUCT_OF(HALF, panels, is_whole) else PRODUCT_OF(FLOAT, panels, is_whole) }
       if (taken == wide) PRODUCT(WIDTH, 1)
       else if (taken == LANES) PRODUCT(1, 1)
       else PRODUCT(1, 0)

@@ -36,8 +36,6 @@ INLINE size_t panel_bytes(int form, int inputs) {
   return (size_t)steps * step_bytes(form) + (size_t)((steps + 7) / 8) * layouts[form].shared;
 }
 
-INLINE size_t bytes_of(int form, int outputs, int inputs) { return (size_t)((outputs + LANES - 1) / LANES) * panel_bytes(form, inputs); }
-
 typedef struct matrix {
   int32_t form, outputs, inputs;
   const uint8_t *panels;
@@ -46,6 +44,7 @@ typedef struct matrix {
 } matrix;
 
 int uses_amx(void);
+size_t bytes_of(int form, int outputs, int inputs);  // of a matrix's panels
 int outputs_of(const matrix *m);  // with those that follow
 
 // Inputs of rows, as a form wants them, alike for all blocks; so many bytes for each row.

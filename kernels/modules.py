@@ -166,16 +166,12 @@ class Modules:
     def __init__(self, cached: Model) -> None:
         """`cached` is the core's CachedModel, whose layers are packed."""
         self._cached, self._mode = cached, _Mode(cached.model)
+        self.unsteady = self._mode.unsteady
         self.num_threads = torch.get_num_threads()
 
     def follow(self, cache: KeyCache) -> None:
         """Keys and values go where transformers' modules put them: to the model's own cache."""
         assert cache is self._cached.cache
-
-    @property
-    def unsteady(self) -> set[str]:
-        """Functions of torch that ran, and whose bits depend on the number of rows."""
-        return self._mode.unsteady
 
     @torch.inference_mode()
     def __call__(

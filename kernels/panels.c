@@ -153,6 +153,10 @@ INLINE void repack_panel(int form, const uint8_t *rows, int count, int inputs, u
   }
 }
 
+size_t bytes_of(int form, int outputs, int inputs) {
+  return (size_t)((outputs + LANES - 1) / LANES) * panel_bytes(form, inputs);
+}
+
 void repack(int form, const uint8_t *rows, int first, int count, int inputs, uint8_t *panels) {
   const size_t row_bytes = file_row_bytes(form, inputs);
   for (int row = 0; row < count; row += LANES) {
@@ -165,6 +169,3 @@ void repack(int form, const uint8_t *rows, int first, int count, int inputs, uin
     }
   }
 }
-
-// For Python, which makes room for them.
-size_t panels_bytes(int form, int outputs, int inputs) { return bytes_of(form, outputs, inputs); }

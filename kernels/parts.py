@@ -5,7 +5,6 @@ is why whoever computes with them compares both, and keeps the module unless the
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -129,19 +128,14 @@ def _names(module: nn.Module) -> set[str]:
     return {name for name, child in module.named_children() if type(child) is not nn.Dropout}
 
 
-class RMSNorm:
-    """x over the root of its mean square, times weight; in float32 inside, as the models' own."""
+@dataclass(frozen=True)
+class Norm:
+    """x over the root of its mean square, times weight; of a layer norm, less its mean first."""
 
-    def __init__(self, weight: Tensor, epsilon: float) -> None:
-        self.weight, self.epsilon = weight.detach(), epsilon
-        self._epsilon = torch.tensor(epsilon, device=weight.device)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [..., D] -> [..., D]."""
-        wide = x if x.dtype is torch.float32 else x.float()
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scaled = wide * torch.addcmul(self._epsilon, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-        return (scaled if x is wide else scaled.to(x.dtype)).mul_(self.weight)
+    epsilon: float
+    weight: Tensor | None
+    bias: Tensor | None = None
+    is_layer_norm: bool = False
 
 
 def linear_of(layer: nn.Module) -> tuple[Tensor, Tensor | None] | None:
@@ -162,32 +156,27 @@ def shape_of(layer: nn.Module) -> tuple[int, int] | None:
 
 
 @torch.no_grad()
-def norm_of(module: nn.Module) -> Any:
-    """The same norm in fewer operations; None where it is of no known kind.
+def norm_of(module: nn.Module) -> Norm | None:
+    """What a norm does; None where it is of no known kind.
 
     Some RMS norms multiply by their weight, some by 1 + weight: a trial tells.
     """
     if type(module) is nn.LayerNorm:
-        return module
+        return Norm(module.eps, module.weight, module.bias, True)
     epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if epsilon is None or getattr(module, "weight", None) is None:
         return None
-    x = torch.linspace(-1, 1, len(module.weight)).to(module.weight)[None]
-    for weight in (module.weight, 1 + module.weight):
-        norm = RMSNorm(weight, epsilon)
-        if is_same(norm(x), module(x)):
-            return norm
+    own = module.weight.detach()
+    x = torch.linspace(-1, 1, len(own)).to(own)[None]
+    for weight in (own, 1 + own):
+        if is_same(nn.functional.rms_norm(x, weight.shape, weight, epsilon), module(x)):
+            return Norm(epsilon, weight)
     return None
 
 
-def is_same(
-    actual: Tensor, expected: Tensor, num_roundings: int = 32, tolerance: float = 0.0
-) -> bool:
-    """Equal but for some roundings of their type, relative to the largest number.
-
-    Or but for `tolerance`, where it is larger.
-    """
+def is_same(actual: Tensor, expected: Tensor) -> bool:
+    """Equal but for some roundings of their type, relative to the largest number."""
     if actual.shape != expected.shape:
         return False
-    roundings = num_roundings * torch.finfo(expected.dtype).eps * float(expected.abs().max())
-    return float((actual - expected).abs().max()) <= max(roundings, tolerance)
+    roundings = 32 * torch.finfo(expected.dtype).eps * float(expected.abs().max())
+    return float((actual - expected).abs().max()) <= roundings

@@ -11,39 +11,11 @@ import torch
 from torch import Tensor
 
 from . import library
+from .structs import STRUCTS
 
 MOST_TAPS, WIDEST_KEY = 16, 512  # as in recurrent.c
-
-
-class Convolution(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_int32) for name in ("channels", "taps", "has_silu")),
-        *((name, ctypes.c_void_p) for name in ("weight", "bias")),
-    )
-
-
-class _Passage(ctypes.Structure):
-    _fields_ = (
-        ("rows", ctypes.c_int32),
-        *((name, ctypes.c_size_t) for name in ("x_step", "y_step")),
-        *((name, ctypes.c_void_p) for name in ("x", "before", "after", "y")),
-    )
-
-
-class Rule(ctypes.Structure):
-    """recurrent.h's `rule`: how a token changes a state [heads, width, columns]."""
-
-    _names = "heads", "key_heads", "width", "columns", "corrects", "has_norm"
-    _fields_ = (*((name, ctypes.c_int32) for name in _names), ("scale", ctypes.c_float))
-
-
-class _Given(ctypes.Structure):
-    _names = "keys", "queries", "values", "logs", "betas", "before", "after", "out"
-    _fields_ = (
-        ("rows", ctypes.c_int32),
-        *((name, ctypes.c_size_t) for name in ("key_step", "value_step", "head_step")),
-        *((name, ctypes.c_void_p) for name in _names),
-    )
+Convolution, _Passage, _Given = map(STRUCTS.get, ("convolution", "passage", "given"))
+Rule = STRUCTS["rule"]  # how a token changes a state [heads, width, columns]
 
 
 def convolve(

@@ -14,10 +14,10 @@ from messages import Model
 
 from . import library, sampling
 from .decoder import decoder_of
-from .experts import pack_experts, quantise_experts
+from .experts import pack_experts
 from .forward import KernelForward, ModuleForward, Report
 from .modules import Modules, attend_in_c
-from .weights import pack, quantise, quantise_embedding, why_not_int8
+from .weights import pack, quantise_embedding, why_not_int8
 
 
 def get_ready(quantize: str | None, device: str, is_wanted: bool) -> None:
@@ -26,7 +26,7 @@ def get_ready(quantize: str | None, device: str, is_wanted: bool) -> None:
     `is_wanted`: whether to compute in C where that is possible.
     """
     on_cpu = device == "cpu" or device == "auto" and not torch.cuda.is_available()
-    library.use(None if on_cpu and is_wanted else False)
+    library.use(on_cpu and is_wanted)
     sampling.is_wanted = is_wanted
     if quantize and (reason := why_not_int8("cpu" if on_cpu else device)):
         raise ValueError(f"--quantize int8 {reason}")
@@ -47,17 +47,15 @@ def speed_up(
     """
     if not library.is_used:
         return
-    given = model.model, model.cache.capacity, model.windows, has_own_embedding, model.tolerance
     # A packed file that has no reference was compared at an earlier start.
     is_known = bool(model.fingerprint) and model.reference is None
-    if found := decoder_of(*given, is_known):
+    if found := decoder_of(model.model, model.cache.capacity, model.windows, is_known):
         model.fast = model.forward = KernelForward(model, found)
         found.release(model.model)
         if quantize:
             if check:
                 check(model)
             model.fast.quantise(has_own_embedding)
-            found.release(model.model)
         return
     early = None if check else quantize  # without a check, quantise at once
     pack(model.model, early)
@@ -66,8 +64,8 @@ def speed_up(
     if quantize:
         if check:
             check(model)
-            quantise(model.model)
-            quantise_experts(model.model)
+            pack(model.model, quantize)
+            pack_experts(model.model, quantize)
         if has_own_embedding:
             quantise_embedding(model.model)
 

@@ -46,7 +46,7 @@ from .decoder import Net, Passed
 from .recurrent import Rule
 from .rowwise import softplus
 
-_NUM_MARKS = 3  # of a text that are kept in any case: the checks at load go back by two calls
+NUM_MARKS = 3  # of a text that are kept in any case: the checks at load go back by two calls
 _MOST_RECORDED = 32  # tokens of a forward that can be taken back in part: more than any draft has
 _STATES = {"get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state"}
 _RULED = {"get_recurrent_state", "update_recurrent_state"}  # what layers with a rule call
@@ -133,7 +133,6 @@ class RecurrentLayer:
         self._rule: Rule | None = None  # once it is known
         self._marks: dict[int, list[Mark]] = {}  # by row, in order of their lengths
         self._begins: dict[int, int] = {}  # by row, its length where the core's last call began
-        self.num_marks = _NUM_MARKS
         mixer.recurrent = self
         self._theirs, plain = mixer.forward, inspect.unwrap(type(mixer).forward)
         names = inspect.signature(plain).parameters
@@ -165,14 +164,11 @@ class RecurrentLayer:
         keys = rule.key_heads * rule.width
         texts = zip(*(part.split(counts) for part in parts), strict=True)
         for i, (row, (fed, mixed, logs, betas)) in enumerate(zip(rows, texts, strict=True)):
-            mark = self._marks[row][-1]
-            self._record(row, mark, fed, passed.new_tails[i])
-            self._marks[row][-1].state = passed.new_states[i]
-            if mark.fed is not None:
-                both = mixed[:, : 2 * keys].unflatten(1, (2, rule.key_heads, rule.width))
-                query, key = both.unbind(1)
-                value = mixed[:, 2 * keys :].unflatten(1, (rule.heads, rule.columns))
-                mark.inputs = tuple(x.clone() for x in (key, query, value, logs, betas))
+            self._record(row, self._marks[row][-1], fed, passed.new_tails[i])
+            both = mixed[:, : 2 * keys].unflatten(1, (2, rule.key_heads, rule.width))
+            query, key = both.unbind(1)
+            value = mixed[:, 2 * keys :].unflatten(1, (rule.heads, rule.columns))
+            self._finish(row, passed.new_states[i], (key, query, value, logs, betas))
 
     def begin(self, rows: list[int]) -> None:
         """A call of several forwards begins: if it fails, these rows go back to where they are."""
@@ -215,12 +211,11 @@ class RecurrentLayer:
         assert kind is not None
         self._rule, inputs = kind.read(*args, **options)
         texts = list(zip(*map(place.part, inputs), strict=True))
-        marks = [self._marks[row][-2:] for row in self._rows()]
-        assert all(mark.state is not None or not mark.length for mark, _ in marks)
-        found = self._run([mark.state for mark, _ in marks], texts)
-        for (mark, after), own, (state, _) in zip(marks, texts, found, strict=True):
-            after.state = state
-            mark.inputs = tuple(x.clone() for x in own) if mark.fed is not None else ()
+        marks = [self._marks[row][-2] for row in self._rows()]
+        assert all(mark.state is not None or not mark.length for mark in marks)
+        found = self._run([mark.state for mark in marks], texts)
+        for row, own, (state, _) in zip(self._rows(), texts, found, strict=True):
+            self._finish(row, state, own)
         return kind.finish(place.arrange([outputs for _, outputs in found]), *args, **options)
 
     def _run(
@@ -241,11 +236,17 @@ class RecurrentLayer:
         mark.fed = fed.clone() if len(fed) <= _MOST_RECORDED else None
         end = mark.length + len(fed)
         marks.append(Mark(end, tail.clone()))
-        marks[: -self.num_marks] = [
+        marks[:-NUM_MARKS] = [
             m
-            for m in marks[: -self.num_marks]
+            for m in marks[:-NUM_MARKS]
             if m.length == begin or (m.length > begin and m.reach > end - _MOST_RECORDED)
         ]
+
+    def _finish(self, row: int, state: Tensor, inputs: tuple[Tensor, ...]) -> None:
+        """The rule's part of what `_record` began: the state now, and what has led to it."""
+        mark, after = self._marks[row][-2:]
+        after.state = state
+        mark.inputs = tuple(x.clone() for x in inputs) if mark.fed is not None else ()
 
     def _at(self, row: int, empty: Tensor) -> Mark:
         """Where the row is, after whatever was taken back. `empty` is a text's first tail."""
@@ -266,11 +267,6 @@ class RecurrentLayer:
                 ((state, _),) = self._run([last.state], [tuple(x[:missing] for x in last.inputs)])
             marks.append(Mark(length, tail, state))  # last: the step may have failed
         return marks[-1]
-
-    def hold(self, row: int, length: int, source: int) -> None:
-        """Let a row hold what `source` holds, as if that were `length` tokens."""
-        newest = self._marks[source][-1]
-        self._marks[row] = [Mark(length, newest.tail, newest.state)]
 
 
 def recurrent_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Kind | None]]:

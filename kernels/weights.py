@@ -2,7 +2,7 @@
 
     Panels.of(weight, bias)                  float32 or bfloat16, as the weight is
     Panels.of(weight, bias, "int8")          8-bit blocks made of it
-    Panels.of_rows("Q4K", shape, pieces)     rows of bytes, as a GGUF file has them
+    Panels("Q4K", shape, pieces)             rows of bytes, as a GGUF file has them
 
 An 8-bit block is 32 successive inputs of an output: whole numbers and a scale.
 """
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from . import library
 from .parts import linear_of
+from .structs import STRUCTS
 
 LANES = 16  # outputs of a panel
 BLOCK = 32  # inputs of a block
@@ -26,31 +27,44 @@ DTYPES = torch.float32, torch.bfloat16  # of weights that are packed
 FORMS = "FLOAT", "FLOAT16", "HALF", "Q8", "Q4", "Q4M", "Q5", "Q5M", "Q4K", "Q5K", "Q6K"
 _MOST_INPUTS = 1 << 24
 _AT_ONCE = 1 << 22  # weights that are quantised at once: all of a table would double it
-
-
-class Matrix(ctypes.Structure):
-    """linear.h's `matrix`."""
-
-    _fields_ = (
-        ("form", ctypes.c_int32),
-        ("outputs", ctypes.c_int32),
-        ("inputs", ctypes.c_int32),
-        ("panels", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("next", ctypes.c_void_p),
-    )
+Matrix = STRUCTS["matrix"]
 
 
 class Panels:
     """A weight matrix [outputs, inputs] in one of FORMS, with a bias or without."""
 
-    def __init__(self, form: str, shape: tuple[int, int], data: Tensor, bias: Tensor | None):
-        """`data`: the panels' bytes; `of` and `of_rows` make them."""
-        self.form, (self.outputs, self.inputs), self._data = form, shape, data
+    def __init__(
+        self,
+        form: str,
+        shape: tuple[int, int],
+        pieces: Iterable[np.ndarray],
+        bias: Tensor | None = None,
+    ) -> None:
+        """Of a GGUF tensor's bytes: the same numbers in another order.
+
+        `pieces` are uint8 [rows, bytes of a row]; all but the last one have whole panels of rows.
+        """
+        self.outputs, self.inputs = shape
         assert 0 < self.outputs < 1 << 31 and 0 < self.inputs <= _MOST_INPUTS
-        number = FORMS.index(form)
-        self.struct = Matrix(number, self.outputs, self.inputs, data.data_ptr())
+        self.struct = Matrix(outputs=self.outputs, inputs=self.inputs)
+        self._fill(form, pieces)
         self.set_bias(bias)
+
+    def _fill(self, form: str, pieces: Iterable[np.ndarray]) -> None:
+        """Lay these rows out in panels."""
+        call, number, first = library.load(), FORMS.index(form), 0
+        call.bytes_of.restype = ctypes.c_size_t
+        size = call.bytes_of(number, self.outputs, self.inputs)
+        data = torch.empty(size, dtype=torch.uint8)
+        for piece in pieces:
+            assert first % LANES == 0 and piece.flags.c_contiguous and piece.dtype == np.uint8
+            assert first + len(piece) <= self.outputs
+            at = ctypes.c_void_p(piece.ctypes.data)
+            call.repack(number, at, first, len(piece), self.inputs, _at(data))
+            first += len(piece)
+        assert first == self.outputs
+        self.form, self._data = form, data
+        self.struct.form, self.struct.panels = number, data.data_ptr()
 
     def set_bias(self, bias: Tensor | None) -> None:
         """What is added to the outputs, or nothing."""
@@ -64,54 +78,26 @@ class Panels:
         cls, weight: Tensor, bias: Tensor | None = None, quantize: str | None = None
     ) -> "Panels":
         """Of a weight [outputs, inputs] in float32 or bfloat16."""
-        weight = weight.detach()
+        weight, shape = weight.detach(), tuple(weight.shape)
         if quantize:
-            return cls.of_rows("Q8", tuple(weight.shape), _rounded(weight), bias)
+            return cls("Q8", shape, _rounded(weight), bias)
         is_half = weight.dtype == torch.bfloat16
         rows = (weight if is_half else weight.float()).contiguous().view(torch.uint8)
-        return cls.of_rows(
-            "HALF" if is_half else "FLOAT", tuple(weight.shape), [rows.numpy()], bias
-        )
-
-    @classmethod
-    def of_rows(
-        cls,
-        form: str,
-        shape: tuple[int, int],
-        pieces: Iterable[np.ndarray],
-        bias: Tensor | None = None,
-    ) -> "Panels":
-        """Of a GGUF tensor's bytes: the same numbers in another order.
-
-        `pieces` are uint8 [rows, bytes of a row]; all but the last one have whole panels of rows.
-        """
-        call, number, (outputs, inputs) = library.load(), FORMS.index(form), shape
-        call.panels_bytes.restype = ctypes.c_size_t
-        data = torch.empty(call.panels_bytes(number, outputs, inputs), dtype=torch.uint8)
-        first = 0
-        for piece in pieces:
-            assert first % LANES == 0 and piece.flags.c_contiguous and piece.dtype == np.uint8
-            assert first + len(piece) <= outputs
-            at = ctypes.c_void_p(piece.ctypes.data)
-            call.repack(number, at, first, len(piece), inputs, _at(data))
-            first += len(piece)
-        assert first == outputs
-        return cls(form, shape, data, bias)
+        return cls("HALF" if is_half else "FLOAT", shape, [rows.numpy()], bias)
 
     def unpacked(self) -> Tensor:
         """The weight [outputs, inputs]."""
         return self.rows(torch.arange(self.outputs))
 
-    def quantised(self) -> "Panels":
-        """8-bit blocks made of it."""
-        return Panels.of(self.unpacked(), self.bias, "int8")
+    def quantise(self) -> None:
+        """Make 8-bit blocks of it, for all who compute with it."""
+        self._fill("Q8", _rounded(self.unpacked()))
 
     @property
     def reads(self) -> str:
         """What it reads inputs as."""
-        if self.form in ("FLOAT", "FLOAT16", "HALF"):
-            return "bfloat16" if self.form == "HALF" else "float32"
-        return "blocks"
+        floats = {"FLOAT": "float32", "FLOAT16": "float32", "HALF": "bfloat16"}
+        return floats.get(self.form, "blocks")
 
     @property
     def num_bytes(self) -> int:
@@ -192,20 +178,16 @@ def become(module: nn.Module, kind: type[nn.Module], panels: Panels, factor: flo
 def pack(module: nn.Module, quantize: str | None = None, besides: nn.Module | None = None) -> None:
     """Put the weights of all linear layers in `module` in panels, in place.
 
-    The originals are freed. Layers that are in `besides` as well are left to whoever packs that.
+    The originals are freed. Panels that are there already are quantised, too. Layers that are in
+    `besides` as well are left to whoever packs that.
     """
     others = set(besides.modules()) if besides else set()
-    for layer in module.modules():
+    for layer in set(module.modules()) - others:
         found = linear_of(layer)
-        if found is not None and layer not in others and layer.weight.dtype in DTYPES:
+        if found is not None and layer.weight.dtype in DTYPES:
             become(layer, PanelLinear, Panels.of(*found, quantize))
-
-
-def quantise(module: nn.Module) -> None:
-    """Make 8-bit blocks of all panels of linear layers in `module`."""
-    for layer in module.modules():
-        if isinstance(layer, PanelLinear):
-            layer.panels = layer.panels.quantised()
+        elif quantize and isinstance(layer, PanelLinear):
+            layer.panels.quantise()
 
 
 @torch.no_grad()

@@ -161,7 +161,7 @@ class _Plan:
     def panels(self, file: GgufFile) -> Panels:
         """Its weights [outputs, inputs] in panels."""
         if self.form:
-            return Panels.of_rows(self.form, self.tensor.shape, self._pieces(file))
+            return Panels(self.form, self.tensor.shape, self._pieces(file))
         floats = torch.from_numpy(self.floats(file))
         return Panels.of((floats.T if self.is_transposed else floats).to(torch.bfloat16))
 
@@ -206,7 +206,7 @@ class _Experts:
         for i in range(count):
             parts = zip(self._parts, sizes, strict=True)
             rows = np.concatenate([file.read(part, i * size, size) for part, size in parts])
-            found.append(Panels.of_rows(self.form, (outputs, inputs), [rows.reshape(outputs, -1)]))
+            found.append(Panels(self.form, (outputs, inputs), [rows.reshape(outputs, -1)]))
         return found
 
 

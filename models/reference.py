@@ -59,7 +59,7 @@ class Reference:
     def of(cls, cached: Any) -> "Reference | None":
         """The reference of a CachedModel whose modules are still transformers' own.
 
-        None if the same file was compared before, by the same code. The model keeps the tolerance.
+        None if the same file was compared before, by the same code.
         Raises StartError if transformers itself cannot run it.
         """
         model, length, note = cached.model, cached.max_length, _note(cached)
@@ -84,7 +84,6 @@ class Reference:
             tolerance = max(tolerance, _SHARE_OF_LARGEST * largest)
         if cached.fingerprint:
             tolerance = max(tolerance, _SHARE_PACKED * largest)
-        cached.tolerance = tolerance
         return cls(texts, logits, tolerance, is_mixture, note)
 
     def check(self, cached: Any) -> None:

@@ -27,6 +27,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 import demo  # noqa: E402
+from kernels import states  # noqa: E402
 from models.catalogue import EMBEDDED  # noqa: E402
 from serving import faults  # noqa: E402
 
@@ -90,8 +91,7 @@ def compare_forwards(target: Any, rounds: int, chance: random.Random) -> tuple[i
     target.forward([one], [text[:longest]], [1])
     for buffer in cache._buffers():
         buffer[1:, :, :longest] = buffer[:1, :, :longest]
-    for layer in cache.recurrent:
-        layer.num_marks += 7  # below, a text goes back several calls
+    states.NUM_MARKS += 7  # below, a text goes back several calls
     for i in range(rounds):
         near = chance.choice([b for b in BORDERS if b < longest]) - chance.randrange(7)
         length = near if i % 2 else chance.randrange(10, longest)
@@ -99,7 +99,8 @@ def compare_forwards(target: Any, rounds: int, chance: random.Random) -> tuple[i
         for row, held in zip(rows, lengths, strict=True):
             cache.lengths[row] = held
             for layer in cache.recurrent:
-                layer.hold(row, held, one)
+                newest = layer._marks[one][-1]  # what it holds, as if that were `held` tokens
+                layer._marks[row] = [states.Mark(held, newest.tail, newest.state)]
         k = chance.randrange(1, 9)
         drafts = [text[held : held + k] for held in lengths]
         verified = feed([one], [drafts[0]], k)
@@ -124,8 +125,7 @@ def compare_forwards(target: Any, rounds: int, chance: random.Random) -> tuple[i
         last = feed([row], [prompt[cache.lengths[row] :]], 6)
         hold(last, whole[-len(last) :], f"a prompt of {len(prompt)} in pieces")
         cache.close_row(row)
-    for layer in cache.recurrent:
-        layer.num_marks -= 7
+    states.NUM_MARKS -= 7
     return compared, differing
 
 

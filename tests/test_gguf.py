@@ -256,7 +256,7 @@ def test_a_packed_block_that_differs_from_its_module_is_not_used(files, monkeypa
     def wrong(*args):
         """With values where keys belong."""
         block = made(*args)
-        panels = block.linears["qkv"].panels
+        panels = block.matrices["qkv"]
         panels[1], panels[2] = panels[2], panels[1]
         return block
 
@@ -296,7 +296,7 @@ def test_a_model_that_was_unpacked_drafts_with_its_file_s_own_blocks(files, dtyp
     engine = load(model=files["q4_0"], dtype=dtype, drafter="self_int8")
     twin = engine.panel.drafters["self_int8"]._draft
     decoder = twin.fast.decoder
-    panels = [p for b in decoder.blocks for part in b.linears.values() for p in part.panels]
+    panels = [p for b in decoder.blocks for part in b.matrices.values() for p in part]
     assert {own.form for own in (*panels, decoder.output)} == {"Q4"}
     assert engine.target.fast.decoder.output.form == {"float32": "FLOAT"}.get(dtype, "HALF")
     if dtype == "float32":

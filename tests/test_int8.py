@@ -52,7 +52,7 @@ def test_it_is_another_model_of_integers_a_near_one_and_health_says_so(
     target, options = engine.target, core.Options(quantize="int8")
     assert not any(type(part) is nn.Linear for part in target.model.modules())
     decoder = target.fast.decoder
-    every = [p for b in decoder.blocks for part in b.linears.values() for p in part.panels]
+    every = [p for b in decoder.blocks for part in b.matrices.values() for p in part]
     assert {p.form for p in (*every, decoder.embedding, decoder.output)} == {"Q8"}
     floats = sum(weight.numel() for weight in target.model.parameters())
     assert floats < 0.01 * target.num_weights  # norms
@@ -114,7 +114,7 @@ def assert_quantised(drafter):
     """All matrices of a head, those of its target that it uses included."""
     modules = [m.panels for m in drafter._head.modules() if isinstance(m, PanelLinear)]
     blocks = [block for layer in drafter._kernels for block in layer.decoder.blocks]
-    every = [p for block in blocks for part in block.linears.values() for p in part.panels]
+    every = [p for block in blocks for part in block.matrices.values() for p in part]
     assert {panels.form for panels in (*modules, *every)} == {"Q8"} and len(drafter._kernels) == 1
 
 
@@ -270,7 +270,6 @@ def test_weights_take_at_most_a_byte_and_a_quarter_each():
     found = decoder_of(model, 128, examine(model, 128).windows)
     found.release(model)
     found.quantise()
-    found.release(model)
     gc.collect()
     assert freed() is None  # the packed output layer shares nothing with it any more
     assert quality.num_bytes(model, found) <= 1.25 * num_weights

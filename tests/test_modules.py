@@ -45,8 +45,7 @@ def speed_up(model, length):
 
 def logits(decoder, ids):
     """Of a text's tokens ids [T]."""
-    shapes = [(1, block.kv_heads, len(ids), block.width) for block in decoder.attending]
-    decoder.attach([[torch.zeros(shape) for _ in "kv"] for shape in shapes])
+    decoder.attach_zeros(len(ids))
     rows = Rows()
     rows.chain(0, 0, len(ids))
     rows.ids, rows.wanted = ids.tolist(), list(range(len(ids)))
@@ -90,9 +89,10 @@ def test_plain_blocks_run_in_c_and_others_stay_what_they_are(family, changes):
     assert changes or bool(found) == (family in KNOWN)
     if found:
         torch.testing.assert_close(logits(found, ids), expected, rtol=1e-4, atol=1e-3)
-        found.restore()
-    # What was taken from the modules they get back, to the last bit.
-    assert torch.equal(model(ids[None]).logits[0], expected)
+    # The modules go on: as they were, or with the same panels.
+    is_packed = any(hasattr(module, "panels") for module in model.modules())
+    tolerance = {"rtol": 1e-4, "atol": 1e-3} if is_packed else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(model(ids[None]).logits[0], expected, **tolerance)
 
 
 def test_what_depends_on_the_position_or_the_length_is_left_to_the_module():
@@ -208,17 +208,13 @@ def test_the_core_alone_is_lossless_and_says_that_it_is_not_exact(family, tiny_f
     assert engine.totals.by_drafter["draft_model"].num_draft_tokens > 20
 
 
-def test_what_roundings_do_to_a_model_is_told_from_a_mistake(monkeypatch):
-    """Some models enlarge roundings, as those of large states do: how much is known of each."""
+@pytest.mark.parametrize("share", [1e-6, 1e-3])
+def test_what_roundings_do_to_a_model_is_told_from_a_mistake(monkeypatch, share):
     model, run = random_model("llama"), decoder._run
-    windows = examine(model, 64).windows
 
     def moved(*given):
         values, states = run(*given)
-        return values + 1e-4 * values.abs().max(), states
+        return values + share * values.abs().max(), states
 
     monkeypatch.setattr(decoder, "_run", moved)
-    assert decoder_of(model, 64, windows) is None
-    largest = float(decoder._plain(model, torch.arange(8), 0).detach().abs().max())
-    assert decoder_of(model, 64, windows, tolerance=1e-5 * largest) is None
-    assert decoder_of(model, 64, windows, tolerance=1e-3 * largest)
+    assert bool(speed_up(model, 64)) == (share < 1e-5)

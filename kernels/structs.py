@@ -1,0 +1,45 @@
+"""The structures of the C code for ctypes, read from its headers: what lies where is written once.
+
+    STRUCTS["rope"]     forward.h's `rope`, with width, length, cos and sin
+
+A pointer to a structure that stands further up is a pointer here, too; others are addresses.
+"""
+
+import ctypes
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_HEADERS = "linear.h", "recurrent.h", "sampling.h", "forward.h"  # the last one includes the others
+_NUMBERS: dict[str, Any] = {
+    "int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "uint64_t": ctypes.c_uint64,
+    "int": ctypes.c_int, "size_t": ctypes.c_size_t, "float": ctypes.c_float,
+    "double": ctypes.c_double,
+}  # fmt: skip
+_DECLARED = re.compile(r"((?:\*|const\b|\s)*)(\w+)(?:\[(\d+)\])?")
+
+
+def _structs() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for header in _HEADERS:
+        code = re.sub("//.*", "", (Path(__file__).parent / header).read_text("utf-8"))
+        for body, name in re.findall(r"typedef struct \w*\s*{([^}]*)} (\w+);", code):
+            fields = {"_fields_": list(_fields(body, found))}
+            found[name] = type(name, (ctypes.Structure,), fields)
+    return found
+
+
+def _fields(body: str, known: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Of declarations such as `const float *x, *y;` or `double chances[10], mean;`."""
+    for kind, declared in re.findall(r"(?:const |struct )*(\w+) ([^;]+);", body):
+        own = known.get(kind) or _NUMBERS.get(kind)
+        for each in declared.split(","):
+            stars, name, count = _DECLARED.fullmatch(each).groups()
+            if "*" in stars:
+                yield name, ctypes.POINTER(own) if own in known.values() else ctypes.c_void_p
+            else:
+                yield name, own * int(count) if count else own
+
+
+STRUCTS = _structs()
