@@ -259,7 +259,6 @@ class CachedModel:
         self.fast: Any = None  # the forward in C, if `speed_up` put one in the place of `forward`
         self.report: Report | None = None  # whether a token's bits depend on how it is computed
         self.reference: Reference | None = None  # logits of transformers' own modules, to compare
-        self.tolerance = 0.0  # how far rounding alone may move a logit
 
     def new_cache(self, num_layers: int, num_rows: int, spare: int = 0) -> SlotCache:
         """An empty cache whose rows hold `spare` tokens more than this model's own context."""

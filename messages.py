@@ -185,7 +185,6 @@ class Model(Protocol):
     max_length: int
     num_weights: int
     cache: KeyCache
-    tolerance: float  # how far rounding alone may move a logit
     fast: Any  # its forward in C, or None
     pack_copy: Callable[[Any], None] | None  # see models/loading.py
     forward: Callable[..., Output]

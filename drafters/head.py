@@ -159,11 +159,11 @@ class HeadDrafter(StateReader):
         weights = [*head.layers[0].parameters(), *getattr(head, self.output).parameters()]
         self.num_step_weights = sum(weight.numel() for weight in weights)
         self._kernels: list[KernelHead] = []  # in the place of `_run`, by layer, or none
-        self._ends: tuple[nn.Module, nn.Module, chain.Vocabulary] | None = None  # see `take`
+        self._ends: tuple[nn.Module, nn.Module, Any] | None = None  # see `take`
         if context.fast:
             is_exact = is_own or not library.is_used
             self._kernels = self._speed_up(target, context.quantize if is_exact else self.kept_as)
-            known = chain.Vocabulary.of(target.vocab_size, words)
+            known = chain.vocabulary_of(target.vocab_size, words)
             self._ends = head.embed_tokens, getattr(head, self.output), known
         self._embed = head.embed_tokens
 

@@ -114,7 +114,7 @@ class SmallModelDrafter(Drafter):
         texts = chain.texts_of(model.cache, states, fed, limits)
         if not (texts and model.fast and model.fast.is_compiled):
             return None
-        words = chain.Vocabulary.of(self._num_words(states))
+        words = chain.vocabulary_of(self._num_words(states))
         chain.draft(model.fast.decoder, model.cache, list(texts.values()), words)
         return chain.drafts_of(texts, len(states))
 

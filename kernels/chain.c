@@ -5,21 +5,6 @@
 
 #include "forward.h"
 
-typedef struct {
-  choice how;
-  const doubts *may_stop;  // or NULL: a draft has as many tokens as it may
-  int32_t limit, count;    // of tokens: at most, and how many were drawn
-  int64_t position;        // of the first one in the text
-  int64_t *tokens;         // [limit]
-  double *sure;            // [limit] confidence in them, where a draft may stop
-} draft;
-
-// Words of a vocabulary of its own, as a head's: which of the `count` words that are chosen from each of them is.
-typedef struct {
-  int32_t count;
-  const int64_t *ids;  // [outputs], or NULL: they are the first `count` outputs themselves
-} vocabulary;
-
 // `f` feeds each text what it lacks, and wants the logits behind the last token of each; of a model that reads states
 // it asks for those that a step leaves to the next. Returns 0, or what run_decoder() or choose() gives in its place.
 int run_chain(const decoder *d, const batch *f, draft *drafts, const vocabulary *v, int threads) {

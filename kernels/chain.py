@@ -14,30 +14,16 @@ from torch import Tensor
 from messages import Draft, KeyCache
 
 from .decoder import MOST_ROWS, Decoder, Rows
-from .sampling import Choice, Doubts, Transforms
+from .sampling import Transforms, choice_of, doubts_of
+from .structs import STRUCTS
 
 
-class _Draft(ctypes.Structure):
-    _fields_ = (
-        ("how", Choice),
-        ("may_stop", ctypes.c_void_p),
-        ("limit", ctypes.c_int32),
-        ("count", ctypes.c_int32),
-        ("position", ctypes.c_int64),
-        ("tokens", ctypes.c_void_p),
-        ("sure", ctypes.c_void_p),
-    )
+def vocabulary_of(num_words: int, ids: Tensor | None = None) -> Any:
+    """forward.h's `vocabulary`, of `num_words` tokens.
 
-
-class Vocabulary(ctypes.Structure):
-    """chain.c's `vocabulary`."""
-
-    _fields_ = (("count", ctypes.c_int32), ("ids", ctypes.c_void_p))
-
-    @classmethod
-    def of(cls, num_words: int, ids: Tensor | None = None) -> "Vocabulary":
-        """Of `num_words` tokens. `ids`, of the model's outputs, are to stay; None: they rise."""
-        return cls(num_words, None if ids is None else ids.data_ptr())
+    `ids`, of the model's outputs, are to stay; None: they rise.
+    """
+    return STRUCTS["vocabulary"](num_words, None if ids is None else ids.data_ptr())
 
 
 @dataclass
@@ -102,7 +88,7 @@ def draft(
     decoder: Decoder,
     cache: KeyCache,
     texts: Sequence[Text],
-    words: Vocabulary,
+    words: Any,
     shift: int = 0,
     layer: int = -1,
 ) -> None:
@@ -118,7 +104,7 @@ def draft(
     # Room for the whole draft; how much of it was used is known afterwards.
     place = cache.place(rows, [n + limit - 1 for n, limit in zip(counts, limits, strict=True)])
     decoder.follow(cache)
-    drafts, kept = (_Draft * len(texts))(), list[Any]()
+    drafts, kept = (STRUCTS["draft"] * len(texts))(), list[Any]()
     tokens = [(ctypes.c_int64 * limit)() for limit in limits]
     sure = [(ctypes.c_double * limit)() for limit in limits]
     for i, (slot, text) in enumerate(zip(place.slots, texts, strict=True)):
@@ -126,17 +112,14 @@ def draft(
         flat.chain(slot, begin, len(text.fed))
         flat.ids += text.fed
         flat.wanted.append(len(flat.ids) - 1)
-        may_stop = None
-        if text.doubts:
-            chances, mean, least = text.doubts
-            kept.append(Doubts((ctypes.c_double * 10)(*chances), mean, least))
-            may_stop = ctypes.addressof(kept[-1])
-        how = Choice.of(text.transforms, text.seed)
+        own = drafts[i]
+        own.how, own.limit = choice_of(text.transforms, text.seed), text.limit
         # A pair stands one position before its token.
-        position = begin + len(text.fed) + (text.states is not None)
-        drafts[i] = _Draft(
-            how, may_stop, text.limit, 0, position, *map(ctypes.addressof, (tokens[i], sure[i]))
-        )
+        own.position = begin + len(text.fed) + (text.states is not None)
+        own.tokens, own.sure = map(ctypes.addressof, (tokens[i], sure[i]))
+        if text.doubts:
+            kept.append(doubts_of(*text.doubts))
+            own.may_stop = ctypes.pointer(kept[-1])
     states = [text.states for text in texts if text.states is not None]
     given = torch.cat(states) if states else None
     decoder.chain(flat, drafts, words, given, shift, layer)

@@ -38,18 +38,7 @@ _ACTIVATIONS = {
 }  # fmt: skip
 _Address, _Int = ctypes.c_void_p, ctypes.c_int32
 _Norm, _Rope, _Delta, _Passing = map(STRUCTS.get, ("norm", "rope", "delta", "passing"))
-BlockStruct, _Decoder = STRUCTS["block"], STRUCTS["decoder"]
-
-
-class Batch(ctypes.Structure):
-    _fields_ = (
-        *((name, _Int) for name in ("rows", "num_wanted", "depth", "shift", "num_states")),
-        *((name, _Address) for name in ("ids", "slots", "positions", "ends")),
-        ("only_keys", _Int),
-        *((name, _Address) for name in ("places", "line", "wanted", "given", "state_layers")),
-        ("num_texts", _Int),
-        *((name, _Address) for name in ("text_rows", "passings", "states", "logits")),
-    )
+BlockStruct, _Decoder, Batch = map(STRUCTS.get, ("block", "decoder", "batch"))
 
 
 def in_panels(layers: Sequence[nn.Module]) -> list[Panels]:
@@ -394,9 +383,9 @@ class Decoder:
         shift: int = 0,
         layer: int = -1,
     ) -> None:
-        """Drafts of texts that are fed `rows`: chain.c's `draft` of each; see `__call__`.
+        """Drafts of texts that are fed `rows`: forward.h's `draft` of each; see `__call__`.
 
-        Tokens are chosen among chain.c's `vocabulary`. If the model reads states, those behind the
+        Tokens are chosen among forward.h's `vocabulary`. If the model reads states, those behind the
         first N are what comes out behind `layer`. Raises ValueError for logits that are no numbers.
         """
         assert len(rows.wanted) == len(drafts) and not self.nets
@@ -450,7 +439,7 @@ class Decoder:
             text_rows = (_Int * len(counts))(*counts)
             passings = (_Passing * len(passed))(*(own.struct(kept) for own in passed))
             others |= {"num_texts": len(counts), "text_rows": ctypes.addressof(text_rows)}
-            others["passings"] = ctypes.addressof(passings)
+            others["passings"] = passings
         batch = rows.batch(kept, **others)
         call, threads = library.load().run_decoder, self._threads(count)
         checked(call(ctypes.byref(self.struct), ctypes.byref(batch), threads))

@@ -85,6 +85,21 @@ typedef struct {
   float *logits;                           // [num_wanted, words]
 } batch;
 
+typedef struct {  // a text's draft by a chain of forwards (chain.c)
+  choice how;
+  const doubts *may_stop;  // or NULL: a draft has as many tokens as it may
+  int32_t limit, count;    // of tokens: at most, and how many were drawn
+  int64_t position;        // of the first one in the text
+  int64_t *tokens;         // [limit]
+  double *sure;            // [limit] confidence in them, where a draft may stop
+} draft;
+
+// Words of a vocabulary of its own, as a head's: which of the `count` words that are chosen from each of them is.
+typedef struct {
+  int32_t count;
+  const int64_t *ids;  // [outputs], or NULL: they are the first `count` outputs themselves
+} vocabulary;
+
 // Attention of all rows of one block, by all threads: queries [rows, heads, width] → attended [rows, heads, value_width].
 typedef struct {
   const block *b;

@@ -53,7 +53,7 @@ class KernelHead:
         """
         self.decoder, self._shift, self._layer = decoder, shift, layer
 
-    def take(self, embedding: nn.Module, output: nn.Module, words: chain.Vocabulary) -> bool:
+    def take(self, embedding: nn.Module, output: nn.Module, words: Any) -> bool:
         """Be able to `draft` among these words, if both modules are in panels."""
         if not (isinstance(embedding, PanelEmbedding) and isinstance(output, PanelLinear)):
             return False

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import library
+from .structs import STRUCTS
 
 Transforms = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
 _NO_NUMBERS, _NO_MEMORY, _NO_PLACE = -1, -2, -3  # as in sampling.h
@@ -17,32 +18,15 @@ is_wanted = True  # for models on any device
 _MOST_TOKENS = 1 << 23  # of a vocabulary: sums of more might not fit 64 bits
 
 
-class Choice(ctypes.Structure):
-    """sampling.h's `choice`."""
-
-    _fields_ = (
-        ("temperature", ctypes.c_double),
-        ("top_p", ctypes.c_double),
-        ("min_p", ctypes.c_double),
-        ("seed", ctypes.c_uint64),
-        ("top_k", ctypes.c_int32),
-    )
-
-    @classmethod
-    def of(cls, transforms: Transforms, seed: int = 0) -> "Choice":
-        """`seed` is that of a Noise."""
-        temperature, top_k, top_p, min_p = transforms
-        return cls(temperature, top_p, min_p, seed, max(0, min(top_k, _MOST_TOKENS)))
+def choice_of(transforms: Transforms, seed: int = 0) -> Any:
+    """sampling.h's `choice`; `seed` is that of a Noise."""
+    temperature, top_k, top_p, min_p = transforms
+    return STRUCTS["choice"](temperature, top_p, min_p, seed, max(0, min(top_k, _MOST_TOKENS)))
 
 
-class Doubts(ctypes.Structure):
+def doubts_of(chances: list[float], mean: float, least: float) -> Any:
     """sampling.h's `doubts`."""
-
-    _fields_ = (
-        ("chances", ctypes.c_double * 10),
-        ("mean", ctypes.c_double),
-        ("least", ctypes.c_double),
-    )
+    return STRUCTS["doubts"](tuple(chances), mean, least)
 
 
 def is_there() -> bool:
@@ -75,7 +59,7 @@ def survivors(scores: Tensor, transforms: Transforms) -> tuple[np.ndarray, np.nd
     """The weights [c] float64 of the tokens that stay, and their ids [c], rising."""
     row = _row(scores)
     weights, ids = np.empty(len(row)), np.empty(len(row), np.int64)
-    how = ctypes.byref(Choice.of(transforms))
+    how = ctypes.byref(choice_of(transforms))
     count = checked(_function("survivors")(how, *_at(row), _data(weights), _data(ids)))
     return weights[:count], ids[:count]
 
@@ -87,7 +71,7 @@ def leaders(
     row = _row(scores)
     most = min(most, len(row))
     weights, ids, total = np.empty(most), np.empty(most, np.int64), ctypes.c_double()
-    how, at = ctypes.byref(Choice.of(transforms)), ctypes.byref(total)
+    how, at = ctypes.byref(choice_of(transforms)), ctypes.byref(total)
     found = _function("leaders")(how, *_at(row), most, _data(weights), _data(ids), at)
     count = checked(found)
     return weights[:count], ids[:count], total.value
@@ -101,7 +85,7 @@ def confidence(scores: Tensor, token: int) -> float:
     return _function("confidence", ctypes.c_double)(*_at(row), token)
 
 
-def goes_on(doubts: Doubts, confidence: list[float]) -> bool:
+def goes_on(doubts: Any, confidence: list[float]) -> bool:
     """Whether a draft with such confidence in its tokens goes on, as a chain in C asks itself."""
     sure = (ctypes.c_double * len(confidence))(*confidence)
     return bool(_function("goes_on", ctypes.c_int)(ctypes.byref(doubts), sure, len(confidence)))
@@ -133,7 +117,7 @@ def _data(array: np.ndarray) -> ctypes.c_void_p:
 
 @lru_cache(maxsize=64)  # a request asks for each of its tokens
 def _how(transforms: Transforms, seed: int) -> Any:
-    return ctypes.byref(Choice.of(transforms, seed))
+    return ctypes.byref(choice_of(transforms, seed))
 
 
 @cache

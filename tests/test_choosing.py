@@ -1,6 +1,5 @@
 """Choosing in C gives the bits of sampling.py's own definition, on every machine."""
 
-import ctypes
 import itertools
 import math
 
@@ -89,7 +88,7 @@ def test_c_stops_a_draft_where_the_controller_s_record_does():
         record.learn_confidence(sure, int(random.integers(0, len(sure) + 1)))
         calibration, least = record.calibration, float(random.uniform(0, 0.3))
         chances = [calibration.chance((tenth + 0.5) / 10) for tenth in range(10)]
-        doubts = compiled.Doubts((ctypes.c_double * 10)(*chances), calibration.mean, least)
+        doubts = compiled.doubts_of(chances, calibration.mean, least)
         for drafted in ([], sure, [0.9, 1.0], [0.0, 0.1], [0.8999999999999999]):
             answers.append(compiled.goes_on(doubts, drafted))
             assert answers[-1] == record.doubts(least)(drafted)
