@@ -44,7 +44,7 @@ class FixedClock(Planner):
 
     def timed(self, panel: Panel, drafts: list[Draft], times: list[float] | None) -> None:
         costs, prices, draft_ms = self.controller.costs, self.prices, 0.0
-        for name, counts, _ in panel.spent():
+        for name, (counts, _) in panel.spent.items():
             ms = _FREE_MS * sum(counts)
             if costs.runs_model(name):
                 num_steps = 1 if name in costs.at_once else max(counts)

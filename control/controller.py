@@ -42,7 +42,7 @@ from .acceptance import Acceptance, Calibration, TreeAcceptance
 from .costs import Costs
 from .rest import Recent, Rest
 
-PROBE_TOKENS, PROBE_BUDGET = 1, 0.01  # of a probe; the share of the time that probes may cost
+PROBE_BUDGET = 0.01  # of the time: what probes may cost
 _WORTHWHILE = 0.03  # tokens: a draft must promise to gain so much
 _PACE_KEPT = 0.95  # of the pace of a text, with each cycle
 _SERVED = 32  # cycles for which text that a model reads now is thought to serve
@@ -224,7 +224,7 @@ class Choice:
         lost, i = min(losses, default=(inf, 0))
         if lost > saved:
             return False
-        self.options[i], self.probing = Option(name, PROBE_TOKENS), i
+        self.options[i], self.probing = Option(name, 1), i
         return True
 
     def decision(self, i: int, speedup: float) -> Decision:

@@ -14,8 +14,9 @@ that stands alone counts for little, and a fast one wipes out slow ones of its s
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection
 from math import inf, sqrt
+from statistics import median_low  # of two measurements the faster is to be believed
 from typing import Any, NamedTuple
 
 _LATEST, _OLDEST = 8, 200  # measurements of one size that are kept, and for how many of all
@@ -38,7 +39,7 @@ class Line:
     Of each, because a batch that drafts all the time would forget what a pass without drafts costs.
     """
 
-    def __init__(self, share: float = inf) -> None:
+    def __init__(self, share: float) -> None:
         """`share`: the slope before sizes differ, in parts of `fixed`."""
         self.share = share
         self.fixed = self.slope = 0.0
@@ -51,7 +52,7 @@ class Line:
 
     def _grows(self, size: float) -> float:
         """How the time grows with the size before anything is known."""
-        return size if self.share == inf else 1 + self.share * size
+        return 1 + self.share * size
 
     def observe(self, size: float, ms: float) -> None:
         """A measurement; the line is as it was until it is fitted.
@@ -80,18 +81,13 @@ class Line:
             return _OUTLIER * ms
         return _OUTLIER * ms * sqrt(self._grows(other) / self._grows(size) * other / size)
 
-    @property
-    def is_confirmed(self) -> bool:
-        """Whether there are measurements enough to believe whatever they say."""
-        return sum(map(len, self._latest.values())) >= _CONFIRMED
-
     def moments(self) -> tuple[float, float, float]:
         """Of the medians of each class of sizes: variance, covariance and the slope to expect."""
         every = [one for known in self._latest.values() for one in known]
-        level = _low_median(ms / self._grows(size) for ms, size, _ in every)
+        level = median_low(ms / self._grows(size) for ms, size, _ in every)
         points = []
         for known in filter(None, self._latest.values()):
-            ms, size, _ = _low_median(known)
+            ms, size, _ = median_low(known)
             if len(known) < _CONFIRMED:
                 ms = min(ms, _DOUBTFUL * level * self._grows(size))
             points.append((len(known), size, ms))
@@ -104,28 +100,21 @@ class Line:
     def fit(self, slope: float) -> None:
         """By a slope that is known, through the median of what is left."""
         every = [one for known in self._latest.values() for one in known]
-        self.slope = min(slope, _low_median(ms / size for ms, size, _ in every))
-        self.fixed = _low_median(ms - self.slope * size for ms, size, _ in every)
+        self.slope = min(slope, median_low(ms / size for ms, size, _ in every))
+        self.fixed = median_low(ms - self.slope * size for ms, size, _ in every)
 
 
-def fit(lines: Iterable[Line]) -> None:
+def fit(lines: Collection[Line]) -> None:
     """Give these lines the slope that they have in common, by least squares.
 
     A row of a request costs the same in batches of all sizes, so there is more to go by. What is
     expected before sizes differ counts as much as a few measurements: a ridge.
     """
-    lines = [line for line in lines if line.count]
     every = [line.moments() for line in lines]
     covariance = sum(own[1] for own in every) + _RIDGE * sum(own[2] for own in every) / len(every)
     slope = max(0.0, covariance / (sum(own[0] for own in every) + _RIDGE))
     for line in lines:
         line.fit(slope)
-
-
-def _low_median(values: Iterable[Any]) -> Any:
-    """The lower one of two: of two measurements the faster is to be believed."""
-    ordered = sorted(values)
-    return ordered[(len(ordered) - 1) // 2]
 
 
 class DraftPrice(NamedTuple):
@@ -167,7 +156,7 @@ class Costs:
         self.shares = {n: size / num_target_weights for n, size in num_step_weights.items()}
         self.passes: dict[int, Line] = {}  # by class of batches: 1, 2 to 3, 4 to 7, …
         self.drafts: dict[str, dict[int, Line]] = {}  # by drafter, and class of requests
-        self.reads: dict[str, Line] = {}
+        self.reads: dict[str, list[float]] = {}  # the latest: ms for a token that was missed
         self._told: list[tuple[str, list[int], int, float]] = []  # drafts of this cycle
         self._cycles: list[tuple[int, int, float, list[Any]]] = []  # that nobody has looked at yet
         self._prices: dict[tuple[int, int], Prices] = {}
@@ -220,9 +209,9 @@ class Costs:
             lines.setdefault(size.bit_length(), Line(_STEP_SHARE)).observe(steps, ms)
             fit(lines.values())
         elif name in self.drafts and ms > expected:
-            read = self.reads.setdefault(name, Line())
-            read.observe(1, (ms - expected) / unread)
-            fit([read])
+            read_ms = (ms - expected) / unread
+            known = [other for other in self.reads.get(name, ()) if other <= _OUTLIER * read_ms]
+            self.reads[name] = [*known, read_ms][-_LATEST:]
 
     def pass_line(self, batch: int) -> Line:
         """Of the class of batches nearest to this size that was measured; else nominal."""
@@ -257,7 +246,8 @@ class Costs:
             step = share * plain_ms
         read = _READ_SHARE * share * plain_ms
         if known := self.reads.get(name):
-            read = known.at(1) if known.is_confirmed else min(known.at(1), _OUTLIER * read)
+            most = _OUTLIER * read if len(known) < _CONFIRMED else inf
+            read = min(median_low(known), most)
         if not share:  # one request after the other
             call, step = 0.0, call + step
         elif name in self.at_once:

@@ -112,10 +112,9 @@ class Planner:
         """Nobody drafts, but for who wants a fixed K."""
         if s.request.fixed_k:
             return fixed(s)
-        said = s.seat.decision
-        if s.seat.states and s.num_steps and not (said and said.is_rest):
-            said = (said or RESTING)._replace(num_tokens=0, is_probe=False, is_rest=True)
-            s.seat.decision = said
+        if s.seat.states and s.num_steps:
+            said = s.seat.decision or RESTING
+            s.seat.decision = said._replace(num_tokens=0, is_probe=False, is_rest=True)
         return NOBODY
 
     def _missed(self, s: Any, name: str) -> int:
@@ -233,7 +232,7 @@ class Planner:
         read, which costs something else.
         """
         drafting_ms = 0.0
-        for name, counts, ms in panel.spent():
+        for name, (counts, ms) in panel.spent.items():
             self.controller.costs.observe_draft(name, counts, self._unread[name], ms)
             drafting_ms += ms
         if times:

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -86,11 +87,11 @@ class Statistics:
         total = Statistics()
         for name, mine in vars(self).items():
             theirs = getattr(other, name)
-            if isinstance(mine, list):
-                _add(getattr(total, name), mine)
-                _add(getattr(total, name), theirs)
+            if isinstance(mine, list):  # position by position
+                sum_of_both = list(map(sum, zip_longest(mine, theirs, fillvalue=0)))
             else:
-                setattr(total, name, mine + theirs)
+                sum_of_both = mine + theirs
+            setattr(total, name, sum_of_both)
         return total
 
     @property
@@ -129,7 +130,7 @@ class Statistics:
         accepted once those before it are; c: one draft token's time, and t_verify: one pass's, in
         passes of plain decoding.
         """
-        plain_pass_ms = _per(plain.verify_ms, plain.target_passes)
+        plain_pass_ms = plain.verify_ms / max(1, plain.target_passes)
         return {
             "alpha": ratio(self.num_accepted_draft_tokens, sum(self.reached_at)),
             "c": ratio(self.draft_ms, self.num_draft_tokens * plain_pass_ms),
@@ -145,7 +146,8 @@ class Statistics:
         """
         alpha = ratio(self.num_accepted_draft_tokens, sum(self.reached_at)) or 0.0
         drafted = sum(count * alpha**i for i, count in enumerate(self.drafted_at, 1))
-        plain_ms = (self.target_passes + drafted) * _per(plain.verify_ms, plain.target_passes)
+        plain_pass_ms = plain.verify_ms / max(1, plain.target_passes)
+        plain_ms = (self.target_passes + drafted) * plain_pass_ms
         return ratio(plain_ms, self.draft_ms + self.verify_ms)
 
     def counters(self, num_spec_tokens: int) -> dict[str, Any]:
@@ -168,11 +170,13 @@ class Statistics:
 
     def per_position(self) -> dict[str, list[float | None]]:
         """Acceptance by position in the draft: of all drafted, and of those that were reached."""
-        accepted = self.accepted_at + [0] * (len(self.drafted_at) - len(self.accepted_at))
-        reached = self.reached_at + [0] * (len(self.drafted_at) - len(self.reached_at))
+        at = self.accepted_at, self.drafted_at, self.reached_at
+        positions = list(zip_longest(*at, fillvalue=0))
         return {
-            "acceptance_rate_per_position": list(map(ratio, accepted, self.drafted_at)),
-            "conditional_acceptance_rate_per_position": list(map(ratio, accepted, reached)),
+            "acceptance_rate_per_position": [ratio(n, drafted) for n, drafted, _ in positions],
+            "conditional_acceptance_rate_per_position": [
+                ratio(n, reached) for n, _, reached in positions
+            ],
         }
 
     def timings(self) -> dict[str, float]:
@@ -224,10 +228,6 @@ class Totals:
         self.by_rule[rule] = self.by_rule[rule] + statistics
 
 
-def _per(total: float, count: int) -> float:
-    return total / count if count else 0.0
-
-
 def ratio(part: float, whole: float) -> float | None:
     """part / whole to four places; None where there is nothing to divide by."""
     return round(part / whole, 4) if whole else None
@@ -239,10 +239,3 @@ def count_first(counts: list[int], number: int) -> None:
     for i in range(min(number, known)):
         counts[i] += 1
     counts += [1] * (number - known)
-
-
-def _add(total: list[int], more: list[int]) -> None:
-    """Add position by position; `total` grows as needed."""
-    total += [0] * (len(more) - len(total))
-    for i, value in enumerate(more):
-        total[i] += value

@@ -7,7 +7,7 @@ After such a fault its request goes on without that drafter, and the answer stay
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -64,12 +64,6 @@ class Seat:
     # Of the text since its beginning, one after the other: states [tokens, D] by layer.
     states_read: list[dict[int, Tensor]] = field(default_factory=list)
 
-    def read(self, hidden: dict[int, Tensor]) -> dict[int, Tensor]:
-        """States [fed, D] by layer, behind those of the chunks before -> [prompt, D]."""
-        if not self.hidden:
-            return hidden
-        return joined([*self.hidden.values(), hidden])
-
 
 def joined(parts: list[dict[int, Tensor]]) -> dict[int, Tensor]:
     """States [tokens, D] by layer, of the layers that all parts have."""
@@ -90,15 +84,6 @@ class Guess(NamedTuple):
 
     tokens: list[int]
     evidence: int = 0  # proposals of one number share a record
-
-
-class Call(NamedTuple):
-    """One call of a drafter, for a batch."""
-
-    name: str
-    seats: list[Seat]
-    counts: list[int]  # tokens drafted, or asked for where none came
-    ms: float
 
 
 class Panel:
@@ -137,7 +122,8 @@ class Panel:
                 "layers"
             )
         self.num_failures = 0
-        self.calls: list[Call] = []  # of the last `propose`
+        # Of the last `propose`, by who drafted: tokens by request, and ms.
+        self.spent: dict[str, tuple[list[int], float]] = {}
 
     def open(self, seat: Seat, names: Iterable[str], prompt: list[int], noise: Noise) -> None:
         """Let these drafters read along with a new request."""
@@ -184,7 +170,7 @@ class Panel:
         Drafters are called in turn, each for all seats that are to have a draft of it. A draft that
         was not judged, as the target's forward failed, is handed out again.
         """
-        self.calls, waiting = [], [seat for seat in seats if seat.draft is None]
+        self.spent, waiting = {}, [seat for seat in seats if seat.draft is None]
         for seat, (name, limit) in zip(seats, plan, strict=True):
             if seat.draft is None:
                 seat.asked, seat.num_asked = (name, limit) if limit else (None, 0)
@@ -197,16 +183,14 @@ class Panel:
             group = [seat for seat in waiting if name in seat.drafts and name in seat.states]
             if not group:
                 continue
-            limits = [seat.num_asked for seat in group]
             for seat in group if self.drafters[name].branches else ():
                 seat.states[name].can_branch = len(seat.drafts) > 1
             began = time.perf_counter()
-            drafts = self._ask(name, group, limits)
+            drafts = self._ask(name, group)
             ms = (time.perf_counter() - began) * 1e3
             for seat, draft in zip(group, drafts, strict=True):
                 seat.drafts[name] = draft
-            counts = [len(d.tokens) or limit for d, limit in zip(drafts, limits, strict=True)]
-            self.calls.append(Call(name, group, counts, ms))
+            self._note(name, group, ms)
         for seat in waiting:
             if seat.drafts:
                 seat.draft = merged(list(seat.drafts.values()), seat.num_asked)
@@ -223,42 +207,35 @@ class Panel:
         names = [name for name in self.choices.get(TREE, ()) if name in seat.states]
         return names if names and self.can_grow(seat) else list(seat.states)[:1]
 
-    def spent(self) -> list[tuple[str, list[int], float]]:
-        """Who drafted in the last `propose`: name, tokens by request, and ms.
+    def _note(self, name: str, seats: list[Seat], ms: float) -> None:
+        """Note what a call of a drafter took; who drafts for a tree alone is counted as that."""
+        if all(seat.asked == TREE for seat in seats):
+            counts, before_ms = self.spent.get(TREE, ([seat.num_asked for seat in seats], 0.0))
+            self.spent[TREE] = counts, before_ms + ms
+        else:  # tokens drafted, or asked for where none came
+            counts = [len(seat.drafts[name].tokens) or seat.num_asked for seat in seats]
+            self.spent[name] = counts, ms
 
-        Who drafted for a tree alone is counted as that.
-        """
-        found, tree = [], list[Call]()
-        for call in self.calls:
-            if all(seat.asked == TREE for seat in call.seats):
-                tree.append(call)
-            else:
-                found.append((call.name, call.counts, call.ms))
-        if tree:
-            asked = [seat.num_asked for seat in tree[0].seats]
-            found.append((TREE, asked, sum(call.ms for call in tree)))
-        return found
-
-    def _ask(self, name: str, seats: list[Seat], limits: list[int]) -> list[Draft]:
+    def _ask(self, name: str, seats: list[Seat]) -> list[Draft]:
         """Drafts that can be verified; an empty one for a seat that loses its drafter."""
         try:
             states = [seat.states[name] for seat in seats]
             if self.drafters[name].stops_early:
                 for state, seat in zip(states, seats, strict=True):
                     state.goes_on = seat.goes_on
+            limits = [seat.num_asked for seat in seats]
             proposed = list(self.drafters[name].propose_batch(states, limits))
             if len(proposed) != len(seats):
                 raise ValueError(f"{len(proposed)} drafts for {len(seats)} requests")
         except Exception as error:
             if len(seats) > 1:  # one of them is to blame, and the others need not suffer for it
-                alone = zip(seats, limits, strict=True)
-                return [self._ask(name, [seat], [limit])[0] for seat, limit in alone]
+                return [self._ask(name, [seat])[0] for seat in seats]
             self._lose(seats[0], name, error)
             return [Draft()]
         sound = []
-        for seat, limit, draft in zip(seats, limits, proposed, strict=True):
+        for seat, draft in zip(seats, proposed, strict=True):
             try:
-                self._check(draft, limit, seat.sampling)
+                self._check(draft, seat.num_asked, seat.sampling)
                 sound.append(draft if self.can_grow(seat) else longest(draft))
             except Exception as error:
                 self._lose(seat, name, error)
@@ -276,15 +253,16 @@ class Panel:
         sure = draft.confidence
         if sure and not (len(sure) == count and all(0 <= chance <= 1 for chance in sure)):
             raise ValueError("confidence is not one number from 0 to 1 for each token")
+        is_read = draft.probs is not None and not sampling.is_coupled
         if draft.parents is not None:
             parents = list(draft.parents)
             if len(parents) != count or not all(-1 <= p < i for i, p in enumerate(parents)):
                 raise ValueError(f"parents {parents!r:.100} for {count} tokens")
-            if draft.probs is not None and not sampling.is_coupled:
+            if is_read:
                 raise ValueError(
                     "a draft of drawn tokens that branches cannot be judged by rejection"
                 )
-        if count and draft.probs is not None and not sampling.is_coupled:
+        if count and is_read:
             if draft.probs.shape != (count, self._vocab_size):
                 shape = list(draft.probs.shape)
                 raise ValueError(f"probs of shape {shape} for {count} tokens")
@@ -341,10 +319,10 @@ class Panel:
         text before they are asked next. `hidden` are the states [fed, D] of the verified tokens, by
         layer; of a tree, of the branch that the text took.
         """
-        states, num_rejected = seat.read(hidden), verdict.drafted - verdict.accepted
-        kept = states
-        if num_rejected:
-            kept = {layer: own[:-num_rejected] for layer, own in states.items()}
+        if seat.hidden:  # of a prompt's chunks before: together [prompt, D]
+            hidden = joined([*seat.hidden.values(), hidden])
+        num_rejected = verdict.drafted - verdict.accepted
+        kept = {layer: own[: len(own) - num_rejected] for layer, own in hidden.items()}
         came, seat.hidden, seat.draft = Missed(verdict.tokens, kept), {}, None
         self.remember_prompt(seat, kept)
         if self.prefixes:
@@ -430,14 +408,7 @@ class Panel:
             seat.warnings.append(f"drafter {name} failed to close: {in_short(error)}")
 
 
-def first_choice(names: Iterable[str]) -> str:
+def first_choice(names: Collection[str]) -> str:
     """The drafter to begin with where nobody chooses."""
-    names = list(names)
-    return next(
-        (
-            name
-            for name in ("mtp", "eagle3", "dflash", "self_int8", "ngram", *names)
-            if name in names
-        ),
-        "",
-    )
+    preferred = ("mtp", "eagle3", "dflash", "self_int8", "ngram", *names)
+    return next((name for name in preferred if name in names), "")

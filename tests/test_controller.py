@@ -33,32 +33,27 @@ def known(*alphas, cases=1e6, since=0):
     return record
 
 
-def settled(alpha):
-    """The same with one chance for all."""
-    return known(*[alpha] * K)
+def settled(alpha, since=0):
+    """The same with one chance for all; the last draft came so many cycles ago."""
+    return known(*[alpha] * K, since=since)
 
 
-def measure(costs, batch=1, pass_ms=10.0, token_ms=0.2, call_ms=0.0, **step_ms):
+def measure(costs, batch=1, pass_ms=10.0, call_ms=0.0, **step_ms):
     """As if each of these had been measured often enough."""
     for tokens in (batch, 50 * batch) * 3:
-        costs.observe_pass(batch, tokens, pass_ms + token_ms * tokens)
+        costs.observe_pass(batch, tokens, pass_ms + 0.2 * tokens)
     for num_drafted in (1, K) * (12 if step_ms else 1):
         for name, ms in step_ms.items():
             costs.observe_draft(name, [num_drafted], 0, call_ms + num_drafted * ms)
-        costs.observe_pass(batch, batch, pass_ms + token_ms * batch)
+        costs.observe_pass(batch, batch, pass_ms + 0.2 * batch)
         costs.prices(batch, batch)  # it learns when asked
 
 
-def controller(c=0.2, token_share=0.02, batch=1, **given):
+def controller(c=0.2, batch=1, **given):
     """With measured costs: a pass of 10 ms, a draft step of c passes."""
     result = Controller(*WEIGHTS, *given.values())
-    measure(result.costs, batch, token_ms=10.0 * token_share, own=c * 10.0)
+    measure(result.costs, batch, own=c * 10.0)
     return result
-
-
-def idle(alpha):
-    """The same of a drafter that did not draft in the last cycle."""
-    return known(*[alpha] * K, since=1)
 
 
 def settle(own, asks, batch):
@@ -297,7 +292,7 @@ def test_without_drafts_it_probes_now_and_then_and_comes_back():
 
 def test_a_choice_for_newcomers_probes_nobody():
     """It would be kept for many cycles; what was saved for probes waits for the next choice."""
-    own, asks = controller(c=0.2), [Ask({"own": idle(0.0)}, K, 1000)]
+    own, asks = controller(c=0.2), [Ask({"own": settled(0.0, since=1)}, K, 1000)]
     own._saved["own"] = 10.0
     assert [own.plan(asks, 1, cycles)[0].is_probe for cycles in (0, 1)] == [False, True]
 
@@ -422,7 +417,7 @@ def test_a_draft_has_a_price_whatever_its_length_and_one_by_its_steps(costs):
     assert price.call_ms + 4 * price.step_ms == pytest.approx(0.9, rel=0.15)
 
 
-def live(own, num_cycles, step_ms=1.0, slowness=()):
+def live(own, num_cycles, slowness=()):
     """Cycles of one request on a clock that is made up; who drafted how much.
 
     Three quarters of the drafted tokens are accepted. The first cycles take `slowness` times as
@@ -433,7 +428,7 @@ def live(own, num_cycles, step_ms=1.0, slowness=()):
         count = own.plan([Ask({"own": record}, 5, 100)], 1)[0].num_tokens
         times = slowness[cycle] if cycle < len(slowness) else 1.0
         if count:
-            own.costs.observe_draft("own", [count], record.unread, times * step_ms * count)
+            own.costs.observe_draft("own", [count], record.unread, times * count)
         own.costs.observe_pass(1, 1 + count, times * 5.0)
         record.observe(count, min(count, (0, 5, 3, 4)[cycle % 4]), count)
         record.unread = 0 if count else record.unread + 1
@@ -493,7 +488,10 @@ def test_requests_that_may_choose_share_one_model_in_a_cycle(own, seed):
     """But for probes, whatever was measured; who asked for the other one still gets it."""
     chance = random.Random(seed)
     measure(own.costs, 4, own=chance.uniform(0.2, 3), other=chance.uniform(0.2, 3))
-    records = [{name: idle(chance.random()) for name in ("own", "other", "free")} for _ in range(4)]
+    records = [
+        {name: settled(chance.random(), since=1) for name in ("own", "other", "free")}
+        for _ in range(4)
+    ]
     seen = set()
     for _ in range(300):
         decisions = own.plan([Ask(each, 5, 1000) for each in records], 4)
@@ -545,36 +543,21 @@ def before(thing, method, do):
     setattr(thing, method, lambda *given: (do(*given), inner(*given))[1])
 
 
-@pytest.fixture(scope="module")
-def adaptive(demo_engine):
-    """The embedded models with the controller on, and a clock: it may choose anything."""
+@pytest.mark.parametrize("size", [1, 8])
+def test_whatever_it_chooses_the_output_is_plain_decoding(demo_engine, prompts, plain, way, size):
+    """By the clock, alone and with one choice for all: drafters of all kinds, limits and rules."""
     target, loaded = demo_engine.target, demo_engine.panel.drafters
-    return core.Engine(target, loaded, "auto", controller=Controller.of(target, loaded))
-
-
-@pytest.mark.parametrize("name", ["code_class", "repetitive_letters"])
-def test_whatever_it_chooses_the_output_is_plain_decoding(adaptive, prompts, plain, name, way):
-    for drafter in ("ngram", "suffix", "draft_model", "mtp", "auto"):
-        given = {"max_tokens": 24, "drafter": drafter, "trace": True}
-        sequence, events = run(adaptive, prompts[name], **given, **way)
-        assert sequence.output == plain(prompts[name], 24, **way)
-        assert sequence.seat.warnings == [] and sequence.seat.decision is not None
-        assert all(len(event["proposals"]) <= 5 for event in events)
-        assert "controller" in events[1]
-
-
-def test_a_batch_that_chooses_its_drafts_together_writes_what_each_would_alone(
-    adaptive, prompts, plain, way
-):
-    """Drafters of all kinds and limits, one choice for all; greedy and sampled in turns."""
-    drafters = ["auto", "auto", "mtp", "auto", "ngram", "draft_model", "auto", None]
+    engine = core.Engine(target, loaded, "auto", controller=Controller.of(target, loaded))
+    drafters = ["auto", "suffix", "mtp", "auto", "ngram", "draft_model", "auto", None]
     ways = [(way, {})[i % 2] for i in range(8)]
     requests = [
         core.Request(text, 24, name, 1 + 2 * i, **ways[i])
         for i, (text, name) in enumerate(zip(prompts.values(), drafters, strict=False))
     ]
-    for s, own in zip(together(adaptive, requests), ways, strict=True):
+    done = [s for i in range(0, 8, size) for s in together(engine, requests[i : i + size])]
+    for s, own in zip(done, ways, strict=True):
         assert s.output == plain(s.request.prompt, 24, **own)
+        assert s.seat.warnings == [] and bool(s.seat.decision) == bool(s.request.drafter)
 
 
 def test_who_has_nothing_to_propose_is_not_chosen(demo_engine):
@@ -686,8 +669,10 @@ def test_a_text_drafts_longer_once_all_of_a_draft_was_accepted(demo_engine, prom
         return expected[at : at + limit] if len(asked) != 3 else [0] * limit
 
     engine = engine_of(demo_engine, {"own": 0}, own=script)
-    s, _ = run(engine, prompt, max_tokens=120, drafter="own", num_speculative_tokens=16)
+    given = {"drafter": "own", "num_speculative_tokens": 16, "trace": True}
+    s, events = run(engine, prompt, max_tokens=120, **given)
     assert asked[:6] == [5, 10, 16, 5, 10, 16] and s.output == expected
+    assert events[1]["controller"].startswith("own, K=5")
 
 
 @pytest.fixture
@@ -759,39 +744,17 @@ def test_what_rests_drafts_nothing_says_so_and_knows_what_was_missed(demo_engine
         engine.close(sequence)
 
 
-def test_what_the_engine_does_for_a_token_is_part_of_its_cost(own):
-    costs = own.costs
-    for rows in (8, 24) * 3:
-        costs.observe_pass(8, rows, 12.0 + 0.6 * rows)
-    line = costs.pass_line(8)
-    assert line.at(8) == pytest.approx(10.8 + 6.0, rel=0.05)
-    assert line.slope == pytest.approx(0.6, rel=0.2) and costs.pass_line(1).at(1) > 10
-    many = [Ask({"free": settled(0.2)}, K, 1000) for _ in range(8)]
-    assert own.plan(many, 8)[0].num_tokens == 0
-
-
-@pytest.fixture
-def measured(demo_engine):
-    """An engine that drafts with n-grams, and what is measured of its passes."""
+def test_passes_are_measured_with_all_rows_without_choosing_and_prefills_not_at_all(
+    demo_engine, prompts
+):
     engine, passes = engine_of(demo_engine, {"ngram": 0}), []
     engine.controller.costs.observe_pass = lambda *given: passes.append(given)
-    return engine, passes
-
-
-def test_the_time_of_choosing_is_no_part_of_the_engine_s_own(measured, prompts):
-    engine, passes = measured
     before(engine.controller, "plan", lambda *_: time.sleep(0.2))
-    run(engine, prompts["repetitive_colours"], max_tokens=6, drafter="ngram")
-    assert min(engine.controller.rest(1, None).efforts) > 190
-    assert min(ms for *_, ms in passes) < 100
-
-
-def test_passes_are_measured_with_all_their_rows_and_prefills_not_at_all(measured, prompts):
-    engine, passes = measured
-    _, events = run(engine, prompts["repetitive_colours"], max_tokens=30, drafter="ngram")
+    _, events = run(engine, prompts["repetitive_colours"], max_tokens=20, drafter="ngram")
     rows = [len(event["proposals"]) + 1 for event in events[1:]]
     assert [(batch, fed) for batch, fed, _ in passes] == [(1, count) for count in rows]
     assert max(rows) > 2 and all(ms > 0 for *_, ms in passes)
+    assert min(ms for *_, ms in passes) < 190 < min(engine.controller.rest(1, None).efforts)
 
 
 def test_a_request_may_have_its_k_beside_others_that_adapt(demo_engine, prompts):
