@@ -185,8 +185,10 @@ class Costs:
         """Learn from what was observed since the last time: together that takes less time."""
         for batch, rows, ms, drafts in self._cycles:
             line = self.passes.setdefault(batch.bit_length(), Line(_TOKEN_SHARE))
-            believed = line.at(rows) if line.count else ms
+            believed, is_first = (line.at(rows) if line.count else ms), not line.count
             line.observe(rows, ms)
+            if is_first:  # what drafts cost is told from it
+                fit([line])
             # In a cycle that was slow as a whole it was not the drafter that has become slower.
             slowdown = max(1.0, ms / believed) if believed else 1.0
             for name, num_tokens, unread, draft_ms in drafts:
@@ -240,7 +242,7 @@ class Costs:
             call, step = line.fixed, line.slope
             if line.count < _WARM:
                 most = _OUTLIER * max(share, _LEAST_SHARE) * plain_ms
-                believed = min(1.0, most / max(call + step, most))
+                believed = min(1.0, most / (call + step)) if call + step else 0.0
                 call, step = believed * call, believed * step
         else:
             step = share * plain_ms

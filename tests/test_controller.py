@@ -915,6 +915,14 @@ def test_an_engine_is_loaded_warm(demo_engine, monkeypatch):
     assert [core.load_engine(options)] == warmed == [demo_engine]
 
 
+def test_a_clock_that_stands_still_divides_nothing_by_nothing():
+    costs = Costs(100, {"mtp": 20})
+    for _ in range(3):
+        costs.observe_draft("mtp", [2], 0, 0.0)
+        costs.observe_pass(1, 3, 0.0)
+    assert costs.prices(1, 1).drafts["mtp"] == (0, 0, 0)
+
+
 @pytest.mark.parametrize("drafter", ["draft_model", "mtp", "auto"])
 def test_a_drafter_that_pays_is_on(demo_engine, prompts, drafter):
     """Off would be one token a pass; they have about three. No busy machine decides who drafts."""
