@@ -47,6 +47,7 @@ def free_port():
 def _run(module, arguments, log, ignored=(signal.SIGINT,), stdout=None, environ=()):
     os.environ.update(environ)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may have used nohup
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # or a job in the background
     for number in ignored:  # as a shell does with SIGINT in its background jobs, nohup with SIGHUP
         signal.signal(number, signal.SIG_IGN)
     for standard in (1, 2):
@@ -56,16 +57,21 @@ def _run(module, arguments, log, ignored=(signal.SIGINT,), stdout=None, environ=
         sys.stdout = None  # as Python has it then
     elif stdout:
         os.dup2(os.open(stdout, os.O_WRONLY), 1)
+        sys.stdout = open(1, "w", closefd=False)  # which knows whether it can seek there
     os.chdir(ROOT)
     raise SystemExit(importlib.import_module(module).main(arguments))
 
 
 class Server:
-    """A process that runs the command line; `log()` is what it has said so far."""
+    """A process that runs the command line, which serves unless it has a prompt.
+
+    `log()` is what it has said so far.
+    """
 
     def __init__(self, *arguments, module=CORE, wait=True, **started):
         self.port, self._log = free_port(), tempfile.NamedTemporaryFile()
-        arguments = ["--port", str(self.port), *naming_a_model(arguments)]
+        serves = [] if "--prompt" in arguments else ["--port", str(self.port)]
+        arguments = [*serves, *naming_a_model(arguments)]
         about = (module, arguments, self._log.name)
         self._process = _FORKS.Process(target=_run, args=about, kwargs=started, daemon=True)
         self._process.start()

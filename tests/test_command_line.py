@@ -7,6 +7,7 @@ Most of it in this process, on the engine that the other tests have: what the pr
 import io
 import itertools
 import json
+import os
 import re
 import resource
 import shlex
@@ -20,7 +21,7 @@ import sys
 import pytest
 import speculative_decoding as core
 from conftest import ROOT
-from server import SCRIPT, naming_a_model, serving
+from server import SCRIPT, naming_a_model, serving, until
 from transformers import AutoModelForCausalLM
 
 import demo as terminal
@@ -148,7 +149,7 @@ def test_the_token_that_ends_a_turn_is_shown(main, monkeypatch):
 
 
 def test_the_demo_prints_tables_and_says_why_k_was_chosen(main, monkeypatch):
-    given = ("--demo", "--max-tokens", "4", "--drafter", "ngram")
+    given = ("--demo", "--max-tokens", "4", "--repeats", "1", "--drafter", "ngram")
     columns = ("passes", "tok/pass", "accepted", "rate", "fewer passes", "speed-up")
     status, out, _ = main(*given)
     assert status == 0 and out.count("identical output: yes") == len(terminal.read_prompts())
@@ -191,15 +192,16 @@ def test_a_difference_in_output_makes_the_demo_fail(main, monkeypatch):
         return [*tokens, core.Judgement(5, "bonus")]
 
     monkeypatch.setattr(core, "verify", credulous)
-    status, out, _ = main("--demo", "--max-tokens", "12")
+    status, out, _ = main("--demo", "--max-tokens", "12", "--repeats", "1")
     assert status == 1 and "identical output: NO" in out
 
 
 def test_a_sampled_demo_compares_outputs_unless_they_are_verified_by_rejection(main):
+    given = ("--demo", "--max-tokens", "4", "--repeats", "1", *SAMPLED)
     for rule, verdict in (
         ("coupled", "yes"), ("rejection", "not compared (verified by rejection)")
     ):  # fmt: skip
-        status, out, _ = main("--demo", "--max-tokens", "4", *SAMPLED, "--verification", rule)
+        status, out, _ = main(*given, "--verification", rule)
         assert status == 0
         assert out.count(f"identical output: {verdict}") == len(terminal.read_prompts())
 
@@ -368,14 +370,19 @@ DAMAGED = [  # what happens to a model's folder, and what is said
 ]
 
 
-@pytest.fixture
-def sharded(tiny_folder, tmp_path, capsys):
-    """A model in three files, in a folder of its own."""
-    source, path = tiny_folder("llama"), tmp_path / "model"
+@pytest.fixture(scope="module")
+def shards(tiny_folder, tmp_path_factory):
+    """A model in three files."""
+    source, path = tiny_folder("llama"), tmp_path_factory.mktemp("shards") / "model"
     shutil.copytree(source, path, ignore=lambda *_: ["model.safetensors"])
     AutoModelForCausalLM.from_pretrained(source).save_pretrained(path, max_shard_size="300KB")
-    capsys.readouterr()  # what saving said
     return path
+
+
+@pytest.fixture
+def sharded(shards, tmp_path):
+    """It in a folder of the test's own."""
+    return shutil.copytree(shards, tmp_path / "model")
 
 
 @pytest.mark.parametrize(("edit", "message"), DAMAGED)
@@ -414,34 +421,37 @@ def test_too_little_memory_is_one_line_and_a_fault_is_not(monkeypatch, capsys):
 # -------------------------------------------------------------------------------- the process
 
 
-def started(*arguments, before=None):
-    """A process of its own; `before` is called in it before Python begins."""
-    command = [sys.executable, SCRIPT, *naming_a_model(["--drafter", "ngram", *arguments])]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, preexec_fn=before, **pipes)
+def writing(out, num_tokens, **options):
+    """A process that writes so many tokens into a file."""
+    given = ("--prompt", "1, 2, 3,", "--max-tokens", str(num_tokens), "--drafter", "ngram")
+    return serving(*given, wait=False, stdout=out, **options)
 
 
-def test_ctrl_c_is_no_traceback():
-    given, usual = ("--prompt", "1, 2, 3,", "--max-tokens", "1900"), (signal.SIGINT, signal.SIG_DFL)
-    with started(*given, before=lambda: signal.signal(*usual)) as process:  # which a job ignores
-        process.stdout.read(1)
-        process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == 130 and said == "interrupted\n"
+def test_ctrl_c_is_no_traceback(tmp_path):
+    out = tmp_path / "out"
+    out.touch()
+    with writing(out, 1900, ignored=()) as process:
+        until(out.read_text)
+        process.send(signal.SIGINT)
+        assert process.exit_code() == 130 and process.log() == "interrupted\n"
 
 
 def test_too_little_memory_for_torch_is_one_line_and_exit_2():
-    limit = resource.RLIMIT_AS, (300 << 20, 300 << 20)
-    with started("--prompt", "x", before=lambda: resource.setrlimit(*limit)) as process:
-        out, said = process.communicate(timeout=60)
-    assert_one_line(TOO_LITTLE_MEMORY, process.returncode, out, said)
+    command = [sys.executable, SCRIPT, *naming_a_model(["--prompt", "x"])]
+    limit, options = (300 << 20, 300 << 20), {"capture_output": True, "text": True, "timeout": 60}
+    result = subprocess.run(
+        command, cwd=ROOT, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, limit),
+        **options,
+    )  # fmt: skip
+    assert_one_line(TOO_LITTLE_MEMORY, result.returncode, result.stdout, result.stderr)
 
 
-def test_a_reader_that_leaves_is_no_error():
-    with started("--prompt", "1, 2, 3,", "--max-tokens", "60") as process:
-        process.stdout.read(1)
-        process.stdout.close()
-        assert process.stderr.read() == "" and process.wait() == 0
+def test_a_reader_that_leaves_is_no_error(tmp_path):
+    os.mkfifo(tmp_path / "out")
+    with writing(tmp_path / "out", 60) as process:
+        with open(tmp_path / "out") as reader:
+            reader.read(1)
+        assert process.exit_code() == 0 and process.log() == ""
 
 
 def test_what_only_a_server_finds_out_is_one_line_and_exit_2():
