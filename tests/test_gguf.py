@@ -417,7 +417,7 @@ def test_a_file_s_tokenizer_is_transformers_conversion(tiny_folder, tmp_path, ca
     assert parts[0] == parts[1]
     assert ours.special_tokens_map == theirs.special_tokens_map
     assert ours.add_bos_token == theirs.add_bos_token == is_piece
-    given = list(texts(1000, ["<|endoftext|>", "</s>", "<tool>", "<s>"]))
+    given = list(texts(10_000, ["<|endoftext|>", "</s>", "<tool>", "<s>"]))
     ids = ours(given)["input_ids"]
     assert ids == theirs(given)["input_ids"]
     assert ours.batch_decode(ids) == theirs.batch_decode(ids)
