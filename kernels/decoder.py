@@ -385,8 +385,8 @@ class Decoder:
     ) -> None:
         """Drafts of texts that are fed `rows`: forward.h's `draft` of each; see `__call__`.
 
-        Tokens are chosen among forward.h's `vocabulary`. If the model reads states, those behind the
-        first N are what comes out behind `layer`. Raises ValueError for logits that are no numbers.
+        Tokens are chosen among its `vocabulary`. If the model reads states, those behind the first
+        N are what comes out behind `layer`. Raises ValueError for logits that are no numbers.
         """
         assert len(rows.wanted) == len(drafts) and not self.nets
         outputs = self.output.outputs if words.ids else words.count  # no others are computed
