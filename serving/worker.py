@@ -32,7 +32,7 @@ from .options import Options
 LOG = logging.getLogger(__name__)
 PROGRESS = logging.getLogger("serving.progress")
 POLL_S = 0.1
-_REST_S = 0.01  # between two looks at the news: nobody reads faster, and a look costs a pass time
+_REST_S = 0.025  # between two looks at the news: nobody reads faster, and each costs a pass time
 _FAILURES_TO_TELL = 3  # requests in a row: one of them may be to blame itself
 
 
@@ -63,7 +63,7 @@ class Job:
     """One request on its way through the worker: iterate over it, or wait for its end.
 
     A thread that wakes takes a core from the pass under way. Who waits wakes once, and who iterates
-    at most every 10 ms.
+    at most every 25 ms.
     """
 
     def __init__(self, request: Request, timeout_s: float, after: "Job | None" = None) -> None:
