@@ -117,9 +117,6 @@ def unknown_model(wanted: Any, model: str) -> RequestError:
     return RequestError(message, param="model", status=404, code="model_not_found")
 
 
-Reader = Callable[[Any, Any, int], Any]  # (value, tokenizer, max_length) -> prompt
-
-
 def parse_fields(
     body: dict[str, Any],
     tokenizer: Any,
@@ -127,7 +124,6 @@ def parse_fields(
     defaults: dict[str, Any],
     model: str,
     max_length: int = 1 << 20,
-    readers: tuple[Reader, Reader] = (prompt_ids, chat_ids),
 ) -> tuple[dict[str, Any], list[str]]:
     """Checked fields of a generate request, `defaults` filled in, and warnings about unknown ones.
 
@@ -147,7 +143,7 @@ def parse_fields(
     fields = flags | defaults | {name: given[name] for name in _CHECKS if name in given}
     for name in _REAL_NUMBERS:  # which JSON may write as 1 or 1.0
         fields[name] = float(fields[name])
-    read = readers[fields.pop("chat", False)]  # of a prompt, of a conversation
+    read = chat_ids if fields.pop("chat", False) else prompt_ids
     fields["prompt"] = read(given.get("prompt"), tokenizer, max_length)
     stop = given.get("stop", ())
     fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
