@@ -322,7 +322,9 @@ class Panel:
         if seat.hidden:  # of a prompt's chunks before: together [prompt, D]
             hidden = joined([*seat.hidden.values(), hidden])
         num_rejected = verdict.drafted - verdict.accepted
-        kept = {layer: own[: len(own) - num_rejected] for layer, own in hidden.items()}
+        kept = hidden
+        if num_rejected:  # else a view of each would cost as much as all else here
+            kept = {layer: own[:-num_rejected] for layer, own in hidden.items()}
         came, seat.hidden, seat.draft = Missed(verdict.tokens, kept), {}, None
         self.remember_prompt(seat, kept)
         if self.prefixes:

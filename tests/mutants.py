@@ -444,7 +444,7 @@ ROWS = [  # name, place, old, new and tests
     ("a guess that fails ends the request", "drafters.panel:Panel.guess",
      "self._lose(seat, name, error)", "raise", "controller::a_guess_that_fails_costs_the_drafter"),
     ("a hidden state too many is handed out", "drafters.panel:Panel.observe",
-     "len(own) - num_rejected", "len(own) - num_rejected + 1",
+     "own[:-num_rejected]", "own[: len(own) - num_rejected + 1]",
      "drafters::a_rolled_back_state_proposes_like_a_fresh_one"),
     ("blocks of a prompt are known by their own tokens", "kernels.prefix:PrefixCache._keys",
      "digest.update(", "digest = sha256(", "prefix::only_what_is_shared_from_the_beginning_counts"),
