@@ -109,7 +109,7 @@ class KernelForward:
             {layer: list(map(torch.cat, states)) for layer, states in hidden.items()},
         )
 
-    def _run(self, pieces: list[tuple["_Text", int, int]], layers: tuple[int, ...]) -> Output:
+    def _run(self, pieces: list[tuple[_Text, int, int]], layers: tuple[int, ...]) -> Output:
         """One forward over tokens begin … end - 1 of each text."""
         cache, counts = self._model.cache, [end - begin for _, begin, end in pieces]
         rows, fed, wanted = [text.row for text, _, _ in pieces], Rows(), list[int]()

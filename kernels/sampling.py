@@ -43,13 +43,16 @@ def _is_compiled() -> bool:
 
 
 def choose(scores: Tensor, transforms: Transforms, seed: int, position: int, row: int = 0) -> int:
-    """The token after `position` tokens, by a row of scores [n, V]. Raises ValueError for no
-    numbers.
+    """The token after `position` tokens, by a row of scores [n, V]; [V] are their only row.
+
+    Raises ValueError for no numbers, and IndexError for a row that is not there.
     """
     if scores.dim() > 1 and not scores.is_cpu:
         scores, row = scores[row], 0  # no others are fetched
     # Here a view of the row would cost more than the choice: torch's code is cold after a pass.
     scores = _numbers(scores)
+    if not 0 <= row < scores.numel() // scores.shape[-1]:
+        raise IndexError(f"there is no row {row} in scores {list(scores.shape)}")
     at = ctypes.c_void_p(scores.data_ptr() + row * 4 * scores.shape[-1])
     how, place = _how(transforms, seed), ctypes.c_int64(position)
     return checked(_function("choose")(how, at, scores.shape[-1], place))

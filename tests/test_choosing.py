@@ -114,6 +114,17 @@ def test_rows_that_are_no_numbers_are_refused(monkeypatch, number, way, vocab):
             choose(row, sampling, Noise(0), 0)
 
 
+@pytest.mark.parametrize("way", [pytest.param("C", marks=needs_compiler), "python"])
+def test_a_row_is_chosen_from_where_it_lies_and_only_if_it_is_there(monkeypatch, way):
+    if way == "python":
+        monkeypatch.setattr(compiled, "is_there", lambda: False)
+    rows = torch.eye(3, 50)
+    for scores in (rows, rows.bfloat16(), rows.T.contiguous().T):
+        assert [choose(scores, core.Sampling(), Noise(0), 0, row=i) for i in range(3)] == [0, 1, 2]
+    with pytest.raises(IndexError):
+        choose(rows, core.Sampling(), Noise(0), 0, row=3)
+
+
 def test_the_scores_of_another_type_or_in_steps_are_the_same_scores():
     row = torch.linspace(-3, 5, 2000)[torch.arange(2000) * 7 % 2000].bfloat16()
     twice = torch.stack([row.float(), -row.float()], dim=1)
