@@ -1,51 +1,93 @@
-// The draft of a model, token by token, in one call: a forward for all texts, then each one's choice, which the
-// next forward is fed. A head of another model is fed the state behind its last token, too.
+// The draft of a model in one call: a forward for all texts, then each one's choices, which the next forward is fed.
+// A head of another model is fed the state behind its last token, too.
+//
+// A model drafts as a target verifies. Where the text has had the last tokens before, it is fed what came then, too. It
+// chooses behind each of those in the same forward, and goes on for as long as it chooses the same. So copied text takes
+// few forwards, and the draft is the one of a token a forward.
 
 #include <stdlib.h>
 
 #include "forward.h"
 
+enum { LEAST_MATCH = 2, MOST_MATCH = 8 };  // tokens that came before, for a guess; a longer match is no better
+
+// Guess up to `most` tokens of a draft: what came after the latest of the longest matches. Returns how many.
+static int guess(const draft *a, int most) {
+  const int64_t *text = a->tokens - a->before;
+  const int length = a->before + a->count;
+  int best = LEAST_MATCH - 1, from = 0;
+  for (int end = length - 1; end > best && best < MOST_MATCH && most > 0; --end) {
+    int same = 0;
+    while (same < end && same < MOST_MATCH && text[end - 1 - same] == text[length - 1 - same]) ++same;
+    if (same > best) best = same, from = end;
+  }
+  if (!from || most <= 0) return 0;
+  for (int j = 0; j < most; ++j) a->tokens[a->count + j] = text[from + j];  // of itself, where the text ends
+  return most;
+}
+
 // `f` feeds each text what it lacks, and wants the logits behind the last token of each; of a model that reads states
-// it asks for those that a step leaves to the next. Returns 0, or what run_decoder() or choose() gives in its place.
-int run_chain(const decoder *d, const batch *f, draft *drafts, const vocabulary *v, int threads) {
+// it asks for those that a step leaves to the next. `most_wanted` rows at once, or one for each text, may be chosen from.
+// Returns 0, or what run_decoder() or choose() gives in its place.
+int run_chain(const decoder *d, const batch *f, draft *drafts, const vocabulary *v, int most_wanted, int threads) {
   const int texts = f->num_wanted, outputs = d->output->outputs, words = v->count;
   const size_t width = (size_t)d->hidden, held = d->has_states ? texts * width : 0, laid = v->ids ? (size_t)words : 0;
+  const size_t room = (size_t)f->rows + (size_t)(most_wanted > texts ? most_wanted : texts);
   batch now = *f;
-  int64_t *numbers = malloc(sizeof *numbers * (size_t)texts * 5 + 1);
-  int *own = malloc(sizeof *own * (size_t)texts + 1);
+  int64_t *numbers = malloc(sizeof *numbers * room * 4 + 1);
+  int *own = malloc(sizeof *own * (size_t)texts * 2 + 1), *guessed = own + texts;  // which draft; guesses
   float *given = malloc(sizeof *given * (held + laid) + 1), *over_words = given + held;
   int failed = numbers && own && given ? 0 : NO_MEMORY;
-  int64_t *ids = numbers, *slots = ids + texts, *positions = slots + texts, *places = positions + texts, *wanted = places + texts;
+  int64_t *ids = numbers, *slots = ids + room, *positions = slots + room, *wanted = positions + room;
+  now.ids = ids, now.slots = slots, now.positions = now.places = positions, now.wanted = wanted;
   for (int i = 0; i < texts && !failed; ++i) own[i] = i;
   for (size_t i = 0; i < laid && !failed; ++i) over_words[i] = -INFINITY;  // words that the model does not have stay so
   for (int active = texts, step = 0; active && !failed; ++step) {
+    now.rows = now.num_wanted = 0;
+    for (int i = 0; i < active; ++i) {
+      draft *a = drafts + own[i];
+      const int64_t last = f->wanted[own[i]];
+      for (int64_t row = step ? last : i ? f->wanted[i - 1] + 1 : 0; row <= last; ++row, ++now.rows) {
+        ids[now.rows] = a->count ? a->tokens[a->count - 1] : f->ids[row];
+        slots[now.rows] = f->slots[row], positions[now.rows] = f->positions[row] + a->count;
+      }
+      const int most = most_wanted / active - 1, left = a->limit - a->count - 1;
+      guessed[i] = a->before ? guess(a, most < left ? most : left) : 0;
+      for (int j = 0; j < guessed[i]; ++j, ++now.rows) {
+        ids[now.rows] = a->tokens[a->count + j];
+        slots[now.rows] = f->slots[last], positions[now.rows] = positions[now.rows - 1] + 1;
+      }
+      for (int j = guessed[i]; j >= 0; --j) wanted[now.num_wanted++] = now.rows - 1 - j;
+    }
     failed = run_decoder(d, &now, threads);
     int left = 0;
-    for (int i = 0; i < active && !failed; ++i) {
+    const float *all = f->logits;
+    for (int i = 0; i < active && !failed; all += (size_t)(guessed[i++] + 1) * outputs) {
       draft *a = drafts + own[i];
-      const float *scores = f->logits + (size_t)i * outputs;
-      const int64_t row = now.wanted[i];
-      if (laid) {
-        for (int k = 0; k < outputs; ++k) over_words[v->ids[k]] = scores[k];
-        scores = over_words;
+      int goes = 1;
+      for (int j = 0, is_right = 1; goes && is_right; ++j) {
+        const float *scores = all + (size_t)j * outputs;
+        if (laid) {
+          for (int k = 0; k < outputs; ++k) over_words[v->ids[k]] = scores[k];
+          scores = over_words;
+        }
+        const int64_t token = choose(&a->how, scores, words, a->position + a->count);
+        if (token < 0) {
+          failed = (int)token;
+          break;
+        }
+        is_right = j < guessed[i] && token == a->tokens[a->count];
+        a->tokens[a->count] = token;
+        if (a->may_stop) a->sure[a->count] = confidence(scores, words, (int)token);
+        ++a->count;
+        goes = a->count < a->limit && (!a->may_stop || goes_on(a->may_stop, a->sure, a->count));
       }
-      const int64_t token = choose(&a->how, scores, words, a->position + a->count);
-      if (token < 0) {
-        failed = (int)token;
-        break;
-      }
-      a->tokens[a->count] = token;
-      if (a->may_stop) a->sure[a->count] = confidence(scores, words, (int)token);
-      ++a->count;
-      if (a->count >= a->limit || (a->may_stop && !goes_on(a->may_stop, a->sure, a->count))) continue;
-      const int64_t slot = now.slots[row], next = now.positions[row] + 1;  // read before they are written over
-      ids[left] = token, slots[left] = slot, positions[left] = places[left] = next, wanted[left] = left, own[left] = own[i];
-      if (held) memcpy(given + left * width, f->states + row * width, width * sizeof *given);
-      ++left;
+      if (failed || !goes) continue;
+      if (held) memcpy(given + left * width, f->states + wanted[i] * width, width * sizeof *given);
+      own[left++] = own[i];
     }
     active = left;
-    now.rows = now.num_wanted = left, now.depth = 0;
-    now.ids = ids, now.slots = slots, now.positions = positions, now.places = places, now.wanted = wanted;
+    now.depth = 0;
     now.given = given;
   }
   free(numbers);

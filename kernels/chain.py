@@ -4,6 +4,7 @@ A head of another model drafts so, too: then what it is fed are pairs of a token
 """
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,10 @@ from messages import Draft, KeyCache
 from .decoder import MOST_ROWS, Decoder, Rows
 from .sampling import Transforms, choice_of, doubts_of
 from .structs import STRUCTS
+
+_LOOKED_AT = 8192  # tokens before a draft, among which it is looked for what comes next
+_GUESSED = 8  # rows of a forward that are chosen from, at most, where tokens are guessed
+_MANY = 1 << 25  # bytes of weights: reading fewer takes no longer than arithmetic of a further row
 
 
 def vocabulary_of(num_words: int, ids: Tensor | None = None) -> Any:
@@ -37,6 +42,7 @@ class Text:
     seed: int  # of its Noise
     doubts: tuple[list[float], float, float] | None  # what decides whether a draft goes on
     states: Tensor | None = None  # [fed, D], if the model reads such
+    before: list[int] = field(default_factory=list)  # the latest tokens, where it may guess
     tokens: list[int] = field(default_factory=list)  # the draft
     confidence: list[float] = field(default_factory=list)
 
@@ -48,7 +54,8 @@ class Text:
         if not is_plain or sampling.repetition_penalty != 1 or (state.goes_on and not doubts):
             return None
         seed = 0 if sampling.is_greedy else state.noise.seed
-        return cls(state.row, fed, limit, sampling.transforms, seed, doubts)
+        before = state.text[-_LOOKED_AT:]
+        return cls(state.row, fed, limit, sampling.transforms, seed, doubts, before=before)
 
 
 def texts_of(
@@ -104,8 +111,8 @@ def draft(
     # Room for the whole draft; how much of it was used is known afterwards.
     place = cache.place(rows, [n + limit - 1 for n, limit in zip(counts, limits, strict=True)])
     decoder.follow(cache)
-    drafts, kept = (STRUCTS["draft"] * len(texts))(), list[Any]()
-    tokens = [(ctypes.c_int64 * limit)() for limit in limits]
+    drafts, kept, tokens = (STRUCTS["draft"] * len(texts))(), list[Any](), list[Any]()
+    can_guess = not any(text.states is not None for text in texts) and decoder.num_bytes >= _MANY
     sure = [(ctypes.c_double * limit)() for limit in limits]
     for i, (slot, text) in enumerate(zip(place.slots, texts, strict=True)):
         begin = cache.lengths[text.row]
@@ -116,15 +123,19 @@ def draft(
         own.how, own.limit = choice_of(text.transforms, text.seed), text.limit
         # A pair stands one position before its token.
         own.position = begin + len(text.fed) + (text.states is not None)
-        own.tokens, own.sure = map(ctypes.addressof, (tokens[i], sure[i]))
+        before = text.before if can_guess else []
+        tokens.append(array("q", [*before, *[0] * text.limit]))
+        own.before, own.sure = len(before), ctypes.addressof(sure[i])
+        own.tokens = tokens[i].buffer_info()[0] + 8 * len(before)
         if text.doubts:
             kept.append(doubts_of(*text.doubts))
             own.may_stop = ctypes.pointer(kept[-1])
     states = [text.states for text in texts if text.states is not None]
     given = torch.cat(states) if states else None
-    decoder.chain(flat, drafts, words, given, shift, layer)
+    decoder.chain(flat, drafts, words, given, shift, layer, _GUESSED if can_guess else 0)
     place.counts = [n + own.count - 1 for n, own in zip(counts, drafts, strict=True)]
     cache.advance(place)
     for i, text in enumerate(texts):
-        text.tokens = tokens[i][: drafts[i].count]
+        begin = drafts[i].before
+        text.tokens = tokens[i][begin : begin + drafts[i].count].tolist()
         text.confidence = sure[i][: drafts[i].count] if text.doubts else []

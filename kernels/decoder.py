@@ -382,17 +382,20 @@ class Decoder:
         given: Tensor | None = None,
         shift: int = 0,
         layer: int = -1,
+        most_wanted: int = 0,
     ) -> None:
         """Drafts of texts that are fed `rows`: forward.h's `draft` of each; see `__call__`.
 
         Tokens are chosen among its `vocabulary`. If the model reads states, those behind the first
-        N are what comes out behind `layer`. Raises ValueError for logits that are no numbers.
+        N are what comes out behind `layer`. Logits are those of `most_wanted` rows at once, or of
+        one for each text. Raises ValueError for logits that are no numbers.
         """
         assert len(rows.wanted) == len(drafts) and not self.nets
         outputs = self.output.outputs if words.ids else words.count  # no others are computed
         assert 0 < words.count and outputs <= self.output.outputs
         assert bool(self.struct.has_states) == (given is not None)
-        logits, asked, kept = torch.empty(len(drafts), outputs), (_Int * 1)(layer), list[Any]()
+        logits = torch.empty(max(len(drafts), most_wanted), outputs)
+        asked, kept = (_Int * 1)(layer), list[Any]()
         own, output = (type(x).from_buffer_copy(x) for x in (self.struct, self.output.struct))
         output.outputs, own.output = outputs, ctypes.pointer(output)
         others: dict[str, Any] = {"logits": _at(logits), "shift": shift}
@@ -402,7 +405,7 @@ class Decoder:
         batch = rows.batch(kept, **others, state_layers=ctypes.addressof(asked))
         call, threads = library.load().run_chain, self._threads(len(drafts))
         decoder, fed, vocabulary = map(ctypes.byref, (own, batch, words))
-        checked(call(decoder, fed, drafts, vocabulary, threads))
+        checked(call(decoder, fed, drafts, vocabulary, most_wanted, threads))
 
     def __call__(
         self,
