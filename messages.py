@@ -96,12 +96,14 @@ class Draft:
     not drawn from, and to drop a token because of what was drawn.
 
     `confidence` [n] is each token's probability by the drafter's own softmax; empty if not known.
+    `num_forwards` of a model were run for it; 0 if the drafter does not say.
     """
 
     tokens: list[int] = field(default_factory=list)
     probs: Tensor | None = None
     parents: list[int] | None = None
     confidence: list[float] = field(default_factory=list)
+    num_forwards: int = 0
 
     def q(self, i: int, like: Tensor) -> Tensor:
         """The distribution [V] that token i was drawn from; one-hot where nothing was drawn."""

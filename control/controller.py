@@ -200,9 +200,10 @@ class Choice:
         price, best = self.prices.drafts[name], (0.0, 0.0, dict[int, Option]())
         drafts = {i: own for i, own in self._drafts(name).items() if i in asking}
         taken = [self.asks[i].records[name].taken(len(own)) for i, own in drafts.items()]
+        steps = max((self.asks[i].records[name].steps for i in drafts), default=1.0)
         ms = price.call_ms
         for k, chances in enumerate(zip_longest(*taken, fillvalue=0.0)):
-            ms += price.step_ms * (1 - prod(1 - chance for chance in chances))
+            ms += steps * price.step_ms * (1 - prod(1 - chance for chance in chances))
             options = {i: own[min(k, len(own) - 1)] for i, own in drafts.items()}
             more = [max(0.0, own.gain - self.options[i].gain) for i, own in options.items()]
             gain = sum(more) - self.rate * ms
@@ -233,7 +234,7 @@ class Choice:
         for name in (option.drafter,) if option.num_tokens else records:
             record, price = records[name], self.prices.drafts[name]
             sharers = self._counts[name] if self._costs.runs_model(name) else 1
-            row_ms, step_ms = self.prices.row_ms, price.step_ms / sharers
+            row_ms, step_ms = self.prices.row_ms, price.step_ms * record.steps / sharers
             even = self.rate * (record.coverage * row_ms + price.call_ms / sharers + step_ms)
             more = self.rate * (row_ms + step_ms)
             alpha = record.reach(1)[0]

@@ -166,7 +166,10 @@ class Costs:
         return self.shares.get(name, 0.0) > 0
 
     def observe_draft(self, name: str, num_tokens: list[int], unread: int, ms: float) -> None:
-        """One call of a drafter: drafts of so many tokens, `unread` tokens having been missed."""
+        """One call of a drafter: drafts of so many tokens, `unread` tokens having been missed.
+
+        Of a model that guessed tokens it has only to check, the forwards count, not the tokens.
+        """
         self._told.append((name, num_tokens, unread, ms))
 
     def observe_pass(self, batch: int, rows: int, ms: float) -> None:

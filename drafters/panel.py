@@ -122,7 +122,7 @@ class Panel:
                 "layers"
             )
         self.num_failures = 0
-        # Of the last `propose`, by who drafted: tokens by request, and ms.
+        # Of the last `propose`, by who drafted: steps by request (as a rule tokens), and ms.
         self.spent: dict[str, tuple[list[int], float]] = {}
 
     def open(self, seat: Seat, names: Iterable[str], prompt: list[int], noise: Noise) -> None:
@@ -212,8 +212,12 @@ class Panel:
         if all(seat.asked == TREE for seat in seats):
             counts, before_ms = self.spent.get(TREE, ([seat.num_asked for seat in seats], 0.0))
             self.spent[TREE] = counts, before_ms + ms
-        else:  # tokens drafted, or asked for where none came
-            counts = [len(seat.drafts[name].tokens) or seat.num_asked for seat in seats]
+        else:  # forwards of a model, or tokens drafted, or asked for where none came
+            drafts = [seat.drafts[name] for seat in seats]
+            counts = [
+                draft.num_forwards or len(draft.tokens) or seat.num_asked
+                for draft, seat in zip(drafts, seats, strict=True)
+            ]
             self.spent[name] = counts, ms
 
     def _ask(self, name: str, seats: list[Seat]) -> list[Draft]:

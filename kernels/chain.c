@@ -9,21 +9,23 @@
 
 #include "forward.h"
 
-enum { LEAST_MATCH = 2, MOST_MATCH = 8 };  // tokens that came before, for a guess; a longer match is no better
+enum { MOST_MATCH = 8 };  // tokens of which it is known that they came before: longer matches are no better
 
-// Guess up to `most` tokens of a draft: what came after the latest of the longest matches. Returns how many.
+// Guess up to `most` tokens of a draft: what came after the latest of the longest matches. Returns how many: one
+// behind a single token that came before, as it goes on so in one case of five, more behind more.
 static int guess(const draft *a, int most) {
   const int64_t *text = a->tokens - a->before;
   const int length = a->before + a->count;
-  int best = LEAST_MATCH - 1, from = 0;
-  for (int end = length - 1; end > best && best < MOST_MATCH && most > 0; --end) {
+  int best = 0, from = 0;
+  if (most <= 0) return 0;
+  for (int end = length - 1; end > best && best < MOST_MATCH; --end) {
     int same = 0;
     while (same < end && same < MOST_MATCH && text[end - 1 - same] == text[length - 1 - same]) ++same;
     if (same > best) best = same, from = end;
   }
-  if (!from || most <= 0) return 0;
-  for (int j = 0; j < most; ++j) a->tokens[a->count + j] = text[from + j];  // of itself, where the text ends
-  return most;
+  const int count = most < best * best ? most : best * best;
+  for (int j = 0; j < count; ++j) a->tokens[a->count + j] = text[from + j];  // of itself, where the text ends
+  return count;
 }
 
 // `f` feeds each text what it lacks, and wants the logits behind the last token of each; of a model that reads states
@@ -42,15 +44,16 @@ int run_chain(const decoder *d, const batch *f, draft *drafts, const vocabulary 
   now.ids = ids, now.slots = slots, now.positions = now.places = positions, now.wanted = wanted;
   for (int i = 0; i < texts && !failed; ++i) own[i] = i;
   for (size_t i = 0; i < laid && !failed; ++i) over_words[i] = -INFINITY;  // words that the model does not have stay so
-  for (int active = texts, step = 0; active && !failed; ++step) {
+  for (int active = texts; active && !failed;) {
     now.rows = now.num_wanted = 0;
     for (int i = 0; i < active; ++i) {
       draft *a = drafts + own[i];
       const int64_t last = f->wanted[own[i]];
-      for (int64_t row = step ? last : i ? f->wanted[i - 1] + 1 : 0; row <= last; ++row, ++now.rows) {
+      for (int64_t row = a->count ? last : i ? f->wanted[i - 1] + 1 : 0; row <= last; ++row, ++now.rows) {
         ids[now.rows] = a->count ? a->tokens[a->count - 1] : f->ids[row];
         slots[now.rows] = f->slots[row], positions[now.rows] = f->positions[row] + a->count;
       }
+      ++a->forwards;
       const int most = most_wanted / active - 1, left = a->limit - a->count - 1;
       guessed[i] = a->before ? guess(a, most < left ? most : left) : 0;
       for (int j = 0; j < guessed[i]; ++j, ++now.rows) {

@@ -45,6 +45,7 @@ class Text:
     before: list[int] = field(default_factory=list)  # the latest tokens, where it may guess
     tokens: list[int] = field(default_factory=list)  # the draft
     confidence: list[float] = field(default_factory=list)
+    num_forwards: int = 0  # fewer than tokens, where guesses were right
 
     @classmethod
     def of(cls, state: Any, fed: list[int], limit: int) -> "Text | None":
@@ -88,7 +89,10 @@ def can_chain(cache: KeyCache, texts: Sequence[Text]) -> bool:
 def drafts_of(texts: dict[int, Text], count: int) -> list[Draft]:
     """Of `count` states; those that wanted no tokens have none."""
     found = (texts.get(i) for i in range(count))
-    return [Draft(t.tokens, confidence=t.confidence) if t else Draft() for t in found]
+    return [
+        Draft(t.tokens, confidence=t.confidence, num_forwards=t.num_forwards) if t else Draft()
+        for t in found
+    ]
 
 
 def draft(
@@ -139,3 +143,4 @@ def draft(
         begin = drafts[i].before
         text.tokens = tokens[i][begin : begin + drafts[i].count].tolist()
         text.confidence = sure[i][: drafts[i].count] if text.doubts else []
+        text.num_forwards = drafts[i].forwards

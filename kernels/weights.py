@@ -8,7 +8,9 @@ An 8-bit block is 32 successive inputs of an output: whole numbers and a scale.
 """
 
 import ctypes
+import mmap
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,7 @@ DTYPES = torch.float32, torch.bfloat16  # of weights that are packed
 # As in linear.h.
 FORMS = "FLOAT", "FLOAT16", "HALF", "Q8", "Q4", "Q4M", "Q5", "Q5M", "Q4K", "Q5K", "Q6K"
 _MOST_INPUTS = 1 << 24
+_LARGE_PAGE = 1 << 21  # bytes
 _AT_ONCE = 1 << 22  # weights that are quantised at once: all of a table would double it
 Matrix = STRUCTS["matrix"]
 
@@ -55,7 +58,7 @@ class Panels:
         call, number, first = library.load(), FORMS.index(form), 0
         call.bytes_of.restype = ctypes.c_size_t
         size = call.bytes_of(number, self.outputs, self.inputs)
-        data = torch.empty(size, dtype=torch.uint8)
+        data = _room(size)
         for piece in pieces:
             assert first % LANES == 0 and piece.flags.c_contiguous and piece.dtype == np.uint8
             assert first + len(piece) <= self.outputs
@@ -125,6 +128,16 @@ class Panels:
         found = torch.empty(len(flat), self.inputs)
         library.load().read_rows(ctypes.byref(self.struct), len(flat), _at(flat), _at(found))
         return found.view(*ids.shape, self.inputs)
+
+
+def _room(size: int) -> Tensor:
+    """Memory [size] in large pages, where the system has them."""
+    if size < _LARGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size, dtype=torch.uint8)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # of a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)

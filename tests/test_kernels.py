@@ -3,6 +3,7 @@ CPU they are the same. Where nothing can be compiled, the modules run."""
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -373,6 +374,23 @@ def test_nothing_is_read_or_written_that_is_not_there(tmp_path, cpu):
     assert found.count("\n") == 120
 
 
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="a system without them"
+)
+def test_large_matrices_ask_for_large_pages():
+    weight = torch.zeros(1 << 10, 1 << 10)
+    panels = Panels.of(weight)
+    lines, is_there = Path("/proc/self/smaps").read_text().splitlines(), False
+    for line in lines:
+        if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            begin, end = (int(number, 16) for number in found.groups())
+            is_there = begin <= panels.struct.panels < end
+        elif is_there and line.startswith("VmFlags"):
+            assert " hg" in line
+            return
+    raise AssertionError("the matrix is nowhere")
+
+
 # ----------------------------------------------------------------------------------- chains
 
 
@@ -430,6 +448,7 @@ def test_a_draft_in_one_call_is_that_of_its_steps(
     given = engine, drafter, texts, limits, sampling, Numbers() if stops else None
     called, draft = [], chain.draft
     monkeypatch.setattr(chain, "draft", lambda *given: called.append(1) or draft(*given))
+    monkeypatch.setattr(chain, "_MANY", 0)  # so that a small model, too, guesses what it will draft
     at_once, held = drafts_of(*given)
     assert called
     called.clear()
@@ -444,6 +463,28 @@ def test_a_draft_in_one_call_is_that_of_its_steps(
     lengths = [len(one.tokens) for one in at_once]
     assert lengths[0] and not lengths[1]
     assert lengths == limits or stops and lengths[0] < 5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_draft_that_copies_takes_fewer_forwards(temperature, prompts, monkeypatch):
+    """What it will draft is guessed, whatever becomes of the guess."""
+    engine, found = load("embedded", drafter="draft_model"), []
+    texts = [prompts["repetitive_colours"], prompts["code_class"], [7], [5, 5], list(range(9))]
+    sampling = core.Sampling(temperature=temperature)
+    asked = (texts, [9, 3, 16, 1, 2]), (texts[:1], [16]), ((texts * 2)[:8], [4] * 8)
+    for least in 0, 1 << 60:
+        monkeypatch.setattr(chain, "_MANY", least)
+        found.append([
+            drafts_of(engine, engine.panel.drafters["draft_model"], some, limits, sampling, None)
+            for some, limits in asked
+        ])  # fmt: skip
+    (guessing, held), (stepping, others_held) = (zip(*each, strict=True) for each in found)
+    assert held == others_held
+    for drafts, others in zip(guessing, stepping, strict=True):
+        assert [draft.tokens for draft in drafts] == [draft.tokens for draft in others]
+        assert all(draft.num_forwards == len(draft.tokens) for draft in others)
+    assert guessing[1][0].num_forwards < 12
+    assert [draft.num_forwards for draft in guessing[2]] == [4] * 8  # so many have no room
 
 
 def test_a_chain_without_numbers_costs_its_draft_only(prompts):
