@@ -91,7 +91,7 @@ class Acceptance:
     coverage: float = 1.0  # share of the cycles in which it had anything to propose when asked
     num_read: int = 0  # tokens of the text that it knows
     unread: int = 0  # and those that it will have to read first
-    steps: float = 1.0  # forwards of a model that a token takes: fewer where text is copied
+    steps: float = 1.0  # forwards of a model for each token behind the first: fewer in copied text
     calibration: Calibration = field(default_factory=Calibration, repr=False)
     _reach: list[float] = field(default_factory=list, repr=False)
     _taken: list[float] = field(default_factory=list, repr=False)
@@ -175,7 +175,9 @@ class Acceptance:
 
     def learn_steps(self, num_forwards: int, num_tokens: int) -> None:
         """A draft of so many tokens took a model so many forwards."""
-        self.steps += (1 - _KEPT) * (num_forwards / num_tokens - self.steps)
+        if num_tokens > 1:
+            steps = (num_forwards - 1) / (num_tokens - 1)
+            self.steps += (1 - _KEPT) * (steps - self.steps)
 
     def learn_confidence(self, confidence: list[float], accepted: int) -> None:
         """A draft with its drafter's confidence in each token, if it told; `accepted` were."""

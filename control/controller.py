@@ -203,7 +203,8 @@ class Choice:
         steps = max((self.asks[i].records[name].steps for i in drafts), default=1.0)
         ms = price.call_ms
         for k, chances in enumerate(zip_longest(*taken, fillvalue=0.0)):
-            ms += steps * price.step_ms * (1 - prod(1 - chance for chance in chances))
+            taken_ms = price.step_ms * (1 - prod(1 - chance for chance in chances))
+            ms += taken_ms * (steps if k else 1.0)
             options = {i: own[min(k, len(own) - 1)] for i, own in drafts.items()}
             more = [max(0.0, own.gain - self.options[i].gain) for i, own in options.items()]
             gain = sum(more) - self.rate * ms
@@ -234,9 +235,9 @@ class Choice:
         for name in (option.drafter,) if option.num_tokens else records:
             record, price = records[name], self.prices.drafts[name]
             sharers = self._counts[name] if self._costs.runs_model(name) else 1
-            row_ms, step_ms = self.prices.row_ms, price.step_ms * record.steps / sharers
+            row_ms, step_ms = self.prices.row_ms, price.step_ms / sharers
             even = self.rate * (record.coverage * row_ms + price.call_ms / sharers + step_ms)
-            more = self.rate * (row_ms + step_ms)
+            more = self.rate * (row_ms + step_ms * record.steps)
             alpha = record.reach(1)[0]
             if alpha - even > nearest:
                 nearest, c = alpha - even, price.first_ms / self.prices.plain_ms

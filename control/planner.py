@@ -215,7 +215,7 @@ class Planner:
             asked = seat.num_asked if cycle.is_whole else cycle.num_drafted
             seen = cycle.num_drafted, cycle.num_accepted, asked
             record.learn_confidence(cycle.draft.confidence[: cycle.num_drafted], seen[1])
-            if draft and draft.num_forwards:
+            if draft and draft.num_forwards:  # the drafter says
                 record.learn_steps(draft.num_forwards, len(draft.tokens))
         elif draft is not None:
             seen = _came_true(longest(draft).tokens, tokens)

@@ -165,6 +165,22 @@ def test_what_a_step_must_bring_is_what_it_costs(batch):
     assert decision.least_chance == pytest.approx(rate * (1 / batch + 0.2), rel=0.1)
 
 
+def test_a_model_that_guesses_right_drafts_more():
+    """A forward that a guess spared is not paid. The first token has one in any case."""
+    chosen, least = [], []
+    for num_forwards in 5, 2:
+        own, record = Controller(*WEIGHTS), settled(0.8)
+        measure(own.costs, 1, call_ms=0.0, own=3.0)
+        for _ in range(40):
+            record.learn_steps(num_forwards, 5)
+            record.learn_steps(1, 1)
+        assert record.steps == pytest.approx((num_forwards - 1) / 4, abs=0.01)
+        decision = ask(own, {"own": record}, 1)
+        chosen.append(decision.num_tokens)
+        least.append(decision.least_chance)
+    assert 0 < chosen[0] < chosen[1] and least[1] < least[0] / 2
+
+
 @pytest.mark.parametrize("drafter", ["mtp", "draft_model"])
 def test_a_model_s_draft_ends_with_the_token_that_it_doubts(demo_engine, prompts, drafter):
     """The controller's rule is asked after each token; a fixed K never stops."""

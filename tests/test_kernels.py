@@ -468,7 +468,7 @@ def test_a_draft_in_one_call_is_that_of_its_steps(
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_draft_that_copies_takes_fewer_forwards(temperature, prompts, monkeypatch):
     """What it will draft is guessed, whatever becomes of the guess."""
-    engine, found = load("embedded", drafter="draft_model"), []
+    engine, found = load("embedded", drafter="draft_model", fixed_k=False), []
     texts = [prompts["repetitive_colours"], prompts["code_class"], [7], [5, 5], list(range(9))]
     sampling = core.Sampling(temperature=temperature)
     asked = (texts, [9, 3, 16, 1, 2]), (texts[:1], [16]), ((texts * 2)[:8], [4] * 8)
@@ -485,6 +485,9 @@ def test_a_draft_that_copies_takes_fewer_forwards(temperature, prompts, monkeypa
         assert all(draft.num_forwards == len(draft.tokens) for draft in others)
     assert guessing[1][0].num_forwards < 12
     assert [draft.num_forwards for draft in guessing[2]] == [4] * 8  # so many have no room
+    monkeypatch.setattr(chain, "_MANY", 0)
+    *_, (sequence, _) = engine.generate(core.Request(texts[0], 48, "draft_model", sampling=sampling))
+    assert sequence.seat.records["draft_model"].steps < 0.9
 
 
 def test_a_chain_without_numbers_costs_its_draft_only(prompts):
