@@ -180,10 +180,14 @@ def state(relay: Relay, engine: Engine) -> tuple[str, dict[str, float], list[str
         return "draining", {}, []
     try:
         engine.client.ask("/health", limit_s=_QUESTION_S)
-        metrics = engine.client.metrics(_QUESTION_S)
     except RequestError as error:
         return "stuck" if error.status == 504 else "dead", {}, [error.message]
-    return "failing" if relay.is_failing else "ok", metrics, []
+    metrics, warnings = dict[str, float](), list[str]()
+    try:
+        metrics = engine.client.metrics(_QUESTION_S)
+    except RequestError as error:  # some engines count only when they are told to
+        warnings.append(f"the engine tells no metrics: {error.message}")
+    return "failing" if relay.is_failing else "ok", metrics, warnings
 
 
 def health(engine: Engine, relay: Relay, options: Options) -> dict[str, Any]:
