@@ -160,6 +160,10 @@ def build_head(content: dict[str, Any], weights: dict[str, Tensor], target: Mode
     """The head for a target. Raises ValueError for what is not supported, or does not fit it."""
     config = BlockConfig.of(content)
     config.check(target)
+    count = config.layer.num_hidden_layers
+    found = {key.split(".")[1] for key in weights if key.startswith("layers.")}
+    if len(found) != count:  # layers are made before their weights are compared
+        raise ValueError(f"num_hidden_layers is {count}, and it has weights of {len(found)}")
     head = DFlashHead(config)
     fill(head, weights)
     if not can_tabulate(head.rotary_emb):

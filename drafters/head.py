@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels import chain, library
-from kernels.files import own_weights, read_folder, reading
+from kernels.files import check_numbers, own_weights, read_folder, reading
 from kernels.head import KernelHead
 from messages import Draft, KeyCache, Model, Sampling, Verdict
 from sampling import Noise
@@ -71,6 +71,7 @@ class StateReader(Drafter):
         with reading(f"{cls.title} head {name}"):
             like = context.target.model.get_input_embeddings().weight
             head = cls.make_head(*read_folder(name, context.allow_pickle), context.target)
+            check_numbers(head)
             head = head.to(like.device, like.dtype).eval()
             # Rotations stay in float32, as transformers keeps them: bfloat16 errs in long texts.
             head.rotary_emb = type(head.rotary_emb)(head.config.layer).to(like.device)

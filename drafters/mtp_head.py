@@ -18,7 +18,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_layers import MtpModel
 
-from kernels.files import check_sizes, own_weights, read_folder, reading, why_not_loaded
+from kernels.files import (
+    check_numbers,
+    check_sizes,
+    own_weights,
+    read_folder,
+    reading,
+    why_not_loaded,
+)
 from kernels.head import KernelHead, mtp_layer, run_mtp_layer, speed_up_head
 from messages import Model
 
@@ -136,6 +143,7 @@ class MtpHeadDrafter(HeadDrafter):
         try:
             with _told(model, count):
                 head = MtpModel.from_pretrained(model)
+            check_numbers(head)
         except Exception as error:  # a family that registers no MTP weights fails in its own way
             reason = why_not_loaded(error)
             raise ValueError(f"the MTP head of {name} could not be loaded: {reason}") from error

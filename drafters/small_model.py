@@ -6,6 +6,9 @@ before the next draft, feed every committed token that is not cached. The rule c
 acceptance (the last drafted token was never fed), a cycle without a draft, and the first call (the
 whole prompt is fed).
 
+Where text is copied, the small model is fed guesses and checks them, as the target does with its
+drafts: kernels/chain.c. Its draft stays the same.
+
 Not covered: a draft model with another tokenizer; it is refused at start.
 """
 

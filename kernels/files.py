@@ -74,6 +74,13 @@ def fill(module: nn.Module, weights: dict[str, Tensor]) -> None:
     module.load_state_dict(weights)
 
 
+def check_numbers(module: nn.Module) -> None:
+    """Raises ValueError for a weight that would fail each request."""
+    for key, weight in module.state_dict().items():
+        if not weight.sum().isfinite():
+            raise ValueError(f"{key} has numbers that are NaN or infinite")
+
+
 def check_sizes(hidden_size: int, vocab_size: int, target: Model) -> None:
     """Raises ValueError if a head was trained for another target, by what it reads and writes."""
     width = target.model.config.get_text_config().hidden_size

@@ -189,6 +189,7 @@ BROKEN = {  # how, by what the error says
     "eader": lambda f: (f / "model.safetensors").write_bytes(b"abc"),
     "lacks norm.weight": weights_changed(lambda w: w.pop("norm.weight")),
     "fc.weight is [8, 96] instead of [32, 96]": holding("fc.weight", lambda w: w["fc.weight"][:8]),
+    "norm.weight has numbers that": holding("norm.weight", lambda w: w["norm.weight"] * torch.nan),
 }
 
 

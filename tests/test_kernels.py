@@ -486,7 +486,9 @@ def test_a_draft_that_copies_takes_fewer_forwards(temperature, prompts, monkeypa
     assert guessing[1][0].num_forwards < 12
     assert [draft.num_forwards for draft in guessing[2]] == [4] * 8  # so many have no room
     monkeypatch.setattr(chain, "_MANY", 0)
-    *_, (sequence, _) = engine.generate(core.Request(texts[0], 48, "draft_model", sampling=sampling))
+    *_, (sequence, _) = engine.generate(
+        core.Request(texts[0], 48, "draft_model", sampling=sampling)
+    )
     assert sequence.seat.records["draft_model"].steps < 0.9
 
 
