@@ -168,7 +168,7 @@ class Costs:
     def observe_draft(self, name: str, num_tokens: list[int], unread: int, ms: float) -> None:
         """One call of a drafter: drafts of so many tokens, `unread` tokens having been missed.
 
-        Of a model that guessed tokens it has only to check, the forwards count, not the tokens.
+        A model that says how many forwards a draft took is known by these, not by its tokens.
         """
         self._told.append((name, num_tokens, unread, ms))
 

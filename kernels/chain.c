@@ -1,18 +1,18 @@
 // The draft of a model in one call: a forward for all texts, then each one's choices, which the next forward is fed.
 // A head of another model is fed the state behind its last token, too.
 //
-// A model drafts as a target verifies. Where the text has had the last tokens before, it is fed what came then, too. It
-// chooses behind each of those in the same forward, and goes on for as long as it chooses the same. So copied text takes
-// few forwards, and the draft is the one of a token a forward.
+// Where the text's last tokens stood in it before, what came after them then is guessed to come now. The guess is fed in
+// the same forward, and the model chooses behind each token of it. As many tokens as it would have chosen itself are
+// right. So copied text takes few forwards, and the draft is the same as with one forward for each token.
 
 #include <stdlib.h>
 
 #include "forward.h"
 
-enum { MOST_MATCH = 8 };  // tokens of which it is known that they came before: longer matches are no better
+enum { MOST_MATCH = 8 };  // last tokens that are compared: a longer match is no better
 
-// Guess up to `most` tokens of a draft: what came after the latest of the longest matches. Returns how many: one
-// behind a single token that came before, as it goes on so in one case of five, more behind more.
+// Guess up to `most` further tokens of a draft: what followed the latest of the longest matches. Returns how many. After
+// a match of one token it is one, as that is right in one case of five; after longer ones it is more.
 static int guess(const draft *a, int most) {
   const int64_t *text = a->tokens - a->before;
   const int length = a->before + a->count;
@@ -24,7 +24,7 @@ static int guess(const draft *a, int most) {
     if (same > best) best = same, from = end;
   }
   const int count = most < best * best ? most : best * best;
-  for (int j = 0; j < count; ++j) a->tokens[a->count + j] = text[from + j];  // of itself, where the text ends
+  for (int j = 0; j < count; ++j) a->tokens[a->count + j] = text[from + j];  // where the text ends, of the guess
   return count;
 }
 

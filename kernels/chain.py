@@ -18,7 +18,7 @@ from .decoder import MOST_ROWS, Decoder, Rows
 from .sampling import Transforms, choice_of, doubts_of
 from .structs import STRUCTS
 
-_LOOKED_AT = 8192  # tokens before a draft, among which it is looked for what comes next
+_LOOKED_AT = 8192  # of a text's latest tokens: a guess is what followed the same words there
 _GUESSED = 8  # rows of a forward that are chosen from, at most, where tokens are guessed
 _MANY = 1 << 25  # bytes of weights: reading fewer takes no longer than arithmetic of a further row
 
@@ -42,7 +42,7 @@ class Text:
     seed: int  # of its Noise
     doubts: tuple[list[float], float, float] | None  # what decides whether a draft goes on
     states: Tensor | None = None  # [fed, D], if the model reads such
-    before: list[int] = field(default_factory=list)  # the latest tokens, where it may guess
+    before: list[int] = field(default_factory=list)  # the text's latest tokens, `fed` included
     tokens: list[int] = field(default_factory=list)  # the draft
     confidence: list[float] = field(default_factory=list)
     num_forwards: int = 0  # fewer than tokens, where guesses were right

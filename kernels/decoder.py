@@ -387,8 +387,9 @@ class Decoder:
         """Drafts of texts that are fed `rows`: forward.h's `draft` of each; see `__call__`.
 
         Tokens are chosen among its `vocabulary`. If the model reads states, those behind the first
-        N are what comes out behind `layer`. Logits are those of `most_wanted` rows at once, or of
-        one for each text. Raises ValueError for logits that are no numbers.
+        N are what comes out behind `layer`. A forward gives the logits of one row of each text,
+        and with guesses of up to `most_wanted` rows. Raises ValueError for logits that are no
+        numbers.
         """
         assert len(rows.wanted) == len(drafts) and not self.nets
         outputs = self.output.outputs if words.ids else words.count  # no others are computed

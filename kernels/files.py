@@ -75,9 +75,9 @@ def fill(module: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 def check_numbers(module: nn.Module) -> None:
-    """Raises ValueError for a weight that would fail each request."""
+    """Raises ValueError for a weight with a NaN or an infinite number: no request could use it."""
     for key, weight in module.state_dict().items():
-        if not weight.sum().isfinite():
+        if not weight.sum(dtype=torch.float32).isfinite():  # a sum of float16 may overflow
             raise ValueError(f"{key} has numbers that are NaN or infinite")
 
 
