@@ -185,7 +185,10 @@ def state(relay: Relay, engine: Engine) -> tuple[str, dict[str, float], list[str
     metrics, warnings = dict[str, float](), list[str]()
     try:
         metrics = engine.client.metrics(_QUESTION_S)
-    except RequestError as error:  # some engines count only when they are told to
+    except RequestError as error:
+        if error.status == 504:
+            return "stuck", {}, [error.message]
+        # Some engines count only when they are told to.
         warnings.append(f"the engine tells no metrics: {error.message}")
     return "failing" if relay.is_failing else "ok", metrics, warnings
 

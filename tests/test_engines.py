@@ -152,13 +152,20 @@ def test_health_says_when_the_engine_is_gone(ask, replay):
     assert status == 503 and is_error(body) and "cannot be reached" in body["error"]["message"]
 
 
-def test_an_engine_without_metrics_is_not_gone(ask, replay):
+def test_an_engine_without_metrics_is_not_gone(ask, replay, monkeypatch):
     replay.told["turns"] = [turn for turn in replay.told["turns"] if turn["path"] != "/metrics"]
     answer = ask.client.get("/health")
     assert answer.status_code == 200 and answer.json["status"] == "ok"
     assert answer.json["speculative_decoding"]["num_draft_tokens"] is None
     (warning,) = answer.json["warnings"]
     assert "tells no metrics" in warning
+
+    def hang(*_):
+        raise client._silent(1.0)
+
+    monkeypatch.setattr(client.Client, "metrics", hang)
+    answer = ask.client.get("/health")
+    assert answer.status_code == 503 and answer.json["status"] == "stuck"
 
 
 # ------------------------------------------------------------------------------------ failures
