@@ -136,6 +136,15 @@ class Equations:
         return drafted
 
 
+def test_a_layer_whose_weights_are_no_numbers_is_refused(tmp_path):
+    checkpoint("qwen3_5", tmp_path)
+    contract.weights_changed(
+        lambda w: w.update({n: w[n] * torch.nan for n in w if "mtp" in n and "q_proj" in n})
+    )(tmp_path)
+    with pytest.raises(ValueError, match=r"q_proj\.weight has numbers that are NaN"):
+        core.load_engine(core.Options(model=str(tmp_path), drafter="mtp"))
+
+
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
 def test_several_layers_with_one_projection_are_refused(family, tmp_path):
     """Their second layer's weights are all there but for what the names have no room for."""
