@@ -165,12 +165,12 @@ class Costs:
         """Whether drafting takes steps of a model, which requests of a batch share."""
         return self.shares.get(name, 0.0) > 0
 
-    def observe_draft(self, name: str, num_tokens: list[int], unread: int, ms: float) -> None:
-        """One call of a drafter: drafts of so many tokens, `unread` tokens having been missed.
+    def observe_draft(self, name: str, counts: list[int], unread: int, ms: float) -> None:
+        """One call of a drafter, `unread` tokens having been missed.
 
-        A model that says how many forwards a draft took is known by these, not by its tokens.
+        `counts` are each draft's forwards, where a model tells them, else its tokens.
         """
-        self._told.append((name, num_tokens, unread, ms))
+        self._told.append((name, counts, unread, ms))
 
     def observe_pass(self, batch: int, rows: int, ms: float) -> None:
         """A cycle with a pass over so many rows of so many requests, less drafting and choosing.
@@ -194,21 +194,21 @@ class Costs:
                 fit([line])
             # In a cycle that was slow as a whole it was not the drafter that has become slower.
             slowdown = max(1.0, ms / believed) if believed else 1.0
-            for name, num_tokens, unread, draft_ms in drafts:
-                self._learn_draft(name, num_tokens, unread, draft_ms / slowdown)
+            for name, counts, unread, draft_ms in drafts:
+                self._learn_draft(name, counts, unread, draft_ms / slowdown)
         self._cycles.clear()
         self._prices.clear()
         fit(self.passes.values())
 
-    def _learn_draft(self, name: str, num_tokens: list[int], unread: int, ms: float) -> None:
-        steps, size = max(num_tokens), len(num_tokens)
+    def _learn_draft(self, name: str, counts: list[int], unread: int, ms: float) -> None:
+        steps, size = max(counts), len(counts)
         if name in self.at_once:
             steps = 1
         elif not self.runs_model(name):  # one request after the other
-            steps, size, ms = 1, 1, ms / sum(num_tokens)
+            steps, size, ms = 1, 1, ms / sum(counts)
         own = self._draft(name, size, self.pass_line(size).at(size))
         expected = own.call_ms + steps * own.step_ms
-        is_reading = self.runs_model(name) and unread > _FEW_UNREAD * len(num_tokens)
+        is_reading = self.runs_model(name) and unread > _FEW_UNREAD * len(counts)
         if not is_reading or _OUTLIER * ms < expected:
             lines = self.drafts.setdefault(name, {})
             lines.setdefault(size.bit_length(), Line(_STEP_SHARE)).observe(steps, ms)

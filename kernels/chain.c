@@ -3,7 +3,8 @@
 //
 // Where the text's last tokens stood in it before, what came after them then is guessed to come now. The guess is fed in
 // the same forward, and the model chooses behind each token of it. As many tokens as it would have chosen itself are
-// right. So copied text takes few forwards, and the draft is the same as with one forward for each token.
+// right. So copied text takes few forwards, and the draft is the same as with one forward for each token. This is what
+// drafters/ngram.py does for the target.
 
 #include <stdlib.h>
 

@@ -36,13 +36,13 @@ class Text:
     """One text of a chain: what it is fed, and how its draft is drawn."""
 
     row: int
-    fed: list[int]  # what the model has not read yet
+    text: list[int]  # all tokens before the draft
+    fed: list[int]  # those that the model has not read yet
     limit: int  # of tokens, at least 1
     transforms: Transforms
     seed: int  # of its Noise
     doubts: tuple[list[float], float, float] | None  # what decides whether a draft goes on
     states: Tensor | None = None  # [fed, D], if the model reads such
-    before: list[int] = field(default_factory=list)  # the text's latest tokens, `fed` included
     tokens: list[int] = field(default_factory=list)  # the draft
     confidence: list[float] = field(default_factory=list)
     num_forwards: int = 0  # fewer than tokens, where guesses were right
@@ -55,8 +55,7 @@ class Text:
         if not is_plain or sampling.repetition_penalty != 1 or (state.goes_on and not doubts):
             return None
         seed = 0 if sampling.is_greedy else state.noise.seed
-        before = state.text[-_LOOKED_AT:]
-        return cls(state.row, fed, limit, sampling.transforms, seed, doubts, before=before)
+        return cls(state.row, state.text, fed, limit, sampling.transforms, seed, doubts)
 
 
 def texts_of(
@@ -116,7 +115,9 @@ def draft(
     place = cache.place(rows, [n + limit - 1 for n, limit in zip(counts, limits, strict=True)])
     decoder.follow(cache)
     drafts, kept, tokens = (STRUCTS["draft"] * len(texts))(), list[Any](), list[Any]()
-    can_guess = not any(text.states is not None for text in texts) and decoder.num_bytes >= _MANY
+    states = [text.states for text in texts if text.states is not None]
+    given = torch.cat(states) if states else None
+    can_guess = given is None and decoder.num_bytes >= _MANY
     sure = [(ctypes.c_double * limit)() for limit in limits]
     for i, (slot, text) in enumerate(zip(place.slots, texts, strict=True)):
         begin = cache.lengths[text.row]
@@ -127,15 +128,13 @@ def draft(
         own.how, own.limit = choice_of(text.transforms, text.seed), text.limit
         # A pair stands one position before its token.
         own.position = begin + len(text.fed) + (text.states is not None)
-        before = text.before if can_guess else []
+        before = text.text[-_LOOKED_AT:] if can_guess else []
         tokens.append(array("q", [*before, *[0] * text.limit]))
         own.before, own.sure = len(before), ctypes.addressof(sure[i])
         own.tokens = tokens[i].buffer_info()[0] + 8 * len(before)
         if text.doubts:
             kept.append(doubts_of(*text.doubts))
             own.may_stop = ctypes.pointer(kept[-1])
-    states = [text.states for text in texts if text.states is not None]
-    given = torch.cat(states) if states else None
     decoder.chain(flat, drafts, words, given, shift, layer, _GUESSED if can_guess else 0)
     place.counts = [n + own.count - 1 for n, own in zip(counts, drafts, strict=True)]
     cache.advance(place)
