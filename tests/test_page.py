@@ -313,6 +313,19 @@ def test_a_key_is_asked_for_where_somebody_generates(open_page, complaints):
         page.close()
 
 
+def test_no_prompt_is_put_where_somebody_is_about_to_write(page):
+    held = []
+    page.route("**/prompts", lambda route: held.append(route))
+    page.reload()
+    page.locator("#prompt").focus()
+    until(lambda: page.title() and held)
+    held.pop().continue_()
+    wait_until_ready(page)
+    assert page.locator("#prompt").input_value() == ""
+    page.keyboard.type("x")
+    assert page.locator("#prompt").input_value() == "x"
+
+
 def lit(page):
     """What is seen of the story's cycle: guesses, the pass, verdicts, the cut tail."""
     parts = [".slot .chip.on:not(.own)", ".beam.lit", ".verdict.on", ".cell.tail"]
