@@ -4,7 +4,8 @@ A server is started as README has it, and an engine is loaded here, in the threa
 same prompts go to both in turn, after a pause in which the other's idle threads fall asleep: here,
 through POST /generate, and the same as a stream. Neither remembers prompts or outputs.
 `whole` and `streamed` are served speeds in that of the engine here, with quartiles over runs.
-`first_ms` is the time of a request for one token here; its stream ends `first_later_ms` later.
+`first_ms` is the time of a request for one token here; a stream's first token comes
+`first_later_ms` later.
 Several `--clients` ask in the same moment; the engine here has one batch of theirs.
 
     python -m benchmarks.served [--cases embedded float32 bfloat16 int8] [--drafters none auto]
@@ -33,7 +34,8 @@ CASES = {
     "int8": {"model": "smollm2", "quantize": "int8"},
 }
 WAYS = ("here", "whole", "streamed")
-Tokens = tuple[float, list[list[int]]]  # milliseconds for all requests, and their tokens
+# Milliseconds for all requests and until the first event of each came, and their tokens.
+Tokens = tuple[float, float, list[list[int]]]
 
 
 def measure(case: str, given: Any) -> list[dict[str, Any]]:
@@ -49,21 +51,22 @@ def measure(case: str, given: Any) -> list[dict[str, Any]]:
             common = {"max_tokens": count, "drafter": drafter, "stream": way == "streamed"}
             bodies = [{"prompt": ids} | common for ids in prompts]
             ms, told = at_once(server.port, "/generate", bodies)
-            return ms, [each.events[-1]["token_ids"] for each in told]
+            first_ms = max(each.at_ms[0] for each in told)
+            return ms, first_ms, [each.events[-1]["token_ids"] for each in told]
         named = None if drafter == "none" else drafter
         requests = [Request(ids, count, named) for ids in prompts]
         time.sleep(PAUSE_S)
         began = time.perf_counter()
         outputs = [one.output for one in bench.run_together(engine, requests)]
-        return (time.perf_counter() - began) * 1e3, outputs
+        ms = (time.perf_counter() - began) * 1e3
+        return ms, ms, outputs
 
     with started([*OURS, *FORGETFUL, *flags]) as server:
         for drafter, clients in product(given.drafters, given.clients):
             calls = {
                 (way, count, begin): partial(call, way, drafter, prompts[begin:][:clients], count)
                 for begin in range(0, max(clients, given.prompts), clients)
-                for count in (given.tokens, 1)
-                for way in WAYS
+                for way, count in (*((way, given.tokens) for way in WAYS), ("here", 1))
             }
             timed = bench.interleave(calls, given.runs, f"{case}, {drafter}, {clients}")
             row = {"case": case, "drafter": drafter, "clients": clients}
@@ -74,11 +77,12 @@ def measure(case: str, given: Any) -> list[dict[str, Any]]:
 def row_of(timed: dict[Any, bench.Calls], count: int) -> dict[str, Any]:
     """The figures of all prompts together."""
     runs = {way: bench.by_run(timed, way, count) for way in WAYS}
-    long = {way: [sum(ms for ms, _ in run) for run in runs[way]] for way in WAYS}
+    long = {way: [sum(ms for ms, *_ in run) for run in runs[way]] for way in WAYS}
     here, first = (
-        [median(ms for ms, _ in run) for run in bench.by_run(timed, way, 1)] for way in WAYS[::2]
+        [median(first_ms for _, first_ms, _ in run) for run in those]
+        for those in (bench.by_run(timed, "here", 1), runs["streamed"])
     )
-    told = {way: [ids for _, all in runs[way][-1] for ids in all] for way in WAYS}
+    told = {way: [ids for *_, all in runs[way][-1] for ids in all] for way in WAYS}
     num_tokens = sum(map(len, told["here"]))
     row = {f"{way}_tokens_per_s": round(num_tokens / median(long[way]) * 1e3, 1) for way in WAYS}
     for way in WAYS[1:]:

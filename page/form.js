@@ -33,8 +33,7 @@ export class RequestForm {
     const names = Object.keys(prompts);
     const options = names.map((name) => element("option", { value: name }, name.replaceAll("_", " ")));
     this.#demo.replaceChildren(this.#demo.options[0], ...options);
-    // Somebody was faster than the server: they have written, or are about to.
-    if (this.#prompt.value || document.activeElement === this.#prompt) return;
+    if (this.#prompt.value || document.activeElement === this.#prompt) return; // somebody was faster
     const isChat = names[0]?.startsWith("chat"); // a chat model's are those of that kind
     this.fill({ demo: isChat || !(FIRST_PROMPT in prompts) ? names[0] : FIRST_PROMPT });
   }
