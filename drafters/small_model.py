@@ -22,7 +22,8 @@ from sampling import Noise
 
 from .base import Chain, Context, Drafter, ModelState
 
-_NUM_FREQUENT, _NUM_RECENT, _MOST_RARE = 65_536, 64, 0.1  # words; tokens of a text; a share
+_FEWEST, _MOST = 16_384, 65_536  # frequent words
+_NUM_RECENT, _MOST_RARE = 64, 0.2  # tokens of a text; a share
 
 
 class SmallModelDrafter(Drafter):
@@ -40,6 +41,11 @@ class SmallModelDrafter(Drafter):
         # Embeddings may be padded. Ids that only one of the two models has are never drafted.
         self._vocab_size = context.target.vocab_size
         self._shared = min(self._draft.vocab_size, self._vocab_size)
+        # A step reads as many numbers for each word as an embedding has. Of a large model words
+        # are a small part, so it can choose among more of them.
+        num_others = draft.num_weights // draft.model.get_input_embeddings().weight.shape[-1]
+        num_others -= self._shared
+        self._num_frequent = min(self._shared, max(_FEWEST, min(_MOST, num_others // 2)))
 
     @classmethod
     def build(cls, context: Context) -> "SmallModelDrafter":
@@ -128,9 +134,9 @@ class SmallModelDrafter(Drafter):
         are in the order in which the tokenizer's training found the words: the most frequent first.
         """
         recent = [token for state in states for token in state.text[-_NUM_RECENT:]]
-        num_rare = sum(token >= _NUM_FREQUENT for token in recent)
+        num_rare = sum(token >= self._num_frequent for token in recent)
         is_usual = num_rare <= _MOST_RARE * len(recent)
-        return min(self._shared, _NUM_FREQUENT) if is_usual else self._shared
+        return self._num_frequent if is_usual else self._shared
 
     def observe(self, state: ModelState, verdict: Verdict) -> None:
         cache = self._draft.cache

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import speculative_decoding as core
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import drafters
 from drafters.ngram import NgramIndex
 from drafters.panel import DrafterFailed
+from drafters.small_model import SmallModelDrafter
 from drafters.timed import TimedDrafter
 from messages import Draft, Verdict
 
@@ -475,7 +477,7 @@ def test_a_draft_keeps_to_frequent_words_where_the_text_does(
     prompt = prompts["repetitive_colours"]
 
     def drafted(limit):
-        monkeypatch.setattr("drafters.small_model._NUM_FREQUENT", limit)
+        monkeypatch.setattr(demo_engine.panel.drafters["draft_model"], "_num_frequent", limit)
         sequence, events = run(demo_engine, prompt, max_tokens=30, drafter="draft_model")
         assert sequence.output == plain(prompt, 30)
         return [token for event in events for token in event["proposals"]]
@@ -484,3 +486,25 @@ def test_a_draft_keeps_to_frequent_words_where_the_text_does(
     few = drafted(border)
     assert few and max(few) < border
     assert any(token >= 2 for token in drafted(2))  # all are rare
+
+
+@pytest.mark.parametrize(
+    ("num_weights", "width", "words", "expected"),
+    [
+        (18_000_000, 256, 49_152, 16_384),  # more than half of it are words
+        (494_000_000, 896, 151_936, 65_536),
+        (100_000_000, 1024, 50_000, 23_828),
+        (4_000_000, 128, 4096, 4096),
+    ],
+)
+def test_a_draft_model_of_which_words_are_a_large_part_chooses_among_fewer(
+    num_weights, width, words, expected
+):
+    embedding = SimpleNamespace(weight=torch.empty(words, width, device="meta"))
+    model = SimpleNamespace(get_input_embeddings=lambda: embedding)
+    draft = SimpleNamespace(
+        model=model, num_weights=num_weights, vocab_size=words, cache=SimpleNamespace(recurrent=[])
+    )
+    target = SimpleNamespace(vocab_size=words)
+    given = SimpleNamespace(target=target, sample=None, prefix_cache_mb=0)
+    assert SmallModelDrafter(given, draft)._num_frequent == expected
