@@ -186,9 +186,8 @@ class RemoteJob(Job):
         So what the engine refuses is an error with a status, also where the answer is streamed.
         """
         with self._changed:
-            self._is_awaited = True
             self._sleep(_FIRST_S)
-            self._is_awaited, has_begun = False, bool(self._news)
+            has_begun = bool(self._news)
         if not has_begun:  # else the stream tells of a failure after what came before it
             self._check()
 

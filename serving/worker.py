@@ -32,7 +32,7 @@ from .options import Options
 LOG = logging.getLogger(__name__)
 PROGRESS = logging.getLogger("serving.progress")
 POLL_S = 0.1
-_REST_S = 0.025  # between two looks at the news: nobody reads faster, and each costs a pass time
+_REST_S = 0.025  # after a look at the news: nobody reads faster, and each look costs a pass time
 _FAILURES_TO_TELL = 3  # requests in a row: one of them may be to blame itself
 
 
@@ -63,7 +63,7 @@ class Job:
     """One request on its way through the worker: iterate over it, or wait for its end.
 
     A thread that wakes takes a core from the pass under way. Who waits wakes once, and who iterates
-    at most every 25 ms.
+    at most every 25 ms: what comes sooner is told with the next event, or the end.
     """
 
     def __init__(self, request: Request, timeout_s: float, after: "Job | None" = None) -> None:
@@ -81,7 +81,7 @@ class Job:
         self._changed = threading.Condition()
         self._news: list[dict[str, Any]] = []  # events that nobody has taken yet
         self._is_read = True  # by iteration
-        self._is_awaited = False  # whether an event is to wake who iterates
+        self._rested = 0.0  # from when on an event wakes who iterates
 
     def cancel(self) -> None:
         """The client has gone: stop at the next cycle, or do not start."""
@@ -111,8 +111,8 @@ class Job:
         with self._changed:
             if self._is_read:
                 self._news.append(event)
-            if self._is_awaited:
-                self._changed.notify()
+                if time.monotonic() >= self._rested:
+                    self._changed.notify()
 
     def end(self, error: Exception | None = None) -> None:
         """Nothing more will come; with an error, whoever iterates or waits gets it raised."""
@@ -143,13 +143,9 @@ class Job:
         Ends at once when the job is cancelled. Raises RequestError 504 past the deadline, whether
         the engine is busy with others, slow or stuck.
         """
-        rested = 0.0
         while True:
             with self._changed:
-                self._sleep(rested - time.monotonic())
-                self._is_awaited = not self._news
-                self._sleep(POLL_S if self._is_awaited else 0.0)
-                self._is_awaited = False
+                self._sleep(max(POLL_S, self._rested - time.monotonic()))
                 (news, self._news), has_ended = (self._news, []), self.ended
             if self.cancelled:
                 return
@@ -158,13 +154,14 @@ class Job:
             self._check()
             if has_ended:
                 return
-            rested = time.monotonic() + _REST_S
+            self._rested = time.monotonic() + _REST_S
 
     def _sleep(self, limit_s: float) -> None:
-        """Until it is over, an event is there that is awaited, or the time is."""
+        """Until it is over, an event is there for who has rested, or the time is."""
 
         def is_over() -> bool:
-            return self.ended or self.cancelled or bool(self._is_awaited and self._news)
+            is_told = self._news and time.monotonic() >= self._rested
+            return self.ended or self.cancelled or bool(is_told)
 
         limit_s = min(limit_s, self.deadline - time.monotonic(), threading.TIMEOUT_MAX)
         if limit_s > 0:

@@ -3,6 +3,7 @@
 import itertools
 import random
 import threading
+import time
 from dataclasses import replace
 from itertools import chain
 
@@ -210,9 +211,8 @@ def test_events_do_not_wake_a_reader_that_rests_and_the_end_does(noted, monkeypa
     monkeypatch.setattr("serving.worker._REST_S", 3600)
     job, events = Job(core.Request([1], 100), 7200), [{"step": step} for step in range(100)]
     job.put(events[0])
-    told = iter(job)
-    assert next(told) == events[:1] and noted == []  # the first token does not wait
-    begun, asleep = [], ("sleeps", threading.get_ident())
+    told, begun, asleep = iter(job), [], ("sleeps", threading.get_ident())
+    assert next(told) == events[:1] and asleep not in noted  # the first token does not wait
 
     def engine():
         until(lambda: begun and asleep in noted)
@@ -227,6 +227,24 @@ def test_events_do_not_wake_a_reader_that_rests_and_the_end_does(noted, monkeypa
     assert list(told) == [events[1:]]
     thread.join()
     assert noted.count(("tells", thread.ident)) == 1
+
+
+def test_a_reader_that_has_rested_wakes_once_for_an_event(noted, monkeypatch):
+    monkeypatch.setattr("serving.worker._REST_S", 0.01)
+    monkeypatch.setattr("serving.worker.POLL_S", 3600)
+    job, events = Job(core.Request([1], 9), 7200), [{"step": step} for step in range(9)]
+    told = []
+    reader = threading.Thread(target=lambda: told.extend(job))
+    reader.start()
+    for number, event in enumerate(events, 1):
+        until(lambda number=number: noted.count(("sleeps", reader.ident)) == number)
+        time.sleep(0.02)
+        job.put(event)
+    until(lambda: noted.count(("sleeps", reader.ident)) > len(events))
+    job.end()
+    reader.join()
+    assert told == [[event] for event in events]
+    assert noted.count(("woken", reader.ident)) == len(events) + 1
 
 
 @pytest.mark.parametrize("read", [Job.wait, list])
