@@ -21,6 +21,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+import torch
+
 from messages import Draft
 
 from .base import Drafter
@@ -109,6 +111,7 @@ class TimedDrafter(Drafter):
 
 def _serve(calls: "queue.SimpleQueue[Any]") -> None:
     """Make the calls, until there is None: then one of them took too long."""
+    torch.set_num_threads(1)  # of this thread: a pool of its own would take the target's cores
     with suppress(_Interrupt):  # what ends a loop may come when it has just ended
         while (call := calls.get()) is not None:
             future, method, arguments = call

@@ -167,8 +167,17 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 ASKED = [("/generate", GOOD | more) for more in (
     {}, {"stream": True}, {"trace": True, "logprobs": 3, "temperature": 1},
-    {"compare": True, "drafter": "mtp"}, LONG)]  # fmt: skip
+    {"compare": True, "drafter": "mtp"}, {"drafter": "own"}, LONG)]  # fmt: skip
 ASKED.append(("/v1/completions", GOOD | {"logprobs": 2}))
+_OWN = """import torch
+from drafters import Draft, Drafter
+class Own(Drafter):
+    name = "own"
+    def open(self, prompt, sampling, noise):
+        return torch.ones(600, 600).exp()
+    def propose(self, state, max_tokens):
+        return Draft([int((state @ state)[0, 0]) % 9])
+"""
 
 
 def num_native_only(server, told):
@@ -190,14 +199,17 @@ def test_no_thread_but_the_engine_s_computes_and_a_log_that_nobody_reads_stops_n
 
     With several of them passes wait for cores, and take twice as long. Beside Python's own threads
     there are two pools: the kernels', where they are compiled, and torch's, which computes while
-    the model is loaded and then sleeps. Each has a thread less than OMP_NUM_THREADS. A pipe of the
-    log holds 64 KiB; the lines beyond wait in memory.
+    the model is loaded and then sleeps. Each has a thread less than OMP_NUM_THREADS. Somebody's own
+    drafter gets none. A pipe of the log holds 64 KiB; the lines beyond wait in memory.
     """
     port, num_computing, told = free_port(), 2, tmp_path / "threads"
     environment = os.environ | {"OMP_NUM_THREADS": str(num_computing)}
     for name in ("OPENBLAS_NUM_THREADS", "TOKENIZERS_PARALLELISM"):
         environment.pop(name, None)
-    words = ("-c", _TELLS_THREADS, str(told), SCRIPT, "--model", "embedded")
+    own = tmp_path / "own.py"
+    own.write_text(_OWN)
+    options = "--model", "embedded", "--drafter", f"{own}:Own"
+    words = ("-c", _TELLS_THREADS, str(told), SCRIPT, *options)
     with process(port, *words, env=environment, stdout=PIPE, stderr=PIPE) as server:
         assert {call(port, "POST", path, fields)[0] for path, fields in ASKED} == {200}
         ask = (call, port, "POST", "/generate", GOOD | LONG)
