@@ -2,7 +2,8 @@
 
 Behind the colon stands how the weights are packed, as the file's own name ends. Without it Q4_K_M
 is meant, which is the usual one, or else the first file there is. All parts of a model in several
-files are fetched. What is in the hub's cache is taken from there, without a network.
+files are fetched. What is in the hub's cache is taken from there, without a network; so is the
+first file there if a name says nothing and the hub cannot be asked.
 """
 
 import re
@@ -29,18 +30,22 @@ def is_named(name: str) -> bool:
 def fetch(name: str) -> str:
     """The file on this machine, or its first part. Raises BadFile, in one line that says why."""
     repository, wanted = _NAME.fullmatch(name).groups()
-    if kept := _kept(repository, wanted):
+    if kept := _kept(repository, wanted or _USUAL):
         return kept
     try:
         files = [entry.rfilename for entry in model_info(repository, timeout=_SECONDS).siblings]
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise BadFile(f"the hub has no {repository}, or it is not for everybody") from error
     except Exception as error:  # no network, or a hub that fails
+        if kept := _kept(repository, wanted):
+            return kept
         raise BadFile(f"cannot ask the hub for {repository}: {in_short(error)}") from error
     chosen = choose(files, wanted)
     if not chosen:
         there = sorted({_kind(file) for file in files if file.lower().endswith(".gguf")})
-        raise BadFile(f"{repository} has no {wanted or '.gguf'} file (it has {', '.join(there)})")
+        if not there:
+            raise BadFile(f"{repository} has no GGUF files: give the name of one that has")
+        raise BadFile(f"{repository} has no {wanted} file (it has {', '.join(there)})")
     try:
         paths = [hf_hub_download(repository, file) for file in chosen]
     except Exception as error:
@@ -54,8 +59,8 @@ def choose(files: list[str], wanted: str | None) -> list[str]:
     Example: ["a-q4_0.gguf", "a-q8_0-00001-of-00002.gguf", …-00002-of-00002.gguf], "Q8_0" -> both.
     """
     models = sorted(f for f in files if f.lower().endswith(".gguf") and "mmproj" not in f.lower())
-    kind = (wanted or _USUAL).lower()
-    fitting = [file for file in models if _kind(file).lower().endswith(kind)]
+    kinds = tuple(mark + (wanted or _USUAL).lower().replace("fp16", "f16") for mark in "-./")
+    fitting = [f for f in models if _stem(f).lower().replace("fp16", "f16").endswith(kinds)]
     first = next(iter(fitting or (models if wanted is None else [])), None)
     return [] if first is None else [file for file in models if _stem(file) == _stem(first)]
 

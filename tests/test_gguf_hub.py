@@ -1,6 +1,7 @@
 """GGUF files by their names on the hub, from a hub of our own on localhost."""
 
 import json
+import os
 import threading
 from functools import partial
 from hashlib import sha256
@@ -26,7 +27,11 @@ OTHERS = ["b/x.Q8_0.gguf", "a.F16.gguf"]
         (FILES, "Q4_K_M", ["a-q4_k_m.gguf"]),
         (FILES, "q8_0", FILES[3:5]),
         (FILES, "fp16", ["a-fp16.gguf"]),
+        (FILES, "F16", ["a-fp16.gguf"]),
         (FILES, "q2_k", []),
+        (["m-BF16.gguf", "m-F16.gguf", "m-UD-Q4_K_XL.gguf"], "f16", ["m-F16.gguf"]),
+        (["m-IQ4_NL.gguf", "m-UD-Q4_K_XL.gguf"], "q4_nl", []),
+        (["m-Q4_K_XL.gguf", "m-UD-Q4_K_XL.gguf"], "UD-Q4_K_XL", ["m-UD-Q4_K_XL.gguf"]),
         (OTHERS, None, ["a.F16.gguf"]),
         (OTHERS, "q8_0", ["b/x.Q8_0.gguf"]),
         (["README.md"], None, []),
@@ -83,14 +88,14 @@ def hub(tmp_path, monkeypatch):
 
 
 def put(folder, repository, name, llama, kind):
-    """Have a hub's folder hold a repository with a GGUF file."""
-    files = [{"rfilename": "README.md"}, {"rfilename": name}]
+    """Have a hub's folder hold a GGUF file in a repository."""
+    file = folder / repository / "resolve" / "main" / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_gguf(llama, file, kind)
+    files = [{"rfilename": each} for each in ("README.md", *os.listdir(file.parent))]
     listed = folder / "api" / "models" / repository
     listed.parent.mkdir(parents=True, exist_ok=True)
     listed.write_text(json.dumps({"id": repository, "siblings": files}))
-    file = folder / repository / "resolve" / "main" / name
-    file.parent.mkdir(parents=True)
-    write_gguf(llama, file, kind)
 
 
 @needs_compiler
@@ -105,12 +110,15 @@ def test_a_pair_of_the_catalogue_is_fetched_once_and_then_found_without_a_networ
     monkeypatch.setitem(catalogue.PAIRS, "pair", pair)
     engine = core.load_engine(core.Options(model="pair", fixed_k=True))
     assert engine.target.fast.is_compiled and "draft_model" in engine.panel.drafters
-    with pytest.raises(BadFile, match=r"has no q2_k file \(it has q4_0\)"):
+    put(folder, "someone/target-GGUF", "t-q4_k_m.gguf", llama, Q4_0)
+    with pytest.raises(BadFile, match=r"has no q2_k file \(it has q4_0, q4_k_m\)"):
         gguf_hub.fetch("someone/target-GGUF:q2_k")
+    assert gguf_hub.fetch("someone/target-GGUF").endswith("t-q4_k_m.gguf")  # not what it has
     with pytest.raises(BadFile, match="the hub has no nobody/there-GGUF"):
         gguf_hub.fetch("nobody/there-GGUF")
     end()
     assert gguf_hub.fetch(pair[0]).endswith("t-q4_0.gguf")
+    assert gguf_hub.fetch("someone/draft-gguf").endswith("d-q8_0.gguf")  # the hub is not there
     with pytest.raises(loading.StartError, match="cannot ask the hub for someone/new-GGUF"):
         core.load_engine(core.Options(model="someone/new-GGUF"))
 
