@@ -7,6 +7,7 @@ read from transformers' tables. transformers' own loader would parse the file th
 Weights are the numbers of gguf's own `dequantize`, rounded once to the dtype asked for.
 """
 
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,7 @@ _MOST_VALUES = 4096  # of an array that describes a config, such as one for each
 _PIECE = 1 << 18  # weights that a thread unpacks at once: what numpy makes of them stays in caches
 _TYPES = {bool: 7, int: 4, float: 6, str: 8}  # GGUF's numbers for them, which transformers asks for
 _ARRAY = 9
+_BLOCK = re.compile(r"blk\.(\d+)\.")
 
 
 def open_model(path: str) -> GgufFile:
@@ -68,6 +70,10 @@ def _what_it_lacks(file: GgufFile) -> str | None:
     layers = file.metadata.get(key, 1)
     if type(layers) is not int or not 0 < layers <= len(file.tensors):
         return f"has {len(file.tensors)} tensors, and {key!r:.80} is {layers!r:.80}"
+    numbers = (_BLOCK.match(name) for name in file.tensors if key in file.metadata)
+    last = max((int(number[1]) for number in numbers if number), default=0)
+    if last >= layers:  # what no layer takes would be left out without a word
+        return f"has weights of block {last}, and {key} is {layers}: download it again"
     return None
 
 

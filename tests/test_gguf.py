@@ -454,6 +454,7 @@ BROKEN = [  # a key of a good file, another number for it, and what is said
     ("llama.embedding_length", 1 << 30, MORE),
     ("llama.feed_forward_length", 1 << 30, MORE),
     ("llama.block_count", 1 << 31, "and 'llama.block_count' is 2147483648"),
+    ("llama.block_count", 1, "has weights of block 1, and llama.block_count is 1"),
     ("tokenizer.ggml.eos_token_id", 4096, "eos_token_id is 4096, which is no token's id"),
     ("llama", None, "martn"),
     (None, None, "is damaged or cut off"),
