@@ -616,6 +616,7 @@ def load_draft(options: Options) -> CachedModel | None:
 
 def assemble_engine(options: Options) -> Engine:
     """The target with all drafters that fit it. Raises ValueError if one asked for does not."""
+    loading.look_at(options.draft_model, options)
     target = load_model(options.model, options)
     draft = load_draft(options)
     context = Context(target, sample, draft, **options.for_drafters)

@@ -81,6 +81,16 @@ class Loaded:
     pack_copy: Callable[[Any], None] | None = None
 
 
+def look_at(name: str | None, options: ModelOptions) -> None:
+    """Raises StartError for a broken or missing draft at once, before its target is read."""
+    if name is not None:
+        with _told(name, "", options):
+            if is_gguf(place := place_of(name)):
+                open_model(place).close()
+            else:
+                _check_folder(place)
+
+
 def load_pretrained(name: str, options: ModelOptions) -> Loaded:
     """The model of a name in the catalogue, a folder, a GGUF file or a hub id.
 
@@ -135,9 +145,7 @@ def _read_file(name: str, dtype: str, options: ModelOptions) -> tuple[Any, Any, 
 
 def _read_folder(name: str, dtype: str, options: ModelOptions) -> tuple[Any, Any, dict[str, Any]]:
     """The same of a folder or a hub id. The weights come last, once all else is found sound."""
-    is_hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
-    if not Path(name).exists() and not is_hub_id:
-        raise StartError(f"model folder {name} not found")
+    _check_folder(name)
     trust = {"trust_remote_code": options.trust_remote_code}
     # First: a wrong id fails here, after one small file.
     config = AutoConfig.from_pretrained(name, **trust)
@@ -159,6 +167,13 @@ def _read_folder(name: str, dtype: str, options: ModelOptions) -> tuple[Any, Any
         check_files(name, options)  # the error itself does not say which file
         raise
     return model, tokenizer, report
+
+
+def _check_folder(name: str) -> None:
+    """Raises StartError for what is neither there nor named as the hub names models."""
+    is_hub_id = re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name)
+    if not Path(name).exists() and not is_hub_id:
+        raise StartError(f"model folder {name} not found")
 
 
 def check_indexes(name: str, config: Any, options: ModelOptions) -> None:

@@ -477,6 +477,19 @@ def test_a_file_that_cannot_be_read_is_one_line(files, tmp_path, which, key, num
     assert reason in message and "broken.gguf" in message and "\n" not in message, message
 
 
+def test_a_broken_or_missing_draft_is_refused_before_its_target_is_read(
+    files, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(loading, "load_pretrained", lambda *_: pytest.fail("a target is read"))
+    (tmp_path / "broken.gguf").write_bytes(b"GGUX" + bytes(100))
+    for name, reason in {
+        "broken.gguf": "broken.gguf",
+        "none": "model folder .*none not found",
+    }.items():
+        with pytest.raises(loading.StartError, match=reason):
+            load(model=files["q8_0"], draft_model=tmp_path / name)
+
+
 # Scales of blocks that begin elsewhere may be anything.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore:Initializing zero-element")
 @pytest.mark.parametrize("count", [100, MANY])
