@@ -82,7 +82,7 @@ INLINE void numbers_of(int form, const uint8_t *block, int part, uint8_t *q) {
       for (int i = 0; i < 2; ++i) halves[i] = pairs >> 4 * i & 0x0f0f0f0f0f0f0f0f, memcpy(q + 16 * i + j, halves + i, 8);
     }
     for (int j = 0; layouts[form].plane && j < 32; j += 8) {
-      const uint64_t apart = (above >> j & 255) * 0x0101010101010101 & 0x8040201008040201;  // bit i is in byte i
+      const uint64_t apart = (above >> j & 255) * 0x0101010101010101u & 0x8040201008040201;  // bit i is in byte i
       uint64_t own;
       memcpy(&own, q + j, 8);
       own |= (apart + 0x7f7f7f7f7f7f7f7f) >> 3 & 0x1010101010101010;

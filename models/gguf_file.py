@@ -37,6 +37,7 @@ from . import StartError
 
 _MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
 _HEADS = (16 << 20, 32 << 20)  # bytes; what is read of a file, and what if its header is longer
+_SAMPLE, _NUM_SAMPLES = 1 << 16, 10  # bytes of data that a fingerprint covers, and how often
 _MOST_KEYS, _MOST_TENSORS, _MOST_DIMENSIONS = 1 << 16, 1 << 17, 4
 _TEXT, _ARRAY = 8, 9  # types of values; all others are numbers
 _NUMBERS = {
@@ -109,7 +110,7 @@ class GgufFile(AbstractContextManager):
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, Tensor] = {}
         self._files: list[int] = []
-        digest = hashlib.sha256()  # of the headers, and of what the system tells of the files
+        digest = hashlib.sha256()  # of headers, samples, and of what the system tells of the files
         try:
             for part in range(len(self.paths)):
                 digest.update(self._add(part).encode())
@@ -165,6 +166,10 @@ class GgufFile(AbstractContextManager):
             raise BadFile(f"{path} has the tensor {min(twice)!r:.80}, as another part has")
         self.tensors |= tensors
         self.metadata = self.metadata or metadata
+        sample = bytearray(min(_SAMPLE, state.st_size))
+        for i in range(_NUM_SAMPLES):  # the last one is the file's end
+            _fill(file, sample, (state.st_size - len(sample)) * (i + 1) // _NUM_SAMPLES, path)
+            digest = hashlib.sha256(digest.encode() + sample).hexdigest()
         return f"{digest} {state.st_size} {state.st_mtime_ns}"
 
 

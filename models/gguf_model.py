@@ -172,6 +172,12 @@ class Tables:
         found = self._processor.process(weights, tensor.name, **given)
         return self.names.get(found.name), found.weights
 
+    def alone(self, tensor: Tensor, weights: np.ndarray) -> tuple[str | None, np.ndarray]:
+        """The same of one tensor: experts' lie in what is zero else."""
+        kept: dict[str, torch.Tensor] = {}
+        found = self.process(tensor, weights, kept)
+        return next(((name, own.numpy()) for name, own in kept.items()), found)
+
 
 def _by_tables(file: GgufFile, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """All tensors under the names that a model has for them, by transformers' older tables."""

@@ -3,12 +3,14 @@
 A matrix goes from the file to the kernels' panels in pieces, on all cores, so it lies in memory
 once. Its numbers are gguf's own, bit for bit; only their order changes. What llama.cpp has put into
 another order, as Llama's rows of queries and keys, is put back row by row. All that is no matrix is
-read as gguf_model.py reads it, in float32.
+read as gguf_model.py reads it, in float32. `compare` looks for faults in all this.
 """
 
 import logging
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -22,16 +24,9 @@ from kernels import library
 from kernels.experts import hold, matrices_of
 from kernels.weights import LANES, PanelEmbedding, PanelLinear, Panels, become
 
+from . import StartError
 from .gguf_file import GgufFile, Tensor
-from .gguf_model import (
-    Tables,
-    all_at_once,
-    assigned,
-    config_of,
-    empty_model,
-    open_model,
-    unpacked,
-)
+from .gguf_model import Tables, all_at_once, assigned, config_of, empty_model, open_model, unpacked
 
 LOG = logging.getLogger("serving.loading")
 
@@ -40,6 +35,7 @@ FORMS = {  # the kernels' names for GGUF's types
     "Q5_0": "Q5", "Q5_1": "Q5M", "Q4_K": "Q4K", "Q5_K": "Q5K", "Q6_K": "Q6K",
 }  # fmt: skip
 _PIECE = 1 << 20  # bytes that are read at once
+_NUM_COMPARED = 1 << 19  # weights that are compared in each of three places
 _MIXTURES = "qwen2moe", "qwen3moe"  # transformers puts gate and up of an expert in one matrix
 _EXPERTS = re.compile(r"(blk\.\d+\.ffn_)(gate|up|down)(_exps)\.weight")
 
@@ -102,8 +98,55 @@ def load_packed(file: GgufFile, config: PreTrainedConfig) -> tuple[Any, dict[str
     for name in {name.rpartition(".")[0] for name in experts}:
         part = model.get_submodule(name)
         hold(part, [experts[f"{name}.{matrix}"] for matrix in matrices_of(part)])
-    model.fingerprint = file.fingerprint
+    model.fingerprint, model.path = file.fingerprint, file.name
     return model, report
+
+
+def compare(model: Any) -> None:
+    """Compare a packed model's matrices with what gguf unpacks. Raises StartError if a bit differs.
+
+    Of each name and type, such as keys in Q4_K, the smallest matrix is taken: its first rows, some
+    in the middle and the last ones. Where transformers' own table moves rows, all are.
+    """
+    with open_model(model.path) as file, np.errstate(all="ignore"):  # numbers may be none
+        empty = empty_model(file, config_of(file), torch.float32)
+        tables, kinds = Tables(file, empty), dict[Any, Tensor]()
+        for tensor in sorted(file.tensors.values(), key=lambda tensor: -tensor.num_bytes):
+            names = {tensor.name, tensor.name.removesuffix(".weight")} & tables.names.keys()
+            if names and len(tensor.shape) > 1:
+                kinds[re.sub(r"\d+", "", tensor.name), tensor.type] = tensor
+        for tensor in kinds.values():
+            count, *sizes = tensor.shape
+            some = max(1, min(count, _NUM_COMPARED // prod(sizes)))  # rows, or experts
+            numbers = np.arange(count, dtype=np.float32)[:, None]
+            if len(sizes) == 1 and not np.array_equal(tables.alone(tensor, numbers)[1], numbers):
+                some = count
+            for first in {0, (count - some) // 2, count - some}:
+                offset = tensor.offset + tensor.num_bytes // count * first
+                piece = replace(tensor, shape=(some, *sizes), offset=offset)
+                found = tables.alone(tensor, unpacked(file, piece, torch.float32).numpy())
+                if not _is_held(model, empty, first, *found):
+                    what = f"{file.name} cannot be served as it is: {tensor.name} in memory is not"
+                    hint = "use --dtype bfloat16, for a draft model --no-kernels, and report this"
+                    raise StartError(f"{what} what gguf unpacks ({hint})")
+
+
+def _is_held(model: Any, empty: Any, first: int, name: str, weights: np.ndarray) -> bool:
+    """Whether panels hold these rows, or experts, from `first` on; True if there are none."""
+    (owner, _, kind), found = name.rpartition("."), torch.from_numpy(weights)
+    module = model.get_submodule(owner)
+    if found.dim() > 2:
+        packed = module.matrices[matrices_of(module).index(kind)][first : first + len(found)]
+        held = torch.stack([panels.unpacked() for panels in packed])
+        found = found.where(found.any(-1, keepdim=True), held)  # gate and up come one by one
+    elif not hasattr(module, "panels"):
+        return True
+    else:
+        packed = [module.panels]
+        found = found.T if isinstance(empty.get_submodule(owner), Conv1D) else found
+        held = module.panels.rows(torch.arange(first, first + len(found)))
+    found = found.bfloat16().float() if packed[0].form == "HALF" else found
+    return torch.equal(held.nan_to_num().view(torch.int32), found.nan_to_num().view(torch.int32))
 
 
 def pack_copy(path: str, model: Any) -> None:
@@ -130,7 +173,7 @@ class _Plan:
         numbers = np.arange(tensor.shape[0], dtype=np.float32)
         if len(tensor.shape) == 2:
             numbers = numbers[:, None]
-        self.target, found = self._process(numbers)
+        self.target, found = tables.alone(tensor, numbers)
         owner, _, kind = (self.target or "").rpartition(".")
         module = modules.get(owner)
         is_linear = isinstance(module, nn.Linear | Conv1D | nn.Embedding)
@@ -146,17 +189,10 @@ class _Plan:
             if not np.array_equal(rows, numbers.ravel()):
                 self._order = rows.astype(np.int64)
 
-    def _process(self, weights: np.ndarray) -> tuple[str | None, np.ndarray]:
-        """transformers' name of the tensor, None if it has none; and what it makes of weights."""
-        kept: dict[str, torch.Tensor] = {}
-        found = self._tables.process(self.tensor, weights, kept)
-        for name, own in kept.items():
-            return name, own.numpy()
-        return found
-
     def floats(self, file: GgufFile) -> np.ndarray:
         """Its weights in float32."""
-        return self._process(unpacked(file, self.tensor, torch.float32).numpy())[1]
+        weights = unpacked(file, self.tensor, torch.float32).numpy()
+        return self._tables.alone(self.tensor, weights)[1]
 
     def panels(self, file: GgufFile) -> Panels:
         """Its weights [outputs, inputs] in panels."""

@@ -8,7 +8,8 @@ through the KV cache in chunks, alone and in batches with the second, with refus
     reference = Reference.of(model)     before kernels/ take the modules' weights
     check(model)                        when all is prepared
 
-Of a GGUF file that is served as it is, what was found is kept in the user's cache folder.
+Both sides compute with the same weights. So those of a GGUF file that is served as it is are
+compared with gguf's, too, and what was found is kept in the user's cache folder.
 
 Sums of floats depend on their order, so equal means equal but for roundings. How much a model makes
 of a rounding is measured: its embeddings are changed by one rounding each. In a mixture of experts
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 
 from messages import in_short
 
-from . import StartError
+from . import StartError, gguf_packed
 from .catalogue import ROOT, cache_folder
 from .loading import PROGRESS
 
@@ -65,6 +66,8 @@ class Reference:
         model, length, note = cached.model, cached.max_length, _note(cached)
         if note and note.exists():
             return None
+        if cached.fingerprint:
+            gguf_packed.compare(model)
         # The layers of a packed model are compared one by one as well.
         lengths = _LENGTHS_PACKED if cached.fingerprint else _LENGTHS
         texts = random_texts(cached, [min(each, length) for each in lengths])

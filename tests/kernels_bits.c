@@ -1,6 +1,7 @@
-// Random decoders and batches, run by the kernels: prints a hash of all bits for each seed. Built for several
-// CPUs, whose hashes have to be equal, and with sanitizers. `kernels_bits FIRST COUNT THREADS [all]`
+// Random decoders and batches, run by the kernels, and rows of GGUF's types in panels: prints a hash of all bits for each
+// seed. Built for several CPUs, whose hashes have to be equal, and with sanitizers. `kernels_bits FIRST COUNT THREADS [all]`
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -78,6 +79,64 @@ static uint32_t hash_of(const void *data, size_t bytes, uint32_t hash) {
   return hash;
 }
 
+// Inputs and bytes of a block of GGUF's, by form.
+static const int kinds[][2] = {{1, 4}, {1, 2}, {1, 2}, {32, 34}, {32, 18}, {32, 20}, {32, 22}, {32, 24}, {256, 144}, {256, 176}, {256, 210}};
+
+static float half_of(const uint8_t *at) {
+  const int power = at[1] >> 2 & 31, rest = at[0] | (at[1] & 3) << 8;
+  const float x = power == 31 ? (rest ? NAN : INFINITY) : ldexpf((float)(rest + (power ? 1024 : 0)), (power ? power : 1) - 25);
+  return at[1] >> 7 ? -x : x;
+}
+
+// Number j of a block, as gguf unpacks it.
+static float plain(int form, const uint8_t *block, int j) {
+  const int has_minima = form == Q4M || form == Q5M, part = j / 32, i = j % 32;
+  const uint8_t *q = block + (has_minima ? 4 : 2), *six = block + 4;
+  uint32_t bits = 0; float x;
+  if (form == FLOAT16) return half_of(block);
+  if (form < Q8) return memcpy((uint8_t *)&bits + (form == HALF ? 2 : 0), block, kinds[form][1]), memcpy(&x, &bits, 4), x;
+  if (form == Q8) return half_of(block) * (int8_t)q[j];
+  if (form < Q4K) {
+    if (form >= Q5) memcpy(&bits, q, 4), q += 4;
+    const int n = (q[j % 16] >> 4 * (j / 16) & 15) | (bits >> j & 1) << 4;
+    return has_minima ? half_of(block) * n + half_of(block + 2) : half_of(block) * (n - (form == Q4 ? 8 : 16));
+  }
+  if (form == Q6K) {
+    const int low = block[64 * (j / 128) + j % 64] >> 4 * (j % 128 / 64) & 15, high = block[128 + 32 * (j / 128) + i] >> 2 * (part % 4) & 3;
+    return half_of(block + 208) * (int8_t)block[192 + j / 16] * ((low | high << 4) - 32);
+  }
+  const int d = part < 4 ? six[part] & 63 : (six[part + 4] & 15) | six[part - 4] >> 6 << 4;
+  const int m = part < 4 ? six[part + 4] & 63 : six[part + 4] >> 4 | six[part] >> 6 << 4;
+  const int low = block[(form == Q5K ? 48 : 16) + 32 * (part / 2) + i] >> 4 * (part % 2) & 15, high = form == Q5K ? block[16 + i] >> part & 1 : 0;
+  return half_of(block) * d * (low | high << 4) - half_of(block + 2) * m;
+}
+
+// A matrix's rows in two pieces, of any bytes and of scales that are odd: the hash of its panels, which must hold gguf's numbers.
+static uint32_t repacked(int form, uint32_t hash) {
+  static const uint16_t odd[] = {0, 0x8000, 1, 0x83ff, 0x7c00, 0xfc00, 0x7e00, 0xfdff, 0x7bff, 0x7f80};
+  const int per = kinds[form][0], bytes = kinds[form][1], outputs = 1 + next(50), blocks = 1 + next(per > 1 ? 3 : 80);
+  const int inputs = per * blocks - (form == Q8 ? (int)next(32) : 0), begins[] = {0, LANES * next((outputs + 15) / 16), outputs};
+  uint8_t *panels = malloc(bytes_of(form, outputs, inputs));
+  const matrix m = {form, outputs, inputs, panels, NULL, NULL};
+  float *found = malloc((size_t)inputs * 4);
+  for (int piece = 0; piece < 2; ++piece) {
+    const int first = begins[piece], rows = begins[piece + 1] - first;
+    uint8_t *data = malloc((size_t)rows * blocks * bytes);
+    for (int i = 0; i < rows * blocks * bytes; ++i) data[i] = next(256);
+    for (int i = 0; i < rows * blocks; ++i)
+      if (next(2)) memcpy(data + i * bytes + (form == Q6K ? 208 : bytes > 2 ? 2 * next(2) : 0), odd + next(10), 2);
+    repack(form, data, first, rows, inputs, panels);
+    for (int row = 0; row < rows; ++row) {
+      unpack(&m, first + row, found);
+      for (int k = 0; k < inputs; ++k) {
+        const float x = plain(form, data + (row * blocks + k / per) * bytes, k % per);
+        if (memcmp(&x, found + k, 4) && !(isnan(x) && isnan(found[k]))) printf("form %d, row %d: %g, not %g\n", form, row, found[k], x), exit(1);
+      }
+    }
+  }
+  return hash_of(panels, bytes_of(form, outputs, inputs), hash);
+}
+
 int main(int count, char **given) {
   const int first = count > 1 ? atoi(given[1]) : 0, seeds = count > 2 ? atoi(given[2]) : 8, threads = count > 3 ? atoi(given[3]) : 2;
   const uint32_t num_forms = count > 4 ? 11 : 10;
@@ -123,6 +182,7 @@ int main(int count, char **given) {
       memset(b->keys, 0xff, bytes), memset(b->values, 0xff, bytes);  // numbers that are none: nobody may read them
     }
     uint32_t hash = 2166136261u;
+    for (int form = 0; form < NUM_FORMS; ++form) hash = repacked(form, hash);
     int held[3] = {0};
     for (int step = 0; step < 5; ++step) {  // prompts, then a few tokens each, one of them with a branch
       int64_t ids[900], slot[900], position[900], place[900], line[900 * 2], wanted[900];

@@ -30,7 +30,7 @@ from test_gguf_file import MANY, MUTATIONS, mutated, settled
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from kernels import decoder, library, start
-from models import catalogue, loading, reference
+from models import catalogue, gguf_packed, loading, reference
 from models.gguf_file import BadFile, GgufFile
 from models.gguf_model import config_of, load_model, open_model, unpacked
 from models.gguf_packed import FORMS
@@ -266,6 +266,30 @@ def test_a_packed_block_that_differs_from_its_module_is_not_used(files, monkeypa
 
 
 @needs_compiler
+@pytest.mark.parametrize("fault", ["order", "matrix", "expert"])
+def test_panels_that_differ_from_the_file_are_refused(files, monkeypatch, tmp_path, fault):
+    """With all rows as the file has them, and by one bit; at every start."""
+    path = write_mixture(tmp_path / "a.gguf", "qwen3moe") if fault == "expert" else files["q8_0"]
+    monkeypatch.setattr(reference, "cache_folder", lambda: tmp_path)
+    plan = gguf_packed._Experts if fault == "expert" else gguf_packed._Plan
+    right = plan.panels
+
+    def panels(self, file):
+        if fault == "order":
+            self._order = None
+        made = right(self, file)
+        if fault != "order":
+            (made[-1] if fault == "expert" else made)._data[0] ^= 1
+        return made
+
+    monkeypatch.setattr(plan, "panels", panels)
+    name = {"order": "attn_[qk]", "expert": "_exps"}.get(fault, "")
+    for _ in range(2):
+        with pytest.raises(loading.StartError, match=f"{name}.* is not what gguf .*report this"):
+            load(model=path)
+
+
+@needs_compiler
 def test_a_type_that_no_kernel_multiplies_is_named_and_unpacked(tmp_path, tiny_folder, caplog):
     given, kind = random_blocks(64, 32, Kind.IQ4_NL), Kind.IQ4_NL
     given[:, :2] = np.array([0.001], np.float16).view(np.uint8)  # the scale of each row's block
@@ -398,7 +422,7 @@ def texts(count, special):
 
 @pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "gpt-2", "sentencepiece", "martian", None])
 def test_a_file_s_tokenizer_is_transformers_conversion(tiny_folder, tmp_path, caplog, pre):
-    """Whatever they are asked for: their parts are equal, and what they make of 1,000 texts.
+    """Whatever they are asked for: their parts are equal, and what they make of 10,000 texts.
 
     Of a rule for words that nobody knows there is a warning.
     """

@@ -80,6 +80,16 @@ def test_a_header_is_what_gguf_s_own_reader_finds(tmp_path, version):
         assert bytes(ours.read(ours.tensors["output.weight"], 34, 3)) == DATA[34:37]
 
 
+def test_a_fingerprint_depends_on_the_data_too(tmp_path):
+    """With the same header, size and time."""
+    found = []
+    for data in (DATA, DATA, DATA[:-1] + b"\0"):
+        path = write(tmp_path / "a.gguf", header() + data)
+        os.utime(path, (0, 0))
+        found.append(GgufFile(path).fingerprint)
+    assert found[0] == found[1] != found[2]
+
+
 def test_texts_are_a_sequence(tmp_path):
     with GgufFile(write(tmp_path / "a.gguf")) as file:
         words = file.metadata["tokenizer.ggml.tokens"]
