@@ -41,7 +41,8 @@ _MEANING = {
     "bonus": "the model's own next token",
 }
 _PLAIN = "plain decoding"
-_DEMO_S, _FEW = 60.0, 8  # that repeats may take; tokens that tell how long they take
+_DEMO_S, _MOST_S = 60.0, 120.0  # that repeats may take, and a single run
+_FEW, _SHORTEST = 8, 32  # tokens that tell how long a run takes; of a text, at least
 _FIGURES = (  # of a drafter's run, as its statistics have them
     "target_passes", "tokens_per_pass", "draft_acceptance_rate", "mean_acceptance_length",
     "num_draft_tokens", "num_accepted_draft_tokens",
@@ -281,8 +282,14 @@ def show_demo(engine: Any, options: Options, plain_decode: Decode, given: Namesp
         print(setting(engine, options))
         print(legend(colour), flush=True)
     document: dict[str, Any] = {"prompts": [], "interrupted": False}
+    seconds_a_token(engine, options, plain_decode)  # first calls are slow
+    if (repeats := given.repeats) is None:
+        token_s = seconds_a_token(engine, options, plain_decode)
+        options, prompts, repeats, said = fitting(token_s, options, prompts)
+        if said and not given.json:
+            print(said, flush=True)
     try:
-        for result in run_demo(engine, options, plain_decode, prompts, given.repeats):
+        for result in run_demo(engine, options, plain_decode, prompts, repeats):
             document["prompts"].append(result)
             if not given.json:
                 with tqdm.external_write_mode(sys.stdout):
@@ -364,20 +371,44 @@ def worked_cycle(
 
 
 def run_demo(
-    engine: Any, options: Options, plain_decode: Decode, prompts: Prompts, repeats: int | None
+    engine: Any, options: Options, plain_decode: Decode, prompts: Prompts, repeats: int
 ) -> Iterator[dict[str, Any]]:
-    """Each demo prompt by every method, so many times; None: as often as a minute or so allows."""
-    few, text = replace(options, max_tokens=_FEW), engine.target.tokenizer("warm up")["input_ids"]
-    compare(engine, text, few, 1, plain_decode)  # first calls are slow
-    if repeats is None:
-        began = time.perf_counter()
-        compare(engine, text, few, 1, plain_decode)
-        num_tokens = len(prompts) * (options.max_tokens or Request.max_tokens)
-        expected_s = (time.perf_counter() - began) * num_tokens / _FEW
-        repeats = max(1, min(3, int(_DEMO_S / expected_s)))
+    """Each demo prompt by every method, so many times."""
     for name, (text, ids) in tqdm(prompts.items(), desc="demo prompts"):
         result = compare(engine, ids, options, repeats, plain_decode)
         yield {"name": name, "prompt": text} | result
+
+
+def seconds_a_token(engine: Any, options: Options, plain_decode: Decode) -> float:
+    """How long all methods together take for a token."""
+    few, text = replace(options, max_tokens=_FEW), engine.target.tokenizer("warm up")["input_ids"]
+    began = time.perf_counter()
+    compare(engine, text, few, 1, plain_decode)
+    return (time.perf_counter() - began) / _FEW
+
+
+def fitting(
+    token_s: float, options: Options, prompts: Prompts
+) -> tuple[Options, Prompts, int, str]:
+    """What fits into the demo's time: options, prompts, repeats, and what was left out, in words.
+
+    Where a pass is slow, texts are shorter first, unless their length was given; then prompts are
+    left out.
+    """
+    count = options.max_tokens or Request.max_tokens
+    expected_s = token_s * count * len(prompts)
+    repeats = max(1, min(3, int(_DEMO_S / expected_s)))
+    if expected_s <= _MOST_S:
+        return options, prompts, repeats, ""
+    tokens = options.max_tokens or max(_SHORTEST, int(count * _MOST_S / expected_s))
+    most = max(2, int(_MOST_S / (token_s * tokens)))
+    names = list(prompts)[:: -(-len(prompts) // most)]
+    said = (
+        f"a pass takes long here: {len(names)} of {len(prompts)} prompts, "
+        f"{tokens} tokens each (--repeats 1 runs all)"
+    )
+    few = {name: prompts[name] for name in names}
+    return replace(options, max_tokens=tokens), few, 1, said
 
 
 def timed(ms: list[float]) -> dict[str, Any]:

@@ -89,6 +89,29 @@ def test_the_demo_runs_the_prompts_that_are_named_by_name_or_kind(main):
         main("--demo", "--prompts", "poem")
 
 
+@pytest.mark.parametrize(
+    ("token_s", "max_tokens", "expected"),
+    [
+        (0.01, None, (None, 8, 3, "")),
+        (0.05, None, (None, 8, 1, "")),
+        (0.25, None, (60, 8, 1, "8 of 8 prompts, 60 tokens each")),
+        (1.5, None, (32, 2, 1, "2 of 8 prompts, 32 tokens each")),
+        (9.0, None, (32, 2, 1, "2 of 8 prompts, 32 tokens each")),
+        (0.25, 100, (100, 4, 1, "4 of 8 prompts, 100 tokens each")),
+    ],
+)
+def test_a_demo_of_a_slow_model_has_fewer_tokens_and_prompts_and_says_so(
+    token_s, max_tokens, expected
+):
+    prompts = {name: ("", []) for name in "abcdefgh"}
+    given = core.Options(max_tokens=max_tokens)
+    options, chosen, repeats, said = terminal.fitting(token_s, given, prompts)
+    assert (options.max_tokens, len(chosen), repeats) == expected[:3]
+    assert chosen.keys() <= prompts.keys() and expected[3] in said
+    seconds = token_s * len(chosen) * (options.max_tokens or 128)
+    assert seconds <= 121 or len(chosen) == 2
+
+
 def test_an_interrupted_demo_keeps_what_is_done(main, monkeypatch):
     compare, given = terminal.compare, ("--demo", "--max-tokens", "4", "--repeats", "1")
 
