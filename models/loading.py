@@ -210,20 +210,21 @@ def check_weights(name: str, report: dict[str, Any]) -> None:
     `report` is what from_pretrained tells. Tied weights and weights for other heads, such as MTP
     layers, are not in it.
     """
+    asks = "header asks for" if is_gguf(name) else "config.json asks for"
     missing = sorted(report["missing_keys"])
     if missing:
         unread = sorted(report["unexpected_keys"])
         renamed = f" (not used: {len(unread)} in the file, first {unread[0]})" if unread else ""
         raise StartError(
-            f"{name} lacks {len(missing)} of the weights that its config.json asks for, "
-            f"first {missing[0]}{renamed}"
+            f"{name} lacks {len(missing)} of the weights that its {asks}, first "
+            f"{missing[0]}{renamed}"
         )
     sizes = sorted(report["mismatched_keys"])
     if sizes:
         key, found, wanted = sizes[0]
         raise StartError(
-            f"{name} has another size than its config.json asks for in {len(sizes)} of its "
-            f"weights, first {key}: {list(found)} instead of {list(wanted)}"
+            f"{name} has another size than its {asks} in {len(sizes)} of its weights, "
+            f"first {key}: {list(found)} instead of {list(wanted)}"
         )
     if report["error_msgs"]:
         raise StartError(f"cannot load {name}: {in_short(report['error_msgs'][0])}")

@@ -42,6 +42,7 @@ _SHAKES = 8  # times the effect of shaken embeddings; about 2 was the most that 
 _SHARE_OF_LARGEST = 1e-3  # in mixtures: another expert for one token moves those after it by less
 _CODE = "kernels", "models", "serving"  # folders whose code a comparison depends on
 _SHARE_PACKED = 0.05  # where a rounding may make an input another number of 8 bits
+_MOST_NOTES = 100  # of files that were compared; a new version of this code writes them anew
 _BATCHES = (6, 1), (1, 4), (3, 6), (2, 2)  # tokens of the text and of its neighbour, in turn
 
 
@@ -103,6 +104,9 @@ class Reference:
             with suppress(OSError):  # then the next start compares again
                 self.note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self.note.touch()
+                notes = sorted(self.note.parent.iterdir(), key=lambda note: note.stat().st_mtime)
+                for oldest in notes[:-_MOST_NOTES]:
+                    oldest.unlink()
 
     @torch.inference_mode()
     def _distance(self, cached: Any) -> float:

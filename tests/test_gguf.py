@@ -290,6 +290,18 @@ def test_panels_that_differ_from_the_file_are_refused(files, monkeypatch, tmp_pa
 
 
 @needs_compiler
+def test_the_latest_comparisons_are_remembered(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(reference, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(reference, "_MOST_NOTES", 1)
+    (tmp_path / "compared").mkdir()
+    (tmp_path / "compared" / "old").touch()
+    os.utime(tmp_path / "compared" / "old", (0, 0))
+    load(model=files["q8_0"])
+    (kept,) = (tmp_path / "compared").iterdir()
+    assert kept.name != "old"
+
+
+@needs_compiler
 def test_a_type_that_no_kernel_multiplies_is_named_and_unpacked(tmp_path, tiny_folder, caplog):
     given, kind = random_blocks(64, 32, Kind.IQ4_NL), Kind.IQ4_NL
     given[:, :2] = np.array([0.001], np.float16).view(np.uint8)  # the scale of each row's block
