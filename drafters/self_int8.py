@@ -104,4 +104,6 @@ def smaller_copy(target: Model) -> Model:
     if target.pack_copy:
         target.pack_copy(twin.model)
     speed_up(twin, None if target.pack_copy else "int8", has_own_embedding=False)
+    if twin.fast:
+        twin.fast.sharpen()
     return twin

@@ -277,7 +277,7 @@ class Decoder:
 
     def __init__(self, blocks: Sequence[Block], ropes: dict[str, _Rope]) -> None:
         self.blocks, self.num_threads = list(blocks), torch.get_num_threads()
-        self.kept: list[Any] = [ropes]  # what the structure points to
+        self.ropes, self.kept = ropes, list[Any]()  # what the structure points to
         kinds = list(ropes)
         self.attending = [block for block in blocks if block.net is None]
         self.nets = [block.net for block in blocks if block.net]
@@ -492,6 +492,38 @@ def ropes_of(module: Any, kinds: Sequence[str], length: int) -> dict[str, _Rope]
         found[kind] = _Rope(width, length, *map(_at, halves))
         found[kind].tables = halves  # they stay for as long as it does
     return found
+
+
+@torch.no_grad()
+def sharpen(module: Any, ropes: dict[str, _Rope]) -> None:
+    """Compute the tables anew in double, so that they are the same on every machine.
+
+    transformers' own float32 angles are as far from these as their roundings explain; a table that
+    is not stays as it is, since the module then turns in a way that is not known here.
+    """
+    for kind, rope in ropes.items():
+        prefix = f"{kind}_" if isinstance(module.rope_type, dict) else ""
+        theirs = getattr(module, f"{prefix}inv_freq").double()
+        scale = float(getattr(module, f"{prefix}attention_scaling", 1.0))
+        if len(theirs) != rope.tables[0].shape[1]:
+            continue
+        parameters = getattr(module.config, "rope_parameters", None) or {}
+        base = parameters.get(kind, parameters).get("rope_theta") or 1.0
+        # The power of the usual kind depends on the CPU in float32, too.
+        powers = [base ** (-i / len(theirs)) for i in range(len(theirs))]
+        usual = torch.tensor(powers, dtype=torch.float64).float().double()
+        frequencies = usual if torch.allclose(usual, theirs, rtol=1e-6, atol=0) else theirs
+        made = [torch.empty_like(table) for table in rope.tables]
+        *tables, given = (ctypes.c_void_p(_at(x)) for x in (*made, frequencies))
+        sizes = made[0].shape
+        library.load().tabulate(*tables, *sizes, given, ctypes.c_double(scale))
+        # Roundings of the frequency, of the angle, and of cos and sin.
+        angles = torch.arange(sizes[0])[:, None] * frequencies
+        explained = (1 + abs(scale)) * torch.finfo(torch.float32).eps * (angles + 4)
+        pairs = list(zip(rope.tables, made, strict=True))
+        if all(((table - own).abs() <= explained).all() for table, own in pairs):
+            for table, own in pairs:
+                table.copy_(own)
 
 
 def can_tabulate(rotary: Any) -> bool:

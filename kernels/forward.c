@@ -4,6 +4,7 @@
 #define _GNU_SOURCE
 #include "forward.h"
 
+#include <math.h>
 #include <stdlib.h>
 
 #include "threads.h"
@@ -20,6 +21,16 @@ typedef struct {
   uint8_t *prepared;
   int threads;
 } forward;
+
+// Fill tables [length, width] of cos and sin, computed in double and rounded once: torch's own, in float, depend on the
+// CPU, and far on their angles are wrong by 2e-4.
+void tabulate(float *cosines, float *sines, int length, int width, const double *frequencies, double scale) {
+  for (int i = 0; i < length; ++i)
+    for (int j = 0; j < width; ++j) {
+      *cosines++ = (float)(cos(i * frequencies[j]) * scale);
+      *sines++ = (float)(sin(i * frequencies[j]) * scale);
+    }
+}
 
 // ------------------------------------------------------------------------------------- parts of a row
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from messages import Model, Output
 
 from . import library
-from .decoder import MOST_ROWS, Decoder, Rows
+from .decoder import MOST_ROWS, Decoder, Rows, sharpen
 from .modules import Modules
 from .parts import is_same
 from .weights import panels_in
@@ -135,6 +135,10 @@ class KernelForward:
     def _dtype(self) -> torch.dtype:
         return self._model.model.dtype  # which transformers looks for among all weights
 
+    def sharpen(self) -> None:
+        """Let rotations have the same bits on every machine, once all has been compared."""
+        sharpen(getattr(self._model.model.get_decoder(), "rotary_emb", None), self.decoder.ropes)
+
     def quantise(self, has_own_embedding: bool = True) -> None:
         """Make integers of the model's weights."""
         self.decoder.quantise(has_own_embedding)
@@ -196,6 +200,9 @@ class ModuleForward(KernelForward):
     def num_bytes(self) -> int:
         """Of the matrices in panels."""
         return sum(panels.num_bytes for panels in panels_in(self._model.model))
+
+    def sharpen(self) -> None:
+        """Their rotations are transformers' own."""
 
     def shares(self, rows: list[int]) -> bool:
         """Whether texts in these empty rows do not mix. The rows are empty again afterwards."""

@@ -137,11 +137,16 @@ def _note(cached: Any) -> Path | None:
 
 
 def check(cached: Any) -> None:
-    """Compare a CachedModel with its reference, once; StartError if its logits are others."""
+    """Compare a CachedModel with its reference, once; StartError if its logits are others.
+
+    Then its rotations may be more exact than those of the reference.
+    """
     reference, cached.reference = cached.reference, None  # it is large
     if reference:
         PROGRESS.info("comparing the logits with those of transformers' own forward")
         reference.check(cached)
+    if cached.fast:
+        cached.fast.sharpen()
 
 
 class _Reader:

@@ -2,6 +2,7 @@
 CPU they are the same. Where nothing can be compiled, the modules run."""
 
 import ctypes
+import math
 import os
 import re
 import shutil
@@ -58,8 +59,14 @@ def test_speculation_alone_and_in_a_batch_keeps_every_bit(dtype, quantize, tiny_
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(5, 1, 40), (4, 4, 24), (6, 2, 80)])
-def test_attention_of_any_shape_gives_what_torch_s_gives(heads, kv_heads, width, tmp_path):
-    """Groups of 5, 1 and 3 queries; widths that 16 does not divide; texts in blocks and behind."""
+def test_attention_of_any_shape_gives_what_torch_s_gives(
+    heads, kv_heads, width, tmp_path, monkeypatch
+):
+    """Groups of 5, 1 and 3 queries; widths that 16 does not divide; texts in blocks and behind.
+
+    Rotations stay torch's own, whose angles are less exact.
+    """
+    monkeypatch.setattr("kernels.forward.sharpen", lambda *_: None)
     save_small(
         "qwen3", tmp_path, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=width,
         max_position_embeddings=640, use_sliding_window=True, sliding_window=37,
@@ -182,6 +189,20 @@ def test_what_was_compiled_is_used_again_and_a_broken_file_is_made_anew(tmp_path
         assert said == "little\n"
         times.append(file.stat().st_mtime_ns)
     assert times[0] == times[1] < times[2]
+
+
+def test_rotations_are_computed_in_double_and_rounded_once(demo_engine):
+    """torch's own tables depend on the CPU's instructions."""
+    ((kind, rope),) = demo_engine.target.fast.decoder.ropes.items()
+    cos, sin = rope.tables
+    length, width = cos.shape
+    parameters = demo_engine.target.model.config.rope_parameters
+    base = parameters.get(kind, parameters)["rope_theta"]
+    frequencies = np.float32([base ** (-i / width) for i in range(width)]).astype(float)
+    angles = [[i * float(one) for one in frequencies] for i in range(length)]
+    for table, function in ((cos, math.cos), (sin, math.sin)):
+        expected = np.float32([[function(angle) for angle in row] for row in angles])
+        assert np.array_equal(table.numpy(), expected)
 
 
 def test_a_short_context_has_short_tables(prompts):
