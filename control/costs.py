@@ -158,7 +158,7 @@ class Costs:
         self.drafts: dict[str, dict[int, Line]] = {}  # by drafter, and class of requests
         self.reads: dict[str, list[float]] = {}  # the latest: ms for a token that was missed
         self._told: list[tuple[str, list[int], int, float]] = []  # drafts of this cycle
-        self._cycles: list[tuple[int, int, float, list[Any]]] = []  # that nobody has looked at yet
+        self._cycles: list[tuple[int, int, float, list[tuple]]] = []  # nobody has looked at yet
         self._prices: dict[tuple[int, int], Prices] = {}
 
     def runs_model(self, name: str) -> bool:
