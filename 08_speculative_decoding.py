@@ -455,7 +455,7 @@ class Engine:
 
     def open(self, request: Request) -> Sequence:
         """Admit a request; caps max_tokens. Raises ValueError: bad prompt, or no free cache row."""
-        check_prompt(request.prompt, self.target)
+        check_prompt(request.prompt, self.target.max_length, self.target.vocab_size)
         room = self.target.max_length - len(request.prompt)
         wanted = request.drafter if request.num_speculative_tokens else None
         names = self.panel.choices[wanted] if wanted else ()
@@ -659,7 +659,7 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
         return http.with_status(answers.health(engine, worker, options))
 
     read = partial(openai.read_chat, engine.target, options.max_tokens)
-    openai.register_routes(app, engine.target, begin, whole, read)
+    openai.register_routes(app, engine.target.name, engine.target.max_length, begin, whole, read)
     return app
 
 

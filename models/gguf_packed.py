@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.gguf import GGUF_ARCHS
 from transformers.pytorch_utils import Conv1D
 
@@ -23,15 +23,7 @@ from kernels.experts import hold, matrices_of
 from kernels.weights import LANES, PanelEmbedding, PanelLinear, Panels, become
 
 from .gguf_file import GgufFile, Tensor
-from .gguf_model import (
-    Tables,
-    all_at_once,
-    assigned,
-    config_of,
-    empty_model,
-    open_model,
-    unpacked,
-)
+from .gguf_model import Tables, all_at_once, assigned, config_of, empty_model, open_model, unpacked
 
 LOG = logging.getLogger("serving.loading")
 
@@ -59,7 +51,7 @@ def why_not(file: GgufFile) -> str | None:
     return None
 
 
-def load_packed(file: GgufFile, config: PreTrainedConfig) -> tuple[Any, dict[str, Any]]:
+def load_packed(file: GgufFile, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model, and what transformers tells of its weights. Raises BadFile."""
     empty = empty_model(file, config, torch.float32)
     tables, modules = Tables(file, empty), dict(empty.named_modules())
@@ -106,7 +98,7 @@ def load_packed(file: GgufFile, config: PreTrainedConfig) -> tuple[Any, dict[str
     return model, report
 
 
-def pack_copy(path: str, model: Any) -> None:
+def pack_copy(path: str, model: PreTrainedModel) -> None:
     """Have a copy of a model compute with the blocks of the file that was unpacked for the model.
 
     Their numbers are the model's own, and only inputs are rounded, so the copy drafts well. Raises
@@ -211,7 +203,7 @@ class _Experts:
 
 
 @torch.no_grad()
-def _put(model: Any, packed: dict[str, Panels]) -> None:
+def _put(model: PreTrainedModel, packed: dict[str, Panels]) -> None:
     """Have the modules compute with panels, biases included."""
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = output is not None and output.weight is embedding.weight

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from messages import Request, RequestError
+from messages import Engine, Json, Request, RequestError, TextSequence
 
 from . import faults, story, trace
 from .metrics import Histogram
@@ -76,10 +76,10 @@ class Job:
         self.first_token: float | None = None
         self.submitted = time.monotonic()
         self.deadline = self.submitted + timeout_s
-        self.sequence: Any = None  # the engine's, once it runs
-        self.events: list[dict[str, Any]] = []  # kept for a trace
+        self.sequence: TextSequence | None = None  # the engine's, once it runs
+        self.events: list[Json] = []  # kept for a trace
         self._changed = threading.Condition()
-        self._news: list[dict[str, Any]] = []  # events that nobody has taken yet
+        self._news: list[Json] = []  # events that nobody has taken yet
         self._is_read = True  # by iteration
         self._is_awaited = False  # whether an event is to wake who iterates
 
@@ -104,7 +104,7 @@ class Job:
         request = self.request
         return self._is_read or request.trace or request.logprobs is not None
 
-    def put(self, event: dict[str, Any]) -> None:
+    def put(self, event: Json) -> None:
         """Hand an event to whoever iterates."""
         if self.request.trace:
             self.events.append(event)
@@ -137,7 +137,7 @@ class Job:
             self._sleep(threading.TIMEOUT_MAX)
         self._check()
 
-    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+    def __iter__(self) -> Iterator[list[Json]]:
         """The engine's events as they come, and [] every 0.1 s without one; re-raises its error.
 
         Ends at once when the job is cancelled. Raises RequestError 504 past the deadline, whether
@@ -192,8 +192,8 @@ class Places:
         self.options, self.draining = options, False
         self.first_token_s = Histogram()
         self._began, self._failures_in_a_row = time.monotonic(), 0
-        self._waiting: deque[Any] = deque()
-        self._running: list[Any] = []
+        self._waiting: deque[Job] = deque()
+        self._running: list[Job] = []
         self._changed = threading.Condition()
 
     @property
@@ -226,9 +226,9 @@ class Worker(Places):
 
     def __init__(
         self,
-        engine: Any,
+        engine: Engine | None,
         options: Options,
-        load: "Callable[[Worker], tuple[Any, Any]] | None" = None,
+        load: "Callable[[Worker], tuple[Engine, Any]] | None" = None,
     ) -> None:
         """Without an engine, `load` makes one and the `app` around it, in the worker's thread.
 
@@ -236,9 +236,9 @@ class Worker(Places):
         all take turns, and a pass takes twice as long. Raises what `load` raises.
         """
         super().__init__(options)
-        self._story: dict[str, Any] | None = None  # what the page opens on
+        self._story: Json | None = None  # what the page opens on
         self._story_is_over = threading.Event()
-        self.app: Any = None
+        self.app: Any = None  # a Flask
         self._engine, self._load, self._died = engine, load, False
         self._busy_since: float | None = None
         loaded: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -293,7 +293,7 @@ class Worker(Places):
             job.end(unavailable(WHY_NOT["draining"]))
         return len(left)
 
-    def story(self, timeout_s: float) -> dict[str, Any] | None:
+    def story(self, timeout_s: float) -> Json | None:
         """What the page opens on; wait for it so long. None while there is none."""
         self._story_is_over.wait(timeout_s)
         return self._story
@@ -406,7 +406,7 @@ class Worker(Places):
         job.end(error)
 
 
-def warm_up(engine: Any) -> None:
+def warm_up(engine: Engine) -> None:
     """Let the target and each model that drafts run once, before a measurement counts.
 
     First calls are slow: buffers are allocated. Each is asked for a whole draft, so the target runs
