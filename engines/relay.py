@@ -22,7 +22,7 @@ from typing import Any
 from control.statistics import ratio
 from messages import Json, Request
 from serving.options import Options
-from serving.worker import WHY_NOT, Job, Places, unavailable
+from serving.worker import WHY_NOT, Admission, Job, unavailable
 
 from .client import Client, broke_off, hang_up
 
@@ -214,7 +214,7 @@ class RemoteJob(Job):
             raise broke_off("its stream ended without a reason")
 
 
-class Relay(Places):
+class Relay(Admission):
     """What stands where a worker does: places for requests, and the state of the engine."""
 
     def __init__(self, client: Client, model: str, options: Options) -> None:

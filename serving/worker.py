@@ -185,7 +185,7 @@ def cancel(jobs: Iterable[Job]) -> None:
         job.cancel()
 
 
-class Places:
+class Admission:
     """Takes requests in: places for `max_running` that run, and `max_queued` that wait."""
 
     def __init__(self, options: Options) -> None:
@@ -221,7 +221,7 @@ class Places:
             raise RequestError(f"{waiting} requests wait already", status=429, code="queue_full")
 
 
-class Worker(Places):
+class Worker(Admission):
     """Runs up to `max_running` jobs at once on an engine, in a thread of its own."""
 
     def __init__(
