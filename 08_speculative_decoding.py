@@ -46,7 +46,7 @@ from drafters import Context, Drafter, Line, Noise, branches
 from drafters.panel import Panel, Seat
 from kernels import library
 from kernels.buffers import lazy_zeros, scrub
-from kernels.forward import Report
+from kernels.forward import KernelForward, Report
 from kernels.prefix import PrefixCache
 from kernels.start import get_ready, report_of, speed_up
 from kernels.states import follow_rows
@@ -55,7 +55,7 @@ from messages import Cycle, Draft, Judgement, Layers, Output, Request, Sampling
 from models import loading
 from models.catalogue import with_model
 from models.gpt_neo import follow_masks
-from models.prompts import check_prompt
+from models.prompts import Tokenizer, check_prompt
 from models.reference import Reference, check, refusal
 from sampling import ACCEPT, DRAW, RECOVER, TextStream, choose, draw, penalise, truncated_softmax
 from serving import answers, faults, http, openai
@@ -77,7 +77,7 @@ class Place:
     counts: list[int]
     ends: list[int]  # each text's length after the pass
     end: int  # the largest of them: attention reads this many keys of each text
-    device: Any
+    device: torch.device
 
     @cached_property
     def positions(self) -> Tensor:
@@ -256,7 +256,7 @@ class CachedModel:
         self.has_experts = loaded.structure.has_experts
         self.fingerprint, self.pack_copy = loaded.fingerprint, loaded.pack_copy  # of GGUF files
         self.cache = self.new_cache(loaded.structure.num_cache_layers, num_rows)
-        self.fast: Any = None  # the forward in C, if `speed_up` put one in the place of `forward`
+        self.fast: KernelForward | None = None  # put by `speed_up` in the place of `forward`
         self.report: Report | None = None  # whether a token's bits depend on how it is computed
         self.reference: Reference | None = None  # logits of transformers' own modules, to compare
 
@@ -389,7 +389,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 class Sequence:
     """A request under way: its tokens, cache row, seat among the drafters, text and statistics."""
 
-    def __init__(self, request: Request, row: int, tokenizer: Any) -> None:
+    def __init__(self, request: Request, row: int, tokenizer: Tokenizer) -> None:
         self.request, self.row, self.tokenizer = request, row, tokenizer
         self.seat = Seat(request.prompt, request.drafting, row, request.is_alone)
         self.noise, self.tokens = Noise(request.seed), list(request.prompt)
@@ -455,7 +455,7 @@ class Engine:
 
     def open(self, request: Request) -> Sequence:
         """Admit a request; caps max_tokens. Raises ValueError: bad prompt, or no free cache row."""
-        check_prompt(request.prompt, self.target)
+        check_prompt(request.prompt, self.target.max_length, self.target.vocab_size)
         room = self.target.max_length - len(request.prompt)
         wanted = request.drafter if request.num_speculative_tokens else None
         names = self.panel.choices[wanted] if wanted else ()
@@ -660,7 +660,7 @@ def create_app(engine: Engine, options: Options, worker: Worker | None = None) -
         return http.with_status(answers.health(engine, worker, options))
 
     read = partial(openai.read_chat, engine.target, options.max_tokens)
-    openai.register_routes(app, engine.target, begin, whole, read)
+    openai.register_routes(app, engine.target.name, engine.target.max_length, begin, whole, read)
     return app
 
 

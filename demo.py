@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from statistics import median, median_low
-from typing import Any
 
 import huggingface_hub
 import torch
@@ -23,8 +22,8 @@ import transformers
 from tqdm import tqdm
 
 from control.planner import TREE
-from control.statistics import PLAIN, ratio
-from messages import Request, RequestError
+from control.statistics import PLAIN, Statistics, ratio
+from messages import Engine, Json, Request, RequestError, TextSequence
 from models.loading import StartError
 from models.prompts import chat_ids, prompt_ids
 from models.shortage import is_shortage, tell_error, told
@@ -97,7 +96,7 @@ def exit_status(act: Callable[[], int]) -> int:
 # ------------------------------------------------------------------------------ one prompt
 
 
-def show_prompt(engine: Any, wanted: Request, num_explained: int = 0) -> int:
+def show_prompt(engine: Engine, wanted: Request, num_explained: int = 0) -> int:
     """One generation, streamed to the terminal with the origin of each token, then its figures.
 
     Of the first `num_explained` cycles, prefill included, every step is shown before the text.
@@ -140,7 +139,7 @@ def mark(pieces: Iterable[tuple[str, str]], colour: bool) -> str:
     return "".join(_BRACKETS[kind][0] + text + _BRACKETS[kind][1] for text, kind in pieces)
 
 
-def end_of_text(engine: Any, sequence: Any) -> str:
+def end_of_text(engine: Engine, sequence: TextSequence) -> str:
     """The token that ended a text or a turn, as it is written; nothing if none did."""
     last, tokenizer = sequence.tokens[-1], engine.target.tokenizer
     has_text = tokenizer.decode([last], skip_special_tokens=True)  # and is in the text already
@@ -154,7 +153,7 @@ def legend(colour: bool) -> str:
     return " · ".join(f"{mark([(kind, kind)], colour)} {_MEANING[kind]}" for kind in _MEANING)
 
 
-def explain(event: dict[str, Any]) -> str:
+def explain(event: Json) -> str:
     """One cycle of a trace, step by step: draft, verdicts with what decided, the cut.
 
     Of a prefill only what it cached and chose.
@@ -200,7 +199,7 @@ def _branches(tree: list[dict[str, int]], texts: dict[int, str], at: int = -1) -
     return f"({' | '.join(ways)})" if len(ways) > 1 else "".join(ways)
 
 
-def _why(token: dict[str, Any]) -> str:
+def _why(token: Json) -> str:
     """What decided on a token: numbers under the rule of rejection, else the target's choice."""
     kind = token["kind"]
     if "u" in token:
@@ -217,7 +216,7 @@ def _why(token: dict[str, Any]) -> str:
     return f"log p {score:.2f} + noise {total - score:.2f} = {total:.2f}"
 
 
-def print_figures(finish_reason: str, statistics: Any) -> None:
+def print_figures(finish_reason: str | None, statistics: Statistics) -> None:
     """The closing line of one generation."""
     s, rate = statistics, statistics.draft_acceptance_rate
     print(
@@ -247,7 +246,7 @@ def _kind(name: str) -> str:
     return name.partition("_")[0]
 
 
-def chosen_prompts(engine: Any, options: Options, names: list[str] | None) -> Prompts:
+def chosen_prompts(engine: Engine, options: Options, names: list[str] | None) -> Prompts:
     """The demo prompts to run: those of some names or kinds, or all that suit the model.
 
     A chat model gets those of the kind chat. Raises ValueError where another model is to have one.
@@ -269,7 +268,7 @@ def chosen_prompts(engine: Any, options: Options, names: list[str] | None) -> Pr
     }
 
 
-def show_demo(engine: Any, options: Options, plain_decode: Decode, given: Namespace) -> int:
+def show_demo(engine: Engine, options: Options, plain_decode: Decode, given: Namespace) -> int:
     """Run the demo, and print each prompt's result as it is done.
 
     Interrupted, it goes on to the totals of what was done. Returns 1 if a drafter's text was not
@@ -281,7 +280,7 @@ def show_demo(engine: Any, options: Options, plain_decode: Decode, given: Namesp
     if not given.json:
         print(setting(engine, options))
         print(legend(colour), flush=True)
-    document: dict[str, Any] = {"prompts": [], "interrupted": False}
+    document: Json = {"prompts": [], "interrupted": False}
     seconds_a_token(engine, options, plain_decode)  # first calls are slow
     if (repeats := given.repeats) is None:
         token_s = seconds_a_token(engine, options, plain_decode)
@@ -329,14 +328,14 @@ def request_of(prompt: list[int], drafter: str, options: Options, trace: bool = 
 
 
 def compare(
-    engine: Any, prompt: list[int], options: Options, repeats: int, plain_decode: Decode
-) -> dict[str, Any]:
+    engine: Engine, prompt: list[int], options: Options, repeats: int, plain_decode: Decode
+) -> Json:
     """One prompt by plain decoding and by each drafter, in turn; times are medians."""
     wanted = request_of(prompt, PLAIN, options)
     given = prompt, wanted.max_tokens, engine.eos_ids, wanted.sampling, wanted.seed
     methods = [n for n in engine.panel.choices if n != TREE or n == engine.default_drafter]
     times: dict[str, list[float]] = {name: [] for name in [PLAIN, *methods]}
-    runs: dict[str, list[Any]] = {name: [] for name in methods}
+    runs: dict[str, list[TextSequence]] = {name: [] for name in methods}
     for _ in range(repeats):
         for name, measured in times.items():
             began = time.perf_counter()
@@ -358,9 +357,7 @@ def compare(
     }
 
 
-def worked_cycle(
-    engine: Any, prompts: dict[str, list[int]], options: Options
-) -> dict[str, Any] | None:
+def worked_cycle(engine: Engine, prompts: dict[str, list[int]], options: Options) -> Json | None:
     """The first cycle of the default drafter that accepts one token and rejects another."""
     for name, prompt in prompts.items():
         wanted = request_of(prompt, engine.default_drafter, options, trace=True)
@@ -371,15 +368,15 @@ def worked_cycle(
 
 
 def run_demo(
-    engine: Any, options: Options, plain_decode: Decode, prompts: Prompts, repeats: int
-) -> Iterator[dict[str, Any]]:
+    engine: Engine, options: Options, plain_decode: Decode, prompts: Prompts, repeats: int
+) -> Iterator[Json]:
     """Each demo prompt by every method, so many times."""
     for name, (text, ids) in tqdm(prompts.items(), desc="demo prompts"):
         result = compare(engine, ids, options, repeats, plain_decode)
         yield {"name": name, "prompt": text} | result
 
 
-def seconds_a_token(engine: Any, options: Options, plain_decode: Decode) -> float:
+def seconds_a_token(engine: Engine, options: Options, plain_decode: Decode) -> float:
     """How long all methods together take for a token."""
     few, text = replace(options, max_tokens=_FEW), engine.target.tokenizer("warm up")["input_ids"]
     began = time.perf_counter()
@@ -411,14 +408,14 @@ def fitting(
     return replace(options, max_tokens=tokens), few, 1, said
 
 
-def timed(ms: list[float]) -> dict[str, Any]:
+def timed(ms: list[float]) -> Json:
     """The median of several runs, and all of them."""
     return {"ms": round(median(ms), 2), "ms_of_runs": [round(each, 2) for each in ms]}
 
 
 def demo_run(
-    engine: Any, sequences: list[Any], ms: list[float], standard: dict[str, Any]
-) -> dict[str, Any]:
+    engine: Engine, sequences: list[TextSequence], ms: list[float], standard: Json
+) -> Json:
     """One prompt by one drafter, run several times, beside plain decoding of it (`standard`).
 
     Under the rule of rejection sampled outputs are draws of their own, and not compared (identical:
@@ -448,9 +445,9 @@ def demo_run(
     return figures | run | timed(ms) | steady
 
 
-def demo_totals(results: list[dict[str, Any]], is_coupled: bool) -> dict[str, dict[str, Any]]:
+def demo_totals(results: list[Json], is_coupled: bool) -> dict[str, Json]:
     """All prompts together, by method; `results` has one entry for each prompt."""
-    totals: dict[str, dict[str, Any]] = {}
+    totals: dict[str, Json] = {}
     for method in ["standard", *results[0]["speculative"]]:
         runs = [r["speculative"].get(method, r["standard"]) for r in results]
         tokens = sum(len(run["token_ids"]) for run in runs)
@@ -483,7 +480,7 @@ def _verdict(identical: list[bool | None]) -> str:
     return "yes" if all(identical) else "NO"
 
 
-def _doubt(run: dict[str, Any]) -> str:
+def _doubt(run: Json) -> str:
     """What to say behind a speed-up that only a busy machine explains."""
     if not run["disturbed"]:
         return ""
@@ -491,7 +488,7 @@ def _doubt(run: dict[str, Any]) -> str:
     return f" not reliable, the machine was busy ({least:.2f} to {most:.2f}×)"
 
 
-def print_summary(document: dict[str, Any], shown: str, num_prompts: int) -> None:
+def print_summary(document: Json, shown: str, num_prompts: int) -> None:
     """One worked cycle by the drafter `shown`, and the totals."""
     if document["interrupted"]:
         print(f"\ninterrupted after {len(document['prompts'])} of {num_prompts} prompts")
@@ -514,7 +511,7 @@ def print_summary(document: dict[str, Any], shown: str, num_prompts: int) -> Non
         )
 
 
-def print_prompt(result: dict[str, Any], shown: str, colour: bool, is_chat: bool = False) -> None:
+def print_prompt(result: Json, shown: str, colour: bool, is_chat: bool = False) -> None:
     """One prompt: a row for each method, and the text by the drafter that is `shown`."""
     standard = result["standard"]
     print(f"\n━━ {result['name']} " + "━" * max(0, 78 - len(result["name"])))

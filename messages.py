@@ -3,13 +3,16 @@
 Request ──→ engine ──→ drafter: Draft ──→ verify: Judgement ──→ drafter: Verdict
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -146,6 +149,7 @@ class Verdict:
         )
 
 
+Json = dict[str, Any]  # an object of JSON, or what is to become one
 Layers = tuple[int, ...]  # -1: the final norm's output; i: block i's, for all but the last block
 
 
@@ -157,12 +161,28 @@ class Output:
     hidden: dict[int, list[Tensor]]  # by layer asked for, [tokens fed, D] of each text
 
 
+class Place(Protocol):
+    """What others know of the core's Place: where a pass's tokens [B, T] go."""
+
+    slots: list[int]
+    counts: list[int]
+    ends: list[int]  # each text's length after the pass
+    end: int  # the largest of them
+
+    @property
+    def positions(self) -> Tensor: ...
+    def arrange(self, rows: list[Tensor]) -> Tensor: ...
+    def part(self, result: Tensor) -> list[Tensor]: ...
+    def mask(self, dtype: torch.dtype, window: int | None = None) -> Tensor: ...
+
+
 class KeyCache(Protocol):
-    """What drafters and kernels know of the core's SlotCache: rows that each have a length.
+    """What others know of the core's SlotCache: rows that each have a length."""
 
-    A pass places its tokens, writes their keys and values, and advances.
-    """
-
+    current: Place  # of the pass under way
+    device: torch.device
+    num_rows: int
+    capacity: int
     lengths: list[int]  # by row
     rows: list[int]  # the open rows, by slot
     layers: list[Any]  # each with keys and values [slots, heads, capacity, width]
@@ -172,26 +192,71 @@ class KeyCache(Protocol):
     def open_row(self) -> int: ...
     def close_row(self, row: int) -> None: ...
     def slot(self, row: int) -> int: ...
-    def place(self, rows: list[int], counts: list[int]) -> Any: ...
-    def advance(self, place: Any) -> None: ...
+    def place(self, rows: list[int], counts: list[int]) -> Place: ...
+    def advance(self, place: Place) -> None: ...
     def truncate(self, row: int, length: int) -> None: ...
 
 
 class Model(Protocol):
-    """What drafters and kernels know of the core's CachedModel, which has a KV cache."""
+    """What others know of the core's CachedModel, which has a KV cache."""
 
     name: str
-    model: Any  # the model as a module of transformers
-    tokenizer: Any
+    model: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase"
     vocab_size: int
     max_length: int
     num_weights: int
     cache: KeyCache
+    windows: dict[str, int | None]  # how far back each kind of layer sees; None: all
+    has_experts: bool
     fast: Any  # its forward in C, or None
-    pack_copy: Callable[[Any], None] | None  # see models/loading.py
+    report: Any  # of kernels/forward.py, once it was checked
+    reference: Any  # of models/reference.py, until it was compared
+    fingerprint: str | None  # of a GGUF file that is served as it is
+    pack_copy: Callable[["PreTrainedModel"], None] | None  # see models/loading.py
     forward: Callable[..., Output]
 
     def new_cache(self, num_layers: int, num_rows: int, spare: int = 0) -> KeyCache: ...
+
+
+class TextSequence(Protocol):
+    """What others know of the core's Sequence: a request under way."""
+
+    request: Request
+    row: int  # in the target's KV cache
+    seat: Any  # of drafters/panel.py
+    noise: Any  # of sampling.py, as the text is
+    text: Any
+    statistics: Any  # of control/statistics.py
+    tokenizer: "PreTrainedTokenizerBase"
+    tokens: list[int]
+    num_steps: int
+    logprobs: list[Json]
+    finish_reason: str | None
+    failure: Exception | None
+
+    @property
+    def output(self) -> list[int]: ...
+    @property
+    def remaining(self) -> int: ...
+    def fail(self, error: Exception) -> None: ...
+
+
+class Engine(Protocol):
+    """What others know of the core's Engine; its parts are classes of drafters/ and control/."""
+
+    target: Model
+    panel: Any
+    controller: Any
+    planner: Any
+    totals: Any
+    default_drafter: str | None
+    eos_ids: set[int]
+
+    def open(self, request: Request) -> TextSequence: ...
+    def close(self, s: TextSequence) -> None: ...
+    def step(self, sequences: list[TextSequence]) -> dict[TextSequence, "Cycle"]: ...
+    def generate(self, request: Request) -> Iterator[tuple[TextSequence, "Cycle"]]: ...
 
 
 @dataclass
@@ -277,7 +342,7 @@ class RequestError(Exception):
         super().__init__(message)
         self.message, self.param, self.status, self.code = message, param, status, code
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> Json:
         # 501 (encoding not known) and 505 (HTTP version not known) are the caller's mistakes, too.
         is_callers = self.status < 500 or self.status in (501, 505)
         kind = "invalid_request_error" if is_callers else "server_error"

@@ -29,7 +29,7 @@ from tqdm import tqdm
 import demo
 from control.statistics import Statistics
 from kernels import library
-from messages import Request
+from messages import Engine, Model, Request
 from models.prompts import ids_of
 from serving.options import ROOT, Options, between
 
@@ -39,7 +39,7 @@ AUTO = "auto"  # the drafter that chooses among the others, which takes a contro
 
 
 # ------------------------------------------------------------------------------------- engines
-def load_engine(**options: Any) -> Any:
+def load_engine(**options: Any) -> Engine:
     """An engine that is ready to run. The options are those of the command line.
 
     It remembers no prompts, and no past outputs unless told otherwise: what is measured must not
@@ -49,10 +49,10 @@ def load_engine(**options: Any) -> Any:
     return core.load_engine(Options(**common | options))
 
 
-def demo_prompts(engine: Any) -> dict[str, dict[str, list[int]]]:
+def demo_prompts(engine: Engine) -> dict[str, dict[str, list[int]]]:
     """Token ids of the demo prompts by kind (easy, hard, …: how their names begin) and name."""
     found: dict[str, dict[str, list[int]]] = defaultdict(dict)
-    for name, ids in ids_of(demo.read_prompts(), engine, is_raw=True).items():
+    for name, ids in ids_of(demo.read_prompts(), engine.target, is_raw=True).items():
         found[name.partition("_")[0]][name] = ids
     return found
 
@@ -71,8 +71,9 @@ class Finished(NamedTuple):
 
 
 def run_together(
-    engine: Any, requests: list[Request], num_tokens: float = math.inf, at_once: int | None = None
-) -> list[Finished]:
+    engine: Engine, requests: list[Request], num_tokens: float = math.inf,
+    at_once: int | None = None,
+) -> list[Finished]:  # fmt: skip
     """All requests, each to its end, or until it has `num_tokens`; at most `at_once` in a batch.
 
     The next one takes the place of one that ends, as it is where clients ask again and again.
@@ -98,7 +99,7 @@ def total(finished: list[Finished]) -> Statistics:
     return sum((one.statistics for one in finished), Statistics())
 
 
-def verifying(model: Any, num_before: int, counts: Iterable[int]) -> dict[int, Callable[[], Any]]:
+def verifying(model: Model, num_before: int, counts: Iterable[int]) -> dict[int, Callable[[], Any]]:
     """Functions that verify so many tokens, by their number, behind `num_before` random ones.
 
     Each returns the model's own choice behind each token, and leaves the KV cache as it was.

@@ -25,7 +25,7 @@ from typing import Any
 import benchmarks as bench
 from drafters.panel import PLAIN
 from engines.plan import LOADED, server_words
-from messages import Request, RequestError, Sampling
+from messages import Engine, Request, RequestError, Sampling
 from models.prompts import ids_of, prompts_of
 from serving.options import Options
 from serving.parsing import MAX_SPECULATIVE_TOKENS
@@ -34,7 +34,7 @@ Found = dict[tuple[str, str], bench.Finished]  # by way of decoding and prompt
 
 
 def measure(
-    engine: Any, prompts: dict[str, list[int]], drafters: list[str], given: argparse.Namespace
+    engine: Engine, prompts: dict[str, list[int]], drafters: list[str], given: argparse.Namespace
 ) -> tuple[list[dict[str, Any]], Found]:
     """One row per way of decoding, plain decoding first, and what came of the first run."""
     sampling, ways = Sampling(temperature=given.temperature), [PLAIN, *drafters]
@@ -92,7 +92,7 @@ def parser(doc: str, runs: int, k: int, dtype: str) -> argparse.ArgumentParser:
     return options
 
 
-def load(given: argparse.Namespace, **options: Any) -> Any:
+def load(given: argparse.Namespace, **options: Any) -> Engine:
     """The engine of these models."""
     models = {name: getattr(given, name) for name in LOADED}
     common = {"drafter": bench.AUTO, "num_speculative_tokens": given.k, "max_running": 1}
@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         texts = prompts_of(given.prompts)
         engine = load(given)
-        prompts = ids_of(texts, engine, given.raw)
+        prompts = ids_of(texts, engine.target, given.raw)
     except (ValueError, OSError, RequestError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error

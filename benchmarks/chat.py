@@ -68,7 +68,7 @@ def prompts_of(engine: Any, each: int) -> dict[str, dict[str, list[int]]]:
     kinds = bench.demo_prompts(engine)
     if engine.target.tokenizer.chat_template:
         kinds = {
-            kind: ids_of({f"{kind} {i}": text for i, text in enumerate(texts)}, engine)
+            kind: ids_of({f"{kind} {i}": text for i, text in enumerate(texts)}, engine.target)
             for kind, texts in PROMPTS.items()
         }
     return {kind: dict(list(group.items())[:each]) for kind, group in kinds.items()}

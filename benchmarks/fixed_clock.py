@@ -26,7 +26,7 @@ import benchmarks as bench
 from control.controller import Controller
 from control.planner import CHOSEN, Planner
 from drafters.panel import Panel
-from messages import Draft, Request
+from messages import Draft, Engine, Request
 from serving.parsing import MAX_SPECULATIVE_TOKENS
 
 _FREE_MS = 0.005  # a token of a drafter without a model
@@ -36,7 +36,7 @@ _READ_SHARE, _FEW = 0.05, 2  # of a step: a token that was missed; so many are r
 class FixedClock(Planner):
     """A planner whose cycles take what they are said to take."""
 
-    def __init__(self, engine: Any, prices: argparse.Namespace) -> None:
+    def __init__(self, engine: Engine, prices: argparse.Namespace) -> None:
         """Of a new controller, that has learnt nothing."""
         controller = Controller.of(engine.target, engine.panel.drafters)
         super().__init__(controller, engine.panel)
@@ -61,7 +61,7 @@ class FixedClock(Planner):
             self.took(size, rows, ms, draft_ms)
 
 
-def measure(engine: Any, given: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(engine: Engine, given: argparse.Namespace) -> list[dict[str, Any]]:
     """One row per kind of prompt, and one for all: ms of each drafter, as speed-ups."""
     prompts = bench.demo_prompts(engine)
     work = [(kind, ids) for kind, own in prompts.items() for ids in own.values()]

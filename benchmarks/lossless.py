@@ -28,7 +28,7 @@ import torch
 from tqdm import tqdm
 
 import benchmarks as bench
-from messages import Request, Sampling
+from messages import Engine, Request, Sampling
 
 PROMPT = "A B C A B"  # copying, the small model and the head all propose, and are often wrong
 SAMPLINGS = {
@@ -95,18 +95,18 @@ def compare(ours: list[tuple], theirs: list[tuple]) -> dict[str, ChiSquared]:
     }
 
 
-def sample(engine: Any, request: Request, num_samples: int) -> list[bench.Finished]:
+def sample(engine: Engine, request: Request, num_samples: int) -> list[bench.Finished]:
     """The beginnings of `num_samples` runs of a request, its seed counting up from run to run."""
     requests = [replace(request, seed=request.seed + i) for i in range(num_samples)]
     return bench.run_together(engine, requests, NUM_TOKENS, BATCH)
 
 
-def first_tokens(engine: Any, request: Request, num_samples: int) -> list[tuple]:
+def first_tokens(engine: Engine, request: Request, num_samples: int) -> list[tuple]:
     """The same, only the tokens."""
     return [tuple(one.output[:NUM_TOKENS]) for one in sample(engine, request, num_samples)]
 
 
-def measure(engine: Any, num_samples: int) -> list[dict[str, Any]]:
+def measure(engine: Engine, num_samples: int) -> list[dict[str, Any]]:
     """One row per sampling and drafter: acceptance by both rules, differences, and the tests."""
     prompt, rows = engine.target.tokenizer(PROMPT)["input_ids"], []
     for name, coupled in tqdm(SAMPLINGS.items(), desc="samplings"):
@@ -128,7 +128,7 @@ def measure(engine: Any, num_samples: int) -> list[dict[str, Any]]:
     return rows
 
 
-def measure_kept(engine: Any, max_tokens: int, num_seeds: int) -> list[dict[str, Any]]:
+def measure_kept(engine: Engine, max_tokens: int, num_seeds: int) -> list[dict[str, Any]]:
     """One row per sampling and drafter: what each rule keeps of the same prompts' drafts."""
     prompts, rows = bench.flat(bench.demo_prompts(engine)).values(), []
     cases = [(name, s, d) for name, s in KEPT.items() for d in engine.panel.drafters]

@@ -33,7 +33,7 @@ from transformers.modeling_layers import MtpModel
 
 import benchmarks as bench
 from benchmarks.chat import prompts_of
-from messages import Request
+from messages import Engine, Request
 from models.catalogue import for_transformers, place_of
 from serving.options import ROOT, Options
 from serving.parsing import MAX_SPECULATIVE_TOKENS
@@ -96,14 +96,14 @@ class Peer:
         return Result(new, len(self.passes), (first_at - began) * 1e3, num_first)
 
 
-def ours(engine: Any, request: Request) -> Result:
+def ours(engine: Engine, request: Request) -> Result:
     """The same by ours."""
     ((output, statistics),) = bench.run_together(engine, [request])
     passes = statistics.prefills + statistics.target_passes
     return Result(output, passes, statistics.prompt_ms, 1)
 
 
-def measure(engine: Any, peer: Peer, given: Any) -> list[dict[str, Any]]:
+def measure(engine: Engine, peer: Peer, given: Any) -> list[dict[str, Any]]:
     """One row per method and kind of prompts."""
     kinds = prompts_of(engine, given.each)
     prompts, methods = bench.flat(kinds), {}

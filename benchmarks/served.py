@@ -43,7 +43,7 @@ def measure(case: str, given: Any) -> list[dict[str, Any]]:
     engine, rows = bench.load_engine(**CASES[case]), []
     flags = [part for name, value in CASES[case].items() for part in (f"--{name}", value)]
     texts = demo.read_prompts(bool(engine.target.tokenizer.chat_template))
-    prompts = list(ids_of(texts, engine).values())
+    prompts = list(ids_of(texts, engine.target).values())
 
     def call(way: str, drafter: str, prompts: list[list[int]], count: int) -> Tokens:
         """All requests in the same moment: over HTTP, or in one batch of this process."""

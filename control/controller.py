@@ -29,7 +29,7 @@ shrinks as a batch fills up. Who drafts and how much changes no token, unless a 
 by rejection: then the same seed gives another text of the same distribution.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -37,6 +37,7 @@ from math import inf, prod
 from typing import Any, NamedTuple
 
 from drafters.panel import TREE
+from messages import Model
 
 from .acceptance import Acceptance, Calibration, TreeAcceptance
 from .costs import Costs
@@ -256,11 +257,11 @@ class Controller:
         # Of all requests so far, by drafter and rule.
         self._typical: dict[tuple[str, str], Acceptance] = {}
         self._saved: dict[str, float] = {}  # tokens that probing may cost, of each idle drafter
-        self._rests: dict[tuple[int, Any], Rest] = {}  # by class of batches, and by who may draft
-        self._plain: dict[int, Any] = {}  # what plain cycles of a class take
+        self._rests: dict[tuple[int, frozenset], Rest] = {}  # by class of batches, and who drafts
+        self._plain: dict[int, deque[float]] = {}  # what plain cycles of a class take
 
     @classmethod
-    def of(cls, target: Any, drafters: dict[str, Any]) -> "Controller":
+    def of(cls, target: Model, drafters: dict[str, Any]) -> "Controller":
         """For the core's target and its drafters, each with its name."""
         sizes = {name: getattr(own, "num_step_weights", 0) for name, own in drafters.items()}
         at_once = {name: n for name, own in drafters.items() if (n := own.drafts_at_once)}
@@ -273,7 +274,7 @@ class Controller:
         fresh = kind(calibration=Calibration(name in self._copies))
         return kind(self._typical.setdefault((name, rule), fresh))
 
-    def rest(self, batch: int, who: Any) -> Rest:
+    def rest(self, batch: int, who: frozenset[str | None]) -> Rest:
         """Of batches of about this size, for which `who` may draft."""
         size = batch.bit_length()
         if (size, who) not in self._rests:

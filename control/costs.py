@@ -33,7 +33,7 @@ _LEAST_SHARE = 0.1  # of a pass: what a step of a drafter without weights may co
 _LEARN_EACH = 8  # cycles: together they take less time
 
 
-class Line:
+class CostLine:
     """`fixed + slope · size`, in ms, through the latest measurements of each size of work.
 
     Of each, because a batch that drafts all the time would forget what a pass without drafts costs.
@@ -104,7 +104,7 @@ class Line:
         self.fixed = median_low(ms - self.slope * size for ms, size, _ in every)
 
 
-def fit(lines: Collection[Line]) -> None:
+def fit(lines: Collection[CostLine]) -> None:
     """Give these lines the slope that they have in common, by least squares.
 
     A row of a request costs the same in batches of all sizes, so there is more to go by. What is
@@ -154,11 +154,11 @@ class Costs:
         """
         self.at_once = at_once or {}
         self.shares = {n: size / num_target_weights for n, size in num_step_weights.items()}
-        self.passes: dict[int, Line] = {}  # by class of batches: 1, 2 to 3, 4 to 7, …
-        self.drafts: dict[str, dict[int, Line]] = {}  # by drafter, and class of requests
+        self.passes: dict[int, CostLine] = {}  # by class of batches: 1, 2 to 3, 4 to 7, …
+        self.drafts: dict[str, dict[int, CostLine]] = {}  # by drafter, and class of requests
         self.reads: dict[str, list[float]] = {}  # the latest: ms for a token that was missed
         self._told: list[tuple[str, list[int], int, float]] = []  # drafts of this cycle
-        self._cycles: list[tuple[int, int, float, list[Any]]] = []  # that nobody has looked at yet
+        self._cycles: list[tuple[int, int, float, list[tuple]]] = []  # nobody has looked at yet
         self._prices: dict[tuple[int, int], Prices] = {}
 
     def runs_model(self, name: str) -> bool:
@@ -187,7 +187,7 @@ class Costs:
     def _learn(self) -> None:
         """Learn from what was observed since the last time: together that takes less time."""
         for batch, rows, ms, drafts in self._cycles:
-            line = self.passes.setdefault(batch.bit_length(), Line(_TOKEN_SHARE))
+            line = self.passes.setdefault(batch.bit_length(), CostLine(_TOKEN_SHARE))
             believed, is_first = (line.at(rows) if line.count else ms), not line.count
             line.observe(rows, ms)
             if is_first:  # what drafts cost is told from it
@@ -211,18 +211,18 @@ class Costs:
         is_reading = self.runs_model(name) and unread > _FEW_UNREAD * len(counts)
         if not is_reading or _OUTLIER * ms < expected:
             lines = self.drafts.setdefault(name, {})
-            lines.setdefault(size.bit_length(), Line(_STEP_SHARE)).observe(steps, ms)
+            lines.setdefault(size.bit_length(), CostLine(_STEP_SHARE)).observe(steps, ms)
             fit(lines.values())
         elif name in self.drafts and ms > expected:
             read_ms = (ms - expected) / unread
             known = [other for other in self.reads.get(name, ()) if other <= _OUTLIER * read_ms]
             self.reads[name] = [*known, read_ms][-_LATEST:]
 
-    def pass_line(self, batch: int) -> Line:
+    def pass_line(self, batch: int) -> CostLine:
         """Of the class of batches nearest to this size that was measured; else nominal."""
         if self.passes:
             return _nearest(self.passes, batch)
-        line = Line(_TOKEN_SHARE)
+        line = CostLine(_TOKEN_SHARE)
         line.fixed, line.slope = 1.0, _TOKEN_SHARE
         return line
 
@@ -275,7 +275,7 @@ class Costs:
         return found
 
 
-def _nearest(lines: dict[int, Line], size: int) -> Line:
+def _nearest(lines: dict[int, CostLine], size: int) -> CostLine:
     """Of the class nearest to this size."""
     kind = size.bit_length()
     return lines.get(kind) or lines[min(lines, key=lambda other: abs(other - kind))]

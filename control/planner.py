@@ -6,11 +6,10 @@ was chosen serves several cycles where choosing takes long, and in a rest nothin
 """
 
 import time
-from typing import Any
 
 from drafters.panel import TREE, Panel, Seat
 from drafters.tree import longest
-from messages import Cycle, Draft
+from messages import Cycle, Draft, TextSequence
 
 from .acceptance import Acceptance
 from .controller import RESTING, Ask, Controller, Decision, Pace
@@ -23,7 +22,7 @@ _FEW = 4  # a batch of which no more than this part is new keeps its plan for th
 CHOSEN, KEPT, RESTS, IDLE = "chosen", "kept", "rests", "idle"
 
 
-def limit_of(s: Any) -> int:
+def limit_of(s: TextSequence) -> int:
     """How many tokens may be drafted for one of the core's sequences.
 
     None are at the prefill, nor where one token is left, nor where a draft waits to be verified
@@ -34,7 +33,7 @@ def limit_of(s: Any) -> int:
     return min(s.request.num_speculative_tokens, s.remaining - 1)
 
 
-def fixed(s: Any) -> tuple[str, int]:
+def fixed(s: TextSequence) -> tuple[str, int]:
     """The first drafter, or all for a tree, and as much as is allowed."""
     if not (limit := limit_of(s)):
         return NOBODY
@@ -47,7 +46,7 @@ class FixedK:
     def open(self, seat: Seat) -> None:
         """A new request."""
 
-    def plan(self, sequences: list[Any]) -> Plan:
+    def plan(self, sequences: list[TextSequence]) -> Plan:
         """Who drafts for each of the core's sequences, and how many tokens at most."""
         return list(map(fixed, sequences))
 
@@ -66,7 +65,7 @@ class Planner:
         self.decisions: dict[str, Decision] = {}  # the last one on each drafter
         self._unread: dict[str, int] = {}  # tokens that each drafter has to read in this cycle
         self._way = IDLE
-        self._who: Any = None  # may draft in this cycle
+        self._who = frozenset[str | None]()  # may draft in this cycle
         self._plan: dict[Seat, tuple[str, int]] = {}  # what was chosen last
         self._left = self._served = 0  # cycles that this will serve, and has served
         self._spent_ms = 0.0  # on choosing and learning, in this cycle
@@ -82,7 +81,7 @@ class Planner:
         seat.records = {name: self.controller.record(name, rule) for name in names}
         self.controller.join()
 
-    def plan(self, sequences: list[Any]) -> Plan:
+    def plan(self, sequences: list[TextSequence]) -> Plan:
         """Who drafts for each of the core's sequences, and how many tokens at most."""
         self._num_tokens, self._unread, self._spent_ms = 0, {}, 0.0
         self._who = frozenset([s.request.drafter for s in sequences])
@@ -102,13 +101,13 @@ class Planner:
                 self._unread[name] = self._unread.get(name, 0) + self._missed(s, name)
         return plan
 
-    def _kept(self, s: Any) -> tuple[str, int]:
+    def _kept(self, s: TextSequence) -> tuple[str, int]:
         """What was planned before, where it is still possible."""
         name, limit = self._plan.get(s.seat, NOBODY)
         can = limit and (name in s.seat.states or name == TREE)
         return (name, min(limit, limit_of(s))) if can else NOBODY
 
-    def _resting(self, s: Any) -> tuple[str, int]:
+    def _resting(self, s: TextSequence) -> tuple[str, int]:
         """Nobody drafts, but for who wants a fixed K."""
         if s.request.fixed_k:
             return fixed(s)
@@ -117,12 +116,12 @@ class Planner:
             s.seat.decision = said._replace(num_tokens=0, is_probe=False, is_rest=True)
         return NOBODY
 
-    def _missed(self, s: Any, name: str) -> int:
+    def _missed(self, s: TextSequence, name: str) -> int:
         """The tokens of a text that a drafter does not know; for a tree, of who knows least."""
         names = self._panel.members(s.seat, TREE) if name == TREE else [name]
         return len(s.tokens) - min(s.seat.records[name].num_read for name in names)
 
-    def _choose_anew(self, sequences: list[Any]) -> Plan:
+    def _choose_anew(self, sequences: list[TextSequence]) -> Plan:
         """Choose for all, and for how many cycles."""
         cycles, self._served, self._left, self._plan = self._served + 1, 0, 0, {}
         decisions = self._choose(sequences, len(sequences), cycles)
@@ -132,13 +131,13 @@ class Planner:
             self._left = rest.serves(len(sequences)) - 1
         return [self._plan.get(s.seat, NOBODY) for s in sequences]
 
-    def _choose(self, sequences: list[Any], batch: int, cycles: int = 0) -> list[Decision]:
+    def _choose(self, sequences: list[TextSequence], batch: int, cycles: int = 0) -> list[Decision]:
         """Plan for these of a batch. Returns the decisions on those who have a choice.
 
         It is the first choice for so many cycles: 0, if it is one for newcomers alone.
         """
         began = time.perf_counter()
-        asks, asking = list[Ask](), list[Any]()
+        asks, asking = list[Ask](), list[Seat]()
         for s in sequences:
             seat, limit = s.seat, min(limit_of(s), s.seat.most)
             seat.goes_on, seat.guesses = None, {}
@@ -157,7 +156,7 @@ class Planner:
         self._spent_ms = (time.perf_counter() - began) * 1e3
         return decisions
 
-    def _able(self, s: Any, limit: int) -> dict[str, Acceptance]:
+    def _able(self, s: TextSequence, limit: int) -> dict[str, Acceptance]:
         """The records of whom to choose from: not of one that is known to have no proposal now."""
         seat, able = s.seat, {}
         for name in list(seat.states):
@@ -173,7 +172,7 @@ class Planner:
             able[TREE] = self._record(s, TREE)  # beside a chain of each of its drafters
         return able
 
-    def _record(self, s: Any, name: str) -> Acceptance:
+    def _record(self, s: TextSequence, name: str) -> Acceptance:
         """A drafter's record, with what it has missed."""
         record = s.seat.records[name]
         record.unread, record.since = self._missed(s, name), s.num_steps - 1 - record.last

@@ -89,9 +89,7 @@ def student_of(plan: Plan) -> tuple[PreTrainedModel, recipe.Data, recipe.Student
     """A target, its answers with the states that are made where they are missing, and a student."""
     register()
     target = AutoModelForCausalLM.from_pretrained(
-        **for_transformers(plan.target),
-        dtype=recipe.fast_dtype(),
-        attn_implementation=recipe.TRAIN,
+        **for_transformers(plan.target), dtype=recipe.fast_dtype(), attn_implementation=recipe.TRAIN
     )
     target, kind = target.to(torch.get_default_device()).eval(), STUDENTS[plan.kind]
     target.requires_grad_(False)

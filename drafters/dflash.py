@@ -35,7 +35,7 @@ from kernels.decoder import FULL, MOST_ROWS, Rows, can_tabulate
 from kernels.files import check_fields, check_sizes, fill
 from kernels.head import look_ahead
 from kernels.weights import DTYPES, pack
-from messages import Draft, Model
+from messages import Draft, Model, Place
 
 from .base import Chain, Context
 from .head import HeadState, StateReader
@@ -226,7 +226,7 @@ class DFlashDrafter(StateReader):
         cache.advance(place)
         return x
 
-    def _compute(self, x: Tensor, context: Tensor, place: Any) -> Tensor:
+    def _compute(self, x: Tensor, context: Tensor, place: Place) -> Tensor:
         """In C: the contexts' keys and values [N, D], and then the blocks, which look ahead."""
         decoder, size, contexts, blocks = self._decoder, self._config.block_size, Rows(), Rows()
         decoder.follow(self._cache)

@@ -31,7 +31,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from kernels.files import check_fields, check_sizes, fill
 from kernels.head import KernelHead, eagle_layer, speed_up_head
-from messages import Model
+from messages import Model, Place
 
 from .base import Context
 from .head import HeadDrafter
@@ -288,7 +288,7 @@ class Eagle3Drafter(HeadDrafter):
     def _speed_up(self, target: Model, quantize: str | None) -> list[KernelHead]:
         return speed_up_head(self._head, eagle_layer, target.max_length, quantize)
 
-    def _run(self, embeds: Tensor, hidden: Tensor, place: Any, layer: int) -> Tensor:
+    def _run(self, embeds: Tensor, hidden: Tensor, place: Place, layer: int) -> Tensor:
         """The pair j of a text stands at position j, and in the cache's slot j."""
         mask = place.mask(embeds.dtype)
         return self._head(embeds, hidden, place.positions, mask, self._caches[layer])

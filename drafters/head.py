@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from kernels import chain, library
 from kernels.files import check_numbers, own_weights, read_folder, reading
 from kernels.head import KernelHead
-from messages import Draft, KeyCache, Model, Sampling, Verdict
+from messages import Draft, KeyCache, Model, Place, Sampling, Verdict
 from sampling import Noise
 
 from .base import Chain, Context, Drafter, ModelState
@@ -146,7 +146,7 @@ class HeadDrafter(StateReader):
     kept_as: ClassVar[str | None] = "int8"
 
     def __init__(
-        self, head: Any, context: Context, words: Tensor | None, is_own: bool = False
+        self, head: nn.Module, context: Context, words: Tensor | None, is_own: bool = False
     ) -> None:
         """`words` [n] are the target's ids of those that the head may draft; None: all.
 
@@ -173,7 +173,7 @@ class HeadDrafter(StateReader):
         """The head's layers in C, or none of them: see kernels/head.py."""
 
     @abstractmethod
-    def _run(self, embeds: Tensor, hidden: Tensor, place: Any, layer: int) -> Tensor:
+    def _run(self, embeds: Tensor, hidden: Tensor, place: Place, layer: int) -> Tensor:
         """A layer over pairs that the place has arranged, both [B, T, D] -> [B, T, D].
 
         Hidden states are what `_enter` makes of the target's at step 0, and later on what the step

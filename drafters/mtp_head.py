@@ -10,7 +10,7 @@ Source: arXiv 2412.19437. Not covered: layers with a window of attention.
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from kernels.files import (
     why_not_loaded,
 )
 from kernels.head import KernelHead, mtp_layer, run_mtp_layer, speed_up_head
-from messages import Model
+from messages import Model, Place
 
 from .base import Context
 from .head import HeadDrafter
@@ -43,7 +43,7 @@ _MIMO_LAYER = r"^mtp_layers\.(\d+)\."  # what stands before, behind "model."
 
 
 @contextmanager
-def _told(model: Any, count: int) -> Iterator[None]:
+def _told(model: PreTrainedModel, count: int) -> Iterator[None]:
     """Say in transformers' words what MTP layers a target has, where its config does not.
 
     Writes to the target's config, and to the model what weights are not its own; takes that back if
@@ -163,7 +163,7 @@ class MtpHeadDrafter(HeadDrafter):
     def _scores(self, outputs: Tensor) -> Tensor:
         return self._head._project_to_logits(outputs[None])[0]
 
-    def _run(self, embeds: Tensor, hidden: Tensor, place: Any, layer: int) -> Tensor:
+    def _run(self, embeds: Tensor, hidden: Tensor, place: Place, layer: int) -> Tensor:
         """Layer i's pair j of a text stands at position j + i + 1, and in its cache's slot j."""
         at, mask = place.positions + layer + 1, place.mask(embeds.dtype)
         return run_mtp_layer(self._head, layer, embeds, hidden, at, mask, self._caches[layer])

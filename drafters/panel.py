@@ -46,7 +46,7 @@ class Seat:
     asked: str | None = None  # who was to draft in this cycle
     num_asked: int = 0  # and how many tokens at most
     goes_on: Callable[[list[float]], bool] | None = None  # of the planner (see ModelState)
-    guesses: dict[str, Any] = field(default_factory=dict)  # in this cycle, by drafter
+    guesses: dict[str, "Guess"] = field(default_factory=dict)  # in this cycle, by drafter
     drafts: dict[str, Draft] = field(default_factory=dict)  # what each one proposed
     draft: Draft | None = None  # what was proposed and is not judged yet
     missed: list["Missed"] = field(default_factory=list)  # what came; see Panel.observe
@@ -275,7 +275,7 @@ class Panel:
             if not (draft.probs.min() >= 0 and drawn.min() > 0 and off < 1e-3):  # nor with NaN
                 raise ValueError("probs are no distributions that the tokens can be drawn from")
 
-    def _check_tokens(self, tokens: Any) -> None:
+    def _check_tokens(self, tokens: object) -> None:
         if not isinstance(tokens, list):
             kind = type(tokens).__name__
             raise TypeError(f"proposed a {kind}, not a list of tokens: write Draft([1, 2, 3])")

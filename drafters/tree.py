@@ -18,13 +18,13 @@ there drafts are chains. They are also chains without compiled kernels.
 Sources: Miao et al., SpecInfer, arXiv 2305.09781; Cai et al., Medusa, arXiv 2401.10774.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
-from messages import Draft, Verdict
+from messages import Draft, TextSequence, Verdict
 from sampling import ranked
 
 from .base import ModelState, Sample
@@ -90,8 +90,8 @@ class Line(NamedTuple):
         draft: Draft,
         logits: Tensor,
         hidden: dict[int, Tensor],
-        s: Any,
-        sample: Callable[..., tuple[int, Any]],
+        s: TextSequence,
+        sample: Sample,
     ) -> "Line":
         """From what a pass gave of a draft and of the core's sequence; `sample` is the core's.
 
@@ -208,7 +208,7 @@ def heard(verdict: Verdict, draft: Draft | None) -> list[Verdict]:
     return [first, others]
 
 
-def branches(drafts: list[Draft]) -> dict[str, Any]:
+def branches(drafts: list[Draft]) -> dict[str, dict[int, list[int]]]:
     """What a forward has to be told of drafts that branch; nothing where none does."""
     trees = {b: draft.parents for b, draft in enumerate(drafts) if draft.parents is not None}
     return {"trees": trees} if trees else {}

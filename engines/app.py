@@ -16,7 +16,7 @@ from flask import Flask, Response, g, request
 import demo
 from control.statistics import FORMULAS, Statistics, ratio
 from drafters.panel import PLAIN
-from messages import RequestError, Sampling
+from messages import Json, RequestError, Sampling
 from models.prompts import check_prompt, read_turns
 from page import register_page
 from serving.answers import body_of
@@ -42,7 +42,7 @@ _FORMULAS = FORMULAS | {
 # ------------------------------------------------------------------------------------ requests
 
 
-def refuse_what_it_cannot(body: dict[str, Any], engine: Engine) -> None:
+def refuse_what_it_cannot(body: Json, engine: Engine) -> None:
     """Raises RequestError for what only this server's own engine can do."""
     does_draft, who = engine.drafter is not None, f"the engine ({engine.kind})"
     for name, is_asked, why in (
@@ -61,7 +61,7 @@ def refuse_what_it_cannot(body: dict[str, Any], engine: Engine) -> None:
             raise RequestError(f"{name}: {who} {why}", param=name)
 
 
-def parse(body: dict[str, Any], engine: Engine, options: Options) -> tuple[Wanted, bool, list[str]]:
+def parse(body: Json, engine: Engine, options: Options) -> tuple[Wanted, bool, list[str]]:
     """A request's fields, defaults filled in: (request, stream, warnings). Raises RequestError."""
     defaults = options.for_requests | {"drafter": engine.drafter}
     is_seeded = body.get("seed", options.seed) is not None
@@ -95,7 +95,7 @@ def room_behind(prompt: Any, engine: Engine) -> int:
     if isinstance(prompt, str) or not isinstance(prompt[0], int):
         return engine.max_length
     try:
-        check_prompt(prompt, engine)
+        check_prompt(prompt, engine.max_length, engine.vocab_size)
     except ValueError as error:
         raise RequestError(str(error), param="prompt") from error
     return engine.max_length - len(prompt)
@@ -104,7 +104,7 @@ def room_behind(prompt: Any, engine: Engine) -> int:
 # ------------------------------------------------------------------------------------- answers
 
 
-def answer(jobs: list[RemoteJob], notes: list[str]) -> dict[str, Any]:
+def answer(jobs: list[RemoteJob], notes: list[str]) -> Json:
     """What /generate returns for a finished job."""
     job = jobs[0]
     told: Told = job.sequence
@@ -120,7 +120,7 @@ _UNTOLD = dict.fromkeys((
 ))  # fmt: skip
 
 
-def rates(drafts: int | None, drafted: int | None, accepted: int | None) -> dict[str, Any]:
+def rates(drafts: int | None, drafted: int | None, accepted: int | None) -> Json:
     """Counters of drafts, as the engine tells them, what follows from them, and null for others."""
     counted = Statistics(drafts or 0, drafted or 0, accepted or 0)
     return _UNTOLD | {
@@ -132,7 +132,7 @@ def rates(drafts: int | None, drafted: int | None, accepted: int | None) -> dict
     }
 
 
-def speculation(told: Told) -> dict[str, Any]:
+def speculation(told: Told) -> Json:
     """The counters of a request, as far as the engine reports them with its answer."""
     found = told.speculation
     names = "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"
@@ -140,7 +140,7 @@ def speculation(told: Told) -> dict[str, Any]:
     return rates(*map(found.get, names)) | known
 
 
-def timings(job: RemoteJob) -> dict[str, Any]:
+def timings(job: RemoteJob) -> Json:
     """Times as they are seen from here: the first token's is on the way, so is the queue there."""
     end, first = job.heard, job.first_token
     found = job.sequence.speculation
@@ -156,7 +156,7 @@ def timings(job: RemoteJob) -> dict[str, Any]:
 # ------------------------------------------------------------------------- health and metrics
 
 
-def acceptance(metrics: dict[str, float], k: int | None) -> dict[str, Any]:
+def acceptance(metrics: dict[str, float], k: int | None) -> Json:
     """The `speculative_decoding` block of /health from the engine's own counters."""
     counts = {name: int(value) for name, value in metrics.items() if name.startswith("spec_")}
     drafts, drafted, accepted = (
@@ -193,7 +193,7 @@ def state(relay: Relay, engine: Engine) -> tuple[str, dict[str, float], list[str
     return "failing" if relay.is_failing else "ok", metrics, warnings
 
 
-def health(engine: Engine, relay: Relay, options: Options) -> dict[str, Any]:
+def health(engine: Engine, relay: Relay, options: Options) -> Json:
     """The body of GET /health. What the engine does not tell is null."""
     status, metrics, warnings = state(relay, engine)
     told = acceptance(metrics, engine.num_spec_tokens)
@@ -246,7 +246,7 @@ def create_app(engine: Engine, options: Options) -> Flask:
     app.extensions["worker"] = relay
     register_metrics(app, partial(figures_of, engine), relay)
 
-    def begin(body: dict[str, Any]) -> tuple[list[RemoteJob], bool, list[str]]:
+    def begin(body: Json) -> tuple[list[RemoteJob], bool, list[str]]:
         """The request's job, whether to stream, and warnings."""
         wanted, stream, notes = parse(body, engine, options)
         is_behind: Callable[[], bool] = request.environ.get(CLIENT_BEHIND, lambda: False)
@@ -256,18 +256,18 @@ def create_app(engine: Engine, options: Options) -> Flask:
             g.jobs[0].await_first()
         return g.jobs, stream, notes
 
-    def read_chat(messages: Any, body: dict[str, Any]) -> None:
+    def read_chat(messages: Any, body: Json) -> None:
         """Put a conversation into the fields, for the engine to write as a text."""
         body |= {"prompt": read_turns(messages), "chat": True}
 
     @app.post("/generate")
-    def generate() -> Response | dict[str, Any]:
+    def generate() -> Response | Json:
         """Answer when all is done, or stream it."""
         return respond(*begin(read_body()), answer)
 
     @app.get("/health")
-    def get_health() -> tuple[dict[str, Any], int]:
+    def get_health() -> tuple[Json, int]:
         return with_status(health(engine, relay, options))
 
-    register_routes(app, engine, begin, answer, read_chat)
+    register_routes(app, engine.name, engine.max_length, begin, answer, read_chat)
     return app

@@ -22,11 +22,10 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from drafters.panel import PLAIN
 from drafters.vllm_proposer import VARIABLE, Proposer
-from messages import RequestError
+from messages import Json, RequestError
 from models.catalogue import ends_with_us, entry_of, place_of
 from models.loading import StartError
 from serving.http import say
@@ -58,7 +57,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 OURS = {"method": "custom_class", "model": f"{Proposer.__module__}.{Proposer.__name__}"}
 
 
-def speculative_config(options: Options) -> dict[str, Any] | None:
+def speculative_config(options: Options) -> Json | None:
     """The drafter as vLLM's --speculative-config has it; None is plain decoding.
 
     Raises StartError for a drafter that vLLM has not.
@@ -73,7 +72,7 @@ def speculative_config(options: Options) -> dict[str, Any] | None:
         drafter = next((name for name, model in models.items() if model), "ngram")
     if drafter == PLAIN:
         return None
-    config: dict[str, Any] = {"num_speculative_tokens": options.num_speculative_tokens}
+    config: Json = {"num_speculative_tokens": options.num_speculative_tokens}
     if ":" in drafter:
         if not Path(drafter.rpartition(":")[0]).is_file():
             raise StartError(f"--drafter {drafter}: no such file (vLLM needs file.py:Class)")
@@ -109,7 +108,7 @@ def place_for(model: str) -> str:
     return entry.origin if entry else place_of(model)
 
 
-def command(options: Options, port: int, config: dict[str, Any] | None) -> list[str]:
+def command(options: Options, port: int, config: Json | None) -> list[str]:
     """What starts vLLM with a speculative config. Raises StartError for a model."""
     words = [str(options.engine), "serve", place_for(options.model)]
     words += ["--served-model-name", model_id(options.model)]

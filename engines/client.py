@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from messages import RequestError, in_short
+from messages import Json, RequestError, in_short
 from serving.metrics import PER_POSITION
 from serving.worker import unavailable
 
@@ -97,9 +97,7 @@ class Client:
         connection.sock.settimeout(limit_s)
         return connection
 
-    def events(
-        self, connection: HTTPConnection, path: str, body: dict[str, Any]
-    ) -> Iterator[dict[str, Any]]:
+    def events(self, connection: HTTPConnection, path: str, body: Json) -> Iterator[Json]:
         """The server-sent events of an answer as they come, up to [DONE]. Raises RequestError."""
         with self._answer(connection, path, body) as answer:
             while line := answer.readline(_MOST):
@@ -113,9 +111,7 @@ class Client:
                 yield _parsed(said)
         raise broke_off("its stream ended before its answer was complete")
 
-    def ask(
-        self, path: str, body: dict[str, Any] | None = None, limit_s: float = _ANSWER_S
-    ) -> bytes:
+    def ask(self, path: str, body: Json | None = None, limit_s: float = _ANSWER_S) -> bytes:
         """The body of an answer. Raises RequestError for any status but 200, and past the limit."""
         end, found = time.monotonic() + limit_s, bytearray()
         with self._answer(self.connect(limit_s), path, body) as answer:
@@ -145,7 +141,7 @@ class Client:
 
     @contextmanager
     def _answer(
-        self, connection: HTTPConnection, path: str, body: dict[str, Any] | None
+        self, connection: HTTPConnection, path: str, body: Json | None
     ) -> Iterator[HTTPResponse]:
         """Ask, and give the answer to be read; what fails meanwhile becomes a RequestError."""
         limit_s = connection.sock.gettimeout()
@@ -165,7 +161,7 @@ class Client:
             connection.close()
 
 
-def _parsed(said: bytes) -> dict[str, Any]:
+def _parsed(said: bytes) -> Json:
     """An event. Raises RequestError for one that tells of an error, or is none."""
     try:
         event = json.loads(said)

@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
@@ -35,7 +34,7 @@ from control.statistics import Statistics
 from drafters import NAMES
 from drafters.panel import PLAIN
 from drafters.vllm_proposer import TOKENS_ONLY
-from messages import Request
+from messages import Engine, Json, Request
 from models.prompts import check_prompt, ids_of, prompts_of
 from serving.options import RUNNING_ELSEWHERE, Options
 from serving.parsing import model_id
@@ -102,8 +101,9 @@ def offer(name: str, counted: Statistics, costs: Costs, k: int) -> Offer:
 
 
 def count(
-    engine: Any, drafts: dict[str, int], prompts: dict[str, list[int]], options: Options, title: str
-) -> dict[str, Statistics]:
+    engine: Engine, drafts: dict[str, int], prompts: dict[str, list[int]], options: Options,
+    title: str,
+) -> dict[str, Statistics]:  # fmt: skip
     """What became of each drafter's drafts, of so many tokens each, in all prompts."""
     tokens = options.max_tokens or Request.max_tokens
     found = {name: Statistics() for name in drafts}
@@ -123,7 +123,7 @@ def count(
 
 
 def measure(
-    engine: Any, names: list[str], prompts: dict[str, list[int]], options: Options
+    engine: Engine, names: list[str], prompts: dict[str, list[int]], options: Options
 ) -> list[Offer]:
     """Each drafter at its best K; what promises most stands first."""
     costs = Controller.of(engine.target, engine.panel.drafters).costs
@@ -145,7 +145,7 @@ def measure(
 # ------------------------------------------------------------------------------- command lines
 
 
-def server_words(given: Any) -> list[str]:
+def server_words(given: Namespace | Options) -> list[str]:
     """This server's command line, as far as it is given: the models and how they are loaded."""
     words = ["python", "08_speculative_decoding.py", "--port", "5000"]
     for name in LOADED:
@@ -227,19 +227,19 @@ def command_lines(offers: list[Offer], options: Options) -> dict[str, str]:
 # ------------------------------------------------------------------------------------- to show
 
 
-def prompts_for(engine: Any, options: Options, given: Namespace) -> dict[str, list[int]]:
+def prompts_for(engine: Engine, options: Options, given: Namespace) -> dict[str, list[int]]:
     """The prompts of a file, or demo prompts by name or kind. Raises ValueError, RequestError."""
     if given.prompts and Path(given.prompts[0]).is_file():
-        found = ids_of(prompts_of(given.prompts[0]), engine, options.raw)
+        found = ids_of(prompts_of(given.prompts[0]), engine.target, options.raw)
     else:
         chosen = demo.chosen_prompts(engine, options, given.prompts)
         found = {name: ids for name, (_, ids) in chosen.items()}
     for ids in found.values():
-        check_prompt(ids, engine.target)
+        check_prompt(ids, engine.target.max_length, engine.target.vocab_size)
     return found
 
 
-def show_plan(engine: Any, options: Options, _: Any, given: Namespace) -> int:
+def show_plan(engine: Engine, options: Options, _: object, given: Namespace) -> int:
     """Measure and print. Returns 0, the exit status; raises ValueError where it cannot be done."""
     names, left_out = [], ["self_int8", "tree"]
     for name, drafter in engine.panel.drafters.items():
@@ -267,7 +267,7 @@ def show_plan(engine: Any, options: Options, _: Any, given: Namespace) -> int:
     return 0
 
 
-def text_of(document: dict[str, Any]) -> str:
+def text_of(document: Json) -> str:
     """The plan as a terminal shows it."""
     lines = [
         f"{document['model']}: {document['prompts']} prompts, at most {document['max_tokens']} "

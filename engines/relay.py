@@ -20,9 +20,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from control.statistics import ratio
-from messages import Request
+from messages import Json, Request
 from serving.options import Options
-from serving.worker import WHY_NOT, Job, Places, unavailable
+from serving.worker import WHY_NOT, Admission, Job, unavailable
 
 from .client import Client, broke_off, hang_up
 
@@ -40,10 +40,10 @@ class Wanted(Request):
     is_chat: bool = False
     is_streamed: bool = True
 
-    def body(self, model: str) -> tuple[str, dict[str, Any]]:
+    def body(self, model: str) -> tuple[str, Json]:
         """Where to send it, and what."""
         sampling = self.sampling
-        fields: dict[str, Any] = {
+        fields: Json = {
             "model": model,
             "messages" if self.is_chat else "prompt": self.prompt,
             "temperature": 0.0 if sampling.is_greedy else sampling.temperature,
@@ -78,9 +78,9 @@ class Told:
     request: Wanted
     output: list[int] = field(default_factory=list)
     has_ids: bool = True  # whether the engine tells token ids
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
-    usage: dict[str, Any] = field(default_factory=dict)
-    speculation: dict[str, Any] = field(default_factory=dict)  # vLLM's, of this request
+    logprobs: list[Json] = field(default_factory=list)
+    usage: Json = field(default_factory=dict)
+    speculation: Json = field(default_factory=dict)  # vLLM's, of this request
     finish_reason: str | None = None
     num_steps: int = 0
     pieces: list[str] = field(default_factory=list)
@@ -110,7 +110,7 @@ class Told:
         """Of the text, by the engine's own count where it has said."""
         return self.usage.get("completion_tokens") or len(self.output)
 
-    def take(self, chunk: dict[str, Any]) -> dict[str, Any] | None:
+    def take(self, chunk: Json) -> Json | None:
         """Note what came. Returns an event for the client, or None if there is no news."""
         self.usage = chunk.get("usage") or self.usage
         told = (chunk.get("metrics") or {}).get("speculative_decoding")
@@ -126,7 +126,7 @@ class Told:
         if not ids and not text:
             return None
         self.pieces.append(text)
-        event: dict[str, Any] = {
+        event: Json = {
             "step": self.num_steps,
             "tokens": [{"id": token, "kind": None} for token in ids],
             "pieces": [(text, None)],
@@ -137,9 +137,9 @@ class Told:
         return event
 
 
-def _logprobs(told: dict[str, Any], ids: list[int]) -> list[dict[str, Any]]:
+def _logprobs(told: Json, ids: list[int]) -> list[Json]:
     """vLLM's log-probabilities as /generate has them; an id that it does not tell is None."""
-    entries: list[dict[str, Any]] = []
+    entries: list[Json] = []
     if "content" in told:  # a chat's
         for entry in told["content"] or []:
             top = [_entry(one["token"], one["logprob"]) for one in entry.get("top_logprobs") or []]
@@ -154,14 +154,14 @@ def _logprobs(told: dict[str, Any], ids: list[int]) -> list[dict[str, Any]]:
     return entries
 
 
-def _entry(token: str, logprob: float) -> dict[str, Any]:
+def _entry(token: str, logprob: float) -> Json:
     return {"id": None, "token": token, "logprob": max(logprob, -9999.0)}
 
 
 class RemoteJob(Job):
     """A request on its way through the engine."""
 
-    sequence: Told
+    sequence: Told  # type: ignore[assignment]
     is_behind: Callable[[], bool]  # whether its client has yet to read what it was sent
 
     def __init__(self, wanted: Wanted, timeout_s: float, is_behind: Callable[[], bool]) -> None:
@@ -213,7 +213,7 @@ class RemoteJob(Job):
             raise broke_off("its stream ended without a reason")
 
 
-class Relay(Places):
+class Relay(Admission):
     """What stands where a worker does: places for requests, and the state of the engine."""
 
     def __init__(self, client: Client, model: str, options: Options) -> None:

@@ -23,7 +23,7 @@ _GUESSED = 8  # rows of a forward that are chosen from, at most, where tokens ar
 _MANY = 1 << 25  # bytes of weights: reading fewer takes no longer than arithmetic of a further row
 
 
-def vocabulary_of(num_words: int, ids: Tensor | None = None) -> Any:
+def vocabulary_of(num_words: int, ids: Tensor | None = None) -> ctypes.Structure:
     """forward.h's `vocabulary`, of `num_words` tokens.
 
     `ids`, of the model's outputs, are to stay; None: they rise.
@@ -98,7 +98,7 @@ def draft(
     decoder: Decoder,
     cache: KeyCache,
     texts: Sequence[Text],
-    words: Any,
+    words: ctypes.Structure,
     shift: int = 0,
     layer: int = -1,
 ) -> None:

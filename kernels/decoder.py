@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from messages import KeyCache
 
@@ -79,7 +80,7 @@ class Passed:
 class Net:
     """A gated delta net: what forward.h knows of it."""
 
-    def __init__(self, net: Any) -> None:
+    def __init__(self, net: nn.Module) -> None:
         """Of transformers' module, which a RecurrentLayer may keep the states for."""
         self.layer = getattr(net, "recurrent", None)
         self._kept: list[Any] = []
@@ -314,7 +315,7 @@ class Decoder:
         dtype = self.blocks[0].dtype
         self.attach([[torch.zeros(shape, dtype=dtype) for _ in "kv"] for shape in shapes])
 
-    def take_ends(self, model: Any, last_norm: Norm) -> None:
+    def take_ends(self, model: PreTrainedModel, last_norm: Norm) -> None:
         """Take the embedding and what follows the blocks from a model of transformers."""
         embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
         decoder, config = model.get_decoder(), model.config.get_text_config()
@@ -332,7 +333,7 @@ class Decoder:
         self.struct.last_norm = norm_struct(last_norm, self.kept)
         self.point()
 
-    def release(self, model: Any) -> None:
+    def release(self, model: PreTrainedModel) -> None:
         """Let a model of transformers, whose blocks these are, go without its weights."""
         layers, _ = layers_of(model.get_decoder())
         for i, block in enumerate(self.blocks):
@@ -474,7 +475,7 @@ def _at(tensor: Tensor | None) -> int | None:
 # ------------------------------------------------------------------------ of transformers' modules
 
 
-def layers_of(decoder: Any) -> tuple[Any, Any]:
+def layers_of(decoder: nn.Module) -> tuple[Any, Any]:
     """A decoder's layers and last norm, by the names of most families or by GPT-2's."""
     if hasattr(decoder, "h"):
         return decoder.h, getattr(decoder, "ln_f", None)
@@ -482,7 +483,7 @@ def layers_of(decoder: Any) -> tuple[Any, Any]:
 
 
 @torch.no_grad()
-def ropes_of(module: Any, kinds: Sequence[str], length: int) -> dict[str, _Rope]:
+def ropes_of(module: nn.Module, kinds: Sequence[str], length: int) -> dict[str, _Rope]:
     """Tables of cos and sin by kind of layer, for positions below `length`."""
     given, found = (torch.zeros(1, 1, 1), torch.arange(length)[None]), {}
     for kind in dict.fromkeys(kinds):
@@ -495,7 +496,7 @@ def ropes_of(module: Any, kinds: Sequence[str], length: int) -> dict[str, _Rope]
 
 
 @torch.no_grad()
-def sharpen(module: Any, ropes: dict[str, _Rope]) -> None:
+def sharpen(module: nn.Module | None, ropes: dict[str, _Rope]) -> None:
     """Compute the tables anew in double, so that they are the same on every machine.
 
     transformers' own float32 angles are as far from these as their roundings explain; a table that
@@ -526,7 +527,7 @@ def sharpen(module: Any, ropes: dict[str, _Rope]) -> None:
                 table.copy_(own)
 
 
-def can_tabulate(rotary: Any) -> bool:
+def can_tabulate(rotary: nn.Module | None) -> bool:
     """Whether it rotates by the position alone and not by the length of the text."""
     return rotary is not None and not any(
         kind in str(rotary.rope_type) for kind in ("dynamic", "longrope")
@@ -535,7 +536,7 @@ def can_tabulate(rotary: Any) -> bool:
 
 @torch.no_grad()
 def decoder_of(
-    model: Any, length: int, windows: dict[str, int | None], is_known: bool = False
+    model: PreTrainedModel, length: int, windows: dict[str, int | None], is_known: bool = False
 ) -> Decoder | None:
     """The decoder of a model of transformers for texts of up to `length` tokens, if it is one.
 
@@ -577,7 +578,7 @@ def _run(found: Decoder, ids: Tensor, shift: int, layers: tuple[int, ...]) -> An
     return found(rows, layers=layers, shift=shift, counts=[count], passed=passed)
 
 
-def _agrees(found: Decoder, model: Any, ids: Tensor, shift: int) -> bool:
+def _agrees(found: Decoder, model: PreTrainedModel, ids: Tensor, shift: int) -> bool:
     """Whether each layer of a model gives what the decoder's gives, but for roundings.
 
     The layer is given the state that the decoder has before it, so roundings do not add up. Where
@@ -588,7 +589,7 @@ def _agrees(found: Decoder, model: Any, ids: Tensor, shift: int) -> bool:
     logits, states = _run(found, ids, shift, tuple(range(len(layers))))
     expected = list[Tensor]()
 
-    def note(_: nn.Module, args: Any, output: Any) -> None:
+    def note(_: nn.Module, args: object, output: Any) -> None:
         expected.append((output[0] if isinstance(output, tuple) else output)[0])
 
     with ExitStack() as hooks:
@@ -615,7 +616,7 @@ def _given(
     return ((state, *args[1:]), options) if args else ((), options | {"hidden_states": state})
 
 
-def _plain(model: Any, ids: Tensor, shift: int) -> Tensor:
+def _plain(model: PreTrainedModel, ids: Tensor, shift: int) -> Tensor:
     positions = torch.arange(len(ids))[None] + shift
     return model(ids[None], position_ids=positions, use_cache=False).logits[0]
 

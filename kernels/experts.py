@@ -6,7 +6,6 @@ bits do not depend on what its neighbours chose.
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from .weights import DTYPES, Panels, ShownWeight
 NAME = "kernels"  # of ours, to transformers
 
 
-def experts_of(module: nn.Module) -> Iterator[Any]:
+def experts_of(module: nn.Module) -> Iterator[nn.Module]:
     """The modules in there that hold experts and ask transformers' interface."""
     for part in module.modules():
         if hasattr(part, "is_transposed") and hasattr(part, "has_post_expert_norm"):
@@ -35,12 +34,12 @@ def pack_experts(module: nn.Module, quantize: str | None = None) -> None:
                 panels.quantise()
 
 
-def matrices_of(part: Any) -> tuple[str, str]:
+def matrices_of(part: nn.Module) -> tuple[str, str]:
     """The names of its two parameters."""
     return "gate_up_proj" if part.has_gate else "up_proj", "down_proj"
 
 
-def hold(part: Any, matrices: list[list[Panels]]) -> None:
+def hold(part: nn.Module, matrices: list[list[Panels]]) -> None:
     """Have experts compute with these in the place of their parameters, one for each expert."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
     for name in matrices_of(part):
@@ -51,7 +50,7 @@ def hold(part: Any, matrices: list[list[Panels]]) -> None:
     part.config._experts_implementation = NAME
 
 
-def _packed(part: Any, name: str, quantize: str | None) -> list[Panels]:
+def _packed(part: nn.Module, name: str, quantize: str | None) -> list[Panels]:
     """A matrix for each expert."""
     weights = getattr(part, name).detach()
     weights = weights.transpose(1, 2) if part.is_transposed else weights
@@ -60,7 +59,7 @@ def _packed(part: Any, name: str, quantize: str | None) -> list[Panels]:
 
 
 def experts_forward(
-    part: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    part: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """transformers' interface: rows [N, D], and of each its experts [N, k] and their weights."""
     result, (ups, downs) = torch.zeros_like(hidden_states), part.matrices

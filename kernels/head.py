@@ -19,11 +19,11 @@ _NUM_COMPARED = 8  # tokens that old and new are compared on
 
 
 def speed_up_head(
-    head: Any,
-    layer_of: "Callable[[Any, int, int], KernelHead | None]",
+    head: nn.Module,
+    layer_of: "Callable[[nn.Module, int, int], KernelHead | None]",
     length: int,
     quantize: str | None = None,
-    besides: Any = None,
+    besides: nn.Module | None = None,
 ) -> list["KernelHead"]:
     """The layers of a head in C, by `mtp_layer` or `eagle_layer`: all of them, or none.
 
@@ -89,7 +89,7 @@ class KernelHead:
 
 
 def _head_of(
-    head: Any,
+    head: nn.Module,
     parts: Parts | None,
     length: int,
     like: Tensor,
@@ -127,7 +127,7 @@ def _head_of(
 
 
 @torch.no_grad()
-def mtp_layer(head: Any, number: int, length: int) -> KernelHead | None:
+def mtp_layer(head: nn.Module, number: int, length: int) -> KernelHead | None:
     """A layer of an MTP head (transformers' MtpModel), if it is a plain block that agrees."""
     layer, shift = head.layers[number], number + 1
     kind = (getattr(head.config, "layer_types", None) or [FULL] * shift)[number]
@@ -145,7 +145,7 @@ def mtp_layer(head: Any, number: int, length: int) -> KernelHead | None:
 
 
 def run_mtp_layer(
-    head: Any,
+    head: nn.Module,
     number: int,
     embeds: Tensor,
     states: Tensor,
@@ -164,7 +164,7 @@ def run_mtp_layer(
 
 
 @torch.no_grad()
-def eagle_layer(head: Any, number: int, length: int) -> KernelHead | None:
+def eagle_layer(head: nn.Module, number: int, length: int) -> KernelHead | None:
     """The layer of an EAGLE-3 head, if it agrees."""
     layer, is_normed = head.layers[number], head.config.norm_output
     norms = {"embed_norm": layer.input_layernorm, "state_norm": layer.hidden_norm}

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from messages import KeyCache, Model
+from messages import KeyCache, Model, Place
 
 from . import library
 from .decoder import Batch, BlockStruct, Rows
@@ -34,9 +34,10 @@ NAME = "kernels"  # of our attention, to transformers
 class FlatPlace:
     """Where the rows of a forward go, in the place of the core's Place."""
 
-    def __init__(self, place: Any, rows: Tensor, lines: Tensor) -> None:
+    def __init__(self, place: Place, rows: Tensor, lines: Tensor) -> None:
         """`rows` and `lines` are those of decoder.py's Rows."""
-        self.slots, self.counts, self.end = place.slots, place.counts, place.end
+        self.slots, self.counts, self.ends = place.slots, place.counts, place.ends
+        self.end = place.end
         self.rows, self.lines = rows.contiguous(), lines
         self.positions = rows[1][None]  # [1, N]
         self.num_written = self.num_attended = 0
@@ -188,7 +189,7 @@ class Modules:
         return logits[0, : len(rows.wanted)].float(), {i: found[0] for i, found in states.items()}
 
 
-def attend_in_c(model: Any, by_interface: bool = True) -> None:
+def attend_in_c(model: PreTrainedModel, by_interface: bool = True) -> None:
     """Let a model of transformers attend by `attention_forward`.
 
     Most families ask an interface; else their own calls of torch's attention are caught. Some have

@@ -117,7 +117,7 @@ def step_in_python(
     return found
 
 
-def _call(name: str, form: Any, texts: Any) -> None:
+def _call(name: str, form: ctypes.Structure, texts: ctypes.Array[Any]) -> None:
     threads = library.num_threads()
     if not getattr(library.load(), name)(ctypes.byref(form), texts, len(texts), threads):
         raise MemoryError("no memory for a recurrent layer")

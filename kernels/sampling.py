@@ -18,13 +18,13 @@ is_wanted = True  # for models on any device
 _MOST_TOKENS = 1 << 23  # of a vocabulary: sums of more might not fit 64 bits
 
 
-def choice_of(transforms: Transforms, seed: int = 0) -> Any:
+def choice_of(transforms: Transforms, seed: int = 0) -> ctypes.Structure:
     """sampling.h's `choice`; `seed` is that of a Noise."""
     temperature, top_k, top_p, min_p = transforms
     return STRUCTS["choice"](temperature, top_p, min_p, seed, max(0, min(top_k, _MOST_TOKENS)))
 
 
-def doubts_of(chances: list[float], mean: float, least: float) -> Any:
+def doubts_of(chances: list[float], mean: float, least: float) -> ctypes.Structure:
     """sampling.h's `doubts`."""
     return STRUCTS["doubts"](tuple(chances), mean, least)
 
@@ -88,7 +88,7 @@ def confidence(scores: Tensor, token: int) -> float:
     return _function("confidence", ctypes.c_double)(*_at(row), token)
 
 
-def goes_on(doubts: Any, confidence: list[float]) -> bool:
+def goes_on(doubts: ctypes.Structure, confidence: list[float]) -> bool:
     """Whether a draft with such confidence in its tokens goes on, as a chain in C asks itself."""
     sure = (ctypes.c_double * len(confidence))(*confidence)
     return bool(_function("goes_on", ctypes.c_int)(ctypes.byref(doubts), sure, len(confidence)))

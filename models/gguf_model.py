@@ -9,7 +9,7 @@ Weights are the numbers of gguf's own `dequantize`, rounded once to the dtype as
 
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
@@ -23,7 +23,7 @@ import gguf
 import numpy as np
 import torch
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.integrations.gguf import GGUF_ARCHS, GGUF_CONFIG_ARCHS, get_gguf_config
 from transformers.modeling_gguf_pytorch_utils import (
@@ -47,6 +47,7 @@ _PIECE = 1 << 18  # weights that a thread unpacks at once: what numpy makes of t
 _TYPES = {bool: 7, int: 4, float: 6, str: 8}  # GGUF's numbers for them, which transformers asks for
 _ARRAY = 9
 _BLOCK = re.compile(r"blk\.(\d+)\.")
+Weights = dict[str, torch.Tensor]
 
 
 def open_model(path: str) -> GgufFile:
@@ -104,14 +105,14 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
 
 def load_model(
     file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype
-) -> tuple[Any, dict[str, Any]]:
+) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model in `dtype`, and what transformers tells of its weights (see check_weights)."""
     empty = empty_model(file, config, dtype)
     collect = _by_transforms if file.metadata["general.architecture"] in GGUF_ARCHS else _by_tables
     return filled(empty, collect(file, empty, dtype))
 
 
-def empty_model(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+def empty_model(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model without weights. Raises BadFile if it has many more than the file."""
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, dtype=dtype)
@@ -122,7 +123,7 @@ def empty_model(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) ->
     return empty
 
 
-def filled(empty: Any, weights: dict[str, torch.Tensor]) -> tuple[Any, dict[str, Any]]:
+def filled(empty: PreTrainedModel, weights: Weights) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A model like the empty one with these weights, and what transformers tells of them."""
     name, dtype = empty.config._name_or_path, empty.dtype
     model, report = type(empty).from_pretrained(
@@ -137,7 +138,7 @@ def filled(empty: Any, weights: dict[str, torch.Tensor]) -> tuple[Any, dict[str,
     return model, report
 
 
-def assigned(empty: Any, weights: dict[str, torch.Tensor]) -> Any:
+def assigned(empty: PreTrainedModel, weights: Weights) -> PreTrainedModel:
     """The empty model itself with these weights: all that it asks for, by its names and sizes.
 
     transformers would look for names to convert, which takes a tenth of a start.
@@ -155,14 +156,14 @@ def assigned(empty: Any, weights: dict[str, torch.Tensor]) -> Any:
 class Tables:
     """transformers' older tables: a model's names for a file's tensors, and what changes them."""
 
-    def __init__(self, file: GgufFile, model: Any) -> None:
+    def __init__(self, file: GgufFile, model: PreTrainedModel) -> None:
         kind = TENSOR_PROCESSORS.get(file.metadata["general.architecture"], TensorProcessor)
         self._processor = kind(model.config.to_dict())
         self.changes_nothing = kind is TensorProcessor
         self.names = get_gguf_hf_weights_map(model, self._processor)
 
     def process(
-        self, tensor: Tensor, weights: np.ndarray, collected: dict[str, torch.Tensor]
+        self, tensor: Tensor, weights: np.ndarray, collected: Weights
     ) -> tuple[str | None, np.ndarray]:
         """The model's name and weights for a tensor; None for one that it has not, or `collected`.
 
@@ -179,10 +180,10 @@ class Tables:
         return next(((name, own.numpy()) for name, own in kept.items()), found)
 
 
-def _by_tables(file: GgufFile, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _by_tables(file: GgufFile, model: PreTrainedModel, dtype: torch.dtype) -> Weights:
     """All tensors under the names that a model has for them, by transformers' older tables."""
     tables, turn = Tables(file, model), threading.Lock()
-    collected: dict[str, torch.Tensor] = {}
+    collected: Weights = {}
 
     def collect(tensor: Tensor) -> None:
         if tables.changes_nothing:
@@ -200,15 +201,15 @@ def _by_tables(file: GgufFile, model: Any, dtype: torch.dtype) -> dict[str, torc
     return collected
 
 
-def _by_transforms(file: GgufFile, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _by_transforms(file: GgufFile, model: PreTrainedModel, dtype: torch.dtype) -> Weights:
     """The same for families that transformers describes by transforms."""
     transforms = GGUF_ARCHS[file.metadata["general.architecture"]](model.config)
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
     by_source = {source: each for each in converters for source in each.source_patterns}
-    collected: dict[str, torch.Tensor] = {}
+    collected: Weights = {}
     converted: dict[str, WeightConverter] = {}
-    floats: dict[str, torch.Tensor] = {}
+    floats: Weights = {}
     all_at_once(lambda t: floats.update({t.name: unpacked(file, t, torch.float32)}), file)
     for name in file.tensors:
         key, source = rename_source_key(name, renamings, converters)
@@ -242,7 +243,7 @@ def unpacked(file: GgufFile, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor
     return given
 
 
-def all_at_once(work: Any, file: GgufFile) -> None:
+def all_at_once(work: Callable[[Tensor], None], file: GgufFile) -> None:
     """Have all cores work on a file's tensors, the largest first."""
     tensors = sorted(file.tensors.values(), key=lambda tensor: -tensor.num_bytes)
     shown = partial(tqdm, disable=None, desc="Reading weights", total=len(tensors))

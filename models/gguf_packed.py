@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.gguf import GGUF_ARCHS
 from transformers.pytorch_utils import Conv1D
 
@@ -55,7 +55,7 @@ def why_not(file: GgufFile) -> str | None:
     return None
 
 
-def load_packed(file: GgufFile, config: PreTrainedConfig) -> tuple[Any, dict[str, Any]]:
+def load_packed(file: GgufFile, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model, and what transformers tells of its weights. Raises BadFile."""
     empty = empty_model(file, config, torch.float32)
     tables, modules = Tables(file, empty), dict(empty.named_modules())
@@ -102,7 +102,7 @@ def load_packed(file: GgufFile, config: PreTrainedConfig) -> tuple[Any, dict[str
     return model, report
 
 
-def compare(model: Any) -> None:
+def compare(model: PreTrainedModel) -> None:
     """Compare a packed model's matrices with what gguf unpacks. Raises StartError if a bit differs.
 
     Of each name and type, such as keys in Q4_K, the smallest matrix is taken: its first rows, some
@@ -131,7 +131,9 @@ def compare(model: Any) -> None:
                     raise StartError(f"{what} what gguf unpacks ({hint})")
 
 
-def _is_held(model: Any, empty: Any, first: int, name: str, weights: np.ndarray) -> bool:
+def _is_held(
+    model: PreTrainedModel, empty: PreTrainedModel, first: int, name: str, weights: np.ndarray
+) -> bool:
     """Whether panels hold these rows, or experts, from `first` on; True if there are none."""
     (owner, _, kind), found = name.rpartition("."), torch.from_numpy(weights)
     module = model.get_submodule(owner)
@@ -149,7 +151,7 @@ def _is_held(model: Any, empty: Any, first: int, name: str, weights: np.ndarray)
     return torch.equal(held.nan_to_num().view(torch.int32), found.nan_to_num().view(torch.int32))
 
 
-def pack_copy(path: str, model: Any) -> None:
+def pack_copy(path: str, model: PreTrainedModel) -> None:
     """Have a copy of a model compute with the blocks of the file that was unpacked for the model.
 
     Their numbers are the model's own, and only inputs are rounded, so the copy drafts well. Raises
@@ -247,7 +249,7 @@ class _Experts:
 
 
 @torch.no_grad()
-def _put(model: Any, packed: dict[str, Panels]) -> None:
+def _put(model: PreTrainedModel, packed: dict[str, Panels]) -> None:
     """Have the modules compute with panels, biases included."""
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = output is not None and output.weight is embedding.weight

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.modeling_utils import PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
 
 from kernels.files import own_weights, why_not_loaded
@@ -24,6 +25,7 @@ from .catalogue import entry_of, likely, place_of
 from .gguf_file import is_gguf
 from .gguf_model import config_of, load_model, open_model
 from .gguf_tokenizer import tokenizer_of
+from .prompts import Tokenizer
 from .rope import contexts, fix_rotations
 from .structure import Structure, UnsupportedModel, examine
 
@@ -31,6 +33,7 @@ LOG = logging.getLogger("serving.loading")
 PROGRESS = logging.getLogger("serving.progress")
 
 LONGEST_DEFAULT = 8192  # a cache for 128k tokens is for those who ask for it
+Read = tuple[PreTrainedModel, Tokenizer, dict[str, Any]]  # and what transformers tells of it
 _WORDS_KEPT = 1000  # by a tokenizer, which then knows their tokens; 8 KiB each where they are long
 
 
@@ -72,13 +75,13 @@ def _told(name: str, part: str, options: ModelOptions) -> Iterator[None]:
 class Loaded:
     """A model that can be served."""
 
-    model: Any  # transformers' own
-    tokenizer: Any
+    model: PreTrainedModel
+    tokenizer: Tokenizer
     length: int  # of the context
     structure: Structure
     fingerprint: str | None = None  # of a GGUF file that is served as it is
     # Of one that was unpacked: has a copy of the model compute with the file's own blocks.
-    pack_copy: Callable[[Any], None] | None = None
+    pack_copy: Callable[[PreTrainedModel], None] | None = None
 
 
 def look_at(name: str | None, options: ModelOptions) -> None:
@@ -123,8 +126,8 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
     return _fit(model, tokenizer, name, options)
 
 
-def _read_file(name: str, dtype: str, options: ModelOptions) -> tuple[Any, Any, dict[str, Any]]:
-    """Model and tokenizer of a GGUF file, and what transformers tells of the weights."""
+def _read_file(name: str, dtype: str, options: ModelOptions) -> Read:
+    """What is read of a GGUF file."""
     with open_model(name) as file:
         config = config_of(file)
         with _told(name, "its tokenizer: ", options):
@@ -143,7 +146,7 @@ def _read_file(name: str, dtype: str, options: ModelOptions) -> tuple[Any, Any, 
     return model, tokenizer, report
 
 
-def _read_folder(name: str, dtype: str, options: ModelOptions) -> tuple[Any, Any, dict[str, Any]]:
+def _read_folder(name: str, dtype: str, options: ModelOptions) -> Read:
     """The same of a folder or a hub id. The weights come last, once all else is found sound."""
     _check_folder(name)
     trust = {"trust_remote_code": options.trust_remote_code}
@@ -176,7 +179,7 @@ def _check_folder(name: str) -> None:
         raise StartError(f"model folder {name} not found")
 
 
-def check_indexes(name: str, config: Any, options: ModelOptions) -> None:
+def check_indexes(name: str, config: PreTrainedConfig, options: ModelOptions) -> None:
     """Raises StartError if an index of shards names a file outside the model's folder.
 
     transformers would open that file. A name inside may be a link, as it is in the hub's cache.
@@ -246,7 +249,7 @@ def check_generation_config(name: str) -> None:
             raise ValueError(f"eos_token_id must be a token id or a list of them, not {end}")
 
 
-def ends_of(model: Any, tokenizer: Any) -> set[int]:
+def ends_of(model: PreTrainedModel, tokenizer: Tokenizer) -> set[int]:
     """The token ids that end a text."""
     given = [model.generation_config.eos_token_id, tokenizer.eos_token_id]
     return {
@@ -254,14 +257,14 @@ def ends_of(model: Any, tokenizer: Any) -> set[int]:
     }
 
 
-def keep_few_words(tokenizer: Any) -> None:
+def keep_few_words(tokenizer: Tokenizer) -> None:
     """Bound the cache of a tokenizer: it keeps 10 000 words of whoever comes first, for ever."""
     model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
     if hasattr(model, "_resize_cache"):  # tokenizers of other kinds have none
         model._resize_cache(_WORDS_KEPT)
 
 
-def _fit(model: Any, tokenizer: Any, name: str, options: ModelOptions) -> Loaded:
+def _fit(model: PreTrainedModel, tokenizer: Tokenizer, name: str, options: ModelOptions) -> Loaded:
     """The model with a context that suits it. Raises StartError if the KV cache cannot serve it."""
     config = model.config.get_text_config()
     title = f"{name} ({config.model_type})"

@@ -18,7 +18,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from messages import RequestError
+from transformers import PreTrainedTokenizerBase as Tokenizer
+
+from messages import Model, RequestError
 
 _MAX_MESSAGES = 2000  # each takes a chat template 10 µs, and some templates are quadratic
 _MESSAGE_COST = 50  # characters that take as long as a message
@@ -71,9 +73,9 @@ def is_text(value: Any) -> bool:
         return False
 
 
-def check_prompt(prompt: list[int], target: Any) -> None:
-    """Raises ValueError if a prompt is empty, leaves no room or has ids unknown to `target`."""
-    length, context, largest = len(prompt), target.max_length, target.vocab_size - 1
+def check_prompt(prompt: list[int], context: int, vocab_size: int) -> None:
+    """Raises ValueError if a prompt is empty, leaves no room in the context or has unknown ids."""
+    length, largest = len(prompt), vocab_size - 1
     if not prompt:
         raise ValueError("the prompt is empty")
     if length >= context:
@@ -83,11 +85,11 @@ def check_prompt(prompt: list[int], target: Any) -> None:
 
 
 @lru_cache(1)
-def _longest_token(tokenizer: Any) -> int:
+def _longest_token(tokenizer: Tokenizer) -> int:
     return max(map(len, tokenizer.get_vocab()))  # which takes 0.1 s where there are many
 
 
-def check_characters(count: int, tokenizer: Any, max_length: int) -> None:
+def check_characters(count: int, tokenizer: Tokenizer, max_length: int) -> None:
     """Raises RequestError if a text of so many characters cannot fit `max_length` tokens."""
     # Twice, as a normaliser may shorten the text.
     if count > _LONG_TEXT and count > 2 * _longest_token(tokenizer) * max_length:
@@ -97,7 +99,7 @@ def check_characters(count: int, tokenizer: Any, max_length: int) -> None:
         )
 
 
-def tokenize(text: str, tokenizer: Any, max_length: int, **options: Any) -> list[int]:
+def tokenize(text: str, tokenizer: Tokenizer, max_length: int, **options: Any) -> list[int]:
     """The ids of a text, which has to fit `max_length` tokens.
 
     Reading a text of 1 MB can take seconds. So what cannot fit is refused unread (400), and long
@@ -108,7 +110,7 @@ def tokenize(text: str, tokenizer: Any, max_length: int, **options: Any) -> list
         return tokenizer(text, verbose=False, **options)["input_ids"]
 
 
-def prompt_ids(value: Any, tokenizer: Any, max_length: int) -> Any:
+def prompt_ids(value: Any, tokenizer: Tokenizer | None, max_length: int) -> Any:
     """The ids of a prompt that is continued as it stands: a text, or ids already.
 
     Raises RequestError for anything else, and for a text that cannot fit `max_length` tokens.
@@ -131,7 +133,7 @@ def prompt_ids(value: Any, tokenizer: Any, max_length: int) -> Any:
     )
 
 
-def chat_ids(value: Any, tokenizer: Any, max_length: int) -> Any:
+def chat_ids(value: Any, tokenizer: Tokenizer | None, max_length: int) -> Any:
     """The ids of a conversation by the tokenizer's chat template.
 
     `value` is a text, which is a user's first message, or a list of messages.
@@ -152,7 +154,7 @@ def chat_ids(value: Any, tokenizer: Any, max_length: int) -> Any:
         raise
 
 
-def chat_prompt(messages: Any, tokenizer: Any, max_length: int) -> Any:
+def chat_prompt(messages: Any, tokenizer: Tokenizer | None, max_length: int) -> Any:
     """The ids of a conversation, by the tokenizer's chat template.
 
     Raises RequestError for messages that are none, and where there is no template.
@@ -183,7 +185,7 @@ def read_turns(messages: Any) -> list[dict[str, str]]:
     return [_turn(message, i) for i, message in enumerate(messages)]
 
 
-def _render(turns: list[dict[str, str]], tokenizer: Any) -> str:
+def _render(turns: list[dict[str, str]], tokenizer: Tokenizer) -> str:
     """The conversation as the chat template writes it.
 
     A template is code that comes with the model. So it runs in a thread of its own, where a loop
@@ -255,11 +257,11 @@ def prompts_of(path: str | Path) -> dict[str, str]:
     return found
 
 
-def ids_of(texts: dict[str, str], engine: Any, is_raw: bool = False) -> dict[str, list[int]]:
+def ids_of(texts: dict[str, str], target: Model, is_raw: bool = False) -> dict[str, list[int]]:
     """Token ids of these prompts, in the model's chat template if it has one and `is_raw` is false.
 
     Raises RequestError for a prompt that does not fit.
     """
-    tokenizer, length = engine.target.tokenizer, engine.target.max_length
+    tokenizer, length = target.tokenizer, target.max_length
     read = chat_ids if tokenizer.chat_template and not is_raw else prompt_ids
     return {name: read(text, tokenizer, length) for name, text in texts.items()}

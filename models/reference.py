@@ -22,13 +22,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from messages import in_short
+from messages import Model, in_short
 
 from . import StartError, gguf_packed
 from .catalogue import ROOT, cache_folder
@@ -58,7 +58,7 @@ class Reference:
 
     @classmethod
     @torch.inference_mode()
-    def of(cls, cached: Any) -> "Reference | None":
+    def of(cls, cached: Model) -> "Reference | None":
         """The reference of a CachedModel whose modules are still transformers' own.
 
         None if the same file was compared before, by the same code.
@@ -90,7 +90,7 @@ class Reference:
             tolerance = max(tolerance, _SHARE_PACKED * largest)
         return cls(texts, logits, tolerance, is_mixture, note)
 
-    def check(self, cached: Any) -> None:
+    def check(self, cached: Model) -> None:
         """Raises StartError if the CachedModel, as it is now, gives other logits."""
         with refusal(cached):
             distance = self._distance(cached)
@@ -109,7 +109,7 @@ class Reference:
                     oldest.unlink()
 
     @torch.inference_mode()
-    def _distance(self, cached: Any) -> float:
+    def _distance(self, cached: Model) -> float:
         """How far the tokens' logits are from those expected: the farthest, or the median."""
         found = [torch.zeros(1)]
         for text, end, logits in _Reader(cached, self.texts).read():
@@ -121,22 +121,17 @@ class Reference:
         return float(distances.median() if self.is_mixture else distances.max())
 
 
-def _note(cached: Any) -> Path | None:
+def _note(cached: Model) -> Path | None:
     """Where it is noted that a file was compared by this code; None if it is no packed file."""
     if cached.fingerprint is None:
         return None
     code = [path.read_bytes() for name in _CODE for path in sorted((ROOT / name).glob("*.[chp]*"))]
-    versions = (
-        cached.fingerprint,
-        torch.__version__,
-        transformers.__version__,
-        str(cached.max_length),
-    )
-    digest = hashlib.sha256(b"".join(code) + " ".join(versions).encode())
+    versions = torch.__version__, transformers.__version__, str(cached.max_length)
+    digest = hashlib.sha256(b"".join(code) + " ".join((cached.fingerprint, *versions)).encode())
     return cache_folder() / "compared" / digest.hexdigest()
 
 
-def check(cached: Any) -> None:
+def check(cached: Model) -> None:
     """Compare a CachedModel with its reference, once; StartError if its logits are others.
 
     Then its rotations may be more exact than those of the reference.
@@ -152,7 +147,7 @@ def check(cached: Any) -> None:
 class _Reader:
     """Feeds texts to a KV cache in chunks, steps and batches, as a server would."""
 
-    def __init__(self, cached: Any, texts: list[list[int]]) -> None:
+    def __init__(self, cached: Model, texts: list[list[int]]) -> None:
         self._cached, self._texts = cached, texts[: cached.cache.num_rows]
         self._rows: list[int] = []
         self._fed = [0] * len(self._texts)
@@ -197,7 +192,7 @@ class _Reader:
 
 
 @contextmanager
-def refusal(cached: Any, is_fast: bool = False) -> Iterator[None]:
+def refusal(cached: Model, is_fast: bool = False) -> Iterator[None]:
     """Turn whatever a CachedModel, which may be getting fast, fails with into a StartError."""
     try:
         yield
@@ -210,11 +205,11 @@ def refusal(cached: Any, is_fast: bool = False) -> Iterator[None]:
         ) from error
 
 
-def _title(cached: Any) -> str:
+def _title(cached: Model) -> str:
     return f"{cached.name} ({cached.model.config.get_text_config().model_type})"
 
 
-def random_texts(cached: Any, lengths: list[int]) -> list[list[int]]:
+def random_texts(cached: Model, lengths: list[int]) -> list[list[int]]:
     """Texts of random tokens, without those that stand for ends, pads or pictures."""
     config = cached.model.config
     special = set(cached.tokenizer.all_special_ids)
@@ -231,13 +226,13 @@ def random_texts(cached: Any, lengths: list[int]) -> list[list[int]]:
     ]
 
 
-def _plain(model: Any, text: list[int]) -> Tensor:
+def _plain(model: PreTrainedModel, text: list[int]) -> Tensor:
     """[n, V] float32 of the text's last tokens: one forward without a cache."""
     ids = torch.tensor([text], device=model.device)
     return model(input_ids=ids, use_cache=False).logits[0, -_NUM_COMPARED:].float().clone()
 
 
-def _shaken(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+def _shaken(module: nn.Module, args: object, output: Tensor) -> Tensor:
     """A forward hook: each number changed by about one rounding, always in the same directions."""
     signs = torch.randint(2, output.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
     return output * (1 + torch.finfo(output.dtype).eps * signs.to(output))

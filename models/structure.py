@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.cache_utils import (
     DummyLayer,
     DynamicCache,
@@ -50,7 +51,7 @@ class Structure:
     is_recurrent: bool  # whether layers keep states
 
 
-def examine(model: Any, length: int) -> Structure:
+def examine(model: PreTrainedModel, length: int) -> Structure:
     """The structure of a model of transformers for texts of up to `length` tokens.
 
     Kinds of layers are those of the config's `layer_types`. FULL stands for all layers where there
@@ -106,7 +107,7 @@ class _Watch:
 
 
 @torch.inference_mode()
-def _read(model: Any) -> tuple[dict[int, Rule], int, bool]:
+def _read(model: PreTrainedModel) -> tuple[dict[int, Rule], int, bool]:
     """Let the model read a few tokens.
 
     Returns each layer's rule, how many layers of a cache it uses, and whether some of these hold

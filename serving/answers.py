@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from control.statistics import FORMULAS, PLAIN, Statistics, ratio
-from messages import RequestError, engine_failure
+from messages import Engine, Json, RequestError, engine_failure
 from models.catalogue import entry_of
 
 from . import story
@@ -27,7 +27,7 @@ _MIN_DRAFTS_TO_JUDGE = 100
 _POOR_FIRST_ACCEPTANCE = 0.2
 
 
-def answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> dict[str, Any]:
+def answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> Json:
     """What /generate returns for a finished job of a target in `dtype`.
 
     Where a comparison was asked for, every second job is the same by plain decoding, with a trace.
@@ -56,13 +56,9 @@ def answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> dict[str, A
 
 
 def body_of(
-    sequence: Any,
-    token_ids: list[int] | None,
-    notes: list[str],
-    usage: dict[str, Any],
-    counters: dict[str, Any],
-    timings: dict[str, Any],
-) -> dict[str, Any]:
+    sequence: Any, token_ids: list[int] | None, notes: list[str],
+    usage: Json, counters: Json, timings: Json,
+) -> Json:  # fmt: skip
     """The parts of an answer that it has whichever engine ran the finished sequence."""
     request = sequence.request
     drafting = {"drafter": request.drafter or PLAIN} | counters
@@ -79,25 +75,25 @@ def body_of(
     return body if request.logprobs is None else body | {"logprobs": sequence.logprobs}
 
 
-def public(event: dict[str, Any]) -> dict[str, Any]:
+def public(event: Json) -> Json:
     """A cycle's event as a trace shows it, without what stands beside it: text and logprobs."""
     return {name: value for name, value in event.items() if name not in ("pieces", "logprobs")}
 
 
-def brief(event: dict[str, Any]) -> dict[str, Any]:
+def brief(event: Json) -> Json:
     """A cycle's event as a stream shows it without a trace: what it committed."""
     tokens = [{"id": token["id"], "kind": token["kind"]} for token in event["tokens"]]
     return {"step": event["step"], "tokens": tokens}
 
 
-def stream_events(jobs: list[Job], whole: Callable[[], dict[str, Any]]) -> Iterator[str]:
+def stream_events(jobs: list[Job], whole: Callable[[], Json]) -> Iterator[str]:
     """Jobs as server-sent events: one per cycle, then the answer that `whole` makes.
 
     The events of a comparison's plain decoding stand under "plain". It is measured several times,
     and the first time is shown.
     """
 
-    def shown(event: dict[str, Any], number: int) -> str:
+    def shown(event: Json, number: int) -> str:
         text = {"text": "".join(text for text, _ in event["pieces"])}
         if number > 1:
             return ""
@@ -112,11 +108,9 @@ def stream_events(jobs: list[Job], whole: Callable[[], dict[str, Any]]) -> Itera
 
 
 def stream(
-    jobs: list[Job],
-    shown: Callable[[dict[str, Any], int], str],
-    last: Callable[[], Iterable[str]],
+    jobs: list[Job], shown: Callable[[Json, int], str], last: Callable[[], Iterable[str]],
     opening: str = "",
-) -> Iterator[str]:
+) -> Iterator[str]:  # fmt: skip
     """Jobs as a stream: `opening`, what is shown of each event, `last` or an error, and [DONE].
 
     `shown` gets an event and its job's number; `last` is called when all is done. A stream that
@@ -142,12 +136,12 @@ def stream(
     yield "data: [DONE]\n\n"
 
 
-def sse(data: dict[str, Any]) -> str:
+def sse(data: Json) -> str:
     """One server-sent event."""
     return f"data: {json.dumps(data)}\n\n"
 
 
-def setting(engine: Any, options: Options) -> str:
+def setting(engine: Engine, options: Options) -> str:
     """One line: what the target is computed with on this machine, and whether that is exact."""
     model, fast, report = engine.target.model, engine.target.fast, engine.target.report
     kind = story.weights_of(engine, options)["dtype"]
@@ -159,7 +153,7 @@ def setting(engine: Any, options: Options) -> str:
     return f"the target runs {kind}: {way}, {where}, {exact}"
 
 
-def health(engine: Any, worker: Worker, options: Options) -> dict[str, Any]:
+def health(engine: Engine, worker: Worker, options: Options) -> Json:
     """The body of GET /health: state, load, and acceptance over the server's life."""
     k, cache, report = options.num_speculative_tokens, engine.target.cache, engine.target.report
     by_drafter, by_rule = dict(engine.totals.by_drafter), dict(engine.totals.by_rule)
@@ -204,7 +198,7 @@ def health(engine: Any, worker: Worker, options: Options) -> dict[str, Any]:
     }
 
 
-def _warnings(engine: Any) -> list[str]:
+def _warnings(engine: Engine) -> list[str]:
     warnings, num_faults = [], engine.totals.num_faults
     if count := engine.panel.num_failures:
         warnings.append(f"{count} times a drafter failed, and its request went on without it")

@@ -7,12 +7,11 @@ right, as the machine was busy with something else, they are called disturbed (s
 from dataclasses import replace
 from itertools import zip_longest
 from statistics import median
-from typing import Any
 
 import torch
 
 from control.statistics import Statistics, ratio
-from messages import Request, Sampling
+from messages import Json, Request, Sampling, TextSequence
 
 # A choice between scores this close is decided by rounding: logits of one row and of several differ
 # by 1e-5 in float32 and by 0.13 in bfloat16 as measured (float16 has 8 times its precision), and
@@ -36,8 +35,8 @@ def runs_to_compare(wanted: Request) -> list[Request]:
 
 
 def comparison(
-    runs: list[tuple[Any, Any]], events: list[dict[str, Any]], dtype: torch.dtype
-) -> dict[str, Any]:
+    runs: list[tuple[TextSequence, TextSequence]], events: list[Json], dtype: torch.dtype
+) -> Json:
     """The `compare` block: what speculation changed, which should be the time alone.
 
     `runs` are pairs of finished sequences, speculative and plain, of the same request; the times
@@ -81,8 +80,8 @@ def _median_run(runs: list[Statistics]) -> Statistics:
 
 
 def _first_difference(
-    speculative: Any, plain: Any, events: list[dict[str, Any]], near_tie: float
-) -> dict[str, Any] | None:
+    speculative: TextSequence, plain: TextSequence, events: list[Json], near_tie: float
+) -> Json | None:
     """Where two outputs part, and whether rounding can have done that.
 
     Totals of sampled text are log p and noise, so `near_tie` has been divided by the temperature.
@@ -113,7 +112,7 @@ def _first_difference(
 
 def steadiness(
     speedups: list[float], tokens_per_pass: float | None, t_verify: float | None
-) -> dict[str, Any]:
+) -> Json:
     """Whether the measured speed-ups of several runs can be believed, and how far they are apart.
 
     Two figures tell of a machine that was busy with something else. A pass over several tokens

@@ -40,7 +40,7 @@ from urllib.parse import unquote_to_bytes, urlsplit
 
 import h11
 
-from messages import RequestError, in_short
+from messages import Json, RequestError, in_short
 
 MAX_BODY_BYTES = 1 << 20
 MAX_HEAD_BYTES = 1 << 16
@@ -73,7 +73,7 @@ def too_large(what: str, limit: int, status: int = 413) -> RequestError:
     return RequestError(message, status=status, code="too_large")
 
 
-def environ_of(request: h11.Request) -> dict[str, Any]:
+def environ_of(request: h11.Request) -> Json:
     """A request's head as WSGI has it (PEP 3333), without the body.
 
     Raises RequestError for what h11 lets pass and RFC 9112 does not, or not safely.
@@ -82,7 +82,7 @@ def environ_of(request: h11.Request) -> dict[str, Any]:
         raise malformed("methods are written in capitals", 501)
     if request.http_version not in (b"1.0", b"1.1"):
         raise malformed("only HTTP/1.0 and HTTP/1.1 are spoken here", 505)
-    environ: dict[str, Any] = {}
+    environ: Json = {}
     for raw_name, value in request.headers:
         name = raw_name.decode("ascii").upper()
         if "_" in name:
@@ -191,7 +191,7 @@ class Connection(asyncio.Protocol):
         self.parser = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         self.head, self.body = bytearray(), bytearray()
         self.num_framing = 0  # bytes of the body that are no content
-        self.environ: dict[str, Any] = {"REQUEST_METHOD": "-", "PATH_INFO": ""}
+        self.environ: Json = {"REQUEST_METHOD": "-", "PATH_INFO": ""}
         self.at_leave: Callable[[], None] = lambda: None
         self.is_last = False  # the connection is closed after this answer
         self.has_begun = False  # the answer's head is sent
@@ -307,7 +307,7 @@ class Connection(asyncio.Protocol):
         if self.has_left:
             act()
 
-    def respond(self, environ: dict[str, Any]) -> None:
+    def respond(self, environ: Json) -> None:
         """Run the application, and hand the loop what it says. Runs in a thread."""
         if self.has_left:
             return
@@ -426,7 +426,7 @@ class Server:
     def __init__(
         self,
         app: Callable[..., Any],
-        check: Callable[[dict[str, Any]], None],
+        check: Callable[[Json], None],
         host: str,
         port: int,
         num_threads: int,
@@ -555,7 +555,7 @@ class Server:
         if sum(c.num_unread for c in self.connections) > _MAX_ALL_UNREAD_BYTES:
             max(self.connections, key=lambda c: c.num_unread).abort()
 
-    def _tell(self, loop: Any, context: dict[str, Any]) -> None:
+    def _tell(self, loop: Any, context: Json) -> None:
         """asyncio's own complaints, such as too many open files: a line a second at most."""
         now = time.monotonic()
         if now - self._said_at >= 1:

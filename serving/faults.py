@@ -7,14 +7,13 @@ that were made are verified again.
 """
 
 import logging
-from typing import Any
 
-from messages import Cycle, in_short
+from messages import Cycle, Engine, TextSequence, in_short
 
 LOG = logging.getLogger("serving.engine")
 
 
-def step(engine: Any, sequences: list[Any]) -> dict[Any, Cycle]:
+def step(engine: Engine, sequences: list[TextSequence]) -> dict[TextSequence, Cycle]:
     """engine.step; a sequence that cannot go on ends with a `failure`, and has no cycle."""
     cycles = _step(engine, sequences)
     for s in sequences:
@@ -24,7 +23,7 @@ def step(engine: Any, sequences: list[Any]) -> dict[Any, Cycle]:
     return cycles
 
 
-def _step(engine: Any, sequences: list[Any]) -> dict[Any, Cycle]:
+def _step(engine: Engine, sequences: list[TextSequence]) -> dict[TextSequence, Cycle]:
     """engine.step, or what can be had of it."""
     lengths = engine.target.cache.lengths
     held = {s: lengths[s.row] for s in sequences}
@@ -33,13 +32,13 @@ def _step(engine: Any, sequences: list[Any]) -> dict[Any, Cycle]:
     except Exception as error:
         engine.totals.num_faults += 1
         LOG.warning("a pass of the target failed and is tried again: %s", in_short(error))
-    cycles: dict[Any, Cycle] = {}
+    cycles: dict[TextSequence, Cycle] = {}
     for s in sequences:
         cycles |= _step_alone(engine, s, held[s])
     return cycles
 
 
-def _step_alone(engine: Any, s: Any, held: int) -> dict[Any, Cycle]:
+def _step_alone(engine: Engine, s: TextSequence, held: int) -> dict[TextSequence, Cycle]:
     """After a fault that may be a neighbour's, or over; else try to do without the draft."""
     for can_go_on in (True, False):
         engine.target.cache.truncate(s.row, held)

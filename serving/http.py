@@ -20,7 +20,7 @@ from flask import Flask, Response, g, request
 from werkzeug import Request
 from werkzeug.exceptions import HTTPException
 
-from messages import RequestError, engine_failure, in_short
+from messages import Engine, Json, RequestError, engine_failure, in_short
 from models.catalogue import abandon
 from page import register_page
 
@@ -43,7 +43,7 @@ _WITH_BODY = ("/generate", "/v1/completions", "/v1/chat/completions")
 LOG = logging.getLogger(__name__)
 
 
-def read_body() -> dict[str, Any]:
+def read_body() -> Json:
     """The JSON object that was sent. Raises RequestError for anything else."""
     check_type(request)
     return parse_json(request.get_data(cache=False))
@@ -61,9 +61,9 @@ def respond(
     jobs: list[Job],
     is_stream: bool,
     notes: list[str],
-    whole: Callable[[list[Job], list[str]], dict[str, Any]],
+    whole: Callable[[list[Job], list[str]], Json],
     events: Callable[..., Iterator[str]] = stream_events,
-) -> Response | dict[str, Any]:
+) -> Response | Json:
     """What `whole` makes of the jobs when all is done, or their stream. Re-raises a job's error."""
     if is_stream:
         stream = events(jobs, lambda: whole(jobs, notes))
@@ -77,7 +77,7 @@ def respond(
         cancel(jobs)
 
 
-def with_status(health: dict[str, Any]) -> tuple[dict[str, Any], int]:
+def with_status(health: Json) -> tuple[Json, int]:
     """The answer to GET /health: 200, or 503 where nothing can be served."""
     return health, 200 if health["status"] == "ok" else 503
 
@@ -119,7 +119,7 @@ def base_app(options: Options) -> Flask:
     return app
 
 
-def new_app(engine: Any, worker: Worker, options: Options, prompts: dict[str, str]) -> Flask:
+def new_app(engine: Engine, worker: Worker, options: Options, prompts: dict[str, str]) -> Flask:
     """An application with the page and GET /metrics, and all that its routes have in common."""
     app = base_app(options)
     register_page(app, prompts, worker.story)
@@ -129,7 +129,7 @@ def new_app(engine: Any, worker: Worker, options: Options, prompts: dict[str, st
 
 
 def begin(
-    engine: Any, worker: Worker, options: Options, body: dict[str, Any]
+    engine: Engine, worker: Worker, options: Options, body: Json
 ) -> tuple[list[Job], bool, list[str]]:
     """Parse and queue a request. Returns its jobs, whether to stream, and warnings."""
     wanted, stream, compare, notes = parse_request(body, engine, options.for_requests)
@@ -152,7 +152,7 @@ class Guard:
         elif asked.path.startswith(_GUARDED) and asked.method != "OPTIONS":
             self._check_key(asked.headers.get("Authorization", ""))
 
-    def check_head(self, environ: dict[str, Any]) -> None:
+    def check_head(self, environ: Json) -> None:
         """Raises RequestError for a request whose body need not be read."""
         asked = Request(environ)
         self.check(asked)
@@ -208,14 +208,14 @@ def register_errors(app: Flask) -> None:
     """Answer every error with {"error": {…}}: never HTML, never a traceback."""
 
     @app.errorhandler(RequestError)
-    def refuse(error: RequestError) -> tuple[dict[str, Any], int, dict[str, str]]:
+    def refuse(error: RequestError) -> tuple[Json, int, dict[str, str]]:
         headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
         headers |= {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
         g.error = error.code or error.param
         return error.body(), error.status, headers
 
     @app.errorhandler(HTTPException)
-    def refuse_http(error: HTTPException) -> tuple[dict[str, Any], int, dict[str, str]]:
+    def refuse_http(error: HTTPException) -> tuple[Json, int, dict[str, str]]:
         """Answer what Flask refuses: an unknown path, a wrong method, a body that is too large."""
         status = error.code or 500
         allowed = getattr(error, "valid_methods", None)
@@ -223,7 +223,7 @@ def register_errors(app: Flask) -> None:
         return body, status, {"Allow": ", ".join(allowed)} if allowed else {}
 
     @app.errorhandler(Exception)
-    def fail(error: Exception) -> tuple[dict[str, Any], int]:
+    def fail(error: Exception) -> tuple[Json, int]:
         """Log any other error with its traceback, and answer 500."""
         LOG.exception("a request failed")
         g.error = type(error).__name__

@@ -19,6 +19,8 @@ from typing import Any
 
 from flask import Flask, Response, g, request
 
+from messages import Json
+
 from .worker import Job
 
 LOG = logging.getLogger("serving.requests")
@@ -48,7 +50,7 @@ class Progress(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self._stage = record.getMessage()
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Json:
         """What is being done, and for how long all has taken."""
         return {"stage": self._stage, "elapsed_s": round(time.monotonic() - self._began, 1)}
 
@@ -120,9 +122,7 @@ def name_requests(app: Flask, with_text: bool) -> None:
         return response
 
 
-def _write(
-    head: dict[str, Any], error: str | None, jobs: list[Job], arrived: float, with_text: bool
-) -> None:
+def _write(head: Json, error: str | None, jobs: list[Job], arrived: float, with_text: bool) -> None:
     line = head | {"finish": None}
     if jobs:
         job, s = jobs[0], jobs[0].sequence

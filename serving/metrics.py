@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from control.statistics import Statistics
+from messages import Engine
 
 _COUNTERS = {
     "spec_decode_num_drafts": "drafts that were verified",
@@ -53,11 +54,11 @@ class Figures(NamedTuple):
     accepted_at: Sequence[float]  # drafted tokens, by position in the draft
 
 
-def figures_of(engine: Any) -> Figures:
+def figures_of(engine: Engine) -> Figures:
     """What an Engine of the core has counted."""
     total = sum(dict(engine.totals.by_drafter).values(), Statistics())
     prefixes, cache = engine.panel.prefixes, engine.target.cache
-    values = {
+    values: dict[str, float | None] = {
         "spec_decode_num_drafts": total.num_spec_steps,
         "spec_decode_num_draft_tokens": total.num_draft_tokens,
         "spec_decode_num_accepted_tokens": total.num_accepted_draft_tokens,

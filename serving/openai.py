@@ -20,7 +20,7 @@ from typing import Any
 from flask import Flask, Response, g
 from werkzeug.exceptions import NotFound
 
-from messages import RequestError
+from messages import Json, Model, RequestError
 from models.prompts import chat_prompt
 
 from .answers import sse, stream
@@ -51,12 +51,13 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 # What stands beside the choices, as in /generate's answer.
 _FIGURES = ("usage", "metrics", "timings", "warnings", "seed", "trace", "compare")
-Begin = Callable[[dict[str, Any]], tuple[list[Job], bool, list[str]]]
-Whole = Callable[[list[Job], list[str]], dict[str, Any]]
-Logprobs = list[dict[str, Any]] | None
+Begin = Callable[[Json], tuple[list[Job], bool, list[str]]]
+Whole = Callable[[list[Job], list[str]], Json]
+ReadChat = Callable[[Any, Json], None]
+Logprobs = list[Json] | None
 
 
-def read_chat(target: Any, limit: int | None, messages: Any, fields: dict[str, Any]) -> None:
+def read_chat(target: Model, limit: int | None, messages: Any, fields: Json) -> None:
     """Put a conversation into the fields, as its ids.
 
     `limit` is the operator's, where a request names none. Without one either, a chat goes on to the
@@ -68,26 +69,26 @@ def read_chat(target: Any, limit: int | None, messages: Any, fields: dict[str, A
 
 
 def register_routes(
-    app: Flask, target: Any, begin: Begin, whole: Whole, read_chat: Callable[..., None]
+    app: Flask, name: str, max_length: int, begin: Begin, whole: Whole, read_chat: ReadChat
 ) -> None:
-    """Add the routes of whatever has a target's `name` and `max_length`.
+    """Add the routes for a model of this name, whose context holds `max_length` tokens.
 
     `read_chat(messages, fields)` puts a conversation into the fields that `begin` gets, and `whole`
     makes the answer of /generate, of which these routes take the figures.
     """
-    name = model_id(target.name)
+    name = model_id(name)
     card = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "local"}
-    card["max_model_len"] = target.max_length
+    card["max_model_len"] = max_length
     serve = partial(_serve, name, begin, whole)
 
     @app.post("/v1/completions")
-    def completions() -> Response | dict[str, Any]:
+    def completions() -> Response | Json:
         fields = _supported(read_body())
         fields["prompt"] = _single(fields.get("prompt"))
         return serve(fields, _Completion())
 
     @app.post("/v1/chat/completions")
-    def chat() -> Response | dict[str, Any]:
+    def chat() -> Response | Json:
         """Answer a conversation. Errors name the fields as the client does."""
         fields = _supported(read_body())
         sent = {"prompt": "messages"}  # our name of a field -> the client's
@@ -98,18 +99,18 @@ def register_routes(
             return serve(fields, _Chat())
 
     @app.get("/v1/models")
-    def models() -> dict[str, Any]:
+    def models() -> Json:
         return {"object": "list", "data": [card]}
 
     @app.get("/v1/models/<path:wanted>")
-    def model(wanted: str) -> dict[str, Any]:
+    def model(wanted: str) -> Json:
         """Describe the model. Raises RequestError, a 404, for any other name."""
         if wanted != name:
             raise unknown_model(wanted, name)
         return card
 
     @app.errorhandler(NotFound)
-    def no_route(_: NotFound) -> tuple[dict[str, Any], int]:
+    def no_route(_: NotFound) -> tuple[Json, int]:
         """Name the routes that there are: clients try others, such as /v1/responses."""
         message = f"there is no such route; this server has {_routes(app)}"
         return RequestError(message, status=404).body(), 404
@@ -127,8 +128,8 @@ def _routes(app: Flask) -> str:
 
 
 def _serve(
-    name: str, begin: Begin, whole: Whole, fields: dict[str, Any], shape: "_Completion | _Chat"
-) -> Response | dict[str, Any]:
+    name: str, begin: Begin, whole: Whole, fields: Json, shape: "_Completion | _Chat"
+) -> Response | Json:
     """Begin the request, then answer when all is done, or stream it."""
     options = fields.get("stream_options")
     jobs, is_stream, notes = begin(fields)
@@ -139,7 +140,7 @@ def _serve(
         "model": name,
     }
 
-    def shaped(jobs: list[Job], notes: list[str]) -> dict[str, Any]:
+    def shaped(jobs: list[Job], notes: list[str]) -> Json:
         body = whole(jobs, notes)
         choice = shape.whole(body["text"], body["finish_reason"], body.get("logprobs"))
         figures = {name: body[name] for name in _FIGURES if name in body}
@@ -162,7 +163,7 @@ def _errors_name(sent: dict[str, str]) -> Iterator[None]:
         raise
 
 
-def _translate_chat(fields: dict[str, Any], sent: dict[str, str]) -> None:
+def _translate_chat(fields: Json, sent: dict[str, str]) -> None:
     """Rename the fields that chat has names of its own for, and note their names in `sent`."""
     if (limit := fields.pop("max_completion_tokens", None)) is not None:
         fields["max_tokens"], sent["max_tokens"] = limit, "max_completion_tokens"
@@ -176,7 +177,7 @@ def _translate_chat(fields: dict[str, Any], sent: dict[str, str]) -> None:
         fields["logprobs"], sent["logprobs"] = top, "top_logprobs"
 
 
-def _supported(body: dict[str, Any]) -> dict[str, Any]:
+def _supported(body: Json) -> Json:
     """The fields without those that may have one value only. Raises RequestError for another."""
     for name, (served, otherwise) in _ONLY.items():
         value = body.pop(name, None)
@@ -204,7 +205,7 @@ class _Completion:
     def __init__(self) -> None:
         self._offset = 0  # where in the text the next token begins
 
-    def part(self, text: str, reason: str | None, logprobs: Logprobs) -> dict[str, Any]:
+    def part(self, text: str, reason: str | None, logprobs: Logprobs) -> Json:
         """What a chunk tells, and a whole answer."""
         listed = None
         if logprobs is not None:
@@ -234,31 +235,28 @@ class _Chat:
     def __init__(self) -> None:
         self.opening = self._choice({"delta": {"role": "assistant", "content": ""}}, None, None)
 
-    def whole(self, text: str, reason: str | None, logprobs: Logprobs) -> dict[str, Any]:
+    def whole(self, text: str, reason: str | None, logprobs: Logprobs) -> Json:
         """The choice of a whole answer."""
         return self._choice({"message": {"role": "assistant", "content": text}}, reason, logprobs)
 
-    def part(self, text: str, reason: str | None, logprobs: Logprobs) -> dict[str, Any]:
+    def part(self, text: str, reason: str | None, logprobs: Logprobs) -> Json:
         """What a chunk tells; the one that ends the text says nothing more."""
         return self._choice({"delta": {} if reason else {"content": text}}, reason, logprobs)
 
-    def _choice(self, said: Any, reason: str | None, logprobs: Logprobs) -> dict[str, Any]:
+    def _choice(self, said: Any, reason: str | None, logprobs: Logprobs) -> Json:
         return {"index": 0} | said | {"logprobs": _content(logprobs), "finish_reason": reason}
 
 
 def _chunks(
-    head: dict[str, Any],
-    shape: _Completion | _Chat,
-    with_usage: bool,
-    jobs: list[Job],
-    whole: Callable[[], dict[str, Any]],
-) -> Iterator[str]:
+    head: Json, shape: _Completion | _Chat, with_usage: bool,
+    jobs: list[Job], whole: Callable[[], Json],
+) -> Iterator[str]:  # fmt: skip
     """Chunks of the text as it comes, then the reason of its end with the figures."""
 
-    def chunk(choice: dict[str, Any]) -> str:
+    def chunk(choice: Json) -> str:
         return sse(head | {"choices": [choice]})
 
-    def shown(event: dict[str, Any], number: int) -> str:
+    def shown(event: Json, number: int) -> str:
         text, logprobs = "".join(text for text, _ in event["pieces"]), event.get("logprobs")
         is_news = number == 0 and (text or logprobs is not None)
         return chunk(shape.part(text, None, logprobs)) if is_news else ""
@@ -273,11 +271,11 @@ def _chunks(
     return stream(jobs, shown, last, chunk(shape.opening) if shape.opening else "")
 
 
-def _content(logprobs: Logprobs) -> dict[str, Any] | None:
+def _content(logprobs: Logprobs) -> Json | None:
     if logprobs is None:
         return None
 
-    def entry(one: dict[str, Any]) -> dict[str, Any]:
+    def entry(one: Json) -> Json:
         token = one["token"]
         # A part of a character is decoded as "�", which are not its bytes.
         known = None if "\ufffd" in token else list(token.encode("utf-8"))

@@ -12,14 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from drafters import NAMES
 from drafters.panel import PLAIN
-from messages import Request, RequestError, Sampling
+from messages import Json, Request, RequestError, Sampling
 from models.catalogue import CATALOGUE, DEFAULT, EMBEDDED, FALLBACK, PAIRS, entry_of
 from models.gguf_file import is_gguf
+from models.prompts import Tokenizer
 
 from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, check_fields
 
@@ -48,7 +49,7 @@ _GROUPS = DO, CHANGE, MORE, MODELS, DRAFTING, SAMPLING, SERVING, CALLERS, SPEED,
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
-    def error(self, message: str) -> Any:
+    def error(self, message: str) -> NoReturn:
         """Exit with status 2, without the usage."""
         if message.startswith("one of the arguments"):
             message = "say what to do: --demo (start here), --prompt TEXT, --port PORT or --plan"
@@ -56,7 +57,7 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def between(low: int, high: int) -> Any:
+def between(low: int, high: int) -> Callable[[str], int]:
     """An argparse type: an integer from low to high."""
 
     def parse(text: str) -> int:
@@ -78,8 +79,8 @@ def seconds(text: str) -> float:
 
 
 _COUNT = between(1, 1_000_000)
-_COUNTED = {"type": _COUNT, "metavar": "N"}
-_SECONDS = {"type": seconds, "metavar": "S"}
+_COUNTED: Json = {"type": _COUNT, "metavar": "N"}
+_SECONDS: Json = {"type": seconds, "metavar": "S"}
 _SWITCH = {"action": "store_true"}
 _NAME = {"metavar": "NAME"}
 
@@ -275,7 +276,7 @@ class Options:
         return Sampling(**{field.name: getattr(self, field.name) for field in fields(Sampling)})
 
     @property
-    def for_requests(self) -> dict[str, Any]:
+    def for_requests(self) -> Json:
         """The fields of a request that does not give them."""
         names = (*SAMPLING_FIELDS, "num_speculative_tokens")
         given = {name: getattr(self, name) for name in names}
@@ -305,7 +306,7 @@ class Options:
         unpacks = self.dtype != "packed" and is_gguf(self.draft_folder or "")
         return replace(self, dtype="auto") if unpacks else self
 
-    def is_chat(self, tokenizer: Any) -> bool:
+    def is_chat(self, tokenizer: Tokenizer) -> bool:
         """Whether --demo, --prompt and the page put a prompt into the model's chat template."""
         return bool(tokenizer.chat_template) and not self.raw
 
@@ -337,7 +338,7 @@ class Options:
             return self.host != "localhost"
 
     @property
-    def for_drafters(self) -> dict[str, Any]:
+    def for_drafters(self) -> Json:
         """What a drafter's context has of this, by its names there."""
         models = ("draft_model", "mtp", "eagle3", "dflash")
         same = ("prompt_lookup_max", "prompt_lookup_min", "quantize", "mmap", "prefix_cache_mb")

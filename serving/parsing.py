@@ -15,11 +15,11 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from drafters.panel import PLAIN
-from messages import Request, RequestError, Sampling
-from models.prompts import chat_ids, check_prompt, is_text, large_bodies, prompt_ids
+from messages import Engine, Json, Request, RequestError, Sampling
+from models.prompts import Tokenizer, chat_ids, check_prompt, is_text, large_bodies, prompt_ids
 
 
-def parse_json(data: bytes) -> dict[str, Any]:
+def parse_json(data: bytes) -> Json:
     """The JSON object in a request's body.
 
     Raises RequestError for anything else: broken JSON, NaN and Infinity (which Python would
@@ -88,7 +88,7 @@ _REAL_NUMBERS = ("repetition_penalty", "temperature", "top_p", "min_p")
 SAMPLING_FIELDS = (*(field.name for field in fields(Sampling)), "seed")
 
 
-def check_fields(body: dict[str, Any]) -> dict[str, Any]:
+def check_fields(body: Json) -> Json:
     """The fields that are given (a null counts as absent), each in range.
 
     Raises RequestError, naming the first that is not.
@@ -118,13 +118,9 @@ def unknown_model(wanted: Any, model: str) -> RequestError:
 
 
 def parse_fields(
-    body: dict[str, Any],
-    tokenizer: Any,
-    drafters: Collection[str],
-    defaults: dict[str, Any],
-    model: str,
-    max_length: int = 1 << 20,
-) -> tuple[dict[str, Any], list[str]]:
+    body: Json, tokenizer: Tokenizer | None, drafters: Collection[str], defaults: Json,
+    model: str, max_length: int = 1 << 20,
+) -> tuple[Json, list[str]]:  # fmt: skip
     """Checked fields of a generate request, `defaults` filled in, and warnings about unknown ones.
 
     `prompt` comes back as token ids, `stop` as a tuple, `drafter` as a name or None (for "none",
@@ -169,7 +165,7 @@ def parse_fields(
 
 
 def parse_request(
-    body: dict[str, Any], engine: Any, defaults: dict[str, Any]
+    body: Json, engine: Engine, defaults: Json
 ) -> tuple[Request, bool, bool, list[str]]:
     """A request's fields, `defaults` filled in: (request, stream, compare, warnings).
 
@@ -181,7 +177,7 @@ def parse_request(
         body, target.tokenizer, engine.panel.choices, defaults, target.name, target.max_length
     )
     try:
-        check_prompt(given["prompt"], target)
+        check_prompt(given["prompt"], target.max_length, target.vocab_size)
     except ValueError as error:
         raise RequestError(str(error), param="prompt") from error
     stream, compare = given.pop("stream"), given.pop("compare")

@@ -23,7 +23,7 @@ from typing import Any
 from control.planner import FixedK
 from control.statistics import Totals
 from drafters.timed import TimedDrafter
-from messages import Request
+from messages import Cycle, Engine, Json, Request, TextSequence
 from models.prompts import chat_ids, prompt_ids
 
 from . import trace
@@ -42,7 +42,7 @@ LOG = logging.getLogger(__name__)
 
 
 @contextmanager
-def uncounted(engine: Any) -> Iterator[Any]:
+def uncounted(engine: Engine) -> Iterator[Engine]:
     """The same models and drafters, whose runs no statistics count and no controller learns from.
 
     The log does not tell of them either.
@@ -63,8 +63,8 @@ class Interrupted(Exception):
 
 
 def record(
-    engine: Any, options: Options, is_wanted: Callable[[], bool] = lambda: False
-) -> dict[str, Any] | None:
+    engine: Engine, options: Options, is_wanted: Callable[[], bool] = lambda: False
+) -> Json | None:
     """The story as JSON has it, in a second or so; None where no drafter can tell it.
 
     Raises Interrupted as soon as the engine `is_wanted` for something else.
@@ -84,14 +84,14 @@ def record(
 
 
 def _record(
-    engine: Any, options: Options, names: list[str], is_wanted: Callable[[], bool]
-) -> dict[str, Any]:
+    engine: Engine, options: Options, names: list[str], is_wanted: Callable[[], bool]
+) -> Json:
     target, drafters = engine.target, engine.panel.drafters
     is_chat = options.is_chat(target.tokenizer)
     text, read = (_CHAT_PROMPT, chat_ids) if is_chat else (_PROMPT, prompt_ids)
     prompt = read(text, target.tokenizer, target.max_length)
 
-    def run(drafter: str | None, num_cycles: int, limit_s: float, **more: Any) -> Iterator[Any]:
+    def run(drafter: str | None, num_cycles: int, limit_s: float, **more: Any) -> Iterator[tuple]:
         """Each cycle with its sequence, until the drafter has taken so long."""
         spent_s = 0.0
         request = Request(prompt, _MAX_TOKENS, drafter, _K, is_alone=True, **more)
@@ -131,7 +131,7 @@ def _record(
     }
 
 
-def _gain(cycles: list[Any], costs: dict[str, Any], plain_ms: float) -> float:
+def _gain(cycles: list[Cycle], costs: Json, plain_ms: float) -> float:
     """Their speed in plain decoding's, by medians, as the first draft reads the prompt."""
     later = cycles[1:]
     drafted = [cycle for cycle in later if cycle.proposals]
@@ -141,7 +141,7 @@ def _gain(cycles: list[Any], costs: dict[str, Any], plain_ms: float) -> float:
     return sum(len(cycle.tokens) for cycle in later) * plain_ms / spent_ms if later else 0.0
 
 
-def _event(s: Any, cycle: Any) -> dict[str, Any]:
+def _event(s: TextSequence, cycle: Cycle) -> Json:
     """A cycle as the stream of a traced request shows it, without what a story does not show."""
     event = trace.event(s, cycle)
     event["text"] = "".join(text for text, _ in event.pop("pieces"))
@@ -152,7 +152,7 @@ def _event(s: Any, cycle: Any) -> dict[str, Any]:
     return event
 
 
-def _costs(cycles: list[Any], drafter: Any) -> dict[str, Any]:
+def _costs(cycles: list[Cycle], drafter: object) -> Json:
     """What drafting takes: ms per drafted token, ms of the passes over K + 1, and its weights."""
     drafted = [cycle for cycle in cycles if cycle.proposals]  # so without the prefill
     steps = [cycle.spans_ms[0] / len(cycle.proposals) for cycle in drafted]
@@ -164,7 +164,7 @@ def _costs(cycles: list[Any], drafter: Any) -> dict[str, Any]:
     }
 
 
-def weights_of(engine: Any, options: Options) -> dict[str, Any]:
+def weights_of(engine: Engine, options: Options) -> Json:
     """The target in numbers: what a pass reads, and how much a text may hold."""
     target = engine.target
     config = target.model.config.get_text_config()

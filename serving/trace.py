@@ -5,26 +5,26 @@ docs/api.md says what each field means.
 
 from itertools import chain
 from math import inf
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from messages import Cycle, Judgement
+from messages import Cycle, Json, Judgement, TextSequence
+from models.prompts import Tokenizer
 from sampling import log_probabilities
 
 _PROMPT_SHOWN, _TAIL_SHOWN = 2000, 16  # tokens of a prompt that a trace repeats
 _BY_P, _BY_Q = 8, 4  # tokens of a distribution that a trace shows, the likeliest by p and by q
 
 
-def event(s: Any, cycle: Cycle) -> dict[str, Any]:
-    """The event of a Sequence's latest cycle: {step, tokens, pieces}, and what was asked for.
+def event(s: TextSequence, cycle: Cycle) -> Json:
+    """The event of a sequence's latest cycle: {step, tokens, pieces}, and what was asked for.
 
     tokens are those that stay. pieces is the text that may be shown now, as (text, kind). A request
     may ask for `logprobs` and for a trace, which has more.
     """
-    found: dict[str, Any] = {
+    found: Json = {
         "step": cycle.number,
         "tokens": [judgement_as_dict(token) for token in cycle.tokens],
         "pieces": s.text.release(s.finish_reason is not None),
@@ -39,7 +39,7 @@ def event(s: Any, cycle: Cycle) -> dict[str, Any]:
     return found
 
 
-def summary(cycle: Cycle) -> dict[str, Any]:
+def summary(cycle: Cycle) -> Json:
     """What a cycle did, without texts and numbers of a model.
 
     proposals is the draft as it was made, the others are what stays of it after a cut.
@@ -58,19 +58,19 @@ def summary(cycle: Cycle) -> dict[str, Any]:
     }
 
 
-def judgement_as_dict(judgement: Judgement) -> dict[str, Any]:
+def judgement_as_dict(judgement: Judgement) -> Json:
     """For an event; p, q and u only where they decided."""
     if judgement.u is None:
         return {"id": judgement.id, "kind": judgement.kind}
     return judgement._asdict()
 
 
-def _details(s: Any, cycle: Cycle, event: dict[str, Any]) -> dict[str, Any]:
+def _details(s: TextSequence, cycle: Cycle, event: Json) -> Json:
     """What a trace adds; a part of a character has the text "�".
 
     The prefill's has the end of the prompt as the target read it, with what a chat template wrote.
     """
-    asked: dict[str, Any] = {}
+    asked: Json = {}
     if s.seat.decision:
         asked["controller"] = str(s.seat.decision)
     if cycle.proposals:
@@ -90,7 +90,7 @@ def _details(s: Any, cycle: Cycle, event: dict[str, Any]) -> dict[str, Any]:
     return asked
 
 
-def _leaders(s: Any, event: dict[str, Any], scores: Tensor) -> list[list[dict[str, Any]]]:
+def _leaders(s: TextSequence, event: Json, scores: Tensor) -> list[list[Json]]:
     """The first five tokens of each row of scores [n, V], as {id, score}.
 
     Of a coupled request the choice is the first of them. It goes by the total of score and noise,
@@ -103,7 +103,7 @@ def _leaders(s: Any, event: dict[str, Any], scores: Tensor) -> list[list[dict[st
         races = [s.noise.exponentials(begin + i, ids) for i in range(len(scores))]
         totals = scores.cpu() - torch.tensor(np.stack(races)).log()
 
-    def entry(row: int, token: int) -> dict[str, Any]:
+    def entry(row: int, token: int) -> Json:
         found = {"id": token, "score": _finite(scores[row, token])}
         return found | ({"total": _finite(totals[row, token])} if sampling.is_coupled else {})
 
@@ -120,7 +120,7 @@ def _leaders(s: Any, event: dict[str, Any], scores: Tensor) -> list[list[dict[st
     return result
 
 
-def _distributions(s: Any, cycle: Cycle) -> list[list[dict[str, Any]]]:
+def _distributions(s: TextSequence, cycle: Cycle) -> list[list[Json]]:
     """The likeliest tokens where each new one was chosen: those of the target and of the drafter.
 
     An entry is {id, score, p}, by falling p; the drafted and the chosen token are among them.
@@ -157,7 +157,7 @@ def _likeliest(weights: Tensor, count: int) -> list[int]:
     return weights.topk(min(count, len(weights))).indices.tolist()
 
 
-def _short(value: Any) -> float:
+def _short(value: Tensor | float) -> float:
     """To six digits, as nobody sees more of a bar."""
     return float(f"{float(value):.6g}")
 
@@ -168,15 +168,15 @@ def _finite(value: Tensor) -> float | None:
 
 
 def token_logprobs(
-    logits: Tensor, tokens: list[int], num_top: int, tokenizer: Any
-) -> list[dict[str, Any]]:
+    logits: Tensor, tokens: list[int], num_top: int, tokenizer: Tokenizer
+) -> list[Json]:
     """Log-probabilities of `tokens` and of the `num_top` likeliest by the target's own logits.
 
     logits [at least len(tokens), V]: row i is where token i was chosen. Before every transform, so
     they do not depend on the request's sampling.
     """
 
-    def entry(token: int, logprob: float) -> dict[str, Any]:
+    def entry(token: int, logprob: float) -> Json:
         # JSON has no -inf: -9999 is what the field sends for it.
         return {"id": token, "token": tokenizer.decode([token]), "logprob": max(logprob, -9999.0)}
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
-from messages import Request, RequestError
+from messages import Engine, Json, Request, RequestError, TextSequence
 
 from . import faults, story, trace
 from .metrics import Histogram
@@ -76,10 +76,10 @@ class Job:
         self.first_token: float | None = None
         self.submitted = time.monotonic()
         self.deadline = self.submitted + timeout_s
-        self.sequence: Any = None  # the engine's, once it runs
-        self.events: list[dict[str, Any]] = []  # kept for a trace
+        self.sequence: TextSequence | None = None  # the engine's, once it runs
+        self.events: list[Json] = []  # kept for a trace
         self._changed = threading.Condition()
-        self._news: list[dict[str, Any]] = []  # events that nobody has taken yet
+        self._news: list[Json] = []  # events that nobody has taken yet
         self._is_read = True  # by iteration
         self._rested = 0.0  # from when on an event wakes who iterates
 
@@ -104,7 +104,7 @@ class Job:
         request = self.request
         return self._is_read or request.trace or request.logprobs is not None
 
-    def put(self, event: dict[str, Any]) -> None:
+    def put(self, event: Json) -> None:
         """Hand an event to whoever iterates."""
         if self.request.trace:
             self.events.append(event)
@@ -137,7 +137,7 @@ class Job:
             self._sleep(threading.TIMEOUT_MAX)
         self._check()
 
-    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+    def __iter__(self) -> Iterator[list[Json]]:
         """The engine's events as they come, and [] every 0.1 s without one; re-raises its error.
 
         Ends at once when the job is cancelled. Raises RequestError 504 past the deadline, whether
@@ -182,15 +182,15 @@ def cancel(jobs: Iterable[Job]) -> None:
         job.cancel()
 
 
-class Places:
+class Admission:
     """Takes requests in: places for `max_running` that run, and `max_queued` that wait."""
 
     def __init__(self, options: Options) -> None:
         self.options, self.draining = options, False
         self.first_token_s = Histogram()
         self._began, self._failures_in_a_row = time.monotonic(), 0
-        self._waiting: deque[Any] = deque()
-        self._running: list[Any] = []
+        self._waiting: deque[Job] = deque()
+        self._running: list[Job] = []
         self._changed = threading.Condition()
 
     @property
@@ -218,14 +218,14 @@ class Places:
             raise RequestError(f"{waiting} requests wait already", status=429, code="queue_full")
 
 
-class Worker(Places):
+class Worker(Admission):
     """Runs up to `max_running` jobs at once on an engine, in a thread of its own."""
 
     def __init__(
         self,
-        engine: Any,
+        engine: Engine | None,
         options: Options,
-        load: "Callable[[Worker], tuple[Any, Any]] | None" = None,
+        load: "Callable[[Worker], tuple[Engine, Any]] | None" = None,
     ) -> None:
         """Without an engine, `load` makes one and the `app` around it, in the worker's thread.
 
@@ -233,9 +233,9 @@ class Worker(Places):
         all take turns, and a pass takes twice as long. Raises what `load` raises.
         """
         super().__init__(options)
-        self._story: dict[str, Any] | None = None  # what the page opens on
+        self._story: Json | None = None  # what the page opens on
         self._story_is_over = threading.Event()
-        self.app: Any = None
+        self.app: Any = None  # a Flask
         self._engine, self._load, self._died = engine, load, False
         self._busy_since: float | None = None
         loaded: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -290,7 +290,7 @@ class Worker(Places):
             job.end(unavailable(WHY_NOT["draining"]))
         return len(left)
 
-    def story(self, timeout_s: float) -> dict[str, Any] | None:
+    def story(self, timeout_s: float) -> Json | None:
         """What the page opens on; wait for it so long. None while there is none."""
         self._story_is_over.wait(timeout_s)
         return self._story
@@ -403,7 +403,7 @@ class Worker(Places):
         job.end(error)
 
 
-def warm_up(engine: Any) -> None:
+def warm_up(engine: Engine) -> None:
     """Let the target and each model that drafts run once, before a measurement counts.
 
     First calls are slow: buffers are allocated. Each is asked for a whole draft, so the target runs

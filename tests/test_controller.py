@@ -15,7 +15,7 @@ from test_batching import together
 from benchmarks.fixed_clock import FixedClock
 from control.acceptance import Acceptance, Shares
 from control.controller import PROBE_BUDGET, Ask, Controller, Pace
-from control.costs import Costs, Line, fit
+from control.costs import CostLine, Costs, fit
 from control.rest import Rest
 from drafters.panel import Panel, Seat
 from messages import Verdict
@@ -352,7 +352,7 @@ def test_it_says_why():
 @pytest.mark.parametrize("ms", [1.0, 3.0, 8.0])
 def test_a_pass_that_has_become_slower_or_faster_for_good_is_noticed(ms):
     """Of passes of one size alone the slope stays sane."""
-    line = Line(0.02)
+    line = CostLine(0.02)
     for i in range(70):
         line.observe(1, 3.0 if i < 50 else ms)
     fit([line])

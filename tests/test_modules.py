@@ -112,7 +112,8 @@ def flat(texts):
     where, counts = Rows(), [count for _, _, count, _ in texts]
     for slot, begin, count, parents in texts:
         where.tree(slot, begin, 0, lines_of(parents, count))
-    place = SimpleNamespace(slots=[t[0] for t in texts], counts=counts, end=max(where.places) + 1)
+    slots, ends = [text[0] for text in texts], [begin + count for _, begin, count, _ in texts]
+    place = SimpleNamespace(slots=slots, counts=counts, ends=ends, end=max(where.places) + 1)
     return FlatPlace(place, *where.tensors())
 
 
