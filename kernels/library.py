@@ -77,9 +77,13 @@ def why_not() -> str | None:
 
 
 def compiler() -> list[str]:
-    """The command of the C compiler; empty if there is none."""
+    """The C compiler's command; empty if there is none. Raises ValueError for a wrong CC."""
     given = os.environ.get("CC")
-    for name, *rest in [shlex.split(given)] if given else [["gcc"], ["clang"], ["cc"]]:
+    try:
+        named = [shlex.split(given)] if given else [["gcc"], ["clang"], ["cc"], ["g++"]]
+    except ValueError as error:
+        raise ValueError(f"CC is no command: {in_short(error)}") from error
+    for name, *rest in filter(None, named):
         if path := shutil.which(name):
             return [path, *rest]
     return [sys.executable, "-m", "ziglang", "cc"] if find_spec("ziglang") else []
@@ -94,9 +98,7 @@ def use(wanted: bool) -> None:
             load()
             is_used = True
     except ValueError as error:
-        # A machine without a compiler is nothing to worry about; one whose compiler fails is.
-        level = logging.WARNING if why_not() is None else logging.INFO
-        LOG.log(level, "transformers' modules run, which is slower: %s", error)
+        LOG.warning("transformers' modules run, which is slower: %s", error)
 
 
 def load() -> ctypes.CDLL:
@@ -187,7 +189,7 @@ def _compile(file: Path) -> None:
         sources = sorted(_FOLDER.glob("*.c"), key=lambda source: -source.stat().st_size)
         objects = [made.with_name(f"{source.stem}.o") for source in sources]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(partial(_run, *_FLAGS, "-c", "-o"), objects, sources))
+            list(pool.map(partial(_run, *_FLAGS, "-x", "c", "-c", "-o"), objects, sources))
         _run(*_LINKING, "-o", made, *objects, "-lm")
         digest = made.with_suffix(".sha256")
         digest.write_text(hashlib.sha256(made.read_bytes()).hexdigest(), "utf-8")
