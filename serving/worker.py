@@ -133,7 +133,7 @@ class Job:
     def wait(self) -> None:
         """Until it ends or is cancelled. Raises as the iteration does."""
         with self._changed:
-            self._is_read = False
+            self._is_read, self._news = False, []  # what came before is not read either
             self._sleep(threading.TIMEOUT_MAX)
         self._check()
 
