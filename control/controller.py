@@ -116,6 +116,8 @@ class Decision(NamedTuple):
             return f"{self.drafter}, K={self.num_tokens}: α {alpha}, c {c}, {expected}"
         if self.break_even > 1:
             return f"K=0 is faster here: even a certain {self.drafter} guess costs more (c {c})"
+        if self.alpha >= self.break_even:  # it has text to read first, say
+            return f"K=0 is faster now: {self.drafter} has α {alpha}, but to begin costs more"
         return f"K=0 is faster here: {self.drafter} has α {alpha} < break-even {even} (c {c})"
 
 

@@ -344,6 +344,8 @@ def test_it_says_why():
     )
     assert re.fullmatch(r"own, K=\d: α .9\d, c .20, expected \d\.\d\d×", str(good))
     assert re.fullmatch(r"K=0 is faster here: own has α .05 < break-even .22 \(c .20\)", str(poor))
+    dear = "K=0 is faster now: own has α .85, but to begin costs more"
+    assert str(poor._replace(alpha=0.85)) == dear
     assert poor.break_even == pytest.approx(0.2 + 0.2 / 10.2, abs=0.01)
     says = r"K=0 is faster here: even a certain own guess costs more \(c 3\d\.\d\d\)"
     assert re.fullmatch(says, str(hopeless)) and hopeless.num_tokens == 0
