@@ -224,7 +224,7 @@ class _Head:
         self._bytes, self._size, self._path, self._at = given, size, path, 0
 
     def bad(self, what: str) -> BadFile:
-        return BadFile(f"{self._path} is damaged or cut off: {what} (fetch it again)")
+        return BadFile(f"{self._path} is damaged or cut off: {what} (delete it and fetch it again)")
 
     def read(self, part: int) -> tuple[dict[str, Any], dict[str, Tensor], str]:
         """As _read_header. Raises BadFile, EOFError or what struct says at the end."""

@@ -58,7 +58,7 @@ def test_each_step_of_the_lesson_writes_the_same_text(monkeypatch, capsys):
     """With and without cache, drafts, truncation; sampled with and without; alone and together."""
     monkeypatch.chdir(ROOT)
     steps = blocks(read("docs/lesson.md"), "python")
-    assert len(steps) == 8 and len(re.findall(r"^.+$", steps[0], re.MULTILINE)) == 15
+    assert len(steps) == 9 and len(re.findall(r"^.+$", steps[0], re.MULTILINE)) == 15
     names = {}
     for step in steps:
         exec(step, names)  # noqa: S102
@@ -74,6 +74,7 @@ def test_each_step_of_the_lesson_writes_the_same_text(monkeypatch, capsys):
     assert passes[4] == passes[5] < 30 and passes[6] < 40  # the same drafts, with cache or without
     assert "the same texts: True" in said
     assert len(re.findall(r"\d positions \d", said)) == 4  # how long they take is the machine's
+    assert said.endswith("9: 16777216 16777218\n")
     loses = names["hard_text"], names["slow_drafter"], names["large_batch"]
     assert max(loses) < 1 and f"{names['pays']:.2f}" in read("docs/lesson.md")
 
