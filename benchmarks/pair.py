@@ -11,11 +11,15 @@ one, over the time after the first one. `prompt_tokens_per_s` is how fast a long
     python -m benchmarks.pair --llama PATH/llama-server --target T.gguf [--draft D.gguf]
         [--each 2] [--tokens 96] [--k 4] [--runs 3] [--clients 1] [--json]
 
-The memory's speed is measured before and after: on two cores it decides much. Memory is the most
-that a process had at once, with what it maps of the files.
+The memory's speed is measured before and after: on two cores it decides much. `memory_mb` is the
+most that a process had at once, with what it maps of files. The last table has our server's without
+that. `of_files` divides it by the size of the files, without what Python with torch has.
 """
 
 from contextlib import ExitStack
+import os
+import subprocess
+import sys
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -135,7 +139,22 @@ def measure(given: Any) -> dict[str, Any]:
             row = {"who": name, "ready_s": round(own.ready_s, 2)}
             row["memory_mb"] = int(own.status()["VmHWM"][0]) // 1000  # the most at once
             starts.append(row | {"prompt_tokens_per_s": read.get(name)})
-    return {"memory_gb_per_s": [before, memory_gb_per_s()], "speeds": speeds, "starts": starts}
+        found = {"speeds": speeds, "starts": starts, "memory": [own_memory(ours, given)]}
+    return {"memory_gb_per_s": [before, memory_gb_per_s()]} | found
+
+
+def own_memory(ours: Server, given: Any) -> dict[str, float]:
+    """What our idle server has in memory: in MiB, and without Python's share in the files' size."""
+    code = "import torch, transformers, time; print(flush=True); time.sleep(60)"
+    with (python := Server([sys.executable, "-c", code], subprocess.PIPE)).process as process:
+        process.stdout.readline()  # it has imported them
+        base = python.own_mib()
+        python.stop()
+    size = sum(os.path.getsize(file) for file in (given.target, given.draft) if file) / 2**20
+    now, most = ours.own_mib(), ours.own_mib("VmHWM")
+    row = {"files_mib": size, "python_mib": base, "own_mib": now, "most_own_mib": most}
+    row |= {"of_files": (now - base) / size, "most_of_files": (most - base) / size}
+    return {name: round(each, 2) for name, each in row.items()}
 
 
 def rows_of(kind: str, timed: dict[Any, bench.Calls]) -> list[dict[str, Any]]:

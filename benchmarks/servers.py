@@ -145,6 +145,11 @@ class Server:
         lines = Path(f"/proc/{self.process.pid}/status").read_text("utf-8").splitlines()
         return {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
 
+    def own_mib(self, name: str = "VmRSS") -> float:
+        """Its memory that is no file's, in MiB: now, or (VmHWM) the most since its start."""
+        status = self.status()
+        return (int(status[name][0]) - int(status["RssFile"][0])) / 1024
+
     def stop(self) -> int | None:
         """SIGTERM, if it has not ended already, and the exit code; None if it does not end."""
         self.process.send_signal(signal.SIGTERM)

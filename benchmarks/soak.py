@@ -64,7 +64,6 @@ GENERATE, POLL = "/generate", "GET /health"
 Ask = dict[str, Any]  # the fields of a request for text
 
 Sample = dict[str, float]  # the server at one moment: memory_mib, and what IN_USE names
-OWN_MEMORY = ("RssAnon", "RssShmem")
 IN_USE = ("threads", "open_files", "requests_running", "requests_waiting", "kv_cache_usage")
 
 
@@ -295,10 +294,9 @@ class Soaked(servers.Server):
 
     def sample(self, health: dict[str, Any]) -> Sample:
         """What Linux and /health say."""
-        status = self.status()
         return {
-            "memory_mib": round(sum(int(status[part][0]) for part in OWN_MEMORY) / 1024, 2),
-            "threads": int(status["Threads"][0]),
+            "memory_mib": round(self.own_mib(), 2),
+            "threads": int(self.status()["Threads"][0]),
             "open_files": len(list(Path(f"/proc/{self.process.pid}/fd").iterdir())),
             "requests_running": health["num_requests_running"],
             "requests_waiting": health["num_requests_waiting"],

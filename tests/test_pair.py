@@ -9,7 +9,7 @@ where FOLDER holds target.gguf (Qwen2.5-Coder-1.5B-Instruct) and draft.gguf (0.5
 """
 
 import os
-import resource
+from argparse import Namespace
 from pathlib import Path
 
 import gguf
@@ -18,6 +18,8 @@ import speculative_decoding as core
 import torch
 from conftest import assert_lossless
 
+from benchmarks.pair import own_memory
+from benchmarks.servers import FORGETFUL, OURS, started
 from models import gguf_hub
 from models.catalogue import PAIRS
 from models.gguf_model import config_of, open_model
@@ -59,9 +61,14 @@ def test_both_models_are_whole_forwards_in_c_and_exact_by_construction(engine):
     forms = {p.form for b in engine.target.fast.decoder.blocks for own in b.matrices.values()
              for p in own}  # fmt: skip
     assert forms == {"Q4K", "Q6K"}
-    # Beside the files (1.6 GB) there is Python with torch; nothing was unpacked.
-    most_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    assert most_gb < 3.5, most_gb
+
+
+def test_a_server_s_memory_is_the_files_and_little_more(pair):
+    """Beside them there is Python with torch; nothing was unpacked."""
+    target, draft = pair
+    with started([*OURS, *FORGETFUL, "--model", target, "--draft-model", draft]) as server:
+        memory = own_memory(server, Namespace(target=target, draft=draft))
+    assert memory["of_files"] <= 1.2 and memory["most_of_files"] <= 1.35, memory
 
 
 def test_numbers_are_gguf_s_own_in_every_matrix_of_the_target(pair):
