@@ -5,8 +5,9 @@ turn over HTTP, as streams, `--clients` at once. llama-server runs once for each
 plain, with the draft model, with n-grams; a drafter is a field of a request to ours. `of_plain` is
 a speed in that of llama-server's plain decoding, and `of_best` in that of its fastest configuration
 for that kind of prompts, as medians of runs. Speeds are those of decoding: tokens after the first
-one, over the time after the first one. `prompt_tokens_per_s` is how fast a long prompt is read.
-`equal` says whether all texts are those of our plain decoding.
+one, over the time after the first one. `worst_of_none` is the lowest speed for one prompt, in that
+of our plain decoding. `prompt_tokens_per_s` is how fast a long prompt is read. `equal` says whether
+all texts are those of our plain decoding.
 
     python -m benchmarks.pair --llama PATH/llama-server --target T.gguf [--draft D.gguf]
         [--each 2] [--tokens 96] [--k 4] [--runs 3] [--clients 1] [--json]
@@ -16,10 +17,10 @@ most that a process had at once, with what it maps of files. The last table has 
 that. `of_files` divides it by the size of the files, without what Python with torch has.
 """
 
-from contextlib import ExitStack
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -160,21 +161,22 @@ def own_memory(ours: Server, given: Any) -> dict[str, float]:
 def rows_of(kind: str, timed: dict[Any, bench.Calls]) -> list[dict[str, Any]]:
     """The figures of each way over all prompts of a kind."""
     found = {way: [sum(run, []) for run in bench.by_run(timed, way)] for way, *_ in timed}
-    times = {
-        way: [
-            sum(one.ms - one.first_ms for one in run) / sum(one.num_tokens - 1 for one in run)
-            for run in runs
-        ]
+    taken = {  # [runs, prompts, milliseconds and tokens after the first one]
+        way: torch.tensor([[(o.ms - o.first_ms, o.num_tokens - 1) for o in run] for run in runs])
         for way, runs in found.items()
     }
+    times = {way: torch.div(*each.sum(1).T).tolist() for way, each in taken.items()}
     theirs = {way: own for way, own in times.items() if way.startswith("llama")}
     best = min(theirs.values(), key=median)
+    gains = {way: (taken["ours, none"] / own)[..., 0] for way, own in taken.items()}
+    worst = {way: round(gain.quantile(0.5, 0).min().item(), 3) for way, gain in gains.items()}
     texts = {way: [one.text for one in runs[-1]] for way, runs in found.items()}
     return [
         {
             "kind": kind, "who": way, "tokens_per_s": round(1e3 / median(own), 1),
             "of_plain": bench.speedup(times[PLAIN], own).median,
             "of_best": bench.speedup(best, own).median,
+            "worst_of_none": worst[way] if way not in theirs else None,
             "first_ms": round(median(one.first_ms for run in found[way] for one in run)),
             "equal": texts[way] == texts["ours, none"] if way not in theirs else None,
         }

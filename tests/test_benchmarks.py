@@ -191,9 +191,26 @@ def test_what_a_server_says_of_a_chat_is_read_from_its_stream(chat_folder):
             pair.write(server, {"drafter": "nobody"}, ["b"], 3)
 
 
-def test_a_server_is_measured_and_ended():
+def test_the_slowest_prompt_of_a_way_counts_as_a_median_of_runs():
+    def calls(*runs):
+        return bench.Calls([], [[pair.Written("", 1, 11, 5.0, 5.0 + ms) for ms in r] for r in runs])
+
+    runs = [(100, 60), (100, 60), (100, 60)], [(50, 80), (400, 50), (80, 75)]
+    ways = dict(zip(("ours, none", "ours, auto"), runs, strict=True)) | {pair.PLAIN: runs[0]}
+    timed = {(way, 0): calls(*own) for way, own in ways.items()}
+    rows = {row["who"]: row for row in pair.rows_of("code", timed)}
+    assert rows["ours, auto"]["worst_of_none"] == 0.8  # 2, .25, 1.25; and .75, 1.2, .8
+    assert rows["ours, none"]["worst_of_none"] == 1 and rows[pair.PLAIN]["worst_of_none"] is None
+    assert rows["ours, auto"]["of_plain"] == 1.032 and rows["ours, none"]["tokens_per_s"] == 125
+
+
+def test_a_server_is_measured_and_ended(tmp_path):
+    (file := tmp_path / "a").write_bytes(bytes(1 << 21))
     server = servers.Server([sys.executable, "-c", "import time; time.sleep(60)"])
-    assert server.is_alive and int(server.status()["VmHWM"][0]) > 0
+    assert server.is_alive and 0 < server.own_mib() <= server.own_mib("VmHWM")
+    row = pair.own_memory(server, Namespace(target=file, draft=None))
+    assert row["python_mib"] > 50 and row["own_mib"] <= row["most_own_mib"]
+    assert row["of_files"] == pytest.approx((row["own_mib"] - row["python_mib"]) / 2, abs=0.02)
     assert server.stop() == -signal.SIGTERM and not server.is_alive
 
 
