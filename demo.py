@@ -405,7 +405,7 @@ def fitting(
         f"{tokens} tokens each (--repeats 1 runs all)"
     )
     few = {name: prompts[name] for name in names}
-    return replace(options, max_tokens=tokens), few, 1, said
+    return replace(options, max_tokens=tokens), few, repeats, said
 
 
 def timed(ms: list[float]) -> Json:
