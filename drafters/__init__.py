@@ -11,11 +11,11 @@ from sampling import Noise
 
 from .base import Context, Drafter
 from .panel import AUTO, LOG, PLAIN, TREE, first_choice
-from .timed import TimedDrafter, place_of
-from .tree import Line, branches
+from .timed import TimedDrafter, line_of
+from .tree import Way, branches
 
 __all__ = [
-    "NAMES", "Context", "Draft", "Drafter", "Line", "Noise", "Sampling", "Verdict", "branches",
+    "NAMES", "Context", "Draft", "Drafter", "Way", "Noise", "Sampling", "Verdict", "branches",
     "load", "load_all",
 ]  # fmt: skip
 
@@ -55,7 +55,7 @@ def load(name: str, context: Context) -> Drafter:
     except ValueError:
         raise
     except Exception as error:  # a drafter of one's own may fail in any way
-        place = place_of(error, sys.modules[drafter_class.__module__].__file__ or "")
+        place = line_of(error, sys.modules[drafter_class.__module__].__file__ or "")
         raise ValueError(f"drafter {name} failed to start: {error}{place}") from error
 
 
@@ -124,7 +124,7 @@ def _class_from_file(name: str) -> type[Drafter]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        place = place_of(error, spec.origin or "")
+        place = line_of(error, spec.origin or "")
         raise ValueError(f"drafter file {path_text!r} failed to load: {error}{place}") from error
     found = getattr(module, attribute, None)
     if not (isinstance(found, type) and issubclass(found, Drafter)):

@@ -380,7 +380,7 @@ class Panel:
         LOG.warning("drafter %s failed: %s", name, in_short(error), exc_info=error)
         self._close(seat, name)
         drafter = self.drafters[name]
-        place = drafter.place_of(error) if isinstance(drafter, TimedDrafter) else ""
+        place = drafter.line_of(error) if isinstance(drafter, TimedDrafter) else ""
         what = f"drafter {name} failed ({in_short(error)}){place}"
         rest = " and ".join(seat.states)
         seat.warnings.append(f"{what}: went on {f'with {rest}' if rest else 'without speculation'}")

@@ -30,7 +30,7 @@ class _Interrupt(BaseException):
     """Ends a call that takes too long. It is no Exception, because drafters may catch those."""
 
 
-def place_of(error: BaseException, file: str) -> str:
+def line_of(error: BaseException, file: str) -> str:
     """Where somebody's file failed: the last line of it that ran. Empty if none did.
 
     Example: " (mine.py, line 12)".
@@ -64,10 +64,10 @@ class TimedDrafter(Drafter):
         self._thread = threading.Thread(target=serve, name=name, daemon=True)
         self._thread.start()
 
-    def place_of(self, error: Exception) -> str:
+    def line_of(self, error: Exception) -> str:
         """Where the drafter failed; what it returned is the affair of its `propose`."""
         code = type(self._inner).propose.__code__
-        place = place_of(error, sys.modules[type(self._inner).__module__].__file__ or "")
+        place = line_of(error, sys.modules[type(self._inner).__module__].__file__ or "")
         is_late = isinstance(error, TimeoutError)
         return place or ("" if is_late else f" ({code.co_filename}, line {code.co_firstlineno})")
 
