@@ -69,7 +69,9 @@ def exit_status(act: Callable[[], int]) -> int:
     sys.stdout.reconfigure(errors="replace")  # a terminal without "·" gets "?" and its text
     transformers.logging.set_verbosity_error()
     huggingface_hub.logging.set_verbosity_error()
-    once = logging.getLogger("serving.progress.once")  # a model is fetched, blocks are compiled
+    # On a terminal a warning or an error line tells of what has a traceback in a server's log.
+    logging.lastResort.addFilter(lambda record: not record.exc_info)
+    once = logging.getLogger("progress.once")  # a model is fetched, blocks are compiled
     once.setLevel(logging.INFO)
     once.addHandler(logging.StreamHandler())
     if not sys.stderr.isatty():

@@ -35,8 +35,8 @@ from serving.parsing import model_id
 
 from .client import Client
 
-LOG = logging.getLogger("serving.engine")
-PROGRESS = logging.getLogger("serving.progress")
+LOG = logging.getLogger("engine")
+PROGRESS = logging.getLogger("progress")
 
 _POLL_S = 0.25
 _LAST_WORDS = 3  # lines that a failure is told with

@@ -33,7 +33,7 @@ from .gguf_model import (
     unpacked,
 )
 
-LOG = logging.getLogger("serving.loading")
+LOG = logging.getLogger("loading")
 
 FORMS = {  # the kernels' names for GGUF's types
     "F32": "FLOAT", "F16": "FLOAT16", "BF16": "HALF", "Q8_0": "Q8", "Q4_0": "Q4", "Q4_1": "Q4M",

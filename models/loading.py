@@ -27,8 +27,8 @@ from .gguf_tokenizer import tokenizer_of
 from .rope import contexts, fix_rotations
 from .structure import Structure, UnsupportedModel, examine
 
-LOG = logging.getLogger("serving.loading")
-PROGRESS = logging.getLogger("serving.progress")
+LOG = logging.getLogger("loading")
+PROGRESS = logging.getLogger("progress")
 
 LONGEST_DEFAULT = 8192  # a cache for 128k tokens is for those who ask for it
 _WORDS_KEPT = 1000  # by a tokenizer, which then knows their tokens; 8 KiB each where they are long

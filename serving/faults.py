@@ -11,7 +11,7 @@ from typing import Any
 
 from messages import Cycle, in_short
 
-LOG = logging.getLogger("serving.engine")
+LOG = logging.getLogger("engine")
 
 
 def step(engine: Any, sequences: list[Any]) -> dict[Any, Cycle]:
