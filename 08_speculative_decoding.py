@@ -605,8 +605,9 @@ def load_model(name: str, options: Options) -> CachedModel:
 
 def load_draft(options: Options) -> CachedModel | None:
     """The draft model, or None. Raises StartError only for a model that --draft-model names."""
+    name = options.model_of("draft_model")
     try:
-        return load_model(name, options.for_draft) if (name := options.draft_folder) else None
+        return load_model(name, options.for_draft) if name else None
     except loading.StartError as error:
         if options.draft_model:
             raise

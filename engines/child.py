@@ -64,11 +64,7 @@ def speculative_config(options: Options) -> dict[str, Any] | None:
     Raises StartError for a drafter that vLLM has not.
     """
     drafter = options.drafter
-    models = {
-        "draft_model": options.draft_folder,
-        "eagle3": options.eagle3_folder,
-        "dflash": options.dflash_folder,
-    }
+    models = {name: options.model_of(name) for name in ("draft_model", "eagle3", "dflash")}
     if drafter in (None, "auto"):  # what was named, or what every model has
         drafter = next((name for name, model in models.items() if model), "ngram")
     if drafter == PLAIN:

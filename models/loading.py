@@ -110,7 +110,7 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
         if not options.mmap:  # transformers' disable_mmap holds the weights twice for a while
             own_weights(model)
     keep_few_words(tokenizer)
-    return _fit(model, tokenizer, name, options)
+    return _fit(model, tokenizer, given, options)
 
 
 def _read_file(name: str, dtype: str, options: ModelOptions) -> tuple[Any, Any, dict[str, Any]]:

@@ -245,9 +245,10 @@ def test_a_terminal_of_few_characters_gets_the_text_all_the_same(main, monkeypat
 
 def test_the_embedded_target_is_recognised_however_it_is_spelt(monkeypatch):
     monkeypatch.chdir(ROOT)
-    drafts = {core.Options(model=name).draft_folder for name in ("embedded", "demo_models/target")}
-    assert drafts == {str(ROOT / "demo_models" / "draft")}
-    assert core.Options(model="hybrid").draft_folder is None
+    for name in ("embedded", "demo_models/target"):
+        draft = core.Options(model=name).model_of("draft_model")
+        assert draft == str(ROOT / "demo_models" / "draft")
+    assert core.Options(model="hybrid").model_of("draft_model") is None
 
 
 def test_the_drafter_none_is_plain_decoding_where_a_request_does_not_say(tiny_folder):
