@@ -23,7 +23,7 @@ import transformers
 from tqdm import tqdm
 
 from control.planner import TREE
-from control.statistics import PLAIN, ratio
+from control.statistics import PLAIN, Statistics, ratio
 from messages import Request, RequestError
 from models.loading import StartError
 from models.prompts import chat_ids, prompt_ids
@@ -403,10 +403,9 @@ def demo_run(
     ]
     # The prompt takes both the same time, which the drafter's runs tell apart.
     prompt_ms = median(each.statistics.prompt_ms for each in sequences)
-    plain_pass_ms = ratio(max(0.0, standard["ms"] - prompt_ms), num_plain - 1)
+    passes_ms = max(0.0, standard["ms"] - prompt_ms)
+    plain = Statistics(target_passes=num_plain - 1, verify_ms=passes_ms)
     figures = {name: getattr(s.statistics, name) for name in _FIGURES}
-    passes = s.statistics.target_passes
-    t_verify = s.statistics.verify_ms / passes / plain_pass_ms if passes and plain_pass_ms else None
     run = {
         "token_ids": s.output,
         "text": s.text.text,
@@ -415,6 +414,7 @@ def demo_run(
         "pieces": [*s.text.stretches(), (end_of_text(engine, s), "end")],
         "identical": all(each.output == ids for each in sequences) if is_coupled else None,
     }
+    t_verify = s.statistics.costs(plain)["t_verify"]
     steady = steadiness(speedups, s.statistics.tokens_per_pass, t_verify)
     return figures | run | timed(ms) | steady
 
@@ -496,19 +496,14 @@ def print_prompt(result: dict[str, Any], shown: str, colour: bool, is_chat: bool
         length = run["mean_acceptance_length"]
         # Sampled texts may be of different lengths: ms and passes count per token.
         share = len(run["token_ids"]) / len(standard["token_ids"])
-        print(
-            _ROW.format(
-                name,
-                run["target_passes"],
-                f"{run['ms']:.1f}",
-                _or_dash(run["tokens_per_pass"], ".2f"),
-                _or_dash(None if length is None else length - 1, ".2f"),
-                _or_dash(run["draft_acceptance_rate"], ".0%"),
-                f"{1 - run['target_passes'] / (passes * share) if passes else 0:.0%}",
-                f"{ms * share / run['ms']:.2f}×",
-            )
-            + _doubt(run)
-        )
+        fewer = 1 - run["target_passes"] / (passes * share) if passes else 0
+        cells = (
+            name, run["target_passes"], f"{run['ms']:.1f}", _or_dash(run["tokens_per_pass"], ".2f"),
+            _or_dash(None if length is None else length - 1, ".2f"),
+            _or_dash(run["draft_acceptance_rate"], ".0%"), f"{fewer:.0%}",
+            f"{ms * share / run['ms']:.2f}×",
+        )  # fmt: skip
+        print(_ROW.format(*cells) + _doubt(run))
     for name, run in result["speculative"].items():
         if run["controller"]:
             print(f"  {name if name == 'auto' else 'last'}: {run['controller']}")
