@@ -42,7 +42,7 @@ import engines
 from control.controller import Controller
 from control.planner import FixedK, Planner
 from control.statistics import Statistics, Totals, clock
-from drafters import Context, Drafter, Line, Noise, branches
+from drafters import Context, Drafter, Noise, Way, branches
 from drafters.panel import Panel, Seat
 from kernels import library
 from kernels.buffers import lazy_zeros, scrub
@@ -546,7 +546,7 @@ class Engine:
 
     def accept(self, s: Sequence, draft: Draft, logits: Tensor, hidden: dict[int, Tensor]) -> Cycle:
         """Judge the draft, append what stays, truncate; update statistics, controller, drafters."""
-        tree, (draft, places, logits, hidden) = draft, Line.of(draft, logits, hidden, s, sample)
+        tree, (draft, places, logits, hidden) = draft, Way.of(draft, logits, hidden, s, sample)
         scores = penalise(logits, s.request.sampling.repetition_penalty, s.tokens, draft.tokens)
         judged = self.judge(s, draft, scores)
         cache, held = self.target.cache, self.target.cache.lengths[s.row]
@@ -605,8 +605,9 @@ def load_model(name: str, options: Options) -> CachedModel:
 
 def load_draft(options: Options) -> CachedModel | None:
     """The draft model, or None. Raises StartError only for a model that --draft-model names."""
+    name = options.model_of("draft_model")
     try:
-        return load_model(name, options.for_draft) if (name := options.draft_folder) else None
+        return load_model(name, options.for_draft) if name else None
     except loading.StartError as error:
         if options.draft_model:
             raise

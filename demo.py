@@ -69,7 +69,9 @@ def exit_status(act: Callable[[], int]) -> int:
     sys.stdout.reconfigure(errors="replace")  # a terminal without "·" gets "?" and its text
     transformers.logging.set_verbosity_error()
     huggingface_hub.logging.set_verbosity_error()
-    once = logging.getLogger("serving.progress.once")  # a model is fetched, blocks are compiled
+    # On a terminal a warning or an error line tells of what has a traceback in a server's log.
+    logging.lastResort.addFilter(lambda record: not record.exc_info)
+    once = logging.getLogger("progress.once")  # a model is fetched, blocks are compiled
     once.setLevel(logging.INFO)
     once.addHandler(logging.StreamHandler())
     if not sys.stderr.isatty():
@@ -429,10 +431,9 @@ def demo_run(
     ]
     # The prompt takes both the same time, which the drafter's runs tell apart.
     prompt_ms = median(each.statistics.prompt_ms for each in sequences)
-    plain_pass_ms = ratio(max(0.0, standard["ms"] - prompt_ms), num_plain - 1)
+    passes_ms = max(0.0, standard["ms"] - prompt_ms)
+    plain = Statistics(target_passes=num_plain - 1, verify_ms=passes_ms)
     figures = {name: getattr(s.statistics, name) for name in _FIGURES}
-    passes = s.statistics.target_passes
-    t_verify = s.statistics.verify_ms / passes / plain_pass_ms if passes and plain_pass_ms else None
     run = {
         "token_ids": s.output,
         "text": s.text.text,
@@ -441,6 +442,7 @@ def demo_run(
         "pieces": [*s.text.stretches(), (end_of_text(engine, s), "end")],
         "identical": all(each.output == ids for each in sequences) if is_coupled else None,
     }
+    t_verify = s.statistics.costs(plain)["t_verify"]
     steady = steadiness(speedups, s.statistics.tokens_per_pass, t_verify)
     return figures | run | timed(ms) | steady
 
@@ -522,19 +524,14 @@ def print_prompt(result: Json, shown: str, colour: bool, is_chat: bool = False) 
         length = run["mean_acceptance_length"]
         # Sampled texts may be of different lengths: ms and passes count per token.
         share = len(run["token_ids"]) / len(standard["token_ids"])
-        print(
-            _ROW.format(
-                name,
-                run["target_passes"],
-                f"{run['ms']:.1f}",
-                _or_dash(run["tokens_per_pass"], ".2f"),
-                _or_dash(None if length is None else length - 1, ".2f"),
-                _or_dash(run["draft_acceptance_rate"], ".0%"),
-                f"{1 - run['target_passes'] / (passes * share) if passes else 0:.0%}",
-                f"{ms * share / run['ms']:.2f}×",
-            )
-            + _doubt(run)
-        )
+        fewer = 1 - run["target_passes"] / (passes * share) if passes else 0
+        cells = (
+            name, run["target_passes"], f"{run['ms']:.1f}", _or_dash(run["tokens_per_pass"], ".2f"),
+            _or_dash(None if length is None else length - 1, ".2f"),
+            _or_dash(run["draft_acceptance_rate"], ".0%"), f"{fewer:.0%}",
+            f"{ms * share / run['ms']:.2f}×",
+        )  # fmt: skip
+        print(_ROW.format(*cells) + _doubt(run))
     for name, run in result["speculative"].items():
         if run["controller"]:
             print(f"  {name if name == 'auto' else 'last'}: {run['controller']}")

@@ -25,6 +25,11 @@ FORMULAS = {
     "conditional_acceptance_rate_per_position": "position i accepted / i drafted, i - 1 accepted",
     "completion_tokens": "accepted + recovered + bonus",
 }
+_COUNTERS = (  # of the block `speculative_decoding`
+    "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "num_recovered_tokens",
+    "num_bonus_tokens", "draft_acceptance_rate", "mean_acceptance_length", "acceptance_histogram",
+    "target_passes", "tokens_per_pass",
+)  # fmt: skip
 
 
 @dataclass
@@ -154,19 +159,8 @@ class Statistics:
         """The `speculative_decoding` block; the histogram has K + 1 buckets, K the largest seen."""
         num_spec_tokens = max(num_spec_tokens, len(self.acceptance_histogram) - 1)
         missing = num_spec_tokens + 1 - len(self.acceptance_histogram)
-        return {
-            "num_spec_tokens": num_spec_tokens,
-            "num_spec_steps": self.num_spec_steps,
-            "num_draft_tokens": self.num_draft_tokens,
-            "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
-            "num_recovered_tokens": self.num_recovered_tokens,
-            "num_bonus_tokens": self.num_bonus_tokens,
-            "draft_acceptance_rate": self.draft_acceptance_rate,
-            "mean_acceptance_length": self.mean_acceptance_length,
-            "acceptance_histogram": self.acceptance_histogram + [0] * missing,
-            "target_passes": self.target_passes,
-            "tokens_per_pass": self.tokens_per_pass,
-        }
+        told = {"num_spec_tokens": num_spec_tokens} | {n: getattr(self, n) for n in _COUNTERS}
+        return told | {"acceptance_histogram": self.acceptance_histogram + [0] * missing}
 
     def per_position(self) -> dict[str, list[float | None]]:
         """Acceptance by position in the draft: of all drafted, and of those that were reached."""

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from dataclasses import replace
+from inspect import getfile, getsourcelines, signature
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -11,11 +12,11 @@ from sampling import Noise
 
 from .base import Context, Drafter
 from .panel import AUTO, LOG, PLAIN, TREE, first_choice
-from .timed import TimedDrafter, place_of
-from .tree import Line, branches
+from .timed import TimedDrafter, line_of
+from .tree import Way, branches
 
 __all__ = [
-    "NAMES", "Context", "Draft", "Drafter", "Line", "Noise", "Sampling", "Verdict", "branches",
+    "NAMES", "Context", "Draft", "Drafter", "Way", "Noise", "Sampling", "Verdict", "branches",
     "load", "load_all",
 ]  # fmt: skip
 
@@ -55,8 +56,12 @@ def load(name: str, context: Context) -> Drafter:
     except ValueError:
         raise
     except Exception as error:  # a drafter of one's own may fail in any way
-        place = place_of(error, sys.modules[drafter_class.__module__].__file__ or "")
-        raise ValueError(f"drafter {name} failed to start: {error}{place}") from error
+        file, what = getfile(drafter_class), f"drafter {name} failed to start: {error}"
+        if place := line_of(error, file):
+            raise ValueError(what + place) from error
+        line = getsourcelines(drafter_class)[1]  # nothing of it ran
+        needs = "write def __init__(self) and def propose(self, state, max_tokens)"
+        raise ValueError(f"{what} ({file}, line {line}): {needs}") from error
 
 
 def load_all(
@@ -73,8 +78,6 @@ def load_all(
     chooses = wanted in (AUTO, TREE) or (wanted is None and may_choose)
     context = replace(context, wanted=own)
     default, asked = wanted, {own, "ngram", *context.named}
-    parts = {name: getattr(context, name) for name in ("mtp", "eagle3", "dflash")}
-    parts["draft_model"] = context.draft
     for name in dict.fromkeys([own, *NAMES] if own else NAMES):
         if name == _COSTLY and name != own and not chooses:
             continue
@@ -83,7 +86,7 @@ def load_all(
         except ValueError as error:
             if name in asked:
                 raise
-            if parts.get(name):  # it came with the target
+            if getattr(context, name.removesuffix("_model"), None):  # it came with the target
                 LOG.warning("going on without %s: %s", name, error)
             continue  # this target has no MTP head, say
         if drafter.name in (*loaded, AUTO, TREE, PLAIN):
@@ -101,6 +104,14 @@ def _check(drafter: Drafter, context: Context) -> None:
     at_once = drafter.drafts_at_once
     if not isinstance(at_once, int) or at_once < 0:
         raise ValueError(f"drafts_at_once of {drafter.name} is {at_once!r}: write 0 or more")
+    for name in ("open", "propose", "propose_batch", "observe", "close"):
+        wanted, own = [*signature(getattr(Drafter, name)).parameters], getattr(drafter, name)
+        try:
+            signature(own).bind(*wanted[1:])
+        except TypeError as error:
+            place = line_of(error, getfile(type(drafter)), own)
+            what = f"{name} of {drafter.name} is called with other arguments{place}"
+            raise ValueError(f"{what}: write def {name}({', '.join(wanted)})") from error
     if not drafter.needs_hidden or context.target is None:
         return
     num_layers = context.target.model.config.get_text_config().num_hidden_layers
@@ -124,7 +135,7 @@ def _class_from_file(name: str) -> type[Drafter]:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        place = place_of(error, spec.origin or "")
+        place = line_of(error, spec.origin or "")
         raise ValueError(f"drafter file {path_text!r} failed to load: {error}{place}") from error
     found = getattr(module, attribute, None)
     if not (isinstance(found, type) and issubclass(found, Drafter)):

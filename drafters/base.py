@@ -156,6 +156,9 @@ class Drafter(ABC):
 
     def observe(self, state: Any, verdict: Verdict) -> None:
         """Learn what became of the draft: roll back what was rejected, append `verdict.tokens`."""
+        if not hasattr(state, "extend"):
+            kind = type(state).__name__
+            raise TypeError(f"open returned a {kind}: write return list(prompt), or observe, too")
         state.extend(verdict.tokens)
 
     def close(self, state: Any) -> None:  # noqa: B027  (most drafters hold nothing to give back)

@@ -32,7 +32,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from kernels import library
 from kernels.decoder import FULL, MOST_ROWS, Rows, can_tabulate
-from kernels.files import check_fields, check_sizes, fill
+from kernels.files import check_config, check_sizes, fill
 from kernels.head import look_ahead
 from kernels.weights import DTYPES, pack
 from messages import Draft, Model, Place
@@ -70,7 +70,7 @@ class BlockConfig:
         for name in _NEEDED:
             if given.get(name) is None:
                 raise ValueError(f"config.json has no {name}: is this a DFlash head?")
-        check_fields(given, _ONLY)
+        check_config(given, _ONLY)
         size, mask, ids = (given[name] for name in _NEEDED[1:])
         if type(size) is not int or not 2 <= size <= _LARGEST_BLOCK:
             raise ValueError(f"block_size is {size!r}: it must be from 2 to {_LARGEST_BLOCK}")

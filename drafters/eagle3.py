@@ -29,7 +29,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from kernels.files import check_fields, check_sizes, fill
+from kernels.files import check_config, check_sizes, fill
 from kernels.head import KernelHead, eagle_layer, speed_up_head
 from messages import Model, Place
 
@@ -87,7 +87,7 @@ class HeadConfig:
             raise ValueError("config.json has no hidden_size: is this an EAGLE-3 head?")
         layer = _layer_of(given)
         content = content | (content.get("eagle_config") or {})  # as some write the first layout
-        check_fields(content, _ONLY)
+        check_config(content, _ONLY)
         switches = {name: content.get(name) or False for name in SWITCHES}
         for name, value in switches.items():
             if not isinstance(value, bool):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.forward import KernelForward
 from kernels.prefix import PrefixCache
-from messages import Draft, Sampling, Verdict, in_short
+from messages import Draft, RequestError, Sampling, Verdict, in_short
 from sampling import Noise
 
 from .base import Drafter
@@ -27,11 +27,7 @@ AUTO = "auto"  # a request's name for all drafters
 TREE = "tree"  # for several at once, whose drafts are merged into one tree
 PLAIN = "none"  # for no drafter
 _MOST_EVIDENCE = 8
-LOG = logging.getLogger("serving.drafters")
-
-
-class DrafterFailed(ValueError):
-    """A drafter failed, and `--strict` asks to hear of it."""
+LOG = logging.getLogger("drafters")
 
 
 @dataclass(eq=False)
@@ -138,7 +134,7 @@ class Panel:
             except Exception as error:
                 failed[name] = error
         for name, error in failed.items():
-            self._lose(seat, name, error)
+            self._lose(seat, name, "open", error)
         if self.prefixes and not seat.is_alone:
             hidden = self.prefixes.restore(seat.row, prompt, self.layers([seat]))
             seat.num_cached = self.prefixes.length(seat.row)
@@ -228,13 +224,13 @@ class Panel:
                 for state, seat in zip(states, seats, strict=True):
                     state.goes_on = seat.goes_on
             limits = [seat.num_asked for seat in seats]
-            proposed = list(self.drafters[name].propose_batch(states, limits))
-            if len(proposed) != len(seats):
-                raise ValueError(f"{len(proposed)} drafts for {len(seats)} requests")
+            proposed = self.drafters[name].propose_batch(states, limits)
+            if not isinstance(proposed, list) or len(proposed) != len(seats):
+                raise ValueError("propose_batch has to return a list of one Draft for each state")
         except Exception as error:
             if len(seats) > 1:  # one of them is to blame, and the others need not suffer for it
                 return [self._ask(name, [seat])[0] for seat in seats]
-            self._lose(seats[0], name, error)
+            self._lose(seats[0], name, "propose_batch", error)
             return [Draft()]
         sound = []
         for seat, draft in zip(seats, proposed, strict=True):
@@ -242,7 +238,7 @@ class Panel:
                 self._check(draft, seat.num_asked, seat.sampling)
                 sound.append(draft if self.can_grow(seat) else longest(draft))
             except Exception as error:
-                self._lose(seat, name, error)
+                self._lose(seat, name, "propose_batch", error)
                 sound.append(Draft())
         return sound
 
@@ -263,13 +259,10 @@ class Panel:
             if len(parents) != count or not all(-1 <= p < i for i, p in enumerate(parents)):
                 raise ValueError(f"parents {parents!r:.100} for {count} tokens")
             if is_read:
-                raise ValueError(
-                    "a draft of drawn tokens that branches cannot be judged by rejection"
-                )
+                raise ValueError("drawn tokens that branch cannot be judged by rejection")
         if count and is_read:
             if draft.probs.shape != (count, self._vocab_size):
-                shape = list(draft.probs.shape)
-                raise ValueError(f"probs of shape {shape} for {count} tokens")
+                raise ValueError(f"probs of shape {[*draft.probs.shape]} for {count} tokens")
             drawn = draft.probs[range(count), draft.tokens]
             off = (draft.probs.sum(-1) - 1).abs().max()
             if not (draft.probs.min() >= 0 and drawn.min() > 0 and off < 1e-3):  # nor with NaN
@@ -283,9 +276,8 @@ class Panel:
             if type(token) is not int or not 0 <= token < self._vocab_size:
                 kind = type(token).__name__
                 how = "" if kind == "int" else f" (a {kind}: write int(token))"
-                raise ValueError(
-                    f"proposed {token!r:.100}, which is no id below {self._vocab_size}{how}"
-                )
+                what = f"proposed {token!r:.100}, which is no id below {self._vocab_size}"
+                raise ValueError(what + how)
 
     def guess(self, seat: Seat, name: str, max_tokens: int) -> Guess | None:
         """What a drafter would propose if it was asked; None from those that cannot tell.
@@ -307,11 +299,10 @@ class Panel:
                 return None
             self._check_tokens(tokens)
             has_evidence = tokens and hasattr(drafter, "evidence")
-            return Guess(
-                tokens, min(int(drafter.evidence(state)), _MOST_EVIDENCE) if has_evidence else 0
-            )
+            evidence = int(drafter.evidence(state)) if has_evidence else 0
+            return Guess(tokens, min(evidence, _MOST_EVIDENCE))
         except Exception as error:
-            self._lose(seat, name, error)
+            self._lose(seat, name, "guess", error)
             return Guess([])
 
     def observe(
@@ -343,7 +334,7 @@ class Panel:
                 for part in heard(own, draft):
                     self.drafters[name].observe(seat.states[name], part)
             except Exception as error:
-                self._lose(seat, name, error)
+                self._lose(seat, name, "observe", error)
         seat.missed.append(came)
         seat.heard |= dict.fromkeys(seat.drafts, len(seat.missed))
         if all(seat.heard.get(name) == len(seat.missed) for name in seat.states):
@@ -372,22 +363,22 @@ class Panel:
             verdict = Verdict(0, len(tokens) - 1, tokens, self._hidden(name, cycles))
             self.drafters[name].observe(seat.states[name], verdict)
         except Exception as error:
-            self._lose(seat, name, error)
+            self._lose(seat, name, "observe", error)
 
-    def _lose(self, seat: Seat, name: str, error: Exception) -> None:
+    def _lose(self, seat: Seat, name: str, method: str, error: Exception) -> None:
         """The request goes on without this drafter; the log has the traceback."""
         self.num_failures += 1
         LOG.warning("drafter %s failed: %s", name, in_short(error), exc_info=error)
         self._close(seat, name)
         drafter = self.drafters[name]
-        place = drafter.place_of(error) if isinstance(drafter, TimedDrafter) else ""
+        place = drafter.line_of(error, method) if isinstance(drafter, TimedDrafter) else ""
         what = f"drafter {name} failed ({in_short(error)}){place}"
         rest = " and ".join(seat.states)
         seat.warnings.append(f"{what}: went on {f'with {rest}' if rest else 'without speculation'}")
         if not rest:
             seat.decision = None
         if self._is_strict:
-            seat.failure = DrafterFailed(what)
+            seat.failure = RequestError(what, status=500, code="drafter_failed")
             seat.failure.__cause__ = error
 
     def leave(self, seat: Seat, why: str) -> None:

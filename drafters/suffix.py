@@ -139,7 +139,7 @@ class PastOutputs:
 
 
 @dataclass(eq=False)
-class State:
+class SuffixState:
     """A request's text."""
 
     num_prompt_tokens: int
@@ -163,12 +163,12 @@ class SuffixDrafter(Drafter):
     def build(cls, context: Context) -> "SuffixDrafter":
         return cls(context.suffix_cache)
 
-    def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> State:
-        state = State(len(prompt), reads_past=sampling.is_coupled)
+    def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> SuffixState:
+        state = SuffixState(len(prompt), reads_past=sampling.is_coupled)
         state.own.extend(prompt)
         return state
 
-    def guess(self, state: State, max_tokens: int) -> list[int]:
+    def guess(self, state: SuffixState, max_tokens: int) -> list[int]:
         """What `propose` would propose: the controller asks, to know what it would be worth."""
         (own, match), *others = self._matches(state)
         tokens, best = own.likely(match, max_tokens)
@@ -180,22 +180,22 @@ class SuffixDrafter(Drafter):
         state.evidence = max(match.length, *(longer.length for _, longer in others), 0)
         return tokens
 
-    def evidence(self, state: State) -> int:
+    def evidence(self, state: SuffixState) -> int:
         """How many tokens of the text the last guess rests on, of own text or past outputs."""
         return state.evidence
 
-    def _matches(self, state: State) -> list[tuple[SuffixIndex, Match]]:
+    def _matches(self, state: SuffixState) -> list[tuple[SuffixIndex, Match]]:
         """Of the text's end in the own text, and in past outputs if it may read those."""
         may_read = state.reads_past and not state.is_alone
         texts = [state.own, *(self.past.halves if may_read else ())]
         return [(text, text.match(state.own.tokens)) for text in texts]
 
-    def propose(self, state: State, max_tokens: int) -> Draft:
+    def propose(self, state: SuffixState, max_tokens: int) -> Draft:
         return Draft(self.guess(state, max_tokens))
 
-    def observe(self, state: State, verdict: Verdict) -> None:
+    def observe(self, state: SuffixState, verdict: Verdict) -> None:
         state.own.extend(verdict.tokens)
 
-    def close(self, state: State) -> None:
+    def close(self, state: SuffixState) -> None:
         if not state.is_alone:
             self.past.add(state.own.tokens[state.num_prompt_tokens :])

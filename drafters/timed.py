@@ -19,6 +19,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from inspect import getfile, unwrap
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -32,13 +34,16 @@ class _Interrupt(BaseException):
     """Ends a call that takes too long. It is no Exception, because drafters may catch those."""
 
 
-def place_of(error: BaseException, file: str) -> str:
-    """Where somebody's file failed: the last line of it that ran. Empty if none did.
+def line_of(error: BaseException, file: str, *methods: Any) -> str:
+    """Where somebody's file failed: the last line of it that ran, or else where a method begins.
 
-    Example: " (mine.py, line 12)".
+    Of `methods` the first in this file counts. Example: " (mine.py, line 12)".
     """
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
-    return f" ({file}, line {frames[-1].lineno})" if frames else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == file][-1:]
+    codes = [getattr(unwrap(method), "__code__", None) for method in methods]
+    lines += [code.co_firstlineno for code in codes if code and code.co_filename == file]
+    return f" ({file}, line {lines[0]})" if lines else ""
 
 
 class TimedDrafter(Drafter):
@@ -66,12 +71,10 @@ class TimedDrafter(Drafter):
         self._thread = threading.Thread(target=serve, name=name, daemon=True)
         self._thread.start()
 
-    def place_of(self, error: Exception) -> str:
-        """Where the drafter failed; what it returned is the affair of its `propose`."""
-        code = type(self._inner).propose.__code__
-        place = place_of(error, sys.modules[type(self._inner).__module__].__file__ or "")
-        is_late = isinstance(error, TimeoutError)
-        return place or ("" if is_late else f" ({code.co_filename}, line {code.co_firstlineno})")
+    def line_of(self, error: Exception, name: str) -> str:
+        """Where the drafter failed in its method `name`, or in what the base's own goes by."""
+        own, other = type(self._inner), "open" if name == "observe" else "propose"
+        return line_of(error, getfile(own), *(getattr(own, n, None) for n in (name, other)))
 
     def propose(self, state: Any, max_tokens: int) -> Draft:
         return self._call(self._inner.propose, state, max_tokens)
@@ -85,7 +88,7 @@ class TimedDrafter(Drafter):
     def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         if self._is_hanging:
             if self._thread.is_alive():
-                raise TimeoutError("still busy with an earlier call")
+                raise self._late("still busy with an earlier call")
             self._start()
             while self._unclosed and not self._is_hanging:
                 with suppress(Exception):  # another request's affair
@@ -98,15 +101,19 @@ class TimedDrafter(Drafter):
             if future.done():  # the drafter's own
                 raise
             self._is_hanging = True
-            frame = sys._current_frames().get(self._thread.ident or 0)
-            where = "".join(traceback.format_stack(frame)) if frame else ""
+            late = self._late(f"a call took longer than {self._limit_s:g} s (--drafter-timeout)")
             thread = ctypes.c_ulong(self._thread.ident or 0)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(_Interrupt))
             self._calls.put(None)  # its thread ends when it can
-            message = f"{method.__name__} did not return within {self._limit_s:g} s"
-            late = TimeoutError(message)
-            late.add_note(f"It was here:\n{where}")
             raise late from error
+
+    def _late(self, message: str) -> TimeoutError:
+        """An error with the traceback of where the drafter's thread is now."""
+        frame, where = sys._current_frames().get(self._thread.ident or 0), None
+        while frame:
+            where = TracebackType(where, frame, frame.f_lasti, frame.f_lineno)
+            frame = frame.f_back
+        return TimeoutError(message).with_traceback(where)
 
 
 def _serve(calls: "queue.SimpleQueue[Any]") -> None:

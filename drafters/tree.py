@@ -8,7 +8,7 @@
 Each token sees only its ancestors, and its position is the one that it would have in a chain. So it
 has the same logits as in a chain (kernels/attention.c). The target chooses a token after the
 pending one. If a child of the pending token is that choice, the target chooses again after this
-child, and so on. The tokens on this way are a chain, a `Line`. All later code, from the verdict to
+child, and so on. The tokens on this way are a chain, a `Way`. All later code, from the verdict to
 the page, sees only that chain. The KV cache keeps its accepted tokens.
 
 A tree needs the coupled rule, which accepts a token if it is the target's own choice: then one
@@ -76,7 +76,7 @@ class Comb:
         return tree_of(nodes, [p for *_, p in best])
 
 
-class Line(NamedTuple):
+class Way(NamedTuple):
     """The way of a text through a draft, and what was computed along it."""
 
     draft: Draft  # a chain
@@ -92,11 +92,11 @@ class Line(NamedTuple):
         hidden: dict[int, Tensor],
         s: TextSequence,
         sample: Sample,
-    ) -> "Line":
+    ) -> "Way":
         """From what a pass gave of a draft and of the core's sequence; `sample` is the core's.
 
-        After the first token that the target does not choose, the line goes on along first
-        children, which were drafted and are not judged. The line of a chain is the chain.
+        After the first token that the target does not choose, the way goes on along first
+        children, which were drafted and are not judged. The way of a chain is the chain.
         """
         if draft.parents is None:
             return cls(draft, range(len(draft.tokens)), logits, hidden)

@@ -14,7 +14,7 @@ from typing import Any
 from flask import Flask, Response, g, request
 
 import demo
-from control.statistics import FORMULAS, Statistics, ratio
+from control.statistics import FORMULAS, Statistics
 from drafters.panel import PLAIN
 from messages import Json, RequestError, Sampling
 from models.prompts import check_prompt, read_turns
@@ -45,14 +45,13 @@ _FORMULAS = FORMULAS | {
 def refuse_what_it_cannot(body: Json, engine: Engine) -> None:
     """Raises RequestError for what only this server's own engine can do."""
     does_draft, who = engine.drafter is not None, f"the engine ({engine.kind})"
+    always = "drafts for every request, or for none"
     for name, is_asked, why in (
         ("trace", body.get("trace") is True, "does not tell p, q, u or its cache"),
         ("compare", body.get("compare") is True, "cannot decode plainly beside its drafter"),
         ("verification", body.get("verification") == "coupled", "has a rule of its own"),
-        ("speculative", does_draft and body.get("speculative") is False,
-         "drafts for every request, or for none"),
-        ("drafter", does_draft and body.get("drafter") == PLAIN,
-         "drafts for every request, or for none"),
+        ("speculative", does_draft and body.get("speculative") is False, always),
+        ("drafter", does_draft and body.get("drafter") == PLAIN, always),
         ("num_speculative_tokens",
          body.get("num_speculative_tokens") not in (None, engine.num_spec_tokens),
          f"drafts {engine.num_spec_tokens or 'its own number of'} tokens in every cycle"),
@@ -111,33 +110,20 @@ def answer(jobs: list[RemoteJob], notes: list[str]) -> Json:
     names = "prompt_tokens", "completion_tokens", "total_tokens", "prompt_tokens_details"
     usage = {name: told.usage.get(name) for name in names} | {"completion_tokens": told.num_tokens}
     ids = told.output if told.has_ids else None
-    return body_of(told, ids, notes, usage, speculation(told), timings(job))
+    return body_of(told, ids, notes, usage, rates(told.speculation), timings(job))
 
 
-_UNTOLD = dict.fromkeys((
-    "num_recovered_tokens", "num_bonus_tokens", "acceptance_histogram", "target_passes",
-    "tokens_per_pass",
-))  # fmt: skip
+_COUNTS = {  # by the names that vLLM's metrics have for them
+    "num_spec_steps": "drafts", "num_draft_tokens": "draft_tokens",
+    "num_accepted_draft_tokens": "accepted_tokens",
+}  # fmt: skip
 
 
-def rates(drafts: int | None, drafted: int | None, accepted: int | None) -> Json:
+def rates(told: Json) -> Json:
     """Counters of drafts, as the engine tells them, what follows from them, and null for others."""
-    counted = Statistics(drafts or 0, drafted or 0, accepted or 0)
-    return _UNTOLD | {
-        "num_spec_steps": drafts,
-        "num_draft_tokens": drafted,
-        "num_accepted_draft_tokens": accepted,
-        "draft_acceptance_rate": counted.draft_acceptance_rate,
-        "mean_acceptance_length": counted.mean_acceptance_length,
-    }
-
-
-def speculation(told: Told) -> Json:
-    """The counters of a request, as far as the engine reports them with its answer."""
-    found = told.speculation
-    names = "num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"
-    known = {name: found.get(name) for name in ("num_spec_tokens", "acceptance_histogram")}
-    return rates(*map(found.get, names)) | known
+    counted = Statistics(*(told.get(name) or 0 for name in _COUNTS)).counters(0)
+    made = "draft_acceptance_rate", "mean_acceptance_length"
+    return {name: counted[name] if name in made else told.get(name) for name in counted}
 
 
 def timings(job: RemoteJob) -> Json:
@@ -159,19 +145,12 @@ def timings(job: RemoteJob) -> Json:
 def acceptance(metrics: dict[str, float], k: int | None) -> Json:
     """The `speculative_decoding` block of /health from the engine's own counters."""
     counts = {name: int(value) for name, value in metrics.items() if name.startswith("spec_")}
-    drafts, drafted, accepted = (
-        counts.get(f"spec_decode_num_{what}_total")
-        for what in ("drafts", "draft_tokens", "accepted_tokens")
-    )
-    at = positions_in(counts)
-    return rates(drafts, drafted, accepted) | {
-        "num_spec_tokens": k or len(at) or None,
-        "recent_acceptance_rate": None,
-        "acceptance_rate_per_position": [ratio(n, drafts or 0) for n in at],
-        "conditional_acceptance_rate_per_position": [
-            ratio(n, before) for before, n in zip([drafts or 0, *at], at, strict=False)
-        ],
-    }
+    told = {name: counts.get(f"spec_decode_num_{what}_total") for name, what in _COUNTS.items()}
+    at, drafts = positions_in(counts), told["num_spec_steps"] or 0
+    reached = [drafts, *at][: len(at)]
+    positions = Statistics(drafted_at=[drafts] * len(at), reached_at=reached, accepted_at=at)
+    told |= {"num_spec_tokens": k or len(at) or None, "recent_acceptance_rate": None}
+    return told | rates(told) | positions.per_position()
 
 
 def state(relay: Relay, engine: Engine) -> tuple[str, dict[str, float], list[str]]:

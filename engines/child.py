@@ -34,8 +34,8 @@ from serving.parsing import model_id
 
 from .client import Client
 
-LOG = logging.getLogger("serving.engine")
-PROGRESS = logging.getLogger("serving.progress")
+LOG = logging.getLogger("engine")
+PROGRESS = logging.getLogger("progress")
 
 _POLL_S = 0.25
 _LAST_WORDS = 3  # lines that a failure is told with
@@ -63,11 +63,7 @@ def speculative_config(options: Options) -> Json | None:
     Raises StartError for a drafter that vLLM has not.
     """
     drafter = options.drafter
-    models = {
-        "draft_model": options.draft_folder,
-        "eagle3": options.eagle3_folder,
-        "dflash": options.dflash_folder,
-    }
+    models = {name: options.model_of(name) for name in ("draft_model", "eagle3", "dflash")}
     if drafter in (None, "auto"):  # what was named, or what every model has
         drafter = next((name for name, model in models.items() if model), "ngram")
     if drafter == PLAIN:

@@ -105,15 +105,12 @@ def count(
     title: str,
 ) -> dict[str, Statistics]:  # fmt: skip
     """What became of each drafter's drafts, of so many tokens each, in all prompts."""
-    tokens = options.max_tokens or Request.max_tokens
     found = {name: Statistics() for name in drafts}
     with tqdm(total=len(drafts) * len(prompts), desc=title) as progress:
         for prompt in prompts.values():
             for name, k in drafts.items():
-                request = Request(
-                    prompt, tokens, name, k, sampling=options.sampling, seed=options.seed or 0,
-                    fixed_k=True, is_alone=True,
-                )  # fmt: skip
+                request = demo.request_of(prompt, name, options)
+                request = replace(request, num_speculative_tokens=k, fixed_k=True)
                 ((sequence, _),) = deque(engine.generate(request), maxlen=1)
                 if sequence.seat.warnings and name not in sequence.seat.states:
                     raise ValueError(f"cannot plan with {name}: {sequence.seat.warnings[0]}")

@@ -56,12 +56,8 @@ class Wanted(Request):
             "stream_options": {"include_usage": True},
             "return_token_ids": True,
         }
-        if self.max_tokens is not None:
-            fields["max_tokens"] = self.max_tokens
-        if self.stop:
-            fields["stop"] = list(self.stop)
-        if self.seed is not None:
-            fields["seed"] = self.seed
+        more = {"max_tokens": self.max_tokens, "stop": list(self.stop) or None, "seed": self.seed}
+        fields |= {name: value for name, value in more.items() if value is not None}
         if self.logprobs is not None and self.is_chat:
             fields |= {"logprobs": True, "top_logprobs": self.logprobs}
         elif self.logprobs is not None:
@@ -98,12 +94,9 @@ class Told:
     @property
     def statistics(self) -> Any:
         """What the log asks for."""
-        rate = ratio(*map(self._count, ("num_accepted_draft_tokens", "num_draft_tokens")))
+        told = map(self.speculation.get, ("num_accepted_draft_tokens", "num_draft_tokens"))
+        rate = ratio(*(count if isinstance(count, int) else 0 for count in told))
         return SimpleNamespace(passes=None, draft_acceptance_rate=rate)
-
-    def _count(self, name: str) -> int:
-        value = self.speculation.get(name)
-        return value if isinstance(value, int) else 0
 
     @property
     def num_tokens(self) -> int:

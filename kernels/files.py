@@ -55,7 +55,7 @@ def reading(head: str) -> Iterator[None]:
         raise ValueError(f"cannot use the {head}: {in_short(error)}") from error
 
 
-def check_fields(content: dict[str, Any], only: dict[str, Any]) -> None:
+def check_config(content: dict[str, Any], only: dict[str, Any]) -> None:
     """Raises ValueError if a field has another value than the one that is served."""
     for name, served in only.items():
         if content.get(name, served) != served:

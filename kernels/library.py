@@ -26,8 +26,8 @@ import torch
 
 from messages import in_short
 
-LOG = logging.getLogger("serving.kernels")
-PROGRESS = logging.getLogger("serving.progress.once")  # told on a terminal, too
+LOG = logging.getLogger("kernels")
+PROGRESS = logging.getLogger("progress.once")  # told on a terminal, too
 
 _FOLDER = Path(__file__).parent
 # Every flag that could let a compiler choose how numbers are rounded is off.

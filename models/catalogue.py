@@ -30,7 +30,7 @@ from messages import in_short
 from . import StartError, gguf_hub
 from .gguf_file import is_gguf
 
-PROGRESS = logging.getLogger("serving.progress.once")
+PROGRESS = logging.getLogger("progress.once")
 ROOT = Path(__file__).resolve().parent.parent
 _PART = ".part-"
 _under_way: list[Path] = []  # folders that are no use if this process ends

@@ -28,7 +28,7 @@ from . import StartError
 from .gguf_file import GgufFile, Tensor
 from .gguf_model import Tables, all_at_once, assigned, config_of, empty_model, open_model, unpacked
 
-LOG = logging.getLogger("serving.loading")
+LOG = logging.getLogger("loading")
 
 FORMS = {  # the kernels' names for GGUF's types
     "F32": "FLOAT", "F16": "FLOAT16", "BF16": "HALF", "Q8_0": "Q8", "Q4_0": "Q4", "Q4_1": "Q4M",

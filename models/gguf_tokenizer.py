@@ -20,7 +20,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
 
 from .gguf_file import BadFile, GgufFile, Texts
 
-LOG = logging.getLogger("serving.loading")
+LOG = logging.getLogger("loading")
 
 # Rules beside those that transformers has. GPT-2's is the one that a byte-level tokenizer has at
 # first; SmolLM's splits digits off one by one before.

@@ -29,8 +29,8 @@ from .prompts import Tokenizer
 from .rope import contexts, fix_rotations
 from .structure import Structure, UnsupportedModel, examine
 
-LOG = logging.getLogger("serving.loading")
-PROGRESS = logging.getLogger("serving.progress")
+LOG = logging.getLogger("loading")
+PROGRESS = logging.getLogger("progress")
 
 LONGEST_DEFAULT = 8192  # a cache for 128k tokens is for those who ask for it
 Read = tuple[PreTrainedModel, Tokenizer, dict[str, Any]]  # and what transformers tells of it
@@ -123,7 +123,7 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
         if not options.mmap:  # transformers' disable_mmap holds the weights twice for a while
             own_weights(model)
     keep_few_words(tokenizer)
-    return _fit(model, tokenizer, name, options)
+    return _fit(model, tokenizer, given, options)
 
 
 def _read_file(name: str, dtype: str, options: ModelOptions) -> Read:

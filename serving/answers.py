@@ -20,7 +20,7 @@ from .options import Options
 from .parsing import model_id
 from .worker import Job, Worker, cancel
 
-LOG = logging.getLogger("serving.answers")
+LOG = logging.getLogger("engine")
 PING = ": ping\n\n"  # a proxy might take silence for an end
 
 _MIN_DRAFTS_TO_JUDGE = 100

@@ -10,7 +10,7 @@ import logging
 
 from messages import Cycle, Engine, TextSequence, in_short
 
-LOG = logging.getLogger("serving.engine")
+LOG = logging.getLogger("engine")
 
 
 def step(engine: Engine, sequences: list[TextSequence]) -> dict[TextSequence, Cycle]:

@@ -24,7 +24,7 @@ from messages import Json
 from .worker import Job
 
 LOG = logging.getLogger("serving.requests")
-PROGRESS = logging.getLogger("serving.progress")  # what is being done until all is loaded
+PROGRESS = logging.getLogger("progress")  # what is being done until all is loaded
 _MAX_LINES = 10_000  # that may wait for a slow reader of stderr
 
 
@@ -80,10 +80,9 @@ def log_to_stderr() -> Callable[[], bool]:
     root = logging.getLogger()
     root.handlers = [_Handler(lines)]
     LOG.setLevel(logging.INFO)
-    for name in ("exact", "kernels", "answers"):  # what was checked and chosen at start
-        logging.getLogger(f"serving.{name}").setLevel(logging.INFO)
-    PROGRESS.setLevel(logging.INFO)
-    logging.getLogger("serving.progress.once").handlers = []  # the terminal's
+    for name in ("kernels", "engine", "progress"):  # what was chosen, and is done, at the start
+        logging.getLogger(name).setLevel(logging.INFO)
+    logging.getLogger("progress.once").handlers = []  # the terminal's
     QueueListener(lines, writer).start()
 
     def flush() -> bool:

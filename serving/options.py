@@ -99,6 +99,11 @@ def _option(group: str, default: Any, text: str, shown: str | None = None, **det
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def _head(kind: str, shown: str) -> Any:
+    text = f"{kind} head for the model: a folder or a Hugging Face name"
+    return _option(MODELS, None, text, shown, **_NAME)
+
+
 @dataclass(frozen=True)
 class Options:
     """What the command line sets, and its defaults."""
@@ -113,18 +118,9 @@ class Options:
         MODELS, None, "the small model that the drafter draft_model asks; named like --model",
         "none; smollm2 and embedded have one", **_NAME,
     )  # fmt: skip
-    mtp: str | None = _option(
-        MODELS, None, "an MTP head for a model without one: a folder or a Hugging Face name",
-        f"the model's own; {DEFAULT} has one", **_NAME,
-    )  # fmt: skip
-    eagle3: str | None = _option(
-        MODELS, None, "an EAGLE-3 head for the model: a folder or a Hugging Face name",
-        f"none; {DEFAULT} has one", **_NAME,
-    )  # fmt: skip
-    dflash: str | None = _option(
-        MODELS, None, "a DFlash head for the model: a folder or a Hugging Face name",
-        "none; the embedded model has one", **_NAME,
-    )  # fmt: skip
+    mtp: str | None = _head("an MTP", f"the model's own; {DEFAULT} has one")
+    eagle3: str | None = _head("an EAGLE-3", f"none; {DEFAULT} has one")
+    dflash: str | None = _head("a DFlash", "none; the embedded model has one")
     drafter: str | None = _option(
         CHANGE, None,
         "who guesses: auto picks one in every cycle; none is plain decoding; "
@@ -211,6 +207,7 @@ class Options:
     grace_period: float = _option(
         SERVING, 30.0, "seconds to finish running requests after SIGTERM", **_SECONDS
     )
+    log_prompts: bool = _option(SERVING, False, "write prompts and outputs to the log")
     max_model_len: int | None = _option(
         MODELS, None, "tokens that a prompt and its answer may have together",
         "what the model says, at most 8192", **_COUNTED,
@@ -220,15 +217,14 @@ class Options:
         CALLERS, (), "a name by which the server may be called; may be repeated; * is any",
         "", action="append", **_NAME,
     )  # fmt: skip
-    api_key: str | None = _option(
-        CALLERS, None, "require KEY; other users of this machine can see it in ps",
-        f"none; ${KEY_VARIABLE} is read", metavar="KEY",
-    )  # fmt: skip
     allow_origin: str | None = _option(
         CALLERS, None, "the site whose pages may call, as https://example.org; * is any",
         "", metavar="ORIGIN",
     )  # fmt: skip
-    log_prompts: bool = _option(CALLERS, False, "write prompts and outputs to the log")
+    api_key: str | None = _option(
+        CALLERS, None, "require KEY; other users of this machine can see it in ps",
+        f"none; ${KEY_VARIABLE} is read", metavar="KEY",
+    )  # fmt: skip
     trust_remote_code: bool = _option(MODELS, False, "run code that comes with the model")
     allow_pickle: bool = _option(
         MODELS, False, "load weights that are not safetensors; such files can run code"
@@ -282,20 +278,20 @@ class Options:
         given = {name: getattr(self, name) for name in names}
         return given | {"max_tokens": self.max_tokens or Request.max_tokens}
 
-    def _known(self, part: str) -> str | None:
-        """What goes with a target of the catalogue: its "draft", "mtp" or "eagle3"."""
-        entry = entry_of(self.title)
-        place = entry and getattr(entry, part)
-        return place if place and Path(place).exists() else None
+    def model_of(self, drafter: str) -> str | None:
+        """A drafter's own model: what was named, or what goes with the target.
 
-    @property
-    def draft_folder(self) -> str | None:
-        """The draft model: what was named, or what goes with the target."""
-        if self.draft_model is not None:
-            return self.draft_model
-        if self.is_embedded:
-            return str(ROOT / "demo_models" / "draft")
-        return self._known("draft") or PAIRS.get(self.title, (None, None))[1]
+        The embedded DFlash head is used only where that drafter was named.
+        """
+        named, part = getattr(self, drafter), drafter.removesuffix("_model")
+        if named is not None:
+            return named
+        if part == "draft" and self.title in PAIRS:
+            return PAIRS[self.title][1]
+        place = getattr(entry_of(self.title), part, None)
+        if self.is_embedded and part in ("draft", self.drafter):
+            place = str(ROOT / "demo_models" / ("draft" if part == "draft" else f"target_{part}"))
+        return place if place and Path(place).exists() else None
 
     @property
     def for_draft(self) -> "Options":
@@ -303,29 +299,12 @@ class Options:
 
         A draft model from a GGUF file is faster as it is, and its guesses change no text.
         """
-        unpacks = self.dtype != "packed" and is_gguf(self.draft_folder or "")
+        unpacks = self.dtype != "packed" and is_gguf(self.model_of("draft_model") or "")
         return replace(self, dtype="auto") if unpacks else self
 
     def is_chat(self, tokenizer: Tokenizer) -> bool:
         """Whether --demo, --prompt and the page put a prompt into the model's chat template."""
         return bool(tokenizer.chat_template) and not self.raw
-
-    @property
-    def mtp_folder(self) -> str | None:
-        """The MTP head: what was named, or what goes with a model of the catalogue."""
-        return self._known("mtp") if self.mtp is None else self.mtp
-
-    @property
-    def eagle3_folder(self) -> str | None:
-        """The EAGLE-3 head, likewise."""
-        return self._known("eagle3") if self.eagle3 is None else self.eagle3
-
-    @property
-    def dflash_folder(self) -> str | None:
-        """The DFlash head: what was named, or the embedded one, where that drafter was named."""
-        is_asked = self.is_embedded and self.drafter == "dflash"
-        embedded = str(ROOT / "demo_models" / "target_dflash") if is_asked else None
-        return embedded if self.dflash is None else self.dflash
 
     @property
     def is_exposed(self) -> bool:
@@ -347,9 +326,7 @@ class Options:
             "fast": self.kernels,
             "timeout_s": self.drafter_timeout,
             "named": tuple(name for name in models if getattr(self, name)),
-            "mtp": self.mtp_folder,
-            "eagle3": self.eagle3_folder,
-            "dflash": self.dflash_folder,
+            **{name: self.model_of(name) for name in models[1:]},
             "suffix_cache": self.num_remembered,
         }
 
@@ -438,13 +415,8 @@ def _add_field(add: Callable[..., None], field: dataclasses.Field[Any]) -> None:
     if shown is None:
         shown = "" if default is None or default is False else str(default)
     text += f" (default: {shown})" if shown else ""
-    add(
-        group,
-        f"--{field.name.replace('_', '-')}",
-        text.replace("%", "%%"),
-        default=default,
-        **details,
-    )
+    flag = f"--{field.name.replace('_', '-')}"
+    add(group, flag, text.replace("%", "%%"), default=default, **details)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namespace, Options]:

@@ -50,7 +50,7 @@ def uncounted(engine: Engine) -> Iterator[Engine]:
     twin = copy(engine)
     twin.panel, twin.planner = copy(engine.panel), FixedK()
     twin.totals = Totals(engine.panel.choices)
-    told = logging.getLogger("serving.drafters")
+    told = logging.getLogger("drafters")
     told.disabled = True
     try:
         yield twin

@@ -29,8 +29,8 @@ from . import faults, story, trace
 from .metrics import Histogram
 from .options import Options
 
-LOG = logging.getLogger(__name__)
-PROGRESS = logging.getLogger("serving.progress")
+LOG = logging.getLogger("engine")
+PROGRESS = logging.getLogger("progress")
 POLL_S = 0.1
 _REST_S = 0.025  # after a look at the news: nobody reads faster, and each look costs a pass time
 _FAILURES_TO_TELL = 3  # requests in a row: one of them may be to blame itself

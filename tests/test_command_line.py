@@ -7,6 +7,7 @@ Most of it in this process, on the engine that the other tests have: what the pr
 import io
 import itertools
 import json
+import logging
 import os
 import re
 import resource
@@ -20,7 +21,7 @@ import sys
 
 import pytest
 import speculative_decoding as core
-from conftest import ROOT
+from conftest import ROOT, ScriptedDrafter
 from server import SCRIPT, naming_a_model, serving, until
 from transformers import AutoModelForCausalLM
 
@@ -267,9 +268,10 @@ def test_a_terminal_of_few_characters_gets_the_text_all_the_same(main, monkeypat
 
 def test_the_embedded_target_is_recognised_however_it_is_spelt(monkeypatch):
     monkeypatch.chdir(ROOT)
-    drafts = {core.Options(model=name).draft_folder for name in ("embedded", "demo_models/target")}
-    assert drafts == {str(ROOT / "demo_models" / "draft")}
-    assert core.Options(model="hybrid").draft_folder is None
+    for name in ("embedded", "demo_models/target"):
+        draft = core.Options(model=name).model_of("draft_model")
+        assert draft == str(ROOT / "demo_models" / "draft")
+    assert core.Options(model="hybrid").model_of("draft_model") is None
 
 
 def test_the_drafter_none_is_plain_decoding_where_a_request_does_not_say(tiny_folder):
@@ -344,6 +346,15 @@ def test_what_cannot_be_done_is_one_line_and_exit_2(line, message, capsys, monke
 @pytest.mark.parametrize(("arguments", "message"), BAD_PROMPTS, ids=lambda value: str(value)[:30])
 def test_a_prompt_that_cannot_be_is_one_line_and_exit_2(main, arguments, message):
     assert_one_line(message, *main("--prompt", *arguments))
+
+
+def test_a_drafter_s_fault_with_strict_is_one_line(main, demo_engine, monkeypatch):
+    drafters = {"scripted": ScriptedDrafter(lambda *_: 1 / 0)}
+    engine = core.Engine(demo_engine.target, drafters, "scripted", is_strict=True)
+    monkeypatch.setattr(core, "load_engine", lambda _: engine)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's: a terminal has none
+    status, _, err = main("--prompt", "x")
+    assert (status, err) == (2, "error: drafter scripted failed (division by zero)\n")
 
 
 def configured(**changes):

@@ -47,7 +47,7 @@ def test_the_documented_checksums_are_those_of_the_files():
 def test_the_draft_model_that_comes_along_is_whole_and_small():
     """It stands beside smollm2, and writes text by itself."""
     file = MODELS / "smollm2_draft" / "draft.gguf"
-    assert core.Options(model="smollm2").draft_folder == str(file)
+    assert core.Options(model="smollm2").model_of("draft_model") == str(file)
     for dtype, own in {"float32": "auto", "packed": "packed"}.items():
         assert core.Options(model="smollm2", dtype=dtype).for_draft.dtype == own
     assert file.stat().st_size < 14e6

@@ -150,6 +150,9 @@ def test_every_option_that_is_named_exists():
         parse_arguments(["--help-all"])
     known = set(re.findall(r"--[a-z][\w-]*", said.getvalue()))
     assert end.value.code == 0 and len(known) > 50
+    callers = said.getvalue().partition("Who may call:")[2].partition("\n\n")[0]
+    own = "--host", "--allowed-host", "--allow-origin", "--api-key", "--api-key-file"
+    assert re.findall(r"^  (--[\w-]+)", callers, re.MULTILINE) == [*own]
     text = "".join(document.read_text("utf-8") for document in DOCUMENTS)
     quoted = [words for words in re.findall(r"`([^`\n]+)`", text) if words.startswith("--")]
     named = {name for words in quoted for name in re.findall(r"(?<!\S)--[a-z][\w-]*", words)}

@@ -1,5 +1,6 @@
 """One contract for all drafters, and what is particular to each."""
 
+import inspect
 import json
 import random
 import re
@@ -18,10 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import drafters
 from drafters.ngram import NgramIndex
-from drafters.panel import DrafterFailed
 from drafters.small_model import SmallModelDrafter
 from drafters.timed import TimedDrafter
-from messages import Draft, Verdict
+from messages import Draft, RequestError, Verdict
 
 DRAFTERS = ("ngram", "suffix", "draft_model", "mtp")
 GREEDY = core.Sampling()
@@ -131,7 +131,8 @@ def raising(*_):
         ("propose", lambda state, limit: Draft((5, 6)), "proposed a tuple"),
         ("propose", lambda state, limit: Draft(None), "proposed a NoneType"),
         ("propose", lambda *_: None, "returned a NoneType: write return Draft(tokens)"),
-        ("propose_batch", lambda states, limits: [], "0 drafts for 1 requests"),
+        ("propose_batch", lambda states, limits: [], "to return a list of one Draft for each"),
+        ("propose_batch", lambda states, limits: None, "to return a list of one Draft for each"),
     ],
 )
 def test_a_drafter_that_fails_costs_its_request_the_speculation_never_the_answer(
@@ -192,9 +193,10 @@ def test_a_strict_engine_fails_the_request_of_a_drafter_that_fails(
     engine = core.Engine(demo_engine.target, {"scripted": drafter}, is_strict=True)
     monkeypatch.setattr(drafter, method, raising)
     num_free = len(cache._free)
-    with pytest.raises(DrafterFailed, match=r"drafter scripted failed \(out of ideas"):
+    with pytest.raises(RequestError, match=r"^drafter scripted failed \(out of ideas") as caught:
         run(engine, prompts["easy_json"], max_tokens=12, drafter="scripted")
     assert (len(cache._free), drafter.num_open) == (num_free, 0)
+    assert caught.value.status == 500  # over HTTP, with this message alone
 
 
 # ------------------------------------------------------------------------ a drafter's limit of time
@@ -226,8 +228,11 @@ def hung(inner, state):
     """A drafter that did not come back from `propose`, and its thread; it has time from now on."""
     drafter = TimedDrafter(inner, 0.1)
     thread = drafter._thread
-    with pytest.raises(TimeoutError, match="propose did not return within 0.1 s"):
+    with pytest.raises(TimeoutError, match="a call took longer than 0.1 s") as caught:
         drafter.propose(state, 3)
+    lines, first = inspect.getsourcelines(Unruly.propose)
+    line = re.search(r"test_drafters.py, line (\d+)", drafter.line_of(caught.value, "open"))[1]
+    assert first < int(line) < first + len(lines)
     drafter._limit_s = 60.0
     return drafter, thread
 
@@ -327,6 +332,12 @@ class Taken(Drafter):
 class Unfinished(Drafter):
     pass
 
+class Needy(Taken):
+    def __init__(self, context): pass
+
+class Short(Taken):
+    def open(self, prompt): pass
+
 class Raises(Inherits):
     @classmethod
     def build(cls, context):
@@ -339,8 +350,10 @@ import torch
 from drafters import Draft, Drafter
 
 class Mine(Drafter):
+    @torch.inference_mode()
     def propose(self, state, max_tokens):
-        return RESULT
+        return Draft([1])
+
 """
 
 
@@ -356,7 +369,9 @@ def context(target, draft=None):
         ("own.py:Mine", "has no Drafter class 'Mine'"),
         ("own.py:Other", "has no Drafter class 'Other'"),
         ("own.py:Taken", "the name 'ngram' is taken"),
-        ("own.py:Unfinished", "failed to start: Can't instantiate abstract class"),
+        ("own.py:Unfinished", r"\(.*own.py, line 20\): write def __init__\(self\) and def propose"),
+        ("own.py:Needy", r"'context' \(.*own.py, line 23\): write def __init__\(self\) and"),
+        ("own.py:Short", r"\(.*own.py, line 27\): write def open\(self, prompt, sampling, noise"),
         ("own.py:Raises", "failed to start: no luck"),
     ],
 )
@@ -402,19 +417,26 @@ def test_the_documents_drafter_with_a_model_runs(
 
 
 @pytest.mark.parametrize(
-    ("result", "message"),
+    ("method", "result", "message"),
     [
-        ("[1, 2]", "propose returned a list: write return Draft(tokens)) ({}, line 6)"),
-        ("Draft(torch.ones(2))", "a Tensor, not a list of tokens: write Draft([1, 2, 3])) ({}, "),
-        ("Draft([*torch.ones(2)])", "no id below 4096 (a Tensor: write int(token))) ({}, line 6)"),
-        ("1 / 0", "failed (division by zero) ({}, line 7)"),
+        ("", "[1, 2]", "propose returned a list: write return Draft(tokens)) ({}, line 6)"),
+        ("", "Draft(torch.ones(2))", "a Tensor, not a list of tokens: write Draft([1, 2, 3])) ({}"),
+        ("", "Draft([*torch.ones(2)])", "4096 (a Tensor: write int(token))) ({}, line 6)"),
+        ("", "1 / 0", "failed (division by zero) ({}, line 8)"),
+        ("open", "None", "open returned a NoneType: write return list(prompt), or observe, too) ({}"
+         ", line 10)"),
+        ("propose_batch", "[Draft([]), 2]", "one Draft for each state) ({}, line 10)"),
+        ("observe", "state.last", "no attribute 'last') ({}, line 11)"),
     ],
-)
+)  # fmt: skip
 def test_an_error_in_somebody_s_drafter_says_where_and_what_to_return(
-    demo_engine, tmp_path, result, message
+    demo_engine, tmp_path, method, result, message
 ):
-    file = tmp_path / "mine.py"
-    file.write_text(MISTAKES.replace("RESULT", result), "utf-8")
+    file, text = tmp_path / "mine.py", MISTAKES
+    if method:
+        given = ", ".join(inspect.signature(getattr(core.Drafter, method)).parameters)
+        text += f"    def {method}({given}):\n        return {result}\n"
+    file.write_text(text if method else text.replace("Draft([1])", result), "utf-8")
     own = drafters.load(f"{file}:Mine", context(demo_engine.target))
     engine = core.Engine(demo_engine.target, {"Mine": own}, "Mine")
     sequence, _ = run(engine, [5, 6, 7], max_tokens=6, drafter="Mine")

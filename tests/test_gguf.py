@@ -307,7 +307,7 @@ def test_a_type_that_no_kernel_multiplies_is_named_and_unpacked(tmp_path, tiny_f
     given[:, :2] = np.array([0.001], np.float16).view(np.uint8)  # the scale of each row's block
     folder, given_by_name = tiny_folder("llama"), {"blk.0.ffn_up.weight": (given, kind)}
     path = write_gguf(folder, tmp_path / "a.gguf", Q8_0, given_by_name)
-    with caplog.at_level(logging.INFO, "serving.loading"):
+    with caplog.at_level(logging.INFO, "loading"):
         panels = packed(path)[0].model.layers[0].mlp.up_proj.panels
     assert "weights of type IQ4_NL are unpacked to bfloat16" in caplog.text
     expected = torch.from_numpy(gguf.dequantize(given, kind)).bfloat16().float()
@@ -444,7 +444,7 @@ def test_a_file_s_tokenizer_is_transformers_conversion(tiny_folder, tmp_path, ca
     else:
         write_gguf(tiny_folder("llama"), path, Q8_0, pre=pre)
     theirs = AutoTokenizer.from_pretrained(str(tmp_path), gguf_file="model.gguf")
-    with open_model(str(path)) as file, caplog.at_level(logging.WARNING, "serving.loading"):
+    with open_model(str(path)) as file, caplog.at_level(logging.WARNING, "loading"):
         ours = tokenizer_of(file)
     unknown = {"martian": "'martian'", None: "'none'"}.get(pre)
     warnings = [f"model.gguf: unknown pre-tokenizer {unknown}"] if unknown else []

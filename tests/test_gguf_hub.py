@@ -110,6 +110,8 @@ def test_a_pair_of_the_catalogue_is_fetched_once_and_then_found_without_a_networ
     monkeypatch.setitem(catalogue.PAIRS, "pair", pair)
     engine = core.load_engine(core.Options(model="pair", fixed_k=True))
     assert engine.target.fast.is_compiled and "draft_model" in engine.panel.drafters
+    with pytest.raises(loading.StartError, match="must be from 2 to .* for pair$"):
+        core.load_engine(core.Options(model="pair", max_model_len=1))
     put(folder, "someone/target-GGUF", "t-q4_k_m.gguf", llama, Q4_0)
     with pytest.raises(BadFile, match=r"has no q2_k file \(it has q4_0, q4_k_m\)"):
         gguf_hub.fetch("someone/target-GGUF:q2_k")
@@ -124,6 +126,9 @@ def test_a_pair_of_the_catalogue_is_fetched_once_and_then_found_without_a_networ
 
 
 def test_a_named_draft_comes_before_that_of_the_pair():
-    assert core.Options(model="qwen2.5-coder").draft_folder.endswith("0.5B-Instruct-GGUF:q4_k_m")
-    assert core.Options(model="qwen2.5-coder", draft_model="other").draft_folder == "other"
-    assert core.Options(model="x").draft_folder is None
+    def draft(**options):
+        return core.Options(**options).model_of("draft_model")
+
+    assert draft(model="qwen2.5-coder").endswith("0.5B-Instruct-GGUF:q4_k_m")
+    assert draft(model="qwen2.5-coder", draft_model="other") == "other"
+    assert draft(model="x") is None

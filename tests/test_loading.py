@@ -425,8 +425,8 @@ def test_the_embedded_draft_model_is_compared(monkeypatch):
 @pytest.mark.parametrize("drafter", ["draft_model", "mtp", "eagle3"])
 def test_what_came_with_a_target_may_be_missing(drafter, tiny_folder, monkeypatch, caplog):
     """The server goes on without it, unless the command line names it."""
-    folder, name = str(tiny_folder("llama")), drafter.replace("_model", "")
-    monkeypatch.setattr(core.Options, f"{name}_folder", property(lambda _: "/nowhere/at/all"))
+    folder, places = str(tiny_folder("llama")), {drafter: "/nowhere/at/all"}
+    monkeypatch.setattr(core.Options, "model_of", lambda _, name: places.get(name))
     engine = core.assemble_engine(core.Options(model=folder))
     assert "ngram" in engine.panel.drafters and drafter not in engine.panel.drafters
     (line,) = [message for message in caplog.messages if drafter in message]
@@ -438,7 +438,7 @@ def test_what_came_with_a_target_may_be_missing(drafter, tiny_folder, monkeypatc
 @pytest.mark.parametrize("part", ["mtp", "eagle3"])
 def test_smollm2_s_heads_lie_in_the_repository_without_its_weights(part):
     entry, options = catalogue.CATALOGUE["smollm2"], core.Options(model="smollm2")
-    folder = getattr(options, f"{part}_folder")
+    folder = options.model_of(part)
     assert folder == getattr(entry, part) and part not in options.for_drafters["named"]
     content, weights = read_folder(folder, allow_pickle=False)
     assert content.get("transformer_layer_config", content)["hidden_size"] == 576

@@ -14,7 +14,7 @@ from test_kernels import KINDS, TEXT, load, needs_compiler
 
 from benchmarks.fixed_clock import FixedClock
 from drafters.base import ModelState
-from drafters.tree import Comb, Line, longest, merged
+from drafters.tree import Comb, Way, longest, merged
 from messages import Draft
 from sampling import Noise
 
@@ -266,7 +266,7 @@ def test_a_line_goes_on_behind_what_the_target_refused():
     def sample(row, text, sampling, noise):
         return choices[int(row)], None
 
-    line = Line.of(tree, logits, {-1: torch.arange(10.0)[:, None]}, Text, sample)
+    line = Way.of(tree, logits, {-1: torch.arange(10.0)[:, None]}, Text, sample)
     assert (line.draft.tokens, line.places) == ([2, 3, 5, 7], [1, 3, 4, 6])
     assert line.logits[:, 0].tolist() == [0, 2, 4, 5, 7]
     assert line.hidden[-1][:, 0].tolist() == [0, 1, 2, 4, 6, 7, 9]
