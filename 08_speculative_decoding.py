@@ -25,7 +25,7 @@ Sources: Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318; Daliri et 
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -42,7 +42,7 @@ import engines
 from control.controller import Controller
 from control.planner import FixedK, Planner
 from control.statistics import Statistics, Totals, clock
-from drafters import Context, Drafter, Noise, Way, branches
+from drafters import Context, Drafter, Noise, branches
 from drafters.panel import Panel, Seat
 from kernels import library
 from kernels.buffers import lazy_zeros, scrub
@@ -303,16 +303,6 @@ class CachedModel:
 
 
 # ----------------------------------------------------------------------------- probabilities
-def own_choices(scores: Tensor, sampling: Sampling, noise: Noise, position: int) -> Iterator[int]:
-    """Yield the model's own token for each row of penalised logits [n, V], on demand.
-
-    Row i chooses the token at `position` + i of the text. The noise depends only on the request's
-    seed and that position, so the choice does not depend on any draft.
-    """
-    for i in range(scores.shape[0]):
-        yield choose(scores, sampling, noise, position + i, row=i)
-
-
 @torch.inference_mode()
 def sample(
     logits: Tensor, text: list[int], sampling: Sampling, noise: Noise
@@ -321,33 +311,38 @@ def sample(
 
     Returns the token, and q [V], the distribution that it was drawn from, or None (see needs_q).
     """
-    scores = penalise(logits[None], sampling.repetition_penalty, text, [])
+    scores = penalise(logits[None], sampling.repetition_penalty, text, Draft())
     q = truncated_softmax(scores, *sampling.transforms)[0] if sampling.needs_q else None
     if sampling.is_coupled:
-        return next(own_choices(scores, sampling, noise, len(text))), q
+        return choose(scores, sampling, noise, len(text)), q
     return draw(q, noise.uniform(len(text), DRAW)), q
 
 
 # ------------------------------------------------------------------------------------ verify
-def verify(draft: Draft, choices: Iterator[int]) -> list[Judgement]:
-    """Accept drafted tokens up to the first one that the target does not choose itself.
+def verify(draft: Draft, own: Callable[[int, int], int]) -> tuple[list[Judgement], list[int]]:
+    """Walk down the draft for as long as it holds the token that the target chooses itself.
 
-    `choices` are the target's own tokens after pending, d1, …, dn (see `own_choices`). The first
-    choice that differs replaces the drafted token. If none differs, the last choice is a bonus.
+    own(node, depth) is the target's choice after drafted token number `node`, the `depth`-th of the
+    walk; own(-1, 0) is that after the pending token. In a chain a token has one child, in a tree it
+    may have several. Returns what became of the tokens, and the numbers of the accepted ones.
 
-    Only the target's own choices are ever emitted. Choice i is used only when drafted tokens 1 … i
-    all matched, so it was made as in plain decoding: after the same text, by the same noise and the
-    same logits (docs/exactness.md).
+    Only the target's own choices are ever emitted. A choice is made only after all tokens before it
+    matched, so it is made as in plain decoding: after the same text, by the same noise and the same
+    logits (docs/exactness.md).
 
-    Example: choices 4, 9, 1, 7 and Draft([4, 8, 1]) -> 4 accepted, 8 rejected, 9 recovered.
+    Example: choices 4, 9, … and Draft([4, 8, 1]) -> 4 accepted, 8 rejected, 9 recovered.
     """
-    judged = []
-    for drafted in draft.tokens:
-        chosen = next(choices)
-        if drafted != chosen:
-            return [*judged, Judgement(drafted, "rejected"), Judgement(chosen, "recovered")]
-        judged.append(Judgement(drafted, "accepted"))
-    return [*judged, Judgement(next(choices), "bonus")]
+    judged, way, node = list[Judgement](), list[int](), -1
+    while True:
+        chosen, children = own(node, len(way)), draft.children(node)
+        node = next((child for child in children if draft.tokens[child] == chosen), -1)
+        if node < 0:
+            break
+        judged.append(Judgement(chosen, "accepted"))
+        way.append(node)
+    if children:
+        judged.append(Judgement(draft.tokens[children[0]], "rejected"))
+    return [*judged, Judgement(chosen, "recovered" if children else "bonus")], way
 
 
 @torch.inference_mode()
@@ -546,28 +541,32 @@ class Engine:
 
     def accept(self, s: Sequence, draft: Draft, logits: Tensor, hidden: dict[int, Tensor]) -> Cycle:
         """Judge the draft, append what stays, truncate; update statistics, controller, drafters."""
-        tree, (draft, places, logits, hidden) = draft, Way.of(draft, logits, hidden, s, sample)
-        scores = penalise(logits, s.request.sampling.repetition_penalty, s.tokens, draft.tokens)
-        judged = self.judge(s, draft, scores)
+        scores = penalise(logits, s.request.sampling.repetition_penalty, s.tokens, draft)
+        judged, way = self.judge(s, draft, scores)
         cache, held = self.target.cache, self.target.cache.lengths[s.row]
         kept = s.append(judged, self.eos_ids)
-        cache.keep(s.row, len(tree.tokens), places[: kept - 1])  # all but the pending token
+        cache.keep(s.row, len(draft.tokens), way[: kept - 1])  # all but the pending token
         told = held, cache.lengths[s.row], cache.recurrent
-        cycle = Cycle(s.num_steps, tree, places, draft, judged, kept, *told, logits, scores)
+        cycle = Cycle(s.num_steps, draft, way, judged, kept, *told, logits, scores)
         s.num_steps += 1
         s.statistics.record(cycle.num_drafted, cycle.kinds, cycle.num_beside)
         self.totals.note(cycle.num_drafted + cycle.num_beside, cycle.num_accepted)
         self.planner.learn(s.seat, cycle)
+        hidden = {layer: cycle.along(states) for layer, states in hidden.items()}
         self.panel.observe(s.seat, cycle.verdict(), hidden, s.finish_reason is not None)
         return cycle
 
-    def judge(self, s: Sequence, draft: Draft, scores: Tensor) -> list[Judgement]:
-        """Judge tokens up to the first rejected one, add the target's own; scores [n + 1, V]."""
+    def judge(self, s: Sequence, draft: Draft, scores: Tensor) -> tuple[list[Judgement], list[int]]:
+        """Judge tokens up to the first rejected one, add the target's own; scores [n + 1, V].
+
+        The noise depends on the seed and the position alone, so no choice depends on the draft.
+        """
         sampling, position = s.request.sampling, len(s.tokens)
         if sampling.is_coupled:
-            return verify(draft, own_choices(scores, sampling, s.noise, position))
+            own = partial(choose, scores, sampling, s.noise)
+            return verify(draft, lambda node, depth: own(position + depth, node + 1))
         p = truncated_softmax(scores, *sampling.transforms)
-        return verify_by_rejection(draft, p, s.noise, position)
+        return verify_by_rejection(draft, p, s.noise, position), [*range(len(draft.tokens))]
 
 
 # ---------------------------------------------------------------------------- plain decoding

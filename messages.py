@@ -108,6 +108,26 @@ class Draft:
     confidence: list[float] = field(default_factory=list)
     num_forwards: int = 0
 
+    def children(self, node: int) -> list[int]:
+        """Indexes of the tokens that follow token `node`; -1 is the pending token."""
+        if self.parents is None:
+            return [node + 1] if node + 1 < len(self.tokens) else []
+        return [i for i, parent in enumerate(self.parents) if parent == node]
+
+    def ways(self) -> list[list[int]]:
+        """For each token the indexes of those on the way to it, in order, and its own."""
+        ways = list[list[int]]()
+        for i in range(len(self.tokens)):
+            parent = i - 1 if self.parents is None else self.parents[i]
+            ways.append([*(ways[parent] if parent >= 0 else []), i])
+        return ways
+
+    def chain(self, way: Sequence[int]) -> "Draft":
+        """The tokens at these indexes, as a chain."""
+        probs = self.probs if self.probs is None else self.probs[list(way)]
+        sure = [self.confidence[i] for i in way] if self.confidence else []
+        return Draft([self.tokens[i] for i in way], probs, confidence=sure)
+
     def q(self, i: int, like: Tensor) -> Tensor:
         """The distribution [V] that token i was drawn from; one-hot where nothing was drawn."""
         if self.probs is not None:
@@ -269,15 +289,14 @@ class Cycle:
     """
 
     number: int  # 0 is the prefill
-    tree: Draft  # the draft as it was verified
-    places: Sequence[int]  # indexes in it of the chain that the text took
-    draft: Draft  # this chain; the same as `tree` if nothing branches
+    draft: Draft
+    way: Sequence[int]  # indexes of its accepted tokens; they go on along first children
     judged: list[Judgement]
     num_kept: int  # of the emitted tokens
     held: int  # tokens in the KV cache after the verify
     cached: int  # and after the truncation
     recurrent: Sequence[Any]  # the target's layers that keep a state instead of keys and values
-    logits: Tensor  # [n + 1, V] of the target
+    logits: Tensor  # [n + 1, V] of the target, after the pending and each drafted token
     scores: Tensor  # [n + 1, V], penalised
     times: list[float] = field(default_factory=list)  # seconds: began, drafted, verified, done
     emitted: list[Judgement] = field(init=False)  # accepted, and the target's own, as before a cut
@@ -289,17 +308,32 @@ class Cycle:
 
     def __post_init__(self) -> None:
         # Once: these are asked for several times in every cycle.
+        if self.draft.parents is None:
+            self.way = range(len(self.draft.tokens))
+        else:  # what was drafted behind the last accepted token was not judged
+            way = list(self.way)
+            while children := self.draft.children(way[-1] if way else -1):
+                way.append(children[0])
+            self.way = way
         self.emitted = [judgement for judgement in self.judged if judgement.kind != "rejected"]
         self.tokens = self.emitted[: self.num_kept]
         self.is_whole = self.num_kept == len(self.emitted)
-        self.num_drafted = len(self.proposals) if self.is_whole else self.num_kept
-        beside = len(self.tree.tokens) - len(self.proposals)
+        self.num_drafted = len(self.way) if self.is_whole else self.num_kept
+        beside = len(self.draft.tokens) - len(self.way)
         self.num_beside = beside if self.is_whole else 0
         self.num_accepted = min(len(self.emitted) - 1, self.num_kept)
 
     @property
     def proposals(self) -> list[int]:
-        return self.draft.tokens
+        """The drafted tokens on the text's way."""
+        return [self.draft.tokens[i] for i in self.way]
+
+    def along(self, rows: Tensor) -> Tensor:
+        """Of rows [m + n, …], the last n of drafted tokens: the first m, and those of the way."""
+        if self.draft.parents is None:
+            return rows
+        first = len(rows) - len(self.draft.tokens)
+        return rows[[*range(first), *(first + i for i in self.way)]]
 
     @property
     def kinds(self) -> list[str]:
@@ -314,7 +348,7 @@ class Cycle:
     @property
     def num_stepped(self) -> int:
         """Accepted tokens that recurrent layers replay from the saved state, after a rejection."""
-        begin = self.held - len(self.tree.tokens) - 1
+        begin = self.held - len(self.draft.tokens) - 1
         return self.cached - begin if self.number and self.cached < self.held else 0
 
     @property
@@ -325,7 +359,7 @@ class Cycle:
     def verdict(self) -> Verdict:
         """The verdict for drafters, without hidden states."""
         tokens = [judgement.id for judgement in self.tokens]
-        return Verdict(len(self.proposals), len(tokens) - 1, tokens)
+        return Verdict(len(self.way), len(tokens) - 1, tokens)
 
 
 def in_short(error: Exception) -> str:

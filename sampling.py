@@ -39,7 +39,7 @@ from torch import Tensor
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from kernels import sampling as compiled
-from messages import Sampling
+from messages import Draft, Sampling
 
 NO_NUMBERS = "the model gave no probabilities to draw from (NaN in its logits?)"
 _WORD = (1 << 64) - 1
@@ -54,16 +54,17 @@ _HIGH, _LOW = range(4, 6)  # the upper and the lower half of a token's v
 
 
 # ---------------------------------------------------------------------------------- transforms
-def penalise(logits: Tensor, penalty: float, text: list[int], draft: list[int]) -> Tensor:
-    """Apply the repetition penalty to logits [n + 1, V]; 1 = off.
+def penalise(logits: Tensor, penalty: float, text: list[int], draft: Draft) -> Tensor:
+    """Apply the repetition penalty to logits [n + 1, V] after the n drafted tokens; 1 = off.
 
-    Row i is penalised as in plain decoding: for `text` and the first i drafted tokens.
+    A row is penalised as in plain decoding: for `text` and the drafted tokens on the way to it.
     """
     if penalty == 1:
         return logits
     # All rows must list equally many ids. So a row lists an id of the text again in the place of
-    # each drafted token that comes later. An id is penalised once, however often it is listed.
-    rows = [draft[:i] + text[:1] * (len(draft) - i) for i in range(len(draft) + 1)]
+    # each other drafted token. An id is penalised once, however often it is listed.
+    ways = [[draft.tokens[i] for i in way] for way in ([], *draft.ways())]
+    rows = [way + text[:1] * (len(draft.tokens) - len(way)) for way in ways]
     known = torch.tensor(list(set(text))).expand(len(rows), -1)
     ids = torch.cat([known, torch.tensor(rows, dtype=torch.long)], dim=1)
     return RepetitionPenaltyLogitsProcessor(float(penalty))(ids.to(logits.device), logits)
@@ -265,7 +266,7 @@ def ranked(
     Each comes with a chance. Greedy: the most likely tokens, with their probabilities. Sampled: the
     fastest tokens of the race, each with its share of the sum of weight / e.
     """
-    scores = penalise(logits[None], sampling.repetition_penalty, text, [])[0]
+    scores = penalise(logits[None], sampling.repetition_penalty, text, Draft())[0]
     if sampling.is_greedy:
         weights, ids, sum_of_all = _leaders(scores, (1.0, 0, 1.0, 0.0), count)
         return list(zip(ids.tolist(), (weights / sum_of_all).tolist(), strict=True))

@@ -199,9 +199,9 @@ class Planner:
         elif seat.asked in seat.states and seat.asked not in seat.guesses:
             self._learn_of(seat.asked, seat, cycle)
         if seat.asked == TREE and cycle.is_whole:  # a cut one teaches nothing
-            places = cycle.places[: cycle.num_accepted]
+            places = cycle.way[: cycle.num_accepted]
             record = seat.records[TREE]
-            record.observe(len(cycle.tree.tokens), len(places), seat.num_asked, places)
+            record.observe(len(cycle.draft.tokens), len(places), seat.num_asked, places)
             record.last = cycle.number
 
     def _learn_of(self, name: str, seat: Seat, cycle: Cycle) -> None:
@@ -213,7 +213,9 @@ class Planner:
             # What a cut has left of a draft does not say that the drafter stopped.
             asked = seat.num_asked if cycle.is_whole else cycle.num_drafted
             seen = cycle.num_drafted, cycle.num_accepted, asked
-            record.learn_confidence(cycle.draft.confidence[: cycle.num_drafted], seen[1])
+            if sure := cycle.draft.confidence:
+                sure = [sure[i] for i in cycle.way[: cycle.num_drafted]]
+            record.learn_confidence(sure, seen[1])
             if draft and draft.num_forwards:  # the drafter says
                 record.learn_steps(draft.num_forwards, len(draft.tokens))
         elif draft is not None:

@@ -13,10 +13,10 @@ from sampling import Noise
 from .base import Context, Drafter
 from .panel import AUTO, LOG, PLAIN, TREE, first_choice
 from .timed import TimedDrafter, line_of
-from .tree import Way, branches
+from .tree import branches
 
 __all__ = [
-    "NAMES", "Context", "Draft", "Drafter", "Way", "Noise", "Sampling", "Verdict", "branches",
+    "NAMES", "Context", "Draft", "Drafter", "Noise", "Sampling", "Verdict", "branches",
     "load", "load_all",
 ]  # fmt: skip
 

@@ -8,8 +8,8 @@
 Each token sees only its ancestors, and its position is the one that it would have in a chain. So it
 has the same logits as in a chain (kernels/attention.c). The target chooses a token after the
 pending one. If a child of the pending token is that choice, the target chooses again after this
-child, and so on. The tokens on this way are a chain, a `Way`. All later code, from the verdict to
-the page, sees only that chain. The KV cache keeps its accepted tokens.
+child, and so on (see `verify`). All later code, from the verdict to the page, sees the tokens on
+this way as a chain. The KV cache keeps the accepted ones.
 
 A tree needs the coupled rule, which accepts a token if it is the target's own choice: then one
 choice judges all branches. The rule of rejection would have to correct for each rejected branch, so
@@ -18,13 +18,11 @@ there drafts are chains. They are also chains without compiled kernels.
 Sources: Miao et al., SpecInfer, arXiv 2305.09781; Cai et al., Medusa, arXiv 2401.10774.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from torch import Tensor
 
-from messages import Draft, TextSequence, Verdict
+from messages import Draft, Verdict
 from sampling import ranked
 
 from .base import ModelState, Sample
@@ -76,68 +74,9 @@ class Comb:
         return tree_of(nodes, [p for *_, p in best])
 
 
-class Way(NamedTuple):
-    """The way of a text through a draft, and what was computed along it."""
-
-    draft: Draft  # a chain
-    places: Sequence[int]  # of its tokens in the draft as it was verified
-    logits: Tensor  # [n + 1, V]
-    hidden: dict[int, Tensor]  # by layer [fed, D]: of tokens that were not cached yet, of the chain
-
-    @classmethod
-    def of(
-        cls,
-        draft: Draft,
-        logits: Tensor,
-        hidden: dict[int, Tensor],
-        s: TextSequence,
-        sample: Sample,
-    ) -> "Way":
-        """From what a pass gave of a draft and of the core's sequence; `sample` is the core's.
-
-        After the first token that the target does not choose, the way goes on along first
-        children, which were drafted and are not judged. The way of a chain is the chain.
-        """
-        if draft.parents is None:
-            return cls(draft, range(len(draft.tokens)), logits, hidden)
-        places, drafted, at, is_chosen = list[int](), list[int](), -1, True
-        while children := [i for i, parent in enumerate(draft.parents) if parent == at]:
-            at = children[0]
-            if is_chosen:
-                row, text = logits[places[-1] + 1 if places else 0], s.tokens + drafted
-                chosen, _ = sample(row, text, s.request.sampling, s.noise)
-                at = next((i for i in children if draft.tokens[i] == chosen), at)
-                is_chosen = draft.tokens[at] == chosen
-            places.append(at)
-            drafted.append(draft.tokens[at])
-        along = dict[int, Tensor]()
-        for layer, states in hidden.items():
-            first = len(states) - len(draft.tokens)  # the draft's tokens are the last ones
-            along[layer] = states[[*range(first), *(first + place for place in places)]]
-        rows = logits[[0, *(place + 1 for place in places)]]
-        return cls(chain_of(draft, places), places, rows, along)
-
-
-def chain_of(draft: Draft, places: Sequence[int]) -> Draft:
-    """The tokens at these places, as a chain."""
-    probs = draft.probs if draft.probs is None else draft.probs[list(places)]
-    sure = [draft.confidence[place] for place in places] if draft.confidence else []
-    return Draft([draft.tokens[place] for place in places], probs, confidence=sure)
-
-
 def longest(draft: Draft) -> Draft:
     """The longest chain of a draft, the first one of several."""
-    ways = ways_of(draft)
-    return draft if draft.parents is None else chain_of(draft, max(ways, key=len, default=[]))
-
-
-def ways_of(draft: Draft) -> list[list[int]]:
-    """For each token the places of its ancestors, in order, and its own."""
-    ways = list[list[int]]()
-    for i in range(len(draft.tokens)):
-        parent = i - 1 if draft.parents is None else draft.parents[i]
-        ways.append([*(ways[parent] if parent >= 0 else []), i])
-    return ways
+    return draft if draft.parents is None else draft.chain(max(draft.ways(), key=len, default=[]))
 
 
 def merged(drafts: list[Draft], most: int) -> Draft:
@@ -155,7 +94,7 @@ def merged(drafts: list[Draft], most: int) -> Draft:
     chances, left, depths = list[float](), {-1: 1.0}, {-1: 0}  # of nodes; left for those behind
     for draft in sorted(drafts, key=lambda draft: not draft.confidence):
         nodes = {-1: -1}
-        for way in ways_of(draft):
+        for way in draft.ways():
             parent = nodes[way[-2] if len(way) > 1 else -1]
             key, node = (parent, draft.tokens[way[-1]]), len(known)
             if key not in known:
@@ -189,7 +128,7 @@ def heard(verdict: Verdict, draft: Draft | None) -> list[Verdict]:
     if draft is None:
         return [verdict]
     accepted, own = verdict.tokens[:-1], 0
-    for way in ways_of(draft):
+    for way in draft.ways():
         tokens = [draft.tokens[place] for place in way]
         if tokens == accepted[: len(way)]:
             own = max(own, len(way))

@@ -30,8 +30,8 @@ def event(s: TextSequence, cycle: Cycle) -> Json:
         "pieces": s.text.release(s.finish_reason is not None),
     }
     if s.request.logprobs is not None:
-        new = [token.id for token in cycle.tokens]
-        found["logprobs"] = token_logprobs(cycle.logits, new, s.request.logprobs, s.tokenizer)
+        logits, new = cycle.along(cycle.logits), [token.id for token in cycle.tokens]
+        found["logprobs"] = token_logprobs(logits, new, s.request.logprobs, s.tokenizer)
         s.logprobs += found["logprobs"]
     if s.request.trace:
         found |= summary(cycle)
@@ -44,7 +44,7 @@ def summary(cycle: Cycle) -> Json:
 
     proposals is the draft as it was made, the others are what stays of it after a cut.
     """
-    tree = cycle.tree.parents and zip(cycle.tree.tokens, cycle.tree.parents, strict=True)
+    tree = cycle.draft.parents and zip(cycle.draft.tokens, cycle.draft.parents, strict=True)
     way = {"from": cycle.held, "to": cycle.cached, "stepped": cycle.num_stepped}
     num_layers = len(cycle.recurrent)
     return {
@@ -70,7 +70,7 @@ def _details(s: TextSequence, cycle: Cycle, event: Json) -> Json:
 
     The prefill's has the end of the prompt as the target read it, with what a chat template wrote.
     """
-    asked: Json = {}
+    asked, scores = Json(), cycle.along(cycle.scores)
     if s.seat.decision:
         asked["controller"] = str(s.seat.decision)
     if cycle.proposals:
@@ -79,10 +79,10 @@ def _details(s: TextSequence, cycle: Cycle, event: Json) -> Json:
         prompt = s.request.prompt
         asked["prompt_text"] = s.tokenizer.decode(prompt[-_PROMPT_SHOWN:])
         asked["prompt_tail"] = [s.tokenizer.decode([i]) for i in prompt[-_TAIL_SHOWN:]]
-    asked["target_argmax"] = cycle.scores.argmax(-1).tolist()
-    asked["target_top"] = _leaders(s, event, cycle.scores[: cycle.num_kept])
+    asked["target_argmax"] = scores.argmax(-1).tolist()
+    asked["target_top"] = _leaders(s, event, scores[: cycle.num_kept])
     asked["distributions"] = _distributions(s, cycle)
-    ids = {*cycle.tree.tokens, *asked["target_argmax"]}
+    ids = {*cycle.draft.tokens, *asked["target_argmax"]}
     shown = chain(event["tokens"], *asked["target_top"], *asked["distributions"])
     ids |= {token["id"] for token in shown}
     asked["texts"] = {i: s.tokenizer.decode([i]) for i in sorted(ids)}
@@ -130,7 +130,7 @@ def _distributions(s: TextSequence, cycle: Cycle) -> list[list[Json]]:
     log q.
     """
     sampling, count = s.request.sampling, cycle.num_kept
-    scores, probs = cycle.scores[:count], cycle.draft.probs
+    scores, probs = cycle.along(cycle.scores)[:count], cycle.draft.chain(cycle.way).probs
     p = scores.softmax(-1) if sampling.is_greedy else log_probabilities(scores, sampling).exp()
     result = []
     for row, token in enumerate(cycle.tokens):

@@ -221,6 +221,12 @@ class Numbers:
         return self.accepting[position] if use == ACCEPT else self.drawing
 
 
+def credulous(draft: Any, own: Callable[[int, int], int]) -> tuple[list[Any], list[int]]:
+    """In the place of `verify`: everything is accepted."""
+    tokens, count = [core.Judgement(token, "accepted") for token in draft.tokens], len(draft.tokens)
+    return [*tokens, core.Judgement(own(count - 1, count), "bonus")], list(range(count))
+
+
 def judge(draft: Any, p: torch.Tensor, numbers: list[float]) -> Any:
     """What the rule of rejection makes of a draft if these are the numbers from [0, 1)."""
     assert len(numbers) == len(draft.tokens) + 1

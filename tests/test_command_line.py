@@ -21,7 +21,7 @@ import sys
 
 import pytest
 import speculative_decoding as core
-from conftest import ROOT, ScriptedDrafter
+from conftest import ROOT, ScriptedDrafter, credulous
 from server import SCRIPT, naming_a_model, serving, until
 from transformers import AutoModelForCausalLM
 
@@ -167,7 +167,7 @@ def test_a_chat_model_is_sent_messages_unless_raw(chat_folder, monkeypatch, caps
 
 
 def test_the_token_that_ends_a_turn_is_shown(main, monkeypatch):
-    monkeypatch.setattr(core, "own_choices", lambda *_: itertools.repeat(0))
+    monkeypatch.setattr(core, "choose", lambda *_: 0)
     status, out, _ = main("--prompt", "1, 2, 3,", "--max-tokens", "9")
     assert status == 0 and "1, 2, 3,<|endoftext|>\n\n1 tokens (stop)" in out
 
@@ -210,11 +210,6 @@ def test_explain_shows_the_first_cycles_step_by_step(main):
 
 
 def test_a_difference_in_output_makes_the_demo_fail(main, monkeypatch):
-
-    def credulous(draft, choices):
-        tokens = [core.Judgement(token, "accepted") for token in draft.tokens]
-        return [*tokens, core.Judgement(5, "bonus")]
-
     monkeypatch.setattr(core, "verify", credulous)
     status, out, _ = main("--demo", "--max-tokens", "12", "--repeats", "1")
     assert status == 1 and "identical output: NO" in out

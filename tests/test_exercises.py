@@ -2,11 +2,11 @@
 
 import pytest
 import speculative_decoding as core
-from conftest import run
+from conftest import credulous, run
 from test_docs import blocks, read
 
 from control.statistics import Statistics
-from messages import Draft, Judgement
+from messages import Draft
 
 
 def readme_drafter():
@@ -78,10 +78,6 @@ def test_2_a_draft_model_that_forgets_to_truncate_changes_no_output(
 
 
 def test_3_a_verify_that_accepts_everything_is_noticed(monkeypatch, capsys):
-    def credulous(draft, choices):
-        kept = [Judgement(token, "accepted") for token in draft.tokens]
-        return [*kept, Judgement([*choices][-1], "bonus")]
-
     monkeypatch.setattr(core, "verify", credulous)
     assert core.main(["--demo", "--model", "embedded", "--max-tokens", "16", "--fixed-k"]) == 1
     assert "identical output: NO" in capsys.readouterr().out

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import probabilities, run, scripted_engine
+from conftest import credulous, probabilities, run, scripted_engine
 
 from sampling import TextStream
 from serving import answers, comparison, trace
@@ -261,7 +261,7 @@ def test_a_trace_says_what_decided_about_each_token(
         assert len(event["target_top"]) == event["emitted_count"] == len(event["tokens"])
         for i, token in enumerate(event["tokens"]):
             known, row = sequence.tokens[:place], logits[None, place - 1]
-            scores = core.penalise(row, sampling.repetition_penalty, known, [])
+            scores = core.penalise(row, sampling.repetition_penalty, known, core.Draft())
             assert event["target_argmax"][i] == int(scores.argmax())
             draft = (event["proposals"] + [None])[i]
             exponentials = partial(sequence.noise.exponentials, place)
@@ -376,11 +376,6 @@ def test_a_wrong_token_is_called_a_bug_unless_a_border_may_have_moved(
     demo_engine, plain, prompts, monkeypatch, sampling, verdict
 ):
     """The drafter's word is taken for a token that is not even among the first five."""
-
-    def credulous(draft, choices):
-        tokens = [core.Judgement(token, "accepted") for token in draft.tokens]
-        return [*tokens, core.Judgement([*choices][-1], "bonus")]
-
     monkeypatch.setattr(core, "verify", credulous)
     engine, prompt = scripted_engine(demo_engine, lambda tokens, n: [7] * n), prompts["code_class"]
     result = compared(run_both_ways(engine, prompt, drafter="scripted", sampling=sampling))

@@ -29,7 +29,7 @@ Sampling = core.Sampling
 
 def probabilities(logits, sampling, text=(), draft=()):
     """Ours: [n + 1, V]."""
-    scores = penalise(logits, sampling.repetition_penalty, [*text], [*draft])
+    scores = penalise(logits, sampling.repetition_penalty, [*text], core.Draft([*draft]))
     return truncated_softmax(scores, *sampling.transforms)
 
 
@@ -96,7 +96,7 @@ def test_a_low_temperature_is_no_greedy_choice_and_a_tiny_one_does_not_overflow(
     assert probabilities(scores, Sampling(temperature=1e-5)).tolist() == [[0.0, 1.0, 0.0]]
     for temperature in (0.0, 1e-300, 1e-7, 1e-5):
         sampling = Sampling(temperature=temperature)
-        assert list(core.own_choices(scores, sampling, Noise(0), 0)) == [1]
+        assert core.choose(scores, sampling, Noise(0), 0) == 1
 
 
 # ------------------------------------------- the rule of rejection, on distributions of our own
@@ -187,20 +187,24 @@ def test_a_token_without_weight_is_never_drawn():
 def test_broken_logits_are_an_error_where_their_row_is_judged_and_only_there(sampling, number):
     """A NaN, an infinity or -inf everywhere; whatever is cut, by both rules."""
     scores, noise = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)), Noise(0)
-    own = list(core.own_choices(scores, sampling, noise, 0))
+    own = [core.choose(scores, sampling, noise, row, row) for row in range(4)]
     for at, num_right in itertools.product(range(4), repeat=2):
         broken = scores.clone()
         broken[at, slice(None) if number is None else 7] = number or -math.inf
         p = truncated_softmax(broken, 1.0, 0, 1.0, 0.0)
         draft = core.Draft([(own[i] + (i >= num_right)) % 50 for i in range(3)])
         us = [0.0] * num_right + [0.999] * (4 - num_right)
-        choices = core.own_choices(broken, sampling, noise, 0)
-        for way in (partial(core.verify, draft, choices), partial(judge, draft, p, us)):
+
+        def coupled(draft=draft, scores=broken):
+            own = partial(core.choose, scores, sampling, noise)
+            return core.verify(draft, lambda node, depth: own(depth, node + 1))[0]
+
+        for rule in (coupled, partial(judge, draft, p, us)):
             if at > num_right:
-                assert sum(j.kind == "accepted" for j in way()) == num_right
+                assert sum(j.kind == "accepted" for j in rule()) == num_right
             else:
                 with pytest.raises(ValueError, match="no probabilities to draw from"):
-                    way()
+                    rule()
 
 
 # ----------------------------------------------------------------- end to end, on the demo models

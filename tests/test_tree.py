@@ -14,7 +14,7 @@ from test_kernels import KINDS, TEXT, load, needs_compiler
 
 from benchmarks.fixed_clock import FixedClock
 from drafters.base import ModelState
-from drafters.tree import Comb, Way, longest, merged
+from drafters.tree import Comb, longest, merged
 from messages import Draft
 from sampling import Noise
 
@@ -155,7 +155,7 @@ def test_several_drafters_make_one_tree(several, prompts, way):
         while s.finish_reason is None:
             limit, tokens = min(7, s.remaining - 1), list(s.tokens)
             cycle = engine.step([s])[s]
-            branched += cycle.tree.parents is not None
+            branched += cycle.draft.parents is not None
             for member, draft in s.seat.drafts.items() if limit > 0 else ():
                 drafter = engine.panel.drafters[member]
                 state = fresh_state(engine, drafter, tokens, s.request.sampling, s.noise)
@@ -253,20 +253,15 @@ def test_a_comb_has_the_likeliest_tokens_of_one_branch_and_beside_it():
     assert (sure.draft().tokens, sure.draft().parents) == ([7, 5], None)
 
 
-def test_a_line_goes_on_behind_what_the_target_refused():
+def test_a_way_goes_on_behind_what_the_target_refused():
     """It chooses 2, 3 and 9; of what was drafted behind 3 first children are shown."""
     tree = Draft([1, 2, 4, 3, 5, 6, 7], None, [-1, -1, 1, 1, 3, 3, 4])
-    choices = {0: 2, 2: 3, 4: 9}
-    logits = torch.arange(8.0)[:, None]
-
-    class Text:
-        tokens, noise = [0], None
-        request = core.Request([0])
-
-    def sample(row, text, sampling, noise):
-        return choices[int(row)], None
-
-    line = Way.of(tree, logits, {-1: torch.arange(10.0)[:, None]}, Text, sample)
-    assert (line.draft.tokens, line.places) == ([2, 3, 5, 7], [1, 3, 4, 6])
-    assert line.logits[:, 0].tolist() == [0, 2, 4, 5, 7]
-    assert line.hidden[-1][:, 0].tolist() == [0, 1, 2, 4, 6, 7, 9]
+    choices = {(-1, 0): 2, (1, 1): 3, (3, 2): 9}
+    judged, way = core.verify(tree, lambda *asked: choices[asked])
+    kinds = [(2, "accepted"), (3, "accepted"), (5, "rejected"), (9, "recovered")]
+    assert (judged, way) == ([core.Judgement(*kind) for kind in kinds], [1, 3])
+    logits = torch.arange(8.0)
+    cycle = core.Cycle(1, tree, way, judged, 3, 9, 4, [], logits, logits)
+    assert (cycle.proposals, cycle.way, cycle.num_beside) == ([2, 3, 5, 7], [1, 3, 4, 6], 3)
+    assert cycle.along(logits).tolist() == [0, 2, 4, 5, 7]
+    assert cycle.along(torch.arange(10.0)).tolist() == [0, 1, 2, 4, 6, 7, 9]
