@@ -30,7 +30,7 @@ import demo
 from control.statistics import Statistics
 from kernels import library
 from messages import Engine, Model, Request
-from models.prompts import ids_of
+from models.prompts import ids_of, prompts_of
 from serving.options import ROOT, Options, between
 
 # A test run has imported the core already. A second copy would have classes of its own.
@@ -49,12 +49,29 @@ def load_engine(**options: Any) -> Engine:
     return core.load_engine(Options(**common | options))
 
 
-def demo_prompts(engine: Engine) -> dict[str, dict[str, list[int]]]:
-    """Token ids of the demo prompts by kind (easy, hard, …: how their names begin) and name."""
-    found: dict[str, dict[str, list[int]]] = defaultdict(dict)
-    for name, ids in ids_of(demo.read_prompts(), engine.target, is_raw=True).items():
-        found[name.partition("_")[0]][name] = ids
+def by_kind(prompts: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What stands under each name, by kind (easy, hard, …: how names begin) and name."""
+    found: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, prompt in prompts.items():
+        found[name.partition("_")[0]][name] = prompt
     return found
+
+
+# Talk, summaries of texts, code: none of it in any training data of ours.
+CHATS = by_kind(prompts_of(ROOT / "benchmarks" / "chat.jsonl"))
+
+
+def demo_prompts(engine: Engine) -> dict[str, dict[str, list[int]]]:
+    """Token ids of the demo prompts by kind and name."""
+    return by_kind(ids_of(demo.read_prompts(), engine.target, is_raw=True))
+
+
+def chats(engine: Engine, each: int) -> dict[str, dict[str, list[int]]]:
+    """The same of CHATS, `each` of a kind at most; of the demo prompts without a chat template."""
+    kinds = demo_prompts(engine)
+    if engine.target.tokenizer.chat_template:
+        kinds = {kind: ids_of(texts, engine.target) for kind, texts in CHATS.items()}
+    return {kind: dict(list(group.items())[:each]) for kind, group in kinds.items()}
 
 
 def flat(prompts: dict[str, dict[str, list[int]]]) -> dict[str, list[int]]:
