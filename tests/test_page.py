@@ -286,33 +286,6 @@ def test_the_page_opens_on_a_recorded_cycle_and_generates_nothing(open_page, por
     assert health(port)["speculative_decoding"] == figures
 
 
-def test_a_key_is_asked_for_where_somebody_generates(open_page, complaints):
-    """It is sent and kept in memory only. The engine behind the server is a recorded vLLM."""
-    with replaying() as replay, serving("--engine", replay.url, "--api-key", "secret") as server:
-        replay.is_lenient = True
-        page = open_page(server.port, is_ready=False)
-        page.locator("#story-label", has_text="runs this model").wait_for()
-        assert not page.locator("#key").is_visible()
-        sent, held = posted(page), []
-        page.fill("#prompt", "x")
-        page.locator("#run").click()
-        page.locator("#key").wait_for()
-        # With a key the page asks anew, and gets the last answer after the run.
-        page.route("**/prompts", lambda route: held.append(route))
-        run(page, prompt=COLOUR_LIST, key="secret")
-        assert "prompt=" in page.url and "secret" not in page.url
-        until(lambda: page.title() and held)
-        with page.expect_response("**/prompts"):
-            held.pop().continue_()
-        page.wait_for_timeout(200)  # it might repeat the run that its address tells of
-        assert [body["prompt"] for body in sent] == ["x", COLOUR_LIST]
-        assert counts(page, "#error p") == [0]
-        kept = page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]")
-        assert kept == [0, 0, ""]
-        expect_failed_load(complaints, "401")
-        page.close()
-
-
 def test_no_prompt_is_put_where_somebody_is_about_to_write(page):
     held = []
     page.route("**/prompts", lambda route: held.append(route))
@@ -1120,19 +1093,38 @@ def test_axe_finds_nothing_wrong_with_any_view(page):
 # ------------------------------------------------------------------------- another engine
 
 
-def test_what_another_engine_does_not_tell_is_said_and_not_drawn(open_page):
-    """The engine is a recorded vLLM; whatever is asked, it gives one of the recorded answers."""
-    with replaying() as replay, serving("--engine", replay.url) as server:
+def test_another_engine_s_key_is_asked_for_and_what_it_does_not_tell_is_said_and_not_drawn(
+    open_page, complaints
+):
+    """Of a recorded vLLM, which gives one of its answers whatever is asked; keys stay in memory."""
+    with replaying() as replay, serving("--engine", replay.url, "--api-key", "secret") as server:
         replay.is_lenient = True
-        page = open_page(server.port)
-        assert "vllm 0.32.0 runs this model" in text_of(page, "#story-label")
+        page = open_page(server.port, is_ready=False)
+        page.locator("#story-label", has_text="vllm 0.32.0 runs this model").wait_for()
+        asked, held = posted(page), []
+        page.fill("#prompt", "x")
+        assert not page.locator("#key").is_visible()
+        page.locator("#run").click()
+        page.locator("#key").wait_for()
+        # With a key the page asks anew, and gets the last answer after the run.
+        page.route("**/prompts", lambda route: held.append(route))
+        run(page, prompt=COLOUR_LIST, key="secret")
+        assert "prompt=" in page.url and "secret" not in page.url
+        until(lambda: page.title() and held)
+        with page.expect_response("**/prompts"):
+            held.pop().continue_()
+        page.wait_for_timeout(200)  # it might repeat the run that its address tells of
+        assert [body["prompt"] for body in asked] == ["x", COLOUR_LIST]
+        assert counts(page, "#error p") == [0]
+        kept = page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]")
+        assert kept == [0, 0, ""]
+        expect_failed_load(complaints, "401")
         for name in ("#race", "#step", "#drafter", "#tab-race", "#tab-try", "#tab-whatif"):
             assert not page.locator(name).is_visible()
-        for _ in range(2):  # the second text takes the place of the first
-            page.locator("#run").click()
-            wait_for_status(page, "Finished (length): 6 tokens, 5 of 5 drafted ones accepted")
-            text = page.locator("#text").inner_text()
-            assert text.endswith(" hi\nassistant") and text.count("assistant") == 1
+        page.locator("#run").click()  # the second text takes the place of the first
+        wait_for_status(page, "Finished (length): 6 tokens, 5 of 5 drafted ones accepted")
+        text = page.locator("#text").inner_text()
+        assert text.endswith(" hi\nassistant") and text.count("assistant") == 1
         assert "It does not tell p, q, u" in text_of(page, "#cycle-says")
         show(page, "statistics")
         assert text_of(page, "[data-figure='draft acceptance rate']") == "1.00"
