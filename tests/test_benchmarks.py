@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 from argparse import Namespace
+from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import gguf
 import pytest
 import torch
 from conftest import ROOT
-from server import generate, serving
+from server import generate, health, serving
 from test_gguf import write_gguf
 from tqdm import tqdm
 
@@ -43,6 +45,13 @@ class Liar(Drafter):
 """
 
 
+@contextmanager
+def forked(command):
+    """In the place of servers.started: forked servers need not import torch."""
+    with serving(*command[len(servers.OURS) :]) as server:
+        yield SimpleNamespace(port=server.port, health=partial(health, server.port))
+
+
 @pytest.fixture
 def measure(capsys, monkeypatch):
     """The document of a benchmark's main, run in this process, which has torch already."""
@@ -51,7 +60,9 @@ def measure(capsys, monkeypatch):
         monkeypatch.setattr(bench, "tqdm", partial(tqdm, disable=True))
         prompts = {"easy_a": "1, 2, 1, 2,", "hard_b": "def main():"}
         monkeypatch.setattr(bench.demo, "read_prompts", lambda is_chat=False: prompts)
-        importlib.import_module(f"benchmarks.{name}").main(list(map(str, arguments)))
+        module = importlib.import_module(f"benchmarks.{name}")
+        monkeypatch.setattr(module, "started", forked, raising=False)
+        module.main(list(map(str, arguments)))
         *table, line = capsys.readouterr().out.splitlines()
         document = json.loads(line)
         assert len(table) > 3
