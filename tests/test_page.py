@@ -243,21 +243,6 @@ def answer_of(cycles, **more):
     } | more
 
 
-def compared(alpha=1.0, c=0.1, t_verify=1.0, disturbed=False):
-    """A comparison of 10 with 20 ms, three tokens each."""
-    both = zip(("speculative", "plain"), (10.0, 20.0), strict=True)
-    timings = {name: {"timings": {"predicted_ms": ms, "predicted_n": 3}} for name, ms in both}
-    return timings | {
-        "identical": True,
-        "measured_speedup": 2.0,
-        "predicted_speedup": 1.8,
-        "costs": {"alpha": alpha, "c": c, "t_verify": t_verify},
-        "num_runs": 3,
-        "spread": [0.6, 1.4],
-        "disturbed": disturbed,
-    }
-
-
 def stream_of(cycles, end=None):
     """An answer with these events, and then with `end` (default: the last event and [DONE])."""
     end = [answer_of(cycles)] if end is None else end
@@ -774,7 +759,12 @@ def test_who_drafted_and_what_decided_is_said_of_every_way(page):
 FEW = {"max_tokens": 12}
 
 
-def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page):
+def comparison_of(port, **changes):
+    """What the server tells of a short race, but for these changes."""
+    return generate(port, **COLOURS | FEW, compare=True)[1]["compare"] | changes
+
+
+def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page, port):
     """And What if? has its place for it, however large."""
     run(page, "#race", **COLOURS)
     ours, theirs = (text_of(page, lane) for lane in LANES)
@@ -803,7 +793,8 @@ def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page):
     assert "not compared" in says.text_content()
 
     cycles = [event(0, [("a", "bonus")])]
-    slow = compared(alpha=0.62, c=4.2, t_verify=2.5, disturbed=True)
+    costs = {"alpha": 0.62, "c": 4.2, "t_verify": 2.5}
+    slow = comparison_of(port, costs=costs, disturbed=True, spread=[0.6, 1.4])
     mock(page, stream_of(cycles, [answer_of(cycles, compare=slow)]))
     run(page, "#race")
     for words in ("disturbed: the machine was busy, 3 runs gave 0.60× to 1.40×",
@@ -815,7 +806,7 @@ def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page):
     assert [text_of(page, f"#{name}-value") for name in ("alpha", "cost")] == [".62", "4.20"]
 
 
-def test_a_race_tells_how_far_it_has_come_and_is_replayed_on_one_clock(open_page):
+def test_a_race_tells_how_far_it_has_come_and_is_replayed_on_one_clock(open_page, port):
     """By the server's times: at half the slower lane's neither lane shows what came later."""
     page, held = open_page(reduced_motion="no-preference"), []
     by_hand = "window.frames = []; requestAnimationFrame = (draw) => window.frames.push(draw);"
@@ -837,7 +828,7 @@ def test_a_race_tells_how_far_it_has_come_and_is_replayed_on_one_clock(open_page
         page.locator("#race").click()
     page.locator("#race-pace", has_text="Speculative decoding has written 0 tokens").wait_for()
     assert "three times each" in text_of(page, "#race-says")
-    answer = answer_of(fast, compare=compared())
+    answer = answer_of(fast, compare=comparison_of(port))
     held[0].fulfill(**stream_of(fast, [*slow, answer]))
     until(lambda: frame(0) or page.locator("#race-again").is_visible())
     assert "350 times slower" in text_of(page, "#race-pace")  # 20 ms in seven seconds
