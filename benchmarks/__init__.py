@@ -15,7 +15,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -28,8 +27,7 @@ from tqdm import tqdm
 
 import demo
 from control.statistics import Statistics
-from kernels import library
-from messages import Engine, Model, Request
+from messages import Engine, Request
 from models.prompts import ids_of, prompts_of
 from serving.options import ROOT, Options, between
 
@@ -114,24 +112,6 @@ def run_together(
 def total(finished: list[Finished]) -> Statistics:
     """The sum of what was counted."""
     return sum((one.statistics for one in finished), Statistics())
-
-
-def verifying(model: Model, num_before: int, counts: Iterable[int]) -> dict[int, Callable[[], Any]]:
-    """Functions that verify so many tokens, by their number, behind `num_before` random ones.
-
-    Each returns the model's own choice behind each token, and leaves the KV cache as it was.
-    """
-    chance, row = torch.Generator().manual_seed(0), model.cache.open_row()
-    text = torch.randint(model.vocab_size, (num_before,), generator=chance).tolist()
-    model.forward([row], [text], [1])
-
-    @library.alone()
-    def verify(count: int) -> list[int]:
-        choices = model.forward([row], [text[:count]], [count]).logits[0].argmax(-1).tolist()
-        model.cache.truncate(row, num_before)
-        return choices
-
-    return {count: partial(verify, count) for count in counts}
 
 
 # --------------------------------------------------------------------------------------- clocks
