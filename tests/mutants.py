@@ -20,6 +20,7 @@ import mmap
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import tempfile
 import textwrap
@@ -36,7 +37,7 @@ import pytest
 
 from kernels.library import why_not
 
-LIMIT_S = 120.0  # a mutant may hang: then it was noticed
+LIMIT_S = 120  # a mutant may hang: then it was noticed
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -97,6 +98,7 @@ def node(test: str) -> str:
 
 def run_tests(tests: tuple[str, ...], mutant: Mutant | None, output: int) -> None:
     """In a process of its own: exits as pytest does, and speaks to the file `output`."""
+    signal.alarm(LIMIT_S if mutant else 10 * LIMIT_S)  # which ends it, wherever it hangs
     os.dup2(output, 1)
     os.dup2(output, 2)
     code = 3
@@ -119,18 +121,12 @@ class Run:
         given = tests, mutant, self.output.fileno()
         self.process = multiprocessing.get_context("fork").Process(target=run_tests, args=given)
         self.process.start()
-        self.limit_s = LIMIT_S if mutant else 10 * LIMIT_S
 
-    def fate(self) -> str | None:
-        """passed; failed, if a test did or the process crashed; hung; None while it runs."""
-        if self.process.is_alive() and time.monotonic() < self.began + self.limit_s:
-            return None
-        is_hanging = self.process.is_alive()
-        self.process.kill()
-        self.process.join()
+    def fate(self) -> str:
+        """Of an ended one: passed; failed, if a test did or the process crashed; or hung."""
         code = self.process.exitcode or 0  # below 0 it was a signal's
-        assert is_hanging or code < 2, f"pytest could not run:\n{self.said()}"
-        return "hung" if is_hanging else "failed" if code else "passed"
+        assert code < 2, f"pytest could not run:\n{self.said()}"
+        return {0: "passed", -signal.SIGALRM: "hung"}.get(code, "failed")
 
     def said(self) -> str:
         """What pytest printed."""
@@ -145,10 +141,9 @@ def ended(jobs: int, wanted: list[tuple[tuple[str, ...], Mutant | None]]) -> Ite
         while waiting and len(running) < jobs:
             running.append(Run(*waiting.pop()))
         wait([run.process.sentinel for run in running], 1.0)
-        for run in list(running):
-            if run.fate():
-                running.remove(run)
-                yield run
+        for run in [run for run in running if not run.process.is_alive()]:
+            running.remove(run)
+            yield run
 
 
 def load_once() -> None:
