@@ -15,7 +15,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -28,9 +27,8 @@ from tqdm import tqdm
 
 import demo
 from control.statistics import Statistics
-from kernels import library
-from messages import Engine, Model, Request
-from models.prompts import ids_of
+from messages import Engine, Request
+from models.prompts import ids_of, prompts_of
 from serving.options import ROOT, Options, between
 
 # A test run has imported the core already. A second copy would have classes of its own.
@@ -49,12 +47,29 @@ def load_engine(**options: Any) -> Engine:
     return core.load_engine(Options(**common | options))
 
 
-def demo_prompts(engine: Engine) -> dict[str, dict[str, list[int]]]:
-    """Token ids of the demo prompts by kind (easy, hard, …: how their names begin) and name."""
-    found: dict[str, dict[str, list[int]]] = defaultdict(dict)
-    for name, ids in ids_of(demo.read_prompts(), engine.target, is_raw=True).items():
-        found[name.partition("_")[0]][name] = ids
+def by_kind(prompts: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What stands under each name, by kind (easy, hard, …: how names begin) and name."""
+    found: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, prompt in prompts.items():
+        found[name.partition("_")[0]][name] = prompt
     return found
+
+
+# Talk, summaries of texts, code: none of it in any training data of ours.
+CHATS = by_kind(prompts_of(ROOT / "benchmarks" / "chat.jsonl"))
+
+
+def demo_prompts(engine: Engine) -> dict[str, dict[str, list[int]]]:
+    """Token ids of the demo prompts by kind and name."""
+    return by_kind(ids_of(demo.read_prompts(), engine.target, is_raw=True))
+
+
+def chats(engine: Engine, each: int) -> dict[str, dict[str, list[int]]]:
+    """The same of CHATS, `each` of a kind at most; of the demo prompts without a chat template."""
+    kinds = demo_prompts(engine)
+    if engine.target.tokenizer.chat_template:
+        kinds = {kind: ids_of(texts, engine.target) for kind, texts in CHATS.items()}
+    return {kind: dict(list(group.items())[:each]) for kind, group in kinds.items()}
 
 
 def flat(prompts: dict[str, dict[str, list[int]]]) -> dict[str, list[int]]:
@@ -97,24 +112,6 @@ def run_together(
 def total(finished: list[Finished]) -> Statistics:
     """The sum of what was counted."""
     return sum((one.statistics for one in finished), Statistics())
-
-
-def verifying(model: Model, num_before: int, counts: Iterable[int]) -> dict[int, Callable[[], Any]]:
-    """Functions that verify so many tokens, by their number, behind `num_before` random ones.
-
-    Each returns the model's own choice behind each token, and leaves the KV cache as it was.
-    """
-    chance, row = torch.Generator().manual_seed(0), model.cache.open_row()
-    text = torch.randint(model.vocab_size, (num_before,), generator=chance).tolist()
-    model.forward([row], [text], [1])
-
-    @library.alone()
-    def verify(count: int) -> list[int]:
-        choices = model.forward([row], [text[:count]], [count]).logits[0].argmax(-1).tolist()
-        model.cache.truncate(row, num_before)
-        return choices
-
-    return {count: partial(verify, count) for count in counts}
 
 
 # --------------------------------------------------------------------------------------- clocks

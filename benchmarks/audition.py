@@ -3,16 +3,21 @@
 Every drafter that fits the model, `auto` and plain decoding have every prompt in turn. Speeds are
 tokens per second, prompts included; `of_plain` is the speed in that of plain decoding in the same
 run, as a median with its quartiles. `tok_pass` counts the tokens after the first one per target
-pass, and `equal` says whether all outputs are plain decoding's. The last table has the command line
-to use: that of the fastest, or of plain decoding where even its lower quartile is not above 1.
+pass, and `equal` says whether all outputs are plain decoding's. The second table has the command
+line to use: that of the fastest, or of plain decoding where even its lower quartile is not above 1.
+In the last one `at_1` … are the shares of drafts whose first, second, … token was accepted, with
+all before it.
 
-    python -m benchmarks.audition --prompts FILE [--model NAME_OR_PATH] [--draft-model …]
-        [--eagle3 …] [--dflash …] [--dtype float32] [--quantize int8] [--k 5] [--tokens 128]
-        [--temperature 0] [--raw] [--runs 5] [--json]
+    python -m benchmarks.audition [--prompts FILE] [--each 3] [--raw] [--model NAME_OR_PATH]
+        [--draft-model …] [--eagle3 …] [--dflash …] [--dtype float32] [--quantize int8]
+        [--drafters ngram auto] [--k 5] [--fixed-k] [--tokens 128] [--temperature 0] [--runs 5]
+        [--json]
 
 FILE has a prompt per line; or, if its name ends with .jsonl, an object {"prompt": …} per line. A
-chat model gets them in its chat template, unless --raw is given. Past outputs, which a server may
-look up for the drafter suffix, are left out: every run has the same prompts.
+chat model gets them in its chat template, unless --raw is given. Without FILE it gets `--each` of
+each kind in benchmarks/chat.jsonl, and another model the demo's. `--fixed-k` leaves the controller
+out: so is a head's acceptance measured. Past outputs, which a server may look up for the drafter
+suffix, are left out: every run has the same prompts.
 """
 
 import argparse
@@ -31,6 +36,7 @@ from serving.options import Options
 from serving.parsing import MAX_SPECULATIVE_TOKENS
 
 Found = dict[tuple[str, str], bench.Finished]  # by way of decoding and prompt
+Kinds = dict[str, dict[str, list[int]]]  # token ids by kind and name of a prompt
 
 
 def measure(
@@ -77,45 +83,70 @@ def advice(rows: list[dict[str, Any]], given: argparse.Namespace) -> dict[str, s
     return {"found": found, "command_line": shlex.join(words)}
 
 
-def parser(doc: str, runs: int, k: int, dtype: str) -> argparse.ArgumentParser:
+def accepted(found: Found, kinds: Kinds, given: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row per drafter and kind of prompts: how much of its drafts came true."""
+    rows = []
+    for drafter in given.drafters:
+        for kind, names in (kinds | {"all": bench.flat(kinds)}).items():
+            total = bench.total([found[drafter, name] for name in names])
+            shares = total.per_position()["acceptance_rate_per_position"]
+            shares += [None] * (given.k - len(shares))  # places that no draft reached
+            row = {"drafter": drafter, "prompts": kind}
+            row["tok_pass"] = bench.places(total.tokens_per_pass, 2)
+            row |= {f"at_{i}": bench.places(share, 2) for i, share in enumerate(shares, 1)}
+            rows.append(row)
+    return rows
+
+
+def parser() -> argparse.ArgumentParser:
     """The models, and what is asked of them."""
-    options = bench.parser(doc, runs)
+    options = bench.parser(__doc__)
+    text = "a prompt per line, or in a .jsonl file an object with the field prompt"
+    options.add_argument("--prompts", metavar="FILE", help=text)
+    bench.add_count(options, "--each", 1, 8, 3, "prompts of each kind, without FILE")
+    options.add_argument("--raw", action="store_true", help="without the chat template")
     options.add_argument("--model", default="smollm2", help="the target (default: %(default)s)")
     options.add_argument("--draft-model", help="for the drafter draft_model")
     options.add_argument("--eagle3", help="a head for the target")
     options.add_argument("--dflash", help="a head of that kind")
-    options.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default=dtype)
+    options.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto")
     options.add_argument("--quantize", choices=["int8"], help="of the target")
-    bench.add_count(options, "--k", 1, MAX_SPECULATIVE_TOKENS, k, "draft tokens, at most")
+    options.add_argument("--drafters", nargs="+", help="(default: all that fit, and auto)")
+    default = Options.num_speculative_tokens
+    bench.add_count(options, "--k", 1, MAX_SPECULATIVE_TOKENS, default, "draft tokens, at most")
+    options.add_argument("--fixed-k", action="store_true", help="without the controller")
     options.add_argument("--temperature", type=float, default=0.0)
     bench.add_count(options, "--tokens", 2, 100_000, 128, "a request, at most")
     return options
 
 
-def load(given: argparse.Namespace, **options: Any) -> Engine:
-    """The engine of these models."""
+def load(given: argparse.Namespace) -> tuple[Engine, Kinds]:
+    """The engine of these models, and the prompts for it. Raises ValueError and RequestError."""
+    texts = prompts_of(given.prompts) if given.prompts else {}
     models = {name: getattr(given, name) for name in LOADED}
     common = {"drafter": bench.AUTO, "num_speculative_tokens": given.k, "max_running": 1}
-    return bench.load_engine(**models, **common, **options)
+    engine = bench.load_engine(**models, **common, fixed_k=given.fixed_k)
+    own = ids_of(texts, engine.target, given.raw)
+    return engine, {"all": own} if own else bench.chats(engine, given.each)
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
-    options = parser(__doc__, 5, Options.num_speculative_tokens, "auto")
-    text = "a prompt per line, or in a .jsonl file an object with the field prompt"
-    options.add_argument("--prompts", required=True, metavar="FILE", help=text)
-    options.add_argument("--raw", action="store_true", help="without the chat template")
+    options = parser()
     given = options.parse_args(arguments)
     try:
-        texts = prompts_of(given.prompts)
-        engine = load(given)
-        prompts = ids_of(texts, engine.target, given.raw)
+        engine, kinds = load(given)
     except (ValueError, OSError, RequestError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
-    rows = measure(engine, prompts, list(engine.panel.choices), given)[0]
+    choices = list(engine.panel.choices)
+    given.drafters = given.drafters or choices
+    if unknown := set(given.drafters) - set(choices):
+        options.error(f"no drafter {min(unknown)}: choose from {', '.join(choices)}")
+    rows, found = measure(engine, bench.flat(kinds), given.drafters, given)
     rows.sort(key=lambda row: -row["of_plain"])
     results = {"results": rows, "advice": [advice(rows, given)]}
+    results["accepted"] = accepted(found, kinds, given)
     bench.report(__spec__.name, arguments, given, results)
 
 

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple
 import torch
 
 import benchmarks as bench
-from benchmarks.chat import PROMPTS
 from benchmarks.servers import FORGETFUL, HOST, OURS, Server, at_once, memory_gb_per_s, started
 
 ROUTE = "/v1/chat/completions"
@@ -56,8 +55,9 @@ EDITS = (
     f"Rename the method push to add, and write the whole file again:\n\n```python\n{CODE}```",
     f"Add type hints to every method, and write the whole file again:\n\n```python\n{CODE}```",
 )
-KINDS = {"code": PROMPTS["code"], "chat": PROMPTS["talk"], "edit": EDITS}
-_LONG = "\n\n".join((*PROMPTS["summary"], CODE)) * 2 + "\n\nWhat is all this about?"
+_CODE, _TALK, _SUMMARY = ([*bench.CHATS[kind].values()] for kind in ("code", "talk", "summary"))
+KINDS = {"code": _CODE, "chat": _TALK, "edit": EDITS}
+_LONG = "\n\n".join((*_SUMMARY, CODE)) * 2 + "\n\nWhat is all this about?"
 
 
 class Written(NamedTuple):

@@ -26,6 +26,7 @@ import torch
 import benchmarks as bench
 from benchmarks.servers import memory_gb_per_s
 from demo_models.heads import write_gguf
+from kernels import library
 from models.catalogue import place_of
 from serving.options import between
 
@@ -57,12 +58,20 @@ def theirs(program: str, path: str, rows: list[int]) -> dict[int, float]:
 
 def measure(name: str, path: str, given: Any) -> list[dict[str, Any]]:
     """A row for each number of positions."""
-    engine = bench.load_engine(model=path, dtype="packed", fixed_k=True, drafter="none")
-    methods = bench.verifying(engine.target, BEHIND, given.rows)
+    model = bench.load_engine(model=path, dtype="packed", fixed_k=True, drafter="none").target
+    chance, row = torch.Generator().manual_seed(0), model.cache.open_row()
+    text = torch.randint(model.vocab_size, (BEHIND,), generator=chance).tolist()
+    model.forward([row], [text], [1])
+
+    @library.alone()
+    def verify(count: int) -> None:
+        model.forward([row], [text[:count]], [count]).logits[0].argmax(-1).tolist()
+        model.cache.truncate(row, BEHIND)
 
     def ours() -> dict[int, float]:
         time.sleep(0.2)
-        timed = bench.interleave(methods, NUM_TOKENS, "ours")
+        calls = {count: partial(verify, count) for count in given.rows}
+        timed = bench.interleave(calls, NUM_TOKENS, "ours")
         return {count: median(calls.ms) for count, calls in timed.items()}
 
     ways = {"ours": ours, "llama": partial(theirs, given.llama, path, given.rows)}

@@ -16,8 +16,8 @@ generate()'s logits depend on the number of positions in a pass, and texts part 
     python -m benchmarks.peers [--model embedded|hybrid|smollm2|DIR] [--dtype float32|bfloat16]
         [--k 5] [--each 8] [--tokens 96] [--runs 5] [--json]
 
-A chat model gets the prompts of benchmarks.chat, another one the demo's. llama.cpp is compared in
-benchmarks.pair and benchmarks.passes.
+A chat model gets the prompts of benchmarks/chat.jsonl, another one the demo's. llama.cpp is
+compared in benchmarks.pair and benchmarks.passes.
 """
 
 import os
@@ -32,7 +32,6 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 import benchmarks as bench
-from benchmarks.chat import prompts_of
 from messages import Engine, Request
 from models.catalogue import for_transformers, place_of
 from serving.options import ROOT, Options
@@ -105,7 +104,7 @@ def ours(engine: Engine, request: Request) -> Result:
 
 def measure(engine: Engine, peer: Peer, given: Any) -> list[dict[str, Any]]:
     """One row per method and kind of prompts."""
-    kinds = prompts_of(engine, given.each)
+    kinds = bench.chats(engine, given.each)
     prompts, methods = bench.flat(kinds), {}
     for method in peer.arguments:
         k = min(given.k, peer.head.num_mtp_layers) if method == "mtp" and peer.head else given.k

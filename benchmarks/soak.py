@@ -73,7 +73,6 @@ class Text(NamedTuple):
 
     text: str
     finish_reason: str
-    num_tokens: int
     token_ids: list[int]
     logprobs: Any
 
@@ -125,7 +124,7 @@ def read_answer(ask: Ask, body: dict[str, Any]) -> Text:
         "plain decoding gives the same": body.get("compare", {}).get("identical") is not False,
     }
     require(claims, body)
-    return Text(text, reason, count, ids, logprobs)
+    return Text(text, reason, ids, logprobs)
 
 
 def read_stream(ask: Ask, *events: dict[str, Any]) -> Text:
@@ -158,7 +157,7 @@ class Tally:
     def throughput(self) -> tuple[int, int]:
         """Requests until now, and tokens of their answers."""
         num_sent = sum(name != POLL and count == "sent" for name, count in list(self.seen))
-        return num_sent, sum(text.num_tokens for _, text in list(self.texts))
+        return num_sent, sum(len(text.token_ids) for _, text in list(self.texts))
 
     @contextmanager
     def sent(self, behaviour: str, what: Any, outcome: str = "answered") -> Iterator[None]:

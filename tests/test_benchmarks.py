@@ -8,13 +8,15 @@ import signal
 import subprocess
 import sys
 from argparse import Namespace
+from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import gguf
 import pytest
 import torch
 from conftest import ROOT
-from server import generate, serving
+from server import generate, health, serving
 from test_gguf import write_gguf
 from tqdm import tqdm
 
@@ -43,6 +45,13 @@ class Liar(Drafter):
 """
 
 
+@contextmanager
+def forked(command):
+    """In the place of servers.started: forked servers need not import torch."""
+    with serving(*command[len(servers.OURS) :]) as server:
+        yield SimpleNamespace(port=server.port, health=partial(health, server.port))
+
+
 @pytest.fixture
 def measure(capsys, monkeypatch):
     """The document of a benchmark's main, run in this process, which has torch already."""
@@ -51,7 +60,9 @@ def measure(capsys, monkeypatch):
         monkeypatch.setattr(bench, "tqdm", partial(tqdm, disable=True))
         prompts = {"easy_a": "1, 2, 1, 2,", "hard_b": "def main():"}
         monkeypatch.setattr(bench.demo, "read_prompts", lambda is_chat=False: prompts)
-        importlib.import_module(f"benchmarks.{name}").main(list(map(str, arguments)))
+        module = importlib.import_module(f"benchmarks.{name}")
+        monkeypatch.setattr(module, "started", forked, raising=False)
+        module.main(list(map(str, arguments)))
         *table, line = capsys.readouterr().out.splitlines()
         document = json.loads(line)
         assert len(table) > 3
@@ -108,6 +119,9 @@ def test_an_audition_ranks_what_fits_and_ends_with_a_command_line(measure, tmp_p
     )
     rows, (advice,) = document["results"], document["advice"]
     names = {row["drafter"] for row in rows}
+    assert names == {row["drafter"] for row in document["accepted"]} | {"none"}
+    kept = [list(row)[2:] for row in document["accepted"]]
+    assert kept == [["tok_pass", "at_1", "at_2", "at_3"]] * (len(names) - 1)
     assert names - {"tree"} == {"none", "ngram", "suffix", "draft_model", "mtp", "auto"}
     assert all(row["equal"] for row in rows)
     speeds = [row["of_plain"] for row in rows]
@@ -131,26 +145,24 @@ def test_an_audition_recommends_only_what_pays(quartile, ending):
     assert ("does not pay" in found["found"]) == (quartile < 1)
 
 
-@pytest.mark.parametrize(("text", "reason"), [
+UNREADABLE = [
     ("", "there are no prompts"),
     ('{"prompt": "a", "name": "x"}\n{"prompt": "b", "name": "x"}', "a name stands twice"),
     ('{"prompt": "a"}\n["b"]', "prompt 2 is not an object with the field prompt"),
     ('{"prompt": ""}', "prompt 1 is not an object"),
-])  # fmt: skip
-def test_a_file_of_prompts_that_cannot_be_read_is_one_line(text, reason, tmp_path, capsys):
-    path = tmp_path / "own.jsonl"
-    path.write_text(text)
-    with pytest.raises(SystemExit) as caught:
-        audition.main(["--model", "embedded", "--prompts", str(path)])
-    assert caught.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and reason in error and error.count("\n") == 1
+]
 
 
-def test_prompts_have_a_name_or_a_number(tmp_path):
+def test_prompts_have_a_name_or_a_number_and_what_cannot_be_read_is_one_line(tmp_path, capsys):
     path = tmp_path / "own.jsonl"
     path.write_text('{"prompt": "a b"}\n\n{"name": "x", "prompt": "c"}\n')
     assert audition.prompts_of(path) == {"1": "a b", "x": "c"}
+    for text, reason in UNREADABLE:
+        path.write_text(text)
+        with pytest.raises(SystemExit, match="2"):
+            audition.main(["--model", "embedded", "--prompts", str(path)])
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and reason in error and error.count("\n") == 1
 
 
 def test_the_benchmark_against_generate_finds_equal_outputs(measure):

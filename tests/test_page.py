@@ -243,21 +243,6 @@ def answer_of(cycles, **more):
     } | more
 
 
-def compared(alpha=1.0, c=0.1, t_verify=1.0, disturbed=False):
-    """A comparison of 10 with 20 ms, three tokens each."""
-    both = zip(("speculative", "plain"), (10.0, 20.0), strict=True)
-    timings = {name: {"timings": {"predicted_ms": ms, "predicted_n": 3}} for name, ms in both}
-    return timings | {
-        "identical": True,
-        "measured_speedup": 2.0,
-        "predicted_speedup": 1.8,
-        "costs": {"alpha": alpha, "c": c, "t_verify": t_verify},
-        "num_runs": 3,
-        "spread": [0.6, 1.4],
-        "disturbed": disturbed,
-    }
-
-
 def stream_of(cycles, end=None):
     """An answer with these events, and then with `end` (default: the last event and [DONE])."""
     end = [answer_of(cycles)] if end is None else end
@@ -284,33 +269,6 @@ def test_the_page_opens_on_a_recorded_cycle_and_generates_nothing(open_page, por
     page.locator("#story-play").click()
     assert text_of(page, "#story-play") == "Play"
     assert health(port)["speculative_decoding"] == figures
-
-
-def test_a_key_is_asked_for_where_somebody_generates(open_page, complaints):
-    """It is sent and kept in memory only. The engine behind the server is a recorded vLLM."""
-    with replaying() as replay, serving("--engine", replay.url, "--api-key", "secret") as server:
-        replay.is_lenient = True
-        page = open_page(server.port, is_ready=False)
-        page.locator("#story-label", has_text="runs this model").wait_for()
-        assert not page.locator("#key").is_visible()
-        sent, held = posted(page), []
-        page.fill("#prompt", "x")
-        page.locator("#run").click()
-        page.locator("#key").wait_for()
-        # With a key the page asks anew, and gets the last answer after the run.
-        page.route("**/prompts", lambda route: held.append(route))
-        run(page, prompt=COLOUR_LIST, key="secret")
-        assert "prompt=" in page.url and "secret" not in page.url
-        until(lambda: page.title() and held)
-        with page.expect_response("**/prompts"):
-            held.pop().continue_()
-        page.wait_for_timeout(200)  # it might repeat the run that its address tells of
-        assert [body["prompt"] for body in sent] == ["x", COLOUR_LIST]
-        assert counts(page, "#error p") == [0]
-        kept = page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]")
-        assert kept == [0, 0, ""]
-        expect_failed_load(complaints, "401")
-        page.close()
 
 
 def test_no_prompt_is_put_where_somebody_is_about_to_write(page):
@@ -801,7 +759,12 @@ def test_who_drafted_and_what_decided_is_said_of_every_way(page):
 FEW = {"max_tokens": 12}
 
 
-def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page):
+def comparison_of(port, **changes):
+    """What the server tells of a short race, but for these changes."""
+    return generate(port, **COLOURS | FEW, compare=True)[1]["compare"] | changes
+
+
+def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page, port):
     """And What if? has its place for it, however large."""
     run(page, "#race", **COLOURS)
     ours, theirs = (text_of(page, lane) for lane in LANES)
@@ -830,7 +793,8 @@ def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page):
     assert "not compared" in says.text_content()
 
     cycles = [event(0, [("a", "bonus")])]
-    slow = compared(alpha=0.62, c=4.2, t_verify=2.5, disturbed=True)
+    costs = {"alpha": 0.62, "c": 4.2, "t_verify": 2.5}
+    slow = comparison_of(port, costs=costs, disturbed=True, spread=[0.6, 1.4])
     mock(page, stream_of(cycles, [answer_of(cycles, compare=slow)]))
     run(page, "#race")
     for words in ("disturbed: the machine was busy, 3 runs gave 0.60× to 1.40×",
@@ -842,7 +806,7 @@ def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page):
     assert [text_of(page, f"#{name}-value") for name in ("alpha", "cost")] == [".62", "4.20"]
 
 
-def test_a_race_tells_how_far_it_has_come_and_is_replayed_on_one_clock(open_page):
+def test_a_race_tells_how_far_it_has_come_and_is_replayed_on_one_clock(open_page, port):
     """By the server's times: at half the slower lane's neither lane shows what came later."""
     page, held = open_page(reduced_motion="no-preference"), []
     by_hand = "window.frames = []; requestAnimationFrame = (draw) => window.frames.push(draw);"
@@ -864,7 +828,7 @@ def test_a_race_tells_how_far_it_has_come_and_is_replayed_on_one_clock(open_page
         page.locator("#race").click()
     page.locator("#race-pace", has_text="Speculative decoding has written 0 tokens").wait_for()
     assert "three times each" in text_of(page, "#race-says")
-    answer = answer_of(fast, compare=compared())
+    answer = answer_of(fast, compare=comparison_of(port))
     held[0].fulfill(**stream_of(fast, [*slow, answer]))
     until(lambda: frame(0) or page.locator("#race-again").is_visible())
     assert "350 times slower" in text_of(page, "#race-pace")  # 20 ms in seven seconds
@@ -1120,19 +1084,38 @@ def test_axe_finds_nothing_wrong_with_any_view(page):
 # ------------------------------------------------------------------------- another engine
 
 
-def test_what_another_engine_does_not_tell_is_said_and_not_drawn(open_page):
-    """The engine is a recorded vLLM; whatever is asked, it gives one of the recorded answers."""
-    with replaying() as replay, serving("--engine", replay.url) as server:
+def test_another_engine_s_key_is_asked_for_and_what_it_does_not_tell_is_said_and_not_drawn(
+    open_page, complaints
+):
+    """Of a recorded vLLM, which gives one of its answers whatever is asked; keys stay in memory."""
+    with replaying() as replay, serving("--engine", replay.url, "--api-key", "secret") as server:
         replay.is_lenient = True
-        page = open_page(server.port)
-        assert "vllm 0.32.0 runs this model" in text_of(page, "#story-label")
+        page = open_page(server.port, is_ready=False)
+        page.locator("#story-label", has_text="vllm 0.32.0 runs this model").wait_for()
+        asked, held = posted(page), []
+        page.fill("#prompt", "x")
+        assert not page.locator("#key").is_visible()
+        page.locator("#run").click()
+        page.locator("#key").wait_for()
+        # With a key the page asks anew, and gets the last answer after the run.
+        page.route("**/prompts", lambda route: held.append(route))
+        run(page, prompt=COLOUR_LIST, key="secret")
+        assert "prompt=" in page.url and "secret" not in page.url
+        until(lambda: page.title() and held)
+        with page.expect_response("**/prompts"):
+            held.pop().continue_()
+        page.wait_for_timeout(200)  # it might repeat the run that its address tells of
+        assert [body["prompt"] for body in asked] == ["x", COLOUR_LIST]
+        assert counts(page, "#error p") == [0]
+        kept = page.evaluate("[localStorage.length, sessionStorage.length, document.cookie]")
+        assert kept == [0, 0, ""]
+        expect_failed_load(complaints, "401")
         for name in ("#race", "#step", "#drafter", "#tab-race", "#tab-try", "#tab-whatif"):
             assert not page.locator(name).is_visible()
-        for _ in range(2):  # the second text takes the place of the first
-            page.locator("#run").click()
-            wait_for_status(page, "Finished (length): 6 tokens, 5 of 5 drafted ones accepted")
-            text = page.locator("#text").inner_text()
-            assert text.endswith(" hi\nassistant") and text.count("assistant") == 1
+        page.locator("#run").click()  # the second text takes the place of the first
+        wait_for_status(page, "Finished (length): 6 tokens, 5 of 5 drafted ones accepted")
+        text = page.locator("#text").inner_text()
+        assert text.endswith(" hi\nassistant") and text.count("assistant") == 1
         assert "It does not tell p, q, u" in text_of(page, "#cycle-says")
         show(page, "statistics")
         assert text_of(page, "[data-figure='draft acceptance rate']") == "1.00"

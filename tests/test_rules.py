@@ -12,7 +12,7 @@ from kernels import library, recurrent
 from kernels.start import speed_up
 from kernels.states import GatedDelta, Mamba2
 
-needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
+pytestmark = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
 SIZES = [(1, 8, 16), (2, 24, 20), (3, 128, 72), (2, 5, 131)]  # heads of keys, widths, columns
 COUNT = 70
 
@@ -41,28 +41,18 @@ def read(rule, options):
     return form, [x[0] for x in inputs]
 
 
-def plain(form, inputs):
-    return recurrent.step_in_python(form, [inputs], [None])[0]
-
-
-@needs_compiler
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("rule", [GatedDelta(), Mamba2()], ids=["delta", "mamba"])
-def test_a_rule_gives_what_python_gives_but_for_roundings(rule, size):
-    options = options_of(rule, size)
-    form, inputs = read(rule, options)
-    for given in zip(recurrent.step(form, [inputs], [None])[0], plain(form, inputs), strict=True):
-        torch.testing.assert_close(*given, rtol=1e-4, atol=1e-4)
+def test_a_rule_gives_what_python_gives_however_its_text_is_cut(monkeypatch, rule, size):
+    """But for roundings; cut anyhow it gives the same bits, and the states before stay.
 
-
-@needs_compiler
-@pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("rule", [GatedDelta(), Mamba2()], ids=["delta", "mamba"])
-def test_a_token_has_the_same_bits_however_its_text_is_cut(monkeypatch, rule, size):
-    """With other texts or alone, in any number of threads; and the states before stay."""
-    options = options_of(rule, size)
-    form, inputs = read(rule, options)
+    With other texts or alone, in any number of threads.
+    """
+    form, inputs = read(rule, options_of(rule, size))
     ((whole, outputs),) = recurrent.step(form, [inputs], [None])
+    python = recurrent.step_in_python(form, [inputs], [None])[0]
+    for given in zip((whole, outputs), python, strict=True):
+        torch.testing.assert_close(*given, rtol=1e-4, atol=1e-4)
     for threads in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         state, parts = None, []
@@ -75,7 +65,6 @@ def test_a_token_has_the_same_bits_however_its_text_is_cut(monkeypatch, rule, si
         assert torch.equal(state, whole) and torch.equal(torch.cat(parts), outputs)
 
 
-@needs_compiler
 @pytest.mark.parametrize("channels", [1, 16, 77])
 @pytest.mark.parametrize("taps", [1, 2, 4])
 def test_a_convolution_gives_what_python_gives_however_its_text_is_cut(channels, taps):
@@ -99,7 +88,6 @@ def test_a_convolution_gives_what_python_gives_however_its_text_is_cut(channels,
         assert torch.equal(tail, before)
 
 
-@needs_compiler
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_a_whole_delta_net_gives_what_transformers_gives_however_its_text_is_cut(tmp_path, size):
     num_keys, width, columns = size
@@ -132,11 +120,9 @@ def logits_of(model, parts):
     return torch.cat(found)
 
 
-@needs_compiler
 def test_what_is_not_a_number_stays_in_its_text():
     rule = GatedDelta()
-    options = options_of(rule, SIZES[1])
-    form, inputs = read(rule, options)
+    form, inputs = read(rule, options_of(rule, SIZES[1]))
     broken = [x.clone() for x in inputs]
     broken[0][3] = torch.nan
     (_, ours), (_, theirs) = recurrent.step(form, [broken, inputs], [None, None])
@@ -144,11 +130,9 @@ def test_what_is_not_a_number_stays_in_its_text():
     assert torch.equal(theirs, recurrent.step(form, [inputs], [None])[0][1])
 
 
-@needs_compiler
 def test_sizes_that_do_not_go_together_are_refused():
     rule = GatedDelta()
-    options = options_of(rule, SIZES[0])
-    form, inputs = read(rule, options)
+    form, inputs = read(rule, options_of(rule, SIZES[0]))
     with pytest.raises(AssertionError):
         recurrent.step(form, [[*inputs[:-1], inputs[-1][:-1]]], [None])
     with pytest.raises(AssertionError):
