@@ -169,7 +169,7 @@ def state(relay: Relay, engine: Engine) -> tuple[str, dict[str, float], list[str
             return "stuck", {}, [error.message]
         # Some engines count only when they are told to.
         warnings.append(f"the engine tells no metrics: {error.message}")
-    return "failing" if relay.is_failing else "ok", metrics, warnings
+    return relay.status, metrics, warnings
 
 
 def health(engine: Engine, relay: Relay, options: Options) -> Json:

@@ -22,7 +22,7 @@ from typing import Any
 from control.statistics import ratio
 from messages import Json, Request
 from serving.options import Options
-from serving.worker import WHY_NOT, Admission, Job, unavailable
+from serving.worker import Admission, Job
 
 from .client import Client, broke_off, hang_up
 
@@ -218,22 +218,18 @@ class Relay(Admission):
         """Queue a request. Raises RequestError: 429 if the queue is full, 503 in the end."""
         job = RemoteJob(wanted, self.options.request_timeout, is_behind)
         with self._changed:
-            if self.draining:
-                raise unavailable(WHY_NOT["draining"])
-            self._refuse_if_full()
-            self._waiting.append(job)
+            self._queue([job])
             self._admit()
         return job
 
     def _admit(self) -> None:
-        """Begin what waits, the oldest first, while there are places. With the lock held."""
-        for job in list(self._waiting):
-            if not job.cancelled:
-                if len(self._running) >= self.options.max_running:
-                    continue
+        """Begin what waits and has a place now. With the lock held."""
+        for job in self._give_places():
+            try:
                 threading.Thread(target=self._run, args=(job,), name="relay", daemon=True).start()
-                self._running.append(job)
-            self._waiting.remove(job)
+            except RuntimeError as error:  # no more threads
+                self._running.remove(job)
+                job.end(error)
 
     def _run(self, job: RemoteJob) -> None:
         """Carry a request out, and give its place to the next."""
@@ -253,12 +249,6 @@ class Relay(Admission):
             self._admit()
             self._changed.notify_all()
 
-    def drain(self, timeout_s: float) -> int:
-        """Take nothing new, and wait for what was taken; how many were cut off, with an error."""
+    def _finish(self, timeout_s: float) -> None:
         with self._changed:
-            self.draining = True
             self._changed.wait_for(lambda: not (self._running or self._waiting), timeout_s)
-            left = [*self._running, *self._waiting]
-        for job in left:
-            job.end(unavailable(WHY_NOT["draining"]))
-        return len(left)

@@ -45,16 +45,7 @@ LOG = logging.getLogger(__name__)
 
 def read_body() -> Json:
     """The JSON object that was sent. Raises RequestError for anything else."""
-    check_type(request)
     return parse_json(request.get_data(cache=False))
-
-
-def check_type(asked: Request) -> None:
-    """Raises RequestError for a body that is no JSON by its headers."""
-    if not asked.is_json:
-        raise RequestError("the Content-Type must be application/json", status=415)
-    if asked.headers.get("Content-Encoding", "identity") != "identity":
-        raise RequestError("a compressed body is not supported", status=415)
 
 
 def respond(
@@ -102,7 +93,7 @@ def base_app(options: Options) -> Flask:
         """Refuse who may not call. Answer OPTIONS where other pages may call."""
         if refusal := request.environ.get(REFUSAL):
             raise refusal
-        guard.check(request)
+        guard.check(request.environ)
         # A browser asks before it calls, and without a key.
         is_question = options.allow_origin and request.method == "OPTIONS"
         return Response(status=204) if is_question else None
@@ -145,19 +136,18 @@ class Guard:
         self._key = options.api_key
         self._names = {"localhost", options.host.lower(), *map(str.lower, options.allowed_host)}
 
-    def check(self, asked: Request) -> None:
-        """Raises RequestError for a werkzeug request that has no right to an answer."""
+    def check(self, environ: Json) -> None:
+        """Raises RequestError for a head whose body need not be read."""
+        asked = Request(environ, populate_request=False)
         if self._key is None:
             self._check_host(asked.headers.get("Host", ""))
         elif asked.path.startswith(_GUARDED) and asked.method != "OPTIONS":
             self._check_key(asked.headers.get("Authorization", ""))
-
-    def check_head(self, environ: Json) -> None:
-        """Raises RequestError for a request whose body need not be read."""
-        asked = Request(environ)
-        self.check(asked)
         if asked.method == "POST" and asked.path in _WITH_BODY:
-            check_type(asked)
+            if not asked.is_json:
+                raise RequestError("the Content-Type must be application/json", status=415)
+            if asked.headers.get("Content-Encoding", "identity") != "identity":
+                raise RequestError("a compressed body is not supported", status=415)
 
     def _check_host(self, host: str) -> None:
         """Without a key a page elsewhere must not call under a name that it made point to us.
@@ -297,7 +287,7 @@ def serve(load: Callable[[], Flask], port: int, options: Options) -> NoReturn:
     share_memory()
     flush_log = log_to_stderr()
     handle_signals(stop)
-    check = Guard(options).check_head
+    check = Guard(options).check
     server = Server(loading_app(options), check, options.host, port, num_threads, limit)
     server.start(at_end=lambda: ends.put(None))
     url = f"http://{options.host}:{port}"

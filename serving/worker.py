@@ -207,15 +207,54 @@ class Admission:
             return sum(job.takes_place for job in self._waiting)
 
     @property
-    def is_failing(self) -> bool:
-        """Whether one request after the other has failed."""
-        return self._failures_in_a_row >= _FAILURES_TO_TELL
+    def status(self) -> str:
+        """ok; failing (request after request), until one gets on; draining, for good."""
+        if self.draining:
+            return "draining"
+        return "failing" if self._failures_in_a_row >= _FAILURES_TO_TELL else "ok"
 
-    def _refuse_if_full(self) -> None:
-        """Raises RequestError 429. To be called with the lock held."""
+    def _queue(self, jobs: list[Job]) -> None:
+        """Let jobs wait that take one place together. With the lock held.
+
+        Raises RequestError: 429 if the queue is full, 503 where nothing can be served.
+        """
+        if (status := self.status) in WHY_NOT:
+            raise unavailable(WHY_NOT[status])
         waiting, free = self.num_waiting, max(0, self.options.max_running - len(self._running))
         if waiting >= self.options.max_queued + free:
             raise RequestError(f"{waiting} requests wait already", status=429, code="queue_full")
+        self._waiting.extend(jobs)
+
+    def _give_places(self) -> list[Job]:
+        """Let waiting jobs run, oldest first, while there are places. With the lock held."""
+        joining = []
+        for job in list(self._waiting):
+            if job.cancelled:
+                self._waiting.remove(job)
+                job.end()
+            elif len(self._running) < self.options.max_running and job.takes_place:
+                self._waiting.remove(job)
+                self._running.append(job)
+                joining.append(job)
+        return joining
+
+    def _finish(self, timeout_s: float) -> None:
+        """Wait at most `timeout_s` until all that was taken is done."""
+        raise NotImplementedError
+
+    def drain(self, timeout_s: float) -> int:
+        """Take nothing new, and finish what was taken, in at most `timeout_s`.
+
+        Returns how many were not done by then; they get an error.
+        """
+        with self._changed:
+            self.draining = True
+            self._changed.notify_all()
+        self._finish(timeout_s)
+        left = [*self._running, *self._waiting]
+        for job in left:  # a stream that merely ends looks whole
+            job.end(unavailable(WHY_NOT["draining"]))
+        return len(left)
 
 
 class Worker(Admission):
@@ -246,49 +285,29 @@ class Worker(Admission):
 
     @property
     def status(self) -> str:
-        """ok; stuck (a cycle takes too long) or failing (request after request), until one gets on;
-        draining or dead, for good.
-        """
+        """As above, or stuck (a cycle takes too long) until one gets on; dead, for good."""
         since = self._busy_since
         if self._died:
             return "dead"
-        if self.draining:
-            return "draining"
-        if since is not None and time.monotonic() - since > self.options.stall_limit:
-            return "stuck"
-        return "failing" if self.is_failing else "ok"
+        is_late = since is not None and time.monotonic() - since > self.options.stall_limit
+        return "stuck" if is_late and not self.draining else super().status
 
     def submit(self, *requests: Request) -> list[Job]:
         """Queue requests that belong together; they take one place, and run one after the other.
 
         Raises RequestError: 429 if the queue is full, 503 without an engine that works.
         """
+        jobs: list[Job] = []
+        for request in requests:
+            timeout_s = self.options.request_timeout * (1 + len(jobs))  # each has its own
+            jobs.append(Job(request, timeout_s, after=jobs[-1] if jobs else None))
         with self._changed:
-            if (status := self.status) in WHY_NOT:
-                raise unavailable(WHY_NOT[status])
-            self._refuse_if_full()
-            jobs: list[Job] = []
-            for request in requests:
-                after = jobs[-1] if jobs else None
-                timeout_s = self.options.request_timeout * (1 + len(jobs))  # each has its own
-                jobs.append(Job(request, timeout_s, after))
-            self._waiting.extend(jobs)
+            self._queue(jobs)
             self._changed.notify()
         return jobs
 
-    def drain(self, timeout_s: float) -> int:
-        """Take nothing new, finish what was taken and stop; wait for that at most `timeout_s`.
-
-        Returns how many were not done by then; they get an error.
-        """
-        with self._changed:
-            self.draining = True
-            self._changed.notify()
+    def _finish(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
-        left = [*self._running, *self._waiting]
-        for job in left:  # a stream that merely ends looks whole
-            job.end(unavailable(WHY_NOT["draining"]))
-        return len(left)
 
     def story(self, timeout_s: float) -> Json | None:
         """What the page opens on; wait for it so long. None while there is none."""
@@ -359,23 +378,14 @@ class Worker(Admission):
                 self._leave(job, s.failure)
 
     def _admit(self) -> list[Job] | None:
-        """Waiting jobs that may join, oldest first; wait while there are none. None: drained."""
+        """Jobs that join now; wait while there is nothing to do. None: drained."""
         self._tell()
-        joining = []
         with self._changed:
             while not (self._waiting or self._running):
                 if self.draining:
                     return None
                 self._changed.wait()
-            for job in list(self._waiting):
-                if job.cancelled:
-                    self._waiting.remove(job)
-                    job.end()
-                elif len(self._running) < self.options.max_running and job.takes_place:
-                    self._waiting.remove(job)
-                    self._running.append(job)
-                    joining.append(job)
-        return joining
+            return self._give_places()
 
     def _open(self, job: Job) -> None:
         """Not under the lock: a drafter may take its time, and /health must not wait for it."""

@@ -511,7 +511,7 @@ ROWS = [  # name, place, old, new and tests
      'is_tie = ours in totals and top[0]["total"] - totals[ours] <= near_tie', "is_tie = True",
      "requests::a_wrong_token_is_called_a_bug"),
     ("no difference is a near-tie", "serving.comparison:_first_difference",
-     '"near-tie" if is_tie else ', "", "requests::a_difference_between_equal_scores[1.0-near-tie]"),
+     '"near-tie" if is_tie else ', "", "requests::a_difference_between[0.0001-near-tie]"),
     ("the slowest run is the median", "serving.comparison:_median_run", "(len(runs) - 1) // 2",
      "-1", "requests::a_comparison_of_three_runs_takes_medians_and_says_when_it_was_disturbed"),
     # ------------------------------------------------------------------------- recurrent layers

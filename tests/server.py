@@ -44,8 +44,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def _run(module, arguments, log, ignored=(signal.SIGINT,), stdout=None, environ=()):
-    os.environ.update(environ)
+def _run(module, arguments, log, ignored=(signal.SIGINT,), stdout=None):
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may have used nohup
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or a job in the background
     for number in ignored:  # as a shell does with SIGINT in its background jobs, nohup with SIGHUP

@@ -26,7 +26,10 @@ from server import SCRIPT, naming_a_model, serving, until
 from transformers import AutoModelForCausalLM
 
 import demo as terminal
+from messages import RequestError
 from models import loading
+from serving.http import Guard
+from serving.options import KEY_VARIABLE, parse_arguments
 
 load_engine = core.load_engine
 SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01")
@@ -321,6 +324,19 @@ BAD_PROMPTS = [
     (["\udcff"], "lone surrogate"),
     (["x", "--stop", ""], "stop must be a non-empty string"),
 ]
+
+
+def test_a_key_may_come_from_where_ps_does_not_show_it(tmp_path, monkeypatch):
+    (tmp_path / "key").write_text("schlüssel\n", "utf-8")
+    _, from_file = parse_arguments(["--port", "1", "--api-key-file", str(tmp_path / "key")])
+    monkeypatch.setenv(KEY_VARIABLE, "schlüssel")
+    _, from_environment = parse_arguments(["--port", "1"])
+    given = "Bearer schlüssel".encode().decode("latin-1")  # as WSGI has it
+    head = {"REQUEST_METHOD": "GET", "PATH_INFO": "/metrics", "HTTP_AUTHORIZATION": given}
+    for options in (from_file, from_environment):
+        Guard(options).check(head)
+        with pytest.raises(RequestError, match="give the API key"):
+            Guard(options).check(head | {"HTTP_AUTHORIZATION": "Bearer schluessel"})
 
 
 def assert_one_line(message, status, out, err):

@@ -18,7 +18,8 @@ class Transport:
     """Takes what is written, as if it went to a client that reads nothing."""
 
     def __init__(self):
-        self.data, self.num_unread, self.is_aborted, self.is_paused = b"", 0, False, False
+        self.data, self.num_unread = bytearray(), 0
+        self.is_aborted = self.is_paused = False
 
     def write(self, data):
         self.data += data

@@ -1,8 +1,8 @@
 """Faults of our own, in the real process on a real socket: what the client and /health saw.
 
 faulty_server.py builds them in. A drafter's fault costs the speculation and never a token; a
-target's fault costs the request that it belongs to, and nobody else's. More faults of both, without
-sockets, are in test_drafters.py and test_batching.py.
+target's fault costs the request that it belongs to, and nobody else's. Most faults of a drafter
+need no process: test_drafters.py, test_controller.py and test_batching.py have them.
 """
 
 import gc
@@ -31,6 +31,7 @@ from server import (
     wait_until_taken,
 )
 
+PATHS = ("/generate", "/v1/completions")
 FIELDS = {"prompt": COLOURS, "max_tokens": 40}
 SAMPLED = {"temperature": 0.9, "seed": 5}
 IDS = [5, 6, 7, 8, 5, 6, 7]
@@ -111,7 +112,7 @@ def test_a_drafter_s_fault_never_changes_a_token(port, adaptive, fault):
 # ------------------------------------------------------------------------------- of the target
 
 
-@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("fault", ["raises", "gives_no_numbers"])
 def test_a_target_s_fault_fails_its_own_request_alone(port, plain, fault, path):
     """The client gets a 500, or an error event; who shares its batch gets what it would alone."""
@@ -199,8 +200,7 @@ def test_an_engine_that_stalls_is_said_to_be_stuck_and_recovers(gate):
         assert generate(port, **fields)[1]["token_ids"] == expected
 
 
-@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
-def test_an_engine_that_dies_tells_everybody(gate, path):
+def test_an_engine_that_dies_tells_everybody(gate):
     """Those who run, those who wait and those who come; and SIGTERM still ends the process."""
     limits = ("--max-running", "4")
     with serving(*gate.arguments, *limits, module=FAULTY) as server, ThreadPoolExecutor(8) as pool:
@@ -210,7 +210,7 @@ def test_an_engine_that_dies_tells_everybody(gate, path):
         dying, waiting = poisoned("dies", speculative=False, max_tokens=200), ENDLESS
         asked = (held, ENDLESS, ENDLESS | {"stream": True}, dying, waiting)
         for i, fields in enumerate(asked, 1):
-            answers.append(pool.submit(call, port, "POST", path, fields))
+            answers.append(pool.submit(call, port, "POST", PATHS[i % 2], fields))
             gate.wait_until_held()
             wait_until_taken(port, i)
         gate.open()

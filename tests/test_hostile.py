@@ -17,16 +17,13 @@ import pytest
 from server import (
     ENDLESS,
     GOOD,
-    SCRIPT,
     answered,
     call,
     events_of,
-    free_port,
     generate,
     health,
     is_error,
     parse,
-    process,
     raw,
     request,
     serving,
@@ -34,8 +31,6 @@ from server import (
     wait_until_idle,
     wait_until_running,
 )
-
-from serving.options import KEY_VARIABLE
 
 JSON = "Content-Type: application/json"
 CHUNKED = "Transfer-Encoding: chunked"
@@ -175,20 +170,6 @@ def test_a_body_that_is_not_wanted_is_refused_before_it_is_sent(port, status, pa
     assert answer[0] == (413 if status == 404 else status) and is_error(answer[2])
 
 
-@pytest.mark.parametrize("is_file", [True, False])
-def test_without_the_key_no_body_is_read(tmp_path, is_file):
-    """It comes from a file or from the environment, where ps does not show it."""
-    (tmp_path / "key").write_text("schlüssel\n", "utf-8")
-    from_file = ["--api-key-file", str(tmp_path / "key")] * is_file
-    environ = {} if is_file else {KEY_VARIABLE: "schlüssel"}
-    with serving(*from_file, environ=environ) as server:
-        head = request("/generate", b"", JSON, "Content-Length: 900000")
-        status, headers, body = raw(server.port, head)
-        assert status == 401 and headers["WWW-Authenticate"] == "Bearer" and is_error(body)
-        key = {"Content-Type": "application/json", "Authorization": "Bearer schlüssel".encode()}
-        assert call(server.port, "POST", "/generate", GOOD, key)[0] == 200
-
-
 # ----------------------------------------------------------------------- clients that leave
 
 
@@ -313,21 +294,6 @@ def test_streams_are_finished_whatever_has_become_of_stdout(gate, stdout, number
 def test_a_server_that_nohup_started_outlives_the_terminal(server, port):
     server.send(signal.SIGHUP)
     assert is_served(port)
-
-
-def test_the_exit_status_is_0_though_nobody_reads_and_nothing_can_be_written(tiny_folder):
-    """A process of its own: Python itself writes at its end, and would say 120."""
-    port, (reader, writer) = free_port(), os.pipe()
-    os.close(reader)
-    model = ("--model", str(tiny_folder("llama")))
-    with (
-        open("/dev/full", "w") as full,
-        process(port, SCRIPT, *model, stdout=writer, stderr=full) as server,
-    ):
-        assert call(port, "GET", "/nowhere")[0] == 404  # which has a line in the log
-        server.terminate()
-        assert server.wait(60) == 0
-    os.close(writer)
 
 
 # -------------------------------------------------------------------------------- strangers' pages

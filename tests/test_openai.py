@@ -9,7 +9,17 @@ from functools import partial
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server import COLOURS, call, generate, health, is_error, serving, wait_until_idle
+from server import (
+    COLOURS,
+    call,
+    generate,
+    health,
+    is_error,
+    raw,
+    request,
+    serving,
+    wait_until_idle,
+)
 
 KEY, ORIGIN = "secret key", "https://example.org"
 GUARDED = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
@@ -213,6 +223,12 @@ def test_a_route_that_is_not_there_is_told_what_is(client, port):
     assert status == 404 and len(there) == 7
     for method, path in map(str.split, there):
         assert call(port, method, path, headers=GUARDED)[0] == (400 if method == "POST" else 200)
+
+
+def test_without_the_key_no_body_is_read(port):
+    about = "Content-Type: application/json", "Content-Length: 900000"
+    status, headers, body = raw(port, request("/generate", b"", *about))
+    assert status == 401 and headers["WWW-Authenticate"] == "Bearer" and is_error(body)
 
 
 def test_a_wrong_key_is_no_key(port):
