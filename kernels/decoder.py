@@ -216,23 +216,21 @@ class Rows:
         self.positions += range(begin, begin + count)
         self.places += range(begin, begin + count)
 
-    def tree(self, slot: int, first: int, begin: int, lines: list[list[int]]) -> None:
-        """Add the tokens from number `begin` on of some that lie from place `first` on.
-
-        Each one sees the text before them, and its line of them.
-        """
-        for i, line in enumerate(lines, begin):
+    def tree(self, slot: int, first: int, lines: list[list[int]]) -> None:
+        """Add tokens that lie from place `first` on; each sees the text before, and its line."""
+        for i, line in enumerate(lines):
             self.slots.append(slot)
             self.positions.append(first + len(line) - 1)
             self.places.append(first + i)
             self.lines.append([first + j for j in line])
 
     def parts(self) -> Iterator["Rows"]:
-        """The rows in turn, as many at once as one forward takes; of plain chains, no more."""
+        """The rows in turn, as many at once as one forward takes."""
         for begin in range(0, len(self.slots), MOST_ROWS):
-            part, some = Rows(), slice(begin, begin + MOST_ROWS)
-            part.slots, part.positions = self.slots[some], self.positions[some]
-            part.places, part.ends = self.places[some], self.ends[some]
+            part, end = Rows(), begin + MOST_ROWS
+            for name, numbers in vars(self).items():
+                setattr(part, name, numbers[begin:end])
+            part.wanted = [row - begin for row in self.wanted if begin <= row < end]
             yield part
 
     def _depth_and_lines(self) -> tuple[int, list[int]]:

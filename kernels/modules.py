@@ -163,6 +163,7 @@ class Modules:
     """Runs a cached model's modules on flat batches: what KernelForward asks of a Decoder."""
 
     nets = ()  # that C runs: recurrent layers are modules here, and keep their states themselves
+    ropes: dict[str, Any] = {}  # likewise
 
     def __init__(self, cached: Model) -> None:
         """`cached` is the core's CachedModel, whose layers are packed."""
