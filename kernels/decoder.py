@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from messages import KeyCache
 
 from . import library
+from .library import address
 from .parts import Norm, Parts, linear_of, norm_of, parts_of, shape_of
 from .recurrent import MOST_TAPS, WIDEST_KEY, Convolution, Rule
 from .sampling import checked
@@ -398,10 +399,10 @@ class Decoder:
         asked, kept = (_Int * 1)(layer), list[Any]()
         own, output = (type(x).from_buffer_copy(x) for x in (self.struct, self.output.struct))
         output.outputs, own.output = outputs, ctypes.pointer(output)
-        others: dict[str, Any] = {"logits": _at(logits), "shift": shift}
+        others: dict[str, Any] = {"logits": address(logits), "shift": shift}
         if given is not None:
             given, states = self._states(given), torch.empty(len(given), self.hidden)
-            others |= {"given": _at(given), "states": _at(states), "num_states": 1}
+            others |= {"given": address(given), "states": address(states), "num_states": 1}
         batch = rows.batch(kept, **others, state_layers=ctypes.addressof(asked))
         call, threads = library.load().run_chain, self._threads(len(drafts))
         decoder, fed, vocabulary = map(ctypes.byref, (own, batch, words))
@@ -426,16 +427,16 @@ class Decoder:
         """
         count, kept = len(rows.slots), list[Any]()
         logits = torch.empty(len(rows.wanted), self.output.outputs if self.output else 0)
-        others: dict[str, Any] = {"logits": _at(logits), "shift": shift, "only_keys": only_keys}
+        others: dict[str, Any] = {"logits": address(logits), "shift": shift, "only_keys": only_keys}
         if layers:
             states = torch.empty(len(layers), count, self.hidden)
             asked = (_Int * len(layers))(*layers)
-            others |= {"states": _at(states), "num_states": len(layers)}
+            others |= {"states": address(states), "num_states": len(layers)}
             others["state_layers"] = ctypes.addressof(asked)
         if given is not None:
             given = self._states(given, 1 if rows.ids or not self.struct.has_states else 2)
             assert len(given) == count
-            others["given"] = _at(given)
+            others["given"] = address(given)
         assert len(passed) == len(self.nets)
         if passed:
             assert sum(counts) == count
@@ -466,10 +467,6 @@ class Decoder:
         self.point()
 
 
-def _at(tensor: Tensor | None) -> int | None:
-    return None if tensor is None or not tensor.numel() else tensor.data_ptr()
-
-
 # ------------------------------------------------------------------------ of transformers' modules
 
 
@@ -488,7 +485,7 @@ def ropes_of(module: nn.Module, kinds: Sequence[str], length: int) -> dict[str, 
         cos, sin = module(*given, kind) if isinstance(module.rope_type, dict) else module(*given)
         width = cos.shape[-1]
         halves = [table[0, :, : width // 2].float().contiguous() for table in (cos, sin)]
-        found[kind] = _Rope(width, length, *map(_at, halves))
+        found[kind] = _Rope(width, length, *map(address, halves))
         found[kind].tables = halves  # they stay for as long as it does
     return found
 
@@ -513,9 +510,8 @@ def sharpen(module: nn.Module | None, ropes: dict[str, _Rope]) -> None:
         usual = torch.tensor(powers, dtype=torch.float64).float().double()
         frequencies = usual if torch.allclose(usual, theirs, rtol=1e-6, atol=0) else theirs
         made = [torch.empty_like(table) for table in rope.tables]
-        *tables, given = (ctypes.c_void_p(_at(x)) for x in (*made, frequencies))
-        sizes = made[0].shape
-        library.load().tabulate(*tables, *sizes, given, ctypes.c_double(scale))
+        sizes, given = made[0].shape, address(frequencies)
+        library.load().tabulate(*map(address, made), *sizes, given, ctypes.c_double(scale))
         # Roundings of the frequency, of the angle, and of cos and sin.
         angles = torch.arange(sizes[0])[:, None] * frequencies
         explained = (1 + abs(scale)) * torch.finfo(torch.float32).eps * (angles + 4)
@@ -579,44 +575,31 @@ def _run(found: Decoder, ids: Tensor, shift: int, layers: tuple[int, ...]) -> An
 def _agrees(found: Decoder, model: PreTrainedModel, ids: Tensor, shift: int) -> bool:
     """Whether each layer of a model gives what the decoder's gives, but for roundings.
 
-    The layer is given the state that the decoder has before it, so roundings do not add up. Where
-    inputs are rounded to fewer bits, a tiny difference may make it another of them. Then nearly all
-    rows agree but for roundings of the modules, and those in which a number jumps are near.
+    What a layer gave is replaced by the decoder's state, so roundings do not add up. Where inputs
+    are rounded to fewer bits, a tiny difference may make it another of them. Then nearly all rows
+    agree but for roundings of the modules, and those in which a number jumps are near.
     """
     layers, _ = layers_of(model.get_decoder())
     logits, states = _run(found, ids, shift, tuple(range(len(layers))))
     expected = list[Tensor]()
 
-    def note(_: nn.Module, args: object, output: Any) -> None:
-        expected.append((output[0] if isinstance(output, tuple) else output)[0])
+    def note(_: nn.Module, args: object, output: Any) -> Any:
+        is_alone = isinstance(output, Tensor)
+        expected.append((output if is_alone else output[0])[0])
+        state = states[len(expected) - 1][None].to(model.dtype)
+        return state if is_alone else (state, *output[1:])
 
     with ExitStack() as hooks:
-        for i, layer in enumerate(layers):
-            added = [layer.register_forward_hook(note)]
-            if i:
-                before = partial(_given, states[i - 1][None].to(model.dtype))
-                added.append(layer.register_forward_pre_hook(before, with_kwargs=True))
-            for hook in added:
-                hooks.callback(hook.remove)
-        last = _plain(model, ids, shift)
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_hook(note))
+        positions = torch.arange(len(ids))[None] + shift
+        last = model(ids[None], position_ids=positions, use_cache=False).logits[0]
     pairs = [*zip(states.values(), expected, strict=True), (logits, last)]
     distances = torch.cat([(a - b).abs().amax(-1) / b.abs().amax(-1) for a, b in pairs])
     usual = max(64 * torch.finfo(torch.float32).eps, 4 * torch.finfo(model.dtype).eps)
     is_rounded = any(panels.reads != "float32" for panels in found.panels)
     most = max(8 * usual, _JUMP if is_rounded else 0)
     return float(distances.median()) <= usual and float(distances.max()) <= most
-
-
-def _given(
-    state: Tensor, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a layer is called with, but with this state."""
-    return ((state, *args[1:]), options) if args else ((), options | {"hidden_states": state})
-
-
-def _plain(model: PreTrainedModel, ids: Tensor, shift: int) -> Tensor:
-    positions = torch.arange(len(ids))[None] + shift
-    return model(ids[None], position_ids=positions, use_cache=False).logits[0]
 
 
 def _is_known(parts: Parts | None) -> bool:

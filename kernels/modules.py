@@ -127,10 +127,8 @@ def _attend(
     batch = Batch(
         rows=count, depth=depth, slots=slots, positions=positions, places=places, line=line
     )
-    addresses = (ctypes.c_void_p(x.data_ptr()) for x in (given, attended))
-    call, threads = library.load().run_attention, library.num_threads()
-    if not call(ctypes.byref(block), ctypes.byref(batch), *addresses, threads):
-        raise MemoryError("no memory for attention")
+    structs = ctypes.byref(block), ctypes.byref(batch)
+    library.compute("run_attention", *structs, *map(library.address, (given, attended)))
     return attended
 
 
