@@ -32,7 +32,6 @@ MOST_ROWS = 256  # of one call: their numbers lie in memory at once
 _LITTLE = 1 << 26  # bytes of weights times rows
 _JUMP = 0.05  # of a row's largest number, by an input that is rounded to another of few bits
 _NUM_COMPARED = 8  # tokens that the decoder and transformers' modules are compared on
-NONE = torch.empty(0, dtype=torch.int64)
 # By the names of torch's and transformers' modules, as in forward.h.
 _ACTIVATIONS = {
     "SiLU": 0, "SiLUActivation": 0, "GELUTanh": 1, "NewGELUActivation": 1, "PytorchGELUTanh": 1,
@@ -234,24 +233,12 @@ class Rows:
             part.wanted = [row - begin for row in self.wanted if begin <= row < end]
             yield part
 
-    def _depth_and_lines(self) -> tuple[int, list[int]]:
-        """How many places each row's line has, and all lines, one behind the other."""
-        depth = max(map(len, self.lines), default=0)
-        flat = list[int]()
-        for position, line in zip(self.positions, self.lines, strict=True) if depth else ():
-            flat += [*range(position + 1 - depth, position + 1 - len(line)), *line]
-        return depth, flat
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """[3, N]: slots, positions, places; and lines [N, depth]."""
-        depth, lines = self._depth_and_lines()
-        rows = torch.tensor([self.slots, self.positions, self.places])
-        return rows, torch.tensor(lines, dtype=torch.int64).view(-1, depth) if depth else NONE
-
     def batch(self, kept: list[Any], **others: Any) -> Batch:
         """For C, with what else is given; what it points to stays in `kept`."""
-        count, (depth, lines) = len(self.slots), self._depth_and_lines()
-        assert all(len(own) in (0, count) for own in (self.ids, self.ends))
+        count, depth, lines = len(self.slots), max(map(len, self.lines), default=0), list[int]()
+        assert all(len(own) in (0, count) for own in (self.ids, self.ends, self.lines))
+        for position, line in zip(self.positions, self.lines, strict=False):  # if there are any
+            lines += [*range(position + 1 - depth, position + 1 - len(line)), *line]
         parts = {
             "slots": self.slots, "positions": self.positions, "places": self.places, "line": lines,
             "ids": self.ids, "ends": self.ends, "wanted": self.wanted,

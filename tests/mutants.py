@@ -776,7 +776,7 @@ if why_not() is None:  # without a compiler nobody runs these
     ("a branch sees the one before it", "kernels.forward:lines_of",
      "[*lines[before], i] if i else [i]", "list(range(i + 1))",
      "tree::a_tree_s_output[float32-None-greedy]", "tree::each_token_of_a_tree_gets[llama]"),
-    ("of a branch's text the last token is left out", "kernels.decoder:Rows._depth_and_lines",
+    ("of a branch's text the last token is left out", "kernels.decoder:Rows.batch",
      "position + 1 - depth, position + 1 - len(line)", "position - depth, position - len(line)",
      "tree::a_tree_s_output[float32-None-greedy]", "tree::each_token_of_a_tree_gets[llama]"),
     ("modules' rows are cached where they stand", "kernels.modules:FlatPlace.write",

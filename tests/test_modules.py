@@ -114,7 +114,7 @@ def flat(texts):
         where.tree(slot, begin, lines_of(parents, count))
     slots, ends = [text[0] for text in texts], [begin + count for _, begin, count, _ in texts]
     place = SimpleNamespace(slots=slots, counts=counts, ends=ends, end=max(where.places) + 1)
-    return FlatPlace(place, *where.tensors())
+    return FlatPlace(place, where)
 
 
 @needs_compiler
