@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from messages import KeyCache
 
 from . import library
+from .library import address
 from .parts import Norm, Parts, linear_of, norm_of, parts_of, shape_of
 from .recurrent import MOST_TAPS, WIDEST_KEY, Convolution, Rule
 from .sampling import checked
@@ -31,7 +32,6 @@ MOST_ROWS = 256  # of one call: their numbers lie in memory at once
 _LITTLE = 1 << 26  # bytes of weights times rows
 _JUMP = 0.05  # of a row's largest number, by an input that is rounded to another of few bits
 _NUM_COMPARED = 8  # tokens that the decoder and transformers' modules are compared on
-NONE = torch.empty(0, dtype=torch.int64)
 # By the names of torch's and transformers' modules, as in forward.h.
 _ACTIVATIONS = {
     "SiLU": 0, "SiLUActivation": 0, "GELUTanh": 1, "NewGELUActivation": 1, "PytorchGELUTanh": 1,
@@ -216,43 +216,29 @@ class Rows:
         self.positions += range(begin, begin + count)
         self.places += range(begin, begin + count)
 
-    def tree(self, slot: int, first: int, begin: int, lines: list[list[int]]) -> None:
-        """Add the tokens from number `begin` on of some that lie from place `first` on.
-
-        Each one sees the text before them, and its line of them.
-        """
-        for i, line in enumerate(lines, begin):
+    def tree(self, slot: int, first: int, lines: list[list[int]]) -> None:
+        """Add tokens that lie from place `first` on; each sees the text before, and its line."""
+        for i, line in enumerate(lines):
             self.slots.append(slot)
             self.positions.append(first + len(line) - 1)
             self.places.append(first + i)
             self.lines.append([first + j for j in line])
 
     def parts(self) -> Iterator["Rows"]:
-        """The rows in turn, as many at once as one forward takes; of plain chains, no more."""
+        """The rows in turn, as many at once as one forward takes."""
         for begin in range(0, len(self.slots), MOST_ROWS):
-            part, some = Rows(), slice(begin, begin + MOST_ROWS)
-            part.slots, part.positions = self.slots[some], self.positions[some]
-            part.places, part.ends = self.places[some], self.ends[some]
+            part, end = Rows(), begin + MOST_ROWS
+            for name, numbers in vars(self).items():
+                setattr(part, name, numbers[begin:end])
+            part.wanted = [row - begin for row in self.wanted if begin <= row < end]
             yield part
-
-    def _depth_and_lines(self) -> tuple[int, list[int]]:
-        """How many places each row's line has, and all lines, one behind the other."""
-        depth = max(map(len, self.lines), default=0)
-        flat = list[int]()
-        for position, line in zip(self.positions, self.lines, strict=True) if depth else ():
-            flat += [*range(position + 1 - depth, position + 1 - len(line)), *line]
-        return depth, flat
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """[3, N]: slots, positions, places; and lines [N, depth]."""
-        depth, lines = self._depth_and_lines()
-        rows = torch.tensor([self.slots, self.positions, self.places])
-        return rows, torch.tensor(lines, dtype=torch.int64).view(-1, depth) if depth else NONE
 
     def batch(self, kept: list[Any], **others: Any) -> Batch:
         """For C, with what else is given; what it points to stays in `kept`."""
-        count, (depth, lines) = len(self.slots), self._depth_and_lines()
-        assert all(len(own) in (0, count) for own in (self.ids, self.ends))
+        count, depth, lines = len(self.slots), max(map(len, self.lines), default=0), list[int]()
+        assert all(len(own) in (0, count) for own in (self.ids, self.ends, self.lines))
+        for position, line in zip(self.positions, self.lines, strict=False):  # if there are any
+            lines += [*range(position + 1 - depth, position + 1 - len(line)), *line]
         parts = {
             "slots": self.slots, "positions": self.positions, "places": self.places, "line": lines,
             "ids": self.ids, "ends": self.ends, "wanted": self.wanted,
@@ -400,10 +386,10 @@ class Decoder:
         asked, kept = (_Int * 1)(layer), list[Any]()
         own, output = (type(x).from_buffer_copy(x) for x in (self.struct, self.output.struct))
         output.outputs, own.output = outputs, ctypes.pointer(output)
-        others: dict[str, Any] = {"logits": _at(logits), "shift": shift}
+        others: dict[str, Any] = {"logits": address(logits), "shift": shift}
         if given is not None:
             given, states = self._states(given), torch.empty(len(given), self.hidden)
-            others |= {"given": _at(given), "states": _at(states), "num_states": 1}
+            others |= {"given": address(given), "states": address(states), "num_states": 1}
         batch = rows.batch(kept, **others, state_layers=ctypes.addressof(asked))
         call, threads = library.load().run_chain, self._threads(len(drafts))
         decoder, fed, vocabulary = map(ctypes.byref, (own, batch, words))
@@ -428,16 +414,16 @@ class Decoder:
         """
         count, kept = len(rows.slots), list[Any]()
         logits = torch.empty(len(rows.wanted), self.output.outputs if self.output else 0)
-        others: dict[str, Any] = {"logits": _at(logits), "shift": shift, "only_keys": only_keys}
+        others: dict[str, Any] = {"logits": address(logits), "shift": shift, "only_keys": only_keys}
         if layers:
             states = torch.empty(len(layers), count, self.hidden)
             asked = (_Int * len(layers))(*layers)
-            others |= {"states": _at(states), "num_states": len(layers)}
+            others |= {"states": address(states), "num_states": len(layers)}
             others["state_layers"] = ctypes.addressof(asked)
         if given is not None:
             given = self._states(given, 1 if rows.ids or not self.struct.has_states else 2)
             assert len(given) == count
-            others["given"] = _at(given)
+            others["given"] = address(given)
         assert len(passed) == len(self.nets)
         if passed:
             assert sum(counts) == count
@@ -468,10 +454,6 @@ class Decoder:
         self.point()
 
 
-def _at(tensor: Tensor | None) -> int | None:
-    return None if tensor is None or not tensor.numel() else tensor.data_ptr()
-
-
 # ------------------------------------------------------------------------ of transformers' modules
 
 
@@ -490,7 +472,7 @@ def ropes_of(module: nn.Module, kinds: Sequence[str], length: int) -> dict[str, 
         cos, sin = module(*given, kind) if isinstance(module.rope_type, dict) else module(*given)
         width = cos.shape[-1]
         halves = [table[0, :, : width // 2].float().contiguous() for table in (cos, sin)]
-        found[kind] = _Rope(width, length, *map(_at, halves))
+        found[kind] = _Rope(width, length, *map(address, halves))
         found[kind].tables = halves  # they stay for as long as it does
     return found
 
@@ -515,9 +497,8 @@ def sharpen(module: nn.Module | None, ropes: dict[str, _Rope]) -> None:
         usual = torch.tensor(powers, dtype=torch.float64).float().double()
         frequencies = usual if torch.allclose(usual, theirs, rtol=1e-6, atol=0) else theirs
         made = [torch.empty_like(table) for table in rope.tables]
-        *tables, given = (ctypes.c_void_p(_at(x)) for x in (*made, frequencies))
-        sizes = made[0].shape
-        library.load().tabulate(*tables, *sizes, given, ctypes.c_double(scale))
+        sizes, given = made[0].shape, address(frequencies)
+        library.load().tabulate(*map(address, made), *sizes, given, ctypes.c_double(scale))
         # Roundings of the frequency, of the angle, and of cos and sin.
         angles = torch.arange(sizes[0])[:, None] * frequencies
         explained = (1 + abs(scale)) * torch.finfo(torch.float32).eps * (angles + 4)
@@ -581,44 +562,31 @@ def _run(found: Decoder, ids: Tensor, shift: int, layers: tuple[int, ...]) -> An
 def _agrees(found: Decoder, model: PreTrainedModel, ids: Tensor, shift: int) -> bool:
     """Whether each layer of a model gives what the decoder's gives, but for roundings.
 
-    The layer is given the state that the decoder has before it, so roundings do not add up. Where
-    inputs are rounded to fewer bits, a tiny difference may make it another of them. Then nearly all
-    rows agree but for roundings of the modules, and those in which a number jumps are near.
+    What a layer gave is replaced by the decoder's state, so roundings do not add up. Where inputs
+    are rounded to fewer bits, a tiny difference may make it another of them. Then nearly all rows
+    agree but for roundings of the modules, and those in which a number jumps are near.
     """
     layers, _ = layers_of(model.get_decoder())
     logits, states = _run(found, ids, shift, tuple(range(len(layers))))
     expected = list[Tensor]()
 
-    def note(_: nn.Module, args: object, output: Any) -> None:
-        expected.append((output[0] if isinstance(output, tuple) else output)[0])
+    def note(_: nn.Module, args: object, output: Any) -> Any:
+        is_alone = isinstance(output, Tensor)
+        expected.append((output if is_alone else output[0])[0])
+        state = states[len(expected) - 1][None].to(model.dtype)
+        return state if is_alone else (state, *output[1:])
 
     with ExitStack() as hooks:
-        for i, layer in enumerate(layers):
-            added = [layer.register_forward_hook(note)]
-            if i:
-                before = partial(_given, states[i - 1][None].to(model.dtype))
-                added.append(layer.register_forward_pre_hook(before, with_kwargs=True))
-            for hook in added:
-                hooks.callback(hook.remove)
-        last = _plain(model, ids, shift)
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_hook(note))
+        positions = torch.arange(len(ids))[None] + shift
+        last = model(ids[None], position_ids=positions, use_cache=False).logits[0]
     pairs = [*zip(states.values(), expected, strict=True), (logits, last)]
     distances = torch.cat([(a - b).abs().amax(-1) / b.abs().amax(-1) for a, b in pairs])
     usual = max(64 * torch.finfo(torch.float32).eps, 4 * torch.finfo(model.dtype).eps)
     is_rounded = any(panels.reads != "float32" for panels in found.panels)
     most = max(8 * usual, _JUMP if is_rounded else 0)
     return float(distances.median()) <= usual and float(distances.max()) <= most
-
-
-def _given(
-    state: Tensor, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What a layer is called with, but with this state."""
-    return ((state, *args[1:]), options) if args else ((), options | {"hidden_states": state})
-
-
-def _plain(model: PreTrainedModel, ids: Tensor, shift: int) -> Tensor:
-    positions = torch.arange(len(ids))[None] + shift
-    return model(ids[None], position_ids=positions, use_cache=False).logits[0]
 
 
 def _is_known(parts: Parts | None) -> bool:

@@ -7,11 +7,12 @@ searched for.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from messages import Model, Output
 
 from . import library
-from .decoder import MOST_ROWS, Decoder, Rows, sharpen
+from .decoder import Decoder, Rows, sharpen
 from .modules import Modules
 from .parts import is_same
 from .weights import panels_in
@@ -50,20 +51,11 @@ class Report:
         return str(self.reason) if self.is_exact else f"not exact ({self.doubt})"
 
 
-class _Text(NamedTuple):
-    """What a text is fed in one call."""
-
-    row: int
-    length: int  # before the call
-    tokens: list[int]
-    first_wanted: int  # the first token whose logits are asked for
-    lines: list[list[int]] | None  # of all tokens of the call, if any text's tokens branch
-
-
 class KernelForward:
     """Stands in for `forward` of the core's CachedModel."""
 
     is_compiled = True
+    what = "whole forwards in C"
     reason = (
         "by construction: every sum has one order, whatever the number of rows, the threads, the "
         "place and the neighbours"
@@ -84,52 +76,34 @@ class KernelForward:
 
         The last tokens of a text b in `trees` branch; trees[b] are their parents (see `lines_of`).
         """
-        cache, counts, texts = self._model.cache, [len(fed) for fed in tokens], list[_Text]()
+        cache, counts, fed = self._model.cache, [len(own) for own in tokens], Rows()
         self.decoder.follow(cache)
         for layer in cache.recurrent:
             layer.begin(rows)
-        for b, (row, count, wanted) in enumerate(zip(rows, counts, num_logits, strict=True)):
-            lines = lines_of(trees.get(b, []), count) if trees else None
-            texts.append(_Text(row, cache.lengths[row], tokens[b], count - wanted, lines))
-        found = [
-            ([b for b, *_ in pieces], self._run([(texts[b], i, j) for b, i, j in pieces], layers))
-            for pieces in pieces_of(counts)
-        ]
-        if len(found) == 1:
-            return found[0][1]
-        logits: list[list[Tensor]] = [[] for _ in rows]
-        hidden: dict[int, list[list[Tensor]]] = {layer: [[] for _ in rows] for layer in layers}
-        for which, output in found:
-            for i, b in enumerate(which):
-                logits[b].append(output.logits[i])
-                for layer, states in output.hidden.items():
-                    hidden[layer][b].append(states[i])
-        return Output(
-            list(map(torch.cat, logits)),
-            {layer: list(map(torch.cat, states)) for layer, states in hidden.items()},
-        )
-
-    def _run(self, pieces: list[tuple[_Text, int, int]], layers: tuple[int, ...]) -> Output:
-        """One forward over tokens begin … end - 1 of each text."""
-        cache, counts = self._model.cache, [end - begin for _, begin, end in pieces]
-        rows, fed, wanted = [text.row for text, _, _ in pieces], Rows(), list[int]()
-        place = cache.place(rows, counts)
-        for slot, (text, begin, end) in zip(place.slots, pieces, strict=True):
-            if text.lines is None:
-                fed.chain(slot, text.length + begin, end - begin)
+        for b, (row, own, wanted) in enumerate(zip(rows, tokens, num_logits, strict=True)):
+            slot, length = cache.slot(row), cache.lengths[row]
+            if trees:
+                fed.tree(slot, length, lines_of(trees.get(b, []), len(own)))
             else:
-                fed.tree(slot, text.length, begin, text.lines[begin:end])
-            fed.ids += text.tokens[begin:end]
-            wanted.append(max(0, end - max(begin, text.first_wanted)))
-            fed.wanted += range(len(fed.ids) - wanted[-1], len(fed.ids))
+                fed.chain(slot, length, len(own))
+            fed.ids += own
+            fed.wanted += range(len(fed.ids) - wanted, len(fed.ids))
+        found = [self._run(part, layers) for part in fed.parts()]
+        logits = split([own for own, _ in found], num_logits)
+        return Output(logits, {i: split([own[i] for _, own in found], counts) for i in layers})
+
+    def _run(self, fed: Rows, layers: tuple[int, ...]) -> tuple[Tensor, dict[int, Tensor]]:
+        """One forward over rows, text behind text."""
+        cache, lengths = self._model.cache, Counter(fed.slots)
+        rows, counts = [cache.rows[slot] for slot in lengths], list(lengths.values())
+        place = cache.place(rows, counts)
         recurrent = cache.recurrent if self.decoder.nets else ()  # else modules see to it
         passed = [layer.passed(rows, counts) for layer in recurrent]
         logits, states = self.decoder(fed, layers=layers, counts=counts, passed=passed)
         for layer, left in zip(recurrent, passed, strict=True):
             layer.note(rows, counts, left)
         cache.advance(place)
-        hidden = {i: split(found.to(self._dtype), counts) for i, found in states.items()}
-        return Output(split(logits, wanted), hidden)
+        return logits, {i: found.to(self._dtype) for i, found in states.items()}
 
     @cached_property
     def _dtype(self) -> torch.dtype:
@@ -138,10 +112,6 @@ class KernelForward:
     def sharpen(self) -> None:
         """Let rotations have the same bits on every machine, once all has been compared."""
         sharpen(getattr(self._model.model.get_decoder(), "rotary_emb", None), self.decoder.ropes)
-
-    def quantise(self, has_own_embedding: bool = True) -> None:
-        """Make integers of the model's weights."""
-        self.decoder.quantise(has_own_embedding)
 
     @property
     def can_branch(self) -> bool:
@@ -158,7 +128,7 @@ class KernelForward:
     @property
     def way(self) -> str:
         """How the model is computed, in few words."""
-        return f"whole forwards in C ({library.instructions()})"
+        return f"{self.what} ({library.instructions()})"
 
     def report(self) -> Report:
         """What is to be said of exactness, after a try that the construction has to stand."""
@@ -185,24 +155,16 @@ class ModuleForward(KernelForward):
     """The same of a model that runs in transformers' modules (modules.py)."""
 
     is_compiled = False
+    what = "transformers' modules, with linear layers and attention in C"
     reason = (
         "linear layers, experts and attention have one order of every sum; what lies between them "
         "goes row by row, and whole forwards were compared"
     )
 
     @property
-    def way(self) -> str:
-        """How the model is computed, in few words."""
-        what = "transformers' modules, with linear layers and attention in C"
-        return f"{what} ({library.instructions()})"
-
-    @property
     def num_bytes(self) -> int:
         """Of the matrices in panels."""
         return sum(panels.num_bytes for panels in panels_in(self._model.model))
-
-    def sharpen(self) -> None:
-        """Their rotations are transformers' own."""
 
     def shares(self, rows: list[int]) -> bool:
         """Whether texts in these empty rows do not mix. The rows are empty again afterwards."""
@@ -219,7 +181,8 @@ class ModuleForward(KernelForward):
         cache, count = self._model.cache, min(24, self._model.max_length - 7)
         if count < 24:
             return f"a context of {self._model.max_length} tokens is too short to check"
-        ids = torch.randint(self._model.vocab_size, (count,), generator=_random()).tolist()
+        random = torch.Generator().manual_seed(0)
+        ids = torch.randint(self._model.vocab_size, (count,), generator=random).tolist()
         whole = self([row], [ids], [count]).logits[0]
         if names := ", ".join(sorted(self.decoder.unsteady)):
             return f"bits of torch's own functions depend on the number of rows ({names})"
@@ -248,10 +211,6 @@ class ModuleForward(KernelForward):
         return None
 
 
-def _random() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
-
-
 def lines_of(parents: list[int], count: int) -> list[list[int]]:
     """Which of the `count` tokens that a text is fed each of them sees: its ancestors and itself.
 
@@ -267,25 +226,7 @@ def lines_of(parents: list[int], count: int) -> list[list[int]]:
     return lines
 
 
-def pieces_of(counts: list[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """How texts of so many tokens go through forwards of at most MOST_ROWS: (text, begin, end).
-
-    Example: MOST_ROWS 256, counts 200 and 100 -> (0, 0, 200), (1, 0, 56), and (1, 56, 100).
-    """
-    pieces, room = list[tuple[int, int, int]](), MOST_ROWS
-    for b, count in enumerate(counts):
-        begin = 0
-        while begin < count:
-            end = min(count, begin + room)
-            pieces.append((b, begin, end))
-            room, begin = room - (end - begin), end
-            if not room:
-                yield pieces
-                pieces, room = [], MOST_ROWS
-    if pieces:
-        yield pieces
-
-
-def split(rows: Tensor, counts: list[int]) -> list[Tensor]:
-    """Rows [n, …] text by text; a single text has them all."""
+def split(parts: list[Tensor], counts: list[int]) -> list[Tensor]:
+    """Rows [n, …], in one tensor or several, text by text; a single text has them all."""
+    rows = torch.cat(parts) if len(parts) > 1 else parts[0]
     return list(rows.split(counts)) if len(counts) > 1 else [rows]

@@ -21,8 +21,10 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from messages import in_short
 
@@ -127,6 +129,17 @@ def load() -> ctypes.CDLL:
         return _library
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         raise ValueError(f"the kernels cannot be compiled: {in_short(error)}") from error
+
+
+def compute(name: str, *given: Any) -> None:
+    """Call a function of the library, with all threads. Raises MemoryError."""
+    if not getattr(load(), name)(*given, num_threads()):
+        raise MemoryError(f"no memory left to compute ({name})")
+
+
+def address(tensor: Tensor | None) -> ctypes.c_void_p:
+    """Where its numbers lie; NULL for None, and for a tensor without any."""
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
 
 
 def instructions() -> str:

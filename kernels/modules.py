@@ -24,7 +24,7 @@ from transformers.masking_utils import sdpa_mask
 from messages import KeyCache, Model, Place
 
 from . import library
-from .decoder import Batch, BlockStruct, Rows
+from .decoder import BlockStruct, Rows
 from .rowwise import RowWise
 from .weights import DTYPES
 
@@ -34,15 +34,15 @@ NAME = "kernels"  # of our attention, to transformers
 class FlatPlace:
     """Where the rows of a forward go, in the place of the core's Place."""
 
-    def __init__(self, place: Place, rows: Tensor, lines: Tensor) -> None:
-        """`rows` and `lines` are those of decoder.py's Rows."""
+    def __init__(self, place: Place, fed: Rows) -> None:
         self.slots, self.counts, self.ends = place.slots, place.counts, place.ends
-        self.end = place.end
-        self.rows, self.lines = rows.contiguous(), lines
-        self.positions = rows[1][None]  # [1, N]
+        self.end, self._kept = place.end, list[Any]()
+        self.batch = fed.batch(self._kept)
+        self.rows = torch.tensor([fed.slots, fed.positions, fed.places])  # [3, N]
+        self.positions = self.rows[1][None]  # [1, N]
         self.num_written = self.num_attended = 0
-        assert 0 <= int(rows.min()) and int(rows[1:].max()) < self.end, "no such place"
-        assert not len(lines) or len(lines) == rows.shape[1] and int(lines.max()) < self.end
+        assert 0 <= int(self.rows.min()) and int(self.rows[1:].max()) < self.end, "no such place"
+        assert max(map(max, fed.lines), default=0) < self.end
 
     def arrange(self, rows: list[Tensor]) -> Tensor:
         """Something of each text [t, …] -> [1, N, …]."""
@@ -121,16 +121,8 @@ def _attend(
         assert len(sinks) == block.heads
         block.sinks = sinks.data_ptr()
     attended = torch.empty(count, block.heads, block.value_width)
-    slots, positions, places = (row.data_ptr() for row in place.rows)
-    depth = place.lines.shape[1] if place.lines.dim() > 1 else 0
-    line = place.lines.data_ptr() if depth else None
-    batch = Batch(
-        rows=count, depth=depth, slots=slots, positions=positions, places=places, line=line
-    )
-    addresses = (ctypes.c_void_p(x.data_ptr()) for x in (given, attended))
-    call, threads = library.load().run_attention, library.num_threads()
-    if not call(ctypes.byref(block), ctypes.byref(batch), *addresses, threads):
-        raise MemoryError("no memory for attention")
+    structs = ctypes.byref(block), ctypes.byref(place.batch)
+    library.compute("run_attention", *structs, *map(library.address, (given, attended)))
     return attended
 
 
@@ -163,6 +155,7 @@ class Modules:
     """Runs a cached model's modules on flat batches: what KernelForward asks of a Decoder."""
 
     nets = ()  # that C runs: recurrent layers are modules here, and keep their states themselves
+    ropes: dict[str, Any] = {}  # likewise
 
     def __init__(self, cached: Model) -> None:
         """`cached` is the core's CachedModel, whose layers are packed."""
@@ -180,7 +173,7 @@ class Modules:
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Logits [n, V] of the rows wanted, and states [N, D]; see Decoder."""
         cache = self._cached.cache
-        place = cache.current = FlatPlace(cache.current, *rows.tensors())
+        place = cache.current = FlatPlace(cache.current, rows)
         ids, wanted = torch.tensor([rows.ids]), torch.tensor(rows.wanted or [0])
         with self._mode, library.alone():
             logits, states = self._cached.run(ids, place, wanted, layers)

@@ -5,12 +5,12 @@ In C (recurrent.c), and in Python where nothing is compiled or sizes are too lar
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import library
+from .library import address
 from .structs import STRUCTS
 
 MOST_TAPS, WIDEST_KEY = 16, 512  # as in recurrent.c
@@ -40,12 +40,12 @@ def convolve(
     results, after = list(map(torch.empty_like, texts)), list(map(torch.empty_like, tails))
     passages = (_Passage * len(texts))(
         *(
-            _Passage(len(text), channels, channels, _at(text), _at(tail), _at(new), _at(result))
-            for text, tail, new, result in zip(texts, tails, after, results, strict=True)
+            _Passage(len(own[0]), channels, channels, *map(address, own))
+            for own in zip(texts, tails, after, results, strict=True)
         )
     )
-    form = Convolution(channels, taps, has_silu, _at(weight), _at(bias))
-    _call("apply_convolution", form, passages)
+    form = Convolution(channels, taps, has_silu, address(weight), address(bias))
+    library.compute("apply_convolution", ctypes.byref(form), passages, len(passages))
     return results, after
 
 
@@ -72,9 +72,9 @@ def step(
         found.append((inputs[0].new_empty(size), out))
         kept += [inputs, before]
         steps = rule.key_heads * rule.width, rule.heads * rule.columns, rule.heads
-        places = map(_at, (*inputs, before, *found[-1]))
+        places = map(address, (*inputs, before, *found[-1]))
         given.append(_Given(len(out), *steps, *places))
-    _call("apply_rule", rule, (_Given * len(given))(*given))
+    library.compute("apply_rule", ctypes.byref(rule), (_Given * len(given))(*given), len(given))
     return found
 
 
@@ -117,16 +117,6 @@ def step_in_python(
     return found
 
 
-def _call(name: str, form: ctypes.Structure, texts: ctypes.Array[Any]) -> None:
-    threads = library.num_threads()
-    if not getattr(library.load(), name)(ctypes.byref(form), texts, len(texts), threads):
-        raise MemoryError("no memory for a recurrent layer")
-
-
 def _numbers(x: Tensor) -> Tensor:
     """As C reads them; to be kept until it has done so."""
     return x.detach().float().contiguous()
-
-
-def _at(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import library
+from .library import address
 from .structs import STRUCTS
 
 Transforms = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
@@ -63,7 +64,7 @@ def survivors(scores: Tensor, transforms: Transforms) -> tuple[np.ndarray, np.nd
     row = _row(scores)
     weights, ids = np.empty(len(row)), np.empty(len(row), np.int64)
     how = ctypes.byref(choice_of(transforms))
-    count = checked(_function("survivors")(how, *_at(row), _data(weights), _data(ids)))
+    count = checked(_function("survivors")(how, address(row), len(row), _data(weights), _data(ids)))
     return weights[:count], ids[:count]
 
 
@@ -75,7 +76,7 @@ def leaders(
     most = min(most, len(row))
     weights, ids, total = np.empty(most), np.empty(most, np.int64), ctypes.c_double()
     how, at = ctypes.byref(choice_of(transforms)), ctypes.byref(total)
-    found = _function("leaders")(how, *_at(row), most, _data(weights), _data(ids), at)
+    found = _function("leaders")(how, address(row), len(row), most, _data(weights), _data(ids), at)
     count = checked(found)
     return weights[:count], ids[:count], total.value
 
@@ -85,7 +86,7 @@ def confidence(scores: Tensor, token: int) -> float:
     row = _row(scores)
     if not 0 <= token < len(row):
         raise IndexError(f"tokens are from 0 to {len(row) - 1}")
-    return _function("confidence", ctypes.c_double)(*_at(row), token)
+    return _function("confidence", ctypes.c_double)(address(row), len(row), token)
 
 
 def goes_on(doubts: ctypes.Structure, confidence: list[float]) -> bool:
@@ -108,10 +109,6 @@ def _numbers(scores: Tensor) -> Tensor:
     if not 0 < scores.shape[-1] <= _MOST_TOKENS:
         raise ValueError(f"a row of scores must have 1 to {_MOST_TOKENS} numbers")
     return scores
-
-
-def _at(row: Tensor) -> tuple[ctypes.c_void_p, int]:
-    return ctypes.c_void_p(row.data_ptr()), len(row)
 
 
 def _data(array: np.ndarray) -> ctypes.c_void_p:

@@ -55,7 +55,7 @@ def speed_up(
         if quantize:
             if check:
                 check(model)
-            model.fast.quantise(has_own_embedding)
+            found.quantise(has_own_embedding)
         return
     early = None if check else quantize  # without a check, quantise at once
     pack(model.model, early)

@@ -30,7 +30,7 @@ branches of a draft, and prefixes: a state cannot be cut into blocks.
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
@@ -77,10 +77,21 @@ class Mamba2:
     name = "mamba2_chunk_scan"
 
     def read(
-        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **options: Any
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, torch.inf),
+        **_: Any,
     ) -> tuple[Rule, tuple[Tensor, ...]]:
-        """The same, of x [B, T, H, P], dt [B, T, H], a [H], b and c [B, T, groups, N]."""
-        dt = _steps(dt, **options)
+        """The same, of x [B, T, H, P], steps dt [B, T, H], a [H], b and c [B, T, groups, N]."""
+        if dt_bias is not None:
+            dt = dt + dt_bias.to(dt.dtype)
+        dt = (softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
         rule = Rule(*x.shape[2:3], *b.shape[2:], x.shape[3], False, False, 1.0)
         return rule, (b, c, x, a * dt, dt)
 
@@ -89,19 +100,6 @@ class Mamba2:
     ) -> Tensor:
         """The same, of outputs [B, T, H, P]."""
         return outputs if D is None else outputs + D[:, None] * x.float()
-
-
-def _steps(
-    dt: Tensor,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, torch.inf),
-    **_: Any,
-) -> Tensor:
-    """Of how long a token's step is [B, T, H]."""
-    if dt_bias is not None:
-        dt = dt + dt_bias.to(dt.dtype)
-    return (softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
 
 
 Kind = GatedDelta | Mamba2
@@ -269,8 +267,12 @@ class RecurrentLayer:
         return marks[-1]
 
 
-def recurrent_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Kind | None]]:
-    """The modules that keep states, each with its rule. Raises ValueError for an unknown kind."""
+def follow_rows(cached: Model) -> None:
+    """Let a CachedModel's recurrent layers, if any, keep their states by the rows of its cache.
+
+    Raises ValueError, with a sentence, where they are of a kind that is not known here.
+    """
+    model, cache = cached.model, cached.cache
     for module in model.modules():
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
         names = set(code.co_names) if code else set()
@@ -278,22 +280,8 @@ def recurrent_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Kind | None
             continue
         rules = [rule for name, rule in RULES.items() if name in names]
         if "causal_conv1d_fn" not in names or (names & _RULED and not rules):
-            kind = type(module).__name__
-            raise ValueError(f"has recurrent layers of a kind that is not supported yet ({kind})")
-        yield module, rules[0] if rules else None
-
-
-def follow_rows(cached: Model) -> None:
-    """Let a CachedModel's recurrent layers, if any, keep their states by the rows of its cache.
-
-    Raises ValueError, with a sentence, where they are of a kind that is not known here.
-    """
-    model = cached.model
-    try:
-        found = list(recurrent_modules(model))
-    except ValueError as error:
-        kind = model.config.get_text_config().model_type
-        raise ValueError(f"{cached.name} ({kind}) {error}") from error
-    if not found:
-        return
-    cached.cache.recurrent = [RecurrentLayer(module, cached.cache, rule) for module, rule in found]
+            raise ValueError(
+                f"{cached.name} ({model.config.get_text_config().model_type}) has recurrent layers "
+                f"of a kind that is not supported yet ({type(module).__name__})"
+            )
+        cache.recurrent.append(RecurrentLayer(module, cache, rules[0] if rules else None))

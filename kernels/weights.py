@@ -63,7 +63,7 @@ class Panels:
             assert first % LANES == 0 and piece.flags.c_contiguous and piece.dtype == np.uint8
             assert first + len(piece) <= self.outputs
             at = ctypes.c_void_p(piece.ctypes.data)
-            call.repack(number, at, first, len(piece), self.inputs, _at(data))
+            call.repack(number, at, first, len(piece), self.inputs, library.address(data))
             first += len(piece)
         assert first == self.outputs
         self.form, self._data = form, data
@@ -112,12 +112,8 @@ class Panels:
         y = rows.new_empty(len(rows), self.outputs)
         if residual is not None:
             residual = residual.reshape(y.shape).float().contiguous()
-        done = library.load().apply_linear(
-            ctypes.byref(self.struct), len(rows), _at(rows), _at(y), _at(residual),
-            ctypes.c_float(scale), library.num_threads(),
-        )  # fmt: skip
-        if not done:
-            raise MemoryError("no memory for a linear layer's inputs")
+        addresses, factor = map(library.address, (rows, y, residual)), ctypes.c_float(scale)
+        library.compute("apply_linear", ctypes.byref(self.struct), len(rows), *addresses, factor)
         return y.view(*x.shape[:-1], self.outputs)
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -126,7 +122,8 @@ class Panels:
         if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < self.outputs:
             raise IndexError(f"rows must be from 0 to {self.outputs - 1}")
         found = torch.empty(len(flat), self.inputs)
-        library.load().read_rows(ctypes.byref(self.struct), len(flat), _at(flat), _at(found))
+        addresses = map(library.address, (flat, found))
+        library.load().read_rows(ctypes.byref(self.struct), len(flat), *addresses)
         return found.view(*ids.shape, self.inputs)
 
 
@@ -243,11 +240,6 @@ def num_weights(model: nn.Module) -> int:
     """How many weights a model has, packed or not."""
     count = sum(panels.outputs * panels.inputs for panels in panels_in(model))
     return count + sum(weight.numel() for weight in model.parameters())
-
-
-def _at(tensor: Tensor | None) -> ctypes.c_void_p | None:
-    """Where its numbers lie."""
-    return None if tensor is None else ctypes.c_void_p(tensor.data_ptr())
 
 
 def _rounded(weight: Tensor) -> Iterator[np.ndarray]:

@@ -250,7 +250,7 @@ def test_a_batch_of_more_rows_than_may_be_run_is_run_in_several_forwards(tiny, m
     expected = target.forward(rows, texts, counts, (-1,))
     for row in rows:
         target.cache.truncate(row, 0)
-    monkeypatch.setattr("kernels.forward.MOST_ROWS", 16)
+    monkeypatch.setattr("kernels.decoder.MOST_ROWS", 16)
     actual = target.forward(rows, texts, counts, (-1,))
     found, wanted = (out.logits + out.hidden[-1] for out in (actual, expected))
     assert all(map(torch.equal, found, wanted))

@@ -111,10 +111,10 @@ def flat(texts):
     """A place of `texts`: (slot, begin, tokens, parents of those that are a draft) each."""
     where, counts = Rows(), [count for _, _, count, _ in texts]
     for slot, begin, count, parents in texts:
-        where.tree(slot, begin, 0, lines_of(parents, count))
+        where.tree(slot, begin, lines_of(parents, count))
     slots, ends = [text[0] for text in texts], [begin + count for _, begin, count, _ in texts]
     place = SimpleNamespace(slots=slots, counts=counts, ends=ends, end=max(where.places) + 1)
-    return FlatPlace(place, *where.tensors())
+    return FlatPlace(place, where)
 
 
 @needs_compiler

@@ -143,7 +143,7 @@ class CacheAgainstLists(RuleBasedStateMachine):
             where = Rows()
             for row, slot, count in zip(rows, place.slots, counts, strict=True):
                 where.chain(slot, self.cache.lengths[row], count)
-            place = self.cache.current = FlatPlace(place, *where.tensors())
+            place = self.cache.current = FlatPlace(place, where)
         seen = [self.update(layer, place, fed) for layer in range(NUM_LAYERS)]
         self.cache.advance(place)
         for b, (row, new) in enumerate(zip(rows, fed, strict=True)):

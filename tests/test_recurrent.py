@@ -83,7 +83,7 @@ DRAFTS = {  # tokens drafted, tokens accepted and rows of a forward: one forward
 def test_what_was_taken_back_leaves_no_trace(target, family, row, monkeypatch, draft):
     """The bits of what follows are those of a text that had no draft."""
     model, (drafted, accepted, most_rows) = target(family), DRAFTS[draft]
-    monkeypatch.setattr("kernels.forward.MOST_ROWS", most_rows)
+    monkeypatch.setattr("kernels.decoder.MOST_ROWS", most_rows)
     wrong = [7] * (drafted - accepted)
     verified = fed(model, row, [*TEXT[20 : 21 + accepted], *wrong])
     model.cache.keep(row, drafted, range(accepted))
@@ -141,7 +141,7 @@ def test_a_call_of_many_forwards_that_fails_is_done_again(target, family, row, m
     expected = fed(model, row, TEXT[20:230])[-1]
     model.cache.truncate(row, 0)
     fed(model, row, TEXT[:20])
-    monkeypatch.setattr("kernels.forward.MOST_ROWS", 8)
+    monkeypatch.setattr("kernels.decoder.MOST_ROWS", 8)
     name = "passed" if model.fast.is_compiled else "convolve"
     inner, calls = getattr(layer, name), []
 
