@@ -12,7 +12,7 @@ import sys
 import time
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from statistics import median, median_low
 
@@ -32,7 +32,7 @@ from serving.answers import setting
 from serving.comparison import steadiness
 from serving.options import ROOT, Options
 
-_COLOURS = {"accepted": "\033[32m", "recovered": "\033[33m", "bonus": "\033[36m", "end": "\033[2m"}
+_COLOURS = {"accepted": 32, "recovered": 33, "bonus": 36, "end": 2}
 _BRACKETS = {"accepted": "[]", "recovered": "<>", "bonus": "{}", "end": ("", "")}
 _MEANING = {
     "accepted": "drafted and accepted",
@@ -137,7 +137,7 @@ def mark(pieces: Iterable[tuple[str, str]], colour: bool) -> str:
     Example: mark([("a b", "accepted"), (" c", "bonus")], colour=False) -> "[a b]{ c}"
     """
     if colour:
-        return "".join(f"{_COLOURS[kind]}{text}\033[0m" for text, kind in pieces)
+        return "".join(f"\033[{_COLOURS[kind]}m{text}\033[0m" for text, kind in pieces)
     return "".join(_BRACKETS[kind][0] + text + _BRACKETS[kind][1] for text, kind in pieces)
 
 
@@ -290,13 +290,14 @@ def show_demo(engine: Engine, options: Options, plain_decode: Decode, given: Nam
         if said and not given.json:
             print(said, flush=True)
     try:
-        for result in run_demo(engine, options, plain_decode, prompts, repeats):
+        for name, (text, ids) in tqdm(prompts.items(), desc="demo prompts"):
+            compared = compare(engine, ids, options, repeats, plain_decode)
+            result = {"name": name, "prompt": text} | compared
             document["prompts"].append(result)
             if not given.json:
                 with tqdm.external_write_mode(sys.stdout):
                     print_prompt(result, shown, colour, is_chat)
-        ids = {name: ids for name, (_, ids) in prompts.items()}
-        document["worked_cycle"] = worked_cycle(engine, ids, options)
+        document["worked_cycle"] = worked_cycle(engine, prompts, options)
     except KeyboardInterrupt:
         if not document["prompts"]:
             raise
@@ -359,23 +360,14 @@ def compare(
     }
 
 
-def worked_cycle(engine: Engine, prompts: dict[str, list[int]], options: Options) -> Json | None:
+def worked_cycle(engine: Engine, prompts: Prompts, options: Options) -> Json | None:
     """The first cycle of the default drafter that accepts one token and rejects another."""
-    for name, prompt in prompts.items():
+    for name, (_, prompt) in prompts.items():
         wanted = request_of(prompt, engine.default_drafter, options, trace=True)
         for sequence, cycle in engine.generate(wanted):
             if cycle.num_accepted and cycle.rejected:
                 return {"name": name, "event": trace.event(sequence, cycle)}
     return None
-
-
-def run_demo(
-    engine: Engine, options: Options, plain_decode: Decode, prompts: Prompts, repeats: int
-) -> Iterator[Json]:
-    """Each demo prompt by every method, so many times."""
-    for name, (text, ids) in tqdm(prompts.items(), desc="demo prompts"):
-        result = compare(engine, ids, options, repeats, plain_decode)
-        yield {"name": name, "prompt": text} | result
 
 
 def seconds_a_token(engine: Engine, options: Options, plain_decode: Decode) -> float:

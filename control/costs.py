@@ -40,9 +40,9 @@ class CostLine:
     """
 
     def __init__(self, share: float) -> None:
-        """`share`: the slope before sizes differ, in parts of `fixed`."""
-        self.share = share
-        self.fixed = self.slope = 0.0
+        """`share`: the slope before sizes differ, in parts of `fixed`, which is 1 unmeasured."""
+        self.share = self.slope = share
+        self.fixed = 1.0
         self.count = 0  # measurements so far
         self._latest: dict[int, deque[tuple[float, float, int]]] = {}  # (ms, size, which) by class
 
@@ -188,9 +188,9 @@ class Costs:
         """Learn from what was observed since the last time: together that takes less time."""
         for batch, rows, ms, drafts in self._cycles:
             line = self.passes.setdefault(batch.bit_length(), CostLine(_TOKEN_SHARE))
-            believed, is_first = (line.at(rows) if line.count else ms), not line.count
+            believed = line.at(rows) if line.count else ms
             line.observe(rows, ms)
-            if is_first:  # what drafts cost is told from it
+            if line.count == 1:  # what drafts cost is told from it
                 fit([line])
             # In a cycle that was slow as a whole it was not the drafter that has become slower.
             slowdown = max(1.0, ms / believed) if believed else 1.0
@@ -220,11 +220,7 @@ class Costs:
 
     def pass_line(self, batch: int) -> CostLine:
         """Of the class of batches nearest to this size that was measured; else nominal."""
-        if self.passes:
-            return _nearest(self.passes, batch)
-        line = CostLine(_TOKEN_SHARE)
-        line.fixed, line.slope = 1.0, _TOKEN_SHARE
-        return line
+        return _nearest(self.passes, batch) if self.passes else CostLine(_TOKEN_SHARE)
 
     def prices(self, batch: int, requests: int) -> Prices:
         """Of a batch in which so many requests may draft."""

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import speculative_decoding as core
-from conftest import ScriptedDrafter, run
+from conftest import WAYS, ScriptedDrafter, run
 from test_batching import together
 
 from benchmarks.fixed_clock import FixedClock
@@ -562,12 +562,12 @@ def before(thing, method, do):
 
 
 @pytest.mark.parametrize("size", [1, 8])
-def test_whatever_it_chooses_the_output_is_plain_decoding(demo_engine, prompts, plain, way, size):
+def test_whatever_it_chooses_the_output_is_plain_decoding(demo_engine, prompts, plain, size):
     """By the clock, alone and with one choice for all: drafters of all kinds, limits and rules."""
     target, loaded = demo_engine.target, demo_engine.panel.drafters
     engine = core.Engine(target, loaded, "auto", controller=Controller.of(target, loaded))
     drafters = ["auto", "suffix", "mtp", "auto", "ngram", "draft_model", "auto", None]
-    ways = [(way, {})[i % 2] for i in range(8)]
+    ways = [*WAYS.values()] * 4
     requests = [
         core.Request(text, 24, name, 1 + 2 * i, **ways[i])
         for i, (text, name) in enumerate(zip(prompts.values(), drafters, strict=False))

@@ -51,7 +51,7 @@ class WordTokenizer:
     st.lists(st.tuples(st.sampled_from(range(len(WORDS))), KINDS, st.booleans()), max_size=40),
     st.lists(st.sampled_from(STOPS), max_size=3),
 )
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_text_grows_as_a_plain_string_of_all_tokens_does(tokens, stops):
     """Each character has its kind; a stop string cuts, and what may become one is not shown yet."""
     tokenizer, growing = WordTokenizer(), TextStream(WordTokenizer(), stops)
@@ -209,5 +209,5 @@ def states_of(numbers, layer):
 def test_the_cache_holds_what_plain_lists_hold():
     """Opened, closed, appended to (ragged), kept in part, truncated and refused in any order."""
     run_state_machine_as_test(
-        CacheAgainstLists, settings=settings(max_examples=40, stateful_step_count=20)
+        CacheAgainstLists, settings=settings(max_examples=25, stateful_step_count=20)
     )

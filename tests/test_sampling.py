@@ -137,12 +137,9 @@ def test_verify_emits_exactly_p_for_every_small_p_and_q(vocab):
 
 
 RISING, FIRST, EVEN = [0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1], [0.25] * 4
-DRAFTED = {  # rows of p (the last one is the bonus's) and of q
+DRAFTED = {  # rows of p (the last one is the bonus's) and of q; all small ones are above
     "model q": ([RISING, FIRST, EVEN], [RISING[::-1], [0.3, 0.3, 0.2, 0.2]]),
     "one-hot q": ([RISING, FIRST, EVEN], [[0, 0, 1, 0], [1, 0, 0, 0]]),
-    "q = p": ([RISING, FIRST, EVEN], [RISING, FIRST]),
-    "disjoint": ([[0.5, 0.5, 0, 0], [0, 0, 0.3, 0.7], EVEN], [[0, 0, 0.5, 0.5], [0.6, 0.4, 0, 0]]),
-    "q with zeros": ([RISING, FIRST, EVEN], [[0, 0.5, 0, 0.5], [0.5, 0, 0.5, 0]]),
 }
 
 
@@ -236,10 +233,10 @@ def plain_samples(many, prompt):
     return {name: first_tokens(many, requests[name], 2 * NUM_SAMPLES) for name in COUNTED}
 
 
-def smallest_p_value(engine, prompt, drafter, name, theirs):
+def smallest_p_value(engine, prompt, drafter, name, theirs, num_samples=NUM_SAMPLES):
     sampling = replace(SAMPLINGS[name], verification="rejection")
     request = core.Request(prompt, 12, drafter, K, sampling=sampling, seed=7 * 10**6)
-    ours = first_tokens(engine, request, NUM_SAMPLES)
+    ours = first_tokens(engine, request, num_samples)
     return min(test.p_value for test in compare(ours, theirs).values())
 
 
@@ -293,9 +290,9 @@ def test_exercise_4_a_greedy_draft_of_sampled_text_is_lossless_and_costs_accepta
     drawing, greedy = many.panel.drafters["draft_model"], GreedyDraft.__new__(GreedyDraft)
     vars(greedy).update(vars(drawing))
     rates, (name, _) = [], COUNTED
-    for drafter in (drawing, greedy):
+    for drafter, num_samples in ((drawing, NUM_SAMPLES // 4), (greedy, NUM_SAMPLES)):
         engine = core.Engine(many.target, {"draft_model": drafter})
-        p_value = smallest_p_value(engine, prompt, "draft_model", name, plain_samples[name])
-        assert p_value > ODDS
+        given = engine, prompt, "draft_model", name, plain_samples[name], num_samples
+        assert smallest_p_value(*given) > ODDS
         rates.append(engine.totals.by_drafter["draft_model"].draft_acceptance_rate)
     assert rates[1] < rates[0] - 0.02
