@@ -23,7 +23,7 @@ KEY_VARIABLE = "SPECULATIVE_ENGINE_KEY"  # which an engine at an address asks fo
 def load(options: Options, own: Callable[[Options], Flask]) -> Flask:
     """The application in front of the engine that was asked for; `own` makes that of this server's.
 
-    Raises RequestError if an engine does not answer as one.
+    Raises StartError if an engine does not start, or does not answer as one.
     """
     if not options.engine:
         return own(options)

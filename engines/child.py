@@ -177,16 +177,14 @@ class Child:
 
     def _listen(self) -> None:
         """Show what it says while it loads, then its faults alone."""
-        for line in self._process.stdout:
-            text = line.decode(errors="replace").rstrip()
-            if not text:
-                continue
-            self._said.append(text)
-            if not self._is_ready:
-                PROGRESS.info("vllm: %s", text[:200])
-                say(text)
-            elif " ERROR " in text or " CRITICAL " in text:
-                LOG.warning("vllm: %s", text[:1000])
+        with self._process.stdout as lines:
+            for text in filter(None, (line.decode(errors="replace").rstrip() for line in lines)):
+                self._said.append(text)
+                if not self._is_ready:
+                    PROGRESS.info("vllm: %s", text[:200])
+                    say(text)
+                elif " ERROR " in text or " CRITICAL " in text:
+                    LOG.warning("vllm: %s", text[:1000])
 
     def _watch(self) -> None:
         """Tell of its end. Not by that of its output: its own children hold that open, too."""

@@ -46,12 +46,11 @@ def _silent(limit_s: float) -> RequestError:
 
 def refusal(status: int, body: bytes) -> RequestError:
     """What our client is told where the engine has answered with an error."""
-    found: Any = {}
     try:
         found = json.loads(body)
-        found = found.get("error", found) if isinstance(found, dict) else {}
     except ValueError:
-        pass
+        found = None
+    found = found.get("error", found) if isinstance(found, dict) else {}
     found = found if isinstance(found, dict) else {"message": found}
     message = in_short(ValueError(found.get("message") or f"no reason, with status {status}"))
     param = found.get("param") if isinstance(found.get("param"), str) else None

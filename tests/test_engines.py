@@ -32,7 +32,7 @@ from server import (
     wait_until_taken,
 )  # fmt: skip
 
-from engines import KEY_VARIABLE, app, child, client, relay
+from engines import KEY_VARIABLE, app, child, client, load, relay
 from models.loading import StartError
 from serving.options import Options, parse_arguments
 
@@ -103,11 +103,13 @@ def test_log_probabilities_and_openais_routes_have_their_own_shapes(ask):
     assert ask.client.get("/v1/models").json["data"][0]["id"] == "target"
 
 
-def test_defaults_and_limits_of_ours_are_sent_and_not_the_models(replay, ask):
+def test_defaults_limits_and_the_key_of_ours_are_sent(replay, ask):
     ask("/generate", {"prompt": COLOURS, "max_tokens": 9999})
     _, sent, _ = replay.seen[-1]
     assert sent["temperature"] == 0.0 and sent["top_k"] == -1 and sent["repetition_penalty"] == 1.0
     assert "seed" not in sent and sent["max_tokens"] == 2048  # as long as the context
+    client.Client(replay.url, "secret").ask("/version")
+    assert replay.seen[-1][2] == "Bearer secret"
 
 
 @pytest.mark.parametrize(
@@ -224,11 +226,6 @@ def test_who_leaves_before_the_engine_answers_makes_room_for_the_next():
         assert places.drain(LIMIT_S) == 0
 
 
-def test_a_key_is_sent_along(replay):
-    client.Client(replay.url, "secret").ask("/version")
-    assert replay.seen[-1][2] == "Bearer secret"
-
-
 # ------------------------------------------------------------------------- the server's process
 
 
@@ -239,6 +236,7 @@ def server():
         with serving("--engine", replay.url, *limits) as server:
             server.replay = replay
             yield server
+            server.end_well()
 
 
 def test_a_client_that_leaves_is_cancelled_in_the_engine(server):
@@ -266,23 +264,22 @@ def test_limits_are_ours(server):
     assert '"finish": "cancelled"' in server.log() and '"error": "queue_full"' in server.log()
 
 
-def test_a_client_that_reads_slowly_slows_the_engine(replay):
+def test_a_client_that_reads_slowly_slows_the_engine(server, monkeypatch):
     """What the client does not take is not read from the engine: the engine can send no more."""
-    asked = [turn for turn in replay.told["turns"] if turn["body"]]
+    asked = [turn for turn in server.replay.told["turns"] if turn["body"]]
     long = next(turn for turn in asked if turn["body"].get("max_tokens") == 200)
     event = json.loads(long["pieces"][1].split("\n")[0].removeprefix("data: "))
     event["choices"][0]["text"] = "x" * 4000
-    long["pieces"] = [f"data: {json.dumps(event)}\n\n"] * 10_000 + long["pieces"][-1:]  # 40 MB
+    pieces = [f"data: {json.dumps(event)}\n\n"] * 10_000 + long["pieces"][-1:]  # 40 MB
     sent = []
-    replay.failing = lambda pieces, _: (sent.append(1) or piece for piece in pieces)
-    with serving("--engine", replay.url) as server:
-        with connect(server.port, "/generate", LONG, buffer_bytes=4096):
-            until(lambda: sent)
-            stands = threading.Event()
-            until(lambda: (n := len(sent)) and not stands.wait(1.0) and len(sent) == n)
-            assert len(sent) < 10_000
-        until(lambda: health(server.port)["num_requests_running"] == 0)
-        server.end_well()
+    sending = (sent.append(1) or piece for piece in pieces)
+    monkeypatch.setattr(server.replay, "failing", lambda *_: sending)
+    with connect(server.port, "/generate", LONG, buffer_bytes=4096):
+        until(lambda: sent)
+        stands = threading.Event()
+        until(lambda: (n := len(sent)) and not stands.wait(1.0) and len(sent) == n)
+        assert len(sent) < 10_000
+    until(lambda: health(server.port)["num_requests_running"] == 0)
 
 
 # ------------------------------------------------------------------------------- a child of ours
@@ -369,13 +366,11 @@ def test_it_ends_where_we_are_killed(vllm):
         until(vllm.has_ended)
 
 
-def test_its_failure_to_load_is_one_line(vllm):
+def test_its_failure_to_load_is_told_with_its_last_words(vllm):
     vllm.gate.write_text("no")
-    with serving(*vllm.arguments, wait=False) as server:
-        assert server.exit_code() == 2
-        last = server.log().splitlines()[-1]
-        assert last.startswith("error: vLLM has ended with status 1 while loading")
-        assert last.endswith("no such model")
+    _, options = parse_arguments(["--port", "5000", *vllm.arguments])
+    with pytest.raises(StartError, match="vLLM has ended with status 1 .*no such model$"):
+        load(options, None)
 
 
 K5 = {"num_speculative_tokens": 5}
