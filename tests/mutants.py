@@ -453,7 +453,7 @@ ROWS = [  # name, place, old, new and tests
      "decision.least_chance", "decision.break_even",
      "controller::a_draft_that_is_judged_by_rejection_does_not_stop[coupled]"),
     ("a draft never stops early", "drafters.base:Chain.is_open", "goes_on(self._confidence)",
-     "True", "controller::a_model_s_draft_ends_with_the_token_that_it_doubts[mtp]"),
+     "True", "controller::a_model_s_draft_ends_with_the_token_that_it_doubts"),
     ("records do not age without drafts", "control.acceptance:Acceptance.observe",
      "_KEPT ** min(1 + self.since, _OLDEST)", "_KEPT", "controller::a_record_ages_with_the_text"),
     ("positions behind a refusal count as reached", "control.acceptance:Acceptance._count",
