@@ -221,14 +221,8 @@ class TreeAcceptance(Acceptance):
     def reach(self, count: int) -> list[float]:
         """The chance of the 1st, 2nd, … count-th token to be accepted; falling, or equal."""
         if len(self._reach) < count:
-            expected = self.typical.reach(count) if self.typical else []
-            blocks: list[tuple[float, int]] = []  # (mean, tokens): a larger one is spread backwards
-            for i in range(count):
-                before = expected[i] if expected else PRIOR ** (i + 1)
-                mean, size = self.accepted.share(i, before, not self.typical), 1
-                while blocks and blocks[-1][0] < mean:
-                    other, others = blocks.pop()
-                    mean, size = (other * others + mean * size) / (others + size), others + size
-                blocks.append((mean, size))
-            self._reach = [mean for mean, size in blocks for _ in range(size)]
+            typical = self.typical
+            expected = typical.reach(count) if typical else accumulate([PRIOR] * count, mul)
+            shares = (self.accepted.share(i, p, not typical) for i, p in enumerate(expected))
+            self._reach = list(accumulate(shares, min))
         return self._reach[:count]
