@@ -339,15 +339,21 @@ class TextStream:
         """Decode the waiting tokens. True if they complete a stop string."""
         is_stopped = False
         for token, kind in self._waiting:
-            is_stopped = self._decode_next(token, kind)
+            self._tokens.append(token)
+            is_stopped = self._decode_unread(kind)
         self._waiting.clear()
-        return self._decode_rest() if self._is_complete else is_stopped
+        if self._is_complete and self._read < len(self._tokens):
+            is_stopped = self._decode_unread("bonus", is_last=True)
+        return is_stopped
 
-    def _decode_next(self, token: int, kind: str) -> bool:
-        """Append a token's text once its characters are complete. True if a stop string is."""
-        self._tokens.append(token)
+    def _decode_unread(self, kind: str, is_last: bool = False) -> bool:
+        """Append the text of new tokens once its characters are complete, or as it is at the end.
+
+        True if a stop string is complete.
+        """
         whole = self._decode(self._tokens[self._start :])
-        if whole.endswith(_INCOMPLETE) and len(self._tokens) - self._read < _MOST_UNREAD:
+        may_go_on = not is_last and len(self._tokens) - self._read < _MOST_UNREAD
+        if may_go_on and whole.endswith(_INCOMPLETE):
             return False
         new = whole[len(self._decode(self._tokens[self._start : self._read])) :]
         self._start, self._read = self._read, len(self._tokens)
@@ -367,14 +373,6 @@ class TextStream:
         """End the text and decode the bytes that are left. True if they complete a stop string."""
         self._is_complete = True
         return bool(self._stop) and self._catch_up()
-
-    def _decode_rest(self) -> bool:
-        if self._read == len(self._tokens):
-            return False
-        rest = self._decode(self._tokens[self._start :])
-        new = rest[len(self._decode(self._tokens[self._start : self._read])) :]
-        self._start = self._read = len(self._tokens)
-        return self._append(new, "bonus")
 
     def release(self, final: bool = False) -> list[tuple[str, str]]:
         """The text that may be shown now and was not released yet, as (text, kind) stretches.
