@@ -12,11 +12,13 @@ from sampling import Noise
 
 from .base import Context, Drafter
 from .panel import AUTO, LOG, PLAIN, TREE, first_choice
+from .small_model import check_words
 from .timed import TimedDrafter, line_of
 from .tree import branches
 
 __all__ = [
     "NAMES", "Context", "Draft", "Drafter", "Noise", "Sampling", "Verdict", "branches",
+    "check_words",
     "load", "load_all",
 ]  # fmt: skip
 

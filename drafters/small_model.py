@@ -60,19 +60,11 @@ class SmallModelDrafter(Drafter):
                 f"draft model {draft.name} has recurrent layers, which only a target may have: "
                 "give another --draft-model, or use --drafter ngram"
             )
-        # By content: vocabularies of one size may differ, and embeddings may be padded.
-        backends = [getattr(m.tokenizer, "backend_tokenizer", m) for m in (draft, target)]
-        differing = set[tuple[str, int]]()
+        models = draft, target
+        backends = [getattr(model.tokenizer, "backend_tokenizer", model) for model in models]
         if backends[0] is not backends[1]:
-            words = [set(model.tokenizer.get_vocab().items()) for model in (draft, target)]
-            differing = words[0] ^ words[1]
-        if differing:
-            token, i = min(differing, key=lambda entry: entry[1])
-            raise ValueError(
-                f"draft model {draft.name} and target {target.name} have different tokenizers "
-                f"(only one of them has {token!r} as id {i}): "
-                "give a --draft-model of the same family, or use --drafter ngram"
-            )
+            words = [model.tokenizer.get_vocab() for model in models]
+            check_words([model.name for model in models], words)
         if draft.max_length < target.max_length:
             raise ValueError(
                 f"draft model {draft.name} holds {draft.max_length} tokens and the target "
@@ -152,3 +144,20 @@ class SmallModelDrafter(Drafter):
                 self._prefixes.remember(state.row, state.text)
         finally:
             self._draft.cache.close_row(state.row)
+
+
+def check_words(names: list[str], words: list[dict[str, int]]) -> None:
+    """Raises ValueError if a draft model and its target differ in a token or its id.
+
+    They are compared by content, because vocabularies of one size may differ. GGUF files fill up
+    their vocabularies with tokens such as [PAD151665], which are never written: Qwen2.5's 7B has
+    more of them than its 0.5B.
+    """
+    differing = words[0].items() ^ words[1].items()
+    if own := {(token, i) for token, i in differing if token != f"[PAD{i}]"}:
+        token, i = min(own, key=lambda entry: entry[1])
+        raise ValueError(
+            f"draft model {names[0]} and target {names[1]} have different tokenizers "
+            f"(only one of them has {token!r} as id {i}): "
+            "give a --draft-model of the same family, or use --drafter ngram"
+        )

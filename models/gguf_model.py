@@ -46,6 +46,7 @@ _MOST_VALUES = 4096  # of an array that describes a config, such as one for each
 _PIECE = 1 << 18  # weights that a thread unpacks at once: what numpy makes of them stays in caches
 _TYPES = {bool: 7, int: 4, float: 6, str: 8}  # GGUF's numbers for them, which transformers asks for
 _ARRAY = 9
+_HEADS = "attention.head_count", "attention.head_count_kv"
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 Weights = dict[str, torch.Tensor]
 
@@ -67,7 +68,13 @@ def _what_it_lacks(file: GgufFile) -> str | None:
             return f"holds no language model: it has no {key}"
     if not file.tensors:
         return "has no weights"
-    key = f"{file.metadata['general.architecture']}.block_count"
+    architecture = file.metadata["general.architecture"]
+    has_heads = not architecture.startswith(("mamba", "rwkv"))
+    for name in ("embedding_length", *_HEADS) if has_heads else ():
+        value = file.metadata.get(key := f"{architecture}.{name}")
+        if type(value) is int and value < 1:
+            return f"says that {key!r:.80} is {value}: download it again"
+    key = f"{architecture}.block_count"
     layers = file.metadata.get(key, 1)
     if type(layers) is not int or not 0 < layers <= len(file.tensors):
         return f"has {len(file.tensors)} tensors, and {key!r:.80} is {layers!r:.80}"

@@ -22,7 +22,7 @@ from messages import in_short
 
 from . import StartError, gguf_packed, mimo
 from .catalogue import entry_of, likely, place_of
-from .gguf_file import is_gguf
+from .gguf_file import Texts, is_gguf
 from .gguf_model import config_of, load_model, open_model
 from .gguf_tokenizer import tokenizer_of
 from .prompts import Tokenizer
@@ -84,14 +84,32 @@ class Loaded:
     pack_copy: Callable[[PreTrainedModel], None] | None = None
 
 
-def look_at(name: str | None, options: ModelOptions) -> None:
-    """Raises StartError for a broken or missing draft at once, before its target is read."""
-    if name is not None:
+def look_at(
+    target: str, draft: str | None, options: ModelOptions, compare: Callable[..., None]
+) -> None:
+    """Refuse a draft at once, before its target is read: in seconds it would be too late.
+
+    Raises StartError for one that is broken or missing, and what `compare` raises for the names and
+    the tokens of two GGUF files.
+    """
+    names = [] if draft is None else [draft, target]
+    tokens = list[Texts | None]()
+    for name in names:
         with _told(name, "", options):
-            if is_gguf(place := place_of(name)):
-                open_model(place).close()
-            else:
-                _check_folder(place)
+            tokens.append(_tokens_of(place_of(name)))
+    if all(tokens) and len({own.tobytes() for own in tokens if own}) > 1:
+        with _told(names[0], "its tokens: ", options):
+            words = [{token: i for i, token in enumerate(own or ())} for own in tokens]
+        compare(names, words)
+
+
+def _tokens_of(place: str) -> Texts | None:
+    """The vocabulary of a GGUF file; None of other models. Raises BadFile or StartError."""
+    if not is_gguf(place):
+        _check_folder(place)
+        return None
+    with open_model(place) as file:
+        return file.metadata["tokenizer.ggml.tokens"]
 
 
 def load_pretrained(name: str, options: ModelOptions) -> Loaded:
@@ -134,7 +152,7 @@ def _read_file(name: str, dtype: str, options: ModelOptions) -> Read:
             tokenizer = tokenizer_of(file)
         if dtype == "packed" and (reason := gguf_packed.why_not(file)):
             if options.dtype == "packed":
-                raise StartError(f"{name} cannot be served as it is: {reason}")
+                raise StartError(f"{name} cannot be served as it is: {reason} (give --dtype auto)")
             LOG.info("%s is unpacked to bfloat16: %s", name, reason)
             dtype = "bfloat16"
         if dtype == "packed":
@@ -213,21 +231,23 @@ def check_weights(name: str, report: dict[str, Any]) -> None:
     `report` is what from_pretrained tells. Tied weights and weights for other heads, such as MTP
     layers, are not in it.
     """
-    asks = "header asks for" if is_gguf(name) else "config.json asks for"
+    asks, hint = "config.json asks for", ""
+    if is_gguf(name):
+        asks, hint = "header asks for", ": download it again"
     missing = sorted(report["missing_keys"])
     if missing:
         unread = sorted(report["unexpected_keys"])
         renamed = f" (not used: {len(unread)} in the file, first {unread[0]})" if unread else ""
         raise StartError(
             f"{name} lacks {len(missing)} of the weights that its {asks}, first "
-            f"{missing[0]}{renamed}"
+            f"{missing[0]}{renamed}{hint}"
         )
     sizes = sorted(report["mismatched_keys"])
     if sizes:
         key, found, wanted = sizes[0]
         raise StartError(
             f"{name} has another size than its {asks} in {len(sizes)} of its weights, "
-            f"first {key}: {list(found)} instead of {list(wanted)}"
+            f"first {key}: {list(found)} instead of {list(wanted)}{hint}"
         )
     if report["error_msgs"]:
         raise StartError(f"cannot load {name}: {in_short(report['error_msgs'][0])}")

@@ -29,6 +29,7 @@ from server import LIMIT_S, at_once, free_port
 from test_gguf_file import MANY, MUTATIONS, mutated, settled
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+import drafters
 from kernels import decoder, library, start
 from models import catalogue, gguf_packed, loading, reference
 from models.gguf_file import BadFile, GgufFile
@@ -491,6 +492,8 @@ BROKEN = [  # a key of a good file, another number for it, and what is said
     ("llama.feed_forward_length", 1 << 30, MORE),
     ("llama.block_count", 1 << 31, "and 'llama.block_count' is 2147483648"),
     ("llama.block_count", 1, "has weights of block 1, and llama.block_count is 1"),
+    ("llama.feed_forward_length", 96, "weights, first model.layers.0.mlp.down_proj.weight: [32"),
+    ("llama.attention.head_count_kv", 0, "says that 'llama.attention.head_count_kv' is 0: down"),
     ("tokenizer.ggml.eos_token_id", 4096, "eos_token_id is 4096, which is no token's id"),
     ("llama", None, "martn"),
     (None, None, "is damaged or cut off"),
@@ -503,7 +506,7 @@ BROKEN = [  # a key of a good file, another number for it, and what is said
 )
 def test_a_file_that_cannot_be_read_is_one_line(files, tmp_path, which, key, number, reason):
     path, good = tmp_path / "broken.gguf", files["q8_0"].read_bytes()
-    if number:
+    if number is not None:
         path.write_bytes(asking(good, key, number))
     else:  # an unknown architecture, or half of the file
         path.write_bytes(good.replace(b"llama", b"martn", 1) if key else good[: len(good) // 2])
@@ -518,12 +521,23 @@ def test_a_broken_or_missing_draft_is_refused_before_its_target_is_read(
 ):
     monkeypatch.setattr(loading, "load_pretrained", lambda *_: pytest.fail("a target is read"))
     (tmp_path / "broken.gguf").write_bytes(b"GGUX" + bytes(100))
+    other = files["q4_0"].read_bytes().replace(b"<|endoftext|>", b"<|endOFtext|>")
+    (tmp_path / "other.gguf").write_bytes(other)
     for name, reason in {
         "broken.gguf": "broken.gguf",
         "none": "model folder .*none not found",
+        "other.gguf": r"different tokenizers \(only one of them has '<\|end..text\|>' as id 0\)",
     }.items():
-        with pytest.raises(loading.StartError, match=reason):
+        with pytest.raises(ValueError, match=reason):
             load(model=files["q8_0"], draft_model=tmp_path / name)
+
+
+def test_files_that_are_filled_up_to_different_sizes_share_a_vocabulary():
+    words = {"a": 0, "b": 1}
+    drafters.check_words(["small", "large"], [words, words | {"[PAD2]": 2, "[PAD3]": 3}])
+    for token in ("c", "[PAD7]"):
+        with pytest.raises(ValueError, match=re.escape(f"one of them has '{token}' as id 2")):
+            drafters.check_words(["small", "large"], [words, words | {token: 2}])
 
 
 # Scales of blocks that begin elsewhere may be anything.
