@@ -4,7 +4,7 @@ drafters draft as if they had read it, and what is kept stays within its memory.
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import run
+from conftest import WAYS, run
 
 from kernels.prefix import PrefixCache
 from serving import answers, metrics
@@ -34,9 +34,12 @@ def num_cached(engine, prompt, max_tokens=1, **fields):
 
 
 @pytest.mark.parametrize(
-    ("drafter", "chunk"),
-    [(None, 256), ("ngram", 100), ("draft_model", 256), (MTP, 256), (MTP, 100), ("auto", 256)],
-)
+    ("drafter", "chunk", "way"),
+    [
+        (None, 256, "sampled"), ("ngram", 100, "greedy"), ("draft_model", 256, "sampled"),
+        (MTP, 256, "greedy"), (MTP, 100, "sampled"), ("auto", 256, "greedy"),
+    ],
+)  # fmt: skip
 def test_a_chat_reads_each_token_once_and_no_bit_or_draft_differs(
     demo_engine, drafter, chunk, way, monkeypatch
 ):
@@ -53,7 +56,7 @@ def test_a_chat_reads_each_token_once_and_no_bit_or_draft_differs(
         fed.extend(tokens)
         return right(rows, tokens, *rest, **options)
 
-    fields = {"max_tokens": 30, "drafter": drafter, "logprobs": 2} | way
+    fields = {"max_tokens": 30, "drafter": drafter, "logprobs": 2} | WAYS[way]
     prompt, held = SHARED[:400], 0
     for turn in range(4):
         prompt = prompt + FIRST[turn * 9 : turn * 9 + 30]
@@ -173,11 +176,11 @@ def test_what_is_measured_reads_its_prompt(engine):
     assert found == [0, 0, 0, MOST]
 
 
-def test_it_can_be_turned_off():
-    engine = core.load_engine(core.Options(model="embedded", drafter="ngram", prefix_cache_mb=0))
-    assert [num_cached(engine, FIRST) for _ in range(2)] == [0, 0]
-    health = answers.health(engine, Worker(engine, core.Options()), core.Options())
-    assert health["prefix_cache"] is None
+def test_it_can_be_turned_off(tiny_folder):
+    options = core.Options(model=str(tiny_folder("llama")), drafter="ngram", prefix_cache_mb=0)
+    engine = core.load_engine(options)
+    assert engine.panel.prefixes is None
+    assert answers.health(engine, Worker(engine, options), options)["prefix_cache"] is None
 
 
 def test_of_a_target_without_equal_bits_only_prompts_are_kept(demo_engine, monkeypatch):

@@ -180,11 +180,11 @@ def test_going_back_too_far_is_an_error_and_not_a_wrong_state(target, family, ro
 
 
 @pytest.mark.parametrize("family", FEW)
-def test_speculation_writes_the_text_of_plain_decoding(target, family, way):
+def test_speculation_writes_the_text_of_plain_decoding(target, family):
     """Drafts right and wrong, requests that join one after the other."""
     model, chance = target(family), Random(1)
     prompts = [TEXT[:3], TEXT[3:150], [*TEXT[150:160]] * 3]
-    alone = [run(core.Engine(model, {}), p, max_tokens=30, **way)[0] for p in prompts]
+    alone = [run(core.Engine(model, {}), p, max_tokens=30)[0] for p in prompts]
 
     def script(state, limit):
         """The text to come, up to a mistake at a random place."""
@@ -193,7 +193,7 @@ def test_speculation_writes_the_text_of_plain_decoding(target, family, way):
         return [*text[len(state) : len(state) + right], *[9] * limit][:limit]
 
     engine = core.Engine(model, {"scripted": ScriptedDrafter(script)}, "scripted", prefill_chunk=64)
-    waiting = [engine.open(core.Request(p, 30, "scripted", 5, **way)) for p in prompts]
+    waiting = [engine.open(core.Request(p, 30, "scripted", 5)) for p in prompts]
     sequences, running = list(waiting), []
     while waiting or running:
         running += waiting[:1]
