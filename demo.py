@@ -39,6 +39,10 @@ _MEANING = {
     "recovered": "the model's own, where a drafted token was rejected",
     "bonus": "the model's own next token",
 }
+_CHOICES = (
+    "a choice: K tokens are drafted, or none (K=0). α is the chance that a token is accepted, c\n"
+    "what it costs to draft it, in passes. Drafting pays if α is above break-even"
+)
 _PLAIN = "plain decoding"
 _DEMO_S, _MOST_S = 60.0, 120.0  # that repeats may take, and a single run
 _FEW, _SHORTEST = 8, 32  # tokens that tell how long a run takes; of a text, at least
@@ -281,7 +285,7 @@ def show_demo(engine: Engine, options: Options, plain_decode: Decode, given: Nam
     prompts = chosen_prompts(engine, options, given.prompts)
     if not given.json:
         print(setting(engine, options))
-        print(legend(colour), flush=True)
+        print(legend(colour), *[_CHOICES] * bool(engine.controller), sep="\n", flush=True)
     document: Json = {"prompts": [], "interrupted": False}
     seconds_a_token(engine, options, plain_decode)  # first calls are slow
     if (repeats := given.repeats) is None:
@@ -526,7 +530,7 @@ def print_prompt(result: Json, shown: str, colour: bool, is_chat: bool = False) 
         print(_ROW.format(*cells) + _doubt(run))
     for name, run in result["speculative"].items():
         if run["controller"]:
-            print(f"  {name if name == 'auto' else 'last'}: {run['controller']}")
+            print(f"  the last choice of {name}: {run['controller']}")
         for warning in run["warnings"]:
             print(f"{name}: {warning}")
     same = [run["identical"] for run in result["speculative"].values()]

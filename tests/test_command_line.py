@@ -184,7 +184,7 @@ def test_the_demo_prints_tables_and_says_why_k_was_chosen(main, monkeypatch):
     monkeypatch.setattr(core, "load_engine", load_engine)  # with a controller
     status, out, _ = main(*given)
     assert status == 0 and out.count("identical output: yes") == len(terminal.read_prompts())
-    assert "last: " in out and "α ." in out
+    assert "α is the chance" in out and "the last choice of ngram: " in out and "α ." in out
 
 
 def test_explain_shows_the_first_cycles_step_by_step(main):
