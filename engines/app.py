@@ -7,7 +7,6 @@ tell is null.
 """
 
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -16,8 +15,8 @@ from flask import Flask, Response, g, request
 import demo
 from control.statistics import FORMULAS, Statistics
 from drafters.panel import PLAIN
-from messages import Json, RequestError, Sampling
-from models.prompts import check_prompt, read_turns
+from messages import Json, RequestError
+from models.prompts import read_turns
 from page import register_page
 from serving.answers import body_of
 from serving.connection import CLIENT_BEHIND
@@ -65,10 +64,11 @@ def parse(body: Json, engine: Engine, options: Options) -> tuple[Wanted, bool, l
     defaults = options.for_requests | {"drafter": engine.drafter}
     is_seeded = body.get("seed", options.seed) is not None
     is_open = options.max_tokens is None and request.path == "/v1/chat/completions"
-    given, notes = parse_fields(
-        body, None, engine.choices, defaults, engine.name, engine.max_length
-    )
-    room = room_behind(given["prompt"], engine)
+    known = engine.name, engine.max_length, engine.vocab_size
+    given, notes = parse_fields(body, None, engine.choices, defaults, *known)
+    prompt, room = given["prompt"], engine.max_length
+    if isinstance(prompt[0], int):  # a text's tokens only the engine can count
+        room -= len(prompt)
     refuse_what_it_cannot(body, engine)
     stream, _ = given.pop("stream"), given.pop("compare")
     if is_open and body.get("max_tokens") is None:
@@ -81,23 +81,8 @@ def parse(body: Json, engine: Engine, options: Options) -> tuple[Wanted, bool, l
         given["max_tokens"] = room
     if not is_seeded:
         given["seed"] = None  # the engine's own noise: one seed a request would slow it down
-    sampling = Sampling(**{field.name: given.pop(field.name) for field in fields(Sampling)})
     is_chat = body.get("chat") is True
-    return Wanted(**given, sampling=sampling, is_chat=is_chat, is_streamed=stream), stream, notes
-
-
-def room_behind(prompt: Any, engine: Engine) -> int:
-    """How many tokens may follow; a text's own ones only the engine can count.
-
-    Raises RequestError for ids that leave no room, or are none.
-    """
-    if isinstance(prompt, str) or not isinstance(prompt[0], int):
-        return engine.max_length
-    try:
-        check_prompt(prompt, engine.max_length, engine.vocab_size)
-    except ValueError as error:
-        raise RequestError(str(error), param="prompt") from error
-    return engine.max_length - len(prompt)
+    return Wanted(**given, is_chat=is_chat, is_streamed=stream), stream, notes
 
 
 # ------------------------------------------------------------------------------------- answers

@@ -85,7 +85,8 @@ _CHECKS: dict[str, Check] = {
 }
 _KNOWN = dict.fromkeys([*_CHECKS, "prompt", "drafter", "model", "stream_options"])
 _REAL_NUMBERS = ("repetition_penalty", "temperature", "top_p", "min_p")
-SAMPLING_FIELDS = (*(field.name for field in fields(Sampling)), "seed")
+_SAMPLING = [field.name for field in fields(Sampling)]
+SAMPLING_FIELDS = (*_SAMPLING, "seed")
 
 
 def check_fields(body: Json) -> Json:
@@ -117,15 +118,29 @@ def unknown_model(wanted: Any, model: str) -> RequestError:
     return RequestError(message, param="model", status=404, code="model_not_found")
 
 
+def _read_prompt(
+    value: Any, is_chat: bool, tokenizer: Tokenizer | None, max_length: int, vocab_size: int
+) -> Any:
+    """The ids of a prompt, which leave room for more; without a tokenizer it may stay a text."""
+    prompt = (chat_ids if is_chat else prompt_ids)(value, tokenizer, max_length)
+    if not prompt or isinstance(prompt[0], int):  # a chat template may write nothing
+        try:
+            check_prompt(prompt, max_length, vocab_size)
+        except ValueError as error:
+            raise RequestError(str(error), param="prompt") from error
+    return prompt
+
+
 def parse_fields(
     body: Json, tokenizer: Tokenizer | None, drafters: Collection[str], defaults: Json,
-    model: str, max_length: int = 1 << 20,
+    model: str, max_length: int, vocab_size: int,
 ) -> tuple[Json, list[str]]:  # fmt: skip
     """Checked fields of a generate request, `defaults` filled in, and warnings about unknown ones.
 
-    `prompt` comes back as token ids, `stop` as a tuple, `drafter` as a name or None (for "none",
-    and without `speculative`), `logprobs` as a number or None, and `seed` as a number, by chance if
-    none was given. A null counts as absent. Raises RequestError, naming the field.
+    `prompt` comes back as _read_prompt has it, `stop` as a tuple, `drafter` as a name or None (for
+    "none", and without `speculative`), `logprobs` as a number or None, `seed` as a number, by
+    chance if none was given, and what Sampling has as `sampling`. A null counts as absent. Raises
+    RequestError, naming the field.
     """
     given = check_fields(body)
     if given.get("model", model) not in (model, model_id(model), PurePath(model).name):
@@ -139,8 +154,8 @@ def parse_fields(
     fields = flags | defaults | {name: given[name] for name in _CHECKS if name in given}
     for name in _REAL_NUMBERS:  # which JSON may write as 1 or 1.0
         fields[name] = float(fields[name])
-    read = chat_ids if fields.pop("chat", False) else prompt_ids
-    fields["prompt"] = read(given.get("prompt"), tokenizer, max_length)
+    is_chat = fields.pop("chat", False)
+    fields["prompt"] = _read_prompt(given.get("prompt"), is_chat, tokenizer, max_length, vocab_size)
     stop = given.get("stop", ())
     fields["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
     if "drafter" in given:
@@ -157,6 +172,7 @@ def parse_fields(
     logprobs = fields.get("logprobs", False)
     if isinstance(logprobs, bool):
         fields["logprobs"] = 0 if logprobs else None
+    fields["sampling"] = Sampling(**{name: fields.pop(name) for name in _SAMPLING})
     unknown = islice((name for name in body if name not in _KNOWN), _MAX_NAMED)
     notes = [f"unknown field {reprlib.repr(name)} was ignored" for name in unknown]
     if more := len(body) - len(body.keys() & _KNOWN.keys()) - len(notes):
@@ -173,13 +189,7 @@ def parse_request(
     """
     target = engine.target
     defaults = defaults | {"drafter": engine.default_drafter}
-    given, notes = parse_fields(
-        body, target.tokenizer, engine.panel.choices, defaults, target.name, target.max_length
-    )
-    try:
-        check_prompt(given["prompt"], target.max_length, target.vocab_size)
-    except ValueError as error:
-        raise RequestError(str(error), param="prompt") from error
+    known = target.name, target.max_length, target.vocab_size
+    given, notes = parse_fields(body, target.tokenizer, engine.panel.choices, defaults, *known)
     stream, compare = given.pop("stream"), given.pop("compare")
-    sampling = Sampling(**{field.name: given.pop(field.name) for field in fields(Sampling)})
-    return Request(**given, sampling=sampling), stream, compare, notes
+    return Request(**given), stream, compare, notes

@@ -287,7 +287,9 @@ def test_a_field_at_its_limits_is_taken_as_it_is_given():
 
     def parse(**body):
         body, drafters = {"prompt": "x"} | body, ["ngram", "mtp"]
-        return parse_fields(body, lambda *_, **__: {"input_ids": [7]}, drafters, DEFAULTS, "m")
+        known = DEFAULTS, "m", 256, 4096
+        fields, notes = parse_fields(body, lambda *_, **__: {"input_ids": [7]}, drafters, *known)
+        return fields | vars(fields.pop("sampling")), notes
 
     usual, _ = parse(**dict.fromkeys(TAKEN))
     assert usual.items() >= DEFAULTS.items() and usual["prompt"] == [7]
