@@ -547,7 +547,7 @@ class Engine:
         kept = s.append(judged, self.eos_ids)
         cache.keep(s.row, len(draft.tokens), way[: kept - 1])  # all but the pending token
         told = held, cache.lengths[s.row], cache.recurrent
-        cycle = Cycle(s.num_steps, draft, way, judged, kept, *told, logits, scores)
+        cycle = Cycle(s.num_steps, draft, draft.onward(way), judged, kept, *told, logits, scores)
         s.num_steps += 1
         s.statistics.record(cycle.num_drafted, cycle.kinds, cycle.num_beside)
         self.totals.note(cycle.num_drafted + cycle.num_beside, cycle.num_accepted)
@@ -557,16 +557,15 @@ class Engine:
         return cycle
 
     def judge(self, s: Sequence, draft: Draft, scores: Tensor) -> tuple[list[Judgement], list[int]]:
-        """Judge tokens up to the first rejected one, add the target's own; scores [n + 1, V].
-
-        The noise depends on the seed and the position alone, so no choice depends on the draft.
-        """
+        """Judge by the request's rule, and return what `verify` returns; scores [n + 1, V]."""
         sampling, position = s.request.sampling, len(s.tokens)
         if sampling.is_coupled:
+            # The noise depends on the seed and the position alone: no draft changes a choice.
             own = partial(choose, scores, sampling, s.noise)
             return verify(draft, lambda node, depth: own(position + depth, node + 1))
         p = truncated_softmax(scores, *sampling.transforms)
-        return verify_by_rejection(draft, p, s.noise, position), [*range(len(draft.tokens))]
+        judged = verify_by_rejection(draft, p, s.noise, position)
+        return judged, [i for i, judgement in enumerate(judged) if judgement.kind == "accepted"]
 
 
 # ---------------------------------------------------------------------------- plain decoding
@@ -604,8 +603,8 @@ def load_model(name: str, options: Options) -> CachedModel:
 
 def load_draft(options: Options) -> CachedModel | None:
     """The draft model, or None. Raises StartError only for a model that --draft-model names."""
-    name = options.model_of("draft_model")
     try:
+        name = options.model_of("draft_model")
         return load_model(name, options.for_draft) if name else None
     except loading.StartError as error:
         if options.draft_model:

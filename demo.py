@@ -284,8 +284,8 @@ def show_demo(engine: Engine, options: Options, plain_decode: Decode, given: Nam
     is_chat = options.is_chat(engine.target.tokenizer)
     prompts = chosen_prompts(engine, options, given.prompts)
     if not given.json:
-        print(setting(engine, options))
-        print(legend(colour), *[_CHOICES] * bool(engine.controller), sep="\n", flush=True)
+        told = [setting(engine, options), legend(colour)]
+        print(*told, *([_CHOICES] if engine.controller else []), sep="\n", flush=True)
     document: Json = {"prompts": [], "interrupted": False}
     seconds_a_token(engine, options, plain_decode)  # first calls are slow
     if (repeats := given.repeats) is None:

@@ -122,6 +122,15 @@ class Draft:
             ways.append([*(ways[parent] if parent >= 0 else []), i])
         return ways
 
+    def onward(self, way: list[int]) -> Sequence[int]:
+        """These indexes, and behind them first children to the end; of a chain, all of it."""
+        if self.parents is None:
+            return range(len(self.tokens))
+        way = list(way)
+        while children := self.children(way[-1] if way else -1):
+            way.append(children[0])
+        return way
+
     def chain(self, way: Sequence[int]) -> "Draft":
         """The tokens at these indexes, as a chain."""
         probs = self.probs if self.probs is None else self.probs[list(way)]
@@ -290,7 +299,7 @@ class Cycle:
 
     number: int  # 0 is the prefill
     draft: Draft
-    way: Sequence[int]  # indexes of its accepted tokens; they go on along first children
+    way: Sequence[int]  # the text's in it: accepted tokens, then those not judged (Draft.onward)
     judged: list[Judgement]
     num_kept: int  # of the emitted tokens
     held: int  # tokens in the KV cache after the verify
@@ -308,13 +317,6 @@ class Cycle:
 
     def __post_init__(self) -> None:
         # Once: these are asked for several times in every cycle.
-        if self.draft.parents is None:
-            self.way = range(len(self.draft.tokens))
-        else:  # what was drafted behind the last accepted token was not judged
-            way = list(self.way)
-            while children := self.draft.children(way[-1] if way else -1):
-                way.append(children[0])
-            self.way = way
         self.emitted = [judgement for judgement in self.judged if judgement.kind != "rejected"]
         self.tokens = self.emitted[: self.num_kept]
         self.is_whole = self.num_kept == len(self.emitted)
@@ -329,7 +331,7 @@ class Cycle:
         return [self.draft.tokens[i] for i in self.way]
 
     def along(self, rows: Tensor) -> Tensor:
-        """Of rows [m + n, …], the last n of drafted tokens: the first m, and those of the way."""
+        """The rows of tokens on the text's way, of rows [m + n, …] whose last n are the draft's."""
         if self.draft.parents is None:
             return rows
         first = len(rows) - len(self.draft.tokens)

@@ -213,9 +213,8 @@ class Planner:
             # What a cut has left of a draft does not say that the drafter stopped.
             asked = seat.num_asked if cycle.is_whole else cycle.num_drafted
             seen = cycle.num_drafted, cycle.num_accepted, asked
-            if sure := cycle.draft.confidence:
-                sure = [sure[i] for i in cycle.way[: cycle.num_drafted]]
-            record.learn_confidence(sure, seen[1])
+            sure, way = cycle.draft.confidence, cycle.way[: cycle.num_drafted]
+            record.learn_confidence([sure[i] for i in way] if sure else [], seen[1])
             if draft and draft.num_forwards:  # the drafter says
                 record.learn_steps(draft.num_forwards, len(draft.tokens))
         elif draft is not None:

@@ -18,8 +18,7 @@ from .tree import branches
 
 __all__ = [
     "NAMES", "Context", "Draft", "Drafter", "Noise", "Sampling", "Verdict", "branches",
-    "check_words",
-    "load", "load_all",
+    "check_words", "load", "load_all",
 ]  # fmt: skip
 
 # By name; a module is imported when its drafter is first asked for.

@@ -46,7 +46,6 @@ _MOST_VALUES = 4096  # of an array that describes a config, such as one for each
 _PIECE = 1 << 18  # weights that a thread unpacks at once: what numpy makes of them stays in caches
 _TYPES = {bool: 7, int: 4, float: 6, str: 8}  # GGUF's numbers for them, which transformers asks for
 _ARRAY = 9
-_HEADS = "attention.head_count", "attention.head_count_kv"
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 Weights = dict[str, torch.Tensor]
 
@@ -69,10 +68,10 @@ def _what_it_lacks(file: GgufFile) -> str | None:
     if not file.tensors:
         return "has no weights"
     architecture = file.metadata["general.architecture"]
-    has_heads = not architecture.startswith(("mamba", "rwkv"))
-    for name in ("embedding_length", *_HEADS) if has_heads else ():
+    for name in ("embedding_length", "attention.head_count", "attention.head_count_kv"):
         value = file.metadata.get(key := f"{architecture}.{name}")
-        if type(value) is int and value < 1:
+        has_none = architecture.startswith(("mamba", "rwkv"))
+        if type(value) is int and value < 1 and not has_none:
             return f"says that {key!r:.80} is {value}: download it again"
     key = f"{architecture}.block_count"
     layers = file.metadata.get(key, 1)

@@ -92,14 +92,15 @@ def look_at(
     Raises StartError for one that is broken or missing, and what `compare` raises for the names and
     the tokens of two GGUF files.
     """
-    names = [] if draft is None else [draft, target]
-    tokens = list[Texts | None]()
+    if draft is None:
+        return
+    names, tokens = [draft, target], list[Texts | None]()
     for name in names:
         with _told(name, "", options):
             tokens.append(_tokens_of(place_of(name)))
-    if all(tokens) and len({own.tobytes() for own in tokens if own}) > 1:
-        with _told(names[0], "its tokens: ", options):
-            words = [{token: i for i, token in enumerate(own or ())} for own in tokens]
+    if all(tokens) and tokens[0].tobytes() != tokens[1].tobytes():
+        with _told(draft, "its tokens: ", options):
+            words = [{token: i for i, token in enumerate(own)} for own in tokens]
         compare(names, words)
 
 

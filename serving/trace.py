@@ -81,7 +81,7 @@ def _details(s: TextSequence, cycle: Cycle, event: Json) -> Json:
         asked["prompt_tail"] = [s.tokenizer.decode([i]) for i in prompt[-_TAIL_SHOWN:]]
     asked["target_argmax"] = scores.argmax(-1).tolist()
     asked["target_top"] = _leaders(s, event, scores[: cycle.num_kept])
-    asked["distributions"] = _distributions(s, cycle)
+    asked["distributions"] = _distributions(s, cycle, scores[: cycle.num_kept])
     ids = {*cycle.draft.tokens, *asked["target_argmax"]}
     shown = chain(event["tokens"], *asked["target_top"], *asked["distributions"])
     ids |= {token["id"] for token in shown}
@@ -120,7 +120,7 @@ def _leaders(s: TextSequence, event: Json, scores: Tensor) -> list[list[Json]]:
     return result
 
 
-def _distributions(s: TextSequence, cycle: Cycle) -> list[list[Json]]:
+def _distributions(s: TextSequence, cycle: Cycle, scores: Tensor) -> list[list[Json]]:
     """The likeliest tokens where each new one was chosen: those of the target and of the drafter.
 
     An entry is {id, score, p}, by falling p; the drafted and the chosen token are among them.
@@ -130,7 +130,7 @@ def _distributions(s: TextSequence, cycle: Cycle) -> list[list[Json]]:
     log q.
     """
     sampling, count = s.request.sampling, cycle.num_kept
-    scores, probs = cycle.along(cycle.scores)[:count], cycle.draft.chain(cycle.way).probs
+    probs = None if cycle.draft.probs is None else cycle.along(cycle.draft.probs)
     p = scores.softmax(-1) if sampling.is_greedy else log_probabilities(scores, sampling).exp()
     result = []
     for row, token in enumerate(cycle.tokens):

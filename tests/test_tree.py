@@ -261,7 +261,7 @@ def test_a_way_goes_on_behind_what_the_target_refused():
     kinds = [(2, "accepted"), (3, "accepted"), (5, "rejected"), (9, "recovered")]
     assert (judged, way) == ([core.Judgement(*kind) for kind in kinds], [1, 3])
     logits = torch.arange(8.0)
-    cycle = core.Cycle(1, tree, way, judged, 3, 9, 4, [], logits, logits)
+    cycle = core.Cycle(1, tree, tree.onward(way), judged, 3, 9, 4, [], logits, logits)
     assert (cycle.proposals, cycle.way, cycle.num_beside) == ([2, 3, 5, 7], [1, 3, 4, 6], 3)
     assert cycle.along(logits).tolist() == [0, 2, 4, 5, 7]
     assert cycle.along(torch.arange(10.0)).tolist() == [0, 1, 2, 4, 6, 7, 9]
