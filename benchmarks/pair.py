@@ -92,9 +92,10 @@ def write(server: Server, fields: dict[str, Any], prompts: list[str], count: int
 
 def commands(given: Any) -> dict[str, list[str]]:
     """How each server is started."""
-    options = f"--host {HOST} --ctx-size 4096 --threads {torch.get_num_threads()} --cache-ram 0"
+    size = max(4096, 2048 * given.clients)  # llama-server's clients share it
+    options = f"--host {HOST} --ctx-size {size} --parallel {given.clients} --cache-ram 0"
+    options += f" --threads {torch.get_num_threads()}"
     llama = [given.llama, "--model", given.target, *options.split()]
-    llama += ["--parallel", str(given.clients)]
     n_gram = "--spec-type ngram-simple --spec-ngram-simple-size-n 3 --spec-ngram-simple-size-m 5"
     found = {PLAIN: llama, "llama-server, n-gram": llama + n_gram.split()}
     ours = [*OURS, *FORGETFUL, "--model", given.target, "--max-model-len", "4096"]
