@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -19,6 +20,8 @@ from exactness import ODD, compare_forwards, examine
 from families import save_small
 from torch import nn
 
+from kernels import library
+from kernels.forward import KernelForward
 from kernels.rowwise import RowWise
 from kernels.start import speed_up
 from kernels.weights import PanelLinear
@@ -42,6 +45,35 @@ def test_what_is_said_to_be_exact_is(model, dtype, threads):
     assert_claim_holds(found)
     if dtype == "float32":  # any CPU sums 8 rows and 512 keys in one order
         assert found["is_exact"], found["report"]
+
+
+@pytest.mark.parametrize("way", ["AVX-512 VNNI AMX", "AVX-512 VNNI BF16", "AVX2"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_health_says_what_may_differ_on_another_cpu(family, dtype, way, tiny_folder, monkeypatch):
+    target = core.load_model(str(tiny_folder(family)), core.Options(dtype=dtype))
+    speed_up(target)
+    monkeypatch.setattr(library, "instructions", lambda: way)
+    found = target.fast.report()
+    assert found.as_dict()["exception"] == found.exception
+    assert bool(found.exception) == (dtype == "bfloat16" and way != "AVX2")
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(60.0, 6), (-1.0, 1)])
+def test_a_slow_model_is_tried_on_fewer_rows_at_its_start(tiny_folder, seconds, count, monkeypatch):
+    target, fed = core.load_model(str(tiny_folder("llama")), core.Options()), list[int]()
+    speed_up(target)
+
+    def wrong_alone(rows, ids, wanted):
+        fed.extend(wanted)
+        found = forward(rows, ids, wanted)
+        return replace(found, logits=[own + (len(own) == 1) for own in found.logits])
+
+    forward = target.fast.__call__
+    monkeypatch.setattr(KernelForward, "__call__", lambda _, *given: wrong_alone(*given))
+    monkeypatch.setattr("kernels.forward._TRIED_S", seconds)
+    assert target.fast.report().doubt == "decoding and verifying differ"
+    assert fed == [6, *[1] * count]
 
 
 # oneDNN and MKL ignore a setting that the CPU does not have: every machine runs what it can.
