@@ -232,28 +232,22 @@ def check_weights(name: str, report: dict[str, Any]) -> None:
     `report` is what from_pretrained tells. Tied weights and weights for other heads, such as MTP
     layers, are not in it.
     """
-    asks, hint = "config.json asks for", ""
-    if is_gguf(name):
-        asks, hint = "header asks for", ": download it again"
-    missing = sorted(report["missing_keys"])
+    kinds = "missing_keys", "mismatched_keys", "unexpected_keys"
+    missing, sizes, unread = (sorted(report[kind]) for kind in kinds)
+    source, hint = ("header", " (fetch it again)") if is_gguf(name) else ("config.json", "")
     if missing:
-        unread = sorted(report["unexpected_keys"])
         renamed = f" (not used: {len(unread)} in the file, first {unread[0]})" if unread else ""
         raise StartError(
-            f"{name} lacks {len(missing)} of the weights that its {asks}, first "
-            f"{missing[0]}{renamed}{hint}"
+            f"{name} lacks {len(missing)} of the weights that its {source} asks for, "
+            f"first {missing[0]}{renamed}{hint}"
         )
-    sizes = sorted(report["mismatched_keys"])
     if sizes:
         key, found, wanted = sizes[0]
         raise StartError(
-            f"{name} has another size than its {asks} in {len(sizes)} of its weights, "
+            f"{name} has another size than its {source} asks for in {len(sizes)} of its weights, "
             f"first {key}: {list(found)} instead of {list(wanted)}{hint}"
         )
-    if report["error_msgs"]:
-        raise StartError(f"cannot load {name}: {in_short(report['error_msgs'][0])}")
-    if report["unexpected_keys"]:
-        unread = sorted(report["unexpected_keys"])
+    if unread:
         LOG.warning("%s: not used: %d weights, first %s", name, len(unread), unread[0])
 
 
