@@ -500,18 +500,15 @@ BROKEN = [  # a key of a good file, another number for it, and what is said
 ]
 
 
-@pytest.mark.parametrize(
-    ("which", "key", "number", "reason"),
-    [*(("model", *row) for row in BROKEN), ("draft_model", *BROKEN[0])],
-)
-def test_a_file_that_cannot_be_read_is_one_line(files, tmp_path, which, key, number, reason):
+@pytest.mark.parametrize(("key", "number", "reason"), BROKEN)
+def test_a_file_that_cannot_be_read_is_one_line(files, tmp_path, key, number, reason):
     path, good = tmp_path / "broken.gguf", files["q8_0"].read_bytes()
     if number is not None:
         path.write_bytes(asking(good, key, number))
     else:  # an unknown architecture, or half of the file
         path.write_bytes(good.replace(b"llama", b"martn", 1) if key else good[: len(good) // 2])
     with pytest.raises(loading.StartError) as error:
-        load(**{"model": files["q8_0"], which: path})
+        load(model=path)
     message = str(error.value)
     assert reason in message and "broken.gguf" in message and "\n" not in message, message
 
