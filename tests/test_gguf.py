@@ -291,7 +291,9 @@ def test_panels_that_differ_from_the_file_are_refused(files, monkeypatch, tmp_pa
 
 
 @needs_compiler
-def test_the_latest_comparisons_are_remembered(files, tmp_path, monkeypatch):
+def test_a_file_is_compared_once_and_the_latest_comparisons_are_remembered(
+    files, tmp_path, monkeypatch
+):
     monkeypatch.setattr(reference, "cache_folder", lambda: tmp_path)
     monkeypatch.setattr(reference, "_MOST_NOTES", 1)
     (tmp_path / "compared").mkdir()
@@ -300,6 +302,7 @@ def test_the_latest_comparisons_are_remembered(files, tmp_path, monkeypatch):
     load(model=files["q8_0"])
     (kept,) = (tmp_path / "compared").iterdir()
     assert kept.name != "old"
+    assert core.load_model(str(files["q8_0"]), core.Options()).reference is None
 
 
 @needs_compiler
