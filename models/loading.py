@@ -20,7 +20,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cach
 from kernels.files import own_weights, why_not_loaded
 from messages import in_short
 
-from . import StartError, gguf_packed, mimo
+from . import StartError, gguf_packed, mimo  # noqa: F401  (transformers then knows MiMo)
 from .catalogue import entry_of, likely, place_of
 from .gguf_file import Texts, is_gguf
 from .gguf_model import config_of, load_model, open_model
@@ -119,7 +119,6 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
     Raises StartError if it is missing, broken or of a kind that the KV cache cannot serve.
     """
     given = name
-    mimo.register()
     name = place_of(name)
     PROGRESS.info("reading the weights of %s", Path(name).name)
     device = options.device
