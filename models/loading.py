@@ -22,7 +22,7 @@ from messages import in_short
 
 from . import StartError, gguf_packed, mimo  # noqa: F401  (transformers then knows MiMo)
 from .catalogue import entry_of, likely, place_of
-from .gguf_file import Texts, is_gguf
+from .gguf_file import GgufFile, Texts, is_gguf
 from .gguf_model import config_of, load_model, open_model
 from .gguf_tokenizer import tokenizer_of
 from .prompts import Tokenizer
@@ -34,6 +34,7 @@ PROGRESS = logging.getLogger("progress")
 
 LONGEST_DEFAULT = 8192  # a cache for 128k tokens is for those who ask for it
 Read = tuple[PreTrainedModel, Tokenizer, dict[str, Any]]  # and what transformers tells of it
+_looked_at: dict[str, GgufFile] = {}  # open until they are read, so that headers are parsed once
 _WORDS_KEPT = 1000  # by a tokenizer, which then knows their tokens; 8 KiB each where they are long
 
 
@@ -68,6 +69,8 @@ def _told(name: str, part: str, options: ModelOptions) -> Iterator[None]:
             reason = "it brings code of its own, which is run with --trust-remote-code only"
         elif "file named model.safetensors" in reason and not options.allow_pickle:
             reason += " (other files can run code, and are loaded with --allow-pickle only)"
+        elif reason.startswith("GGUF model with architecture"):
+            reason += " Give its folder or hub id instead"
         raise StartError(f"cannot load {name}{kind}: {part}{reason}") from error
 
 
@@ -109,8 +112,8 @@ def _tokens_of(place: str) -> Texts | None:
     if not is_gguf(place):
         _check_folder(place)
         return None
-    with open_model(place) as file:
-        return file.metadata["tokenizer.ggml.tokens"]
+    file = _looked_at[place] = open_model(place)
+    return file.metadata["tokenizer.ggml.tokens"]
 
 
 def load_pretrained(name: str, options: ModelOptions) -> Loaded:
@@ -146,7 +149,7 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
 
 def _read_file(name: str, dtype: str, options: ModelOptions) -> Read:
     """What is read of a GGUF file."""
-    with open_model(name) as file:
+    with _looked_at.pop(name, None) or open_model(name) as file:
         config = config_of(file)
         with _told(name, "its tokenizer: ", options):
             tokenizer = tokenizer_of(file)

@@ -46,10 +46,11 @@ def interleaved(weight, num_heads):
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
-def write_gguf(folder, path, kind, given=None, pre="smollm"):
+def write_gguf(folder, path, kind, given=None, pre="smollm", more=(), **way):
     """A tiny Llama's folder as a GGUF file, its matrices in `kind` (None: float32).
 
-    `given` has blocks and their kinds by name.
+    `given` has blocks and their kinds by name, `more` other tensors, `way` what gguf's writer is
+    told.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config, weights = model.config, numbers_of(model)
@@ -57,7 +58,8 @@ def write_gguf(folder, path, kind, given=None, pre="smollm"):
     for name, values in weights.items():
         if count := heads.get(name.split(".")[-2]):
             weights[name] = interleaved(values, count)
-    fill(begun(path, "llama", config, folder, pre), weights, kind, given or {})
+    weights |= dict(more)
+    fill(begun(path, "llama", config, folder, pre, **way), weights, kind, given or {})
     return path
 
 
@@ -73,7 +75,7 @@ def fill(writer, weights, kind, given=()):
     """Write the file, its matrices in `kind` under llama.cpp's names."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[writer.arch.upper()], 4)
     for name, values in weights.items():
-        name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        name = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
         if name in given:
             blocks, own = given[name]
             writer.add_tensor(name, blocks, raw_dtype=own)
@@ -91,12 +93,12 @@ def tell(writer, **facts):
         getattr(writer, f"add_{name}")(value)
 
 
-def begun(path, architecture, config, folder, pre="smollm"):
+def begun(path, architecture, config, folder, pre="smollm", **way):
     """The header of a GGUF file: a config, and the tokenizer of a folder."""
     model = json.loads((folder / "tokenizer.json").read_text("utf-8"))["model"]
     words = sorted(model["vocab"], key=model["vocab"].get)
     words += [f"[PAD{i}]" for i in range(len(words), config.vocab_size)]
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, **way)
     tell(
         writer, name="tiny", context_length=config.max_position_embeddings,
         embedding_length=config.hidden_size, block_count=config.num_hidden_layers,
@@ -175,9 +177,12 @@ def test_a_file_in_float32_is_the_model_that_it_was_made_of(files, tiny_folder, 
     torch.testing.assert_close(logits_of(target), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_target_and_draft_may_be_quantised_differently(files, prompts, way):
+def test_target_and_draft_may_be_quantised_differently(files, prompts, way, monkeypatch):
     """What is drafted is mostly accepted, and texts are plain decoding's, in one call of C."""
+    opened = []
+    monkeypatch.setattr(loading, "open_model", lambda path: opened.append(path) or open_model(path))
     engine = load(model=files["q8_0"], draft_model=files["q4_0"], drafter="draft_model")
+    assert opened == [str(files["q4_0"]), str(files["q8_0"])]  # each header is parsed once
     told = story.weights_of(engine, core.Options())
     if library.why_not() is None:
         assert told["dtype"] == "packed" and 0 < told["weight_bytes"] < 1.2 * told["parameters"]
@@ -494,11 +499,11 @@ BROKEN = [  # a key of a good file, another number for it, and what is said
     ("llama.embedding_length", 1 << 30, MORE),
     ("llama.feed_forward_length", 1 << 30, MORE),
     ("llama.block_count", 1 << 31, "and 'llama.block_count' is 2147483648"),
-    ("llama.block_count", 1, "has weights of block 1, and llama.block_count is 1"),
+    ("llama.block_count", 1, "has weights of block 1, and 'llama.block_count' is 1 (fetch it"),
     ("llama.feed_forward_length", 96, "weights, first model.layers.0.mlp.down_proj.weight: [32"),
-    ("llama.attention.head_count_kv", 0, "says that 'llama.attention.head_count_kv' is 0: down"),
+    ("llama.attention.head_count_kv", 0, "says that 'llama.attention.head_count_kv' is 0 (fetch"),
     ("tokenizer.ggml.eos_token_id", 4096, "eos_token_id is 4096, which is no token's id"),
-    ("llama", None, "martn"),
+    ("llama", None, "martn is not supported yet. Give its folder or hub id instead"),
     (None, None, "is damaged or cut off"),
 ]
 
@@ -530,6 +535,13 @@ def test_a_broken_or_missing_draft_is_refused_before_its_target_is_read(
     }.items():
         with pytest.raises(ValueError, match=reason):
             load(model=files["q8_0"], draft_model=tmp_path / name)
+
+
+def test_layers_of_an_mtp_head_behind_the_others_are_no_fault(tiny_folder, tmp_path):
+    names = "blk.2.attn_norm.weight", "blk.2.nextn.enorm.weight"
+    more = {name: np.ones(32, np.float32) for name in names}
+    path = write_gguf(tiny_folder("llama"), tmp_path / "a.gguf", Q8_0, more=more)
+    assert all(model.config.num_hidden_layers == 2 for model in packed(path))
 
 
 @needs_compiler
