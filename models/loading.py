@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -285,14 +284,6 @@ def _fit(model: PreTrainedModel, tokenizer: Tokenizer, name: str, options: Model
     """The model with a context that suits it. Raises StartError if the KV cache cannot serve it."""
     config = model.config.get_text_config()
     title = f"{name} ({config.model_type})"
-    # ALiBi's position bias cannot be given as a 4-D mask.
-    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
-        raise StartError(f"{title} uses ALiBi, which is not supported")
-    recurrent = f"{title} has recurrent layers of a kind that is not supported yet"
-    if "position_ids" not in signature(model.forward).parameters:
-        if model._is_stateful:
-            raise StartError(recurrent)
-        raise StartError(f"{title} counts positions itself, so texts cannot share its forwards")
     longest = getattr(config, "max_position_embeddings", None)
     longest = LONGEST_DEFAULT if longest is None else longest
     if type(longest) is not int or longest < 2:
@@ -304,11 +295,10 @@ def _fit(model: PreTrainedModel, tokenizer: Tokenizer, name: str, options: Model
     try:
         structure = examine(model, length)
     except UnsupportedModel as error:
-        raise StartError(
-            recurrent if model._is_stateful else f"{title} {in_short(error)}"
-        ) from error
-    if model._is_stateful and not structure.is_recurrent:
-        raise StartError(recurrent)
+        reason = in_short(error)
+        if model._is_stateful:
+            reason = "has recurrent layers of a kind that is not supported yet"
+        raise StartError(f"{title} {reason}") from error
     if structure.length < length and options.max_model_len:
         raise StartError(
             f"{title} attends in chunks, which is supported within the first one only: "

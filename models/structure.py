@@ -12,6 +12,7 @@ Another rule, such as llama4's chunks, is served for the positions at which it a
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -58,8 +59,15 @@ def examine(model: PreTrainedModel, length: int) -> Structure:
     are none. Raises UnsupportedModel.
     """
     config = model.config.get_text_config()
+    # ALiBi's position bias cannot be given as a 4-D mask.
+    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        raise UnsupportedModel("uses ALiBi, which is not supported")
+    if "position_ids" not in signature(model.forward).parameters:
+        raise UnsupportedModel("counts positions itself, so texts cannot share its forwards")
     kinds = getattr(config, "layer_types", None) or []
     rules, num_cache_layers, is_recurrent = _read(model)
+    if model._is_stateful and not is_recurrent:
+        raise UnsupportedModel("keeps states outside its cache")
     windows: dict[str, int | None] = {}
     known = dict[Rule, tuple[int | None, int]]()  # most layers share one
     for layer, rule in sorted(rules.items()):
