@@ -10,10 +10,9 @@ Weights are the numbers of gguf's own `dequantize`, rounded once to the dtype as
 import re
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import cache, partial
+from functools import cache
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from tqdm import tqdm
+from tqdm.contrib.concurrent import thread_map
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.integrations.gguf import GGUF_ARCHS, GGUF_CONFIG_ARCHS, get_gguf_config
@@ -246,14 +245,8 @@ def unpacked(file: GgufFile, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor
 def all_at_once(work: Callable[[Tensor], None], file: GgufFile) -> None:
     """Have all cores work on a file's tensors, the largest first."""
     tensors = sorted(file.tensors.values(), key=lambda tensor: -tensor.num_bytes)
-    shown = partial(tqdm, disable=None, desc="Reading weights", total=len(tensors))
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        try:
-            for _ in shown(pool.map(work, tensors)):
-                pass
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+    told = {"disable": None, "desc": "Reading weights"}
+    thread_map(work, tensors, max_workers=torch.get_num_threads(), **told)
 
 
 def _brief(value: Any) -> Any:
