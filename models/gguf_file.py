@@ -22,7 +22,7 @@ import re
 import stat
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -76,7 +76,7 @@ class Tensor:
         return self.shape[-1] // block * num_bytes
 
 
-class Texts(Sequence[str]):
+class Texts:
     """An array of texts. Each is decoded when asked for."""
 
     def __init__(self, packed: bytearray, starts: "array[int]") -> None:
@@ -85,8 +85,7 @@ class Texts(Sequence[str]):
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    def __getitem__(self, index: Any) -> Any:
-        index = range(len(self))[index]
+    def __getitem__(self, index: int) -> str:
         return self._packed[self._starts[index] + 8 : self._starts[index + 1]].decode()
 
     def tobytes(self) -> bytes:

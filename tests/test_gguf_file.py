@@ -68,7 +68,10 @@ def test_a_header_is_what_gguf_s_own_reader_finds(tmp_path, version):
     with GgufFile(path) as ours:
         for key, value in ours.metadata.items():
             expected = theirs.fields[key].contents()
-            assert (list(value) if isinstance(value, Texts | np.ndarray) else value) == expected
+            if isinstance(value, Texts | np.ndarray):
+                assert len(value) == len(expected) and value[1] == expected[1]
+                value = list(value)
+            assert value == expected
         assert len(ours.metadata) == len(KEYS)
         for tensor in theirs.tensors:
             mine = ours.tensors[tensor.name]
@@ -88,15 +91,6 @@ def test_a_fingerprint_depends_on_the_data_too(tmp_path):
         os.utime(path, (0, 0))
         found.append(GgufFile(path).fingerprint)
     assert found[0] == found[1] != found[2]
-
-
-def test_texts_are_a_sequence(tmp_path):
-    with GgufFile(write(tmp_path / "a.gguf")) as file:
-        words = file.metadata["tokenizer.ggml.tokens"]
-    assert list(words) == [words[i] for i in range(4)] == ["a", "", "日本", "b" * 300]
-    assert words[-2] == "日本" and "" in words and len(words) == 4
-    with pytest.raises(IndexError):
-        words[4]
 
 
 def tensor(*fields):
