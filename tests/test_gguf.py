@@ -29,6 +29,7 @@ from server import LIMIT_S, at_once, free_port
 from test_gguf_file import MANY, MUTATIONS, mutated, settled
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
+from demo_models.heads import write_gguf as finish
 from kernels import decoder, library, start
 from models import catalogue, gguf_packed, loading, reference
 from models.gguf_file import BadFile, GgufFile
@@ -74,17 +75,17 @@ def numbers_of(model):
 def fill(writer, weights, kind, given=()):
     """Write the file, its matrices in `kind` under llama.cpp's names."""
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[writer.arch.upper()], 4)
+    tensors = []
     for name, values in weights.items():
         name = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
         if name in given:
             blocks, own = given[name]
             writer.add_tensor(name, blocks, raw_dtype=own)
-        elif kind is None or values.ndim == 1 or "ffn_gate_inp." in name:
-            writer.add_tensor(name, values.astype(np.float32))
         else:
-            values = gguf.quants.quantize(np.ascontiguousarray(values), kind)
-            writer.add_tensor(name, values, raw_dtype=kind)
-    finish(writer)
+            is_packed = kind and values.ndim > 1 and "ffn_gate_inp." not in name
+            own = kind.name if is_packed else "F32"
+            tensors.append((name, np.ascontiguousarray(values), own))
+    finish(writer, (), tensors)
 
 
 def tell(writer, **facts):
@@ -113,13 +114,6 @@ def begun(path, architecture, config, folder, pre="smollm", **way):
     return writer
 
 
-def finish(writer):
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def random_blocks(num_rows, width, kind):
     """Any bytes are a block."""
     block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
@@ -131,7 +125,7 @@ def write_matrix(path, blocks, kind):
     """A file with nothing else, named a."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tensor("a", blocks, raw_dtype=kind)
-    finish(writer)
+    finish(writer, (), ())
 
 
 @pytest.fixture(scope="module")
@@ -423,8 +417,7 @@ def write_sentencepiece(path):
         token_types=[2, 3, 3, *[6] * 256, 4] + [1] * len(words),
         bos_token_id=1, eos_token_id=2, unk_token_id=0, block_count=1,
     )  # fmt: skip
-    writer.add_tensor("output_norm.weight", np.ones(8, np.float32))
-    finish(writer)
+    finish(writer, (), [("output_norm.weight", np.ones(8, np.float32), "F32")])
 
 
 def texts(count, special):
@@ -466,21 +459,6 @@ def test_a_file_s_tokenizer_is_transformers_conversion(tiny_folder, tmp_path, ca
     ids = ours(given)["input_ids"]
     assert ids == theirs(given)["input_ids"]
     assert ours.batch_decode(ids) == theirs.batch_decode(ids)
-
-
-def test_only_the_file_that_was_named_is_read(files, tmp_path, monkeypatch):
-    """Not one of the same name in the working directory, nor a tokenizer beside it."""
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    shutil.copy(files["q8_0"], mine / "model.gguf")
-    shutil.copy(files["q4_0"], tmp_path / "model.gguf")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (mine / name).write_text("{}")
-    monkeypatch.chdir(tmp_path)
-    names = "mine/model.gguf", str(files["q8_0"])
-    ours, right = (loading.load_pretrained(name, core.Options()) for name in names)
-    assert_same_weights(ours.model, right.model)
-    assert ours.tokenizer.get_vocab() == right.tokenizer.get_vocab()
 
 
 def test_the_path_of_a_file_is_not_published(files):
