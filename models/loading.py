@@ -285,7 +285,7 @@ def _fit(model: PreTrainedModel, tokenizer: Tokenizer, name: str, options: Model
     config = model.config.get_text_config()
     title = f"{name} ({config.model_type})"
     longest = getattr(config, "max_position_embeddings", None)
-    longest = LONGEST_DEFAULT if longest is None else longest
+    longest = LONGEST_DEFAULT if longest in (None, -1) else longest  # XLNet says -1
     if type(longest) is not int or longest < 2:
         raise StartError(f"{title}: max_position_embeddings must be 2 or more, not {longest!r:.50}")
     shortest, longest = contexts(model, longest)
