@@ -40,7 +40,7 @@ _NUM_COMPARED = 128  # the last tokens of a text
 _ROUNDINGS = 32  # of the largest logit, that may add up
 _SHAKES = 8  # times the effect of shaken embeddings; about 2 was the most that was seen
 _SHARE_OF_LARGEST = 1e-3  # in mixtures: another expert for one token moves those after it by less
-_CODE = "kernels", "models", "serving"  # folders whose code a comparison depends on
+_CODE = "*.py", "kernels/*.[chp]*", "models/*.py"  # that a comparison depends on
 _SHARE_PACKED = 0.05  # where a rounding may make an input another number of 8 bits
 _MOST_NOTES = 100  # of files that were compared; a new version of this code writes them anew
 _BATCHES = (6, 1), (1, 4), (3, 6), (2, 2)  # tokens of the text and of its neighbour, in turn
@@ -125,7 +125,7 @@ def _note(cached: Model) -> Path | None:
     """Where it is noted that a file was compared by this code; None if it is no packed file."""
     if cached.fingerprint is None:
         return None
-    code = [path.read_bytes() for name in _CODE for path in sorted((ROOT / name).glob("*.[chp]*"))]
+    code = [path.read_bytes() for part in _CODE for path in sorted(ROOT.glob(part))]
     versions = torch.__version__, transformers.__version__, str(cached.max_length)
     digest = hashlib.sha256(b"".join(code) + " ".join((cached.fingerprint, *versions)).encode())
     return cache_folder() / "compared" / digest.hexdigest()

@@ -15,6 +15,7 @@ import time
 import zipfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import hypothesis
@@ -302,6 +303,17 @@ def test_a_file_is_compared_once_and_the_latest_comparisons_are_remembered(
     (kept,) = (tmp_path / "compared").iterdir()
     assert kept.name != "old"
     assert core.load_model(str(files["q8_0"]), core.Options()).reference is None
+
+
+def test_a_file_is_compared_again_where_code_has_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr(reference, "ROOT", tmp_path)
+    files = [tmp_path / name for name in ("core.py", "kernels/a.c", "models/b.py")]
+    cached, notes = SimpleNamespace(fingerprint="", max_length=1), [None]
+    for file in files:
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("x")
+        notes.append(reference._note(cached))
+        assert notes[-1] not in notes[:-1]
 
 
 @needs_compiler
