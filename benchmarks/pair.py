@@ -22,6 +22,8 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
+from shutil import which
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -196,6 +198,9 @@ def main(arguments: list[str] | None = None) -> None:
     bench.add_count(options, "--tokens", 2, 1000, 96, "a request, at most")
     bench.add_count(options, "--k", 1, 16, 4, "tokens that the draft model proposes")
     given = options.parse_args(arguments)
+    for path in filter(None, (which(given.llama) or given.llama, given.target, given.draft)):
+        if not Path(path).is_file():
+            options.error(f"there is no file {path}")
     bench.report(__spec__.name, arguments, given, measure(given))
 
 

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 import benchmarks
 from messages import Request, Sampling
+from models.prompts import chat_ids
 
 from . import corpus, prompts
 
@@ -99,12 +100,7 @@ class Writer:
         made += [prompts.about(text, number + i) for i, text in enumerate(about)]
         ready, begin = prompts.prompts(), number * third
         made += [ready[(begin + i) % len(ready)] for i in range(PER_FILE - len(made))]
-        return [self._templated(text) for text in made]
-
-    def _templated(self, text: str) -> list[int]:
-        chat = [{"role": "user", "content": text}]
-        whole = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        return self.tokenizer(whole, add_special_tokens=False)["input_ids"]
+        return [chat_ids(text, self.tokenizer, self.engine.target.max_length) for text in made]
 
     def _written(self, number: int, seed: int) -> list[str]:
         """Up to `number` prompts that a chat model writes in its user's place."""

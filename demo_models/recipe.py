@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from . import answers
 from .answers import Text
@@ -240,20 +241,7 @@ class Student(ABC):
         """Write the public layout."""
 
 
-class Keys:
-    """What a layer's attention sees in the place of a KV cache: all that it was given, in order."""
-
-    def __init__(self) -> None:
-        self.pairs: list[tuple[Tensor, Tensor]] = []
-
-    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Add keys and values [B, H, m, d]; returns all of them."""
-        self.pairs.append((key, value))
-        keys, values = zip(*self.pairs, strict=True)
-        return torch.cat(keys, 2), torch.cat(values, 2)
-
-
-Run = Callable[[Tensor, Tensor, Tensor, Tensor, Keys], Tensor]
+Run = Callable[[Tensor, Tensor, Tensor, Tensor, DynamicLayer], Tensor]
 
 
 def unroll(student: Student, run: Run, first: Tensor, batch: Batch, places: Tensor) -> Iterator:
@@ -261,7 +249,7 @@ def unroll(student: Student, run: Run, first: Tensor, batch: Batch, places: Tens
 
     run(embeds, hidden, positions, mask, keys) gives the next h; positions count from the place.
     """
-    keys, length, count = Keys(), batch.tokens.shape[1], places.shape[1]
+    keys, length, count = DynamicLayer(), batch.tokens.shape[1], places.shape[1]
     hidden, at, seen = first, batch.every, causal(length).expand(len(places), -1, -1)
     own = torch.eye(count, dtype=torch.bool).expand(len(places), -1, -1)
     for step in range(student.num_steps):

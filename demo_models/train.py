@@ -27,7 +27,6 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from models.catalogue import for_transformers, place_of
-from models.mimo import register
 
 from . import answers, corpus, embedded, recipe
 from .heads import DFlash, Draft, Eagle3, Mtp
@@ -87,7 +86,6 @@ def rows_of(target: PreTrainedModel) -> torch.Tensor:
 
 def student_of(plan: Plan) -> tuple[PreTrainedModel, recipe.Data, recipe.Student]:
     """A target, its answers with the states that are made where they are missing, and a student."""
-    register()
     target = AutoModelForCausalLM.from_pretrained(
         **for_transformers(plan.target), dtype=recipe.fast_dtype(), attn_implementation=recipe.TRAIN
     )

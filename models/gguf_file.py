@@ -22,7 +22,7 @@ import re
 import stat
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,7 +36,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from . import StartError
 
 _MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
-_HEADS = (16 << 20, 32 << 20)  # bytes; what is read of a file, and what if its header is longer
+_HEAD = 32 << 20  # bytes that are read of a file; no header is longer
 _SAMPLE, _NUM_SAMPLES = 1 << 16, 10  # bytes of data that a fingerprint covers, and how often
 _MOST_KEYS, _MOST_TENSORS, _MOST_DIMENSIONS = 1 << 16, 1 << 17, 4
 _TEXT, _ARRAY = 8, 9  # types of values; all others are numbers
@@ -76,7 +76,7 @@ class Tensor:
         return self.shape[-1] // block * num_bytes
 
 
-class Texts(Sequence[str]):
+class Texts:
     """An array of texts. Each is decoded when asked for."""
 
     def __init__(self, packed: bytearray, starts: "array[int]") -> None:
@@ -85,8 +85,7 @@ class Texts(Sequence[str]):
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    def __getitem__(self, index: Any) -> Any:
-        index = range(len(self))[index]
+    def __getitem__(self, index: int) -> str:
         return self._packed[self._starts[index] + 8 : self._starts[index + 1]].decode()
 
     def tobytes(self) -> bytes:
@@ -110,17 +109,17 @@ class GgufFile(AbstractContextManager):
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, Tensor] = {}
         self._files: list[int] = []
-        digest = hashlib.sha256()  # of headers, samples, and of what the system tells of the files
+        self._digest = hashlib.sha256()  # of headers, samples, and what the system tells of files
         try:
             for part in range(len(self.paths)):
-                digest.update(self._add(part).encode())
+                self._add(part)
             num_tensors = len(self.tensors)
             if str(self.metadata.get("split.tensors.count", num_tensors)) != str(num_tensors):
                 raise BadFile(f"{path} has not all its tensors, only {num_tensors} in its parts")
         except BaseException:
             self.close()
             raise
-        self.fingerprint = digest.hexdigest()  # another one where the files are written anew
+        self.fingerprint = self._digest.hexdigest()  # another one where the files are written anew
 
     def __exit__(self, *_: Any) -> None:
         self.close()
@@ -141,8 +140,8 @@ class GgufFile(AbstractContextManager):
         _fill(self._files[tensor.part], given, tensor.offset + start, self.paths[tensor.part])
         return given
 
-    def _add(self, part: int) -> str:
-        """Read the header of a part; its fingerprint. The first one's metadata are the model's."""
+    def _add(self, part: int) -> None:
+        """Read the header of a part. The first one's metadata are the model's."""
         path = self.paths[part]
         try:
             # Without O_NONBLOCK a pipe would be waited for.
@@ -153,7 +152,11 @@ class GgufFile(AbstractContextManager):
             raise BadFile(f"cannot read {path}: {error.strerror}") from error
         if not stat.S_ISREG(state.st_mode):
             raise BadFile(f"{path} is not a file")
-        metadata, tensors, digest = _read_header(file, path, state.st_size, part)
+        given = bytearray(min(state.st_size, _HEAD))
+        _fill(file, given, 0, path)
+        head = _Head(given, state.st_size, path)
+        metadata, tensors = head.read(part)
+        self._digest.update(head.seen)
         # As texts, for they may be anything.
         count, number = (str(metadata.get(key)) for key in ("split.count", "split.no"))
         if count not in _WHOLE and (count, number) != (str(len(self.paths)), str(part)):
@@ -169,8 +172,8 @@ class GgufFile(AbstractContextManager):
         sample = bytearray(min(_SAMPLE, state.st_size))
         for i in range(_NUM_SAMPLES):  # the last one is the file's end
             _fill(file, sample, (state.st_size - len(sample)) * (i + 1) // _NUM_SAMPLES, path)
-            digest = hashlib.sha256(digest.encode() + sample).hexdigest()
-        return f"{digest} {state.st_size} {state.st_mtime_ns}"
+            self._digest.update(sample)
+        self._digest.update(f"{state.st_size} {state.st_mtime_ns}".encode())
 
 
 def _parts(path: str) -> list[str]:
@@ -181,7 +184,7 @@ def _parts(path: str) -> list[str]:
         paths = [f"{split[1]}-{i + 1:05}-of-{split[3]}.gguf" for i in range(int(split[3]))]
     for each in paths:
         if not os.path.exists(each):
-            where = f", one of the model's {len(paths)} parts" if len(paths) > 1 else ""
+            where = f", one of {len(paths)} parts: fetch it, too" if len(paths) > 1 else ""
             raise BadFile(f"model file {each} not found{where}")
     return paths
 
@@ -199,37 +202,33 @@ def _fill(file: int, given: np.ndarray | bytearray, offset: int, path: str) -> N
         view, offset = view[count:], offset + count
 
 
-def _read_header(
-    file: int, path: str, size: int, part: int
-) -> tuple[dict[str, Any], dict[str, Tensor], str]:
-    """Metadata, tensor table and digest of the header of an open file of `size` bytes."""
-    for most in _HEADS:
-        given = bytearray(min(size, most))
-        _fill(file, given, 0, path)
-        head = _Head(given, size, path)
-        try:
-            return head.read(part)
-        except (EOFError, struct.error, OverflowError) as error:
-            if size <= most:
-                raise head.bad("its header goes on behind its end") from error
-        except UnicodeDecodeError as error:
-            raise head.bad("a name in its header is not text") from error
-    raise head.bad(f"its header is longer than {_HEADS[-1] >> 20} MiB")
-
-
 class _Head:
-    """The first bytes of a file, and how far they have been read."""
+    """The first bytes of a file of `size` bytes, and how far they have been read."""
 
     def __init__(self, given: bytearray, size: int, path: str) -> None:
         self._bytes, self._size, self._path, self._at = given, size, path, 0
 
+    @property
+    def seen(self) -> bytearray:
+        return self._bytes[: self._at]
+
     def bad(self, what: str) -> BadFile:
         return BadFile(f"{self._path} is damaged or cut off: {what} (delete it and fetch it again)")
 
-    def read(self, part: int) -> tuple[dict[str, Any], dict[str, Tensor], str]:
-        """As _read_header. Raises BadFile, EOFError or what struct says at the end."""
+    def read(self, part: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Metadata and tensor table of a file that is a model's part of this number."""
+        try:
+            return self._read(part)
+        except (EOFError, struct.error, OverflowError) as error:
+            is_whole = len(self._bytes) == self._size
+            longer = "goes on behind its end" if is_whole else f"is longer than {_HEAD >> 20} MiB"
+            raise self.bad(f"its header {longer}") from error
+        except UnicodeDecodeError as error:
+            raise self.bad("a name in its header is not text") from error
+
+    def _read(self, part: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if self._bytes[:4] != _MAGIC:
-            raise BadFile(f"{self._path} is not a GGUF file (those begin with GGUF)")
+            raise BadFile(f"{self._path} is no GGUF file: those begin with GGUF (fetch it again)")
         self._at = 4
         (version,) = self._unpack("<I")
         if version not in _VERSIONS:
@@ -262,7 +261,7 @@ class _Head:
             if name in tensors:
                 raise self.bad(f"it has the tensor {name!r:.80} twice")
             tensors[name] = Tensor(name, kind, shape, part, data + offset, num_bytes)
-        return metadata, tensors, hashlib.sha256(self._bytes[: self._at]).hexdigest()
+        return metadata, tensors
 
     def _unpack(self, form: str) -> tuple[Any, ...]:
         reader = struct.Struct(form)
@@ -271,13 +270,8 @@ class _Head:
         return found
 
     def _take(self, count: int) -> int:
-        """Go on by `count` bytes; where they begin. Raises BadFile if the file does not have them.
-
-        Raises EOFError if they have not been read.
-        """
+        """Go on by `count` bytes; where they begin. Raises EOFError if they are not there."""
         begin, self._at = self._at, self._at + count
-        if self._at > self._size:
-            raise self.bad("a length in its header goes beyond its end")
         if self._at > len(self._bytes):
             raise EOFError
         return begin
@@ -295,9 +289,7 @@ class _Head:
         kind, count = self._unpack("<IQ")
         if kind != _TEXT:
             return self._numbers(kind, count)
-        if 8 * count > self._size - self._at:  # each text has a length
-            raise self.bad(f"it claims an array of {count} texts")
-        if 8 * count > len(self._bytes) - self._at:
+        if 8 * count > len(self._bytes) - self._at:  # each text has a length
             raise EOFError
         starts, head, begin = array("q", bytes(8 * (count + 1))), self._bytes, self._at
         at = begin
@@ -325,9 +317,8 @@ class _Head:
         try:
             kind = GGMLQuantizationType(kind)
         except ValueError as error:
-            raise BadFile(
-                f"{self._path} has weights of an unknown type: {kind} in {name!r:.80}"
-            ) from error
+            why = f"weights of an unknown type: {kind} in {name!r:.80} (give another file)"
+            raise BadFile(f"{self._path} has {why}") from error
         block, block_bytes = GGML_QUANT_SIZES[kind]
         if not all(sizes) or sizes[0] % block:
             raise self.bad(f"the tensor {name!r:.80} in {kind.name} has the shape {sizes[::-1]}")

@@ -17,6 +17,7 @@ from messages import in_short
 from .gguf_file import PART, BadFile
 
 _NAME = re.compile(r"([\w-][\w.-]*/[\w.-]+?)(?::([\w.-]+))?")
+_TYPE = re.compile(r"[a-zA-Z]+\d")  # what a kind begins with; in Q4_0 a _ stands before no kind
 _USUAL, _SECONDS = "q4_k_m", 20
 
 
@@ -45,7 +46,7 @@ def fetch(name: str) -> str:
         there = sorted({_kind(file) for file in files if file.lower().endswith(".gguf")})
         if not there:
             raise BadFile(f"{repository} has no GGUF files: give the name of one that has")
-        raise BadFile(f"{repository} has no {wanted} file (it has {', '.join(there)})")
+        raise BadFile(f"{repository} has no {wanted or _USUAL} file (it has {', '.join(there)})")
     try:
         paths = [hf_hub_download(repository, file) for file in chosen]
     except Exception as error:
@@ -59,8 +60,9 @@ def choose(files: list[str], wanted: str | None) -> list[str]:
     Example: ["a-q4_0.gguf", "a-q8_0-00001-of-00002.gguf", …-00002-of-00002.gguf], "Q8_0" -> both.
     """
     models = sorted(f for f in files if f.lower().endswith(".gguf") and "mmproj" not in f.lower())
-    kinds = tuple(mark + (wanted or _USUAL).lower().replace("fp16", "f16") for mark in "-./")
-    fitting = [f for f in models if _stem(f).lower().replace("fp16", "f16").endswith(kinds)]
+    kind = (wanted or _USUAL).lower().replace("fp16", "f16")
+    ends = tuple(mark + kind for mark in ("-./_" if _TYPE.match(kind) else "-./"))
+    fitting = [f for f in models if f"/{_stem(f)}".lower().replace("fp16", "f16").endswith(ends)]
     first = next(iter(fitting or (models if wanted is None else [])), None)
     return [] if first is None else [file for file in models if _stem(file) == _stem(first)]
 
@@ -76,7 +78,7 @@ def _kind(file: str) -> str:
 
     Example: "qwen2.5-coder-1.5b-instruct-q4_k_m.gguf" -> "q4_k_m".
     """
-    return re.split(r"[-./]", _stem(file))[-1]
+    return re.split(rf"[-./]|_(?={_TYPE.pattern})", _stem(file))[-1]
 
 
 def _kept(repository: str, wanted: str | None) -> str | None:

@@ -10,10 +10,9 @@ Weights are the numbers of gguf's own `dequantize`, rounded once to the dtype as
 import re
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
-from functools import cache, partial
+from functools import cache
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-from tqdm import tqdm
+from tqdm.contrib.concurrent import thread_map
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.integrations.gguf import GGUF_ARCHS, GGUF_CONFIG_ARCHS, get_gguf_config
@@ -46,15 +45,14 @@ _MOST_VALUES = 4096  # of an array that describes a config, such as one for each
 _PIECE = 1 << 18  # weights that a thread unpacks at once: what numpy makes of them stays in caches
 _TYPES = {bool: 7, int: 4, float: 6, str: 8}  # GGUF's numbers for them, which transformers asks for
 _ARRAY = 9
-_BLOCK = re.compile(r"blk\.(\d+)\.")
+_BLOCK = re.compile(r"blk\.(\d{1,9})\.(nextn\.)?")
 Weights = dict[str, torch.Tensor]
 
 
 def open_model(path: str) -> GgufFile:
     """A GGUF file that has a family, a vocabulary and weights. Raises BadFile."""
     file = GgufFile(path)
-    lacking = _what_it_lacks(file)
-    if lacking:
+    if lacking := _what_it_lacks(file):
         file.close()
         raise BadFile(f"{path} {lacking}")
     return file
@@ -72,38 +70,34 @@ def _what_it_lacks(file: GgufFile) -> str | None:
         value = file.metadata.get(key := f"{architecture}.{name}")
         has_none = architecture.startswith(("mamba", "rwkv"))
         if type(value) is int and value < 1 and not has_none:
-            return f"says that {key!r:.80} is {value}: download it again"
+            return f"says that {key!r:.80} is {value} (fetch it again)"
     key = f"{architecture}.block_count"
-    layers = file.metadata.get(key, 1)
+    layers = file.metadata.get(key, len(file.tensors))
     if type(layers) is not int or not 0 < layers <= len(file.tensors):
         return f"has {len(file.tensors)} tensors, and {key!r:.80} is {layers!r:.80}"
-    numbers = (_BLOCK.match(name) for name in file.tensors if key in file.metadata)
-    last = max((int(number[1]) for number in numbers if number), default=0)
+    blocks = [block for block in map(_BLOCK.match, file.tensors) if block]
+    heads = {int(block[1]) for block in blocks if block[2]}  # for MTP, behind the layers
+    last = max({int(block[1]) for block in blocks} - heads, default=0)
     if last >= layers:  # what no layer takes would be left out without a word
-        return f"has weights of block {last}, and {key} is {layers}: download it again"
+        return f"has weights of block {last}, and {key!r:.80} is {layers} (fetch it again)"
     return None
 
 
 def config_of(file: GgufFile) -> PreTrainedConfig:
     """The model's config. Raises ValueError for a family that transformers does not know."""
-    architecture, tokens = (
-        file.metadata[key] for key in ("general.architecture", "tokenizer.ggml.tokens")
-    )
+    architecture = file.metadata["general.architecture"]
+    num_tokens = len(file.metadata["tokenizer.ggml.tokens"])
+    known = {key: _brief(value) for key, value in file.metadata.items()}
     if architecture in GGUF_CONFIG_ARCHS:
-        known = dict(file.metadata)
-        for key, value in known.items():
-            if isinstance(value, Texts):
-                known[key] = len(value)
-            elif isinstance(value, np.ndarray):  # of a vocabulary's it needs none
-                known[key] = value[:_MOST_VALUES].tolist()
+        known["tokenizer.ggml.tokens"] = num_tokens
         fields = get_gguf_config(known, tuple(file.tensors))
     else:
-        with _given_to_transformers(file):
+        with _given_to_transformers(known, file):
             fields = load_gguf_checkpoint(file.name)["config"]
         sizes = {name: file.metadata.get(f"{architecture}.{key}") for key, name in _SIZES.items()}
         sizes["head_dim"] = file.metadata.get("qwen3.attention.key_length")  # left out, too
         fields |= {name: size for name, size in sizes.items() if type(size) is int}
-        fields["vocab_size"] = fields["vocab_size"] or len(tokens)
+        fields["vocab_size"] = fields["vocab_size"] or num_tokens
     config = AutoConfig.for_model(**fields)
     config._name_or_path = Path(file.name).stem
     return config
@@ -242,9 +236,8 @@ def unpacked(file: GgufFile, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor
             # As one row of many blocks: gguf takes only 16 rows at a time.
             floats = gguf.dequantize(packed[None], tensor.type)
         except NotImplementedError as error:
-            raise BadFile(
-                f"{file.name} has weights of a type that cannot be unpacked: {tensor.type.name}"
-            ) from error
+            why = f"weights that cannot be unpacked: {tensor.type.name} (give another file)"
+            raise BadFile(f"{file.name} has {why}") from error
         piece.copy_(torch.from_numpy(floats).view(piece.shape))
     return given
 
@@ -252,20 +245,21 @@ def unpacked(file: GgufFile, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor
 def all_at_once(work: Callable[[Tensor], None], file: GgufFile) -> None:
     """Have all cores work on a file's tensors, the largest first."""
     tensors = sorted(file.tensors.values(), key=lambda tensor: -tensor.num_bytes)
-    shown = partial(tqdm, disable=None, desc="Reading weights", total=len(tensors))
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        try:
-            for _ in shown(pool.map(work, tensors)):
-                pass
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+    told = {"disable": None, "desc": "Reading weights"}
+    thread_map(work, tensors, max_workers=torch.get_num_threads(), **told)
+
+
+def _brief(value: Any) -> Any:
+    """A value as a config needs it: of a vocabulary none of its texts and few of its numbers."""
+    if isinstance(value, Texts):
+        return []
+    return value[:_MOST_VALUES].tolist() if isinstance(value, np.ndarray) else value
 
 
 @contextmanager
-def _given_to_transformers(file: GgufFile) -> Iterator[None]:
-    """Have transformers' config reader find what has been read of a file, and not parse it anew."""
-    fields = {key: _field(value) for key, value in file.metadata.items()}
+def _given_to_transformers(known: dict[str, Any], file: GgufFile) -> Iterator[None]:
+    """Have transformers' config reader find what is known of a file, and not parse it anew."""
+    fields = {key: _field(value) for key, value in known.items()}
     tensors = [SimpleNamespace(name=name) for name in file.tensors]
     found = SimpleNamespace(fields=fields, tensors=tensors)
     reader, gguf.GGUFReader = gguf.GGUFReader, lambda _: found
@@ -276,11 +270,8 @@ def _given_to_transformers(file: GgufFile) -> Iterator[None]:
 
 
 def _field(value: Any) -> SimpleNamespace:
-    """A value as gguf's reader presents it. Of texts in arrays a config needs none."""
-    if isinstance(value, str):
-        return SimpleNamespace(parts=[value.encode()], data=[0], types=[_TYPES[str]])
-    if isinstance(value, bool | int | float):
-        return SimpleNamespace(parts=[[value]], data=[0], types=[_TYPES[type(value)]])
-    values = [] if isinstance(value, Texts) else value[:_MOST_VALUES].tolist()
-    types = [_ARRAY, *(_TYPES[type(each)] for each in values[:1])]
-    return SimpleNamespace(parts=[[each] for each in values], data=range(len(values)), types=types)
+    """A value as gguf's reader presents it."""
+    values, types = (value, [_ARRAY]) if isinstance(value, list) else ([value], [])
+    types += [_TYPES[type(each)] for each in values[:1]]
+    parts = [each.encode() if isinstance(each, str) else [each] for each in values]
+    return SimpleNamespace(parts=parts, data=range(len(parts)), types=types)

@@ -71,8 +71,7 @@ def load_packed(file: GgufFile, config: PreTrainedConfig) -> tuple[PreTrainedMod
     sizes = {(n, shapes[n], wanted[n]) for n in wanted if shapes.get(n, wanted[n]) != wanted[n]}
     unplaced = [plan for plan in plans.values() if plan.target not in wanted]
     unread = {plan.tensor.name for plan in unplaced if missing or plan.target}
-    report: dict[str, Any] = {"missing_keys": missing, "mismatched_keys": sizes}
-    report |= {"unexpected_keys": unread, "error_msgs": ()}
+    report = {"missing_keys": missing, "mismatched_keys": sizes, "unexpected_keys": unread}
     if missing or sizes:
         return empty, report
     # A matrix's place is held by one zero, which looks as large: memory is for what is there.

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,9 +19,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cach
 from kernels.files import own_weights, why_not_loaded
 from messages import in_short
 
-from . import StartError, gguf_packed, mimo
+from . import StartError, gguf_packed, mimo  # noqa: F401  (transformers then knows MiMo)
 from .catalogue import entry_of, likely, place_of
-from .gguf_file import Texts, is_gguf
+from .gguf_file import GgufFile, Texts, is_gguf
 from .gguf_model import config_of, load_model, open_model
 from .gguf_tokenizer import tokenizer_of
 from .prompts import Tokenizer
@@ -34,6 +33,7 @@ PROGRESS = logging.getLogger("progress")
 
 LONGEST_DEFAULT = 8192  # a cache for 128k tokens is for those who ask for it
 Read = tuple[PreTrainedModel, Tokenizer, dict[str, Any]]  # and what transformers tells of it
+_looked_at: dict[str, GgufFile] = {}  # open until they are read, so that headers are parsed once
 _WORDS_KEPT = 1000  # by a tokenizer, which then knows their tokens; 8 KiB each where they are long
 
 
@@ -68,6 +68,8 @@ def _told(name: str, part: str, options: ModelOptions) -> Iterator[None]:
             reason = "it brings code of its own, which is run with --trust-remote-code only"
         elif "file named model.safetensors" in reason and not options.allow_pickle:
             reason += " (other files can run code, and are loaded with --allow-pickle only)"
+        elif reason.startswith("GGUF model with architecture"):
+            reason += " Give its folder or hub id instead"
         raise StartError(f"cannot load {name}{kind}: {part}{reason}") from error
 
 
@@ -109,8 +111,8 @@ def _tokens_of(place: str) -> Texts | None:
     if not is_gguf(place):
         _check_folder(place)
         return None
-    with open_model(place) as file:
-        return file.metadata["tokenizer.ggml.tokens"]
+    file = _looked_at[place] = open_model(place)
+    return file.metadata["tokenizer.ggml.tokens"]
 
 
 def load_pretrained(name: str, options: ModelOptions) -> Loaded:
@@ -119,7 +121,6 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
     Raises StartError if it is missing, broken or of a kind that the KV cache cannot serve.
     """
     given = name
-    mimo.register()
     name = place_of(name)
     PROGRESS.info("reading the weights of %s", Path(name).name)
     device = options.device
@@ -147,7 +148,7 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
 
 def _read_file(name: str, dtype: str, options: ModelOptions) -> Read:
     """What is read of a GGUF file."""
-    with open_model(name) as file:
+    with _looked_at.pop(name, None) or open_model(name) as file:
         config = config_of(file)
         with _told(name, "its tokenizer: ", options):
             tokenizer = tokenizer_of(file)
@@ -232,28 +233,22 @@ def check_weights(name: str, report: dict[str, Any]) -> None:
     `report` is what from_pretrained tells. Tied weights and weights for other heads, such as MTP
     layers, are not in it.
     """
-    asks, hint = "config.json asks for", ""
-    if is_gguf(name):
-        asks, hint = "header asks for", ": download it again"
-    missing = sorted(report["missing_keys"])
+    kinds = "missing_keys", "mismatched_keys", "unexpected_keys"
+    missing, sizes, unread = (sorted(report[kind]) for kind in kinds)
+    source, hint = ("header", " (fetch it again)") if is_gguf(name) else ("config.json", "")
     if missing:
-        unread = sorted(report["unexpected_keys"])
         renamed = f" (not used: {len(unread)} in the file, first {unread[0]})" if unread else ""
         raise StartError(
-            f"{name} lacks {len(missing)} of the weights that its {asks}, first "
-            f"{missing[0]}{renamed}{hint}"
+            f"{name} lacks {len(missing)} of the weights that its {source} asks for, "
+            f"first {missing[0]}{renamed}{hint}"
         )
-    sizes = sorted(report["mismatched_keys"])
     if sizes:
         key, found, wanted = sizes[0]
         raise StartError(
-            f"{name} has another size than its {asks} in {len(sizes)} of its weights, "
+            f"{name} has another size than its {source} asks for in {len(sizes)} of its weights, "
             f"first {key}: {list(found)} instead of {list(wanted)}{hint}"
         )
-    if report["error_msgs"]:
-        raise StartError(f"cannot load {name}: {in_short(report['error_msgs'][0])}")
-    if report["unexpected_keys"]:
-        unread = sorted(report["unexpected_keys"])
+    if unread:
         LOG.warning("%s: not used: %d weights, first %s", name, len(unread), unread[0])
 
 
@@ -289,16 +284,8 @@ def _fit(model: PreTrainedModel, tokenizer: Tokenizer, name: str, options: Model
     """The model with a context that suits it. Raises StartError if the KV cache cannot serve it."""
     config = model.config.get_text_config()
     title = f"{name} ({config.model_type})"
-    # ALiBi's position bias cannot be given as a 4-D mask.
-    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
-        raise StartError(f"{title} uses ALiBi, which is not supported")
-    recurrent = f"{title} has recurrent layers of a kind that is not supported yet"
-    if "position_ids" not in signature(model.forward).parameters:
-        if model._is_stateful:
-            raise StartError(recurrent)
-        raise StartError(f"{title} counts positions itself, so texts cannot share its forwards")
     longest = getattr(config, "max_position_embeddings", None)
-    longest = LONGEST_DEFAULT if longest is None else longest
+    longest = LONGEST_DEFAULT if longest in (None, -1) else longest  # XLNet says -1
     if type(longest) is not int or longest < 2:
         raise StartError(f"{title}: max_position_embeddings must be 2 or more, not {longest!r:.50}")
     shortest, longest = contexts(model, longest)
@@ -308,11 +295,10 @@ def _fit(model: PreTrainedModel, tokenizer: Tokenizer, name: str, options: Model
     try:
         structure = examine(model, length)
     except UnsupportedModel as error:
-        raise StartError(
-            recurrent if model._is_stateful else f"{title} {in_short(error)}"
-        ) from error
-    if model._is_stateful and not structure.is_recurrent:
-        raise StartError(recurrent)
+        reason = in_short(error)
+        if model._is_stateful:
+            reason = "has recurrent layers of a kind that is not supported yet"
+        raise StartError(f"{title} {reason}") from error
     if structure.length < length and options.max_model_len:
         raise StartError(
             f"{title} attends in chunks, which is supported within the first one only: "

@@ -23,7 +23,5 @@ class MiMoForCausalLM(Qwen2ForCausalLM):
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [r"^model\.mtp_layers\."]
 
 
-def register() -> None:
-    """Let transformers' Auto classes know the type; a second time changes nothing."""
-    AutoConfig.register(MiMoConfig.model_type, MiMoConfig, exist_ok=True)
-    AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)
+AutoConfig.register(MiMoConfig.model_type, MiMoConfig)
+AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM)

@@ -40,7 +40,7 @@ _NUM_COMPARED = 128  # the last tokens of a text
 _ROUNDINGS = 32  # of the largest logit, that may add up
 _SHAKES = 8  # times the effect of shaken embeddings; about 2 was the most that was seen
 _SHARE_OF_LARGEST = 1e-3  # in mixtures: another expert for one token moves those after it by less
-_CODE = "kernels", "models", "serving"  # folders whose code a comparison depends on
+_CODE = "*.py", "kernels/*.[chp]*", "models/*.py"  # that a comparison depends on
 _SHARE_PACKED = 0.05  # where a rounding may make an input another number of 8 bits
 _MOST_NOTES = 100  # of files that were compared; a new version of this code writes them anew
 _BATCHES = (6, 1), (1, 4), (3, 6), (2, 2)  # tokens of the text and of its neighbour, in turn
@@ -112,7 +112,7 @@ class Reference:
     def _distance(self, cached: Model) -> float:
         """How far the tokens' logits are from those expected: the farthest, or the median."""
         found = [torch.zeros(1)]
-        for text, end, logits in _Reader(cached, self.texts).read():
+        for text, end, logits in _readings(cached, self.texts):
             first = len(self.texts[text]) - len(self.logits[text])  # the first token compared
             if end > first:
                 expected = self.logits[text][: end - first][-len(logits) :]
@@ -125,7 +125,7 @@ def _note(cached: Model) -> Path | None:
     """Where it is noted that a file was compared by this code; None if it is no packed file."""
     if cached.fingerprint is None:
         return None
-    code = [path.read_bytes() for name in _CODE for path in sorted((ROOT / name).glob("*.[chp]*"))]
+    code = [path.read_bytes() for part in _CODE for path in sorted(ROOT.glob(part))]
     versions = torch.__version__, transformers.__version__, str(cached.max_length)
     digest = hashlib.sha256(b"".join(code) + " ".join((cached.fingerprint, *versions)).encode())
     return cache_folder() / "compared" / digest.hexdigest()
@@ -144,51 +144,44 @@ def check(cached: Model) -> None:
         cached.fast.sharpen()
 
 
-class _Reader:
-    """Feeds texts to a KV cache in chunks, steps and batches, as a server would."""
+def _readings(cached: Model, texts: list[list[int]]) -> Iterator[tuple[int, int, Tensor]]:
+    """Feed texts to a KV cache in chunks, steps and batches, as a server would.
 
-    def __init__(self, cached: Model, texts: list[list[int]]) -> None:
-        self._cached, self._texts = cached, texts[: cached.cache.num_rows]
-        self._rows: list[int] = []
-        self._fed = [0] * len(self._texts)
+    Gives (text, tokens fed of it, logits [n, V] of the last of them).
+    """
+    cache, texts = cached.cache, texts[: cached.cache.num_rows]
+    rows, fed, length = [cache.open_row() for _ in texts], [0] * len(texts), len(texts[0])
 
-    def read(self) -> Iterator[tuple[int, int, Tensor]]:
-        """(Text, tokens fed of it, logits [n, V] of the last of them)."""
-        cache, length = self._cached.cache, len(self._texts[0])
-        self._rows = [cache.open_row() for _ in self._texts]
-        try:
-            yield from self._feed([length * 3 // 5])
-            yield from self._feed([length * 3 // 10])
-            yield from self._feed([1], num_refused=4)
-            if len(self._texts) > 1:
-                yield from self._feed([0, len(self._texts[1]) // 2])
-            while self._fed[0] < length:
-                for counts in _BATCHES:
-                    yield from self._feed(counts, num_refused=2)
-        finally:
-            for row in self._rows:
-                cache.close_row(row)
-
-    def _feed(
-        self, counts: tuple[int, ...] | list[int], num_refused: int = 0
-    ) -> list[tuple[int, int, Tensor]]:
+    def feed(*counts: int, num_refused: int = 0) -> Iterator[tuple[int, int, Tensor]]:
         """The next tokens of each text; behind the first text's, a draft that is then refused."""
-        texts, begins = self._texts, list(self._fed)
+        begins = list(fed)
         for i, count in enumerate(counts[: len(texts)]):
-            self._fed[i] = min(begins[i] + count, len(texts[i]))
-        active = [i for i, begin in enumerate(begins) if self._fed[i] > begin]
+            fed[i] = min(begins[i] + count, len(texts[i]))
+        active = [i for i, begin in enumerate(begins) if fed[i] > begin]
         if not active:
-            return []
-        tokens = [texts[i][begins[i] : self._fed[i]] for i in active]
-        draft = texts[0][: min(num_refused, len(texts[0]) - self._fed[0])] if 0 in active else []
-        num_logits = [min(len(fed), _NUM_COMPARED) for fed in tokens]
+            return
+        tokens = [texts[i][begins[i] : fed[i]] for i in active]
+        draft = texts[0][: min(num_refused, length - fed[0])] if 0 in active else []
+        num_logits = [min(len(new), _NUM_COMPARED) for new in tokens]
         tokens[0], num_logits[0] = tokens[0] + draft, num_logits[0] + len(draft)
-        rows = [self._rows[i] for i in active]
-        logits = self._cached.forward(rows, tokens, num_logits).logits
+        logits = cached.forward([rows[i] for i in active], tokens, num_logits).logits
         if draft:
-            self._cached.cache.truncate(self._rows[0], self._fed[0])
+            cache.truncate(rows[0], fed[0])
             logits[0] = logits[0][: -len(draft)]
-        return [(i, self._fed[i], scores) for i, scores in zip(active, logits, strict=True)]
+        yield from ((i, fed[i], scores) for i, scores in zip(active, logits, strict=True))
+
+    try:
+        yield from feed(length * 3 // 5)
+        yield from feed(length * 3 // 10)
+        yield from feed(1, num_refused=4)
+        if len(texts) > 1:
+            yield from feed(0, len(texts[1]) // 2)
+        while fed[0] < length:
+            for counts in _BATCHES:
+                yield from feed(*counts, num_refused=2)
+    finally:
+        for row in rows:
+            cache.close_row(row)
 
 
 @contextmanager

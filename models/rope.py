@@ -50,7 +50,7 @@ def contexts(model: nn.Module, longest: int) -> tuple[int, int]:
 def fix_rotations(model: nn.Module, length: int) -> None:
     """Rotate, in whatever company, as transformers does in a text of `length` tokens."""
     for module, layer_type, parameters in rotations(model):
-        kind = module.rope_type if layer_type is None else module.rope_type[layer_type]
+        kind = parameters["rope_type"]
         prefix = "" if layer_type is None else f"{layer_type}_"
         buffer = getattr(module, f"{prefix}inv_freq")
         frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](

@@ -12,6 +12,7 @@ Another rule, such as llama4's chunks, is served for the positions at which it a
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import torch
@@ -58,8 +59,15 @@ def examine(model: PreTrainedModel, length: int) -> Structure:
     are none. Raises UnsupportedModel.
     """
     config = model.config.get_text_config()
+    # ALiBi's position bias cannot be given as a 4-D mask.
+    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        raise UnsupportedModel("uses ALiBi, which is not supported")
+    if "position_ids" not in signature(model.forward).parameters:
+        raise UnsupportedModel("counts positions itself, so texts cannot share its forwards")
     kinds = getattr(config, "layer_types", None) or []
     rules, num_cache_layers, is_recurrent = _read(model)
+    if model._is_stateful and not is_recurrent:
+        raise UnsupportedModel("keeps states outside its cache")
     windows: dict[str, int | None] = {}
     known = dict[Rule, tuple[int | None, int]]()  # most layers share one
     for layer, rule in sorted(rules.items()):
@@ -151,23 +159,20 @@ def window_of(rule: Rule, length: int, device: Any = "cpu") -> tuple[int | None,
     every = torch.arange(length, device=device)
     hidden = (~_seen(rule, every, every[:1])).flatten().nonzero()
     border = int(hidden[0]) if len(hidden) else length  # from here on the first token is not seen
-    if not border or not _is_causal(rule, every[:border], None):
+    if not border or not _is_causal(rule, every[:border], border):
         raise UnsupportedModel("does not read a text from left to right")
     if border == length:
         return None, length
     return (border, length) if _is_causal(rule, every, border) else (None, border)
 
 
-def _is_causal(rule: Rule, keys: Tensor, window: int | None) -> bool:
-    """Whether the rule, for keys 0, 1, …, is to see the last `window` tokens (None: all)."""
+def _is_causal(rule: Rule, keys: Tensor, window: int) -> bool:
+    """Whether the rule, for keys 0, 1, …, is to see the last `window` tokens."""
     length = len(keys)
     at = {*torch.linspace(0, length - 1, _NUM_QUERIES).int().tolist(), 1, length - 2}
-    if window is not None:
-        at |= {times * window + i for times in (1, 2, 3) for i in (-1, 0, 1)}
+    at |= {times * window + i for times in (1, 2, 3) for i in (-1, 0, 1)}
     queries = keys[sorted(q for q in at if 0 <= q < length)]
-    expected = keys <= queries[:, None]
-    if window is not None:
-        expected &= keys > queries[:, None] - window
+    expected = (keys <= queries[:, None]) & (keys > queries[:, None] - window)
     return torch.equal(_seen(rule, queries, keys), expected)
 
 

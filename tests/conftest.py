@@ -95,6 +95,15 @@ TEMPLATE = (
 )
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _notes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What was compared with transformers is not noted in the user's cache folder."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("models.reference.cache_folder", lambda: folder)
+        yield
+
+
 @pytest.fixture(scope="session")
 def demo_engine() -> Any:
     """The embedded target with every drafter.

@@ -289,6 +289,8 @@ def test_a_table_aligns_and_marks_what_is_missing(capsys):
         ("lossless", ["--samples", "0"], "must be from"),
         ("peers", ["--k", "17"], "must be from"),
         ("soak", ["--minutes", "0"], "must be more than 0"),
+        ("pair", ["--llama", "/nope", "--target", __file__], "there is no file /nope"),
+        ("pair", ["--llama", sys.executable, "--target", "/x.gguf"], "there is no file /x.gguf"),
     ],
 )
 def test_benchmarks_refuse_what_measures_nothing(name, arguments, message, capsys):

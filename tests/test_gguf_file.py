@@ -68,7 +68,10 @@ def test_a_header_is_what_gguf_s_own_reader_finds(tmp_path, version):
     with GgufFile(path) as ours:
         for key, value in ours.metadata.items():
             expected = theirs.fields[key].contents()
-            assert (list(value) if isinstance(value, Texts | np.ndarray) else value) == expected
+            if isinstance(value, Texts | np.ndarray):
+                assert len(value) == len(expected) and value[1] == expected[1]
+                value = list(value)
+            assert value == expected
         assert len(ours.metadata) == len(KEYS)
         for tensor in theirs.tensors:
             mine = ours.tensors[tensor.name]
@@ -90,15 +93,6 @@ def test_a_fingerprint_depends_on_the_data_too(tmp_path):
     assert found[0] == found[1] != found[2]
 
 
-def test_texts_are_a_sequence(tmp_path):
-    with GgufFile(write(tmp_path / "a.gguf")) as file:
-        words = file.metadata["tokenizer.ggml.tokens"]
-    assert list(words) == [words[i] for i in range(4)] == ["a", "", "日本", "b" * 300]
-    assert words[-2] == "日本" and "" in words and len(words) == 4
-    with pytest.raises(IndexError):
-        words[4]
-
-
 def tensor(*fields):
     return tensors(fields)
 
@@ -117,21 +111,21 @@ def keys(*entries):
 
 HUGE = 1 << 60
 BROKEN = {
-    "nothing": (b"", "not a GGUF file"),
-    "another format": (b"PK\3\4" + DATA, "not a GGUF file"),
+    "nothing": (b"", "no GGUF file: those begin with GGUF (fetch it again)"),
+    "another format": (b"PK\3\4" + DATA, "no GGUF file: those begin with GGUF (fetch it again)"),
     "version 1": (header(version=1) + DATA, "version 1"),
     "the other byte order": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + DATA, "big-endian"),
     "cut off in the header": (header()[:20], "goes on behind its end"),
-    "cut off in a text": (header()[:150], "goes beyond its end"),
+    "cut off in a text": (header()[:150], "goes on behind its end"),
     "cut off in the data": (header() + DATA[:-1], "'norm.weight' ends behind its end"),
     "keys without end": (header(num_keys=HUGE), "it claims 2 tensors and"),
     "tensors without end": (header(num_tensors=HUGE), "it claims 1152921504606846976 tensors"),
     "a key twice": (keys(*KEYS, KEYS[0]), "the key 'general.architecture' twice"),
     "a key that is no text": (keys((b"\xff", U32, bytes(4))), "is not text"),
-    "a text of 2^64 - 1": (key(TEXT, b"\xff" * 8), "goes beyond its end"),
-    "numbers without end": (key(ARRAY, struct.pack("<IQ", U64, HUGE)), "goes beyond its end"),
-    "texts without end": (key(ARRAY, struct.pack("<IQ", TEXT, HUGE)), "an array of"),
-    "a text in an array": (key(ARRAY, struct.pack("<IQQ", TEXT, 1, HUGE)), "beyond its end"),
+    "a text of 2^64 - 1": (key(TEXT, b"\xff" * 8), "goes on behind its end"),
+    "numbers without end": (key(ARRAY, struct.pack("<IQ", U64, HUGE)), "goes on behind its end"),
+    "texts without end": (key(ARRAY, struct.pack("<IQ", TEXT, HUGE)), "goes on behind its end"),
+    "a text in an array": (key(ARRAY, struct.pack("<IQQ", TEXT, 1, HUGE)), "behind its end"),
     "an array in an array": (key(ARRAY, struct.pack("<IQ", ARRAY, 1)), "inside an array"),
     "a number of parts that is none": (
         keys(("split.count", ARRAY, struct.pack("<IQ3B", 0, 3, 1, 2, 3))),
@@ -150,7 +144,7 @@ BROKEN = {
     "a shape that overflows": (tensor("a", (1 << 32,) * 4, 0, 0), "ends behind its end"),
     "an offset beyond": (tensor("a", (8,), 0, HUGE), "ends behind its end"),
     "an offset between": (tensor("a", (8,), 0, 8), "is not aligned"),
-    "a type of tensor": (tensor("a\nb", (8,), 99, 0), "unknown type: 99 in 'a\\nb'"),
+    "a type of tensor": (tensor("a\nb", (8,), 99, 0), "type: 99 in 'a\\nb' (give another file)"),
 }
 
 
@@ -181,15 +175,12 @@ def test_what_is_no_file_is_one_line(tmp_path):
         assert "is not a file" in refused(str(tmp_path / name))
 
 
-def test_a_long_header_is_read_in_a_second_piece(tmp_path, monkeypatch):
+def test_a_header_may_be_too_long(tmp_path, monkeypatch):
     path = write(tmp_path / "a.gguf")
-    monkeypatch.setattr("models.gguf_file._HEADS", (64, 4096))
-    with GgufFile(path) as file:
-        assert len(file.metadata) == len(KEYS) and len(file.tensors) == 2
-    monkeypatch.setattr("models.gguf_file._HEADS", (64, 128))
+    monkeypatch.setattr("models.gguf_file._HEAD", 128)
     assert "its header is longer than" in refused(path)
     # Nor is room made for a vocabulary as long as a file of many gigabytes (none on the disk).
-    monkeypatch.setattr("models.gguf_file._HEADS", (4096, 16384))
+    monkeypatch.setattr("models.gguf_file._HEAD", 16384)
     write(Path(path), key(ARRAY, struct.pack("<IQ", TEXT, 1 << 30)))
     os.truncate(path, 1 << 34)
     assert "its header is longer than" in refused(path)
@@ -235,7 +226,7 @@ def test_a_model_in_parts_is_one_whichever_is_named(tmp_path):
 def test_a_missing_part_is_named(tmp_path):
     first, second = write_parts(tmp_path)
     os.remove(second)
-    assert "m-00002-of-00002.gguf not found, one of the model's 2 parts" in refused(first)
+    assert "m-00002-of-00002.gguf not found, one of 2 parts: fetch it, too" in refused(first)
 
 
 def test_parts_that_do_not_belong_together_are_told(tmp_path):

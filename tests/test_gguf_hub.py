@@ -35,6 +35,9 @@ OTHERS = ["b/x.Q8_0.gguf", "a.F16.gguf"]
         (OTHERS, None, ["a.F16.gguf"]),
         (OTHERS, "q8_0", ["b/x.Q8_0.gguf"]),
         (["README.md"], None, []),
+        (["m_Q4_0.gguf", "m_Q8_0.gguf"], "q8_0", ["m_Q8_0.gguf"]),
+        (["m_Q4_0.gguf"], "0", []),
+        (["Q4_K_M.gguf"], None, ["Q4_K_M.gguf"]),
     ],
 )
 def test_the_file_is_the_one_whose_name_ends_so_with_all_its_parts(files, wanted, expected):
@@ -87,11 +90,11 @@ def hub(tmp_path, monkeypatch):
     end()
 
 
-def put(folder, repository, name, llama, kind):
+def put(folder, repository, name, llama, kind, **way):
     """Have a hub's folder hold a GGUF file in a repository."""
     file = folder / repository / "resolve" / "main" / name
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_gguf(llama, file, kind)
+    write_gguf(llama, file, kind, **way)
     files = [{"rfilename": each} for each in ("README.md", *os.listdir(file.parent))]
     listed = folder / "api" / "models" / repository
     listed.parent.mkdir(parents=True, exist_ok=True)
@@ -102,9 +105,12 @@ def put(folder, repository, name, llama, kind):
 def test_a_pair_of_the_catalogue_is_fetched_once_and_then_found_without_a_network(
     tiny_folder, monkeypatch, hub
 ):
-    """Target and draft, each by its own name on the hub, are loaded as they are."""
+    """Target and draft, each by its own name on the hub, are loaded as they are.
+
+    The target is in three parts.
+    """
     (folder, end), llama = hub, tiny_folder("llama")
-    put(folder, "someone/target-GGUF", "t-q4_0.gguf", llama, Q4_0)
+    put(folder, "someone/target-GGUF", "t-q4_0.gguf", llama, Q4_0, split_max_tensors=9)
     put(folder, "someone/draft-gguf", "d-q8_0.gguf", llama, Q8_0)
     pair = "someone/target-GGUF:q4_0", "someone/draft-gguf:Q8_0"
     monkeypatch.setitem(catalogue.PAIRS, "pair", pair)
@@ -112,14 +118,17 @@ def test_a_pair_of_the_catalogue_is_fetched_once_and_then_found_without_a_networ
     assert engine.target.fast.is_compiled and "draft_model" in engine.panel.drafters
     with pytest.raises(loading.StartError, match="must be from 2 to .* for pair$"):
         core.load_engine(core.Options(model="pair", max_model_len=1))
-    put(folder, "someone/target-GGUF", "t-q4_k_m.gguf", llama, Q4_0)
+    put(folder, "someone/target-GGUF", "t_q4_k_m.gguf", llama, Q4_0)
     with pytest.raises(BadFile, match=r"has no q2_k file \(it has q4_0, q4_k_m\)"):
         gguf_hub.fetch("someone/target-GGUF:q2_k")
-    assert gguf_hub.fetch("someone/target-GGUF").endswith("t-q4_k_m.gguf")  # not what it has
+    assert gguf_hub.fetch("someone/target-GGUF").endswith("t_q4_k_m.gguf")  # not what it has
+    put(folder, "someone/sees-GGUF", "mmproj.gguf", llama, Q8_0)
+    with pytest.raises(BadFile, match=r"has no q4_k_m file \(it has mmproj\)"):
+        gguf_hub.fetch("someone/sees-GGUF")
     with pytest.raises(BadFile, match="the hub has no nobody/there-GGUF"):
         gguf_hub.fetch("nobody/there-GGUF")
     end()
-    assert gguf_hub.fetch(pair[0]).endswith("t-q4_0.gguf")
+    assert gguf_hub.fetch(pair[0]).endswith("t-q4_0-00001-of-00003.gguf")
     assert gguf_hub.fetch("someone/draft-gguf").endswith("d-q8_0.gguf")  # the hub is not there
     with pytest.raises(loading.StartError, match="cannot ask the hub for someone/new-GGUF"):
         core.load_engine(core.Options(model="someone/new-GGUF"))

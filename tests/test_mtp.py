@@ -18,9 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import drafters
 from messages import Verdict
-from models import mimo
 
-mimo.register()
 DEPTH = 4
 TEXT = torch.randint(10, 4096, (40,), generator=torch.Generator().manual_seed(3)).tolist()
 # What is before the names of all weights of layer {}, and of its block's; and what its parts are

@@ -12,7 +12,6 @@ import os
 from argparse import Namespace
 from pathlib import Path
 
-import gguf
 import pytest
 import speculative_decoding as core
 import torch
@@ -22,8 +21,6 @@ from benchmarks.pair import own_memory
 from benchmarks.servers import FORGETFUL, OURS, started
 from models import gguf_hub
 from models.catalogue import PAIRS
-from models.gguf_model import config_of, open_model
-from models.gguf_packed import FORMS, load_packed
 from models.prompts import chat_ids
 
 pytestmark = pytest.mark.network
@@ -71,21 +68,6 @@ def test_a_server_s_memory_is_the_files_and_little_more(pair):
     assert memory["of_files"] <= 1.2 and memory["most_of_files"] <= 1.35, memory
 
 
-def test_numbers_are_gguf_s_own_in_every_matrix_of_the_target(pair):
-    """Some rows of each, to the last bit."""
-    with open_model(pair[0]) as file:
-        model, _ = load_packed(file, config_of(file))
-        for name, ours in (("blk.3.ffn_down", "layers.3.mlp.down_proj"),
-                           ("blk.27.attn_q", "layers.27.self_attn.q_proj"),
-                           ("token_embd", "embed_tokens")):  # fmt: skip
-            tensor = file.tensors[f"{name}.weight"]
-            rows = file.read(tensor, 0, 40 * tensor.row_bytes).reshape(40, -1)
-            expected = torch.from_numpy(gguf.dequantize(rows, tensor.type).copy())
-            panels = model.model.get_submodule(ours).panels
-            assert panels.form == FORMS[tensor.type.name]
-            assert torch.equal(panels.rows(torch.arange(40)), expected)
-
-
 def test_a_batched_verify_gives_what_single_steps_give(engine):
     target, text = engine.target, ids_of(engine, CODE[0])
     rows = [target.cache.open_row() for _ in range(2)]
@@ -109,22 +91,6 @@ def test_a_draft_of_the_family_is_mostly_right_on_code(engine):
         accepted += sequence.statistics.num_accepted_draft_tokens
         num_passes += sequence.num_steps
     assert num_passes >= 50 and accepted >= 0.9 * drafted, (num_passes, accepted / drafted)
-
-
-def test_both_caches_advance_by_the_emitted_count(engine):
-    """All but the pending token in the target's; in the draft's what it has read of the text."""
-    prompt = ids_of(engine, TALK)
-    sequence = engine.open(core.Request(prompt, 24, "draft_model", 4))
-    try:
-        while not sequence.finish_reason:
-            engine.step([sequence])
-            known = len(sequence.tokens)
-            assert engine.target.cache.lengths[sequence.row] == known - 1
-            state = sequence.seat.states["draft_model"]
-            held = engine.draft_model.cache.lengths[state.row]
-            assert held <= len(state.text) and state.text == sequence.tokens[: len(state.text)]
-    finally:
-        engine.close(sequence)
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])

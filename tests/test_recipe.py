@@ -19,7 +19,6 @@ from test_gguf import write_gguf
 from transformers import AutoModelForCausalLM
 
 from demo_models import answers, heads, recipe, train
-from models import mimo
 
 KINDS = {"eagle3": "eagle3", "dflash": "dflash", "mtp": "mtp", "draft": "draft_model"}
 K = 4
@@ -143,7 +142,6 @@ WORDS = torch.arange(1, 4096, 3)
 @pytest.fixture(scope="module")
 def llama_head(tiny_folder, tmp_path_factory):
     """A Llama, and an MTP head for it that knows every third word."""
-    mimo.register()
     folder, work = str(tiny_folder("llama")), tmp_path_factory.mktemp("head")
     target = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     data = SimpleNamespace(commonest=lambda *_: WORDS)
