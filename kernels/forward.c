@@ -269,8 +269,8 @@ static void activate(forward *w, const block *b) {
 
 // A layer's outputs: to what blocks add to, or to y where they are to be normed first.
 static void add_layer(forward *w, const block *b, const layer *l, const norm *n) {
-  if (n->kind) multiply(l, w->f->rows, w->prepared, w->y, w->d->hidden, NULL, 1);
-  else multiply(l, w->f->rows, w->prepared, w->x, w->d->hidden, w->x, b->residual_scale);
+  if (n->kind) multiply(l, w->f->rows, w->prepared, w->y, NULL, 1);
+  else multiply(l, w->f->rows, w->prepared, w->x, w->x, b->residual_scale);
 }
 
 static void run_attention(forward *w, const block *b) {
@@ -295,7 +295,7 @@ static void run_block(forward *w, int number) {
     else read_row(w, &b->input_norm, b->qkv.parts[0], row);
   }
   meet();
-  multiply(&b->qkv, rows, w->prepared, w->joined, outputs_of(&b->qkv), NULL, 1);
+  multiply(&b->qkv, rows, w->prepared, w->joined, NULL, 1);
   meet();
   if (only_keys) {  // what is given becomes keys and values, and nothing else
     FOR_ROWS(row, rows) place_row(w, b, row);
@@ -314,7 +314,7 @@ static void run_block(forward *w, int number) {
     read_row(w, &b->mlp_norm, b->up.parts[0], row);
   }
   meet();
-  multiply(&b->up, rows, w->prepared, w->inner, outputs_of(&b->up), NULL, 1);
+  multiply(&b->up, rows, w->prepared, w->inner, NULL, 1);
   meet();
   activate(w, b);
   meet();
@@ -330,7 +330,7 @@ static void run(void *given) {
   FOR_ROWS(row, rows) enter_row(w, row);
   meet();
   if (d->entrance) {
-    multiply(&(layer){1, {d->entrance}}, rows, w->prepared, w->x, width, NULL, 1);
+    multiply(&(layer){1, {d->entrance}}, rows, w->prepared, w->x, NULL, 1);
     meet();
   }
   for (int i = 0; i < d->num_blocks; ++i) run_block(w, i);
@@ -348,7 +348,7 @@ static void run(void *given) {
   const int words = d->output->outputs;
   FOR_ROWS(i, f->num_wanted) prepare_row(w, d->output, i, w->read + (size_t)f->wanted[i] * 2 * width);
   meet();
-  multiply(&(layer){1, {d->output}}, f->num_wanted, w->prepared, f->logits, words, NULL, d->logit_scale);
+  multiply(&(layer){1, {d->output}}, f->num_wanted, w->prepared, f->logits, NULL, d->logit_scale);
   if (d->logit_softcap == 0) return;
   meet();
   const lanes cap = all(d->logit_softcap);

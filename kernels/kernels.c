@@ -28,8 +28,8 @@ const char *describe(void) { return uses_amx() ? BYTES " AMX" : HAS_BF16_DOT ? B
 typedef struct {
   const layer *l;
   int rows;
-  const float *x, *residual;
-  float *y, scale;
+  const float *x;
+  float *y;
   uint8_t *prepared;
 } linear_job;
 
@@ -40,13 +40,13 @@ static void linear(void *given) {
   for (int row; take(j->rows, 1, &row) > 0;)
     prepare(m->form, m->inputs, j->x + (size_t)row * m->inputs, j->prepared + row * bytes);
   meet();
-  multiply(j->l, j->rows, j->prepared, j->y, (size_t)outputs_of(j->l), j->residual, j->scale);
+  multiply(j->l, j->rows, j->prepared, j->y, NULL, 1);
 }
 
-// y [rows, outputs] = residual + scale · (x [rows, inputs] W + bias). Returns 0 or NO_MEMORY.
-int apply_linear(const layer *l, int rows, const float *x, float *y, const float *residual, float scale, int threads) {
+// y [rows, outputs] = x [rows, inputs] W + bias. Returns 0 or NO_MEMORY.
+int apply_linear(const layer *l, int rows, const float *x, float *y, int threads) {
   const matrix *m = l->parts[0];
-  linear_job j = {l, rows, x, residual, y, scale, NULL};
+  linear_job j = {l, rows, x, y, NULL};
   if (posix_memalign((void **)&j.prepared, 64, (size_t)rows * prepared_bytes(m->form, m->inputs) + 64)) return NO_MEMORY;
   run_in_threads(threads, linear, &j);
   free(j.prepared);

@@ -59,10 +59,9 @@ void prepare(int form, int inputs, const float *x, void *prepared);
 // A part of them: what belongs to the inputs from `begin` to `end`, multiples of 32 but the last.
 void prepare_some(int form, int inputs, int begin, int end, const float *x, void *prepared);
 
-// y = residual + scale · (x W + bias) in rows that lie `y_step` floats apart; no residual: 0. Within
-// a job: all threads come here, and have to meet before they read y.
-void multiply(const layer *l, int rows, const void *prepared, float *y, size_t y_step,
-              const float *residual, float scale);
+// y = residual + scale · (x W + bias), rows of all outputs; no residual: 0. Within a job: all threads
+// come here, and have to meet before they read y.
+void multiply(const layer *l, int rows, const void *prepared, float *y, const float *residual, float scale);
 
 // The sums of `rows` x `columns` products over `steps`; in rising order, behind what y holds if `adds`.
 // Step k's floats (or bfloat16, if `is_half`) for 16 columns begin at w + k · w_step, and those

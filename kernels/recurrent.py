@@ -22,7 +22,6 @@ def convolve(
     tails: Sequence[Tensor],
     weight: Tensor,
     bias: Tensor | None = None,
-    has_silu: bool = False,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Of each text's tokens [t, C], behind its tail [taps - 1, C]: results, and the next tails.
 
@@ -41,7 +40,7 @@ def convolve(
             for own in zip(texts, tails, after, results, strict=True)
         )
     )
-    form = Convolution(channels, taps, has_silu, address(weight), address(bias))
+    form = Convolution(channels, taps, False, address(weight), address(bias))
     library.compute("apply_convolution", ctypes.byref(form), passages, len(passages))
     return results, after
 

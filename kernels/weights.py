@@ -112,14 +112,12 @@ class Panels:
     def num_bytes(self) -> int:
         return self._data.numel()
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        """residual + scale · (x W + bias): x [..., inputs], residual [..., outputs], float32."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., inputs] -> x W + bias [..., outputs], float32."""
         rows = x.reshape(-1, self.inputs).float().contiguous()
         y = rows.new_empty(len(rows), self.outputs)
-        if residual is not None:
-            residual = residual.reshape(y.shape).float().contiguous()
-        addresses, factor = map(library.address, (rows, y, residual)), ctypes.c_float(scale)
-        library.compute("apply_linear", ctypes.byref(self._alone), len(rows), *addresses, factor)
+        addresses = map(library.address, (rows, y))
+        library.compute("apply_linear", ctypes.byref(self._alone), len(rows), *addresses)
         return y.view(*x.shape[:-1], self.outputs)
 
     def rows(self, ids: Tensor) -> Tensor:
