@@ -80,7 +80,7 @@ def survivors(
     """
     if compiled.is_there():
         return compiled.survivors(scores, (temperature, top_k, top_p, min_p))
-    s = scores.numpy(force=True).astype(np.float32)
+    s = scores.float().numpy(force=True)
     if not isfinite(largest := float(s.max())):
         raise ValueError(NO_NUMBERS)
     weights = exp((s.astype(np.float64) - largest) * (1 / temperature))

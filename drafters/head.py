@@ -245,11 +245,11 @@ class HeadDrafter(StateReader):
         entered = self._enter(hidden, 0).split([len(text.fed) for text in chained])
         for text, own in zip(chained, entered, strict=True):
             text.states = own
-        self._kernels[0].draft(self._cache, chained)
+        drafts = dict(zip(texts, self._kernels[0].draft(self._cache, chained), strict=True))
         for i in texts:
             self._cache.truncate(states[i].row, len(states[i].text) - 1)
             states[i].hidden[0] = []
-        return chain.drafts_of(texts, len(states))
+        return [drafts.get(i, Draft()) for i in range(len(states))]
 
     def _forward(
         self, rows: list[int], pairs: list[tuple[Tensor, list[int]]], step: int

@@ -116,8 +116,9 @@ class SmallModelDrafter(Drafter):
         if not (texts and model.fast and model.fast.is_compiled):
             return None
         words = chain.vocabulary_of(self._num_words(states))
-        chain.draft(model.fast.decoder, model.cache, list(texts.values()), words)
-        return chain.drafts_of(texts, len(states))
+        found = chain.draft(model.fast.decoder, model.cache, list(texts.values()), words)
+        drafts = dict(zip(texts, found, strict=True))
+        return [drafts.get(i, Draft()) for i in range(len(states))]
 
     def _num_words(self, states: list[ModelState]) -> int:
         """Among how many words drafts choose: the frequent ones, while texts keep to those.

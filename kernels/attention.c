@@ -191,10 +191,10 @@ static void partial(const work *w, const group *g) {
 }
 
 // Into one partial result the next one: nothing, if no key is seen there.
-static void merge(const block *b, float *into, const float *next, int is_first) {
+static void merge(const block *b, float *into, const float *next) {
   const int wide = padded(b->value_width);
-  if (next[wide + 1] == 0 && !is_first) return;
-  if (is_first || into[wide + 1] == 0) {
+  if (next[wide + 1] == 0) return;
+  if (into[wide + 1] == 0) {
     memcpy(into, next, (size_t)partial_floats(b) * 4);
     return;
   }
@@ -278,19 +278,16 @@ static void run_task(const attention *a, int task, float *room) {
   }
   work w = {a, (const uint8_t *)b->keys + slot * b->capacity * b->width * bytes,
             (const uint8_t *)b->values + slot * b->capacity * b->value_width * bytes,
-            own, scores, merged + (size_t)most * size, sums, (int64_t)first * KEYS, groups};
-  if (a->partials) {
-    const int number = task % count;
-    w.sums = a->partials + (partials_before(a, (int)(g - a->groups)) + ((size_t)number * b->kv_heads + head) * queries) * size;
-    w.begin += (int64_t)number * KEYS;
+            own, scores, merged + (size_t)most * size, sums, 0, groups};
+  const int begin = a->partials ? task % count : 0, end = a->partials ? begin + 1 : count;
+  if (a->partials) merged = a->partials + (partials_before(a, (int)(g - a->groups)) + ((size_t)begin * b->kv_heads + head) * queries) * size;
+  for (int i = begin; i < end; ++i) {
+    w.begin = (int64_t)(first + i) * KEYS, w.sums = i == begin ? merged : sums;
     partial(&w, g);
-    return;
+    for (int q = 0; q < queries && i > begin; ++q) merge(b, merged + (size_t)q * size, sums + (size_t)q * size);
   }
-  for (int i = 0; i < count; ++i, w.begin += KEYS) {
-    partial(&w, g);
-    for (int q = 0; q < queries; ++q) merge(b, merged + (size_t)q * size, sums + (size_t)q * size, i == 0);
-  }
-  for (int q = 0; q < queries; ++q) finish(a, g->first + q / groups, head * groups + q % groups, merged + (size_t)q * size);
+  for (int q = 0; q < queries && !a->partials; ++q)
+    finish(a, g->first + q / groups, head * groups + q % groups, merged + (size_t)q * size);
 }
 
 void attend(const attention *a) {
@@ -313,7 +310,7 @@ void collect(const attention *a, int row) {
   for (int h = 0; h < b->heads; ++h) {
     const size_t own = (size_t)(h / groups) * queries + (row - g->first) * groups + h % groups;
     float *merged = sums + own * size;
-    for (int i = 1; i < count; ++i) merge(b, merged, sums + ((size_t)i * b->kv_heads * queries + own) * size, 0);
+    for (int i = 1; i < count; ++i) merge(b, merged, sums + ((size_t)i * b->kv_heads * queries + own) * size);
     finish(a, row, h, merged);
   }
 }
@@ -327,11 +324,11 @@ static void run(void *given) {
   for (int row; take(a->f->rows, 1, &row) > 0;) collect(a, row);
 }
 
-// Of a module that makes queries, keys and values itself; see `attention`. Returns whether there was memory.
+// Of a module that makes queries, keys and values itself; see `attention`. Returns 0 or NO_MEMORY.
 int run_attention(const block *b, const batch *f, const float *queries, float *attended, int threads) {
   attention a = {.b = b, .f = f, .queries = queries, .attended = attended};
   group *groups = malloc((size_t)f->rows * sizeof *groups);
-  if (!groups) return 0;
+  if (!groups) return NO_MEMORY;
   a.groups = groups, a.num_groups = make_groups(f, groups);
   const size_t rooms = (size_t)threads * room_floats(b);
   const size_t partials = a.num_groups * b->kv_heads < 4 * threads ? num_partials(&a) : 0;
@@ -341,5 +338,5 @@ int run_attention(const block *b, const batch *f, const float *queries, float *a
   }
   free(a.rooms);
   free(groups);
-  return a.rooms != NULL;
+  return a.rooms ? 0 : NO_MEMORY;
 }

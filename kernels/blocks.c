@@ -16,7 +16,7 @@ INLINE ivec same(const void *from) { return four(from) - (ivec){0}; }
 INLINE void add_blocks(const int R, const int form, const uint8_t *w, int inputs, const uint8_t *x, size_t x_step,
                        lanes sums[][WIDTH]) {
   const layout l = layouts[form];
-  const int is_k = form >= Q4K, has_minima = form == Q4M || form == Q5M || form == Q4K || form == Q5K;
+  const int is_k = form >= Q4K;
   const int is_16 = IN_16_BITS && !l.plane && form != Q8;
   const int has_start = form == Q4 || form == Q5 || (form == Q8 && !SIGNED_WEIGHTS);
   // Few rows have two integer sums each, as one would wait for itself; the halves of Q6K have scales of their own.
@@ -25,7 +25,7 @@ INLINE void add_blocks(const int R, const int form, const uint8_t *w, int inputs
   for (int b = 0; b < num_blocks(inputs); ++b, w += step_bytes(form), x += sizeof(inputs_block)) {
     if (is_k && b % 8 == 0) {
       shared_d = load_half(w);
-      if (has_minima) shared_m = load_half(w + 32);
+      if (has_minima(form)) shared_m = load_half(w + 32);
       w += l.shared;
     }
     const uint8_t *const bits = w + l.numbers, *const scales = bits + l.plane;
@@ -33,8 +33,8 @@ INLINE void add_blocks(const int R, const int form, const uint8_t *w, int inputs
     if (form == Q6K) d = shared_d, halves[0] = load_int8(scales), halves[1] = load_int8(scales + LANES);
     else if (is_k) d = mul(shared_d, as_floats(load_uint8(scales)));
     else d = load_half(scales);
-    if (is_k && has_minima) m = mul(shared_m, sub(all(0), as_floats(load_uint8(scales + LANES))));
-    else if (has_minima) m = load_half(scales + 32);
+    if (is_k && has_minima(form)) m = mul(shared_m, sub(all(0), as_floats(load_uint8(scales + LANES))));
+    else if (has_minima(form)) m = load_half(scales + 32);
     ilanes found[MOST_ROWS];
     EACH {
       ivec own[MOST_ROWS], others[MOST_ROWS], above = {0};
@@ -81,7 +81,7 @@ INLINE void add_blocks(const int R, const int form, const uint8_t *w, int inputs
     }
     ROWS {
       sums[r][0] = fma16(as_floats(found[r]), mul(d, all(ROW(r)->scale)), sums[r][0]);
-      if (has_minima) sums[r][0] = fma16(m, all(ROW(r)->total), sums[r][0]);
+      if (has_minima(form)) sums[r][0] = fma16(m, all(ROW(r)->total), sums[r][0]);
     }
   }
 }

@@ -6,7 +6,7 @@ A head of another model drafts so, too: then what it is fed are pairs of a token
 import ctypes
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from messages import Draft, KeyCache
 
 from .decoder import MOST_ROWS, Decoder, Rows
-from .sampling import Transforms, choice_of, doubts_of
+from .sampling import choice_of, doubts_of
 from .structs import STRUCTS
 
 _LOOKED_AT = 8192  # of a text's latest tokens: a guess is what followed the same words there
@@ -33,29 +33,19 @@ def vocabulary_of(num_words: int, ids: Tensor | None = None) -> ctypes.Structure
 
 @dataclass
 class Text:
-    """One text of a chain: what it is fed, and how its draft is drawn."""
+    """One text of a chain: what it is fed, and how long its draft may be."""
 
-    row: int
-    text: list[int]  # all tokens before the draft
-    fed: list[int]  # those that the model has not read yet
+    state: Any  # a drafter's, of the text
+    fed: list[int]  # tokens that the model has not read yet
     limit: int  # of tokens, at least 1
-    transforms: Transforms
-    seed: int  # of its Noise
-    doubts: tuple[list[float], float, float] | None  # what decides whether a draft goes on
     states: Tensor | None = None  # [fed, D], if the model reads such
-    tokens: list[int] = field(default_factory=list)  # the draft
-    confidence: list[float] = field(default_factory=list)
-    num_forwards: int = 0  # fewer than tokens, where guesses were right
 
-    @classmethod
-    def of(cls, state: Any, fed: list[int], limit: int) -> "Text | None":
-        """Of a drafter's state; None where Python has a say in how its tokens are drawn."""
-        sampling, doubts = state.sampling, getattr(state.goes_on, "numbers", None)
-        is_plain = sampling.is_coupled and not sampling.needs_q
-        if not is_plain or sampling.repetition_penalty != 1 or (state.goes_on and not doubts):
-            return None
-        seed = 0 if sampling.is_greedy else state.noise.seed
-        return cls(state.row, state.text, fed, limit, sampling.transforms, seed, doubts)
+    @property
+    def is_plain(self) -> bool:
+        """Whether Python has no say in how its tokens are drawn."""
+        sampling, goes_on = self.state.sampling, self.state.goes_on
+        is_plain = sampling.is_coupled and not sampling.needs_q and sampling.repetition_penalty == 1
+        return is_plain and (not goes_on or hasattr(type(goes_on), "numbers"))
 
 
 def texts_of(
@@ -65,33 +55,20 @@ def texts_of(
 
     Nothing where Python has a say in one, or where one call of a model with this cache cannot be.
     """
-    texts = {}
-    for i, (state, own, limit) in enumerate(zip(states, fed, limits, strict=True)):
-        text = Text.of(state, own, limit)
-        if text is None:
-            return {}
-        if limit > 0:
-            texts[i] = text
-    return texts if texts and can_chain(cache, list(texts.values())) else {}
+    every = list(map(Text, states, fed, limits))
+    texts = {i: text for i, text in enumerate(every) if text.limit > 0}
+    is_plain = bool(texts) and all(text.is_plain for text in every)
+    return texts if is_plain and can_chain(cache, list(texts.values())) else {}
 
 
 def can_chain(cache: KeyCache, texts: Sequence[Text]) -> bool:
     """Whether drafts of these texts, by a model with this cache, can be one call."""
-    ends = [cache.lengths[text.row] + len(text.fed) + text.limit - 1 for text in texts]
+    ends = [cache.lengths[text.state.row] + len(text.fed) + text.limit - 1 for text in texts]
     return (
         not cache.recurrent
         and sum(len(text.fed) for text in texts) <= MOST_ROWS
         and max(ends) <= cache.max_length
     )
-
-
-def drafts_of(texts: dict[int, Text], count: int) -> list[Draft]:
-    """Of `count` states; those that wanted no tokens have none."""
-    found = (texts.get(i) for i in range(count))
-    return [
-        Draft(t.tokens, confidence=t.confidence, num_forwards=t.num_forwards) if t else Draft()
-        for t in found
-    ]
 
 
 def draft(
@@ -101,7 +78,7 @@ def draft(
     words: ctypes.Structure,
     shift: int = 0,
     layer: int = -1,
-) -> None:
+) -> list[Draft]:
     """Draw each text's draft by a model whose keys and values are in `cache`, among these words.
 
     Of one that reads states, what comes out behind `layer` is the next token's. A token is rotated
@@ -109,7 +86,7 @@ def draft(
     but its last token. Raises ValueError where logits are no numbers.
     """
     flat = Rows()
-    rows, limits = [text.row for text in texts], [text.limit for text in texts]
+    rows, limits = [text.state.row for text in texts], [text.limit for text in texts]
     counts = [len(text.fed) for text in texts]
     # Room for the whole draft; how much of it was used is known afterwards.
     place = cache.place(rows, [n + limit - 1 for n, limit in zip(counts, limits, strict=True)])
@@ -119,27 +96,28 @@ def draft(
     given = torch.cat(states) if states else None
     can_guess = given is None and decoder.num_bytes >= _MANY
     sure = [(ctypes.c_double * limit)() for limit in limits]
-    for i, (slot, text) in enumerate(zip(place.slots, texts, strict=True)):
-        begin = cache.lengths[text.row]
+    for i, (slot, text, own) in enumerate(zip(place.slots, texts, drafts, strict=True)):
+        begin, state = cache.lengths[text.state.row], text.state
         flat.chain(slot, begin, len(text.fed))
         flat.ids += text.fed
         flat.wanted.append(len(flat.ids) - 1)
-        own = drafts[i]
-        own.how, own.limit = choice_of(text.transforms, text.seed), text.limit
+        seed = 0 if state.sampling.is_greedy else state.noise.seed
+        own.how, own.limit = choice_of(state.sampling.transforms, seed), text.limit
         # A pair stands one position before its token.
         own.position = begin + len(text.fed) + (text.states is not None)
-        before = text.text[-_LOOKED_AT:] if can_guess else []
+        before = state.text[-_LOOKED_AT:] if can_guess else []
         tokens.append(array("q", [*before, *[0] * text.limit]))
         own.before, own.sure = len(before), ctypes.addressof(sure[i])
         own.tokens = tokens[i].buffer_info()[0] + 8 * len(before)
-        if text.doubts:
-            kept.append(doubts_of(*text.doubts))
+        if state.goes_on:
+            kept.append(doubts_of(*state.goes_on.numbers))
             own.may_stop = ctypes.pointer(kept[-1])
     decoder.chain(flat, drafts, words, given, shift, layer, _GUESSED if can_guess else 0)
     place.counts = [n + own.count - 1 for n, own in zip(counts, drafts, strict=True)]
     cache.advance(place)
-    for i, text in enumerate(texts):
-        begin = drafts[i].before
-        text.tokens = tokens[i][begin : begin + drafts[i].count].tolist()
-        text.confidence = sure[i][: drafts[i].count] if text.doubts else []
-        text.num_forwards = drafts[i].forwards
+    found = []
+    for text, own, ids, chances in zip(texts, drafts, tokens, sure, strict=True):
+        ids = ids[own.before : own.before + own.count].tolist()
+        chances = chances[: own.count] if text.state.goes_on else []
+        found.append(Draft(ids, confidence=chances, num_forwards=own.forwards))
+    return found

@@ -21,11 +21,10 @@ from messages import KeyCache
 
 from . import library
 from .library import address
-from .parts import Norm, Parts, linear_of, norm_of, parts_of, shape_of
-from .recurrent import MOST_TAPS, WIDEST_KEY, Convolution, Rule
-from .sampling import checked
+from .parts import Norm, Parts, norm_of, parts_of, shape_of
+from .recurrent import Convolution, Rule
 from .structs import STRUCTS
-from .weights import DTYPES, Gone, Matrix, PanelEmbedding, PanelLinear, Panels, become, panels_of
+from .weights import DTYPES, Gone, PanelEmbedding, PanelLinear, Panels, become, panels_of
 
 FULL = "full_attention"  # transformers' name for layers that see the whole text
 MOST_ROWS = 256  # of one call: their numbers lie in memory at once
@@ -37,7 +36,7 @@ _ACTIVATIONS = {
     "SiLU": 0, "SiLUActivation": 0, "GELUTanh": 1, "NewGELUActivation": 1, "PytorchGELUTanh": 1,
     "GELUActivation": 2, "ReLU": 3, "ReLUSquaredActivation": 4, "QuickGELUActivation": 5,
 }  # fmt: skip
-_Address, _Int = ctypes.c_void_p, ctypes.c_int32
+_Int = ctypes.c_int32
 _Norm, _Rope, _Delta, _Passing = map(STRUCTS.get, ("norm", "rope", "delta", "passing"))
 BlockStruct, _Decoder, Batch = map(STRUCTS.get, ("block", "decoder", "batch"))
 
@@ -45,8 +44,7 @@ BlockStruct, _Decoder, Batch = map(STRUCTS.get, ("block", "decoder", "batch"))
 def in_panels(layers: Sequence[nn.Module]) -> list[Panels]:
     """The weights of linear layers of one input, which compute with these panels from now on."""
     for layer in layers:
-        if not hasattr(layer, "panels"):
-            become(layer, PanelLinear, Panels.of(*linear_of(layer)))
+        become(layer, PanelLinear, panels_of(layer))
     if len({layer.panels.reads for layer in layers}) > 1:  # an input is rounded for all
         for layer in layers:
             layer.panels = Panels.of(layer.panels.unpacked(), layer.panels.bias)
@@ -96,10 +94,6 @@ class Net:
             self.rule, norm_struct(norm, self._kept), at(-net.A_log.float().exp()), at(net.dt_bias),
         )  # fmt: skip
 
-    @property
-    def is_known(self) -> bool:
-        return self.taps <= MOST_TAPS and self.rule.width <= WIDEST_KEY
-
     def passed(
         self, tails: list[Tensor | None], states: list[Tensor | None], num_rows: int
     ) -> Passed:
@@ -143,6 +137,8 @@ class Block:
         layers = [*parts.qkv, *parts.gates], [parts.out], parts.up, [parts.down]
         names = "qkv", "out", "up", "down"
         self.matrices = {name: in_panels(own) for name, own in zip(names, layers, strict=True)}
+        for name, matrices in self.matrices.items():
+            setattr(self.struct, name, Panels.side_by_side(matrices))
 
     def _attend(self, parts: Parts, window: int | None) -> None:
         """What attention needs to know."""
@@ -161,17 +157,6 @@ class Block:
         struct.window, struct.has_gates = window or 0, bool(parts.gates)
         struct.is_half, struct.scaling = self.dtype == torch.bfloat16, attention.scaling
         struct.softcap = getattr(attention, "attn_logit_softcapping", None) or 0
-
-    def point(self) -> None:
-        """Let the structure point to the matrices as they are now."""
-        self._chains = []  # what is pointed to
-        for name, matrices in self.matrices.items():
-            struct = None
-            for panels in reversed(matrices):
-                after, struct = struct, Matrix.from_buffer_copy(panels.struct)
-                struct.next = after and ctypes.addressof(after)
-                self._chains.append(struct)
-            setattr(self.struct, name, struct)
 
     def attach(self, keys: Tensor, values: Tensor) -> None:
         """Keep keys and values in these buffers [slots, heads, capacity, width]."""
@@ -279,12 +264,9 @@ class Decoder:
             hidden=self.hidden, num_blocks=len(blocks), blocks=structs,
             ropes=(_Rope * len(ropes))(*ropes.values()), embedding_scale=1, logit_scale=1,
         )  # fmt: skip
-        self.point()
 
     def point(self) -> None:
-        """Let the structures point to the matrices as they are now."""
-        for block in self.blocks:
-            block.point()
+        """Let the structure point to the matrices at both ends."""
         for name in ("embedding", "positions", "output", "entrance"):
             panels = getattr(self, name)
             setattr(self.struct, name, panels and ctypes.pointer(panels.struct))
@@ -391,9 +373,9 @@ class Decoder:
             given, states = self._states(given), torch.empty(len(given), self.hidden)
             others |= {"given": address(given), "states": address(states), "num_states": 1}
         batch = rows.batch(kept, **others, state_layers=ctypes.addressof(asked))
-        call, threads = library.load().run_chain, self._threads(len(drafts))
         decoder, fed, vocabulary = map(ctypes.byref, (own, batch, words))
-        checked(call(decoder, fed, drafts, vocabulary, most_wanted, threads))
+        structs, threads = (decoder, fed, drafts, vocabulary), self._threads(len(drafts))
+        library.compute("run_chain", *structs, most_wanted, threads=threads)
 
     def __call__(
         self,
@@ -432,8 +414,8 @@ class Decoder:
             others |= {"num_texts": len(counts), "text_rows": ctypes.addressof(text_rows)}
             others["passings"] = passings
         batch = rows.batch(kept, **others)
-        call, threads = library.load().run_decoder, self._threads(count)
-        checked(call(ctypes.byref(self.struct), ctypes.byref(batch), threads))
+        structs, threads = map(ctypes.byref, (self.struct, batch)), self._threads(count)
+        library.compute("run_decoder", *structs, threads=threads)
         return logits, dict(zip(layers, states.unbind(), strict=True)) if layers else {}
 
     def _states(self, given: Tensor, parts: int = 1) -> Tensor:
@@ -451,7 +433,6 @@ class Decoder:
         others = {self.positions} if has_own_embedding else {self.positions, self.embedding}
         for panels in self.panels - (others - {self.output}):
             panels.quantise()
-        self.point()
 
 
 # ------------------------------------------------------------------------ of transformers' modules
@@ -592,6 +573,4 @@ def _agrees(found: Decoder, model: PreTrainedModel, ids: Tensor, shift: int) -> 
 def _is_known(parts: Parts | None) -> bool:
     if parts is None or type(parts.activation).__name__ not in _ACTIVATIONS:
         return False
-    if parts.is_recurrent:
-        return Net(parts.attention).is_known
-    return parts.attention.head_dim % 2 == 0
+    return parts.is_recurrent or parts.attention.head_dim % 2 == 0

@@ -59,11 +59,6 @@ static void normalise(const norm *n, const float *x, int width, float *to) {
   }
 }
 
-static void add_scaled(float *x, const float *y, float scale, int width) {
-  for (int i = 0; i < width; i += LANES)
-    store_some(x + i, fma16(all(scale), load_some(y + i, width - i), load_some(x + i, width - i)), width - i);
-}
-
 static void rotate(const rope *t, int64_t position, float *x) {
   const int half = t->width / 2;
   const float *cosines = t->cos + position * half, *sines = t->sin + position * half;
@@ -145,15 +140,22 @@ static void enter_row(forward *w, int row) {
   else memcpy(x, d->adds_to_normed ? normed : state, (size_t)width * 4);
 }
 
-// What a block's last layer gave is added, if it had to be normed first; and the state is kept if it is asked for.
+// What a layer gave is added here if it has to be normed first.
+static void add_normed(forward *w, const block *b, const norm *n, int row) {
+  const int width = w->d->hidden;
+  float *x = w->x + (size_t)row * width, *y = w->y + (size_t)row * width;
+  if (!n->kind) return;
+  normalise(n, y, width, y);
+  for (int i = 0; i < width; i += LANES)
+    store_some(x + i, fma16(all(b->residual_scale), load_some(y + i, width - i), load_some(x + i, width - i)), width - i);
+}
+
+// A block's result is complete, and kept if it is asked for.
 static void leave_row(forward *w, int number, int row) {
   const int width = w->d->hidden;
   const block *b = w->d->blocks + number;
-  float *x = w->x + (size_t)row * width, *y = w->y + (size_t)row * width;
-  if (b->down_norm.kind) {
-    normalise(&b->down_norm, y, width, y);
-    add_scaled(x, y, b->residual_scale, width);
-  }
+  const float *x = w->x + (size_t)row * width;
+  add_normed(w, b, &b->down_norm, row);
   for (int i = 0; i < w->f->num_states; ++i)
     if (w->f->state_layers[i] == number)
       memcpy(w->f->states + ((size_t)i * w->f->rows + row) * width, x, (size_t)width * 4);
@@ -207,7 +209,7 @@ static void attended_row(forward *w, const attention *a, int row) {
     for (int i = 0; i < width; i += LANES)
       store_some(x + i, mul(load_some(x + i, width - i), sigmoid(load_some(gates + i, width - i))), width - i);
   }
-  prepare_row(w, &b->out, row, x);
+  prepare_row(w, b->out.parts[0], row, x);
 }
 
 static void run_net(forward *w, const block *b, const passing *p) {
@@ -245,13 +247,14 @@ static void run_net(forward *w, const block *b, const passing *p) {
     for (int h = 0; h < heads; ++h) normalise(&net->norm, x + h * net->r.columns, net->r.columns, x + h * net->r.columns);
     for (int i = 0; i < wide; i += LANES)
       store_some(x + i, mul(load_some(x + i, wide - i), activated(SILU, load_some(z + i, wide - i))), wide - i);
-    prepare_row(w, &b->out, row, x);
+    prepare_row(w, b->out.parts[0], row, x);
   }
   meet();
 }
 
 static void activate(forward *w, const block *b) {
-  const int width = b->down.inputs, parts = (width + SOME - 1) / SOME;
+  const matrix *m = b->down.parts[0];
+  const int width = m->inputs, parts = (width + SOME - 1) / SOME;
   for (int unit; take(w->f->rows * parts, 1, &unit) > 0;) {
     const int row = unit / parts, begin = unit % parts * SOME, end = begin + SOME < width ? begin + SOME : width;
     float *x = w->inner + (size_t)row * outputs_of(&b->up);
@@ -260,14 +263,14 @@ static void activate(forward *w, const block *b) {
       if (b->is_gated) y = mul(y, load_some(x + width + i, end - i));
       store_some(x + i, y, end - i);
     }
-    prepare_some(b->down.form, width, begin, end, x, w->prepared + (size_t)row * prepared_bytes(b->down.form, width));
+    prepare_some(m->form, width, begin, end, x, w->prepared + (size_t)row * prepared_bytes(m->form, width));
   }
 }
 
 // A layer's outputs: to what blocks add to, or to y where they are to be normed first.
-static void add_layer(forward *w, const block *b, const matrix *m, const norm *n) {
-  if (n->kind) multiply(m, w->f->rows, w->prepared, w->y, w->d->hidden, NULL, 1);
-  else multiply(m, w->f->rows, w->prepared, w->x, w->d->hidden, w->x, b->residual_scale);
+static void add_layer(forward *w, const block *b, const layer *l, const norm *n) {
+  if (n->kind) multiply(l, w->f->rows, w->prepared, w->y, NULL, 1);
+  else multiply(l, w->f->rows, w->prepared, w->x, w->x, b->residual_scale);
 }
 
 static void run_attention(forward *w, const block *b) {
@@ -287,12 +290,12 @@ static void run_block(forward *w, int number) {
   const int rows = w->f->rows, only_keys = w->f->only_keys, is_read = number == 0 && d->has_states && !d->entrance;
   FOR_ROWS(row, rows) {
     if (number && !only_keys) leave_row(w, number - 1, row);
-    if (only_keys) prepare_row(w, &b->qkv, row, w->x + (size_t)row * d->hidden);
-    else if (is_read) prepare_row(w, &b->qkv, row, w->read + (size_t)row * 2 * d->hidden);
-    else read_row(w, &b->input_norm, &b->qkv, row);
+    if (only_keys) prepare_row(w, b->qkv.parts[0], row, w->x + (size_t)row * d->hidden);
+    else if (is_read) prepare_row(w, b->qkv.parts[0], row, w->read + (size_t)row * 2 * d->hidden);
+    else read_row(w, &b->input_norm, b->qkv.parts[0], row);
   }
   meet();
-  multiply(&b->qkv, rows, w->prepared, w->joined, outputs_of(&b->qkv), NULL, 1);
+  multiply(&b->qkv, rows, w->prepared, w->joined, NULL, 1);
   meet();
   if (only_keys) {  // what is given becomes keys and values, and nothing else
     FOR_ROWS(row, rows) place_row(w, b, row);
@@ -307,15 +310,11 @@ static void run_block(forward *w, int number) {
   add_layer(w, b, &b->out, &b->out_norm);
   meet();
   FOR_ROWS(row, rows) {
-    float *x = w->x + (size_t)row * d->hidden, *y = w->y + (size_t)row * d->hidden;
-    if (b->out_norm.kind) {
-      normalise(&b->out_norm, y, d->hidden, y);
-      add_scaled(x, y, b->residual_scale, d->hidden);
-    }
-    read_row(w, &b->mlp_norm, &b->up, row);
+    add_normed(w, b, &b->out_norm, row);
+    read_row(w, &b->mlp_norm, b->up.parts[0], row);
   }
   meet();
-  multiply(&b->up, rows, w->prepared, w->inner, outputs_of(&b->up), NULL, 1);
+  multiply(&b->up, rows, w->prepared, w->inner, NULL, 1);
   meet();
   activate(w, b);
   meet();
@@ -331,7 +330,7 @@ static void run(void *given) {
   FOR_ROWS(row, rows) enter_row(w, row);
   meet();
   if (d->entrance) {
-    multiply(d->entrance, rows, w->prepared, w->x, width, NULL, 1);
+    multiply(&(layer){1, {d->entrance}}, rows, w->prepared, w->x, NULL, 1);
     meet();
   }
   for (int i = 0; i < d->num_blocks; ++i) run_block(w, i);
@@ -349,7 +348,7 @@ static void run(void *given) {
   const int words = d->output->outputs;
   FOR_ROWS(i, f->num_wanted) prepare_row(w, d->output, i, w->read + (size_t)f->wanted[i] * 2 * width);
   meet();
-  multiply(d->output, f->num_wanted, w->prepared, f->logits, words, NULL, d->logit_scale);
+  multiply(&(layer){1, {d->output}}, f->num_wanted, w->prepared, f->logits, NULL, d->logit_scale);
   if (d->logit_softcap == 0) return;
   meet();
   const lanes cap = all(d->logit_softcap);
@@ -380,6 +379,7 @@ static int is_inside(const decoder *d, const batch *f) {
   if (!is_below(f->wanted, f->num_wanted, 0, f->rows)) return 0;
   if (f->ids && !is_below(f->ids, f->rows, 0, d->embedding->outputs)) return 0;
   for (const block *b = d->blocks; b < d->blocks + d->num_blocks; ++b) {
+    if (b->net && (b->net->c.taps > MOST_TAPS || b->net->r.width > WIDEST_KEY)) return 0;
     if (b->net) continue;
     const int has_all = is_below(f->slots, f->rows, 0, b->slots) && is_below(f->places, f->rows, 0, b->capacity);
     if (!has_all || !is_below(f->positions, f->rows, 0, b->capacity)) return 0;
@@ -400,8 +400,8 @@ int run_decoder(const decoder *d, const batch *f, int threads) {
   size_t joined = 0, queries = 0, inner = 0, prepared = 0, partials = 0, rooms = 0, rules = 0;
   for (int i = 0; i < d->num_blocks; ++i) {
     const block *b = d->blocks + i;
-    const matrix *all_of_it[] = {&b->qkv, &b->out, &b->up, &b->down};
-    for (int k = 0; k < 4; ++k) prepared = most(prepared, prepared_bytes(all_of_it[k]->form, all_of_it[k]->inputs));
+    const layer *layers[] = {&b->qkv, &b->out, &b->up, &b->down};
+    for (int k = 0; k < 4; ++k) prepared = most(prepared, prepared_bytes(layers[k]->parts[0]->form, layers[k]->parts[0]->inputs));
     joined = most(joined, (size_t)outputs_of(&b->qkv));
     inner = most(inner, (size_t)outputs_of(&b->up));
     if (b->net) {

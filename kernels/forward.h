@@ -39,7 +39,7 @@ typedef struct {  // what a delta net is given by each text of a forward, and wh
 // x → norm → gate and up → activation → down → norm → + x
 typedef struct {
   norm input_norm, out_norm, mlp_norm, down_norm, query_norm, key_norm;
-  matrix qkv, out, up, down;  // qkv: all heads' queries, keys, values, and what gates queries' results
+  layer qkv, out, up, down;  // qkv: all heads' queries, keys, values, and what gates queries' results
   int32_t heads, kv_heads;
   int32_t width, value_width;  // of a head's query and key, and of its value
   int32_t rope;           // its number, or -1

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from messages import KeyCache
+from messages import Draft, KeyCache
 
 from . import chain, library
 from .decoder import FULL, MOST_ROWS, Block, Decoder, Rows, can_tabulate, norm_struct, ropes_of
@@ -63,9 +63,9 @@ class KernelHead:
         self._words = words
         return True
 
-    def draft(self, cache: KeyCache, texts: Sequence[chain.Text]) -> None:
+    def draft(self, cache: KeyCache, texts: Sequence[chain.Text]) -> list[Draft]:
         """Draw each text's draft: see chain.py."""
-        chain.draft(self.decoder, cache, texts, self._words, self._shift, self._layer)
+        return chain.draft(self.decoder, cache, texts, self._words, self._shift, self._layer)
 
     def __call__(
         self, cache: KeyCache, rows: list[int], counts: list[int], embeds: Tensor, states: Tensor

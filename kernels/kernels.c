@@ -3,7 +3,7 @@
 #define _GNU_SOURCE
 #include <stdlib.h>
 
-#include "linear.h"
+#include "forward.h"
 #include "threads.h"
 
 #if VECTOR_BYTES == 64
@@ -26,29 +26,31 @@
 const char *describe(void) { return uses_amx() ? BYTES " AMX" : HAS_BF16_DOT ? BYTES " BF16" : BYTES; }
 
 typedef struct {
-  const matrix *m;
+  const layer *l;
   int rows;
-  const float *x, *residual;
-  float *y, scale;
+  const float *x;
+  float *y;
   uint8_t *prepared;
 } linear_job;
 
 static void linear(void *given) {
   const linear_job *j = given;
-  const size_t bytes = prepared_bytes(j->m->form, j->m->inputs);
+  const matrix *m = j->l->parts[0];
+  const size_t bytes = prepared_bytes(m->form, m->inputs);
   for (int row; take(j->rows, 1, &row) > 0;)
-    prepare(j->m->form, j->m->inputs, j->x + (size_t)row * j->m->inputs, j->prepared + row * bytes);
+    prepare(m->form, m->inputs, j->x + (size_t)row * m->inputs, j->prepared + row * bytes);
   meet();
-  multiply(j->m, j->rows, j->prepared, j->y, (size_t)outputs_of(j->m), j->residual, j->scale);
+  multiply(j->l, j->rows, j->prepared, j->y, NULL, 1);
 }
 
-// y [rows, outputs] = residual + scale · (x [rows, inputs] W + bias). Returns whether there was memory.
-int apply_linear(const matrix *m, int rows, const float *x, float *y, const float *residual, float scale, int threads) {
-  linear_job j = {m, rows, x, residual, y, scale, NULL};
-  if (posix_memalign((void **)&j.prepared, 64, (size_t)rows * prepared_bytes(m->form, m->inputs) + 64)) return 0;
+// y [rows, outputs] = x [rows, inputs] W + bias. Returns 0 or NO_MEMORY.
+int apply_linear(const layer *l, int rows, const float *x, float *y, int threads) {
+  const matrix *m = l->parts[0];
+  linear_job j = {l, rows, x, y, NULL};
+  if (posix_memalign((void **)&j.prepared, 64, (size_t)rows * prepared_bytes(m->form, m->inputs) + 64)) return NO_MEMORY;
   run_in_threads(threads, linear, &j);
   free(j.prepared);
-  return 1;
+  return 0;
 }
 
 // Rows of a matrix, such as an embedding's [count, inputs].

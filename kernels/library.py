@@ -131,10 +131,20 @@ def load() -> ctypes.CDLL:
         raise ValueError(f"the kernels cannot be compiled: {in_short(error)}") from error
 
 
-def compute(name: str, *given: Any) -> None:
-    """Call a function of the library, with all threads. Raises MemoryError."""
-    if not getattr(load(), name)(*given, num_threads()):
-        raise MemoryError(f"no memory left to compute ({name})")
+def compute(name: str, *given: Any, threads: int | None = None) -> None:
+    """Call a function of the library, with so many threads or all; see `checked`."""
+    checked(getattr(load(), name)(*given, threads or num_threads()))
+
+
+def checked(result: int) -> int:
+    """What a function returned. Raises what it says went wrong: numbers are as in sampling.h."""
+    if result == -1:
+        raise ValueError("the model gave no probabilities to draw from (NaN in its logits?)")
+    if result == -2:
+        raise MemoryError("no memory for a forward, or to choose a token")
+    if result == -3:
+        raise IndexError("a forward was asked for a token, a row or a place that is not there")
+    return result
 
 
 def address(tensor: Tensor | None) -> ctypes.c_void_p:

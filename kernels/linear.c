@@ -10,9 +10,9 @@
 #include "threads.h"
 #include "tiles.h"
 
-int outputs_of(const matrix *m) {
+int outputs_of(const layer *l) {
   int sum = 0;
-  for (; m; m = m->next) sum += m->outputs;
+  for (int i = 0; i < l->count; ++i) sum += l->parts[i]->outputs;
   return sum;
 }
 
@@ -227,17 +227,19 @@ static void float_panels(const matrix *m, int first, int count, int rows, const 
   }
 }
 
-void multiply(const matrix *m, int rows, const void *prepared, float *y, size_t y_step, const float *residual, float scale) {
-  const int grain = width_of(m->form, rows);
+void multiply(const layer *l, int rows, const void *prepared, float *y, const float *residual, float scale) {
+  const int grain = width_of(l->parts[0]->form, rows);
   int panels = 0, begin, count;
-  for (const matrix *part = m; part; part = part->next) panels += (part->outputs + LANES - 1) / LANES;
+  for (int i = 0; i < l->count; ++i) panels += (l->parts[i]->outputs + LANES - 1) / LANES;
+  const size_t step = (size_t)outputs_of(l);
   const int share = (fair_share(panels, 8) + grain - 1) / grain * grain;
   while ((count = take(panels, share, &begin)) > 0) {
     size_t column = 0;
-    for (const matrix *part = m; count > 0; column += part->outputs, part = part->next) {
+    for (int i = 0; count > 0; column += l->parts[i++]->outputs) {
+      const matrix *part = l->parts[i];
       const int own = (part->outputs + LANES - 1) / LANES, some = own - begin < count ? own - begin : count;
       if (some > 0) {
-        const target to = {part->bias, residual ? residual + column : NULL, y + column, scale, y_step, part->outputs};
+        const target to = {part->bias, residual ? residual + column : NULL, y + column, scale, step, part->outputs};
         const int is_amx = part->form == HALF && has_amx;
         (part->form >= Q8 ? block_panels : is_amx ? amx_panels : float_panels)(part, begin, some, rows, prepared, prepared_bytes(part->form, part->inputs), &to);
         count -= some, begin += some;

@@ -21,13 +21,15 @@
 enum form { FLOAT, FLOAT16, HALF, Q8, Q4, Q4M, Q5, Q5M, Q4K, Q5K, Q6K, NUM_FORMS };
 
 // Bytes of a block's numbers and bits above them, and of what belongs to its 16 outputs: of a step, and before eight.
-typedef struct { int inputs, numbers, plane, scales, shared; } layout;
+// And inputs and bytes of a block in a file.
+typedef struct { int inputs, numbers, plane, scales, shared, file_inputs, file_bytes; } layout;
 static const layout layouts[NUM_FORMS] = {
-  [FLOAT] = {1, 64, 0, 0, 0},    [FLOAT16] = {1, 32, 0, 0, 0},  [HALF] = {2, 64, 0, 0, 0},
-  [Q8] = {32, 512, 0, 32, 0},    [Q4] = {32, 256, 0, 32, 0},    [Q4M] = {32, 256, 0, 64, 0},
-  [Q5] = {32, 256, 64, 32, 0},   [Q5M] = {32, 256, 64, 64, 0},  [Q4K] = {32, 256, 0, 32, 64},
-  [Q5K] = {32, 256, 64, 32, 64}, [Q6K] = {32, 256, 128, 32, 32},
+  [FLOAT] = {1, 64, 0, 0, 0, 1, 4},        [FLOAT16] = {1, 32, 0, 0, 0, 1, 2},      [HALF] = {2, 64, 0, 0, 0, 1, 2},
+  [Q8] = {32, 512, 0, 32, 0, 32, 34},      [Q4] = {32, 256, 0, 32, 0, 32, 18},      [Q4M] = {32, 256, 0, 64, 0, 32, 20},
+  [Q5] = {32, 256, 64, 32, 0, 32, 22},     [Q5M] = {32, 256, 64, 64, 0, 32, 24},    [Q4K] = {32, 256, 0, 32, 64, 256, 144},
+  [Q5K] = {32, 256, 64, 32, 64, 256, 176}, [Q6K] = {32, 256, 128, 32, 32, 256, 210},
 };
+INLINE int has_minima(int form) { return form == Q4M || form == Q5M || form == Q4K || form == Q5K; }
 
 INLINE int num_blocks(int inputs) { return (inputs + 31) / 32; }
 INLINE int step_bytes(int form) { return layouts[form].numbers + layouts[form].plane + layouts[form].scales; }
@@ -36,16 +38,20 @@ INLINE size_t panel_bytes(int form, int inputs) {
   return (size_t)steps * step_bytes(form) + (size_t)((steps + 7) / 8) * layouts[form].shared;
 }
 
-typedef struct matrix {
+typedef struct {
   int32_t form, outputs, inputs;
   const uint8_t *panels;
-  const float *bias;          // or NULL
-  const struct matrix *next;  // of the same inputs, whose outputs follow; or NULL
+  const float *bias;  // or NULL
 } matrix;
+
+typedef struct {  // matrices of the same inputs, their outputs side by side
+  int32_t count;
+  const matrix *parts[4];
+} layer;
 
 int uses_amx(void);
 size_t bytes_of(int form, int outputs, int inputs);  // of a matrix's panels
-int outputs_of(const matrix *m);  // with those that follow
+int outputs_of(const layer *l);
 
 // Inputs of rows, as a form wants them, alike for all blocks; so many bytes for each row.
 size_t prepared_bytes(int form, int inputs);
@@ -53,10 +59,9 @@ void prepare(int form, int inputs, const float *x, void *prepared);
 // A part of them: what belongs to the inputs from `begin` to `end`, multiples of 32 but the last.
 void prepare_some(int form, int inputs, int begin, int end, const float *x, void *prepared);
 
-// y = residual + scale · (x W + bias) in rows that lie `y_step` floats apart; no residual: 0. Within
-// a job: all threads come here, and have to meet before they read y.
-void multiply(const matrix *m, int rows, const void *prepared, float *y, size_t y_step,
-              const float *residual, float scale);
+// y = residual + scale · (x W + bias), rows of all outputs; no residual: 0. Within a job: all threads
+// come here, and have to meet before they read y.
+void multiply(const layer *l, int rows, const void *prepared, float *y, const float *residual, float scale);
 
 // The sums of `rows` x `columns` products over `steps`; in rising order, behind what y holds if `adds`.
 // Step k's floats (or bfloat16, if `is_half`) for 16 columns begin at w + k · w_step, and those

@@ -182,16 +182,15 @@ class Modules:
         return logits[0, : len(rows.wanted)].float(), {i: found[0] for i, found in states.items()}
 
 
-def attend_in_c(model: PreTrainedModel, by_interface: bool = True) -> None:
+def attend_in_c(model: PreTrainedModel) -> None:
     """Let a model of transformers attend by `attention_forward`.
 
-    Most families ask an interface; else their own calls of torch's attention are caught. Some have
-    a method `_attn`, which is replaced.
+    Most families ask an interface. Falcon calls torch's attention, which is caught. Some have a
+    method `_attn`, which is replaced.
     """
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    if by_interface:
-        model.set_attn_implementation(NAME)
+    model.set_attn_implementation(NAME)
     for module in model.modules():
         if hasattr(type(module), "_attn"):  # GPT-J, GPT-Neo, CodeGen, …
             module._attn = partial(_attend_for, module)

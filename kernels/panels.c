@@ -16,7 +16,7 @@ static void scales_of(int form, const uint8_t *scales, const uint8_t *shared, in
   *m = 0;
   if (form < Q4K) {
     d[0] = d[1] = half_at(own);
-    if (form == Q4M || form == Q5M) *m = half_at(own + 32);
+    if (has_minima(form)) *m = half_at(own + 32);
   } else {
     const float factor = half_at(shared + 2 * lane);
     for (int i = 0; i < 2; ++i)
@@ -40,7 +40,6 @@ void unpack(const matrix *m, int output, float *row) {
     return;
   }
   const int offset = form == Q8 ? 128 : form == Q4 ? 8 : form == Q5 ? 16 : form == Q6K ? 32 : 0;
-  const int has_minima = form == Q4M || form == Q5M || form == Q4K || form == Q5K;
   for (int b = 0; b < num_blocks(inputs); ++b, step += step_bytes(form)) {
     if (l.shared && b % 8 == 0) shared = step, step += l.shared;
     const uint8_t *bits = step + l.numbers;
@@ -52,20 +51,16 @@ void unpack(const matrix *m, int output, float *row) {
       if (form == Q6K) q |= (bits[64 * (g / 4) + at] >> 2 * (g % 4) & 3) << 4;
       else if (l.plane) q |= (bits[at] >> g & 1) << 4;
       const float whole = (float)(q - offset);
-      row[32 * b + j] = has_minima ? __builtin_fmaf(whole, d[j / 16], least) : whole * d[j / 16];
+      row[32 * b + j] = has_minima(form) ? __builtin_fmaf(whole, d[j / 16], least) : whole * d[j / 16];
     }
   }
 }
 
 // ------------------------------------------------------------------------------------- GGUF's rows
 
-static const struct { int inputs, bytes; } blocks_of[NUM_FORMS] = {
-  [FLOAT] = {1, 4}, [FLOAT16] = {1, 2}, [HALF] = {1, 2}, [Q8] = {32, 34},    [Q4] = {32, 18},    [Q4M] = {32, 20},
-  [Q5] = {32, 22},  [Q5M] = {32, 24},   [Q4K] = {256, 144}, [Q5K] = {256, 176}, [Q6K] = {256, 210},
-};
-
 INLINE size_t file_row_bytes(int form, int inputs) {  // whole blocks
-  return (size_t)((inputs + blocks_of[form].inputs - 1) / blocks_of[form].inputs) * blocks_of[form].bytes;
+  const layout l = layouts[form];
+  return (size_t)((inputs + l.file_inputs - 1) / l.file_inputs) * l.file_bytes;
 }
 
 // Numbers of 32 inputs, of the `part`-th eighth of the block if it has eight.
@@ -103,7 +98,7 @@ INLINE void numbers_of(int form, const uint8_t *block, int part, uint8_t *q) {
 static void put_scales(int form, const uint8_t *block, int part, int lane, uint8_t *scales, uint8_t *shared) {
   if (form < Q4K) {
     memcpy(scales + 2 * lane, block, 2);
-    if (layouts[form].scales == 64) memcpy(scales + 32 + 2 * lane, block + 2, 2);
+    if (has_minima(form)) memcpy(scales + 32 + 2 * lane, block + 2, 2);
   } else if (form == Q6K) {
     memcpy(shared + 2 * lane, block + 208, 2);
     scales[lane] = block[192 + 2 * part], scales[LANES + lane] = block[193 + 2 * part];
@@ -128,23 +123,22 @@ INLINE void put_numbers(int form, const uint8_t *q, int lane, uint8_t *step) {
 }
 
 INLINE void repack_panel(int form, const uint8_t *rows, int count, int inputs, uint8_t *step) {
-  const int file_inputs = blocks_of[form].inputs, file_bytes = blocks_of[form].bytes;
   const size_t row_bytes = file_row_bytes(form, inputs);
   const layout l = layouts[form];
   memset(step, 0, panel_bytes(form, inputs));
   if (form < Q8) {
     for (int k = 0; k < inputs; ++k)
       for (int lane = 0; lane < count; ++lane)
-        memcpy(step + (size_t)(k / l.inputs) * l.numbers + file_bytes * (l.inputs * lane + k % l.inputs),
-               rows + lane * row_bytes + (size_t)k * file_bytes, file_bytes);
+        memcpy(step + (size_t)(k / l.inputs) * l.numbers + l.file_bytes * (l.inputs * lane + k % l.inputs),
+               rows + lane * row_bytes + (size_t)k * l.file_bytes, l.file_bytes);
     return;
   }
   uint8_t *shared = step;
   for (int b = 0; b < num_blocks(inputs); ++b, step += step_bytes(form)) {
-    const int part = file_inputs == 32 ? 0 : b % 8;
+    const int part = l.file_inputs == 32 ? 0 : b % 8;
     if (l.shared && b % 8 == 0) shared = step, step += l.shared;
     for (int lane = 0; lane < count; ++lane) {
-      const uint8_t *block = rows + lane * row_bytes + (size_t)(32 * b / file_inputs) * file_bytes;
+      const uint8_t *block = rows + lane * row_bytes + (size_t)(32 * b / l.file_inputs) * l.file_bytes;
       uint8_t q[32];
       numbers_of(form, block, part, q);
       put_numbers(form, q, lane, step);

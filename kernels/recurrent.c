@@ -6,7 +6,7 @@
 #include "forward.h"
 #include "threads.h"
 
-enum { PARTS = 4, COLUMNS = PARTS * LANES, WIDEST_KEY = 512, MOST_TAPS = 16, MUCH = 1 << 21 };  // less is done sooner than threads wake
+enum { PARTS = 4, COLUMNS = PARTS * LANES, MUCH = 1 << 21 };  // less is done sooner than threads wake
 #define PART for (int j = 0; j < PARTS; ++j)
 
 // --------------------------------------------------------------------------------- convolution
@@ -31,7 +31,7 @@ static void some_channels(const convolution *c, const passage *p, int first, int
       store_some(p->y + (size_t)row * p->y_step + at, y, end - at);
     }
   for (int at = first; at < end; at += LANES) {
-    lanes after[MOST_TAPS];
+    lanes after[c->taps];
     for (int i = 0; i < old; ++i) {  // all are read before one is written: `after` may be `before`
       const float *x = tap(c, p, p->rows, old - i);
       after[i] = x ? load_some(x + at, end - at) : all(0);
@@ -87,7 +87,7 @@ static void prepare_row(const rule *r, const given *g, int row, float *room) {
 
 // Some columns of a head's state over all tokens of a text.
 static void some_columns(const rule *r, const given *g, const float *room, int head, int first) {
-  lanes held[WIDEST_KEY][PARTS];
+  lanes held[r->width][PARTS];
   const int left = r->columns - first, key_head = head / (r->heads / r->key_heads);
   const size_t begin = (size_t)head * r->width * r->columns + first;
 #define COUNT(j) (left - (j) * LANES < 0 ? 0 : left - (j) * LANES)
@@ -147,21 +147,21 @@ typedef struct {
 static void run_convolve(void *j) { convolve(((job *)j)->c, ((job *)j)->texts, ((job *)j)->count); }
 static void run_step(void *j) { step_texts(((job *)j)->r, ((job *)j)->texts, ((job *)j)->count, ((job *)j)->room); }
 
-// They return whether it can be done.
+// They return 0 or NO_MEMORY.
 int apply_convolution(const convolution *c, const passage *texts, int count, int threads) {
   size_t rows = 0;
   for (int t = 0; t < count; ++t) rows += (size_t)texts[t].rows;
-  if (c->taps > MOST_TAPS) return 0;
+  if (c->taps > MOST_TAPS) return NO_MEMORY;
   run_in_threads(rows * c->channels * c->taps > MUCH ? threads : 1, run_convolve, &(job){.c = c, .texts = texts, .count = count});
-  return 1;
+  return 0;
 }
 
 int apply_rule(const rule *r, const given *texts, int count, int threads) {
   size_t rows = 0;
   for (int t = 0; t < count; ++t) rows += (size_t)texts[t].rows;
   job j = {.r = r, .texts = texts, .count = count};
-  if (r->width > WIDEST_KEY || !(j.room = malloc(room_of(r, rows) * sizeof(float) + 1))) return 0;
+  if (r->width > WIDEST_KEY || !(j.room = malloc(room_of(r, rows) * sizeof(float) + 1))) return NO_MEMORY;
   run_in_threads(rows * r->heads * r->width * r->columns > MUCH ? threads : 1, run_step, &j);
   free(j.room);
-  return 1;
+  return 0;
 }

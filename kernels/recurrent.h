@@ -40,6 +40,8 @@ typedef struct {
   float *after, *out;                      // the state behind them; [rows, heads, columns]
 } given;
 
+enum { MOST_TAPS = 8192, WIDEST_KEY = 8192 };  // which lie on a thread's stack
+
 // Within a job: all threads come here, and have to meet before they read what was written.
 void convolve(const convolution *c, const passage *texts, int count);
 void step_texts(const rule *r, const given *texts, int count, float *room);  // room_of(r, all rows) floats

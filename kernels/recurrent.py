@@ -1,6 +1,6 @@
 """Convolutions and rules of recurrent layers, of several texts in one call.
 
-In C (recurrent.c), and in Python where nothing is compiled or sizes are too large.
+In C (recurrent.c), and in Python where nothing is compiled.
 """
 
 import ctypes
@@ -13,7 +13,6 @@ from . import library
 from .library import address
 from .structs import STRUCTS
 
-MOST_TAPS, WIDEST_KEY = 16, 512  # as in recurrent.c
 Convolution, _Passage, _Given = map(STRUCTS.get, ("convolution", "passage", "given"))
 Rule = STRUCTS["rule"]  # how a token changes a state [heads, width, columns]
 
@@ -23,15 +22,12 @@ def convolve(
     tails: Sequence[Tensor],
     weight: Tensor,
     bias: Tensor | None = None,
-    has_silu: bool = False,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Of each text's tokens [t, C], behind its tail [taps - 1, C]: results, and the next tails.
 
     weight [taps, C], the oldest token's first; all float32 in the end. The tails stay as they are.
     """
     taps, channels = weight.shape
-    if taps > MOST_TAPS:
-        raise ValueError(f"a convolution over more than {MOST_TAPS} tokens")
     weight, bias = _numbers(weight), None if bias is None else _numbers(bias)
     texts, tails = list(map(_numbers, texts)), list(map(_numbers, tails))
     for text, tail in zip(texts, tails, strict=True):
@@ -44,7 +40,7 @@ def convolve(
             for own in zip(texts, tails, after, results, strict=True)
         )
     )
-    form = Convolution(channels, taps, has_silu, address(weight), address(bias))
+    form = Convolution(channels, taps, False, address(weight), address(bias))
     library.compute("apply_convolution", ctypes.byref(form), passages, len(passages))
     return results, after
 
@@ -57,8 +53,6 @@ def step(
     A text is keys and queries [t, key_heads, width], values [t, heads, columns], logarithms of
     decays and betas [t, heads]. Its state before stays as it is; None: nothing was read yet.
     """
-    if rule.width > WIDEST_KEY:
-        raise ValueError(f"keys of more than {WIDEST_KEY} numbers")
     size, keys = (rule.heads, rule.width, rule.columns), (rule.key_heads, rule.width)
     shapes = keys, keys, (rule.heads, rule.columns), (rule.heads,), (rule.heads,)
     kept, given, found = [], [], []

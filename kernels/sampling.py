@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from . import library
-from .library import address
+from .library import address, checked
 from .structs import STRUCTS
 
 Transforms = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
-_NO_NUMBERS, _NO_MEMORY, _NO_PLACE = -1, -2, -3  # as in sampling.h
 is_wanted = True  # for models on any device
 _MOST_TOKENS = 1 << 23  # of a vocabulary: sums of more might not fit 64 bits
 
@@ -125,13 +124,3 @@ def _function(name: str, returns: Any = ctypes.c_int64) -> Callable[..., Any]:
     found: Any = getattr(library.load(), name)
     found.restype = returns
     return found
-
-
-def checked(result: int) -> int:
-    if result == _NO_MEMORY:
-        raise MemoryError("no memory for a forward, or to choose a token")
-    if result == _NO_PLACE:
-        raise IndexError("a forward was asked for a token, a row or a place that is not there")
-    if result == _NO_NUMBERS:
-        raise ValueError("the model gave no probabilities to draw from (NaN in its logits?)")
-    return result

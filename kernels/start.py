@@ -85,17 +85,16 @@ def report_of(model: Model) -> Report:
 def _run_flat(model: Model) -> None:
     """Let the model's texts stand side by side, if its modules do not mix them."""
     usual, own = model.model.config._attn_implementation, ModuleForward(model, Modules(model))
-    for by_interface in (True, False):
-        attend_in_c(model.model, by_interface)
-        rows = [model.cache.open_row() for _ in range(min(2, model.cache.num_rows))]
-        try:
-            if own.shares(rows):
-                model.fast = model.forward = own
-                return
-        except (IndexError, RuntimeError, TypeError, ValueError):
-            pass  # attention by other code of its own, or ideas of its own of a batch
-        finally:
-            for row in rows:
-                model.cache.close_row(row)
-        model.model.set_attn_implementation(usual)
+    attend_in_c(model.model)
+    rows = [model.cache.open_row() for _ in range(min(2, model.cache.num_rows))]
+    try:
+        if own.shares(rows):
+            model.fast = model.forward = own
+            return
+    except (IndexError, RuntimeError, TypeError, ValueError):
+        pass  # attention by other code of its own, or ideas of its own of a batch
+    finally:
+        for row in rows:
+            model.cache.close_row(row)
+    model.model.set_attn_implementation(usual)
     model.forward = library.alone()(model.forward)

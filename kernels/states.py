@@ -195,8 +195,7 @@ class RecurrentLayer:
         place, empty = self._cache.current, x.new_zeros(weight.shape[1] - 1, x.shape[1])
         texts = place.part(x.transpose(1, 2))
         marks = [self._at(row, empty) for row in self._rows()]
-        is_ours = self._is_compiled and len(empty) < recurrent.MOST_TAPS
-        call = recurrent.convolve if is_ours else recurrent.convolve_in_python
+        call = recurrent.convolve if self._is_compiled else recurrent.convolve_in_python
         found = call(texts, [mark.tail for mark in marks], weight.T, bias)
         for row, mark, fed, tail in zip(self._rows(), marks, texts, found[1], strict=True):
             self._record(row, mark, fed, tail.to(x.dtype))
@@ -221,8 +220,8 @@ class RecurrentLayer:
     ) -> list[tuple[Tensor, Tensor]]:
         """The state behind some tokens of each text, and their outputs. States stay as they are."""
         assert self._rule is not None
-        is_ours = self._is_compiled and self._rule.width <= recurrent.WIDEST_KEY
-        return (recurrent.step if is_ours else recurrent.step_in_python)(self._rule, texts, states)
+        call = recurrent.step if self._is_compiled else recurrent.step_in_python
+        return call(self._rule, texts, states)
 
     def _record(self, row: int, mark: Mark, fed: Tensor, tail: Tensor) -> None:
         """Set a mark where the row will be; its state follows. Drop marks that nobody goes back to.

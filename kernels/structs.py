@@ -36,10 +36,10 @@ def _fields(body: str, known: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         own = known.get(kind) or _NUMBERS.get(kind)
         for each in declared.split(","):
             stars, name, count = _DECLARED.fullmatch(each).groups()
+            of = own
             if "*" in stars:
-                yield name, ctypes.POINTER(own) if own in known.values() else ctypes.c_void_p
-            else:
-                yield name, own * int(count) if count else own
+                of = ctypes.POINTER(own) if own in known.values() else ctypes.c_void_p
+            yield name, of * int(count) if count else of
 
 
 STRUCTS = _structs()

@@ -7,6 +7,9 @@
 #include <stdint.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
+enum { USUAL_ROUNDING = 0x1f80 };  // nearest, ties to even; subnormal numbers are numbers
+#else
+enum { USUAL_ROUNDING = 0 };
 #endif
 
 enum { MOST_THREADS = 256, SPINS = 4000 };  // some 100 microseconds, then a thread sleeps
@@ -80,7 +83,7 @@ int fair_share(int total, int times) {
   return (total + shares - 1) / shares;
 }
 
-// Nearest, ties to even; subnormal numbers are numbers. Returns what was set before.
+// Returns what was set before.
 static uint64_t set_rounding(uint64_t to) {
   uint64_t old = 0;
 #if defined(__x86_64__)
@@ -93,18 +96,10 @@ static uint64_t set_rounding(uint64_t to) {
   return old;
 }
 
-static uint64_t usual_rounding(void) {
-#if defined(__x86_64__)
-  return 0x1f80;
-#else
-  return 0;
-#endif
-}
-
 static void *work(void *given) {
   const unsigned own = (unsigned)(uintptr_t)given;
   own_number = (int)own;
-  set_rounding(usual_rounding());
+  set_rounding(USUAL_ROUNDING);
   for (unsigned seen = 0;;) {
     wait_for(&started, seen);
     seen = atomic_load(&started.number);
@@ -137,7 +132,7 @@ void run_in_threads(int count, void (*run)(void *given), void *given) {
   make_workers((count < MOST_THREADS ? count : MOST_THREADS - 1) - 1);
   num_threads = count < num_workers + 1 ? count : num_workers + 1;
   job = run, job_given = given;
-  const uint64_t before = set_rounding(usual_rounding());
+  const uint64_t before = set_rounding(USUAL_ROUNDING);
   if (num_threads > 1) {  // a number that was not there before, which says how many are to come
     unsigned number = atomic_load(&started.number);
     ring(&started, (number / MOST_THREADS + 1) * MOST_THREADS + (unsigned)num_threads);

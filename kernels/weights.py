@@ -9,7 +9,7 @@ An 8-bit block is 32 successive inputs of an output: whole numbers and a scale.
 
 import ctypes
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,7 @@ FORMS = "FLOAT", "FLOAT16", "HALF", "Q8", "Q4", "Q4M", "Q5", "Q5M", "Q4K", "Q5K"
 _MOST_INPUTS = 1 << 24
 _LARGE_PAGE = 1 << 21  # bytes
 _AT_ONCE = 1 << 22  # weights that are quantised at once: all of a table would double it
-Matrix = STRUCTS["matrix"]
+_Matrix, _Layer = STRUCTS["matrix"], STRUCTS["layer"]
 
 
 class Panels:
@@ -49,7 +49,8 @@ class Panels:
         """
         self.outputs, self.inputs = shape
         assert 0 < self.outputs < 1 << 31 and 0 < self.inputs <= _MOST_INPUTS
-        self.struct = Matrix(outputs=self.outputs, inputs=self.inputs)
+        self.struct = _Matrix(outputs=self.outputs, inputs=self.inputs)
+        self._alone = Panels.side_by_side([self])
         self._fill(form, pieces)
         self.set_bias(bias)
 
@@ -88,6 +89,11 @@ class Panels:
         rows = (weight if is_half else weight.float()).contiguous().view(torch.uint8)
         return cls("HALF" if is_half else "FLOAT", shape, [rows.numpy()], bias)
 
+    @staticmethod
+    def side_by_side(matrices: Sequence["Panels"]) -> ctypes.Structure:
+        """linear.h's `layer`; the matrices have to stay."""
+        return _Layer(len(matrices), tuple(ctypes.pointer(own.struct) for own in matrices))
+
     def unpacked(self) -> Tensor:
         """The weight [outputs, inputs]."""
         return self.rows(torch.arange(self.outputs))
@@ -106,14 +112,12 @@ class Panels:
     def num_bytes(self) -> int:
         return self._data.numel()
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None, scale: float = 1.0) -> Tensor:
-        """residual + scale · (x W + bias): x [..., inputs], residual [..., outputs], float32."""
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., inputs] -> x W + bias [..., outputs], float32."""
         rows = x.reshape(-1, self.inputs).float().contiguous()
         y = rows.new_empty(len(rows), self.outputs)
-        if residual is not None:
-            residual = residual.reshape(y.shape).float().contiguous()
-        addresses, factor = map(library.address, (rows, y, residual)), ctypes.c_float(scale)
-        library.compute("apply_linear", ctypes.byref(self.struct), len(rows), *addresses, factor)
+        addresses = map(library.address, (rows, y))
+        library.compute("apply_linear", ctypes.byref(self._alone), len(rows), *addresses)
         return y.view(*x.shape[:-1], self.outputs)
 
     def rows(self, ids: Tensor) -> Tensor:

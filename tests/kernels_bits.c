@@ -1,11 +1,17 @@
-// Random decoders and batches, run by the kernels, and rows of GGUF's types in panels: prints a hash of all bits for each
-// seed. Built for several CPUs, whose hashes have to be equal, and with sanitizers. `kernels_bits FIRST COUNT THREADS [all]`
+// Random decoders and batches, convolutions and rules, rows of GGUF's types in panels, and choices, all by the kernels:
+// prints a hash of all bits for each seed. Built for several CPUs, whose hashes have to be equal, and with sanitizers.
+// `kernels_bits FIRST COUNT THREADS [all]`
 
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 
 #include "../kernels/forward.h"
+
+int apply_convolution(const convolution *, const passage *, int, int);
+int apply_rule(const rule *, const given *, int, int);
+int64_t survivors(const choice *, const float *, int, double *, int64_t *);
+int64_t leaders(const choice *, const float *, int, int, double *, int64_t *, double *);
 
 static uint32_t state;
 static uint32_t next(uint32_t below) {
@@ -42,7 +48,12 @@ static matrix new_matrix(int form, int outputs, int inputs) {
         if (!l.shared) put_halves(step + l.numbers + l.plane, l.scales / 2, form == Q4M || form == Q5M);
       }
     }
-  return (matrix){form, outputs, inputs, data, next(2) ? numbers(outputs, 0.1f) : NULL, NULL};
+  return (matrix){form, outputs, inputs, data, next(2) ? numbers(outputs, 0.1f) : NULL};
+}
+static layer new_layer(int form, int outputs, int inputs) {
+  matrix *m = malloc(sizeof *m);
+  *m = new_matrix(form, outputs, inputs);
+  return (layer){1, {m}};
 }
 static norm new_norm(int is_there, int width) {
   const int kind = is_there ? 1 + next(2) : NO_NORM;
@@ -59,8 +70,8 @@ static delta *new_net(block *b, int hidden, int form, int out_form) {
   for (int h = 0; h < heads; ++h) rates[h] = -rates[h] * rates[h];
   *n = (delta){{channels, taps, 1, weight, bias}, {heads, key_heads, keys, columns, 1, 1, 0.3f},
                {RMS_NORM, 1e-5f, numbers(columns, 1), NULL}, rates, shifts};
-  b->qkv = new_matrix(form, channels + heads * columns + 2 * heads, hidden);
-  b->out = new_matrix(out_form, hidden, heads * columns);
+  b->qkv = new_layer(form, channels + heads * columns + 2 * heads, hidden);
+  b->out = new_layer(out_form, hidden, heads * columns);
   return n;
 }
 
@@ -79,65 +90,75 @@ static uint32_t hash_of(const void *data, size_t bytes, uint32_t hash) {
   return hash;
 }
 
-// Inputs and bytes of a block of GGUF's, by form.
-static const int kinds[][2] = {{1, 4}, {1, 2}, {1, 2}, {32, 34}, {32, 18}, {32, 20}, {32, 22}, {32, 24}, {256, 144}, {256, 176}, {256, 210}};
-
-static float half_of(const uint8_t *at) {
-  const int power = at[1] >> 2 & 31, rest = at[0] | (at[1] & 3) << 8;
-  const float x = power == 31 ? (rest ? NAN : INFINITY) : ldexpf((float)(rest + (power ? 1024 : 0)), (power ? power : 1) - 25);
-  return at[1] >> 7 ? -x : x;
-}
-
-// Number j of a block, as gguf unpacks it.
-static float plain(int form, const uint8_t *block, int j) {
-  const int has_minima = form == Q4M || form == Q5M, part = j / 32, i = j % 32;
-  const uint8_t *q = block + (has_minima ? 4 : 2), *six = block + 4;
-  uint32_t bits = 0; float x;
-  if (form == FLOAT16) return half_of(block);
-  if (form < Q8) return memcpy((uint8_t *)&bits + (form == HALF ? 2 : 0), block, kinds[form][1]), memcpy(&x, &bits, 4), x;
-  if (form == Q8) return half_of(block) * (int8_t)q[j];
-  if (form < Q4K) {
-    if (form >= Q5) memcpy(&bits, q, 4), q += 4;
-    const int n = (q[j % 16] >> 4 * (j / 16) & 15) | (bits >> j & 1) << 4;
-    return has_minima ? half_of(block) * n + half_of(block + 2) : half_of(block) * (n - (form == Q4 ? 8 : 16));
-  }
-  if (form == Q6K) {
-    const int low = block[64 * (j / 128) + j % 64] >> 4 * (j % 128 / 64) & 15, high = block[128 + 32 * (j / 128) + i] >> 2 * (part % 4) & 3;
-    return half_of(block + 208) * (int8_t)block[192 + j / 16] * ((low | high << 4) - 32);
-  }
-  const int d = part < 4 ? six[part] & 63 : (six[part + 4] & 15) | six[part - 4] >> 6 << 4;
-  const int m = part < 4 ? six[part + 4] & 63 : six[part + 4] >> 4 | six[part] >> 6 << 4;
-  const int low = block[(form == Q5K ? 48 : 16) + 32 * (part / 2) + i] >> 4 * (part % 2) & 15, high = form == Q5K ? block[16 + i] >> part & 1 : 0;
-  return half_of(block) * d * (low | high << 4) - half_of(block + 2) * m;
-}
-
-// A matrix's rows in two pieces, of any bytes and of scales that are odd: the hash of its panels, which must hold gguf's numbers.
+// A matrix's rows in two pieces, of any bytes: the hash of its panels and of the numbers that they hold.
 static uint32_t repacked(int form, uint32_t hash) {
-  static const uint16_t odd[] = {0, 0x8000, 1, 0x83ff, 0x7c00, 0xfc00, 0x7e00, 0xfdff, 0x7bff, 0x7f80};
-  const int per = kinds[form][0], bytes = kinds[form][1], outputs = 1 + next(50), blocks = 1 + next(per > 1 ? 3 : 80);
+  const int per = layouts[form].file_inputs, bytes = layouts[form].file_bytes, outputs = 1 + next(50), blocks = 1 + next(per > 1 ? 3 : 80);
   const int inputs = per * blocks - (form == Q8 ? (int)next(32) : 0), begins[] = {0, LANES * next((outputs + 15) / 16), outputs};
   uint8_t *panels = malloc(bytes_of(form, outputs, inputs));
-  const matrix m = {form, outputs, inputs, panels, NULL, NULL};
+  const matrix m = {form, outputs, inputs, panels, NULL};
   float *found = malloc((size_t)inputs * 4);
   for (int piece = 0; piece < 2; ++piece) {
     const int first = begins[piece], rows = begins[piece + 1] - first;
     uint8_t *data = malloc((size_t)rows * blocks * bytes);
     for (int i = 0; i < rows * blocks * bytes; ++i) data[i] = next(256);
-    for (int i = 0; i < rows * blocks; ++i)
-      if (next(2)) memcpy(data + i * bytes + (form == Q6K ? 208 : bytes > 2 ? 2 * next(2) : 0), odd + next(10), 2);
     repack(form, data, first, rows, inputs, panels);
-    for (int row = 0; row < rows; ++row) {
-      unpack(&m, first + row, found);
-      for (int k = 0; k < inputs; ++k) {
-        const float x = plain(form, data + (row * blocks + k / per) * bytes, k % per);
-        if (memcmp(&x, found + k, 4) && !(isnan(x) && isnan(found[k]))) printf("form %d, row %d: %g, not %g\n", form, row, found[k], x), exit(1);
-      }
-    }
+  }
+  for (int row = 0; row < outputs; ++row) {
+    unpack(&m, row, found);
+    for (int k = 0; k < inputs; ++k) found[k] = isnan(found[k]) ? 0 : found[k];
+    hash = hash_of(found, (size_t)inputs * 4, hash);
   }
   return hash_of(panels, bytes_of(form, outputs, inputs), hash);
 }
 
+// Of two texts, one of which goes on where its state is written.
+static uint32_t stepped(int threads, uint32_t hash) {
+  const int channels = 1 + next(130), taps = 1 + next(5), corrects = next(2), rows = next(8);
+  const int key_heads = 1 + next(3), heads = key_heads * (1 + next(2)), width = 1 + next(130), columns = 1 + next(130);
+  const int keys = key_heads * width, values = heads * columns, tail = (taps - 1) * channels, held = heads * width * columns;
+  const convolution c = {channels, taps, next(2), numbers(taps * channels, 1), next(2) ? numbers(channels, 1) : NULL};
+  const rule r = {heads, key_heads, width, columns, corrects, corrects, 0.5f};
+  passage texts[2];
+  given steps[2];
+  for (int t = 0; t < 2; ++t) {
+    float *before = numbers(tail, 2), *state = numbers(held, 1), *logs = numbers(rows * heads, 3);
+    for (int i = 0; i < rows * heads; ++i) logs[i] = -fabsf(logs[i]);
+    texts[t] = (passage){rows, channels, channels, numbers(rows * channels, 2), t ? before : NULL, before, numbers(rows * channels, 1)};
+    steps[t] = (given){rows, keys, values, heads, numbers(rows * keys, 1), numbers(rows * keys, 1), numbers(rows * values, 1),
+                       logs, numbers(rows * heads, 1), t ? state : NULL, state, numbers(rows * values, 1)};
+  }
+  if (apply_convolution(&c, texts, 2, threads) || apply_rule(&r, steps, 2, threads)) exit(1);
+  for (int t = 0; t < 2; ++t) {
+    hash = hash_of(texts[t].after, (size_t)tail * 4, hash_of(texts[t].y, (size_t)rows * channels * 4, hash));
+    hash = hash_of(steps[t].after, (size_t)held * 4, hash_of(steps[t].out, (size_t)rows * values * 4, hash));
+  }
+  return hash;
+}
+
+// What is chosen from flat and peaked rows with many ties.
+static uint32_t chosen(int vocab, uint32_t hash) {
+  double *weights = malloc((size_t)vocab * 8);
+  int64_t *ids = malloc((size_t)vocab * 8);
+  for (float spread = 4; spread < 100; spread *= 4) {
+    float *x = numbers(vocab, spread);
+    for (int way = 0; way < 24; ++way) {
+      const choice how = {way % 4 ? 0.4 * (way % 4) : 0, way % 3 ? 0.45 * (way % 3) : 1, way % 5 ? 0 : 0.1, way, way % 2 ? 30 : 0};
+      choice warm = how;
+      warm.temperature += 0.2;
+      const int64_t token = choose(&how, x, vocab, way), count = survivors(&warm, x, vocab, weights, ids);
+      double also[2] = {confidence(x, vocab, vocab / 2)};
+      hash = hash_of(ids, (size_t)count * 8, hash_of(weights, (size_t)count * 8, hash_of(&token, 8, hash)));
+      const int64_t first = leaders(&warm, x, vocab, vocab < 9 ? vocab : 9, weights, ids, also + 1);
+      hash = hash_of(ids, (size_t)first * 8, hash_of(also, sizeof also, hash));
+    }
+    free(x);
+  }
+  free(weights), free(ids);
+  return hash;
+}
+
 int main(int count, char **given) {
+  static const int sizes[] = {1, 3, 17, 64, 65, 257, 1000, 4097, 30011};
   const int first = count > 1 ? atoi(given[1]) : 0, seeds = count > 2 ? atoi(given[2]) : 8, threads = count > 3 ? atoi(given[3]) : 2;
   const uint32_t num_forms = count > 4 ? 11 : 10;
   for (int seed = first; seed < first + seeds; ++seed) {
@@ -169,10 +190,10 @@ int main(int count, char **given) {
       b->mlp_norm = new_norm(next(4), hidden), b->down_norm = new_norm(next(2), hidden);
       const int has_norms = next(2);
       b->query_norm = new_norm(has_norms, b->has_wide_norms ? q : width), b->key_norm = new_norm(has_norms, b->has_wide_norms ? kv : width);
-      b->qkv = new_matrix(forms[next(num_forms)], q + 2 * kv + (b->has_gates ? q : 0), hidden);
-      b->out = new_matrix(forms[next(num_forms)], hidden, q);
-      b->up = new_matrix(forms[next(num_forms)], inner * (1 + b->is_gated), hidden);
-      b->down = new_matrix(forms[next(num_forms)], hidden, inner);
+      b->qkv = new_layer(forms[next(num_forms)], q + 2 * kv + (b->has_gates ? q : 0), hidden);
+      b->out = new_layer(forms[next(num_forms)], hidden, q);
+      b->up = new_layer(forms[next(num_forms)], inner * (1 + b->is_gated), hidden);
+      b->down = new_layer(forms[next(num_forms)], hidden, inner);
       if (has_nets && next(3)) {
         const int form = forms[next(num_forms)], out_form = forms[next(num_forms)];
         b->net = new_net(b, hidden, form, out_form);
@@ -183,6 +204,8 @@ int main(int count, char **given) {
     }
     uint32_t hash = 2166136261u;
     for (int form = 0; form < NUM_FORMS; ++form) hash = repacked(form, hash);
+    for (int i = 0; i < 3; ++i) hash = stepped(threads, hash);
+    hash = chosen(sizes[seed % 9], hash);
     int held[3] = {0};
     for (int step = 0; step < 5; ++step) {  // prompts, then a few tokens each, one of them with a branch
       int64_t ids[900], slot[900], position[900], place[900], line[900 * 2], wanted[900];

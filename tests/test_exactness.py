@@ -25,7 +25,6 @@ from kernels.forward import KernelForward
 from kernels.rowwise import RowWise
 from kernels.start import speed_up
 from kernels.weights import PanelLinear
-from sampling import truncated_softmax
 
 
 def assert_claim_holds(found):
@@ -263,16 +262,6 @@ def test_functions_that_have_two_forms_are_noted(name):
         assert not mode.unsteady
         TWO_FORMS[name](x)
     assert mode.unsteady == {name}
-
-
-def test_probabilities_do_not_depend_on_the_other_positions(threads):
-    """Sums over a large vocabulary are split otherwise for one row than for six."""
-    scores = torch.randn(6, 49152, generator=torch.Generator().manual_seed(0)) * 4
-    scores[3, :600] = 9.0  # ties: a row of many columns beside rows of few
-    threads(2)
-    for way in ((0.8, 0, 1.0, 0.0), (0.8, 50, 1.0, 0.0), (1.1, 0, 0.9, 0.0), (1.0, 40, 0.9, 0.02)):
-        alone = torch.cat([truncated_softmax(row[None], *way) for row in scores])
-        assert torch.equal(truncated_softmax(scores, *way), alone), way
 
 
 def test_a_batch_of_more_rows_than_may_be_run_is_run_in_several_forwards(tiny, monkeypatch):

@@ -32,6 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 
 from demo_models.heads import write_gguf as finish
 from kernels import decoder, library, start
+from kernels.weights import Panels
 from models import catalogue, gguf_packed, loading, reference
 from models.gguf_file import BadFile, GgufFile
 from models.gguf_model import config_of, load_model, open_model, unpacked
@@ -258,7 +259,7 @@ def test_a_packed_block_that_differs_from_its_module_is_not_used(files, monkeypa
         """With values where keys belong."""
         block = made(*args)
         panels = block.matrices["qkv"]
-        panels[1], panels[2] = panels[2], panels[1]
+        block.struct.qkv = Panels.side_by_side([panels[0], panels[2], panels[1]])
         return block
 
     monkeypatch.setattr(decoder, "Block", wrong)

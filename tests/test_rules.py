@@ -78,8 +78,6 @@ def test_a_convolution_gives_what_python_gives_however_its_text_is_cut(channels,
         (theirs,), (their_end,) = recurrent.convolve_in_python([text], [tail], *given)
         torch.testing.assert_close(whole, theirs, rtol=1e-5, atol=1e-5)
         assert torch.equal(end, their_end)
-        (silu,), _ = recurrent.convolve([text], [tail], *given, True)
-        torch.testing.assert_close(silu, torch.nn.functional.silu(whole), rtol=1e-5, atol=1e-6)
         now, parts, before = tail, [], tail.clone()
         for i, j in ((0, 1), (1, 3), (3, 3), (3, 40)):
             found, (_, now) = recurrent.convolve([text[2:9], text[i:j]], [tail, now], *given)
@@ -137,7 +135,14 @@ def test_sizes_that_do_not_go_together_are_refused():
         recurrent.step(form, [[*inputs[:-1], inputs[-1][:-1]]], [None])
     with pytest.raises(AssertionError):
         recurrent.step(form, [inputs], [torch.zeros(1)])
-    with pytest.raises(ValueError, match="keys of more than"):
-        recurrent.step(recurrent.Rule(1, 1, 513, 8), [], [])
     with pytest.raises(AssertionError):
         recurrent.convolve([torch.zeros(3, 4)], [torch.zeros(2, 4)], torch.zeros(4, 4))
+
+
+def test_what_would_not_lie_on_a_stack_is_refused():
+    """The process would end with a signal."""
+    with pytest.raises(MemoryError):
+        recurrent.convolve([torch.ones(1, 2)], [torch.ones(99_999, 2)], torch.ones(100_000, 2))
+    form, inputs = read(GatedDelta(), options_of(GatedDelta(), (1, 100_000, 1)))
+    with pytest.raises(MemoryError):
+        recurrent.step(form, [inputs], [None])
