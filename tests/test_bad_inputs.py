@@ -24,7 +24,6 @@ from server import (
     LIMIT_S,
     at_once,
     call,
-    events_of,
     generate,
     health,
     is_error,
@@ -83,14 +82,6 @@ def post(port, route, fields):
     """(status, body) of a request in the words of /generate."""
     status, _, data = call(port, "POST", route, body_for(route, fields))
     return status, json.loads(data)
-
-
-def text_of(answer):
-    """The text in an answer of any route, or in an event of its stream."""
-    if "choices" not in answer:
-        return answer["text"]
-    parts = [c.get("message") or c.get("delta") or c for c in answer["choices"]]
-    return "".join(part.get("text") or part.get("content") or "" for part in parts)
 
 
 def goes_on(port):
@@ -401,26 +392,6 @@ def test_long_work_takes_turns_with_pauses_and_few_may_wait(monkeypatch):
         1 / 0  # noqa: B018
     second()
     assert clock.slept == [0, 5.5, 1, 6] and places._value == 2
-
-
-# ---------------------------------------------------------------------------------- the answer
-
-
-@each_route
-def test_a_stop_string_cuts_exactly_wherever_it_begins(port, route):
-    """Within a token, across two of them, inside an accepted draft; and streams never show it."""
-    fields = {"prompt": "a b a b a b a", "max_tokens": 60}
-    whole = text_of(post(port, route, fields)[1])
-    assert text_of(post(port, route, fields | {"speculative": False})[1]) == whole
-    begins = range(1, len(whole) - 4, len(whole) // 12)
-    stops = [s for s in (whole[i : i + 4] for i in begins) if "\ufffd" not in s]
-    assert stops
-    for stop in stops:
-        _, body = post(port, route, fields | {"stop": [stop, "never written"]})
-        assert text_of(body) == whole[: whole.find(stop)]
-        asked = body_for(route, fields | {"stop": stop, "stream": True})
-        pieces = map(text_of, events_of(call(port, "POST", route, asked)[2]))
-        assert "".join(pieces) == text_of(body) * (1 + (route == "/generate"))  # its last is whole
 
 
 # ------------------------------------------------------------------------------------ mutations
