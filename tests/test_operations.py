@@ -89,9 +89,14 @@ def test_sigterm_while_loading_ends_the_server(gate):
         assert server.exit_code() == 0 and "Traceback" not in server.log()
 
 
-def test_the_first_signal_finishes_what_was_taken_and_exits_0(gate):
+@pytest.mark.parametrize(
+    ("stdout", "number", "times"),  # a terminal that closes sends several
+    [(None, signal.SIGTERM, 1), ("closed", signal.SIGTERM, 1), ("/dev/full", signal.SIGHUP, 2)],
+)
+def test_the_first_signal_finishes_what_was_taken_and_exits_0(gate, stdout, number, times):
     """Running and queued, streaming and not; who comes then is refused."""
-    with serving(*gate.arguments, "--max-running", "2") as server, ThreadPoolExecutor(4) as pool:
+    limit, pool = ("--max-running", "2"), ThreadPoolExecutor(4)
+    with serving(*gate.arguments, *limit, stdout=stdout) as server, pool:
         port = server.port
         gate.shut()
         kinds = [(path, stream) for path in PATHS for stream in (False, True)]
@@ -100,7 +105,8 @@ def test_the_first_signal_finishes_what_was_taken_and_exits_0(gate):
             for path, stream in kinds
         ]
         wait_until_taken(port, 4)
-        server.send(signal.SIGTERM)
+        for _ in range(times):
+            server.send(number)
         until(lambda: health(port)["status"] == "draining")
         assert call(port, "GET", "/health")[0] == 503
         assert refusal(port) == "the server is shutting down"
@@ -112,12 +118,14 @@ def test_the_first_signal_finishes_what_was_taken_and_exits_0(gate):
             if "usage" in body:  # a chunk of /v1 has it only where that was asked for
                 assert body["usage"]["completion_tokens"] == 20
         assert server.exit_code() == 0
-        assert "finishing 4 requests" in server.log() and "cut off" not in server.log()
+        assert stdout or "finishing 4 requests" in server.log()
+        assert "cut off" not in server.log() and "Traceback" not in server.log()
 
 
 def test_streams_are_cut_off_at_the_end_of_the_grace_period(gate):
-    """With an error event, as a stream that merely ended would look whole."""
-    with serving(*gate.arguments, "--grace-period", "0.3") as server, ThreadPoolExecutor(2) as pool:
+    """One runs, one waits; with an error event, as a stream that merely ended would look whole."""
+    limits, pool = ("--grace-period", "0.3", "--max-running", "1"), ThreadPoolExecutor(2)
+    with serving(*gate.arguments, *limits) as server, pool:
         gate.shut()
         fields = FIELDS | {"stream": True}
         answers = [pool.submit(call, server.port, "POST", path, fields) for path in PATHS]
