@@ -305,23 +305,6 @@ def test_a_draft_that_cannot_be_verified_costs_the_speculation(
     assert engine.panel.drafters["scripted"].num_open == 0
 
 
-def test_what_is_not_done_when_draining_ends_gets_an_error(demo_engine, prompts, monkeypatch):
-    """A stream that merely ended would look whole to its reader."""
-    go_on = threading.Event()
-    monkeypatch.setattr(demo_engine, "step", lambda sequences: go_on.wait(60) and {})
-    worker = Worker(demo_engine, core.Options(max_running=1))
-    requests = [core.Request(prompts["code_class"], 8)] * 2  # one runs, the other waits
-    jobs = [job for request in requests for job in worker.submit(request)]
-    worker.drain(0.1)
-    for job in jobs:
-        with pytest.raises(RequestError, match="shutting down"):
-            list(job)
-        job.cancel()
-    go_on.set()
-    worker._thread.join(60)
-    assert not worker._thread.is_alive()
-
-
 def test_a_neighbour_s_fault_does_not_let_a_chunk_of_a_prompt_count_twice(
     demo_engine, prompts, plain, monkeypatch
 ):
