@@ -42,10 +42,7 @@ _GROUPED = _COMMON | {"num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _GROUPED,
     "qwen3": _GROUPED | {"head_dim": 16},
-    "gpt2": {
-        "vocab_size": 4096, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256,
-        "bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.3,
-    },
+    "gpt2": _COMMON,
     "mistral": _GROUPED | {"sliding_window": 12, "head_dim": 8},
     "qwen2": _GROUPED | {
         "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 12,
@@ -58,11 +55,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": _GROUPED,
     "smollm3": _GROUPED | {"no_rope_layer_interval": 2},
     "granite": _GROUPED,
-    "opt": {
-        "vocab_size": 4096, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "max_position_embeddings": 256, "word_embed_proj_dim": 32,
-        "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "init_std": 0.3,
-    },
+    "opt": _COMMON | {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.3},
     "gpt_oss": _GROUPED | {
         "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12,
     },
