@@ -244,17 +244,12 @@ def events_of(data):
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-def answered(port, data):
-    """What comes back on bytes as they are, until the server closes."""
+def raw(port, data):
+    """(status, headers, body) of bytes as they are; the body as JSON."""
     with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
         with suppress(OSError):  # it may be refused before all is sent
             client.sendall(data)
-        return read_all(client)
-
-
-def raw(port, data):
-    """(status, headers, body) of bytes as they are; the body as JSON."""
-    return parse(answered(port, data))
+        return parse(read_all(client))
 
 
 def read_all(client):

@@ -19,7 +19,6 @@ from server import (
     call,
     generate,
     is_error,
-    parse,
     raw,
     request,
     serving,
@@ -144,19 +143,6 @@ def test_pipelined_requests_do_not_hide_that_a_client_has_left(port, stream):
         wait_until_running(port, 4)
     wait_until_idle(port)
     assert is_served(port)
-
-
-def test_of_pipelined_requests_the_first_is_answered(port):
-    """And the connection closed, so that a client knows which to send again. In turn it may ask."""
-    status, _, body = raw(port, pipelined(3, max_tokens=3))
-    assert status == 200 and body["usage"]["completion_tokens"] == 3
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
-        for _ in range(3):
-            client.sendall(pipelined(1, max_tokens=2))
-            data = b""
-            while not data.endswith(b"}\n"):
-                data += client.recv(65536)
-            assert parse(data)[2]["usage"]["completion_tokens"] == 2
 
 
 # ------------------------------------------------------------------- the server's own limits

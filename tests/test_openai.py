@@ -225,13 +225,10 @@ def test_a_route_that_is_not_there_is_told_what_is(client, port):
         assert call(port, method, path, headers=GUARDED)[0] == (400 if method == "POST" else 200)
 
 
-def test_without_the_key_no_body_is_read(port):
+def test_a_wrong_key_is_no_key_and_without_one_no_body_is_read(port):
     about = "Content-Type: application/json", "Content-Length: 900000"
     status, headers, body = raw(port, request("/generate", b"", *about))
     assert status == 401 and headers["WWW-Authenticate"] == "Bearer" and is_error(body)
-
-
-def test_a_wrong_key_is_no_key(port):
     for given in ("Bearer wrong", "Bearer ", "Bearer secret", "Bearer é", KEY, ""):
         headers = GUARDED | {"Authorization": given.encode()}
         for path in ("/v1/completions", "/generate", "/metrics"):
