@@ -301,7 +301,7 @@ ROWS = [  # name, place, old, new and tests
      "requests::one_cut_is_seen_by_everything[greedy-0-eos]"),
     ("what is cut off counts as accepted", "messages:Cycle.__post_init__",
      "min(len(self.emitted) - 1, self.num_kept)", "len(self.emitted) - 1",
-     "requests::a_cut_before_a_rejection_hides_it_from_everything[0]"),
+     "requests::one_cut_is_seen_by_everything[greedy-0-eos, then a wrong draft]"),
     # --------------------------------------------------------------------------------- engine
     ("negative token ids are let in", "models.prompts:check_prompt", "0 <= token <= largest",
      "token <= largest", "requests::a_prompt_that_cannot_be_is_refused_before_it_has_a_row"),
