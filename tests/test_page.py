@@ -202,9 +202,7 @@ def violations(page, **options):
         page.evaluate(AXE.read_text("utf-8"))
     options = {"resultTypes": ["violations"]} | options
     found = page.evaluate("(options) => axe.run(document, options)", options)["violations"]
-    return [
-        f"{v['id']}: {n['html'][:150]} {n['failureSummary']}" for v in found for n in v["nodes"]
-    ]
+    return [(v["id"], n["html"], n["failureSummary"]) for v in found for n in v["nodes"]]
 
 
 # --------------------------------------------------------------------- answers of our own making
