@@ -181,7 +181,7 @@ def chat_folder(tiny_folder: Callable[[str], Path]) -> Callable[[str], Path]:
     """The same with a chat template, which the embedded models have not."""
 
     def make(name: str) -> Path:
-        folder = tiny_folder(name)
+        folder = tiny_folder(f"{name}:0")  # another one than tiny_folder(name), which has no chat
         tokenizer = AutoTokenizer.from_pretrained(folder)
         tokenizer.chat_template = TEMPLATE
         tokenizer.save_pretrained(folder)
