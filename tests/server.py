@@ -24,6 +24,7 @@ SCRIPT = f"{CORE}.py"
 JSON = {"Content-Type": "application/json"}
 COLOURS = "red, green, blue, red, green,"
 GOOD = {"prompt": "x = 1", "max_tokens": 2}
+PATHS = ("/generate", "/v1/completions")
 ENDLESS = {"prompt": "1, 2, 3, 4, 5,", "speculative": False, "max_tokens": 2000}  # counts on and on
 LIMIT_S = 60.0  # for what happens at once, on a machine that is busy
 
@@ -268,9 +269,9 @@ def parse(response):
 
 
 def request(route, body, *headers):
-    """A POST as bytes, with these headers beside the usual ones."""
-    lines = [f"POST {route} HTTP/1.1", "Host: localhost", "Connection: close", *headers, "", ""]
-    return "\r\n".join(lines).encode() + body
+    """A POST of JSON as bytes, with these headers beside the usual ones."""
+    usual = ["Host: localhost", "Content-Type: application/json", "Connection: close"]
+    return "\r\n".join([f"POST {route} HTTP/1.1", *usual, *headers, "", ""]).encode() + body
 
 
 def is_error(body, param=None):
@@ -289,9 +290,6 @@ def connect(port, path, fields, buffer_bytes=None):
     if buffer_bytes:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
     client.connect(("127.0.0.1", port))
-    body = json.dumps(fields)
-    client.sendall(
-        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
-    )
+    body = json.dumps(fields).encode()
+    client.sendall(request(path, body, f"Content-Length: {len(body)}"))
     return client

@@ -61,7 +61,7 @@ def port(chat_folder):
 def half_sent(port):
     """40 clients that stop in the middle of a header or a body, beside everything else here."""
     header = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Le"
-    body = request("/generate", b'{"prompt": ', JSON, "Content-Length: 100")
+    body = request("/generate", b'{"prompt": ', "Content-Length: 100")
     with ExitStack() as stack:
         address = ("127.0.0.1", port)
         clients = [stack.enter_context(socket.create_connection(address, 60)) for _ in range(40)]

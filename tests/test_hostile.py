@@ -81,7 +81,7 @@ def memory_mib(server):
 def test_bodies_that_stop_half_way_take_neither_the_place_nor_the_memory_of_others(server, port):
     """200 times 600 kB: beyond 64 MiB the oldest of them are closed."""
     before = memory_mib(server)
-    half = request("/generate", b"x" * 600_000, JSON, "Content-Length: 900000")
+    half = request("/generate", b"x" * 600_000, "Content-Length: 900000")
     with crowd(port, 200, half) as clients:
         assert is_served(port)
         assert memory_mib(server) < before + 150

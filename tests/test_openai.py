@@ -226,8 +226,7 @@ def test_a_route_that_is_not_there_is_told_what_is(client, port):
 
 
 def test_a_wrong_key_is_no_key_and_without_one_no_body_is_read(port):
-    about = "Content-Type: application/json", "Content-Length: 900000"
-    status, headers, body = raw(port, request("/generate", b"", *about))
+    status, headers, body = raw(port, request("/generate", b"", "Content-Length: 900000"))
     assert status == 401 and headers["WWW-Authenticate"] == "Bearer" and is_error(body)
     for given in ("Bearer wrong", "Bearer ", "Bearer secret", "Bearer é", KEY, ""):
         headers = GUARDED | {"Authorization": given.encode()}

@@ -24,6 +24,7 @@ from server import (
     COLOURS,
     ENDLESS,
     GOOD,
+    PATHS,
     ROOT,
     SCRIPT,
     at_once,
@@ -43,7 +44,6 @@ from server import (
 from kernels import library
 from page import FILES
 
-PATHS = ("/generate", "/v1/completions")
 FIELDS = {"prompt": "1, 2, 3,", "max_tokens": 20}
 LONG = {"prompt": list(range(100, 1100)), "max_tokens": 4}
 

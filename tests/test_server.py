@@ -10,6 +10,7 @@ from server import (
     COLOURS,
     ENDLESS,
     GOOD,
+    PATHS,
     at_once,
     call,
     connect,
@@ -26,7 +27,6 @@ from test_openai import client_of
 
 from serving.worker import Worker
 
-PATHS = ("/generate", "/v1/completions")
 SAMPLED = {"prompt": "def read(path):", "max_tokens": 24, "temperature": 0.9, "top_k": 50}
 SAMPLED |= {"top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1}
 
