@@ -144,34 +144,28 @@ def prompts() -> dict[str, list[int]]:
 @pytest.fixture(scope="session")
 def plain(demo_engine: Any) -> Callable[[list[int], int], list[int]]:
     """Plain decoding on the demo target, remembered."""
-    known: dict[tuple[Any, ...], list[int]] = {}
+    target, eos_ids = demo_engine.target, demo_engine.eos_ids
 
-    def decode(prompt: list[int], max_tokens: int, **way: Any) -> list[int]:
-        key = (max_tokens, *prompt, *way.values())
-        if key not in known:
-            known[key] = core.plain_decode(
-                demo_engine.target, prompt, max_tokens, demo_engine.eos_ids, **way
-            )
-        return known[key]
+    @cache
+    def decode(prompt: tuple[int, ...], max_tokens: int, **way: Any) -> list[int]:
+        return core.plain_decode(target, [*prompt], max_tokens, eos_ids, **way)
 
-    return decode
+    return lambda prompt, max_tokens, **way: decode((*prompt,), max_tokens, **way)
 
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folders of tiny random models, by family; `family:seed` gives another one."""
-    made: dict[str, Path] = {}
 
+    @cache
     def make(name: str) -> Path:
-        if name not in made:
-            family, _, seed = name.partition(":")
-            torch.manual_seed(int(seed or 0))
-            config = transformers.AutoConfig.for_model(family, **(FAMILIES | HYBRIDS)[family])
-            folder = tmp_path_factory.mktemp(family)
-            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-            AutoTokenizer.from_pretrained(TARGET).save_pretrained(folder)
-            made[name] = folder
-        return made[name]
+        family, _, seed = name.partition(":")
+        torch.manual_seed(int(seed or 0))
+        config = transformers.AutoConfig.for_model(family, **(FAMILIES | HYBRIDS)[family])
+        folder = tmp_path_factory.mktemp(family)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(TARGET).save_pretrained(folder)
+        return folder
 
     return make
 
