@@ -82,10 +82,6 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def client(clock):
-    return connected()
-
-
-def connected():
     made = Connection(Room())
     made.connection_made(Transport())
     return made

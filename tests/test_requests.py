@@ -231,6 +231,7 @@ def test_a_trace_says_what_decided_about_each_token(
     place, judged = len(sequence.request.prompt), 0
     for event in events:
         assert len(event["target_argmax"]) == len(event["proposals"]) + 1
+        assert {*event["proposals"], *event["target_argmax"]} <= set(event["texts"])
         lists = (event[name] for name in ("target_top", "distributions", "tokens", "logprobs"))
         for i, (top, shown, token, logprob) in enumerate(zip(*lists, strict=True)):
             known, row = sequence.tokens[:place], logits[None, place - 1]
@@ -247,7 +248,7 @@ def test_a_trace_says_what_decided_about_each_token(
             noise = exponentials if sampling.is_coupled and not is_greedy else None
             assert_shown(shown, token, draft, p, has_q, noise)
             assert_logprobs(logprob, token, row[0], sequence.tokenizer)
-            assert {str(e["id"]) for e in (*shown, *top)} <= {str(i) for i in event["texts"]}
+            assert {entry["id"] for entry in (*shown, *top)} <= set(event["texts"])
             place += 1
         judged += event["accepted_count"] + bool(event["rejected"])
         if event["rejected"]:

@@ -76,9 +76,6 @@ def test_generate_answers_by_the_contract(port):
     cached = usage["prompt_tokens"] - 1
     for step, event in enumerate(trace):
         assert event["step"] == step and list(event["ms"]) == ["draft", "verify", "other"]
-        kinds = [token["kind"] for token in event["tokens"]]
-        assert kinds.count("accepted") == event["accepted_count"]
-        assert set(map(str, event["proposals"] + event["target_argmax"])) <= set(event["texts"])
         held, cached = cached + 1 + len(event["proposals"]), cached + event["emitted_count"]
         assert event["cached"] == [held, cached]
 
