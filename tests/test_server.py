@@ -240,8 +240,6 @@ def test_who_finds_no_row_waits_and_who_finds_no_place_gets_429(gate):
             for status, headers, data in at_once(*asked):
                 assert status == 429 and headers["Retry-After"] == "1"
                 assert json.loads(data)["error"]["code"] == "queue_full"
-            with client_of(port) as client, pytest.raises(openai.RateLimitError):
-                client.completions.create(**fields, model=None)
             assert health(port)["num_requests_waiting"] == 3 and health(port)["status"] == "ok"
             assert not any(answer.done() for answer in taken)
             gate.open()
