@@ -42,10 +42,7 @@ _GROUPED = _COMMON | {"num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": _GROUPED,
     "qwen3": _GROUPED | {"head_dim": 16},
-    "gpt2": {
-        "vocab_size": 4096, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256,
-        "bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.3,
-    },
+    "gpt2": _COMMON,
     "mistral": _GROUPED | {"sliding_window": 12, "head_dim": 8},
     "qwen2": _GROUPED | {
         "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 12,
@@ -58,11 +55,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": _GROUPED,
     "smollm3": _GROUPED | {"no_rope_layer_interval": 2},
     "granite": _GROUPED,
-    "opt": {
-        "vocab_size": 4096, "hidden_size": 32, "ffn_dim": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "max_position_embeddings": 256, "word_embed_proj_dim": 32,
-        "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "init_std": 0.3,
-    },
+    "opt": _COMMON | {"ffn_dim": 64, "word_embed_proj_dim": 32, "init_std": 0.3},
     "gpt_oss": _GROUPED | {
         "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12,
     },
@@ -160,34 +153,28 @@ def prompts() -> dict[str, list[int]]:
 @pytest.fixture(scope="session")
 def plain(demo_engine: Any) -> Callable[[list[int], int], list[int]]:
     """Plain decoding on the demo target, remembered."""
-    known: dict[tuple[Any, ...], list[int]] = {}
+    target, eos_ids = demo_engine.target, demo_engine.eos_ids
 
-    def decode(prompt: list[int], max_tokens: int, **way: Any) -> list[int]:
-        key = (max_tokens, *prompt, *way.values())
-        if key not in known:
-            known[key] = core.plain_decode(
-                demo_engine.target, prompt, max_tokens, demo_engine.eos_ids, **way
-            )
-        return known[key]
+    @cache
+    def decode(prompt: tuple[int, ...], max_tokens: int, **way: Any) -> list[int]:
+        return core.plain_decode(target, [*prompt], max_tokens, eos_ids, **way)
 
-    return decode
+    return lambda prompt, max_tokens, **way: decode((*prompt,), max_tokens, **way)
 
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folders of tiny random models, by family; `family:seed` gives another one."""
-    made: dict[str, Path] = {}
 
+    @cache
     def make(name: str) -> Path:
-        if name not in made:
-            family, _, seed = name.partition(":")
-            torch.manual_seed(int(seed or 0))
-            config = transformers.AutoConfig.for_model(family, **(FAMILIES | HYBRIDS)[family])
-            folder = tmp_path_factory.mktemp(family)
-            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-            AutoTokenizer.from_pretrained(TARGET).save_pretrained(folder)
-            made[name] = folder
-        return made[name]
+        family, _, seed = name.partition(":")
+        torch.manual_seed(int(seed or 0))
+        config = transformers.AutoConfig.for_model(family, **(FAMILIES | HYBRIDS)[family])
+        folder = tmp_path_factory.mktemp(family)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(TARGET).save_pretrained(folder)
+        return folder
 
     return make
 
@@ -197,7 +184,7 @@ def chat_folder(tiny_folder: Callable[[str], Path]) -> Callable[[str], Path]:
     """The same with a chat template, which the embedded models have not."""
 
     def make(name: str) -> Path:
-        folder = tiny_folder(name)
+        folder = tiny_folder(f"{name}:0")  # another one than tiny_folder(name), which has no chat
         tokenizer = AutoTokenizer.from_pretrained(folder)
         tokenizer.chat_template = TEMPLATE
         tokenizer.save_pretrained(folder)

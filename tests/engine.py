@@ -86,9 +86,6 @@ class _Server(ThreadingHTTPServer):
     def handle_error(self, *_):
         """A test that cuts a connection knows."""
 
-    def note(self, handler, body):
-        self.seen.append((handler.path, body, handler.headers.get("Authorization")))
-
 
 class Replay(_Server):
     """Answers as the recorded vLLM did; a test may set how generation fails.
@@ -105,7 +102,7 @@ class Replay(_Server):
         super().__init__(port)
 
     def answer(self, handler, body):
-        self.note(handler, body)
+        self.seen.append((handler.path, body, handler.headers.get("Authorization")))
         asked = handler.command, handler.path, body
         found = [t for t in self.told["turns"] if (t["method"], t["path"], t["body"]) == asked]
         if self.is_lenient and body:

@@ -24,6 +24,7 @@ SCRIPT = f"{CORE}.py"
 JSON = {"Content-Type": "application/json"}
 COLOURS = "red, green, blue, red, green,"
 GOOD = {"prompt": "x = 1", "max_tokens": 2}
+PATHS = ("/generate", "/v1/completions")
 ENDLESS = {"prompt": "1, 2, 3, 4, 5,", "speculative": False, "max_tokens": 2000}  # counts on and on
 LIMIT_S = 60.0  # for what happens at once, on a machine that is busy
 
@@ -244,17 +245,12 @@ def events_of(data):
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-def answered(port, data):
-    """What comes back on bytes as they are, until the server closes."""
+def raw(port, data):
+    """(status, headers, body) of bytes as they are; the body as JSON."""
     with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
         with suppress(OSError):  # it may be refused before all is sent
             client.sendall(data)
-        return read_all(client)
-
-
-def raw(port, data):
-    """(status, headers, body) of bytes as they are; the body as JSON."""
-    return parse(answered(port, data))
+        return parse(read_all(client))
 
 
 def read_all(client):
@@ -273,9 +269,9 @@ def parse(response):
 
 
 def request(route, body, *headers):
-    """A POST as bytes, with these headers beside the usual ones."""
-    lines = [f"POST {route} HTTP/1.1", "Host: localhost", "Connection: close", *headers, "", ""]
-    return "\r\n".join(lines).encode() + body
+    """A POST of JSON as bytes, with these headers beside the usual ones."""
+    usual = ["Host: localhost", "Content-Type: application/json", "Connection: close"]
+    return "\r\n".join([f"POST {route} HTTP/1.1", *usual, *headers, "", ""]).encode() + body
 
 
 def is_error(body, param=None):
@@ -294,9 +290,6 @@ def connect(port, path, fields, buffer_bytes=None):
     if buffer_bytes:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
     client.connect(("127.0.0.1", port))
-    body = json.dumps(fields)
-    client.sendall(
-        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
-    )
+    body = json.dumps(fields).encode()
+    client.sendall(request(path, body, f"Content-Length: {len(body)}"))
     return client

@@ -22,9 +22,7 @@ from conftest import TARGET, TEMPLATE
 from server import (
     GOOD,
     LIMIT_S,
-    at_once,
     call,
-    events_of,
     generate,
     health,
     is_error,
@@ -62,7 +60,7 @@ def port(chat_folder):
 def half_sent(port):
     """40 clients that stop in the middle of a header or a body, beside everything else here."""
     header = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Le"
-    body = request("/generate", b'{"prompt": ', JSON, "Content-Length: 100")
+    body = request("/generate", b'{"prompt": ', "Content-Length: 100")
     with ExitStack() as stack:
         address = ("127.0.0.1", port)
         clients = [stack.enter_context(socket.create_connection(address, 60)) for _ in range(40)]
@@ -83,19 +81,6 @@ def post(port, route, fields):
     """(status, body) of a request in the words of /generate."""
     status, _, data = call(port, "POST", route, body_for(route, fields))
     return status, json.loads(data)
-
-
-def text_of(answer):
-    """The text in an answer of any route, or in an event of its stream."""
-    if "choices" not in answer:
-        return answer["text"]
-    parts = [c.get("message") or c.get("delta") or c for c in answer["choices"]]
-    return "".join(part.get("text") or part.get("content") or "" for part in parts)
-
-
-def goes_on(port):
-    """Whether the server still answers as it should."""
-    return all(post(port, route, GOOD)[0] == 200 for route in ROUTES)
 
 
 # ---------------------------------------------------------------------------- bodies and HTTP
@@ -123,7 +108,7 @@ def test_a_body_that_is_no_json_object_of_at_most_1_mib_is_refused(port, route):
         status, headers, data = call(port, "POST", route, body, about)
         assert status == wanted and headers["Content-Type"] == "application/json", body[:50]
         assert is_error(data) and headers["X-Request-Id"]
-    assert goes_on(port)
+    assert post(port, route, GOOD)[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -238,18 +223,11 @@ def test_what_only_a_chat_has_is_refused_by_the_name_it_was_sent_under(port, nam
 
 @each_route
 def test_prompts_beyond_the_context_are_refused_naming_both_numbers(port, route):
-    """Reading a text takes time, up to 7 s for 1 MB: what cannot fit is refused unread."""
     param = "messages" if "chat" in route else "prompt"
     status, body = post(port, route, {"prompt": "a b c d " * CONTEXT})
     assert status == 400 and is_error(body, param)
     length, context = map(int, re.findall(r"\d+", body["error"]["message"]))
     assert length >= context == CONTEXT
-    endless = (post, port, route, {"prompt": "1" * 1_000_000})
-    beside, *answers = at_once((call, port, "GET", "/health"), *[endless] * 20)
-    assert beside[0] == 200 and {status for status, _ in answers} <= {400, 429}
-    refused = [body for status, body in answers if status == 400]
-    assert refused and all(is_error(body, param) for body in refused)
-    assert all("characters are more than a context" in b["error"]["message"] for b in refused)
 
 
 @each_route
@@ -327,7 +305,7 @@ class Tokenizer:
 
 
 def test_what_cannot_fit_is_refused_before_it_is_rendered_or_read():
-    """And the longest token of a vocabulary is looked for once."""
+    """Reading 1 MB takes up to 7 s. The longest token of a vocabulary is looked for once."""
     tokenizer = Tokenizer()
     too_many = "messages has 28000 entries; at most 2000 are read"
     too_long = f"characters are more than a context of {CONTEXT} tokens holds"
@@ -401,26 +379,6 @@ def test_long_work_takes_turns_with_pauses_and_few_may_wait(monkeypatch):
         1 / 0  # noqa: B018
     second()
     assert clock.slept == [0, 5.5, 1, 6] and places._value == 2
-
-
-# ---------------------------------------------------------------------------------- the answer
-
-
-@each_route
-def test_a_stop_string_cuts_exactly_wherever_it_begins(port, route):
-    """Within a token, across two of them, inside an accepted draft; and streams never show it."""
-    fields = {"prompt": "a b a b a b a", "max_tokens": 60}
-    whole = text_of(post(port, route, fields)[1])
-    assert text_of(post(port, route, fields | {"speculative": False})[1]) == whole
-    begins = range(1, len(whole) - 4, len(whole) // 12)
-    stops = [s for s in (whole[i : i + 4] for i in begins) if "\ufffd" not in s]
-    assert stops
-    for stop in stops:
-        _, body = post(port, route, fields | {"stop": [stop, "never written"]})
-        assert text_of(body) == whole[: whole.find(stop)]
-        asked = body_for(route, fields | {"stop": stop, "stream": True})
-        pieces = map(text_of, events_of(call(port, "POST", route, asked)[2]))
-        assert "".join(pieces) == text_of(body) * (1 + (route == "/generate"))  # its last is whole
 
 
 # ------------------------------------------------------------------------------------ mutations

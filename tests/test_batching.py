@@ -3,9 +3,9 @@
 import itertools
 import random
 import threading
-import time
 from dataclasses import replace
 from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import speculative_decoding as core
@@ -155,34 +155,23 @@ def test_an_engine_that_raises_fails_what_is_in_flight_and_goes_on(engine, promp
     assert is_idle(engine)
 
 
-@pytest.fixture
-def noted(monkeypatch):
-    """What conditions do: ("sleeps", "woken" or "tells", the thread's number)."""
-    found = []
+@pytest.mark.parametrize("trace", [False, True])
+def test_a_request_that_is_not_streamed_wakes_its_handler_once(engine, monkeypatch, trace):
+    woken = []
 
     class Noting(threading.Condition):
         def wait(self, timeout=None):
-            found.append(("sleeps", threading.get_ident()))
             is_told = super().wait(timeout)
-            found.append(("woken", threading.get_ident()))
+            woken.append(threading.get_ident())
             return is_told
 
-        def notify(self, n=1):
-            found.append(("tells", threading.get_ident()))
-            super().notify(n)
-
     monkeypatch.setattr(threading, "Condition", Noting)
-    return found
-
-
-@pytest.mark.parametrize("trace", [False, True])
-def test_a_request_that_is_not_streamed_wakes_its_handler_once(engine, noted, trace):
     worker = Worker(engine, core.Options())
     with core.create_app(engine, core.Options(), worker).test_client() as client:
-        noted.clear()
+        woken.clear()
         fields = {"max_tokens": 40, "drafter": "none", "trace": trace}
         answer = client.post("/generate", json={"prompt": "1, 2, 3,"} | fields).json
-    assert noted.count(("woken", threading.get_ident())) == 1
+    assert woken.count(threading.get_ident()) == 1
     worker.drain(60)
     assert len(answer["token_ids"]) == 40 and len(answer.get("trace", ())) == 40 * trace
 
@@ -207,44 +196,33 @@ def test_no_event_is_made_that_nobody_reads(demo_engine, monkeypatch, asked, exp
     assert len(waiting[0].sequence.text.text) > 0
 
 
-def test_events_do_not_wake_a_reader_that_rests_and_the_end_does(noted, monkeypatch):
-    monkeypatch.setattr("serving.worker._REST_S", 3600)
-    job, events = Job(core.Request([1], 100), 7200), [{"step": step} for step in range(100)]
-    job.put(events[0])
-    told, begun, asleep = iter(job), [], ("sleeps", threading.get_ident())
-    assert next(told) == events[:1] and asleep not in noted  # the first token does not wait
+def test_an_event_wakes_a_reader_that_has_rested_and_the_end_does_in_any_case(monkeypatch):
+    """Nobody sleeps here: what the engine does meanwhile is done in the place of waiting."""
+    now, doing, woken_by = 0.0, "", []
 
-    def engine():
-        until(lambda: begun and asleep in noted)
-        for event in events[1:]:
-            job.put(event)
-        job.end()
+    class Scripted(threading.Condition):
+        def wait(self, timeout=None):
+            nonlocal now, doing
+            now, doing, act, *event = next(script)
+            act(*event)
+            return True
 
-    thread = threading.Thread(target=engine)
-    thread.start()
-    noted.clear()  # a thread that begins sleeps, wakes and tells
-    begun.append(True)
-    assert list(told) == [events[1:]]
-    thread.join()
-    assert noted.count(("tells", thread.ident)) == 1
+        def notify(self, n=1):
+            woken_by.append(doing)
 
-
-def test_a_reader_that_has_rested_wakes_once_for_an_event(noted, monkeypatch):
-    monkeypatch.setattr("serving.worker._REST_S", 0.01)
-    monkeypatch.setattr("serving.worker.POLL_S", 3600)
-    job, events = Job(core.Request([1], 9), 7200), [{"step": step} for step in range(9)]
-    told = []
-    reader = threading.Thread(target=lambda: told.extend(job))
-    reader.start()
-    for number, event in enumerate(events, 1):
-        until(lambda number=number: noted.count(("sleeps", reader.ident)) == number)
-        time.sleep(0.02)
-        job.put(event)
-    until(lambda: noted.count(("sleeps", reader.ident)) > len(events))
-    job.end()
-    reader.join()
-    assert told == [[event] for event in events]
-    assert noted.count(("woken", reader.ident)) == len(events) + 1
+    monkeypatch.setattr(threading, "Condition", Scripted)
+    monkeypatch.setattr("serving.worker.time", SimpleNamespace(monotonic=lambda: now))
+    job = Job(core.Request([1], 9), 7200)
+    script = iter([
+        (1.0, "the first event", job.put, 0),
+        (1.0, "one amid the rest", job.put, 1),
+        (1.02, "one amid the rest", job.put, 2),
+        (1.03, "one after it", job.put, 3),
+        (1.03, "one amid the rest", job.put, 4),
+        (1.04, "the end", job.end),
+    ])  # fmt: skip
+    assert list(job) == [[0], [1, 2, 3], [4]]
+    assert woken_by == ["the first event", "one after it", "the end"]
 
 
 @pytest.mark.parametrize("read", [Job.wait, list])
@@ -303,23 +281,6 @@ def test_a_draft_that_cannot_be_verified_costs_the_speculation(
     (warning,) = sequence.seat.warnings
     assert warning == "a forward failed (out of memory): went on without speculation"
     assert engine.panel.drafters["scripted"].num_open == 0
-
-
-def test_what_is_not_done_when_draining_ends_gets_an_error(demo_engine, prompts, monkeypatch):
-    """A stream that merely ended would look whole to its reader."""
-    go_on = threading.Event()
-    monkeypatch.setattr(demo_engine, "step", lambda sequences: go_on.wait(60) and {})
-    worker = Worker(demo_engine, core.Options(max_running=1))
-    requests = [core.Request(prompts["code_class"], 8)] * 2  # one runs, the other waits
-    jobs = [job for request in requests for job in worker.submit(request)]
-    worker.drain(0.1)
-    for job in jobs:
-        with pytest.raises(RequestError, match="shutting down"):
-            list(job)
-        job.cancel()
-    go_on.set()
-    worker._thread.join(60)
-    assert not worker._thread.is_alive()
 
 
 def test_a_neighbour_s_fault_does_not_let_a_chunk_of_a_prompt_count_twice(

@@ -82,10 +82,6 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def client(clock):
-    return connected()
-
-
-def connected():
     made = Connection(Room())
     made.connection_made(Transport())
     return made
@@ -142,8 +138,10 @@ def test_a_client_has_so_much_time_for_what_it_sends(
 
 
 def test_an_idle_connection_and_one_that_lingers_are_closed(client, clock):
-    for data, patience in ((REQUEST, 30), (REQUEST + REQUEST, 5)):
+    """The latter has answered the first of two requests that came together."""
+    for number, data, patience in ((1, REQUEST, 30), (2, REQUEST + REQUEST, 5)):
         client.data_received(data)
+        assert len(client.server.asked) == number and client.is_last == (number == 2)
         client.end(ANSWER)
         client.transport.num_unread = 0
         assert waits(client, clock, patience) is None
@@ -206,6 +204,56 @@ def test_a_client_that_has_its_answer_may_ask_at_once(client):
     assert len(client.server.asked) == 2 and not client.is_last
 
 
+HOST, POST = "Host: localhost", "POST /generate HTTP/1.1"
+CHUNKED, CHUNK = "Transfer-Encoding: chunked", b"5\r\nabcde\r\n"
+REFUSED = {  # name -> status, lines of the head, body
+    "no host": (400, ["GET /health HTTP/1.1"], b""),
+    "length is a word": (400, [POST, HOST, "Content-Length: ten"], b""),
+    "length is negative": (400, [POST, HOST, "Content-Length: -5"], b""),
+    "length with a sign": (400, [POST, HOST, "Content-Length: +2"], b""),
+    "a length of 5000 digits": (400, [POST, HOST, "Content-Length: " + "1" * 5000], b""),
+    "two lengths": (400, [POST, HOST, "Content-Length: 2", "Content-Length: 3"], b""),
+    "length and encoding": (400, [POST, HOST, CHUNKED, "Content-Length: 5"], b""),
+    "an encoding in HTTP/1.0": (400, ["POST /generate HTTP/1.0", HOST, CHUNKED], b""),
+    "an encoding nobody knows": (501, [POST, HOST, "Transfer-Encoding: zip"], b""),
+    "header without a colon": (400, [POST, HOST, "what is this"], b""),
+    "headers of 300 KB": (431, [POST, HOST, "X-Long: " + "a" * 300_000], b""),
+    "two hosts": (400, ["GET /health HTTP/1.1", HOST, HOST], b""),
+    "a target that is no URL": (400, ["GET http://[::1/health HTTP/1.1", HOST], b""),
+    "a target of another scheme": (400, ["GET ftp://localhost/health HTTP/1.1", HOST], b""),
+    "a target without a slash": (400, ["GET health HTTP/1.1", HOST], b""),
+    "another version": (505, ["GET /health HTTP/9.9", HOST], b""),
+    "no version": (400, ["GET /health", HOST], b""),
+    "LF alone": (400, ["GET /health HTTP/1.1\n" + HOST], b""),
+    "a space before the colon": (400, ["GET /health HTTP/1.1", HOST, "X : a"], b""),
+    "a NUL": (400, ["GET /health HTTP/1.1", HOST, "X: \0"], b""),
+    "a method in brackets": (400, ["<b> /health HTTP/1.1", HOST], b""),
+    "a TLS greeting": (400, ["\x16\x03\x01\x02\0\x01"], b""),
+    "chunk without a size": (400, [POST, HOST, CHUNKED], b"zz\r\n{}\r\n0\r\n\r\n"),
+    "chunk without its end": (400, [POST, HOST, CHUNKED], b"2\r\n{}XX0\r\n\r\n"),
+    "a size line without end": (400, [POST, HOST, CHUNKED], b"1" * 200_000),
+    "a size with zeros": (400, [POST, HOST, CHUNKED], b"0" * 30 + b"5\r\n"),
+    "an endless extension": (400, [POST, HOST, CHUNKED], b"5;" + b"a" * 200_000),
+    "extensions": (400, [POST, HOST, CHUNKED], (b"5;" + b"a" * 500 + b"\r\nabcde\r\n") * 300),
+    "an endless trailer": (400, [POST, HOST, CHUNKED], CHUNK + b"0\r\nX: " + b"a" * 200_000),
+    "trailers": (400, [POST, HOST, CHUNKED], CHUNK + b"0\r\n" + b"X: a\r\n" * 30_000),
+    "chunks of 1 byte": (400, [POST, HOST, CHUNKED], b"1\r\nx\r\n" * 40_000),
+    "chunks of 64 KiB": (413, [POST, HOST, CHUNKED], (b"10000\r\n" + b"x" * 65536 + b"\r\n") * 40),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("status", "lines", "body"), REFUSED.values(), ids=REFUSED)
+def test_framing_that_is_ambiguous_or_endless_is_refused_and_nothing_behind_it_is_run(
+    client, status, lines, body
+):
+    """RFC 9112. What has no end is refused while it comes."""
+    data = "\r\n".join([*lines, "", ""]).encode("latin-1") + (body or REQUEST)
+    for i in range(0, len(data), 1 << 16):
+        client.data_received(data[i : i + (1 << 16)])
+    (environ,) = client.server.asked
+    assert environ[REFUSAL].status == status and client.is_last and client.server.num_held == 0
+
+
 @pytest.mark.parametrize("line", ["HEAD health HTTP/1.1", "HEAD / HTTP/9.9", "post / HTTP/1.1"])
 def test_a_refusal_knows_the_method(client, line, caplog):
     """An answer to HEAD has no body; and Flask would take post for POST."""
@@ -217,6 +265,7 @@ def test_a_refusal_knows_the_method(client, line, caplog):
     answer(client, line.encode() + b"\r\nHost: a\r\n\r\n", app)
     assert REFUSAL in client.server.asked[0]
     assert client.transport.data.startswith(b"HTTP/1.1 400") and not caplog.records
+    assert b"\r\nConnection: close\r\n" in client.transport.data
 
 
 def test_an_answer_that_contradicts_its_head_ends_the_connection(client, caplog):

@@ -20,6 +20,7 @@ from server import (
     COLOURS,
     ENDLESS,
     FAULTY,
+    PATHS,
     at_once,
     call,
     events_of,
@@ -31,7 +32,6 @@ from server import (
     wait_until_taken,
 )
 
-PATHS = ("/generate", "/v1/completions")
 FIELDS = {"prompt": COLOURS, "max_tokens": 40}
 SAMPLED = {"temperature": 0.9, "seed": 5}
 IDS = [5, 6, 7, 8, 5, 6, 7]

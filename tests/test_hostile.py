@@ -1,8 +1,8 @@
 """What strangers can do to the socket: slow, endless, broken and leaving clients, by hundreds.
 
 All against the real process. Each attack goes on while everybody else is served, and afterwards
-nothing is left of it. Bad fields and mutated requests are in test_bad_inputs.py, the load of
-well-behaved clients in test_server.py.
+nothing is left of it. Bad framing is in test_connection.py, bad fields and mutated requests are in
+test_bad_inputs.py, the load of well-behaved clients is in test_server.py.
 """
 
 import json
@@ -10,20 +10,15 @@ import os
 import resource
 import signal
 import socket
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 from server import (
     ENDLESS,
     GOOD,
-    answered,
     call,
-    events_of,
     generate,
-    health,
     is_error,
-    parse,
     raw,
     request,
     serving,
@@ -33,7 +28,6 @@ from server import (
 )
 
 JSON = "Content-Type: application/json"
-CHUNKED = "Transfer-Encoding: chunked"
 MANY_FILES = 4096
 
 
@@ -87,7 +81,7 @@ def memory_mib(server):
 def test_bodies_that_stop_half_way_take_neither_the_place_nor_the_memory_of_others(server, port):
     """200 times 600 kB: beyond 64 MiB the oldest of them are closed."""
     before = memory_mib(server)
-    half = request("/generate", b"x" * 600_000, JSON, "Content-Length: 900000")
+    half = request("/generate", b"x" * 600_000, "Content-Length: 900000")
     with crowd(port, 200, half) as clients:
         assert is_served(port)
         assert memory_mib(server) < before + 150
@@ -112,43 +106,7 @@ def test_who_comes_gets_in_when_1100_connections_idle(port, sent):
     assert is_served(port)
 
 
-@pytest.mark.slow
-def test_560_half_bodies_and_1000_headers_byte_by_byte_end_by_themselves():
-    """In full, for half a minute; then every one of them has been told why, or closed."""
-    half = request("/generate", b"x" * 600_000, JSON, "Content-Length: 900000")
-    with serving() as server, crowd(server.port, 560, half) as large:
-        port = server.port
-        with crowd(port, 1000, b"GET /health HTTP/1.1\r\n") as clients:
-            left = [*clients, *large]
-            while left:
-                assert is_served(port)
-                for client in list(left):
-                    with suppress(OSError):
-                        client.sendall(b"x")
-                    if is_closed(client):
-                        left.remove(client)
-        server.end_well()
-
-
-# --------------------------------------------------------------------------- endless framing
-
-CHUNK = b"5\r\nabcde\r\n"
-ENDLESS_BODIES = {
-    "size line": (400, b"1" * 200_000),
-    "size": (400, b"0" * 30 + b"5\r\n"),
-    "extension": (400, b"5;" + b"a" * 200_000),
-    "extensions": (400, (b"5;" + b"a" * 500 + b"\r\nabcde\r\n") * 300),
-    "trailer": (400, CHUNK + b"0\r\nX: " + b"a" * 200_000),
-    "trailers": (400, CHUNK + b"0\r\n" + b"X: a\r\n" * 30_000),
-    "chunks of 1 byte": (400, b"1\r\nx\r\n" * 40_000),
-    "chunks of 64 KiB": (413, (b"10000\r\n" + b"x" * 65536 + b"\r\n") * 40),
-}
-
-
-@pytest.mark.parametrize(("wanted", "body"), ENDLESS_BODIES.values(), ids=ENDLESS_BODIES)
-def test_framing_without_end_is_refused_while_it_comes(port, wanted, body):
-    status, headers, body = raw(port, request("/generate", body, JSON, CHUNKED))
-    assert status == wanted and headers["Connection"] == "close" and is_error(body)
+# ------------------------------------------------------------------- what is refused unread
 
 
 @pytest.mark.parametrize(
@@ -179,70 +137,12 @@ def pipelined(number, **fields):
     return (head.encode() + b"\r\n\r\n" + body) * number
 
 
-@pytest.mark.parametrize(("number", "requests"), [(1, 2), (70, 45)])
 @pytest.mark.parametrize("stream", [False, True])
-def test_pipelined_requests_do_not_hide_that_a_client_has_left(port, number, requests, stream):
-    with crowd(port, number, pipelined(requests, stream=stream)):
-        wait_until_running(port, min(number, 4))
+def test_pipelined_requests_do_not_hide_that_a_client_has_left(port, stream):
+    with crowd(port, 70, pipelined(45, stream=stream)):
+        wait_until_running(port, 4)
     wait_until_idle(port)
     assert is_served(port)
-
-
-def test_of_pipelined_requests_the_first_is_answered(port):
-    """And the connection closed, so that a client knows which to send again. In turn it may ask."""
-    status, _, body = raw(port, pipelined(3, max_tokens=3))
-    assert status == 200 and body["usage"]["completion_tokens"] == 3
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
-        for _ in range(3):
-            client.sendall(pipelined(1, max_tokens=2))
-            data = b""
-            while not data.endswith(b"}\n"):
-                data += client.recv(65536)
-            assert parse(data)[2]["usage"]["completion_tokens"] == 2
-
-
-# ------------------------------------------------------------------------ framing, RFC 9112
-
-HOST, POST = "Host: localhost", "POST /generate HTTP/1.1"
-FRAMING = {
-    "no host": (400, ["GET /health HTTP/1.1"]),
-    "length is a word": (400, [POST, HOST, JSON, "Content-Length: ten"]),
-    "length is negative": (400, [POST, HOST, JSON, "Content-Length: -5"]),
-    "length with a sign": (400, [POST, HOST, JSON, "Content-Length: +2"]),
-    "chunk without a size": (400, [POST, HOST, JSON, CHUNKED, "", "zz", "{}", "0"]),
-    "chunk without its end": (400, [POST, HOST, JSON, CHUNKED, "", "2", "{}XX0"]),
-    "header without a colon": (400, [POST, HOST, JSON, "what is this"]),
-    "headers of 300 KB": (431, [POST, HOST, JSON, "X-Long: " + "a" * 300_000]),
-    "an encoding nobody knows": (501, [POST, HOST, JSON, "Transfer-Encoding: zip"]),
-    "two hosts": (400, ["GET /health HTTP/1.1", HOST, HOST]),
-    "length and encoding": (400, [POST, HOST, JSON, CHUNKED, "Content-Length: 5"]),
-    "an encoding in HTTP/1.0": (400, ["POST /generate HTTP/1.0", HOST, JSON, CHUNKED]),
-    "a length of 5000 digits": (400, [POST, HOST, JSON, "Content-Length: " + "1" * 5000]),
-    "two lengths": (400, [POST, HOST, JSON, "Content-Length: 2", "Content-Length: 3"]),
-    "a target that is no URL": (400, ["GET http://[::1/health HTTP/1.1", HOST]),
-    "a target of another scheme": (400, ["GET ftp://localhost/health HTTP/1.1", HOST]),
-    "a target without a slash": (400, ["GET health HTTP/1.1", HOST]),
-    "another version": (505, ["GET /health HTTP/9.9", HOST]),
-    "no version": (400, ["GET /health", HOST]),
-    "LF alone": (400, ["GET /health HTTP/1.1\n" + HOST]),
-    "a space before the colon": (400, ["GET /health HTTP/1.1", HOST, "X : a"]),
-    "a NUL": (400, ["GET /health HTTP/1.1", HOST, "X: \0"]),
-    "a method in brackets": (400, ["<b> /health HTTP/1.1", HOST]),
-    "a TLS greeting": (400, ["\x16\x03\x01\x02\0\x01"]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(("status", "lines"), FRAMING.values(), ids=FRAMING)
-def test_ambiguous_framing_is_refused_and_nothing_behind_it_is_run(port, status, lines):
-    before = health(port)["speculative_decoding"]["num_spec_steps"]
-    head = "\r\n".join([*lines, "", ""]).encode("latin-1")
-    answer = answered(port, head + pipelined(1, max_tokens=30, speculative=True))
-    assert answer.count(b"\nX-Request-Id: ") == 1
-    found, headers, body = parse(answer)
-    assert found == status and headers["Connection"] == "close" and is_error(body)
-    assert headers["Content-Type"] == "application/json"
-    assert headers["X-Content-Type-Options"] == "nosniff"
-    assert health(port)["speculative_decoding"]["num_spec_steps"] == before
 
 
 # ------------------------------------------------------------------- the server's own limits
@@ -266,29 +166,6 @@ def test_at_the_file_limit_nothing_is_flooded_and_all_recovers():
         times = complaints()
         assert 1 <= len(times) <= len(set(times)) + 1 and "Traceback" not in server.log()
         server.end_well()
-
-
-# ------------------------------------------------------------------- signals and broken pipes
-
-
-@pytest.mark.parametrize(
-    ("stdout", "number", "times"),  # a terminal that closes sends several
-    [("closed", signal.SIGTERM, 1), ("/dev/full", signal.SIGHUP, 2)],
-)
-def test_streams_are_finished_whatever_has_become_of_stdout(gate, stdout, number, times):
-    with serving(*gate.arguments, stdout=stdout) as server, ThreadPoolExecutor(1) as pool:
-        gate.shut()
-        fields = {"prompt": "1, 2, 3,", "max_tokens": 20, "stream": True}
-        answer = pool.submit(call, server.port, "POST", "/generate", fields)
-        gate.wait_until_held()
-        try:
-            for _ in range(times):
-                server.send(number)
-            until(lambda: health(server.port)["status"] == "draining")
-        finally:  # the pool waits for the answer
-            gate.open()
-        assert events_of(answer.result()[2])[-1]["usage"]["completion_tokens"] == 20
-        assert server.exit_code() == 0 and "Traceback" not in server.log()
 
 
 def test_a_server_that_nohup_started_outlives_the_terminal(server, port):

@@ -96,9 +96,6 @@ def test_models_are_listed_under_the_name_that_requests_may_use(client):
     assert client.completions.create(model=model.id, prompt="x", max_tokens=2).model == "embedded"
     with pytest.raises(openai.NotFoundError, match="unknown model 'gpt-9'"):
         client.models.retrieve("gpt-9")
-    with pytest.raises(openai.NotFoundError) as error:
-        client.completions.create(model="gpt-9", prompt="x")
-    assert error.value.code == "model_not_found"
 
 
 @pytest.mark.parametrize("is_listed", [False, True])
@@ -225,13 +222,9 @@ def test_a_route_that_is_not_there_is_told_what_is(client, port):
         assert call(port, method, path, headers=GUARDED)[0] == (400 if method == "POST" else 200)
 
 
-def test_without_the_key_no_body_is_read(port):
-    about = "Content-Type: application/json", "Content-Length: 900000"
-    status, headers, body = raw(port, request("/generate", b"", *about))
+def test_a_wrong_key_is_no_key_and_without_one_no_body_is_read(port):
+    status, headers, body = raw(port, request("/generate", b"", "Content-Length: 900000"))
     assert status == 401 and headers["WWW-Authenticate"] == "Bearer" and is_error(body)
-
-
-def test_a_wrong_key_is_no_key(port):
     for given in ("Bearer wrong", "Bearer ", "Bearer secret", "Bearer é", KEY, ""):
         headers = GUARDED | {"Authorization": given.encode()}
         for path in ("/v1/completions", "/generate", "/metrics"):

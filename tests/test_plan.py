@@ -209,7 +209,9 @@ def test_where_nothing_pays_lines_are_of_plain_decoding():
 
 def test_what_is_given_of_sizes_goes_along():
     given = {"max_model_len": 99, "dtype": "bfloat16", "trust_remote_code": True}
-    lines = lines_of(offers_of("ngram"), **given, engine_arguments=("--seed", "1"))
+    _, options = parse_arguments(["--plan", "--", "--seed", "1"])
+    assert options.fixed_k and options.max_running == 8
+    lines = lines_of(offers_of("ngram"), **given, engine_arguments=options.engine_arguments)
     assert lines["SGLang"].endswith("--context-length 99 --dtype bfloat16 --trust-remote-code")
     assert lines["vLLM"].endswith("--dtype bfloat16 --trust-remote-code --seed 1")
     assert " --max-num-seqs 64 " in lines["vLLM"] and "requests 64 " in lines["SGLang"]
@@ -250,12 +252,6 @@ def test_prompts_that_cannot_be_planned_for_are_one_line(main, tmp_path, text):
     path.write_text(text)
     status, out, err = main("--plan", "--prompts", str(path))
     assert status == 2 and out == "" and err.startswith("error: ") and err.count("\n") == 1
-
-
-def test_sizes_of_an_engine_may_be_planned_for():
-    _, options = parse_arguments(["--plan", "--", "--tensor-parallel-size", "2"])
-    assert options.engine_arguments == ("--tensor-parallel-size", "2")
-    assert options.fixed_k and options.max_running == 8
 
 
 # ------------------------------------------------------------------------------- a real vLLM

@@ -266,15 +266,6 @@ def test_plain_sampling_is_that_of_transformers_generate(demo_reference, prompt,
     assert min(test.p_value for test in tests.values()) > ODDS
 
 
-@pytest.mark.parametrize("name", SAMPLINGS)
-def test_the_same_seeds_give_plain_decoding_s_texts(many, prompt, name):
-    """Drafters take turns. Odds of a near-tie, as bits are not held equal here: 1e-3."""
-    drafter = DRAFTERS[list(SAMPLINGS).index(name) % 3]
-    request = core.Request(prompt, 12, drafter, K, sampling=SAMPLINGS[name], seed=10**6)
-    theirs = first_tokens(many, replace(request, drafter=None), 32)
-    assert first_tokens(many, request, 32) == theirs
-
-
 def test_exercise_4_a_greedy_draft_of_sampled_text_is_lossless_and_costs_acceptance(
     many, prompt, plain_samples
 ):

@@ -10,6 +10,7 @@ from server import (
     COLOURS,
     ENDLESS,
     GOOD,
+    PATHS,
     at_once,
     call,
     connect,
@@ -26,7 +27,6 @@ from test_openai import client_of
 
 from serving.worker import Worker
 
-PATHS = ("/generate", "/v1/completions")
 SAMPLED = {"prompt": "def read(path):", "max_tokens": 24, "temperature": 0.9, "top_k": 50}
 SAMPLED |= {"top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1}
 
@@ -76,9 +76,6 @@ def test_generate_answers_by_the_contract(port):
     cached = usage["prompt_tokens"] - 1
     for step, event in enumerate(trace):
         assert event["step"] == step and list(event["ms"]) == ["draft", "verify", "other"]
-        kinds = [token["kind"] for token in event["tokens"]]
-        assert kinds.count("accepted") == event["accepted_count"]
-        assert set(map(str, event["proposals"] + event["target_argmax"])) <= set(event["texts"])
         held, cached = cached + 1 + len(event["proposals"]), cached + event["emitted_count"]
         assert event["cached"] == [held, cached]
 
@@ -108,32 +105,13 @@ def test_a_stream_gives_an_event_per_cycle_then_the_answer_then_done(port, more)
             assert sum([cycle["logprobs"] for cycle in events], []) == plain["logprobs"]
 
 
-@pytest.mark.parametrize("drafter", ["mtp", None])
-def test_the_seed_that_was_used_is_returned_and_gives_the_same_output_again(port, drafter):
-    fields = SAMPLED | ({"drafter": drafter} if drafter else {"speculative": False})
-    fields |= {"temperature": 3.0}  # two seeds agree in 3 tokens once in 1,700 times
-    status, first = generate(port, **fields)
-    assert status == 200 and isinstance(first["seed"], int)
-    _, other = generate(port, **fields)
+def test_the_seed_that_was_used_is_returned_and_gives_the_same_output_again(port):
+    fields = SAMPLED | {"temperature": 3.0}  # two seeds agree in 3 tokens once in 1,700 times
+    first, other = (generate(port, **fields)[1] for _ in range(2))
     assert other["seed"] != first["seed"] and other["token_ids"] != first["token_ids"]
     _, again = generate(port, **fields, seed=first["seed"])
     for name in ("seed", "token_ids", "text"):
         assert again[name] == first[name]
-
-
-def test_each_parameter_of_sampling_has_its_effect(port):
-    """What a seed would draw is changed by every one of them, or made greedy by it."""
-    base = {"prompt": "Once upon a time", "max_tokens": 30, "temperature": 1.2, "seed": 4}
-
-    def tokens(**change):
-        return generate(port, **base | change)[1]["token_ids"]
-
-    unchanged, greedy = tokens(), tokens(temperature=0)
-    for change in ({"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}, {"repetition_penalty": 1.8},
-                   {"temperature": 0.6}):  # fmt: skip
-        assert tokens(**change) != unchanged
-    for change in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1}):
-        assert tokens(**change) == greedy
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -216,24 +194,6 @@ def test_flags_of_the_whole_server_are_followed(server, port):
         assert generate(port, **body)[1]["token_ids"] == greedy
 
 
-def test_a_crowd_of_requests_gets_what_each_would_alone(port):
-    """Greedy and of a seed, by every drafter, with more of them than rows."""
-    texts = (COLOURS, "1, 2, 3, 4, 5,", "def main():\n", "Once upon a time")
-    asked = [{"prompt": text, "max_tokens": 24} for text in texts]
-    asked += [SAMPLED | {"seed": i, "drafter": name} for i, name in enumerate(("mtp", "ngram"))]
-    asked += [SAMPLED | {"temperature": 1.0, "seed": 11, "prompt": text} for text in texts]
-
-    def text(fields, path="/generate"):
-        status, _, data = call(port, "POST", path, fields)
-        body = json.loads(data)
-        assert status == 200
-        return body["text"] if path == "/generate" else body["choices"][0]["text"]
-
-    alone = list(map(text, asked))
-    assert at_once(*((text, fields, path) for path in PATHS for fields in asked)) == alone * 2
-    assert len(set(alone)) >= 8
-
-
 # --------------------------------------------------------------- load, and clients that leave
 
 
@@ -280,27 +240,11 @@ def test_who_finds_no_row_waits_and_who_finds_no_place_gets_429(gate):
             for status, headers, data in at_once(*asked):
                 assert status == 429 and headers["Retry-After"] == "1"
                 assert json.loads(data)["error"]["code"] == "queue_full"
-            with client_of(port) as client, pytest.raises(openai.RateLimitError):
-                client.completions.create(**fields, model=None)
             assert health(port)["num_requests_waiting"] == 3 and health(port)["status"] == "ok"
             assert not any(answer.done() for answer in taken)
             gate.open()
             for status, body in (answer.result() for answer in taken):
                 assert status == 200 and body["token_ids"] == alone["token_ids"]
-        wait_until_idle(port)
-
-        gate.shut()  # those who leave the queue give their place up
-        clients = []
-        for i, path in enumerate(PATHS * 2, 1):
-            clients.append(connect(port, path, fields))
-            gate.wait_until_held()
-            wait_until_taken(port, i)
-        for client in clients[1:]:
-            client.close()
-        wait_until_taken(port, 1)
-        gate.open()
-        assert clients[0].recv(12).endswith(b"200")
-        clients[0].close()
         wait_until_idle(port)
         server.end_well()
 

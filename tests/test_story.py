@@ -1,22 +1,17 @@
-"""The story that a server records when it starts, and the distributions that a trace shows."""
+"""The story that a server records when it starts."""
 
 import json
-import math
 
 import pytest
 import speculative_decoding as core
-from conftest import ROOT, run
+from conftest import ROOT
 
 from control.statistics import Totals
 from drafters.timed import TimedDrafter
-from messages import Request, Sampling
+from messages import Request
 from serving import story
 from serving.worker import Worker
 
-SAMPLED = {
-    "coupled": Sampling(temperature=0.8, top_p=0.95),
-    "rejection": Sampling(temperature=0.8, verification="rejection"),
-}
 PROMPT = [277, 480, 291, 12, 300]
 
 
@@ -81,35 +76,3 @@ def test_somebody_elses_drafter_tells_no_story(engine, monkeypatch):
     theirs = TimedDrafter(engine.panel.drafters["ngram"], 1.0)
     monkeypatch.setattr(engine.panel, "drafters", {"mine": theirs, "ngram": theirs})
     assert story.record(engine, core.Options()) is None
-
-
-@pytest.mark.parametrize("rule", SAMPLED)
-@pytest.mark.parametrize("drafter", ["draft_model", "mtp", "ngram"])
-def test_a_trace_shows_the_distributions_that_decided(demo_engine, drafter, rule):
-    """Under the coupled rule the noise on log p finds the choice, that on log q the draft."""
-    fields = {"drafter": drafter, "sampling": SAMPLED[rule], "max_tokens": 40, "seed": 3}
-    _, events = run(demo_engine, PROMPT * 3, trace=True, **fields)
-    num_checked = 0
-    for event in events:
-        assert len(event["distributions"]) == event["emitted_count"]
-        for i, entries in enumerate(event["distributions"]):
-            assert len(entries) <= 14 and sum(entry["p"] for entry in entries) < 1 + 1e-4
-            by_id = {entry["id"]: entry for entry in entries}
-            assert entries == sorted(entries, key=lambda entry: -entry["p"])
-            assert {str(i) for i in by_id} <= {str(i) for i in event["texts"]}
-            chosen, drafted = event["tokens"][i], event["proposals"][i : i + 1]
-            has_q = bool(drafted) and drafter != "ngram"
-            assert all(("q" in entry) is has_q for entry in entries)
-            if rule == "coupled":
-                assert top(entries, "p") == chosen["id"]
-                assert not has_q or top(entries, "q") == drafted[0]
-                num_checked += has_q
-            else:
-                assert by_id[chosen["id"]]["p"] == pytest.approx(chosen["p"], rel=1e-5)
-                assert not any("noise" in entry for entry in entries)
-    assert num_checked > 5 or drafter == "ngram" or rule == "rejection"
-
-
-def top(entries, name):
-    able = [entry for entry in entries if entry[name] > 0]
-    return max(able, key=lambda entry: math.log(entry[name]) + entry["noise"])["id"]
