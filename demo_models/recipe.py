@@ -45,8 +45,7 @@ TOLD_TOKENS = 200_000  # between two lines of the log
 # ------------------------------------------------------------------------------------ numbers
 def fast_dtype() -> torch.dtype:
     """bfloat16 where the device computes it by itself; elsewhere it is slower than float32."""
-    tests = "_is_avx512_bf16_supported", "_is_amx_tile_supported"
-    is_fast = any(getattr(torch.cpu, name)() for name in tests if hasattr(torch.cpu, name))
+    is_fast = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     on_cpu = torch.get_default_device().type == "cpu"
     return torch.bfloat16 if is_fast or not on_cpu else torch.float32
 
@@ -351,7 +350,6 @@ class Training:
             self.trained[name].copy_(weight)
 
     def save(self) -> None:
-        """Write the checkpoint."""
         state = {
             "weights": {name: weight.detach() for name, weight in self.trained.items()},
             "optimizers": {rate: own.state_dict() for rate, own in self.optimizers.items()},

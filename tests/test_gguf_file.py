@@ -223,14 +223,10 @@ def test_a_model_in_parts_is_one_whichever_is_named(tmp_path):
             assert file.name.endswith("m-00001-of-00002.gguf")
 
 
-def test_a_missing_part_is_named(tmp_path):
+def test_parts_that_do_not_belong_together_are_told(tmp_path):
     first, second = write_parts(tmp_path)
     os.remove(second)
     assert "m-00002-of-00002.gguf not found, one of 2 parts: fetch it, too" in refused(first)
-
-
-def test_parts_that_do_not_belong_together_are_told(tmp_path):
-    first, second = write_parts(tmp_path)
     write(Path(second), Path(first).read_bytes())
     assert "m-00002-of-00002.gguf is part '0'" in refused(first)
     write(Path(second), part(1, 2, TENSORS[:1]) + DATA)
