@@ -30,7 +30,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from kernels.files import check_config, check_sizes, fill
-from kernels.head import KernelHead, eagle_layer, speed_up_head
+from kernels.head import eagle_layer
 from messages import Model, Place
 
 from .base import Context
@@ -218,16 +218,12 @@ class Eagle3Head(nn.Module):
             states = torch.cat([n(part) for n, part in zip(self.fc_norm, parts, strict=True)], -1)
         return self.fc(states)
 
-    def run(self, x: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
-        """[embedding, h] [B, T, 2 D] -> what comes out of the layer [B, T, D]."""
-        return self.layers[0](x, self.rotary_emb(x, positions), mask, cache)
-
     def forward(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: Any = None
     ) -> Tensor:
         """The next h [B, T, D] of pairs: an embedding and an h, both [B, T, D]."""
         x = torch.cat([embeds, hidden.to(embeds.dtype)], -1)
-        x = self.run(x, positions, mask, cache)
+        x = self.layers[0](x, self.rotary_emb(x, positions), mask, cache)
         return self.norm(x) if self.config.norm_output else x
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -278,15 +274,13 @@ class Eagle3Drafter(HeadDrafter):
     """Drafts with an EAGLE-3 head, batched over requests."""
 
     name: ClassVar[str] = "eagle3"
-    title, make_head, output = "EAGLE-3", staticmethod(build_head), "lm_head"
+    title, output = "EAGLE-3", "lm_head"
+    make_head, kernel_of = staticmethod(build_head), staticmethod(eagle_layer)
 
     def __init__(self, head: Eagle3Head, context: Context) -> None:
         text = context.target.model.config.get_text_config()
         self.hidden_layers = head.config.layers_of(text.num_hidden_layers)
         super().__init__(head, context, head.target_ids)
-
-    def _speed_up(self, target: Model, quantize: str | None) -> list[KernelHead]:
-        return speed_up_head(self._head, eagle_layer, target.max_length, quantize)
 
     def _run(self, embeds: Tensor, hidden: Tensor, place: Place, layer: int) -> Tensor:
         """The pair j of a text stands at position j, and in the cache's slot j."""

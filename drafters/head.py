@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from kernels import chain, library
 from kernels.files import check_numbers, own_weights, read_folder, reading
-from kernels.head import KernelHead
+from kernels.head import KernelHead, speed_up_head
 from messages import Draft, KeyCache, Model, Place, Sampling, Verdict
 from sampling import Noise
 
@@ -89,10 +89,6 @@ class StateReader(Drafter):
     def _draft(self, states: list[HeadState], max_tokens: list[int]) -> list[Draft]:
         """A draft for each; afterwards their cache rows hold the text's pairs and no others."""
 
-    @abstractmethod
-    def _to_logits(self, outputs: Tensor) -> Tensor:
-        """What the head gave [B, D] -> [B, V] float32."""
-
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> HeadState:
         rows = [cache.open_row() for cache in self._caches]
         assert len(set(rows)) == 1, "the caches' rows are opened and closed together"
@@ -106,23 +102,12 @@ class StateReader(Drafter):
     @torch.inference_mode()
     def propose_batch(self, states: list[HeadState], max_tokens: list[int]) -> list[Draft]:
         """Drafts of all in the same forwards."""
-        for state in states:
-            num_pairs = self._cache.lengths[state.row] + sum(map(len, state.hidden[0]))
-            assert num_pairs == len(state.text) - 1, (
-                "each known token but the first one ends a pair"
-            )
-        held = [self._held(state) for state in states]
-        try:
-            return self._draft(states, max_tokens)
-        except Exception:  # as if nothing had been fed: the states are still there
-            for state, lengths in zip(states, held, strict=True):
-                for cache, length in zip(self._caches, lengths, strict=True):
-                    cache.truncate(state.row, length)
-            raise
-
-    def _held(self, state: HeadState) -> list[int]:
-        """By cache, how many pairs are in it."""
-        return [cache.lengths[state.row] for cache in self._caches]
+        for state in states:  # remove what a draft that failed has left: its states are still there
+            length = len(state.text) - 1  # each known token but the first one ends a pair
+            for cache, hidden in zip(self._caches, state.hidden, strict=True):
+                length -= sum(map(len, hidden))
+                cache.truncate(state.row, length)
+        return self._draft(states, max_tokens)
 
     def observe(self, state: HeadState, verdict: Verdict) -> None:
         assert verdict.hidden is not None, (
@@ -141,6 +126,7 @@ class HeadDrafter(StateReader):
 
     branches = True
     output: ClassVar[str]  # the name of its output layer
+    kernel_of: ClassVar[Callable[..., KernelHead | None]]  # a layer in C: see kernels/head.py
     # Of weights in C that are not the target's: they are read once for each token drafted, and
     # proposals need no exactness.
     kept_as: ClassVar[str | None] = "int8"
@@ -163,14 +149,11 @@ class HeadDrafter(StateReader):
         self._ends: tuple[nn.Module, nn.Module, Any] | None = None  # see `take`
         if context.fast:
             is_exact = is_own or not library.is_used
-            self._kernels = self._speed_up(target, context.quantize if is_exact else self.kept_as)
+            kept_as, like = context.quantize if is_exact else self.kept_as, target.model
+            self._kernels = speed_up_head(head, self.kernel_of, target.max_length, kept_as, like)
             known = chain.vocabulary_of(target.vocab_size, words)
             self._ends = head.embed_tokens, getattr(head, self.output), known
         self._embed = head.embed_tokens
-
-    @abstractmethod
-    def _speed_up(self, target: Model, quantize: str | None) -> list[KernelHead]:
-        """The head's layers in C, or none of them: see kernels/head.py."""
 
     @abstractmethod
     def _run(self, embeds: Tensor, hidden: Tensor, place: Place, layer: int) -> Tensor:
@@ -185,7 +168,7 @@ class HeadDrafter(StateReader):
         """What the layer gave [B, D] -> [B, n], of the words that the head knows."""
 
     def _to_logits(self, outputs: Tensor) -> Tensor:
-        """Minus infinity for words of the target that the head does not know."""
+        """What the head gave [B, D] -> [B, V] float32: of words that it has not, minus infinity."""
         scores = self._scores(outputs).float()
         if self._words is None:
             return scores
@@ -218,7 +201,7 @@ class HeadDrafter(StateReader):
             return drafts
         pairs_of = zip(states, max_tokens, strict=True)
         chains = [(Comb if state.can_branch else Chain)(state, limit) for state, limit in pairs_of]
-        read = [_Reading(state, self._held(state)) for state in states]
+        read = [_Reading(state, self._caches) for state in states]
         for step in count():
             active = [i for i, chain in enumerate(chains) if chain.is_open]
             if not active:
@@ -229,7 +212,7 @@ class HeadDrafter(StateReader):
             for b, i in enumerate(active):
                 read[i].note(outputs[b], layer, chains[i].extend(logits[b], self._sample))
         for text in read:
-            text.keep_what_is_true(self._caches)
+            text.keep_what_is_true()
         return [chain.draft() for chain in chains]
 
     def _in_one_call(self, states: list[HeadState], limits: list[int]) -> list[Draft] | None:
@@ -277,9 +260,10 @@ class _Reading:
     Pair j of layer i ends in token j + i + 1, so n known tokens give it n − 1 − i true pairs.
     """
 
-    def __init__(self, state: HeadState, held: list[int]) -> None:
-        """`held` says, by layer, how many of its pairs are cached."""
-        self._state, self._held = state, held
+    def __init__(self, state: HeadState, caches: list[KeyCache]) -> None:
+        """`caches` have the layers' pairs."""
+        self._state, self._caches = state, caches
+        self._held = [cache.lengths[state.row] for cache in caches]
         self._hidden = [*state.hidden]  # by layer, from the pair behind the cached ones on
         self._drafted: list[int] = []
         self._last: Tensor  # [1, D]
@@ -298,10 +282,10 @@ class _Reading:
         if behind < len(self._hidden) and len(self._drafted) == behind:
             self._hidden[behind] = [*self._hidden[behind], outputs]
 
-    def keep_what_is_true(self, caches: list[KeyCache]) -> None:
+    def keep_what_is_true(self) -> None:
         """Truncate the caches to true pairs, and keep of the hidden states what is not read."""
         num_pairs, row, num_steps = len(self._state.text) - 1, self._state.row, len(self._drafted)
-        for layer, cache in enumerate(caches):
+        for layer, cache in enumerate(self._caches):
             cache.truncate(row, min(cache.lengths[row], max(0, num_pairs - layer)))
             hidden, has_read = self._hidden[layer], layer < num_steps
             if 0 < layer <= num_steps:

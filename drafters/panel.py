@@ -45,8 +45,7 @@ class Seat:
     guesses: dict[str, "Guess"] = field(default_factory=dict)  # in this cycle, by drafter
     drafts: dict[str, Draft] = field(default_factory=dict)  # what each one proposed
     draft: Draft | None = None  # what was proposed and is not judged yet
-    missed: list["Missed"] = field(default_factory=list)  # what came; see Panel.observe
-    heard: dict[str, int] = field(default_factory=dict)  # how much of `missed` a drafter was told
+    missed: dict[str, list["Missed"]] = field(default_factory=dict)  # what a drafter was not told
     records: dict[str, Any] = field(default_factory=dict)  # the planner's, by drafter
     decision: Any = None  # the planner's last one
     pace: Any = None  # the planner's: how fast the text comes
@@ -335,10 +334,8 @@ class Panel:
                     self.drafters[name].observe(seat.states[name], part)
             except Exception as error:
                 self._lose(seat, name, "observe", error)
-        seat.missed.append(came)
-        seat.heard |= dict.fromkeys(seat.drafts, len(seat.missed))
-        if all(seat.heard.get(name) == len(seat.missed) for name in seat.states):
-            seat.missed, seat.heard = [], {}
+        for name in seat.states.keys() - seat.drafts.keys():
+            seat.missed.setdefault(name, []).append(came)
 
     def _hidden(self, name: str, cycles: list[Missed]) -> Tensor | None:
         """The states [tokens, D] that a drafter needs of these cycles, layers side by side."""
@@ -354,10 +351,9 @@ class Panel:
 
     def _catch_up(self, seat: Seat, name: str) -> None:
         """Tell a drafter what came since it was asked last, as one piece of text."""
-        cycles = seat.missed[seat.heard.get(name, 0) :]
+        cycles = seat.missed.pop(name, None)
         if not cycles:
             return
-        seat.heard[name] = len(seat.missed)
         tokens = [token for cycle in cycles for token in cycle.tokens]
         try:
             verdict = Verdict(0, len(tokens) - 1, tokens, self._hidden(name, cycles))
