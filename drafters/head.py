@@ -4,7 +4,7 @@ An MTP or EAGLE head reads a pair (hidden state the target had at position j, to
 predicts token j + 2. Fed its own output it predicts on. (DFlash drafts otherwise: dflash.py.)
 
     true pairs      (h₀,x₁) (h₁,x₂) … (hₙ₋₂,xₙ₋₁)           kept: n known tokens give n − 1 pairs
-    recursive rows                                (g,d₁) (g,d₂) …   truncated when the draft is done
+    recursive rows                                (g,d₁) (g,d₂) …   truncated before the next draft
 
 A head may have several layers. Each was trained for one draft step, so layer i drafts token i + 1,
 and the last layer drafts all that follow. Layer i reads what layer i − 1 gave at position j, and
@@ -81,13 +81,14 @@ class StateReader(Drafter):
 
     def __init__(self, context: Context, num_layers: int = 1, spare: int = 0) -> None:
         """Its KV cache has `num_layers` layers, and `spare` tokens beyond the longest text."""
-        self._cache = context.target.new_cache(num_layers, context.num_rows, spare)
+        target = context.target
+        self._cache = target.new_cache(num_layers, target.cache.num_rows, spare)
         self._caches = [self._cache]  # of layers that each have one
         self._sample = context.sample
 
     @abstractmethod
     def _draft(self, states: list[HeadState], max_tokens: list[int]) -> list[Draft]:
-        """A draft for each; afterwards their cache rows hold the text's pairs and no others."""
+        """A draft for each; their cache rows hold what was read of the text, and nothing else."""
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> HeadState:
         rows = [cache.open_row() for cache in self._caches]
@@ -102,7 +103,7 @@ class StateReader(Drafter):
     @torch.inference_mode()
     def propose_batch(self, states: list[HeadState], max_tokens: list[int]) -> list[Draft]:
         """Drafts of all in the same forwards."""
-        for state in states:  # remove what a draft that failed has left: its states are still there
+        for state in states:  # what the last draft has left goes, whether it failed or not
             length = len(state.text) - 1  # each known token but the first one ends a pair
             for cache, hidden in zip(self._caches, state.hidden, strict=True):
                 length -= sum(map(len, hidden))
@@ -139,7 +140,7 @@ class HeadDrafter(StateReader):
         `is_own` says that its layers are the target's own.
         """
         super().__init__(context)
-        target, num_rows = context.target, context.num_rows
+        target, num_rows = context.target, self._cache.num_rows
         # Layer i is number i to a cache, and the numbers below it take no memory there.
         self._caches += [target.new_cache(i + 1, num_rows) for i in range(1, len(head.layers))]
         self._head, self._words, self._vocab_size = head, words, target.vocab_size
@@ -212,7 +213,7 @@ class HeadDrafter(StateReader):
             for b, i in enumerate(active):
                 read[i].note(outputs[b], layer, chains[i].extend(logits[b], self._sample))
         for text in read:
-            text.keep_what_is_true()
+            text.keep_unread()
         return [chain.draft() for chain in chains]
 
     def _in_one_call(self, states: list[HeadState], limits: list[int]) -> list[Draft] | None:
@@ -230,7 +231,6 @@ class HeadDrafter(StateReader):
             text.states = own
         self._kernels[0].draft(self._cache, chained)
         for i in texts:
-            self._cache.truncate(states[i].row, len(states[i].text) - 1)
             states[i].hidden[0] = []
         return chain.drafts_of(texts, len(states))
 
@@ -262,8 +262,7 @@ class _Reading:
 
     def __init__(self, state: HeadState, caches: list[KeyCache]) -> None:
         """`caches` have the layers' pairs."""
-        self._state, self._caches = state, caches
-        self._held = [cache.lengths[state.row] for cache in caches]
+        self._state, self._held = state, [cache.lengths[state.row] for cache in caches]
         self._hidden = [*state.hidden]  # by layer, from the pair behind the cached ones on
         self._drafted: list[int] = []
         self._last: Tensor  # [1, D]
@@ -282,15 +281,14 @@ class _Reading:
         if behind < len(self._hidden) and len(self._drafted) == behind:
             self._hidden[behind] = [*self._hidden[behind], outputs]
 
-    def keep_what_is_true(self) -> None:
-        """Truncate the caches to true pairs, and keep of the hidden states what is not read."""
-        num_pairs, row, num_steps = len(self._state.text) - 1, self._state.row, len(self._drafted)
-        for layer, cache in enumerate(self._caches):
-            cache.truncate(row, min(cache.lengths[row], max(0, num_pairs - layer)))
-            hidden, has_read = self._hidden[layer], layer < num_steps
-            if 0 < layer <= num_steps:
-                *older, new = hidden
-                new = new[: max(0, len(new) - (layer - 1))]  # those behind are of drafted tokens
-                # Of the last pair that it read the token was a draft. Copies: the rest may go.
-                hidden = [new[-1:].clone()] if has_read else [*older, new.clone()]
-            self._state.hidden[layer] = hidden if layer or not has_read else []
+    def keep_unread(self) -> None:
+        """Keep of the hidden states those of true pairs that a layer has yet to read."""
+        state, num_steps = self._state, len(self._drafted)
+        if num_steps:
+            state.hidden[0] = []
+        for layer in range(1, min(num_steps + 1, len(self._hidden))):
+            *older, new = self._hidden[layer]
+            new = new[: max(0, len(new) - (layer - 1))]  # those behind are of drafted tokens
+            # Of the last pair that it read the token was a draft. Copies: the rest may go.
+            has_read = layer < num_steps
+            state.hidden[layer] = [new[-1:].clone()] if has_read else [*older, new.clone()]

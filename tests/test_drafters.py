@@ -364,7 +364,7 @@ class Mine(Drafter):
 
 
 def context(target, draft=None):
-    return drafters.Context(target, core.sample, draft, num_rows=8)
+    return drafters.Context(target, core.sample, draft)
 
 
 @pytest.mark.parametrize(
