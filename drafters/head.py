@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from kernels import chain, library
 from kernels.files import check_numbers, own_weights, read_folder, reading
 from kernels.head import KernelHead, speed_up_head
-from messages import Draft, KeyCache, Model, Place, Sampling, Verdict
+from messages import Draft, Model, Place, Sampling, Verdict
 from sampling import Noise
 
 from .base import Chain, Context, Drafter, ModelState
@@ -202,7 +202,7 @@ class HeadDrafter(StateReader):
             return drafts
         pairs_of = zip(states, max_tokens, strict=True)
         chains = [(Comb if state.can_branch else Chain)(state, limit) for state, limit in pairs_of]
-        read = [_Reading(state, self._caches) for state in states]
+        read = list(map(_Reading, states))
         for step in count():
             active = [i for i, chain in enumerate(chains) if chain.is_open]
             if not active:
@@ -241,15 +241,16 @@ class HeadDrafter(StateReader):
 
         The pairs of row b come after what its cache row holds.
         """
-        counts, cache = [len(tokens) for _, tokens in pairs], self._caches[self._layer(step)]
+        counts, layer = [len(tokens) for _, tokens in pairs], self._layer(step)
+        cache = self._caches[layer]
         ids = torch.tensor([i for _, tokens in pairs for i in tokens], device=cache.device)
         given = self._embed(ids), self._enter(torch.cat([hidden for hidden, _ in pairs]), step)
         if self._kernels:
-            return self._kernels[self._layer(step)](cache, rows, counts, *given)
+            return self._kernels[layer](cache, rows, counts, *given)
         place = cache.place(rows, counts)
         embeds, hidden = (place.arrange(list(part.split(counts))) for part in given)
         with library.alone():  # its linear layers are kernels
-            output = self._run(embeds, hidden, place, self._layer(step))
+            output = self._run(embeds, hidden, place, layer)
         cache.advance(place)
         return place.part(output)
 
@@ -260,9 +261,8 @@ class _Reading:
     Pair j of layer i ends in token j + i + 1, so n known tokens give it n − 1 − i true pairs.
     """
 
-    def __init__(self, state: HeadState, caches: list[KeyCache]) -> None:
-        """`caches` have the layers' pairs."""
-        self._state, self._held = state, [cache.lengths[state.row] for cache in caches]
+    def __init__(self, state: HeadState) -> None:
+        self._state = state
         self._hidden = [*state.hidden]  # by layer, from the pair behind the cached ones on
         self._drafted: list[int] = []
         self._last: Tensor  # [1, D]
@@ -271,8 +271,8 @@ class _Reading:
         """Hidden states [pairs, D] and tokens: all that the layer has not read, or one behind."""
         if step > layer:  # the last layer goes on
             return self._last, self._drafted[-1:]
-        text = [*self._state.text, *self._drafted]
-        return torch.cat(self._hidden[layer]), text[self._held[layer] + layer + 1 :]
+        hidden, text = torch.cat(self._hidden[layer]), [*self._state.text, *self._drafted]
+        return hidden, text[len(text) - len(hidden) :]
 
     def note(self, outputs: Tensor, layer: int, token: int) -> None:
         """A layer gave this [pairs, D], and the next token was drawn from the last of it."""

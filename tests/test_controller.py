@@ -670,46 +670,27 @@ def test_a_text_drafts_longer_once_all_of_a_draft_was_accepted(demo_engine, prom
     assert events[1]["controller"].startswith("own, K=5")
 
 
-@pytest.fixture
-def planned(demo_engine, prompts):
-    """An engine, a request for it of so many tokens, and the plans: (asks, batch, cycles)."""
-    engine, plans = engine_of(demo_engine, {"own": 1}, own=script_of(1)), []
-    before(engine.controller, "plan", lambda asks, *given: plans.append((len(asks), *given)))
-
-    def opened(max_tokens):
-        return engine.open(core.Request(prompts["code_class"], max_tokens, "own", 2))
-
-    return engine, opened, plans
-
-
-def test_requests_that_go_on_keep_what_was_chosen_until_another_one_joins(planned):
-    engine, opened, plans = planned
-    engine.controller.rest(1, None).serves = lambda batch: 4
-    first, second = batch = [opened(40), opened(4)]
-    for _ in range(7):
-        engine.step([s for s in batch if s.finish_reason is None])
-    # The first cycle reads the prompts; each choice serves four cycles, also when one has ended.
-    assert [asking for asking, *_ in plans] == [0, 2, 1]
-    batch.append(third := opened(4))
-    for _ in range(2):
-        engine.step([first, third])
-    assert [asking for asking, *_ in plans] == [0, 2, 1, 2]
-    for s in batch:
-        engine.close(s)
-
-
-def test_one_that_joins_many_is_chosen_for_alone(planned):
-    engine, opened, plans = planned
-    engine.controller.rest(4, None).serves = lambda batch: 8
-    batch = [opened(40) for _ in range(4)]
+@pytest.mark.parametrize(
+    ("size", "plans"),
+    [(1, [(0, 1, 1), (1, 1, 1), (2, 2, 4)]), (4, [(0, 4, 1), (4, 4, 1), (1, 4, 0), (4, 4, 8)])],
+)
+def test_a_choice_serves_on_when_one_ends_and_where_one_joins_many(
+    demo_engine, prompts, size, plans
+):
+    """It serves eight cycles. One of four ends in cycle 2, and in cycle 4 another's prompt is read:
+    beside one other all is chosen anew, beside three it is chosen for alone.
+    """
+    engine, made = engine_of(demo_engine, {"own": 1}, own=script_of(1)), []
+    before(engine.controller, "plan", lambda asks, *given: made.append((len(asks), *given)))
+    engine.controller.rest(size, None).serves = lambda batch: 8
+    requests = [core.Request(prompts["code_class"], n, "own", 2) for n in (40, 40, 40, 3)]
+    batch = [engine.open(request) for request in requests[:size]]
     for cycle in range(10):
         if cycle == 4:
-            batch.append(opened(40))
-        engine.step(batch)
-        assert all(s.seat.drafts for s in batch[:4]) or cycle not in range(1, 9)
-        assert len(batch) == 4 or bool(batch[4].seat.decision) == (cycle > 4)
-    # Prompts are read in cycles 0 and 4. The choice for four serves until cycle 8.
-    assert plans == [(0, 4, 1), (4, 4, 1), (1, 5, 0), (5, 5, 8)]
+            batch.append(engine.open(requests[0]))
+        engine.step([s for s in batch if s.finish_reason is None])
+        assert batch[0].seat.drafts or cycle not in range(1, 5)
+    assert made == plans  # (who asks, of how many, cycles since the last choice for all)
     for s in batch:
         engine.close(s)
 
