@@ -53,7 +53,6 @@ class Seat:
     warnings: list[str] = field(default_factory=list)
     failure: Exception | None = None  # where a drafter's fault is to end the request
     num_cached: int = 0  # tokens of the prompt that were known already
-    is_kept: bool = False  # whether the whole prompt is known now
     # Of chunks of a prompt that are read, by the position of their first token.
     hidden: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     # Of the text since its beginning, one after the other: states [tokens, D] by layer.
@@ -140,17 +139,18 @@ class Panel:
             seat.hidden = {0: hidden} if hidden else {}
 
     def remember_prompt(self, seat: Seat, states: dict[int, Tensor]) -> None:
-        """Remember a prompt, once it has been read; `states` [prompt, D] by layer."""
-        if self.prefixes and not (seat.is_kept or seat.is_alone):
-            self.prefixes.remember(seat.row, seat.prompt, states)
-        seat.is_kept = True
+        """Remember a prompt, once it has been read, and note the states [tokens, D] by layer."""
+        if self.prefixes and not seat.is_alone:
+            if not seat.states_read:
+                self.prefixes.remember(seat.row, seat.prompt, states)
+            seat.states_read.append(states)
 
     def remember(self, seat: Seat, text: list[int]) -> None:
         """Keep a whole text, before its row is closed: it may come back as a prompt's beginning.
 
         A token has the same keys and values read or written where bits are equal, and only there.
         """
-        if self.prefixes and seat.is_kept and not seat.is_alone:
+        if seat.states_read:
             self.prefixes.remember(seat.row, text, joined(seat.states_read))
 
     def layers(self, seats: list[Seat]) -> tuple[int, ...]:
@@ -321,8 +321,6 @@ class Panel:
             kept = {layer: own[:-num_rejected] for layer, own in hidden.items()}
         came, seat.hidden, seat.draft = Missed(verdict.tokens, kept), {}, None
         self.remember_prompt(seat, kept)
-        if self.prefixes:
-            seat.states_read.append(kept)
         for name in [name for name in seat.drafts if name in seat.states]:
             if is_last and not self.drafters[name].keeps_outputs:
                 continue
