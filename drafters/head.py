@@ -150,8 +150,9 @@ class HeadDrafter(StateReader):
         self._ends: tuple[nn.Module, nn.Module, Any] | None = None  # see `take`
         if context.fast:
             is_exact = is_own or not library.is_used
-            kept_as, like = context.quantize if is_exact else self.kept_as, target.model
-            self._kernels = speed_up_head(head, self.kernel_of, target.max_length, kept_as, like)
+            kept_as = context.quantize if is_exact else self.kept_as
+            given = target.max_length, kept_as, target.model
+            self._kernels = speed_up_head(head, self.kernel_of, *given)
             known = chain.vocabulary_of(target.vocab_size, words)
             self._ends = head.embed_tokens, getattr(head, self.output), known
         self._embed = head.embed_tokens

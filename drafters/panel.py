@@ -45,7 +45,7 @@ class Seat:
     guesses: dict[str, "Guess"] = field(default_factory=dict)  # in this cycle, by drafter
     drafts: dict[str, Draft] = field(default_factory=dict)  # what each one proposed
     draft: Draft | None = None  # what was proposed and is not judged yet
-    missed: dict[str, list["Missed"]] = field(default_factory=dict)  # what a drafter was not told
+    missed: dict[str, list["Missed"]] = field(default_factory=dict)  # what each was not told yet
     records: dict[str, Any] = field(default_factory=dict)  # the planner's, by drafter
     decision: Any = None  # the planner's last one
     pace: Any = None  # the planner's: how fast the text comes
