@@ -41,7 +41,6 @@ class Context:
     target: Model
     sample: Sample
     draft: Model | None = None
-    num_rows: int = 1
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 1
     wanted: str | None = None  # the drafter that the command line names

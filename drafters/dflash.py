@@ -194,7 +194,6 @@ class DFlashDrafter(StateReader):
             pack(head, context.quantize)
 
     def _draft(self, states: list[HeadState], max_tokens: list[int]) -> list[Draft]:
-        size, cache = self._config.block_size, self._cache
         counts = [min(limit, self.drafts_at_once) for limit in max_tokens]
         blocks, drafts = self._run(states), []
         places = torch.cat([block[1 : n + 1] for block, n in zip(blocks, counts, strict=True)])
@@ -204,7 +203,6 @@ class DFlashDrafter(StateReader):
                 chain.extend(logits[len(chain.tokens)], self._sample)
             drafts.append(chain.draft())
         for state in states:
-            cache.truncate(state.row, cache.lengths[state.row] - size)
             state.hidden[0] = []
         return drafts
 

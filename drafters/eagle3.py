@@ -30,7 +30,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from kernels.files import check_config, check_sizes, fill
-from kernels.head import KernelHead, eagle_layer, speed_up_head
+from kernels.head import eagle_layer
 from messages import Model, Place
 
 from .base import Context
@@ -72,7 +72,7 @@ class HeadConfig:
     layer: PreTrainedConfig  # of the decoder layer; has the sizes
     draft_vocab_size: int
     target_hidden_size: int
-    layer_ids: tuple[int, ...] | None  # whose inputs are read; None: 2, n // 2, n - 3
+    layer_ids: tuple[int, ...]  # of the target's, whose inputs are read
     verifier: str | None  # the target that the head was trained for
     norm_before_residual: bool = False  # the normed state is what attention's result is added to
     norm_before_fc: bool = False  # one norm over all states
@@ -80,8 +80,11 @@ class HeadConfig:
     norm_output: bool = False  # the normed state is the next step's
 
     @classmethod
-    def of(cls, content: dict[str, Any]) -> "HeadConfig":
-        """Read either layout's config.json. Raises ValueError for what is not supported."""
+    def of(cls, content: dict[str, Any], num_layers: int) -> "HeadConfig":
+        """Read either layout's config.json, for a target of so many layers.
+
+        Raises ValueError for what is not supported.
+        """
         given = content.get("transformer_layer_config", content)
         if "hidden_size" not in given:
             raise ValueError("config.json has no hidden_size: is this an EAGLE-3 head?")
@@ -92,35 +95,16 @@ class HeadConfig:
         for name, value in switches.items():
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be true or false, not {value!r}")
-        ids = content.get("eagle_aux_hidden_state_layer_ids") or None
-        if ids and not all(type(i) is int for i in ids):
-            raise ValueError(f"eagle_aux_hidden_state_layer_ids are {ids!r}, not integers")
+        ids = content.get("eagle_aux_hidden_state_layer_ids") or default_layers(num_layers)
         verifier = (content.get("speculators_config") or {}).get("verifier") or {}
         return cls(
             layer,
             content.get("draft_vocab_size") or layer.vocab_size,
             content.get("target_hidden_size") or layer.hidden_size,
-            ids and tuple(ids),
+            tuple(ids),
             verifier.get("name_or_path"),
             **switches,
         )
-
-    @property
-    def num_states(self) -> int:
-        """How many states of the target it reads for each token."""
-        return 3 if self.layer_ids is None else len(self.layer_ids)
-
-    def layers_of(self, num_layers: int) -> tuple[int, ...]:
-        """The blocks of a target with `num_layers` of them whose results are read.
-
-        Ids name the layers whose inputs are meant: what comes out of the block before. Raises
-        ValueError for layers that the target has not, and for the first one's input.
-        """
-        ids = default_layers(num_layers) if self.layer_ids is None else self.layer_ids
-        for i in ids:
-            if not 0 < i < num_layers:
-                raise ValueError(f"it reads layer {i}, and can read 1 to {num_layers - 1}")
-        return tuple(i - 1 for i in ids)
 
     def check(self, target: Model) -> None:
         """Raises ValueError if the head was trained for another target.
@@ -133,7 +117,10 @@ class HeadConfig:
                 f"a copy, name its folder {Path(self.verifier).name})"
             )
         check_sizes(self.target_hidden_size, self.layer.vocab_size, target)
-        self.layers_of(target.model.config.get_text_config().num_hidden_layers)
+        num_layers = target.model.config.get_text_config().num_hidden_layers
+        for i in self.layer_ids:
+            if type(i) is not int or not 0 < i < num_layers:
+                raise ValueError(f"it reads layer {i!r}, and can read 1 to {num_layers - 1}")
 
 
 def default_layers(num_layers: int) -> tuple[int, int, int]:
@@ -186,7 +173,8 @@ class Eagle3Head(nn.Module):
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
         self.config, layer = config, config.layer
-        wide = config.num_states * config.target_hidden_size
+        sizes = [config.target_hidden_size] * len(config.layer_ids)
+        wide = sum(sizes)
 
         def norm(width: int) -> LlamaRMSNorm:
             return LlamaRMSNorm(width, layer.rms_norm_eps)
@@ -194,7 +182,6 @@ class Eagle3Head(nn.Module):
         if config.norm_before_fc:
             self.input_norm = norm(wide)
         if config.fc_norm:
-            sizes = [config.target_hidden_size] * config.num_states
             self.fc_norm = nn.ModuleList(map(norm, sizes))
         self.fc = nn.Linear(wide, layer.hidden_size, bias=False)
         self.layers = nn.ModuleList([FirstLayer(config)])
@@ -218,16 +205,12 @@ class Eagle3Head(nn.Module):
             states = torch.cat([n(part) for n, part in zip(self.fc_norm, parts, strict=True)], -1)
         return self.fc(states)
 
-    def run(self, x: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
-        """[embedding, h] [B, T, 2 D] -> what comes out of the layer [B, T, D]."""
-        return self.layers[0](x, self.rotary_emb(x, positions), mask, cache)
-
     def forward(
         self, embeds: Tensor, hidden: Tensor, positions: Tensor, mask: Tensor, cache: Any = None
     ) -> Tensor:
         """The next h [B, T, D] of pairs: an embedding and an h, both [B, T, D]."""
         x = torch.cat([embeds, hidden.to(embeds.dtype)], -1)
-        x = self.run(x, positions, mask, cache)
+        x = self.layers[0](x, self.rotary_emb(x, positions), mask, cache)
         return self.norm(x) if self.config.norm_output else x
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -250,7 +233,7 @@ def build_head(content: dict[str, Any], weights: dict[str, Tensor], target: Mode
     Raises ValueError for what is not supported, or does not fit the target, and if a weight is
     missing, unknown or of another size.
     """
-    config = HeadConfig.of(content)
+    config = HeadConfig.of(content, target.model.config.get_text_config().num_hidden_layers)
     config.check(target)
     head, embed_tokens = Eagle3Head(config), target.model.get_input_embeddings()
     like = embed_tokens.weight
@@ -278,15 +261,13 @@ class Eagle3Drafter(HeadDrafter):
     """Drafts with an EAGLE-3 head, batched over requests."""
 
     name: ClassVar[str] = "eagle3"
-    title, make_head, output = "EAGLE-3", staticmethod(build_head), "lm_head"
+    title, output = "EAGLE-3", "lm_head"
+    make_head, kernel_of = staticmethod(build_head), staticmethod(eagle_layer)
 
     def __init__(self, head: Eagle3Head, context: Context) -> None:
-        text = context.target.model.config.get_text_config()
-        self.hidden_layers = head.config.layers_of(text.num_hidden_layers)
+        # A layer's input is what comes out of the block before.
+        self.hidden_layers = tuple(i - 1 for i in head.config.layer_ids)
         super().__init__(head, context, head.target_ids)
-
-    def _speed_up(self, target: Model, quantize: str | None) -> list[KernelHead]:
-        return speed_up_head(self._head, eagle_layer, target.max_length, quantize)
 
     def _run(self, embeds: Tensor, hidden: Tensor, place: Place, layer: int) -> Tensor:
         """The pair j of a text stands at position j, and in the cache's slot j."""

@@ -4,7 +4,7 @@ An MTP or EAGLE head reads a pair (hidden state the target had at position j, to
 predicts token j + 2. Fed its own output it predicts on. (DFlash drafts otherwise: dflash.py.)
 
     true pairs      (h₀,x₁) (h₁,x₂) … (hₙ₋₂,xₙ₋₁)           kept: n known tokens give n − 1 pairs
-    recursive rows                                (g,d₁) (g,d₂) …   truncated when the draft is done
+    recursive rows                                (g,d₁) (g,d₂) …   truncated before the next draft
 
 A head may have several layers. Each was trained for one draft step, so layer i drafts token i + 1,
 and the last layer drafts all that follow. Layer i reads what layer i − 1 gave at position j, and
@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 from kernels import chain, library
 from kernels.files import check_numbers, own_weights, read_folder, reading
-from kernels.head import KernelHead
-from messages import Draft, KeyCache, Model, Place, Sampling, Verdict
+from kernels.head import KernelHead, speed_up_head
+from messages import Draft, Model, Place, Sampling, Verdict
 from sampling import Noise
 
 from .base import Chain, Context, Drafter, ModelState
@@ -81,17 +81,14 @@ class StateReader(Drafter):
 
     def __init__(self, context: Context, num_layers: int = 1, spare: int = 0) -> None:
         """Its KV cache has `num_layers` layers, and `spare` tokens beyond the longest text."""
-        self._cache = context.target.new_cache(num_layers, context.num_rows, spare)
+        target = context.target
+        self._cache = target.new_cache(num_layers, target.cache.num_rows, spare)
         self._caches = [self._cache]  # of layers that each have one
         self._sample = context.sample
 
     @abstractmethod
     def _draft(self, states: list[HeadState], max_tokens: list[int]) -> list[Draft]:
-        """A draft for each; afterwards their cache rows hold the text's pairs and no others."""
-
-    @abstractmethod
-    def _to_logits(self, outputs: Tensor) -> Tensor:
-        """What the head gave [B, D] -> [B, V] float32."""
+        """A draft for each; their cache rows hold what was read of the text, and nothing else."""
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> HeadState:
         rows = [cache.open_row() for cache in self._caches]
@@ -106,23 +103,12 @@ class StateReader(Drafter):
     @torch.inference_mode()
     def propose_batch(self, states: list[HeadState], max_tokens: list[int]) -> list[Draft]:
         """Drafts of all in the same forwards."""
-        for state in states:
-            num_pairs = self._cache.lengths[state.row] + sum(map(len, state.hidden[0]))
-            assert num_pairs == len(state.text) - 1, (
-                "each known token but the first one ends a pair"
-            )
-        held = [self._held(state) for state in states]
-        try:
-            return self._draft(states, max_tokens)
-        except Exception:  # as if nothing had been fed: the states are still there
-            for state, lengths in zip(states, held, strict=True):
-                for cache, length in zip(self._caches, lengths, strict=True):
-                    cache.truncate(state.row, length)
-            raise
-
-    def _held(self, state: HeadState) -> list[int]:
-        """By cache, how many pairs are in it."""
-        return [cache.lengths[state.row] for cache in self._caches]
+        for state in states:  # what the last draft has left goes, whether it failed or not
+            length = len(state.text) - 1  # each known token but the first one ends a pair
+            for cache, hidden in zip(self._caches, state.hidden, strict=True):
+                length -= sum(map(len, hidden))
+                cache.truncate(state.row, length)
+        return self._draft(states, max_tokens)
 
     def observe(self, state: HeadState, verdict: Verdict) -> None:
         assert verdict.hidden is not None, (
@@ -141,6 +127,7 @@ class HeadDrafter(StateReader):
 
     branches = True
     output: ClassVar[str]  # the name of its output layer
+    kernel_of: ClassVar[Callable[..., KernelHead | None]]  # a layer in C: see kernels/head.py
     # Of weights in C that are not the target's: they are read once for each token drafted, and
     # proposals need no exactness.
     kept_as: ClassVar[str | None] = "int8"
@@ -153,7 +140,7 @@ class HeadDrafter(StateReader):
         `is_own` says that its layers are the target's own.
         """
         super().__init__(context)
-        target, num_rows = context.target, context.num_rows
+        target, num_rows = context.target, self._cache.num_rows
         # Layer i is number i to a cache, and the numbers below it take no memory there.
         self._caches += [target.new_cache(i + 1, num_rows) for i in range(1, len(head.layers))]
         self._head, self._words, self._vocab_size = head, words, target.vocab_size
@@ -163,14 +150,12 @@ class HeadDrafter(StateReader):
         self._ends: tuple[nn.Module, nn.Module, Any] | None = None  # see `take`
         if context.fast:
             is_exact = is_own or not library.is_used
-            self._kernels = self._speed_up(target, context.quantize if is_exact else self.kept_as)
+            kept_as = context.quantize if is_exact else self.kept_as
+            given = target.max_length, kept_as, target.model
+            self._kernels = speed_up_head(head, self.kernel_of, *given)
             known = chain.vocabulary_of(target.vocab_size, words)
             self._ends = head.embed_tokens, getattr(head, self.output), known
         self._embed = head.embed_tokens
-
-    @abstractmethod
-    def _speed_up(self, target: Model, quantize: str | None) -> list[KernelHead]:
-        """The head's layers in C, or none of them: see kernels/head.py."""
 
     @abstractmethod
     def _run(self, embeds: Tensor, hidden: Tensor, place: Place, layer: int) -> Tensor:
@@ -185,7 +170,7 @@ class HeadDrafter(StateReader):
         """What the layer gave [B, D] -> [B, n], of the words that the head knows."""
 
     def _to_logits(self, outputs: Tensor) -> Tensor:
-        """Minus infinity for words of the target that the head does not know."""
+        """What the head gave [B, D] -> [B, V] float32: of words that it has not, minus infinity."""
         scores = self._scores(outputs).float()
         if self._words is None:
             return scores
@@ -218,7 +203,7 @@ class HeadDrafter(StateReader):
             return drafts
         pairs_of = zip(states, max_tokens, strict=True)
         chains = [(Comb if state.can_branch else Chain)(state, limit) for state, limit in pairs_of]
-        read = [_Reading(state, self._held(state)) for state in states]
+        read = list(map(_Reading, states))
         for step in count():
             active = [i for i, chain in enumerate(chains) if chain.is_open]
             if not active:
@@ -229,7 +214,7 @@ class HeadDrafter(StateReader):
             for b, i in enumerate(active):
                 read[i].note(outputs[b], layer, chains[i].extend(logits[b], self._sample))
         for text in read:
-            text.keep_what_is_true(self._caches)
+            text.keep_unread()
         return [chain.draft() for chain in chains]
 
     def _in_one_call(self, states: list[HeadState], limits: list[int]) -> list[Draft] | None:
@@ -247,7 +232,6 @@ class HeadDrafter(StateReader):
             text.states = own
         drafts = dict(zip(texts, self._kernels[0].draft(self._cache, chained), strict=True))
         for i in texts:
-            self._cache.truncate(states[i].row, len(states[i].text) - 1)
             states[i].hidden[0] = []
         return [drafts.get(i, Draft()) for i in range(len(states))]
 
@@ -258,15 +242,16 @@ class HeadDrafter(StateReader):
 
         The pairs of row b come after what its cache row holds.
         """
-        counts, cache = [len(tokens) for _, tokens in pairs], self._caches[self._layer(step)]
+        counts, layer = [len(tokens) for _, tokens in pairs], self._layer(step)
+        cache = self._caches[layer]
         ids = torch.tensor([i for _, tokens in pairs for i in tokens], device=cache.device)
         given = self._embed(ids), self._enter(torch.cat([hidden for hidden, _ in pairs]), step)
         if self._kernels:
-            return self._kernels[self._layer(step)](cache, rows, counts, *given)
+            return self._kernels[layer](cache, rows, counts, *given)
         place = cache.place(rows, counts)
         embeds, hidden = (place.arrange(list(part.split(counts))) for part in given)
         with library.alone():  # its linear layers are kernels
-            output = self._run(embeds, hidden, place, self._layer(step))
+            output = self._run(embeds, hidden, place, layer)
         cache.advance(place)
         return place.part(output)
 
@@ -277,9 +262,8 @@ class _Reading:
     Pair j of layer i ends in token j + i + 1, so n known tokens give it n − 1 − i true pairs.
     """
 
-    def __init__(self, state: HeadState, held: list[int]) -> None:
-        """`held` says, by layer, how many of its pairs are cached."""
-        self._state, self._held = state, held
+    def __init__(self, state: HeadState) -> None:
+        self._state = state
         self._hidden = [*state.hidden]  # by layer, from the pair behind the cached ones on
         self._drafted: list[int] = []
         self._last: Tensor  # [1, D]
@@ -288,8 +272,8 @@ class _Reading:
         """Hidden states [pairs, D] and tokens: all that the layer has not read, or one behind."""
         if step > layer:  # the last layer goes on
             return self._last, self._drafted[-1:]
-        text = [*self._state.text, *self._drafted]
-        return torch.cat(self._hidden[layer]), text[self._held[layer] + layer + 1 :]
+        hidden, text = torch.cat(self._hidden[layer]), [*self._state.text, *self._drafted]
+        return hidden, text[len(text) - len(hidden) :]
 
     def note(self, outputs: Tensor, layer: int, token: int) -> None:
         """A layer gave this [pairs, D], and the next token was drawn from the last of it."""
@@ -298,15 +282,14 @@ class _Reading:
         if behind < len(self._hidden) and len(self._drafted) == behind:
             self._hidden[behind] = [*self._hidden[behind], outputs]
 
-    def keep_what_is_true(self, caches: list[KeyCache]) -> None:
-        """Truncate the caches to true pairs, and keep of the hidden states what is not read."""
-        num_pairs, row, num_steps = len(self._state.text) - 1, self._state.row, len(self._drafted)
-        for layer, cache in enumerate(caches):
-            cache.truncate(row, min(cache.lengths[row], max(0, num_pairs - layer)))
-            hidden, has_read = self._hidden[layer], layer < num_steps
-            if 0 < layer <= num_steps:
-                *older, new = hidden
-                new = new[: max(0, len(new) - (layer - 1))]  # those behind are of drafted tokens
-                # Of the last pair that it read the token was a draft. Copies: the rest may go.
-                hidden = [new[-1:].clone()] if has_read else [*older, new.clone()]
-            self._state.hidden[layer] = hidden if layer or not has_read else []
+    def keep_unread(self) -> None:
+        """Keep of the hidden states those of true pairs that a layer has yet to read."""
+        state, num_steps = self._state, len(self._drafted)
+        if num_steps:
+            state.hidden[0] = []
+        for layer in range(1, min(num_steps + 1, len(self._hidden))):
+            *older, new = self._hidden[layer]
+            new = new[: max(0, len(new) - (layer - 1))]  # those behind are of drafted tokens
+            # Of the last pair that it read the token was a draft. Copies: the rest may go.
+            has_read = layer < num_steps
+            state.hidden[layer] = [new[-1:].clone()] if has_read else [*older, new.clone()]

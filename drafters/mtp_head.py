@@ -26,7 +26,7 @@ from kernels.files import (
     reading,
     why_not_loaded,
 )
-from kernels.head import KernelHead, mtp_layer, run_mtp_layer, speed_up_head
+from kernels.head import mtp_layer, run_mtp_layer
 from messages import Model, Place
 
 from .base import Context
@@ -123,7 +123,7 @@ class MtpHeadDrafter(HeadDrafter):
     """Drafts with the target's MTP head, batched over requests."""
 
     name: ClassVar[str] = "mtp"
-    output = "shared_head"
+    output, kernel_of = "shared_head", staticmethod(mtp_layer)
 
     @classmethod
     def build(cls, context: Context) -> "MtpHeadDrafter":
@@ -155,10 +155,6 @@ class MtpHeadDrafter(HeadDrafter):
         if words is not None:
             head.shared_head = _rows_of(head.shared_head, words)
         return cls(head, context, words, is_own=context.mtp is None)
-
-    def _speed_up(self, target: Model, quantize: str | None) -> list[KernelHead]:
-        length, model = target.max_length, target.model
-        return speed_up_head(self._head, mtp_layer, length, quantize, model)
 
     def _scores(self, outputs: Tensor) -> Tensor:
         return self._head._project_to_logits(outputs[None])[0]

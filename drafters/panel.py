@@ -45,8 +45,7 @@ class Seat:
     guesses: dict[str, "Guess"] = field(default_factory=dict)  # in this cycle, by drafter
     drafts: dict[str, Draft] = field(default_factory=dict)  # what each one proposed
     draft: Draft | None = None  # what was proposed and is not judged yet
-    missed: list["Missed"] = field(default_factory=list)  # what came; see Panel.observe
-    heard: dict[str, int] = field(default_factory=dict)  # how much of `missed` a drafter was told
+    missed: dict[str, list["Missed"]] = field(default_factory=dict)  # what each was not told yet
     records: dict[str, Any] = field(default_factory=dict)  # the planner's, by drafter
     decision: Any = None  # the planner's last one
     pace: Any = None  # the planner's: how fast the text comes
@@ -54,7 +53,6 @@ class Seat:
     warnings: list[str] = field(default_factory=list)
     failure: Exception | None = None  # where a drafter's fault is to end the request
     num_cached: int = 0  # tokens of the prompt that were known already
-    is_kept: bool = False  # whether the whole prompt is known now
     # Of chunks of a prompt that are read, by the position of their first token.
     hidden: dict[int, dict[int, Tensor]] = field(default_factory=dict)
     # Of the text since its beginning, one after the other: states [tokens, D] by layer.
@@ -141,17 +139,18 @@ class Panel:
             seat.hidden = {0: hidden} if hidden else {}
 
     def remember_prompt(self, seat: Seat, states: dict[int, Tensor]) -> None:
-        """Remember a prompt, once it has been read; `states` [prompt, D] by layer."""
-        if self.prefixes and not (seat.is_kept or seat.is_alone):
-            self.prefixes.remember(seat.row, seat.prompt, states)
-        seat.is_kept = True
+        """Remember a prompt, once it has been read, and note the states [tokens, D] by layer."""
+        if self.prefixes and not seat.is_alone:
+            if not seat.states_read:
+                self.prefixes.remember(seat.row, seat.prompt, states)
+            seat.states_read.append(states)
 
     def remember(self, seat: Seat, text: list[int]) -> None:
         """Keep a whole text, before its row is closed: it may come back as a prompt's beginning.
 
         A token has the same keys and values read or written where bits are equal, and only there.
         """
-        if self.prefixes and seat.is_kept and not seat.is_alone:
+        if seat.states_read:
             self.prefixes.remember(seat.row, text, joined(seat.states_read))
 
     def layers(self, seats: list[Seat]) -> tuple[int, ...]:
@@ -322,8 +321,6 @@ class Panel:
             kept = {layer: own[:-num_rejected] for layer, own in hidden.items()}
         came, seat.hidden, seat.draft = Missed(verdict.tokens, kept), {}, None
         self.remember_prompt(seat, kept)
-        if self.prefixes:
-            seat.states_read.append(kept)
         for name in [name for name in seat.drafts if name in seat.states]:
             if is_last and not self.drafters[name].keeps_outputs:
                 continue
@@ -335,10 +332,8 @@ class Panel:
                     self.drafters[name].observe(seat.states[name], part)
             except Exception as error:
                 self._lose(seat, name, "observe", error)
-        seat.missed.append(came)
-        seat.heard |= dict.fromkeys(seat.drafts, len(seat.missed))
-        if all(seat.heard.get(name) == len(seat.missed) for name in seat.states):
-            seat.missed, seat.heard = [], {}
+        for name in seat.states.keys() - seat.drafts.keys():
+            seat.missed.setdefault(name, []).append(came)
 
     def _hidden(self, name: str, cycles: list[Missed]) -> Tensor | None:
         """The states [tokens, D] that a drafter needs of these cycles, layers side by side."""
@@ -354,10 +349,9 @@ class Panel:
 
     def _catch_up(self, seat: Seat, name: str) -> None:
         """Tell a drafter what came since it was asked last, as one piece of text."""
-        cycles = seat.missed[seat.heard.get(name, 0) :]
+        cycles = seat.missed.pop(name, None)
         if not cycles:
             return
-        seat.heard[name] = len(seat.missed)
         tokens = [token for cycle in cycles for token in cycle.tokens]
         try:
             verdict = Verdict(0, len(tokens) - 1, tokens, self._hidden(name, cycles))

@@ -41,11 +41,8 @@ class SmallModelDrafter(Drafter):
         # Embeddings may be padded. Ids that only one of the two models has are never drafted.
         self._vocab_size = context.target.vocab_size
         self._shared = min(self._draft.vocab_size, self._vocab_size)
-        # A step reads as many numbers for each word as an embedding has. Of a large model words
-        # are a small part, so it can choose among more of them.
-        num_others = draft.num_weights // draft.model.get_input_embeddings().weight.shape[-1]
-        num_others -= self._shared
-        self._num_frequent = min(self._shared, max(_FEWEST, min(_MOST, num_others // 2)))
+        width = draft.model.get_input_embeddings().weight.shape[-1]
+        self._num_frequent = num_frequent(draft.num_weights, width, self._shared)
 
     @classmethod
     def build(cls, context: Context) -> "SmallModelDrafter":
@@ -145,6 +142,16 @@ class SmallModelDrafter(Drafter):
                 self._prefixes.remember(state.row, state.text)
         finally:
             self._draft.cache.close_row(state.row)
+
+
+def num_frequent(num_weights: int, width: int, num_words: int) -> int:
+    """Among how many words a model drafts a usual text; `width` is that of its embeddings.
+
+    A step reads as many numbers for each word as an embedding has. Of a large model words are a
+    small part, so it can choose among more of them.
+    """
+    num_others = num_weights // width - num_words
+    return min(num_words, max(_FEWEST, min(_MOST, num_others // 2)))
 
 
 def check_words(names: list[str], words: list[dict[str, int]]) -> None:

@@ -322,7 +322,6 @@ class Options:
         models = ("draft_model", "mtp", "eagle3", "dflash")
         same = ("prompt_lookup_max", "prompt_lookup_min", "quantize", "mmap", "prefix_cache_mb")
         return {name: getattr(self, name) for name in (*same, "allow_pickle")} | {
-            "num_rows": self.max_running,
             "fast": self.kernels,
             "timeout_s": self.drafter_timeout,
             "named": tuple(name for name in models if getattr(self, name)),

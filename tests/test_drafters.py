@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import speculative_decoding as core
@@ -19,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import drafters
 from drafters.ngram import NgramIndex
-from drafters.small_model import SmallModelDrafter
+from drafters.small_model import num_frequent
 from drafters.timed import TimedDrafter
 from messages import Draft, RequestError, Verdict
 
@@ -129,10 +128,17 @@ def raising(*_):
         ("propose", lambda state, limit: Draft(["a"]), "proposed 'a'"),
         ("propose", lambda state, limit: Draft([5] * (limit + 1)), "tokens proposed"),
         ("propose", lambda state, limit: Draft((5, 6)), "proposed a tuple"),
-        ("propose", lambda state, limit: Draft(None), "proposed a NoneType"),
         ("propose", lambda *_: None, "returned a NoneType: write return Draft(tokens)"),
-        ("propose_batch", lambda states, limits: [], "to return a list of one Draft for each"),
         ("propose_batch", lambda states, limits: None, "to return a list of one Draft for each"),
+        *(
+            ("propose", lambda *_, parents=parents: Draft([5, 6, 7], None, parents), reason)
+            for parents, reason in (
+                ([-1], "parents [-1] for 3 tokens"),
+                ([-1, 1, 0], "parents [-1, 1, 0]"),
+                ([-2, 0, 1], "parents [-2, 0, 1]"),
+                ("abc", "'<=' not supported between"),
+            )
+        ),
     ],
 )
 def test_a_drafter_that_fails_costs_its_request_the_speculation_never_the_answer(
@@ -358,7 +364,7 @@ class Mine(Drafter):
 
 
 def context(target, draft=None):
-    return drafters.Context(target, core.sample, draft, num_rows=8)
+    return drafters.Context(target, core.sample, draft)
 
 
 @pytest.mark.parametrize(
@@ -522,11 +528,4 @@ def test_a_draft_keeps_to_frequent_words_where_the_text_does(
 def test_a_draft_model_of_which_words_are_a_large_part_chooses_among_fewer(
     num_weights, width, words, expected
 ):
-    embedding = SimpleNamespace(weight=torch.empty(words, width, device="meta"))
-    model = SimpleNamespace(get_input_embeddings=lambda: embedding)
-    draft = SimpleNamespace(
-        model=model, num_weights=num_weights, vocab_size=words, cache=SimpleNamespace(recurrent=[])
-    )
-    target = SimpleNamespace(vocab_size=words)
-    given = SimpleNamespace(target=target, sample=None, prefix_cache_mb=0)
-    assert SmallModelDrafter(given, draft)._num_frequent == expected
+    assert num_frequent(num_weights, width, words) == expected

@@ -46,13 +46,15 @@ def new_head(folder, verifier=None, family="llama", **switches):
     """Write a head of random weights in the speculators layout; returns it."""
     torch.manual_seed(0)
     layer = AutoConfig.for_model(family, num_hidden_layers=1, **contract.LAYER)
-    switches = {"layer_ids": None} | switches
-    config = HeadConfig(layer, DRAFT_VOCAB, contract.WIDTH, verifier=verifier, **switches)
+    given = switches.pop("layer_ids", None)
+    ids = given or (2, NUM_LAYERS // 2, NUM_LAYERS - 3)
+    config = HeadConfig(layer, DRAFT_VOCAB, contract.WIDTH, ids, verifier, **switches)
     head = Eagle3Head(config)
     contract.randomise(head)
     ids = torch.randperm(4096)[:DRAFT_VOCAB].sort().values
     head.d2t.copy_(ids - torch.arange(DRAFT_VOCAB))
     save_eagle3(head, folder, {"name_or_path": verifier, "architectures": ["LlamaForCausalLM"]}, 4)
+    contract.changed(folder, eagle_aux_hidden_state_layer_ids=given)
     return head
 
 
@@ -90,8 +92,7 @@ def reference_draft(head, model, embed, text, count=4):
     w = {name: weight.float() for name, weight in head.state_dict().items()}
     config = head.config
     states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
-    ids = config.layer_ids or (2, NUM_LAYERS // 2, NUM_LAYERS - 3)
-    read = [states[i][0, : len(text) - 1] for i in ids]
+    read = [states[i][0, : len(text) - 1] for i in config.layer_ids]
     joined = torch.cat(read, -1)
     if config.norm_before_fc:
         joined = contract.normed(joined, w["input_norm.weight"])
@@ -185,7 +186,7 @@ BROKEN = contract.BROKEN | {
     "fc_norm must be true or false": contract.saying(fc_norm="false"),
     "parallel_drafting is True": contract.saying(parallel_drafting=True),
     "use_aux_hidden_state is False": contract.saying(eagle_config={"use_aux_hidden_state": False}),
-    "not integers": contract.saying(eagle_aux_hidden_state_layer_ids=["a"]),
+    "reads layer 'a', and can read 1 to 5": contract.saying(eagle_aux_hidden_state_layer_ids=["a"]),
     "no hidden_size": lambda f: (f / "config.json").write_text("{}"),
     "states of 64 numbers": contract.saying(target_hidden_size=64),
     "a vocabulary of 5000": layer_saying(vocab_size=5000),

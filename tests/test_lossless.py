@@ -71,7 +71,7 @@ def test_the_kv_cache_advances_by_what_was_emitted_not_by_what_was_proposed(
 def test_a_perfect_drafter_is_accepted_entirely(demo_engine, prompts, way):
     """The target drafts for itself: every token of every draft is accepted."""
     itself = core.load_model(TARGET, core.Options())
-    context = drafters.Context(demo_engine.target, core.sample, itself, num_rows=1)
+    context = drafters.Context(demo_engine.target, core.sample, itself)
     loaded = {"draft_model": drafters.load("draft_model", context)}
     engine = core.Engine(demo_engine.target, loaded)
     sequence, _ = run(engine, prompts["hard_story"], max_tokens=31, drafter="draft_model", **way)
