@@ -25,6 +25,7 @@ import sys
 import tempfile
 import textwrap
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -109,6 +110,9 @@ def run_tests(tests: tuple[str, ...], mutant: Mutant | None, output: int) -> Non
             options.append("-x")
         code = int(pytest.main([*options, *map(node, tests)]))
         sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
     finally:  # whatever it was, and with threads that hang
         os._exit(code)
 
@@ -125,7 +129,7 @@ class Run:
     def fate(self) -> str:
         """Of an ended one: passed; failed, if a test did or the process crashed; or hung."""
         code = self.process.exitcode or 0  # below 0 it was a signal's
-        assert code < 2, f"pytest could not run:\n{self.said()}"
+        assert code < 2, f"{self.mutant}: pytest could not run:\n{self.said()}"
         return {0: "passed", -signal.SIGALRM: "hung"}.get(code, "failed")
 
     def said(self) -> str:
