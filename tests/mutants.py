@@ -105,6 +105,7 @@ def run_tests(tests: tuple[str, ...], mutant: Mutant | None, output: int) -> Non
     code = 3
     try:
         options = ["-q", "--tb=short", "-o", "addopts=-m 'not slow'", "-p", "no:cacheprovider"]
+        options += ["-p", "no:unraisableexception"]  # garbage of the parent may be found in a fork
         if mutant:
             put_in(mutant)
             options.append("-x")
