@@ -65,6 +65,7 @@ class ModelState:
     sampling: Sampling
     noise: Noise
     row: int = -1  # in the model's KV cache
+    is_alone: bool = False  # of a measurement: no text that was read before helps; set by the panel
     # Whether one more token is worth its step, given the confidence in those drafted; set by the
     # panel. None: always.
     goes_on: Callable[[list[float]], bool] | None = None
@@ -129,7 +130,7 @@ class Drafter(ABC):
     stops_early: bool = False  # a state is a ModelState
     is_copy: bool = False  # of the target: it doubts what the target doubts, and chooses the same
     branches: bool = False  # a state gets `can_branch`: a tree is welcome
-    keeps_outputs: bool = False  # a state gets `is_alone`, and hears of the last tokens, too
+    keeps_outputs: bool = False  # a state hears of the last tokens, too
 
     @classmethod
     def build(cls, context: Context) -> "Drafter":

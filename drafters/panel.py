@@ -127,7 +127,7 @@ class Panel:
                 seat.states[name] = self.drafters[name].open(prompt, seat.sampling, noise)
                 if self.drafters[name].shares_cache:
                     seat.states[name].row = seat.row
-                if self.drafters[name].keeps_outputs:
+                if hasattr(seat.states[name], "is_alone"):
                     seat.states[name].is_alone = seat.is_alone
             except Exception as error:
                 failed[name] = error

@@ -71,9 +71,6 @@ class SmallModelDrafter(Drafter):
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> ModelState:
         row = self._draft.cache.open_row()
-        # Under the rule of rejection drafts decide the text, and so would roundings of these keys.
-        if self._prefixes and sampling.is_coupled:
-            self._prefixes.restore(row, list(prompt))
         return ModelState(row=row, text=list(prompt), sampling=sampling, noise=noise)
 
     def propose(self, state: ModelState, max_tokens: int) -> Draft:
@@ -82,7 +79,12 @@ class SmallModelDrafter(Drafter):
     def propose_batch(self, states: list[ModelState], max_tokens: list[int]) -> list[Draft]:
         """One batched forward per draft step; the first also feeds what is not cached yet."""
         cache = self._draft.cache
-        for state in states:  # remove what a draft that failed has left
+        for state in states:
+            # Under the rule of rejection drafts decide the text, and so would roundings of keys.
+            may_restore = state.sampling.is_coupled and not state.is_alone
+            if self._prefixes and may_restore and not cache.lengths[state.row]:
+                self._prefixes.restore(state.row, state.text)
+            # Remove what a draft that failed has left.
             length = min(cache.lengths[state.row], len(state.text) - 1)
             cache.truncate(state.row, length)
         fed = [state.text[cache.lengths[state.row] :] for state in states]
@@ -138,7 +140,7 @@ class SmallModelDrafter(Drafter):
 
     def close(self, state: ModelState) -> None:
         try:
-            if self._prefixes:
+            if self._prefixes and not state.is_alone:
                 self._prefixes.remember(state.row, state.text)
         finally:
             self._draft.cache.close_row(state.row)

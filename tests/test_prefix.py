@@ -108,6 +108,12 @@ def test_the_draft_model_remembers_its_own_keys(demo_engine):
     held, rejecting = known.num_found, core.Sampling(temperature=1, verification="rejection")
     run(demo_engine, prompt, max_tokens=8, drafter="draft_model", sampling=rejecting)
     assert known.num_found == held  # drafts decide the text there, and roundings with them
+    run(demo_engine, prompt, max_tokens=8, drafter="draft_model", is_alone=True)
+    assert known.num_found == held  # nor for what is measured, which leaves nothing, either
+    measured = [8, *SHARED]
+    for alone in (True, False):
+        run(demo_engine, measured, max_tokens=8, drafter="draft_model", is_alone=alone)
+        assert known.num_found == held
 
 
 def test_memory_is_bounded_and_the_least_recently_used_goes_first(demo_engine):
