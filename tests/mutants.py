@@ -106,6 +106,8 @@ def run_tests(tests: tuple[str, ...], mutant: Mutant | None, output: int) -> Non
     try:
         options = ["-q", "--tb=short", "-o", "addopts=-m 'not slow'", "-p", "no:cacheprovider"]
         options += ["-p", "no:unraisableexception"]  # garbage of the parent may be found in a fork
+        # In a folder that is shared one pytest would remove what another one is removing.
+        options.append(f"--basetemp={tempfile.gettempdir()}/{os.getpid()}")
         if mutant:
             put_in(mutant)
             options.append("-x")
@@ -189,19 +191,25 @@ def main() -> int:
     chosen = [mutant for mutant in MUTANTS if mutant.name.startswith(options.only or "")]
     if not chosen:
         parser.error(f"no mutant's name begins with {options.only!r}")
+    with tempfile.TemporaryDirectory() as tempfile.tempdir:
+        return judge(chosen, options.jobs)
+
+
+def judge(chosen: list[Mutant], jobs: int) -> int:
+    """Run each mutant's tests without it and with it. Returns 1 if one survives."""
     began = time.monotonic()
     load_once()
     for mutant in chosen:
         broken(mutant)
     every = tuple(dict.fromkeys(test for mutant in chosen for test in mutant.tests))
-    shares = [every[i :: options.jobs] for i in range(min(options.jobs, len(every)))]
-    for run in ended(options.jobs, [(tests, None) for tests in shares]):
+    shares = [every[i::jobs] for i in range(min(jobs, len(every)))]
+    for run in ended(jobs, [(tests, None) for tests in shares]):
         if run.fate() != "passed":
             print("these tests do not pass without any mutant:", run.said(), sep="\n")
             return 1
     print(f"{len(every)} tests pass with none; {time.monotonic() - began:.0f} s", flush=True)
     survivors = 0
-    for i, run in enumerate(ended(options.jobs, [(each.tests, each) for each in chosen]), 1):
+    for i, run in enumerate(ended(jobs, [(each.tests, each) for each in chosen]), 1):
         survivors += run.fate() == "passed"
         fate = {"passed": "SURVIVES", "failed": "killed", "hung": "hung"}[run.fate()]
         took_s = time.monotonic() - run.began
