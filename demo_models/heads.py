@@ -104,6 +104,7 @@ class Eagle3(Student):
         return default_layers(num_layers)
 
     def steps(self, batch: Batch, places: Tensor) -> Iterator[Tensor]:
+        """The layer's outputs, step by step, each from those before; see Student."""
         head = self.module
         return unroll(self, head, head.enter(batch.states), batch, places)
 
@@ -232,6 +233,8 @@ class Mtp(Student):
             layer.eh_proj.weight.copy_(torch.cat(halves[::-1] if is_mimo else halves, 1))
 
     def steps(self, batch: Batch, places: Tensor) -> Iterator[Tensor]:
+        """The layer's outputs, step by step, each from those before; see Student."""
+
         def run(embeds: Tensor, hidden: Tensor, positions: Tensor, *rest: Any) -> Tensor:
             return run_mtp_layer(self.module, 0, embeds, hidden, positions + 1, *rest)
 

@@ -350,6 +350,7 @@ class Training:
             self.trained[name].copy_(weight)
 
     def save(self) -> None:
+        """Write the checkpoint."""
         state = {
             "weights": {name: weight.detach() for name, weight in self.trained.items()},
             "optimizers": {rate: own.state_dict() for rate, own in self.optimizers.items()},

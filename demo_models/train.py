@@ -97,6 +97,7 @@ def student_of(plan: Plan) -> tuple[PreTrainedModel, recipe.Data, recipe.Student
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kind", choices=[*STUDENTS, "target"], help="what is trained")
     parser.add_argument("--target", default="embedded", help="a folder or a name of the catalogue")

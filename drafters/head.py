@@ -230,10 +230,10 @@ class HeadDrafter(StateReader):
         entered = self._enter(hidden, 0).split([len(text.fed) for text in chained])
         for text, own in zip(chained, entered, strict=True):
             text.states = own
-        drafts = dict(zip(texts, self._kernels[0].draft(self._cache, chained), strict=True))
+        found = self._kernels[0].draft(self._cache, chained)
         for i in texts:
             states[i].hidden[0] = []
-        return [drafts.get(i, Draft()) for i in range(len(states))]
+        return chain.in_order(texts, found, len(states))
 
     def _forward(
         self, rows: list[int], pairs: list[tuple[Tensor, list[int]]], step: int

@@ -116,8 +116,7 @@ class SmallModelDrafter(Drafter):
             return None
         words = chain.vocabulary_of(self._num_words(states))
         found = chain.draft(model.fast.decoder, model.cache, list(texts.values()), words)
-        drafts = dict(zip(texts, found, strict=True))
-        return [drafts.get(i, Draft()) for i in range(len(states))]
+        return chain.in_order(texts, found, len(states))
 
     def _num_words(self, states: list[ModelState]) -> int:
         """Among how many words drafts choose: the frequent ones, while texts keep to those.

@@ -71,6 +71,12 @@ def can_chain(cache: KeyCache, texts: Sequence[Text]) -> bool:
     )
 
 
+def in_order(texts: dict[int, Text], drafts: Sequence[Draft], count: int) -> list[Draft]:
+    """Of `count` states, the drafts of these texts; those that wanted no tokens have none."""
+    found = dict(zip(texts, drafts, strict=True))
+    return [found.get(i, Draft()) for i in range(count)]
+
+
 def draft(
     decoder: Decoder,
     cache: KeyCache,

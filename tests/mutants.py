@@ -105,7 +105,6 @@ def run_tests(tests: tuple[str, ...], mutant: Mutant | None, output: int) -> Non
     code = 3
     try:
         options = ["-q", "--tb=short", "-o", "addopts=-m 'not slow'", "-p", "no:cacheprovider"]
-        options += ["-p", "no:unraisableexception"]  # garbage of the parent may be found in a fork
         # In a folder that is shared one pytest would remove what another one is removing.
         options.append(f"--basetemp={tempfile.gettempdir()}/{os.getpid()}")
         if mutant:
