@@ -1,9 +1,10 @@
 """Weights from files: what loading a model and loading its heads have in common."""
 
+import ctypes
 import json
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,28 @@ def why_not_loaded(error: Exception) -> str:
     return in_short(error)
 
 
+@contextmanager
+def own_pages() -> Iterator[None]:
+    """Within it what is larger than 256 KiB gets pages that the system has back once it is free.
+
+    A model would lie in memory twice while it is packed, since glibc's heap keeps what is freed.
+    """
+    try:
+        _set_heap(most=1 << 18)
+        yield
+    finally:
+        _set_heap(most=1 << 25)
+
+
+def _set_heap(most: int) -> None:
+    """The size from which on a block is no part of glibc's heap."""
+    with suppress(OSError, AttributeError, TypeError):  # elsewhere than on Linux with glibc
+        mmap_threshold, trim_threshold = -3, -1
+        ctypes.CDLL(None).mallopt(mmap_threshold, most)
+        ctypes.CDLL(None).mallopt(trim_threshold, 2 * most)
+
+
+@own_pages()
 def own_weights(module: nn.Module) -> None:
     """Copy the weights that lie in a mapped file into memory of our own, one by one.
 

@@ -32,6 +32,8 @@ from transformers.modeling_gguf_pytorch_utils import (
     load_gguf_checkpoint,
 )
 
+from kernels.files import own_pages
+
 from .gguf_file import BadFile, GgufFile, Tensor, Texts
 
 # transformers asks for a table of names anew for each of a model's modules: 15 ms, 397 times.
@@ -107,6 +109,7 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
     return config
 
 
+@own_pages()
 def load_model(
     file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, dict[str, Any]]:

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.modeling_utils import PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
 
-from kernels.files import own_weights, why_not_loaded
+from kernels.files import own_pages, own_weights, why_not_loaded
 from messages import in_short
 
 from . import StartError, gguf_packed, mimo  # noqa: F401  (transformers then knows MiMo)
@@ -166,6 +166,7 @@ def _read_file(name: str, dtype: str, options: ModelOptions) -> Read:
     return model, tokenizer, report
 
 
+@own_pages()
 def _read_folder(name: str, dtype: str, options: ModelOptions) -> Read:
     """The same of a folder or a hub id. The weights come last, once all else is found sound."""
     _check_folder(name)

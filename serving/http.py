@@ -315,6 +315,8 @@ def _loaded(load: Callable[[], Flask], flush_log: Callable[[], bool]) -> Flask:
         flush_log()
     gc.collect()
     gc.freeze()  # what is loaded stays: looking through it for garbage would hold up all for 0.3 s
+    with suppress(OSError, AttributeError):  # elsewhere than on Linux with glibc
+        ctypes.CDLL(None).malloc_trim(0)  # what only loading needed goes back to the system
     return app
 
 

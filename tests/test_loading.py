@@ -380,6 +380,32 @@ assert "torch._dynamo.convert_frame" in sys.modules
 
 
 @pytest.mark.skipif(not hasattr(CDLL(None), "mallinfo2"), reason="asks glibc for what is in use")
+def test_weights_that_are_packed_one_by_one_go_back_to_the_system(tmp_path):
+    """Else a model lies in memory twice while it is packed: glibc's heap keeps what is freed."""
+    save_file({"weight": torch.ones(1024, 1024)}, tmp_path / "weights.safetensors")
+    code = """
+import sys, torch
+from safetensors.torch import load_file
+from kernels.files import own_weights
+
+def anonymous():
+    return int(next(line for line in open("/proc/self/status") if "RssAnon" in line).split()[1])
+
+torch.ones(1 << 22)  # once it is free, glibc has smaller blocks in its heap
+layers = torch.nn.ModuleList(torch.nn.Linear(1, 1, bias=False) for _ in range(8))
+for layer in layers:
+    layer.weight = torch.nn.Parameter(load_file(sys.argv[1])["weight"])
+own_weights(layers)
+before = anonymous()
+for layer in layers[1::2]:
+    layer.weight = None
+assert before - anonymous() > 12 << 10, (before, anonymous())  # KiB
+"""
+    file = str(tmp_path / "weights.safetensors")
+    subprocess.run([sys.executable, "-c", code, file], check=True, cwd=ROOT)
+
+
+@pytest.mark.skipif(not hasattr(CDLL(None), "mallinfo2"), reason="asks glibc for what is in use")
 def test_words_that_nobody_has_sent_before_do_not_pile_up(demo_engine):
     """Of 250 letters each; a thousand of them are kept."""
 
