@@ -51,6 +51,7 @@ _FIGURES = (  # of a drafter's run, as its statistics have them
     "num_draft_tokens", "num_accepted_draft_tokens",
 )  # fmt: skip
 _COLUMNS = ("passes", "ms", "tok/pass", "accepted", "rate", "fewer passes", "speed-up")
+_WORDS = "accepted: drafted tokens that were kept, a cycle; rate: their share of all drafted tokens"
 _ROW = "{:14}{:>8} {:>8} {:>9} {:>9} {:>6} {:>13} {:>9}"
 
 
@@ -116,9 +117,13 @@ def show_prompt(engine: Engine, wanted: Request, num_explained: int = 0) -> int:
     colour = has_colour()
     print(legend(colour), end="\n\n")
     print(engine.target.tokenizer.decode(wanted.prompt), end="", flush=True)
-    for s, _ in engine.generate(wanted):
-        pieces = s.text.release(s.finish_reason is not None)
-        print(mark(pieces, colour), end="", flush=True)
+    try:
+        for s, _ in engine.generate(wanted):
+            pieces = s.text.release(s.finish_reason is not None)
+            print(mark(pieces, colour), end="", flush=True)
+    except RequestError:
+        print(flush=True)  # the error has a line of its own
+        raise
     print(mark([(end_of_text(engine, s), "end")], colour), end="")
     print_figures(s.finish_reason, s.statistics)
     if s.seat.decision:
@@ -284,7 +289,7 @@ def show_demo(engine: Engine, options: Options, plain_decode: Decode, given: Nam
     is_chat = options.is_chat(engine.target.tokenizer)
     prompts = chosen_prompts(engine, options, given.prompts)
     if not given.json:
-        told = [setting(engine, options), legend(colour)]
+        told = [setting(engine, options), legend(colour), _WORDS]
         print(*told, *([_CHOICES] if engine.controller else []), sep="\n", flush=True)
     document: Json = {"prompts": [], "interrupted": False}
     seconds_a_token(engine, options, plain_decode)  # first calls are slow
@@ -399,8 +404,8 @@ def fitting(
     most = max(2, int(_MOST_S / (token_s * tokens)))
     names = list(prompts)[:: -(-len(prompts) // most)]
     said = (
-        f"a pass takes long here: {len(names)} of {len(prompts)} prompts, "
-        f"{tokens} tokens each (--repeats 1 runs all)"
+        f"a pass takes long here: {len(names)} of {len(prompts)} prompts, of each text "
+        f"{tokens} tokens (--repeats 1 runs all prompts to their ends)"
     )
     few = {name: prompts[name] for name in names}
     return replace(options, max_tokens=tokens), few, repeats, said
@@ -483,7 +488,8 @@ def _doubt(run: Json) -> str:
     if not run["disturbed"]:
         return ""
     least, most = run["spread"]
-    return f" not reliable, the machine was busy ({least:.2f} to {most:.2f}×)"
+    runs = f" ({least:.2f} to {most:.2f}×)" if least < most else ""
+    return f" not reliable, the machine was busy{runs}"
 
 
 def print_summary(document: Json, shown: str, num_prompts: int) -> None:

@@ -366,7 +366,8 @@ class Cycle:
 
 def in_short(error: Exception) -> str:
     """An error's message on one line, of at most 300 characters."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    kind, text = type(error).__name__, " ".join(str(error).split())[:300]
+    return f"{kind}: {text}" if isinstance(error, KeyError) else text or kind  # its text is a key
 
 
 class RequestError(Exception):

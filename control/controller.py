@@ -107,7 +107,7 @@ class Decision(NamedTuple):
 
     def __str__(self) -> str:
         if self.is_rest:
-            return "K=0 is faster here: choosing takes longer than drafts would save"
+            return "K=0 for a while: cycles with drafts were no faster than plain ones"
         alpha, c, even = map(_short, (self.alpha, self.c, self.break_even))
         if self.is_probe:
             return f"a probe of {self.drafter}: α {alpha}, break-even {even} (c {c})"

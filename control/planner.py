@@ -113,7 +113,8 @@ class Planner:
             return fixed(s)
         if s.seat.states and s.num_steps:
             said = s.seat.decision or RESTING
-            s.seat.decision = said._replace(num_tokens=0, is_probe=False, is_rest=True)
+            said = said._replace(num_tokens=0, expected_speedup=1.0, is_probe=False, is_rest=True)
+            s.seat.decision = said
         return NOBODY
 
     def _missed(self, s: TextSequence, name: str) -> int:

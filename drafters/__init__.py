@@ -3,11 +3,11 @@
 import importlib.util
 import sys
 from dataclasses import replace
-from inspect import getfile, getsourcelines, signature
+from inspect import getfile, getsourcelines, isabstract, signature
 from pathlib import Path
 from pkgutil import resolve_name
 
-from messages import Draft, Sampling, Verdict
+from messages import Draft, Sampling, Verdict, in_short
 from sampling import Noise
 
 from .base import Context, Drafter
@@ -57,11 +57,13 @@ def load(name: str, context: Context) -> Drafter:
     except ValueError:
         raise
     except Exception as error:  # a drafter of one's own may fail in any way
-        file, what = getfile(drafter_class), f"drafter {name} failed to start: {error}"
+        file, what = getfile(drafter_class), f"drafter {name} failed to start: {in_short(error)}"
         if place := line_of(error, file):
             raise ValueError(what + place) from error
         line = getsourcelines(drafter_class)[1]  # nothing of it ran
-        needs = "write def __init__(self) and def propose(self, state, max_tokens)"
+        needs = "write def __init__(self), without other arguments"
+        if isabstract(drafter_class):
+            needs = "write def propose(self, state, max_tokens)"
         raise ValueError(f"{what} ({file}, line {line}): {needs}") from error
 
 
@@ -91,7 +93,7 @@ def load_all(
                 LOG.warning("going on without %s: %s", name, error)
             continue  # this target has no MTP head, say
         if drafter.name in (*loaded, AUTO, TREE, PLAIN):
-            raise ValueError(f"{name}: the name {drafter.name!r} is taken, give it another")
+            raise ValueError(f"the name {drafter.name!r} of {own} is taken: give it another")
         loaded[drafter.name] = drafter
         if name == own:
             default = drafter.name
@@ -137,10 +139,14 @@ def _class_from_file(name: str) -> type[Drafter]:
         spec.loader.exec_module(module)
     except Exception as error:
         place = line_of(error, spec.origin or "")
-        raise ValueError(f"drafter file {path_text!r} failed to load: {error}{place}") from error
+        what = f"drafter file {path_text!r} failed to load: {in_short(error)}{place}"
+        raise ValueError(what) from error
     found = getattr(module, attribute, None)
-    if not (isinstance(found, type) and issubclass(found, Drafter)):
-        raise ValueError(f"{path_text!r} has no Drafter class {attribute!r}")
+    if not isinstance(found, type):
+        raise ValueError(f"drafter file {path_text!r} has no class {attribute!r}")
+    if not issubclass(found, Drafter):
+        where = f"{path_text}, line {getsourcelines(found)[1]}"
+        raise ValueError(f"{attribute} is no drafter ({where}): write class {attribute}(Drafter)")
     if "name" not in vars(found):  # an inherited name is another drafter's
         found.name = attribute
     return found

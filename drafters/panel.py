@@ -364,9 +364,7 @@ class Panel:
         self.num_failures += 1
         LOG.warning("drafter %s failed: %s", name, in_short(error), exc_info=error)
         self._close(seat, name)
-        drafter = self.drafters[name]
-        place = drafter.line_of(error, method) if isinstance(drafter, TimedDrafter) else ""
-        what = f"drafter {name} failed ({in_short(error)}){place}"
+        what = f"drafter {name} failed ({in_short(error)}){self._where(name, method, error)}"
         rest = " and ".join(seat.states)
         seat.warnings.append(f"{what}: went on {f'with {rest}' if rest else 'without speculation'}")
         if not rest:
@@ -374,6 +372,11 @@ class Panel:
         if self._is_strict:
             seat.failure = RequestError(what, status=500, code="drafter_failed")
             seat.failure.__cause__ = error
+
+    def _where(self, name: str, method: str, error: Exception) -> str:
+        """The line of somebody's own drafter that failed."""
+        drafter = self.drafters[name]
+        return drafter.line_of(error, method) if isinstance(drafter, TimedDrafter) else ""
 
     def leave(self, seat: Seat, why: str) -> None:
         """The request goes on without speculation."""
@@ -396,7 +399,8 @@ class Panel:
             self.drafters[name].close(state)
         except Exception as error:
             LOG.warning("drafter %s failed to close", name, exc_info=error)
-            seat.warnings.append(f"drafter {name} failed to close: {in_short(error)}")
+            where = self._where(name, "close", error)
+            seat.warnings.append(f"drafter {name} failed to close: {in_short(error)}{where}")
 
 
 def first_choice(names: Collection[str]) -> str:

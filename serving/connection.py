@@ -23,6 +23,7 @@ trailers (they are read and dropped).
 
 import asyncio
 import enum
+import errno
 import io
 import logging
 import os
@@ -464,7 +465,8 @@ class Server:
             self._loop.close()
             number = getattr(error, "errno", None) or 0
             reason = os.strerror(number) if number > 0 else getattr(error, "strerror", error)
-            raise OSError(f"cannot listen on {host}:{port}: {reason}") from error
+            hint = " (give another --port)" if number == errno.EADDRINUSE else ""
+            raise OSError(f"cannot listen on {host}:{port}: {reason}{hint}") from error
         # What is over in a moment, /health above all, never waits behind what takes its time.
         self._threads = {True: _threads("quick", 8), False: _threads("answer", num_threads)}
 

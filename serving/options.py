@@ -470,6 +470,7 @@ def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
          f"--plan compares drafters of a model as it is: {unlike} does not go with it"),
         (given.json and not is_many, "--json goes with --demo and --plan"),
         (given.prompts and not is_many, "--prompts goes with --demo and --plan"),
+        (given.repeats and not given.demo, "--repeats goes with --demo"),
         (given.explain and is_one is None, "--explain goes with --prompt"),
         (given.stop and is_one is None, "--stop goes with --prompt (requests have a field for it)"),
     ):  # fmt: skip
@@ -484,7 +485,8 @@ def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     try:
         check_fields({name: getattr(given, name) for name in SAMPLING_FIELDS})
     except RequestError as error:
-        parser.error(str(error))
+        name = str(error.param)
+        parser.error(str(error).replace(name, f"--{name.replace('_', '-')}", 1))
 
 
 def _check_engine(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
