@@ -17,9 +17,9 @@ the position, so the target chooses the same token with and without a draft. (A 
 rejection sampling, the classical rule. It keeps the distribution, but not the text.)
 
 Read on in this order: KV cache and truncation · cached model · probabilities · verify · sequence ·
-engine · plain decoding · loading · Flask app · command line. For the idea alone, read from verify
-to Engine.step. drafters/ guess, control/ chooses the drafter and how much it drafts, serving/ has
-what only a server needs, and kernels/ compute the same results faster.
+engine · plain decoding · loading · Flask app · command line. For the idea alone, read verify,
+Engine.step and Engine.accept. drafters/ guess, control/ chooses the drafter and how much it drafts,
+serving/ has what only a server needs, and kernels/ compute the same results faster.
 
 Sources: Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318; Daliri et al., 2408.07978.
 """
@@ -68,9 +68,10 @@ from serving.worker import Worker, warm_up
 
 @dataclass
 class Place:
-    """Where a pass's tokens [B, T] go: counts[b] tokens of text b, to slot slots[b] of the cache.
+    """Where a pass's tokens go: counts[b] tokens of text b, to slot slots[b] of the cache.
 
-    Texts with fewer than T tokens are padded on the left. Pads are never written to the cache.
+    They are [B, T]: B texts, T tokens of the longest. Shorter ones are padded on the left. Pads are
+    never written to the cache.
     """
 
     slots: list[int]
@@ -81,9 +82,9 @@ class Place:
 
     @cached_property
     def positions(self) -> Tensor:
-        """[B, T]: where each token stands in its text; of pads, any."""
-        behind = torch.arange(-max(self.counts), 0, device=self.device)
-        return (behind + torch.tensor(self.ends, device=self.device)[:, None]).clamp_(min=0)
+        """[B, T]: each token's place in its text, as [7, 8] of 2 that end at 9; of pads, any."""
+        back = torch.arange(-max(self.counts), 0, device=self.device)
+        return (back + torch.tensor(self.ends, device=self.device)[:, None]).clamp_(min=0)
 
     @cached_property
     def real(self) -> Tensor:
@@ -98,7 +99,7 @@ class Place:
         return slots[self.real], self.positions[self.real]
 
     def arrange(self, rows: list[Tensor]) -> Tensor:
-        """Pad each text's ids [t], together to [B, T], or states [t, D], to [B, T, D]."""
+        """Pad and stack each text's ids [t] to [B, T], or its states [t, D] to [B, T, D]."""
         arranged = rows[0].new_zeros(*self.positions.shape, *rows[0].shape[1:])
         for b, row in enumerate(rows):
             arranged[b, -len(row) :] = row
@@ -126,16 +127,16 @@ class Place:
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values, preallocated [rows, heads, capacity, width]."""
+    """One layer's keys and values, preallocated [slots, heads, capacity, width]."""
 
     def __init__(self, cache: "SlotCache") -> None:
         super().__init__()
         self._cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        # Widths come from the states, because MLA's are not in the config. Zeros, not torch.empty:
+        # Widths come from the states: not every family's are in its config. Zeros, not torch.empty:
         # attention multiplies a masked value by 0, and 0 · NaN would be NaN.
-        rows, capacity = self._cache.num_rows, self._cache.capacity
+        rows, capacity = self._cache.num_rows, self._cache.max_length
         self.keys = lazy_zeros(key_states, rows, capacity)
         self.values = lazy_zeros(value_states, rows, capacity)
         self.is_initialized = True
@@ -167,13 +168,12 @@ class SlotCache(Cache):
     def __init__(self, num_layers: int, num_rows: int, max_length: int, device: Any) -> None:
         super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
         self.num_rows, self.max_length, self.device = num_rows, max_length, device
-        self.capacity = max_length
         self.lengths = [0] * num_rows
         self.current: Place  # of the pass under way
         self.recurrent: list[Any] = []  # layers with a recurrent state (see kernels/states.py)
         self._free = list(range(num_rows))[::-1]
         self.rows: list[int] = []  # the open rows, by slot
-        self._written = [0] * num_rows  # tokens written to each slot since it was scrubbed
+        self._written = [0] * num_rows  # tokens written to each slot since it was zeroed
 
     def slot(self, row: int) -> int:
         """An open row's slot, its place in the buffers."""
@@ -198,7 +198,8 @@ class SlotCache(Cache):
             for buffer in buffers:
                 buffer[slot, :, :length] = buffer[source, :, :length]
             scrub(buffers, source, self._written[source])
-            self.rows[slot], self._written[slot], slot = last, length, source
+            self.rows[slot], self._written[slot] = last, length
+            slot = source  # this one is free now
         self.lengths[row] = self._written[slot] = 0
         self._free.append(row)
 
@@ -272,6 +273,7 @@ class CachedModel:
 
         Prefill feeds many tokens, plain decoding one, verifying n + 1. Returns logits of each
         text's last num_logits[b] >= 1 tokens, and hidden states of all its tokens at `layers`.
+        Where compiled code can run the model, `speed_up` puts KernelForward in its place.
         """
         place = self.cache.place(rows, [len(fed) for fed in tokens])
         ids = place.arrange([torch.tensor(fed, device=self.cache.device) for fed in tokens])
@@ -311,7 +313,7 @@ def sample(
 
     Returns the token, and q [V], the distribution that it was drawn from, or None (see needs_q).
     """
-    scores = penalise(logits[None], sampling.repetition_penalty, text, Draft())
+    scores = penalise(logits[None], sampling.repetition_penalty, text, Draft())  # no draft follows
     q = truncated_softmax(scores, *sampling.transforms)[0] if sampling.needs_q else None
     if sampling.is_coupled:
         return choose(scores, sampling, noise, len(text)), q
@@ -335,7 +337,7 @@ def verify(draft: Draft, own: Callable[[int, int], int]) -> tuple[list[Judgement
     judged, way, node = list[Judgement](), list[int](), -1
     while True:
         chosen, children = own(node, len(way)), draft.children(node)
-        node = next((child for child in children if draft.tokens[child] == chosen), -1)
+        node = next((child for child in children if draft.tokens[child] == chosen), -1)  # or none
         if node < 0:
             break
         judged.append(Judgement(chosen, "accepted"))
@@ -350,9 +352,9 @@ def verify_by_rejection(draft: Draft, p: Tensor, noise: Noise, position: int) ->
     """Rejection sampling, the classical rule: the output is distributed exactly as p.
 
     p [n + 1, V] is the target's distribution after pending, d1, …, dn. A drafted token is accepted
-    if u < p / q. The first rejected token is replaced by one drawn from norm(max(0, p - q)). If
-    none was rejected, a bonus token is drawn from the last row. The chance of a token x is then
-    q(x) min(1, p(x) / q(x)) + (1 - Σ min(p, q)) norm(max(0, p - q))(x) = p(x), whatever q is.
+    if u < p / q, or u q < p. The first rejected token is replaced by one drawn from
+    norm(max(0, p - q)). If none was rejected, a bonus token is drawn from the last row. A token x
+    has the chance q(x) min(1, p(x) / q(x)) + (1 - Σ min(p, q)) norm(max(0, p - q))(x) = p(x).
     No rule accepts more often: the chance is Σ min(p, q). But the text depends on the drafts.
     """
     judged = []
@@ -382,7 +384,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------------------------- sequence
 class Sequence:
-    """A request under way: its tokens, cache row, seat among the drafters, text and statistics."""
+    """A request under way: tokens, cache row, text, statistics; its seat: drafters' states."""
 
     def __init__(self, request: Request, row: int, tokenizer: Tokenizer) -> None:
         self.request, self.row, self.tokenizer = request, row, tokenizer
@@ -408,7 +410,7 @@ class Sequence:
     def append(self, judged: list[Judgement], eos_ids: set[int]) -> int:
         """Append what a cycle emits, up to an end of text, a stop string or max_tokens.
 
-        Returns how many tokens stay. Only this method cuts: all other code sees only what stays.
+        Returns how many tokens stay. Only this method decides that: the others are dropped.
         """
         emitted = [judgement for judgement in judged if judgement.kind != "rejected"]
         for kept, token in enumerate(emitted, 1):
@@ -478,14 +480,14 @@ class Engine:
         s = self.open(request)
         try:
             while s.finish_reason is None:
-                for cycle in faults.step(self, [s]).values():
+                for cycle in faults.step(self, [s]).values():  # our step, tried twice
                     yield s, cycle
             if s.failure:
                 raise s.failure
         finally:
             self.close(s)
 
-    @library.alone()
+    @library.alone()  # so that torch's threads leave the cores to the kernels
     def step(self, sequences: list[Sequence]) -> dict[Sequence, Cycle]:
         """Run one cycle of each sequence: draft → verify → accept → truncate.
 
@@ -516,7 +518,7 @@ class Engine:
         return cycles
 
     def read_prompts(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Read a chunk of one long prompt. Returns sequences with at most a chunk left to read."""
+        """Read a chunk of one long prompt; others wait. Returns those with at most a chunk left."""
         lengths, size = self.target.cache.lengths, self.prefill_chunk
         reading = [s for s in sequences if len(s.tokens) - lengths[s.row] > size]
         if reading:
@@ -545,7 +547,7 @@ class Engine:
         judged, way = self.judge(s, draft, scores)
         cache, held = self.target.cache, self.target.cache.lengths[s.row]
         kept = s.append(judged, self.eos_ids)
-        cache.keep(s.row, len(draft.tokens), way[: kept - 1])  # all but the pending token
+        cache.keep(s.row, len(draft.tokens), way[: kept - 1])  # the last one is pending
         told = held, cache.lengths[s.row], cache.recurrent
         cycle = Cycle(s.num_steps, draft, draft.onward(way), judged, kept, *told, logits, scores)
         s.num_steps += 1
@@ -596,8 +598,8 @@ def load_model(name: str, options: Options) -> CachedModel:
     get_ready(options.quantize, options.device, options.kernels)
     model = CachedModel(loading.load_pretrained(name, options), name, options.max_running)
     model.reference = Reference.of(model)  # before kernels/ take the weights
-    follow_masks(model.model, model.cache.capacity)
-    follow_rows(model)
+    follow_masks(model.model, model.cache.max_length)  # GPT-Neo has masks of its own
+    follow_rows(model)  # recurrent layers have a state for each row
     return model
 
 
@@ -620,7 +622,7 @@ def assemble_engine(options: Options) -> Engine:
     draft = load_draft(options)
     context = Context(target, sample, draft, **options.for_drafters)
     loaded, default = drafters.load_all(options.drafter, context, not options.fixed_k)
-    for model in filter(None, (target, draft)):  # heads read it first
+    for model in filter(None, (target, draft)):  # after the heads have read its weights
         with refusal(model, is_fast=True):
             speed_up(model, options.quantize, check)
     controller = None if options.fixed_k else Controller.of(target, loaded)

@@ -404,8 +404,8 @@ def fitting(
     most = max(2, int(_MOST_S / (token_s * tokens)))
     names = list(prompts)[:: -(-len(prompts) // most)]
     said = (
-        f"a pass takes long here: {len(names)} of {len(prompts)} prompts, of each text "
-        f"{tokens} tokens (--repeats 1 runs all prompts to their ends)"
+        f"a pass takes long here: {len(names)} of {len(prompts)} prompts, "
+        f"{tokens} tokens each (--repeats 1 runs all of them to their ends)"
     )
     few = {name: prompts[name] for name in names}
     return replace(options, max_tokens=tokens), few, repeats, said

@@ -61,7 +61,7 @@ def load(name: str, context: Context) -> Drafter:
         if place := line_of(error, file):
             raise ValueError(what + place) from error
         line = getsourcelines(drafter_class)[1]  # nothing of it ran
-        needs = "write def __init__(self), without other arguments"
+        needs = "write def __init__(self), or a class method build(cls, context)"
         if isabstract(drafter_class):
             needs = "write def propose(self, state, max_tokens)"
         raise ValueError(f"{what} ({file}, line {line}): {needs}") from error

@@ -49,7 +49,7 @@ def speed_up(
         return
     # A packed file that has no reference was compared at an earlier start.
     is_known = bool(model.fingerprint) and model.reference is None
-    if found := decoder_of(model.model, model.cache.capacity, model.windows, is_known):
+    if found := decoder_of(model.model, model.cache.max_length, model.windows, is_known):
         model.fast = model.forward = KernelForward(model, found)
         found.release(model.model)
         if quantize:

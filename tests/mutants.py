@@ -393,7 +393,7 @@ ROWS = [  # name, place, old, new and tests
     ("a lost drafter goes without a warning", "drafters.panel:Panel._lose", "seat.warnings.append(",
      "str(", "drafters::a_drafter_that_fails_costs_its_request_the_speculation_never_the_answer"),
     ("a drafter that cannot close ends the request", "drafters.panel:Panel._close",
-     'seat.warnings.append(f"drafter {name} failed to close: {in_short(error)}")', "raise",
+     'where = self._where(name, "close", error)', "raise",
      "controller::of_several_drafters[close-good]"),
     # ------------------------------------------------------------------------------- drafters
     ("a periodic draft is one token off", "drafters.ngram:NgramIndex.continuation",

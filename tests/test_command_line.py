@@ -78,8 +78,8 @@ def test_a_speed_up_that_only_a_busy_machine_explains_is_called_unreliable(demo,
     for result in demo["prompts"]:
         terminal.print_prompt(result, "ngram", colour=False)
     terminal.print_summary(demo | {"worked_cycle": None, "totals": totals}, "ngram", 3)
-    found = re.findall(r"^(\w+) .*× not reliable, .* \((.*)×\)", capsys.readouterr().out, re.M)
-    assert found == [("ngram", "0.60 to 1.40"), ("mtp", "20.00 to 20.00")]
+    found = re.findall(r"^(\w+) .*× not reliable, [\w ]+(\(.*×\))?", capsys.readouterr().out, re.M)
+    assert found == [("ngram", "(0.60 to 1.40×)"), ("mtp", "")]
 
 
 def test_the_demo_runs_the_prompts_that_are_named_by_name_or_kind(main):
@@ -281,7 +281,7 @@ MISTAKES = {  # what is said -> after which command lines
     "--explain goes with --prompt": ["--demo --explain"],
     "temperature must be a number from 0": ["--demo --temperature nan"],
     "seed must be an integer from": ["--prompt x --seed 99999999999999999999"],
-    "top_p must be a number from": ["--port 5000 --top-p 7"],
+    "--top-p must be a number from": ["--port 5000 --top-p 7"],
     "must be more than 0": ["--port 5000 --stall-limit -1"],
     "cannot use the API key: it is empty": ["--port 5000 --api-key ''"],
     "--max-queued ask for 1040 connections": ["--port 5000 --max-queued 1000"],

@@ -708,7 +708,7 @@ def test_what_rests_drafts_nothing_says_so_and_knows_what_was_missed(demo_engine
         cycle = engine.step([first, second])
     assert cycle[first].num_drafted == 0 < cycle[second].num_drafted
     assert second.statistics.drafted_at == [3, 3] and second.seat.decision is None
-    assert first.seat.decision.is_rest and str(first.seat.decision).endswith("would save")
+    assert first.seat.decision.is_rest and str(first.seat.decision).endswith("plain ones")
     known = []
 
     def note(asks, *_):
