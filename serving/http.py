@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from http import HTTPStatus
 from ipaddress import ip_address
 from typing import Any, NoReturn
 
@@ -201,14 +202,14 @@ def register_errors(app: Flask) -> None:
     def refuse(error: RequestError) -> tuple[Json, int, dict[str, str]]:
         headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
         headers |= {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
-        g.error = error.code or error.param
+        g.error = error.code or error.param or HTTPStatus(error.status).phrase
         return error.body(), error.status, headers
 
     @app.errorhandler(HTTPException)
     def refuse_http(error: HTTPException) -> tuple[Json, int, dict[str, str]]:
         """Answer what Flask refuses: an unknown path, a wrong method, a body that is too large."""
         status = error.code or 500
-        allowed = getattr(error, "valid_methods", None)
+        g.error, allowed = error.name, getattr(error, "valid_methods", None)
         body = RequestError(error.description or error.name, status=status).body()
         return body, status, {"Allow": ", ".join(allowed)} if allowed else {}
 
