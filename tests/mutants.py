@@ -563,7 +563,7 @@ ROWS = [  # name, place, old, new and tests
     ("an answer that contradicts its head is left to hang", "serving.connection:Connection._say",
      "self.abort()", "pass", "connection::an_answer_that_contradicts_its_head_ends_the_connection"),
     ("a length beside an encoding is no matter", "serving.connection:environ_of",
-     '"HTTP_CONTENT_LENGTH" in environ', "False", "connection::an_environ_is_what_pep_3333_has"),
+     '"HTTP_CONTENT_LENGTH" in environ', "False", "connection::framing_that_is_ambiguous"),
     ("a header with _ is one with -", "serving.connection:environ_of", '"_" in name', "False",
      "connection::an_environ_is_what_pep_3333_has"),
 ]  # fmt: skip
