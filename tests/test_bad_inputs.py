@@ -235,7 +235,8 @@ def test_a_field_at_its_limits_is_taken(post, name):
     for value in TAKEN[name]:
         status, body = post(GENERATE, GOOD | {"temperature": 1, "seed": 3} | {name: value})
         assert status == 200 and body["seed"] == (value if name == "seed" else 3), value
-        assert [w for w in body["warnings"] if "max_tokens was lowered" not in w] == []
+        lowered = [w for w in body["warnings"] if "max_tokens was lowered from 1000000" in w]
+        assert body["warnings"] == lowered and len(lowered) == (value == 1_000_000)
 
 
 # --------------------------------------------------------------------- what is refused unread
