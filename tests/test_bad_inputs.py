@@ -73,8 +73,6 @@ def post(client):
     return post
 
 
-# ------------------------------------------------------------------------------ bodies and paths
-
 TYPE = {"Content-Type": "application/json"}
 WRONG_BODIES = [  # status, body, headers
     *((400, body, TYPE) for body in (
@@ -117,8 +115,6 @@ def test_a_wrong_path_or_method_is_a_json_error(client, method, path, wanted):
     assert answer.status_code == wanted and answer.mimetype == "application/json"
     assert is_error(answer.data) and (wanted == 405) == ("Allow" in answer.headers)
 
-
-# ------------------------------------------------------------------------------------- fields
 
 PROMPTS = ["", None, 5, [], [True], [-1], [4096], [2**70], [1.0], {"text": "a"}, "\ud800",
            [5] * CONTEXT, [1, True], [[]], ["a", "b"], [[5], [6]]]  # fmt: skip
@@ -237,9 +233,6 @@ def test_a_field_at_its_limits_is_taken(post, name):
         assert status == 200 and body["seed"] == (value if name == "seed" else 3), value
         lowered = [w for w in body["warnings"] if "max_tokens was lowered from 1000000" in w]
         assert body["warnings"] == lowered and len(lowered) == (value == 1_000_000)
-
-
-# --------------------------------------------------------------------- what is refused unread
 
 
 class Tokenizer:

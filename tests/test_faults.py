@@ -29,7 +29,6 @@ from server import (
     serving,
     until,
     wait_until_idle,
-    wait_until_taken,
 )
 
 FIELDS = {"prompt": COLOURS, "max_tokens": 40}
@@ -71,9 +70,6 @@ def end_of(answer):
     return status, events_of(data)[-1] if is_stream else json.loads(data)
 
 
-# -------------------------------------------------------------------------------- of a drafter
-
-
 @pytest.mark.parametrize("fault", DRAFTER_FAULTS)
 @pytest.mark.parametrize("way", [{}, {"temperature": 0.9, "seed": 5, "stream": True}])
 def test_a_drafter_s_fault_never_changes_a_token(port, fault, way):
@@ -91,9 +87,6 @@ def test_a_drafter_s_fault_never_changes_a_token(port, fault, way):
     assert is_sound(port)
     after = health(port)["warnings"]
     assert "times a drafter failed" in after[0] and after != before
-
-
-# ------------------------------------------------------------------------------- of the target
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -161,9 +154,6 @@ def test_a_failed_request_is_forgotten_at_once(demo_engine, monkeypatch):
         app.extensions["worker"].drain(60)
 
 
-# ------------------------------------------------------------------------------ of the engine
-
-
 def test_an_engine_that_stalls_is_said_to_be_stuck_and_recovers(gate):
     """Meanwhile /health is 503 and new requests are refused; what was taken is answered."""
     fields = {"prompt": IDS, "max_tokens": 20}
@@ -187,14 +177,10 @@ def test_an_engine_that_dies_tells_everybody(gate):
     """Those who run, those who wait and those who come; and SIGTERM still ends the process."""
     limits = ("--max-running", "4")
     with serving(*gate.arguments, *limits, module=FAULTY) as server, ThreadPoolExecutor(8) as pool:
-        port, answers = server.port, []
-        gate.shut()  # until all have come
-        held = {"prompt": IDS, "max_tokens": 200}
+        port, held = server.port, {"prompt": IDS, "max_tokens": 200}
         dying = poisoned("dies", speculative=False, max_tokens=200)
-        for i, fields in enumerate((held, ENDLESS | {"stream": True}, ENDLESS, dying, ENDLESS), 1):
-            answers.append(pool.submit(call, port, "POST", PATHS[i % 2], fields))
-            gate.wait_until_held()
-            wait_until_taken(port, i)
+        asked = (held, ENDLESS | {"stream": True}, ENDLESS, dying, ENDLESS)
+        answers = gate.hold(pool, port, zip(PATHS * 3, asked, strict=False))
         gate.open()
         statuses, bodies = zip(*(end_of(answer.result()) for answer in answers), strict=True)
         assert statuses == (500, 200, 500, 500, 503) and answers[-1].result()[1]["Retry-After"]

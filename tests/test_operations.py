@@ -36,7 +36,6 @@ from server import (
     process,
     serving,
     until,
-    wait_until_taken,
 )
 
 from kernels import library
@@ -51,9 +50,6 @@ def refusal(port, path="/generate"):
     status, headers, data = call(port, "POST", path, GOOD)
     assert status == 503 and headers["Retry-After"] == "1"
     return json.loads(data)["error"]["message"]
-
-
-# ------------------------------------------------------------------------------- start and end
 
 
 def test_who_asks_before_the_model_has_loaded_is_told_to_come_back(gate):
@@ -95,14 +91,8 @@ def test_the_first_signal_finishes_what_was_taken_and_exits_0(gate, stdout, numb
     """Running and queued, streaming and not; who comes then is refused."""
     limit, pool = ("--max-running", "2"), ThreadPoolExecutor(4)
     with serving(*gate.arguments, *limit, stdout=stdout) as server, pool:
-        port = server.port
-        gate.shut()
-        kinds = [(path, stream) for path in PATHS for stream in (False, True)]
-        answers = [
-            pool.submit(call, port, "POST", path, FIELDS | {"stream": stream})
-            for path, stream in kinds
-        ]
-        wait_until_taken(port, 4)
+        port, kinds = server.port, [(path, stream) for path in PATHS for stream in (False, True)]
+        answers = gate.hold(pool, port, [(path, FIELDS | {"stream": s}) for path, s in kinds])
         for _ in range(times):
             server.send(number)
         until(lambda: health(port)["status"] == "draining")
@@ -124,10 +114,8 @@ def test_streams_are_cut_off_at_the_end_of_the_grace_period(gate):
     """One runs, one waits; with an error event, as a stream that merely ended would look whole."""
     limits, pool = ("--grace-period", "0.3", "--max-running", "1"), ThreadPoolExecutor(2)
     with serving(*gate.arguments, *limits) as server, pool:
-        gate.shut()
         fields = FIELDS | {"stream": True}
-        answers = [pool.submit(call, server.port, "POST", path, fields) for path in PATHS]
-        wait_until_taken(server.port, 2)
+        answers = gate.hold(pool, server.port, [(path, fields) for path in PATHS])
         server.send(signal.SIGTERM)
         for answer in answers:
             last = events_of(answer.result()[2])[-1]
@@ -146,9 +134,6 @@ def test_the_second_signal_exits_1_at_once(gate):
             until(lambda: "finishing 1 requests" in server.log())
             server.send(signal.SIGINT)
             assert server.exit_code() == 1
-
-
-# ---------------------------------------------------------------------------------- ids and log
 
 
 ASKED = [("/generate", GOOD | more) for more in (
@@ -281,9 +266,6 @@ def test_prompts_and_outputs_are_logged_where_that_was_asked_for(demo_engine, ca
     app.extensions["worker"].drain(60)
     (line,) = (record.msg for record in caplog.records if record.name == "serving.requests")
     assert line["prompt"] == SECRET and line["text"] == written
-
-
-# --------------------------------------------------------------------------- what is not run
 
 
 @pytest.fixture

@@ -41,17 +41,11 @@ def test_greedy_output_does_not_depend_on_the_seed_and_knows_the_penalty(
         assert run(demo_engine, prompt, **fields)[0].output == expected
 
 
-# --------------------------------------------------------------------------------------- logprobs
-
-
 def test_an_impossible_token_has_a_logprob_that_json_can_hold(demo_engine):
     logits = torch.tensor([[0.0, -math.inf, 1.0]])
     (entry,) = trace.token_logprobs(logits, [2], 3, demo_engine.target.tokenizer)
     assert [top["id"] for top in entry["top_logprobs"]] == [2, 0, 1]
     assert entry["top_logprobs"][2]["logprob"] == -9999.0
-
-
-# ----------------------------------------------------------------------------------------- text
 
 
 @pytest.mark.parametrize("byte", [b"x", b"\x80"], ids=["text", "bytes that are no character"])
@@ -82,9 +76,6 @@ def test_a_token_costs_the_same_however_long_the_text_is(byte):
         return cost
 
     assert count(1600) < 2.2 * count(800)
-
-
-# ------------------------------------------------------------------------------------ one cut
 
 
 def cut_run(engine, prompts, plain, offset, end, way):
@@ -150,9 +141,6 @@ def test_bytes_at_the_end_may_complete_a_stop_string(demo_engine):
     sequence = core.Sequence(request, 0, tokenizer)
     assert sequence.append([core.Judgement(first, "bonus", 1, None, 0)], set()) == 1
     assert sequence.finish_reason == "stop" and sequence.text.text == ""
-
-
-# --------------------------------------------------------------------------- trace and comparison
 
 
 def assert_decided(token, top, scores, sampling, draft, exponentials):

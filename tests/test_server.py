@@ -21,7 +21,6 @@ from server import (
     until,
     wait_until_idle,
     wait_until_running,
-    wait_until_taken,
 )
 from test_openai import client_of
 
@@ -43,9 +42,6 @@ def server():
 @pytest.fixture(scope="module")
 def port(server):
     return server.port
-
-
-# -------------------------------------------------------------------------------- one request
 
 
 def test_generate_answers_by_the_contract(port):
@@ -141,9 +137,6 @@ def test_a_sampled_comparison_compares_tokens_where_they_must_be_equal(port, rul
     assert health(port)["speculative_decoding"]["per_rule"][rule]["num_draft_tokens"] > 0
 
 
-# --------------------------------------------------------------------------- the whole server
-
-
 def test_health_counts_what_was_generated(port):
     before = health(port)["speculative_decoding"]
     _, answer = generate(port, prompt=COLOURS, max_tokens=20, drafter="ngram")
@@ -181,9 +174,6 @@ def test_flags_of_the_whole_server_are_followed(server, port):
         assert generate(port, **body)[1]["token_ids"] == greedy
 
 
-# --------------------------------------------------------------- load, and clients that leave
-
-
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_its_slot_at_once(server, port, stream, path):
@@ -216,13 +206,8 @@ def test_who_finds_no_row_waits_and_who_finds_no_place_gets_429(gate):
     with serving(*gate.arguments, "--max-running", "2", "--max-queued", "2") as server:
         port, kinds = server.port, ({}, {}, {}, {"compare": True})
         alone = generate(port, **fields)[1]
-        gate.shut()
         with ThreadPoolExecutor(len(kinds)) as pool:
-            taken = []
-            for i, more in enumerate(kinds, 1):
-                taken.append(pool.submit(generate, port, **fields, **more))
-                gate.wait_until_held()
-                wait_until_taken(port, i)
+            taken = gate.hold(pool, port, [(PATHS[0], fields | more) for more in kinds])
             asked = [(call, port, "POST", PATHS[i % 2], fields) for i in range(12)]
             for status, headers, data in at_once(*asked):
                 assert status == 429 and headers["Retry-After"] == "1"
@@ -230,8 +215,8 @@ def test_who_finds_no_row_waits_and_who_finds_no_place_gets_429(gate):
             assert health(port)["num_requests_waiting"] == 3 and health(port)["status"] == "ok"
             assert not any(answer.done() for answer in taken)
             gate.open()
-            for status, body in (answer.result() for answer in taken):
-                assert status == 200 and body["token_ids"] == alone["token_ids"]
+            for status, _, data in (answer.result() for answer in taken):
+                assert status == 200 and json.loads(data)["token_ids"] == alone["token_ids"]
         wait_until_idle(port)
         server.end_well()
 
