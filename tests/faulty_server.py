@@ -12,8 +12,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from drafters import Draft, Drafter
 from drafters.timed import TimedDrafter
 from serving import http
@@ -79,21 +77,15 @@ class Target:
             fault = self._faults[row]
             self._countdown[row] -= 1
             if fault and self._countdown[row] <= 0:
-                TARGET_FAULTS[fault](len(rows))
+                TARGET_FAULTS[fault]()
         return self._forward(rows, tokens, *rest, **named)
 
 
-def lacks_memory(num_rows: int) -> None:
-    if num_rows > 1:
-        raise torch.OutOfMemoryError("no more memory")
-
-
-# token id FIRST_ID + i -> what becomes of a forward of so many rows, and of those after it
+# token id FIRST_ID + i -> what becomes of a forward, and of those after it
 FIRST_ID = 4000
-TARGET_FAULTS: dict[str, Callable[[int], None]] = {
+TARGET_FAULTS: dict[str, Callable[[], None]] = {
     "raises": raises(RuntimeError("a broken kernel")),
     "raises_at_once": raises(RuntimeError("a broken kernel")),
-    "lacks_memory": lacks_memory,
     "dies": raises(SystemExit(1)),
 }
 

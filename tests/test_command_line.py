@@ -34,17 +34,15 @@ from serving.options import KEY_VARIABLE, parse_arguments
 load_engine = core.load_engine
 SAMPLED = ("--temperature", "0.9", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01")
 TOO_LITTLE_MEMORY = "error: too little memory, or too few threads: "
-DOCUMENTS = []  # the demo's, once it has run
 SHORT_DEMO = ("--demo", "--max-tokens", "4", "--repeats", "1")
 
 
 @pytest.fixture
 def demo(main):
-    if not DOCUMENTS:
-        status, out, err = main("--demo", "--json", "--max-tokens", "16")
-        assert status == 0 and "demo prompts" in err  # progress
-        DOCUMENTS.append(out)
-    return json.loads(DOCUMENTS[0])
+    """Its document."""
+    status, out, err = main("--demo", "--json", "--max-tokens", "16")
+    assert status == 0 and "demo prompts" in err  # progress
+    return json.loads(out)
 
 
 def test_the_demo_s_document_has_every_prompt_and_drafter(demo):

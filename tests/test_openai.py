@@ -52,13 +52,10 @@ def client(port):
 
 @pytest.fixture(scope="module")
 def chat(chatting):
+    """Asks for an answer to TURNS."""
     with client_of(chatting) as client:
-        yield client.chat.completions
-
-
-@pytest.fixture(scope="module")
-def name(chat):
-    return chat._client.models.list().data[0].id
+        (model,) = client.models.list().data
+        yield partial(client.chat.completions.create, model=model.id, messages=TURNS)
 
 
 def own(port, **fields):
@@ -92,7 +89,8 @@ def test_generate_puts_a_prompt_into_the_chat_template_where_it_is_asked_to(chat
 
 def test_models_are_listed_under_the_name_that_requests_may_use(client):
     (model,) = client.models.list().data
-    assert model.id == "embedded" and client.models.retrieve("embedded") == model
+    assert (model.id, model.max_model_len) == ("embedded", 2048)
+    assert client.models.retrieve("embedded") == model
     assert client.completions.create(model=model.id, prompt="x", max_tokens=2).model == "embedded"
     with pytest.raises(openai.NotFoundError, match="unknown model 'gpt-9'"):
         client.models.retrieve("gpt-9")
@@ -158,10 +156,10 @@ def test_log_probabilities_have_the_shape_of_completions(client, port):
     assert sum([chunk.text_offset for chunk in chunks], []) == listed.text_offset
 
 
-def test_a_conversation_is_written_by_the_tokenizers_template(chat, chatting, name):
+def test_a_conversation_is_written_by_the_tokenizers_template(chat, chatting):
     text = "system: Be brief.\nuser: red, green,\nassistant:"
     expected = generate(chatting, prompt=text, max_tokens=8)[1]
-    result = chat.create(model=name, messages=TURNS, max_completion_tokens=8)
+    result = chat(max_completion_tokens=8)
     (choice,) = result.choices
     assert choice.message.role == "assistant" and choice.message.content == expected["text"]
     assert result.object == "chat.completion" and result.id.startswith("chatcmpl-")
@@ -169,45 +167,45 @@ def test_a_conversation_is_written_by_the_tokenizers_template(chat, chatting, na
     assert result.metrics["speculative_decoding"]["drafter"] == "ngram"
     parts = [{"type": "text", "text": "red, "}, {"type": "text", "text": "green,"}]
     turns = [TURNS[0], {"role": "user", "content": parts}]
-    assert chat.create(model=name, messages=turns, max_tokens=8).choices == result.choices
+    assert chat(messages=turns, max_tokens=8).choices == result.choices
 
 
-def test_a_conversation_streams_in_the_usual_order(chat, name):
-    fields = {"model": name, "messages": TURNS, "max_tokens": 8}
-    whole, options = chat.create(**fields).choices[0], {"include_usage": True}
-    first, *chunks, last, usage = chat.create(**fields, stream=True, stream_options=options)
+def test_a_conversation_streams_in_the_usual_order(chat):
+    whole, with_usage = chat(max_tokens=8).choices[0], {"include_usage": True}
+    first, *chunks, last, usage = chat(max_tokens=8, stream=True, stream_options=with_usage)
     assert first.choices[0].delta.role == "assistant" and first.choices[0].delta.content == ""
     assert "".join(chunk.choices[0].delta.content for chunk in chunks) == whole.message.content
     assert last.choices[0].finish_reason == whole.finish_reason
     assert last.choices[0].delta.content is None
     assert usage.usage.completion_tokens == usage.timings["predicted_n"] == 8
     assert {chunk.object for chunk in (first, last, usage)} == {"chat.completion.chunk"}
-    # The helper calls an answer that was cut by max_tokens an error, so it has to stop.
-    fields["stop"] = whole.message.content[5:8]
-    whole = chat.create(**fields).choices[0]
-    with chat.stream(**fields) as stream:
-        final = stream.get_final_completion().choices[0]
-    assert final.message.content == whole.message.content and final.finish_reason == "stop"
 
 
-def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(chat, name):
+def test_a_conversation_ends_before_a_stop_string_in_the_client_s_own_helper(chat, chatting):
+    """Which calls an answer that was cut by max_tokens an error."""
+    stop = {"max_tokens": 8, "stop": chat(max_tokens=8).choices[0].message.content[5:8]}
+    with client_of(chatting) as client:
+        with client.chat.completions.stream(**chat.keywords, **stop) as stream:
+            final = stream.get_final_completion().choices[0]
+    assert final.message.content == chat(**stop).choices[0].message.content
+    assert final.finish_reason == "stop"
+
+
+def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(chat):
     """As the client `llm` asks. With --max-tokens that holds: see test_bad_inputs.py."""
-    options = {"include_usage": True}
-    fields = {"model": name, "messages": TURNS, "stream": True, "stream_options": options}
-    *_, last, usage = chat.create(**fields)
+    *_, last, usage = chat(stream=True, stream_options={"include_usage": True})
     assert last.choices[0].finish_reason == "length" and last.warnings == []
-    assert usage.usage.total_tokens == chat._client.models.retrieve(name).max_model_len == 256
+    assert usage.usage.total_tokens == 256  # the model's context
 
 
-def test_log_probabilities_have_the_shape_of_chat(chat, name):
-    fields = {"model": name, "messages": TURNS, "max_tokens": 3, "logprobs": True}
-    entries = chat.create(**fields, top_logprobs=2).choices[0].logprobs.content
+def test_log_probabilities_have_the_shape_of_chat(chat):
+    entries = chat(max_tokens=3, logprobs=True, top_logprobs=2).choices[0].logprobs.content
     assert len(entries) == 3
     for entry in entries:
         assert entry.bytes == (None if "\ufffd" in entry.token else list(entry.token.encode()))
         assert len(entry.top_logprobs) == 2
         assert entry.top_logprobs[0].logprob >= entry.logprob - 1e-6
-    assert chat.create(**fields).choices[0].logprobs.content[0].top_logprobs == []
+    assert chat(max_tokens=3, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
 
 
 def test_a_route_that_is_not_there_is_told_what_is(client, port):
