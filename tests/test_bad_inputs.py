@@ -1,9 +1,7 @@
 """What a caller can get wrong: bodies, fields, paths, and mutated requests by the thousand.
 
 Every mistake is answered with {"error": {"message", "type", "param", "code"}} and a status that
-says whose mistake it was, and the next request is served as if nothing had been. Bad framing is in
-test_connection.py, slow and leaving clients are in test_hostile.py, faults of our own in
-test_faults.py, the command line's mistakes in test_command_line.py.
+says whose mistake it was. Bad framing is in test_connection.py, load in test_hostile.py.
 """
 
 import json

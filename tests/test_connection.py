@@ -135,7 +135,6 @@ def test_a_client_has_so_much_time_for_what_it_sends(
 
 
 def test_an_idle_connection_and_one_that_lingers_are_closed(client, clock):
-    """The latter has answered the first of two requests that came together."""
     for number, data, patience in ((1, REQUEST, 30), (2, REQUEST + REQUEST, 5)):
         client.data_received(data)
         assert len(client.server.asked) == number and client.is_last == (number == 2)

@@ -168,9 +168,6 @@ def test_an_engine_without_metrics_is_not_gone(ask, replay, monkeypatch):
     assert answer.status_code == 503 and answer.json["status"] == "stuck"
 
 
-# ------------------------------------------------------------------------------------ failures
-
-
 def test_an_engine_that_breaks_off_ends_streams_with_an_error(ask, replay):
     replay.cut = 2
     _, events = said(ask, "long")
@@ -226,9 +223,6 @@ def test_limits_are_ours_and_who_leaves_before_the_engine_answers_makes_room_for
         assert places.drain(LIMIT_S) == 0
 
 
-# ------------------------------------------------------------------------- the server's process
-
-
 @pytest.fixture(scope="module")
 def server():
     with replaying() as replay:
@@ -267,8 +261,6 @@ def test_a_client_that_reads_slowly_slows_the_engine(server, monkeypatch):
         assert len(sent) < 10_000
     until(lambda: health(server.port)["num_requests_running"] == 0)
 
-
-# ------------------------------------------------------------------------------- a child of ours
 
 _VLLM = """#!{python}
 import json, os, subprocess, sys, time
@@ -387,9 +379,6 @@ def test_the_command_line_is_translated():
     line = " ".join(child.command(options, 8000, child.speculative_config(options)))
     assert line.startswith("vllm serve T --served-model-name T --host 127.0.0.1 --port 8000 ")
     assert line.endswith("--max-model-len 99 --tensor-parallel-size 2")
-
-
-# ----------------------------------------------------------------------------------- real vLLM
 
 
 @pytest.mark.network

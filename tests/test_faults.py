@@ -1,8 +1,8 @@
 """Faults of our own, in the real process on a real socket: what the client and /health saw.
 
-faulty_server.py builds them in. A drafter's fault costs the speculation and never a token; a
-target's fault costs the request that it belongs to, and nobody else's. Most faults of a drafter
-need no process: test_drafters.py, test_controller.py and test_batching.py have them.
+A drafter's fault costs the speculation and never a token; a target's fault costs the request that
+it belongs to, and nobody else's. Most of them need no process: see test_drafters.py,
+test_controller.py and test_batching.py.
 """
 
 import gc

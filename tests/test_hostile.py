@@ -1,8 +1,6 @@
-"""What strangers can do to the socket: slow, endless, broken and leaving clients, by hundreds.
+"""What strangers can do to the socket of the real process: slow, endless and leaving clients.
 
-All against the real process. Each attack goes on while everybody else is served, and afterwards
-nothing is left of it. Bad framing is in test_connection.py, bad fields and mutated requests are in
-test_bad_inputs.py, the load of well-behaved clients is in test_server.py.
+Each attack goes on while everybody else is served, and afterwards nothing is left of it.
 """
 
 import json

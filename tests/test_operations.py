@@ -139,8 +139,7 @@ def test_the_second_signal_exits_1_at_once(gate):
 ASKED = [("/generate", GOOD | more) for more in (
     {}, {"stream": True, "trace": True, "logprobs": 3, "temperature": 1},
     {"compare": True, "drafter": "mtp"}, {"drafter": "own"}, LONG)]  # fmt: skip
-# It tells how many threads of its process Python does not know. A handler that ends between the two
-# counts, or has left Python but not yet ended, makes it wrong for a moment.
+# It tells how many threads of its process Python does not know; wrong for a moment if one ends now.
 _OWN = """import os, threading, torch
 from pathlib import Path
 from drafters import Draft, Drafter
@@ -158,12 +157,11 @@ class Own(Drafter):
 
 
 def test_no_thread_but_the_engine_s_computes_and_a_log_that_nobody_reads_stops_nothing(tmp_path):
-    """torch keeps a pool of threads, which never end, for each thread that has ever computed.
+    """torch keeps a pool of threads for each thread that has ever computed: passes wait for cores.
 
-    With several of them passes wait for cores, and take twice as long. Beside Python's own threads
-    there are two pools: the kernels', where they are compiled, and torch's, which computes while
-    the model is loaded and then sleeps. Each has a thread less than OMP_NUM_THREADS. A pipe of the
-    log holds 64 KiB; the lines beyond wait in memory. At the end nobody is there to read them.
+    Beside Python's own threads there are two pools: the kernels', where they are compiled, and
+    torch's, which computes while the model is loaded. Each has a thread less than OMP_NUM_THREADS.
+    A pipe of the log holds 64 KiB; the lines beyond wait in memory, and at the end nobody reads.
     """
     port, num_computing, own = free_port(), 2, tmp_path / "own.py"
     environment = os.environ | {"OMP_NUM_THREADS": str(num_computing)}
