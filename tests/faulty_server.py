@@ -9,11 +9,8 @@ its prompt. Faults come a few cycles after the prefill, in the middle of an answ
 import importlib
 import signal
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from drafters import Draft, Drafter
 from drafters.timed import TimedDrafter
@@ -27,10 +24,6 @@ def never_returns(*_: Any) -> None:
         pass
 
 
-def blocks(*_: Any) -> None:
-    threading.Event().wait(1.5)  # not to be interrupted from outside
-
-
 def raises(error: BaseException) -> Callable[..., None]:
     def act(*_: Any) -> None:
         raise error
@@ -39,14 +32,10 @@ def raises(error: BaseException) -> Callable[..., None]:
 
 
 # name -> what becomes of the third proposal of a request
-PROPOSALS: dict[str, Callable[[list[int], int], Any]] = {
+DRAFTER_FAULTS: dict[str, Callable[[], None]] = {
     "raises": raises(RuntimeError("out of ideas")),
-    "exits": raises(SystemExit(3)),
     "never_returns": never_returns,
-    "blocks": blocks,
 }
-RUBBISH = {"guesses_a_number": 5, "guesses_words": ["the"]}  # what guess may return
-DRAFTER_FAULTS = [*PROPOSALS, *RUBBISH]
 
 
 class Faulty(Drafter):
@@ -54,17 +43,15 @@ class Faulty(Drafter):
 
     def __init__(self, name: str) -> None:
         self.name = name  # type: ignore[misc]
-        if name in RUBBISH:
-            self.guess = lambda *_: RUBBISH[name]
 
     def open(self, prompt: Any, sampling: Any, noise: Any) -> dict[str, Any]:
         return {"text": list(prompt), "num_proposals": 0}
 
     def propose(self, state: dict[str, Any], max_tokens: int) -> Draft:
         state["num_proposals"] += 1
+        if state["num_proposals"] == 3:
+            DRAFTER_FAULTS[self.name]()
         text = state["text"]
-        if state["num_proposals"] == 3 and self.name in PROPOSALS:
-            return PROPOSALS[self.name](text, max_tokens)
         at = max((i for i in range(1, len(text)) if text[i - 1] == text[-1]), default=0)
         return Draft(text[at : at + max_tokens] if at else [])
 
@@ -82,8 +69,7 @@ class Target:
         target.forward = self
 
     def __call__(self, rows: list[int], tokens: list[list[int]], *rest: Any, **named: Any) -> Any:
-        without_numbers = []
-        for b, (row, fed) in enumerate(zip(rows, tokens, strict=True)):
+        for row, fed in zip(rows, tokens, strict=True):
             if self._cache.lengths[row] == 0:  # a new request's
                 found = (name for i, name in enumerate(TARGET_FAULTS, FIRST_ID) if i in fed)
                 self._faults[row] = next(found, None)
@@ -91,34 +77,15 @@ class Target:
             fault = self._faults[row]
             self._countdown[row] -= 1
             if fault and self._countdown[row] <= 0:
-                TARGET_FAULTS[fault](len(rows))
-                without_numbers += [b] * (fault == "gives_no_numbers")
-        output = self._forward(rows, tokens, *rest, **named)
-        for b in without_numbers:
-            output.logits[b].fill_(float("nan"))
-        return output
+                TARGET_FAULTS[fault]()
+        return self._forward(rows, tokens, *rest, **named)
 
 
-def fails_once(num_rows: int) -> None:
-    if not failed_once.is_set():
-        failed_once.set()
-        raise RuntimeError("a fault that does not come back")
-
-
-def lacks_memory(num_rows: int) -> None:
-    if num_rows > 1:
-        raise torch.OutOfMemoryError("no more memory")
-
-
-failed_once = threading.Event()
-# token id FIRST_ID + i -> what becomes of a forward of so many rows, and of those after it
+# token id FIRST_ID + i -> what becomes of a forward, and of those after it
 FIRST_ID = 4000
-TARGET_FAULTS: dict[str, Callable[[int], Any]] = {
+TARGET_FAULTS: dict[str, Callable[[], None]] = {
     "raises": raises(RuntimeError("a broken kernel")),
     "raises_at_once": raises(RuntimeError("a broken kernel")),
-    "fails_once": fails_once,
-    "lacks_memory": lacks_memory,
-    "gives_no_numbers": lambda num_rows: None,
     "dies": raises(SystemExit(1)),
 }
 

@@ -316,9 +316,10 @@ ROWS = [  # name, place, old, new and tests
      "requests::one_cut_is_seen_by_everything[greedy-0-eos, then a wrong draft]"),
     # --------------------------------------------------------------------------------- engine
     ("negative token ids are let in", "models.prompts:check_prompt", "0 <= token <= largest",
-     "token <= largest", "requests::a_prompt_that_cannot_be_is_refused_before_it_has_a_row"),
+     "token <= largest", "bad_inputs::a_bad_field_is_refused[/generate-prompt]"),
     ("max_tokens is not lowered to the room there is", "core:Engine.open",
-     "min(request.max_tokens, room)", "request.max_tokens", "requests::max_tokens_beyond"),
+     "min(request.max_tokens, room)", "request.max_tokens",
+     "bad_inputs::a_field_at_its_limits[max_tokens]"),
     ("the drafters' states are not closed", "core:Engine.close", "self.panel.close(s.seat)", "pass",
      "drafters::every_row_is_given_back[draft_model]"),
     ("who is still reading takes part in the cycle", "core:Engine.read_prompts",
@@ -563,7 +564,7 @@ ROWS = [  # name, place, old, new and tests
     ("an answer that contradicts its head is left to hang", "serving.connection:Connection._say",
      "self.abort()", "pass", "connection::an_answer_that_contradicts_its_head_ends_the_connection"),
     ("a length beside an encoding is no matter", "serving.connection:environ_of",
-     '"HTTP_CONTENT_LENGTH" in environ', "False", "connection::an_environ_is_what_pep_3333_has"),
+     '"HTTP_CONTENT_LENGTH" in environ', "False", "connection::framing_that_is_ambiguous"),
     ("a header with _ is one with -", "serving.connection:environ_of", '"_" in name', "False",
      "connection::an_environ_is_what_pep_3333_has"),
 ]  # fmt: skip

@@ -177,6 +177,16 @@ class Gate(Drafter):
         """Until a request stands before the gate; who comes then waits behind it."""
         until((self._folder / "held").exists)
 
+    def hold(self, pool, port, requests):
+        """Shut it before requests (path, fields), taken one after another: their answers to be."""
+        self.shut()
+        answers = []
+        for i, (path, fields) in enumerate(requests, 1):
+            answers.append(pool.submit(call, port, "POST", path, fields))
+            self.wait_until_held()
+            wait_until_taken(port, i)
+        return answers
+
 
 def at_once(*calls):
     """What each returns; all of them are under way at the same time."""

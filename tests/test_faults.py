@@ -1,8 +1,8 @@
 """Faults of our own, in the real process on a real socket: what the client and /health saw.
 
-faulty_server.py builds them in. A drafter's fault costs the speculation and never a token; a
-target's fault costs the request that it belongs to, and nobody else's. Most faults of a drafter
-need no process: test_drafters.py, test_controller.py and test_batching.py have them.
+A drafter's fault costs the speculation and never a token; a target's fault costs the request that
+it belongs to, and nobody else's. Most of them need no process: see test_drafters.py,
+test_controller.py and test_batching.py.
 """
 
 import gc
@@ -11,17 +11,16 @@ import logging
 import signal
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pytest
 import speculative_decoding as core
-from faulty_server import DRAFTER_FAULTS, FIRST_ID, PROPOSALS, TARGET_FAULTS
+from conftest import scripted_engine
+from faulty_server import DRAFTER_FAULTS, FIRST_ID, TARGET_FAULTS
 from server import (
     COLOURS,
     ENDLESS,
     FAULTY,
     PATHS,
-    at_once,
     call,
     events_of,
     generate,
@@ -29,17 +28,14 @@ from server import (
     serving,
     until,
     wait_until_idle,
-    wait_until_taken,
 )
 
 FIELDS = {"prompt": COLOURS, "max_tokens": 40}
-SAMPLED = {"temperature": 0.9, "seed": 5}
 IDS = [5, 6, 7, 8, 5, 6, 7]
 
 
 @pytest.fixture(scope="module")
 def port():
-    """One server that survives everything the tests do to it, but for what ends its engine."""
     options = ("--drafter", "ngram", "--fixed-k", "--drafter-timeout", "0.7")
     with serving(*options, module=FAULTY) as server:
         yield server.port
@@ -49,15 +45,7 @@ def port():
 
 
 @pytest.fixture(scope="module")
-def adaptive():
-    """Its controller asks drafters what they would propose."""
-    with serving("--drafter", "ngram", module=FAULTY) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def plain(port):
-    """What the target alone writes."""
     return generate(port, **FIELDS, speculative=False)[1]
 
 
@@ -73,75 +61,57 @@ def is_sound(port):
     return health(port)["status"] == "ok"
 
 
-def error_of(answer):
-    """(status, error) of an answer, or of a stream's end."""
+def end_of(answer):
+    """(status, body) of an answer, or of a stream's end."""
     status, headers, data = answer
     assert b"Traceback" not in data
     is_stream = headers["Content-Type"].startswith("text/event-stream")
-    return status, (events_of(data)[-1] if is_stream else json.loads(data))["error"]
-
-
-# -------------------------------------------------------------------------------- of a drafter
+    return status, events_of(data)[-1] if is_stream else json.loads(data)
 
 
 @pytest.mark.parametrize("fault", DRAFTER_FAULTS)
-def test_a_drafter_s_fault_never_changes_a_token(port, adaptive, fault):
+@pytest.mark.parametrize("way", [{}, {"temperature": 0.9, "seed": 5, "stream": True}])
+def test_a_drafter_s_fault_never_changes_a_token(port, fault, way):
     """The client gets the target's own text and a warning, /health counts the loss."""
-    port = adaptive.port if "guess" in fault else port
-    before = health(port)["warnings"]
-    for more in ({}, SAMPLED | {"stream": True}):
-        fields = FIELDS | more
-        if fault in PROPOSALS:  # one that blocked may still be at it
-            one = FIELDS | {"max_tokens": 1, "drafter": fault}
-            until(lambda one=one: not generate(port, **one)[1]["warnings"])
-        status, _, data = call(port, "POST", "/generate", fields | {"drafter": fault})
-        body = events_of(data)[-1] if more else json.loads(data)
-        expected = generate(port, **fields | {"stream": False, "speculative": False})[1]
-        assert status == 200
-        for name in ("token_ids", "text", "finish_reason"):
-            assert body[name] == expected[name]
-        assert len(body["warnings"]) == 1 and fault in body["warnings"][0]
-        assert is_sound(port)
-        if fault in PROPOSALS:
-            assert body["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0  # until it fails
-    if fault in PROPOSALS:
-        after = health(port)["warnings"]
-        assert "times a drafter failed" in after[0] and after != before
+    one = FIELDS | {"max_tokens": 1, "drafter": fault}
+    until(lambda: not generate(port, **one)[1]["warnings"])  # a late thread has ended
+    before, fields = health(port)["warnings"], FIELDS | way
+    status, body = end_of(call(port, "POST", "/generate", fields | {"drafter": fault}))
+    expected = generate(port, **fields | {"stream": False, "speculative": False})[1]
+    assert status == 200
+    for name in ("token_ids", "text", "finish_reason"):
+        assert body[name] == expected[name]
+    assert body["metrics"]["speculative_decoding"]["num_draft_tokens"] > 0  # until it failed
+    assert len(body["warnings"]) == 1 and fault in body["warnings"][0]
+    assert is_sound(port)
+    after = health(port)["warnings"]
+    assert "times a drafter failed" in after[0] and after != before
 
 
-# ------------------------------------------------------------------------------- of the target
+@pytest.mark.parametrize("guessed", [5, ["the"]], ids=str)
+def test_a_guess_that_is_no_tokens_costs_the_speculation_alone(demo_engine, guessed):
+    engine = scripted_engine(demo_engine, lambda tokens, k: tokens[-k:])
+    engine.panel.drafters["scripted"].guess = lambda *_: guessed
+    sequence = engine.open(core.Request(IDS, 4, "scripted"))
+    assert engine.panel.guess(sequence.seat, "scripted", 3) == ([], 0)
+    assert "scripted" in sequence.seat.warnings[0]
+    engine.close(sequence)
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("fault", ["raises", "gives_no_numbers"])
-def test_a_target_s_fault_fails_its_own_request_alone(port, plain, fault, path):
+def test_a_target_s_fault_fails_its_own_request_alone(port, plain, path):
     """The client gets a 500, or an error event; who shares its batch gets what it would alone."""
-    beside, streams = ("ngram", "mtp", "draft_model", "auto"), (False, False, True, True)
+    ways = (("ngram", False), ("mtp", False), ("draft_model", True), ("auto", True))
     with ThreadPoolExecutor(8) as pool:
-        neighbours = [pool.submit(generate, port, **FIELDS, drafter=name) for name in beside]
-        asked = [poisoned(fault, stream=s, drafter=d) for s, d in zip(streams, beside, strict=True)]
+        neighbours = [pool.submit(generate, port, **FIELDS, drafter=drafter) for drafter, _ in ways]
+        asked = [poisoned("raises", stream=stream, drafter=drafter) for drafter, stream in ways]
         answers = [pool.submit(call, port, "POST", path, fields) for fields in asked]
         assert [n.result()[1]["token_ids"] for n in neighbours] == [plain["token_ids"]] * 4
-    for is_stream, answer in zip(streams, answers, strict=True):
-        status, error = error_of(answer.result())
+    for (_, is_stream), answer in zip(ways, answers, strict=True):
+        status, body = end_of(answer.result())
         assert status == (200 if is_stream else 500)
-        assert error["type"] == "server_error" and error["code"] == "engine_failed"
-    assert is_sound(port)
-
-
-@pytest.mark.parametrize("fault", ["fails_once", "lacks_memory"])
-def test_a_target_s_fault_that_another_try_overcomes_costs_nobody_a_token(port, fault):
-    """A passing fault, and memory that is enough for one request and not for the batch."""
-    fields = poisoned(fault, drafter="mtp")
-    sound = fields | {"prompt": IDS}
-    asked = [fields, sound, fields, sound]
-    answers = at_once(*((partial(generate, port, **each),) for each in asked))
-    for each, (status, body) in zip(asked, answers, strict=True):  # alone there is memory
-        expected = generate(port, **each | {"speculative": False})[1]
-        assert status == 200 and body["token_ids"] == expected["token_ids"]
-        assert body["warnings"] == []  # nor the speculation
-    state = health(port)
-    assert state["status"] == "ok" and any("tried again" in w for w in state["warnings"])
+        assert body["error"]["type"] == "server_error" and body["error"]["code"] == "engine_failed"
+    assert is_sound(port) and any("tried again" in w for w in health(port)["warnings"])
     assert b"engine_faults_total 0" not in call(port, "GET", "/metrics")[2]
 
 
@@ -179,9 +149,6 @@ def test_a_failed_request_is_forgotten_at_once(demo_engine, monkeypatch):
         app.extensions["worker"].drain(60)
 
 
-# ------------------------------------------------------------------------------ of the engine
-
-
 def test_an_engine_that_stalls_is_said_to_be_stuck_and_recovers(gate):
     """Meanwhile /health is 503 and new requests are refused; what was taken is answered."""
     fields = {"prompt": IDS, "max_tokens": 20}
@@ -205,20 +172,14 @@ def test_an_engine_that_dies_tells_everybody(gate):
     """Those who run, those who wait and those who come; and SIGTERM still ends the process."""
     limits = ("--max-running", "4")
     with serving(*gate.arguments, *limits, module=FAULTY) as server, ThreadPoolExecutor(8) as pool:
-        port, answers = server.port, []
-        gate.shut()  # until all have come
-        held = {"prompt": IDS, "max_tokens": 200}
-        dying, waiting = poisoned("dies", speculative=False, max_tokens=200), ENDLESS
-        asked = (held, ENDLESS, ENDLESS | {"stream": True}, dying, waiting)
-        for i, fields in enumerate(asked, 1):
-            answers.append(pool.submit(call, port, "POST", PATHS[i % 2], fields))
-            gate.wait_until_held()
-            wait_until_taken(port, i)
+        port, held = server.port, {"prompt": IDS, "max_tokens": 200}
+        dying = poisoned("dies", speculative=False, max_tokens=200)
+        asked = (held, ENDLESS | {"stream": True}, ENDLESS, dying, ENDLESS)
+        answers = gate.hold(pool, port, zip(PATHS * 3, asked, strict=False))
         gate.open()
-        *running, stream, first, last = [error_of(answer.result()) for answer in answers]
-        assert [status for status, _ in (*running, first)] == [500] * 3
-        assert answers[-1].result()[1]["Retry-After"] and last[0] == 503
-        assert stream[0] == 200 and stream[1]["code"] == "engine_dead"
+        statuses, bodies = zip(*(end_of(answer.result()) for answer in answers), strict=True)
+        assert statuses == (500, 200, 500, 500, 503) and answers[-1].result()[1]["Retry-After"]
+        assert bodies[1]["error"]["code"] == "engine_dead"  # the stream's
         assert call(port, "GET", "/health")[0] == 503 and health(port)["status"] == "dead"
         status, headers, data = call(port, "POST", "/generate", FIELDS)
         assert status == 503 and headers["Retry-After"] and b"the engine has stopped" in data
@@ -226,7 +187,7 @@ def test_an_engine_that_dies_tells_everybody(gate):
         assert server.exit_code() == 0
 
 
-def test_if_the_http_side_dies_the_process_ends_with_1(adaptive):
-    """The last test here, as it is the end of that server."""
-    adaptive.send(signal.SIGUSR1)
-    assert adaptive.exit_code() == 1 and "the HTTP side has died" in adaptive.log()
+def test_if_the_http_side_dies_the_process_ends_with_1():
+    with serving(module=FAULTY) as server:
+        server.send(signal.SIGUSR1)
+        assert server.exit_code() == 1 and "the HTTP side has died" in server.log()

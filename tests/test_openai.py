@@ -52,13 +52,10 @@ def client(port):
 
 @pytest.fixture(scope="module")
 def chat(chatting):
+    """Asks for an answer to TURNS."""
     with client_of(chatting) as client:
-        yield client.chat.completions
-
-
-@pytest.fixture(scope="module")
-def name(chat):
-    return chat._client.models.list().data[0].id
+        (model,) = client.models.list().data
+        yield partial(client.chat.completions.create, model=model.id, messages=TURNS)
 
 
 def own(port, **fields):
@@ -92,17 +89,17 @@ def test_generate_puts_a_prompt_into_the_chat_template_where_it_is_asked_to(chat
 
 def test_models_are_listed_under_the_name_that_requests_may_use(client):
     (model,) = client.models.list().data
-    assert model.id == "embedded" and client.models.retrieve("embedded") == model
+    assert (model.id, model.max_model_len) == ("embedded", 2048)
+    assert client.models.retrieve("embedded") == model
     assert client.completions.create(model=model.id, prompt="x", max_tokens=2).model == "embedded"
     with pytest.raises(openai.NotFoundError, match="unknown model 'gpt-9'"):
         client.models.retrieve("gpt-9")
 
 
-@pytest.mark.parametrize("is_listed", [False, True])
-@pytest.mark.parametrize("prompt", [COLOURS, [4, 8, 15]], ids=str)
-def test_a_completion_is_what_generate_answers(client, port, prompt, is_listed):
-    fields = {"prompt": [prompt] if is_listed else prompt, "max_tokens": 20}
-    result = client.completions.create(model="embedded", **fields, seed=1)
+@pytest.mark.parametrize("given", [COLOURS, [COLOURS], [[4, 8, 15]]], ids=str)
+def test_a_completion_is_what_generate_answers(client, port, given):
+    result = client.completions.create(model="embedded", prompt=given, max_tokens=20, seed=1)
+    prompt = given if given == COLOURS else given[0]  # a list may have one
     expected = own(port, prompt=prompt, max_tokens=20)
     (choice,) = result.choices
     assert choice.text == expected["text"] and choice.finish_reason == expected["finish_reason"]
@@ -159,10 +156,10 @@ def test_log_probabilities_have_the_shape_of_completions(client, port):
     assert sum([chunk.text_offset for chunk in chunks], []) == listed.text_offset
 
 
-def test_a_conversation_is_written_by_the_tokenizers_template(chat, chatting, name):
+def test_a_conversation_is_written_by_the_tokenizers_template(chat, chatting):
     text = "system: Be brief.\nuser: red, green,\nassistant:"
     expected = generate(chatting, prompt=text, max_tokens=8)[1]
-    result = chat.create(model=name, messages=TURNS, max_completion_tokens=8)
+    result = chat(max_completion_tokens=8)
     (choice,) = result.choices
     assert choice.message.role == "assistant" and choice.message.content == expected["text"]
     assert result.object == "chat.completion" and result.id.startswith("chatcmpl-")
@@ -170,45 +167,45 @@ def test_a_conversation_is_written_by_the_tokenizers_template(chat, chatting, na
     assert result.metrics["speculative_decoding"]["drafter"] == "ngram"
     parts = [{"type": "text", "text": "red, "}, {"type": "text", "text": "green,"}]
     turns = [TURNS[0], {"role": "user", "content": parts}]
-    assert chat.create(model=name, messages=turns, max_tokens=8).choices == result.choices
+    assert chat(messages=turns, max_tokens=8).choices == result.choices
 
 
-def test_a_conversation_streams_in_the_usual_order(chat, name):
-    fields = {"model": name, "messages": TURNS, "max_tokens": 8}
-    whole, options = chat.create(**fields).choices[0], {"include_usage": True}
-    first, *chunks, last, usage = chat.create(**fields, stream=True, stream_options=options)
+def test_a_conversation_streams_in_the_usual_order(chat):
+    whole, with_usage = chat(max_tokens=8).choices[0], {"include_usage": True}
+    first, *chunks, last, usage = chat(max_tokens=8, stream=True, stream_options=with_usage)
     assert first.choices[0].delta.role == "assistant" and first.choices[0].delta.content == ""
     assert "".join(chunk.choices[0].delta.content for chunk in chunks) == whole.message.content
     assert last.choices[0].finish_reason == whole.finish_reason
     assert last.choices[0].delta.content is None
     assert usage.usage.completion_tokens == usage.timings["predicted_n"] == 8
     assert {chunk.object for chunk in (first, last, usage)} == {"chat.completion.chunk"}
-    # The helper calls an answer that was cut by max_tokens an error, so it has to stop.
-    fields["stop"] = whole.message.content[5:8]
-    whole = chat.create(**fields).choices[0]
-    with chat.stream(**fields) as stream:
-        final = stream.get_final_completion().choices[0]
-    assert final.message.content == whole.message.content and final.finish_reason == "stop"
 
 
-def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(chat, name):
+def test_a_conversation_ends_before_a_stop_string_in_the_client_s_own_helper(chat, chatting):
+    """Which calls an answer that was cut by max_tokens an error."""
+    stop = {"max_tokens": 8, "stop": chat(max_tokens=8).choices[0].message.content[5:8]}
+    with client_of(chatting) as client:
+        with client.chat.completions.stream(**chat.keywords, **stop) as stream:
+            final = stream.get_final_completion().choices[0]
+    assert final.message.content == chat(**stop).choices[0].message.content
+    assert final.finish_reason == "stop"
+
+
+def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(chat):
     """As the client `llm` asks. With --max-tokens that holds: see test_bad_inputs.py."""
-    options = {"include_usage": True}
-    fields = {"model": name, "messages": TURNS, "stream": True, "stream_options": options}
-    *_, last, usage = chat.create(**fields)
+    *_, last, usage = chat(stream=True, stream_options={"include_usage": True})
     assert last.choices[0].finish_reason == "length" and last.warnings == []
-    assert usage.usage.total_tokens == chat._client.models.retrieve(name).max_model_len == 256
+    assert usage.usage.total_tokens == 256  # the model's context
 
 
-def test_log_probabilities_have_the_shape_of_chat(chat, name):
-    fields = {"model": name, "messages": TURNS, "max_tokens": 3, "logprobs": True}
-    entries = chat.create(**fields, top_logprobs=2).choices[0].logprobs.content
+def test_log_probabilities_have_the_shape_of_chat(chat):
+    entries = chat(max_tokens=3, logprobs=True, top_logprobs=2).choices[0].logprobs.content
     assert len(entries) == 3
     for entry in entries:
         assert entry.bytes == (None if "\ufffd" in entry.token else list(entry.token.encode()))
         assert len(entry.top_logprobs) == 2
         assert entry.top_logprobs[0].logprob >= entry.logprob - 1e-6
-    assert chat.create(**fields).choices[0].logprobs.content[0].top_logprobs == []
+    assert chat(max_tokens=3, logprobs=True).choices[0].logprobs.content[0].top_logprobs == []
 
 
 def test_a_route_that_is_not_there_is_told_what_is(client, port):
@@ -222,16 +219,19 @@ def test_a_route_that_is_not_there_is_told_what_is(client, port):
         assert call(port, method, path, headers=GUARDED)[0] == (400 if method == "POST" else 200)
 
 
-def test_a_wrong_key_is_no_key_and_without_one_no_body_is_read(port):
-    status, headers, body = raw(port, request("/generate", b"", "Content-Length: 900000"))
-    assert status == 401 and headers["WWW-Authenticate"] == "Bearer" and is_error(body)
-    for given in ("Bearer wrong", "Bearer ", "Bearer secret", "Bearer é", KEY, ""):
-        headers = GUARDED | {"Authorization": given.encode()}
-        for path in ("/v1/completions", "/generate", "/metrics"):
-            method = "GET" if path == "/metrics" else "POST"
-            status, answered, data = call(port, method, path, {"prompt": "x"}, headers)
-            assert status == 401 and answered["WWW-Authenticate"] == "Bearer"
-            assert json.loads(data)["error"]["code"] == "invalid_api_key"
+@pytest.mark.parametrize("given", ["Bearer wrong", "Bearer ", "Bearer secret", "Bearer é", KEY, ""])
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate", "/metrics"])
+def test_a_wrong_key_is_no_key(port, path, given):
+    headers = GUARDED | {"Authorization": given.encode()}
+    method = "GET" if path == "/metrics" else "POST"
+    status, answered, data = call(port, method, path, {"prompt": "x"}, headers)
+    assert status == 401 and answered["WWW-Authenticate"] == "Bearer"
+    assert json.loads(data)["error"]["code"] == "invalid_api_key"
+
+
+def test_without_a_key_no_body_is_read_and_the_page_is_shown(port):
+    status, _, body = raw(port, request("/generate", b"", "Content-Length: 900000"))
+    assert status == 401 and is_error(body)
     assert call(port, "GET", "/health")[0] == call(port, "GET", "/")[0] == 200
     with client_of(port, "nonsense") as client, pytest.raises(openai.AuthenticationError):
         client.models.list()
@@ -261,12 +261,9 @@ def test_metrics_are_what_prometheus_reads(port):
         return sample.value
 
     accepted = counted["num_accepted_draft_tokens"]
-    for name, expected in (
-        ("drafts", counted["num_spec_steps"]),
-        ("draft_tokens", counted["num_draft_tokens"]),
-        ("accepted_tokens", accepted),
-    ):
-        assert value(f"spec_decode_num_{name}") == expected > 0
+    assert value("spec_decode_num_drafts") == counted["num_spec_steps"] > 0
+    assert value("spec_decode_num_draft_tokens") == counted["num_draft_tokens"] > 0
+    assert value("spec_decode_num_accepted_tokens") == accepted > 0
     assert accepted >= before["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"]
     positions = families["spec_decode_num_accepted_tokens_per_pos"].samples
     assert [sample.labels["position"] for sample in positions] == [*map(str, range(len(positions)))]

@@ -21,7 +21,6 @@ from server import (
     until,
     wait_until_idle,
     wait_until_running,
-    wait_until_taken,
 )
 from test_openai import client_of
 
@@ -29,6 +28,7 @@ from serving.worker import Worker
 
 SAMPLED = {"prompt": "def read(path):", "max_tokens": 24, "temperature": 0.9, "top_k": 50}
 SAMPLED |= {"top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1}
+COMPARED = ("text", "token_ids", "finish_reason")
 
 
 @pytest.fixture(scope="module")
@@ -44,45 +44,33 @@ def port(server):
     return server.port
 
 
-# -------------------------------------------------------------------------------- one request
-
-
 def test_generate_answers_by_the_contract(port):
     fields = {"prompt": COLOURS, "max_tokens": 30, "drafter": "ngram", "trace": True}
     status, body = generate(port, **fields, model="embedded")
     assert status == 200
-    assert list(body) == [
-        "text", "token_ids", "finish_reason", "seed", "warnings", "usage", "metrics", "timings",
-        "trace",
-    ]  # fmt: skip
     assert body["finish_reason"] == "length" and body["warnings"] == []
     assert body["text"].startswith(" blue, red, green, blue,")
-    usage, trace = body["usage"], body["trace"]
-    assert usage["completion_tokens"] == len(body["token_ids"]) == 30
+    usage, trace, timings = body["usage"], body["trace"], body["timings"]
+    assert usage["completion_tokens"] == len(body["token_ids"]) == timings["predicted_n"] == 30
     assert usage["total_tokens"] == usage["prompt_tokens"] + 30
     metrics = body["metrics"]["speculative_decoding"]
     assert metrics["drafter"] == "ngram" and metrics["num_spec_tokens"] == 5
     assert len(metrics["acceptance_histogram"]) == 6
-    assert metrics["tokens_per_pass"] == pytest.approx(29 / metrics["target_passes"], abs=1e-4)
-    timings = body["timings"]
-    assert timings["predicted_n"] == 30 and timings["draft_n"] == metrics["num_draft_tokens"]
+    assert timings["draft_n"] == metrics["num_draft_tokens"]
     assert timings["draft_n_accepted"] == metrics["num_accepted_draft_tokens"]
     parts = timings["draft_ms"] + timings["verify_ms"] + timings["other_ms"]
     assert timings["predicted_ms"] == pytest.approx(parts, abs=0.01)
     verify_ms = sum(event["ms"]["verify"] for event in trace[1:])
     assert verify_ms == pytest.approx(timings["verify_ms"], abs=0.1)
-    assert len(trace) == metrics["target_passes"] + 1
+    assert [event["step"] for event in trace] == list(range(metrics["target_passes"] + 1))
     assert [token["id"] for event in trace for token in event["tokens"]] == body["token_ids"]
     cached = usage["prompt_tokens"] - 1
-    for step, event in enumerate(trace):
-        assert event["step"] == step and list(event["ms"]) == ["draft", "verify", "other"]
+    for event in trace:
         held, cached = cached + 1 + len(event["proposals"]), cached + event["emitted_count"]
         assert event["cached"] == [held, cached]
 
 
-@pytest.mark.parametrize(
-    "more", [{}, {"stop": "15"}, {"temperature": 0.7}, SAMPLED | {"logprobs": 1, "stop": "return"}]
-)
+@pytest.mark.parametrize("more", [{"stop": "15"}, SAMPLED | {"logprobs": 1, "stop": "return"}])
 def test_a_stream_gives_an_event_per_cycle_then_the_answer_then_done(port, more):
     fields = {"prompt": "1, 2, 3, 4, 5,", "max_tokens": 40, "drafter": "ngram", "seed": 1} | more
     _, plain = generate(port, **fields)
@@ -94,15 +82,13 @@ def test_a_stream_gives_an_event_per_cycle_then_the_answer_then_done(port, more)
     assert [t["id"] for cycle in cycles for t in cycle["tokens"]] == plain["token_ids"]
     for name in ("token_ids", "finish_reason", "seed"):
         assert last[name] == plain[name]
-    assert set(last["metrics"]) == set(plain["metrics"])
     traced = {"stream": True, "trace": True, "stream_options": {"include_usage": True}}
     *full, last = events_of(call(port, "POST", "/generate", fields | traced)[2])
     assert last["usage"] == plain["usage"]
     assert all("rejected" in cycle for cycle in full) and "rejected" not in cycles[0]
     assert [cycle["text"] for cycle in cycles] == [cycle["text"] for cycle in full]
-    if "logprobs" in fields:
-        for events in (cycles, full):
-            assert sum([cycle["logprobs"] for cycle in events], []) == plain["logprobs"]
+    for events in (cycles, full):
+        assert sum([cycle.get("logprobs", []) for cycle in events], []) == plain.get("logprobs", [])
 
 
 def test_the_seed_that_was_used_is_returned_and_gives_the_same_output_again(port):
@@ -114,12 +100,10 @@ def test_the_seed_that_was_used_is_returned_and_gives_the_same_output_again(port
         assert again[name] == first[name]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_comparison_runs_the_request_by_plain_decoding_too(port, stream):
+def test_a_comparison_runs_the_request_by_plain_decoding_too(port):
+    """Of each half's first run the stream has the events."""
     fields = {"prompt": COLOURS, "max_tokens": 40, "drafter": "ngram", "compare": True}
-    status, _, data = call(port, "POST", "/generate", fields | {"stream": stream})
-    assert status == 200
-    *cycles, body = events_of(data) if stream else [json.loads(data)]
+    *cycles, body = events_of(call(port, "POST", "/generate", fields | {"stream": True})[2])
     compare = body["compare"]
     assert compare["identical"] is True and compare["first_difference"] is None
     assert compare["plain"]["token_ids"] == body["token_ids"]
@@ -130,11 +114,10 @@ def test_a_comparison_runs_the_request_by_plain_decoding_too(port, stream):
     least, most = compare["spread"]
     assert 0 < least <= compare["measured_speedup"] <= most
     assert compare["speculative"]["timings"]["predicted_n"] == 40 and "trace" not in body
-    if stream:
-        own, plain = cycles[:-40], [cycle["plain"] for cycle in cycles[-40:]]
-        assert [event["step"] for event in plain] == list(range(40))
-        for events, text in ((own, body["text"]), (plain, compare["plain"]["text"])):
-            assert "".join(event["text"] for event in events) == text
+    own, plain = cycles[:-40], [cycle["plain"] for cycle in cycles[-40:]]
+    assert [event["step"] for event in plain] == list(range(40))
+    for events, text in ((own, body["text"]), (plain, compare["plain"]["text"])):
+        assert "".join(event["text"] for event in events) == text
 
 
 @pytest.mark.parametrize(("rule", "identical"), [("coupled", True), ("rejection", None)])
@@ -144,14 +127,10 @@ def test_a_sampled_comparison_compares_tokens_where_they_must_be_equal(port, rul
     _, body = generate(port, **fields, compare=True, trace=True)
     compare = body["compare"]
     assert compare["identical"] is identical and compare["first_difference"] is None
-    assert compare["measured_speedup"] > 0 and body["trace"][0]["target_top"]
+    assert body["trace"][0]["target_top"]
     _, plain = generate(port, **fields, speculative=False)
-    for name in ("text", "token_ids", "finish_reason"):
-        assert compare["plain"][name] == plain[name]
+    assert compare["plain"].items() >= {name: plain[name] for name in COMPARED}.items()
     assert health(port)["speculative_decoding"]["per_rule"][rule]["num_draft_tokens"] > 0
-
-
-# --------------------------------------------------------------------------- the whole server
 
 
 def test_health_counts_what_was_generated(port):
@@ -161,13 +140,10 @@ def test_health_counts_what_was_generated(port):
     assert after["status"] == "ok"
     assert {"model", "drafter", "uptime_s", "warnings"} <= after.keys()
     block, mine = after["speculative_decoding"], answer["metrics"]["speculative_decoding"]
-    for scope in (
-        lambda figures: figures,
-        lambda figures: figures["per_rule"]["greedy"],
-        lambda figures: figures["per_drafter"]["ngram"],
-    ):
-        for name in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"):
-            assert scope(block)[name] - scope(before)[name] == mine[name]
+    scopes = [(f, f["per_rule"]["greedy"], f["per_drafter"]["ngram"]) for f in (before, block)]
+    for name in ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"):
+        for earlier, later in zip(*scopes, strict=True):
+            assert later[name] - earlier[name] == mine[name]
     assert 0 < block["recent_acceptance_rate"] <= 1
     assert block["acceptance_rate_per_position"][0] <= 1
     wait_until_idle(port)
@@ -192,9 +168,6 @@ def test_flags_of_the_whole_server_are_followed(server, port):
         assert generate(other.port, **body, **said)[1]["token_ids"] == first["token_ids"]
         assert generate(port, **body, **said)[1]["token_ids"] == first["token_ids"]
         assert generate(port, **body)[1]["token_ids"] == greedy
-
-
-# --------------------------------------------------------------- load, and clients that leave
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -229,13 +202,8 @@ def test_who_finds_no_row_waits_and_who_finds_no_place_gets_429(gate):
     with serving(*gate.arguments, "--max-running", "2", "--max-queued", "2") as server:
         port, kinds = server.port, ({}, {}, {}, {"compare": True})
         alone = generate(port, **fields)[1]
-        gate.shut()
         with ThreadPoolExecutor(len(kinds)) as pool:
-            taken = []
-            for i, more in enumerate(kinds, 1):
-                taken.append(pool.submit(generate, port, **fields, **more))
-                gate.wait_until_held()
-                wait_until_taken(port, i)
+            taken = gate.hold(pool, port, [(PATHS[0], fields | more) for more in kinds])
             asked = [(call, port, "POST", PATHS[i % 2], fields) for i in range(12)]
             for status, headers, data in at_once(*asked):
                 assert status == 429 and headers["Retry-After"] == "1"
@@ -243,8 +211,8 @@ def test_who_finds_no_row_waits_and_who_finds_no_place_gets_429(gate):
             assert health(port)["num_requests_waiting"] == 3 and health(port)["status"] == "ok"
             assert not any(answer.done() for answer in taken)
             gate.open()
-            for status, body in (answer.result() for answer in taken):
-                assert status == 200 and body["token_ids"] == alone["token_ids"]
+            for status, _, data in (answer.result() for answer in taken):
+                assert status == 200 and json.loads(data)["token_ids"] == alone["token_ids"]
         wait_until_idle(port)
         server.end_well()
 
@@ -272,8 +240,8 @@ def test_a_request_past_its_deadline_ends_with_504_and_frees_its_row(gate):
             assert line["finish"] == line["error"] == "timeout" and line.get("tokens", 0) < 20
 
 
-def test_a_comparison_takes_one_place_and_ends_with_its_first_half(tiny_folder):
-    """With a single place in the queue it is served; if the first half fails, both are over."""
+def test_a_comparison_takes_one_place_and_ends_with_its_first_half(tiny_folder, monkeypatch):
+    """With a single place in the queue it is served; if the first half fails, all are over."""
     options = core.Options(model=str(tiny_folder("llama")), max_queued=1)
     engine = core.load_engine(options)
     worker, taken = Worker(engine, options), []
@@ -283,12 +251,8 @@ def test_a_comparison_takes_one_place_and_ends_with_its_first_half(tiny_folder):
     fields = {"prompt": COLOURS, "max_tokens": 4, "compare": True}
     for _ in range(3):
         assert client.post("/generate", json=fields).status_code == 200
-
-    def failing(sequences):
-        raise RuntimeError("out of memory")
-
     taken.clear()
-    engine.step = failing
+    monkeypatch.setattr(engine, "step", None)  # so that each step fails
     assert client.post("/generate", json=fields).status_code == 500
     worker.drain(10)
     assert len(taken) == 6 and all(job.cancelled for job in taken)  # three runs of both
