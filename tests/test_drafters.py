@@ -4,7 +4,6 @@ import inspect
 import json
 import random
 import re
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -78,19 +77,6 @@ def test_a_batch_of_states_proposes_like_each_alone(demo_engine, prompts, name):
     for text, limit, tokens in zip(texts, limits, together, strict=True):
         state = fresh_state(demo_engine, drafter, text)
         assert propose_and_close(drafter, [state], [limit]) == [tokens]
-
-
-def test_every_row_is_given_back(demo_engine, prompts, name):
-    own = demo_engine.panel.drafters
-    caches = demo_engine.target.cache, own["draft_model"]._draft.cache, own["mtp"]._cache
-    free = [len(cache._free) for cache in caches]
-    generation = demo_engine.generate(core.Request(prompts["code_class"], 30, name))
-    next(generation)
-    next(generation)
-    generation.close()  # the client left
-    run(demo_engine, prompts["code_class"], max_tokens=8, drafter=name)
-    assert [len(cache._free) for cache in caches] == free
-    assert all(cache.lengths == [0] * cache.num_rows for cache in caches)
 
 
 @pytest.mark.parametrize("model", ["draft_model", "mtp"])
@@ -222,8 +208,7 @@ class Unruly(core.Drafter):
             pass
         if state == "block":
             self.may_go_on.wait(60)
-        if state == "exit":
-            sys.exit("enough")
+
         return Draft([max_tokens])
 
     def close(self, state):
@@ -260,13 +245,6 @@ def test_a_drafter_that_blocks_is_left_alone_until_it_returns():
     inner.may_go_on.set()
     thread.join(30)
     assert drafter.propose("", 3).tokens == [3] and inner.closed == ["one"]
-
-
-def test_an_exit_in_a_drafter_is_an_error_like_any_other():
-    drafter = TimedDrafter(Unruly(), 60.0)
-    with pytest.raises(RuntimeError, match="SystemExit: enough"):
-        drafter.propose("exit", 3)
-    assert drafter.propose("", 3).tokens == [3]
 
 
 # --------------------------------------------------------------------------------------- n-gram
