@@ -86,11 +86,6 @@ def demo_engine(request):
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    return load
-
-
-@pytest.fixture(scope="module")
 def name():
     return "dflash"
 

@@ -135,11 +135,6 @@ def demo_engine(head_folder, request):
 
 
 @pytest.fixture(scope="module")
-def loaded(head_folder):
-    return partial(load, TARGET, head_folder)
-
-
-@pytest.fixture(scope="module")
 def name():
     return "eagle3"
 
