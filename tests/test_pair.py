@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import speculative_decoding as core
-import torch
 from conftest import assert_lossless
 
 from benchmarks.pair import own_memory
@@ -66,19 +65,6 @@ def test_a_server_s_memory_is_the_files_and_little_more(pair):
     with started([*OURS, *FORGETFUL, "--model", target, "--draft-model", draft]) as server:
         memory = own_memory(server, Namespace(target=target, draft=draft))
     assert memory["of_files"] <= 1.2 and memory["most_of_files"] <= 1.35, memory
-
-
-def test_a_batched_verify_gives_what_single_steps_give(engine):
-    target, text = engine.target, ids_of(engine, CODE[0])
-    rows = [target.cache.open_row() for _ in range(2)]
-    try:
-        together = target.forward([rows[0]], [text], [6]).logits[0]
-        target.forward([rows[1]], [text[:-6]], [1])
-        alone = [target.forward([rows[1]], [[i]], [1]).logits[0] for i in text[-6:]]
-        assert torch.equal(together, torch.cat(alone))
-    finally:
-        for row in rows:
-            target.cache.close_row(row)
 
 
 def test_a_draft_of_the_family_is_mostly_right_on_code(engine):

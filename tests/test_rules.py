@@ -118,27 +118,6 @@ def logits_of(model, parts):
     return torch.cat(found)
 
 
-def test_what_is_not_a_number_stays_in_its_text():
-    rule = GatedDelta()
-    form, inputs = read(rule, options_of(rule, SIZES[1]))
-    broken = [x.clone() for x in inputs]
-    broken[0][3] = torch.nan
-    (_, ours), (_, theirs) = recurrent.step(form, [broken, inputs], [None, None])
-    assert torch.isfinite(ours[:3]).all() and torch.isnan(ours[3:]).any()
-    assert torch.equal(theirs, recurrent.step(form, [inputs], [None])[0][1])
-
-
-def test_sizes_that_do_not_go_together_are_refused():
-    rule = GatedDelta()
-    form, inputs = read(rule, options_of(rule, SIZES[0]))
-    with pytest.raises(AssertionError):
-        recurrent.step(form, [[*inputs[:-1], inputs[-1][:-1]]], [None])
-    with pytest.raises(AssertionError):
-        recurrent.step(form, [inputs], [torch.zeros(1)])
-    with pytest.raises(AssertionError):
-        recurrent.convolve([torch.zeros(3, 4)], [torch.zeros(2, 4)], torch.zeros(4, 4))
-
-
 def test_what_would_not_lie_on_a_stack_is_refused():
     """The process would end with a signal."""
     with pytest.raises(MemoryError):
