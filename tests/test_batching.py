@@ -9,7 +9,6 @@ from itertools import chain
 
 import pytest
 import speculative_decoding as core
-import torch
 from conftest import ScriptedDrafter, run, scripted_engine
 from server import at_once, until
 
@@ -256,30 +255,3 @@ def test_a_neighbour_s_fault_does_not_let_a_chunk_of_a_prompt_count_twice(
     assert engine.totals.num_faults == 1 and late.seat.warnings == []
     assert late.statistics.num_draft_tokens > 5 and late.output == plain(text, 12)
     assert running.output == plain(prompts["easy_json"], 12)
-
-
-@pytest.mark.parametrize(("drafter", "temperature"), [(None, 1.0), ("mtp", 0.0)])
-@torch.inference_mode()
-def test_a_request_whose_logits_are_no_numbers_fails_alone(
-    demo_engine, prompts, plain, drafter, temperature
-):
-    """Its keys become NaN: it ends with an error, its neighbours and whoever gets its slot do not.
-
-    Attention weighs what it does not see with 0, and 0 · NaN is NaN: the slot has to be cleaned.
-    """
-    engine, cache = demo_engine, demo_engine.target.cache
-    requests = [core.Request(prompt, 24, drafter) for prompt in list(prompts.values())[:3]]
-    first, second, third = requests
-    sampled = replace(second, sampling=core.Sampling(temperature=temperature))
-    sequences = [engine.open(request) for request in (first, sampled, third)]
-    for _ in range(2):
-        faults.step(engine, sequences)
-    broken = sequences.pop(1)
-    for layer in cache.layers:
-        layer.keys[cache.slot(broken.row), :, :3] = float("nan")
-    assert broken not in engine.step([broken, *sequences])
-    assert broken.finish_reason == "error" and "NaN in its logits" in str(broken.failure)
-    engine.close(broken)
-    for s in finish(engine, [*sequences, engine.open(second)]):
-        assert s.output == plain(s.request.prompt, 24)
-    assert all(layer.keys.isfinite().all() for layer in cache.layers)

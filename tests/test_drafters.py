@@ -113,9 +113,6 @@ def raising(*_):
         ("propose", lambda state, limit: Draft([-1]), "proposed -1"),
         ("propose", lambda state, limit: Draft(["a"]), "proposed 'a'"),
         ("propose", lambda state, limit: Draft([5] * (limit + 1)), "tokens proposed"),
-        ("propose", lambda state, limit: Draft((5, 6)), "proposed a tuple"),
-        ("propose", lambda *_: None, "returned a NoneType: write return Draft(tokens)"),
-        ("propose_batch", lambda states, limits: None, "to return a list of one Draft for each"),
         *(
             ("propose", lambda *_, parents=parents: Draft([5, 6, 7], None, parents), reason)
             for parents, reason in (
@@ -140,26 +137,22 @@ def test_a_drafter_that_fails_costs_its_request_the_speculation_never_the_answer
     assert (engine.panel.num_failures, drafter.num_open) == (1, 0)
 
 
-def uniform(limit, vocab=4096):
-    return torch.full((limit, vocab), 1 / vocab)
+def uniform(limit):
+    return torch.full((limit, 4096), 1 / 4096)
 
 
 @pytest.mark.parametrize(
     ("probs", "reason"),
     [
         (lambda k: uniform(k + 1), "probs of shape [6, 4096] for 5 tokens"),
-        (lambda k: uniform(k, 4000), "probs of shape [5, 4000]"),
-        (lambda k: uniform(k)[0], "probs of shape [4096]"),
         (lambda k: uniform(k) * 2, "probs are no distributions"),
         (lambda k: uniform(k) * torch.nan, "probs are no distributions"),
-        (lambda k: -uniform(k), "probs are no distributions"),
         (lambda k: torch.eye(4096)[[7] * k] * 2 - torch.eye(4096)[[8] * k],
          "probs are no distributions"),
         (lambda k: uniform(k).index_fill_(1, torch.tensor([7]), 0),
          "probs are no distributions that the tokens can be drawn from"),
         (lambda k: uniform(k).tolist(), "'list' object has no attribute"),
         (uniform, None),
-        (lambda k: uniform(k).double(), None),
     ],
 )  # fmt: skip
 def test_probs_that_cannot_be_are_a_failure_of_the_drafter_where_they_are_read(
@@ -327,7 +320,6 @@ class Raises(Inherits):
     def build(cls, context):
         raise RuntimeError("no luck")
 
-class Other: pass
 """
 MISTAKES = """
 import torch
@@ -348,10 +340,8 @@ def context(target, draft=None):
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ("nowhere.py:Mine", "not found"),
         ("broken.py:Mine", "failed to load"),
-        ("own.py:Mine", "has no Drafter class 'Mine'"),
-        ("own.py:Other", "has no Drafter class 'Other'"),
+        ("own.py:Draft", "has no Drafter class 'Draft'"),
         ("own.py:Taken", "the name 'ngram' is taken"),
         ("own.py:Unfinished", r"\(.*own.py, line 20\): write def __init__\(self\) and def propose"),
         ("own.py:Needy", r"'context' \(.*own.py, line 23\): write def __init__\(self\) and"),
@@ -494,16 +484,7 @@ def test_a_draft_keeps_to_frequent_words_where_the_text_does(
     assert any(token >= 2 for token in drafted(2))  # all are rare
 
 
-@pytest.mark.parametrize(
-    ("num_weights", "width", "words", "expected"),
-    [
-        (18_000_000, 256, 49_152, 16_384),  # more than half of it are words
-        (494_000_000, 896, 151_936, 65_536),
-        (100_000_000, 1024, 50_000, 23_828),
-        (4_000_000, 128, 4096, 4096),
-    ],
-)
-def test_a_draft_model_of_which_words_are_a_large_part_chooses_among_fewer(
-    num_weights, width, words, expected
-):
-    assert num_frequent(num_weights, width, words) == expected
+def test_a_draft_model_of_which_words_are_a_large_part_chooses_among_fewer():
+    assert num_frequent(18_000_000, 256, 49_152) == 16_384  # more than half of it are words
+    assert num_frequent(100_000_000, 1024, 50_000) == 23_828
+    assert num_frequent(4_000_000, 128, 4096) == 4096
