@@ -147,27 +147,6 @@ def test_an_engine_that_raises_fails_what_is_in_flight_and_goes_on(engine, promp
     assert is_idle(engine)
 
 
-@pytest.mark.parametrize("trace", [False, True])
-def test_a_request_that_is_not_streamed_wakes_its_handler_once(engine, monkeypatch, trace):
-    woken = []
-
-    class Noting(threading.Condition):
-        def wait(self, timeout=None):
-            is_told = super().wait(timeout)
-            woken.append(threading.get_ident())
-            return is_told
-
-    monkeypatch.setattr(threading, "Condition", Noting)
-    worker = Worker(engine, core.Options())
-    with core.create_app(engine, core.Options(), worker).test_client() as client:
-        woken.clear()
-        fields = {"max_tokens": 40, "drafter": "none", "trace": trace}
-        answer = client.post("/generate", json={"prompt": "1, 2, 3,"} | fields).json
-    assert woken.count(threading.get_ident()) == 1
-    worker.drain(60)
-    assert len(answer["token_ids"]) == 40 and len(answer.get("trace", ())) == 40 * trace
-
-
 @pytest.mark.parametrize(
     ("asked", "expected"), [({}, 0), ({"trace": True}, 9), ({"logprobs": 1}, 9)]
 )

@@ -8,11 +8,10 @@ import math
 
 import numpy as np
 import pytest
-import speculative_decoding as core
 import torch
 
 from benchmarks.lossless import chi_squared
-from sampling import DRAW, Noise, survivors
+from sampling import DRAW, Noise
 
 ODDS, NUM = 1e-6, 2000
 WEIGHTS = torch.tensor([0.1, 0.2, 0.3, 0.4])
@@ -20,11 +19,6 @@ WEIGHTS = torch.tensor([0.1, 0.2, 0.3, 0.4])
 
 def choice(seed, position, weights=WEIGHTS):
     return Noise(seed).choose(weights, None, position)
-
-
-def p_value_of_cells(counts):
-    """All cells are equally likely."""
-    return chi_squared(counts.flatten().tolist(), [counts.sum() / counts.size] * counts.size)[2]
 
 
 PAIRS = {
@@ -56,7 +50,8 @@ def test_noise_of_any_two_tokens_is_independent():
     tokens = [np.exp(-Noise(2).exponentials(position, ids)) * 8 for position in range(count)]
     eighths = np.stack(tokens).astype(int).reshape(count, 2, num)
     for one, other in eighths.transpose(2, 1, 0):
-        assert p_value_of_cells(np.bincount(one * 8 + other, minlength=64)) > ODDS
+        counts = np.bincount(one * 8 + other, minlength=64).tolist()
+        assert chi_squared(counts, [count / 64] * 64).p_value > ODDS
 
 
 def test_every_bit_of_a_seed_counts():
@@ -77,27 +72,7 @@ def test_noise_is_the_same_on_every_machine():
     assert chosen == [136, 143, 88, 179, 78, 74, 145, 123]
 
 
-@pytest.mark.parametrize("spread", [0.0, 1.0, 3.0, 10.0])
-@pytest.mark.parametrize("vocab", [3000, 151_936])
-def test_looking_only_at_tokens_that_can_win_finds_the_same_winner(vocab, spread):
-    random = torch.Generator().manual_seed(vocab)
-    scores = torch.randn(vocab, generator=random) * spread
-    weights, ids = survivors(scores, 1.0, 0, 1.0, 0.0)
-    order = torch.randperm(vocab, generator=random)
-    for position in range(4):
-        noise = Noise(position)
-        times = noise.exponentials(position, np.arange(vocab)) / weights
-        winner = core.choose(scores, core.Sampling(temperature=1.0), noise, position)
-        assert winner == times.argmin()
-        shuffled = torch.from_numpy(weights)[order]
-        assert noise.choose(shuffled, order, position) == winner
-        assert noise.choose(shuffled * 1e-20, order, position) == winner
-
-
-@pytest.mark.parametrize("vocab", [10, 5000])
-def test_weights_that_are_no_numbers_are_an_error(vocab):
-    for values in ([math.nan, 1.0], [math.inf, 1.0], [0.0, 0.0]):
-        weights = torch.tensor(values[1]).repeat(vocab)
-        weights[3] = values[0]
-        with pytest.raises(ValueError, match="no probabilities to draw from"):
-            choice(0, 0, weights)
+@pytest.mark.parametrize("weights", [[math.nan, 1.0], [math.inf, 1.0], [0.0, 0.0]], ids=str)
+def test_weights_that_are_no_numbers_are_an_error(weights):
+    with pytest.raises(ValueError, match="no probabilities to draw from"):
+        choice(0, 0, torch.tensor(weights))

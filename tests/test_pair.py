@@ -79,18 +79,6 @@ def test_a_draft_of_the_family_is_mostly_right_on_code(engine):
     assert num_passes >= 50 and accepted >= 0.9 * drafted, (num_passes, accepted / drafted)
 
 
-@pytest.mark.parametrize("quantize", [None, "int8"])
-def test_the_draft_goes_with_its_target_unpacked_as_well(pair, quantize):
-    """A draft in four bits, and the target in bfloat16 or in eight bits."""
-    target, draft = pair
-    options = core.Options(
-        model=target, draft_model=draft, fixed_k=True, dtype="bfloat16", quantize=quantize
-    )
-    engine = core.load_engine(options)
-    sequence = assert_lossless(engine, ids_of(engine, CODE[0]), 40, "draft_model")
-    assert sequence.statistics.num_accepted_draft_tokens > 20
-
-
 def test_the_default_model_s_file_goes_with_its_head():
     engine = core.load_engine(core.Options(model="smollm2", dtype="packed", fixed_k=True))
     assert engine.target.fast.decoder.blocks[0].matrices["qkv"][0].form == "Q4M"

@@ -1,8 +1,8 @@
 """Sampling is lossless: what is emitted is distributed as the target alone would have it.
 
 Chi-squared tests here fail when their p-value is below 1e-6. Seeds are fixed, so a run that passed
-passes again; the odds that a correct change of the code which draws other numbers makes one of the
-50 or so tests fail are 1 in 20 000. That they notice faults is seen in mutants.py.
+passes again; the odds that a correct change of the code which draws other numbers makes one of them
+fail are 1 in 40 000. That they notice faults is seen in mutants.py.
 """
 
 import itertools
