@@ -98,37 +98,25 @@ def test_a_draft_knows_the_repetition_penalty_and_its_own_tokens(
 # ------------------------------------------------------------------------------- faults of drafters
 
 
-def raising(*_):
-    raise RuntimeError("out of ideas\nand of lines")
-
-
 @pytest.mark.parametrize(
-    ("method", "does", "reason"),
+    ("draft", "reason"),
     [
-        ("open", raising, "out of ideas and of lines"),
-        ("observe", raising, "out of ideas and of lines"),
-        ("propose", raising, "out of ideas and of lines"),
-        ("propose", lambda state, limit: Draft([4096]), "proposed 4096"),
-        ("propose", lambda state, limit: Draft([-1]), "proposed -1"),
-        ("propose", lambda state, limit: Draft(["a"]), "proposed 'a'"),
-        ("propose", lambda state, limit: Draft([5] * (limit + 1)), "tokens proposed"),
-        *(
-            ("propose", lambda *_, parents=parents: Draft([5, 6, 7], None, parents), reason)
-            for parents, reason in (
-                ([-1], "parents [-1] for 3 tokens"),
-                ([-1, 1, 0], "parents [-1, 1, 0]"),
-                ([-2, 0, 1], "parents [-2, 0, 1]"),
-                ("abc", "'<=' not supported between"),
-            )
-        ),
+        (Draft([4096]), "proposed 4096"),
+        (Draft([-1]), "proposed -1"),
+        (Draft(["a"]), "proposed 'a'"),
+        (Draft([5] * 6), "tokens proposed"),
+        (Draft([5, 6, 7], None, [-1]), "parents [-1] for 3 tokens"),
+        (Draft([5, 6, 7], None, [-1, 1, 0]), "parents [-1, 1, 0]"),
+        (Draft([5, 6, 7], None, [-2, 0, 1]), "parents [-2, 0, 1]"),
+        (Draft([5, 6, 7], None, "abc"), "'<=' not supported between"),
     ],
 )
 def test_a_drafter_that_fails_costs_its_request_the_speculation_never_the_answer(
-    demo_engine, prompts, plain, method, does, reason
+    demo_engine, prompts, plain, draft, reason
 ):
-    engine = scripted_engine(demo_engine, lambda tokens, limit: tokens[-limit:])
+    engine = scripted_engine(demo_engine, None)
     drafter = engine.panel.drafters["scripted"]
-    setattr(drafter, method, does)
+    drafter.propose = lambda *_: draft
     sequence, _ = run(engine, prompts["easy_json"], max_tokens=12, drafter="scripted")
     assert sequence.output == plain(prompts["easy_json"], 12)
     (warning,) = sequence.seat.warnings
@@ -167,6 +155,10 @@ def test_probs_that_cannot_be_are_a_failure_of_the_drafter_where_they_are_read(
     for way in WAYS.values():  # nothing that a drafter says of its chances counts here
         sequence, _ = run(engine, prompt, **given, **way)
         assert sequence.output == plain(prompt, 8, **way) and sequence.seat.warnings == []
+
+
+def raising(*_):
+    raise RuntimeError("out of ideas\nand of lines")
 
 
 @pytest.mark.parametrize("method", ["open", "propose", "observe"])
@@ -385,7 +377,7 @@ def test_the_documents_drafter_with_a_model_runs(
     ],
 )  # fmt: skip
 def test_an_error_in_somebody_s_drafter_says_where_and_what_to_return(
-    demo_engine, tmp_path, method, result, message
+    demo_engine, plain, tmp_path, method, result, message
 ):
     file, text = tmp_path / "mine.py", MISTAKES
     if method:
@@ -395,6 +387,7 @@ def test_an_error_in_somebody_s_drafter_says_where_and_what_to_return(
     own = drafters.load(f"{file}:Mine", context(demo_engine.target))
     engine = core.Engine(demo_engine.target, {"Mine": own}, "Mine")
     sequence, _ = run(engine, [5, 6, 7], max_tokens=6, drafter="Mine")
+    assert sequence.output == plain([5, 6, 7], 6)
     (warning,) = sequence.seat.warnings
     assert message.format(file) in warning and warning.endswith(": went on without speculation")
 
