@@ -346,7 +346,7 @@ ROWS = [  # name, place, old, new and tests
      "drafters.suffix:SuffixDrafter.open", "sampling.is_coupled", "True",
      "suffix::what_others_were_answered_changes_times_and_no_text"),
     ("a comparison finds what its first run wrote", "drafters.panel:Panel.open",
-     "seat.states[name].is_alone = seat.is_alone", "pass", "suffix::a_comparison_is_not_helped"),
+     "seat.states[name].is_alone = seat.is_alone", "pass", "suffix::a_comparison_is_helped"),
     ("what comes after a stop string is kept", "messages:Cycle.verdict", "in self.tokens]",
      "in self.emitted]", "suffix::what_comes_after_a_stop_string_is_not_kept"),
     ("a head reads true pairs again", "drafters.head:_Reading.keep_unread", "if num_steps:",

@@ -170,10 +170,13 @@ def test_no_event_is_made_that_nobody_reads(demo_engine, monkeypatch, asked, exp
 @pytest.mark.parametrize("tells", ["put", "end", "cancel"])
 def test_an_event_the_end_and_leaving_wake_who_iterates(monkeypatch, tells):
     monkeypatch.setattr("serving.worker.POLL_S", 3600)
-    job = Job(core.Request([1], 9), 60)
+    job, seen = Job(core.Request([1], 9), 7200), []
+    reader = threading.Thread(target=lambda: seen.append(next(iter(job), None)), daemon=True)
+    reader.start()
     told = {"put": partial(job.put, "an event")}.get(tells) or getattr(job, tells)
     threading.Timer(0.05, told).start()
-    assert next(iter(job), None) == (["an event"] if tells == "put" else None)
+    reader.join(30)
+    assert seen == [["an event"] if tells == "put" else None]
 
 
 def failing(engine, monkeypatch, fails):

@@ -370,6 +370,7 @@ def test_the_documents_drafter_with_a_model_runs(
         ("", "Draft(torch.ones(2))", "a Tensor, not a list of tokens: write Draft([1, 2, 3])) ({}"),
         ("", "Draft([*torch.ones(2)])", "4096 (a Tensor: write int(token))) ({}, line 6)"),
         ("", "1 / 0", "failed (division by zero) ({}, line 8)"),
+        ("open", "1 / 0", "failed (division by zero) ({}, line 11)"),
         ("open", "None", "open returned a NoneType: write return list(prompt), or observe, too) ({}"
          ", line 10)"),
         ("propose_batch", "[Draft([]), 2]", "one Draft for each state) ({}, line 10)"),

@@ -18,7 +18,7 @@ from transformers.generation import logits_process
 from benchmarks.lossless import BATCH, PROMPT, SAMPLINGS, K, compare, first_tokens
 from drafters.small_model import SmallModelDrafter
 from kernels import library
-from sampling import Noise, penalise, truncated_softmax
+from sampling import ACCEPT, DRAW, Noise, penalise, truncated_softmax
 
 ODDS = 1e-6
 Sampling = core.Sampling
@@ -145,6 +145,9 @@ def test_each_draft_is_judged_by_a_number_of_its_own_and_the_bonus_is_the_last_r
     ):
         judged = judge(core.Draft([0, 0], q), p, numbers)
         assert ([j.kind for j in judged], judged[-1].id) == (kinds, last)
+    noise, places = Noise(3), ((7, ACCEPT), (8, ACCEPT), (9, DRAW))
+    judged = core.verify_by_rejection(core.Draft([0, 0]), q[[0, 0, 0]], noise, 7)
+    assert [j.u for j in judged] == [noise.uniform(*place) for place in places]
 
 
 def test_a_residual_of_nothing_falls_back_to_p():

@@ -177,10 +177,13 @@ def test_an_exposed_server_keeps_no_outputs_unless_told_to():
     assert kept("--host 0.0.0.0 --suffix-cache 7") == 7
 
 
-def test_a_comparison_is_not_helped_by_its_own_first_run(engine, prompts):
+def test_a_comparison_is_helped_neither_by_what_others_asked_nor_by_its_own_first_run(
+    engine, prompts
+):
     request = core.Request(prompts["code_class"], 24, "suffix")
     passes = []
-    for wanted in runs_to_compare(request)[::2]:
+    for wanted in (request, *runs_to_compare(request)[::2]):
         *_, (s, _) = engine.generate(wanted)
         passes.append(s.statistics.target_passes)
-    assert passes == passes[:1] * 3 and len(engine.panel.drafters["suffix"].past) == 0
+    past = engine.panel.drafters["suffix"].past
+    assert passes == passes[:1] * 4 and len(past) == len(s.output) + 1
