@@ -66,6 +66,7 @@ def test_ragged_rows_with_random_truncation_equal_a_cache_free_recompute(
         assert output.hidden.keys() == {0, -1}
         for b, (row, size) in enumerate(zip(batch, sizes, strict=True)):
             whole = texts[row] + fed[b]
+            assert target.cache.lengths[row] == len(whole)
             logits, hidden = recompute(oracle, whole)
             assert_same(output.logits[b], logits[-size:], roundings)
             for layer, states in hidden.items():
