@@ -142,9 +142,9 @@ def _class_from_file(name: str) -> type[Drafter]:
         what = f"drafter file {path_text!r} failed to load: {in_short(error)}{place}"
         raise ValueError(what) from error
     found = getattr(module, attribute, None)
-    if not isinstance(found, type):
-        raise ValueError(f"drafter file {path_text!r} has no class {attribute!r}")
-    if not issubclass(found, Drafter):
+    if not (isinstance(found, type) and issubclass(found, Drafter)):
+        if not isinstance(found, type) or found.__module__ != spec.name:
+            raise ValueError(f"drafter file {path_text!r} has no class {attribute!r} of its own")
         where = f"{path_text}, line {getsourcelines(found)[1]}"
         raise ValueError(f"{attribute} is no drafter ({where}): write class {attribute}(Drafter)")
     if "name" not in vars(found):  # an inherited name is another drafter's

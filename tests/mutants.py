@@ -17,19 +17,16 @@ import gc
 import importlib
 import inspect
 import mmap
-import multiprocessing
 import os
 import re
 import signal
 import sys
 import tempfile
 import textwrap
-import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from multiprocessing.connection import wait
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -119,37 +116,28 @@ def run_tests(tests: tuple[str, ...], mutant: Mutant | None, output: int) -> Non
         os._exit(code)
 
 
-class Run:
-    """Tests under way in a fork, with one mutant or none."""
+def ended(
+    jobs: int, wanted: list[tuple[tuple[str, ...], Mutant | None]]
+) -> Iterator[tuple[str, Mutant | None, str]]:
+    """Run these tests, each with its mutant, `jobs` at a time; yields their fate as they end.
 
-    def __init__(self, tests: tuple[str, ...], mutant: Mutant | None) -> None:
-        self.mutant, self.began, self.output = mutant, time.monotonic(), tempfile.TemporaryFile()
-        given = tests, mutant, self.output.fileno()
-        self.process = multiprocessing.get_context("fork").Process(target=run_tests, args=given)
-        self.process.start()
-
-    def fate(self) -> str:
-        """Of an ended one: passed; failed, if a test did or the process crashed; or hung."""
-        code = self.process.exitcode or 0  # below 0 it was a signal's
-        assert code < 2, f"{self.mutant}: pytest could not run:\n{self.said()}"
-        return {0: "passed", -signal.SIGALRM: "hung"}.get(code, "failed")
-
-    def said(self) -> str:
-        """What pytest printed."""
-        self.output.seek(0)
-        return self.output.read().decode(errors="replace")
-
-
-def ended(jobs: int, wanted: list[tuple[tuple[str, ...], Mutant | None]]) -> Iterator[Run]:
-    """Run these tests, each with its mutant, `jobs` at a time; as they end."""
-    waiting, running = wanted[::-1], list[Run]()
+    Beside it there is the mutant, and what pytest printed. Who crashes has failed.
+    """
+    waiting, running = wanted[::-1], {}
     while waiting or running:
         while waiting and len(running) < jobs:
-            running.append(Run(*waiting.pop()))
-        wait([run.process.sentinel for run in running], 1.0)
-        for run in [run for run in running if not run.process.is_alive()]:
-            running.remove(run)
-            yield run
+            tests, mutant = waiting.pop()
+            output = tempfile.TemporaryFile()
+            pid = os.fork()
+            if not pid:
+                run_tests(tests, mutant, output.fileno())
+            running[pid] = mutant, output
+        pid, status = os.wait()
+        (mutant, output), code = running.pop(pid), os.waitstatus_to_exitcode(status)
+        output.seek(0)
+        said = output.read().decode(errors="replace")
+        assert code < 2, f"{mutant}: pytest could not run:\n{said}"
+        yield {0: "passed", -signal.SIGALRM: "hung"}.get(code, "failed"), mutant, said
 
 
 def load_once() -> None:
@@ -196,24 +184,19 @@ def main() -> int:
 
 def judge(chosen: list[Mutant], jobs: int) -> int:
     """Run each mutant's tests without it and with it. Returns 1 if one survives."""
-    began = time.monotonic()
     load_once()
-    for mutant in chosen:
-        broken(mutant)
     every = tuple(dict.fromkeys(test for mutant in chosen for test in mutant.tests))
     shares = [every[i::jobs] for i in range(min(jobs, len(every)))]
-    for run in ended(jobs, [(tests, None) for tests in shares]):
-        if run.fate() != "passed":
-            print("these tests do not pass without any mutant:", run.said(), sep="\n")
+    for fate, _, said in ended(jobs, [(tests, None) for tests in shares]):
+        if fate != "passed":
+            print("these tests do not pass without any mutant:", said, sep="\n")
             return 1
-    print(f"{len(every)} tests pass with none; {time.monotonic() - began:.0f} s", flush=True)
     survivors = 0
-    for i, run in enumerate(ended(jobs, [(each.tests, each) for each in chosen]), 1):
-        survivors += run.fate() == "passed"
-        fate = {"passed": "SURVIVES", "failed": "killed", "hung": "hung"}[run.fate()]
-        took_s = time.monotonic() - run.began
-        print(f"{i:3}/{len(chosen)}  {fate:8}  {took_s:4.1f} s  {run.mutant.name}", flush=True)
-    print(f"{survivors} of {len(chosen)} survive; {time.monotonic() - began:.0f} s")
+    for fate, mutant, _ in ended(jobs, [(each.tests, each) for each in chosen]):
+        survivors += fate == "passed"
+        said = {"passed": "SURVIVES", "failed": "killed", "hung": "hung"}[fate]
+        print(f"{said:8}  {mutant.name}", flush=True)
+    print(f"{survivors} of {len(chosen)} survive")
     return int(survivors > 0)
 
 
@@ -224,19 +207,17 @@ ROWS = [  # name, place, old, new and tests
      "cache::truncating_touches_no_tensor"),
     ("truncation lengthens a row", "core:SlotCache.truncate", "<= self.lengths[row]:",
      "<= self.max_length:", "cache::what_a_cache_cannot_hold_is_refused"),
-    ("a branch is not moved", "core:SlotCache.keep",
-     "buffer[slot, :, begin : begin + count] = buffer[slot, :, moved]", "pass",
-     "cache::what_is_kept_of_a_branch_is_cached_as_if_it_had_been_fed_alone"),
     ("one token too many is kept", "core:SlotCache.keep", "self.truncate(row, begin + count)",
-     "self.truncate(row, begin + count + 1)", "lossless::the_kv_cache_advances"),
+     "self.truncate(row, begin + count + 1)",
+     "lossless::exactly_the_prefix_before_the_first_wrong_token_is_kept[greedy-1]"),
     ("what a failed forward wrote is not noted", "core:SlotCache.place",
      "max(self._written[slot], last)", "self._written[slot]", "cache::a_forward_that_fails_leaves"),
     ("a moved row loses its last token", "core:SlotCache.close_row",
      "buffer[slot, :, :length] = buffer[source, :, :length]",
      "buffer[slot, :, : length - 1] = buffer[source, :, : length - 1]",
-     "batching::many_requests_over_eight_rows_all[20]"),
+     "batching::many_requests_over_eight_rows_all"),
     ("a closed row is not given back", "core:SlotCache.close_row", "self._free.append(row)", "pass",
-     "drafters::every_row_is_given_back[ngram]"),
+     "batching::many_requests_over_eight_rows_all"),
     ("a dirty slot is not scrubbed", "core:SlotCache.close_row",
      "scrub(buffers, slot, self._written[slot])", "pass", "cache::a_forward_that_fails_leaves"),
     ("a token sees the next one", "core:Place.mask", "keys > queries", "keys > queries + 1",
@@ -321,7 +302,7 @@ ROWS = [  # name, place, old, new and tests
      "min(request.max_tokens, room)", "request.max_tokens",
      "bad_inputs::a_field_at_its_limits[max_tokens]"),
     ("the drafters' states are not closed", "core:Engine.close", "self.panel.close(s.seat)", "pass",
-     "drafters::every_row_is_given_back[draft_model]"),
+     "batching::many_requests_over_eight_rows_all"),
     ("who is still reading takes part in the cycle", "core:Engine.read_prompts",
      "if s not in reading", "if True", "batching::a_long_prompt_does_not_stop_the_others"),
     ("a chunk that is read again counts twice", "core:Engine.read_prompts",
@@ -333,9 +314,11 @@ ROWS = [  # name, place, old, new and tests
     ("the penalty forgets what was generated", "core:Engine.accept", "s.tokens, draft)\n",
      "s.request.prompt, draft)\n", "requests::greedy_output_does_not_depend_on_the_seed"),
     ("a refused draft stays in the cache", "core:Engine.accept",
-     "cache.keep(s.row, len(draft.tokens), way[: kept - 1])", "pass", "lossless::the_kv_cache"),
+     "cache.keep(s.row, len(draft.tokens), way[: kept - 1])", "pass",
+     "lossless::exactly_the_prefix_before_the_first_wrong_token_is_kept[greedy-1]"),
     ("the pending token is kept in the cache", "core:Engine.accept", "way[: kept - 1]",
-     "range(min(kept, len(draft.tokens)))", "lossless::the_kv_cache_advances"),
+     "range(min(kept, len(draft.tokens)))",
+     "lossless::exactly_the_prefix_before_the_first_wrong_token_is_kept[greedy-1]"),
     ("noise counts positions from the answer's start", "core:Engine.judge", "len(s.tokens)",
      "len(s.output)", "lossless::exactly_the_prefix_before_the_first_wrong_token[sampled-0]"),
     ("sampled text is always judged by rejection", "core:Engine.judge", "sampling.is_coupled",
@@ -407,14 +390,14 @@ ROWS = [  # name, place, old, new and tests
      "drafters.suffix:SuffixDrafter.open", "sampling.is_coupled", "True",
      "suffix::what_others_were_answered_changes_times_and_no_text"),
     ("a comparison finds what its first run wrote", "drafters.panel:Panel.open",
-     "seat.states[name].is_alone = seat.is_alone", "pass", "suffix::a_comparison_is_not_helped"),
+     "seat.states[name].is_alone = seat.is_alone", "pass", "suffix::a_comparison_is_helped"),
     ("what comes after a stop string is kept", "messages:Cycle.verdict", "in self.tokens]",
      "in self.emitted]", "suffix::what_comes_after_a_stop_string_is_not_kept"),
     ("a head reads true pairs again", "drafters.head:_Reading.keep_unread", "if num_steps:",
      "if False:", "mtp::each_layer_drafts[glm4_moe-3-modules-17]"),
     ("the head forgets the true pairs", "drafters.head:StateReader.propose_batch",
      "length -= sum(map(len, hidden))", "length = 0",
-     "lossless::acceptance_is_in_the_expected_range[mtp-code_class]"),
+     "mtp::each_layer_drafts[glm4_moe-1-modules-17]"),
     ("a layer of a head keeps pairs of drafted tokens", "drafters.head:_Reading.keep_unread",
      "len(new) - (layer - 1)", "len(new)", "mtp::each_layer_drafts[glm4_moe-3-modules-17]"),
     ("a block is causal", "drafters.dflash:DFlashDrafter._masks", "queries[:, :, -1:]", "queries",
@@ -422,7 +405,7 @@ ROWS = [  # name, place, old, new and tests
     ("a block stays in the head's cache", "drafters.head:StateReader.propose_batch",
      "cache.truncate(state.row, length)", "pass", "dflash::a_block_may_stand"),
     ("a drafter that hung once is never tried again", "drafters.timed:TimedDrafter._call",
-     "if self._thread.is_alive():", "if True:", "drafters::a_loop_in_a_drafter_is_ended"),
+     "if self._thread.is_alive():", "if True:", "drafters::a_drafter_that_blocks_is_left_alone"),
     ("states of a drafter that hangs are not closed", "drafters.timed:TimedDrafter.close",
      "self._unclosed.append(state)", "pass", "drafters::a_drafter_that_blocks_is_left_alone_until"),
     # -------------------------------------------------------------------------------- planner
@@ -576,19 +559,18 @@ if why_not() is None:  # without a compiler nobody runs these
      "kernels::attention_of_any_shape_gives_what_torch_s_gives[5-1-40]"),
     ("a branch sees the one before it", "kernels.forward:lines_of",
      "[*lines[before], i] if i else [i]", "list(range(i + 1))",
-     "tree::a_tree_s_output[float32-None-greedy]", "tree::each_token_of_a_tree_gets[llama]"),
+     "tree::a_tree_s_output[qwen3-float32-None-greedy]"),
     ("modules' rows are cached where they stand", "kernels.modules:FlatPlace.write",
      "slots, _, places", "slots, places, _", "exactness::a_branch_of_a_tree_has_the_bits[opt]"),
     ("modules see behind the window", "kernels.modules:FlatPlace.mask", "self, window",
      "self, None", "cache::ragged_rows_with_random_truncation_equal_a_cache_free[gpt_oss-modules]"),
     ("a row's experts have each other's weights", "kernels.experts:experts_forward",
      "rows, places,", "rows, places.flip(0),", "cache::ragged_rows_with_random[gpt_oss-modules]"),
+    ("a branch is not moved", "core:SlotCache.keep",
+     "buffer[slot, :, begin : begin + count] = buffer[slot, :, moved]", "pass",
+     "tree::a_tree_s_output_is_plain_decoding_s_to_the_bit[qwen3-float32-None-greedy]"),
     ("the first tokens of a tree are kept", "core:Engine.accept", "way[: kept - 1]",
-     "range(kept - 1)", "tree::a_tree_s_output_is_plain_decoding_s[float32-None-greedy]"),
-    ("a branch is judged by its neighbour's logits", "core:Engine.judge", "node + 1", "depth",
-     "tree::a_tree_s_output_is_plain_decoding_s_to_the_bit[float32-None-greedy]"),
-    ("a drafter takes another's branch for its own", "drafters.tree:heard",
-     "own = max(own, len(way))", "own = verdict.accepted", "tree::several_drafters_make[greedy]"),
+     "range(kept - 1)", "tree::a_tree_s_output_is_plain_decoding_s[qwen3-float32-None-greedy]"),
     ("a drafter is given states of another branch", "messages:Cycle.along",
      "(first + i for i in self.way)", "range(first, first + len(self.way))",
      "tree::several_drafters_make_one_tree[greedy]"),

@@ -86,11 +86,6 @@ def demo_engine(request):
 
 
 @pytest.fixture(scope="module")
-def loaded():
-    return load
-
-
-@pytest.fixture(scope="module")
 def name():
     return "dflash"
 
@@ -156,11 +151,9 @@ BROKEN = contract.BROKEN | {
     "no mask_token_id: is this a DF": contract.saying(dflash_config=None),
     "no block_size": contract.saying(block_size=None),
     "block_size is 1: it must be from 2": contract.saying(block_size=1),
-    "block_size is '16'": contract.saying(block_size="16"),
     "supported is 'qwen3'": contract.saying(model_type="llama"),
     "output_multiplier is 0.2": block_saying(output_multiplier=0.2),
     "target_layer_ids are ['a'], not integers": block_saying(target_layer_ids=["a"]),
-    "target_layer_ids are [], not integers": block_saying(target_layer_ids=[]),
     "reads layer 6, and can read 0 to 5": block_saying(target_layer_ids=[1, 6]),
     "mask_token_id is 4096, which is no token": block_saying(mask_token_id=4096),
     "a target of 36 layers": contract.saying(num_target_layers=36),

@@ -135,11 +135,6 @@ def demo_engine(head_folder, request):
 
 
 @pytest.fixture(scope="module")
-def loaded(head_folder):
-    return partial(load, TARGET, head_folder)
-
-
-@pytest.fixture(scope="module")
 def name():
     return "eagle3"
 
@@ -190,7 +185,6 @@ BROKEN = contract.BROKEN | {
     "no hidden_size": lambda f: (f / "config.json").write_text("{}"),
     "states of 64 numbers": contract.saying(target_hidden_size=64),
     "a vocabulary of 5000": layer_saying(vocab_size=5000),
-    "layer 0": contract.saying(eagle_aux_hidden_state_layer_ids=[0, 2, 3]),
     "layer 6": contract.saying(eagle_aux_hidden_state_layer_ids=[1, 2, 6]),
     "unknown weight fc2.weight": contract.holding("fc2.weight", lambda w: w["fc.weight"]),
     "d2t does not lead": contract.holding("d2t", lambda w: w["d2t"] + 4000),

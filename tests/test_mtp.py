@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from test_drafters import fresh_state
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import drafters
 from messages import Verdict
 
 DEPTH = 4
@@ -160,27 +159,6 @@ def test_several_layers_with_one_projection_are_refused(family, tmp_path):
     assert "ngram" in core.load_engine(core.Options(model=str(tmp_path))).panel.drafters
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "glm4_moe_lite", "mimo"])
-def test_a_head_that_does_not_load_leaves_the_target_as_it_was(family, tmp_path, monkeypatch):
-    checkpoint(family, tmp_path)
-    target = core.load_model(str(tmp_path), core.Options())
-
-    def told():
-        ignored = target.model._keys_to_ignore_on_load_unexpected
-        return target.model.config.to_dict(), ignored, len(target.model._weight_conversions)
-
-    known, during = told(), []
-
-    def fail(model):
-        during.append(told())
-        raise OSError("a disk that cannot be read")
-
-    monkeypatch.setattr("drafters.mtp_head.MtpModel.from_pretrained", fail)
-    with pytest.raises(ValueError, match="MTP head .* a disk that cannot be read"):
-        drafters.load_all("mtp", core.Context(target, core.sample), True)
-    assert during != [known] and told() == known
-
-
 @pytest.fixture(
     scope="module",
     params=[(*case, way) for case in CASES for way in ("fast", "modules")],
@@ -218,22 +196,6 @@ def test_each_layer_drafts_by_the_equations_and_forgets_what_was_refused(served,
     for state in states:
         drafter.close(state)
     assert all(cache.lengths == [0] * cache.num_rows for cache in drafter._caches)
-
-
-def test_layers_that_fail_amid_a_draft_can_draft_again(served, monkeypatch):
-    engine, equations, _ = served
-    drafter = engine.panel.drafters["mtp"]
-    state = fresh_state(engine, drafter, TEXT)
-    drafter.propose(state, 1)
-    drafter.observe(state, Verdict(1, 0, [7], equations.hidden([*TEXT, 7])[-2:-1].detach()))
-    with monkeypatch.context() as patch:
-        able = [drafter._sample] * 2
-        patch.setattr(drafter, "_can_chain", False)
-        patch.setattr(drafter, "_sample", lambda *given: able.pop()(*given))
-        with pytest.raises(IndexError):
-            drafter.propose(state, 4)
-    assert drafter.propose(state, 5).tokens == equations.draft([*TEXT, 7], 5)
-    drafter.close(state)
 
 
 def test_speculation_writes_the_text_of_plain_decoding(served):

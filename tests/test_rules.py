@@ -1,15 +1,9 @@
 """Convolutions and rules of recurrent layers in C: what Python computes, and steady bits."""
 
-from itertools import pairwise
-
 import pytest
-import speculative_decoding as core
 import torch
-from families import save_small
-from transformers import AutoModelForCausalLM
 
 from kernels import library, recurrent
-from kernels.start import speed_up
 from kernels.states import GatedDelta, Mamba2
 
 pytestmark = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
@@ -84,59 +78,6 @@ def test_a_convolution_gives_what_python_gives_however_its_text_is_cut(channels,
             parts.append(found[1])
         assert torch.equal(torch.cat(parts), whole) and torch.equal(now, end)
         assert torch.equal(tail, before)
-
-
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_a_whole_delta_net_gives_what_transformers_gives_however_its_text_is_cut(tmp_path, size):
-    num_keys, width, columns = size
-    sizes = {"linear_key_head_dim": width, "linear_value_head_dim": columns}
-    sizes |= {"linear_num_key_heads": num_keys, "linear_num_value_heads": 2 * num_keys}
-    save_small("qwen3_5_text", tmp_path, **sizes)
-    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32").eval()
-    model = core.load_model(str(tmp_path), core.Options())
-    speed_up(model)
-    assert model.fast.is_compiled and model.fast.decoder.nets
-    text = torch.randint(4096, (COUNT,), generator=torch.Generator().manual_seed(width)).tolist()
-    with torch.inference_mode():
-        expected = oracle(torch.tensor([text])).logits[0]
-    whole, parts = logits_of(model, [text]), [text[i:j] for i, j in pairwise((0, 1, 30, 33, COUNT))]
-    torch.testing.assert_close(whole, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
-    for threads in (1, 2, 3):
-        model.fast.decoder._threads = lambda _, threads=threads: threads
-        assert torch.equal(logits_of(model, parts), whole)
-
-
-def logits_of(model, parts):
-    """The logits of a text that is fed in parts, beside another text that stays."""
-    cache = model.cache
-    row, other = cache.open_row(), cache.open_row()
-    found = [
-        model.forward([other, row], [[5, 6, 7], part], [0, len(part)]).logits[1] for part in parts
-    ]
-    for opened in (row, other):
-        cache.close_row(opened)
-    return torch.cat(found)
-
-
-def test_what_is_not_a_number_stays_in_its_text():
-    rule = GatedDelta()
-    form, inputs = read(rule, options_of(rule, SIZES[1]))
-    broken = [x.clone() for x in inputs]
-    broken[0][3] = torch.nan
-    (_, ours), (_, theirs) = recurrent.step(form, [broken, inputs], [None, None])
-    assert torch.isfinite(ours[:3]).all() and torch.isnan(ours[3:]).any()
-    assert torch.equal(theirs, recurrent.step(form, [inputs], [None])[0][1])
-
-
-def test_sizes_that_do_not_go_together_are_refused():
-    rule = GatedDelta()
-    form, inputs = read(rule, options_of(rule, SIZES[0]))
-    with pytest.raises(AssertionError):
-        recurrent.step(form, [[*inputs[:-1], inputs[-1][:-1]]], [None])
-    with pytest.raises(AssertionError):
-        recurrent.step(form, [inputs], [torch.zeros(1)])
-    with pytest.raises(AssertionError):
-        recurrent.convolve([torch.zeros(3, 4)], [torch.zeros(2, 4)], torch.zeros(4, 4))
 
 
 def test_what_would_not_lie_on_a_stack_is_refused():
