@@ -478,7 +478,7 @@ ROWS = [  # name, place, old, new and tests
     ("probes are never made", "control.controller:Controller._probe",
      "saved.get(name, 0.0) + budget", "0.0 * budget", "controller::without_drafts_it_probes_now"),
     ("a probe pays for a step that is taken anyway", "control.controller:Choice.probe",
-     "0.0 if name in self.model_ms else", "40 *", "controller::a_request_that_drafts_nothing"),
+     "0.0 if name in self.model_ms else", "1.0 *", "controller::a_probe_with_the_step"),
     ("probes cost more than their share", "control.controller:Controller._probe",
      "budget / len(idle)", "8 * budget", "controller::without_drafts_it_probes_now_and_then"),
     ("the slowest choice counts for all", "control.rest:Rest.serves", "median_low(self.efforts)",
