@@ -340,7 +340,7 @@ ROWS = [  # name, place, old, new and tests
     ("sampled text is always judged by rejection", "core:Engine.judge", "sampling.is_coupled",
      "sampling.is_greedy", "lossless::exactly_the_prefix_before_the_first_wrong_token[sampled-2]"),
     ("a measurement warms up and counts", "serving.story:uncounted", "Totals(engine.panel.choices)",
-     "engine.totals", "controller::all_is_run_at_one_and_k_plus_1_rows_before_a_measurement"),
+     "engine.totals", "controller::each_model_makes_a_whole_draft"),
     # --------------------------------------------------------------------------------- faults
     ("a forward that failed is not tried again", "serving.faults:_step",
      "cycles |= _step_alone(engine, s, held[s])", "s.fail(KeyError())",
