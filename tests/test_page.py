@@ -606,49 +606,44 @@ def test_a_link_restores_a_run_with_its_seed_and_its_place(open_page, page):
 # --------------------------------------------------------------------------------- distributions
 
 
-def test_rejection_is_told_to_the_pointer_and_the_keyboard_and_the_needle_changes_it(page, port):
+def rejecting():
+    """A prefill, a draft that was accepted, and one that was not."""
+    chances = enumerate([(0.3, 0.6), (0.4, 0.2), (0.2, 0.1), (0.1, 0.1)])
+    bars = [{"id": i, "score": -i, "p": p, "q": q} for i, (p, q) in chances]
+    accepted = event(1, [("b", "accepted"), ("c", "bonus")], 5, distributions=[bars, bars])
+    accepted["tokens"][0] |= {"p": 0.3, "q": 0.6, "u": 0.2}
+    rejected = event(2, [("r", "recovered")], 7, proposals=[7], cached=[9, 8])
+    rejected["rejected"] = {"id": 7, "kind": "rejected", "p": 0.1, "q": 0.4, "u": 0.9}
+    rejected["texts"] = {"0": "r", "7": " x"}
+    return [event(0, [("a", "bonus")]), accepted, rejected]
+
+
+def test_rejection_is_told_to_the_pointer_and_the_keyboard_and_the_needle_changes_it(page):
     run(page, **SAMPLED, verification="rejection")
-    pointing_at_a_token_or_focusing_it_tells_the_reason(page, port)
     temperature_and_top_p_change_the_bars(page)  # of the last cycle
     open_cycle(page, 0)  # nothing was drafted there
     order = {"#popup:visible": "in the vocabulary’s order"}
     act(page, ("focus", "text=What is u?", order))
-    chances = enumerate([(0.3, 0.6), (0.4, 0.2), (0.2, 0.1), (0.1, 0.1)])
-    bars = [{"id": i, "score": -i, "p": p, "q": q} for i, (p, q) in chances]
-    cycle = event(1, [("b", "accepted"), ("c", "bonus")], 5, distributions=[bars, bars])
-    cycle["tokens"][0] |= {"p": 0.3, "q": 0.6, "u": 0.2}
-    mock(page, stream_of([event(0, [("a", "bonus")]), cycle]))
+    mock(page, stream_of(rejecting()))
     run(page)
+    single, told = "#text .tokens [tabindex='0']", "#popup:visible"  # there is one tab stop
     as_it_was = {"#verdict": (".200 < p / q = .300 / .600", "kept")}
     act(
         page,
-        ("click", "#picture [data-place='0']", as_it_was),
+        ("hover", f"{TOKENS}.accepted", {told: ("accepted", "< p/q")}),
+        ("Escape", "body", {told: 0}),
+        ("hover", "h1", {}),
+        ("focus", single, {told: "prefill"}),
+        ("ArrowRight", single, {f"{single}[data-index='1'][aria-describedby=popup]:focus": 1}),
+        ("End", single, {f"{single}[data-index='3']:focus": 1}),
+        ("Escape", single, {told: 0}),
+        ("hover", f"{TOKENS}.recovered", {told: ("␣x", "norm(max(0, p − q))", "≥ p/q")}),
+        ("click", f"{TOKENS}.accepted", as_it_was),
         (0.55, "#needle", {"#verdict": ("rejected", "The run had u = .200")}),
         (0.4, "#needle", {"#verdict": "kept"}),  # above p alone
         ("End", "#needle", {"#verdict": "rejected"}),
     )
     see(page, {f"#distribution .bar-{name}": n for name, n in {"p": 4, "q": 4, "more": 2}.items()})
-
-
-def pointing_at_a_token_or_focusing_it_tells_the_reason(page, port):
-    cycles = traced(port, SAMPLED, "rejection")["trace"]
-    single, told = "#text .tokens [tabindex='0']", "#popup:visible"  # there is one tab stop
-    last = sum(len(cycle["tokens"]) for cycle in cycles) - 1
-    cycle = next(cycle for cycle in cycles if cycle["rejected"])
-    rejected = visible(cycle["texts"][str(cycle["rejected"]["id"])])
-    why = {told: (rejected, "norm(max(0, p − q))", "≥ p/q")}
-    act(
-        page,
-        ("hover", f"{TOKENS}.accepted >> nth=0", {told: ("accepted", "< p/q")}),
-        ("Escape", "body", {told: 0}),
-        ("hover", "h1", {}),
-        ("focus", single, {told: "prefill"}),
-        ("ArrowRight", single, {f"{single}[data-index='1'][aria-describedby=popup]:focus": 1}),
-        ("End", single, {f"{single}[data-index='{last}']:focus": 1}),
-        ("Escape", single, {told: 0}),
-        ("hover", f"{TOKENS}.recovered >> nth=0", why),
-        ("Escape", "body", {told: 0}),
-    )
 
 
 def temperature_and_top_p_change_the_bars(page):
