@@ -662,8 +662,9 @@ def test_who_is_told_late_proposes_as_if_it_had_been_told_at_once(demo_engine, p
 
         def in_turn(seats, plan):
             name = list(loaded)[next(turns) // 5 % 4]
+            guesses = [engine.panel.guess(seats[0], n, 3) for n in ("ngram", "suffix")]
             made = propose(seats, [(name, plan[0][1])])
-            found.append((name, made[0].tokens))
+            found.append((name, made[0].tokens, guesses))
             return made
 
         def told(seat, *given):
@@ -679,7 +680,7 @@ def test_who_is_told_late_proposes_as_if_it_had_been_told_at_once(demo_engine, p
         return found
 
     late, at_once = drafts(False), drafts(True)
-    assert late == at_once and {name for name, tokens in late if tokens} == set(loaded)
+    assert late == at_once and {name for name, tokens, _ in late if tokens} == set(loaded)
 
 
 @pytest.mark.parametrize("name", ["draft_model", "mtp"])
