@@ -694,15 +694,8 @@ def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page, port):
     run(page, "#race", **COLOURS)
     ours, theirs = map(page.text_content, LANES)
     assert ours == theirs == page.text_content("#text .tokens") != ""
-    busy = r"( \(disturbed: [^)]*\))?"  # as the machine may be
-    said = (
-        re.compile("^Medians of three runs."),
-        re.compile("Speculative decoding was (about as fast as|faster than|slower than)"),
-        re.compile(rf"Measured speed-up \d+\.\d\d×{busy}, predicted \d+\.\d\d×"),
-        "identical, token for token",
-    )
     see(page, {
-        "#race-says": said,
+        "#race-says": ("Medians of three runs.", "identical, token for token"),
         "#lane-plain .counts": "40 tokens · 39 passes",
         "#lane-speculative .counts": re.compile(r"^40 tokens · [12]?\d passes"),
         "#chart-race .row": 2,
@@ -718,11 +711,16 @@ def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page, port):
     told = generate(port, **FEW, compare=True)[1]["compare"]
     told |= {"costs": {"alpha": 0.62, "c": 4.2, "t_verify": 2.5}}
     told |= {"disturbed": True, "spread": [0.6, 1.4]}
+    told |= {"measured_speedup": 0.9, "predicted_speedup": 1.1}
     cycles = [event(0, [("a", "bonus")])]
     mock(page, stream_of(cycles, [answer_of(cycles, compare=told)]))
     run(page, "#race")
-    said = ("disturbed: the machine was busy, 3 runs gave 0.60× to 1.40×",
-            "busy or computes slowly just now", "2.50× the time of one")  # fmt: skip
+    said = (
+        "Speculative decoding was slower than plain decoding. Measured speed-up 0.90× (disturbed: "
+        "the machine was busy, 3 runs gave 0.60× to 1.40×), predicted 1.10×",
+        "busy or computes slowly just now",
+        "2.50× the time of one",
+    )
     see(page, {"#race-says": said, "#measured": "the last race, disturbed: "})
     taken = {"#alpha-value": ".62", "#cost-value": "4.20"}
     act(page, ("click", "#tab-whatif", {}), ("click", "text=Take draft_model >> nth=-1", taken))
