@@ -702,6 +702,8 @@ def test_a_race_shows_measured_and_predicted_and_says_what_it_was(page, port):
         "#measured": "as fast as plain decoding in that race",
     })  # fmt: skip
     assert page.locator("#race-says .word").all_text_contents() == ["α", "c", "t_verify"]
+    last = {"#popup:visible": "t_verify, the time"}
+    act(page, ("focus", "#race-says .word >> nth=-1", last))
     run(page, "#race", **FEW | {"drafter": "none"})
     no_race = re.compile("^Nothing was drafted, so this was no race[^×]*$")
     see(page, {"#race-says": no_race, "#chart-race .row": 0})
