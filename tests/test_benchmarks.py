@@ -272,7 +272,8 @@ def test_under_a_fixed_clock_times_are_what_the_costs_say(measure):
         for step in (0.001, 4)
     )
     assert cheap["prompts"] == dear["prompts"] == "all" and cheap["ngram"] == dear["ngram"]
-    assert cheap["mtp"] > 1.2 and 0.8 < dear["mtp"] <= 1
+    assert min(cheap[name] for name in ("draft_model", "mtp", "auto")) > 1.2
+    assert 0.8 < dear["mtp"] <= 1
 
 
 def test_a_table_aligns_and_marks_what_is_missing(capsys):
@@ -285,8 +286,6 @@ def test_a_table_aligns_and_marks_what_is_missing(capsys):
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("batch", ["--runs", "0"], "must be from"),
-        ("lossless", ["--samples", "0"], "must be from"),
         ("peers", ["--k", "17"], "must be from"),
         ("soak", ["--minutes", "0"], "must be more than 0"),
         ("pair", ["--llama", "/nope", "--target", __file__], "there is no file /nope"),

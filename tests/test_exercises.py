@@ -83,12 +83,10 @@ def test_3_a_verify_that_accepts_everything_is_noticed(main, monkeypatch):
     assert status == 1 and "identical output: NO" in out
 
 
-@pytest.mark.parametrize(
-    ("c", "k", "needed"), [(0.0, 5, 0.0), (0.25, 1, 0.25), (0.25, 5, 0.571), (1.0, 1, 1.0)]
-)
-def test_5_a_longer_draft_has_to_be_better(c, k, needed):
+@pytest.mark.parametrize(("k", "needed"), [(1, 0.25), (5, 0.571)])
+def test_5_a_longer_draft_has_to_be_better(k, needed):
     def speedup(alpha):
-        return sum(alpha**i for i in range(k + 1)) / (k * c + 1)
+        return sum(alpha**i for i in range(k + 1)) / (k * 0.25 + 1)
 
     assert speedup(needed) == pytest.approx(1, abs=1e-3)
     assert speedup(needed - 0.01) < 1 < speedup(needed + 0.01)
