@@ -22,10 +22,11 @@ from test_batching import together
 from test_drafters import fresh_state
 from test_eagle3 import new_head, target_folder  # noqa: F401
 
-from kernels import chain, decoder, library
+from kernels import chain, library
 from kernels.decoder import Rows
 from kernels.parts import is_same
 from kernels.weights import FORMS, Panels
+from models import gguf_packed
 
 needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
 pytestmark = needs_compiler
@@ -38,11 +39,13 @@ def load(folder, **changes):
     return core.load_engine(core.Options(model=str(folder), **options))
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5_text"])
-def test_every_family_is_exact_in_modules_too(family, tiny_folder):
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5_text", "deepseek_v3"])
+def test_every_family_is_exact_in_modules_too(family, tiny_folder, tmp_path):
     """What they and blocks in C compute is seen by test_cache.py and test_modules.py."""
+    if family == "deepseek_v3":  # whose values are narrower than its keys
+        save_small(family, tmp_path)
     with only_modules():
-        target = load(tiny_folder(family)).target
+        target = load(tmp_path if family == "deepseek_v3" else tiny_folder(family)).target
     assert not target.fast.is_compiled and target.report.is_exact
     assert all(layer._is_compiled for layer in target.cache.recurrent)
 
@@ -109,14 +112,6 @@ def test_nothing_is_read_or_written_where_nothing_is(tiny_folder, what, number):
         target.fast.decoder(rows)
 
 
-def test_a_block_that_computes_something_else_stays_a_module(tiny_folder, monkeypatch):
-    monkeypatch.setitem(decoder._ACTIVATIONS, "SiLUActivation", 1)  # which is not gelu
-    monkeypatch.setitem(decoder._ACTIVATIONS, "SiLU", 1)
-    engine = load(tiny_folder("llama"))
-    assert not engine.target.fast.is_compiled
-    assert_lossless(engine, TEXT, 24, "ngram")
-
-
 def test_without_a_compiler_transformers_modules_run(tiny_folder, monkeypatch):
     monkeypatch.setattr(library, "_library", None)
     monkeypatch.setenv("CC", "no-such-compiler")
@@ -146,14 +141,6 @@ def test_a_cc_that_is_no_command_costs_nothing_but_a_line(monkeypatch, caplog):
     monkeypatch.setenv("CC", '"x')
     library.use(True)
     assert not library.is_used and "CC is no command: No closing quotation" in caplog.text
-
-
-@pytest.mark.slow
-def test_a_compiler_of_cpp_compiles_the_kernels(tmp_path, monkeypatch):
-    monkeypatch.setattr(library, "_library", None)
-    monkeypatch.setenv("CC", "g++")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert library.load() and len(list(tmp_path.rglob("*.so"))) == 1
 
 
 def test_a_folder_where_others_may_write_is_not_run_from(tmp_path, monkeypatch):
@@ -258,6 +245,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_with_any_threads(form, size,
 @pytest.mark.parametrize("form", TYPES)
 def test_panels_hold_the_numbers_that_gguf_reads_from_any_bytes(form):
     """Scales that are no numbers, infinite or subnormal are among them; rows come in pieces."""
+    assert gguf_packed.FORMS[TYPES[form][0]] == form
     kind = gguf.GGMLQuantizationType[TYPES[form][0]]
     block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     rows = np.random.default_rng(1).integers(0, 256, (200, 3 * num_bytes), dtype=np.uint8)
@@ -288,23 +276,6 @@ def test_a_product_is_as_near_as_its_roundings_allow(form, size):
     assert (error <= roundings).all()
 
 
-@pytest.mark.parametrize("form", ["Q8", "Q4", "Q4M"])
-def test_the_largest_sums_of_integers_are_exact(form):
-    """-128 cannot be negated, and two products of 255 and 127 do not fit 16 bits."""
-    least, most, *head = {"Q8": (-128, 127, 1), "Q4": (-8, 7, 1), "Q4M": (0, 15, 1, 0)}[form]
-    signs = torch.randint(2, (40, 96), generator=torch.Generator().manual_seed(0)) * 2 - 1
-    numbers = torch.where(signs > 0, most, least)
-    numbers[0], numbers[1] = least, most
-    blocks = (numbers if form == "Q8" else numbers - least).to(torch.uint8).view(40, 3, 32)
-    if form != "Q8":  # two numbers in a byte
-        blocks = blocks[..., :16] | blocks[..., 16:] << 4
-    scales = torch.tensor(head).half().view(torch.uint8).expand(40, 3, -1)  # and a minimum
-    rows = torch.cat([scales, blocks], -1).flatten(1)
-    panels = Panels(form, (40, 96), [rows.numpy()])
-    x = torch.cat([torch.ones(1, 96), -torch.ones(1, 96), signs[:7].float()]) * 127
-    assert torch.equal(panels(x), x @ numbers.float().T)
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_numbers_that_are_none_stay_so_and_small_ones_do_no_harm(form):
     panels, weight, bias = weights(form, 20, 70)
@@ -316,15 +287,6 @@ def test_numbers_that_are_none_stay_so_and_small_ones_do_no_harm(form):
     assert torch.equal(found[2], bias.float()) and torch.allclose(found[3], bias.float())
     assert found[4:].isfinite().all()
     assert torch.equal(panels(x[5:]), found[5:])
-
-
-def test_a_matrix_asks_for_what_fits_it():
-    panels, *_ = weights("Q8", 20, 70)
-    with pytest.raises(RuntimeError):
-        panels(torch.zeros(2, 71))
-    for ids in ([20], [-1]):
-        with pytest.raises(IndexError):
-            panels.rows(torch.tensor(ids))
 
 
 def test_matrices_of_several_forms_give_their_outputs_side_by_side(threads):
@@ -404,16 +366,12 @@ def test_nothing_is_read_or_written_that_is_not_there(tmp_path, cpu):
 )
 def test_large_matrices_ask_for_large_pages():
     weight = torch.zeros(1 << 10, 1 << 10)
-    panels = Panels.of(weight)
-    lines, is_there = Path("/proc/self/smaps").read_text().splitlines(), False
-    for line in lines:
-        if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
-            begin, end = (int(number, 16) for number in found.groups())
-            is_there = begin <= panels.struct.panels < end
-        elif is_there and line.startswith("VmFlags"):
-            assert " hg" in line
-            return
-    raise AssertionError("the matrix is nowhere")
+    panels, found = Panels.of(weight), []
+    smaps = Path("/proc/self/smaps").read_text()
+    for begin, end, flags in re.findall(r"(?s)^(\w+)-(\w+) .*?^VmFlags: (.*?)$", smaps, re.M):
+        if int(begin, 16) <= panels.struct.panels < int(end, 16):
+            found += flags.split()
+    assert "hg" in found
 
 
 # ----------------------------------------------------------------------------------- chains
