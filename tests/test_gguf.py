@@ -36,7 +36,6 @@ from kernels.weights import Panels
 from models import catalogue, gguf_packed, loading, reference
 from models.gguf_file import BadFile, GgufFile
 from models.gguf_model import config_of, load_model, open_model, unpacked
-from models.gguf_packed import FORMS
 from models.gguf_tokenizer import tokenizer_of
 from serving import parsing, story
 
@@ -222,7 +221,6 @@ def test_a_type_that_gguf_cannot_unpack_is_named(tmp_path):
 
 # ------------------------------------------------------------------------- served as it is
 needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
-KINDS = [None, Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Q8_0, Kind.F16, Kind.BF16]
 
 
 def packed(path):
@@ -230,23 +228,6 @@ def packed(path):
     start.get_ready(None, "cpu", True)
     pair = [core.Options(dtype=dtype) for dtype in ("auto", "float32")]
     return [loading.load_pretrained(str(path), options).model for options in pair]
-
-
-@needs_compiler
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name if kind else "F32")
-def test_a_packed_model_has_the_file_s_numbers_in_transformers_order(tiny_folder, tmp_path, kind):
-    """Bit for bit, rows of queries and keys included."""
-    model, floats = packed(write_gguf(tiny_folder("llama"), tmp_path / "a.gguf", kind))
-    others = dict(floats.named_modules())
-    matrices = [(name, part) for name, part in model.named_modules() if hasattr(part, "panels")]
-    assert len(matrices) > 10
-    for name, part in matrices:
-        assert torch.equal(part.panels.unpacked(), others[name].weight), name
-        assert part.panels.form == (FORMS[kind.name] if kind else "FLOAT")
-    left = dict(model.named_parameters())
-    assert left and all(weight.dim() == 1 for weight in left.values())  # norms
-    for name, weight in left.items():
-        assert torch.equal(weight, floats.get_parameter(name)), name
 
 
 @needs_compiler
@@ -467,10 +448,8 @@ def asking(good, key, number):
     return good[:at] + number.to_bytes(4, "little") + good[at + 4 :]
 
 
-MORE = "and its header asks for"
 BROKEN = [  # a key of a good file, another number for it, and what is said
-    ("llama.embedding_length", 1 << 30, MORE),
-    ("llama.feed_forward_length", 1 << 30, MORE),
+    ("llama.embedding_length", 1 << 30, "and its header asks for"),
     ("llama.block_count", 1 << 31, "and 'llama.block_count' is 2147483648"),
     ("llama.block_count", 1, "has weights of block 1, and 'llama.block_count' is 1 (fetch it"),
     ("llama.feed_forward_length", 96, "weights, first model.layers.0.mlp.down_proj.weight: [32"),
@@ -679,11 +658,6 @@ def test_a_server_that_is_ended_meanwhile_leaves_nothing(tiny_entry, monkeypatch
     assert process.exitcode == 0 and kept() == []
 
 
-def test_a_pip_that_says_much_or_nothing_is_quoted_in_one_sentence():
-    assert "pip says 'no luck'; connect" in catalogue._reason("ERROR: no luck\nhint: try")
-    assert "no reason given" in catalogue._reason("")
-
-
 def test_a_folder_of_that_name_is_meant_if_it_is_a_model(tiny_entry, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()
@@ -729,15 +703,6 @@ def write_mixture(path, architecture, leave_out=""):
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_the_experts_of_a_mixture_are_served_as_they_are_in_the_file(tmp_path, architecture):
     path = write_mixture(tmp_path / "a.gguf", architecture)
-    model, floats = packed(path)
-    forms = set()
-    for name, part in floats.named_modules():
-        if hasattr(part, "gate_up_proj"):
-            matrices = model.get_submodule(name).matrices
-            for own, weight in zip(matrices, (part.gate_up_proj, part.down_proj), strict=True):
-                forms |= {panels.form for panels in own}
-                assert torch.equal(torch.stack([panels.unpacked() for panels in own]), weight)
-    assert forms == {"Q8"}
     engines = [load(model=path, dtype=dtype) for dtype in ("packed", "float32")]
     assert engines[0].target.fast.num_bytes < engines[1].target.fast.num_bytes / 2
     found, expected = (logits_of(each.target) for each in engines)
