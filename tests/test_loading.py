@@ -16,12 +16,13 @@ import pytest
 import speculative_decoding as core
 import torch
 from conftest import ROOT, TARGET
+from head_contract import changed, weights_changed
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from drafters.eagle3 import HeadConfig
-from kernels.files import read_folder, why_not_loaded
+from kernels.files import read_folder
 from models import catalogue, loading, reference, structure
 from models.loading import StartError
 from models.structure import FULL, UnsupportedModel, examine, window_of
@@ -42,17 +43,6 @@ def folder(tmp_path):
 
 def load(folder, drafter="ngram", **options):
     return core.load_engine(core.Options(model=str(folder), drafter=drafter, **options))
-
-
-def edit_weights(folder, edit):
-    weights = load_file(folder / "model.safetensors")
-    edit(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def edit_config(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def tokens(count):
@@ -90,7 +80,7 @@ def rename(weights):
 
 
 def test_a_renamed_tensor_is_missing(folder):
-    edit_weights(path := folder("llama"), rename)
+    weights_changed(rename)(path := folder("llama"))
     with pytest.raises(StartError) as error:
         load(path)
     assert str(error.value).endswith(
@@ -103,26 +93,17 @@ def test_a_renamed_tensor_is_missing(folder):
 def test_an_expert_of_another_size_is_named(folder):
     """transformers stacks the experts, and says what it could not stack in its log only."""
     path, expert = folder("mixtral"), "model.layers.1.block_sparse_moe.experts.3.w1.weight"
-    edit_weights(path, lambda weights: weights.update({expert: weights[expert][:-1].clone()}))
+    weights_changed(lambda weights: weights.update({expert: weights[expert][:-1].clone()}))(path)
     message = r"layers\.1\.mlp\.experts\.gate_up_proj: .*\[96, 64\].* \[95, 64\]"
     with pytest.raises(StartError, match=message):
         load(path)
-
-
-def test_a_weight_with_an_empty_report_is_passed_over():
-    def fail(loading_info):
-        raise OSError("not converted")
-
-    with pytest.raises(OSError) as caught:
-        fail(SimpleNamespace(conversion_errors={"a": "", "b": "\n"}))
-    assert why_not_loaded(caught.value) == "not converted"
 
 
 def test_tied_weights_are_not_missing_and_those_that_nobody_reads_are_told(folder, caplog):
     path = folder("gpt2")
     assert "lm_head.weight" not in load_file(path / "model.safetensors")
     assert load(path).target.num_weights and "not used" not in caplog.text
-    edit_config(path := folder("llama"), num_hidden_layers=3)
+    changed(path := folder("llama"), num_hidden_layers=3)
     load(path)
     assert "not used: 9 weights, first model.layers.3." in caplog.text
 
@@ -169,20 +150,19 @@ def test_no_weights_lie_in_a_mapped_file_unless_that_was_asked_for(tmp_path, ker
 )
 def test_weights_of_any_kind_are_read_into_memory(folder, name, dtype, pickled):
     path = folder(name, dtype=dtype)
-    weights = load_file(path / "model.safetensors")
-    weights = {key: weight.to(getattr(torch, dtype), copy=True) for key, weight in weights.items()}
+    file, kind = path / "model.safetensors", getattr(torch, dtype)
+    weights = {key: weight.to(kind, copy=True) for key, weight in load_file(file).items()}
     if pickled:
-        (path / "model.safetensors").unlink()
+        file.unlink()
         torch.save(weights, path / "pytorch_model.bin")
     else:
-        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    options = core.Options(str(path), dtype=dtype, allow_pickle=pickled)
-    model = loading.load_pretrained(str(path), options).model
-    assert not is_mapped(path) and model.dtype == getattr(torch, dtype)
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    assert (embedding is head) == (name == "gpt2")
-    kept = loading.load_pretrained(str(path), replace(options, mmap=True))
-    assert kept and is_mapped(path)
+        save_file(weights, file, metadata={"format": "pt"})
+    for mmap in (False, True):
+        options = core.Options(str(path), dtype=dtype, allow_pickle=pickled, mmap=mmap)
+        model = loading.load_pretrained(str(path), options).model
+        assert is_mapped(path) == mmap and model.dtype == kind
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        assert (embedding.weight is head.weight) == (name == "gpt2")
 
 
 @pytest.mark.parametrize("pickled", [False, True])
@@ -220,7 +200,7 @@ def test_an_index_names_files_of_its_own_folder_only(folder, tmp_path, pickled):
 def test_a_window_that_the_modules_ignore_is_none(folder, kernels):
     """Llama's do. Who has windows is seen by test_cache.py, and GPT-Neo by test_families.py."""
     path = folder("llama")
-    edit_config(path, sliding_window=24)
+    changed(path, sliding_window=24)
     assert set(load(path, kernels=kernels).target.windows.values()) == {None}
 
 
@@ -270,7 +250,7 @@ def test_longrope_s_factors_do_not_depend_on_neighbours(folder, name, extra, fix
     """
     path, text = folder(name, original_max_position_embeddings=64), tokens(60)
     rope = LONGROPE | extra
-    edit_config(path, rope_parameters=rope, original_max_position_embeddings=64)
+    changed(path, rope_parameters=rope, original_max_position_embeddings=64)
     alone = served_logits(engine := load(path, max_model_len=384), text)
     assert is_near(served_logits(engine, text, tokens(LONG)), alone)
     assert is_near(alone, plain_logits(path, text, rope_parameters=rope | fixed))
@@ -286,7 +266,7 @@ def test_longrope_s_factors_do_not_depend_on_neighbours(folder, name, extra, fix
 def test_dynamic_ntk_is_fixed_by_the_longest_text(folder):
     path, text, longest = folder("llama"), tokens(60), tokens(192)
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    edit_config(path, rope_parameters=rope, max_position_embeddings=96)
+    changed(path, rope_parameters=rope, max_position_embeddings=96)
     with pytest.raises(StartError, match="must be from 2 to 192"):
         load(path, max_model_len=193)
     short, engine = load(path), load(path, max_model_len=192)
@@ -350,10 +330,10 @@ def test_what_has_no_cache_or_gives_no_numbers_is_not_served(folder):
     with pytest.raises(StartError, match="has no KV cache in transformers"):
         load(folder("bert", is_decoder=False))
     path = folder("llama")
-    edit_weights(path, lambda weights: weights["model.norm.weight"].fill_(torch.nan))
+    weights_changed(lambda weights: weights["model.norm.weight"].fill_(torch.nan))(path)
     with pytest.raises(StartError, match="gives no numbers: are its weights damaged"):
         load(path)
-    edit_config(path, is_causal=False)
+    changed(path, is_causal=False)
     with pytest.raises(StartError, match="does not read a text from left to right"):
         load(path)
 
