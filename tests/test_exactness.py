@@ -217,35 +217,6 @@ def test_functions_compute_the_same_in_every_place(name, dtype, threads):
                 assert torch.equal(module(x[:rows]), alone[:rows])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_with_weights_and_short_ones_have_one_order(dtype):
-    """A router's parameter, experts one behind the other, and few terms: written out."""
-    random = torch.Generator().manual_seed(0)
-    model = nn.ParameterList(
-        nn.Parameter(torch.randn(shape, generator=random).to(dtype), requires_grad=False)
-        for shape in ((12, 70), (3, 70, 12))
-    )
-    router, experts = model
-    x = torch.randn(3, 41, 70, generator=random).to(dtype)
-    short = torch.randn(3, 41, 4, generator=random).to(dtype)
-    turns = torch.randn(3, 4, 5, generator=random).to(dtype)
-    functions = {
-        "linear": lambda rows: nn.functional.linear(x[0, rows], router),
-        "matmul": lambda rows: x[0, rows] @ router.T,
-        "bmm": lambda rows: torch.bmm(x[:, rows], experts).flatten(2).transpose(0, 1),
-        "short": lambda rows: torch.matmul(short[:, rows], turns).transpose(0, 1),
-    }
-    for name, function in functions.items():
-        expected = function(slice(None))
-        with (mode := RowWise(model)), torch.inference_mode():
-            whole = function(slice(None))
-            tolerance = 0.1 if dtype == torch.bfloat16 else 1e-4
-            torch.testing.assert_close(whole, expected, rtol=tolerance, atol=tolerance)
-            for rows in (slice(0, 1), slice(3, 9), slice(7, 41)):
-                assert torch.equal(function(rows), whole[rows]), name
-        assert not mode.unsteady
-
-
 TWO_FORMS = {
     "matmul": lambda x: x @ x.T,
     "einsum": lambda x: torch.einsum("nd,md->nm", x, x),

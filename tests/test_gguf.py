@@ -300,16 +300,20 @@ def test_a_file_is_compared_again_where_code_has_changed(tmp_path, monkeypatch):
 
 @needs_compiler
 def test_a_type_that_no_kernel_multiplies_is_named_and_unpacked(tmp_path, tiny_folder, caplog):
+    """Matrices of several types stand side by side in one product."""
     given, kind = random_blocks(64, 32, Kind.IQ4_NL), Kind.IQ4_NL
     given[:, :2] = np.array([0.001], np.float16).view(np.uint8)  # the scale of each row's block
-    folder, given_by_name = tiny_folder("llama"), {"blk.0.ffn_up.weight": (given, kind)}
-    path = write_gguf(folder, tmp_path / "a.gguf", Q8_0, given_by_name)
+    values = gguf.quantize(np.random.default_rng(0).normal(size=(16, 32)), Kind.Q5_0)
+    others = {"blk.0.ffn_up.weight": (given, kind), "blk.1.attn_v.weight": (values, Kind.Q5_0)}
+    path = write_gguf(tiny_folder("llama"), tmp_path / "a.gguf", Q8_0, others)
     with caplog.at_level(logging.INFO, "loading"):
         panels = packed(path)[0].model.layers[0].mlp.up_proj.panels
     assert "weights of type IQ4_NL are unpacked to bfloat16" in caplog.text
     expected = torch.from_numpy(gguf.dequantize(given, kind)).bfloat16().float()
     assert panels.form == "HALF" and torch.equal(panels.unpacked(), expected)
-    assert load(model=path).target.fast.is_compiled
+    fast = load(model=path).target.fast
+    forms = [panels.form for panels in fast.decoder.blocks[1].matrices["qkv"]]
+    assert fast.is_compiled and forms == ["Q8", "Q8", "Q5"]
 
 
 def test_only_a_file_can_be_served_as_it_is_and_it_has_no_smaller_self(tiny_folder, files):
