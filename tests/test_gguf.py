@@ -28,6 +28,7 @@ from gguf import GGMLQuantizationType as Kind
 from hypothesis import strategies as st
 from server import LIMIT_S, at_once, free_port
 from test_gguf_file import MANY, MUTATIONS, mutated, settled
+from test_kernels import needs_compiler
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from demo_models.heads import write_gguf as finish
@@ -220,16 +221,6 @@ def test_a_type_that_gguf_cannot_unpack_is_named(tmp_path):
 
 
 # ------------------------------------------------------------------------- served as it is
-needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
-
-
-def packed(path):
-    """The model of a file, its matrices in panels; and the same unpacked."""
-    start.get_ready(None, "cpu", True)
-    pair = [core.Options(dtype=dtype) for dtype in ("auto", "float32")]
-    return [loading.load_pretrained(str(path), options).model for options in pair]
-
-
 @needs_compiler
 def test_a_packed_block_that_differs_from_its_module_is_not_used(files, monkeypatch, tmp_path):
     """The modules then run by themselves, with the same panels, at the next start, too."""
@@ -307,11 +298,10 @@ def test_a_type_that_no_kernel_multiplies_is_named_and_unpacked(tmp_path, tiny_f
     others = {"blk.0.ffn_up.weight": (given, kind), "blk.1.attn_v.weight": (values, Kind.Q5_0)}
     path = write_gguf(tiny_folder("llama"), tmp_path / "a.gguf", Q8_0, others)
     with caplog.at_level(logging.INFO, "loading"):
-        panels = packed(path)[0].model.layers[0].mlp.up_proj.panels
+        fast = load(model=path).target.fast
     assert "weights of type IQ4_NL are unpacked to bfloat16" in caplog.text
     expected = torch.from_numpy(gguf.dequantize(given, kind)).bfloat16().float()
-    assert panels.form == "HALF" and torch.equal(panels.unpacked(), expected)
-    fast = load(model=path).target.fast
+    assert torch.equal(fast.decoder.blocks[0].matrices["up"][1].unpacked(), expected)
     forms = [panels.form for panels in fast.decoder.blocks[1].matrices["qkv"]]
     assert fast.is_compiled and forms == ["Q8", "Q8", "Q5"]
 
@@ -493,11 +483,13 @@ def test_a_broken_or_missing_draft_is_refused_before_its_target_is_read(
             load(model=files["q8_0"], draft_model=tmp_path / name)
 
 
+@needs_compiler
 def test_layers_of_an_mtp_head_behind_the_others_are_no_fault(tiny_folder, tmp_path):
     names = "blk.2.attn_norm.weight", "blk.2.nextn.enorm.weight"
     more = {name: np.ones(32, np.float32) for name in names}
     path = write_gguf(tiny_folder("llama"), tmp_path / "a.gguf", Q8_0, more=more)
-    assert all(model.config.num_hidden_layers == 2 for model in packed(path))
+    for dtype in ("packed", "float32"):
+        assert load(model=path, dtype=dtype).target.model.config.num_hidden_layers == 2
 
 
 @needs_compiler

@@ -11,7 +11,6 @@ import speculative_decoding as core
 import torch
 from conftest import HYBRIDS, assert_lossless, make_exact
 from exactness import assert_same_bits
-from families import save_small
 from test_eagle3 import new_head
 
 from kernels.start import speed_up
@@ -199,19 +198,6 @@ def test_what_does_not_go_with_recurrent_layers_is_refused(tiny_folder, family, 
     options = {k: str(tiny_folder(v)) if v == "lfm2" else v for k, v in options.items()}
     with pytest.raises(ValueError, match=message):
         core.assemble_engine(core.Options(model=str(tiny_folder(family)), **options))
-
-
-@pytest.mark.parametrize(
-    ("family", "message"),
-    [
-        ("jamba", "has recurrent layers of a kind that is not supported yet .JambaMambaMixer."),
-        ("inkling_text", "keeps several states in one layer"),
-    ],
-)
-def test_unknown_recurrent_layers_are_refused_by_name(tmp_path, family, message):
-    save_small(family, tmp_path)
-    with pytest.raises(ValueError, match=rf"\({family}\) {message}"):
-        core.load_model(str(tmp_path), core.Options())
 
 
 def test_closed_texts_give_their_memory_back(target):
