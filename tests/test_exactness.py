@@ -37,23 +37,24 @@ ODD = {  # widths that no vector divides
         "linear_num_value_heads": 6, "linear_key_head_dim": 20, "linear_value_head_dim": 36,
     },
 }  # fmt: skip
-LATER = [
-    pytest.param(model, dtype, 3, marks=pytest.mark.slow)
-    for model in ("gemma2", "gpt2", "qwen3_5_text")
-    for dtype in ("float32", "bfloat16")
-]
+EXACT = [  # model, type and threads
+    ("embedded", "float32", 1), ("embedded", "bfloat16", 2), ("llama", "float32", 2),
+    *((name, "bfloat16", 1) for name in ("llama", "qwen2", "gemma2", "gpt2", "opt", "gpt_oss")),
+    *(pytest.param(name, "float32", 3, marks=pytest.mark.slow) for name in ("gemma2", "gpt2")),
+    *(
+        pytest.param("qwen3_5_text", dtype, 4, marks=pytest.mark.slow)
+        for dtype in ("float32", "bfloat16")
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("model", "dtype", "count"),
-    [("embedded", "float32", 1), ("embedded", "bfloat16", 4), ("llama", "float32", 2), *LATER],
-)
+@pytest.mark.parametrize(("model", "dtype", "count"), EXACT)
 def test_what_is_said_to_be_exact_is(model, dtype, count, threads, tmp_path):
-    """The embedded models, and others of odd widths and with a large vocabulary."""
+    """The embedded models, and others; some have odd widths, one a large vocabulary."""
     threads(count)
-    if model in ODD:
+    if model != "embedded":
         length = {"n_positions" if model == "gpt2" else "max_position_embeddings": LONGEST + 20}
-        save_small(model, tmp_path, **ODD[model], **length)
+        save_small(model, tmp_path, **ODD.get(model, {}), **length)
         model = str(tmp_path)
     options = core.Options(model=model, dtype=dtype, drafter="ngram", max_running=8, fixed_k=True)
     target = core.load_engine(options).target
@@ -112,17 +113,6 @@ def test_all_this_holds_with_other_machines_kernels(environment):
         pytest.skip("not this CPU")
     command = [sys.executable, "-m", "pytest", "-n0", "-q", __file__]
     subprocess.run(command, cwd=ROOT, env=os.environ | environment, check=True, timeout=900)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gpt2", "opt", "gpt_oss"])
-def test_a_family_is_exact_in_bfloat16_or_says_that_it_is_not(family, tiny_folder):
-    """Those in float32 are seen by test_families.py."""
-    target = core.load_model(str(tiny_folder(family)), core.Options(dtype="bfloat16"))
-    speed_up(target)
-    if not make_exact(target):
-        assert target.report.doubt
-        return
-    assert_same_bits(target, 4, Random(5))
 
 
 # ------------------------------------------------------------------------- what is found at load
