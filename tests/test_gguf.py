@@ -654,6 +654,11 @@ def test_a_server_that_is_ended_meanwhile_leaves_nothing(tiny_entry, monkeypatch
     assert process.exitcode == 0 and kept() == []
 
 
+def test_a_pip_that_says_much_or_nothing_is_quoted_in_one_sentence():
+    assert "pip says 'no luck'; connect" in catalogue._reason("ERROR: no luck\nhint: try")
+    assert "no reason given" in catalogue._reason("")
+
+
 def test_a_folder_of_that_name_is_meant_if_it_is_a_model(tiny_entry, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").mkdir()

@@ -146,6 +146,14 @@ def test_a_cc_that_is_no_command_costs_nothing_but_a_line(monkeypatch, caplog):
     assert not library.is_used and "CC is no command: No closing quotation" in caplog.text
 
 
+@pytest.mark.slow
+def test_a_compiler_of_cpp_compiles_the_kernels(tmp_path, monkeypatch):
+    monkeypatch.setattr(library, "_library", None)
+    monkeypatch.setenv("CC", "g++")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert library.load() and len(list(tmp_path.rglob("*.so"))) == 1
+
+
 def test_a_folder_where_others_may_write_is_not_run_from(tmp_path, monkeypatch):
     monkeypatch.setattr(library, "_library", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

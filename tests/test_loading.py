@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from drafters.eagle3 import HeadConfig
-from kernels.files import read_folder
+from kernels.files import read_folder, why_not_loaded
 from models import catalogue, loading, reference, structure
 from models.loading import StartError
 from models.structure import FULL, UnsupportedModel, examine, window_of
@@ -97,6 +97,15 @@ def test_what_cannot_be_served_is_refused_with_the_reason(folder, family, edit, 
     edit(path := folder(family))
     with pytest.raises(ValueError, match=message):  # as a StartError is
         load(path)
+
+
+def test_a_weight_with_an_empty_report_is_passed_over():
+    def fail(loading_info):
+        raise OSError("not converted")
+
+    with pytest.raises(OSError) as caught:
+        fail(SimpleNamespace(conversion_errors={"a": "", "b": "\n"}))
+    assert why_not_loaded(caught.value) == "not converted"
 
 
 def test_tied_weights_are_not_missing_and_those_that_nobody_reads_are_told(folder, caplog):
