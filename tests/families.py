@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 from conftest import ROOT, TARGET, core
-from exactness import compare_forwards
+from exactness import assert_same_bits
+from test_batching import together
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-from serving import faults
 
 DOCUMENT = ROOT / "docs" / "families.txt"
 KINDS = EXACT, RIGHT, REFUSED, UNBUILT = "exact", "right, not exact", "refused", "not built"
@@ -156,16 +155,9 @@ def expected_texts(folder: Any, given: list[list[int]], use_cache: bool = True) 
 
 def served_texts(engine: Any, requests: list[Any]) -> list[list[int]]:
     """What the server writes for requests that run side by side."""
-    engine.eos_ids = set()
-    sequences = [engine.open(request) for request in requests]
-    try:
-        while running := [s for s in sequences if s.finish_reason is None]:
-            faults.step(engine, running)
-        assert not any(s.failure for s in sequences)
-        return [s.output for s in sequences]
-    finally:
-        for sequence in sequences:
-            engine.close(sequence)
+    engine.eos_ids, sequences = set(), together(engine, requests)
+    assert not any(s.failure for s in sequences)
+    return [s.output for s in sequences]
 
 
 def outcome_of(name: str, folder: Path) -> Outcome:
@@ -196,8 +188,7 @@ def outcome_of(name: str, folder: Path) -> Outcome:
     assert served == [texts] * 3, f"{name} writes other texts than transformers"
     if not engine.target.report.is_exact:
         return Outcome(RIGHT, remark)
-    compared, differing = compare_forwards(engine.target, 4, Random(3))
-    assert compared and not differing, f"{name} claims to be exact and is not"
+    assert_same_bits(engine.target, 4, Random(3))
     return Outcome(EXACT, remark)
 
 

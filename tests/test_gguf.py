@@ -28,6 +28,7 @@ from gguf import GGMLQuantizationType as Kind
 from hypothesis import strategies as st
 from server import LIMIT_S, at_once, free_port
 from test_gguf_file import MANY, MUTATIONS, mutated, settled
+from test_kernels import needs_compiler
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from demo_models.heads import write_gguf as finish
@@ -36,7 +37,6 @@ from kernels.weights import Panels
 from models import catalogue, gguf_packed, loading, reference
 from models.gguf_file import BadFile, GgufFile
 from models.gguf_model import config_of, load_model, open_model, unpacked
-from models.gguf_packed import FORMS
 from models.gguf_tokenizer import tokenizer_of
 from serving import parsing, story
 
@@ -221,34 +221,6 @@ def test_a_type_that_gguf_cannot_unpack_is_named(tmp_path):
 
 
 # ------------------------------------------------------------------------- served as it is
-needs_compiler = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
-KINDS = [None, Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Q8_0, Kind.F16, Kind.BF16]
-
-
-def packed(path):
-    """The model of a file, its matrices in panels; and the same unpacked."""
-    start.get_ready(None, "cpu", True)
-    pair = [core.Options(dtype=dtype) for dtype in ("auto", "float32")]
-    return [loading.load_pretrained(str(path), options).model for options in pair]
-
-
-@needs_compiler
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name if kind else "F32")
-def test_a_packed_model_has_the_file_s_numbers_in_transformers_order(tiny_folder, tmp_path, kind):
-    """Bit for bit, rows of queries and keys included."""
-    model, floats = packed(write_gguf(tiny_folder("llama"), tmp_path / "a.gguf", kind))
-    others = dict(floats.named_modules())
-    matrices = [(name, part) for name, part in model.named_modules() if hasattr(part, "panels")]
-    assert len(matrices) > 10
-    for name, part in matrices:
-        assert torch.equal(part.panels.unpacked(), others[name].weight), name
-        assert part.panels.form == (FORMS[kind.name] if kind else "FLOAT")
-    left = dict(model.named_parameters())
-    assert left and all(weight.dim() == 1 for weight in left.values())  # norms
-    for name, weight in left.items():
-        assert torch.equal(weight, floats.get_parameter(name)), name
-
-
 @needs_compiler
 def test_a_packed_block_that_differs_from_its_module_is_not_used(files, monkeypatch, tmp_path):
     """The modules then run by themselves, with the same panels, at the next start, too."""
@@ -319,16 +291,19 @@ def test_a_file_is_compared_again_where_code_has_changed(tmp_path, monkeypatch):
 
 @needs_compiler
 def test_a_type_that_no_kernel_multiplies_is_named_and_unpacked(tmp_path, tiny_folder, caplog):
+    """Matrices of several types stand side by side in one product."""
     given, kind = random_blocks(64, 32, Kind.IQ4_NL), Kind.IQ4_NL
     given[:, :2] = np.array([0.001], np.float16).view(np.uint8)  # the scale of each row's block
-    folder, given_by_name = tiny_folder("llama"), {"blk.0.ffn_up.weight": (given, kind)}
-    path = write_gguf(folder, tmp_path / "a.gguf", Q8_0, given_by_name)
+    values = gguf.quantize(np.random.default_rng(0).normal(size=(16, 32)), Kind.Q5_0)
+    others = {"blk.0.ffn_up.weight": (given, kind), "blk.1.attn_v.weight": (values, Kind.Q5_0)}
+    path = write_gguf(tiny_folder("llama"), tmp_path / "a.gguf", Q8_0, others)
     with caplog.at_level(logging.INFO, "loading"):
-        panels = packed(path)[0].model.layers[0].mlp.up_proj.panels
+        fast = load(model=path).target.fast
     assert "weights of type IQ4_NL are unpacked to bfloat16" in caplog.text
     expected = torch.from_numpy(gguf.dequantize(given, kind)).bfloat16().float()
-    assert panels.form == "HALF" and torch.equal(panels.unpacked(), expected)
-    assert load(model=path).target.fast.is_compiled
+    assert torch.equal(fast.decoder.blocks[0].matrices["up"][1].unpacked(), expected)
+    forms = [panels.form for panels in fast.decoder.blocks[1].matrices["qkv"]]
+    assert fast.is_compiled and forms == ["Q8", "Q8", "Q5"]
 
 
 def test_only_a_file_can_be_served_as_it_is_and_it_has_no_smaller_self(tiny_folder, files):
@@ -467,10 +442,8 @@ def asking(good, key, number):
     return good[:at] + number.to_bytes(4, "little") + good[at + 4 :]
 
 
-MORE = "and its header asks for"
 BROKEN = [  # a key of a good file, another number for it, and what is said
-    ("llama.embedding_length", 1 << 30, MORE),
-    ("llama.feed_forward_length", 1 << 30, MORE),
+    ("llama.embedding_length", 1 << 30, "and its header asks for"),
     ("llama.block_count", 1 << 31, "and 'llama.block_count' is 2147483648"),
     ("llama.block_count", 1, "has weights of block 1, and 'llama.block_count' is 1 (fetch it"),
     ("llama.feed_forward_length", 96, "weights, first model.layers.0.mlp.down_proj.weight: [32"),
@@ -510,11 +483,13 @@ def test_a_broken_or_missing_draft_is_refused_before_its_target_is_read(
             load(model=files["q8_0"], draft_model=tmp_path / name)
 
 
+@needs_compiler
 def test_layers_of_an_mtp_head_behind_the_others_are_no_fault(tiny_folder, tmp_path):
     names = "blk.2.attn_norm.weight", "blk.2.nextn.enorm.weight"
     more = {name: np.ones(32, np.float32) for name in names}
     path = write_gguf(tiny_folder("llama"), tmp_path / "a.gguf", Q8_0, more=more)
-    assert all(model.config.num_hidden_layers == 2 for model in packed(path))
+    for dtype in ("packed", "float32"):
+        assert load(model=path, dtype=dtype).target.model.config.num_hidden_layers == 2
 
 
 @needs_compiler
@@ -729,15 +704,6 @@ def write_mixture(path, architecture, leave_out=""):
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_the_experts_of_a_mixture_are_served_as_they_are_in_the_file(tmp_path, architecture):
     path = write_mixture(tmp_path / "a.gguf", architecture)
-    model, floats = packed(path)
-    forms = set()
-    for name, part in floats.named_modules():
-        if hasattr(part, "gate_up_proj"):
-            matrices = model.get_submodule(name).matrices
-            for own, weight in zip(matrices, (part.gate_up_proj, part.down_proj), strict=True):
-                forms |= {panels.form for panels in own}
-                assert torch.equal(torch.stack([panels.unpacked() for panels in own]), weight)
-    assert forms == {"Q8"}
     engines = [load(model=path, dtype=dtype) for dtype in ("packed", "float32")]
     assert engines[0].target.fast.num_bytes < engines[1].target.fast.num_bytes / 2
     found, expected = (logits_of(each.target) for each in engines)

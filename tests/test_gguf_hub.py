@@ -10,7 +10,8 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 import huggingface_hub.constants
 import pytest
 import speculative_decoding as core
-from test_gguf import Q4_0, Q8_0, needs_compiler, write_gguf
+from test_gguf import Q4_0, Q8_0, write_gguf
+from test_kernels import needs_compiler
 
 from models import catalogue, gguf_hub, loading
 from models.gguf_file import BadFile

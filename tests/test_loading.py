@@ -16,6 +16,7 @@ import pytest
 import speculative_decoding as core
 import torch
 from conftest import ROOT, TARGET
+from head_contract import changed, holding, saying, weights_changed
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -42,17 +43,6 @@ def folder(tmp_path):
 
 def load(folder, drafter="ngram", **options):
     return core.load_engine(core.Options(model=str(folder), drafter=drafter, **options))
-
-
-def edit_weights(folder, edit):
-    weights = load_file(folder / "model.safetensors")
-    edit(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def edit_config(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def tokens(count):
@@ -84,28 +74,28 @@ def is_near(actual, expected):
     return bool(torch.allclose(actual, expected, rtol=1e-3, atol=1e-3))
 
 
-# ----------------------------------------------------------------------------------- weights
-def rename(weights):
-    weights["model.layers.1.mlp.up.weight"] = weights.pop("model.layers.1.mlp.up_proj.weight")
+# ----------------------------------------------------------------------------------- refused
+UP, EXPERT = "model.layers.1.mlp.up", "model.layers.1.block_sparse_moe.experts.3.w1.weight"
+REFUSED = [  # a family, an edit of its folder or none, and what is said
+    ("llama", weights_changed(lambda w: w.update({f"{UP}.weight": w.pop(f"{UP}_proj.weight")})),
+     f"llama lacks 1 of the weights that its config.json asks for, first {UP}_proj.weight "
+     f".not used: 1 in the file, first {UP}.weight.$"),
+    # transformers stacks the experts, and says what it could not stack in its log only.
+    ("mixtral", holding(EXPERT, lambda w: w[EXPERT][:-1]),
+     r"layers\.1\.mlp\.experts\.gate_up_proj: .*\[96, 64\].* \[95, 64\]"),
+    ("llama", holding("model.norm.weight", lambda w: w["model.norm.weight"] * torch.nan),
+     "gives no numbers: are its weights damaged"),
+    ("llama", saying(is_causal=False), "does not read a text from left to right"),
+    ("bert", saying(is_decoder=False), "has no KV cache in transformers"),
+    ("jamba", saying(), r"\(jamba\) has recurrent layers of a kind that .* .JambaMambaMixer."),
+    ("inkling_text", saying(), r"\(inkling_text\) keeps several states in one layer"),
+]  # fmt: skip
 
 
-def test_a_renamed_tensor_is_missing(folder):
-    edit_weights(path := folder("llama"), rename)
-    with pytest.raises(StartError) as error:
-        load(path)
-    assert str(error.value).endswith(
-        "llama lacks 1 of the weights that its config.json asks for, first "
-        "model.layers.1.mlp.up_proj.weight (not used: 1 in the file, first "
-        "model.layers.1.mlp.up.weight)"
-    )
-
-
-def test_an_expert_of_another_size_is_named(folder):
-    """transformers stacks the experts, and says what it could not stack in its log only."""
-    path, expert = folder("mixtral"), "model.layers.1.block_sparse_moe.experts.3.w1.weight"
-    edit_weights(path, lambda weights: weights.update({expert: weights[expert][:-1].clone()}))
-    message = r"layers\.1\.mlp\.experts\.gate_up_proj: .*\[96, 64\].* \[95, 64\]"
-    with pytest.raises(StartError, match=message):
+@pytest.mark.parametrize(("family", "edit", "message"), REFUSED)
+def test_what_cannot_be_served_is_refused_with_the_reason(folder, family, edit, message):
+    edit(path := folder(family))
+    with pytest.raises(ValueError, match=message):  # as a StartError is
         load(path)
 
 
@@ -122,7 +112,7 @@ def test_tied_weights_are_not_missing_and_those_that_nobody_reads_are_told(folde
     path = folder("gpt2")
     assert "lm_head.weight" not in load_file(path / "model.safetensors")
     assert load(path).target.num_weights and "not used" not in caplog.text
-    edit_config(path := folder("llama"), num_hidden_layers=3)
+    changed(path := folder("llama"), num_hidden_layers=3)
     load(path)
     assert "not used: 9 weights, first model.layers.3." in caplog.text
 
@@ -169,20 +159,19 @@ def test_no_weights_lie_in_a_mapped_file_unless_that_was_asked_for(tmp_path, ker
 )
 def test_weights_of_any_kind_are_read_into_memory(folder, name, dtype, pickled):
     path = folder(name, dtype=dtype)
-    weights = load_file(path / "model.safetensors")
-    weights = {key: weight.to(getattr(torch, dtype), copy=True) for key, weight in weights.items()}
+    file, kind = path / "model.safetensors", getattr(torch, dtype)
+    weights = {key: weight.to(kind, copy=True) for key, weight in load_file(file).items()}
     if pickled:
-        (path / "model.safetensors").unlink()
+        file.unlink()
         torch.save(weights, path / "pytorch_model.bin")
     else:
-        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    options = core.Options(str(path), dtype=dtype, allow_pickle=pickled)
-    model = loading.load_pretrained(str(path), options).model
-    assert not is_mapped(path) and model.dtype == getattr(torch, dtype)
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    assert (embedding is head) == (name == "gpt2")
-    kept = loading.load_pretrained(str(path), replace(options, mmap=True))
-    assert kept and is_mapped(path)
+        save_file(weights, file, metadata={"format": "pt"})
+    for mmap in (False, True):
+        options = core.Options(str(path), dtype=dtype, allow_pickle=pickled, mmap=mmap)
+        model = loading.load_pretrained(str(path), options).model
+        assert is_mapped(path) == mmap and model.dtype == kind
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        assert (embedding.weight is head.weight) == (name == "gpt2")
 
 
 @pytest.mark.parametrize("pickled", [False, True])
@@ -220,7 +209,7 @@ def test_an_index_names_files_of_its_own_folder_only(folder, tmp_path, pickled):
 def test_a_window_that_the_modules_ignore_is_none(folder, kernels):
     """Llama's do. Who has windows is seen by test_cache.py, and GPT-Neo by test_families.py."""
     path = folder("llama")
-    edit_config(path, sliding_window=24)
+    changed(path, sliding_window=24)
     assert set(load(path, kernels=kernels).target.windows.values()) == {None}
 
 
@@ -270,7 +259,7 @@ def test_longrope_s_factors_do_not_depend_on_neighbours(folder, name, extra, fix
     """
     path, text = folder(name, original_max_position_embeddings=64), tokens(60)
     rope = LONGROPE | extra
-    edit_config(path, rope_parameters=rope, original_max_position_embeddings=64)
+    changed(path, rope_parameters=rope, original_max_position_embeddings=64)
     alone = served_logits(engine := load(path, max_model_len=384), text)
     assert is_near(served_logits(engine, text, tokens(LONG)), alone)
     assert is_near(alone, plain_logits(path, text, rope_parameters=rope | fixed))
@@ -286,7 +275,7 @@ def test_longrope_s_factors_do_not_depend_on_neighbours(folder, name, extra, fix
 def test_dynamic_ntk_is_fixed_by_the_longest_text(folder):
     path, text, longest = folder("llama"), tokens(60), tokens(192)
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    edit_config(path, rope_parameters=rope, max_position_embeddings=96)
+    changed(path, rope_parameters=rope, max_position_embeddings=96)
     with pytest.raises(StartError, match="must be from 2 to 192"):
         load(path, max_model_len=193)
     short, engine = load(path), load(path, max_model_len=192)
@@ -344,18 +333,6 @@ def test_a_forward_that_fails_is_told_in_a_sentence(folder, monkeypatch):
         said = rf"\(llama\) cannot be run .*ZeroDivisionError: division by zero{hint}$"
         with pytest.raises(StartError, match=said):
             load(path, kernels=kernels)
-
-
-def test_what_has_no_cache_or_gives_no_numbers_is_not_served(folder):
-    with pytest.raises(StartError, match="has no KV cache in transformers"):
-        load(folder("bert", is_decoder=False))
-    path = folder("llama")
-    edit_weights(path, lambda weights: weights["model.norm.weight"].fill_(torch.nan))
-    with pytest.raises(StartError, match="gives no numbers: are its weights damaged"):
-        load(path)
-    edit_config(path, is_causal=False)
-    with pytest.raises(StartError, match="does not read a text from left to right"):
-        load(path)
 
 
 def test_short_contexts_are_compared_too(folder):

@@ -5,6 +5,7 @@ import pytest
 import speculative_decoding as core
 import torch
 from conftest import WAYS, run
+from test_batching import finish
 
 from kernels.prefix import PrefixCache
 from serving import answers, metrics
@@ -156,10 +157,7 @@ def test_requests_that_run_together_share_what_the_first_one_read(engine):
         engine.step([one])
     other = engine.open(core.Request(SECOND, 8))
     assert other.seat.num_cached == MOST
-    while running := [s for s in (one, other) if s.finish_reason is None]:
-        engine.step(running)
-    for s in (one, other):
-        engine.close(s)
+    for s in finish(engine, [one, other]):
         assert s.output == core.plain_decode(engine.target, s.request.prompt, 8, engine.eos_ids)
 
 
