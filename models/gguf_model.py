@@ -109,7 +109,6 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
     return config
 
 
-@own_pages()
 def load_model(
     file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -202,7 +201,8 @@ def _by_tables(file: GgufFile, model: PreTrainedModel, dtype: torch.dtype) -> We
         with turn:
             name, weights = tables.process(tensor, weights, collected)
         if name:
-            collected[name] = torch.tensor(weights, dtype=dtype)
+            with own_pages():
+                collected[name] = torch.tensor(weights, dtype=dtype)
 
     all_at_once(collect, file)
     return collected
@@ -233,7 +233,8 @@ def _by_transforms(file: GgufFile, model: PreTrainedModel, dtype: torch.dtype) -
 
 def unpacked(file: GgufFile, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A tensor's weights as floats. Raises BadFile for a type that gguf cannot unpack."""
-    given = torch.empty(tensor.shape, dtype=dtype)
+    with own_pages():
+        given = torch.empty(tensor.shape, dtype=dtype)
     rows = given.view(-1, tensor.shape[-1])
     step = max(1, _PIECE // tensor.shape[-1])
     for begin in range(0, len(rows), step):
