@@ -3,7 +3,7 @@
 import ctypes
 import json
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ def read_folder(name: str, allow_pickle: bool) -> tuple[dict[str, Any], dict[str
         return content, load_file(whole)
     if index is not None:
         parts = set(json.loads(Path(index).read_text("utf-8"))["weight_map"].values())
+        if wrong := outside(parts):
+            raise ValueError(f"{SAFE_WEIGHTS_INDEX_NAME} names {wrong}, outside its folder")
         files = [load_file(cached_file(name, part)) for part in sorted(parts)]
         return content, {key: weight for file in files for key, weight in file.items()}
     if allow_pickle:
@@ -42,6 +44,12 @@ def read_folder(name: str, allow_pickle: bool) -> tuple[dict[str, Any], dict[str
     raise ValueError(
         f"it has no {FILE} (a {_PICKLED} can run code, and is loaded with --allow-pickle only)"
     )
+
+
+def outside(files: Iterable[str]) -> str | None:
+    """The first of these names that leads out of a folder. (It may be a link, as the hub has.)"""
+    paths = map(Path, files)
+    return next((str(path) for path in paths if path.is_absolute() or ".." in path.parts), None)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.modeling_utils import PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
 
-from kernels.files import own_pages, own_weights, why_not_loaded
+from kernels.files import outside, own_pages, own_weights, why_not_loaded
 from messages import in_short
 
 from . import StartError, gguf_packed, mimo  # noqa: F401  (transformers then knows MiMo)
@@ -203,7 +203,7 @@ def _check_folder(name: str) -> None:
 def check_indexes(name: str, config: PreTrainedConfig, options: ModelOptions) -> None:
     """Raises StartError if an index of shards names a file outside the model's folder.
 
-    transformers would open that file. A name inside may be a link, as it is in the hub's cache.
+    transformers would open that file.
     """
     pickled = WEIGHTS_INDEX_NAME if options.allow_pickle else None
     for index in (SAFE_WEIGHTS_INDEX_NAME, pickled, getattr(config, "transformers_weights", None)):
@@ -215,10 +215,9 @@ def check_indexes(name: str, config: PreTrainedConfig, options: ModelOptions) ->
         with _told(name, f"{index}, which needs a weight_map and metadata: ", options):
             content = json.loads(Path(file).read_text("utf-8"))
             content["metadata"].items()  # transformers asks for it
-            shards = [Path(shard) for shard in content["weight_map"].values()]
-        for shard in shards:
-            if shard.is_absolute() or ".." in shard.parts:
-                raise StartError(f"{index} of {name} names {shard}, which is outside its folder")
+            wrong = outside(content["weight_map"].values())
+        if wrong:
+            raise StartError(f"{index} of {name} names {wrong}, which is outside its folder")
 
 
 def check_files(name: str, options: ModelOptions) -> None:
