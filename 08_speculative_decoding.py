@@ -384,7 +384,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------------------------- sequence
 class Sequence:
-    """A request under way: tokens, cache row, text, statistics; its seat: drafters' states."""
+    """A request under way: tokens, row, text, statistics, and a seat with its drafters' states."""
 
     def __init__(self, request: Request, row: int, tokenizer: Tokenizer) -> None:
         self.request, self.row, self.tokenizer = request, row, tokenizer
@@ -480,7 +480,7 @@ class Engine:
         s = self.open(request)
         try:
             while s.finish_reason is None:
-                for cycle in faults.step(self, [s]).values():  # our step, tried twice
+                for cycle in faults.step(self, [s]).values():  # our step, with second tries
                     yield s, cycle
             if s.failure:
                 raise s.failure
