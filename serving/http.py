@@ -208,9 +208,11 @@ def register_errors(app: Flask) -> None:
     @app.errorhandler(HTTPException)
     def refuse_http(error: HTTPException) -> tuple[Json, int, dict[str, str]]:
         """Answer what Flask refuses: an unknown path, a wrong method, a body that is too large."""
-        status = error.code or 500
+        status, what = error.code or 500, error.description or error.name
         g.error, allowed = error.name, getattr(error, "valid_methods", None)
-        body = RequestError(error.description or error.name, status=status).body()
+        if allowed:
+            what = f"{request.path[:80]} needs {' or '.join({*allowed} - {'HEAD', 'OPTIONS'})}"
+        body = RequestError(what, status=status).body()
         return body, status, {"Allow": ", ".join(allowed)} if allowed else {}
 
     @app.errorhandler(Exception)

@@ -162,7 +162,8 @@ def parse_fields(
         if not isinstance(given["drafter"], str) or given["drafter"] not in (*drafters, PLAIN):
             choices = ", ".join(sorted([*drafters, PLAIN]))
             raise RequestError(
-                f"unknown drafter {_shown(given['drafter'])}; choose: {choices}", param="drafter"
+                f"there is no drafter {_shown(given['drafter'])} here; choose: {choices}",
+                param="drafter",
             )
         fields["drafter"] = given["drafter"]
     if not fields.pop("speculative", True) or fields["drafter"] == PLAIN:

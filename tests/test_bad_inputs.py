@@ -112,6 +112,7 @@ def test_a_wrong_path_or_method_is_a_json_error(client, method, path, wanted):
     answer = client.open(path, method=method)
     assert answer.status_code == wanted and answer.mimetype == "application/json"
     assert is_error(answer.data) and (wanted == 405) == ("Allow" in answer.headers)
+    assert (wanted == 405) == (b" needs " in answer.data)
 
 
 PROMPTS = ["", None, 5, [], [True], [-1], [4096], [2**70], [1.0], {"text": "a"}, "\ud800",
