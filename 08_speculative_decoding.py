@@ -70,8 +70,7 @@ from serving.worker import Worker, warm_up
 class Place:
     """Where a pass's tokens go: counts[b] tokens of text b, to slot slots[b] of the cache.
 
-    They are [B, T]: B texts, T tokens of the longest. Shorter ones are padded on the left. Pads are
-    never written to the cache.
+    They are [B, T], where shorter texts are padded on the left. Pads are never written there.
     """
 
     slots: list[int]
