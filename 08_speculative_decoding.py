@@ -336,7 +336,7 @@ def verify(draft: Draft, own: Callable[[int, int], int]) -> tuple[list[Judgement
     judged, way, node = list[Judgement](), list[int](), -1
     while True:
         chosen, children = own(node, len(way)), draft.children(node)
-        node = next((child for child in children if draft.tokens[child] == chosen), -1)  # or none
+        node = next((child for child in children if draft.tokens[child] == chosen), -1)  # -1: none
         if node < 0:
             break
         judged.append(Judgement(chosen, "accepted"))
@@ -351,9 +351,9 @@ def verify_by_rejection(draft: Draft, p: Tensor, noise: Noise, position: int) ->
     """Rejection sampling, the classical rule: the output is distributed exactly as p.
 
     p [n + 1, V] is the target's distribution after pending, d1, …, dn. A drafted token is accepted
-    if u < p / q, or u q < p. The first rejected token is replaced by one drawn from
-    norm(max(0, p - q)). If none was rejected, a bonus token is drawn from the last row. A token x
-    has the chance q(x) min(1, p(x) / q(x)) + (1 - Σ min(p, q)) norm(max(0, p - q))(x) = p(x).
+    if u < p / q. The first rejected token is replaced by one drawn from norm(max(0, p - q)). If
+    none was rejected, a bonus token is drawn from the last row. The chance of a token x is then
+    q(x) min(1, p(x) / q(x)) + (1 - Σ min(p, q)) norm(max(0, p - q))(x) = p(x), whatever q is.
     No rule accepts more often: the chance is Σ min(p, q). But the text depends on the drafts.
     """
     judged = []

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from http import HTTPStatus
 from ipaddress import ip_address
 from typing import Any, NoReturn
 
@@ -202,16 +201,16 @@ def register_errors(app: Flask) -> None:
     def refuse(error: RequestError) -> tuple[Json, int, dict[str, str]]:
         headers = {"Retry-After": "1"} if error.status in (429, 503) else {}
         headers |= {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
-        g.error = error.code or error.param or HTTPStatus(error.status).phrase
+        g.error = error.code or error.param
         return error.body(), error.status, headers
 
     @app.errorhandler(HTTPException)
     def refuse_http(error: HTTPException) -> tuple[Json, int, dict[str, str]]:
         """Answer what Flask refuses: an unknown path, a wrong method, a body that is too large."""
         status, what = error.code or 500, error.description or error.name
-        g.error, allowed = error.name, getattr(error, "valid_methods", None)
-        if allowed:
-            what = f"{request.path[:80]} needs {' or '.join({*allowed} - {'HEAD', 'OPTIONS'})}"
+        if allowed := getattr(error, "valid_methods", None):
+            needed = sorted({*allowed} - {"HEAD", "OPTIONS"})
+            what = f"{request.path[:80]} needs {' or '.join(needed)}"
         body = RequestError(what, status=status).body()
         return body, status, {"Allow": ", ".join(allowed)} if allowed else {}
 
@@ -318,8 +317,7 @@ def _loaded(load: Callable[[], Flask], flush_log: Callable[[], bool]) -> Flask:
         flush_log()
     gc.collect()
     gc.freeze()  # what is loaded stays: looking through it for garbage would hold up all for 0.3 s
-    with suppress(OSError, AttributeError):  # elsewhere than on Linux with glibc
-        ctypes.CDLL(None).malloc_trim(0)  # what only loading needed goes back to the system
+    _ask_glibc("malloc_trim", 0)  # what only loading needed goes back to the system
     return app
 
 
@@ -328,8 +326,13 @@ def share_memory() -> None:
 
     With a place for each thread, as glibc has it, memory grows for ten thousands of requests.
     """
-    with suppress(OSError, AttributeError, TypeError):  # elsewhere than on Linux with glibc
-        ctypes.CDLL(None).mallopt(-8, 2)  # M_ARENA_MAX
+    _ask_glibc("mallopt", -8, 2)  # M_ARENA_MAX
+
+
+def _ask_glibc(function: str, *given: int) -> None:
+    """Call a function of glibc's memory; elsewhere than on Linux with glibc there is none."""
+    with suppress(OSError, AttributeError, TypeError):
+        getattr(ctypes.CDLL(None), function)(*given)
 
 
 def handle_signals(stop: Callable[..., None]) -> None:

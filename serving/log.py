@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
+from http.client import responses
 from logging.handlers import QueueHandler, QueueListener
 from typing import Any
 
@@ -136,6 +137,8 @@ def _write(head: Json, error: str | None, jobs: list[Job], arrived: float, with_
             error = error or getattr(failure, "code", None) or type(failure).__name__
         if with_text and s:
             line |= {"prompt": s.tokenizer.decode(s.request.prompt), "text": s.text.text}
+    if error is None and head["status"] >= 400:
+        error = responses.get(head["status"])  # none of 499
     if error:
         line["error"] = error
     LOG.info(line | {"ms": _ms(time.monotonic() - arrived)})
