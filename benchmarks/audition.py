@@ -122,6 +122,8 @@ def parser() -> argparse.ArgumentParser:
 
 def load(given: argparse.Namespace) -> tuple[Engine, Kinds]:
     """The engine of these models, and the prompts for it. Raises ValueError and RequestError."""
+    if given.raw and not given.prompts:
+        raise ValueError("--raw goes with --prompts")
     texts = prompts_of(given.prompts) if given.prompts else {}
     models = {name: getattr(given, name) for name in LOADED}
     common = {"drafter": bench.AUTO, "num_speculative_tokens": given.k, "max_running": 1}

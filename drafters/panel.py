@@ -7,6 +7,7 @@ After such a fault its request goes on without that drafter, and the answer stay
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -115,7 +116,7 @@ class Panel:
                 "--drafter tree needs two drafters, and forwards in C of a model without recurrent "
                 "layers"
             )
-        self.num_failures = 0
+        self.failures: Counter[str] = Counter()  # of each drafter
         # Of the last `propose`, by who drafted: steps by request (as a rule tokens), and ms.
         self.spent: dict[str, tuple[list[int], float]] = {}
 
@@ -361,7 +362,7 @@ class Panel:
 
     def _lose(self, seat: Seat, name: str, method: str, error: Exception) -> None:
         """The request goes on without this drafter; the log has the traceback."""
-        self.num_failures += 1
+        self.failures[name] += 1
         LOG.warning("drafter %s failed: %s", name, in_short(error), exc_info=error)
         self._close(seat, name)
         what = f"drafter {name} failed ({in_short(error)}){self._where(name, method, error)}"

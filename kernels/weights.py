@@ -155,6 +155,9 @@ class ShownWeight:
     def __len__(self) -> int:
         return self.shape[0]
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"its code computes with a weight itself (.{name}), which is packed")
+
 
 class PanelLinear(nn.Module):
     """What a linear layer becomes: its weight lies in panels."""

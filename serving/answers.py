@@ -200,8 +200,8 @@ def health(engine: Engine, worker: Worker, options: Options) -> Json:
 
 def _warnings(engine: Engine) -> list[str]:
     warnings, num_faults = [], engine.totals.num_faults
-    if count := engine.panel.num_failures:
-        warnings.append(f"{count} times a drafter failed, and its request went on without it")
+    for name, count in dict(engine.panel.failures).items():
+        warnings.append(f"{count} times {name} failed, and its request went on without it")
     if num_faults:
         warnings.append(f"{num_faults} forwards of the target failed and were tried again")
     for name, statistics in engine.totals.by_drafter.items():

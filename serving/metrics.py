@@ -65,7 +65,7 @@ def figures_of(engine: Engine) -> Figures:
         "generation_tokens": total.completion_tokens,
         "target_passes": total.target_passes,
         "requests": total.prefills,
-        "drafter_failures": engine.panel.num_failures,
+        "drafter_failures": engine.panel.failures.total(),
         "engine_faults": engine.totals.num_faults,
         "prefix_cache_queries": prefixes.num_asked if prefixes else 0,
         "prefix_cache_hits": prefixes.num_found if prefixes else 0,

@@ -57,13 +57,13 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-def between(low: int, high: int) -> Callable[[str], int]:
-    """An argparse type: an integer from low to high."""
+def between(low: int, high: int, hint: str = "") -> Callable[[str], int]:
+    """An argparse type: an integer from low to high; the hint says what else to write."""
 
     def parse(text: str) -> int:
         value = int(text)
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be from {low} to {high}, not {value}")
+            raise argparse.ArgumentTypeError(f"must be from {low} to {high}, not {value}{hint}")
         return value
 
     parse.__name__ = "integer"  # argparse names the type in its error
@@ -129,7 +129,7 @@ class Options:
     num_speculative_tokens: int = _option(
         CHANGE, MOST_K, f"the most tokens to guess at once, 1 to {MAX_SPECULATIVE_TOKENS}",
         f"{MOST_K}; {Request.num_speculative_tokens} with --fixed-k or --engine",
-        type=between(1, MAX_SPECULATIVE_TOKENS), metavar="K",
+        type=between(1, MAX_SPECULATIVE_TOKENS, " (--drafter none guesses none)"), metavar="K",
     )  # fmt: skip
     fixed_k: bool = _option(DRAFTING, False, "always guess K tokens, whether it pays or not")
     strict: bool = _option(

@@ -163,6 +163,9 @@ def test_prompts_have_a_name_or_a_number_and_what_cannot_be_read_is_one_line(tmp
             audition.main(["--model", "embedded", "--prompts", str(path)])
         error = capsys.readouterr().err
         assert error.startswith("error: ") and reason in error and error.count("\n") == 1
+    with pytest.raises(SystemExit):
+        audition.main(["--model", "embedded", "--raw"])
+    assert capsys.readouterr().err == "error: --raw goes with --prompts\n"
 
 
 def test_the_benchmark_against_generate_finds_equal_outputs(measure):

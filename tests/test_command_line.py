@@ -256,7 +256,7 @@ MISTAKES = {  # what is said -> after which command lines
     "--no-bitwise means nothing any more": ["--demo --no-bitwise"],
     "--json goes with --demo": ["--prompt x --json"],
     "no demo prompt 'poem'": ["--demo --prompts poem"],
-    "must be from 1 to 16": [f"--prompt x --num-speculative-tokens {k}" for k in (0, 99)],
+    "(--drafter none guesses none)": [f"--prompt x --num-speculative-tokens {k}" for k in (0, 99)],
     "model folder no/such/folder not found": ["--prompt x --model no/such/folder"],
     "unknown drafter 'zzz': choose ngram": ["--model embedded --prompt x --drafter zzz"],
     "--max-model-len must be from 2 to 2048": ["--prompt x --model embedded --max-model-len 99999"],

@@ -739,7 +739,7 @@ def test_of_several_drafters_only_the_one_that_fails_is_lost(method, chosen):
     assert list(seat.states) == (["bad", "good"] if method == "close" else ["good"])
     assert seat.states["good"] == [1, 2, 5]
     panel.close(seat)
-    assert drafters["good"].num_open == 0 and panel.num_failures == int(method != "close")
+    assert drafters["good"].num_open == 0 and panel.failures.total() == int(method != "close")
     (warning,) = seat.warnings
     told = "bad failed to close: no" if method == "close" else "bad failed (no): went on with good"
     assert warning == f"drafter {told}"
@@ -776,7 +776,7 @@ def test_each_model_makes_a_whole_draft_before_a_measurement_counts(demo_engine,
     assert asked == [core.Request.num_speculative_tokens]
     totals = engine.totals
     assert totals.by_drafter["scripted"] == totals.by_drafter["none"] == core.Statistics()
-    assert not (controller.costs.passes or engine.panel.num_failures or totals.recent)
+    assert not (controller.costs.passes or engine.panel.failures or totals.recent)
     assert not engine.planner.decisions and not engine.target.cache.rows
 
     monkeypatch.setattr(engine.target, "forward", lambda *_, **__: 1 / 0)

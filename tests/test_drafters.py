@@ -121,7 +121,7 @@ def test_a_drafter_that_fails_costs_its_request_the_speculation_never_the_answer
     assert sequence.output == plain(prompts["easy_json"], 12)
     (warning,) = sequence.seat.warnings
     assert reason in warning and "went on without speculation" in warning
-    assert (engine.panel.num_failures, drafter.num_open) == (1, 0)
+    assert (engine.panel.failures, drafter.num_open) == ({"scripted": 1}, 0)
 
 
 def uniform(limit):

@@ -85,7 +85,7 @@ def test_a_drafter_s_fault_never_changes_a_token(port, fault, way):
     assert len(body["warnings"]) == 1 and fault in body["warnings"][0]
     assert is_sound(port)
     after = health(port)["warnings"]
-    assert "times a drafter failed" in after[0] and after != before
+    assert any(f"times {fault} failed" in warning for warning in after) and after != before
 
 
 @pytest.mark.parametrize("guessed", [5, ["the"]], ids=str)

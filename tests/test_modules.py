@@ -13,6 +13,7 @@ from torch import nn
 
 from kernels import decoder
 from kernels.modules import attention_forward
+from kernels.weights import pack
 
 KNOWN = {
     "llama", "qwen3", "mistral", "qwen2", "granite",
@@ -53,6 +54,13 @@ def load(folder, name, **changes):
 )
 def test_plain_blocks_run_in_c_and_others_in_modules(family, changes, tmp_path):
     assert load(tmp_path, family, **changes).fast.is_compiled == (family in KNOWN)
+
+
+@needs_compiler
+def test_code_that_computes_with_a_packed_weight_itself_says_so():
+    pack(layer := nn.Linear(16, 16))
+    with pytest.raises(AttributeError, match=r"computes with a weight itself \(.float\)"):
+        layer.weight.float()
 
 
 @needs_compiler

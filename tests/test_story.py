@@ -24,7 +24,7 @@ def engine(demo_engine, monkeypatch):
 
 def test_a_story_is_recorded_and_leaves_no_trace_in_the_figures(engine):
     """The stored one, which is told while a model is loaded, has all that a recorded one has."""
-    planner, num_failures = engine.planner, engine.panel.num_failures
+    planner, num_failures = engine.planner, engine.panel.failures.total()
     told = story.record(engine, core.Options())
     assert json.dumps(told) and not told["stored"]
     names = {"draft_model", "mtp", "ngram"}
@@ -34,7 +34,7 @@ def test_a_story_is_recorded_and_leaves_no_trace_in_the_figures(engine):
     cost = told["costs"][told["drafter"]]
     assert told["plain_ms"] > 0 and cost["step_ms"] > 0 and cost["verify_ms"] > 0
     assert told["target"]["weight_bytes"] == 4 * engine.target.num_weights
-    assert engine.planner is planner and engine.panel.num_failures == num_failures
+    assert engine.planner is planner and engine.panel.failures.total() == num_failures
     assert all(s.prefills == 0 for s in engine.totals.by_drafter.values())
     assert not engine.totals.recent and not any(engine.target.cache.lengths)
     stored = json.loads((ROOT / "page/stored_story.json").read_text("utf-8"))
