@@ -15,7 +15,8 @@ import gguf
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers import Qwen3ForCausalLM as SmallModel
@@ -25,7 +26,7 @@ from drafters.dflash import BlockConfig, DFlashHead
 from drafters.eagle3 import SWITCHES, Eagle3Head, HeadConfig, default_layers
 from drafters.mtp_head import MIMO, host_of
 from kernels.decoder import FULL
-from kernels.files import FILE
+from kernels.files import FILE, fill
 from kernels.head import run_mtp_layer
 from kernels.parts import norm_of, parts_of
 from models.gguf_file import is_gguf
@@ -44,6 +45,25 @@ OF_MODELS = (  # what a model's takes beside that
 OF_DRAFTS = (  # what a draft model's takes
     "vocab_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings", *IDS,
 )  # fmt: skip
+
+
+def _begun(data: Data, plan: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The ids of a head's words; and the weights of a trained head, where it begins as one."""
+    if not plan.begin:
+        return data.commonest(plan.draft_words), {}
+    try:
+        weights = load_file(plan.begin / FILE)
+        return weights.pop("t2d").nonzero()[:, 0], weights
+    except (OSError, SafetensorError, KeyError) as error:
+        raise SystemExit(f"error: no head of this recipe is in {plan.begin}: {error}") from error
+
+
+def _begin_as(module: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Fill it with a trained head's weights, if there are any."""
+    try:
+        fill(module, weights or module.state_dict())
+    except ValueError as error:
+        raise SystemExit(f"error: the head of --begin is another target's: {error}") from error
 
 
 def _layer_config(target: PreTrainedModel, kind: str, num_layers: int) -> Any:
@@ -77,7 +97,7 @@ class Eagle3(Student):
         last, weights = decoder.layers[-1], decoder.layers[-1].state_dict()
         kind = "qwen3" if hasattr(last.self_attn, "q_norm") else "llama"
         self.target, self.verifier = target, plan.verifier
-        self.words = data.commonest(plan.draft_words)
+        self.words, begun = _begun(data, plan)
         layer = _layer_config(target, kind, 1)
         layers = self.layers_of(target.config.num_hidden_layers)
         config = HeadConfig(layer, len(self.words), width, layers, None)
@@ -94,6 +114,7 @@ class Eagle3(Student):
             head.norm.load_state_dict(decoder.norm.state_dict())
             head.lm_head.weight.copy_(target.get_output_embeddings().weight[self.words])
             head.d2t.copy_(self.words - torch.arange(len(self.words)))
+        _begin_as(head, begun)
         head.embed_tokens = target.get_input_embeddings()
 
     @staticmethod
@@ -208,7 +229,7 @@ class Mtp(Student):
 
     def __init__(self, target: PreTrainedModel, data: Data, plan: Any) -> None:
         """The layer begins as the target's last one, and reads the state alone."""
-        self.words = data.commonest(plan.draft_words)
+        self.words, begun = _begun(data, plan)
         self.config = _mtp_config(target.config)
         is_mimo = self.config.model_type == "mimo"
         self.names = _MIMO if is_mimo else _OWN
@@ -231,6 +252,8 @@ class Mtp(Student):
                 raise SystemExit(f"error: {kind} is no MiMo: {[*unread, *missing][0]}")
             layer.post_norm.load_state_dict(decoder.norm.state_dict())
             layer.eh_proj.weight.copy_(torch.cat(halves[::-1] if is_mimo else halves, 1))
+        names = {key: name for name, key in self._keys().items()}
+        _begin_as(layer, {names.get(key, key): weight for key, weight in begun.items()})
 
     def steps(self, batch: Batch, places: Tensor) -> Iterator[Tensor]:
         """The layer's outputs, step by step, each from those before; see Student."""
@@ -240,11 +263,16 @@ class Mtp(Student):
 
         return unroll(self, run, batch.final, batch, places)
 
+    def _keys(self) -> dict[str, str]:
+        """The layer's weights, and their names in the file."""
+        names = self.module.layers[0].state_dict()
+        parts = {name: name.partition(".") for name in names}
+        return {name: f"{self.names[part]}.{rest}" for name, (part, _, rest) in parts.items()}
+
     def save(self, folder: Path) -> None:
         own = {"t2d": torch.isin(torch.arange(self.config.vocab_size), self.words)}
-        for name, weight in self.module.layers[0].state_dict().items():
-            part, _, rest = name.partition(".")
-            own[f"{self.names[part]}.{rest}"] = weight.bfloat16().contiguous()
+        weights, keys = self.module.layers[0].state_dict(), self._keys()
+        own |= {keys[name]: weight.bfloat16().contiguous() for name, weight in weights.items()}
         self.config.dtype = "bfloat16"
         _write(folder, self.config.to_diff_dict(), own)
 

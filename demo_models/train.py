@@ -50,6 +50,7 @@ class Plan:
     max_answer: int = answers.MAX_TOKENS
     draft_words: int = 10_240  # that an EAGLE-3 head knows
     verifier: str = ""  # the target's public name
+    begin: Path | None = None  # a trained head that an EAGLE-3 or MTP head begins as
     corpus_bytes: int | None = None  # of each source of text; None: all
     is_toy: bool = False
 
@@ -108,16 +109,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=float, help="of a drafter's training (default: 4)")
     parser.add_argument("--batch-tokens", type=int, help="of a step (default: 1024)")
     parser.add_argument("--verifier", default="", help="the target's public name")
+    parser.add_argument("--begin", type=Path, help="a trained head (eagle3, mtp) to go on from")
     parser.add_argument("--device", help="where to compute: cuda (default: cpu)")
     parser.add_argument("--toy", action="store_true", help="a toy, to see that every stage runs")
     given = parser.parse_args(arguments)
+    if given.begin and given.kind not in ("eagle3", "mtp"):
+        parser.error("--begin goes with eagle3 and mtp")
     torch.set_default_device(given.device)
     sizes = TOY if given.toy else OF_TARGET if given.kind == "target" else {}
     chosen = {n: getattr(given, n) for n in ("tokens", "epochs", "batch_tokens")}
     sizes = sizes | {name: value for name, value in chosen.items() if value}
     plan = Plan(
         given.kind, place_of(given.target), given.work, given.out or given.work / given.kind,
-        verifier=given.verifier or given.target, **sizes,
+        verifier=given.verifier or given.target, begin=given.begin, **sizes,
     )  # fmt: skip
     print(json.dumps(run(plan, given.stage)))
 

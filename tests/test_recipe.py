@@ -13,7 +13,7 @@ import speculative_decoding as core
 import torch
 from conftest import ROOT, TARGET, assert_lossless, run
 from head_contract import changed, holding
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_drafters import fresh_state, propose_and_close
 from test_gguf import write_gguf
 from transformers import AutoModelForCausalLM
@@ -55,6 +55,19 @@ def test_a_drafter_learns_and_what_is_trained_is_what_drafts(kind, plan, monkeyp
     assert_learns(student, target, data, own)
     student.save(own.out)
     student.module.bfloat16().float()  # as the file has it
+    if kind in ("eagle3", "mtp"):  # which training can go on from
+        _, _, again = train.student_of(replace(own, begin=own.out))
+        weights = student.module.state_dict()
+        assert torch.equal(again.words, student.words)
+        for key, weight in again.module.named_parameters():
+            assert not weight.requires_grad or torch.equal(weight, weights[key]), key
+        foreign = {name: torch.ones(3) for name in ("t2d", "x")}
+        save_file(foreign, own.out / "model.safetensors")
+        with pytest.raises(SystemExit, match="error: the head of --begin is another target's"):
+            train.student_of(replace(own, begin=own.out))
+        with pytest.raises(SystemExit, match=r"error: no head of this recipe is in .*nowhere"):
+            train.student_of(replace(own, begin=own.out / "nowhere"))
+        student.save(own.out)
     name = KINDS[kind]
     engine = load(TARGET, drafter=name, **{name: own.out})
     drafter = engine.panel.drafters[name]
@@ -145,7 +158,7 @@ def llama_head(tiny_folder, tmp_path_factory):
     folder, work = str(tiny_folder("llama")), tmp_path_factory.mktemp("head")
     target = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     data = SimpleNamespace(commonest=lambda *_: WORDS)
-    plan = SimpleNamespace(draft_words=len(WORDS), work=work)
+    plan = SimpleNamespace(draft_words=len(WORDS), begin=None)
     heads.Mtp(target, data, plan).save(work)
     return folder, work
 
