@@ -32,7 +32,7 @@ from kernels.parts import norm_of, parts_of
 from models.gguf_file import is_gguf
 from models.mimo import MiMoConfig
 
-from .recipe import TRAIN, Batch, Data, Student, additive, hidden_states, pick, unroll
+from .recipe import TRAIN, Batch, Data, Student, additive, every_state, hidden_states, pick, unroll
 
 SHARED = (  # what a head's config takes from its target's
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "rms_norm_eps",
@@ -318,7 +318,7 @@ class Draft(Student):
         """Begin as the target's first layers, whose states of some texts say what matters."""
         layers, norm = self.module.model.layers, self.module.model.norm
         decoder, embedding = target.get_decoder(), target.get_input_embeddings().weight.float()
-        every = hidden_states(target, batch.tokens, output_hidden_states=True).hidden_states
+        every = every_state(target, batch.tokens)
         real = batch.every < batch.lengths[:, None]
         seen = [embedding[self.common], *(every[i][real].float() for i in range(len(layers)))]
         normed = [F.rms_norm(x, x.shape[-1:], eps=1e-6) for x in seen]

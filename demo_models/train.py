@@ -87,10 +87,9 @@ def rows_of(target: PreTrainedModel) -> torch.Tensor:
 
 def student_of(plan: Plan) -> tuple[PreTrainedModel, recipe.Data, recipe.Student]:
     """A target, its answers with the states that are made where they are missing, and a student."""
-    target = AutoModelForCausalLM.from_pretrained(
-        **for_transformers(plan.target), dtype=recipe.fast_dtype(), attn_implementation=recipe.TRAIN
-    )
-    target, kind = target.to(torch.get_default_device()).eval(), STUDENTS[plan.kind]
+    given, kind = for_transformers(plan.target), STUDENTS[plan.kind]
+    target = AutoModelForCausalLM.from_pretrained(**given, dtype=recipe.fast_dtype())
+    target = target.to(torch.get_default_device()).eval()
     target.requires_grad_(False)
     states = recipe.make_states(target, plan.work, kind.layers_of(target.config.num_hidden_layers))
     data = recipe.Data(plan.work, states)
