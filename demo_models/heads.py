@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers import Qwen3ForCausalLM as SmallModel
@@ -26,7 +26,7 @@ from drafters.dflash import BlockConfig, DFlashHead
 from drafters.eagle3 import SWITCHES, Eagle3Head, HeadConfig, default_layers
 from drafters.mtp_head import MIMO, host_of
 from kernels.decoder import FULL
-from kernels.files import FILE, fill
+from kernels.files import FILE, fill, read_folder
 from kernels.head import run_mtp_layer
 from kernels.parts import norm_of, parts_of
 from models.gguf_file import is_gguf
@@ -52,16 +52,16 @@ def _begun(data: Data, plan: Any) -> tuple[Tensor, dict[str, Tensor]]:
     if not plan.begin:
         return data.commonest(plan.draft_words), {}
     try:
-        weights = load_file(plan.begin / FILE)
+        _, weights = read_folder(str(plan.begin), allow_pickle=False)
         return weights.pop("t2d").nonzero()[:, 0], weights
-    except (OSError, SafetensorError, KeyError) as error:
+    except (OSError, ValueError, SafetensorError, KeyError) as error:
         raise SystemExit(f"error: no head of this recipe is in {plan.begin}: {error}") from error
 
 
 def _begin_as(module: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Fill it with a trained head's weights, if there are any."""
+    """Fill it with a trained head's weights."""
     try:
-        fill(module, weights or module.state_dict())
+        fill(module, weights)
     except ValueError as error:
         raise SystemExit(f"error: the head of --begin is another target's: {error}") from error
 
@@ -114,7 +114,8 @@ class Eagle3(Student):
             head.norm.load_state_dict(decoder.norm.state_dict())
             head.lm_head.weight.copy_(target.get_output_embeddings().weight[self.words])
             head.d2t.copy_(self.words - torch.arange(len(self.words)))
-        _begin_as(head, begun)
+        if begun:
+            _begin_as(head, begun)
         head.embed_tokens = target.get_input_embeddings()
 
     @staticmethod
@@ -252,8 +253,9 @@ class Mtp(Student):
                 raise SystemExit(f"error: {kind} is no MiMo: {[*unread, *missing][0]}")
             layer.post_norm.load_state_dict(decoder.norm.state_dict())
             layer.eh_proj.weight.copy_(torch.cat(halves[::-1] if is_mimo else halves, 1))
-        names = {key: name for name, key in self._keys().items()}
-        _begin_as(layer, {names.get(key, key): weight for key, weight in begun.items()})
+        if begun:
+            names = {self._key(name): name for name in layer.state_dict()}
+            _begin_as(layer, {names.get(key, key): weight for key, weight in begun.items()})
 
     def steps(self, batch: Batch, places: Tensor) -> Iterator[Tensor]:
         """The layer's outputs, step by step, each from those before; see Student."""
@@ -263,16 +265,15 @@ class Mtp(Student):
 
         return unroll(self, run, batch.final, batch, places)
 
-    def _keys(self) -> dict[str, str]:
-        """The layer's weights, and their names in the file."""
-        names = self.module.layers[0].state_dict()
-        parts = {name: name.partition(".") for name in names}
-        return {name: f"{self.names[part]}.{rest}" for name, (part, _, rest) in parts.items()}
+    def _key(self, name: str) -> str:
+        """What a weight of the layer is called in the file."""
+        part, _, rest = name.partition(".")
+        return f"{self.names[part]}.{rest}"
 
     def save(self, folder: Path) -> None:
         own = {"t2d": torch.isin(torch.arange(self.config.vocab_size), self.words)}
-        weights, keys = self.module.layers[0].state_dict(), self._keys()
-        own |= {keys[name]: weight.bfloat16().contiguous() for name, weight in weights.items()}
+        for name, weight in self.module.layers[0].state_dict().items():
+            own[self._key(name)] = weight.bfloat16().contiguous()
         self.config.dtype = "bfloat16"
         _write(folder, self.config.to_diff_dict(), own)
 

@@ -362,7 +362,7 @@ class Panel:
 
     def _lose(self, seat: Seat, name: str, method: str, error: Exception) -> None:
         """The request goes on without this drafter; the log has the traceback."""
-        self.failures = self.failures + Counter([name])  # anew: a copy of the panel has its own
+        self.failures[name] += 1
         LOG.warning("drafter %s failed: %s", name, in_short(error), exc_info=error)
         self._close(seat, name)
         what = f"drafter {name} failed ({in_short(error)}){self._where(name, method, error)}"

@@ -13,6 +13,7 @@ To renew the one that is shown while a model loads, from the repository's root:
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -49,7 +50,7 @@ def uncounted(engine: Engine) -> Iterator[Engine]:
     """
     twin = copy(engine)
     twin.panel, twin.planner = copy(engine.panel), FixedK()
-    twin.totals = Totals(engine.panel.choices)
+    twin.totals, twin.panel.failures = Totals(engine.panel.choices), Counter()
     told = logging.getLogger("drafters")
     told.disabled = True
     try:
