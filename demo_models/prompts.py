@@ -2,7 +2,7 @@
 
     python demo_models/prompts.py 5        # five of them
 
-No prompt comes from a benchmark. There are about 10,000 of mixed kinds, in an order that
+No prompt comes from a benchmark. There are about 13,000 of mixed kinds, in an order that
 never changes. Topics and templates are in prompts.toml.
 """
 

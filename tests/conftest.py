@@ -1,5 +1,6 @@
 """The core under an importable name, the demo engine, and tiny models of several families."""
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import demo
 from kernels import start
 from sampling import ACCEPT, truncated_softmax
-from serving import trace
+from serving import faults, trace
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the ordinary run is on the CPU, in fp32
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # in pytest's workers threads that wait do not spin
@@ -268,6 +269,33 @@ def run(engine: Any, prompt: list[int], **fields: Any) -> tuple[Any, list[dict[s
     for sequence, cycle in engine.generate(core.Request(prompt, **fields)):
         events.append(trace.summary(cycle) | trace.event(sequence, cycle))
     return sequence, events
+
+
+def finish(engine: Any, sequences: list[Any]) -> list[Any]:
+    """Step all of them to their ends, and give back what they hold."""
+    while running := [s for s in sequences if not s.finish_reason]:
+        faults.step(engine, running)
+    for sequence in sequences:
+        engine.close(sequence)
+    return sequences
+
+
+def together(engine: Any, requests: list[Any]) -> list[Any]:
+    """Run these requests side by side to their ends; their sequences."""
+    return finish(engine, [engine.open(request) for request in requests])
+
+
+def failing(engine: Any, monkeypatch: Any, fails: Callable[[int, list[int]], bool]) -> None:
+    """The target's forward raises where fails(which call it is, num_logits), its work done."""
+    forward, calls = engine.target.forward, itertools.count()
+
+    def faulty(rows: Any, tokens: Any, num_logits: list[int], *given: Any, **named: Any) -> Any:
+        output = forward(rows, tokens, num_logits, *given, **named)
+        if fails(next(calls), num_logits):
+            raise RuntimeError("out of memory")
+        return output
+
+    monkeypatch.setattr(engine.target, "forward", faulty)
 
 
 def assert_lossless(

@@ -18,9 +18,8 @@ from random import Random
 from typing import Any
 
 import torch
-from conftest import ROOT, TARGET, core
+from conftest import ROOT, TARGET, core, together
 from exactness import assert_same_bits
-from test_batching import together
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -10,8 +10,8 @@ from itertools import product
 import pytest
 import speculative_decoding as core
 import torch
+from conftest import together
 from safetensors.torch import load_file, save_file
-from test_batching import together
 from test_drafters import (  # noqa: F401
     fresh_state,
     test_a_batch_of_states_proposes_like_each_alone,

@@ -1,6 +1,5 @@
 """Requests share forwards and nothing else: each comes out as if it had been alone."""
 
-import itertools
 import random
 import threading
 from dataclasses import replace
@@ -9,7 +8,7 @@ from itertools import chain
 
 import pytest
 import speculative_decoding as core
-from conftest import ScriptedDrafter, run, scripted_engine
+from conftest import ScriptedDrafter, failing, finish, run, scripted_engine
 from server import at_once, until
 
 from serving import faults, trace
@@ -17,20 +16,6 @@ from serving.worker import Job, Worker
 
 DRAFTERS = (None, "ngram", "suffix", "draft_model", "mtp")
 SAMPLINGS = (core.Sampling(), core.Sampling(1.1, 0.9, 50, 0.95))
-
-
-def finish(engine, sequences):
-    """Step all of them to their ends, and give back what they hold."""
-    while running := [s for s in sequences if not s.finish_reason]:
-        faults.step(engine, running)
-    for sequence in sequences:
-        engine.close(sequence)
-    return sequences
-
-
-def together(engine, requests):
-    """Run these requests side by side to their ends; their sequences."""
-    return finish(engine, [engine.open(request) for request in requests])
 
 
 @pytest.fixture(scope="module")
@@ -177,19 +162,6 @@ def test_an_event_the_end_and_leaving_wake_who_iterates(monkeypatch, tells):
     threading.Timer(0.05, told).start()
     reader.join(30)
     assert seen == [["an event"] if tells == "put" else None]
-
-
-def failing(engine, monkeypatch, fails):
-    """The target's forward raises where fails(which call it is, num_logits), its work done."""
-    forward, calls = engine.target.forward, itertools.count()
-
-    def faulty(rows, tokens, num_logits, *given, **named):
-        output = forward(rows, tokens, num_logits, *given, **named)
-        if fails(next(calls), num_logits):
-            raise RuntimeError("out of memory")
-        return output
-
-    monkeypatch.setattr(engine.target, "forward", faulty)
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "mtp"])

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import pytest
 import speculative_decoding as core
-from conftest import WAYS, ScriptedDrafter, run
-from test_batching import together
+from conftest import WAYS, ScriptedDrafter, run, together
 
 from control.acceptance import Acceptance
 from control.controller import PROBE_BUDGET, Ask, Controller

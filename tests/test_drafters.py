@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ROOT, WAYS, ScriptedDrafter, run, scripted_engine
-from test_batching import together
+from conftest import ROOT, WAYS, ScriptedDrafter, run, scripted_engine, together
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import drafters

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 import speculative_decoding as core
-from conftest import ROOT, WAYS, run
-from test_batching import together
+from conftest import ROOT, WAYS, run, together
 
 from kernels import recurrent
 from serving import answers

@@ -8,9 +8,8 @@ from random import Random
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import assert_lossless, run
+from conftest import assert_lossless, run, together
 from families import save_small
-from test_batching import together
 from test_eagle3 import new_head, target_folder  # noqa: F401
 from torch import nn
 from transformers import AutoModelForCausalLM

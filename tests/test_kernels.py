@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import FAMILIES, ROOT, assert_lossless, only_modules
+from conftest import FAMILIES, ROOT, assert_lossless, only_modules, together
 from families import save_small
-from test_batching import together
 from test_drafters import fresh_state
 from test_eagle3 import new_head, target_folder  # noqa: F401
 

@@ -5,9 +5,8 @@ from types import SimpleNamespace
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import FAMILIES
+from conftest import FAMILIES, together
 from families import save_small
-from test_batching import together
 from test_kernels import needs_compiler
 from torch import nn
 

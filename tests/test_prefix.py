@@ -4,8 +4,7 @@ drafters draft as if they had read it, and what is kept stays within its memory.
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import WAYS, run
-from test_batching import finish
+from conftest import WAYS, finish, run
 
 from kernels.prefix import PrefixCache
 from serving import answers, metrics

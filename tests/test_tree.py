@@ -7,8 +7,7 @@ from argparse import Namespace
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import ScriptedDrafter, assert_lossless, run, scripted_engine
-from test_batching import failing, together
+from conftest import ScriptedDrafter, assert_lossless, failing, run, scripted_engine, together
 from test_drafters import fresh_state, propose_and_close
 from test_kernels import KINDS, TEXT, load, needs_compiler
 
