@@ -107,6 +107,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tokens", type=float, help="of answers, or of text (default: 3e6)")
     parser.add_argument("--epochs", type=float, help="of a drafter's training (default: 4)")
     parser.add_argument("--batch-tokens", type=int, help="of a step (default: 1024)")
+    parser.add_argument("--rate", type=float, help="the highest learning rate (default: 2e-3)")
     parser.add_argument("--verifier", default="", help="the target's public name")
     parser.add_argument("--begin", type=Path, help="a trained head (eagle3, mtp) to go on from")
     parser.add_argument("--device", help="where to compute: cuda (default: cpu)")
@@ -116,7 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--begin goes with eagle3 and mtp")
     torch.set_default_device(given.device)
     sizes = TOY if given.toy else OF_TARGET if given.kind == "target" else {}
-    chosen = {n: getattr(given, n) for n in ("tokens", "epochs", "batch_tokens")}
+    chosen = {n: getattr(given, n) for n in ("tokens", "epochs", "batch_tokens", "rate")}
     sizes = sizes | {name: value for name, value in chosen.items() if value}
     plan = Plan(
         given.kind, place_of(given.target), given.work, given.out or given.work / given.kind,

@@ -35,7 +35,7 @@ from kernels.head import KernelHead, speed_up_head
 from messages import Draft, Model, Place, Sampling, Verdict
 from sampling import Noise
 
-from .base import Chain, Context, Drafter, ModelState
+from .base import Chain, Context, Drafter, ModelState, surer
 from .tree import Comb
 
 
@@ -94,7 +94,7 @@ class StateReader(Drafter):
         rows = [cache.open_row() for cache in self._caches]
         assert len(set(rows)) == 1, "the caches' rows are opened and closed together"
         hidden: list[list[Tensor]] = [[] for _ in rows]
-        text = list(prompt)
+        text, sampling = list(prompt), surer(sampling)
         return HeadState(row=rows[0], hidden=hidden, text=text, sampling=sampling, noise=noise)
 
     def propose(self, state: HeadState, max_tokens: int) -> Draft:

@@ -51,6 +51,20 @@ def propose_and_close(drafter, states, limits):
     return [draft.tokens for draft in drafts]
 
 
+@pytest.mark.parametrize("name", ["draft_model", "mtp"])
+@pytest.mark.parametrize(("rule", "expected"), [("coupled", 1.0), ("rejection", 1.2)])
+def test_who_knows_less_draws_more_surely_where_q_is_not_judged(
+    demo_engine, prompts, name, rule, expected
+):
+    drafter, noise = demo_engine.panel.drafters[name], core.Noise(7)
+    given, own = (core.Sampling(temperature=t, verification=rule) for t in (1.2, expected))
+    text = prompts["hard_story"]
+    states = [fresh_state(demo_engine, drafter, text, given, noise) for _ in range(2)]
+    states[1].sampling = own
+    first, second = propose_and_close(drafter, states, [12, 12])
+    assert first == second
+
+
 @pytest.mark.parametrize("sampling", [GREEDY, core.Sampling(1.2, 1.0, 50)], ids=str)
 def test_a_rolled_back_state_proposes_like_a_fresh_one(demo_engine, prompts, name, sampling):
     drafter, k, compared = demo_engine.panel.drafters[name], 4, 0
