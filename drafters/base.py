@@ -32,7 +32,7 @@ def surer(sampling: Sampling) -> Sampling:
     """How a model that knows less than the target should draw, to find the target's choice.
 
     It is less sure than the target, so the noise decides more often what it draws. A lower
-    temperature mends that. Under the rejection rule q is what drafts are judged by, and stays.
+    temperature makes up for that. The rejection rule judges drafts by q, so there q stays.
     """
     if sampling.is_greedy or not sampling.is_coupled:
         return sampling
@@ -47,7 +47,7 @@ class Context:
     named.
 
     `sample(logits [V], text, sampling, noise)` is how a model drafter chooses: the token drawn
-    after the request's own transforms (`text`: the tokens before it, drafts included), and the q
+    after the transforms of `sampling` (`text`: the tokens before it, drafts included), and the q
     [V] that it was drawn from where the request is verified by rejection, else None.
     """
 
