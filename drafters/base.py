@@ -14,7 +14,7 @@ A draft is a chain of tokens, or a tree if its `parents` say so (see tree.py).
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -24,19 +24,6 @@ from messages import Draft, Model, Sampling, Verdict
 from sampling import Noise, confidence
 
 Sample = Callable[[Tensor, list[int], Sampling, Noise], tuple[int, Tensor | None]]
-
-_SURER = 1.2  # heads accept 3 % more tokens so; 1.35 is alike
-
-
-def surer(sampling: Sampling) -> Sampling:
-    """How a model that knows less than the target should draw, to find the target's choice.
-
-    It is less sure than the target, so the noise decides more often what it draws. A lower
-    temperature makes up for that. The rejection rule judges drafts by q, so there q stays.
-    """
-    if sampling.is_greedy or not sampling.is_coupled:
-        return sampling
-    return replace(sampling, temperature=sampling.temperature / _SURER)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from kernels.prefix import PrefixCache
 from messages import Draft, Model, Sampling, Verdict
 from sampling import Noise
 
-from .base import Chain, Context, Drafter, ModelState, surer
+from .base import Chain, Context, Drafter, ModelState
 
 _FEWEST, _MOST = 16_384, 65_536  # frequent words
 _NUM_RECENT, _MOST_RARE = 64, 0.2  # tokens of a text; a share
@@ -71,7 +71,7 @@ class SmallModelDrafter(Drafter):
 
     def open(self, prompt: Sequence[int], sampling: Sampling, noise: Noise) -> ModelState:
         row = self._draft.cache.open_row()
-        return ModelState(row=row, text=list(prompt), sampling=surer(sampling), noise=noise)
+        return ModelState(row=row, text=list(prompt), sampling=sampling, noise=noise)
 
     def propose(self, state: ModelState, max_tokens: int) -> Draft:
         return self.propose_batch([state], [max_tokens])[0]

