@@ -14,39 +14,30 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache
 from math import prod
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
 from tqdm.contrib.concurrent import thread_map
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import WeightConverter, rename_source_key
-from transformers.integrations.gguf import GGUF_ARCHS, GGUF_CONFIG_ARCHS, get_gguf_config
+from transformers.integrations.gguf import GGUF_ARCHS
 from transformers.modeling_gguf_pytorch_utils import (
     TENSOR_PROCESSORS,
     TensorProcessor,
     get_gguf_hf_weights_map,
-    load_gguf_checkpoint,
 )
 
 from kernels.files import own_pages
 
+from .gguf_config import refuse_unread
 from .gguf_file import BadFile, GgufFile, Tensor, Texts
 
 # transformers asks for a table of names anew for each of a model's modules: 15 ms, 397 times.
 gguf.get_tensor_name_map = cache(gguf.get_tensor_name_map)
 
-_SIZES = {  # of experts: transformers' table leaves them out
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-}
-_MOST_VALUES = 4096  # of an array that describes a config, such as one for each layer
 _PIECE = 1 << 18  # weights that a thread unpacks at once: what numpy makes of them stays in caches
-_TYPES = {bool: 7, int: 4, float: 6, str: 8}  # GGUF's numbers for them, which transformers asks for
-_ARRAY = 9
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.(nextn\.)?")
 Weights = dict[str, torch.Tensor]
 
@@ -85,37 +76,15 @@ def _what_it_lacks(file: GgufFile) -> str | None:
     return None
 
 
-def config_of(file: GgufFile) -> PreTrainedConfig:
-    """The model's config. Raises ValueError for a family that transformers does not know."""
-    architecture = file.metadata["general.architecture"]
-    num_tokens = len(file.metadata["tokenizer.ggml.tokens"])
-    known = {key: _brief(value) for key, value in file.metadata.items()}
-    if architecture in GGUF_CONFIG_ARCHS:
-        known["tokenizer.ggml.tokens"] = num_tokens
-        fields = get_gguf_config(known, tuple(file.tensors))
-    else:
-        found = SimpleNamespace(
-            fields={key: _field(value) for key, value in known.items()},
-            tensors=[SimpleNamespace(name=name) for name in file.tensors],
-        )
-        with read_by(gguf, "GGUFReader", lambda _: found):
-            fields = load_gguf_checkpoint(file.name)["config"]
-        sizes = {name: file.metadata.get(f"{architecture}.{key}") for key, name in _SIZES.items()}
-        sizes["head_dim"] = file.metadata.get("qwen3.attention.key_length")  # left out, too
-        fields |= {name: size for name, size in sizes.items() if type(size) is int}
-        fields["vocab_size"] = fields["vocab_size"] or num_tokens
-    config = AutoConfig.for_model(**fields)
-    config._name_or_path = Path(file.name).stem
-    return config
-
-
 def load_model(
     file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model in `dtype`, and what transformers tells of its weights (see check_weights)."""
     empty = empty_model(file, config, dtype)
     collect = _by_transforms if file.metadata["general.architecture"] in GGUF_ARCHS else _by_tables
-    return filled(empty, collect(file, empty, dtype))
+    weights, was_read = collect(file, empty, dtype)
+    refuse_unread(file, was_read, config.num_hidden_layers)
+    return filled(empty, weights)
 
 
 def empty_model(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -179,6 +148,10 @@ class Tables:
         found = self._processor.process(weights, tensor.name, **given)
         return self.names.get(found.name), found.weights
 
+    def reads(self, name: str) -> bool:
+        """Whether the model has a place for a tensor, or for one expert's part of it."""
+        return bool({name, name.removesuffix(".weight")} & self.names.keys())
+
     def alone(self, tensor: Tensor, weights: np.ndarray) -> tuple[str | None, np.ndarray]:
         """The same of one tensor: experts' lie in what is zero else."""
         kept: dict[str, torch.Tensor] = {}
@@ -186,8 +159,10 @@ class Tables:
         return next(((name, own.numpy()) for name, own in kept.items()), found)
 
 
-def _by_tables(file: GgufFile, model: PreTrainedModel, dtype: torch.dtype) -> Weights:
-    """All tensors under the names that a model has for them, by transformers' older tables."""
+def _by_tables(
+    file: GgufFile, model: PreTrainedModel, dtype: torch.dtype
+) -> tuple[Weights, list[str]]:
+    """Weights under the model's names, by transformers' older tables; names of tensors read."""
     tables, turn = Tables(file, model), threading.Lock()
     collected: Weights = {}
 
@@ -205,21 +180,26 @@ def _by_tables(file: GgufFile, model: PreTrainedModel, dtype: torch.dtype) -> We
                 collected[name] = torch.tensor(weights, dtype=dtype)
 
     all_at_once(collect, file)
-    return collected
+    return collected, [name for name in file.tensors if tables.reads(name)]
 
 
-def _by_transforms(file: GgufFile, model: PreTrainedModel, dtype: torch.dtype) -> Weights:
-    """The same for families that transformers describes by transforms."""
+def _by_transforms(
+    file: GgufFile, model: PreTrainedModel, dtype: torch.dtype
+) -> tuple[Weights, list[str]]:
+    """What `_by_tables` returns, for families that transformers describes by transforms."""
     transforms = GGUF_ARCHS[file.metadata["general.architecture"]](model.config)
     converters = [each for each in transforms if isinstance(each, WeightConverter)]
     renamings = [each for each in transforms if not isinstance(each, WeightConverter)]
     by_source = {source: each for each in converters for source in each.source_patterns}
     collected: Weights = {}
     converted: dict[str, WeightConverter] = {}
+    wanted, was_read = model.state_dict().keys(), list[str]()
     floats: Weights = {}
     all_at_once(lambda t: floats.update({t.name: unpacked(file, t, torch.float32)}), file)
     for name in file.tensors:
         key, source = rename_source_key(name, renamings, converters)
+        if source is not None or key in wanted:
+            was_read.append(name)
         if source is None:
             collected[key] = floats.pop(name).to(dtype)
         else:
@@ -228,7 +208,7 @@ def _by_transforms(file: GgufFile, model: PreTrainedModel, dtype: torch.dtype) -
     for key, converter in converted.items():
         for name, given in converter.convert(key, model=model, config=model.config).items():
             collected[name] = (given[0] if isinstance(given, list) else given).to(dtype)
-    return collected
+    return collected, was_read
 
 
 def unpacked(file: GgufFile, tensor: Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -257,13 +237,6 @@ def all_at_once(work: Callable[[Tensor], None], file: GgufFile) -> None:
     thread_map(work, tensors, max_workers=torch.get_num_threads(), **told)
 
 
-def _brief(value: Any) -> Any:
-    """A value as a config needs it: of a vocabulary none of its texts and few of its numbers."""
-    if isinstance(value, Texts):
-        return []
-    return value[:_MOST_VALUES].tolist() if isinstance(value, np.ndarray) else value
-
-
 @contextmanager
 def read_by(owner: Any, name: str, reader: Callable[..., Any]) -> Iterator[None]:
     """Have transformers find what has been read of a file: its own reader would parse it anew."""
@@ -273,11 +246,3 @@ def read_by(owner: Any, name: str, reader: Callable[..., Any]) -> Iterator[None]
         yield
     finally:
         setattr(owner, name, own)
-
-
-def _field(value: Any) -> SimpleNamespace:
-    """A value as gguf's reader presents it."""
-    values, types = (value, [_ARRAY]) if isinstance(value, list) else ([value], [])
-    types += [_TYPES[type(each)] for each in values[:1]]
-    parts = [each.encode() if isinstance(each, str) else [each] for each in values]
-    return SimpleNamespace(parts=parts, data=range(len(parts)), types=types)

@@ -25,8 +25,9 @@ from kernels.experts import hold, matrices_of
 from kernels.weights import LANES, PanelEmbedding, PanelLinear, Panels, become
 
 from . import StartError
+from .gguf_config import config_of, refuse_unread
 from .gguf_file import GgufFile, Tensor
-from .gguf_model import Tables, all_at_once, assigned, config_of, empty_model, open_model, unpacked
+from .gguf_model import Tables, all_at_once, assigned, empty_model, open_model, unpacked
 
 LOG = logging.getLogger("loading")
 
@@ -69,11 +70,13 @@ def load_packed(file: GgufFile, config: PreTrainedConfig) -> tuple[PreTrainedMod
     wanted = {name: weight.shape for name, weight in empty.state_dict().items()}
     missing = wanted.keys() - shapes.keys() - empty.all_tied_weights_keys.keys()
     sizes = {(n, shapes[n], wanted[n]) for n in wanted if shapes.get(n, wanted[n]) != wanted[n]}
-    unplaced = [plan for plan in plans.values() if plan.target not in wanted]
-    unread = {plan.tensor.name for plan in unplaced if missing or plan.target}
+    unread = {plan.tensor.name for plan in plans.values() if plan.target not in wanted}
     report = {"missing_keys": missing, "mismatched_keys": sizes, "unexpected_keys": unread}
     if missing or sizes:
         return empty, report
+    was_read = [name for name in file.tensors if name not in unread or tables.reads(name)]
+    refuse_unread(file, was_read, config.num_hidden_layers)
+    report["unexpected_keys"] = ()
     # A matrix's place is held by one zero, which looks as large: memory is for what is there.
     weights = {name: torch.zeros(1).expand(shape) for name, shape in shapes.items()}
     if types := sorted({p.tensor.type.name for p in plans.values() if p.owner and not p.form}):

@@ -19,10 +19,11 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cach
 from kernels.files import outside, own_pages, own_weights, why_not_loaded
 from messages import in_short
 
-from . import StartError, gguf_packed, mimo  # noqa: F401  (transformers then knows MiMo)
+from . import StartError, gguf_check, gguf_packed, mimo  # noqa: F401  (transformers then knows MiMo)
 from .catalogue import entry_of, likely, place_of
+from .gguf_config import config_of
 from .gguf_file import GgufFile, Texts, is_gguf
-from .gguf_model import config_of, load_model, open_model
+from .gguf_model import load_model, open_model
 from .gguf_tokenizer import tokenizer_of
 from .prompts import Tokenizer
 from .rope import contexts, fix_rotations
@@ -68,8 +69,6 @@ def _told(name: str, part: str, options: ModelOptions) -> Iterator[None]:
             reason = "it brings code of its own, which is run with --trust-remote-code only"
         elif "file named model.safetensors" in reason and not options.allow_pickle:
             reason += " (other files can run code, and are loaded with --allow-pickle only)"
-        elif reason.startswith("GGUF model with architecture"):
-            reason += " Give its folder or hub id instead"
         raise StartError(f"cannot load {name}{kind}: {part}{reason}") from error
 
 
@@ -163,6 +162,7 @@ def _read_file(name: str, dtype: str, options: ModelOptions) -> Read:
             model, report = load_model(file, config, getattr(torch, dtype))
             if not gguf_packed.why_not(file):
                 model.pack_copy = partial(gguf_packed.pack_copy, file.name)
+        model.check_header = gguf_check.check_of(file)
     return model, tokenizer, report
 
 
@@ -305,5 +305,7 @@ def _fit(model: PreTrainedModel, tokenizer: Tokenizer, name: str, options: Model
             f"give --max-model-len {structure.length} or less"
         )
     fix_rotations(model, structure.length)
+    if check_header := getattr(model, "check_header", None):
+        check_header(model, structure.length)
     of_gguf = (getattr(model, name, None) for name in ("fingerprint", "pack_copy"))
     return Loaded(model, tokenizer, structure.length, structure, *of_gguf)

@@ -35,8 +35,9 @@ from demo_models.heads import write_gguf as finish
 from kernels import decoder, library, start
 from kernels.weights import Panels
 from models import catalogue, gguf_packed, loading, reference
+from models.gguf_config import config_of
 from models.gguf_file import BadFile, GgufFile
-from models.gguf_model import config_of, load_model, open_model, unpacked
+from models.gguf_model import load_model, open_model, unpacked
 from models.gguf_tokenizer import tokenizer_of
 from serving import parsing, story
 
@@ -106,13 +107,15 @@ def begun(path, architecture, config, folder, pre="smollm", **way):
         writer, name="tiny", context_length=config.max_position_embeddings,
         embedding_length=config.hidden_size, block_count=config.num_hidden_layers,
         feed_forward_length=config.intermediate_size, head_count=config.num_attention_heads,
-        head_count_kv=config.num_key_value_heads, layer_norm_rms_eps=config.rms_norm_eps,
-        vocab_size=config.vocab_size, rope_freq_base=10000.0, tokenizer_model="gpt2",
+        head_count_kv=config.num_key_value_heads, vocab_size=config.vocab_size,
+        tokenizer_model="gpt2",
         token_list=words, eos_token_id=0,
         token_types=[3 if word == "<|endoftext|>" else 1 for word in words],
         token_merges=[" ".join(m) if isinstance(m, list) else m for m in model["merges"]],
         **{"tokenizer_pre": pre} if pre else {},
     )  # fmt: skip
+    if architecture != "gpt2":
+        tell(writer, layer_norm_rms_eps=config.rms_norm_eps, rope_freq_base=10000.0)
     return writer
 
 
@@ -335,9 +338,8 @@ def test_a_model_that_was_unpacked_drafts_with_its_file_s_own_blocks(files, dtyp
 def write_gpt2(folder, path):
     """A random GPT-2 with the tokenizer of a folder: learned positions, matrices transposed."""
     config = AutoConfig.from_pretrained(folder)
-    config.n_positions = 1024  # transformers does not read it
-    sizes = {"intermediate_size": 4 * config.n_embd, "num_key_value_heads": config.n_head}
-    config.update(sizes | {"rms_norm_eps": 1e-5})  # as `begun` reads them
+    # As `begun` reads them.
+    config.update({"intermediate_size": 4 * config.n_embd, "num_key_value_heads": config.n_head})
     writer = begun(path, "gpt2", config, folder, "gpt-2")
     writer.add_layer_norm_eps(config.layer_norm_epsilon)
     weights = numbers_of(AutoModelForCausalLM.from_config(config))
@@ -449,7 +451,7 @@ BROKEN = [  # a key of a good file, another number for it, and what is said
     ("llama.feed_forward_length", 96, "weights, first model.layers.0.mlp.down_proj.weight: [32"),
     ("llama.attention.head_count_kv", 0, "says that 'llama.attention.head_count_kv' is 0 (fetch"),
     ("tokenizer.ggml.eos_token_id", 4096, "eos_token_id is 4096, which is no token's id"),
-    ("llama", None, "martn is not supported yet. Give its folder or hub id instead"),
+    ("llama", None, "'martn' are not read from GGUF files (give the model's folder"),
     (None, None, "is damaged or cut off"),
 ]
 
@@ -684,8 +686,10 @@ def write_mixture(path, architecture, leave_out=""):
     writer = begun(path, architecture, config, Path(TARGET))
     tell(
         writer, expert_count=4, expert_used_count=2, key_length=16, value_length=16,
-        expert_feed_forward_length=32, expert_shared_feed_forward_length=32,
+        expert_feed_forward_length=32,
     )  # fmt: skip
+    if architecture == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(32)
     weights = {}
     for name, values in numbers_of(AutoModelForCausalLM.from_config(config)).items():
         if name.endswith("gate_up_proj"):
