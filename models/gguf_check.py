@@ -95,7 +95,7 @@ def _rotation(facts: Facts, head: int, is_local: bool, length: int) -> tuple[np.
         low, high = max(np.floor(low), 0), min(np.ceil(high), count - 1)
         ramp = np.clip((np.arange(count // 2) - low) / max(0.001, high - low), 0, 1)
         slow = ramp * slow + (1 - ramp) * turns
-        size = get("yarn_attn_factor", size * (1 + 0.1 * log(factor)))
+        size *= get("yarn_attn_factor", 1 + 0.1 * log(factor))
     which = "long" if length > original else "short"
     factors = facts.get("rope_freqs.weight", facts.get(f"rope_factors_{which}.weight", 1.0))
     return slow / factors, size

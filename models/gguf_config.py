@@ -45,6 +45,7 @@ _CAPS = {
     "final_logit_softcapping": "final_logit_softcapping",
 }
 NO_EFFECT = {  # keys whose value is of no effect, and why
+    "rope.scaling.original_context_length": "it is read where rotations are scaled by it",
     "rope.scaling.finetuned": "it says how the model was trained",
     "tensor_data_layout": "the layout of a family's tensors is known",
 }
@@ -149,6 +150,7 @@ FAMILIES = {
         },
     ),
 }
+_HEADS = ("hidden_size", "n_embd"), ("num_attention_heads", "n_head")
 _OPTIONAL = {"num_key_value_heads", "sliding_window", "final_logit_softcapping"}
 _OPTIONAL |= {"attn_logit_softcapping"}
 
@@ -216,10 +218,15 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
             f"models of the kind {architecture!r:.80} are not read from GGUF files "
             "(give the model's folder or hub id instead)"
         )
-    keys.take("vocab_size", None)
-    head = keys.take("attention.key_length", None)
+    fields["vocab_size"] = keys.take("vocab_size", len(file.metadata["tokenizer.ggml.tokens"]))
+    width, heads = (fields.get(new, fields.get(old)) for new, old in _HEADS)
+    head = keys.take("attention.key_length", fields.get("head_dim", width // heads))
+    if "head_dim" not in fields and head * heads != width:
+        what = f"attention.key_length is {head}, and attention.head_count {heads}"
+        raise keys.bad(f"{what}: their product must be embedding_length, {width}")
     if head != (value := keys.take("attention.value_length", head)):
-        raise keys.bad(f"its values have {value} numbers a head, and its keys {head}")
+        what = f"attention.value_length is {value}, and attention.key_length {head}"
+        raise keys.bad(f"{what}: they must be equal")
     keys.refuse_the_rest()
     config = AutoConfig.for_model(**fields | _special(file))
     config._name_or_path = Path(file.name).stem
@@ -249,27 +256,24 @@ def _fields(keys: _Keys, family: Family, length: int) -> dict[str, Any]:
     layers = fields.get("num_hidden_layers", fields.get("n_layer"))
     if heads := keys.take("nextn_predict_layers", 0):  # for MTP, counted as layers
         fields["num_hidden_layers"] = layers = layers - heads
-    num_tokens = len(keys.file.metadata["tokenizer.ggml.tokens"])
-    fields["vocab_size"] = keys.take("vocab_size", num_tokens)
     fields["tie_word_embeddings"] = "output.weight" not in tensors
     for name, matrix in family.biases.items():
         fields[name] = f"blk.0.{matrix}.bias" in tensors
     if family.model_type == "gpt2":  # positions are learned, and heads share nothing
         if keys.take("attention.head_count_kv", fields["n_head"]) != fields["n_head"]:
-            raise keys.bad("its heads share keys, which GPT-2's do not")
+            raise keys.bad("attention.head_count_kv differs from attention.head_count")
         return fields
     width, heads = fields["hidden_size"], fields["num_attention_heads"]
     fields["num_key_value_heads"] = fields.get("num_key_value_heads") or heads
     head = keys.take("attention.key_length", width // heads)
-    if head * heads != width and family.model_type in ("phi3", "stablelm", "starcoder2"):
-        raise keys.bad(f"its heads have {head} numbers, where {width} / {heads} are needed")
-    fields["head_dim"] = head
+    if family.model_type not in ("phi3", "stablelm", "starcoder2"):  # those have no such field
+        fields["head_dim"] = head
     rotation = {"rope_theta": keys.take("rope.freq_base", 10000.0)}
     turned = keys.take("rope.dimension_count", head)
     if family.turns_part:
         rotation["partial_rotary_factor"] = turned / head
-    if turned != int(head * rotation.get("partial_rotary_factor", 1.0)):
-        raise keys.bad(f"it rotates {turned} of {head} numbers of a head")
+    if turned % 2 or turned != int(head * rotation.get("partial_rotary_factor", 1.0)):
+        raise keys.bad(f"rope.dimension_count is {turned} and heads have {head} numbers")
     rotation |= _scaling(keys, length)
     if "original_max_position_embeddings" in rotation and family.model_type == "phi3":
         key = "original_max_position_embeddings"
@@ -297,7 +301,7 @@ def _alternate(keys: _Keys, fields: dict[str, Any], every: int, layers: int) -> 
     fields["sliding_window"] = window or fields["max_position_embeddings"]
     local = keys.take("rope.freq_base_swa", 10000.0 if is_third else base)
     if keys.take("rope.dimension_count_swa", head) != head or not (is_third or local == base):
-        raise keys.bad("its layers with a window rotate in a way that this family has not")
+        raise keys.bad("rope.freq_base_swa or rope.dimension_count_swa is not as this family's")
     if is_third:
         own = {"rope_type": "default", "rope_theta": local}
         fields["rope_parameters"] = {kinds[0]: fields["rope_parameters"], kinds[1]: own}
@@ -322,16 +326,15 @@ def _scaling(keys: _Keys, length: int) -> dict[str, Any]:
     if (freqs or short) and (kind == "yarn" or freqs and short or short and factor != 1.0):
         raise keys.bad("its rotations are scaled in two ways")
     if kind == "yarn" and factor != 1.0:
-        usual = keys.take("rope.scaling.yarn_ext_factor", 1.0)
-        if usual not in (1, -1):
-            raise keys.bad(f"rope.scaling.yarn_ext_factor is {usual}, and only 1 is applied")
+        extent = keys.take("rope.scaling.yarn_ext_factor", 1.0)
+        if extent not in (1, -1):
+            raise keys.bad(f"rope.scaling.yarn_ext_factor is {extent}, and only 1 is applied")
+        usual_size = 1 + 0.1 * log(max(factor, 1.0))
         return {
             "rope_type": "yarn",
             "factor": factor,
             "original_max_position_embeddings": original,
-            "attention_factor": keys.take(
-                "rope.scaling.yarn_attn_factor", size * (1 + 0.1 * log(max(factor, 1.0)))
-            ),
+            "attention_factor": size * keys.take("rope.scaling.yarn_attn_factor", usual_size),
             "beta_fast": keys.take("rope.scaling.yarn_beta_fast", 32.0),
             "beta_slow": keys.take("rope.scaling.yarn_beta_slow", 1.0),
         }

@@ -99,24 +99,30 @@ def tell(writer, **facts):
 
 def begun(path, architecture, config, folder, pre="smollm", **way):
     """The header of a GGUF file: a config, and the tokenizer of a folder."""
-    model = json.loads((folder / "tokenizer.json").read_text("utf-8"))["model"]
-    words = sorted(model["vocab"], key=model["vocab"].get)
-    words += [f"[PAD{i}]" for i in range(len(words), config.vocab_size)]
     writer = gguf.GGUFWriter(path, architecture, **way)
     tell(
         writer, name="tiny", context_length=config.max_position_embeddings,
         embedding_length=config.hidden_size, block_count=config.num_hidden_layers,
         feed_forward_length=config.intermediate_size, head_count=config.num_attention_heads,
         head_count_kv=config.num_key_value_heads, vocab_size=config.vocab_size,
-        tokenizer_model="gpt2",
-        token_list=words, eos_token_id=0,
+    )  # fmt: skip
+    if architecture != "gpt2":
+        tell(writer, layer_norm_rms_eps=config.rms_norm_eps, rope_freq_base=10000.0)
+    tell_tokens(writer, folder, config.vocab_size, pre)
+    return writer
+
+
+def tell_tokens(writer, folder, num_tokens, pre="smollm"):
+    """The tokenizer of a folder, filled up to so many tokens."""
+    model = json.loads((folder / "tokenizer.json").read_text("utf-8"))["model"]
+    words = sorted(model["vocab"], key=model["vocab"].get)
+    words += [f"[PAD{i}]" for i in range(len(words), num_tokens)]
+    tell(
+        writer, tokenizer_model="gpt2", token_list=words, eos_token_id=0,
         token_types=[3 if word == "<|endoftext|>" else 1 for word in words],
         token_merges=[" ".join(m) if isinstance(m, list) else m for m in model["merges"]],
         **{"tokenizer_pre": pre} if pre else {},
     )  # fmt: skip
-    if architecture != "gpt2":
-        tell(writer, layer_norm_rms_eps=config.rms_norm_eps, rope_freq_base=10000.0)
-    return writer
 
 
 def random_blocks(num_rows, width, kind):

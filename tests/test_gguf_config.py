@@ -8,26 +8,29 @@ model, which has not seen our reading of the file.
 
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+import speculative_decoding as core
 import torch
+from conftest import TARGET, assert_lossless
 from families import randomise
-from test_gguf import interleaved
-from test_kernels import needs_compiler
+from test_gguf import interleaved, tell_tokens
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 
 from demo_models.heads import write_gguf as finish
 from kernels import start
-from models import gguf_check, gguf_config, gguf_packed
+from models import StartError, gguf_check, gguf_config, gguf_packed, loading
 from models.gguf_config import config_of
 from models.gguf_file import BadFile
 from models.gguf_model import load_model, open_model
-from models.loading import check_weights
+from models.loading import check_weights, load_pretrained
 from models.rope import fix_rotations
 
-VOCAB, LAYERS, LENGTH = 96, 4, 64
+VOCAB, LAYERS, LENGTH = 4096, 4, 64
 SMALL = {
     "vocab_size": VOCAB, "num_hidden_layers": LAYERS, "hidden_size": 64, "intermediate_size": 96,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": LENGTH,
@@ -38,7 +41,8 @@ KEYS = {
     "feed_forward_length": 96, "attention.head_count": 4, "attention.head_count_kv": 2,
 }  # fmt: skip
 RMS, NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
-GEMMA = {"attention.key_length": 32, "attention.value_length": 32, RMS: 0.05}
+HEAD_32 = {"attention.key_length": 32, "attention.value_length": 32}
+GEMMA = HEAD_32 | {RMS: 0.05}
 ONE_MORE = {"nemotron", "gemma2", "gemma3"}  # whose norms are multiplied by one more
 
 
@@ -72,8 +76,17 @@ SQRT = (1 + np.log(4) / np.log(32)) ** 0.5
 FACTORS = {"rope_factors_short.weight": SHORT, "rope_factors_long.weight": LONG}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 LOCAL = {"rope_type": "default", "rope_theta": 10000.0}
-THIRD = {"num_hidden_layers": LAYERS, "head_dim": 32, "query_pre_attn_scalar": 32}
-BOTH = ["sliding_attention", "full_attention"] * 2
+LOCALLY, FULLY = "sliding_attention", "full_attention"
+BOTH = [LOCALLY, FULLY] * 2
+OF_GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 32, "rms_norm_eps": 0.05}
+WINDOW, OF_WINDOW = {"sliding_window": 9}, {"attention.sliding_window": 9}
+
+
+def rotated(fully=LOCAL, locally=LOCAL):
+    """As Gemma 3 has it: by kind of layer."""
+    return {"rope_parameters": {FULLY: LOCAL | fully, LOCALLY: locally}}
+
+
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 OF_MIXTURE = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
 HYBRID = {
@@ -94,7 +107,7 @@ CASES = {
     "epsilon": Case("llama", {"rms_norm_eps": 0.05}, {RMS: 0.05}),
     "theta": Case("llama", rope(rope_theta=500.0), {"rope.freq_base": 500.0}),
     "head size": Case(
-        "llama", {"head_dim": 32}, {"attention.key_length": 32, "attention.value_length": 32}
+        "llama", {"head_dim": 32}, HEAD_32
     ),
     "biases": Case("llama", {"attention_bias": True, "mlp_bias": True}),
     "tied": Case("llama", {"tie_word_embeddings": True}),
@@ -121,7 +134,7 @@ CASES = {
         OF_YARN | scaled(attn_factor=0.5, yarn_ext_factor=1.0),
     ),
     "qwen2": Case("qwen2"),
-    "qwen3": Case("qwen3", {"head_dim": 32}, {"attention.key_length": 32} | {"attention.value_length": 32}),
+    "qwen3": Case("qwen3", {"head_dim": 32}, HEAD_32),
     "qwen3, biases": Case("qwen3", {"head_dim": 16, "attention_bias": True}),
     "qwen2moe": Case(
         "qwen2moe",
@@ -151,54 +164,44 @@ CASES = {
         "phi3", rope(**LONGROPE) | {"original_max_position_embeddings": 32},
         scaled(type="longrope", original_context_length=32, attn_factor=SQRT) | FACTORS,
     ),
-    "gemma2": Case(
-        "gemma2",
-        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 9, "rms_norm_eps": 0.05},
-        GEMMA | {"attention.sliding_window": 9},
-    ),
+    "gemma2": Case("gemma2", OF_GEMMA | WINDOW, GEMMA | OF_WINDOW),
     "gemma2, caps": Case(
-        "gemma2",
-        {"head_dim": 32, "query_pre_attn_scalar": 32, "rms_norm_eps": 0.05,
-         "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0},
+        "gemma2", OF_GEMMA | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0},
         GEMMA | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0},
     ),
+    "gemma2, pattern": Case(
+        "gemma2", OF_GEMMA | WINDOW | {"layer_types": [LOCALLY, LOCALLY, FULLY, LOCALLY]},
+        GEMMA | OF_WINDOW | {"attention.sliding_window_pattern": 3},
+    ),
     "gemma2, 27b": Case(
-        "gemma2",
-        {"head_dim": 32, "query_pre_attn_scalar": 16, "num_hidden_layers": 46,
-         "rms_norm_eps": 0.05},
+        "gemma2", OF_GEMMA | {"query_pre_attn_scalar": 16, "num_hidden_layers": 46},
         GEMMA | {"block_count": 46},
     ),
     "gemma3": Case(
         "gemma3",
-        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 9, "rms_norm_eps": 0.05,
-         "num_hidden_layers": 7, "layer_types": [*["sliding_attention"] * 5, "full_attention", "sliding_attention"],
-         "rope_parameters": {"full_attention": LOCAL | LINEAR | {"rope_theta": 1e6}, "sliding_attention": LOCAL}},
-        GEMMA | scaled(type="linear", factor=8.0)
-        | {"attention.sliding_window": 9, "rope.freq_base": 1e6, "block_count": 7},
+        OF_GEMMA | WINDOW | rotated(LINEAR | {"rope_theta": 1e6})
+        | {"num_hidden_layers": 7, "layer_types": [*[LOCALLY] * 5, FULLY, LOCALLY]},
+        GEMMA | OF_WINDOW | scaled(type="linear", factor=8.0)
+        | {"rope.freq_base": 1e6, "block_count": 7},
         model_type="gemma3_text",
     ),
-    "gemma3, pattern": Case(
+    "gemma3, all": Case(
         "gemma3",
-        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 9, "rms_norm_eps": 0.05,
-         "layer_types": BOTH, "final_logit_softcapping": 2.0,
-         "rope_parameters": {"full_attention": LOCAL | {"rope_theta": 1e6}, "sliding_attention": LOCAL | {"rope_theta": 500.0}}},
-        GEMMA | {"attention.sliding_window": 9, "rope.freq_base": 1e6, "rope.freq_base_swa": 500.0,
-        "attention.sliding_window_pattern": [True, False] * 2, "final_logit_softcapping": 2.0},
+        OF_GEMMA | WINDOW | rotated({"rope_theta": 1e6}, LOCAL | {"rope_theta": 500.0})
+        | {"layer_types": BOTH, "final_logit_softcapping": 2.0},
+        GEMMA | OF_WINDOW
+        | {"rope.freq_base": 1e6, "rope.freq_base_swa": 500.0, "final_logit_softcapping": 2.0,
+           "attention.sliding_window_pattern": [True, False] * 2},
         model_type="gemma3_text",
     ),
     "gemma3, one in two": Case(
-        "gemma3",
-        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 9, "rms_norm_eps": 0.05,
-         "layer_types": BOTH,
-         "rope_parameters": {"full_attention": LOCAL, "sliding_attention": LOCAL}},
-        GEMMA | {"attention.sliding_window": 9, "attention.sliding_window_pattern": 2},
-        model_type="gemma3_text",
+        "gemma3", OF_GEMMA | WINDOW | rotated() | {"layer_types": BOTH},
+        GEMMA | OF_WINDOW | {"attention.sliding_window_pattern": 2}, model_type="gemma3_text",
     ),
     "gemma3, 27b": Case(
         "gemma3",
-        {"head_dim": 32, "query_pre_attn_scalar": 16, "num_hidden_layers": 62, "rms_norm_eps": 0.05,
-         "layer_types": ["full_attention"] * 62,
-         "rope_parameters": {"full_attention": LOCAL, "sliding_attention": LOCAL}},
+        OF_GEMMA | rotated()
+        | {"query_pre_attn_scalar": 16, "num_hidden_layers": 62, "layer_types": [FULLY] * 62},
         GEMMA | {"block_count": 62}, model_type="gemma3_text",
     ),
     "stablelm": Case(
@@ -219,14 +222,14 @@ CASES = {
         "starcoder2", {"norm_epsilon": 0.05, "sliding_window": 9},
         {NORM: 0.05, "attention.sliding_window": 9},
     ),
-    "nemotron": Case(
-        "nemotron", rope(partial_rotary_factor=0.5) | {"norm_eps": 0.05, "head_dim": 16},
-        {NORM: 0.05, "rope.dimension_count": 8} | scaled(type="none"),
-    ),
     "nemotron, linear": Case(
         "nemotron", rope(partial_rotary_factor=1.0, **LINEAR)
         | {"norm_eps": 0.05, "head_dim": 16, "attention_bias": True, "mlp_bias": True},
         {NORM: 0.05} | scaled(type="linear", factor=8.0),
+    ),
+    "nemotron": Case(
+        "nemotron", rope(partial_rotary_factor=0.5) | {"norm_eps": 0.05, "head_dim": 16},
+        {NORM: 0.05, "rope.dimension_count": 8} | scaled(type="none"),
     ),
     "gpt2": Case(
         "gpt2",
@@ -235,11 +238,13 @@ CASES = {
         {NORM: 0.05, "attention.head_count_kv": 4},
     ),
     "qwen35": Case(
-        "qwen35", HYBRID | rope(**MROPE) | {"rms_norm_eps": 0.05}, OF_HYBRID, model_type="qwen3_5_text",
+        "qwen35", HYBRID | rope(**MROPE) | {"rms_norm_eps": 0.05}, OF_HYBRID,
+        model_type="qwen3_5_text",
     ),
     "qwen35, recurrent_layers": Case(
         "qwen35",
-        HYBRID | rope(**MROPE) | {"rms_norm_eps": 0.05, "layer_types": ["full_attention", *["linear_attention"] * 3]},
+        HYBRID | rope(**MROPE)
+        | {"rms_norm_eps": 0.05, "layer_types": [FULLY, *["linear_attention"] * 3]},
         OF_HYBRID | {"attention.recurrent_layers": [False, True, True, True]},
         model_type="qwen3_5_text",
     ),
@@ -247,12 +252,20 @@ CASES = {
         "qwen35", HYBRID | rope(**MROPE, **YARN) | {"rms_norm_eps": 0.05}, OF_HYBRID | OF_YARN,
         model_type="qwen3_5_text",
     ),
+    "qwen35moe": Case(
+        "qwen35moe",
+        HYBRID | MIXTURE | rope(**MROPE)
+        | {"shared_expert_intermediate_size": 48, "rms_norm_eps": 0.05},
+        OF_HYBRID | OF_MIXTURE | {"expert_shared_feed_forward_length": 48},
+        model_type="qwen3_5_moe_text",
+    ),
     "lfm2": Case(
         "lfm2",
         rope()
-        | {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False, "norm_eps": 0.05,
-         "conv_L_cache": 3, "conv_bias": False},
-        {"attention.head_count_kv": [0, 2, 0, 2], "shortconv.l_cache": 3, RMS: 0.05, "rope.freq_base": 10000.0},
+        | {"layer_types": ["conv", FULLY] * 2, "block_auto_adjust_ff_dim": False,
+           "norm_eps": 0.05, "conv_L_cache": 3, "conv_bias": False},
+        {"attention.head_count_kv": [0, 2, 0, 2], "shortconv.l_cache": 3, RMS: 0.05,
+         "rope.freq_base": 10000.0},
     ),
 }  # fmt: skip
 
@@ -288,7 +301,7 @@ def tensors_of(model, case):
             values = interleaved(values.reshape(len(values), -1), heads[part]).reshape(values.shape)
         if case.architecture in ONE_MORE and name.endswith("norm.weight"):
             values = values + 1
-        if case.architecture == "qwen35":
+        if case.architecture.startswith("qwen35"):
             name, values = of_hybrid(name, values)
         if case.architecture == "lfm2" and name.endswith("conv.conv.weight"):
             values = values.squeeze(1)
@@ -319,21 +332,22 @@ def of_hybrid(name, values):
     return name.replace("dt_bias", "dt_proj.bias"), values
 
 
-def header(path, architecture, **keys):
+def header(path, architecture, keys):
     """A writer with these keys under the architecture's name, each of the kind of its value."""
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([f"{i}" for i in range(VOCAB)])
-    writer.add_token_merges([])
+    tell_tokens(writer, Path(TARGET), VOCAB)
+    add_keys(writer, keys)
+    return writer
+
+
+def add_keys(writer, keys):
     for name, value in keys.items():
-        key = f"{architecture}.{name}"
+        key = f"{writer.arch}.{name}"
         if isinstance(value, list):
             writer.add_array(key, value)
         else:
             kinds = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
             kinds.get(type(value), writer.add_float32)(key, value)
-    return writer
 
 
 def write(path, case, model=None, **more):
@@ -343,7 +357,7 @@ def write(path, case, model=None, **more):
     if case.architecture == "phi3":
         usual[RMS] = 1e-5
     keys = KEYS | usual | case.keys | more
-    extra = {name: keys.pop(name) for name in [*keys] if name.endswith(".weight")}
+    extra = {name: keys.pop(name) for name in [*keys] if name.endswith((".weight", ".bias"))}
     weights = tensors_of(model, case)
     for name, values in extra.items():
         if values is None:  # what the original's frequencies are divided by
@@ -352,7 +366,7 @@ def write(path, case, model=None, **more):
             values = (usual / rotary.inv_freq).numpy()
         weights[name] = np.asarray(values, np.float32)
     tensors = [(name, np.ascontiguousarray(values), "F32") for name, values in weights.items()]
-    finish(header(path, case.architecture, **keys), (), tensors)
+    finish(header(path, case.architecture, keys), (), tensors)
     return model
 
 
@@ -396,3 +410,138 @@ def test_each_case_is_seen_in_the_logits():
             if one < other and same_family and said[one].shape == said[other].shape:
                 is_same = case.original == CASES[other].original
                 assert is_same or (said[one] - said[other]).abs().max() > 0.01, (one, other)
+
+
+@pytest.mark.parametrize("name", ["rope_freqs", "yarn, all", "longrope, short", "gemma3"])
+def test_what_is_served_is_what_the_original_writes(tmp_path, name):
+    """Over the whole path: packed where there are kernels, the KV cache, drafts, batches."""
+    case, path = CASES[name], tmp_path / "model.gguf"
+    model = write(path, case)
+    for dtype in ("auto", "float32"):
+        options = core.Options(
+            model=str(path), dtype=dtype, max_model_len=case.length, drafter="ngram", fixed_k=True
+        )
+        engine = core.load_engine(options)
+        prompt = [5, 17, 2048, 99, 5, 17]
+        expected = model.generate(
+            torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=None
+        )[0, len(prompt) :].tolist()
+        assert assert_lossless(engine, prompt, 20, "ngram").output == expected
+
+
+# ------------------------------------------------------------------------ what is not dropped
+def keys_of(part):
+    """All keys that gguf knows under an architecture's name."""
+    for value in vars(part).values():
+        if isinstance(value, type):
+            yield from keys_of(value)
+        elif isinstance(value, str) and value.startswith("{arch}."):
+            yield value.removeprefix("{arch}.")
+
+
+FIRST = {case.architecture: case for case in reversed(CASES.values())}  # the first case of each
+
+
+def config_with(path, case, tensors, **keys):
+    """The config of a header with these keys more."""
+    usual = {RMS: 1e-6} if NORM not in case.keys else {}
+    writer = gguf.GGUFWriter(path, case.architecture)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["a", "b"])
+    add_keys(writer, KEYS | usual | case.keys | keys)
+    finish(writer, (), [(name, np.zeros(1, np.float32), "F32") for name in tensors])
+    with open_model(str(path)) as file:
+        return config_of(file).to_dict()
+
+
+@pytest.mark.parametrize("architecture", [*gguf_config.FAMILIES, *GGUF_CONFIG_ARCHS])
+def test_each_key_that_gguf_knows_is_applied_or_refused(tmp_path, architecture):
+    """A key with another value changes the config, or is named in a refusal."""
+    case, path, dropped = FIRST[architecture], tmp_path / "model.gguf", set()
+    tensors = tensors_of(original(case), case).keys()
+    config = config_with(path, case, tensors)
+    for key in {*keys_of(gguf.Keys)} - set(gguf_config.NO_EFFECT):
+        try:
+            if config_with(path, case, tensors, **{key: 24}) == config:
+                dropped.add(key)
+        except Exception as error:  # of transformers, where such a model cannot be
+            is_ours = isinstance(error, BadFile)
+            assert not is_ours or key in str(error), (key, str(error))
+    assert not dropped
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "reason"),
+    [
+        ("llama", {"dreams": 1}, "'llama.dreams' is 1, which llama has not here"),
+        ("llama", {"blk.1.dream.weight": [1.0]}, "reads its tensor 'blk.1.dream.weight'"),
+        ("llama", {"blk.1.attn_q.bias": [1.0] * 64}, "reads its tensor 'blk.1.attn_q.bias'"),
+        ("lfm2", {"blk.1.dream.weight": [1.0]}, "reads its tensor 'blk.1.dream.weight'"),
+        ("llama", {"rope_factors_long.weight": LONG}, "lacks a list of factors"),
+        ("phi3", FACTORS | {"rope_freqs.weight": LONG}, "scaled in two ways"),
+        ("yarn", {"rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor is 0.5"),
+        ("llama", {"rope.scaling.type": "spiral"}, "'spiral', which is not known"),
+        ("llama", {"attention.head_count": [4, 4, 4, 2]}, "head_count is \\[4, 4, 4, 2\\]"),
+        ("llama", {"expert_count": 4}, "'llama.expert_count' is 4"),
+        ("phi3", {"rope.dimension_count": 7}, "dimension_count is 7"),
+    ],
+)
+def test_what_would_be_another_model_is_refused(tmp_path, name, more, reason):
+    """In one line with its name, packed or not."""
+    start.get_ready(None, "cpu", True)
+    path = tmp_path / "model.gguf"
+    write(path, CASES[name], **more)
+    for dtype in ("auto", "float32"):
+        with pytest.raises(StartError, match=reason) as error:
+            load_pretrained(str(path), core.Options(dtype=dtype))
+        assert "model.gguf" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("family", ["falcon", "gemma4", "gpt-oss", "mamba", "minimax-m2"])
+def test_a_family_whose_keys_are_not_known_is_refused(tmp_path, family):
+    path = tmp_path / "model.gguf"
+    finish(
+        header(path, family, KEYS), (), [(name, np.zeros(1, np.float32), "F32") for name in "abcd"]
+    )
+    with pytest.raises(StartError, match=f"kind '{family}' are not read from GGUF files"):
+        load_pretrained(str(path), core.Options())
+
+
+FAULTS = {  # a fault of the first reading, and what the second one finds
+    "rope_freqs": ("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0}, "rotation"),
+    "yarn": ("rope_parameters", {"rope_type": "default", "rope_theta": 10000.0}, "rotation"),
+    "epsilon": ("rms_norm_eps", 1e-6, "the epsilon of model.layers.0.input_layernorm"),
+    "gemma2": ("query_pre_attn_scalar", 256, "the scale of model.layers.0.self_attn"),
+    "gemma2, caps": ("attn_logit_softcapping", 50.0, "the cap of model.layers.0.self_attn"),
+    "gemma3": ("sliding_window", 4096, "the window of model.layers.0.self_attn"),
+    "gemma3, all": ("rope_parameters", rotated()["rope_parameters"], "rotation"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_header_that_was_read_wrongly_is_seen_before_the_model_is_served(
+    tmp_path, monkeypatch, name
+):
+    """By a second reading: the comparison with transformers has the wrong config on both sides."""
+    path, (config_field, wrong, what) = tmp_path / "model.gguf", FAULTS[name]
+    write(path, CASES[name])
+
+    def misread(file):
+        config = config_of(file)
+        setattr(config, config_field, wrong)
+        return config
+
+    monkeypatch.setattr(loading, "config_of", misread)
+    with pytest.raises(StartError, match=f"{what}.* of the loaded model is not what the file's"):
+        load_pretrained(str(path), core.Options(dtype="float32"))
+
+
+def test_a_text_ends_where_the_file_says(tmp_path):
+    """A config of transformers would have Llama 2's token 2 end it."""
+    case, path = CASES["llama"], tmp_path / "model.gguf"
+    writer = header(path, "llama", KEYS | {RMS: 1e-6})
+    writer.add_eot_token_id(7)
+    weights = tensors_of(original(case), case)
+    finish(writer, (), [(name, own.copy(), "F32") for name, own in weights.items()])
+    loaded = load_pretrained(str(path), core.Options())
+    assert loading.ends_of(loaded.model, loaded.tokenizer) == {0, 7}
