@@ -134,7 +134,7 @@ FAMILIES = {
     ),
     "nemotron": Family(
         "nemotron",
-        _SIZES | {_NORM: "norm_eps"},
+        _SIZES | {_NORM: "norm_eps", _RMS: "norm_eps"},  # files have both
         biases=_QKV_O | {"mlp_bias": "ffn_up"},
         turns_part=True,
     ),
@@ -251,6 +251,8 @@ def _fields(keys: _Keys, family: Family, length: int) -> dict[str, Any]:
         value = keys.take(key, fields.get(name))
         if isinstance(value, str | list) or (value is None and name not in _OPTIONAL):
             raise keys.bad(f"{keys.architecture}.{key} is {value!r:.80}, and a number is needed")
+        if key == _RMS and _NORM in family.fields and value != fields[name]:
+            raise keys.bad(f"its {key} is {value}, and its {_NORM} {fields[name]}")
         if value is not None:
             fields[name] = value or (None if name in _OPTIONAL else value)
     layers = fields.get("num_hidden_layers", fields.get("n_layer"))

@@ -144,6 +144,8 @@ class Tables:
 
         Experts' tensors are put together in there.
         """
+        if tensor.name.endswith("ffn_gate_inp_shexp.weight"):  # transformers adds a dimension
+            weights = weights.reshape(-1)
         given = {"tensor_key_mapping": self.names, "parsed_parameters": {"tensors": collected}}
         found = self._processor.process(weights, tensor.name, **given)
         return self.names.get(found.name), found.weights

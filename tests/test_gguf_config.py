@@ -69,10 +69,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 OF_YARN = scaled(type="yarn", factor=4.0, original_context_length=16)
 SHORT, LONG = [1.0 + i / 8 for i in range(8)], [1.0 + i for i in range(8)]
 LONGROPE = {
-    "rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "factor": 4.0,
+    "rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG, "factor": 2.0,
     "original_max_position_embeddings": 32, "partial_rotary_factor": 1.0,
 }  # fmt: skip
-SQRT = (1 + np.log(4) / np.log(32)) ** 0.5
+SQRT = (1 + np.log(2) / np.log(32)) ** 0.5
 FACTORS = {"rope_factors_short.weight": SHORT, "rope_factors_long.weight": LONG}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 LOCAL = {"rope_type": "default", "rope_theta": 10000.0}
@@ -225,7 +225,7 @@ CASES = {
     "nemotron, linear": Case(
         "nemotron", rope(partial_rotary_factor=1.0, **LINEAR)
         | {"norm_eps": 0.05, "head_dim": 16, "attention_bias": True, "mlp_bias": True},
-        {NORM: 0.05} | scaled(type="linear", factor=8.0),
+        {NORM: 0.05, RMS: 0.05} | scaled(type="linear", factor=8.0),
     ),
     "nemotron": Case(
         "nemotron", rope(partial_rotary_factor=0.5) | {"norm_eps": 0.05, "head_dim": 16},
@@ -313,7 +313,7 @@ def tensors_of(model, case):
             name, values = name.replace("gate_up_proj", "up_proj.weight"), up
         elif values.ndim == 3:
             name += ".weight"
-        elif "shared_expert_gate" in name:
+        elif "shared_expert_gate" in name and case.model_type == "qwen3_5_moe_text":
             values = values[0]
         weights[name] = values
     return {
