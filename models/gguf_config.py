@@ -248,10 +248,12 @@ def _fields(keys: _Keys, family: Family, length: int) -> dict[str, Any]:
     fields: dict[str, Any] = {"model_type": family.model_type, **family.facts}
     tensors = keys.file.tensors
     for key, name in family.fields.items():
-        value = keys.take(key, fields.get(name))
+        value = keys.take(key, family.facts.get(name))
+        if value is None and key == _RMS and name in fields:
+            continue  # the other epsilon is there
         if isinstance(value, str | list) or (value is None and name not in _OPTIONAL):
             raise keys.bad(f"{keys.architecture}.{key} is {value!r:.80}, and a number is needed")
-        if key == _RMS and _NORM in family.fields and value != fields[name]:
+        if key == _RMS and value != fields.get(name, value):
             raise keys.bad(f"its {key} is {value}, and its {_NORM} {fields[name]}")
         if value is not None:
             fields[name] = value or (None if name in _OPTIONAL else value)
