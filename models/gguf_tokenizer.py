@@ -64,6 +64,7 @@ _READ = {  # keys, and what they hold
 # Of no effect on a text's ids.
 _NO_MATTER = r".*_token_id|token_type_count|huggingface\.json|rwkv\.world|chat_templates?(\..*)?"
 _NAMED = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # here; in transformers
+_TURN_ENDS = "eot_token_id", "eom_token_id"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of tokens
 _NOT_RSTRIP = "<unk>", "<s>", "<|endoftext|>"  # the special tokens of Phi-3 that leave spaces
 _BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
@@ -74,16 +75,19 @@ _last: list[tuple[dict[str, Any], Tokenizer]] = []  # what the last one was made
 def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
     """The tokenizer of an opened model, tried on a few texts.
 
-    A draft's file mostly has its target's vocabulary. Then both share what was made of it. Raises
-    BadFile, or what tokenizers raises for a vocabulary without sense.
+    Its `turn_ends` are ids that end an answer as EOS does. A draft's file mostly has its target's
+    vocabulary. Then both share what was made of it. Raises BadFile, or what tokenizers raises for a
+    vocabulary without sense.
     """
     facts = _facts_of(file.metadata)
     made_of = {key: _packed(value) for key, value in facts.items() if "template" not in key}
     is_new = not _last or _last[0][0] != made_of
     if is_new:
-        if reason := _why_not(facts):
+        words = [word or f"[EMPTY_{i}]" for i, word in enumerate(facts["tokens"])]
+        kinds = facts["token_type"].tolist() if "token_type" in facts else [_NORMAL] * len(words)
+        if reason := _why_not(facts, words, kinds):
             raise BadFile(f"{file.name}: {reason}")
-        _last[:] = [(made_of, _made_of(facts))]
+        _last[:] = [(made_of, _made_of(facts, words, kinds))]
     # As `tokenizer_object` it would be copied, by way of JSON, in 0.5 s.
     tokenizer = PreTrainedTokenizerFast.__new__(PreTrainedTokenizerFast)
     tokenizer._tokenizer = backend = _last[0][1]
@@ -92,6 +96,7 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
         index = facts.get(f"{here}_token_id")
         options[f"{there}_token"] = None if index is None else backend.id_to_token(index)
     tokenizer.__init__(**options)
+    tokenizer.turn_ends = {facts[key] for key in _TURN_ENDS if key in facts}
     if is_new and (reason := _why_wrong(tokenizer, len(facts["tokens"]))):
         _last.clear()
         raise BadFile(f"{file.name}: {reason}")
@@ -123,95 +128,74 @@ def _packed(value: Any) -> Any:
     return value.tobytes() if isinstance(value, Texts | np.ndarray) else value
 
 
-def _why_not(facts: dict[str, Any]) -> str | None:
+def _why_not(facts: dict[str, Any], words: list[str], kinds: list[int]) -> str | None:
     """Why no tokenizer can be made of this that is surely right."""
     for key, value in facts.items():
         is_set = len(value) > 0 if hasattr(value, "__len__") else bool(value)
         if not isinstance(value, _READ.get(key, object)):
-            return f"its tokenizer's {key!r:.80} is {value!r:.80}"
+            return f"its tokenizer's {key!r:.80} has a wrong type"
         if key not in _READ and not re.fullmatch(_NO_MATTER, key) and is_set:
             return f"its tokenizer has the key {key!r:.80}, which is not supported yet"
-    model, rule, words = facts["model"], facts.get("pre"), _words(facts)
+    model, rule, tokens = facts["model"], facts.get("pre"), set(words)
     if model not in ("gpt2", "llama", "gemma4"):
         return f"tokenizers of the kind {model!r:.80} are not supported yet"
     if model == "gpt2" and rule not in _SPLITS:
-        return (
-            f"the rule that splits texts into words, tokenizer.ggml.pre, is {rule!r:.80}: unknown"
-        )
-    tokens = set(words)
+        return f"the rule that splits texts, tokenizer.ggml.pre, is {rule!r:.80}, which is unknown"
+    if model != "llama" and facts["add_space_prefix"]:
+        return f"add_space_prefix is not supported yet for tokenizers of the kind {model!r}"
+    if (key := "scores" if model == "llama" else "merges") not in facts:
+        return f"its tokenizer has no {key}"
+    if len({len(facts.get(key, words)) for key in ("tokens", "scores", "token_type")}) > 1:
+        return "its tokenizer has not as many scores and types as tokens"
     if len(tokens) < len(words):
         return "its tokenizer has a token twice"
-    for key in ("merges",) if model != "llama" else ("scores",):
-        if key not in facts:
-            return f"its tokenizer has no {key}"
-    for key in ("scores", "token_type"):
-        if key in facts and len(facts[key]) != len(words):
-            return f"its tokenizer has {len(words)} tokens, and {key} for {len(facts[key])}"
-    if model != "llama" and facts["add_space_prefix"]:
-        return f"its tokenizer's add_space_prefix is not supported for the kind {model!r}"
-    for name in _NAMED:
-        index = facts.get(key := f"{name}_token_id", 0)
-        if type(index) is not int or not 0 <= index < len(words):
+    for key in (*(f"{name}_token_id" for name in _NAMED), *_TURN_ENDS):
+        if type(index := facts.get(key, 0)) is not int or not 0 <= index < len(words):
             return f"tokenizer.ggml.{key} is {index!r:.80}, which is no token's id"
     for name in ("bos", "eos"):
         if facts[f"add_{name}_token"] and f"{name}_token_id" not in facts:
             return f"its tokenizer adds {name.upper()}, and has no {name}_token_id"
     if model != "gpt2" and (lacking := _BYTES - tokens):
         return f"its tokenizer lacks {len(lacking)} of the bytes, first {min(lacking)}"
-    if model == "llama":  # of characters that are no tokens themselves no merge begins
-        normal = (word for word, kind in _typed(facts) if kind == _NORMAL)
-        if lacking := set().union(*normal) - tokens:
-            return f"its tokenizer has words with {min(lacking)!r}, and not that character alone"
+    # tokenizers merges no character that is not a token itself. llama.cpp does.
+    normal = (word for word, kind in zip(words, kinds, strict=True) if kind == _NORMAL)
+    if model == "llama" and (lacking := set().union(*normal) - tokens):
+        return f"its tokenizer has words with {min(lacking)!r}, and not that character alone"
     return None
 
 
-def _words(facts: dict[str, Any]) -> list[str]:
-    return [word or f"[EMPTY_{i}]" for i, word in enumerate(facts["tokens"])]
-
-
-def _typed(facts: dict[str, Any]) -> list[tuple[str, int]]:
-    """The tokens, each with its type."""
-    words = _words(facts)
-    kinds = facts["token_type"].tolist() if "token_type" in facts else [_NORMAL] * len(words)
-    return list(zip(words, kinds, strict=True))
-
-
-def _made_of(facts: dict[str, Any]) -> Tokenizer:
-    model, rule, words = facts["model"], facts.get("pre"), _words(facts)
+def _made_of(facts: dict[str, Any], words: list[str], kinds: list[int]) -> Tokenizer:
+    model, rule, has_prefix = facts["model"], facts.get("pre"), facts["add_space_prefix"]
     vocabulary = {word: i for i, word in enumerate(words)}
     if model == "llama":
-        scores = dict(zip(words, facts["scores"].tolist(), strict=True))
-        merges = generate_merges(vocabulary, scores)
+        merges = generate_merges(
+            vocabulary, dict(zip(words, facts["scores"].tolist(), strict=True))
+        )
     else:
         merges = [(m[: (at := m.find(" ", 1))], m[at + 1 :]) for m in facts["merges"]]
-    backend = Tokenizer(
-        models.BPE(
-            vocabulary, merges,
-            byte_fallback=model != "gpt2", ignore_merges=model == "gpt2" and rule in _WHOLE_WORDS,
-        )
-    )  # fmt: skip
+    is_whole = model == "gpt2" and rule in _WHOLE_WORDS
+    given = {"byte_fallback": model != "gpt2", "ignore_merges": is_whole}
+    backend = Tokenizer(models.BPE(vocabulary, merges, **given))
     if model == "gpt2":
         splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in _SPLITS[rule]]
         to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
         backend.decoder = decoders.ByteLevel()
     else:
-        has_prefix = facts["add_space_prefix"]
-        first, last = [normalizers.Prepend("▁")], [decoders.Strip(" ", 1, 0)]
-        backend.normalizer = normalizers.Sequence(
-            first * has_prefix + [normalizers.Replace(" ", "▁")]
-        )
+        prefix = [normalizers.Prepend("▁")] * has_prefix
+        backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", "▁")])
         pieces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        backend.decoder = decoders.Sequence(pieces + last * has_prefix)
+        backend.decoder = decoders.Sequence([*pieces, *[decoders.Strip(" ", 1, 0)] * has_prefix])
     is_phi = model == "llama" and facts["architecture"] == "phi3"
-    whole: dict[bool, list[AddedToken]] = {True: [], False: []}
-    for word, kind in _typed(facts):
+    special: list[AddedToken] = []
+    plain: list[AddedToken] = []
+    for word, kind in zip(words, kinds, strict=True):
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED) or word in _ENDS:
             strips = is_phi and word not in _NOT_RSTRIP
-            is_special = kind != _USER_DEFINED
-            whole[is_special].append(AddedToken(word, normalized=False, rstrip=strips))
-    backend.add_special_tokens(whole[True])
-    backend.add_tokens(whole[False])
+            token = AddedToken(word, normalized=False, rstrip=strips)
+            (plain if kind == _USER_DEFINED else special).append(token)
+    backend.add_special_tokens(special)
+    backend.add_tokens(plain)
     return backend
 
 
