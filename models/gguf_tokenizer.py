@@ -56,13 +56,14 @@ _ENDS = {  # of texts and turns: control tokens, whatever a file says of them
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
     "<|eom_id|>", "<EOT>", "_<EOT>", "<end_of_utterance>", "<｜end▁of▁sentence｜>",
 }  # fmt: skip
+_TEMPLATE = "tokenizer.chat_template"
 _READ = {  # keys, and what they hold
     "model": str, "pre": str, "tokens": Texts, "merges": Texts, "scores": np.ndarray,
     "token_type": np.ndarray, "add_bos_token": bool, "add_eos_token": bool,
-    "add_space_prefix": bool, "chat_template": str, "architecture": str,
+    "add_space_prefix": bool, _TEMPLATE: str, "architecture": str,
 }  # fmt: skip
 # Of no effect on a text's ids.
-_NO_MATTER = r".*_token_id|token_type_count|huggingface\.json|rwkv\.world|chat_templates?(\..*)?"
+_NO_MATTER = r".*_token_id|token_type_count|tokenizer\.(huggingface|rwkv|chat_templates?)(\..*)?"
 _NAMED = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # here; in transformers
 _TURN_ENDS = "eot_token_id", "eom_token_id"
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4  # types of tokens
@@ -91,7 +92,8 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
     # As `tokenizer_object` it would be copied, by way of JSON, in 0.5 s.
     tokenizer = PreTrainedTokenizerFast.__new__(PreTrainedTokenizerFast)
     tokenizer._tokenizer = backend = _last[0][1]
-    options = {key: facts.get(key) for key in ("chat_template", "add_bos_token", "add_eos_token")}
+    options = {key: facts[key] for key in ("add_bos_token", "add_eos_token")}
+    options["chat_template"] = facts.get(_TEMPLATE)
     for here, there in _NAMED.items():
         index = facts.get(f"{here}_token_id")
         options[f"{there}_token"] = None if index is None else backend.id_to_token(index)
@@ -105,11 +107,8 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
 
 def _facts_of(metadata: dict[str, Any]) -> dict[str, Any]:
     """What a file says of its tokenizer, and llama.cpp's defaults."""
-    given = {
-        key.removeprefix("tokenizer.").removeprefix("ggml."): value
-        for key, value in metadata.items()
-        if key.startswith("tokenizer.")
-    }
+    keys = (key for key in metadata if key.startswith("tokenizer."))
+    given = {key.removeprefix("tokenizer.ggml."): metadata[key] for key in keys}
     architecture, is_piece = metadata["general.architecture"], given["model"] == "llama"
     facts = {
         "architecture": architecture,
@@ -141,7 +140,9 @@ def _why_not(facts: dict[str, Any], words: list[str], kinds: list[int]) -> str |
         return f"tokenizers of the kind {model!r:.80} are not supported yet"
     if model == "gpt2" and rule not in _SPLITS:
         return f"the rule that splits texts, tokenizer.ggml.pre, is {rule!r:.80}, which is unknown"
-    if model != "llama" and facts["add_space_prefix"]:
+    # Original tokenizers heed it where they split a text only once. llama.cpp never does.
+    heeds_prefix = model != "llama" and _SPLITS.get(rule, (_GPT2,)) == (_GPT2,)
+    if heeds_prefix and facts["add_space_prefix"]:
         return f"add_space_prefix is not supported yet for tokenizers of the kind {model!r}"
     if (key := "scores" if model == "llama" else "merges") not in facts:
         return f"its tokenizer has no {key}"

@@ -166,7 +166,7 @@ def test_a_file_in_float32_is_the_model_that_it_was_made_of(files, tiny_folder, 
     text = "It's 2024, isn't it?  two  spaces\n\n\tWe'll THEY'RE café x=10+y123"
     assert target.tokenizer(text)["input_ids"] == theirs(text)["input_ids"]
     ours, theirs = (each.backend_tokenizer.pre_tokenizer for each in (target.tokenizer, theirs))
-    assert str(ours) == str(theirs)
+    assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
     with torch.inference_mode():
         expected = reference(folder)(torch.tensor([IDS])).logits[0]
     torch.testing.assert_close(logits_of(target), expected, rtol=1e-3, atol=1e-3)
