@@ -356,7 +356,10 @@ class TextStream:
         if may_go_on and whole.endswith(_INCOMPLETE):
             return False
         new = whole[len(self._decode(self._tokens[self._start : self._read])) :]
-        self._start, self._read = self._read, len(self._tokens)
+        # A context without text would have the next word lose the space before it.
+        if new or self._read - self._start >= _MOST_UNREAD:
+            self._start = self._read
+        self._read = len(self._tokens)
         return self._append(new, kind)
 
     def _append(self, new: str, kind: str) -> bool:

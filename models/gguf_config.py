@@ -369,17 +369,10 @@ def _numbers(file: GgufFile, name: str) -> list[float] | None:
 
 def _special(file: GgufFile) -> dict[str, Any]:
     """The ids of tokens that begin, end and pad a text; a config's defaults are other models'."""
-    num_tokens = len(file.metadata["tokenizer.ggml.tokens"])
-
-    def ids(*names: str) -> list[int]:
-        values = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names]
-        return [i for i in values if type(i) is int and 0 <= i < num_tokens]
-
-    single = {"bos_token_id": ids("bos"), "pad_token_id": ids("padding")}
-    ends = list(dict.fromkeys(ids("eos", "eot", "eom")))
+    ids = {"bos": "bos", "eos": "eos", "pad": "padding"}
     return {
-        "eos_token_id": (ends if len(ends) > 1 else ends[0]) if ends else None,
-        **{name: found[0] if found else None for name, found in single.items()},
+        f"{here}_token_id": file.metadata.get(f"tokenizer.ggml.{there}_token_id")
+        for here, there in ids.items()
     }
 
 

@@ -9,8 +9,7 @@ Weights are the numbers of gguf's own `dequantize`, rounded once to the dtype as
 
 import re
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import deepcopy
 from functools import cache
 from math import prod
@@ -237,14 +236,3 @@ def all_at_once(work: Callable[[Tensor], None], file: GgufFile) -> None:
     tensors = sorted(file.tensors.values(), key=lambda tensor: -tensor.num_bytes)
     told = {"disable": None, "desc": "Reading weights"}
     thread_map(work, tensors, max_workers=torch.get_num_threads(), **told)
-
-
-@contextmanager
-def read_by(owner: Any, name: str, reader: Callable[..., Any]) -> Iterator[None]:
-    """Have transformers find what has been read of a file: its own reader would parse it anew."""
-    own = getattr(owner, name)
-    setattr(owner, name, reader)
-    try:
-        yield
-    finally:
-        setattr(owner, name, own)

@@ -268,6 +268,7 @@ def check_generation_config(name: str) -> None:
 def ends_of(model: PreTrainedModel, tokenizer: Tokenizer) -> set[int]:
     """The token ids that end a text."""
     given = [model.generation_config.eos_token_id, tokenizer.eos_token_id]
+    given += getattr(tokenizer, "turn_ends", ())  # of a GGUF file
     return {
         i for end in given if end is not None for i in (end if isinstance(end, list) else [end])
     }

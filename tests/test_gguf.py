@@ -38,7 +38,6 @@ from models import catalogue, gguf_packed, loading, reference
 from models.gguf_config import config_of
 from models.gguf_file import BadFile, GgufFile
 from models.gguf_model import load_model, open_model, unpacked
-from models.gguf_tokenizer import tokenizer_of
 from serving import parsing, story
 
 Q4_0, Q8_0 = Kind.Q4_0, Kind.Q8_0
@@ -176,7 +175,7 @@ def test_a_file_in_float32_is_the_model_that_it_was_made_of(files, tiny_folder, 
     text = "It's 2024, isn't it?  two  spaces\n\n\tWe'll THEY'RE café x=10+y123"
     assert target.tokenizer(text)["input_ids"] == theirs(text)["input_ids"]
     ours, theirs = (each.backend_tokenizer.pre_tokenizer for each in (target.tokenizer, theirs))
-    assert str(ours) == str(theirs)
+    assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
     with torch.inference_mode():
         expected = reference(folder)(torch.tensor([IDS])).logits[0]
     torch.testing.assert_close(logits_of(target), expected, rtol=1e-3, atol=1e-3)
@@ -399,44 +398,6 @@ def test_a_family_of_transformers_newer_tables_is_read_as_there(tiny_folder, tmp
         ours, report = load_model(file, config_of(file), torch.float32)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert_same_weights(ours, theirs)
-
-
-# ---------------------------------------------------------------------------- the tokenizer
-def write_sentencepiece(path):
-    """A file with nothing but a vocabulary that has scores and no merges, as Llama 2's has."""
-    writer = gguf.GGUFWriter(path, "llama")
-    special = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "<tool>"]
-    words = [*"▁aeiourstnlc(){}=.,:0123456789", "▁t", "he", "▁the", "re", "▁re", "▁▁", "in", "éa"]
-    tell(
-        writer, tokenizer_model="llama", token_list=[*special, *words],
-        token_scores=[0.0] * len(special) + [-float(i) for i in range(len(words))],
-        token_types=[2, 3, 3, *[6] * 256, 4] + [1] * len(words),
-        bos_token_id=1, eos_token_id=2, unk_token_id=0, block_count=1,
-    )  # fmt: skip
-    finish(writer, (), [("output_norm.weight", np.ones(8, np.float32), "F32")])
-
-
-@pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "gpt-2", "sentencepiece", "martian", None])
-def test_a_file_s_tokenizer_is_transformers_conversion(tiny_folder, tmp_path, caplog, pre):
-    """Part by part, and in what it makes of a text; a rule that nobody knows is told of."""
-    path, is_piece = tmp_path / "model.gguf", pre == "sentencepiece"
-    if is_piece:
-        write_sentencepiece(path)
-    else:
-        write_gguf(tiny_folder("llama"), path, Q8_0, pre=pre)
-    theirs = AutoTokenizer.from_pretrained(str(tmp_path), gguf_file="model.gguf")
-    with open_model(str(path)) as file, caplog.at_level(logging.WARNING, "loading"):
-        ours = tokenizer_of(file)
-    unknown = {"martian": "'martian'", None: "'none'"}.get(pre)
-    warnings = [f"model.gguf: unknown pre-tokenizer {unknown}"] if unknown else []
-    assert [message.partition(": texts")[0] for message in caplog.messages] == warnings
-    parts = [json.loads(each.backend_tokenizer.to_str()) for each in (ours, theirs)]
-    assert parts[0] == parts[1]
-    assert ours.special_tokens_map == theirs.special_tokens_map
-    assert ours.add_bos_token == theirs.add_bos_token == is_piece
-    given = "don't  sing 日本 e\u0301\0 👩\u200d🚀<|endoftext|> <tool></s>1234"
-    ids = ours(given)["input_ids"]
-    assert ids == theirs(given)["input_ids"] and ours.decode(ids) == theirs.decode(ids)
 
 
 def test_the_path_of_a_file_is_not_published(files):

@@ -1,0 +1,215 @@
+"""Tokenizers of GGUF files: each text becomes the tokens that llama.cpp's rules say.
+
+The vocabularies are tiny and made here. Their tokens are worked out by hand, from the rules in
+llama.cpp's src/llama-vocab.cpp, and named by their texts. One test, marked `network`, fetches
+llama.cpp's own examples: 648 texts of 14 vocabularies.
+"""
+
+import subprocess
+import sys
+import tarfile
+
+import gguf
+import pytest
+from gguf import GGUFValueType as Kind
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from models import gguf_tokenizer
+from models.gguf_file import BadFile, GgufFile
+from models.gguf_tokenizer import tokenizer_of
+from models.prompts import chat_ids, prompt_ids
+from sampling import TextStream
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+ALPHABET = list(bytes_to_unicode().values())
+MERGES = ["Ġ a", "a b", "3 3", "33 3", "Ġ 3", "Ġ Â", "ĠÂ ½", "Ġ Ġ"]
+KINDS = {bool: Kind.BOOL, int: Kind.UINT32, str: Kind.STRING, float: Kind.FLOAT32}
+NAMED = {"bos_token_id": 1, "eos_token_id": 2}
+TEMPLATE = "{{ bos_token }}{{ messages[0].content }}"
+
+
+@pytest.fixture(autouse=True)
+def none_made_before(monkeypatch):
+    monkeypatch.setattr(gguf_tokenizer, "_last", [])
+
+
+def written(path, words, facts, architecture="llama"):
+    """A file with nothing but a tokenizer: special tokens, `words`, and keys of these values."""
+    special = ["<unk>", "<s>", "</s>", "<｜User｜>", "<tool>", "    ", "   "]
+    tokens = [*special, *words]
+    kinds = [2, 3, 3, 3, 4, 4, 4] + [6 if word in BYTES else 1 for word in words]
+    if "scores" in facts:
+        facts = facts | {"scores": [-float(i) for i in range(len(tokens))]}
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, value in ({"tokens": tokens, "token_type": kinds} | facts).items():
+        key = name if name == "chat_template" else f"ggml.{name}"
+        if isinstance(value, list):
+            writer.add_array(f"tokenizer.{key}", value)
+        elif value is not None:  # a key that is left out
+            writer.add_key_value(f"tokenizer.{key}", value, KINDS[type(value)])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return GgufFile(path)
+
+
+def pieces(folder, model="llama", words=(), architecture="llama", **facts):
+    """A file of characters that merge: the earlier word first, or by a list."""
+    more = {"scores": True} if model == "llama" else {"merges": ["▁ H", "e l", "▁H el"]}
+    words = [*"▁Helo123abé\n", "▁H", "el", "lo", "▁▁", "▁Hel", *words]
+    given = {"model": model} | more | NAMED | facts
+    return written(folder / "a.gguf", [*BYTES, *words], given, architecture)
+
+
+def byte_level(folder, pre, **facts):
+    """A file of bytes that merge. No merge makes the token abc."""
+    words = [*ALPHABET, *(merge.replace(" ", "") for merge in MERGES), "abc"]
+    given = {"model": "gpt2", "pre": pre, "merges": MERGES} | NAMED | facts
+    return written(folder / "a.gguf", words, given)
+
+
+def tokens_of(file, text):
+    """The tokens of a text, and whether they are streamed as the text that they decode to."""
+    tokenizer = tokenizer_of(file)
+    ids = prompt_ids(text, tokenizer, 100)
+    stream = TextStream(tokenizer)
+    for token in ids:
+        stream.push(token, "bonus")
+        stream.text  # noqa: B018 (decodes what is there so far)
+    stream.finish()
+    assert stream.text == tokenizer.decode(ids, skip_special_tokens=True)
+    return [file.metadata["tokenizer.ggml.tokens"][i] for i in ids]
+
+
+PIECES = [  # a text, and its tokens: a space is put before it
+    ("Hello", "<s> ▁Hel lo"),
+    (" Hello", "<s> ▁ ▁Hel lo"),
+    ("  Hello", "<s> ▁▁ ▁Hel lo"),
+    ("é日\0", "<s> ▁ é <0xE6> <0x97> <0xA5> <0x00>"),
+    ("a<s>Hello", "<s> ▁ a <s> ▁Hel lo"),  # and behind what is never cut
+    ("<s> Hello</s>\n", "<s> <s> ▁ ▁Hel lo </s> ▁ \n"),
+    ("<｜User｜><tool>a", "<s> <｜User｜> <tool> ▁ a"),
+]
+
+
+@pytest.mark.parametrize(("text", "tokens"), PIECES)
+def test_sentencepiece_has_a_space_before_every_text(tmp_path, text, tokens):
+    assert tokens_of(pieces(tmp_path), text) == tokens.split(" ")
+
+
+@pytest.mark.parametrize(
+    ("facts", "tokens"),
+    [
+        ({"add_space_prefix": False}, "<s> a <｜User｜> ▁Hel lo"),
+        ({"architecture": "gemma3"}, "<s> a <｜User｜> ▁Hel lo"),
+        ({"add_bos_token": False}, "▁ a <｜User｜> ▁ ▁Hel lo"),
+        ({"add_eos_token": True}, "<s> ▁ a <｜User｜> ▁ ▁Hel lo </s>"),
+        ({"architecture": "phi3"}, "<s> ▁ a <｜User｜> ▁Hel lo"),  # it takes the space behind it
+        ({"model": "gemma4"}, "<s> a <｜User｜> ▁Hel l o"),
+        ({"model": "gemma4", "add_bos_token": False}, "<s> a <｜User｜> ▁Hel l o"),
+    ],
+)
+def test_what_a_file_says_of_its_pieces_is_heeded(tmp_path, facts, tokens):
+    assert tokens_of(pieces(tmp_path, **facts), "a<｜User｜> Hello") == tokens.split(" ")
+
+
+WORDS = [  # a rule, a text, and its tokens
+    ("llama-bpe", "abc", "<s>|abc"),  # a word that is a token stays whole; BOS by default
+    ("qwen2", "abc", "ab|c"),
+    ("mpt", "a    b", "a|    |b"),  # runs of spaces that are user-defined
+    ("gpt-2", "        a", "    |    |a"),
+    ("gpt-2", "  a  ", "Ġ|Ġa|ĠĠ"),
+    ("gpt-2", "3333 3", "33|33|Ġ3"),
+    ("smollm", "3333 3", "3|3|3|3|Ġ|3"),
+    ("falcon", "3333 3", "333|3|Ġ3"),
+    ("falcon", "a`=a", "a|`|=|a"),
+    ("gpt-2", "a ½", "a|ĠÂ½"),
+    ("deepseek-llm", "a ½33", "a|Ġ|Â|½|33"),
+    ("deepseek-coder", "a ½33", "a|Ġ|Â|½|3|3"),
+    ("qwen2", "a<｜User｜><tool> a", "a|<｜User｜>|<tool>|Ġa"),
+]
+
+
+@pytest.mark.parametrize(("pre", "text", "tokens"), WORDS)
+def test_texts_are_split_by_the_rule_that_a_file_names(tmp_path, pre, text, tokens):
+    assert tokens_of(byte_level(tmp_path, pre), text) == tokens.split("|")
+
+
+def test_a_chat_template_s_bos_is_the_only_one(tmp_path):
+    file = byte_level(tmp_path, "llama-bpe", chat_template=TEMPLATE, eot_token_id=3)
+    tokenizer = tokenizer_of(file)
+    assert chat_ids("a", tokenizer, 100) == prompt_ids("a", tokenizer, 100)
+    assert chat_ids("a", tokenizer, 100)[:2].count(tokenizer.bos_token_id) == 1
+    assert tokenizer.turn_ends == {3}
+
+
+NOT_PIECES = [
+    ({"words": ["日a"]}, "has words with '日'"),
+    ({"words": ["el"]}, "has a token twice"),
+    ({"model": "t5"}, "of the kind 't5'"),
+    ({"model": "gemma4", "merges": None}, "has no merges"),
+    ({"add_bos_token": 1}, "'add_bos_token' has a wrong type"),
+    ({"bos_token_id": 9999}, "bos_token_id is 9999, which is no token's id"),
+    ({"remove_extra_whitespaces": True}, "'remove_extra_whitespaces', which is not supported"),
+    ({"precompiled_charsmap": [1]}, "'precompiled_charsmap', which is not supported"),
+    ({"escape_whitespaces": True}, "'escape_whitespaces', which is not supported"),
+    ({"token_type": [1]}, "not as many scores and types as tokens"),
+]
+NOT_BYTES = [
+    ({"pre": "martian\n"}, r"is 'martian\\n', which is unknown"),
+    ({"pre": "kimi-k2"}, "is 'kimi-k2', which is unknown"),
+    ({"pre": "default"}, "is 'default', which is unknown"),
+    ({"pre": None}, "is None, which is unknown"),
+    ({"add_bos_token": True, "bos_token_id": None}, "adds BOS, and has no bos_token_id"),
+    ({"add_space_prefix": True}, "add_space_prefix is not supported"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "facts", "reason"),
+    [(pieces, *each) for each in NOT_PIECES] + [(byte_level, *each) for each in NOT_BYTES],
+)
+def test_a_tokenizer_that_is_not_surely_right_is_refused(tmp_path, make, facts, reason):
+    file = make(tmp_path, **({"pre": "gpt-2"} if make is byte_level else {}) | facts)
+    with pytest.raises(BadFile, match=reason) as error:
+        tokenizer_of(file)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma4"])
+def test_a_tokenizer_without_an_unknown_token_works_or_is_refused(tmp_path, monkeypatch, model):
+    """What has no token is bytes. Without these, any text could fail once the server is ready."""
+    facts = {"unknown_token_id": None, "model": model}
+    assert tokens_of(pieces(tmp_path, **facts), "日")[-3:] == ["<0xE6>", "<0x97>", "<0xA5>"]
+    monkeypatch.setitem(globals(), "BYTES", BYTES[:-1])
+    with pytest.raises(BadFile, match="lacks 1 of the bytes, first <0xFF>"):
+        tokenizer_of(pieces(tmp_path, **facts))
+
+
+def test_a_tokenizer_is_tried_before_it_is_served(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "ALPHABET", [each for each in ALPHABET if each != "ð"])
+    with pytest.raises(BadFile, match="its tokenizer makes .* of '👩"):
+        tokenizer_of(byte_level(tmp_path, "gpt-2"))
+
+
+@pytest.mark.network
+def test_llama_cpp_s_own_examples_are_equal(tmp_path):
+    version = "llama-cpp-python==0.3.36"
+    fetch = "pip", "download", "--no-deps", "--no-binary", ":all:", "-d", str(tmp_path), version
+    subprocess.run([sys.executable, "-m", *fetch], check=True)
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as source:
+        source.extractall(tmp_path, filter="data")
+    num_equal = 0
+    for texts in tmp_path.glob("*/vendor/llama.cpp/models/*.gguf.inp"):
+        vocabulary, given = texts.with_suffix(""), texts.read_bytes().decode()
+        if "bert" in vocabulary.name:
+            continue
+        tokenizer = tokenizer_of(GgufFile(vocabulary))
+        ids = [
+            line.split() for line in vocabulary.with_suffix(".gguf.out").read_text().splitlines()
+        ]
+        for text, wanted in zip(given.split("\n__ggml_vocab_test__\n"), ids, strict=False):
+            made = tokenizer(text, add_special_tokens=False)["input_ids"]
+            assert made == list(map(int, wanted)), (vocabulary.name, text)
+            num_equal += 1
+    assert num_equal == 648
