@@ -27,59 +27,41 @@ from .gguf_file import BadFile, GgufFile, Texts
 _MOST_VALUES = 4096  # of an array that describes a model, such as one number for each layer
 _RMS, _NORM = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 _SIZES = {
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "block_count": "num_hidden_layers",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-}
+    "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+}  # fmt: skip
 _EXPERTS = {
-    "expert_count": "num_experts",
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_weights_norm": "norm_topk_prob",
-}
-_CAPS = {
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-}
+    "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size", "expert_weights_norm": "norm_topk_prob",
+}  # fmt: skip
+_CAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+_WINDOW = {"attention.sliding_window": "sliding_window"}
 NO_EFFECT = {  # keys whose value is of no effect, and why
     "rope.scaling.original_context_length": "it is read where rotations are scaled by it",
     "rope.scaling.finetuned": "it says how the model was trained",
     "tensor_data_layout": "the layout of a family's tensors is known",
 }
-NEUTRAL = {  # the values of a key that change nothing; any other value is refused
+NEUTRAL = {  # by key, the values that change nothing; any other value is refused
+    **dict.fromkeys(
+        "attention.clamp_kqv attention.max_alibi_bias attention.scale attention.shared_kv_layers "
+        "attention.sliding_window attn_logit_softcapping expert_count expert_used_count "
+        "expert_weights_norm final_logit_softcapping leading_dense_block_count pooling_type "
+        "rope.scaling.alpha rope.scaling.yarn_log_multiplier router_logit_softcapping "
+        "swin_norm".split(),
+        (0,),
+    ),
+    **dict.fromkeys(
+        "attention.temperature_scale embedding_scale expert_gating_func expert_group_count "
+        "expert_group_used_count expert_shared_count expert_weights_scale logit_scale "
+        "residual_scale".split(),
+        (0, 1),
+    ),
     "attention.causal": (True,),
-    "attention.clamp_kqv": (0,),
-    "attention.max_alibi_bias": (0,),
-    "attention.scale": (0,),
-    "attention.sliding_window": (0,),
-    "attention.shared_kv_layers": (0,),
-    "attention.temperature_scale": (0, 1),
-    "attn_logit_softcapping": (0,),
-    "embedding_scale": (0, 1),
-    "expert_count": (0,),
-    "expert_gating_func": (0, 1),  # none, softmax
-    "expert_group_count": (0, 1),
-    "expert_group_used_count": (0, 1),
-    "expert_shared_count": (0, 1),
-    "expert_used_count": (0,),
-    "expert_weights_norm": (False,),
-    "expert_weights_scale": (0, 1),
-    "final_logit_softcapping": (0,),
-    "leading_dense_block_count": (0,),
-    "logit_scale": (0, 1),
-    "pooling_type": (0,),
-    "residual_scale": (0, 1),
-    "rope.scaling.alpha": (0,),
     "rope.scaling.yarn_attn_factor": (1,),
     "rope.scaling.yarn_beta_fast": (32,),
     "rope.scaling.yarn_beta_slow": (1,),
     "rope.scaling.yarn_ext_factor": (0, -1),  # -1: as the type says
-    "rope.scaling.yarn_log_multiplier": (0,),
-    "router_logit_softcapping": (0,),
-    "swin_norm": (False,),
 }
 FACTORS = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 _UNUSED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")  # frequencies that can be computed
@@ -103,20 +85,15 @@ FAMILIES = {
     "llama": Family("llama", _LLAMA, biases=_QKV_O | {"mlp_bias": "ffn_gate"}),
     "qwen2": Family("qwen2", _LLAMA),
     "qwen2moe": Family(
-        "qwen2_moe",
-        _LLAMA
-        | _EXPERTS
+        "qwen2_moe", _LLAMA | _EXPERTS
         | {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
         {"norm_topk_prob": False},
     ),
     "qwen3": Family("qwen3", _LLAMA, biases=_QKV_O),
-    "qwen3moe": Family("qwen3_moe", _LLAMA | _EXPERTS, {"norm_topk_prob": True}, biases=_QKV_O),
-    "phi3": Family(
-        "phi3", _LLAMA | {"attention.sliding_window": "sliding_window"}, turns_part=True
-    ),
+    "qwen3moe": Family("qwen3_moe", _LLAMA | _EXPERTS, {"norm_topk_prob": True}, _QKV_O),
+    "phi3": Family("phi3", _LLAMA | _WINDOW, turns_part=True),
     "gemma2": Family(
-        "gemma2",
-        _LLAMA | _CAPS,
+        "gemma2", _LLAMA | _CAPS,
         {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window": 4096},
         pattern=2,
     ),
@@ -124,35 +101,21 @@ FAMILIES = {
     "stablelm": Family(
         "stablelm",
         _SIZES | {_NORM: "layer_norm_eps", "use_parallel_residual": "use_parallel_residual"},
-        {"use_parallel_residual": True},
-        {"use_qkv_bias": "attn_q"},
-        turns_part=True,
+        {"use_parallel_residual": True}, {"use_qkv_bias": "attn_q"}, turns_part=True,
     ),
-    "starcoder2": Family(
-        "starcoder2",
-        _SIZES | {_NORM: "norm_epsilon", "attention.sliding_window": "sliding_window"},
-    ),
+    "starcoder2": Family("starcoder2", _SIZES | _WINDOW | {_NORM: "norm_epsilon"}),
     "nemotron": Family(
-        "nemotron",
-        _SIZES | {_NORM: "norm_eps", _RMS: "norm_eps"},  # files have both
-        biases=_QKV_O | {"mlp_bias": "ffn_up"},
-        turns_part=True,
+        "nemotron", _SIZES | {_NORM: "norm_eps", _RMS: "norm_eps"},  # files have both
+        biases=_QKV_O | {"mlp_bias": "ffn_up"}, turns_part=True,
     ),
-    "gpt2": Family(
-        "gpt2",
-        {
-            "context_length": "n_positions",
-            "embedding_length": "n_embd",
-            "block_count": "n_layer",
-            "feed_forward_length": "n_inner",
-            "attention.head_count": "n_head",
-            _NORM: "layer_norm_epsilon",
-        },
-    ),
-}
+    "gpt2": Family("gpt2", {
+        "context_length": "n_positions", "embedding_length": "n_embd", "block_count": "n_layer",
+        "feed_forward_length": "n_inner", "attention.head_count": "n_head",
+        _NORM: "layer_norm_epsilon",
+    }),
+}  # fmt: skip
 _HEADS = ("hidden_size", "n_embd"), ("num_attention_heads", "n_head")
-_OPTIONAL = {"num_key_value_heads", "sliding_window", "final_logit_softcapping"}
-_OPTIONAL |= {"attn_logit_softcapping"}
+_OPTIONAL = {"num_key_value_heads", "sliding_window", *_CAPS}
 
 
 class _Keys(dict[str, Any]):
@@ -207,7 +170,7 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
     if architecture in GGUF_CONFIG_ARCHS:
         keys["tokenizer.ggml.tokens"] = len(file.metadata["tokenizer.ggml.tokens"])
         fields = get_gguf_config(keys, tuple(file.tensors))
-        if layers := keys.take("attention.recurrent_layers", None):
+        if layers := keys.get(f"{architecture}.attention.recurrent_layers"):
             kinds = ["linear_attention" if is_one else "full_attention" for is_one in layers]
             fields["layer_types"] = kinds[: fields["num_hidden_layers"]]
         fields["rope_parameters"] |= _scaling(keys, length)

@@ -8,8 +8,9 @@ through the KV cache in chunks, alone and in batches with the second, with refus
     reference = Reference.of(model)     before kernels/ take the modules' weights
     check(model)                        when all is prepared
 
-Both sides compute with the same weights. So those of a GGUF file that is served as it is are
-compared with gguf's, too, and what was found is kept in the user's cache folder.
+Both sides compute with the same config and weights. So a GGUF file's header is read once more by
+gguf_check.py, and the weights of a file that is served as it is are compared with gguf's, too. What
+was found is kept in the user's cache folder.
 
 Sums of floats depend on their order, so equal means equal but for roundings. How much a model makes
 of a rounding is measured: its embeddings are changed by one rounding each. In a mixture of experts
