@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from control.planner import TREE
 from control.statistics import PLAIN, Statistics, ratio
-from messages import Engine, Json, Request, RequestError, TextSequence
+from messages import Engine, Json, Request, RequestError, TextSequence, one_line
 from models.loading import StartError
 from models.prompts import chat_ids, prompt_ids
 from models.shortage import is_shortage, tell_error, told
@@ -92,7 +92,7 @@ def exit_status(act: Callable[[], int]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except (StartError, RequestError, ValueError, OSError) as error:
-        tell_error(str(error))
+        tell_error(one_line(error))
         return 2
     except (MemoryError, RuntimeError) as error:
         if not is_shortage(error):

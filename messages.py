@@ -364,9 +364,19 @@ class Cycle:
         return Verdict(len(self.way), len(tokens) - 1, tokens)
 
 
+def one_line(text: Any) -> str:
+    """What strangers' bytes may be in, for a terminal: escaped, of at most 300 characters."""
+
+    def short(line: str) -> str:  # a hint stands at the end
+        return line if len(line) <= 300 else f"{line[:200]}…{line[-99:]}"
+
+    line = short(" ".join(str(text).split()))
+    return short("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
+
+
 def in_short(error: Exception) -> str:
     """An error's message on one line, of at most 300 characters."""
-    kind, text = type(error).__name__, " ".join(str(error).split())[:300]
+    kind, text = type(error).__name__, one_line(error)
     return f"{kind}: {text}" if isinstance(error, KeyError) else text or kind  # its text is a key
 
 
@@ -376,7 +386,7 @@ class RequestError(Exception):
     def __init__(
         self, message: str, param: str | None = None, status: int = 400, code: str | None = None
     ) -> None:
-        super().__init__(message)
+        super().__init__(message := one_line(message))
         self.message, self.param, self.status, self.code = message, param, status, code
 
     def body(self) -> Json:

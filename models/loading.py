@@ -27,6 +27,7 @@ from .gguf_tokenizer import tokenizer_of
 from .prompts import Tokenizer
 from .rope import contexts, fix_rotations
 from .structure import Structure, UnsupportedModel, examine
+from .template import renderer
 
 LOG = logging.getLogger("loading")
 PROGRESS = logging.getLogger("progress")
@@ -143,6 +144,8 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
         if not options.mmap:  # transformers' disable_mmap holds the weights twice for a while
             own_weights(model)
     keep_few_words(tokenizer)
+    if getattr(tokenizer, "chat_template", None):
+        renderer.start()  # by its first prompt it will be ready
     return _fit(model, tokenizer, given, options)
 
 
