@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from math import isfinite
 from pathlib import PurePath
 from typing import Any
 from urllib.parse import urlsplit
@@ -47,7 +48,7 @@ def _silent(limit_s: float) -> RequestError:
 def refusal(status: int, body: bytes) -> RequestError:
     """What our client is told where the engine has answered with an error."""
     try:
-        found = json.loads(body)
+        found = _read(body)
     except ValueError:
         found = None
     found = found.get("error", found) if isinstance(found, dict) else {}
@@ -128,14 +129,17 @@ class Client:
         Example: {"spec_decode_num_drafts_total": 2.0, "…_per_pos_total[0]": 2.0}.
         """
         found: dict[str, float] = {}
-        text = self.ask("/metrics", limit_s=limit_s).decode()
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                name = sample.name.partition(":")[2]
-                if "position" in sample.labels:
-                    name += f"[{sample.labels['position']}]"
-                if name:
-                    found[name] = found.get(name, 0.0) + sample.value
+        text = self.ask("/metrics", limit_s=limit_s)
+        try:
+            families = list(text_string_to_metric_families(text.decode()))
+        except (ValueError, LookupError, TypeError, AttributeError):  # whatever its parser raises
+            raise broke_off("its answer to /metrics is none of Prometheus") from None
+        for sample in (sample for family in families for sample in family.samples):
+            name = sample.name.partition(":")[2]
+            if "position" in sample.labels:
+                name += f"[{sample.labels['position']}]"
+            if name and isfinite(sample.value):
+                found[name] = found.get(name, 0.0) + sample.value
         return found
 
     @contextmanager
@@ -160,10 +164,18 @@ class Client:
             connection.close()
 
 
+def _read(said: bytes) -> Any:
+    """JSON as Python has it. Raises ValueError for what is none, or cannot be read."""
+    try:
+        return json.loads(said)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def _parsed(said: bytes) -> Json:
     """An event. Raises RequestError for one that tells of an error, or is none."""
     try:
-        event = json.loads(said)
+        event = _read(said)
     except ValueError:
         raise broke_off("an event of its stream is no JSON") from None
     if not isinstance(event, dict):
@@ -221,7 +233,7 @@ class Engine:
 def _part(client: Client, path: str, *keys: Any) -> Any:
     """A part of an answer in JSON; None where there is no such answer."""
     try:
-        found = json.loads(client.ask(path))
+        found = _read(client.ask(path))
         for key in keys:
             found = found[key]
     except RequestError as error:
