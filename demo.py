@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from control.planner import TREE
 from control.statistics import PLAIN, Statistics, ratio
-from messages import Engine, Json, Request, RequestError, TextSequence, one_line
+from messages import LONGEST_LINE, Engine, Json, Request, RequestError, TextSequence, one_line
 from models.loading import StartError
 from models.prompts import chat_ids, prompt_ids
 from models.shortage import is_shortage, tell_error, told
@@ -68,6 +68,11 @@ def keep_standard_files() -> None:
     sys.stderr = sys.stderr or open(os.devnull, "w")
 
 
+class _OneLine(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return one_line(record.getMessage(), LONGEST_LINE)
+
+
 def exit_status(act: Callable[[], int]) -> int:
     """Run a command: what `act` returns, 2 if it could not be carried out, 130 if interrupted."""
     keep_standard_files()
@@ -75,6 +80,7 @@ def exit_status(act: Callable[[], int]) -> int:
     transformers.logging.set_verbosity_error()
     huggingface_hub.logging.set_verbosity_error()
     # On a terminal a warning or an error line tells of what has a traceback in a server's log.
+    logging.lastResort.setFormatter(_OneLine())
     logging.lastResort.addFilter(lambda record: not record.exc_info)
     once = logging.getLogger("progress.once")  # a model is fetched, blocks are compiled
     once.setLevel(logging.INFO)

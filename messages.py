@@ -364,11 +364,14 @@ class Cycle:
         return Verdict(len(self.way), len(tokens) - 1, tokens)
 
 
-def one_line(text: Any) -> str:
-    """What strangers' bytes may be in, for a terminal: escaped, of at most 300 characters."""
+LONGEST_LINE = 1000  # characters of a line of the log, or of a warning
+
+
+def one_line(text: Any, longest: int = 300) -> str:
+    """What strangers' bytes may be in, for a terminal: escaped, of at most `longest` characters."""
 
     def short(line: str) -> str:  # a hint stands at the end
-        return line if len(line) <= 300 else f"{line[:200]}…{line[-99:]}"
+        return line if len(line) <= longest else f"{line[: longest - 100]}…{line[-99:]}"
 
     line = short(" ".join(str(text).split()))
     return short("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))

@@ -38,7 +38,8 @@ from . import StartError
 _MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
 _HEAD = 32 << 20  # bytes that are read of a file; no header is longer
 _SAMPLE, _NUM_SAMPLES = 1 << 16, 10  # bytes of data that a fingerprint covers, and how often
-_MOST_KEYS, _MOST_TENSORS, _MOST_DIMENSIONS = 1 << 16, 1 << 17, 4
+# transformers' time is quadratic in keys, of which files have under 100.
+_MOST_KEYS, _MOST_TENSORS, _MOST_DIMENSIONS = 1 << 12, 1 << 17, 4
 _TEXT, _ARRAY = 8, 9  # types of values; all others are numbers
 _NUMBERS = {
     0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8",

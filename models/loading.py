@@ -161,7 +161,8 @@ def _read_file(name: str, dtype: str, options: ModelOptions) -> Read:
             LOG.info("%s is unpacked to bfloat16: %s", name, reason)
             dtype = "bfloat16"
         if dtype == "packed":
-            model, report = gguf_packed.load_packed(file, config)
+            is_strict = options.dtype == "packed"
+            model, report = gguf_packed.load_packed(file, config, is_strict)
         else:
             model, report = load_model(file, config, getattr(torch, dtype))
             if not gguf_packed.why_not(file):
@@ -239,11 +240,13 @@ def check_weights(name: str, report: dict[str, Any]) -> None:
     kinds = "missing_keys", "mismatched_keys", "unexpected_keys"
     missing, sizes, unread = (sorted(report[kind]) for kind in kinds)
     source, hint = ("header", " (fetch it again)") if is_gguf(name) else ("config.json", "")
+    # A file that is cut off has been refused by now.
+    other = " (its model is of a kind that is not read: give another file)" if hint else ""
     if missing:
         renamed = f" (not used: {len(unread)} in the file, first {unread[0]})" if unread else ""
         raise StartError(
             f"{name} lacks {len(missing)} of the weights that its {source} asks for, "
-            f"first {missing[0]}{renamed}{hint}"
+            f"first {missing[0]}{renamed}{other}"
         )
     if sizes:
         key, found, wanted = sizes[0]

@@ -111,6 +111,8 @@ def test_a_body_that_is_no_json_object_of_at_most_1_mib_is_refused(
         ("BREW", "/generate", 405),
         ("PUT", "/v1/chat/completions", 405),
         ("POST", "/v1/models", 405),
+        ("POST", "/v1/models/%1b[31m%00", 405),
+        ("GET", "/v1/models/%1b[31m%00" + "%e2%80%ae" * 500, 404),
     ],
 )
 def test_a_wrong_path_or_method_is_a_json_error(client, method, path, wanted):
@@ -118,6 +120,8 @@ def test_a_wrong_path_or_method_is_a_json_error(client, method, path, wanted):
     assert answer.status_code == wanted and answer.mimetype == "application/json"
     assert is_error(answer.data) and (wanted == 405) == ("Allow" in answer.headers)
     assert (wanted == 405) == (b" needs " in answer.data)
+    message = answer.json["error"]["message"]
+    assert message.isprintable() and len(message) <= 300
 
 
 PROMPTS = ["", None, 5, [], [True], [-1], [4096], [2**70], [1.0], {"text": "a"}, "\ud800",
