@@ -68,11 +68,6 @@ def keep_standard_files() -> None:
     sys.stderr = sys.stderr or open(os.devnull, "w")
 
 
-class _OneLine(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        return one_line(record.getMessage(), LONGEST_LINE)
-
-
 def exit_status(act: Callable[[], int]) -> int:
     """Run a command: what `act` returns, 2 if it could not be carried out, 130 if interrupted."""
     keep_standard_files()
@@ -80,7 +75,7 @@ def exit_status(act: Callable[[], int]) -> int:
     transformers.logging.set_verbosity_error()
     huggingface_hub.logging.set_verbosity_error()
     # On a terminal a warning or an error line tells of what has a traceback in a server's log.
-    logging.lastResort.setFormatter(_OneLine())
+    logging.lastResort.format = lambda record: one_line(record.getMessage(), LONGEST_LINE)
     logging.lastResort.addFilter(lambda record: not record.exc_info)
     once = logging.getLogger("progress.once")  # a model is fetched, blocks are compiled
     once.setLevel(logging.INFO)

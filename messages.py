@@ -369,12 +369,11 @@ LONGEST_LINE = 1000  # characters of a line of the log, or of a warning
 
 def one_line(text: Any, longest: int = 300) -> str:
     """What strangers' bytes may be in, for a terminal: escaped, of at most `longest` characters."""
-
-    def short(line: str) -> str:  # a hint stands at the end
-        return line if len(line) <= longest else f"{line[: longest - 100]}…{line[-99:]}"
-
-    line = short(" ".join(str(text).split()))
-    return short("".join(c if c.isprintable() else ascii(c)[1:-1] for c in line))
+    words = " ".join(str(text).split())
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
+    return (
+        line if len(line) <= longest else f"{line[: longest - 100]}…{line[-99:]}"
+    )  # a hint is last
 
 
 def in_short(error: Exception) -> str:

@@ -48,8 +48,8 @@ def _silent(limit_s: float) -> RequestError:
 def refusal(status: int, body: bytes) -> RequestError:
     """What our client is told where the engine has answered with an error."""
     try:
-        found = _read(body)
-    except ValueError:
+        found = json.loads(body)
+    except (ValueError, RecursionError):
         found = None
     found = found.get("error", found) if isinstance(found, dict) else {}
     found = found if isinstance(found, dict) else {"message": found}
@@ -164,19 +164,11 @@ class Client:
             connection.close()
 
 
-def _read(said: bytes) -> Any:
-    """JSON as Python has it. Raises ValueError for what is none, or cannot be read."""
-    try:
-        return json.loads(said)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
 def _parsed(said: bytes) -> Json:
     """An event. Raises RequestError for one that tells of an error, or is none."""
     try:
-        event = _read(said)
-    except ValueError:
+        event = json.loads(said)
+    except (ValueError, RecursionError):
         raise broke_off("an event of its stream is no JSON") from None
     if not isinstance(event, dict):
         raise broke_off("an event of its stream is no object")
@@ -233,14 +225,14 @@ class Engine:
 def _part(client: Client, path: str, *keys: Any) -> Any:
     """A part of an answer in JSON; None where there is no such answer."""
     try:
-        found = _read(client.ask(path))
+        found = json.loads(client.ask(path))
         for key in keys:
             found = found[key]
     except RequestError as error:
         if error.status in (503, 504) or error.code == "engine_key":
             raise
         return None
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return None
     return found
 

@@ -29,10 +29,6 @@ from .client import Client, broke_off, hang_up
 _FIRST_S = 1.0  # to wait for a first token before a stream of our own begins
 _BEHIND_S = 0.05
 _LONGEST_TOKEN = 1024  # characters
-_COUNTS = (  # what is calculated with
-    "prompt_tokens", "completion_tokens", "total_tokens", "num_spec_steps", "num_draft_tokens",
-    "num_accepted_draft_tokens",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -116,19 +112,15 @@ class Told:
 
         Raises TypeError, ValueError, LookupError or AttributeError for another shape than vLLM's.
         """
-        usage = _told(dict, chunk.get("usage"), {})
-        metrics = _told(dict, chunk.get("metrics"), {})
+        usage, metrics = (_told(dict, chunk.get(name), {}) for name in ("usage", "metrics"))
         speculation = _told(dict, metrics.get("speculative_decoding"), {})
-        for counts in (usage, speculation):
-            if any(_told(int, counts.get(name), 0) < 0 for name in _COUNTS):
+        for name, count in (*usage.items(), *speculation.items()):
+            if name.endswith(("_tokens", "_steps")) and _told(int, count, 0) < 0:
                 raise ValueError
         choice = _told(dict, next(iter(_told(list, chunk.get("choices"), [])), None), {})
-        ids = _told(list, choice.get("token_ids"), [])
-        if not all(type(token) is int for token in ids):
-            raise TypeError
+        ids = [_told(int, token, None) for token in choice.get("token_ids") or []]
         text = choice.get("text") or _told(dict, choice.get("delta"), {}).get("content")
-        text = _told(str, text, "")
-        reason = _told(str, choice.get("finish_reason"), None)
+        text, reason = _told(str, text, ""), _told(str, choice.get("finish_reason"), None)
         logprobs = _logprobs(choice["logprobs"], ids) if choice.get("logprobs") else []
         self.num_characters += len(text)
         tokens = max(len(self.output) + len(ids), len(self.logprobs) + len(logprobs))

@@ -60,7 +60,7 @@ def load_packed(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model, and what transformers tells of its weights.
 
-    Raises BadFile and, where it `is_strict`, StartError for matrices that would be unpacked.
+    Raises BadFile, and StartError where it `is_strict` and a matrix would be unpacked.
     """
     empty = empty_model(file, config, torch.float32)
     tables, modules = Tables(file, empty), dict(empty.named_modules())

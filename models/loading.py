@@ -161,8 +161,7 @@ def _read_file(name: str, dtype: str, options: ModelOptions) -> Read:
             LOG.info("%s is unpacked to bfloat16: %s", name, reason)
             dtype = "bfloat16"
         if dtype == "packed":
-            is_strict = options.dtype == "packed"
-            model, report = gguf_packed.load_packed(file, config, is_strict)
+            model, report = gguf_packed.load_packed(file, config, options.dtype == "packed")
         else:
             model, report = load_model(file, config, getattr(torch, dtype))
             if not gguf_packed.why_not(file):

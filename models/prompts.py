@@ -18,7 +18,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
-from messages import Model, RequestError, in_short
+from messages import Model, RequestError
 
 from .template import renderer
 
@@ -190,21 +190,12 @@ def _render(turns: list[dict[str, str]], tokenizer: Tokenizer) -> str:
 
     Raises RequestError where the template refuses, or takes too long or too much memory.
     """
+    asked = {"conversations": [turns], "add_generation_prompt": True}
     try:
-        text = renderer.render(
-            _TEMPLATE_LIMIT_S,
-            conversations=[turns],
-            chat_template=tokenizer.get_chat_template(),
-            add_generation_prompt=True,
-            **tokenizer.special_tokens_map,
-        )
-    except TimeoutError as error:
-        raise _wrong(f"the chat template took longer than {_TEMPLATE_LIMIT_S:g} s") from error
-    except OSError as error:
-        why = f"no process for the chat template: {in_short(error)}"
-        raise RequestError(why, status=503) from error
+        asked["chat_template"] = tokenizer.get_chat_template()
+        text = renderer.render(_TEMPLATE_LIMIT_S, **asked, **tokenizer.special_tokens_map)
     except ValueError as error:
-        raise _wrong(f"the chat template refused: {error}") from error
+        raise _wrong(f"the chat template {error}") from error
     if text and not is_text(text):
         raise _wrong("the chat template wrote a lone surrogate, which is not text")
     return text

@@ -5,7 +5,6 @@ says whose mistake it was. Bad framing is in test_connection.py, load in test_ho
 """
 
 import json
-import os
 import random
 import re
 import resource
@@ -112,7 +111,6 @@ def test_a_body_that_is_no_json_object_of_at_most_1_mib_is_refused(
         ("PUT", "/v1/chat/completions", 405),
         ("POST", "/v1/models", 405),
         ("POST", "/v1/models/%1b[31m%00", 405),
-        ("GET", "/v1/models/%1b[31m%00" + "%e2%80%ae" * 500, 404),
     ],
 )
 def test_a_wrong_path_or_method_is_a_json_error(client, method, path, wanted):
@@ -312,7 +310,7 @@ def test_a_template_is_written_as_transformers_writes_it(template):
     assert reading._render(HI, tokenizer) == expected
 
 
-MEMORY, TIME = "refused: it needs more than 512 MiB of memory", r"took longer than 0\.2 s"
+MEMORY, TIME = "needs more than 512 MiB of memory", r"took longer than 0\.2 s"
 HOSTILE = {  # one operation each, or a few
     "{{ 'a'.zfill(10**10) }}": MEMORY,
     "{{ ('a' * 10**9) * 9 }}": MEMORY,
@@ -329,7 +327,7 @@ HOSTILE = {  # one operation each, or a few
     "{{ raise_exception('no\x1b[3m\0roles\n' + 'x' * 500) }}": r"refused: no\\x1b\[3m\\x00roles x",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "refused: maximum recursion depth exceeded",
     "{{ '\\ud800' }}": "wrote a lone surrogate, which is not text",
-    "{{ ('a' * 10**7) * 2 }}": "refused: it writes 20000000 characters",
+    "{{ ('a' * 10**7) * 2 }}": "writes 20000000 characters",
     "{% if": "refused: ",
 }
 
@@ -342,7 +340,7 @@ def test_a_template_gets_no_more_time_and_memory_than_is_bounded(monkeypatch):
         with pytest.raises(RequestError, match=f"^the chat template {said}") as caught:
             chat_prompt(HI, Tokenizer(template), CONTEXT)
         assert caught.value.status == 400 and len(caught.value.message) <= 300
-        child = reading.renderer._children[os.getpid()]
+        child = reading.renderer.child
         assert (child.poll() == -signal.SIGALRM) == (said == TIME)
         if said != TIME and sys.platform == "linux":
             status = Path(f"/proc/{child.pid}/status").read_text()
