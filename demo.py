@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from control.planner import TREE
 from control.statistics import PLAIN, Statistics, ratio
-from messages import Engine, Json, Request, RequestError, TextSequence
+from messages import LONGEST_LINE, Engine, Json, Request, RequestError, TextSequence, one_line
 from models.loading import StartError
 from models.prompts import chat_ids, prompt_ids
 from models.shortage import is_shortage, tell_error, told
@@ -75,6 +75,7 @@ def exit_status(act: Callable[[], int]) -> int:
     transformers.logging.set_verbosity_error()
     huggingface_hub.logging.set_verbosity_error()
     # On a terminal a warning or an error line tells of what has a traceback in a server's log.
+    logging.lastResort.format = lambda record: one_line(record.getMessage(), LONGEST_LINE)
     logging.lastResort.addFilter(lambda record: not record.exc_info)
     once = logging.getLogger("progress.once")  # a model is fetched, blocks are compiled
     once.setLevel(logging.INFO)
@@ -92,7 +93,7 @@ def exit_status(act: Callable[[], int]) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except (StartError, RequestError, ValueError, OSError) as error:
-        tell_error(str(error))
+        tell_error(one_line(error))
         return 2
     except (MemoryError, RuntimeError) as error:
         if not is_shortage(error):

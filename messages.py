@@ -364,9 +364,20 @@ class Cycle:
         return Verdict(len(self.way), len(tokens) - 1, tokens)
 
 
+LONGEST_LINE = 1000  # characters of a line of the log, or of a warning
+
+
+def one_line(text: Any, longest: int = 300) -> str:
+    """What strangers' bytes may be in, for a terminal: escaped, of at most `longest` characters."""
+    words = " ".join(str(text).split())
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in words)
+    # A hint is last.
+    return line if len(line) <= longest else f"{line[: longest - 100]}…{line[-99:]}"
+
+
 def in_short(error: Exception) -> str:
     """An error's message on one line, of at most 300 characters."""
-    kind, text = type(error).__name__, " ".join(str(error).split())[:300]
+    kind, text = type(error).__name__, one_line(error)
     return f"{kind}: {text}" if isinstance(error, KeyError) else text or kind  # its text is a key
 
 
@@ -376,7 +387,7 @@ class RequestError(Exception):
     def __init__(
         self, message: str, param: str | None = None, status: int = 400, code: str | None = None
     ) -> None:
-        super().__init__(message)
+        super().__init__(message := one_line(message))
         self.message, self.param, self.status, self.code = message, param, status, code
 
     def body(self) -> Json:

@@ -82,7 +82,8 @@ def parse(body: Json, engine: Engine, options: Options) -> tuple[Wanted, bool, l
     if not is_seeded:
         given["seed"] = None  # the engine's own noise: one seed a request would slow it down
     is_chat = body.get("chat") is True
-    return Wanted(**given, is_chat=is_chat, is_streamed=stream), stream, notes
+    limit = given["max_tokens"] or room
+    return Wanted(**given, is_chat=is_chat, is_streamed=stream, limit=limit), stream, notes
 
 
 # ------------------------------------------------------------------------------------- answers

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from math import isfinite
 from pathlib import PurePath
 from typing import Any
 from urllib.parse import urlsplit
@@ -48,7 +49,7 @@ def refusal(status: int, body: bytes) -> RequestError:
     """What our client is told where the engine has answered with an error."""
     try:
         found = json.loads(body)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     found = found.get("error", found) if isinstance(found, dict) else {}
     found = found if isinstance(found, dict) else {"message": found}
@@ -128,14 +129,17 @@ class Client:
         Example: {"spec_decode_num_drafts_total": 2.0, "…_per_pos_total[0]": 2.0}.
         """
         found: dict[str, float] = {}
-        text = self.ask("/metrics", limit_s=limit_s).decode()
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                name = sample.name.partition(":")[2]
-                if "position" in sample.labels:
-                    name += f"[{sample.labels['position']}]"
-                if name:
-                    found[name] = found.get(name, 0.0) + sample.value
+        text = self.ask("/metrics", limit_s=limit_s)
+        try:
+            families = list(text_string_to_metric_families(text.decode()))
+        except (ValueError, LookupError, TypeError, AttributeError):  # whatever its parser raises
+            raise broke_off("its answer to /metrics is none of Prometheus") from None
+        for sample in (sample for family in families for sample in family.samples):
+            name = sample.name.partition(":")[2]
+            if "position" in sample.labels:
+                name += f"[{sample.labels['position']}]"
+            if name and isfinite(sample.value):
+                found[name] = found.get(name, 0.0) + sample.value
         return found
 
     @contextmanager
@@ -164,7 +168,7 @@ def _parsed(said: bytes) -> Json:
     """An event. Raises RequestError for one that tells of an error, or is none."""
     try:
         event = json.loads(said)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise broke_off("an event of its stream is no JSON") from None
     if not isinstance(event, dict):
         raise broke_off("an event of its stream is no object")
@@ -228,7 +232,7 @@ def _part(client: Client, path: str, *keys: Any) -> Any:
         if error.status in (503, 504) or error.code == "engine_key":
             raise
         return None
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return None
     return found
 

@@ -28,6 +28,7 @@ from .client import Client, broke_off, hang_up
 
 _FIRST_S = 1.0  # to wait for a first token before a stream of our own begins
 _BEHIND_S = 0.05
+_LONGEST_TOKEN = 1024  # characters
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Wanted(Request):
     max_tokens: int | None = None  # type: ignore[assignment]  # None: to the end of the context
     is_chat: bool = False
     is_streamed: bool = True
+    limit: int = 1 << 20  # of tokens, also where max_tokens is None
 
     def body(self, model: str) -> tuple[str, Json]:
         """Where to send it, and what."""
@@ -80,6 +82,8 @@ class Told:
     finish_reason: str | None = None
     num_steps: int = 0
     pieces: list[str] = field(default_factory=list)
+    num_characters: int = 0
+    is_cut: bool = False  # the engine went on behind the last token that was asked for
 
     @property
     def text(self) -> Any:
@@ -104,15 +108,28 @@ class Told:
         return self.usage.get("completion_tokens") or len(self.output)
 
     def take(self, chunk: Json) -> Json | None:
-        """Note what came. Returns an event for the client, or None if there is no news."""
-        self.usage = chunk.get("usage") or self.usage
-        told = (chunk.get("metrics") or {}).get("speculative_decoding")
-        self.speculation = told or self.speculation
-        choice = next(iter(chunk.get("choices") or ()), {})
-        ids = choice.get("token_ids") or []
-        text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+        """Note what came. Returns an event for the client, or None if there is no news.
+
+        Raises TypeError, ValueError, LookupError or AttributeError for another shape than vLLM's.
+        """
+        usage, metrics = (_told(dict, chunk.get(name), {}) for name in ("usage", "metrics"))
+        speculation = _told(dict, metrics.get("speculative_decoding"), {})
+        for name, count in (*usage.items(), *speculation.items()):
+            if name.endswith(("_tokens", "_steps")) and _told(int, count, 0) < 0:
+                raise ValueError
+        choice = _told(dict, next(iter(_told(list, chunk.get("choices"), [])), None), {})
+        ids = [_told(int, token, None) for token in choice.get("token_ids") or []]
+        text = choice.get("text") or _told(dict, choice.get("delta"), {}).get("content")
+        text, reason = _told(str, text, ""), _told(str, choice.get("finish_reason"), None)
         logprobs = _logprobs(choice["logprobs"], ids) if choice.get("logprobs") else []
-        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        self.num_characters += len(text)
+        tokens = max(len(self.output) + len(ids), len(self.logprobs) + len(logprobs))
+        tokens = max(tokens, self.num_steps, self.num_characters // _LONGEST_TOKEN)
+        if tokens > self.request.limit:
+            self.finish_reason, self.is_cut = "length", True
+            return None
+        self.usage, self.speculation = usage or self.usage, speculation or self.speculation
+        self.finish_reason = reason or self.finish_reason
         self.has_ids &= bool(ids) or not text
         self.output += ids
         self.logprobs += logprobs
@@ -128,6 +145,13 @@ class Told:
             event["logprobs"] = logprobs
         self.num_steps += 1
         return event
+
+
+def _told(kind: type, value: Any, otherwise: Any) -> Any:
+    """What an engine has told, `otherwise` for null. Raises TypeError for another kind."""
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        raise TypeError
+    return otherwise if value is None else value
 
 
 def _logprobs(told: Json, ids: list[int]) -> list[Json]:
@@ -148,7 +172,7 @@ def _logprobs(told: Json, ids: list[int]) -> list[Json]:
 
 
 def _entry(token: str, logprob: float) -> Json:
-    return {"id": None, "token": token, "logprob": max(logprob, -9999.0)}
+    return {"id": None, "token": _told(str, token, ""), "logprob": max(logprob, -9999.0)}
 
 
 class RemoteJob(Job):
@@ -193,14 +217,18 @@ class RemoteJob(Job):
             hang_up(self._socket)
         for chunk in relay.client.events(connection, *self.request.body(relay.model)):
             self.heard = time.monotonic()
-            if event := self.sequence.take(chunk):
+            try:
+                event = self.sequence.take(chunk)
+            except (TypeError, ValueError, LookupError, AttributeError):
+                raise broke_off("an event of its stream has another shape than vLLM's") from None
+            if event:
                 if self.first_token is None:
                     self.first_token = self.heard
                     relay.first_token_s.observe(self.first_token - self.submitted)
                 self.put(event)
             while self.is_behind() and not self.cancelled:
                 time.sleep(_BEHIND_S)  # nor is the engine read from
-            if self.cancelled:
+            if self.cancelled or self.sequence.is_cut:
                 return
         if self.sequence.finish_reason is None:
             raise broke_off("its stream ended without a reason")

@@ -56,8 +56,13 @@ def why_not(file: GgufFile) -> str | None:
     return None
 
 
-def load_packed(file: GgufFile, config: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model, and what transformers tells of its weights. Raises BadFile."""
+def load_packed(
+    file: GgufFile, config: PreTrainedConfig, is_strict: bool = False
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model, and what transformers tells of its weights.
+
+    Raises BadFile, and StartError where it `is_strict` and a matrix would be unpacked.
+    """
     empty = empty_model(file, config, torch.float32)
     tables, modules = Tables(file, empty), dict(empty.named_modules())
     plans: dict[str, _Plan | _Experts] = {
@@ -80,6 +85,9 @@ def load_packed(file: GgufFile, config: PreTrainedConfig) -> tuple[PreTrainedMod
     # A matrix's place is held by one zero, which looks as large: memory is for what is there.
     weights = {name: torch.zeros(1).expand(shape) for name, shape in shapes.items()}
     if types := sorted({p.tensor.type.name for p in plans.values() if p.owner and not p.form}):
+        if is_strict:
+            why = f"no kernel multiplies weights of type {', '.join(types)} (give --dtype auto)"
+            raise StartError(f"{file.name} cannot be served as it is: {why}")
         LOG.info("%s: weights of type %s are unpacked to bfloat16", file.name, ", ".join(types))
     packed: dict[str, Panels] = {}
     experts: dict[str, list[Panels]] = {}  # by the parameter that they stand for

@@ -28,6 +28,7 @@ from .gguf_tokenizer import tokenizer_of
 from .prompts import Tokenizer
 from .rope import contexts, fix_rotations
 from .structure import Structure, UnsupportedModel, examine
+from .template import renderer
 
 LOG = logging.getLogger("loading")
 PROGRESS = logging.getLogger("progress")
@@ -142,6 +143,8 @@ def load_pretrained(name: str, options: ModelOptions) -> Loaded:
         if not options.mmap:  # transformers' disable_mmap holds the weights twice for a while
             own_weights(model)
     keep_few_words(tokenizer)
+    if getattr(tokenizer, "chat_template", None):
+        renderer.start()  # by its first prompt it will be ready
     return _fit(model, tokenizer, given, options)
 
 
@@ -157,7 +160,7 @@ def _read_file(name: str, dtype: str, options: ModelOptions) -> Read:
             LOG.info("%s is unpacked to bfloat16: %s", name, reason)
             dtype = "bfloat16"
         if dtype == "packed":
-            model, report = gguf_packed.load_packed(file, config)
+            model, report = gguf_packed.load_packed(file, config, options.dtype == "packed")
         else:
             model, report = load_model(file, config, getattr(torch, dtype))
             if not gguf_packed.why_not(file):
@@ -236,11 +239,13 @@ def check_weights(name: str, report: dict[str, Any]) -> None:
     kinds = "missing_keys", "mismatched_keys", "unexpected_keys"
     missing, sizes, unread = (sorted(report[kind]) for kind in kinds)
     source, hint = ("header", " (fetch it again)") if is_gguf(name) else ("config.json", "")
+    # A file that is cut off has been refused by now.
+    other = " (its model is of a kind that is not read: give another file)" if hint else ""
     if missing:
         renamed = f" (not used: {len(unread)} in the file, first {unread[0]})" if unread else ""
         raise StartError(
             f"{name} lacks {len(missing)} of the weights that its {source} asks for, "
-            f"first {missing[0]}{renamed}{hint}"
+            f"first {missing[0]}{renamed}{other}"
         )
     if sizes:
         key, found, wanted = sizes[0]

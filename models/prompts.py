@@ -4,15 +4,13 @@ Where another engine tokenises there is no tokenizer here: texts and conversatio
 stay what they are.
 
 Long texts are read one at a time and with pauses, so that reading never holds up decoding. A chat
-template is code that comes with the model, and has a limit of time.
+template is code that comes with the model, and runs in a process with limits (template.py).
 """
 
-import ctypes
 import json
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +19,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from messages import Model, RequestError
+
+from .template import renderer
 
 _MAX_MESSAGES = 2000  # each takes a chat template 10 µs, and some templates are quadratic
 _MESSAGE_COST = 50  # characters that take as long as a message
@@ -188,29 +188,17 @@ def read_turns(messages: Any) -> list[dict[str, str]]:
 def _render(turns: list[dict[str, str]], tokenizer: Tokenizer) -> str:
     """The conversation as the chat template writes it.
 
-    A template is code that comes with the model. So it runs in a thread of its own, where a loop
-    that takes too long can be ended. Raises RequestError for that, and where the template refuses.
+    Raises RequestError where the template refuses, or takes too long or too much memory.
     """
-    future: Future[str] = Future()
-
-    def render() -> None:
-        try:
-            options = {"add_generation_prompt": True, "tokenize": False}
-            future.set_result(tokenizer.apply_chat_template(turns, **options))
-        # Templates raise what they like, about roles and their order.
-        except (Exception, SystemExit) as error:
-            future.set_exception(error)
-
-    thread = threading.Thread(target=render, name="chat template", daemon=True)
-    thread.start()
+    asked = {"conversations": [turns], "add_generation_prompt": True}
     try:
-        return future.result(_TEMPLATE_LIMIT_S)
-    except TimeoutError as error:
-        late, end = ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(late, end)
-        raise _wrong(f"the chat template took longer than {_TEMPLATE_LIMIT_S:g} s") from error
-    except Exception as error:
-        raise _wrong(f"the chat template refused: {error}") from error
+        asked["chat_template"] = tokenizer.get_chat_template()
+        text = renderer.render(_TEMPLATE_LIMIT_S, **asked, **tokenizer.special_tokens_map)
+    except ValueError as error:
+        raise _wrong(f"the chat template {error}") from error
+    if text and not is_text(text):
+        raise _wrong("the chat template wrote a lone surrogate, which is not text")
+    return text
 
 
 def _turn(message: Any, i: int) -> dict[str, str]:
@@ -223,8 +211,8 @@ def _turn(message: Any, i: int) -> dict[str, str]:
     content = message.get("content")
     if isinstance(content, list) and content:
         parts = [p.get("text") if isinstance(p, dict) else None for p in content]
-        kinds = {p.get("type") for p in content if isinstance(p, dict)}
-        if kinds - {"text"} or not all(isinstance(part, str) for part in parts):
+        is_plain = all(p.get("type") == "text" for p in content if isinstance(p, dict))
+        if not (is_plain and all(isinstance(part, str) for part in parts)):
             raise _wrong(f"{where}: only parts of type text are supported")
         content = "".join(parts)
     if not isinstance(content, str):

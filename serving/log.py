@@ -20,7 +20,7 @@ from typing import Any
 
 from flask import Flask, Response, g, request
 
-from messages import Json
+from messages import LONGEST_LINE, Json, one_line
 
 from .worker import Job
 
@@ -64,7 +64,8 @@ class _Format(logging.Formatter):
         line = {"time": moment.replace("+00:00", "Z")}
         if isinstance(record.msg, dict):
             return json.dumps(line | record.msg)
-        line |= {"level": record.levelname, "logger": record.name, "message": record.getMessage()}
+        message = one_line(record.getMessage(), LONGEST_LINE)
+        line |= {"level": record.levelname, "logger": record.name, "message": message}
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line)

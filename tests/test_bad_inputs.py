@@ -7,12 +7,16 @@ says whose mistake it was. Bad framing is in test_connection.py, load in test_ho
 import json
 import random
 import re
+import resource
+import signal
 import socket
 import struct
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from math import inf, nextafter
+from pathlib import Path
 
 import pytest
 import speculative_decoding as core
@@ -106,6 +110,7 @@ def test_a_body_that_is_no_json_object_of_at_most_1_mib_is_refused(
         ("BREW", "/generate", 405),
         ("PUT", "/v1/chat/completions", 405),
         ("POST", "/v1/models", 405),
+        ("POST", "/v1/models/%1b[31m%00", 405),
     ],
 )
 def test_a_wrong_path_or_method_is_a_json_error(client, method, path, wanted):
@@ -113,6 +118,8 @@ def test_a_wrong_path_or_method_is_a_json_error(client, method, path, wanted):
     assert answer.status_code == wanted and answer.mimetype == "application/json"
     assert is_error(answer.data) and (wanted == 405) == ("Allow" in answer.headers)
     assert (wanted == 405) == (b" needs " in answer.data)
+    message = answer.json["error"]["message"]
+    assert message.isprintable() and len(message) <= 300
 
 
 PROMPTS = ["", None, 5, [], [True], [-1], [4096], [2**70], [1.0], {"text": "a"}, "\ud800",
@@ -147,6 +154,9 @@ BAD_CHATS = {
                  [{"role": "user"}], [{"role": "user", "content": None}],
                  [{"role": 5, "content": "a"}], [{"role": "user", "content": 5}],
                  [{"role": "user", "content": [{"type": "image_url"}]}],
+                 *([{"role": "user", "content": [{"type": kind, "text": "a"}]}]
+                   for kind in ([], {}, [[]], None, 5)),
+                 [{"role": "user", "content": [{"type": "text", "text": []}]}],
                  [{"role": "user", "content": [5]}], [{"role": "user", "content": "\ud800"}],
                  [{"role": "\ud800", "content": "a"}],
                  [{"role": "tool", "content": "what the template refuses"}],
@@ -246,9 +256,13 @@ class Tokenizer:
         self.calls.append("get_vocab")
         return {"four": 0}
 
-    def apply_chat_template(self, turns, **options):
+    def get_chat_template(self):
         self.calls.append("render")
-        return self.real.apply_chat_template(turns, **options)
+        return self.chat_template
+
+    @property
+    def special_tokens_map(self):
+        return self.real.special_tokens_map
 
     def __call__(self, text, **options):
         self.calls.append("tokenize")
@@ -276,17 +290,76 @@ def test_what_cannot_fit_is_refused_before_it_is_rendered_or_read():
     assert tokenizer.calls == ["get_vocab", "render", "tokenize"]
 
 
-def test_a_template_that_loops_is_ended(monkeypatch):
-    """It is code that comes with a model."""
-    monkeypatch.setattr(reading, "_TEMPLATE_LIMIT_S", 0.05)
-    tokenizer = Tokenizer("{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4)
-    with pytest.raises(RequestError, match=r"the chat template took longer than 0\.05 s"):
-        chat_prompt([{"role": "user", "content": "a"}], tokenizer, CONTEXT)
-    for thread in threading.enumerate():
-        if thread.name == "chat template":
-            thread.join(LIMIT_S)
-            assert not thread.is_alive()
-    assert tokenizer.calls == ["render"]
+HI = [{"role": "user", "content": "é \n😀", "name": "a"}, {"role": "assistant", "content": " b "}]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        TEMPLATE,
+        "{{ bos_token }}{{ eos_token }}{{ messages | tojson(indent=1) }}{{ messages[0].role }}\n",
+        "  {% for m in messages %}\n{{ loop.index }}{% if loop.first %}{% continue %}{% endif %}"
+        "{% generation %}{{ m['content'] | trim }}{% endgeneration %}{% endfor %}",
+        "{% if tools is defined and tools %}t{% endif %}{{ add_generation_prompt }}"
+        "{{ strftime_now('%Y') }}{% set n = namespace(a=1) %}{% set n.a = 2 %}{{ n.a }}",
+    ],
+)
+def test_a_template_is_written_as_transformers_writes_it(template):
+    tokenizer = Tokenizer(template)
+    expected = tokenizer.real.apply_chat_template(HI, tokenize=False, add_generation_prompt=True)
+    assert reading._render(HI, tokenizer) == expected
+
+
+MEMORY, TIME = "needs more than 512 MiB of memory", r"took longer than 0\.2 s"
+HOSTILE = {  # one operation each, or a few
+    "{{ 'a'.zfill(10**10) }}": MEMORY,
+    "{{ ('a' * 10**9) * 9 }}": MEMORY,
+    "{{ 'a\nb' | indent(10**10) }}": MEMORY,
+    "{{ 'a'.ljust(10**10) }}": MEMORY,
+    "{{ 'a' | center(10**10) }}": MEMORY,
+    "{{ '%10000000000d' % 1 }}": MEMORY,
+    "{{ '{:>10000000000}'.format(1) }}": MEMORY,
+    "{{ [1] * 10**10 }}": MEMORY,
+    "{{ [1] | tojson(indent=10**10) }}": MEMORY,
+    "{{ ('a,' * 10**6).split(',') | join('b' * 10**5) }}": MEMORY,
+    "{{ 10 ** (10 ** 10) }}": TIME,
+    "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4: TIME,
+    "{{ raise_exception('no\x1b[3m\0roles\n' + 'x' * 500) }}": r"refused: no\\x1b\[3m\\x00roles x",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "refused: maximum recursion depth exceeded",
+    "{{ '\\ud800' }}": "wrote a lone surrogate, which is not text",
+    "{{ ('a' * 10**7) * 2 }}": "writes 20000000 characters",
+    "{% if": "refused: ",
+}
+
+
+def test_a_template_gets_no_more_time_and_memory_than_is_bounded(monkeypatch):
+    """It is code that comes with a model. Its process goes on, or is another one next time."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for template, said in HOSTILE.items():
+        monkeypatch.setattr(reading, "_TEMPLATE_LIMIT_S", 0.2 if said == TIME else LIMIT_S)
+        with pytest.raises(RequestError, match=f"^the chat template {said}") as caught:
+            chat_prompt(HI, Tokenizer(template), CONTEXT)
+        assert caught.value.status == 400 and len(caught.value.message) <= 300
+        child = reading.renderer.child
+        assert (child.poll() == -signal.SIGALRM) == (said == TIME)
+        if said != TIME and sys.platform == "linux":
+            status = Path(f"/proc/{child.pid}/status").read_text()
+            peak = int(re.search(r"VmHWM:\s*(\d+) kB", status)[1])
+            assert peak < 1 << 20  # KiB; what was asked for is 9 GB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + (100 << 10)
+
+
+def test_what_ends_the_process_of_templates_ends_one_prompt_alone():
+    tokenizer = Tokenizer("{{ messages[0].content }}")
+    assert reading._render(HI, tokenizer) == "é \n😀"
+    child = reading.renderer.start()
+    child.kill()
+    with suppress(RequestError):  # it may not have ended yet
+        reading._render(HI, tokenizer)
+    with ThreadPoolExecutor(8) as pool:  # each gets its own text
+        turns = [[{"role": "user", "content": str(i)}] for i in range(50)]
+        assert [*pool.map(lambda t: reading._render(t, tokenizer), turns)] == [*map(str, range(50))]
+    assert child.poll() == -signal.SIGKILL
 
 
 class Clock:

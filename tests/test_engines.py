@@ -191,6 +191,79 @@ def test_an_engine_that_answers_500_is_a_502(ask, replay):
     assert ask.client.get("/health").json["status"] == "ok"
 
 
+def say(replay, *events):
+    """Have every generation answered with these."""
+    for turn in replay.told["turns"]:
+        if turn["path"].endswith("completions"):
+            turn["pieces"] = (f"data: {event}\n\n" for event in events)
+
+
+def event(**choice):
+    return json.dumps(
+        {"choices": [{"text": "a", "token_ids": [5], "finish_reason": None} | choice]}
+    )
+
+
+DONE = event(finish_reason="stop"), "[DONE]"
+DEEP = "[" * 200_000
+NO_EVENTS = {
+    "no object": "[]", "deep": DEEP, "deep in an object": f'{{"usage": {DEEP}',
+    "choices": '{"choices": {}}', "a choice": '{"choices": [[]]}', "usage": '{"usage": [1]}',
+    "a count": '{"usage": {"completion_tokens": "9"}}', "metrics": '{"metrics": "m"}',
+    "below 0": '{"usage": {"completion_tokens": -9}}',
+    "drafts": '{"metrics": {"speculative_decoding": {"num_draft_tokens": [1]}}}',
+    "drafts below 0": '{"metrics": {"speculative_decoding": {"num_spec_steps": -1}}}',
+    "a text": event(text=["a"]), "a delta": event(text=None, delta=["a"]),
+    "ids": event(token_ids="abc"), "an id": event(token_ids=[{}]),
+    "a reason": event(finish_reason=5),
+    "log-probabilities": event(logprobs=[1]), "a token": event(logprobs={"content": [{}]}),
+    "a token's text": event(logprobs={"content": [{"token": ["a"], "logprob": -1}]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NO_EVENTS)
+def test_an_event_of_another_shape_is_a_502_that_names_the_engine(ask, replay, caplog, name):
+    for asked in ("plain", "completion", "chat"):
+        say(replay, event(), NO_EVENTS[name], *DONE)
+        status, body = said(ask, asked)
+        assert status == 502 and is_error(body)
+        assert body["error"]["message"].startswith("the engine broke off: an event of its stream ")
+    say(replay, event(), NO_EVENTS[name], *DONE)
+    assert "the engine broke off" in said(ask, "long")[1][-1]["error"]["message"]
+    assert not any(record.exc_info for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    "choice", [{}, {"token_ids": None}, {"text": "a" * 2000}], ids=["ids", "text alone", "long"]
+)
+def test_a_stream_without_end_is_cut_at_max_tokens(ask, replay, choice):
+    say(replay, *(event(**choice) for _ in range(6)), *DONE)
+    assert said(ask, "plain")[1]["finish_reason"] == "stop"  # those are not too many
+    say(replay, *[event(**choice)] * 100_000)
+    status, body = said(ask, "plain")
+    assert status == 200 and body["finish_reason"] == "length"
+    if choice.get("text"):
+        assert len(body["text"]) < 13 << 10  # a token has 1,024 characters at most
+    else:
+        assert 12 <= len(body["text"]) <= 13 and len(body["token_ids"] or [5] * 12) == 12
+
+
+@pytest.mark.parametrize("told", ["no JSON", DEEP, "{}", "[]", '{"error": ' + DEEP, "\ud7ff\0"])
+@pytest.mark.parametrize("path", ["/tokenize", "/metrics", "/version", "/v1/models"])
+def test_an_engine_that_answers_anything_is_used_or_refused_in_one_line(replay, path, told):
+    for status in (200, 400, 500):
+        for turn in replay.told["turns"]:
+            if turn["path"] == path:
+                turn |= {"pieces": [told], "status": status}
+        try:
+            made = load(Options(engine=replay.url), None).test_client()
+        except StartError as error:
+            assert path == "/v1/models" and str(error).endswith("/v1/models names no model")
+        else:
+            assert made.get("/health").json["status"] == "ok" and path != "/v1/models"
+            assert made.get("/metrics").status_code in (200, 400, 502)
+
+
 @pytest.mark.parametrize(
     ("ask", "message"),
     [

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import struct
 import time
 import zipfile
 from dataclasses import replace
@@ -27,7 +28,7 @@ from conftest import TARGET, assert_lossless
 from gguf import GGMLQuantizationType as Kind
 from hypothesis import strategies as st
 from server import LIMIT_S, at_once, free_port
-from test_gguf_file import MANY, MUTATIONS, mutated, settled
+from test_gguf_file import MANY, MUTATIONS, is_short_line, mutated, settled, text
 from test_kernels import needs_compiler
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -38,7 +39,7 @@ from models import catalogue, gguf_packed, loading, reference
 from models.gguf_config import config_of
 from models.gguf_file import BadFile, GgufFile
 from models.gguf_model import load_model, open_model, unpacked
-from serving import parsing, story
+from serving import log, parsing, story
 
 Q4_0, Q8_0 = Kind.Q4_0, Kind.Q8_0
 
@@ -308,6 +309,8 @@ def test_a_type_that_no_kernel_multiplies_is_named_and_unpacked(tmp_path, tiny_f
     with caplog.at_level(logging.INFO, "loading"):
         fast = load(model=path).target.fast
     assert "weights of type IQ4_NL are unpacked to bfloat16" in caplog.text
+    with pytest.raises(loading.StartError, match="no kernel multiplies weights of type IQ4_NL"):
+        load(model=path, dtype="packed")
     expected = torch.from_numpy(gguf.dequantize(given, kind)).bfloat16().float()
     assert torch.equal(fast.decoder.blocks[0].matrices["up"][1].unpacked(), expected)
     forms = [panels.form for panels in fast.decoder.blocks[1].matrices["qkv"]]
@@ -433,7 +436,41 @@ def test_a_file_that_cannot_be_read_is_one_line(files, tmp_path, key, number, re
     with pytest.raises(loading.StartError) as error:
         load(model=path)
     message = str(error.value)
-    assert reason in message and "broken.gguf" in message and "\n" not in message, message
+    assert reason in message and "broken.gguf" in message and is_short_line(message), message
+
+
+HOSTILE = "\0\x1b[31m\r\n\u202e" + "x" * (1 << 17)  # for a terminal
+NAME = text("general.name") + struct.pack("<I", 8) + text("tiny")
+CHANGES = {  # where strangers' words are: some bytes of a good file, and what stands there instead
+    "a family": (text("llama"), lambda words: text(words)),
+    "a tokenizer": (text("gpt2"), lambda words: text(words)),
+    "a rule for words": (text("smollm"), lambda words: text(words)),
+    "a key": (text("general.name"), lambda words: text(words)),
+    "a key of a family": (text("llama.vocab_size"), lambda words: text(f"llama.{words}")),
+    "a tensor": (text("blk.0.ffn_up.weight"), lambda words: text(words)),
+    "a template": (
+        NAME, lambda words: text("tokenizer.chat_template") + NAME[20:24]
+        + text("{{ raise_exception(" + repr(words) + ") }}")
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", CHANGES)
+def test_bytes_of_a_file_are_escaped_and_few_in_what_is_told(files, tmp_path, capfd, caplog, where):
+    """On a terminal a name may clear the screen."""
+    path, (old, new) = tmp_path / "a.gguf", CHANGES[where]
+    padding = "x" * ((len(old) - len(new(HOSTILE))) % 32)  # tensors stay aligned
+    path.write_bytes(files["q8_0"].read_bytes().replace(old, new(HOSTILE + padding), 1))
+    arguments = ["--model", path, "--prompt", "a", "--max-tokens", "1", "--drafter", "none"]
+    status = core.main(list(map(str, arguments)))
+    told = capfd.readouterr().err.splitlines()
+    if status:
+        assert status == 2 and told[-1].startswith("error: ") and len(told[-1]) <= 307
+    assert status or where in ("a rule for words", "a key", "a key of a family"), told
+    told += [logging.lastResort.format(record) for record in caplog.records]
+    told += [log._Format().format(record) for record in caplog.records]
+    for line in told:
+        assert line.isprintable() and len(line) <= 1200
 
 
 def test_a_broken_or_missing_draft_is_refused_before_its_target_is_read(
@@ -503,7 +540,7 @@ def test_any_file_is_loaded_or_refused_in_one_line(files, tmp_path, count):
             try:
                 loading.load_pretrained(str(path), core.Options(dtype=dtype))
             except loading.StartError as error:
-                assert "fuzzed.gguf" in str(error) and "\n" not in str(error)
+                assert "fuzzed.gguf" in str(error) and is_short_line(str(error))
 
     check()
 
@@ -643,8 +680,9 @@ MIXTURES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe"}  # in llama.cpp an
 def write_mixture(path, architecture, leave_out=""):
     """A tiny mixture of four experts in Q8_0, with a shared one in the older family."""
     config = AutoConfig.for_model(
-        MIXTURES[architecture], vocab_size=4096, hidden_size=64, intermediate_size=64,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        MIXTURES.get(architecture, "qwen3_moe"), vocab_size=4096, hidden_size=64,
+        intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16,
         num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, initializer_range=0.2,
         shared_expert_intermediate_size=32, tie_word_embeddings=False,
         max_position_embeddings=256, norm_topk_prob=architecture == "qwen3moe",
@@ -681,6 +719,13 @@ def test_the_experts_of_a_mixture_are_served_as_they_are_in_the_file(tmp_path, a
     assert 0 < float((found - expected).abs().median()) < 0.02 * float(expected.abs().max())
     assert_lossless(engines[0], IDS, 24, "ngram", num_speculative_tokens=3)
     assert engines[0].target.report.is_exact
+
+
+def test_a_mixture_of_a_kind_that_is_not_read_is_whole(tmp_path):
+    """As Mixtral's files are: a Llama with experts."""
+    path = write_mixture(tmp_path / "a.gguf", "llama")
+    with pytest.raises(loading.StartError, match="'llama.expert_count' is 4, which llama has not"):
+        load(model=path)
 
 
 @pytest.mark.parametrize("leave_out", ["gate", "up"])

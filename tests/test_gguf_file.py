@@ -118,6 +118,7 @@ BROKEN = {
     "cut off in the header": (header()[:20], "goes on behind its end"),
     "cut off in the data": (header() + DATA[:-1], "'norm.weight' ends behind its end"),
     "keys without end": (header(num_keys=HUGE), "it claims 2 tensors and"),
+    "a long name": (tensor("a\0\x1b[31m\n" + "b" * (1 << 16), (8,), 0, 8), r"a\x00\x1b[31m\nbbb"),
     "tensors without end": (header(num_tensors=HUGE), "it claims 1152921504606846976 tensors"),
     "a key twice": (keys(*KEYS, KEYS[0]), "the key 'general.architecture' twice"),
     "a key that is no text": (keys((b"\xff", U32, bytes(4))), "is not text"),
@@ -146,6 +147,10 @@ BROKEN = {
 }
 
 
+def is_short_line(message):
+    return message.isprintable() and len(message) <= 300
+
+
 def refused(path):
     """The line that says why. Until then no memory was taken for what the file claims."""
     tracemalloc.start()
@@ -156,7 +161,7 @@ def refused(path):
     finally:
         tracemalloc.stop()
     message = str(error.value)
-    assert os.path.dirname(path) in message and "\n" not in message and len(message) < 400, message
+    assert os.path.dirname(path) in message and is_short_line(message), message
     return message
 
 
@@ -279,7 +284,6 @@ def test_any_header_is_read_or_refused_in_one_line(tmp_path, count):
                 for length in (held, *map(len, found)):
                     assert length <= os.path.getsize(path)
         except BadFile as error:
-            assert "fuzzed.gguf" in str(error) and "\n" not in str(error)
-            assert len(str(error)) < 400
+            assert "fuzzed.gguf" in str(error) and is_short_line(str(error))
 
     check()
