@@ -137,7 +137,8 @@ class Panel:
         if self.prefixes and not seat.is_alone:
             hidden = self.prefixes.restore(seat.row, prompt, self.layers([seat]))
             seat.num_cached = self.prefixes.length(seat.row)
-            seat.hidden = {0: hidden} if hidden else {}
+            # Of no layers, too: what is read next does not begin at the text's first token.
+            seat.hidden = {0: hidden} if seat.num_cached else {}
 
     def remember_prompt(self, seat: Seat, states: dict[int, Tensor]) -> None:
         """Remember a prompt, once it has been read, and note the states [tokens, D] by layer."""

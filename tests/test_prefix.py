@@ -5,6 +5,7 @@ import pytest
 import speculative_decoding as core
 import torch
 from conftest import WAYS, finish, run
+from head_contract import test_hidden_states_are_remembered_where_they_stand  # noqa: F401
 
 from kernels.prefix import PrefixCache
 from serving import answers, metrics
@@ -14,6 +15,12 @@ SHARED = torch.randint(4096, (560,), generator=torch.Generator().manual_seed(0))
 FIRST, SECOND = [*SHARED, 5, 6, 7], [*SHARED, 8, 9, 8, 9, 8]
 MTP, SIZE = "mtp", 64
 MOST = len(SHARED) // SIZE * SIZE  # of its tokens lie in whole blocks
+
+
+@pytest.fixture
+def name():
+    """Of the drafter in the test that is shared by all heads."""
+    return MTP
 
 
 @pytest.fixture
