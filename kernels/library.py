@@ -147,9 +147,23 @@ def checked(result: int) -> int:
     return result
 
 
-def address(tensor: Tensor | None) -> ctypes.c_void_p:
-    """Where its numbers lie; NULL for None, and for a tensor without any."""
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+def room(*shape: int) -> Tensor:
+    """Memory for numbers that C writes: torch's defaults may be of another type and device."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
+
+
+def address(
+    tensor: Tensor | None, *shape: int, dtype: torch.dtype = torch.float32
+) -> ctypes.c_void_p:
+    """Where its numbers lie, for C, which trusts that there are as many of their type in a row.
+
+    NULL for None, and for a tensor without any. Without a `shape` the caller knows the size.
+    """
+    if tensor is None:
+        return ctypes.c_void_p()
+    assert tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous(), "not what C reads"
+    assert not shape or tensor.shape == shape, f"{list(tensor.shape)} is not {list(shape)}"
+    return ctypes.c_void_p(tensor.data_ptr())
 
 
 def instructions() -> str:
