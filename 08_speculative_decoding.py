@@ -487,22 +487,24 @@ class Engine:
             self.close(s)
 
     @library.alone()  # so that torch's threads leave the cores to the kernels
-    def step(self, sequences: list[Sequence]) -> dict[Sequence, Cycle]:
+    def step(
+        self, sequences: list[Sequence], cycles: dict[Sequence, Cycle] | None = None
+    ) -> dict[Sequence, Cycle]:
         """Run one cycle of each sequence: draft → verify → accept → truncate.
 
         The first cycle is the prefill: it feeds the prompt and drafts nothing. A sequence that
-        fails or still reads its prompt returns no cycle. If the pass raises, nothing was accepted.
+        fails or still reads its prompt returns no cycle. If the step raises, what was accepted is
+        in the caller's `cycles`, and nothing else.
         """
-        batch = self.read_prompts(sequences)
+        batch, cycles = self.read_prompts(sequences), {} if cycles is None else cycles
         if not batch:
-            return {}
+            return cycles
         has_prefill = not all(s.num_steps for s in batch)
         times = [self.now()]
         drafts = self.panel.propose([s.seat for s in batch], self.planner.plan(batch))
         times.append(self.now())
         output = self.forward(batch, drafts)
         times.append(self.now())
-        cycles = {}
         for i, (s, draft) in enumerate(zip(batch, drafts, strict=True)):
             hidden = {layer: states[i] for layer, states in output.hidden.items()}
             try:
@@ -510,10 +512,10 @@ class Engine:
             except Exception as error:  # ends this sequence alone
                 s.fail(error)
         times.append(self.now())
-        self.planner.timed(self.panel, drafts, None if has_prefill else times)
         for s, cycle in cycles.items():
             cycle.times = times
             s.statistics.record_times(times, is_prefill=cycle.number == 0)
+        self.planner.timed(self.panel, drafts, None if has_prefill else times)
         return cycles
 
     def read_prompts(self, sequences: list[Sequence]) -> list[Sequence]:

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,13 +41,13 @@ _FLAGS = (
 _LINKING = "-shared", "-pthread", "-Wl,-Bsymbolic"
 _SECONDS = 300
 _library: ctypes.CDLL | None = None
-_num_threads: int | None = None
+_alone = threading.local()  # has `num_threads` in a thread within `alone`
 is_used = False
 
 
 def num_threads() -> int:
     """How many threads compute a call: as many as torch has outside `alone`."""
-    return _num_threads or torch.get_num_threads()
+    return getattr(_alone, "num_threads", None) or torch.get_num_threads()
 
 
 @contextmanager
@@ -56,17 +57,17 @@ def alone() -> Iterator[None]:
     Its other threads wait busily for a while for what comes next, and would take the cores from
     the kernels'. Where kernels are not used, it computes with all.
     """
-    global _num_threads
     if not is_used:
         yield
         return
-    known, _num_threads = _num_threads, num_threads()
+    known, before = getattr(_alone, "num_threads", None), torch.get_num_threads()
+    _alone.num_threads = num_threads()
     try:
         torch.set_num_threads(1)
         yield
     finally:
-        torch.set_num_threads(_num_threads)
-        _num_threads = known
+        torch.set_num_threads(before)
+        _alone.num_threads = known
 
 
 def why_not() -> str | None:
