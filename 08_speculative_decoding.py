@@ -24,11 +24,17 @@ serving/ has what only a server needs, and kernels/ compute the same results fas
 Sources: Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318; Daliri et al., 2408.07978.
 """
 
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
+
+if __name__ == "__main__" and any(word.startswith("--port") for word in sys.argv):
+    for number in (signal.SIGINT, signal.SIGTERM):  # while torch is imported, for seconds
+        signal.signal(number, lambda *_: os._exit(0))
 
 import models.shortage  # isort: skip  # noqa: F401  (before torch, which may lack memory)
 import torch

@@ -28,17 +28,15 @@ Sample = Callable[[Tensor, list[int], Sampling, Noise], tuple[int, Tensor | None
 # What torch computes by, of the process or the thread: how each is read, and how it is set.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (lambda: torch.empty(0).device.type, lambda kind: torch.set_default_device(_default(kind))),
+    (  # without a default it is the CPU, and torch is faster
+        lambda: torch.empty(0).device,
+        lambda known: torch.set_default_device(None if known.type == "cpu" else known),
+    ),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
 )
-
-
-def _default(kind: str) -> str | None:
-    """What torch is told of a device: the CPU is what it takes by itself, which is faster."""
-    return None if kind == "cpu" else kind
 
 
 @contextmanager
