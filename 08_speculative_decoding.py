@@ -24,11 +24,17 @@ serving/ has what only a server needs, and kernels/ compute the same results fas
 Sources: Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318; Daliri et al., 2408.07978.
 """
 
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
+
+if __name__ == "__main__" and any(word.startswith("--port") for word in sys.argv):
+    for number in (signal.SIGINT, signal.SIGTERM):  # while torch is imported, for seconds
+        signal.signal(number, lambda *_: os._exit(0))
 
 import models.shortage  # isort: skip  # noqa: F401  (before torch, which may lack memory)
 import torch
@@ -487,22 +493,23 @@ class Engine:
             self.close(s)
 
     @library.alone()  # so that torch's threads leave the cores to the kernels
-    def step(self, sequences: list[Sequence]) -> dict[Sequence, Cycle]:
+    def step(
+        self, sequences: list[Sequence], cycles: dict[Sequence, Cycle] | None = None
+    ) -> dict[Sequence, Cycle]:
         """Run one cycle of each sequence: draft → verify → accept → truncate.
 
         The first cycle is the prefill: it feeds the prompt and drafts nothing. A sequence that
-        fails or still reads its prompt returns no cycle. If the pass raises, nothing was accepted.
+        fails or still reads its prompt returns no cycle. If it raises, `cycles` has what was done.
         """
-        batch = self.read_prompts(sequences)
+        batch, cycles = self.read_prompts(sequences), {} if cycles is None else cycles
         if not batch:
-            return {}
+            return cycles
         has_prefill = not all(s.num_steps for s in batch)
         times = [self.now()]
         drafts = self.panel.propose([s.seat for s in batch], self.planner.plan(batch))
         times.append(self.now())
         output = self.forward(batch, drafts)
         times.append(self.now())
-        cycles = {}
         for i, (s, draft) in enumerate(zip(batch, drafts, strict=True)):
             hidden = {layer: states[i] for layer, states in output.hidden.items()}
             try:
@@ -510,10 +517,10 @@ class Engine:
             except Exception as error:  # ends this sequence alone
                 s.fail(error)
         times.append(self.now())
-        self.planner.timed(self.panel, drafts, None if has_prefill else times)
         for s, cycle in cycles.items():
             cycle.times = times
             s.statistics.record_times(times, is_prefill=cycle.number == 0)
+        self.planner.timed(self.panel, drafts, None if has_prefill else times)
         return cycles
 
     def read_prompts(self, sequences: list[Sequence]) -> list[Sequence]:

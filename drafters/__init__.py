@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from messages import Draft, Sampling, Verdict, in_short
 from sampling import Noise
 
-from .base import Context, Drafter
+from .base import Context, Drafter, settings_kept
 from .panel import AUTO, LOG, PLAIN, TREE, first_choice
 from .small_model import check_words
 from .timed import TimedDrafter, line_of
@@ -35,6 +35,7 @@ NAMES = tuple(_REGISTRY)
 _COSTLY = "self_int8"  # takes memory, so it is there only if it is named, or if auto can use it
 
 
+@settings_kept()
 def load(name: str, context: Context) -> Drafter:
     """Build the drafter `name`, or the class after the colon of `file.py:Class`.
 

@@ -13,7 +13,8 @@ A draft is a chain of tokens, or a tree if its `parents` say so (see tree.py).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,6 +25,30 @@ from messages import Draft, Model, Sampling, Verdict
 from sampling import Noise, confidence
 
 Sample = Callable[[Tensor, list[int], Sampling, Noise], tuple[int, Tensor | None]]
+# What torch computes by, of the process or the thread: how each is read, and how it is set.
+_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_default_device, torch.set_default_device),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+]
+
+
+@contextmanager
+def settings_kept() -> Iterator[None]:
+    """Put torch's settings back behind a drafter that changes them, as loaders of models do.
+
+    The target and the other drafters compute by them, too. It costs some ten microseconds.
+    """
+    before = [read() for read, _ in _SETTINGS]
+    try:
+        yield
+    finally:
+        for known, (read, put) in zip(before, _SETTINGS, strict=True):
+            if read() != known:
+                put(known)
 
 
 @dataclass(frozen=True, slots=True)

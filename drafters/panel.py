@@ -20,7 +20,7 @@ from kernels.prefix import PrefixCache
 from messages import Draft, RequestError, Sampling, Verdict, in_short
 from sampling import Noise
 
-from .base import Drafter
+from .base import Drafter, settings_kept
 from .timed import TimedDrafter
 from .tree import heard, longest, merged
 
@@ -120,12 +120,18 @@ class Panel:
         # Of the last `propose`, by who drafted: steps by request (as a rule tokens), and ms.
         self.spent: dict[str, tuple[list[int], float]] = {}
 
+    def _call(self, name: str, method: str, *given: Any) -> Any:
+        """Call a drafter's method. Ours leave torch's settings alone, and are called often."""
+        call = getattr(self.drafters[name], method)
+        is_ours = type(self.drafters[name]).__module__.startswith("drafters.")
+        return (call if is_ours else settings_kept()(call))(*given)
+
     def open(self, seat: Seat, names: Iterable[str], prompt: list[int], noise: Noise) -> None:
         """Let these drafters read along with a new request."""
         failed: dict[str, Exception] = {}
         for name in names:
             try:
-                seat.states[name] = self.drafters[name].open(prompt, seat.sampling, noise)
+                seat.states[name] = self._call(name, "open", prompt, seat.sampling, noise)
                 if self.drafters[name].shares_cache:
                     seat.states[name].row = seat.row
                 if hasattr(seat.states[name], "is_alone"):
@@ -137,7 +143,8 @@ class Panel:
         if self.prefixes and not seat.is_alone:
             hidden = self.prefixes.restore(seat.row, prompt, self.layers([seat]))
             seat.num_cached = self.prefixes.length(seat.row)
-            seat.hidden = {0: hidden} if hidden else {}
+            # Of no layers, too: what is read next does not begin at the text's first token.
+            seat.hidden = {0: hidden} if seat.num_cached else {}
 
     def remember_prompt(self, seat: Seat, states: dict[int, Tensor]) -> None:
         """Remember a prompt, once it has been read, and note the states [tokens, D] by layer."""
@@ -224,7 +231,7 @@ class Panel:
                 for state, seat in zip(states, seats, strict=True):
                     state.goes_on = seat.goes_on
             limits = [seat.num_asked for seat in seats]
-            proposed = self.drafters[name].propose_batch(states, limits)
+            proposed = self._call(name, "propose_batch", states, limits)
             if not isinstance(proposed, list) or len(proposed) != len(seats):
                 raise ValueError("propose_batch has to return a list of one Draft for each state")
         except Exception as error:
@@ -294,12 +301,12 @@ class Panel:
             if name not in seat.states:
                 return Guess([])
             state = seat.states[name]
-            tokens = drafter.guess(state, max_tokens)
+            tokens = self._call(name, "guess", state, max_tokens)
             if tokens is None:
                 return None
             self._check_tokens(tokens)
             has_evidence = tokens and hasattr(drafter, "evidence")
-            evidence = int(drafter.evidence(state)) if has_evidence else 0
+            evidence = int(self._call(name, "evidence", state)) if has_evidence else 0
             return Guess(tokens, min(evidence, _MOST_EVIDENCE))
         except Exception as error:
             self._lose(seat, name, "guess", error)
@@ -330,7 +337,7 @@ class Panel:
                 beside = self._hidden(name, [came])
                 own = verdict if beside is None else replace(verdict, hidden=beside)
                 for part in heard(own, draft):
-                    self.drafters[name].observe(seat.states[name], part)
+                    self._call(name, "observe", seat.states[name], part)
             except Exception as error:
                 self._lose(seat, name, "observe", error)
         for name in seat.states.keys() - seat.drafts.keys():
@@ -356,7 +363,7 @@ class Panel:
         tokens = [token for cycle in cycles for token in cycle.tokens]
         try:
             verdict = Verdict(0, len(tokens) - 1, tokens, self._hidden(name, cycles))
-            self.drafters[name].observe(seat.states[name], verdict)
+            self._call(name, "observe", seat.states[name], verdict)
         except Exception as error:
             self._lose(seat, name, "observe", error)
 
@@ -397,7 +404,7 @@ class Panel:
             return
         state = seat.states.pop(name)
         try:
-            self.drafters[name].close(state)
+            self._call(name, "close", state)
         except Exception as error:
             LOG.warning("drafter %s failed to close", name, exc_info=error)
             where = self._where(name, "close", error)

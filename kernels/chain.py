@@ -15,6 +15,7 @@ from torch import Tensor
 from messages import Draft, KeyCache
 
 from .decoder import MOST_ROWS, Decoder, Rows
+from .library import address
 from .sampling import choice_of, doubts_of
 from .structs import STRUCTS
 
@@ -28,7 +29,7 @@ def vocabulary_of(num_words: int, ids: Tensor | None = None) -> ctypes.Structure
 
     `ids`, of the model's outputs, are to stay; None: they rise.
     """
-    return STRUCTS["vocabulary"](num_words, None if ids is None else ids.data_ptr())
+    return STRUCTS["vocabulary"](num_words, address(ids, dtype=torch.int64))
 
 
 @dataclass

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from messages import KeyCache
 
 from . import library
-from .library import address
+from .library import address, room
 from .parts import Norm, Parts, norm_of, parts_of, shape_of
 from .recurrent import Convolution, Rule
 from .structs import STRUCTS
@@ -66,13 +66,14 @@ class Passed:
 
     def struct(self, kept: list[Any]) -> _Passing:
         """For C; what it points to stays in `kept`."""
+        after = self.new_tails, self.new_states
         lists = [
-            (ctypes.c_void_p * len(own))(*(x if x is None else x.data_ptr() for x in own))
-            for own in (self.tails, self.states, self.new_tails, self.new_states)
+            (ctypes.c_void_p * len(own))(*(address(x, *like[0].shape) for x in own))
+            for own, like in zip((self.tails, self.states, *after), after * 2, strict=True)
         ]
         kept.append(lists)
         tensors = self.fed, self.mixed, self.logs, self.betas
-        return _Passing(*map(ctypes.addressof, lists), *(x.data_ptr() for x in tensors))
+        return _Passing(*map(ctypes.addressof, lists), *map(address, tensors))
 
 
 class Net:
@@ -103,9 +104,9 @@ class Net:
         rows = (self.channels, self.channels, rule.heads, rule.heads)
         return Passed(
             tails, states,
-            [torch.empty(self.taps - 1, self.channels) for _ in tails],
-            [torch.empty(state) for _ in states],
-            *(torch.empty(num_rows, width) for width in rows),
+            [room(self.taps - 1, self.channels) for _ in tails],
+            [room(*state) for _ in states],
+            *(room(num_rows, width) for width in rows),
         )  # fmt: skip
 
 
@@ -160,11 +161,10 @@ class Block:
 
     def attach(self, keys: Tensor, values: Tensor) -> None:
         """Keep keys and values in these buffers [slots, heads, capacity, width]."""
-        for buffer in (keys, values):
-            assert buffer.dtype == self.dtype and buffer.is_contiguous()
-            assert buffer.shape[1] == self.kv_heads and buffer.shape[3] == self.width
-        self.struct.keys, self.struct.values = keys.data_ptr(), values.data_ptr()
         self.struct.slots, self.struct.capacity = keys.shape[0], keys.shape[2]
+        shape = keys.shape[0], self.kv_heads, keys.shape[2], self.width
+        self.struct.keys = address(keys, *shape, dtype=self.dtype)
+        self.struct.values = address(values, *shape, dtype=self.dtype)
 
 
 def norm_struct(norm: Norm | None, kept: list[Any]) -> _Norm:
@@ -175,12 +175,10 @@ def norm_struct(norm: Norm | None, kept: list[Any]) -> _Norm:
     return _Norm(2 if norm.is_layer_norm else 1, norm.epsilon, *weights)
 
 
-def _floats_at(kept: list[Any], given: Tensor | None) -> int | None:
+def _floats_at(kept: list[Any], given: Tensor | None) -> ctypes.c_void_p:
     """Where its numbers lie in float32, as a copy in `kept`."""
-    if given is None:
-        return None
-    kept.append(given.detach().float().contiguous().clone())
-    return kept[-1].data_ptr()
+    kept.append(None if given is None else given.detach().float().contiguous().clone())
+    return address(kept[-1])
 
 
 class Rows:
@@ -337,7 +335,7 @@ class Decoder:
         for block in self.attending:
             layer = cache.layers[block.layer_idx]
             if not layer.is_initialized:
-                like = torch.empty(1, block.kv_heads, 0, block.width, dtype=block.dtype)
+                like = room(1, block.kv_heads, 0, block.width).to(block.dtype)
                 layer.lazy_initialization(like, like)
             buffers.append((layer.keys, layer.values))
         self.attach(buffers)
@@ -364,13 +362,13 @@ class Decoder:
         outputs = self.output.outputs if words.ids else words.count  # no others are computed
         assert 0 < words.count and outputs <= self.output.outputs
         assert bool(self.struct.has_states) == (given is not None)
-        logits = torch.empty(max(len(drafts), most_wanted), outputs)
+        logits = room(max(len(drafts), most_wanted), outputs)
         asked, kept = (_Int * 1)(layer), list[Any]()
         own, output = (type(x).from_buffer_copy(x) for x in (self.struct, self.output.struct))
         output.outputs, own.output = outputs, ctypes.pointer(output)
         others: dict[str, Any] = {"logits": address(logits), "shift": shift}
         if given is not None:
-            given, states = self._states(given), torch.empty(len(given), self.hidden)
+            given, states = self._states(given), room(len(given), self.hidden)
             others |= {"given": address(given), "states": address(states), "num_states": 1}
         batch = rows.batch(kept, **others, state_layers=ctypes.addressof(asked))
         decoder, fed, vocabulary = map(ctypes.byref, (own, batch, words))
@@ -395,10 +393,10 @@ class Decoder:
         is `passed` something. With `only_keys` states become keys and values, and that is all.
         """
         count, kept = len(rows.slots), list[Any]()
-        logits = torch.empty(len(rows.wanted), self.output.outputs if self.output else 0)
+        logits = room(len(rows.wanted), self.output.outputs if self.output else 0)
         others: dict[str, Any] = {"logits": address(logits), "shift": shift, "only_keys": only_keys}
         if layers:
-            states = torch.empty(len(layers), count, self.hidden)
+            states = room(len(layers), count, self.hidden)
             asked = (_Int * len(layers))(*layers)
             others |= {"states": address(states), "num_states": len(layers)}
             others["state_layers"] = ctypes.addressof(asked)
@@ -448,7 +446,7 @@ def layers_of(decoder: nn.Module) -> tuple[Any, Any]:
 @torch.no_grad()
 def ropes_of(module: nn.Module, kinds: Sequence[str], length: int) -> dict[str, _Rope]:
     """Tables of cos and sin by kind of layer, for positions below `length`."""
-    given, found = (torch.zeros(1, 1, 1), torch.arange(length)[None]), {}
+    given, found = (room(1, 1, 1), torch.arange(length)[None]), {}
     for kind in dict.fromkeys(kinds):
         cos, sin = module(*given, kind) if isinstance(module.rope_type, dict) else module(*given)
         width = cos.shape[-1]
@@ -478,7 +476,7 @@ def sharpen(module: nn.Module | None, ropes: dict[str, _Rope]) -> None:
         usual = torch.tensor(powers, dtype=torch.float64).float().double()
         frequencies = usual if torch.allclose(usual, theirs, rtol=1e-6, atol=0) else theirs
         made = [torch.empty_like(table) for table in rope.tables]
-        sizes, given = made[0].shape, address(frequencies)
+        sizes, given = made[0].shape, address(frequencies, dtype=torch.float64)
         library.load().tabulate(*map(address, made), *sizes, given, ctypes.c_double(scale))
         # Roundings of the frequency, of the angle, and of cos and sin.
         angles = torch.arange(sizes[0])[:, None] * frequencies

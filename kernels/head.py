@@ -109,7 +109,7 @@ def _head_of(
         return None
     count = min(_NUM_COMPARED, length)
     random = torch.Generator().manual_seed(0)
-    embeds, states = torch.randn(2, count, like.shape[0], generator=random).to(like)
+    embeds, states = library.room(2, count, like.shape[0]).normal_(generator=random).to(like)
     mask = like.new_full((count, count), torch.finfo(like.dtype).min).triu_(1)
     positions = torch.arange(count)[None] + shift
     expected = run(embeds[None], states[None], positions, mask[None, None])[0]

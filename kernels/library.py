@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -40,13 +41,15 @@ _FLAGS = (
 _LINKING = "-shared", "-pthread", "-Wl,-Bsymbolic"
 _SECONDS = 300
 _library: ctypes.CDLL | None = None
-_num_threads: int | None = None
+_outside: ContextVar[int | None] = ContextVar("outside", default=None)  # a thread's, in `alone`
 is_used = False
+# Memory for numbers that C writes: torch's own defaults may be of another type and device.
+room = partial(torch.empty, dtype=torch.float32, device="cpu")
 
 
 def num_threads() -> int:
     """How many threads compute a call: as many as torch has outside `alone`."""
-    return _num_threads or torch.get_num_threads()
+    return _outside.get() or torch.get_num_threads()
 
 
 @contextmanager
@@ -56,17 +59,16 @@ def alone() -> Iterator[None]:
     Its other threads wait busily for a while for what comes next, and would take the cores from
     the kernels'. Where kernels are not used, it computes with all.
     """
-    global _num_threads
     if not is_used:
         yield
         return
-    known, _num_threads = _num_threads, num_threads()
+    before, token = torch.get_num_threads(), _outside.set(num_threads())
     try:
         torch.set_num_threads(1)
         yield
     finally:
-        torch.set_num_threads(_num_threads)
-        _num_threads = known
+        torch.set_num_threads(before)
+        _outside.reset(token)
 
 
 def why_not() -> str | None:
@@ -147,9 +149,18 @@ def checked(result: int) -> int:
     return result
 
 
-def address(tensor: Tensor | None) -> ctypes.c_void_p:
-    """Where its numbers lie; NULL for None, and for a tensor without any."""
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+def address(
+    tensor: Tensor | None, *shape: int, dtype: torch.dtype = torch.float32
+) -> ctypes.c_void_p:
+    """Where its numbers lie, for C, which trusts that there are as many of their type in a row.
+
+    NULL for None, and for a tensor without any. Without a `shape` the caller knows the size.
+    """
+    if tensor is None:
+        return ctypes.c_void_p()
+    assert tensor.dtype is dtype and tensor.is_cpu and tensor.is_contiguous(), "not what C reads"
+    assert not shape or tensor.shape == shape, f"{list(tensor.shape)} is not {list(shape)}"
+    return ctypes.c_void_p(tensor.data_ptr())
 
 
 def instructions() -> str:

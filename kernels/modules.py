@@ -115,12 +115,12 @@ def _attend(
     block.kv_heads, block.capacity = key.shape[1], capacity
     assert not block.heads % block.kv_heads
     block.is_half = key.dtype == torch.bfloat16
+    assert key.dtype is value.dtype and key.dtype in DTYPES and key.is_cpu and value.is_cpu
     block.keys, block.values = key.data_ptr(), value.data_ptr()
     if sinks is not None:
         sinks = sinks.detach().float().contiguous()
-        assert len(sinks) == block.heads
-        block.sinks = sinks.data_ptr()
-    attended = torch.empty(count, block.heads, block.value_width)
+        block.sinks = library.address(sinks, block.heads)
+    attended = library.room(count, block.heads, block.value_width)
     structs = ctypes.byref(block), ctypes.byref(place.batch)
     library.compute("run_attention", *structs, *map(library.address, (given, attended)))
     return attended

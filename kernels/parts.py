@@ -167,7 +167,7 @@ def norm_of(module: nn.Module) -> Norm | None:
     if epsilon is None or getattr(module, "weight", None) is None:
         return None
     own = module.weight.detach()
-    x = torch.linspace(-1, 1, len(own)).to(own)[None]
+    x = torch.linspace(-1, 1, len(own), dtype=torch.float32).to(own)[None]
     for weight in (own, 1 + own):
         if is_same(nn.functional.rms_norm(x, weight.shape, weight, epsilon), module(x)):
             return Norm(epsilon, weight)

@@ -102,8 +102,9 @@ class PrefixCache:
 
     @torch.inference_mode()
     def remember(self, row: int, text: list[int], hidden: dict[int, Tensor] | None = None) -> None:
-        """Copy the blocks of a text that the row holds; hidden [tokens, D] by layer."""
+        """Copy the blocks of a text that the row holds; hidden [all of them, D] by layer."""
         slot, held = self._cache.slot(row), self._cache.lengths[row]
+        assert all(len(states) == held for states in (hidden or {}).values())
         keys = self._keys(text)[: held // _SIZE]
         for i, key in enumerate(keys):
             begin, end = i * _SIZE, (i + 1) * _SIZE

@@ -151,7 +151,7 @@ class RecurrentLayer:
 
     def passed(self, rows: list[int], counts: list[int]) -> Passed:
         """What the net is to be given by these rows, for a forward of `counts` tokens of each."""
-        empty = torch.zeros(self.net.taps - 1, self.net.channels)
+        empty = library.room(self.net.taps - 1, self.net.channels).zero_()
         marks = [self._at(row, empty) for row in rows]
         states = [mark.state for mark in marks]
         return self.net.passed([mark.tail for mark in marks], states, sum(counts))

@@ -60,21 +60,22 @@ class Panels:
         call.bytes_of.restype = ctypes.c_size_t
         size = call.bytes_of(number, self.outputs, self.inputs)
         data = _room(size)
+        panels = library.address(data, size, dtype=torch.uint8)
         for piece in pieces:
             assert first % LANES == 0 and piece.flags.c_contiguous and piece.dtype == np.uint8
             assert first + len(piece) <= self.outputs
             at = ctypes.c_void_p(piece.ctypes.data)
-            call.repack(number, at, first, len(piece), self.inputs, library.address(data))
+            call.repack(number, at, first, len(piece), self.inputs, panels)
             first += len(piece)
         assert first == self.outputs
         self.form, self._data = form, data
-        self.struct.form, self.struct.panels = number, data.data_ptr()
+        self.struct.form, self.struct.panels = number, panels
 
     def set_bias(self, bias: Tensor | None) -> None:
         """What is added to the outputs, or nothing."""
         assert bias is None or bias.shape == (self.outputs,)
         self.bias = None if bias is None else bias.detach().float().contiguous().clone()
-        self.struct.bias = None if self.bias is None else self.bias.data_ptr()
+        self.struct.bias = library.address(self.bias)
 
     @classmethod
     @torch.no_grad()
@@ -125,16 +126,16 @@ class Panels:
         flat = ids.reshape(-1).to(torch.int64).contiguous()
         if len(flat) and not 0 <= int(flat.min()) <= int(flat.max()) < self.outputs:
             raise IndexError(f"rows must be from 0 to {self.outputs - 1}")
-        found = torch.empty(len(flat), self.inputs)
-        addresses = map(library.address, (flat, found))
-        library.load().read_rows(ctypes.byref(self.struct), len(flat), *addresses)
+        found = library.room(len(flat), self.inputs)
+        given, taken = library.address(flat, dtype=torch.int64), library.address(found)
+        library.load().read_rows(ctypes.byref(self.struct), len(flat), given, taken)
         return found.view(*ids.shape, self.inputs)
 
 
 def _room(size: int) -> Tensor:
     """Memory [size] in large pages, where the system has them."""
     if size < _LARGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size, dtype=torch.uint8)
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # of a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)

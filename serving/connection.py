@@ -28,6 +28,7 @@ import io
 import logging
 import os
 import re
+import selectors
 import sys
 import threading
 import time
@@ -415,6 +416,21 @@ def _threads(name: str, number: int) -> ThreadPoolExecutor:
     return pool
 
 
+class _Selector(selectors.DefaultSelector):
+    """Opens what a drafter closes of the standard descriptors, before a connection is accepted.
+
+    A connection with the number 2 would be sent the log, and closed by whoever closes stderr again.
+    """
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        found = super().select(timeout)
+        with suppress(OSError):  # where no file can be opened, there is no connection either
+            while (free := os.open(os.devnull, os.O_RDWR)) < 3:
+                pass
+            os.close(free)
+        return found
+
+
 class Server:
     """The sockets, the loop that reads them, and the threads that answer.
 
@@ -454,7 +470,7 @@ class Server:
         self._said_at = 0.0
         self._calls: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
         self._is_called = False  # whether the loop is going to carry them out
-        self._loop = asyncio.new_event_loop()
+        self._loop = asyncio.SelectorEventLoop(_Selector())
         self._loop.set_exception_handler(self._tell)
         listening = self._loop.create_server(
             lambda: Connection(self), host, port, backlog=MAX_ACCEPTED

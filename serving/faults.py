@@ -2,8 +2,8 @@
 
     all together ── fails → each by itself ── fails → without its drafters ── fails → an error
 
-A step that fails has accepted nothing. So the cache is truncated to what it held, and the drafts
-that were made are verified again.
+What a step has accepted before it fails stays. Of the others the cache is truncated to what it
+held, and the drafts that were made are verified again.
 """
 
 import logging
@@ -27,14 +27,15 @@ def _step(engine: Engine, sequences: list[TextSequence]) -> dict[TextSequence, C
     """engine.step, or what can be had of it."""
     lengths = engine.target.cache.lengths
     held = {s: lengths[s.row] for s in sequences}
+    cycles: dict[TextSequence, Cycle] = {}
     try:
-        return engine.step(sequences)
+        return engine.step(sequences, cycles)
     except Exception as error:
         engine.totals.num_faults += 1
         LOG.warning("a pass of the target failed and is tried again: %s", in_short(error))
-    cycles: dict[TextSequence, Cycle] = {}
     for s in sequences:
-        cycles |= _step_alone(engine, s, held[s])
+        if s not in cycles and not s.finish_reason:
+            cycles |= _step_alone(engine, s, held[s])
     return cycles
 
 
@@ -42,9 +43,12 @@ def _step_alone(engine: Engine, s: TextSequence, held: int) -> dict[TextSequence
     """After a fault that may be a neighbour's, or over; else try to do without the draft."""
     for can_go_on in (True, False):
         engine.target.cache.truncate(s.row, held)
+        cycles: dict[TextSequence, Cycle] = {}
         try:
-            return engine.step([s])
+            return engine.step([s], cycles)
         except Exception as error:
+            if cycles or s.finish_reason:
+                return cycles
             failure, has_drafters = error, bool(s.seat.states)
         if has_drafters:
             engine.panel.leave(s.seat, f"a forward failed ({in_short(failure)})")

@@ -17,6 +17,7 @@ from test_drafters import (  # noqa: F401
     test_a_batch_of_states_proposes_like_each_alone,
     test_a_rolled_back_state_proposes_like_a_fresh_one,
 )
+from test_prefix import test_hidden_states_are_remembered_where_they_stand  # noqa: F401
 
 
 def test_the_head_is_accepted_changes_no_token_and_gives_its_rows_back(

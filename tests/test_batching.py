@@ -5,10 +5,11 @@ import threading
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from unittest.mock import Mock
 
 import pytest
 import speculative_decoding as core
-from conftest import ScriptedDrafter, failing, finish, run, scripted_engine
+from conftest import WAYS, ScriptedDrafter, failing, finish, run, scripted_engine
 from server import at_once, until
 
 from serving import faults, trace
@@ -110,6 +111,30 @@ def test_many_requests_over_eight_rows_all_equal_their_solo_runs(engine, demo_en
         assert job.sequence.text.text == alone.text.text
     after = sum(engine.totals.by_drafter.values(), core.Statistics()).completion_tokens
     assert after - before == sum(len(job.sequence.output) for job in jobs if job.sequence)
+
+
+@pytest.mark.parametrize("num_requests", [1, 3])
+def test_a_step_that_fails_behind_its_last_token_loses_none(
+    demo_engine, prompts, monkeypatch, num_requests
+):
+    """Nor a log-probability: what has been accepted is not taken again."""
+    requests = [
+        core.Request(prompt, 12, "ngram", logprobs=2, **WAYS["sampled"])
+        for prompt in list(prompts.values())[:num_requests]
+    ]
+
+    def answers():
+        sequences = [demo_engine.open(request) for request in requests]
+        while running := [s for s in sequences if not s.finish_reason]:
+            for s, cycle in faults.step(demo_engine, running).items():
+                trace.event(s, cycle)
+        for s in sequences:
+            demo_engine.close(s)
+        return [(s.output, s.logprobs, s.statistics.num_draft_tokens) for s in sequences]
+
+    expected, faulty = answers(), Mock(side_effect=[0, KeyError(), 0, KeyError(), *[0] * 99])
+    monkeypatch.setattr(demo_engine.planner, "timed", faulty)
+    assert answers() == expected and faulty.call_count >= 4
 
 
 def test_an_engine_that_raises_fails_what_is_in_flight_and_goes_on(engine, prompts, monkeypatch):

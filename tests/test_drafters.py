@@ -6,6 +6,7 @@ import random
 import re
 import threading
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import speculative_decoding as core
@@ -17,6 +18,7 @@ import drafters
 from drafters.ngram import NgramIndex
 from drafters.small_model import num_frequent
 from drafters.timed import TimedDrafter
+from kernels import library
 from messages import Draft, RequestError, Verdict
 
 DRAFTERS = ("ngram", "suffix", "draft_model", "mtp")
@@ -191,6 +193,95 @@ def test_a_strict_engine_fails_the_request_of_a_drafter_that_fails(
         run(engine, prompts["easy_json"], max_tokens=12, drafter="scripted")
     assert (len(cache._free), drafter.num_open) == (num_free, 0)
     assert caught.value.status == 500  # over HTTP, with this message alone
+
+
+def torch_s_settings():
+    """What loaders of models change and leave changed."""
+    return {
+        "dtype": torch.get_default_dtype(), "device": torch.get_default_device(),
+        "threads": torch.get_num_threads(), "grad": torch.is_grad_enabled(),
+        "deterministic": torch.get_deterministic_debug_mode(),
+        "precision": torch.get_float32_matmul_precision(),
+    }  # fmt: skip
+
+
+@pytest.fixture
+def settings():
+    """As they are before the test, and after it, whatever fails."""
+    before = torch_s_settings()
+    yield before
+    torch.set_default_dtype(before["dtype"])
+    torch.set_default_device(None)
+    torch.set_num_threads(before["threads"])
+    torch.set_grad_enabled(before["grad"])
+    torch.set_deterministic_debug_mode(before["deterministic"])
+    torch.set_float32_matmul_precision(before["precision"])
+
+
+@pytest.mark.parametrize("is_timed", [False, True], ids=["here", "in its thread"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: torch.set_default_dtype(torch.bfloat16),
+        lambda: torch.set_default_dtype(torch.float64),
+        lambda: torch.set_default_device("meta"),
+        lambda: torch.set_num_threads(3),
+        lambda: torch.set_grad_enabled(not torch.is_grad_enabled()),
+        lambda: torch.use_deterministic_algorithms(True),
+        lambda: torch.set_float32_matmul_precision("medium"),
+    ],
+    ids=["bfloat16", "float64", "meta", "threads", "grad", "deterministic", "precision"],
+)
+def test_a_drafter_that_changes_torch_s_settings_changes_no_bit(
+    demo_engine, prompts, plain, settings, change, is_timed
+):
+    """They were for the drafter alone: a file's in its thread, and one of ours here."""
+    prompt, mtp = prompts["easy_json"], demo_engine.panel.drafters["mtp"]
+    fields = {"max_tokens": 10, "logprobs": 2, "drafter": "auto"}
+    for method, way in product(("open", "propose", "observe", "close"), WAYS.values()):
+        drafter, active = ScriptedDrafter(lambda tokens, k: tokens[-k:]), []
+        right = getattr(drafter, method)
+
+        def changed(*given, right=right, active=active):
+            for _ in active:
+                change()
+            return right(*given)
+
+        setattr(drafter, method, changed)
+        own = TimedDrafter(drafter, 60.0) if is_timed else drafter
+        engine = core.Engine(demo_engine.target, {"scripted": own, "mtp": mtp}, "scripted")
+        expected, _ = run(engine, prompt, **fields, **way)
+        active.append(True)
+        s, _ = run(engine, prompt, **fields, **way)
+        assert s.output == plain(prompt, 10, **way) == expected.output
+        assert s.logprobs == expected.logprobs and not s.seat.warnings
+        assert torch_s_settings() == settings
+        if is_timed:
+            assert own._call(torch_s_settings) == settings | {"threads": 1}
+
+
+def test_a_file_that_changes_torch_s_settings_changes_them_for_itself_alone(tmp_path, settings):
+    (tmp_path / "own.py").write_text("""
+import torch
+from drafters.ngram import NgramDrafter
+torch.set_default_dtype(torch.float64)
+class Own(NgramDrafter):
+    name = "own"
+    @classmethod
+    def build(cls, context):
+        torch.set_default_device("meta")
+        return cls(3, 1)
+""")
+    drafters.load(f"{tmp_path / 'own.py'}:Own", context(None))
+    assert torch_s_settings() == settings
+
+
+def test_c_is_handed_no_buffer_of_another_type_or_size():
+    numbers = torch.zeros(2, 3, dtype=torch.float32)
+    assert library.address(numbers, 2, 3).value == numbers.data_ptr()
+    for wrong in (numbers.double(), numbers.bfloat16(), numbers.T, numbers.to("meta"), numbers[:1]):
+        with pytest.raises(AssertionError):
+            library.address(wrong, 2, 3)
 
 
 # ------------------------------------------------------------------------ a drafter's limit of time

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -480,3 +481,24 @@ def test_a_chain_without_numbers_costs_its_draft_only(prompts):
     decoder.output._data.view(torch.float32)[0] = torch.nan
     sequence = assert_lossless(engine, prompts["code_class"], 12, "draft_model")
     assert "no probabilities" in sequence.seat.warnings[0]
+
+
+def test_of_two_threads_that_compute_alone_each_gets_its_number_of_threads_back(
+    monkeypatch, threads
+):
+    """Two engines in one process: the first one's end is not the other's."""
+    monkeypatch.setattr(library, "is_used", True)
+    threads(3)
+    one, other = library.alone(), library.alone()
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(2,)) as pool:
+        one.__enter__()
+        pool.submit(other.__enter__).result()
+        assert (torch.get_num_threads(), library.num_threads()) == (1, 3)
+        with library.alone():
+            assert library.num_threads() == 3
+        assert (torch.get_num_threads(), library.num_threads()) == (1, 3)
+        one.__exit__(None, None, None)
+        assert (torch.get_num_threads(), library.num_threads()) == (3, 3)
+        assert pool.submit(library.num_threads).result() == 2
+        pool.submit(other.__exit__, None, None, None).result()
+        assert pool.submit(torch.get_num_threads).result() == 2

@@ -14,7 +14,7 @@ import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from subprocess import PIPE
+from subprocess import PIPE, run
 
 import pytest
 import speculative_decoding as core
@@ -36,6 +36,7 @@ from server import (
     process,
     serving,
     until,
+    wait_until_taken,
 )
 
 from kernels import library
@@ -122,6 +123,58 @@ def test_streams_are_cut_off_at_the_end_of_the_grace_period(gate):
             assert last["error"]["message"] == "the server is shutting down"
         assert server.exit_code() == 0
         assert "2 requests were cut off" in server.log() and "Traceback" not in server.log()
+
+
+def test_at_a_load_of_64_each_answer_that_is_cut_off_says_so(gate):
+    """At the grace period's end eight run and the others wait; none is torn or left without one."""
+    pool, count = ThreadPoolExecutor(64), 64
+    with serving(*gate.arguments, "--grace-period", "0.3") as server, pool:
+        gate.shut()
+        asked = [(PATHS[i % 2], FIELDS | {"stream": i % 4 < 2}) for i in range(count)]
+        answers = [pool.submit(call, server.port, "POST", *each) for each in asked]
+        wait_until_taken(server.port, count)
+        server.send(signal.SIGTERM)
+        for answer, (_, fields) in zip(answers, asked, strict=True):
+            status, headers, data = answer.result()
+            assert status == (200 if fields["stream"] else 503)
+            body = events_of(data)[-1] if fields["stream"] else json.loads(data)
+            assert body["error"]["message"] == "the server is shutting down"
+            assert body["error"]["code"] == "unavailable"
+            assert fields["stream"] or headers["Retry-After"] == "1"
+        assert server.exit_code() == 0 and "64 requests were cut off" in server.log()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_server_imports_exits_0(tmp_path, number):
+    """Torch, which takes seconds, is one that sends it."""
+    (tmp_path / "torch.py").write_text(f"import os; os.kill(os.getpid(), {number:d}); os._exit(3)")
+    command = [sys.executable, SCRIPT, "--port", "1", "--model", "embedded"]
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+_CLOSES = """import os
+from contextlib import suppress
+from drafters import Draft, Drafter
+class Closes(Drafter):
+    name = "closes"
+    def propose(self, state, max_tokens):
+        for number in range(3):
+            with suppress(OSError):
+                os.close(number)
+        return Draft(state[-max_tokens:])
+"""
+
+
+def test_a_drafter_that_closes_the_standard_descriptors_costs_no_answer(tmp_path):
+    """A connection would get their numbers: the log would go there, and the next call close it."""
+    (tmp_path / "closes.py").write_text(_CLOSES)
+    with serving("--drafter", f"{tmp_path / 'closes.py'}:Closes", "--fixed-k") as server:
+        fields = {"prompt": COLOURS, "max_tokens": 8}
+        expected = generate(server.port, **fields, speculative=False)[1]["token_ids"]
+        for _ in range(4):
+            assert generate(server.port, **fields)[1]["token_ids"] == expected
 
 
 def test_the_second_signal_exits_1_at_once(gate):
