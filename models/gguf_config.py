@@ -154,7 +154,7 @@ class _Keys(dict[str, Any]):
     def refuse_the_rest(self) -> None:
         """Raises BadFile for a key that would change the model and has not been read."""
         prefix = f"{self.architecture}."
-        for key in self.keys() - self.was_read:
+        for key in sorted(self.keys() - self.was_read):
             name, value = key.removeprefix(prefix), super().__getitem__(key)
             is_neutral = not isinstance(value, list) and value in NEUTRAL.get(name, ())
             if key.startswith(prefix) and name not in NO_EFFECT and not is_neutral:
@@ -198,7 +198,7 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
 
 def refuse_unread(file: GgufFile, was_read: Iterable[str], num_layers: int) -> None:
     """Raises BadFile for a tensor that nothing reads; layers of an MTP head need not be read."""
-    for name in file.tensors.keys() - {*was_read, *FACTORS}:
+    for name in sorted(file.tensors.keys() - {*was_read, *FACTORS}):
         block = re.match(r"blk\.(\d+)\.", name)
         if not (block and int(block[1]) >= num_layers or _UNUSED.fullmatch(name)):
             architecture = file.metadata["general.architecture"]
