@@ -499,8 +499,7 @@ class Engine:
         """Run one cycle of each sequence: draft → verify → accept → truncate.
 
         The first cycle is the prefill: it feeds the prompt and drafts nothing. A sequence that
-        fails or still reads its prompt returns no cycle. If the step raises, what was accepted is
-        in the caller's `cycles`, and nothing else.
+        fails or still reads its prompt returns no cycle. If it raises, `cycles` has what was done.
         """
         batch, cycles = self.read_prompts(sequences), {} if cycles is None else cycles
         if not batch:

@@ -26,17 +26,14 @@ from sampling import Noise, confidence
 
 Sample = Callable[[Tensor, list[int], Sampling, Noise], tuple[int, Tensor | None]]
 # What torch computes by, of the process or the thread: how each is read, and how it is set.
-_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (torch.get_default_dtype, torch.set_default_dtype),
-    (  # without a default it is the CPU, and torch is faster
-        lambda: torch.empty(0).device,
-        lambda known: torch.set_default_device(None if known.type == "cpu" else known),
-    ),
+    (torch.get_default_device, torch.set_default_device),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-)
+]
 
 
 @contextmanager

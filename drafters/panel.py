@@ -123,10 +123,8 @@ class Panel:
     def _call(self, name: str, method: str, *given: Any) -> Any:
         """Call a drafter's method. Ours leave torch's settings alone, and are called often."""
         call = getattr(self.drafters[name], method)
-        if type(self.drafters[name]).__module__.startswith("drafters."):
-            return call(*given)
-        with settings_kept():
-            return call(*given)
+        is_ours = type(self.drafters[name]).__module__.startswith("drafters.")
+        return (call if is_ours else settings_kept()(call))(*given)
 
     def open(self, seat: Seat, names: Iterable[str], prompt: list[int], noise: Noise) -> None:
         """Let these drafters read along with a new request."""

@@ -123,9 +123,7 @@ def _serve(calls: "queue.SimpleQueue[Any]") -> None:
         while (call := calls.get()) is not None:
             future, method, arguments = call
             try:
-                with settings_kept():
-                    result = method(*arguments)
-                future.set_result(result)
+                future.set_result(settings_kept()(method)(*arguments))
             except Exception as error:
                 future.set_exception(error)
             except BaseException as error:  # sys.exit() in a drafter ends nothing else

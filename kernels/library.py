@@ -14,11 +14,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,13 +41,15 @@ _FLAGS = (
 _LINKING = "-shared", "-pthread", "-Wl,-Bsymbolic"
 _SECONDS = 300
 _library: ctypes.CDLL | None = None
-_alone = threading.local()  # has `num_threads` in a thread within `alone`
+_outside: ContextVar[int | None] = ContextVar("outside", default=None)  # a thread's, in `alone`
 is_used = False
+# Memory for numbers that C writes: torch's own defaults may be of another type and device.
+room = partial(torch.empty, dtype=torch.float32, device="cpu")
 
 
 def num_threads() -> int:
     """How many threads compute a call: as many as torch has outside `alone`."""
-    return getattr(_alone, "num_threads", None) or torch.get_num_threads()
+    return _outside.get() or torch.get_num_threads()
 
 
 @contextmanager
@@ -60,14 +62,13 @@ def alone() -> Iterator[None]:
     if not is_used:
         yield
         return
-    known, before = getattr(_alone, "num_threads", None), torch.get_num_threads()
-    _alone.num_threads = num_threads()
+    before, token = torch.get_num_threads(), _outside.set(num_threads())
     try:
         torch.set_num_threads(1)
         yield
     finally:
         torch.set_num_threads(before)
-        _alone.num_threads = known
+        _outside.reset(token)
 
 
 def why_not() -> str | None:
@@ -146,11 +147,6 @@ def checked(result: int) -> int:
     if result == -3:
         raise IndexError("a forward was asked for a token, a row or a place that is not there")
     return result
-
-
-def room(*shape: int) -> Tensor:
-    """Memory for numbers that C writes: torch's defaults may be of another type and device."""
-    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def address(

@@ -422,20 +422,12 @@ class _Selector(selectors.DefaultSelector):
     A connection with the number 2 would be sent the log, and closed by whoever closes stderr again.
     """
 
-    def __init__(self) -> None:
-        while (free := os.open(os.devnull, os.O_RDWR)) < 3:  # it was started without one
-            pass
-        os.close(free)
-        self._copies = [os.dup(number) for number in range(3)]
-        super().__init__()
-
     def select(self, timeout: float | None = None) -> list[Any]:
         found = super().select(timeout)
-        for number, copy in enumerate(self._copies):
-            try:
-                os.fstat(number)
-            except OSError:
-                os.dup2(copy, number)
+        with suppress(OSError):  # where no file can be opened, there is no connection either
+            while (free := os.open(os.devnull, os.O_RDWR)) < 3:
+                pass
+            os.close(free)
         return found
 
 

@@ -10,15 +10,14 @@ from itertools import product
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import run, together
+from conftest import together
 from safetensors.torch import load_file, save_file
 from test_drafters import (  # noqa: F401
     fresh_state,
     test_a_batch_of_states_proposes_like_each_alone,
     test_a_rolled_back_state_proposes_like_a_fresh_one,
 )
-
-from kernels.prefix import PrefixCache
+from test_prefix import test_hidden_states_are_remembered_where_they_stand  # noqa: F401
 
 
 def test_the_head_is_accepted_changes_no_token_and_gives_its_rows_back(
@@ -34,23 +33,6 @@ def test_the_head_is_accepted_changes_no_token_and_gives_its_rows_back(
     assert max(rates) > 0.2, rates
     cache = demo_engine.panel.drafters[name]._cache
     assert cache.lengths == [0] * 8 and sorted(cache._free) == list(range(8))
-
-
-@pytest.mark.parametrize("tail", [3, 70], ids=["within a block", "longer than a block"])
-def test_hidden_states_are_remembered_where_they_stand(demo_engine, name, tail):
-    """Whoever read what of a prompt, beside whom: its head drafts as without a memory."""
-    target, drafters = demo_engine.target, {name: demo_engine.panel.drafters[name]}
-    random = torch.Generator().manual_seed(tail)
-    prompt, other = torch.randint(4096, (2, 128 + tail), generator=random).tolist()
-    apart, expected = run(core.Engine(target, drafters), prompt, max_tokens=12, drafter=name)
-    for first, second, beside in product((None, name), repeat=3):
-        engine = core.Engine(target, drafters, prefixes=PrefixCache.of(target, 64))
-        run(engine, prompt[:129], max_tokens=1, drafter=first)
-        asked = ((other, beside), (prompt, second), (prompt[::-1], beside))
-        together(engine, [core.Request(text, 4, drafter) for text, drafter in asked])
-        s, events = run(engine, prompt, max_tokens=12, drafter=name)
-        assert s.output == apart.output and not s.seat.warnings, (first, second, beside)
-        assert [e["proposals"] for e in events] == [e["proposals"] for e in expected]
 
 
 # ------------------------------------------------------------------------ a plain reference

@@ -6,6 +6,7 @@ import random
 import re
 import threading
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import speculative_decoding as core
@@ -232,26 +233,31 @@ def settings():
     ids=["bfloat16", "float64", "meta", "threads", "grad", "deterministic", "precision"],
 )
 def test_a_drafter_that_changes_torch_s_settings_changes_no_bit(
-    demo_engine, prompts, settings, monkeypatch, change, is_timed
+    demo_engine, prompts, plain, settings, change, is_timed
 ):
     """They were for the drafter alone: a file's in its thread, and one of ours here."""
-    prompt, fields = prompts["easy_json"], {"max_tokens": 10, "logprobs": 2}
-    for method in ("open", "propose", "observe", "close"):
-        drafter = ScriptedDrafter(lambda tokens, k: tokens[-k:])
+    prompt, mtp = prompts["easy_json"], demo_engine.panel.drafters["mtp"]
+    fields = {"max_tokens": 10, "logprobs": 2, "drafter": "auto"}
+    for method, way in product(("open", "propose", "observe", "close"), WAYS.values()):
+        drafter, active = ScriptedDrafter(lambda tokens, k: tokens[-k:]), []
         right = getattr(drafter, method)
-        monkeypatch.setattr(
-            drafter, method, lambda *given, right=right: (change(), right(*given))[1]
-        )
+
+        def changed(*given, right=right, active=active):
+            for _ in active:
+                change()
+            return right(*given)
+
+        setattr(drafter, method, changed)
         own = TimedDrafter(drafter, 60.0) if is_timed else drafter
-        both = {"scripted": own, "mtp": demo_engine.panel.drafters["mtp"]}
-        engine = core.Engine(demo_engine.target, both, "scripted")
-        for way in WAYS.values():
-            expected, _ = run(engine, prompt, **fields, **way)
-            s, _ = run(engine, prompt, drafter="auto", **fields, **way)
-            assert s.output == expected.output and s.logprobs == expected.logprobs
-            assert not s.seat.warnings and torch_s_settings() == settings
-            if is_timed:
-                assert own._call(torch_s_settings) == settings | {"threads": 1}
+        engine = core.Engine(demo_engine.target, {"scripted": own, "mtp": mtp}, "scripted")
+        expected, _ = run(engine, prompt, **fields, **way)
+        active.append(True)
+        s, _ = run(engine, prompt, **fields, **way)
+        assert s.output == plain(prompt, 10, **way) == expected.output
+        assert s.logprobs == expected.logprobs and not s.seat.warnings
+        assert torch_s_settings() == settings
+        if is_timed:
+            assert own._call(torch_s_settings) == settings | {"threads": 1}
 
 
 def test_a_file_that_changes_torch_s_settings_changes_them_for_itself_alone(tmp_path, settings):

@@ -1,11 +1,12 @@
 """A prompt that begins like an earlier one gets the same answer, to the last bit, and sooner; its
 drafters draft as if they had read it, and what is kept stays within its memory."""
 
+from itertools import product
+
 import pytest
 import speculative_decoding as core
 import torch
-from conftest import WAYS, finish, run
-from head_contract import test_hidden_states_are_remembered_where_they_stand  # noqa: F401
+from conftest import WAYS, finish, run, together
 
 from kernels.prefix import PrefixCache
 from serving import answers, metrics
@@ -103,6 +104,24 @@ def test_a_head_waits_for_the_hidden_states_that_it_needs(engine):
     names = None, "ngram", MTP, MTP, "ngram"
     found = [num_cached(engine, FIRST, max_tokens=4, drafter=name) for name in names]
     assert found == [0, MOST, 0, MOST, MOST]
+
+
+@pytest.mark.parametrize("tail", [3, SIZE + 6], ids=["short", "long"])
+def test_hidden_states_are_remembered_where_they_stand(demo_engine, name, tail):
+    """Whoever read what of a prompt, beside whom: its head drafts as without a memory."""
+    target, drafters = demo_engine.target, {name: demo_engine.panel.drafters[name]}
+    random = torch.Generator().manual_seed(tail)
+    prompt, other = torch.randint(4096, (2, 2 * SIZE + tail), generator=random).tolist()
+    apart, expected = run(core.Engine(target, drafters), prompt, max_tokens=12, drafter=name)
+    for first, second, beside in product((None, name), repeat=3):
+        engine = core.Engine(target, drafters, prefixes=PrefixCache.of(target, 64))
+        run(engine, prompt[: 2 * SIZE + 1], max_tokens=1, drafter=first)
+        asked = ((other, beside), (prompt, second), (prompt[::-1], beside))
+        batch = together(engine, [core.Request(text, 4, drafter) for text, drafter in asked])
+        assert not any(s.failure for s in batch)
+        s, events = run(engine, prompt, max_tokens=12, drafter=name)
+        assert s.output == apart.output and not s.seat.warnings, (first, second, beside)
+        assert [e["proposals"] for e in events] == [e["proposals"] for e in expected]
 
 
 def test_the_draft_model_remembers_its_own_keys(demo_engine):
