@@ -16,10 +16,10 @@ the target alone would have written. If tokens are sampled, the noise depends on
 the position, so the target chooses the same token with and without a draft. (A request may ask for
 rejection sampling, the classical rule. It keeps the distribution, but not the text.)
 
-Read on in this order: KV cache and truncation · cached model · probabilities · verify · sequence ·
-engine · plain decoding · loading · Flask app · command line. For the idea alone, read verify,
-Engine.step and Engine.accept. drafters/ guess, control/ chooses the drafter and how much it drafts,
-serving/ has what only a server needs, and kernels/ compute the same results faster.
+The method comes first: `verify`, `speculate` for one request, and `plain_decode`, its baseline.
+What they use follows: KV cache and truncation · cached model · probabilities · rejection · sequence
+· engine · loading · Flask app · command line. drafters/ guess, control/ chooses the drafter and how
+much it drafts, serving/ has what only a server needs, and kernels/ compute the same results faster.
 
 Sources: Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318; Daliri et al., 2408.07978.
 """
@@ -57,7 +57,7 @@ from kernels.prefix import PrefixCache
 from kernels.start import get_ready, report_of, speed_up
 from kernels.states import follow_rows
 from kernels.weights import num_weights
-from messages import Cycle, Draft, Judgement, Layers, Output, Request, Sampling
+from messages import Cycle, Draft, Judgement, Layers, Output, Request, Sampling, Verdict
 from models import loading
 from models.catalogue import with_model
 from models.gpt_neo import follow_masks
@@ -68,6 +68,121 @@ from serving import answers, faults, http, openai
 from serving.options import Options, parse_arguments
 from serving.parsing import parse_request
 from serving.worker import Worker, warm_up
+
+# -------------------------------------------------------------------------------- the method
+
+
+def verify(
+    draft: Draft, choice_after: Callable[[int, int], int]
+) -> tuple[list[Judgement], list[int]]:
+    """Walk along the draft for as long as it holds the token that the target chooses itself.
+
+    choice_after(i, depth) is the target's choice after drafted token i, the depth-th of the walk;
+    choice_after(-1, 0) is that after the pending token. Behind token i of a chain is token i + 1;
+    in a tree several may be. Returns what became of the tokens, and the accepted ones' indexes.
+
+    Only the target's choices are emitted. A choice is made only after all tokens before it matched,
+    so it is made as in plain decoding: after the same text, by the same noise and the same logits
+    (docs/exactness.md).
+
+    Example: choices 4, 9, … and Draft([4, 8, 1]) -> 4 accepted, 8 rejected, 9 recovered; [0].
+    """
+    judged, accepted, at = list[Judgement](), list[int](), -1
+    while True:
+        chosen, behind = choice_after(at, len(accepted)), draft.children(at)
+        matching = [i for i in behind if draft.tokens[i] == chosen]
+        if not matching:
+            break
+        at = matching[0]
+        accepted.append(at)
+        judged.append(Judgement(chosen, "accepted"))
+    if behind:
+        judged.append(Judgement(draft.tokens[behind[0]], "rejected"))
+    return [*judged, Judgement(chosen, "recovered" if behind else "bonus")], accepted
+
+
+def choices(
+    scores: Tensor, sampling: Sampling, noise: Noise, num_tokens: int
+) -> Callable[[int, int], int]:
+    """What `verify` asks for: the choice after drafted token i, by row i + 1 of scores [n + 1, V].
+
+    The noise depends on the seed and the position alone, so no draft changes a choice.
+    """
+    return lambda i, depth: choose(scores, sampling, noise, num_tokens + depth, row=i + 1)
+
+
+def speculate(
+    target: "CachedModel",
+    drafter: Drafter,
+    prompt: list[int],
+    max_tokens: int,
+    eos_ids: set[int],
+    sampling: Sampling = Request.sampling,
+    seed: int = 0,
+    num_drafted: int = 5,
+) -> list[int]:
+    """Decode with a drafter: the text of `plain_decode`, in fewer passes of the target.
+
+    This is the whole method for one request. `Engine` does the same for many requests at once, each
+    with its drafters, and counts.
+    """
+    noise, tokens, row = Noise(seed), list(prompt), target.cache.open_row()
+    state = drafter.open(prompt, sampling, noise)
+    if drafter.shares_cache:  # it is the target with smaller weights
+        state.row = row
+    layers = drafter.hidden_layers if drafter.needs_hidden else ()
+    end = min(len(prompt) + max_tokens, target.max_length)
+    try:
+        while len(tokens) < end:
+            # 1. Draft: the drafter guesses what comes next. The first pass reads the prompt alone.
+            most = min(num_drafted, end - len(tokens) - 1)
+            draft = drafter.propose(state, most) if len(tokens) > len(prompt) else Draft()
+            # 2. Verify: one pass reads the tokens that are not cached yet, and the draft.
+            fed = tokens[target.cache.lengths[row] :] + draft.tokens
+            counts = [len(draft.tokens) + 1]
+            output = target.forward([row], [fed], counts, layers, **branches([draft]))
+            # 3. Accept: the draft stays for as long as the target chooses the same tokens.
+            scores = penalise(output.logits[0], sampling.repetition_penalty, tokens, draft)
+            judged, accepted = verify(draft, choices(scores, sampling, noise, len(tokens)))
+            emitted = [judgement.id for judgement in judged if judgement.kind != "rejected"]
+            # 4. Truncate: the cache forgets what was rejected. The last token is pending.
+            target.cache.keep(row, len(draft.tokens), accepted)
+            for token in emitted:
+                tokens.append(token)
+                if token in eos_ids or len(tokens) == end:
+                    return tokens[len(prompt) :]
+            # The drafter learns what became of its draft; some read the target's hidden states.
+            first = len(fed) - len(draft.tokens)
+            read = [*range(first), *(first + i for i in accepted)]
+            states = [output.hidden[layer][0][read] for layer in layers]
+            hidden = torch.cat(states, -1) if states else None
+            drafter.observe(state, Verdict(len(draft.tokens), len(accepted), emitted, hidden))
+        return tokens[len(prompt) :]
+    finally:
+        drafter.close(state)
+        target.cache.close_row(row)
+
+
+def plain_decode(
+    target: "CachedModel",
+    prompt: list[int],
+    max_tokens: int,
+    eos_ids: set[int],
+    sampling: Sampling = Request.sampling,
+    seed: int = 0,
+) -> list[int]:
+    """Decode with the target alone, one token a pass: the text to reproduce, and the baseline."""
+    max_tokens, noise = min(max_tokens, target.max_length - len(prompt)), Noise(seed)
+    row, fed, tokens = target.cache.open_row(), prompt, []
+    try:
+        while len(tokens) < max_tokens and not (tokens and tokens[-1] in eos_ids):
+            logits = target.forward([row], [fed], [1]).logits[0]
+            tokens.append(sample(logits[0], prompt + tokens, sampling, noise)[0])
+            fed = tokens[-1:]
+        return tokens
+    finally:
+        target.cache.close_row(row)
+
 
 # ------------------------------------------------------------------- KV cache and truncation
 
@@ -325,33 +440,7 @@ def sample(
     return draw(q, noise.uniform(len(text), DRAW)), q
 
 
-# ------------------------------------------------------------------------------------ verify
-def verify(draft: Draft, own: Callable[[int, int], int]) -> tuple[list[Judgement], list[int]]:
-    """Walk down the draft for as long as it holds the token that the target chooses itself.
-
-    own(node, depth) is the target's choice after drafted token number `node`, the `depth`-th of the
-    walk; own(-1, 0) is that after the pending token. In a chain a token has one child, in a tree it
-    may have several. Returns what became of the tokens, and the numbers of the accepted ones.
-
-    Only the target's own choices are ever emitted. A choice is made only after all tokens before it
-    matched, so it is made as in plain decoding: after the same text, by the same noise and the same
-    logits (docs/exactness.md).
-
-    Example: choices 4, 9, … and Draft([4, 8, 1]) -> 4 accepted, 8 rejected, 9 recovered.
-    """
-    judged, way, node = list[Judgement](), list[int](), -1
-    while True:
-        chosen, children = own(node, len(way)), draft.children(node)
-        node = next((child for child in children if draft.tokens[child] == chosen), -1)  # -1: none
-        if node < 0:
-            break
-        judged.append(Judgement(chosen, "accepted"))
-        way.append(node)
-    if children:
-        judged.append(Judgement(draft.tokens[children[0]], "rejected"))
-    return [*judged, Judgement(chosen, "recovered" if children else "bonus")], way
-
-
+# --------------------------------------------------------------------------------- rejection
 @torch.inference_mode()
 def verify_by_rejection(draft: Draft, p: Tensor, noise: Noise, position: int) -> list[Judgement]:
     """Rejection sampling, the classical rule: the output is distributed exactly as p.
@@ -568,34 +657,10 @@ class Engine:
         """Judge by the request's rule, and return what `verify` returns; scores [n + 1, V]."""
         sampling, position = s.request.sampling, len(s.tokens)
         if sampling.is_coupled:
-            # The noise depends on the seed and the position alone: no draft changes a choice.
-            own = partial(choose, scores, sampling, s.noise)
-            return verify(draft, lambda node, depth: own(position + depth, node + 1))
+            return verify(draft, choices(scores, sampling, s.noise, position))
         p = truncated_softmax(scores, *sampling.transforms)
         judged = verify_by_rejection(draft, p, s.noise, position)
         return judged, [i for i, judgement in enumerate(judged) if judgement.kind == "accepted"]
-
-
-# ---------------------------------------------------------------------------- plain decoding
-def plain_decode(
-    target: CachedModel,
-    prompt: list[int],
-    max_tokens: int,
-    eos_ids: set[int],
-    sampling: Sampling = Request.sampling,
-    seed: int = 0,
-) -> list[int]:
-    """Decode with the target alone, one token a pass: the text to reproduce, and the baseline."""
-    max_tokens, noise = min(max_tokens, target.max_length - len(prompt)), Noise(seed)
-    row, fed, tokens = target.cache.open_row(), prompt, []
-    try:
-        while len(tokens) < max_tokens and not (tokens and tokens[-1] in eos_ids):
-            logits = target.forward([row], [fed], [1]).logits[0]
-            tokens.append(sample(logits[0], prompt + tokens, sampling, noise)[0])
-            fed = tokens[-1:]
-        return tokens
-    finally:
-        target.cache.close_row(row)
 
 
 # ----------------------------------------------------------------------------------- loading
