@@ -113,7 +113,7 @@ def base_app(options: Options) -> Flask:
 def new_app(engine: Engine, worker: Worker, options: Options, prompts: dict[str, str]) -> Flask:
     """An application with the page and GET /metrics, and all that its routes have in common."""
     app = base_app(options)
-    register_page(app, prompts, worker.story)
+    register_page(app, prompts)
     register_metrics(app, partial(figures_of, engine), worker)
     app.extensions["worker"] = worker
     return app
