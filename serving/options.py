@@ -356,17 +356,6 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
-class _Gone(argparse.Action):
-    """Refuse a switch that there once was."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
-        """Argparse has met the flag, the last thing given."""
-        parser.error(
-            f"{given[-1]} means nothing any more: what can be computed in C is, with equal bits "
-            "(--no-kernels runs transformers' own modules)"
-        )
-
-
 def _parser(is_complete: bool) -> Parser:
     """A parser of all options; its help shows every one, or those that most people need."""
     form = argparse.RawDescriptionHelpFormatter
@@ -399,9 +388,6 @@ def _parser(is_complete: bool) -> Parser:
     until = "with --prompt: end before this text; may be repeated"
     add(MORE, "--stop", until, action="append", metavar="TEXT")
     add(CALLERS, "--api-key-file", "read the API key from FILE", metavar="FILE")
-    for name in ("bitwise", "fastpath", "compile"):
-        gone = {"action": _Gone, "nargs": 0, "help": argparse.SUPPRESS}
-        parser.add_argument(f"--{name}", f"--no-{name}", **gone)
     helps = parser.add_argument_group("Help")
     helps.add_argument("-h", "--help", action="help", help="show this page and exit")
     every = "show all options, by group, and exit"

@@ -253,7 +253,7 @@ def test_the_drafter_none_is_plain_decoding_where_a_request_does_not_say(tiny_fo
 MISTAKES = {  # what is said -> after which command lines
     "must be from 1 to 65535": ["--port 80000", "--port 0"],
     "say what to do: --demo (start here)": [""],
-    "--no-bitwise means nothing any more": ["--demo --no-bitwise"],
+    "unrecognized arguments: --no-bitwise": ["--demo --no-bitwise"],
     "--json goes with --demo": ["--prompt x --json"],
     "no demo prompt 'poem'": ["--demo --prompts poem"],
     "must be from 1 to 16, not 0 (--drafter none": ["--prompt x --num-speculative-tokens 0"],
