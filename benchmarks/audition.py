@@ -29,12 +29,12 @@ from typing import Any
 
 import benchmarks as bench
 from drafters.panel import PLAIN
-from engines.plan import LOADED, server_words
 from messages import Engine, Request, RequestError, Sampling
 from models.prompts import ids_of, prompts_of
 from serving.options import Options
 from serving.parsing import MAX_SPECULATIVE_TOKENS
 
+LOADED = ("model", "draft_model", "eagle3", "dflash", "dtype", "quantize")
 Found = dict[tuple[str, str], bench.Finished]  # by way of decoding and prompt
 Kinds = dict[str, dict[str, list[int]]]  # token ids by kind and name of a prompt
 
@@ -75,7 +75,12 @@ def measure(
 def advice(rows: list[dict[str, Any]], given: argparse.Namespace) -> dict[str, str]:
     """The fastest way in words, and its command line."""
     best, pays = rows[0], rows[0]["quartiles"][0] > 1
-    words = [*server_words(given), "--drafter", best["drafter"] if pays else PLAIN]
+    words = ["python", "08_speculative_decoding.py", "--port", "5000"]
+    for name in LOADED:
+        value = getattr(given, name)
+        if value not in (None, getattr(Options, name)):
+            words += [f"--{name.replace('_', '-')}", value]
+    words += ["--drafter", best["drafter"] if pays else PLAIN]
     if pays and given.k != Options.num_speculative_tokens:
         words += ["--num-speculative-tokens", str(given.k)]
     gain = f"{best['drafter']} has {best['of_plain']:.2f} times the speed of plain decoding"

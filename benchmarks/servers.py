@@ -132,14 +132,6 @@ class Server:
                 time.sleep(0.05)
         raise RuntimeError(f"the server does not answer: {self.process.args}")
 
-    def wait_for_story(self, within_s: float = 60.0) -> None:
-        """Until ours has recorded what its page opens on: it does so whenever nobody asks."""
-        until, is_stored = time.monotonic() + within_s, True
-        while is_stored and time.monotonic() < until:
-            with answering(self.port, "GET", "/page/story.json") as response:
-                is_stored = json.load(response).get("stored", False)
-            time.sleep(0.05)
-
     def status(self) -> dict[str, list[str]]:
         """What Linux says of the process, words by name."""
         lines = Path(f"/proc/{self.process.pid}/status").read_text("utf-8").splitlines()
@@ -165,8 +157,6 @@ def started(command: list[str]) -> Iterator[Server]:
     try:
         server.wait_for_health()
         server.ready_s = time.monotonic() - began
-        if command[: len(OURS)] == OURS:
-            server.wait_for_story()
         yield server
     finally:
         server.stop()

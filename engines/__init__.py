@@ -1,7 +1,6 @@
-"""Engines of others behind this server's interface: one that runs already, or one it starts itself.
+"""Engines of others behind this server's interface, where they run already.
 
     --engine http://host:8000   relay.py sends requests there, client.py speaks HTTP with it
-    --engine vllm               the same, and child.py starts it and ends with it
 
 app.py puts them behind the routes, and plan.py says how to start one. docs/engines.md says what
 such an engine can and cannot do.
@@ -23,29 +22,17 @@ KEY_VARIABLE = "SPECULATIVE_ENGINE_KEY"  # which an engine at an address asks fo
 def load(options: Options, own: Callable[[Options], Flask]) -> Flask:
     """The application in front of the engine that was asked for; `own` makes that of this server's.
 
-    Raises StartError if an engine does not start, or does not answer as one.
+    Raises StartError if there is no answer, or none of an engine.
     """
     if not options.engine:
         return own(options)
-    from . import app, child, client  # only who asks for an engine pays for it
+    from . import app, client  # only who asks for an engine pays for it
 
-    started = None if options.has_address else child.Child(options)
     try:
-        if started:
-            started.wait()
-            config = child.speculative_config(options) or {}
-            drafting = config.get("method"), config.get("num_speculative_tokens")
-            engine = client.Engine.ask(started.client, *drafting)
-        else:
-            key = os.environ.get(KEY_VARIABLE)
-            engine = client.Engine.ask(client.Client(str(options.engine), key))
+        engine = client.Engine.ask(client.Client(options.engine, os.environ.get(KEY_VARIABLE)))
     except RequestError as error:
-        if started:
-            started.kill()
         raise StartError(f"cannot use --engine {options.engine}: {error}") from error
-    made = app.create_app(engine, options)
-    made.extensions["engine"] = started
-    return made
+    return app.create_app(engine, options)
 
 
 def show_plan(*given: Any) -> int:

@@ -195,8 +195,8 @@ class Engine:
     vocab_size: int = 1 << 31  # which it does not tell: it refuses itself what is none of its ids
 
     @classmethod
-    def ask(cls, client: Client, drafter: str | None = None, k: int | None = None) -> "Engine":
-        """Learn what an engine serves; `drafter` and `k` where they are known already.
+    def ask(cls, client: Client) -> "Engine":
+        """Learn what an engine serves.
 
         Raises RequestError if it does not answer as an engine does.
         """
@@ -208,8 +208,7 @@ class Engine:
             if isinstance(found := _part(client, path, "version"), str):
                 kind, version = what, found
                 break
-        if drafter is None:
-            drafter, k = _speculation(client)
+        drafter, k = _speculation(client)
         model, length = card["id"], card.get("max_model_len")
         name = PurePath(model).name if model.startswith("/") else model
         length = length if isinstance(length, int) else _UNKNOWN_LENGTH

@@ -18,6 +18,7 @@ Not covered: batches, in which a pass has rows for many requests, and stops bein
 """
 
 import json
+import os
 import shlex
 from argparse import Namespace
 from collections import deque
@@ -33,18 +34,19 @@ from control.costs import Costs
 from control.statistics import Statistics
 from drafters import NAMES
 from drafters.panel import PLAIN
-from drafters.vllm_proposer import TOKENS_ONLY
+from drafters.vllm_proposer import TOKENS_ONLY, VARIABLE, Proposer
 from messages import Engine, Json, Request
+from models.catalogue import entry_of, place_of
 from models.prompts import check_prompt, ids_of, prompts_of
-from serving.options import RUNNING_ELSEWHERE, Options
+from serving.options import ROOT, RUNNING_ELSEWHERE, Options
 from serving.parsing import model_id
-
-from . import child
 
 _LONGEST = 8  # drafts that are tried, unless --num-speculative-tokens is larger
 _WORTHWHILE = 1.05  # what a speed-up must promise: an engine has costs of speculation of its own
 _PORT = 8000
-LOADED = ("model", "draft_model", "eagle3", "dflash", "dtype", "quantize")
+_FRONT_LINE = f"python 08_speculative_decoding.py --port 5000 --engine http://127.0.0.1:{_PORT}"
+# vLLM's own class for drafters of others, and ours in it.
+_OURS = {"method": "custom_class", "model": f"{Proposer.__module__}.{Proposer.__name__}"}
 # SGLang's names of what it has. A custom drafter cannot be named there.
 _SGLANG = {
     "ngram": "NGRAM", "suffix": "NGRAM", "draft_model": "STANDALONE", "eagle3": "EAGLE3",
@@ -142,39 +144,62 @@ def measure(
 # ------------------------------------------------------------------------------- command lines
 
 
-def server_words(given: Namespace | Options) -> list[str]:
-    """This server's command line, as far as it is given: the models and how they are loaded."""
-    words = ["python", "08_speculative_decoding.py", "--port", "5000"]
-    for name in LOADED:
-        value = getattr(given, name)
-        if value not in (None, getattr(Options, name)):
-            words += [f"--{name.replace('_', '-')}", value]
-    return words
+def speculative_config(options: Options) -> Json | None:
+    """The drafter as vLLM's --speculative-config has it; None is plain decoding."""
+    drafter = str(options.drafter)
+    if drafter == PLAIN:
+        return None
+    config: Json = {"num_speculative_tokens": options.num_speculative_tokens}
+    if ":" in drafter:
+        return _OURS | config
+    config["method"] = drafter
+    if drafter == "ngram":
+        config["prompt_lookup_max"] = options.prompt_lookup_max
+        config["prompt_lookup_min"] = options.prompt_lookup_min
+    elif drafter == "suffix" and not options.num_remembered:
+        config["suffix_decoding_max_cached_requests"] = 0
+    elif drafter in ("draft_model", "eagle3", "dflash"):
+        config["model"] = options.model_of(drafter)
+    return config
 
 
-def own_line(options: Options) -> str:
-    """This server's command line with vLLM behind it."""
-    words = [*server_words(options), "--engine", "vllm", "--drafter", str(options.drafter)]
-    if options.drafter != PLAIN:
-        words += ["--num-speculative-tokens", str(options.num_speculative_tokens)]
-    # The weights' type is among the server's words.
-    words += child.loading_words(replace(options, dtype="auto"), "--max-model-len")
-    words += ["--", *options.engine_arguments] if options.engine_arguments else []
-    return shlex.join(words)
+def environment(drafter: str) -> dict[str, str]:
+    """The variables with which vLLM finds a drafter of ours, which the config _OURS asks for."""
+    file, colon, name = drafter.rpartition(":")
+    given = f"{Path(file).resolve()}:{name}" if colon else drafter
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {VARIABLE: given, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def place_for(model: str) -> str:
+    """What another engine loads: of the catalogue the public model, which is in no GGUF file."""
+    entry = entry_of(model)
+    return entry.origin if entry else place_of(model)
+
+
+def loading_words(options: Options, length_flag: str) -> list[str]:
+    """How the model is loaded; engines have names of their own for the context's length alone."""
+    words = [length_flag, str(options.max_model_len)] if options.max_model_len else []
+    words += [] if options.dtype == "auto" else ["--dtype", options.dtype]
+    return words + ["--trust-remote-code"] * options.trust_remote_code
 
 
 def vllm_line(options: Options, is_ours: bool = False) -> str:
-    """What starts vLLM with the options' drafter; `is_ours`: with this project's own code for it.
-
-    Raises StartError for what it has not.
-    """
-    config, variables = child.speculative_config(options), ""
+    """What starts vLLM with the options' drafter; `is_ours`: with this project's code for it."""
+    config, variables = speculative_config(options), ""
     if is_ours:
-        config = child.OURS | {"num_speculative_tokens": options.num_speculative_tokens}
-    if config and config["method"] == child.OURS["method"]:
-        pairs = child.environment(str(options.drafter)).items()
+        config = _OURS | {"num_speculative_tokens": options.num_speculative_tokens}
+    if config and config["method"] == _OURS["method"]:
+        pairs = environment(str(options.drafter)).items()
         variables = "".join(f"{name}={shlex.quote(value)} " for name, value in pairs)
-    return variables + shlex.join(child.command(options, _PORT, config))
+    words = ["vllm", "serve", place_for(options.model)]
+    words += ["--served-model-name", model_id(options.model)]
+    words += ["--host", "127.0.0.1", "--port", str(_PORT), "--disable-uvicorn-access-log"]
+    words += ["--max-num-seqs", str(options.max_running)]
+    if config:
+        words += ["--speculative-config", json.dumps(config)]
+        words += ["--per-request-spec-decode-metrics", "summary"]
+    return variables + shlex.join([*words, *loading_words(options, "--max-model-len")])
 
 
 def sglang_line(options: Options) -> str:
@@ -182,9 +207,8 @@ def sglang_line(options: Options) -> str:
 
     --speculative-num-draft-tokens counts the rows of a pass: K, and the token before them.
     """
-    config = child.speculative_config(options) or {}
-    words = ["python", "-m", "sglang.launch_server", "--model-path"]
-    words += [child.place_for(options.model)]
+    config = speculative_config(options) or {}
+    words = ["python", "-m", "sglang.launch_server", "--model-path", place_for(options.model)]
     words += ["--served-model-name", model_id(options.model)]
     words += ["--host", "127.0.0.1", "--port", str(_PORT)]
     words += ["--max-running-requests", str(options.max_running)]
@@ -198,7 +222,7 @@ def sglang_line(options: Options) -> str:
         elif algorithm != "DFLASH":
             words += ["--speculative-num-steps", str(k), "--speculative-eagle-topk", "1"]
         words += ["--speculative-num-draft-tokens", str(k + 1)]
-    return shlex.join([*words, *child.loading_words(options, "--context-length")])
+    return shlex.join([*words, *loading_words(options, "--context-length")])
 
 
 def command_lines(offers: list[Offer], options: Options) -> dict[str, str]:
@@ -216,8 +240,7 @@ def command_lines(offers: list[Offer], options: Options) -> dict[str, str]:
     if chosen.drafter in TOKENS_ONLY:
         lines["vLLM, with the very drafter that was measured"] = vllm_line(chosen, is_ours=True)
     lines["SGLang"] = sglang_line(best(_SGLANG.__contains__))
-    if not options.is_embedded:
-        lines["this server, with vLLM"] = own_line(chosen)
+    lines["this server in front of either"] = _FRONT_LINE
     return lines
 
 
@@ -244,7 +267,7 @@ def show_plan(engine: Engine, options: Options, _: object, given: Namespace) -> 
             names.append(name)
         elif name not in left_out:
             left_out.append(name)
-    options = replace(options, engine="vllm", max_running=given.max_running or RUNNING_ELSEWHERE)
+    options = replace(options, max_running=given.max_running or RUNNING_ELSEWHERE)
     prompts = prompts_for(engine, options, given)
     offers = measure(engine, names, prompts, options)
     tokens = options.max_tokens or Request.max_tokens

@@ -32,7 +32,7 @@ from .gguf_file import is_gguf
 PROGRESS = logging.getLogger("progress.once")
 ROOT = Path(__file__).resolve().parent.parent
 _under_way: list[Path] = []  # folders that are no use if this process ends
-_children: list[Any] = []
+_children: list[subprocess.Popen[str]] = []
 
 
 class NotFetched(StartError):
@@ -174,11 +174,6 @@ def _fetch(entry: Entry, file: Path) -> None:
         _under_way.clear()
 
 
-def ends_with_us(process: Any) -> None:
-    """Have `process.kill()` called when this process ends."""
-    _children.append(process)
-
-
 def abandon() -> None:
     """Remove what a fetch has made so far: for a process that is about to end at once."""
     for process in _children:
@@ -204,7 +199,7 @@ def download(entry: Entry, work: Path) -> Path:
     with subprocess.Popen(
         command, stdout=shown, stderr=subprocess.PIPE, env=environment, text=True, errors="replace"
     ) as pip:
-        ends_with_us(pip)
+        _children.append(pip)
         said = pip.communicate()[1]
     wheels = list(work.glob("*.whl"))
     if pip.returncode or not wheels:

@@ -1,20 +1,16 @@
 """The teaching page: static files of this folder at /, nothing fetched from elsewhere.
 
-The page opens on a story: a run of its own model that the server recorded (serving/story.py). Until
-there is one it shows stored_story.json, which another server has recorded. Later the page speaks to
-the server as any client does: POST /generate with stream and trace, GET /health.
+The page opens on a story, a run of smollm2 that was recorded once (stored_story.json). Later it
+speaks to the server as any client does: POST /generate with stream and trace, GET /health.
 """
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from flask import Flask, Response, send_from_directory
 
-_PATIENCE_S = 3.0  # a story takes one; a page that opens at once waits for it
 FOLDER = Path(__file__).parent
-FILES = (".html", ".css", ".js", ".svg")
+FILES = (".html", ".css", ".js", ".svg", ".json")
 # Own scripts and styles only, none of them inline; nothing may frame the page.
 POLICY = "; ".join(
     ["default-src 'none'"]
@@ -23,16 +19,8 @@ POLICY = "; ".join(
 )
 
 
-def register_page(
-    app: Flask,
-    prompts: dict[str, str],
-    story: Callable[[float], dict[str, Any] | None] = lambda _: None,
-) -> None:
-    """Serve the page, its files, `prompts` by name to pick from, and the recorded `story`.
-
-    `story` waits so many seconds for it, and returns None where there is none yet.
-    """
-    stored = json.loads((FOLDER / "stored_story.json").read_text("utf-8")) | {"stored": True}
+def register_page(app: Flask, prompts: dict[str, str]) -> None:
+    """Serve the page, its files, and `prompts` by name to pick from."""
 
     def file(name: str) -> Response:
         """Send a file of this folder, with the headers that keep the page safe."""
@@ -47,11 +35,6 @@ def register_page(
         if path.suffix in FILES:
             url = f"/page/{path.name}"
             app.add_url_rule(url, view_func=lambda n=path.name: file(n), endpoint=url[1:])
-
-    @app.get("/page/story.json")
-    def get_story() -> dict[str, Any]:
-        """Send the run that the page opens on; nothing is generated for that."""
-        return story(_PATIENCE_S) or stored
 
     @app.get("/prompts")
     def get_prompts() -> dict[str, Any]:

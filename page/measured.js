@@ -7,9 +7,6 @@
 //   v        what each further token adds to a pass: t_verify, a pass over k + 1 tokens, is 1 + v·k
 //   rank     of its source. A race is the best one, as it decodes plainly, too.
 
-import { figuresOf, readCycles } from "./trace.js";
-import { times } from "./words.js";
-
 /** Tokens that a cycle gives: 1 + α + … + α^k = (1 - α^(k+1)) / (1 - α). Any k, whole or not. */
 const expectedTokens = (alpha, k) => (alpha === 1 ? k + 1 : (1 - alpha ** (k + 1)) / (1 - alpha));
 
@@ -29,37 +26,18 @@ export function breakEvenAlpha(k, c, tVerify) {
 }
 
 /** Whether a measured speed-up can only come of a busy machine: see steadiness() in formulas.py. */
-export const isDisturbed = (speedup, tokensPerPass, tVerify) => (
+const isDisturbed = (speedup, tokensPerPass, tVerify) => (
   speedup > 1.05 * tokensPerPass || tVerify < 0.7 || tVerify > 3
 );
 
 const draftedPerCycle = (metrics) => metrics.num_draft_tokens / metrics.target_passes;
-
-/** A drafter's c and v in the recorded story; null where it guessed nothing there. */
-function recordedCosts({ plain_ms: plain, costs }, name) {
-  const { step_ms: step, verify_ms: verify } = costs[name] ?? {};
-  if (!plain || !step || !verify) return null;
-  return { c: step / plain, v: (verify / plain - 1) / 5 }; // its drafts have five tokens
-}
-
-/** A sentence where a race's passes or draft steps cost far more than the story's at the same K, or "". */
-export function busyWords(answer, story) {
-  const [raced] = fromRace(answer);
-  const recorded = raced && !story.stored && recordedCosts(story, raced.name);
-  if (!recorded) return "";
-  const [took, usual] = [raced, recorded].map(({ v }) => 1 + raced.k * v);
-  if (took < 1.5 * usual && raced.c < 1.5 * recorded.c + 0.02) return ""; // a lookup's c is near 0
-  return "This machine is busy or computes slowly just now: a pass over K + 1 positions took "
-    + `${times(took)} the time of one (${times(usual)} at the start), a draft step ${times(raced.c)} `
-    + `(${times(recorded.c)}).`;
-}
 
 /** From an answer with a comparison; none where nothing was drafted. */
 export function fromRace({ compare, metrics }) {
   const { costs: { alpha, c, t_verify: tVerify }, measured_speedup: speedup, disturbed } = compare;
   if (alpha === null || c === null || speedup === null) return [];
   const [name, k] = [metrics.speculative_decoding.drafter, draftedPerCycle(metrics.speculative_decoding)];
-  const told = { source: "the last race", base: "plain decoding in that race", rank: 2 };
+  const told = { source: "the last race", base: "plain decoding in that race", rank: 1 };
   return [{ name, alpha, k, c, v: (tVerify - 1) / k, speedup, disturbed, ...told }];
 }
 
@@ -77,18 +55,6 @@ export function fromHealth(health) {
     const disturbed = isDisturbed(speedup, metrics.tokens_per_pass, 1 + v * k);
     const source = `all runs of ${name} so far, experiments too`;
     const base = "plain passes as the controller times them";
-    return [{ name, alpha, k, c, v, speedup, disturbed, source, base, rank: 1 }];
+    return [{ name, alpha, k, c, v, speedup, disturbed, source, base, rank: 0 }];
   });
-}
-
-/** From the recorded story: the drafter that told it, its acceptance counted there. */
-export function fromStory({ drafter: name, cycles, ...story }) {
-  const { alpha, drafted, passes } = figuresOf(readCycles(cycles));
-  const [k, recorded] = [drafted / passes, recordedCosts(story, name)];
-  if (!recorded || alpha === null) return [];
-  const { c, v } = recorded;
-  const speedup = expectedSpeedup(alpha, k, c, 1 + v * k);
-  const disturbed = isDisturbed(speedup, Infinity, 1 + v * 5);
-  const source = "the recorded cycles of the first view, by the formula";
-  return [{ name, alpha, k, c, v, speedup, disturbed, source, base: "plain passes there", rank: 0 }];
 }

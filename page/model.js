@@ -16,23 +16,26 @@ const KINDS = {
   auto: "The server chooses among all of them every cycle, by what each has cost and kept so far.",
 };
 
-/** Draw both, from /health and the recorded story (null where it is another model's). */
-export function drawModel({ model, target, model_card: card, drafters, ...health }, story) {
+/** Draw both, from /health. */
+export function drawModel({ model, target, model_card: card, drafters, ...health }) {
   if (!target) return drawElsewhere(model, health.engine, drafters);
   const vocabulary = `vocabulary ${target.vocabulary}, context ${target.context}`;
   const exact = "greedy and coupled text is plain decoding’s, checked at the start; "
     + "by the rule of rejection only the distribution is";
+  const costs = health.controller?.costs_by_batch?.["1"];
+  const pass = costs ? costs.pass_ms + costs.token_ms : null;
   byId("model-card").replaceChildren(
     entry("model", model, card ? `${card.origin}, ${card.licence}` : ""),
     entry("parameters", `${(target.parameters / 1e6).toFixed(1)} M`, vocabulary),
     entry("layers", target.layers),
     entry("weights", bytes(target.weight_bytes), `${target.dtype}; every pass reads them all`),
-    entry("one pass", story ? milliseconds(story.plain_ms) : "–", "median, one token, recorded at the start"),
+    entry("one pass", pass ? milliseconds(pass) : "–", "one token, as the controller has timed it so far"),
     health.bitwise_lossless ? entry("exact", "to the bit", exact)
       : entry("exact", "not to the bit", "rounding may decide near-ties"),
   );
   byId("drafters").replaceChildren(...drafters.map((name) => element("li", element("h3", name),
-    element("p", KINDS[name] ?? "A drafter of your own."), element("p.note", costOf(name, story, target)))));
+    element("p", KINDS[name] ?? "A drafter of your own."),
+    element("p.note", costOf(costs?.draft_step_ms[name], pass)))));
 }
 
 /** The same where another engine runs the model: it does not tell its weights or its costs. */
@@ -43,11 +46,6 @@ function drawElsewhere(model, { name, version }, drafters) {
     element("li", element("h3", drafter), element("p", words(drafter))))));
 }
 
-function costOf(name, story, target) {
-  const { parameters, step_ms: step } = story?.costs[name] ?? {};
-  if (parameters === undefined) return "";
-  const size = parameters
-    ? `A step reads ${bytes(parameters * target.weight_bytes / target.parameters)}; ` : "";
-  if (!step) return `${size}it guessed nothing in the recording.`;
-  return `${size}${milliseconds(step)} for each guess, c = ${short(step / story.plain_ms)}.`;
-}
+const costOf = (step, pass) => (
+  step && pass ? `${milliseconds(step)} for each guess, c = ${short(step / pass)}.` : ""
+);

@@ -13,7 +13,7 @@ import { hideTraces, toldWords } from "./elsewhere.js";
 import { byId, element, enable, explained, isOff, mayMove, onPress, reveal, write } from "./elements.js";
 import { RequestForm } from "./form.js";
 import { Guide } from "./guide.js";
-import { busyWords, fromHealth, fromRace, fromStory } from "./measured.js";
+import { fromHealth, fromRace } from "./measured.js";
 import { drawModel } from "./model.js";
 import { phasesOf, Picture } from "./picture.js";
 import { Race } from "./race.js";
@@ -58,7 +58,7 @@ let view = "story";
 let drawnAt = 0;
 let slowly = 0; // a timer
 let health = null;
-let told = null; // the story that is told
+let isTold = false; // the recorded story
 let isLoading = false;
 let isOpening = true; // until the server was asked for all that the page needs
 let isChanged = false; // whether the form was, since the last run
@@ -158,7 +158,7 @@ function showAnswer({ answer, cycles, request }) {
   if (!request.compare) return;
   const tokens = cycles.flatMap((cycle) => [...cycle.tokens, ...cycle.distributions.flat()]);
   const known = new Map(tokens.map((token) => [token.id, token.text]));
-  race.finish(answer, (id) => known.get(id) ?? `#${id}`, busyWords(answer, told));
+  race.finish(answer, (id) => known.get(id) ?? `#${id}`);
   whatIf.add(fromRace(answer));
 }
 
@@ -373,25 +373,17 @@ async function askHealth() {
   guide.drafters = health.drafters;
   byId("tab-chat").hidden = !health.chat_template;
   whatIf.add(fromHealth(health));
+  drawModel(health);
   return true;
-}
-
-/** Tell the recorded story, or the stored one while a model is being loaded. */
-async function tellStory() {
-  const recorded = await getJson("page/story.json");
-  if (told?.model !== recorded.model || told.stored !== recorded.stored) story.tell(recorded);
-  told = recorded;
 }
 
 async function load() {
   try {
-    if (!told) await tellStory();
+    if (!isTold) story.tell(await getJson("page/stored_story.json"));
+    isTold = true;
     if (!await askHealth()) return;
-    if (told.stored) await tellStory();
     if (byId("status").textContent === LOADING) say("Ready.");
     form.offerPrompts((await getJson("prompts", form.key)).prompts);
-    drawModel(health, told.stored ? null : told);
-    if (!told.stored) whatIf.add(fromStory(told));
     if (isOpening) followLink(); // later the address tells of a run that was made here
     isOpening = false;
   } catch (error) {

@@ -38,7 +38,7 @@ export class Race {
   }
   say(...words) { byId("race-says").replaceChildren(...words); }
   /** The verdict of an answer with a comparison; `textOf` gives the text of a token id. */
-  finish({ compare }, textOf, busyWords) {
+  finish({ compare }, textOf) {
     write("race-pace", "");
     if (compare.costs.alpha === null) {
       this.say(`Nothing was drafted, so this was no race. ${textWords(compare, textOf)}`);
@@ -51,7 +51,7 @@ export class Race {
       row("", name, [bar(name, 0, spent[i] / most)], `${spent[i].toFixed(2)} ms per token`)
     )));
     const [speed, words] = [speedWords(compare), textWords(compare, textOf)];
-    this.say("Medians of three runs. ", ...speed, ` ${words} ${busyWords}`);
+    this.say("Medians of three runs. ", ...speed, ` ${words}`);
     byId("race-again").hidden = false;
     this.#replay();
   }

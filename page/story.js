@@ -22,7 +22,7 @@ export class Story {
     onPress("story-play", () => (this.#timer ? this.pause() : this.#play()));
     onPress("story-next", () => this.#begin(this.#cycles[this.#cycle.step + 1] ?? this.#cycles[1]));
   }
-  /** Tell a story as GET page/story.json has it. */
+  /** Tell a story as page/stored_story.json has it. */
   tell(story) {
     this.#story = story;
     this.#cycles = readCycles(story.cycles);
@@ -58,10 +58,9 @@ export class Story {
     this.#draw();
   }
   #label() {
-    const { model, drafter, stored, prompt } = this.#story;
+    const { model, drafter, prompt } = this.#story;
     const { step } = this.#cycle;
-    const when = stored ? "Recorded earlier, as an example," : "Recorded when this server started,";
-    write("story-label", `${when} with ${model}; drafter: ${drafter}, K = 5, greedy. `
+    write("story-label", `An example, recorded earlier with ${model}; drafter: ${drafter}, K = 5, greedy. `
       + `Cycle ${step} of ${this.#cycles.length - 1}.`);
     const earlier = this.#cycles.slice(0, step).flatMap(({ tokens }) => tokens).slice(-14);
     const inOneLine = (text) => text.replaceAll("\n", "↵");
@@ -120,17 +119,13 @@ export class Story {
     const alone = (cycles) => cycles.reduce((ms, { tokens }) => ms + tokens.length * plain, 0);
     const gain = (cycles) => times(alone(cycles) / spent(cycles));
     const [best, most] = Object.entries(this.#story.gains).sort(([, a], [, b]) => b - a)[0];
-    const others = most < 1
-      ? " No drafter of this server pays here: guesses cost more than they save, and auto would not draft."
-      : best === drafter ? "" : ` In a few cycles ${best} had ${times(most)}.`;
-    const [own, later, ratio] = [[this.#cycle], this.#cycles.slice(1), verify / plain];
+    const others = best === drafter ? "" : ` In a few cycles ${best} had ${times(most)}.`;
+    const [own, later] = [[this.#cycle], this.#cycles.slice(1)];
     const gave = `This cycle gave ${counted(this.#cycle.tokens.length, "token")}: one by one `
       + `${milliseconds(alone(own))}, so ${gain(own)} as fast. `;
-    const doubt = ratio < 0.7 || ratio > 3
-      ? " These times are disturbed: the machine was busy when they were taken." : "";
-    return `A pass over 6 positions took ${times(ratio)} the time of a pass over one, `
+    return `A pass over 6 positions took ${times(verify / plain)} the time of a pass over one, `
       + `because both read the same ${bytes(target.weight_bytes)} of weights, `
       + `and reading takes most of the time. ${isKnown ? gave : ""}`
-      + `Over all ${later.length} cycles of this recording it was ${gain(later)} as fast.${others}${doubt}`;
+      + `Over all ${later.length} cycles of this recording it was ${gain(later)} as fast.${others}`;
   }
 }

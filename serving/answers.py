@@ -14,7 +14,6 @@ from control.statistics import FORMULAS, PLAIN, Statistics, ratio
 from messages import Engine, Json, RequestError, engine_failure
 from models.catalogue import entry_of
 
-from . import story
 from .comparison import comparison
 from .options import Options
 from .parsing import model_id
@@ -144,13 +143,31 @@ def sse(data: Json) -> str:
 def setting(engine: Engine, options: Options) -> str:
     """One line: what the target is computed with on this machine, and whether that is exact."""
     model, fast, report = engine.target.model, engine.target.fast, engine.target.report
-    kind = story.weights_of(engine, options)["dtype"]
+    kind = weights_of(engine, options)["dtype"]
     way = fast.way if fast else "transformers' modules"
     exact = "with equal bits, checked" if report and report.is_exact else "without equal bits"
     count, device = torch.get_num_threads(), model.device.type
     where = f"{count} thread{'s' * (count > 1)}" if device == "cpu" else f"on {device}"
     kind = "with packed weights" if kind == "packed" else f"in {kind}"
     return f"the target runs {kind}: {way}, {where}, {exact}"
+
+
+def weights_of(engine: Engine, options: Options) -> Json:
+    """The target in numbers: what a pass reads, and how much a text may hold."""
+    target = engine.target
+    config = target.model.config.get_text_config()
+    size = 1 if options.quantize == "int8" else target.model.dtype.itemsize
+    kind, num_bytes = str(target.model.dtype).removeprefix("torch."), target.num_weights * size
+    if target.fingerprint:  # a file as it is
+        kind, num_bytes = "packed", target.fast.num_bytes
+    return {
+        "parameters": target.num_weights,
+        "layers": config.num_hidden_layers,
+        "dtype": options.quantize or kind,
+        "weight_bytes": num_bytes,
+        "vocabulary": target.vocab_size,
+        "context": target.max_length,
+    }
 
 
 def health(engine: Engine, worker: Worker, options: Options) -> Json:
@@ -168,7 +185,7 @@ def health(engine: Engine, worker: Worker, options: Options) -> Json:
         "compiled": bool(engine.target.fast and engine.target.fast.is_compiled),
         "trees": engine.panel.can_branch,
         "model_card": entry and entry.card,  # where a model of the catalogue comes from
-        "target": story.weights_of(engine, options),
+        "target": weights_of(engine, options),
         "chat_template": options.is_chat(engine.target.tokenizer),  # the page asks for it
         "drafter": engine.default_drafter,
         "drafters": list(engine.panel.choices),

@@ -113,7 +113,7 @@ def base_app(options: Options) -> Flask:
 def new_app(engine: Engine, worker: Worker, options: Options, prompts: dict[str, str]) -> Flask:
     """An application with the page and GET /metrics, and all that its routes have in common."""
     app = base_app(options)
-    register_page(app, prompts, worker.story)
+    register_page(app, prompts)
     register_metrics(app, partial(figures_of, engine), worker)
     app.extensions["worker"] = worker
     return app
@@ -296,17 +296,11 @@ def serve(load: Callable[[], Flask], port: int, options: Options) -> NoReturn:
     say(f"loading {options.title}: {url} shows how far it is, and all else answers 503")
     server.app = app = _loaded(load, flush_log)
     is_loading = False
-    engine = app.extensions.get("engine")  # a process of its own, if there is one
-    if engine:
-        engine.at_death = lambda: ends.put(None)
     say(f"serving on {url} (the page, POST /generate, /v1, GET /health)")
-    if not (engine and engine.has_died):
-        wait_for(ends)
-    is_orphan = bool(engine and engine.has_died)
-    if not server.has_died:  # what an engine has left behind ends by itself, with an error
-        grace_s = _LAST_WORDS_S if is_orphan else options.grace_period
-        _drain(app.extensions["worker"], server, grace_s)
-    end(flush_log, 1 if server.has_died or is_orphan else 0)
+    wait_for(ends)
+    if not server.has_died:
+        _drain(app.extensions["worker"], server, options.grace_period)
+    end(flush_log, int(server.has_died))
 
 
 def _loaded(load: Callable[[], Flask], flush_log: Callable[[], bool]) -> Flask:

@@ -78,6 +78,14 @@ def seconds(text: str) -> float:
     return value
 
 
+def address(text: str) -> str:
+    """An argparse type: a URL at which an engine listens."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        raise argparse.ArgumentTypeError(f"{text} is no address such as http://host:8000")
+    return text
+
+
 _COUNT = between(1, 1_000_000)
 _COUNTED: Json = {"type": _COUNT, "metavar": "N"}
 _SECONDS: Json = {"type": seconds, "metavar": "S"}
@@ -251,20 +259,14 @@ class Options:
     )  # fmt: skip
     engine: str | None = _option(
         ENGINES, None,
-        "let vLLM run the model: start it, or use the one that runs at the address URL",
-        "", metavar="vllm|PROGRAM|URL",
+        "let the vLLM or SGLang that runs at URL compute; --plan prints how to start it",
+        "", type=address, metavar="URL",
     )  # fmt: skip
-    engine_arguments: tuple[str, ...] = ()  # what follows --
-
-    @property
-    def has_address(self) -> bool:
-        """Whether the engine is one that runs already."""
-        return bool(self.engine) and self.engine.startswith(("http://", "https://"))
 
     @property
     def title(self) -> str:
         """What is loaded, for those who wait for it."""
-        return str(self.engine) if self.has_address else self.model or DEFAULT
+        return self.engine or self.model or DEFAULT
 
     @property
     def sampling(self) -> Sampling:
@@ -354,17 +356,6 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
-class _Gone(argparse.Action):
-    """Refuse a switch that there once was."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
-        """Argparse has met the flag, the last thing given."""
-        parser.error(
-            f"{given[-1]} means nothing any more: what can be computed in C is, with equal bits "
-            "(--no-kernels runs transformers' own modules)"
-        )
-
-
 def _parser(is_complete: bool) -> Parser:
     """A parser of all options; its help shows every one, or those that most people need."""
     form = argparse.RawDescriptionHelpFormatter
@@ -397,9 +388,6 @@ def _parser(is_complete: bool) -> Parser:
     until = "with --prompt: end before this text; may be repeated"
     add(MORE, "--stop", until, action="append", metavar="TEXT")
     add(CALLERS, "--api-key-file", "read the API key from FILE", metavar="FILE")
-    for name in ("bitwise", "fastpath", "compile"):
-        gone = {"action": _Gone, "nargs": 0, "help": argparse.SUPPRESS}
-        parser.add_argument(f"--{name}", f"--no-{name}", **gone)
     helps = parser.add_argument_group("Help")
     helps.add_argument("-h", "--help", action="help", help="show this page and exit")
     every = "show all options, by group, and exit"
@@ -421,12 +409,8 @@ def _add_field(add: Callable[..., None], field: dataclasses.Field[Any]) -> None:
 def parse_arguments(arguments: list[str] | None = None) -> tuple[argparse.Namespace, Options]:
     """The command line, and the options in it. A mistake is one line on stderr and exit 2."""
     parser = _parser(is_complete=False)
-    arguments = sys.argv[1:] if arguments is None else arguments
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    given = parser.parse_args(arguments[:end])
-    given.engine_arguments = tuple(arguments[end + 1 :])
+    given = parser.parse_args(arguments)
     _check(given, parser)
-    _check_engine(given, parser)
     try:
         given.api_key = read_key(given.api_key, given.api_key_file, os.environ.get(KEY_VARIABLE))
     except (OSError, ValueError) as error:
@@ -473,9 +457,17 @@ def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         (given.repeats and not given.demo, "--repeats goes with --demo"),
         (given.explain and is_one is None, "--explain goes with --prompt"),
         (given.stop and is_one is None, "--stop goes with --prompt (requests have a field for it)"),
+        (given.engine and given.port is None,
+         "--engine goes with --port: the engine is served, not looked into"),
     ):  # fmt: skip
         if is_wrong:
             parser.error(why)
+    for name in (
+        "mtp", "quantize", "kernels", "fixed_k", "strict", "device", "mmap", "allow_pickle",
+    ):  # fmt: skip
+        if given.engine and getattr(given, name) != getattr(Options, name):
+            flag = f"--{name.replace('_', '-')}"
+            parser.error(f"{flag} is for this server's own engine: it does not go with --engine")
     stems = {path.stem for path in (ROOT / "demo_prompts").glob("*.txt")}
     known = sorted({*stems, *(stem.partition("_")[0] for stem in stems)})
     is_file = given.plan and len(given.prompts or ()) == 1 and Path(given.prompts[0]).is_file()
@@ -487,33 +479,3 @@ def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     except RequestError as error:
         name = str(error.param)
         parser.error(str(error).replace(name, f"--{name.replace('_', '-')}", 1))
-
-
-def _check_engine(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse what another engine does not do, and what goes with one alone."""
-    if given.engine is None:
-        if given.engine_arguments and not given.plan:
-            parser.error("what follows -- goes with --engine vllm and --plan")
-        return
-    if given.port is None:
-        parser.error("--engine goes with --port: the engine is served, not looked into")
-    if Options(engine=given.engine).has_address:
-        try:
-            parts = urlsplit(given.engine)
-            is_address = bool(parts.hostname) and (parts.port is None or parts.port > 0)
-        except ValueError:
-            is_address = False
-        if not is_address:
-            parser.error(f"--engine {given.engine}: this is no address such as http://host:8000")
-        if given.engine_arguments:
-            parser.error(f"{given.engine} runs already: give its options where it is started")
-    elif Path(given.engine).name != "vllm":
-        parser.error(f"--engine must be vllm, a program of that name or a URL, not {given.engine}")
-    elif given.model is None:
-        parser.error(f"--engine {given.engine} needs --model: a folder or a hub id that it knows")
-    for name in (
-        "mtp", "quantize", "kernels", "fixed_k", "strict", "device", "mmap", "allow_pickle",
-    ):  # fmt: skip
-        if getattr(given, name) != getattr(Options, name):
-            flag = f"--{name.replace('_', '-')}"
-            parser.error(f"{flag} is for this server's own engine: it does not go with --engine")

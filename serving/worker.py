@@ -18,14 +18,17 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from copy import copy
 from typing import Any
 
+from control.planner import FixedK
+from control.statistics import Totals
 from messages import Engine, Json, Request, RequestError, TextSequence
 
-from . import faults, story, trace
+from . import faults, trace
 from .metrics import Histogram
 from .options import Options
 
@@ -272,8 +275,6 @@ class Worker(Admission):
         all take turns, and a pass takes twice as long. Raises what `load` raises.
         """
         super().__init__(options)
-        self._story: Json | None = None  # what the page opens on
-        self._story_is_over = threading.Event()
         self.app: Any = None  # a Flask
         self._engine, self._load, self._died = engine, load, False
         self._busy_since: float | None = None
@@ -309,28 +310,10 @@ class Worker(Admission):
     def _finish(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
 
-    def story(self, timeout_s: float) -> Json | None:
-        """What the page opens on; wait for it so long. None while there is none."""
-        self._story_is_over.wait(timeout_s)
-        return self._story
-
-    def _is_wanted(self) -> bool:
-        return bool(self._waiting or self._running) or self.draining
-
-    def _tell(self) -> None:
-        """Record what the page opens on, unless somebody waits or comes meanwhile."""
-        if self._story_is_over.is_set() or self._is_wanted():
-            return
-        with suppress(story.Interrupted):
-            self._story = story.record(self._engine, self.options, self._is_wanted)
-            self._story_is_over.set()
-
     def _run(self, loaded: "queue.SimpleQueue[BaseException | None]") -> None:
         try:
             if self._load:
                 self._engine, self.app = self._load(self)
-            else:
-                self._story_is_over.set()
         except BaseException as error:
             return loaded.put(error)
         loaded.put(None)
@@ -379,7 +362,6 @@ class Worker(Admission):
 
     def _admit(self) -> list[Job] | None:
         """Jobs that join now; wait while there is nothing to do. None: drained."""
-        self._tell()
         with self._changed:
             while not (self._waiting or self._running):
                 if self.draining:
@@ -413,6 +395,23 @@ class Worker(Admission):
         job.end(error)
 
 
+@contextmanager
+def uncounted(engine: Engine) -> Iterator[Engine]:
+    """The same models and drafters, whose runs no statistics count and no controller learns from.
+
+    The log does not tell of them either.
+    """
+    twin = copy(engine)
+    twin.panel, twin.planner = copy(engine.panel), FixedK()
+    twin.totals, twin.panel.failures = Totals(engine.panel.choices), Counter()
+    told = logging.getLogger("drafters")
+    told.disabled = True
+    try:
+        yield twin
+    finally:
+        told.disabled = False
+
+
 def warm_up(engine: Engine) -> None:
     """Let the target and each model that drafts run once, before a measurement counts.
 
@@ -422,7 +421,7 @@ def warm_up(engine: Engine) -> None:
     PROGRESS.info("running the models once")
     prompt = [i % engine.target.vocab_size for i in (1, 2, 3, 1, 2, 3)]
     models = [name for name, own in engine.panel.drafters.items() if not hasattr(own, "guess")]
-    with story.uncounted(engine) as twin:
+    with uncounted(engine) as twin:
         for name in models or [None]:
             with suppress(Exception):
                 for _, cycle in twin.generate(Request(prompt, 16, name, is_alone=True)):

@@ -326,8 +326,8 @@ ROWS = [  # name, place, old, new and tests
      "len(s.output)", "lossless::exactly_the_prefix_before_the_first_wrong_token[sampled-0]"),
     ("sampled text is always judged by rejection", "core:Engine.judge", "sampling.is_coupled",
      "sampling.is_greedy", "lossless::exactly_the_prefix_before_the_first_wrong_token[sampled-2]"),
-    ("a measurement warms up and counts", "serving.story:uncounted", "Totals(engine.panel.choices)",
-     "engine.totals", "controller::each_model_makes_a_whole_draft"),
+    ("a measurement warms up and counts", "serving.worker:uncounted",
+     "Totals(engine.panel.choices)", "engine.totals", "controller::each_model_makes_a_whole_draft"),
     # --------------------------------------------------------------------------------- faults
     ("a forward that failed is not tried again", "serving.faults:_step",
      "cycles |= _step_alone(engine, s, held[s])", "s.fail(KeyError())",

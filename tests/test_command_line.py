@@ -253,7 +253,7 @@ def test_the_drafter_none_is_plain_decoding_where_a_request_does_not_say(tiny_fo
 MISTAKES = {  # what is said -> after which command lines
     "must be from 1 to 65535": ["--port 80000", "--port 0"],
     "say what to do: --demo (start here)": [""],
-    "--no-bitwise means nothing any more": ["--demo --no-bitwise"],
+    "unrecognized arguments: --no-bitwise": ["--demo --no-bitwise"],
     "--json goes with --demo": ["--prompt x --json"],
     "no demo prompt 'poem'": ["--demo --prompts poem"],
     "must be from 1 to 16, not 0 (--drafter none": ["--prompt x --num-speculative-tokens 0"],
@@ -274,15 +274,15 @@ MISTAKES = {  # what is said -> after which command lines
     "give it once": ["--port 5000 --api-key a --api-key-file b"],
     "No such file": ["--port 5000 --api-key-file no/such/file"],
     "prompt_lookup_min (9) must be": ["--model embedded --prompt x --prompt-lookup-min 9"],
+    "vllm is no address such as": ["--port 1 --engine vllm --model T"],
     "": [  # what does not go together
         "--plan --drafter none", "--plan --quantize int8", "--plan --demo",
-        "--plan --prompts nowhere.txt", "--plan --engine vllm --model T", "--port 1 --json",
-        "--plan --model no/such/folder --no-kernels", "--demo --engine vllm",
-        "--port 1 --engine vllm", "--port 1 --engine ollama", "--port 1 --engine http://",
-        "--port 1 --engine http://x:1 --mmap", "--port 1 --engine http://x:1 -- --seed 1",
+        "--plan --prompts nowhere.txt", "--plan --engine http://x:1", "--port 1 --json",
+        "--plan --model no/such/folder --no-kernels", "--demo --engine http://x:1",
         "--port 1 -- x",
-        *("--port 1 --engine vllm --model T " + option
-          for option in ("--quantize int8", "--device cuda", "--mtp H")),
+        *("--port 1 --engine " + url for url in ("http://", "http://x:y", "http://x:0")),
+        *("--port 1 --engine http://x:1 " + option
+          for option in ("--quantize int8", "--device cuda", "--mtp H", "--mmap")),
     ],
 }  # fmt: skip
 EACH_MISTAKE = [(line, message) for message, lines in MISTAKES.items() for line in lines]

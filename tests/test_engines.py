@@ -8,21 +8,15 @@ test against a vLLM that runs is marked `network`, as that has to be installed f
 
 import json
 import os
-import signal
 import socket
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 from engine import CHAT, COLOURS, SAID, replaying
 from server import (
     LIMIT_S,
-    ROOT,
-    call,
     connect,
     events_of,
-    generate,
     health,
     is_error,
     serving,
@@ -30,10 +24,9 @@ from server import (
     wait_until_running,
 )  # fmt: skip
 
-from engines import KEY_VARIABLE, app, child, client, load, relay
+from engines import KEY_VARIABLE, app, client, relay
 from messages import RequestError
-from models.loading import StartError
-from serving.options import Options, parse_arguments
+from serving.options import Options
 
 TEXT = " blue, red, green, blue, red, green,"
 LONG = SAID["long"][1]
@@ -333,132 +326,6 @@ def test_a_client_that_reads_slowly_slows_the_engine(server, monkeypatch):
         until(lambda: (n := len(sent)) and not stands.wait(1.0) and len(sent) == n)
         assert len(sent) < 10_000
     until(lambda: health(server.port)["num_requests_running"] == 0)
-
-
-_VLLM = """#!{python}
-import json, os, subprocess, sys, time
-sys.path.insert(0, {tests!r})
-from engine import Replay
-print("loading the weights", flush=True)
-while not os.path.exists({gate!r}):
-    time.sleep(0.02)
-if os.path.getsize({gate!r}):
-    raise SystemExit("no such model")
-own = subprocess.Popen(["sleep", "60"])  # as vLLM has, with the same output
-port = int(sys.argv[sys.argv.index("--port") + 1])
-with open({told!r}, "w") as file:
-    json.dump([os.getpid(), os.environ["VLLM_API_KEY"], sys.argv[1:], own.pid], file)
-Replay(port).thread.join()
-"""
-
-
-class Vllm:
-    """A program named vllm that replays, and starts serving when it is let."""
-
-    def __init__(self, folder):
-        self.program, self.gate, self._told = (folder / name for name in ("vllm", "gate", "told"))
-        names = {"gate": str(self.gate), "told": str(self._told), "python": sys.executable}
-        self.program.write_text(_VLLM.format(tests=str(ROOT / "tests"), **names))
-        self.program.chmod(0o755)
-        self.arguments = ("--engine", str(self.program), "--model", str(folder))
-
-    @property
-    def told(self):
-        """Its process, key and arguments, and the process that it has started."""
-        return json.loads(self._told.read_text())
-
-    def has_ended(self, number=0):
-        """Whether it has; with 3, the process that it has started."""
-        pid = self.told[number]
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
-
-
-@pytest.fixture
-def vllm(tmp_path):
-    return Vllm(tmp_path)
-
-
-def test_a_vllm_of_ours_is_started_shown_and_ended(vllm):
-    with serving(*vllm.arguments, "--max-running", "5", wait=False) as server:
-        until(lambda: "loading the weights" in server.log())
-        status, _, body = call(server.port, "GET", "/health")
-        assert status == 503 and json.loads(body)["stage"] == "vllm: loading the weights"
-        vllm.gate.touch()
-        until(lambda: "serving on" in server.log())
-        body = health(server.port)
-        assert body["status"] == "ok" and body["drafters"] == ["ngram"]
-        _, key, words, _ = vllm.told
-        assert key not in " ".join(words) and words[words.index("--host") + 1] == "127.0.0.1"
-        assert words[words.index("--max-num-seqs") + 1] == "5"
-        status, body = generate(server.port, **SAID["plain"][1])
-        assert status == 200 and body["text"] == TEXT
-        server.end_well()
-        until(lambda: vllm.has_ended() and vllm.has_ended(3))
-
-
-def test_its_end_is_ours(vllm):
-    vllm.gate.touch()
-    with serving(*vllm.arguments) as server:
-        os.kill(vllm.told[0], signal.SIGKILL)
-        assert server.exit_code() == 1
-        assert "vLLM has ended with status -9" in server.log()
-        until(lambda: vllm.has_ended(3))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a child of its parent's death")
-def test_it_ends_where_we_are_killed(vllm):
-    vllm.gate.touch()
-    with serving(*vllm.arguments) as server:
-        server.send(signal.SIGKILL)
-        until(vllm.has_ended)
-
-
-def test_its_failure_to_load_is_told_with_its_last_words(vllm):
-    vllm.gate.write_text("no")
-    _, options = parse_arguments(["--port", "5000", *vllm.arguments])
-    with pytest.raises(StartError, match="vLLM has ended with status 1 .*no such model$"):
-        load(options, None)
-
-
-@pytest.mark.parametrize(
-    ("given", "config"),
-    [
-        ({}, {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}),
-        ({"drafter": "suffix", "suffix_cache": 0},
-         {"method": "suffix", "suffix_decoding_max_cached_requests": 0}),
-        ({"drafter": "none"}, None),
-    ],
-)  # fmt: skip
-def test_a_drafter_is_written_as_vllm_has_it(given, config):
-    """Those of models and of files: test_plan.py."""
-    written = child.speculative_config(Options(model="T", num_speculative_tokens=5, **given))
-    assert written == (config and {"num_speculative_tokens": 5} | config)
-
-
-def test_a_drafter_from_a_file_is_found_by_vllm_in_any_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    given = child.environment("mine.py:Mine")
-    assert given["SPECULATIVE_DRAFTER"] == f"{tmp_path / 'mine.py'}:Mine"
-    assert given["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
-
-
-@pytest.mark.parametrize("drafter", ["self_int8", "tree", "draft_model", "no/mine.py:Mine"])
-def test_a_drafter_that_vllm_has_not_is_refused(drafter):
-    with pytest.raises(StartError, match="vllm|vLLM"):
-        child.speculative_config(Options(model="T", drafter=drafter))
-
-
-def test_the_command_line_is_translated():
-    words = ["--port", "5000", "--engine", "vllm", "--model", "T", "--max-model-len", "99"]
-    _, options = parse_arguments([*words, "--", "--tensor-parallel-size", "2"])
-    assert (options.max_running, options.num_speculative_tokens) == (64, 5)
-    line = " ".join(child.command(options, 8000, child.speculative_config(options)))
-    assert line.startswith("vllm serve T --served-model-name T --host 127.0.0.1 --port 8000 ")
-    assert line.endswith("--max-model-len 99 --tensor-parallel-size 2")
 
 
 @pytest.mark.network

@@ -39,7 +39,7 @@ from models import catalogue, gguf_packed, loading, reference
 from models.gguf_config import config_of
 from models.gguf_file import BadFile, GgufFile
 from models.gguf_model import load_model, open_model, unpacked
-from serving import log, parsing, story
+from serving import answers, log, parsing
 
 Q4_0, Q8_0 = Kind.Q4_0, Kind.Q8_0
 
@@ -188,7 +188,7 @@ def test_target_and_draft_may_be_quantised_differently(files, prompts, way, monk
     monkeypatch.setattr(loading, "open_model", lambda path: opened.append(path) or open_model(path))
     engine = load(model=files["q8_0"], draft_model=files["q4_0"], drafter="draft_model")
     assert opened == [str(files["q4_0"]), str(files["q8_0"])]  # each header is parsed once
-    told = story.weights_of(engine, core.Options())
+    told = answers.weights_of(engine, core.Options())
     if library.why_not() is None:
         assert told["dtype"] == "packed" and 0 < told["weight_bytes"] < 1.2 * told["parameters"]
         assert engine.target.fast.is_compiled and engine.draft_model.fast.is_compiled

@@ -225,7 +225,11 @@ def test_no_thread_but_the_engine_s_computes_and_a_log_that_nobody_reads_stops_n
     with process(port, *words, env=environment, stdout=PIPE, stderr=PIPE) as server:
         assert {call(port, "POST", path, fields)[0] for path, fields in ASKED} == {200}
         at_once(*[(call, port, "POST", "/generate", GOOD | LONG)] * 6)
-        assert call(port, "GET", "/page/story.json")[0] == call(port, "GET", "/metrics")[0] == 200
+        assert (
+            call(port, "GET", "/page/stored_story.json")[0]
+            == call(port, "GET", "/metrics")[0]
+            == 200
+        )
         num_native = (1 if library.why_not() else 2) * (num_computing - 1)
 
         def is_so():

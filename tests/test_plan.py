@@ -1,29 +1,28 @@
 """--plan, and drafters of ours inside vLLM.
 
-The test that starts a real vLLM is marked `network`, as that has to be installed first:
+The test of a real vLLM is marked `network`, as that has to be started first. It runs the embedded
+target, under the name of the family that it computes like, in float32 and without graphs, with
+README's drafter by the line that `--plan --drafter mine.py:Bigram` prints (docs/engines.md):
 
-    VLLM=/opt/vllm/bin/vllm VLLM_MODEL=TARGET python -m pytest -n0 -m network tests/test_plan.py
-
-TARGET is the embedded target under the name of the family that it computes like (docs/engines.md).
+    VLLM_URL=http://127.0.0.1:8000 python -m pytest -n0 -m network tests/test_plan.py
 """
 
 import json
 import os
 import shlex
-from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import speculative_decoding as core
 from conftest import ROOT
-from server import generate, health, serving, until
+from server import generate, health, serving
 
 import demo as terminal
 from control.costs import Costs
 from control.statistics import Statistics
 from drafters.vllm_proposer import VARIABLE, Proposer
-from engines import child, plan
+from engines import plan
 from serving.options import Options, parse_arguments
 
 README = (ROOT / "README.md").read_text("utf-8")
@@ -131,7 +130,7 @@ def offers_of(*names, speedup=2.0):
 
 
 def lines_of(offers, **options):
-    given = {"model": "T", "engine": "vllm", "max_running": 64} | options
+    given = {"model": "T", "max_running": 64} | options
     return plan.command_lines(offers, Options(**given))
 
 
@@ -156,9 +155,6 @@ def test_the_best_drafter_is_written_for_both_engines(name, options, sglang):
     assert told["num_speculative_tokens"] == 4 and told["method"] == name
     assert told.get("model") == options.get(name)
     assert f"--speculative-algorithm {sglang} --speculative-num-draft-tokens 5" in lines["SGLang"]
-    own = shlex.split(lines["this server, with vLLM"])[2:]
-    _, back = parse_arguments(own)
-    assert child.speculative_config(back) == told
 
 
 def test_a_drafter_of_ours_is_handed_over(tmp_path, monkeypatch):
@@ -171,23 +167,51 @@ def test_a_drafter_of_ours_is_handed_over(tmp_path, monkeypatch):
     lines = lines_of(offers_of("bigram", "ngram"), drafter=f"{file}:Bigram")
     assert lines["vLLM"].startswith(f"{VARIABLE}='{file}:Bigram' PYTHONPATH=")
     assert "--speculative-algorithm NGRAM" in lines["SGLang"]  # the best that it has
-    assert parse_arguments(shlex.split(lines["this server, with vLLM"])[2:])[1].drafter
 
 
 def test_where_nothing_pays_lines_are_of_plain_decoding():
     lines = lines_of(offers_of("ngram", "mtp", speedup=1.04))
-    assert list(lines) == ["vLLM", "SGLang", "this server, with vLLM"]
-    assert not any("speculative-" in line for line in list(lines.values())[:2])
-    assert lines["this server, with vLLM"].endswith("--engine vllm --drafter none")
+    assert list(lines) == ["vLLM", "SGLang", "this server in front of either"]
+    assert not any("speculative-" in line for line in lines.values())
+
+
+def test_this_server_goes_in_front_of_what_either_line_starts():
+    *engines, own = map(shlex.split, lines_of(offers_of("ngram")).values())
+    given, options = parse_arguments(own[2:])
+    assert given.port and (options.max_running, options.num_speculative_tokens) == (64, 5)
+    for words in (words for words in engines if "--port" in words):
+        host, port = (words[words.index(flag) + 1] for flag in ("--host", "--port"))
+        assert options.engine == f"http://{host}:{port}"
+
+
+@pytest.mark.parametrize(
+    ("given", "config"),
+    [
+        ({"drafter": "ngram"}, {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}),
+        ({"drafter": "suffix", "suffix_cache": 0},
+         {"method": "suffix", "suffix_decoding_max_cached_requests": 0}),
+        ({"drafter": "none"}, None),
+    ],
+)  # fmt: skip
+def test_a_drafter_is_written_as_vllm_has_it(given, config):
+    written = plan.speculative_config(Options(model="T", num_speculative_tokens=5, **given))
+    assert written == (config and {"num_speculative_tokens": 5} | config)
+
+
+def test_a_drafter_from_a_file_is_found_by_vllm_in_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = plan.environment("mine.py:Mine")
+    assert given["SPECULATIVE_DRAFTER"] == f"{tmp_path / 'mine.py'}:Mine"
+    assert given["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
 
 
 def test_what_is_given_of_sizes_goes_along():
     given = {"max_model_len": 99, "dtype": "bfloat16", "trust_remote_code": True}
-    _, options = parse_arguments(["--plan", "--", "--seed", "1"])
+    _, options = parse_arguments(["--plan"])
     assert options.fixed_k and options.max_running == 8
-    lines = lines_of(offers_of("ngram"), **given, engine_arguments=options.engine_arguments)
+    lines = lines_of(offers_of("ngram"), **given)
     assert lines["SGLang"].endswith("--context-length 99 --dtype bfloat16 --trust-remote-code")
-    assert lines["vLLM"].endswith("--dtype bfloat16 --trust-remote-code --seed 1")
+    assert lines["vLLM"].endswith("--dtype bfloat16 --trust-remote-code")
     assert " --max-num-seqs 64 " in lines["vLLM"] and "requests 64 " in lines["SGLang"]
 
 
@@ -232,15 +256,8 @@ def test_prompts_that_cannot_be_planned_for_are_one_line(main, tmp_path, text):
 
 
 @pytest.mark.network
-def test_a_drafter_of_ours_drafts_in_a_real_vllm(tmp_path, plain, prompts):
-    (tmp_path / "mine.py").write_text(OWN)
-    model, drafter = os.environ["VLLM_MODEL"], f"{tmp_path / 'mine.py'}:Bigram"
-    words = ("--engine", os.environ["VLLM"], "--model", model, "--drafter", drafter)
-    sizes = ("--dtype", "float32", "--max-model-len", "2048", "--", "--enforce-eager")
-    with serving(*words, *sizes, wait=False) as server:
-        for _ in range(5):  # minutes
-            with suppress(AssertionError):
-                until(lambda: "serving on" in server.log())
+def test_a_drafter_of_ours_drafts_in_a_real_vllm(plain, prompts):
+    with serving("--engine", os.environ["VLLM_URL"]) as server:
         for name, prompt in prompts.items():
             status, body = generate(server.port, prompt=prompt, max_tokens=48)
             assert status == 200 and body["token_ids"] == plain(prompt, 48), name
