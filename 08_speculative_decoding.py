@@ -108,7 +108,7 @@ def choices(
 
     The noise depends on the seed and the position alone, so no draft changes a choice.
     """
-    return lambda i, depth: choose(scores, sampling, noise, num_tokens + depth, row=i + 1)
+    return lambda i, depth: choose(scores, sampling, noise, num_tokens + depth, i + 1)
 
 
 def speculate(

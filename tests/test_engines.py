@@ -24,8 +24,9 @@ from server import (
     wait_until_running,
 )  # fmt: skip
 
-from engines import KEY_VARIABLE, app, client, relay
+from engines import KEY_VARIABLE, app, client, load, relay
 from messages import RequestError
+from models.loading import StartError
 from serving.options import Options
 
 TEXT = " blue, red, green, blue, red, green,"
