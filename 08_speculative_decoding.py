@@ -24,19 +24,13 @@ much it drafts, serving/ has what only a server needs, and kernels/ compute the 
 Sources: Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318; Daliri et al., 2408.07978.
 """
 
-import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-if __name__ == "__main__" and any(word.startswith("--port") for word in sys.argv):
-    for number in (signal.SIGINT, signal.SIGTERM):  # while torch is imported, for seconds
-        signal.signal(number, lambda *_: os._exit(0))
-
-import models.shortage  # isort: skip  # noqa: F401  (before torch, which may lack memory)
+import models.shortage  # isort: skip  # noqa: F401  (before torch, which takes seconds)
 import torch
 from flask import Flask, Response
 from torch import Tensor
@@ -57,7 +51,7 @@ from kernels.prefix import PrefixCache
 from kernels.start import get_ready, report_of, speed_up
 from kernels.states import follow_rows
 from kernels.weights import num_weights
-from messages import Cycle, Draft, Judgement, Layers, Output, Request, Sampling, Verdict
+from messages import Cycle, Draft, Judgement, Layers, Output, Place, Request, Sampling, Verdict
 from models import loading
 from models.catalogue import with_model
 from models.gpt_neo import follow_masks
@@ -69,9 +63,8 @@ from serving.options import Options, parse_arguments
 from serving.parsing import parse_request
 from serving.worker import Worker, warm_up
 
+
 # -------------------------------------------------------------------------------- the method
-
-
 def verify(
     draft: Draft, choice_after: Callable[[int, int], int]
 ) -> tuple[list[Judgement], list[int]]:
@@ -112,15 +105,9 @@ def choices(
 
 
 def speculate(
-    target: "CachedModel",
-    drafter: Drafter,
-    prompt: list[int],
-    max_tokens: int,
-    eos_ids: set[int],
-    sampling: Sampling = Request.sampling,
-    seed: int = 0,
-    num_drafted: int = 5,
-) -> list[int]:
+    target: "CachedModel", drafter: Drafter, prompt: list[int], max_tokens: int, eos_ids: set[int],
+    sampling: Sampling = Request.sampling, seed: int = 0, num_drafted: int = 5,
+) -> list[int]:  # fmt: skip
     """Decode with a drafter: the text of `plain_decode`, in fewer passes of the target.
 
     This is the whole method for one request. `Engine` does the same for many requests at once, each
@@ -164,13 +151,9 @@ def speculate(
 
 
 def plain_decode(
-    target: "CachedModel",
-    prompt: list[int],
-    max_tokens: int,
-    eos_ids: set[int],
-    sampling: Sampling = Request.sampling,
-    seed: int = 0,
-) -> list[int]:
+    target: "CachedModel", prompt: list[int], max_tokens: int, eos_ids: set[int],
+    sampling: Sampling = Request.sampling, seed: int = 0,
+) -> list[int]:  # fmt: skip
     """Decode with the target alone, one token a pass: the text to reproduce, and the baseline."""
     max_tokens, noise = min(max_tokens, target.max_length - len(prompt)), Noise(seed)
     row, fed, tokens = target.cache.open_row(), prompt, []
@@ -185,65 +168,6 @@ def plain_decode(
 
 
 # ------------------------------------------------------------------- KV cache and truncation
-
-
-@dataclass
-class Place:
-    """Where a pass's tokens go: counts[b] tokens of text b, to slot slots[b] of the cache.
-
-    They are [B, T], where shorter texts are padded on the left. Pads are never written there.
-    """
-
-    slots: list[int]
-    counts: list[int]
-    ends: list[int]  # each text's length after the pass
-    end: int  # the largest of them: attention reads this many keys of each text
-    device: torch.device
-
-    @cached_property
-    def positions(self) -> Tensor:
-        """[B, T]: each token's place in its text, as [7, 8] of 2 that end at 9; of pads, any."""
-        back = torch.arange(-max(self.counts), 0, device=self.device)
-        return (back + torch.tensor(self.ends, device=self.device)[:, None]).clamp_(min=0)
-
-    @cached_property
-    def real(self) -> Tensor:
-        """[B, T] bool: False on pads."""
-        width, counts = self.positions.shape[1], self.positions.new_tensor(self.counts)
-        return torch.arange(width, device=counts.device) >= width - counts[:, None]
-
-    @cached_property
-    def written(self) -> tuple[Tensor, Tensor]:
-        """(slots, positions) of the real tokens."""
-        slots = self.positions.new_tensor(self.slots)[:, None].expand_as(self.positions)
-        return slots[self.real], self.positions[self.real]
-
-    def arrange(self, rows: list[Tensor]) -> Tensor:
-        """Pad and stack each text's ids [t] to [B, T], or its states [t, D] to [B, T, D]."""
-        arranged = rows[0].new_zeros(*self.positions.shape, *rows[0].shape[1:])
-        for b, row in enumerate(rows):
-            arranged[b, -len(row) :] = row
-        return arranged
-
-    def part(self, result: Tensor) -> list[Tensor]:
-        """Split a pass's result [B, T, D] by text, without pads: [counts[b], D]."""
-        return [row[len(row) - n :] for row, n in zip(result, self.counts, strict=True)]
-
-    def mask(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """Additive mask [B, 1, T, end]: a token sees at most `window` tokens up to itself."""
-        keys = torch.arange(self.end, device=self.positions.device)
-        queries = self.positions[:, None, :, None]
-        unseen = keys > queries
-        if window is not None:
-            unseen |= keys <= queries - window
-        # Floats and not bools: transformers' eager attention adds the mask to the scores.
-        return torch.zeros_like(unseen, dtype=dtype).masked_fill_(unseen, torch.finfo(dtype).min)
-
-    def write(self, buffer: Tensor, new: Tensor) -> Tensor:
-        """Write keys or values [B, H, T, width]; returns all of these texts, [B, H, end, width]."""
-        slots, positions = self.written
-        buffer[slots, :, positions] = new.transpose(1, 2)[self.real]
-        return buffer[self.slots, :, : self.end]
 
 
 class SlotLayer(CacheLayerMixin):

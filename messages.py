@@ -5,6 +5,7 @@ Request ──→ engine ──→ drafter: Draft ──→ verify: Judgement �
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -190,19 +191,63 @@ class Output:
     hidden: dict[int, list[Tensor]]  # by layer asked for, [tokens fed, D] of each text
 
 
-class Place(Protocol):
-    """What others know of the core's Place: where a pass's tokens [B, T] go."""
+@dataclass
+class Place:
+    """Where a pass's tokens go: counts[b] tokens of text b, to slot slots[b] of the cache.
+
+    They are [B, T], where shorter texts are padded on the left. Pads are never written there.
+    """
 
     slots: list[int]
     counts: list[int]
     ends: list[int]  # each text's length after the pass
-    end: int  # the largest of them
+    end: int  # the largest of them: attention reads this many keys of each text
+    device: torch.device
 
-    @property
-    def positions(self) -> Tensor: ...
-    def arrange(self, rows: list[Tensor]) -> Tensor: ...
-    def part(self, result: Tensor) -> list[Tensor]: ...
-    def mask(self, dtype: torch.dtype, window: int | None = None) -> Tensor: ...
+    @cached_property
+    def positions(self) -> Tensor:
+        """[B, T]: each token's place in its text, as [7, 8] of 2 that end at 9; of pads, any."""
+        back = torch.arange(-max(self.counts), 0, device=self.device)
+        return (back + torch.tensor(self.ends, device=self.device)[:, None]).clamp_(min=0)
+
+    @cached_property
+    def real(self) -> Tensor:
+        """[B, T] bool: False on pads."""
+        width, counts = self.positions.shape[1], self.positions.new_tensor(self.counts)
+        return torch.arange(width, device=counts.device) >= width - counts[:, None]
+
+    @cached_property
+    def written(self) -> tuple[Tensor, Tensor]:
+        """(slots, positions) of the real tokens."""
+        slots = self.positions.new_tensor(self.slots)[:, None].expand_as(self.positions)
+        return slots[self.real], self.positions[self.real]
+
+    def arrange(self, rows: list[Tensor]) -> Tensor:
+        """Pad and stack each text's ids [t] to [B, T], or its states [t, D] to [B, T, D]."""
+        arranged = rows[0].new_zeros(*self.positions.shape, *rows[0].shape[1:])
+        for b, row in enumerate(rows):
+            arranged[b, -len(row) :] = row
+        return arranged
+
+    def part(self, result: Tensor) -> list[Tensor]:
+        """Split a pass's result [B, T, D] by text, without pads: [counts[b], D]."""
+        return [row[len(row) - n :] for row, n in zip(result, self.counts, strict=True)]
+
+    def mask(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
+        """Additive mask [B, 1, T, end]: a token sees at most `window` tokens up to itself."""
+        keys = torch.arange(self.end, device=self.positions.device)
+        queries = self.positions[:, None, :, None]
+        unseen = keys > queries
+        if window is not None:
+            unseen |= keys <= queries - window
+        # Floats and not bools: transformers' eager attention adds the mask to the scores.
+        return torch.zeros_like(unseen, dtype=dtype).masked_fill_(unseen, torch.finfo(dtype).min)
+
+    def write(self, buffer: Tensor, new: Tensor) -> Tensor:
+        """Write keys or values [B, H, T, width]; returns all of these texts, [B, H, end, width]."""
+        slots, positions = self.written
+        buffer[slots, :, positions] = new.transpose(1, 2)[self.real]
+        return buffer[self.slots, :, : self.end]
 
 
 class KeyCache(Protocol):

@@ -79,16 +79,14 @@ def load_packed(
     report = {"missing_keys": missing, "mismatched_keys": sizes, "unexpected_keys": unread}
     if missing or sizes:
         return empty, report
-    was_read = [name for name in file.tensors if name not in unread or tables.reads(name)]
-    refuse_unread(file, was_read, config.num_hidden_layers)
+    read_too = filter(tables.reads, unread)  # as a part of experts
+    refuse_unread(file, file.tensors.keys() - unread | {*read_too}, config.num_hidden_layers)
     report["unexpected_keys"] = ()
     # A matrix's place is held by one zero, which looks as large: memory is for what is there.
     weights = {name: torch.zeros(1).expand(shape) for name, shape in shapes.items()}
-    if types := sorted({p.tensor.type.name for p in plans.values() if p.owner and not p.form}):
-        if is_strict:
-            why = f"no kernel multiplies weights of type {', '.join(types)} (give --dtype auto)"
-            raise StartError(f"{file.name} cannot be served as it is: {why}")
-        LOG.info("%s: weights of type %s are unpacked to bfloat16", file.name, ", ".join(types))
+    _tell_of(
+        {p.tensor.type.name for p in plans.values() if p.owner and not p.form}, file, is_strict
+    )
     packed: dict[str, Panels] = {}
     experts: dict[str, list[Panels]] = {}  # by the parameter that they stand for
 
@@ -110,6 +108,16 @@ def load_packed(
         hold(part, [experts[f"{name}.{matrix}"] for matrix in matrices_of(part)])
     model.fingerprint, model.path = file.fingerprint, file.name
     return model, report
+
+
+def _tell_of(unpacked: set[str], file: GgufFile, is_strict: bool) -> None:
+    """Say which types no kernel multiplies. Raises StartError where it `is_strict`."""
+    types = ", ".join(sorted(unpacked))
+    if types and is_strict:
+        why = f"no kernel multiplies weights of type {types} (give --dtype auto)"
+        raise StartError(f"{file.name} cannot be served as it is: {why}")
+    if types:
+        LOG.info("%s: weights of type %s are unpacked to bfloat16", file.name, types)
 
 
 def compare(model: PreTrainedModel) -> None:

@@ -2,11 +2,12 @@
 
 Importing torch may take more memory than there is. So the core imports this file before torch. It
 also keeps other libraries from starting threads of their own, and Python from looking for garbage
-too often.
+too often. Signals end a server well from here on.
 """
 
 import gc
 import os
+import signal
 import sys
 from types import TracebackType
 
@@ -45,6 +46,10 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 sys.excepthook = _hook
+# Until a server runs a signal ends it at once, in good order. torch is imported for seconds.
+if sys.argv[0].endswith(".py") and any(word.startswith("--port") for word in sys.argv[1:]):
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: os._exit(0))
 # torch's threads occupy the cores. Those of numpy and tokenizers would take turns with them.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
