@@ -98,7 +98,7 @@ class Replay(_Server):
         self.told = json.loads(CONVERSATION.read_text("utf-8"))
         self.cut = self.hang = self.status = None
         self.is_lenient = False  # whatever is generated, the last answer of that route is given
-        self.num_left, self.go_on = 0, threading.Event()
+        self.num_left, self.is_hanging, self.go_on = 0, threading.Event(), threading.Event()
         super().__init__(port)
 
     def answer(self, handler, body):
@@ -124,6 +124,7 @@ class Replay(_Server):
                 handler.connection.close()
                 raise ConnectionResetError
             if i == self.hang:
+                self.is_hanging.set()
                 self.go_on.wait(60)
                 self.num_left += has_left(handler.connection)
                 raise ConnectionResetError

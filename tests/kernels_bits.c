@@ -10,6 +10,7 @@
 
 int apply_convolution(const convolution *, const passage *, int, int);
 int apply_rule(const rule *, const given *, int, int);
+void tabulate(float *, float *, int, int, const double *, double);
 int64_t survivors(const choice *, const float *, int, double *, int64_t *);
 int64_t leaders(const choice *, const float *, int, int, double *, int64_t *, double *);
 
@@ -178,14 +179,18 @@ int main(int count, char **given) {
     block *blocks = calloc((size_t)d.num_blocks, sizeof *blocks);
     d.blocks = blocks;
     const int width = 2 * (1 + next(40)), kv_heads = 1 + next(3), groups = 1 + next(4), turned = next(2) ? width : 2 * (1 + next(width / 2));
-    ropes[0] = (rope){turned, capacity, numbers(capacity * turned / 2, 1), numbers(capacity * turned / 2, 1)};
+    float *cosines = numbers(capacity * turned / 2, 1), *sines = numbers(capacity * turned / 2, 1);
+    double frequencies[40];
+    for (int j = 0; j < turned / 2; ++j) frequencies[j] = 1 / (1.0 + next(1000));
+    tabulate(cosines, sines, capacity, turned / 2, frequencies, 1);
+    ropes[0] = (rope){turned, capacity, cosines, sines};
     for (int i = 0; i < d.num_blocks; ++i) {
       block *b = blocks + i;
       const int q = kv_heads * groups * width, kv = kv_heads * width, inner = 8 + next(150);
       b->heads = kv_heads * groups, b->kv_heads = kv_heads, b->width = b->value_width = width, b->rope = next(4) ? 0 : -1;
       b->window = next(2) ? 1 + next(400) : 0, b->has_wide_norms = next(2), b->has_gates = next(3) == 0;
       b->activation = next(6), b->is_gated = next(2), b->is_half = next(2);
-      b->scaling = 0.2f, b->softcap = next(2) ? 10 : 0, b->residual_scale = next(2) ? 1 : 0.3f;
+      b->scaling = 0.2f, b->softcap = next(2) ? 10 : 0, b->residual_scale = next(2) ? 1 : 0.3f, b->sinks = next(2) ? numbers(b->heads, 4) : NULL;
       b->input_norm = new_norm(next(4), hidden), b->out_norm = new_norm(next(2), hidden);
       b->mlp_norm = new_norm(next(4), hidden), b->down_norm = new_norm(next(2), hidden);
       const int has_norms = next(2);

@@ -21,7 +21,6 @@ from server import (
     is_error,
     serving,
     until,
-    wait_until_running,
 )  # fmt: skip
 
 from engines import KEY_VARIABLE, app, client, load, relay
@@ -302,7 +301,7 @@ def server():
 def test_a_client_that_leaves_is_cancelled_in_the_engine(server):
     server.replay.hang, server.replay.num_left = 1, 0
     with connect(server.port, "/generate", LONG):
-        wait_until_running(server.port)
+        until(server.replay.is_hanging.is_set)  # else it is its sending that fails
     until(lambda: health(server.port)["num_requests_running"] == 0)
     server.replay.go_on.set()  # only now: the engine is to look for us once we are gone
     until(lambda: server.replay.num_left == 1)

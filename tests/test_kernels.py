@@ -306,19 +306,22 @@ PROGRAM = ROOT / "tests" / "kernels_bits.c"
 EXACT = "-O3 -std=gnu11 -ffp-contract=off -fno-math-errno -fno-trapping-math -pthread".split()
 
 
-def bits(tmp_path, cpu, *options, runner=(), given=("0", "12", "2"), compiler=None):
-    """What kernels_bits.c prints, compiled for a CPU; for "own", with the library that runs here.
+def bits(tmp_path, cpu, *options, runner=(), given=("0", "12", "2"), compiler=None, kernels=None):
+    """What kernels_bits.c prints, compiled for a CPU, with `kernels` or their sources.
 
     None: as it was compiled last.
     """
     made = tmp_path / "bits"
     if cpu:
-        kernels = sorted((ROOT / "kernels").glob("*.c"))
-        if cpu == "own":
-            cpu, kernels = "native", [library.load()._name]
+        kernels = kernels or sorted((ROOT / "kernels").glob("*.c"))
         command = [*(compiler or library.compiler()), *EXACT, f"-march={cpu}", *options]
         subprocess.run([*command, "-o", made, PROGRAM, *kernels, "-lm"], check=True)
     return subprocess.check_output([*runner, made, *given], text=True)
+
+
+def native_bits(tmp_path):
+    """With the library that runs here."""
+    return bits(tmp_path, "native", kernels=[library.load()._name])
 
 
 LATER = [pytest.param(f"x86-64{level}", marks=pytest.mark.slow) for level in ("", "-v4")]
@@ -326,7 +329,7 @@ LATER = [pytest.param(f"x86-64{level}", marks=pytest.mark.slow) for level in (""
 
 @pytest.mark.parametrize("cpu", ["native", "x86-64-v3", *LATER])
 def test_all_that_is_in_c_has_the_same_bits_on_every_x86_and_with_any_threads(tmp_path, cpu):
-    native = bits(tmp_path, "own")
+    native = native_bits(tmp_path)
     assert native.count("\n") == 12 and "none" not in native
     flags, needed = set(Path("/proc/cpuinfo").read_text().split()), {"lm"}
     needed |= {"avx2", "fma", "f16c"} if "v" in cpu else set()
@@ -344,21 +347,52 @@ def test_all_that_is_in_c_has_the_same_bits_on_every_x86_and_with_any_threads(tm
 @pytest.mark.slow
 @pytest.mark.parametrize("cpu", ["armv8-a", "armv8.2-a+dotprod"])
 def test_all_that_is_in_c_has_the_same_bits_on_aarch64(tmp_path, cpu):
-    cross, emulator = shutil.which("aarch64-linux-gnu-gcc"), shutil.which("qemu-aarch64")
+    cross, names = shutil.which("aarch64-linux-gnu-gcc"), ("qemu-aarch64-static", "qemu-aarch64")
+    emulator = next(filter(None, map(shutil.which, names)), None)
     if not (cross and emulator):
-        pytest.skip("needs gcc-aarch64-linux-gnu and qemu-user")
-    native = bits(tmp_path, "own")
+        pytest.skip("needs Debian's gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user-static")
+    native = native_bits(tmp_path)
     assert bits(tmp_path, cpu, "-static", runner=[emulator], compiler=[cross]) == native
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cpu", ["native", "x86-64-v3"])
-def test_nothing_is_read_or_written_that_is_not_there(tmp_path, cpu):
-    """Random shapes under AddressSanitizer and UndefinedBehaviorSanitizer."""
-    sanitizers = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    runner = ["env", "ASAN_OPTIONS=detect_leaks=0"]
-    found = bits(tmp_path, cpu, *sanitizers, runner=runner, given=("0", "120", "2", "all"))
+SANITIZERS = "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"
+NO_LEAKS = {"ASAN_OPTIONS": "detect_leaks=0"}  # Python and torch have some
+
+
+def sanitized_bits(tmp_path, cpu, **kernels):
+    """Random shapes, with all forms."""
+    runner = ["env", *(f"{name}={value}" for name, value in NO_LEAKS.items())]
+    given = "0", "120", "2", "all"
+    found = bits(tmp_path, cpu, *SANITIZERS, runner=runner, given=given, **kernels)
     assert found.count("\n") == 120
+
+
+@pytest.mark.slow
+def test_nothing_is_read_or_written_that_is_not_there(tmp_path):
+    sanitized_bits(tmp_path, "x86-64-v3")
+
+
+@pytest.mark.slow
+def test_nor_is_it_where_python_calls_the_kernels(tmp_path, monkeypatch):
+    """These tests and those of GGUF files, with kernels under both sanitizers."""
+    names = ["libasan.so", "libstdc++.so"]
+    if not (gcc := shutil.which("gcc")):
+        pytest.skip("needs gcc")
+    found = [subprocess.check_output([gcc, f"-print-file-name={n}"], text=True) for n in names]
+    compiler, preloaded = tmp_path / "cc", " ".join(path.strip() for path in found)
+    if names[0] in preloaded.split():  # a name without a folder
+        pytest.skip("needs gcc's libasan")
+    compiler.write_text(f'#!/bin/sh\nexec {gcc} "$@" {" ".join(SANITIZERS)}\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library._compile(file := library._cache() / f"{library._key()}.so")
+    sanitized_bits(tmp_path, "native", kernels=[file])
+    # As Python's own allocator would, so that sanitizers see the ends of what ctypes makes.
+    environment = os.environ | NO_LEAKS | {"LD_PRELOAD": preloaded, "PYTHONMALLOC": "malloc"}
+    tests = [__file__, *map(str, (ROOT / "tests").glob("test_gguf*.py"))]
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-k", "not compile and not x86", *tests]
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=900)
 
 
 @pytest.mark.skipif(
