@@ -75,18 +75,15 @@ def load_packed(
     wanted = {name: weight.shape for name, weight in empty.state_dict().items()}
     missing = wanted.keys() - shapes.keys() - empty.all_tied_weights_keys.keys()
     sizes = {(n, shapes[n], wanted[n]) for n in wanted if shapes.get(n, wanted[n]) != wanted[n]}
-    unread = {plan.tensor.name for plan in plans.values() if plan.target not in wanted}
+    unread = {n for n, p in plans.items() if p.target not in wanted and not tables.reads(n)}
     report = {"missing_keys": missing, "mismatched_keys": sizes, "unexpected_keys": unread}
     if missing or sizes:
         return empty, report
-    read_too = filter(tables.reads, unread)  # as a part of experts
-    refuse_unread(file, file.tensors.keys() - unread | {*read_too}, config.num_hidden_layers)
+    refuse_unread(file, file.tensors.keys() - unread, config.num_hidden_layers)
     report["unexpected_keys"] = ()
     # A matrix's place is held by one zero, which looks as large: memory is for what is there.
     weights = {name: torch.zeros(1).expand(shape) for name, shape in shapes.items()}
-    _tell_of(
-        {p.tensor.type.name for p in plans.values() if p.owner and not p.form}, file, is_strict
-    )
+    _tell_of([p for p in plans.values() if p.owner and not p.form], file, is_strict)
     packed: dict[str, Panels] = {}
     experts: dict[str, list[Panels]] = {}  # by the parameter that they stand for
 
@@ -110,9 +107,9 @@ def load_packed(
     return model, report
 
 
-def _tell_of(unpacked: set[str], file: GgufFile, is_strict: bool) -> None:
+def _tell_of(unpacked: "list[_Plan | _Experts]", file: GgufFile, is_strict: bool) -> None:
     """Say which types no kernel multiplies. Raises StartError where it `is_strict`."""
-    types = ", ".join(sorted(unpacked))
+    types = ", ".join(sorted({plan.tensor.type.name for plan in unpacked}))
     if types and is_strict:
         why = f"no kernel multiplies weights of type {types} (give --dtype auto)"
         raise StartError(f"{file.name} cannot be served as it is: {why}")
