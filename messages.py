@@ -3,17 +3,14 @@
 Request ──→ engine ──→ drafter: Draft ──→ verify: Judgement ──→ drafter: Verdict
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -250,89 +247,11 @@ class Place:
         return buffer[self.slots, :, : self.end]
 
 
-class KeyCache(Protocol):
-    """What others know of the core's SlotCache: rows that each have a length."""
-
-    current: Place  # of the pass under way
-    device: torch.device
-    num_rows: int
-    capacity: int
-    lengths: list[int]  # by row
-    rows: list[int]  # the open rows, by slot
-    layers: list[Any]  # each with keys and values [slots, heads, capacity, width]
-    recurrent: list[Any]  # the layers that keep a state instead of keys and values
-    max_length: int
-
-    def open_row(self) -> int: ...
-    def close_row(self, row: int) -> None: ...
-    def slot(self, row: int) -> int: ...
-    def place(self, rows: list[int], counts: list[int]) -> Place: ...
-    def advance(self, place: Place) -> None: ...
-    def truncate(self, row: int, length: int) -> None: ...
-
-
-class Model(Protocol):
-    """What others know of the core's CachedModel, which has a KV cache."""
-
-    name: str
-    model: "PreTrainedModel"
-    tokenizer: "PreTrainedTokenizerBase"
-    vocab_size: int
-    max_length: int
-    num_weights: int
-    cache: KeyCache
-    windows: dict[str, int | None]  # how far back each kind of layer sees; None: all
-    has_experts: bool
-    fast: Any  # its forward in C, or None
-    report: Any  # of kernels/forward.py, once it was checked
-    reference: Any  # of models/reference.py, until it was compared
-    fingerprint: str | None  # of a GGUF file that is served as it is
-    pack_copy: Callable[["PreTrainedModel"], None] | None  # see models/loading.py
-    forward: Callable[..., Output]
-
-    def new_cache(self, num_layers: int, num_rows: int, spare: int = 0) -> KeyCache: ...
-
-
-class TextSequence(Protocol):
-    """What others know of the core's Sequence: a request under way."""
-
-    request: Request
-    row: int  # in the target's KV cache
-    seat: Any  # of drafters/panel.py
-    noise: Any  # of sampling.py, as the text is
-    text: Any
-    statistics: Any  # of control/statistics.py
-    tokenizer: "PreTrainedTokenizerBase"
-    tokens: list[int]
-    num_steps: int
-    logprobs: list[Json]
-    finish_reason: str | None
-    failure: Exception | None
-
-    @property
-    def output(self) -> list[int]: ...
-    @property
-    def remaining(self) -> int: ...
-    def fail(self, error: Exception) -> None: ...
-
-
-class Engine(Protocol):
-    """What others know of the core's Engine; its parts are classes of drafters/ and control/."""
-
-    target: Model
-    panel: Any
-    controller: Any
-    planner: Any
-    totals: Any
-    default_drafter: str | None
-    eos_ids: set[int]
-
-    def open(self, request: Request) -> TextSequence: ...
-    def close(self, s: TextSequence) -> None: ...
-    def step(
-        self, sequences: list[TextSequence], cycles: "dict[TextSequence, Cycle] | None" = None
-    ) -> "dict[TextSequence, Cycle]": ...
-    def generate(self, request: Request) -> Iterator[tuple[TextSequence, "Cycle"]]: ...
+# Classes of the core, which no other file can import: it is the program that runs.
+KeyCache = Any  # SlotCache: a KV cache with a row for each text
+Model = Any  # CachedModel: a model with a KV cache
+TextSequence = Any  # Sequence: a request under way
+Engine = Any
 
 
 @dataclass

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config
 
@@ -191,7 +190,9 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
         what = f"attention.value_length is {value}, and attention.key_length {head}"
         raise keys.bad(f"{what}: they must be equal")
     keys.refuse_the_rest()
-    config = AutoConfig.for_model(**fields | _special(file))
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):  # or another model's
+        fields[f"{name}_token_id"] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+    config = AutoConfig.for_model(**fields)
     config._name_or_path = Path(file.name).stem
     return config
 
@@ -327,16 +328,7 @@ def _numbers(file: GgufFile, name: str) -> list[float] | None:
         return None
     if tensor.type.name != "F32" or tensor.num_bytes > 4 * _MOST_VALUES:
         raise BadFile(f"{file.name}: {name} is no short list in float32")
-    return torch.from_numpy(file.read(tensor).view(np.float32).copy()).tolist()
-
-
-def _special(file: GgufFile) -> dict[str, Any]:
-    """The ids of tokens that begin, end and pad a text; a config's defaults are other models'."""
-    ids = {"bos": "bos", "eos": "eos", "pad": "padding"}
-    return {
-        f"{here}_token_id": file.metadata.get(f"tokenizer.ggml.{there}_token_id")
-        for here, there in ids.items()
-    }
+    return file.read(tensor).view(np.float32).tolist()
 
 
 def _brief(value: Any) -> Any:
