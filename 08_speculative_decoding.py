@@ -110,8 +110,8 @@ def speculate(
 ) -> list[int]:  # fmt: skip
     """Decode with a drafter: the text of `plain_decode`, in fewer passes of the target.
 
-    This is the whole method for one request. `Engine` does the same for many requests at once, each
-    with its drafters, and counts.
+    This is the whole method for one request. `Engine` does it for many requests at once, and keeps
+    statistics.
     """
     noise, tokens, row = Noise(seed), list(prompt), target.cache.open_row()
     state = drafter.open(prompt, sampling, noise)

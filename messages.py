@@ -247,7 +247,7 @@ class Place:
         return buffer[self.slots, :, : self.end]
 
 
-# Classes of the core, which no other file can import: it is the program that runs.
+# Names for the core's classes in annotations. No file can import the core: it is the main program.
 KeyCache = Any  # SlotCache: a KV cache with a row for each text
 Model = Any  # CachedModel: a model with a KV cache
 TextSequence = Any  # Sequence: a request under way

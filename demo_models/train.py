@@ -24,9 +24,11 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads cost 10x on busy cores
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from models.catalogue import for_transformers, place_of
+from models.catalogue import place_of
+from models.loading import load_pretrained
+from serving.options import Options
 
 from . import answers, corpus, embedded, recipe
 from .heads import DFlash, Draft, Eagle3, Mtp
@@ -87,9 +89,10 @@ def rows_of(target: PreTrainedModel) -> torch.Tensor:
 
 def student_of(plan: Plan) -> tuple[PreTrainedModel, recipe.Data, recipe.Student]:
     """A target, its answers with the states that are made where they are missing, and a student."""
-    given, kind = for_transformers(plan.target), STUDENTS[plan.kind]
-    target = AutoModelForCausalLM.from_pretrained(**given, dtype=recipe.fast_dtype())
-    target = target.to(torch.get_default_device()).eval()
+    kind, dtype = STUDENTS[plan.kind], str(recipe.fast_dtype()).removeprefix("torch.")
+    # As it is served: transformers' own reader drops keys of a GGUF file.
+    target = load_pretrained(plan.target, Options(dtype=dtype)).model
+    target = target.to(torch.get_default_device())
     target.requires_grad_(False)
     states = recipe.make_states(target, plan.work, kind.layers_of(target.config.num_hidden_layers))
     data = recipe.Data(plan.work, states)

@@ -27,7 +27,6 @@ from filelock import FileLock
 from messages import in_short
 
 from . import StartError, gguf_hub
-from .gguf_file import is_gguf
 
 PROGRESS = logging.getLogger("progress.once")
 ROOT = Path(__file__).resolve().parent.parent
@@ -134,14 +133,6 @@ def place_of(name: str) -> str:
             "names another place)"
         ) from error
     return str(file)
-
-
-def for_transformers(place: str) -> dict[str, str]:
-    """What from_pretrained is told of a folder, or of a GGUF file."""
-    if not is_gguf(place):
-        return {"pretrained_model_name_or_path": place}
-    path = Path(place)
-    return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
 
 
 def with_model(options: Any) -> Any:

@@ -1,8 +1,9 @@
 """A second reading of a GGUF file's header, which shares no code and no table with the first one.
 
 The comparison at the start runs both of its sides with one config, so it cannot see that the config
-is wrong. Here rotations, scales, windows and norms are derived from the header once more, by the
-formulas of llama.cpp (ggml/src/ggml-cpu/ops.cpp), and compared with what the model's modules hold.
+is wrong. Here rotations, attention scales, epsilons and Gemma's windows and caps are derived from
+the header once more, by the formulas of llama.cpp (ggml/src/ggml-cpu/ops.cpp), and compared with
+what the model's modules hold.
 """
 
 from collections.abc import Callable, Iterator

@@ -37,31 +37,27 @@ _EXPERTS = {
 _CAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 NO_EFFECT = {  # keys whose value is of no effect, and why
-    "rope.scaling.original_context_length": "it is read where rotations are scaled by it",
+    "rope.scaling.original_context_length": "it only tells how rotations are scaled",
     "rope.scaling.finetuned": "it says how the model was trained",
     "tensor_data_layout": "the layout of a family's tensors is known",
+    "use_parallel_residual": "converters guess it; a second norm of a layer tells",
 }
 NEUTRAL = {  # by key, the values that change nothing; any other value is refused
-    **dict.fromkeys(
+    **dict.fromkeys((
         "attention.clamp_kqv attention.max_alibi_bias attention.scale attention.shared_kv_layers "
         "attention.sliding_window attn_logit_softcapping expert_count expert_used_count "
         "expert_weights_norm final_logit_softcapping leading_dense_block_count pooling_type "
-        "rope.scaling.alpha rope.scaling.yarn_log_multiplier router_logit_softcapping "
-        "swin_norm".split(),
-        (0,),
-    ),
-    **dict.fromkeys(
+        "rope.scaling.alpha rope.scaling.yarn_log_multiplier router_logit_softcapping swin_norm"
+    ).split(), (0,)),
+    **dict.fromkeys((
         "attention.temperature_scale embedding_scale expert_gating_func expert_group_count "
         "expert_group_used_count expert_shared_count expert_weights_scale logit_scale "
-        "residual_scale".split(),
-        (0, 1),
-    ),
-    "attention.causal": (True,),
-    "rope.scaling.yarn_attn_factor": (1,),
-    "rope.scaling.yarn_beta_fast": (32,),
-    "rope.scaling.yarn_beta_slow": (1,),
+        "residual_scale"
+    ).split(), (0, 1)),
+    "attention.causal": (True,), "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_beta_fast": (32,), "rope.scaling.yarn_beta_slow": (1,),
     "rope.scaling.yarn_ext_factor": (0, -1),  # -1: as the type says
-}
+}  # fmt: skip
 FACTORS = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
 _UNUSED = re.compile(r"blk\.\d+\.attn_rot_embd\.weight")  # frequencies that can be computed
 
@@ -99,8 +95,7 @@ FAMILIES = {
     "gemma3": Family("gemma3_text", _LLAMA | _CAPS, pattern=6),
     "stablelm": Family(
         "stablelm",
-        _SIZES | {_NORM: "layer_norm_eps", "use_parallel_residual": "use_parallel_residual"},
-        {"use_parallel_residual": True}, {"use_qkv_bias": "attn_q"}, turns_part=True,
+        _SIZES | {_NORM: "layer_norm_eps"}, biases={"use_qkv_bias": "attn_q"}, turns_part=True,
     ),
     "starcoder2": Family("starcoder2", _SIZES | _WINDOW | {_NORM: "norm_epsilon"}),
     "nemotron": Family(
@@ -191,7 +186,8 @@ def config_of(file: GgufFile) -> PreTrainedConfig:
         raise keys.bad(f"{what}: they must be equal")
     keys.refuse_the_rest()
     for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):  # or another model's
-        fields[f"{name}_token_id"] = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        index = file.metadata.get(f"tokenizer.ggml.{key}_token_id", -1)
+        fields[f"{name}_token_id"] = index if 0 <= index < fields["vocab_size"] else None
     config = AutoConfig.for_model(**fields)
     config._name_or_path = Path(file.name).stem
     return config
@@ -215,7 +211,9 @@ def _fields(keys: _Keys, family: Family, length: int) -> dict[str, Any]:
         value = keys.take(key, family.facts.get(name))
         if value is None and key == _RMS and name in fields:
             continue  # the other epsilon is there
-        if isinstance(value, str | list) or (value is None and name not in _OPTIONAL):
+        if value is None and name not in _OPTIONAL:
+            raise keys.bad(f"its header lacks {keys.architecture}.{key}")
+        if isinstance(value, str | list):
             raise keys.bad(f"{keys.architecture}.{key} is {value!r:.80}, and a number is needed")
         if key == _RMS and value != fields.get(name, value):
             raise keys.bad(f"its {key} is {value}, and its {_NORM} {fields[name]}")
@@ -225,6 +223,10 @@ def _fields(keys: _Keys, family: Family, length: int) -> dict[str, Any]:
     if heads := keys.take("nextn_predict_layers", 0):  # for MTP, counted as layers
         fields["num_hidden_layers"] = layers = layers - heads
     fields["tie_word_embeddings"] = "output.weight" not in tensors
+    if family.model_type == "stablelm":
+        fields["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in tensors
+    if family.model_type == "phi3" and length == 4096:  # early files do not have their window
+        fields.setdefault("sliding_window", 2047)
     for name, matrix in family.biases.items():
         fields[name] = f"blk.0.{matrix}.bias" in tensors
     if family.model_type == "gpt2":  # positions are learned, and heads share nothing
@@ -278,8 +280,8 @@ def _alternate(keys: _Keys, fields: dict[str, Any], every: int, layers: int) -> 
 def _scaling(keys: _Keys, length: int) -> dict[str, Any]:
     """How rotations are scaled for long texts, in transformers' words.
 
-    Factors for each frequency are what transformers calls longrope, here without its choice by
-    length if there is one list of them, as Llama 3's files have.
+    transformers calls factors for each frequency longrope. Llama 3's files have one list of them,
+    so both lists of longrope are that one.
     """
     kind = keys.take("rope.scaling.type", "linear")
     factor = keys.take("rope.scaling.factor", keys.take("rope.scale_linear", 0.0)) or 1.0
@@ -298,27 +300,26 @@ def _scaling(keys: _Keys, length: int) -> dict[str, Any]:
         if extent not in (1, -1):
             raise keys.bad(f"rope.scaling.yarn_ext_factor is {extent}, and only 1 is applied")
         usual_size = 1 + 0.1 * log(max(factor, 1.0))
+        attn_factor = keys.take("rope.scaling.yarn_attn_factor", usual_size)
+        if attn_factor == 1.0:  # llama.cpp writes it for the usual size, and converters for 1
+            raise keys.bad("rope.scaling.yarn_attn_factor is 1.0, which may mean two models")
         return {
-            "rope_type": "yarn",
-            "factor": factor,
-            "original_max_position_embeddings": original,
-            "attention_factor": size * keys.take("rope.scaling.yarn_attn_factor", usual_size),
+            "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original,
+            "attention_factor": size * attn_factor,
             "beta_fast": keys.take("rope.scaling.yarn_beta_fast", 32.0),
             "beta_slow": keys.take("rope.scaling.yarn_beta_slow", 1.0),
-        }
+        }  # fmt: skip
     if not freqs and not short:
         if size != 1.0:
             raise keys.bad("rope.scaling.attn_factor is given where rotations are not scaled")
         is_scaled = factor != 1.0
         return {"rope_type": "linear", "factor": factor} if is_scaled else {"rope_type": "default"}
+    factors = freqs and [factor * each for each in freqs]
     return {
-        "rope_type": "longrope",
-        "short_factor": short or [factor * own for own in freqs],
-        "long_factor": long or [factor * own for own in freqs],
+        "rope_type": "longrope", "short_factor": short or factors, "long_factor": long or factors,
         "original_max_position_embeddings": original if short else length,
-        "attention_factor": size,
-        "factor": 1.0,
-    }
+        "attention_factor": size, "factor": 1.0,
+    }  # fmt: skip
 
 
 def _numbers(file: GgufFile, name: str) -> list[float] | None:

@@ -52,7 +52,7 @@ def why_not(file: GgufFile) -> str | None:
     for name, tensor in file.tensors.items():
         size = len(tensor.shape)
         if size > 3 or size == 3 and not (is_mixture and _EXPERTS.fullmatch(name)):
-            return f"the experts of {architecture} lie in another way ({name})"
+            return f"{name} has three dimensions, which no matrix of {architecture} has here"
     return None
 
 
@@ -108,10 +108,10 @@ def load_packed(
 
 
 def _tell_of(unpacked: "list[_Plan | _Experts]", file: GgufFile, is_strict: bool) -> None:
-    """Say which types no kernel multiplies. Raises StartError where it `is_strict`."""
+    """Say which types are unpacked. Raises StartError where it `is_strict`."""
     types = ", ".join(sorted({plan.tensor.type.name for plan in unpacked}))
     if types and is_strict:
-        why = f"no kernel multiplies weights of type {types} (give --dtype auto)"
+        why = f"weights of type {types} would be unpacked (give --dtype auto)"
         raise StartError(f"{file.name} cannot be served as it is: {why}")
     if types:
         LOG.info("%s: weights of type %s are unpacked to bfloat16", file.name, types)

@@ -52,15 +52,16 @@ _WHOLE_WORDS = {
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
     "jina-v5-nano", "tekken",
 }  # fmt: skip
-_ENDS = {  # of texts and turns: control tokens, whatever a file says of them
+_ENDS = {  # of texts and turns: control tokens that end an answer, whatever a file says of them
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>",
-    "<|eom_id|>", "<EOT>", "_<EOT>", "<end_of_utterance>", "<｜end▁of▁sentence｜>",
+    "<|eom_id|>", "<EOT>", "_<EOT>", "<end_of_utterance>", "<｜end▁of▁sentence｜>", "</s>", "<eos>",
+    "[EOT]", "[EOS]", "<|return|>", "<|call|>",
 }  # fmt: skip
 _TEMPLATE = "tokenizer.chat_template"
 _READ = {  # keys, and what they hold
     "model": str, "pre": str, "tokens": Texts, "merges": Texts, "scores": np.ndarray,
     "token_type": np.ndarray, "add_bos_token": bool, "add_eos_token": bool,
-    "add_space_prefix": bool, _TEMPLATE: str, "architecture": str,
+    "add_space_prefix": bool, "eos_token_ids": np.ndarray, _TEMPLATE: str, "architecture": str,
 }  # fmt: skip
 # Of no effect on a text's ids.
 _NO_MATTER = r".*_token_id|token_type_count|tokenizer\.(huggingface|rwkv|chat_templates?)(\..*)?"
@@ -76,9 +77,9 @@ _last: list[tuple[dict[str, Any], Tokenizer]] = []  # what the last one was made
 def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
     """The tokenizer of an opened model, tried on a few texts.
 
-    Its `turn_ends` are ids that end an answer as EOS does. A draft's file mostly has its target's
-    vocabulary. Then both share what was made of it. Raises BadFile, or what tokenizers raises for a
-    vocabulary without sense.
+    Its `turn_ends` are ids that end an answer as EOS does; files seldom name them all. A draft's
+    file mostly has its target's vocabulary. Then both share what was made of it. Raises BadFile, or
+    what tokenizers raises for a vocabulary without sense.
     """
     facts = _facts_of(file.metadata)
     made_of = {key: _packed(value) for key, value in facts.items() if "template" not in key}
@@ -98,7 +99,10 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
         index = facts.get(f"{here}_token_id")
         options[f"{there}_token"] = None if index is None else backend.id_to_token(index)
     tokenizer.__init__(**options)
-    tokenizer.turn_ends = {facts[key] for key in _TURN_ENDS if key in facts}
+    named = {facts[key] for key in _TURN_ENDS if key in facts} | {
+        *map(int, facts.get("eos_token_ids", ()))
+    }
+    tokenizer.turn_ends = (named | {*map(backend.token_to_id, _ENDS)}) - {None}
     if is_new and (reason := _why_wrong(tokenizer, len(facts["tokens"]))):
         _last.clear()
         raise BadFile(f"{file.name}: {reason}")
@@ -140,7 +144,7 @@ def _why_not(facts: dict[str, Any], words: list[str], kinds: list[int]) -> str |
         return f"tokenizers of the kind {model!r:.80} are not supported yet"
     if model == "gpt2" and rule not in _SPLITS:
         return f"the rule that splits texts, tokenizer.ggml.pre, is {rule!r:.80}, which is unknown"
-    # Original tokenizers heed it where they split a text only once. llama.cpp never does.
+    # For rules of one split original tokenizers heed add_space_prefix, and llama.cpp does not.
     heeds_prefix = model != "llama" and _SPLITS.get(rule, (_GPT2,)) == (_GPT2,)
     if heeds_prefix and facts["add_space_prefix"]:
         return f"add_space_prefix is not supported yet for tokenizers of the kind {model!r}"
@@ -150,6 +154,8 @@ def _why_not(facts: dict[str, Any], words: list[str], kinds: list[int]) -> str |
         return "its tokenizer has not as many scores and types as tokens"
     if len(tokens) < len(words):
         return "its tokenizer has a token twice"
+    if not 0 <= facts.get("padding_token_id", 0) < len(words):
+        del facts["padding_token_id"]  # nothing is padded by it
     for key in (*(f"{name}_token_id" for name in _NAMED), *_TURN_ENDS):
         if type(index := facts.get(key, 0)) is not int or not 0 <= index < len(words):
             return f"tokenizer.ggml.{key} is {index!r:.80}, which is no token's id"

@@ -207,7 +207,7 @@ CASES = {
     "stablelm": Case(
         "stablelm", rope(partial_rotary_factor=0.25, rope_theta=500.0) | {"layer_norm_eps": 0.05},
         {NORM: 0.05, "rope.dimension_count": 4, "rope.freq_base": 500.0,
-         "use_parallel_residual": False},
+         "use_parallel_residual": True},  # as a converter guesses
     ),
     "stablelm, parallel": Case(
         "stablelm", rope(partial_rotary_factor=0.5)
@@ -480,6 +480,7 @@ def test_each_key_that_gguf_knows_is_applied_or_refused(tmp_path, architecture):
         ("llama", {"rope_factors_long.weight": LONG}, "lacks a list of factors"),
         ("phi3", FACTORS | {"rope_freqs.weight": LONG}, "scaled in two ways"),
         ("yarn", {"rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor is 0.5"),
+        ("yarn", {"rope.scaling.yarn_attn_factor": 1.0}, "yarn_attn_factor is 1.0"),
         ("llama", {"rope.scaling.type": "spiral"}, "'spiral', which is not known"),
         ("llama", {"attention.head_count": [4, 4, 4, 2]}, "head_count is \\[4, 4, 4, 2\\]"),
         ("llama", {"expert_count": 4}, "'llama.expert_count' is 4"),
@@ -495,6 +496,17 @@ def test_what_would_be_another_model_is_refused(tmp_path, name, more, reason):
         with pytest.raises(StartError, match=reason) as error:
             load_pretrained(str(path), core.Options(dtype=dtype))
         assert "model.gguf" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "window"),
+    [({"context_length": 4096}, 2047), ({"context_length": 16384}, None),
+     ({"context_length": 4096, "attention.sliding_window": 0}, None)],
+)  # fmt: skip
+def test_early_files_of_phi_3_have_the_window_of_their_original(tmp_path, keys, window):
+    tensors = tensors_of(original(CASES["phi3"]), CASES["phi3"])
+    config = config_with(tmp_path / "model.gguf", CASES["phi3"], tensors, **keys)
+    assert config["sliding_window"] == window
 
 
 class Counted(str):

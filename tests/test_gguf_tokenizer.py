@@ -140,7 +140,15 @@ def test_a_chat_template_s_bos_is_the_only_one(tmp_path):
     tokenizer = tokenizer_of(file)
     assert chat_ids("a", tokenizer, 100) == prompt_ids("a", tokenizer, 100)
     assert chat_ids("a", tokenizer, 100)[:2].count(tokenizer.bos_token_id) == 1
-    assert tokenizer.turn_ends == {3}
+    assert tokenizer.turn_ends == {2, 3}  # </s>, by its name
+
+
+def test_an_answer_ends_at_each_token_that_ends_a_turn(tmp_path):
+    """Files name one or two of them. A padding token that is not there matters to nobody."""
+    more = {"eos_token_ids": [2, 5], "padding_token_id": 9999, "add_bos_token": True}
+    tokenizer = tokenizer_of(pieces(tmp_path, words=["<|end|>", "<", "|", "n", "d", ">"], **more))
+    assert tokenizer.turn_ends == {2, 5, tokenizer.convert_tokens_to_ids("<|end|>")}
+    assert tokenizer.pad_token is None
 
 
 NOT_PIECES = [
