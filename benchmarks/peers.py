@@ -33,7 +33,8 @@ from transformers.modeling_layers import MtpModel
 
 import benchmarks as bench
 from messages import Engine, Request
-from models.catalogue import for_transformers, place_of
+from models.catalogue import place_of
+from models.gguf_file import is_gguf
 from serving.options import ROOT, Options
 from serving.parsing import MAX_SPECULATIVE_TOKENS
 
@@ -62,7 +63,9 @@ class Peer:
 
     def __init__(self, model: str, dtype: str, device: Any, k: int) -> None:
         def load(name: str) -> Any:
-            found = AutoModelForCausalLM.from_pretrained(**for_transformers(name), dtype=dtype)
+            folder, file = os.path.split(name) if is_gguf(name) else (name, None)
+            file = {"gguf_file": file} if file else {}
+            found = AutoModelForCausalLM.from_pretrained(folder, **file, dtype=dtype)
             return found.to(device).eval()
 
         self.model, self.head, self.passes = load(place_of(model)), None, list[None]()
