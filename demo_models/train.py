@@ -91,8 +91,8 @@ def student_of(plan: Plan) -> tuple[PreTrainedModel, recipe.Data, recipe.Student
     """A target, its answers with the states that are made where they are missing, and a student."""
     kind, dtype = STUDENTS[plan.kind], str(recipe.fast_dtype()).removeprefix("torch.")
     # As it is served: transformers' own reader drops keys of a GGUF file.
-    target = load_pretrained(plan.target, Options(dtype=dtype)).model
-    target = target.to(torch.get_default_device())
+    options = Options(dtype=dtype, device=str(torch.get_default_device()))
+    target = load_pretrained(plan.target, options).model
     target.requires_grad_(False)
     states = recipe.make_states(target, plan.work, kind.layers_of(target.config.num_hidden_layers))
     data = recipe.Data(plan.work, states)

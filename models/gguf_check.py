@@ -50,8 +50,8 @@ def _numbers(
     is_27b = (architecture, facts["block_count"]) in (("gemma2", 46), ("gemma3", 62))
     norms = [facts[k] for k in facts if k.startswith("attention.layer_norm_")]
     window = facts.get("attention.sliding_window", 4096 if architecture == "gemma2" else 0)
-    every = facts.get("attention.sliding_window_pattern", {"gemma2": 2, "gemma3": 6})
-    every = every.get(architecture) if isinstance(every, dict) else every
+    usual = 2 if architecture == "gemma2" else 6  # one layer in so many has no window
+    every = facts.get("attention.sliding_window_pattern", usual)
     for name, module in model.named_modules():
         kind = type(module).__name__
         if kind.endswith("Norm"):

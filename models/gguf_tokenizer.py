@@ -99,10 +99,8 @@ def tokenizer_of(file: GgufFile) -> PreTrainedTokenizerFast:
         index = facts.get(f"{here}_token_id")
         options[f"{there}_token"] = None if index is None else backend.id_to_token(index)
     tokenizer.__init__(**options)
-    named = {facts[key] for key in _TURN_ENDS if key in facts} | {
-        *map(int, facts.get("eos_token_ids", ()))
-    }
-    tokenizer.turn_ends = (named | {*map(backend.token_to_id, _ENDS)}) - {None}
+    ends = [*map(facts.get, _TURN_ENDS), *map(int, facts.get("eos_token_ids", ()))]
+    tokenizer.turn_ends = {*ends, *map(backend.token_to_id, _ENDS)} - {None}
     if is_new and (reason := _why_wrong(tokenizer, len(facts["tokens"]))):
         _last.clear()
         raise BadFile(f"{file.name}: {reason}")
@@ -113,6 +111,8 @@ def _facts_of(metadata: dict[str, Any]) -> dict[str, Any]:
     """What a file says of its tokenizer, and llama.cpp's defaults."""
     keys = (key for key in metadata if key.startswith("tokenizer."))
     given = {key.removeprefix("tokenizer.ggml."): metadata[key] for key in keys}
+    if not 0 <= given.get("padding_token_id", 0) < len(given["tokens"]):
+        del given["padding_token_id"]  # nothing is padded by it
     architecture, is_piece = metadata["general.architecture"], given["model"] == "llama"
     facts = {
         "architecture": architecture,
@@ -154,8 +154,6 @@ def _why_not(facts: dict[str, Any], words: list[str], kinds: list[int]) -> str |
         return "its tokenizer has not as many scores and types as tokens"
     if len(tokens) < len(words):
         return "its tokenizer has a token twice"
-    if not 0 <= facts.get("padding_token_id", 0) < len(words):
-        del facts["padding_token_id"]  # nothing is padded by it
     for key in (*(f"{name}_token_id" for name in _NAMED), *_TURN_ENDS):
         if type(index := facts.get(key, 0)) is not int or not 0 <= index < len(words):
             return f"tokenizer.ggml.{key} is {index!r:.80}, which is no token's id"

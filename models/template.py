@@ -24,6 +24,7 @@ class Renderer:
 
     def __init__(self) -> None:
         self._lock, self.child = threading.Lock(), None
+        atexit.register(self._end)
 
     def start(self) -> "subprocess.Popen[bytes]":
         """The child that runs. Until it is ready a second passes, for which nobody waits here."""
@@ -32,7 +33,6 @@ class Renderer:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
             # In a session of its own it gets no Ctrl-C, which is for us.
             self.child = subprocess.Popen(words, start_new_session=True, **pipes)
-            atexit.register(_end, self.child)
         return self.child
 
     def render(self, limit_s: float, **asked: Any) -> str:
@@ -50,7 +50,7 @@ class Renderer:
                     answer = child.stdout.readline()
             finally:
                 if not answer:  # nobody else may get what is still to come
-                    _end(child)
+                    self._end()
         if child.returncode == -signal.SIGALRM:
             raise ValueError(f"took longer than {limit_s:g} s")
         text, why = json.loads(answer or f'["", "ended its process: {child.returncode}"]')
@@ -58,11 +58,11 @@ class Renderer:
             raise ValueError(why)
         return text
 
-
-def _end(child: "subprocess.Popen[bytes]") -> None:
-    child.kill()
-    with suppress(BrokenPipeError), child:
-        pass
+    def _end(self) -> None:
+        if self.child is not None:
+            self.child.kill()
+            with suppress(BrokenPipeError), self.child:
+                pass
 
 
 def _main() -> None:
