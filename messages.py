@@ -112,28 +112,28 @@ class Draft:
             return [node + 1] if node + 1 < len(self.tokens) else []
         return [i for i, parent in enumerate(self.parents) if parent == node]
 
-    def ways(self) -> list[list[int]]:
-        """For each token the indexes of those on the way to it, in order, and its own."""
-        ways = list[list[int]]()
+    def paths(self) -> list[list[int]]:
+        """The path to each token: indexes from a child of the pending token to its own."""
+        paths = list[list[int]]()
         for i in range(len(self.tokens)):
             parent = i - 1 if self.parents is None else self.parents[i]
-            ways.append([*(ways[parent] if parent >= 0 else []), i])
-        return ways
+            paths.append([*(paths[parent] if parent >= 0 else []), i])
+        return paths
 
-    def onward(self, way: list[int]) -> Sequence[int]:
-        """These indexes, and behind them first children to the end; of a chain, all of it."""
+    def continued(self, path: list[int]) -> Sequence[int]:
+        """This path, and first children behind it to the end; of a chain, all of it."""
         if self.parents is None:
             return range(len(self.tokens))
-        way = list(way)
-        while children := self.children(way[-1] if way else -1):
-            way.append(children[0])
-        return way
+        path = list(path)
+        while children := self.children(path[-1] if path else -1):
+            path.append(children[0])
+        return path
 
-    def chain(self, way: Sequence[int]) -> "Draft":
-        """The tokens at these indexes, as a chain."""
-        probs = self.probs if self.probs is None else self.probs[list(way)]
-        sure = [self.confidence[i] for i in way] if self.confidence else []
-        return Draft([self.tokens[i] for i in way], probs, confidence=sure)
+    def chain(self, path: Sequence[int]) -> "Draft":
+        """The tokens of a path, as a chain."""
+        probs = self.probs if self.probs is None else self.probs[list(path)]
+        sure = [self.confidence[i] for i in path] if self.confidence else []
+        return Draft([self.tokens[i] for i in path], probs, confidence=sure)
 
     def q(self, i: int, like: Tensor) -> Tensor:
         """The distribution [V] that token i was drawn from; one-hot where nothing was drawn."""
@@ -188,65 +188,6 @@ class Output:
     hidden: dict[int, list[Tensor]]  # by layer asked for, [tokens fed, D] of each text
 
 
-@dataclass
-class Place:
-    """Where a pass's tokens go: counts[b] tokens of text b, to slot slots[b] of the cache.
-
-    They are [B, T], where shorter texts are padded on the left. Pads are never written there.
-    """
-
-    slots: list[int]
-    counts: list[int]
-    ends: list[int]  # each text's length after the pass
-    end: int  # the largest of them: attention reads this many keys of each text
-    device: torch.device
-
-    @cached_property
-    def positions(self) -> Tensor:
-        """[B, T]: each token's place in its text, as [7, 8] of 2 that end at 9; of pads, any."""
-        back = torch.arange(-max(self.counts), 0, device=self.device)
-        return (back + torch.tensor(self.ends, device=self.device)[:, None]).clamp_(min=0)
-
-    @cached_property
-    def real(self) -> Tensor:
-        """[B, T] bool: False on pads."""
-        width, counts = self.positions.shape[1], self.positions.new_tensor(self.counts)
-        return torch.arange(width, device=counts.device) >= width - counts[:, None]
-
-    @cached_property
-    def written(self) -> tuple[Tensor, Tensor]:
-        """(slots, positions) of the real tokens."""
-        slots = self.positions.new_tensor(self.slots)[:, None].expand_as(self.positions)
-        return slots[self.real], self.positions[self.real]
-
-    def arrange(self, rows: list[Tensor]) -> Tensor:
-        """Pad and stack each text's ids [t] to [B, T], or its states [t, D] to [B, T, D]."""
-        arranged = rows[0].new_zeros(*self.positions.shape, *rows[0].shape[1:])
-        for b, row in enumerate(rows):
-            arranged[b, -len(row) :] = row
-        return arranged
-
-    def part(self, result: Tensor) -> list[Tensor]:
-        """Split a pass's result [B, T, D] by text, without pads: [counts[b], D]."""
-        return [row[len(row) - n :] for row, n in zip(result, self.counts, strict=True)]
-
-    def mask(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
-        """Additive mask [B, 1, T, end]: a token sees at most `window` tokens up to itself."""
-        keys = torch.arange(self.end, device=self.positions.device)
-        queries = self.positions[:, None, :, None]
-        unseen = keys > queries
-        if window is not None:
-            unseen |= keys <= queries - window
-        # Floats and not bools: transformers' eager attention adds the mask to the scores.
-        return torch.zeros_like(unseen, dtype=dtype).masked_fill_(unseen, torch.finfo(dtype).min)
-
-    def write(self, buffer: Tensor, new: Tensor) -> Tensor:
-        """Write keys or values [B, H, T, width]; returns all of these texts, [B, H, end, width]."""
-        slots, positions = self.written
-        buffer[slots, :, positions] = new.transpose(1, 2)[self.real]
-        return buffer[self.slots, :, : self.end]
-
-
 # Names for the core's classes in annotations. No file can import the core: it is the main program.
 KeyCache = Any  # SlotCache: a KV cache with a row for each text
 Model = Any  # CachedModel: a model with a KV cache
@@ -265,7 +206,7 @@ class Cycle:
 
     number: int  # 0 is the prefill
     draft: Draft
-    way: Sequence[int]  # the text's in it: accepted tokens, then those not judged (Draft.onward)
+    path: Sequence[int]  # the text's in it: accepted tokens, and first children behind them
     judged: list[Judgement]
     num_kept: int  # of the emitted tokens
     held: int  # tokens in the KV cache after the verify
@@ -278,7 +219,7 @@ class Cycle:
     tokens: list[Judgement] = field(init=False)  # the emitted ones that stay
     is_whole: bool = field(init=False)  # whether all of them do
     num_drafted: int = field(init=False)
-    num_beside: int = field(init=False)  # drafted in other branches than the text's own
+    num_beside: int = field(init=False)  # drafted in other branches than the text's path
     num_accepted: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -286,22 +227,22 @@ class Cycle:
         self.emitted = [judgement for judgement in self.judged if judgement.kind != "rejected"]
         self.tokens = self.emitted[: self.num_kept]
         self.is_whole = self.num_kept == len(self.emitted)
-        self.num_drafted = len(self.way) if self.is_whole else self.num_kept
-        beside = len(self.draft.tokens) - len(self.way)
+        self.num_drafted = len(self.path) if self.is_whole else self.num_kept
+        beside = len(self.draft.tokens) - len(self.path)
         self.num_beside = beside if self.is_whole else 0
         self.num_accepted = min(len(self.emitted) - 1, self.num_kept)
 
     @property
     def proposals(self) -> list[int]:
-        """The drafted tokens on the text's way."""
-        return [self.draft.tokens[i] for i in self.way]
+        """The drafted tokens on the text's path."""
+        return [self.draft.tokens[i] for i in self.path]
 
     def along(self, rows: Tensor) -> Tensor:
-        """The rows of tokens on the text's way, of rows [m + n, …] whose last n are the draft's."""
+        """The rows of tokens on the text's path, of rows [m + n, …] whose last n are the draft's."""
         if self.draft.parents is None:
             return rows
         first = len(rows) - len(self.draft.tokens)
-        return rows[[*range(first), *(first + i for i in self.way)]]
+        return rows[[*range(first), *(first + i for i in self.path)]]
 
     @property
     def kinds(self) -> list[str]:
@@ -327,7 +268,7 @@ class Cycle:
     def verdict(self) -> Verdict:
         """The verdict for drafters, without hidden states."""
         tokens = [judgement.id for judgement in self.tokens]
-        return Verdict(len(self.way), len(tokens) - 1, tokens)
+        return Verdict(len(self.path), len(tokens) - 1, tokens)
 
 
 LONGEST_LINE = 1000  # characters of a line of the log, or of a warning

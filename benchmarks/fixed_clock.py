@@ -18,15 +18,15 @@ out. `of_best` is auto's speed in that of the drafter that is best alone on that
 import argparse
 import random
 from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 from tqdm import tqdm
 
 import benchmarks as bench
 from control.controller import Controller
-from control.planner import CHOSEN, Planner
-from drafters.panel import Panel
-from messages import Draft, Engine, Request
+from control.planner import CHOSEN, Plan, Planner
+from messages import Cycle, Draft, Engine, Request
 from serving.parsing import MAX_SPECULATIVE_TOKENS
 
 _FREE_MS = 0.005  # a token of a drafter without a model
@@ -38,27 +38,30 @@ class FixedClock(Planner):
 
     def __init__(self, engine: Engine, prices: argparse.Namespace) -> None:
         """Of a new controller, that has learnt nothing."""
-        controller = Controller.of(engine.target, engine.panel.drafters)
-        super().__init__(controller, engine.panel)
+        controller = Controller.of(engine.target, engine.pool.drafters)
+        super().__init__(controller, engine.pool)
         self.prices, self.ms = prices, 0.0
 
-    def timed(self, panel: Panel, drafts: list[Draft], times: list[float] | None) -> None:
+    def record_cycle(
+        self, plan: Plan, drafts: list[Draft], cycles: Collection[Cycle], times: list[float] | None
+    ) -> None:
         costs, prices, draft_ms = self.controller.costs, self.prices, 0.0
-        for name, (counts, _) in panel.spent.items():
+        for name, (counts, _) in self._pool.spent.items():
             ms = _FREE_MS * sum(counts)
             if costs.runs_model(name):
                 num_steps = 1 if name in costs.at_once else max(counts)
-                missed = max(0, self._unread[name] - _FEW)
+                missed = max(0, plan.unread[name] - _FEW)
                 ms = prices.step_ms * (num_steps + _READ_SHARE * missed)
-            costs.observe_draft(name, counts, self._unread[name], ms)
+            costs.observe_draft(name, counts, plan.unread[name], ms)
             draft_ms += ms
         if times:
             size, rows = len(drafts), sum(len(draft.tokens) + 1 for draft in drafts)
-            self._spent_ms = prices.choice_ms * size * (self._way == CHOSEN)
+            plan.choice_ms = prices.choice_ms * size * (plan.kind == CHOSEN)
             ms = prices.pass_ms + prices.row_ms * rows + prices.other_ms
-            ms += draft_ms + self._spent_ms
+            ms += draft_ms + plan.choice_ms
             self.ms += ms
-            self.took(size, rows, ms, draft_ms)
+            num_tokens = sum(cycle.num_kept for cycle in cycles)
+            self.observe_pass(plan, drafts, num_tokens, ms=ms, drafting_ms=draft_ms)
 
 
 def measure(engine: Engine, given: argparse.Namespace) -> list[dict[str, Any]]:
@@ -66,7 +69,7 @@ def measure(engine: Engine, given: argparse.Namespace) -> list[dict[str, Any]]:
     prompts = bench.demo_prompts(engine)
     work = [(kind, ids) for kind, own in prompts.items() for ids in own.values()]
     size = given.together
-    names = [None, *engine.panel.drafters, bench.AUTO]
+    names = [None, *engine.pool.drafters, bench.AUTO]
     spent = {name: Counter[str]() for name in names}
     for name in tqdm(names, desc="drafters", disable=None):
         clock = engine.planner = FixedClock(engine, given)

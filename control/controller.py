@@ -36,7 +36,7 @@ from itertools import zip_longest
 from math import inf, prod
 from typing import Any, NamedTuple
 
-from drafters.panel import TREE
+from drafters.pool import TREE, Guess
 from messages import Model
 
 from .acceptance import Acceptance, Calibration, TreeAcceptance
@@ -130,7 +130,7 @@ def _short(value: float) -> str:
 
 
 @dataclass(slots=True)
-class Pace:
+class Throughput:
     """How fast a request's text comes, by the estimates of its last cycles."""
 
     tokens: float = 0.0
@@ -141,32 +141,40 @@ class Pace:
         self.tokens = _PACE_KEPT * self.tokens + tokens
         self.time = _PACE_KEPT * self.time + time
 
+    @property
+    def rate(self) -> float:
+        """Tokens in a plain cycle's time."""
+        return self.tokens / self.time if self.time else 1.0
 
-@dataclass(slots=True)
-class Ask:
-    """One request of a batch, as the controller sees it."""
 
-    records: dict[str, Acceptance]  # of the drafters that may propose now
-    limit: int  # drafted tokens, at most
-    remaining: int  # tokens until it ends
-    pace: Pace = field(default_factory=Pace)
+@dataclass(slots=True, eq=False)
+class Candidate:
+    """One request of a batch, as planner and controller know it."""
+
+    able: dict[str, Acceptance]  # the records of the drafters that may propose now
+    limit: int = 0  # drafted tokens, at most, now
+    remaining: int = 0  # tokens until it ends
+    throughput: Throughput = field(default_factory=Throughput)
+    records: dict[str, Acceptance] = field(default_factory=dict)  # of all its drafters
+    most: int = 0  # drafted tokens at most, by what was accepted
+    guesses: dict[str, Guess] = field(default_factory=dict)  # in this cycle, by drafter
 
 
 class Choice:
     """One choice for a batch: what each request does, and how long models take for all."""
 
-    def __init__(self, costs: Costs, asks: list[Ask], batch: int, rate: float) -> None:
-        """`batch` requests share the pass; those that do not ask draft nothing."""
-        self.asks, self.rate, self._costs = asks, rate, costs
-        self.prices = costs.prices(batch, len(asks))
-        self._counts = Counter(name for ask in asks for name in ask.records)
-        self.options = [NOTHING] * len(asks)
+    def __init__(self, costs: Costs, candidates: list[Candidate], batch: int, rate: float) -> None:
+        """`batch` requests share the pass; those that are no candidates draft nothing."""
+        self.candidates, self.rate, self._costs = candidates, rate, costs
+        self.prices = costs.prices(batch, len(candidates))
+        self._counts = Counter(name for candidate in candidates for name in candidate.able)
+        self.options = [NOTHING] * len(candidates)
         self.model_ms: dict[str, float] = {}  # of each model that drafts
         self.probing: int | None = None  # which request
         for name in self._counts:
             if not costs.runs_model(name):
                 self._join({i: options[-1] for i, options in self._drafts(name).items()})
-        models, asking = list(filter(costs.runs_model, self._counts)), set(range(len(asks)))
+        models, asking = list(filter(costs.runs_model, self._counts)), set(range(len(candidates)))
         while models:  # the one that brings most; another one for who cannot have this
             shares = {name: self._share(name, asking) for name in models}
             name = max(models, key=lambda name: shares[name][0])
@@ -174,8 +182,8 @@ class Choice:
             if gain > 0:
                 self.model_ms[name] = ms
                 self._join(options)
-            asking -= {i for i in asking if name in asks[i].records}
-            models = [n for n in models if any(n in asks[i].records for i in asking)]
+            asking -= {i for i in asking if name in candidates[i].able}
+            models = [n for n in models if any(n in candidates[i].able for i in asking)]
 
     def _join(self, options: dict[int, Option]) -> None:
         """Let those who gain by it do this instead."""
@@ -186,10 +194,10 @@ class Choice:
     def _drafts(self, name: str) -> dict[int, list[Option]]:
         """The best drafts of up to 1, 2, … tokens, of who may have them; steps of a model apart."""
         price, runs, found = self.prices.drafts[name], self._costs.runs_model(name), {}
-        for i, ask in enumerate(self.asks):
-            if record := ask.records.get(name):
-                limit = min(ask.limit, self._costs.at_once.get(name, ask.limit))
-                served = min(_SERVED, max(1, ask.remaining // 2))
+        for i, candidate in enumerate(self.candidates):
+            if record := candidate.able.get(name):
+                limit = min(candidate.limit, self._costs.at_once.get(name, candidate.limit))
+                served = min(_SERVED, max(1, candidate.remaining // 2))
                 once_ms = record.unread * price.read_ms / served if runs else 0.0
                 token_ms = record.coverage * self.prices.row_ms + (0.0 if runs else price.step_ms)
                 found[i] = best_draft(name, record, limit, self.rate, once_ms, token_ms)
@@ -202,8 +210,8 @@ class Choice:
         """
         price, best = self.prices.drafts[name], (0.0, 0.0, dict[int, Option]())
         drafts = {i: own for i, own in self._drafts(name).items() if i in asking}
-        taken = [self.asks[i].records[name].taken(len(own)) for i, own in drafts.items()]
-        steps = max((self.asks[i].records[name].steps for i in drafts), default=1.0)
+        taken = [self.candidates[i].able[name].taken(len(own)) for i, own in drafts.items()]
+        steps = max((self.candidates[i].able[name].steps for i in drafts), default=1.0)
         ms = price.call_ms
         for k, chances in enumerate(zip_longest(*taken, fillvalue=0.0)):
             taken_ms = price.step_ms * (1 - prod(1 - chance for chance in chances))
@@ -220,8 +228,8 @@ class Choice:
         price, runs = self.prices.drafts[name], self._costs.runs_model(name)
         ms = self.prices.row_ms + (0.0 if name in self.model_ms else price.first_ms)
         users, losses = Counter(own.drafter for own in self.options), []
-        for i, (ask, own) in enumerate(zip(self.asks, self.options, strict=True)):
-            record = ask.records.get(name)
+        for i, (candidate, own) in enumerate(zip(self.candidates, self.options, strict=True)):
+            record = candidate.able.get(name)
             if record and record.since and own.drafter != name:
                 spared_ms = self.model_ms.get(own.drafter, 0.0) if users[own.drafter] == 1 else 0.0
                 more_ms = ms - spared_ms + runs * record.unread * price.read_ms
@@ -234,7 +242,7 @@ class Choice:
 
     def decision(self, i: int, speedup: float) -> Decision:
         """Of one request, with its reasons: where nobody drafts, of who comes nearest to it."""
-        option, records, nearest = self.options[i], self.asks[i].records, -inf
+        option, records, nearest = self.options[i], self.candidates[i].able, -inf
         for name in (option.drafter,) if option.num_tokens else records:
             record, price = records[name], self.prices.drafts[name]
             sharers = self._counts[name] if self._costs.runs_model(name) else 1
@@ -289,31 +297,31 @@ class Controller:
         for (size, _), rest in self._rests.items():
             rest.join(1 << size - 1)
 
-    def plan(self, asks: list[Ask], batch: int, cycles: int = 1) -> list[Decision]:
-        """Who drafts for each of these asks, and how much; `batch` requests share the pass.
+    def plan(self, candidates: list[Candidate], batch: int, cycles: int = 1) -> list[Decision]:
+        """Who drafts for each of these candidates, and how much; `batch` requests share the pass.
 
         It is the first choice for so many cycles. Of 0 cycles, no drafter is probed.
         """
-        if not asks:
+        if not candidates:
             return []
-        plain_ms = self.costs.prices(batch, len(asks)).plain_ms
-        pace = [ask.pace.tokens / ask.pace.time if ask.pace.time else 1.0 for ask in asks]
-        rate = max(sum(pace) + batch - len(asks), batch) / plain_ms
-        choice = Choice(self.costs, asks, batch, rate)
+        plain_ms = self.costs.prices(batch, len(candidates)).plain_ms
+        rates = [candidate.throughput.rate for candidate in candidates]
+        rate = max(sum(rates) + batch - len(candidates), batch) / plain_ms
+        choice = Choice(self.costs, candidates, batch, rate)
         tokens = batch + sum(option.tokens for option in choice.options)
         ms = plain_ms + sum(option.ms for option in choice.options)
         ms += sum(choice.model_ms.values())
-        for ask, option in zip(asks, choice.options, strict=True):
-            ask.pace.add(1 + option.tokens, ms / plain_ms)
+        for candidate, option in zip(candidates, choice.options, strict=True):
+            candidate.throughput.add(1 + option.tokens, ms / plain_ms)
         if cycles:
             self._probe(choice, cycles * PROBE_BUDGET * tokens)
         speedup = tokens / ms * plain_ms / batch
-        return [choice.decision(i, speedup) for i in range(len(asks))]
+        return [choice.decision(i, speedup) for i in range(len(candidates))]
 
     def _probe(self, choice: Choice, budget: float) -> None:
         """Try an idle drafter that may draft now, if enough was saved for that."""
-        records = [(name, own) for ask in choice.asks for name, own in ask.records.items()]
-        idle, saved = sorted({name for name, own in records if own.since}), self._saved
+        able = [pair for candidate in choice.candidates for pair in candidate.able.items()]
+        idle, saved = sorted({name for name, record in able if record.since}), self._saved
         for name in idle:
             saved[name] = saved.get(name, 0.0) + budget / len(idle)
         for name in sorted(idle, key=lambda name: -saved[name]):

@@ -1,0 +1,159 @@
+"""The memory of a KV cache: rows for requests that come and go, and what transformers writes there.
+
+A row is a request's handle, a slot its place in the buffers now. When a row closes, the row in the
+last slot moves to its slot. So the open rows lie together, and a pass reads them in one piece.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .buffers import lazy_zeros, scrub
+
+
+@dataclass
+class Place:
+    """Where a pass's tokens go: counts[b] tokens of text b, to slot slots[b] of the cache.
+
+    They are [B, T], where shorter texts are padded on the left. Pads are never written there.
+    """
+
+    slots: list[int]
+    counts: list[int]
+    ends: list[int]  # each text's length after the pass
+    end: int  # the largest of them: attention reads this many keys of each text
+    device: torch.device
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[B, T]: each token's place in its text, as [7, 8] of 2 that end at 9; of pads, any."""
+        back = torch.arange(-max(self.counts), 0, device=self.device)
+        return (back + torch.tensor(self.ends, device=self.device)[:, None]).clamp_(min=0)
+
+    @cached_property
+    def real(self) -> Tensor:
+        """[B, T] bool: False on pads."""
+        width, counts = self.positions.shape[1], self.positions.new_tensor(self.counts)
+        return torch.arange(width, device=counts.device) >= width - counts[:, None]
+
+    @cached_property
+    def written(self) -> tuple[Tensor, Tensor]:
+        """(slots, positions) of the real tokens."""
+        slots = self.positions.new_tensor(self.slots)[:, None].expand_as(self.positions)
+        return slots[self.real], self.positions[self.real]
+
+    def arrange(self, rows: list[Tensor]) -> Tensor:
+        """Pad and stack each text's ids [t] to [B, T], or its states [t, D] to [B, T, D]."""
+        arranged = rows[0].new_zeros(*self.positions.shape, *rows[0].shape[1:])
+        for b, row in enumerate(rows):
+            arranged[b, -len(row) :] = row
+        return arranged
+
+    def part(self, result: Tensor) -> list[Tensor]:
+        """Split a pass's result [B, T, D] by text, without pads: [counts[b], D]."""
+        return [row[len(row) - n :] for row, n in zip(result, self.counts, strict=True)]
+
+    def mask(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
+        """Additive mask [B, 1, T, end]: a token sees at most `window` tokens up to itself."""
+        keys = torch.arange(self.end, device=self.positions.device)
+        queries = self.positions[:, None, :, None]
+        unseen = keys > queries
+        if window is not None:
+            unseen |= keys <= queries - window
+        # Floats and not bools: transformers' eager attention adds the mask to the scores.
+        return torch.zeros_like(unseen, dtype=dtype).masked_fill_(unseen, torch.finfo(dtype).min)
+
+    def write(self, buffer: Tensor, new: Tensor) -> Tensor:
+        """Write keys or values [B, H, T, width]; returns all of these texts, [B, H, end, width]."""
+        slots, positions = self.written
+        buffer[slots, :, positions] = new.transpose(1, 2)[self.real]
+        return buffer[self.slots, :, : self.end]
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer's keys and values, preallocated [slots, heads, capacity, width]."""
+
+    def __init__(self, cache: "Slots") -> None:
+        super().__init__()
+        self._cache = cache
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        # Widths come from the states: not every family's are in its config. Zeros, not torch.empty:
+        # attention multiplies a masked value by 0, and 0 · NaN would be NaN.
+        rows, capacity = self._cache.num_rows, self._cache.max_length
+        self.keys = lazy_zeros(key_states, rows, capacity)
+        self.values = lazy_zeros(value_states, rows, capacity)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
+        """Write [B, H, T, width] at the current place; returns all keys and values so far."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        place = self._cache.current
+        return place.write(self.keys, key_states), place.write(self.values, value_states)
+
+    def get_seq_length(self) -> int:
+        return self._cache.current.end - max(self._cache.current.counts)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.current.end, 0
+
+    def get_max_length(self) -> int:
+        return self._cache.max_length
+
+
+class Slots(Cache):
+    """Rows, the slots that they have now, and buffers [slots, heads, max_length, width] by layer."""
+
+    def __init__(self, num_layers: int, num_rows: int, max_length: int, device: Any) -> None:
+        super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
+        self.num_rows, self.max_length, self.device = num_rows, max_length, device
+        self.lengths = [0] * num_rows  # tokens that each row holds
+        self.rows: list[int] = []  # the open rows, by slot
+        self.current: Place  # of the pass under way
+        self._free = list(range(num_rows))[::-1]
+        self._written = [0] * num_rows  # tokens written to each slot since it was zeroed
+
+    def slot(self, row: int) -> int:
+        """An open row's slot, its place in the buffers."""
+        return self.rows.index(row)
+
+    def open_row(self) -> int:
+        """Take an empty row for a new request. Raises ValueError when all are taken."""
+        if not self._free:
+            raise ValueError(f"all {self.num_rows} rows of the KV cache are in use")
+        row = self._free.pop()
+        self.rows.append(row)
+        return row
+
+    @torch.inference_mode()
+    def close_row(self, row: int) -> None:
+        """Free a row. The row in the last slot, if it is another one, is copied to this slot."""
+        assert row not in self._free, f"row {row} closed twice"
+        slot, last, buffers = self.slot(row), self.rows.pop(), self.buffers()
+        scrub(buffers, slot, self._written[slot])
+        if last != row:
+            source, length = len(self.rows), self.lengths[last]
+            for buffer in buffers:
+                buffer[slot, :, :length] = buffer[source, :, :length]
+            scrub(buffers, source, self._written[source])
+            self.rows[slot], self._written[slot] = last, length
+            slot = source  # this one is free now
+        self.lengths[row] = self._written[slot] = 0
+        self._free.append(row)
+
+    def begin(self, place: Place) -> Place:
+        """Let the pass that comes write at this place. It may fail halfway."""
+        for slot, end in zip(place.slots, place.ends, strict=True):
+            self._written[slot] = max(self._written[slot], end)
+        self.current = place
+        return place
+
+    def buffers(self) -> list[Tensor]:
+        """Keys and values of each layer that has any, each [slots, heads, max_length, width]."""
+        written = [layer for layer in self.layers if layer.is_initialized]
+        return [buffer for layer in written for buffer in (layer.keys, layer.values)]

@@ -1,0 +1,420 @@
+"""The pool asks a server's drafters, checks their drafts, and contains their faults.
+
+A drafter may be wrong or broken in any way: it raises, hangs, or proposes ids that do not exist.
+After such a fault its request goes on without that drafter, and the answer stays the same. (With
+--strict the request fails.) The request's other drafters go on.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.prefix import PrefixCache
+from messages import Draft, Request, RequestError, Sampling, Verdict, in_short
+from sampling import Noise
+
+from .base import Drafter, settings_kept
+from .timed import TimedDrafter
+from .tree import heard, longest, merged
+
+AUTO = "auto"  # a request's name for all drafters
+TREE = "tree"  # for several at once, whose drafts are merged into one tree
+PLAIN = "none"  # for no drafter
+_MOST_EVIDENCE = 8
+LOG = logging.getLogger("drafters")
+
+
+class Task(NamedTuple):
+    """What a request is to have drafted in a cycle."""
+
+    drafter: str = ""  # who drafts: a name, TREE for several at once, or nobody
+    limit: int = 0  # tokens, at most
+    goes_on: Callable[[list[float]], bool] | None = None  # when to stop before (see ModelState)
+    decision: Any = None  # of the controller, with its reasons: to be shown
+
+
+class Guess(NamedTuple):
+    """What a drafter would have proposed, if it had been asked."""
+
+    tokens: list[int]
+    evidence: int = 0  # proposals of one number share a record
+
+
+class Missed(NamedTuple):
+    """What came in a cycle. A drafter without a part in it observes it before it is asked next."""
+
+    tokens: list[int]
+    hidden: dict[int, Tensor]  # [tokens, D] by layer
+
+
+@dataclass(eq=False)
+class DraftedText:
+    """The text of one request, as the pool knows it: drafters' states, and what they drafted."""
+
+    request: Request
+    noise: Noise
+    row: int = -1  # in the target's KV cache
+    states: dict[str, Any] = field(default_factory=dict)  # by drafter, without those that failed
+    task: Task = Task()  # of this cycle
+    drafts: dict[str, Draft] = field(default_factory=dict)  # of this cycle, by drafter
+    draft: Draft | None = None  # what was proposed and is not judged yet
+    missed: dict[str, list[Missed]] = field(default_factory=dict)  # by drafter that was not asked
+    warnings: list[str] = field(default_factory=list)
+    failure: Exception | None = None  # a drafter's fault that is to end the request
+    num_cached: int = 0  # tokens of the prompt that came from the prefix cache
+    # Of chunks of a prompt that are read, by the position of their first token.
+    hidden: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+    # Of the text since its beginning, one after the other: states [tokens, D] by layer.
+    states_read: list[dict[int, Tensor]] = field(default_factory=list)
+
+
+class DrafterPool:
+    """The drafters of a server."""
+
+    def __init__(
+        self,
+        drafters: dict[str, Drafter],
+        vocab_size: int,
+        default: str | None = None,
+        is_strict: bool = False,
+        prefixes: PrefixCache | None = None,
+        can_branch: bool = False,
+    ) -> None:
+        """`is_strict` lets a drafter's fault fail the request: for those who write a drafter.
+
+        `prefixes` are the target's: what it knows of a prompt, the drafters read along.
+        `can_branch` says that the target can verify a tree. Raises ValueError if the default needs
+        that.
+        """
+        self.drafters, self._vocab_size, self._is_strict = drafters, vocab_size, is_strict
+        self.prefixes, self.can_branch = prefixes, can_branch
+        # What a request may ask for, and the drafters that this means: of several, the one to
+        # begin with stands first.
+        first = default if default in drafters else first_choice(drafters)
+        every = dict.fromkeys([first, *drafters] if drafters else ())
+        self.choices = {name: (name,) for name in drafters} | {AUTO: tuple(every)}
+        free = [name for name, drafter in drafters.items() if hasattr(drafter, "guess")]
+        models = [name for name in every if name not in free]
+        if can_branch and len(drafters) > 1:
+            self.choices[TREE] = (*models[:1], *free)
+        elif default == TREE:
+            raise ValueError(
+                "--drafter tree needs two drafters, and forwards in C of a model without recurrent "
+                "layers"
+            )
+        self.failures: Counter[str] = Counter()  # of each drafter
+        # Of the last `propose`, by who drafted: steps by request (as a rule tokens), and ms.
+        self.spent: dict[str, tuple[list[int], float]] = {}
+
+    def _call(self, name: str, method: str, *arguments: Any) -> Any:
+        """Call a drafter's method. Ours leave torch's settings alone, and are called often."""
+        call = getattr(self.drafters[name], method)
+        is_ours = type(self.drafters[name]).__module__.startswith("drafters.")
+        return (call if is_ours else settings_kept()(call))(*arguments)
+
+    def open(self, text: DraftedText, names: Iterable[str]) -> None:
+        """Let these drafters read along with a new request."""
+        request, failed = text.request, dict[str, Exception]()
+        for name in names:
+            try:
+                state = self._call(name, "open", request.prompt, request.drafting, text.noise)
+                text.states[name] = state
+                if self.drafters[name].shares_cache:
+                    state.row = text.row
+                if hasattr(state, "is_alone"):
+                    state.is_alone = request.is_alone
+            except Exception as error:
+                failed[name] = error
+        for name, error in failed.items():
+            self._lose(text, name, "open", error)
+        if self.prefixes and not request.is_alone:
+            hidden = self.prefixes.restore(text.row, request.prompt, self.layers([text]))
+            text.num_cached = self.prefixes.length(text.row)
+            # Of no layers, too: what is read next does not begin at the text's first token.
+            text.hidden = {0: hidden} if text.num_cached else {}
+
+    def remember_prompt(self, text: DraftedText, states: dict[int, Tensor]) -> None:
+        """Remember a prompt, once it has been read, and note the states [tokens, D] by layer."""
+        if self.prefixes and not text.request.is_alone:
+            if not text.states_read:
+                self.prefixes.remember(text.row, text.request.prompt, states)
+            text.states_read.append(states)
+
+    def remember(self, text: DraftedText, tokens: list[int]) -> None:
+        """Keep a whole text, before its row is closed: it may come back as a prompt's beginning.
+
+        A token has the same keys and values read or written where bits are equal, and only there.
+        """
+        if text.states_read:
+            self.prefixes.remember(text.row, tokens, joined(text.states_read))
+
+    def layers(self, texts: list[DraftedText]) -> tuple[int, ...]:
+        """The layers whose hidden states the drafters of these texts want."""
+        present = {name for text in texts for name in text.states}
+        wanted = [d.hidden_layers for name in present if (d := self.drafters[name]).needs_hidden]
+        return tuple(sorted({layer for layers in wanted for layer in layers}))
+
+    def propose(self, texts: list[DraftedText], tasks: list[Task]) -> list[Draft]:
+        """A draft for each text, by its task.
+
+        Drafters are called in turn, each for all texts that are to have a draft of it. A draft that
+        was not judged, as the target's forward failed, is handed out again.
+        """
+        self.spent, waiting = {}, [text for text in texts if text.draft is None]
+        for text, task in zip(texts, tasks, strict=True):
+            if text.draft is None:
+                text.task = task if task.limit else task._replace(drafter="")
+                text.draft = Draft()
+                text.drafts = dict.fromkeys(self.members(text, text.task.drafter), Draft())
+        for name in dict.fromkeys(name for text in waiting for name in text.drafts):
+            for text in waiting:
+                if name in text.drafts:
+                    self._catch_up(text, name)
+            group = [text for text in waiting if name in text.drafts and name in text.states]
+            if not group:
+                continue
+            for text in group if self.drafters[name].branches else ():
+                text.states[name].can_branch = len(text.drafts) > 1
+            began = time.perf_counter()
+            drafts = self._ask(name, group)
+            ms = (time.perf_counter() - began) * 1e3
+            for text, draft in zip(group, drafts, strict=True):
+                text.drafts[name] = draft
+            self._note(name, group, ms)
+        for text in waiting:
+            if text.drafts:
+                text.draft = merged(list(text.drafts.values()), text.task.limit)
+        return [text.draft for text in texts]
+
+    def can_grow(self, text: DraftedText) -> bool:
+        """Whether the text's drafts may branch."""
+        return self.can_branch and text.request.sampling.is_coupled
+
+    def members(self, text: DraftedText, name: str) -> list[str]:
+        """The text's drafters that draft where `name` is asked: one, or all for a tree."""
+        if name != TREE:
+            return [name] if name else []
+        names = [member for member in self.choices.get(TREE, ()) if member in text.states]
+        return names if names and self.can_grow(text) else list(text.states)[:1]
+
+    def _note(self, name: str, texts: list[DraftedText], ms: float) -> None:
+        """Note what a call of a drafter took; who drafts for a tree alone is counted as that."""
+        if all(text.task.drafter == TREE for text in texts):
+            counts, before_ms = self.spent.get(TREE, ([text.task.limit for text in texts], 0.0))
+            self.spent[TREE] = counts, before_ms + ms
+        else:  # forwards of a model, or tokens drafted, or asked for where none came
+            drafts = [text.drafts[name] for text in texts]
+            counts = [
+                draft.num_forwards or len(draft.tokens) or text.task.limit
+                for draft, text in zip(drafts, texts, strict=True)
+            ]
+            self.spent[name] = counts, ms
+
+    def _ask(self, name: str, texts: list[DraftedText]) -> list[Draft]:
+        """Drafts that can be verified; an empty one for a text that loses its drafter."""
+        try:
+            states = [text.states[name] for text in texts]
+            if self.drafters[name].stops_early:
+                for state, text in zip(states, texts, strict=True):
+                    state.goes_on = text.task.goes_on
+            limits = [text.task.limit for text in texts]
+            proposed = self._call(name, "propose_batch", states, limits)
+            if not isinstance(proposed, list) or len(proposed) != len(texts):
+                raise ValueError("propose_batch has to return a list of one Draft for each state")
+        except Exception as error:
+            if len(texts) > 1:  # one of them is to blame, and the others need not suffer for it
+                return [self._ask(name, [text])[0] for text in texts]
+            self._lose(texts[0], name, "propose_batch", error)
+            return [Draft()]
+        sound = []
+        for text, draft in zip(texts, proposed, strict=True):
+            try:
+                check_draft(draft, text.task.limit, text.request.sampling, self._vocab_size)
+                sound.append(draft if self.can_grow(text) else longest(draft))
+            except Exception as error:
+                self._lose(text, name, "propose_batch", error)
+                sound.append(Draft())
+        return sound
+
+    def guess(self, text: DraftedText, name: str, max_tokens: int) -> Guess | None:
+        """What a drafter would propose if it was asked; None from those that cannot tell.
+
+        A drafter that costs next to nothing and draws nothing may have a method
+        `guess(state, max_tokens)`. It may also have a method `evidence(state)`, which says how well
+        founded the guess is, as an integer up to 8: the length of the match, for example.
+        """
+        drafter = self.drafters[name]
+        if name not in text.states or not hasattr(drafter, "guess"):
+            return None
+        try:
+            self._catch_up(text, name)
+            if name not in text.states:
+                return Guess([])
+            state = text.states[name]
+            tokens = self._call(name, "guess", state, max_tokens)
+            if tokens is None:
+                return None
+            check_tokens(tokens, self._vocab_size)
+            has_evidence = tokens and hasattr(drafter, "evidence")
+            evidence = int(self._call(name, "evidence", state)) if has_evidence else 0
+            return Guess(tokens, min(evidence, _MOST_EVIDENCE))
+        except Exception as error:
+            self._lose(text, name, "guess", error)
+            return Guess([])
+
+    def observe(
+        self, text: DraftedText, verdict: Verdict, hidden: dict[int, Tensor], is_last: bool = False
+    ) -> None:
+        """Hand the text's drafters the verdict; the last one only to those that keep outputs.
+
+        The drafter that proposed observes it at once, and rolls back. The others observe all new
+        text before they are asked next. `hidden` are the states [fed, D] of the verified tokens, by
+        layer; of a tree, of the path that the text took.
+        """
+        if text.hidden:  # of a prompt's chunks before: together [prompt, D]
+            hidden = joined([*text.hidden.values(), hidden])
+        num_rejected = verdict.drafted - verdict.accepted
+        if num_rejected:  # else a view of each would cost as much as all else here
+            hidden = {layer: states[:-num_rejected] for layer, states in hidden.items()}
+        came, text.hidden, text.draft = Missed(verdict.tokens, hidden), {}, None
+        self.remember_prompt(text, hidden)
+        for name in [name for name in text.drafts if name in text.states]:
+            if is_last and not self.drafters[name].keeps_outputs:
+                continue
+            try:
+                draft = text.drafts[name] if len(text.drafts) > 1 else None
+                states = self._hidden(name, [came])
+                whole = verdict if states is None else replace(verdict, hidden=states)
+                for part in heard(whole, draft):
+                    self._call(name, "observe", text.states[name], part)
+            except Exception as error:
+                self._lose(text, name, "observe", error)
+        for name in text.states.keys() - text.drafts.keys():
+            text.missed.setdefault(name, []).append(came)
+
+    def _hidden(self, name: str, cycles: list[Missed]) -> Tensor | None:
+        """The states [tokens, D] that a drafter needs of these cycles, layers side by side."""
+        drafter = self.drafters[name]
+        if not drafter.needs_hidden:
+            return None
+        layers = drafter.hidden_layers
+        if len(layers) == 1:
+            states = [came.hidden[layers[0]] for came in cycles]
+        else:
+            states = [torch.cat([came.hidden[i] for i in layers], -1) for came in cycles]
+        return torch.cat(states) if len(states) > 1 else states[0]
+
+    def _catch_up(self, text: DraftedText, name: str) -> None:
+        """Let a drafter observe what came since it was asked last, as one piece of text."""
+        cycles = text.missed.pop(name, None)
+        if not cycles:
+            return
+        tokens = [token for cycle in cycles for token in cycle.tokens]
+        try:
+            verdict = Verdict(0, len(tokens) - 1, tokens, self._hidden(name, cycles))
+            self._call(name, "observe", text.states[name], verdict)
+        except Exception as error:
+            self._lose(text, name, "observe", error)
+
+    def _lose(self, text: DraftedText, name: str, method: str, error: Exception) -> None:
+        """The request goes on without this drafter; the log has the traceback."""
+        self.failures[name] += 1
+        LOG.warning("drafter %s failed: %s", name, in_short(error), exc_info=error)
+        self._close(text, name)
+        what = f"drafter {name} failed ({in_short(error)}){self._where(name, method, error)}"
+        rest = " and ".join(text.states)
+        text.warnings.append(f"{what}: went on {f'with {rest}' if rest else 'without speculation'}")
+        if not rest:
+            text.task = text.task._replace(decision=None)
+        if self._is_strict:
+            text.failure = RequestError(what, status=500, code="drafter_failed")
+            text.failure.__cause__ = error
+
+    def _where(self, name: str, method: str, error: Exception) -> str:
+        """The line of a drafter from a file that failed."""
+        drafter = self.drafters[name]
+        return drafter.line_of(error, method) if isinstance(drafter, TimedDrafter) else ""
+
+    def leave(self, text: DraftedText, why: str) -> None:
+        """The request goes on without speculation."""
+        text.task, text.draft = Task(), None
+        text.warnings.append(f"{why}: went on without speculation")
+        self.close(text)
+
+    def close(self, text: DraftedText) -> None:
+        """Give the drafters' states back."""
+        for name in list(text.states):
+            self._close(text, name)
+
+    def _close(self, text: DraftedText, name: str) -> None:
+        if self.drafters[name].keeps_outputs:
+            self._catch_up(text, name)
+        if name not in text.states:
+            return
+        state = text.states.pop(name)
+        try:
+            self._call(name, "close", state)
+        except Exception as error:
+            LOG.warning("drafter %s failed to close", name, exc_info=error)
+            where = self._where(name, "close", error)
+            text.warnings.append(f"drafter {name} failed to close: {in_short(error)}{where}")
+
+
+def check_draft(draft: object, limit: int, sampling: Sampling, vocab_size: int) -> None:
+    """Raises TypeError or ValueError, saying what is wrong, for a draft that cannot be verified."""
+    if not isinstance(draft, Draft):
+        kind = type(draft).__name__
+        raise TypeError(f"propose returned a {kind}: write return Draft(tokens)")
+    check_tokens(draft.tokens, vocab_size)
+    count = len(draft.tokens)
+    if count > limit:
+        raise ValueError(f"{count} tokens proposed, {limit} asked for")
+    sure = draft.confidence
+    if sure and not (len(sure) == count and all(0 <= chance <= 1 for chance in sure)):
+        raise ValueError("confidence is not one number from 0 to 1 for each token")
+    needs_q = draft.probs is not None and not sampling.is_coupled
+    if draft.parents is not None:
+        parents = list(draft.parents)
+        if len(parents) != count or not all(-1 <= p < i for i, p in enumerate(parents)):
+            raise ValueError(f"parents {parents!r:.100} for {count} tokens")
+        if needs_q:
+            raise ValueError("drawn tokens that branch cannot be judged by rejection")
+    if count and needs_q:
+        if draft.probs.shape != (count, vocab_size):
+            raise ValueError(f"probs of shape {[*draft.probs.shape]} for {count} tokens")
+        drawn = draft.probs[range(count), draft.tokens]
+        off = (draft.probs.sum(-1) - 1).abs().max()
+        if not (draft.probs.min() >= 0 and drawn.min() > 0 and off < 1e-3):  # nor with NaN
+            raise ValueError("probs are no distributions that the tokens can be drawn from")
+
+
+def check_tokens(tokens: object, vocab_size: int) -> None:
+    """Raises TypeError or ValueError unless these are a list of ids below `vocab_size`."""
+    if not isinstance(tokens, list):
+        kind = type(tokens).__name__
+        raise TypeError(f"proposed a {kind}, not a list of tokens: write Draft([1, 2, 3])")
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            kind = type(token).__name__
+            how = "" if kind == "int" else f" (a {kind}: write int(token))"
+            what = f"proposed {token!r:.100}, which is no id below {vocab_size}"
+            raise ValueError(what + how)
+
+
+def joined(parts: list[dict[int, Tensor]]) -> dict[int, Tensor]:
+    """States [tokens, D] by layer, of the layers that all parts have."""
+    first, *others = parts
+    layers = [layer for layer in first if all(layer in part for part in others)]
+    return {layer: torch.cat([part[layer] for part in parts]) for layer in layers}
+
+
+def first_choice(names: Collection[str]) -> str:
+    """The drafter to begin with where nobody chooses."""
+    preferred = ("mtp", "eagle3", "dflash", "self_int8", "ngram", *names)
+    return next((name for name in preferred if name in names), "")
