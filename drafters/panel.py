@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cache.prefix import PrefixCache
 from kernels.forward import KernelForward
-from kernels.prefix import PrefixCache
 from messages import Draft, RequestError, Sampling, Verdict, in_short
 from sampling import Noise
 
