@@ -39,17 +39,17 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 import demo
 import drafters
 import engines
+from cache.buffers import lazy_zeros, scrub
+from cache.prefix import PrefixCache
+from cache.states import follow_rows
 from control.controller import Controller
 from control.planner import FixedK, Planner
 from control.statistics import Statistics, Totals, clock
 from drafters import Context, Drafter, Noise, branches
 from drafters.panel import Panel, Seat
 from kernels import library
-from kernels.buffers import lazy_zeros, scrub
 from kernels.forward import KernelForward, Report
-from kernels.prefix import PrefixCache
 from kernels.start import get_ready, report_of, speed_up
-from kernels.states import follow_rows
 from kernels.weights import num_weights
 from messages import Cycle, Draft, Judgement, Layers, Output, Place, Request, Sampling, Verdict
 from models import loading
@@ -57,11 +57,12 @@ from models.catalogue import with_model
 from models.gpt_neo import follow_masks
 from models.prompts import Tokenizer, check_prompt
 from models.reference import Reference, check, refusal
-from sampling import ACCEPT, DRAW, RECOVER, TextStream, choose, draw, penalise, truncated_softmax
+from sampling import ACCEPT, DRAW, RECOVER, choose, draw, penalise, truncated_softmax
 from serving import answers, faults, http, openai
 from serving.options import Options, parse_arguments
 from serving.parsing import parse_request
 from serving.worker import Worker, warm_up
+from text import TextStream
 
 
 # -------------------------------------------------------------------------------- the method
@@ -214,7 +215,7 @@ class SlotCache(Cache):
         self.num_rows, self.max_length, self.device = num_rows, max_length, device
         self.lengths = [0] * num_rows
         self.current: Place  # of the pass under way
-        self.recurrent: list[Any] = []  # layers with a recurrent state (see kernels/states.py)
+        self.recurrent: list[Any] = []  # layers with a recurrent state (see cache/states.py)
         self._free = list(range(num_rows))[::-1]
         self.rows: list[int] = []  # the open rows, by slot
         self._written = [0] * num_rows  # tokens written to each slot since it was zeroed

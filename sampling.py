@@ -1,4 +1,4 @@
-"""How a token is chosen (penalty, temperature, top-k, top-p, min-p, noise, draw) and decoded.
+"""How a token is chosen: penalty, temperature, top-k, top-p, min-p, noise, draw.
 
     logits [V] ─ penalise → scores ─ survivors → weights, ids ─ race → token   choose()
                                                       └─ share of all → p      truncated_softmax()
@@ -21,17 +21,14 @@ A drafter whose weights are close to the target's mostly finds that token, too.
 
 A seed draws the same on every machine. Hashes are integers. exp and log are written out here as
 sums and products of float64. top-p adds whole multiples of 2⁻⁴⁰: their order does not change the
-sum. kernels/sampling.c gives the same bits in a hundredth of the time, if there is a compiler.
+sum. kernels/c/sampling.c gives the same bits in a hundredth of the time, if there is a compiler.
 
 Sources: the transforms are those of transformers' TopKLogitsWarper, TopPLogitsWarper and
 MinPLogitsWarper, in that order; the race is from Daliri, Musco and Suresh, arXiv 2408.07978; the
 keys are splitmix64's.
 """
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
 from math import factorial, inf, isfinite, log2, nextafter, sqrt
-from typing import Any
 
 import numpy as np
 import torch
@@ -285,125 +282,3 @@ def _leaders(
     weights, ids = survivors(scores, *transforms)
     first = np.argsort(-scores.numpy(force=True)[ids], kind="stable")[:count]
     return weights[first], ids[first], total(weights)
-
-
-# --------------------------------------------------------------------------------------- text
-_INCOMPLETE = "\ufffd"  # what a tokenizer writes for the bytes of an unfinished character
-_MOST_UNREAD = 64  # the most tokens that wait for the end of a character; a text needs fewer
-
-
-class TextStream:
-    """The growing text of one request, with the origin (`kind`) of every piece of it.
-
-    A token may end inside a character of several bytes, and a stop string may begin in one token
-    and end in another, or inside an accepted draft. So text leaves in three steps:
-
-        push(token)  notes a token; if there are stop strings, decodes and searches it at once
-        text         the answer so far
-        release()    what may be streamed: the text without an ending that may become a stop string
-
-    Without stop strings a token is decoded when somebody asks for the text. The text ends before a
-    stop string. Only its end is decoded and searched, so a long text takes no more time a token.
-    """
-
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._stop = tuple(stop)
-        self._waiting: list[tuple[int, str]] = []  # tokens with their kinds, not decoded yet
-        self._is_complete = False  # no more tokens will come
-        self._tokens: list[int] = []
-        # _tokens[_start:_read] is decoded already; it only gives the decoder its context.
-        self._start = self._read = 0
-        self._pieces: list[tuple[str, str]] = []  # (text, kind)
-        self._begins: list[int] = []  # where each piece begins in the text
-        self._length = 0  # of the text: a stop string ends it before the last pieces end
-        self._longest = max(map(len, self._stop), default=1)
-        self._tail = ""  # the text's last `_longest` characters: a stop string may begin in there
-        self._released = 0
-
-    @property
-    def text(self) -> str:
-        """The answer so far."""
-        self._catch_up()
-        return "".join(piece for piece, _ in self._pieces)[: self._length]
-
-    def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=True)
-
-    def push(self, token: int, kind: str) -> bool:
-        """Append a token. True if it completes a stop string: the text then ends before that."""
-        self._waiting.append((token, kind))
-        return bool(self._stop) and self._catch_up()
-
-    def _catch_up(self) -> bool:
-        """Decode the waiting tokens. True if they complete a stop string."""
-        is_stopped = False
-        for token, kind in self._waiting:
-            self._tokens.append(token)
-            is_stopped = self._decode_unread(kind)
-        self._waiting.clear()
-        if self._is_complete and self._read < len(self._tokens):
-            is_stopped = self._decode_unread("bonus", is_last=True)
-        return is_stopped
-
-    def _decode_unread(self, kind: str, is_last: bool = False) -> bool:
-        """Append the text of new tokens once its characters are complete, or as it is at the end.
-
-        True if a stop string is complete.
-        """
-        whole = self._decode(self._tokens[self._start :])
-        may_go_on = not is_last and len(self._tokens) - self._read < _MOST_UNREAD
-        if may_go_on and whole.endswith(_INCOMPLETE):
-            return False
-        new = whole[len(self._decode(self._tokens[self._start : self._read])) :]
-        # A context without text would have the next word lose the space before it.
-        if new or self._read - self._start >= _MOST_UNREAD:
-            self._start = self._read
-        self._read = len(self._tokens)
-        return self._append(new, kind)
-
-    def _append(self, new: str, kind: str) -> bool:
-        searched, tail = len(self._tail), self._tail + new
-        found = [tail.find(s, max(0, searched - len(s) + 1)) for s in self._stop]
-        cut = min((at for at in found if at >= 0), default=len(tail))
-        self._pieces.append((new, kind))
-        self._begins.append(self._length)
-        self._length += cut - searched
-        self._tail = tail[:cut][-self._longest :]
-        return cut < len(tail)
-
-    def finish(self) -> bool:
-        """End the text and decode the bytes that are left. True if they complete a stop string."""
-        self._is_complete = True
-        return bool(self._stop) and self._catch_up()
-
-    def release(self, final: bool = False) -> list[tuple[str, str]]:
-        """The text that may be shown now and was not released yet, as (text, kind) stretches.
-
-        Example: with the stop string "END", a text that ends in "… EN" keeps back "EN" until the
-        next token.
-        """
-        self._catch_up()
-        begin, end = self._released, self._length
-        if not final:
-            end -= max(
-                (n for s in self._stop for n in range(1, len(s)) if self._tail.endswith(s[:n])),
-                default=0,
-            )
-        self._released = max(begin, end)
-        return self.stretches(begin, self._released)
-
-    def stretches(self, begin: int = 0, end: int | None = None) -> list[tuple[str, str]]:
-        """text[begin:end] as (text, kind) stretches; neighbouring accepted pieces are joined."""
-        self._catch_up()
-        end = self._length if end is None else min(end, self._length)
-        result: list[tuple[str, str]] = []
-        first = bisect_right(self._begins, begin) - 1  # the piece in which `begin` lies
-        for i in range(max(0, first), bisect_left(self._begins, end)):
-            at, (text, kind) = self._begins[i], self._pieces[i]
-            piece = text[max(0, begin - at) : end - at]
-            if piece and result and result[-1][1] == kind == "accepted":
-                result[-1] = (result[-1][0] + piece, kind)
-            elif piece:
-                result.append((piece, kind))
-        return result

@@ -26,9 +26,9 @@ from drafters.dflash import BlockConfig, DFlashHead
 from drafters.eagle3 import SWITCHES, Eagle3Head, HeadConfig, default_layers
 from drafters.mtp_head import MIMO, host_of
 from kernels.decoder import FULL
-from kernels.files import FILE, fill, read_folder
 from kernels.head import run_mtp_layer
 from kernels.parts import norm_of, parts_of
+from models.files import FILE, fill, read_folder
 from models.gguf_file import is_gguf
 from models.mimo import MiMoConfig
 

@@ -32,10 +32,10 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from kernels import library
 from kernels.decoder import FULL, MOST_ROWS, Rows, can_tabulate
-from kernels.files import check_config, check_sizes, fill
 from kernels.head import look_ahead
 from kernels.weights import DTYPES, pack
 from messages import Draft, Model, Place
+from models.files import check_config, check_sizes, fill
 
 from .base import Chain, Context
 from .head import HeadState, StateReader

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor, nn
 
 from kernels import chain, library
-from kernels.files import check_numbers, own_weights, read_folder, reading
 from kernels.head import KernelHead, speed_up_head
 from messages import Draft, Model, Place, Sampling, Verdict
+from models.files import check_numbers, own_weights, read_folder, reading
 from sampling import Noise
 
 from .base import Chain, Context, Drafter, ModelState

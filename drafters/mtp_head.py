@@ -18,7 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_layers import MtpModel
 
-from kernels.files import (
+from kernels.head import mtp_layer, run_mtp_layer
+from messages import Model, Place
+from models.files import (
     check_numbers,
     check_sizes,
     own_weights,
@@ -26,8 +28,6 @@ from kernels.files import (
     reading,
     why_not_loaded,
 )
-from kernels.head import mtp_layer, run_mtp_layer
-from messages import Model, Place
 
 from .base import Context
 from .head import HeadDrafter

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.prefix import PrefixCache
+from cache.prefix import PrefixCache
 from messages import Draft, Request, RequestError, Sampling, Verdict, in_short
 from sampling import Noise
 

@@ -7,7 +7,7 @@ acceptance (the last drafted token was never fed), a cycle without a draft, and 
 whole prompt is fed).
 
 Where text is copied, the small model is fed guesses and checks them, as the target does with its
-drafts: kernels/chain.c. Its draft stays the same.
+drafts: kernels/c/chain.c. Its draft stays the same.
 
 Not covered: a draft model with another tokenizer; it is refused at start.
 """
@@ -15,8 +15,8 @@ Not covered: a draft model with another tokenizer; it is refused at start.
 from collections.abc import Sequence
 from typing import ClassVar
 
+from cache.prefix import PrefixCache
 from kernels import chain
-from kernels.prefix import PrefixCache
 from messages import Draft, Model, Sampling, Verdict
 from sampling import Noise
 

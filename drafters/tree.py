@@ -6,7 +6,7 @@
                       └ cat            in the KV cache   pending the lazy a dog cat
 
 Each token sees only its ancestors, and its position is the one that it would have in a chain. So it
-has the same logits as in a chain (kernels/attention.c). The target chooses a token after the
+has the same logits as in a chain (kernels/c/attention.c). The target chooses a token after the
 pending one. If a child of the pending token is that choice, the target chooses again after this
 child, and so on (see `verify`). All later code, from the verdict to the page, sees the tokens on
 this way as a chain. The KV cache keeps the accepted ones.

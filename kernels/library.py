@@ -32,7 +32,7 @@ from messages import in_short
 LOG = logging.getLogger("kernels")
 PROGRESS = logging.getLogger("progress.once")  # told on a terminal, too
 
-_FOLDER = Path(__file__).parent
+_FOLDER = Path(__file__).parent / "c"
 # Every flag that could let a compiler choose how numbers are rounded is off.
 _FLAGS = (
     "-O3 -march=native -std=gnu11 -fPIC -ffp-contract=off -fno-math-errno -fno-trapping-math "

@@ -23,7 +23,7 @@ _DECLARED = re.compile(r"((?:\*|const\b|\s)*)(\w+)(?:\[(\d+)\])?")
 def _structs() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for header in _HEADERS:
-        code = re.sub("//.*", "", (Path(__file__).parent / header).read_text("utf-8"))
+        code = re.sub("//.*", "", (Path(__file__).parent / "c" / header).read_text("utf-8"))
         for body, name in re.findall(r"typedef struct \w*\s*{([^}]*)} (\w+);", code):
             fields = {"_fields_": list(_fields(body, found))}
             found[name] = type(name, (ctypes.Structure,), fields)

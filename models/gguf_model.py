@@ -28,8 +28,7 @@ from transformers.modeling_gguf_pytorch_utils import (
     get_gguf_hf_weights_map,
 )
 
-from kernels.files import own_pages
-
+from .files import own_pages
 from .gguf_config import refuse_unread
 from .gguf_file import BadFile, GgufFile, Tensor, Texts
 

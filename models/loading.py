@@ -16,11 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.modeling_utils import PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
 
-from kernels.files import outside, own_pages, own_weights, why_not_loaded
 from messages import in_short
 
 from . import StartError, gguf_check, gguf_packed, mimo  # noqa: F401  (transformers then knows MiMo)
 from .catalogue import entry_of, likely, place_of
+from .files import outside, own_pages, own_weights, why_not_loaded
 from .gguf_config import config_of
 from .gguf_file import GgufFile, Texts, is_gguf
 from .gguf_model import load_model, open_model

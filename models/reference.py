@@ -41,7 +41,8 @@ _NUM_COMPARED = 128  # the last tokens of a text
 _ROUNDINGS = 32  # of the largest logit, that may add up
 _SHAKES = 8  # times the effect of shaken embeddings; about 2 was the most that was seen
 _SHARE_OF_LARGEST = 1e-3  # in mixtures: another expert for one token moves those after it by less
-_CODE = "*.py", "kernels/*.[chp]*", "models/*.py"  # that a comparison depends on
+# What a comparison depends on.
+_CODE = "*.py", "kernels/*.py", "kernels/c/*", "cache/*.py", "models/*.py"
 _SHARE_PACKED = 0.05  # where a rounding may make an input another number of 8 bits
 _MOST_NOTES = 100  # of files that were compared; a new version of this code writes them anew
 _BATCHES = (6, 1), (1, 4), (3, 6), (2, 2)  # tokens of the text and of its neighbour, in turn

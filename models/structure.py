@@ -32,7 +32,7 @@ Rule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query,
 
 _NUM_READ = 4  # tokens
 _NUM_QUERIES = 64  # positions that a rule is asked about, besides those at its borders
-# Keys and values, or nothing; or states that kernels/states.py keeps.
+# Keys and values, or nothing; or states that cache/states.py keeps.
 _CACHES = (DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)
 _STATES = LinearAttentionCacheLayerMixin
 

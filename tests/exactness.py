@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import states
+from cache import states
 
 LONGEST = 1100
 BORDERS = [block + step for block in (0, 512, 1024) for step in range(64, 513, 64)]

@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "../kernels/forward.h"
+#include "../kernels/c/forward.h"
 
 int apply_convolution(const convolution *, const passage *, int, int);
 int apply_rule(const rule *, const given *, int, int);

@@ -153,7 +153,7 @@ def load_once() -> None:
         importlib.import_module(f"test_{file}")
     # What a fork writes to the KV cache is its own: mmap's default would share it with all.
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    importlib.import_module("kernels.buffers").mmap = partial(mmap.mmap, flags=flags)
+    importlib.import_module("cache.buffers").mmap = partial(mmap.mmap, flags=flags)
     load = core.load_engine
     engine = load(core.Options(model="embedded", fixed_k=True, kernels=False))
 
@@ -290,7 +290,7 @@ ROWS = [  # name, place, old, new and tests
      "self.remaining == 0", "requests::one_cut_is_seen[greedy-0-max_tokens]"),
     ("the last bytes complete no stop string", "core:Sequence.append", "if self.text.finish():",
      "if False:", "requests::bytes_at_the_end_may_complete_a_stop_string"),
-    ("what may become a stop string is shown", "sampling:TextStream.release",
+    ("what may become a stop string is shown", "text:TextStream.release",
      "self._tail.endswith(s[:n])", "False", "properties::text_grows_as_a_plain_string"),
     ("what is cut off counts as drafted", "messages:Cycle.__post_init__",
      "len(self.way) if self.is_whole else self.num_kept", "len(self.way)",
@@ -363,11 +363,11 @@ ROWS = [  # name, place, old, new and tests
     ("a hidden state too many is handed out", "drafters.panel:Panel.observe",
      "own[:-num_rejected]", "own[: len(own) - num_rejected + 1]",
      "drafters::a_rolled_back_state_proposes_like_a_fresh_one"),
-    ("blocks of a prompt are known by their own tokens", "kernels.prefix:PrefixCache._keys",
+    ("blocks of a prompt are known by their own tokens", "cache.prefix:PrefixCache._keys",
      "digest.update(", "digest = sha256(", "prefix::only_what_is_shared_from_the_beginning_counts"),
-    ("blocks without hidden states will do", "kernels.prefix:PrefixCache.restore",
+    ("blocks without hidden states will do", "cache.prefix:PrefixCache.restore",
      "is None or not block.hidden.keys() >= set(layers)", "is None", "prefix::a_head_waits"),
-    ("the beginning of a prompt is forgotten first", "kernels.prefix:PrefixCache._touch",
+    ("the beginning of a prompt is forgotten first", "cache.prefix:PrefixCache._touch",
      "reversed(keys)", "keys", "prefix::the_end_of_a_prompt_is_forgotten_before_its_beginning"),
     ("a prompt is remembered before it is known to be sound", "core:Engine.forward",
      "self.target.cache.lengths,",
@@ -524,17 +524,17 @@ ROWS = [  # name, place, old, new and tests
     ("the slowest run is the median", "serving.comparison:_median_run", "(len(runs) - 1) // 2",
      "-1", "requests::a_comparison_of_three_runs_takes_medians_and_says_when_it_was_disturbed"),
     # ------------------------------------------------------------------------- recurrent layers
-    ("a refused draft stays in the state", "kernels.states:RecurrentLayer._at",
+    ("a refused draft stays in the state", "cache.states:RecurrentLayer._at",
      "marks[-1].length > length", "marks[-1].length > length + 4",
      "recurrent::what_was_taken_back_leaves_no_trace[qwen3_5_text-1 of 5]"),
     ("a step writes over the state before it", "kernels.recurrent:step_in_python",
      "state * decay[:, None, None]", "state.mul_(decay[:, None, None])",
      "recurrent::what_was_taken_back_leaves_no_trace[granitemoehybrid in Python-1 of 5]"),
-    ("a new text goes on with the state of another", "kernels.states:RecurrentLayer._at",
+    ("a new text goes on with the state of another", "cache.states:RecurrentLayer._at",
      "if not length:", "if not marks:", "recurrent::a_text_keeps_its_state_while_others[lfm2]"),
-    ("the mark where a call began is dropped", "kernels.states:RecurrentLayer._record",
+    ("the mark where a call began is dropped", "cache.states:RecurrentLayer._record",
      "m.length == begin or", "", "recurrent::a_call_of_many_forwards_that_fails[lfm2]"),
-    ("a verify keeps its last three forwards alone", "kernels.states:RecurrentLayer._record",
+    ("a verify keeps its last three forwards alone", "cache.states:RecurrentLayer._record",
      "end - _MOST_RECORDED", "end", "recurrent::what_was_taken_back_leaves_no_trace[lfm2-8 of 24]"),
     ("a sigmoid depends on its place", "kernels.rowwise:RowWise.__torch_function__",
      "if name in _FUNCTIONS", "if False",

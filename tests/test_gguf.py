@@ -289,10 +289,10 @@ def test_a_file_is_compared_once_and_the_latest_comparisons_are_remembered(
 
 def test_a_file_is_compared_again_where_code_has_changed(tmp_path, monkeypatch):
     monkeypatch.setattr(reference, "ROOT", tmp_path)
-    files = [tmp_path / name for name in ("core.py", "kernels/a.c", "models/b.py")]
+    files = [tmp_path / name for name in ("core.py", "kernels/c/a.c", "models/b.py")]
     cached, notes = SimpleNamespace(fingerprint="", max_length=1), [None]
     for file in files:
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("x")
         notes.append(reference._note(cached))
         assert notes[-1] not in notes[:-1]

@@ -18,7 +18,7 @@ from models import gguf_tokenizer
 from models.gguf_file import BadFile, GgufFile
 from models.gguf_tokenizer import tokenizer_of
 from models.prompts import chat_ids, prompt_ids
-from sampling import TextStream
+from text import TextStream
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 ALPHABET = list(bytes_to_unicode().values())

@@ -313,7 +313,7 @@ def bits(tmp_path, cpu, *options, runner=(), given=("0", "12", "2"), compiler=No
     """
     made = tmp_path / "bits"
     if cpu:
-        kernels = kernels or sorted((ROOT / "kernels").glob("*.c"))
+        kernels = kernels or sorted((ROOT / "kernels" / "c").glob("*.c"))
         command = [*(compiler or library.compiler()), *EXACT, f"-march={cpu}", *options]
         subprocess.run([*command, "-o", made, PROGRAM, *kernels, "-lm"], check=True)
     return subprocess.check_output([*runner, made, *given], text=True)

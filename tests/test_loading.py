@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from drafters.eagle3 import HeadConfig
-from kernels.files import read_folder, why_not_loaded
 from models import catalogue, loading, reference, structure
+from models.files import read_folder, why_not_loaded
 from models.loading import StartError
 from models.structure import FULL, UnsupportedModel, examine, window_of
 
@@ -366,7 +366,7 @@ def test_weights_that_are_packed_one_by_one_go_back_to_the_system(tmp_path):
     code = """
 import sys, torch
 from safetensors.torch import load_file
-from kernels.files import own_weights
+from models.files import own_weights
 
 def anonymous():
     return int(next(line for line in open("/proc/self/status") if "RssAnon" in line).split()[1])

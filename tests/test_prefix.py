@@ -8,7 +8,7 @@ import speculative_decoding as core
 import torch
 from conftest import WAYS, finish, run, together
 
-from kernels.prefix import PrefixCache
+from cache.prefix import PrefixCache
 from serving import answers, metrics
 from serving.worker import Worker
 

@@ -13,8 +13,8 @@ from conftest import HYBRIDS, ScriptedDrafter, assert_lossless, make_exact, run
 from exactness import assert_same_bits
 from test_eagle3 import new_head
 
+from cache.states import RecurrentLayer
 from kernels.start import speed_up
-from kernels.states import RecurrentLayer
 from serving import faults
 
 PYTHON = " in Python"

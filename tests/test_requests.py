@@ -17,8 +17,8 @@ import speculative_decoding as core
 import torch
 from conftest import credulous, probabilities, run, scripted_engine
 
-from sampling import TextStream
 from serving import answers, comparison, trace
+from text import TextStream
 
 DRAFTERS = ("ngram", "suffix", "draft_model", "mtp")
 SAMPLING = core.Sampling(1.1, 0.9, 100, 0.95, 0.001)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from cache.states import GatedDelta, Mamba2
 from kernels import library, recurrent
-from kernels.states import GatedDelta, Mamba2
 
 pytestmark = pytest.mark.skipif(library.why_not() is not None, reason="no C compiler here")
 SIZES = [(1, 8, 16), (2, 24, 20), (3, 128, 72), (2, 5, 131)]  # heads of keys, widths, columns

@@ -22,7 +22,7 @@ many forwards the call is cut into.
 The rule goes token by token, in every forward and in one shape: so a token has the same bits
 decoded, verified or beside others, however its prompt was cut. Python between the tokens takes
 longer than their arithmetic, so where there is a compiler convolutions and rules run in C, for all
-texts in one call (kernels/recurrent.c). transformers has another rule for several tokens at once.
+texts in one call (kernels/c/recurrent.c). transformers has another rule for several tokens at once.
 Its forward runs here all the same, with our convolution and our rule in the place of its own.
 
 Sources: gated delta networks, arXiv 2412.06464; Mamba-2, 2405.21060. Not covered: Mamba-1, KDA,
@@ -39,12 +39,11 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from kernels import library, recurrent
+from kernels.decoder import Net, Passed
+from kernels.recurrent import Rule
+from kernels.rowwise import softplus
 from messages import KeyCache, Model
-
-from . import library, recurrent
-from .decoder import Net, Passed
-from .recurrent import Rule
-from .rowwise import softplus
 
 NUM_MARKS = 3  # of a text that are kept in any case: the checks at load go back by two calls
 _MOST_RECORDED = 32  # tokens of a forward that can be taken back in part: more than any draft has
