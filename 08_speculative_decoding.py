@@ -25,55 +25,31 @@ Sources: Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318; Daliri et 
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import models.shortage  # isort: skip  # noqa: F401  (before torch, which takes seconds)
 import torch
-from flask import Flask, Response
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
 
-import demo
+import cache
+import control
 import drafters
-import engines
-from cache.buffers import lazy_zeros, scrub
-from cache.prefix import PrefixCache
-from cache.states import follow_rows
-from control.controller import Controller
-from control.planner import FixedK, Planner
-from control.statistics import Statistics, Totals, clock
-from drafters import Context, Drafter, Noise, branches
-from drafters.panel import Panel, Seat
-from kernels import library
-from kernels.forward import KernelForward, Report
-from kernels.start import get_ready, report_of, speed_up
-from kernels.weights import num_weights
-from messages import Cycle, Draft, Judgement, Layers, Output, Place, Request, Sampling, Verdict
-from models import loading
-from models.catalogue import with_model
-from models.gpt_neo import follow_masks
-from models.prompts import Tokenizer, check_prompt
-from models.reference import Reference, check, refusal
-from sampling import ACCEPT, DRAW, RECOVER, choose, draw, penalise, truncated_softmax
-from serving import answers, faults, http, openai
-from serving.options import Options, parse_arguments
-from serving.parsing import parse_request
-from serving.worker import Worker, warm_up
+import kernels
+import messages
+from messages import Draft, Judgement, Sampling, Verdict
+from sampling import Noise, choose, draw, penalise, truncated_softmax
 from text import TextStream
 
 
 # -------------------------------------------------------------------------------- the method
-def verify(
-    draft: Draft, choice_after: Callable[[int, int], int]
-) -> tuple[list[Judgement], list[int]]:
+def verify(draft: Draft, choice_after: Callable[[int], int]) -> tuple[list[Judgement], list[int]]:
     """Walk along the draft for as long as it holds the token that the target chooses itself.
 
-    choice_after(i, depth) is the target's choice after drafted token i, the depth-th of the walk;
-    choice_after(-1, 0) is that after the pending token. Behind token i of a chain is token i + 1;
-    in a tree several may be. Returns what became of the tokens, and the accepted ones' indexes.
+    choice_after(i) is the target's choice after drafted token i; choice_after(-1), after the
+    pending token. Behind token i of a chain is token i + 1; in a tree several may be. Returns what
+    became of the tokens, and the accepted ones' indexes.
 
     Only the target's choices are emitted. A choice is made only after all tokens before it matched,
     so it is made as in plain decoding: after the same text, by the same noise and the same logits
@@ -83,7 +59,7 @@ def verify(
     """
     judged, accepted, at = list[Judgement](), list[int](), -1
     while True:
-        chosen, behind = choice_after(at, len(accepted)), draft.children(at)
+        chosen, behind = choice_after(at), draft.children(at)
         matching = [i for i in behind if draft.tokens[i] == chosen]
         if not matching:
             break
@@ -96,18 +72,24 @@ def verify(
 
 
 def choices(
-    scores: Tensor, sampling: Sampling, noise: Noise, num_tokens: int
-) -> Callable[[int, int], int]:
-    """What `verify` asks for: the choice after drafted token i, by row i + 1 of scores [n + 1, V].
+    draft: Draft, scores: Tensor, sampling: Sampling, noise: Noise, num_tokens: int
+) -> Callable[[int], int]:
+    """What `verify` asks for: the target's choice after drafted token i, by row i + 1 of scores.
 
-    The noise depends on the seed and the position alone, so no draft changes a choice.
+    scores [n + 1, V] are the penalised logits after the pending and each drafted token. The noise
+    depends on the seed and the position alone, so no draft changes a choice.
     """
-    return lambda i, depth: choose(scores, sampling, noise, num_tokens + depth, i + 1)
+
+    def choice_after(i: int) -> int:
+        position = num_tokens + draft.depth(i)  # where the choice will stand in the text
+        return choose(scores, sampling, noise, position, row=i + 1)
+
+    return choice_after
 
 
 def speculate(
-    target: "CachedModel", drafter: Drafter, prompt: list[int], max_tokens: int, eos_ids: set[int],
-    sampling: Sampling = Request.sampling, seed: int = 0, num_drafted: int = 5,
+    target: "CachedModel", drafter: drafters.Drafter, prompt: list[int], max_tokens: int,
+    eos_ids: set[int], sampling: Sampling = messages.GREEDY, seed: int = 0, num_drafted: int = 5,
 ) -> list[int]:  # fmt: skip
     """Decode with a drafter: the text of `plain_decode`, in fewer passes of the target.
 
@@ -127,11 +109,10 @@ def speculate(
             draft = drafter.propose(state, most) if len(tokens) > len(prompt) else Draft()
             # 2. Verify: one pass reads the tokens that are not cached yet, and the draft.
             fed = tokens[target.cache.lengths[row] :] + draft.tokens
-            counts = [len(draft.tokens) + 1]
-            output = target.forward([row], [fed], counts, layers, **branches([draft]))
+            output = target.forward([row], [fed], [len(draft.tokens) + 1], layers, [draft.parents])
             # 3. Accept: the draft stays for as long as the target chooses the same tokens.
             scores = penalise(output.logits[0], sampling.repetition_penalty, tokens, draft)
-            judged, accepted = verify(draft, choices(scores, sampling, noise, len(tokens)))
+            judged, accepted = verify(draft, choices(draft, scores, sampling, noise, len(tokens)))
             emitted = [judgement.id for judgement in judged if judgement.kind != "rejected"]
             # 4. Truncate: the cache forgets what was rejected. The last token is pending.
             target.cache.keep(row, len(draft.tokens), accepted)
@@ -153,7 +134,7 @@ def speculate(
 
 def plain_decode(
     target: "CachedModel", prompt: list[int], max_tokens: int, eos_ids: set[int],
-    sampling: Sampling = Request.sampling, seed: int = 0,
+    sampling: Sampling = messages.GREEDY, seed: int = 0,
 ) -> list[int]:  # fmt: skip
     """Decode with the target alone, one token a pass: the text to reproduce, and the baseline."""
     max_tokens, noise = min(max_tokens, target.max_length - len(prompt)), Noise(seed)
@@ -169,101 +150,22 @@ def plain_decode(
 
 
 # ------------------------------------------------------------------- KV cache and truncation
-
-
-class SlotLayer(CacheLayerMixin):
-    """One layer's keys and values, preallocated [slots, heads, capacity, width]."""
-
-    def __init__(self, cache: "SlotCache") -> None:
-        super().__init__()
-        self._cache = cache
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        # Widths come from the states: not every family's are in its config. Zeros, not torch.empty:
-        # attention multiplies a masked value by 0, and 0 · NaN would be NaN.
-        rows, capacity = self._cache.num_rows, self._cache.max_length
-        self.keys = lazy_zeros(key_states, rows, capacity)
-        self.values = lazy_zeros(value_states, rows, capacity)
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> Any:
-        """Write [B, H, T, width] at the current place; returns all keys and values so far."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        place = self._cache.current
-        return place.write(self.keys, key_states), place.write(self.values, value_states)
-
-    def get_seq_length(self) -> int:
-        return self._cache.current.end - max(self._cache.current.counts)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.current.end, 0
-
-    def get_max_length(self) -> int:
-        return self._cache.max_length
-
-
-class SlotCache(Cache):
+class SlotCache(cache.Slots):
     """A KV cache in which each row has its own length; truncating a row lowers its length.
 
     One pass: `place` its tokens, run the model with this cache, `advance`. A row is a request's
-    handle, a slot its place in the buffers now. When a row closes, the last one takes its slot.
+    handle. cache/slots.py has the buffers, and opens and closes rows.
     """
 
-    def __init__(self, num_layers: int, num_rows: int, max_length: int, device: Any) -> None:
-        super().__init__(layers=[SlotLayer(self) for _ in range(num_layers)])
-        self.num_rows, self.max_length, self.device = num_rows, max_length, device
-        self.lengths = [0] * num_rows
-        self.current: Place  # of the pass under way
-        self.recurrent: list[Any] = []  # layers with a recurrent state (see cache/states.py)
-        self._free = list(range(num_rows))[::-1]
-        self.rows: list[int] = []  # the open rows, by slot
-        self._written = [0] * num_rows  # tokens written to each slot since it was zeroed
-
-    def slot(self, row: int) -> int:
-        """An open row's slot, its place in the buffers."""
-        return self.rows.index(row)
-
-    def open_row(self) -> int:
-        """Take an empty row for a new request. Raises ValueError when all are taken."""
-        if not self._free:
-            raise ValueError(f"all {self.num_rows} rows of the KV cache are in use")
-        row = self._free.pop()
-        self.rows.append(row)
-        return row
-
-    @torch.inference_mode()
-    def close_row(self, row: int) -> None:
-        """Free a row. The row in the last slot, if it is another one, is copied to this slot."""
-        assert row not in self._free, f"row {row} closed twice"
-        slot, last, buffers = self.slot(row), self.rows.pop(), self._buffers()
-        scrub(buffers, slot, self._written[slot])
-        if last != row:
-            source, length = len(self.rows), self.lengths[last]
-            for buffer in buffers:
-                buffer[slot, :, :length] = buffer[source, :, :length]
-            scrub(buffers, source, self._written[source])
-            self.rows[slot], self._written[slot] = last, length
-            slot = source  # this one is free now
-        self.lengths[row] = self._written[slot] = 0
-        self._free.append(row)
-
-    def _buffers(self) -> list[Tensor]:
-        own = [layer for layer in self.layers if layer.is_initialized]  # others have none
-        return [buffer for layer in own for buffer in (layer.keys, layer.values)]
-
-    def place(self, rows: list[int], counts: list[int]) -> Place:
+    def place(self, rows: list[int], counts: list[int]) -> cache.Place:
         """Place counts[b] >= 1 tokens after those of rows[b]. Raises ValueError if too many."""
         ends = [self.lengths[row] + count for row, count in zip(rows, counts, strict=True)]
         if (end := max(ends)) > self.max_length:
             raise ValueError(f"{end} tokens do not fit a KV cache of {self.max_length}")
         slots = [self.slot(row) for row in rows]
-        for slot, last in zip(slots, ends, strict=True):  # now: the pass may fail halfway
-            self._written[slot] = max(self._written[slot], last)
-        self.current = Place(slots, counts, ends, end, self.device)
-        return self.current
+        return self.begin(cache.Place(slots, counts, ends, end, self.device))
 
-    def advance(self, place: Place) -> None:
+    def advance(self, place: cache.Place) -> None:
         """Count the placed tokens as cached, after the pass that wrote them."""
         for slot, count in zip(place.slots, place.counts, strict=True):
             self.lengths[self.rows[slot]] += count
@@ -284,7 +186,7 @@ class SlotCache(Cache):
         if list(accepted) != list(range(count)):
             slot, moved = self.slot(row), torch.tensor(accepted, device=self.device) + begin
             with torch.inference_mode():
-                for buffer in self._buffers():
+                for buffer in self.buffers():
                     buffer[slot, :, begin : begin + count] = buffer[slot, :, moved]
         self.truncate(row, begin + count)
 
@@ -293,47 +195,59 @@ class SlotCache(Cache):
 class CachedModel:
     """A causal language model with a SlotCache: the target, or a draft model."""
 
-    def __init__(self, loaded: loading.Loaded, name: str, num_rows: int) -> None:
+    def __init__(self, loaded: Any, name: str, num_rows: int) -> None:
+        """`loaded` is a Loaded of models/loading.py; the KV cache gets `num_rows` rows."""
         self.model, self.tokenizer, self.name = loaded.model, loaded.tokenizer, name
-        self.max_length = loaded.length
+        self.max_length, self.eos_ids = loaded.length, loaded.eos_ids
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
-        self.num_weights = num_weights(self.model)
+        self.num_weights = kernels.num_weights(self.model)
         self.windows = loaded.structure.windows  # how far back each kind of layer sees; None: all
         self.has_experts = loaded.structure.has_experts
         self.fingerprint, self.pack_copy = loaded.fingerprint, loaded.pack_copy  # of GGUF files
         self.cache = self.new_cache(loaded.structure.num_cache_layers, num_rows)
-        self.fast: KernelForward | None = None  # put by `speed_up` in the place of `forward`
-        self.report: Report | None = None  # whether a token's bits depend on how it is computed
-        self.reference: Reference | None = None  # logits of transformers' own modules, to compare
+        self.compiled: Any = None  # the forward in C, if kernels/ can compute this model
+        self.report: Any = None  # whether a token's bits depend on how it is computed
+        self.reference: Any = None  # logits of transformers' own modules, to compare at the start
 
     def new_cache(self, num_layers: int, num_rows: int, spare: int = 0) -> SlotCache:
-        """An empty cache whose rows hold `spare` tokens more than this model's own context."""
+        """An empty cache whose rows hold `spare` tokens more than this model's context."""
         return SlotCache(num_layers, num_rows, self.max_length + spare, self.model.device)
 
-    @torch.inference_mode()
     def forward(
-        self, rows: list[int], tokens: list[list[int]], num_logits: list[int], layers: Layers = ()
-    ) -> Output:
+        self,
+        rows: list[int],
+        tokens: list[list[int]],
+        num_logits: list[int],
+        layers: tuple[int, ...] = (),
+        parents: list[list[int] | None] | None = None,
+    ) -> messages.Output:
         """Feed tokens[b] (at least one) after what cache row rows[b] holds.
 
         Prefill feeds many tokens, plain decoding one, verifying n + 1. Returns logits of each
         text's last num_logits[b] >= 1 tokens, and hidden states of all its tokens at `layers`.
-        Where compiled code can run the model, `speed_up` puts KernelForward in its place.
+        Where text b ends in a draft that branches, parents[b] are that Draft's (compiled only).
         """
+        if self.compiled:
+            return self.compiled(rows, tokens, num_logits, layers, parents)
+        assert not any(parents or []), "transformers' modules verify chains only"
         place = self.cache.place(rows, [len(fed) for fed in tokens])
         ids = place.arrange([torch.tensor(fed, device=self.cache.device) for fed in tokens])
         logits, states = self.run(ids, place, max(num_logits), layers)
         self.cache.advance(place)
         last = [text[-n:].float() for text, n in zip(logits, num_logits, strict=True)]
-        return Output(last, {layer: place.part(hidden) for layer, hidden in states.items()})
+        return messages.Output(last, {i: place.part(hidden) for i, hidden in states.items()})
 
+    @kernels.exclusive()
+    @torch.inference_mode()
     def run(
-        self, ids: Tensor, place: Place, logits_to_keep: Tensor | int, layers: Layers
+        self, ids: Tensor, place: cache.Place, logits_to_keep: Tensor | int, layers: tuple[int, ...]
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """Run transformers' own modules. Logits and hidden states are arranged like `ids`."""
+        masks = {kind: place.mask(self.model.dtype, n) for kind, n in self.windows.items()}
         result = self.model(
             input_ids=ids,
-            attention_mask=self._mask(place),
+            # A model whose kinds of layers differ in window takes a mask for each kind.
+            attention_mask=masks if len(set(self.windows.values())) > 1 else [*masks.values()][0],
             position_ids=place.positions,
             past_key_values=self.cache,
             use_cache=True,
@@ -342,11 +256,6 @@ class CachedModel:
         )
         # transformers lists the embeddings, then each block's output; the last one is normed.
         return result.logits, {i: result.hidden_states[i if i < 0 else i + 1] for i in layers}
-
-    def _mask(self, place: Place) -> Tensor | dict[str, Tensor]:
-        """The attention mask; a model whose kinds of layers differ in window takes one per kind."""
-        masks = {kind: place.mask(self.model.dtype, n) for kind, n in self.windows.items()}
-        return masks if len(set(self.windows.values())) > 1 else next(iter(masks.values()))
 
 
 # ----------------------------------------------------------------------------- probabilities
@@ -362,7 +271,7 @@ def sample(
     q = truncated_softmax(scores, *sampling.transforms)[0] if sampling.needs_q else None
     if sampling.is_coupled:
         return choose(scores, sampling, noise, len(text)), q
-    return draw(q, noise.uniform(len(text), DRAW)), q
+    return draw(q, noise.uniform(len(text), noise.DRAW)), q
 
 
 # --------------------------------------------------------------------------------- rejection
@@ -379,15 +288,15 @@ def verify_by_rejection(draft: Draft, p: Tensor, noise: Noise, position: int) ->
     judged = []
     for i, token in enumerate(draft.tokens):
         q = draft.q(i, like=p[i])
-        u = noise.uniform(position + i, ACCEPT)
+        u = noise.uniform(position + i, noise.ACCEPT)
         kind = "accepted" if u * float(q[token]) < float(p[i, token]) else "rejected"
         judged.append(Judgement(token, kind, float(p[i, token]), float(q[token]), u))
         if kind == "rejected":
-            u = noise.uniform(position + i, RECOVER)
+            u = noise.uniform(position + i, noise.RECOVER)
             token = draw(residual(p[i], q), u)
             judged.append(Judgement(token, "recovered", float(p[i, token]), float(q[token]), u))
             return judged
-    u = noise.uniform(position + len(draft.tokens), DRAW)
+    u = noise.uniform(position + len(draft.tokens), noise.DRAW)
     token = draw(p[-1], u)
     return [*judged, Judgement(token, "bonus", float(p[-1, token]), None, u)]
 
@@ -403,14 +312,15 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------------------------- sequence
 class Sequence:
-    """A request under way: tokens, row, text, statistics, and a seat with its drafters' states."""
+    """A request under way: its tokens, its row of the KV cache, its text, and its drafting."""
 
-    def __init__(self, request: Request, row: int, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: messages.Request, row: int, tokenizer: Any) -> None:
         self.request, self.row, self.tokenizer = request, row, tokenizer
-        self.seat = Seat(request.prompt, request.drafting, row, request.is_alone)
         self.noise, self.tokens = Noise(request.seed), list(request.prompt)
         self.text, self.num_steps = TextStream(tokenizer, request.stop), 0
-        self.statistics, self.logprobs = Statistics(), list[dict[str, Any]]()
+        self.drafting = drafters.DraftedText(request, self.noise, row)  # as the drafters know it
+        self.warnings = self.drafting.warnings
+        self.statistics, self.logprobs = control.Statistics(), list[dict[str, Any]]()
         self.finish_reason: str | None = None
         self.failure: Exception | None = None  # with it the finish_reason is "error"
 
@@ -432,7 +342,7 @@ class Sequence:
         Returns how many tokens stay. Only this method decides that: the others are dropped.
         """
         emitted = [judgement for judgement in judged if judgement.kind != "rejected"]
-        for kept, token in enumerate(emitted, 1):
+        for num_kept, token in enumerate(emitted, 1):
             if self.text.push(token.id, token.kind) or token.id in eos_ids:
                 self.finish_reason = "stop"
             elif self.remaining == 1:
@@ -441,7 +351,7 @@ class Sequence:
             if self.finish_reason:
                 if self.text.finish():  # the last bytes completed a stop string
                     self.finish_reason = "stop"
-                return kept
+                return num_kept
         return len(emitted)
 
 
@@ -452,64 +362,68 @@ class Engine:
     def __init__(
         self,
         target: CachedModel,
-        loaded: dict[str, Drafter],
+        loaded: dict[str, drafters.Drafter],
         default: str | None = None,
-        prefill_chunk: int = Options.prefill_chunk,
-        controller: Controller | None = None,
+        prefill_chunk: int = 256,
+        controller: control.Controller | None = None,
         draft_model: CachedModel | None = None,
         is_strict: bool = False,
-        prefixes: PrefixCache | None = None,
+        prefixes: cache.PrefixCache | None = None,
     ):
         """Without a controller every draft has the length that its request asks for."""
         self.target, self.draft_model, self.prefill_chunk = target, draft_model, prefill_chunk
-        self.eos_ids = loading.ends_of(target.model, target.tokenizer)
-        self.panel = Panel(loaded, target.vocab_size, default, is_strict, prefixes, target.fast)
-        self.default_drafter, self.controller = default, controller
-        self.now = clock(target.model.device)
-        self.planner = Planner(controller, self.panel) if controller else FixedK()
-        self.totals = Totals(self.panel.choices)
+        self.eos_ids, self.default_drafter, self.controller = target.eos_ids, default, controller
+        can_branch = bool(target.compiled and target.compiled.can_branch)
+        self.pool = drafters.DrafterPool(
+            loaded, target.vocab_size, default, is_strict, prefixes, can_branch
+        )
+        self.planner = control.FixedK()
+        if controller:
+            self.planner = control.Planner(controller, self.pool)
+        self.now, self.totals = control.clock(target.model.device), control.Totals(self.pool.choices)
 
-    def open(self, request: Request) -> Sequence:
+    def open(self, request: messages.Request) -> Sequence:
         """Admit a request; caps max_tokens. Raises ValueError: bad prompt, or no free cache row."""
-        check_prompt(request.prompt, self.target.max_length, self.target.vocab_size)
+        request.check_prompt(self.target.max_length, self.target.vocab_size)
         room = self.target.max_length - len(request.prompt)
         wanted = request.drafter if request.num_speculative_tokens else None
-        names = self.panel.choices[wanted] if wanted else ()
+        names = self.pool.choices[wanted] if wanted else ()
         admitted = replace(request, max_tokens=min(request.max_tokens, room), drafter=wanted)
         s = Sequence(admitted, self.target.cache.open_row(), self.target.tokenizer)
         if room < request.max_tokens:
             what = f"max_tokens was lowered from {request.max_tokens} to {room}"
-            s.seat.warnings.append(f"{what}: the context holds {self.target.max_length} tokens")
-        self.panel.open(s.seat, names, request.prompt, s.noise)
-        self.planner.open(s.seat)
+            s.warnings.append(f"{what}: the context holds {self.target.max_length} tokens")
+        self.pool.open(s.drafting, names)
+        self.planner.open(s)
         return s
 
     def close(self, s: Sequence) -> None:
         """Free the cache row and the drafters' states. Call it once for every opened sequence."""
         try:
             if s.failure is None and self.target.report and self.target.report.is_exact:
-                self.panel.remember(s.seat, s.tokens)
+                self.pool.remember(s.drafting, s.tokens)
         finally:
             self.target.cache.close_row(s.row)
-            self.panel.close(s.seat)
+            self.pool.close(s.drafting)
+            self.planner.close(s)
         self.totals.add(s.request.drafter, s.request.sampling.rule, s.statistics)
 
-    def generate(self, request: Request) -> Iterator[tuple[Sequence, Cycle]]:
+    def generate(self, request: messages.Request) -> Iterator[tuple[Sequence, messages.Cycle]]:
         """Run a request, cycle by cycle. Stopping early is fine. Raises the sequence's failure."""
         s = self.open(request)
         try:
             while s.finish_reason is None:
-                for cycle in faults.step(self, [s]).values():  # our step, with second tries
+                for cycle in self.step([s]).values():
                     yield s, cycle
             if s.failure:
                 raise s.failure
         finally:
             self.close(s)
 
-    @library.alone()  # so that torch's threads leave the cores to the kernels
+    @kernels.exclusive()  # so that torch's threads leave the cores to the kernels
     def step(
-        self, sequences: list[Sequence], cycles: dict[Sequence, Cycle] | None = None
-    ) -> dict[Sequence, Cycle]:
+        self, sequences: list[Sequence], cycles: dict[Sequence, messages.Cycle] | None = None
+    ) -> dict[Sequence, messages.Cycle]:
         """Run one cycle of each sequence: draft → verify → accept → truncate.
 
         The first cycle is the prefill: it feeds the prompt and drafts nothing. A sequence that
@@ -518,23 +432,23 @@ class Engine:
         batch, cycles = self.read_prompts(sequences), {} if cycles is None else cycles
         if not batch:
             return cycles
-        has_prefill = not all(s.num_steps for s in batch)
-        times = [self.now()]
-        drafts = self.panel.propose([s.seat for s in batch], self.planner.plan(batch))
+        has_prefill, times = not all(s.num_steps for s in batch), [self.now()]
+        plan = self.planner.plan(batch)
+        drafts = self.pool.propose([s.drafting for s in batch], plan.tasks)
         times.append(self.now())
         output = self.forward(batch, drafts)
         times.append(self.now())
         for i, (s, draft) in enumerate(zip(batch, drafts, strict=True)):
             hidden = {layer: states[i] for layer, states in output.hidden.items()}
             try:
-                cycles[s] = self.accept(s, draft, output.logits[i], hidden)
+                cycles[s] = self.accept(s, draft, output.logits[i], hidden, plan)
             except Exception as error:  # ends this sequence alone
                 s.fail(error)
         times.append(self.now())
         for s, cycle in cycles.items():
             cycle.times = times
             s.statistics.record_times(times, is_prefill=cycle.number == 0)
-        self.planner.timed(self.panel, drafts, None if has_prefill else times)
+        self.planner.record_cycle(plan, drafts, cycles.values(), None if has_prefill else times)
         return cycles
 
     def read_prompts(self, sequences: list[Sequence]) -> list[Sequence]:
@@ -544,97 +458,115 @@ class Engine:
         if reading:
             s = reading[0]
             began, cached = self.now(), lengths[s.row]
-            layers = self.panel.layers([s.seat])
+            layers = self.pool.layers([s.drafting])
             output = self.target.forward([s.row], [s.tokens[cached : cached + size]], [1], layers)
-            s.seat.hidden[cached] = {i: states for i, (states,) in output.hidden.items()}
+            s.drafting.hidden[cached] = {i: states for i, (states,) in output.hidden.items()}
             s.statistics.prompt_ms += (self.now() - began) * 1e3
         return [s for s in sequences if s not in reading]
 
-    def forward(self, batch: list[Sequence], drafts: list[Draft]) -> Output:
+    def forward(self, batch: list[Sequence], drafts: list[Draft]) -> messages.Output:
         """Run one pass for all: each text's uncached tokens (mostly the pending one) and draft."""
         lengths, pairs = self.target.cache.lengths, list(zip(batch, drafts, strict=True))
         return self.target.forward(
             rows=[s.row for s in batch],
             tokens=[s.tokens[lengths[s.row] :] + draft.tokens for s, draft in pairs],
             num_logits=[len(draft.tokens) + 1 for draft in drafts],
-            layers=self.panel.layers([s.seat for s in batch]),
-            **branches(drafts),
+            layers=self.pool.layers([s.drafting for s in batch]),
+            parents=[draft.parents for draft in drafts],
         )
 
-    def accept(self, s: Sequence, draft: Draft, logits: Tensor, hidden: dict[int, Tensor]) -> Cycle:
-        """Judge the draft, append what stays, truncate; update statistics, controller, drafters."""
+    def accept(
+        self, s: Sequence, draft: Draft, logits: Tensor, hidden: dict[int, Tensor],
+        plan: control.Plan,
+    ) -> messages.Cycle:  # fmt: skip
+        """Judge the draft, append what stays, truncate; planner and drafters learn what came."""
         scores = penalise(logits, s.request.sampling.repetition_penalty, s.tokens, draft)
-        judged, way = self.judge(s, draft, scores)
-        cache, held = self.target.cache, self.target.cache.lengths[s.row]
-        kept = s.append(judged, self.eos_ids)
-        cache.keep(s.row, len(draft.tokens), way[: kept - 1])  # the last one is pending
-        told = held, cache.lengths[s.row], cache.recurrent
-        cycle = Cycle(s.num_steps, draft, draft.onward(way), judged, kept, *told, logits, scores)
+        judged, path = self.judge(s, draft, scores)
+        slots, held = self.target.cache, self.target.cache.lengths[s.row]
+        num_kept = s.append(judged, self.eos_ids)
+        slots.keep(s.row, len(draft.tokens), path[: num_kept - 1])  # the last one is pending
+        cycle = messages.Cycle(
+            number=s.num_steps, draft=draft, path=draft.continued(path), judged=judged,
+            num_kept=num_kept, held=held, cached=slots.lengths[s.row], recurrent=slots.recurrent,
+            logits=logits, scores=scores,
+        )  # fmt: skip
         s.num_steps += 1
         s.statistics.record(cycle.num_drafted, cycle.kinds, cycle.num_beside)
         self.totals.note(cycle.num_drafted + cycle.num_beside, cycle.num_accepted)
-        self.planner.learn(s.seat, cycle)
+        self.planner.learn(plan, s, cycle)
         hidden = {layer: cycle.along(states) for layer, states in hidden.items()}
-        self.panel.observe(s.seat, cycle.verdict(), hidden, s.finish_reason is not None)
+        is_last = s.finish_reason is not None
+        self.pool.observe(s.drafting, cycle.verdict(), hidden, is_last)
+        if s.drafting.failure:  # a drafter's fault, with --strict
+            raise s.drafting.failure
         return cycle
 
     def judge(self, s: Sequence, draft: Draft, scores: Tensor) -> tuple[list[Judgement], list[int]]:
         """Judge by the request's rule, and return what `verify` returns; scores [n + 1, V]."""
         sampling, position = s.request.sampling, len(s.tokens)
         if sampling.is_coupled:
-            return verify(draft, choices(scores, sampling, s.noise, position))
+            return verify(draft, choices(draft, scores, sampling, s.noise, position))
         p = truncated_softmax(scores, *sampling.transforms)
         judged = verify_by_rejection(draft, p, s.noise, position)
         return judged, [i for i, judgement in enumerate(judged) if judgement.kind == "accepted"]
 
 
 # ----------------------------------------------------------------------------------- loading
-def load_model(name: str, options: Options) -> CachedModel:
+def load_model(name: str, options: Any) -> CachedModel:
     """Load the model `name` and give it a KV cache. Raises StartError if it cannot be loaded."""
-    get_ready(options.quantize, options.device, options.kernels)
+    from models import gpt_neo, loading, reference
+
+    kernels.setup(options.quantize, options.device, options.kernels)
     model = CachedModel(loading.load_pretrained(name, options), name, options.max_running)
-    model.reference = Reference.of(model)  # before kernels/ take the weights
-    follow_masks(model.model, model.cache.max_length)  # GPT-Neo has masks of its own
-    follow_rows(model)  # recurrent layers have a state for each row
+    model.reference = reference.Reference.of(model)  # before kernels/ take the weights
+    gpt_neo.follow_masks(model.model, model.cache.max_length)  # GPT-Neo has masks of its own
+    cache.follow_rows(model)  # recurrent layers have a state for each row
     return model
 
 
-def load_draft(options: Options) -> CachedModel | None:
+def load_draft(options: Any) -> CachedModel | None:
     """The draft model, or None. Raises StartError only for a model that --draft-model names."""
     try:
         name = options.model_of("draft_model")
         return load_model(name, options.for_draft) if name else None
-    except loading.StartError as error:
+    except models.StartError as error:
         if options.draft_model:
             raise
         drafters.LOG.warning("going on without draft_model: %s", error)
         return None
 
 
-def assemble_engine(options: Options) -> Engine:
+def assemble_engine(options: Any) -> Engine:
     """The target with all drafters that fit it. Raises ValueError if one asked for does not."""
+    from models import loading, reference
+
     loading.look_at(options.model, options.draft_model, options, drafters.check_words)
     target = load_model(options.model, options)
     draft = load_draft(options)
-    context = Context(target, sample, draft, **options.for_drafters)
+    context = drafters.Context(target, sample, draft, **options.for_drafters)
     loaded, default = drafters.load_all(options.drafter, context, not options.fixed_k)
     for model in filter(None, (target, draft)):  # after the heads have read its weights
-        with refusal(model, is_fast=True):
-            speed_up(model, options.quantize, check)
-    controller = None if options.fixed_k else Controller.of(target, loaded)
-    chunk, known = options.prefill_chunk, PrefixCache.of(target, options.prefix_cache_mb)
-    return Engine(target, loaded, default, chunk, controller, draft, options.strict, known)
+        with reference.refusal(model, is_fast=True):
+            kernels.speed_up(model, options.quantize, reference.check)
+    controller = None if options.fixed_k else control.Controller.of(target, loaded)
+    prefixes = cache.PrefixCache.of(target, options.prefix_cache_mb)
+    return Engine(
+        target, loaded, default, options.prefill_chunk, controller, draft, options.strict, prefixes
+    )
 
 
-def load_engine(options: Options) -> Engine:
+def load_engine(options: Any) -> Engine:
     """An engine that is ready to run in this thread: it was checked and has run once."""
+    from models import reference
+    from serving import answers, worker
+
     engine = assemble_engine(options)
-    with refusal(engine.target):
-        engine.target.report = report_of(engine.target)
+    with reference.refusal(engine.target):
+        engine.target.report = kernels.report_of(engine.target)
     for model in filter(None, (engine.target, engine.draft_model)):
-        check(model)
+        reference.check(model)
     answers.LOG.info(answers.setting(engine, options))
-    warm_up(engine)
+    worker.warm_up(engine)
     return engine
 
 

@@ -127,11 +127,11 @@ def show_prompt(engine: Engine, wanted: Request, num_explained: int = 0) -> int:
         raise
     print(mark([(end_of_text(engine, s), "end")], colour), end="")
     print_figures(s.finish_reason, s.statistics)
-    if s.seat.decision:
-        print(f"controller, last: {s.seat.decision}")
+    if s.drafting.task.decision:
+        print(f"controller, last: {s.drafting.task.decision}")
     if not wanted.sampling.is_greedy:
         print(f"seed {wanted.seed}")
-    for warning in s.seat.warnings:
+    for warning in s.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     return 0
 
@@ -346,7 +346,7 @@ def compare(
     """One prompt by plain decoding and by each drafter, in turn; times are medians."""
     wanted = request_of(prompt, PLAIN, options)
     given = prompt, wanted.max_tokens, engine.eos_ids, wanted.sampling, wanted.seed
-    methods = [n for n in engine.panel.choices if n != TREE or n == engine.default_drafter]
+    methods = [n for n in engine.pool.choices if n != TREE or n == engine.default_drafter]
     times: dict[str, list[float]] = {name: [] for name in [PLAIN, *methods]}
     runs: dict[str, list[TextSequence]] = {name: [] for name in methods}
     for _ in range(repeats):
@@ -439,8 +439,8 @@ def demo_run(
     run = {
         "token_ids": s.output,
         "text": s.text.text,
-        "controller": s.seat.decision and str(s.seat.decision),
-        "warnings": s.seat.warnings,
+        "controller": s.drafting.task.decision and str(s.drafting.task.decision),
+        "warnings": s.warnings,
         "pieces": [*s.text.stretches(), (end_of_text(engine, s), "end")],
         "identical": all(each.output == ids for each in sequences) if is_coupled else None,
     }

@@ -54,6 +54,9 @@ class Sampling:
         return self.temperature, self.top_k, self.top_p, self.min_p
 
 
+GREEDY = Sampling()
+
+
 class TracedSampling(Sampling):
     """A traced request's sampling, for its drafters: a trace also shows a coupled draft's q."""
 
@@ -71,12 +74,24 @@ class Request:
     drafter: str | None = None  # the name of a loaded one
     num_speculative_tokens: int = 5
     stop: tuple[str, ...] = ()
-    sampling: Sampling = Sampling()
+    sampling: Sampling = GREEDY
     seed: int = 0
     logprobs: int | None = None  # of each token, and of this many likeliest ones; None = none
     trace: bool = False  # whether events also show the target's choices and their probabilities
     fixed_k: bool = False  # each draft has as many tokens as allowed, whether that pays or not
     is_alone: bool = False  # past outputs and cached prompts are not used, as in measurements
+
+    def check_prompt(self, context: int, vocab_size: int) -> None:
+        """Raises ValueError if the prompt is empty, leaves no room, or has unknown ids."""
+        length, largest = len(self.prompt), vocab_size - 1
+        if not self.prompt:
+            raise ValueError("the prompt is empty")
+        if length >= context:
+            raise ValueError(
+                f"the prompt's {length} tokens leave no room in a context of {context}"
+            )
+        if not all(0 <= token <= largest for token in self.prompt):
+            raise ValueError(f"the prompt has a token id outside 0 to {largest}")
 
     @property
     def drafting(self) -> Sampling:
@@ -111,6 +126,12 @@ class Draft:
         if self.parents is None:
             return [node + 1] if node + 1 < len(self.tokens) else []
         return [i for i, parent in enumerate(self.parents) if parent == node]
+
+    def depth(self, node: int) -> int:
+        """How many drafted tokens lead to token `node`, with itself; 0 for the pending token, -1."""
+        if self.parents is None:
+            return node + 1
+        return 0 if node < 0 else 1 + self.depth(self.parents[node])
 
     def paths(self) -> list[list[int]]:
         """The path to each token: indexes from a child of the pending token to its own."""

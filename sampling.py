@@ -43,10 +43,6 @@ _WORD = (1 << 64) - 1
 _WHOLE = 2.0**40  # units in the largest weight; top-p adds whole units
 _FIRST = 32  # `ranked` looks at so many tokens with the largest weights
 
-# At one position each use has its own number. Rejection sampling draws a token with DRAW, judges it
-# with ACCEPT and replaces it with RECOVER. Positions after a rejected token use their numbers
-# again, because nobody has seen what these gave.
-DRAW, ACCEPT, RECOVER = range(1, 4)
 _HIGH, _LOW = range(4, 6)  # the upper and the lower half of a token's v
 
 
@@ -54,14 +50,14 @@ _HIGH, _LOW = range(4, 6)  # the upper and the lower half of a token's v
 def penalise(logits: Tensor, penalty: float, text: list[int], draft: Draft) -> Tensor:
     """Apply the repetition penalty to logits [n + 1, V] after the n drafted tokens; 1 = off.
 
-    A row is penalised as in plain decoding: for `text` and the drafted tokens on the way to it.
+    A row is penalised as in plain decoding: for `text` and the drafted tokens on the path to it.
     """
     if penalty == 1:
         return logits
     # All rows must list equally many ids. So a row lists an id of the text again in the place of
     # each other drafted token. An id is penalised once, however often it is listed.
-    ways = [[draft.tokens[i] for i in way] for way in ([], *draft.ways())]
-    rows = [way + text[:1] * (len(draft.tokens) - len(way)) for way in ways]
+    paths = [[draft.tokens[i] for i in path] for path in ([], *draft.paths())]
+    rows = [path + text[:1] * (len(draft.tokens) - len(path)) for path in paths]
     known = torch.tensor(list(set(text))).expand(len(rows), -1)
     ids = torch.cat([known, torch.tensor(rows, dtype=torch.long)], dim=1)
     return RepetitionPenaltyLogitsProcessor(float(penalty))(ids.to(logits.device), logits)
@@ -140,6 +136,11 @@ def exp(x: np.ndarray) -> np.ndarray:
 # --------------------------------------------------------------------------------------- noise
 class Noise:
     """The noise of one request. It holds no state, so any thread may use it at any time."""
+
+    # At one position each use has its own number. Rejection sampling draws a token with DRAW,
+    # judges it with ACCEPT and replaces it with RECOVER. Positions after a rejected token use their
+    # numbers again, because nobody has seen what these gave.
+    DRAW, ACCEPT, RECOVER = range(1, 4)
 
     def __init__(self, seed: int) -> None:
         """`seed`: any integer of up to 64 bits; -1 and 2**64 - 1 give different noise."""

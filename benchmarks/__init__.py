@@ -102,8 +102,8 @@ def run_together(
         engine.step(list(running))
         for s in [s for s in running if s.finish_reason or len(s.output) >= num_tokens]:
             engine.close(s)
-            if s.seat.warnings or s.finish_reason == "error":
-                warnings = s.seat.warnings
+            if s.warnings or s.finish_reason == "error":
+                warnings = s.warnings
                 raise RuntimeError(f"a request was not done as asked: {warnings}") from s.failure
             done[running.pop(s)] = Finished(s.output, s.statistics)
     return [done[i] for i in range(len(requests))]

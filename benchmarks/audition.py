@@ -28,7 +28,7 @@ from statistics import median
 from typing import Any
 
 import benchmarks as bench
-from drafters.panel import PLAIN
+from drafters.pool import PLAIN
 from messages import Engine, Request, RequestError, Sampling
 from models.prompts import ids_of, prompts_of
 from serving.options import Options
@@ -146,7 +146,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (ValueError, OSError, RequestError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error
-    choices = list(engine.panel.choices)
+    choices = list(engine.pool.choices)
     given.drafters = given.drafters or choices
     if unknown := set(given.drafters) - set(choices):
         options.error(f"no drafter {min(unknown)}: choose from {', '.join(choices)}")

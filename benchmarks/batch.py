@@ -17,7 +17,7 @@ from typing import Any
 import benchmarks as bench
 import demo
 from benchmarks.servers import FORGETFUL, OURS, Server, ask, started
-from drafters.panel import PLAIN
+from drafters.pool import PLAIN
 from serving.options import between
 
 SIZES = (1, 4, 8, 16)

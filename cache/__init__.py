@@ -1,1 +1,7 @@
-"""What is kept of a text beside its tokens: keys and values, recurrent states, prefixes."""
+"""The memory of a KV cache, the prompts that were read before, and recurrent states."""
+
+from .prefix import PrefixCache
+from .slots import Place, SlotLayer, Slots
+from .states import follow_rows
+
+__all__ = ["Place", "PrefixCache", "SlotLayer", "Slots", "follow_rows"]

@@ -94,7 +94,7 @@ class PrefixCache:
             return {}
         count = len(found) * _SIZE
         place, slot = self._cache.place([row], [count]), self._cache.slot(row)
-        for i, buffer in enumerate(self._buffers()):
+        for i, buffer in enumerate(self._cache.buffers()):
             torch.cat([block.buffers[i] for block in found], 1, out=buffer[slot, :, :count])
         self._cache.advance(place)
         self.num_found += count
@@ -110,7 +110,7 @@ class PrefixCache:
             begin, end = i * _SIZE, (i + 1) * _SIZE
             block = self._blocks.get(key)
             if block is None:
-                block = _Block([b[slot, :, begin:end].clone() for b in self._buffers()])
+                block = _Block([b[slot, :, begin:end].clone() for b in self._cache.buffers()])
                 if (i + 1) * block.num_bytes > self.capacity_bytes:
                     break
                 self._blocks[key] = block
@@ -123,11 +123,6 @@ class PrefixCache:
         while self.num_bytes > self.capacity_bytes:
             _, gone = self._blocks.popitem(last=False)
             self.num_bytes -= gone.num_bytes
-
-    def _buffers(self) -> list[Tensor]:
-        """[rows, heads, capacity, width] each."""
-        own = [layer for layer in self._cache.layers if layer.is_initialized]
-        return [buffer for layer in own for buffer in (layer.keys, layer.values)]
 
     def _touch(self, keys: list[bytes]) -> None:
         """They are in use. The first ones go last: without them the others are not found."""

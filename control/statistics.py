@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from drafters.panel import PLAIN
+from drafters.pool import PLAIN
 
 FORMULAS = {
     "num_draft_tokens": "drafted tokens, less those after an end of text or a stop string",

@@ -11,14 +11,13 @@ from messages import Draft, Sampling, Verdict, in_short
 from sampling import Noise
 
 from .base import Context, Drafter, settings_kept
-from .panel import AUTO, LOG, PLAIN, TREE, first_choice
+from .pool import AUTO, LOG, PLAIN, TREE, DraftedText, DrafterPool, Task, first_choice
 from .small_model import check_words
 from .timed import TimedDrafter, line_of
-from .tree import branches
 
 __all__ = [
-    "NAMES", "Context", "Draft", "Drafter", "Noise", "Sampling", "Verdict", "branches",
-    "check_words", "load", "load_all",
+    "LOG", "NAMES", "Context", "Draft", "DraftedText", "Drafter", "DrafterPool", "Noise",
+    "Sampling", "Task", "Verdict", "check_words", "load", "load_all",
 ]  # fmt: skip
 
 # By name; a module is imported when its drafter is first asked for.

@@ -90,9 +90,9 @@ class ModelState:
     sampling: Sampling
     noise: Noise
     row: int = -1  # in the model's KV cache
-    is_alone: bool = False  # of a measurement: no text that was read before helps; set by the panel
+    is_alone: bool = False  # of a measurement: no text that was read before helps; set by the pool
     # Whether one more token is worth its step, given the confidence in those drafted; set by the
-    # panel. None: always.
+    # pool. None: always.
     goes_on: Callable[[list[float]], bool] | None = None
 
 

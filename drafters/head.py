@@ -58,7 +58,7 @@ class HeadState(ModelState):
     """A layer's next pair stands where its KV cache ends; its token is in `text` once known."""
 
     hidden: list[list[Tensor]]  # by layer, [pairs, D] each: the states that it has not read yet
-    can_branch: bool = False  # the panel sets it
+    can_branch: bool = False  # the pool sets it
 
 
 class StateReader(Drafter):

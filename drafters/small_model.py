@@ -112,10 +112,10 @@ class SmallModelDrafter(Drafter):
         """The same drafts without Python between their tokens; None where that cannot be had."""
         model = self._draft
         texts = chain.texts_of(model.cache, states, fed, limits)
-        if not (texts and model.fast and model.fast.is_compiled):
+        if not (texts and model.compiled and model.compiled.is_compiled):
             return None
         words = chain.vocabulary_of(self._num_words(states))
-        found = chain.draft(model.fast.decoder, model.cache, list(texts.values()), words)
+        found = chain.draft(model.compiled.decoder, model.cache, list(texts.values()), words)
         return chain.in_order(texts, found, len(states))
 
     def _num_words(self, states: list[ModelState]) -> int:

@@ -144,7 +144,7 @@ class SuffixState:
 
     num_prompt_tokens: int
     reads_past: bool  # if its rule of acceptance allows for that
-    is_alone: bool = False  # neither reads past outputs nor adds to them; the panel sets it
+    is_alone: bool = False  # neither reads past outputs nor adds to them; the pool sets it
     evidence: int = 0  # tokens of the text that the last guess rests on
     own: SuffixIndex = field(default_factory=SuffixIndex)
 

@@ -76,7 +76,7 @@ class Comb:
 
 def longest(draft: Draft) -> Draft:
     """The longest chain of a draft, the first one of several."""
-    return draft if draft.parents is None else draft.chain(max(draft.ways(), key=len, default=[]))
+    return draft if draft.parents is None else draft.chain(max(draft.paths(), key=len, default=[]))
 
 
 def merged(drafts: list[Draft], most: int) -> Draft:
@@ -94,7 +94,7 @@ def merged(drafts: list[Draft], most: int) -> Draft:
     chances, left, depths = list[float](), {-1: 1.0}, {-1: 0}  # of nodes; left for those behind
     for draft in sorted(drafts, key=lambda draft: not draft.confidence):
         nodes = {-1: -1}
-        for way in draft.ways():
+        for way in draft.paths():
             parent = nodes[way[-2] if len(way) > 1 else -1]
             key, node = (parent, draft.tokens[way[-1]]), len(known)
             if key not in known:
@@ -128,7 +128,7 @@ def heard(verdict: Verdict, draft: Draft | None) -> list[Verdict]:
     if draft is None:
         return [verdict]
     accepted, own = verdict.tokens[:-1], 0
-    for way in draft.ways():
+    for way in draft.paths():
         tokens = [draft.tokens[place] for place in way]
         if tokens == accepted[: len(way)]:
             own = max(own, len(way))
@@ -145,9 +145,3 @@ def heard(verdict: Verdict, draft: Draft | None) -> list[Verdict]:
             replace(others, hidden=hidden[-rest:]),
         )
     return [first, others]
-
-
-def branches(drafts: list[Draft]) -> dict[str, dict[int, list[int]]]:
-    """What a forward has to be told of drafts that branch; nothing where none does."""
-    trees = {b: draft.parents for b, draft in enumerate(drafts) if draft.parents is not None}
-    return {"trees": trees} if trees else {}

@@ -9,7 +9,7 @@ does not say whose they are: a row may be another request's than it was. So each
 compared with what the row's drafter has read. What goes on is told as a verdict; any other text is
 a new request's.
 
-The panel stands between, as in the server: a drafter that fails, or proposes ids that do not exist,
+The pool stands between, as in the server: a drafter that fails, or proposes ids that do not exist,
 costs its request the speculation and not the answer.
 
 Not covered: what vLLM does not hand over, which is hidden states, sampling and a request's end.
@@ -19,10 +19,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from messages import Sampling, Verdict
+from messages import Request, Verdict
 
 from . import Context, Noise, load
-from .panel import Panel, Seat
+from .pool import DraftedText, DrafterPool, Task
 
 VARIABLE = "SPECULATIVE_DRAFTER"  # has the drafter's name, as --drafter has it
 TOKENS_ONLY = ("ngram", "suffix")  # of our own; those from a file are asked
@@ -40,8 +40,8 @@ class Proposer:
         model = vllm_config.model_config
         self._name, self._length = drafter.name, model.max_model_len
         self._most = vllm_config.speculative_config.num_speculative_tokens
-        self._panel = Panel({drafter.name: drafter}, model.get_vocab_size())
-        self._rows: dict[int, tuple[list[int], Seat]] = {}  # what was read, and the drafter's seat
+        self._pool = DrafterPool({drafter.name: drafter}, model.get_vocab_size())
+        self._rows: dict[int, tuple[list[int], DraftedText]] = {}  # what was read, and by whom
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """There is none, but vLLM calls this on a CPU."""
@@ -57,27 +57,27 @@ class Proposer:
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         rows = [row for row, sampled in enumerate(sampled_token_ids) if sampled]
         texts = [token_ids_cpu[row, : num_tokens_no_spec[row]].tolist() for row in rows]
-        seats = [self._seat(row, text) for row, text in zip(rows, texts, strict=True)]
+        drafted = [self._drafted(row, text) for row, text in zip(rows, texts, strict=True)]
         limits = [max(0, min(self._most, self._length - 1 - len(text))) for text in texts]
-        plan = [
-            (self._name, limit) if seat.states else ("", 0)
-            for seat, limit in zip(seats, limits, strict=True)
+        tasks = [
+            Task(self._name, limit) if text.states else Task()
+            for text, limit in zip(drafted, limits, strict=True)
         ]
-        for row, draft in zip(rows, self._panel.propose(seats, plan), strict=True):
+        for row, draft in zip(rows, self._pool.propose(drafted, tasks), strict=True):
             drafts[row] = draft.tokens
         return drafts
 
-    def _seat(self, row: int, text: list[int]) -> Seat:
-        """The row's drafter, having read the text."""
-        known, seat = self._rows.get(row, ([], None))
-        new = text[len(known) :]
-        if seat is None or text[: len(known)] != known:
-            if seat is not None:
-                self._panel.close(seat)
-            seat = Seat(text, Sampling())
-            self._panel.open(seat, [self._name], text, Noise(0))
+    def _drafted(self, row: int, tokens: list[int]) -> DraftedText:
+        """The row's text, which its drafter has read."""
+        known, text = self._rows.get(row, ([], None))
+        new = tokens[len(known) :]
+        if text is None or tokens[: len(known)] != known:
+            if text is not None:
+                self._pool.close(text)
+            text = DraftedText(Request(tokens), Noise(0))
+            self._pool.open(text, [self._name])
         elif new:
-            drafted = len(seat.draft.tokens) if seat.draft else 0
-            self._panel.observe(seat, Verdict(drafted, len(new) - 1, new), {})
-        self._rows[row] = text, seat
-        return seat
+            num_drafted = len(text.draft.tokens) if text.draft else 0
+            self._pool.observe(text, Verdict(num_drafted, len(new) - 1, new), {})
+        self._rows[row] = tokens, text
+        return text

@@ -14,7 +14,7 @@ from flask import Flask, Response, g, request
 
 import demo
 from control.statistics import FORMULAS, Statistics
-from drafters.panel import PLAIN
+from drafters.pool import PLAIN
 from messages import Json, RequestError
 from models.prompts import read_turns
 from page import register_page

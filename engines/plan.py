@@ -33,7 +33,7 @@ from control.controller import Controller
 from control.costs import Costs
 from control.statistics import Statistics
 from drafters import NAMES
-from drafters.panel import PLAIN
+from drafters.pool import PLAIN
 from drafters.vllm_proposer import TOKENS_ONLY, VARIABLE, Proposer
 from messages import Engine, Json, Request
 from models.catalogue import entry_of, place_of
@@ -114,8 +114,8 @@ def count(
                 request = demo.request_of(prompt, name, options)
                 request = replace(request, num_speculative_tokens=k, fixed_k=True)
                 ((sequence, _),) = deque(engine.generate(request), maxlen=1)
-                if sequence.seat.warnings and name not in sequence.seat.states:
-                    raise ValueError(f"cannot plan with {name}: {sequence.seat.warnings[0]}")
+                if sequence.warnings and name not in sequence.drafting.states:
+                    raise ValueError(f"cannot plan with {name}: {sequence.warnings[0]}")
                 found[name] += sequence.statistics
                 progress.update()
     return found
@@ -125,7 +125,7 @@ def measure(
     engine: Engine, names: list[str], prompts: dict[str, list[int]], options: Options
 ) -> list[Offer]:
     """Each drafter at its best K; what promises most stands first."""
-    costs = Controller.of(engine.target, engine.panel.drafters).costs
+    costs = Controller.of(engine.target, engine.pool.drafters).costs
     longest = max(_LONGEST, options.num_speculative_tokens)
     most = {name: min(longest, costs.at_once.get(name, longest)) for name in names}
     found = count(engine, most, prompts, options, "drafts of all drafters")
@@ -262,7 +262,7 @@ def prompts_for(engine: Engine, options: Options, given: Namespace) -> dict[str,
 def show_plan(engine: Engine, options: Options, _: object, given: Namespace) -> int:
     """Measure and print. Returns 0, the exit status; raises ValueError where it cannot be done."""
     names, left_out = [], ["self_int8", "tree"]
-    for name, drafter in engine.panel.drafters.items():
+    for name, drafter in engine.pool.drafters.items():
         if name in _SGLANG or (name not in NAMES and not drafter.needs_hidden):
             names.append(name)
         elif name not in left_out:

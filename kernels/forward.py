@@ -8,10 +8,9 @@ searched for.
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,8 +24,6 @@ from .modules import Modules
 from .parts import is_same
 from .weights import Panels, panels_in
 
-Trees = Mapping[int, list[int]]
-NO_TREES: Trees = MappingProxyType({})
 _TRIED_S = 0.15  # for which rows are computed one by one at a start
 _ROUNDED = (
     "this CPU's own product of bfloat16 numbers rounds in its own way, so another CPU's may differ"
@@ -75,11 +72,11 @@ class KernelForward:
         tokens: list[list[int]],
         num_logits: list[int],
         layers: tuple[int, ...] = (),
-        trees: Trees = NO_TREES,
+        parents: Sequence[list[int] | None] | None = None,
     ) -> Output:
         """Feed tokens[b] to rows[b]; see CachedModel.forward.
 
-        The last tokens of a text b in `trees` branch; trees[b] are their parents (see `lines_of`).
+        The last tokens of a text b branch if parents[b] says so (see `lines_of`).
         """
         cache, counts, fed = self._model.cache, [len(own) for own in tokens], Rows()
         self.decoder.follow(cache)
@@ -87,8 +84,8 @@ class KernelForward:
             layer.begin(rows)
         for b, (row, own, wanted) in enumerate(zip(rows, tokens, num_logits, strict=True)):
             slot, length = cache.slot(row), cache.lengths[row]
-            if trees:
-                fed.tree(slot, length, lines_of(trees.get(b, []), len(own)))
+            if parents and any(parents):
+                fed.tree(slot, length, lines_of(parents[b] or [], len(own)))
             else:
                 fed.chain(slot, length, len(own))
             fed.ids += own

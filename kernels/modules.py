@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from messages import KeyCache, Model, Place
+from messages import KeyCache, Model
 
 from . import library
 from .decoder import BlockStruct, Rows
@@ -34,7 +34,7 @@ NAME = "kernels"  # of our attention, to transformers
 class FlatPlace:
     """Where the rows of a forward go, in the place of the core's Place."""
 
-    def __init__(self, place: Place, fed: Rows) -> None:
+    def __init__(self, place: Any, fed: Rows) -> None:
         self.slots, self.counts, self.ends = place.slots, place.counts, place.ends
         self.end, self._kept = place.end, list[Any]()
         self.batch = fed.batch(self._kept)

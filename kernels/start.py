@@ -50,7 +50,7 @@ def speed_up(
     # A packed file that has no reference was compared at an earlier start.
     is_known = bool(model.fingerprint) and model.reference is None
     if found := decoder_of(model.model, model.cache.max_length, model.windows, is_known):
-        model.fast = model.forward = KernelForward(model, found)
+        model.compiled = KernelForward(model, found)
         found.release(model.model)
         if quantize:
             if check:
@@ -72,8 +72,8 @@ def speed_up(
 
 def report_of(model: Model) -> Report:
     """Report how exact a CachedModel is."""
-    if model.fast:
-        return model.fast.report()
+    if model.compiled:
+        return model.compiled.report()
     doubt = (
         "its layers attend by code of their own, whose sums depend on the batch"
         if library.is_used
@@ -89,7 +89,7 @@ def _run_flat(model: Model) -> None:
     rows = [model.cache.open_row() for _ in range(min(2, model.cache.num_rows))]
     try:
         if own.shares(rows):
-            model.fast = model.forward = own
+            model.compiled = own
             return
     except (IndexError, RuntimeError, TypeError, ValueError):
         pass  # attention by other code of its own, or ideas of its own of a batch
@@ -97,4 +97,3 @@ def _run_flat(model: Model) -> None:
         for row in rows:
             model.cache.close_row(row)
     model.model.set_attn_implementation(usual)
-    model.forward = library.alone()(model.forward)

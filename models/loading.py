@@ -85,6 +85,11 @@ class Loaded:
     # Of one that was unpacked: has a copy of the model compute with the file's own blocks.
     pack_copy: Callable[[PreTrainedModel], None] | None = None
 
+    @property
+    def eos_ids(self) -> set[int]:
+        """The tokens that end a text."""
+        return ends_of(self.model, self.tokenizer)
+
 
 def look_at(
     target: str, draft: str | None, options: ModelOptions, compare: Callable[..., None]

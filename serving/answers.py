@@ -39,12 +39,12 @@ def answer(jobs: list[Job], notes: list[str], dtype: torch.dtype) -> Json:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sequence.seat.num_cached},
+        "prompt_tokens_details": {"cached_tokens": sequence.drafting.num_cached},
     }
     counters = statistics.counters(request.num_speculative_tokens if request.drafter else 0)
-    notes = notes + sequence.seat.warnings
+    notes = notes + sequence.warnings
     body = body_of(sequence, sequence.output, notes, usage, counters, statistics.timings())
-    body["metrics"]["controller"] = sequence.seat.decision and sequence.seat.decision.as_dict()
+    body["metrics"]["controller"] = sequence.drafting.task.decision and sequence.drafting.task.decision.as_dict()
     if request.trace:
         body["trace"] = list(map(public, job.events))
     if others:
@@ -142,7 +142,7 @@ def sse(data: Json) -> str:
 
 def setting(engine: Engine, options: Options) -> str:
     """One line: what the target is computed with on this machine, and whether that is exact."""
-    model, fast, report = engine.target.model, engine.target.fast, engine.target.report
+    model, fast, report = engine.target.model, engine.target.compiled, engine.target.report
     kind = weights_of(engine, options)["dtype"]
     way = fast.way if fast else "transformers' modules"
     exact = "with equal bits, checked" if report and report.is_exact else "without equal bits"
@@ -159,7 +159,7 @@ def weights_of(engine: Engine, options: Options) -> Json:
     size = 1 if options.quantize == "int8" else target.model.dtype.itemsize
     kind, num_bytes = str(target.model.dtype).removeprefix("torch."), target.num_weights * size
     if target.fingerprint:  # a file as it is
-        kind, num_bytes = "packed", target.fast.num_bytes
+        kind, num_bytes = "packed", target.compiled.num_bytes
     return {
         "parameters": target.num_weights,
         "layers": config.num_hidden_layers,
@@ -174,7 +174,7 @@ def health(engine: Engine, worker: Worker, options: Options) -> Json:
     """The body of GET /health: state, load, and acceptance over the server's life."""
     k, cache, report = options.num_speculative_tokens, engine.target.cache, engine.target.report
     by_drafter, by_rule = dict(engine.totals.by_drafter), dict(engine.totals.by_rule)
-    controller, prefixes = engine.controller, engine.panel.prefixes
+    controller, prefixes = engine.controller, engine.pool.prefixes
     entry = entry_of(options.title)
     total, recent = sum(by_drafter.values(), Statistics()), list(engine.totals.recent)
     return {
@@ -182,13 +182,13 @@ def health(engine: Engine, worker: Worker, options: Options) -> Json:
         "engine": None,  # another one than this server's own
         "model": model_id(engine.target.name),  # not where its folder is
         "quantization": options.quantize,
-        "compiled": bool(engine.target.fast and engine.target.fast.is_compiled),
-        "trees": engine.panel.can_branch,
+        "compiled": bool(engine.target.compiled and engine.target.compiled.is_compiled),
+        "trees": engine.pool.can_branch,
         "model_card": entry and entry.card,  # where a model of the catalogue comes from
         "target": weights_of(engine, options),
         "chat_template": options.is_chat(engine.target.tokenizer),  # the page asks for it
         "drafter": engine.default_drafter,
-        "drafters": list(engine.panel.choices),
+        "drafters": list(engine.pool.choices),
         "num_speculative_tokens": k,
         "uptime_s": round(worker.uptime_s, 3),
         "num_requests_running": worker.num_running,
@@ -217,7 +217,7 @@ def health(engine: Engine, worker: Worker, options: Options) -> Json:
 
 def _warnings(engine: Engine) -> list[str]:
     warnings, num_faults = [], engine.totals.num_faults
-    for name, count in dict(engine.panel.failures).items():
+    for name, count in dict(engine.pool.failures).items():
         warnings.append(f"{count} times {name} failed, and its request went on without it")
     if num_faults:
         warnings.append(f"{num_faults} forwards of the target failed and were tried again")

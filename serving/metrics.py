@@ -57,7 +57,7 @@ class Figures(NamedTuple):
 def figures_of(engine: Engine) -> Figures:
     """What an Engine of the core has counted."""
     total = sum(dict(engine.totals.by_drafter).values(), Statistics())
-    prefixes, cache = engine.panel.prefixes, engine.target.cache
+    prefixes, cache = engine.pool.prefixes, engine.target.cache
     values: dict[str, float | None] = {
         "spec_decode_num_drafts": total.num_spec_steps,
         "spec_decode_num_draft_tokens": total.num_draft_tokens,
@@ -65,7 +65,7 @@ def figures_of(engine: Engine) -> Figures:
         "generation_tokens": total.completion_tokens,
         "target_passes": total.target_passes,
         "requests": total.prefills,
-        "drafter_failures": engine.panel.failures.total(),
+        "drafter_failures": engine.pool.failures.total(),
         "engine_faults": engine.totals.num_faults,
         "prefix_cache_queries": prefixes.num_asked if prefixes else 0,
         "prefix_cache_hits": prefixes.num_found if prefixes else 0,

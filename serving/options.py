@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from drafters import NAMES
-from drafters.panel import PLAIN
+from drafters.pool import PLAIN
 from messages import Json, Request, RequestError, Sampling
 from models.catalogue import CATALOGUE, DEFAULT, EMBEDDED, FALLBACK, PAIRS, entry_of
 from models.gguf_file import is_gguf

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any
 
-from drafters.panel import PLAIN
+from drafters.pool import PLAIN
 from messages import Engine, Json, Request, RequestError, Sampling
 from models.prompts import Tokenizer, chat_ids, check_prompt, is_text, large_bodies, prompt_ids
 
@@ -191,6 +191,6 @@ def parse_request(
     target = engine.target
     defaults = defaults | {"drafter": engine.default_drafter}
     known = target.name, target.max_length, target.vocab_size
-    given, notes = parse_fields(body, target.tokenizer, engine.panel.choices, defaults, *known)
+    given, notes = parse_fields(body, target.tokenizer, engine.pool.choices, defaults, *known)
     stream, compare = given.pop("stream"), given.pop("compare")
     return Request(**given), stream, compare, notes

@@ -14,17 +14,10 @@ LOG = logging.getLogger("engine")
 
 
 def step(engine: Engine, sequences: list[TextSequence]) -> dict[TextSequence, Cycle]:
-    """engine.step; a sequence that cannot go on ends with a `failure`, and has no cycle."""
-    cycles = _step(engine, sequences)
-    for s in sequences:
-        if s.seat.failure and not s.failure:  # a drafter's, with --strict
-            s.fail(s.seat.failure)
-            cycles.pop(s, None)
-    return cycles
+    """Run engine.step, and after a fault what can be had of it.
 
-
-def _step(engine: Engine, sequences: list[TextSequence]) -> dict[TextSequence, Cycle]:
-    """engine.step, or what can be had of it."""
+    A sequence that cannot go on ends with a `failure`, and has no cycle.
+    """
     lengths = engine.target.cache.lengths
     held = {s: lengths[s.row] for s in sequences}
     cycles: dict[TextSequence, Cycle] = {}
@@ -49,9 +42,9 @@ def _step_alone(engine: Engine, s: TextSequence, held: int) -> dict[TextSequence
         except Exception as error:
             if cycles or s.finish_reason:
                 return cycles
-            failure, has_drafters = error, bool(s.seat.states)
+            failure, has_drafters = error, bool(s.drafting.states)
         if has_drafters:
-            engine.panel.leave(s.seat, f"a forward failed ({in_short(failure)})")
+            engine.pool.leave(s.drafting, f"a forward failed ({in_short(failure)})")
         if not (can_go_on and has_drafters):
             break
     s.fail(failure)

@@ -71,10 +71,10 @@ def _details(s: TextSequence, cycle: Cycle, event: Json) -> Json:
     The prefill's has the end of the prompt as the target read it, with what a chat template wrote.
     """
     asked, scores = Json(), cycle.along(cycle.scores)
-    if s.seat.decision:
-        asked["controller"] = str(s.seat.decision)
+    if s.drafting.task.decision:
+        asked["controller"] = str(s.drafting.task.decision)
     if cycle.proposals:
-        asked["drafter"] = s.seat.asked
+        asked["drafter"] = s.drafting.task.drafter
     if cycle.number == 0:
         prompt = s.request.prompt
         asked["prompt_text"] = s.tokenizer.decode(prompt[-_PROMPT_SHOWN:])

@@ -2,7 +2,7 @@
 
     handler thread                       worker thread, cycle after cycle
     submit(request) ── waiting ────────→ admit while there is room · drop who has left
-                                         faults.step(all that run)
+                                         retry.step(all that run)
     for events in job ← news ─────────── an event to each, its end, or an error
     job.wait()        ← ────────────────
 
@@ -28,7 +28,7 @@ from control.planner import FixedK
 from control.statistics import Totals
 from messages import Engine, Json, Request, RequestError, TextSequence
 
-from . import faults, trace
+from . import retry, trace
 from .metrics import Histogram
 from .options import Options
 
@@ -340,7 +340,7 @@ class Worker(Admission):
     def _step(self) -> None:
         """A cycle of all that run. What fails in there fails its own request."""
         try:
-            cycles = faults.step(self._engine, [job.sequence for job in self._running])
+            cycles = retry.step(self._engine, [job.sequence for job in self._running])
         except Exception as error:
             for job in list(self._running):
                 self._leave(job, error)
@@ -402,8 +402,8 @@ def uncounted(engine: Engine) -> Iterator[Engine]:
     The log does not tell of them either.
     """
     twin = copy(engine)
-    twin.panel, twin.planner = copy(engine.panel), FixedK()
-    twin.totals, twin.panel.failures = Totals(engine.panel.choices), Counter()
+    twin.pool, twin.planner = copy(engine.pool), FixedK()
+    twin.totals, twin.pool.failures = Totals(engine.pool.choices), Counter()
     told = logging.getLogger("drafters")
     told.disabled = True
     try:
@@ -420,7 +420,7 @@ def warm_up(engine: Engine) -> None:
     """
     PROGRESS.info("running the models once")
     prompt = [i % engine.target.vocab_size for i in (1, 2, 3, 1, 2, 3)]
-    models = [name for name, own in engine.panel.drafters.items() if not hasattr(own, "guess")]
+    models = [name for name, own in engine.pool.drafters.items() if not hasattr(own, "guess")]
     with uncounted(engine) as twin:
         for name in models or [None]:
             with suppress(Exception):

@@ -96,8 +96,8 @@ def main(arguments: list[str]) -> int:
     def assemble_faulty(options: Any) -> Any:
         engine = assemble(options)
         for name in DRAFTER_FAULTS:
-            engine.panel.drafters[name] = TimedDrafter(Faulty(name), options.drafter_timeout)
-            engine.panel.choices[name] = (name,)
+            engine.pool.drafters[name] = TimedDrafter(Faulty(name), options.drafter_timeout)
+            engine.pool.choices[name] = (name,)
             engine.totals.by_drafter[name] = core.Statistics()
         return engine
 

@@ -28,10 +28,10 @@ def test_the_head_is_accepted_changes_no_token_and_gives_its_rows_back(
     for request, sequence in zip(requests, together(demo_engine, requests), strict=True):
         target, ends = demo_engine.target, demo_engine.eos_ids
         assert sequence.output == core.plain_decode(target, request.prompt, 24, ends, **way)
-        assert not sequence.seat.warnings
+        assert not sequence.warnings
         rates.append(sequence.statistics.draft_acceptance_rate)
     assert max(rates) > 0.2, rates
-    cache = demo_engine.panel.drafters[name]._cache
+    cache = demo_engine.pool.drafters[name]._cache
     assert cache.lengths == [0] * 8 and sorted(cache._free) == list(range(8))
 
 
@@ -96,7 +96,7 @@ def check_drafts(engine, name, expected_of, limit):
 
     Tokens also where a draft is one call, which shows no scores.
     """
-    drafter, seen, text = engine.panel.drafters[name], [], list(range(7, 40))
+    drafter, seen, text = engine.pool.drafters[name], [], list(range(7, 40))
     choose = drafter._sample
 
     def watched(logits, *rest):

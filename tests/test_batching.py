@@ -29,13 +29,13 @@ def engine(demo_engine):
             raise RuntimeError("poisoned")
         return tokens[-limit:] if chance.random() < 0.5 else [-1]
 
-    loaded = demo_engine.panel.drafters | {"poisoned": ScriptedDrafter(poisoned)}
+    loaded = demo_engine.pool.drafters | {"poisoned": ScriptedDrafter(poisoned)}
     return core.Engine(demo_engine.target, loaded, prefill_chunk=24)
 
 
 def is_idle(engine):
     """Nothing is held: every row of every cache is free, and empty."""
-    own = engine.panel.drafters
+    own = engine.pool.drafters
     return all(
         not any(cache.lengths) and len(cache._free) == cache.num_rows and not cache.rows
         for cache in (engine.target.cache, own["draft_model"]._draft.cache, own["mtp"]._cache)
@@ -197,12 +197,12 @@ def test_a_forward_that_fails_once_leaves_no_trace(
     """Of the prompt's three chunks, or of a verify: what was cached by then is cached anew."""
     prompt = prompts["repetitive_sentence"]
     engine = core.Engine(
-        demo_engine.target, demo_engine.panel.drafters, prefill_chunk=len(prompt) // 3 + 1
+        demo_engine.target, demo_engine.pool.drafters, prefill_chunk=len(prompt) // 3 + 1
     )
     expected = plain(prompt, 12, **way)
     failing(engine, monkeypatch, lambda i, _: i == call)
     sequence, _ = run(engine, prompt, max_tokens=12, drafter=drafter, **way)
-    assert (sequence.output, sequence.seat.warnings, engine.totals.num_faults) == (expected, [], 1)
+    assert (sequence.output, sequence.warnings, engine.totals.num_faults) == (expected, [], 1)
     assert sequence.statistics.num_draft_tokens > 3
 
 
@@ -214,16 +214,16 @@ def test_a_draft_that_cannot_be_verified_costs_the_speculation(
     failing(engine, monkeypatch, lambda _, num_logits: max(num_logits) > 1)
     sequence, _ = run(engine, prompts["hard_prose"], max_tokens=12, drafter="scripted", **way)
     assert sequence.output == expected and engine.totals.num_faults == 1
-    (warning,) = sequence.seat.warnings
+    (warning,) = sequence.warnings
     assert warning == "a forward failed (out of memory): went on without speculation"
-    assert engine.panel.drafters["scripted"].num_open == 0
+    assert engine.pool.drafters["scripted"].num_open == 0
 
 
 def test_a_neighbour_s_fault_does_not_let_a_chunk_of_a_prompt_count_twice(
     demo_engine, prompts, plain, monkeypatch
 ):
     """A chunk is read, then the others' forward fails: the chunk's hidden states came already."""
-    engine = core.Engine(demo_engine.target, demo_engine.panel.drafters, prefill_chunk=16)
+    engine = core.Engine(demo_engine.target, demo_engine.pool.drafters, prefill_chunk=16)
     running = engine.open(core.Request(prompts["easy_json"], 12))
     while not running.num_steps:
         faults.step(engine, [running])
@@ -231,6 +231,6 @@ def test_a_neighbour_s_fault_does_not_let_a_chunk_of_a_prompt_count_twice(
     late = engine.open(core.Request(text, 12, "mtp"))
     failing(engine, monkeypatch, lambda i, _: i == 1)
     finish(engine, [running, late])
-    assert engine.totals.num_faults == 1 and late.seat.warnings == []
+    assert engine.totals.num_faults == 1 and late.warnings == []
     assert late.statistics.num_draft_tokens > 5 and late.output == plain(text, 12)
     assert running.output == plain(prompts["easy_json"], 12)

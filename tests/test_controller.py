@@ -14,7 +14,7 @@ from control.acceptance import Acceptance
 from control.controller import PROBE_BUDGET, Ask, Controller
 from control.costs import Costs
 from control.rest import Rest
-from drafters.panel import Panel, Seat
+from drafters.pool import Panel, Seat
 from messages import Verdict
 from serving.worker import warm_up
 
@@ -170,7 +170,7 @@ def test_a_model_s_draft_ends_with_the_token_that_it_doubts(demo_engine, prompts
     sampling = core.Sampling(temperature=0.8, verification=rule)
     request = core.Request(prompts["hard_docs"], 40, "mtp", 5, sampling=sampling)
     engine, least, drafts = engine_of(demo_engine, {"mtp": 1}), set(), []
-    choose, propose = engine.controller.plan, engine.panel.propose
+    choose, propose = engine.controller.plan, engine.pool.propose
     engine.controller.plan = lambda *asks: [d._replace(least_chance=0.25) for d in choose(*asks)]
 
     def proposed(seats, plan):
@@ -180,7 +180,7 @@ def test_a_model_s_draft_ends_with_the_token_that_it_doubts(demo_engine, prompts
             seats[0].goes_on = lambda sure: sure[-1] > 0.8
         return propose(seats, plan)
 
-    engine.panel.propose = proposed
+    engine.pool.propose = proposed
     for _, cycle in engine.generate(request):
         drafts += [cycle.draft] if cycle.draft.tokens else []
     assert least == {0.25 if rule == "coupled" else None}
@@ -425,7 +425,7 @@ def engine_of(demo_engine, shares, **scripts):
     Each follows its script; who has none is the embedded one of that name.
     """
     loaded = scripted(**scripts)
-    loaded |= {n: demo_engine.panel.drafters[n] for n in shares if n not in scripts}
+    loaded |= {n: demo_engine.pool.drafters[n] for n in shares if n not in scripts}
     controller = Controller(100, shares)
     costs = controller.costs
     costs.observe_pass = costs.observe_draft = lambda *_: None
@@ -458,7 +458,7 @@ def before(thing, method, do):
 @pytest.mark.parametrize("size", [1, 8])
 def test_whatever_it_chooses_the_output_is_plain_decoding(demo_engine, prompts, plain, size):
     """By the clock, alone and with one choice for all: drafters of all kinds, limits and rules."""
-    target, loaded = demo_engine.target, demo_engine.panel.drafters
+    target, loaded = demo_engine.target, demo_engine.pool.drafters
     engine = core.Engine(target, loaded, "auto", controller=Controller.of(target, loaded))
     drafters = ["auto", "suffix", "mtp", "auto", "ngram", "draft_model", "auto", None]
     ways = [*WAYS.values()] * 4
@@ -469,23 +469,23 @@ def test_whatever_it_chooses_the_output_is_plain_decoding(demo_engine, prompts, 
     done = [s for i in range(0, 8, size) for s in together(engine, requests[i : i + size])]
     for s, own in zip(done, ways, strict=True):
         assert s.output == plain(s.request.prompt, 24, **own)
-        assert s.seat.warnings == [] and bool(s.seat.decision) == bool(s.request.drafter)
+        assert s.warnings == [] and bool(s.drafting.task.decision) == bool(s.request.drafter)
 
 
 def test_who_has_nothing_to_propose_is_not_chosen(demo_engine):
     """n-gram looked better by its record, but finds no match: the model drafts at once."""
     shares = {"ngram": 0, "steady": 20}
     engine = engine_of(demo_engine, shares, steady=script_of(5))
-    ngram = engine.panel.drafters["ngram"]
+    ngram = engine.pool.drafters["ngram"]
     for prompt, expected in (([1, 2, 3, 4], "steady"), ([1, 2, 1, 2, 1, 2], "ngram")):
         s = engine.open(core.Request(prompt, 8, "auto"))
         engine.step([s])
-        s.seat.states["ngram"] = ngram.open(prompt, core.Sampling(), s.noise)
-        s.seat.missed.clear()
+        s.drafting.states["ngram"] = ngram.open(prompt, core.Sampling(), s.noise)
+        s.drafting.missed.clear()
         # And text to read is forgotten.
-        s.seat.records = {"ngram": Acceptance(), "steady": Acceptance()}
+        s.drafting.records = {"ngram": Acceptance(), "steady": Acceptance()}
         engine.step([s])
-        assert s.seat.decision.drafter == expected
+        assert s.drafting.task.decision.drafter == expected
         engine.close(s)
 
 
@@ -493,7 +493,7 @@ def test_who_has_nothing_to_propose_is_not_chosen(demo_engine):
 def test_a_drafter_that_costs_nothing_is_judged_by_what_came(demo_engine, prompts, temperature):
     """Each cycle's own tokens against the guess; a silent model always drafts."""
     engine = engine_of(demo_engine, {"silent": 0, "ngram": 0}, silent=lambda tokens, n: [])
-    plan, ngram = engine.controller.plan, demo_engine.panel.drafters["ngram"]
+    plan, ngram = engine.controller.plan, demo_engine.pool.drafters["ngram"]
 
     def silent_first(seats, batch, cycles):
         return plan([Ask({"silent": s.records["silent"]}, s.limit, 1) for s in seats], batch)
@@ -507,7 +507,7 @@ def test_a_drafter_that_costs_nothing_is_judged_by_what_came(demo_engine, prompt
         guess = ngram.open(tokens, sampling, None).continuation(1)
         expected.observe(len(guess), int(guess == [token]), 1)
         tokens.append(token)
-    found, other = (sequence.seat.records[name] for name in ("ngram", "silent"))
+    found, other = (sequence.drafting.records[name] for name in ("ngram", "silent"))
     assert vars(found.accepted) == vars(expected.accepted)
     assert found.cycles == expected.cycles > 20 and found.coverage == expected.coverage
     assert other.cycles == 0
@@ -606,7 +606,7 @@ def test_a_choice_serves_on_when_one_ends_and_where_one_joins_many(
         if cycle == 4:
             batch.append(engine.open(requests[0]))
         engine.step([s for s in batch if s.finish_reason is None])
-        assert batch[0].seat.drafts or cycle not in range(1, 5)
+        assert batch[0].drafting.drafts or cycle not in range(1, 5)
     assert made == plans  # (who asks, of how many, cycles since the last choice for all)
     for s in batch:
         engine.close(s)
@@ -624,8 +624,8 @@ def test_what_rests_drafts_nothing_says_so_and_knows_what_was_missed(demo_engine
     for _ in range(4):
         cycle = engine.step([first, second])
     assert cycle[first].num_drafted == 0 < cycle[second].num_drafted
-    assert second.statistics.drafted_at == [3, 3] and second.seat.decision is None
-    assert first.seat.decision.is_rest and str(first.seat.decision).endswith("plain ones")
+    assert second.statistics.drafted_at == [3, 3] and second.drafting.task.decision is None
+    assert first.drafting.task.decision.is_rest and str(first.drafting.task.decision).endswith("plain ones")
     known = []
 
     def note(asks, *_):
@@ -653,15 +653,15 @@ def test_passes_are_measured_with_all_rows_without_choosing_and_prefills_not_at_
 
 def test_who_is_told_late_proposes_as_if_it_had_been_told_at_once(demo_engine, prompts, way):
     """Each has long pauses, in which nobody asks it; the same drafts follow, token by token."""
-    loaded = demo_engine.panel.drafters
+    loaded = demo_engine.pool.drafters
 
     def drafts(is_told_at_once):
         engine, turns = core.Engine(demo_engine.target, loaded, "auto"), itertools.count()
-        propose, observe, found = engine.panel.propose, engine.panel.observe, []
+        propose, observe, found = engine.pool.propose, engine.pool.observe, []
 
         def in_turn(seats, plan):
             name = list(loaded)[next(turns) // 5 % 4]
-            guesses = [engine.panel.guess(seats[0], n, 3) for n in ("ngram", "suffix")]
+            guesses = [engine.pool.guess(seats[0], n, 3) for n in ("ngram", "suffix")]
             made = propose(seats, [(name, plan[0][1])])
             found.append((name, made[0].tokens, guesses))
             return made
@@ -669,12 +669,12 @@ def test_who_is_told_late_proposes_as_if_it_had_been_told_at_once(demo_engine, p
         def told(seat, *given):
             observe(seat, *given)
             for name in list(seat.states) if is_told_at_once else ():
-                engine.panel._catch_up(seat, name)
+                engine.pool._catch_up(seat, name)
 
-        engine.panel.propose, engine.panel.observe = in_turn, told
+        engine.pool.propose, engine.pool.observe = in_turn, told
         given = {"max_tokens": 70, "drafter": "auto", "is_alone": True}  # else the second run knows
         sequence, _ = run(engine, prompts["code_class"], **given, **way)
-        assert sequence.seat.warnings == []
+        assert sequence.warnings == []
         assert sequence.statistics.num_accepted_draft_tokens > 10
         return found
 
@@ -687,7 +687,7 @@ def test_a_fault_in_a_batch_of_model_drafts_leaves_the_others_as_if_alone(
     demo_engine, prompts, name, monkeypatch
 ):
     """Neither their caches nor their random numbers keep anything of the draft that failed."""
-    drafter, guilty = demo_engine.panel.drafters[name], prompts["hard_story"]
+    drafter, guilty = demo_engine.pool.drafters[name], prompts["hard_story"]
     sampling = core.Sampling(temperature=0.9)
     healthy = core.Request(prompts["code_class"], 24, name, sampling=sampling, seed=2)
     *_, (alone, _) = demo_engine.generate(healthy)
@@ -702,7 +702,7 @@ def test_a_fault_in_a_batch_of_model_drafts_leaves_the_others_as_if_alone(
     monkeypatch.setattr("kernels.chain.can_chain", lambda *_: False)  # which asks nobody else
     others = [core.Request(text, 24, name, seed=1) for text in (guilty, prompts["easy_json"])]
     sequences = together(demo_engine, [healthy, *others])
-    assert [bool(s.seat.warnings) for s in sequences] == [False, True, False]
+    assert [bool(s.warnings) for s in sequences] == [False, True, False]
     assert sequences[0].output == alone.output
     assert sequences[0].statistics.drafted_at == alone.statistics.drafted_at
 
@@ -775,7 +775,7 @@ def test_each_model_makes_a_whole_draft_before_a_measurement_counts(demo_engine,
     assert asked == [core.Request.num_speculative_tokens]
     totals = engine.totals
     assert totals.by_drafter["scripted"] == totals.by_drafter["none"] == core.Statistics()
-    assert not (controller.costs.passes or engine.panel.failures or totals.recent)
+    assert not (controller.costs.passes or engine.pool.failures or totals.recent)
     assert not engine.planner.decisions and not engine.target.cache.rows
 
     monkeypatch.setattr(engine.target, "forward", lambda *_, **__: 1 / 0)

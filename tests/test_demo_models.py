@@ -105,5 +105,5 @@ def test_target_hybrid_and_their_mtp_layers_are_made_and_serve(tmp_path):
             assert trained("hybrid", tmp_path, "--target", target)["step"] > 0
         trained("mtp", head, "--target", model)
         engine = core.load_engine(core.Options(model=model, mtp=str(head / "mtp"), drafter="mtp"))
-        assert "mtp" in engine.panel.drafters
+        assert "mtp" in engine.pool.drafters
         assert len(engine.target.cache.recurrent) == 3 * (name == "hybrid")

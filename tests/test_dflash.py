@@ -110,7 +110,7 @@ def test_each_q_belongs_to_its_place_and_not_to_what_was_drawn_before_it(
 ):
     head, text = new_head(tmp_path), list(range(7, 40))
     engine = load(target_folder, tmp_path)
-    drafter, drawn = engine.panel.drafters["dflash"], set()
+    drafter, drawn = engine.pool.drafters["dflash"], set()
     expected = reference_logits(head, reference(target_folder), text).softmax(-1)
     sampling = core.Sampling(temperature=1.0, verification="rejection")
     for seed in range(8):
@@ -126,20 +126,20 @@ def test_each_q_belongs_to_its_place_and_not_to_what_was_drawn_before_it(
 @pytest.mark.parametrize("given", [{"quantize": "int8"}, {"dtype": "bfloat16"}], ids=str)
 def test_a_head_computes_in_its_target_s_numbers(given, prompts):
     engine = load(**given)
-    drafter = engine.panel.drafters["dflash"]
+    drafter = engine.pool.drafters["dflash"]
     form = "Q8" if "quantize" in given else "HALF"
     matrices = drafter._decoder.blocks[0].matrices.values()
     forms = {panels.form for part in matrices for panels in part}
     assert forms | {drafter._head.fc.panels.form} == {form}
     sequence = assert_lossless(engine, prompts["repetitive_colours"], 30, "dflash")
-    assert sequence.statistics.num_accepted_draft_tokens > 5 and not sequence.seat.warnings
+    assert sequence.statistics.num_accepted_draft_tokens > 5 and not sequence.warnings
 
 
 def test_a_block_may_stand_behind_the_end_of_the_context():
     engine = load(max_model_len=48)
     prompt = [7 + i % 5 for i in range(30)]
     sequence = assert_lossless(engine, prompt, 99, "dflash", num_speculative_tokens=7)
-    assert not [text for text in sequence.seat.warnings if "dflash" in text]
+    assert not [text for text in sequence.warnings if "dflash" in text]
 
 
 # ------------------------------------------------------------------------- options and refusals
@@ -179,6 +179,6 @@ def test_the_embedded_head_is_there_where_it_is_asked_for(target_folder, prompts
     with pytest.raises(ValueError, match="give --dflash"):
         core.load_engine(core.Options(model=str(target_folder), drafter="dflash"))
     engine = load(head=HEAD, drafter="auto", fixed_k=False)
-    assert {"dflash", "mtp", "ngram"} < set(engine.panel.choices["auto"])
+    assert {"dflash", "mtp", "ngram"} < set(engine.pool.choices["auto"])
     assert engine.controller.costs.at_once == {"dflash": 7}
     assert_lossless(engine, prompts["hard_story"], 40, "auto")

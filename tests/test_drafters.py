@@ -63,7 +63,7 @@ def propose_and_close(drafter, states, limits):
     ],
 )
 def test_a_head_draws_more_surely_where_q_is_not_judged(demo_engine, prompts, name, rule, expected):
-    drafter, noise = demo_engine.panel.drafters[name], core.Noise(7)
+    drafter, noise = demo_engine.pool.drafters[name], core.Noise(7)
     given, own = (core.Sampling(temperature=t, verification=rule) for t in (1.2, expected))
     text = prompts["hard_story"]
     states = [fresh_state(demo_engine, drafter, text, given, noise) for _ in range(2)]
@@ -74,7 +74,7 @@ def test_a_head_draws_more_surely_where_q_is_not_judged(demo_engine, prompts, na
 
 @pytest.mark.parametrize("sampling", [GREEDY, core.Sampling(1.2, 1.0, 50)], ids=str)
 def test_a_rolled_back_state_proposes_like_a_fresh_one(demo_engine, prompts, name, sampling):
-    drafter, k, compared = demo_engine.panel.drafters[name], 4, 0
+    drafter, k, compared = demo_engine.pool.drafters[name], 4, 0
     for prompt in ("repetitive_counting", "code_class", "hard_story"):
         s = demo_engine.open(core.Request(prompts[prompt], 20, name, k, sampling=sampling))
         while s.finish_reason is None:
@@ -89,7 +89,7 @@ def test_a_rolled_back_state_proposes_like_a_fresh_one(demo_engine, prompts, nam
 
 
 def test_a_batch_of_states_proposes_like_each_alone(demo_engine, prompts, name):
-    drafter, limits = demo_engine.panel.drafters[name], [3, 1, 6]
+    drafter, limits = demo_engine.pool.drafters[name], [3, 1, 6]
     texts = [prompts[p] for p in ("repetitive_letters", "code_function", "hard_prose")]
     states = [fresh_state(demo_engine, drafter, text) for text in texts]
     together = propose_and_close(drafter, states, limits)
@@ -135,13 +135,13 @@ def test_a_drafter_that_fails_costs_its_request_the_speculation_never_the_answer
     demo_engine, prompts, plain, draft, reason
 ):
     engine = scripted_engine(demo_engine, None)
-    drafter = engine.panel.drafters["scripted"]
+    drafter = engine.pool.drafters["scripted"]
     drafter.propose = lambda *_: draft
     sequence, _ = run(engine, prompts["easy_json"], max_tokens=12, drafter="scripted")
     assert sequence.output == plain(prompts["easy_json"], 12)
-    (warning,) = sequence.seat.warnings
+    (warning,) = sequence.warnings
     assert reason in warning and "went on without speculation" in warning
-    assert (engine.panel.failures, drafter.num_open) == ({"scripted": 1}, 0)
+    assert (engine.pool.failures, drafter.num_open) == ({"scripted": 1}, 0)
 
 
 def uniform(limit):
@@ -171,10 +171,10 @@ def test_probs_that_cannot_be_are_a_failure_of_the_drafter_where_they_are_read(
     rejection = core.Sampling(temperature=1.0, verification="rejection")
     sequence, _ = run(engine, prompt, **given, sampling=rejection)
     assert len(sequence.output) == 8
-    assert [reason in warning for warning in sequence.seat.warnings] == [True] * bool(reason)
+    assert [reason in warning for warning in sequence.warnings] == [True] * bool(reason)
     for way in WAYS.values():  # nothing that a drafter says of its chances counts here
         sequence, _ = run(engine, prompt, **given, **way)
-        assert sequence.output == plain(prompt, 8, **way) and sequence.seat.warnings == []
+        assert sequence.output == plain(prompt, 8, **way) and sequence.warnings == []
 
 
 def raising(*_):
@@ -236,7 +236,7 @@ def test_a_drafter_that_changes_torch_s_settings_changes_no_bit(
     demo_engine, prompts, plain, settings, change, is_timed
 ):
     """They were for the drafter alone: a file's in its thread, and one of ours here."""
-    prompt, mtp = prompts["easy_json"], demo_engine.panel.drafters["mtp"]
+    prompt, mtp = prompts["easy_json"], demo_engine.pool.drafters["mtp"]
     fields = {"max_tokens": 10, "logprobs": 2, "drafter": "auto"}
     for method, way in product(("open", "propose", "observe", "close"), WAYS.values()):
         drafter, active = ScriptedDrafter(lambda tokens, k: tokens[-k:]), []
@@ -254,7 +254,7 @@ def test_a_drafter_that_changes_torch_s_settings_changes_no_bit(
         active.append(True)
         s, _ = run(engine, prompt, **fields, **way)
         assert s.output == plain(prompt, 10, **way) == expected.output
-        assert s.logprobs == expected.logprobs and not s.seat.warnings
+        assert s.logprobs == expected.logprobs and not s.warnings
         assert torch_s_settings() == settings
         if is_timed:
             assert own._call(torch_s_settings) == settings | {"threads": 1}
@@ -466,7 +466,7 @@ def test_the_documents_drafter_with_a_model_runs(
     monkeypatch.chdir(ROOT)
     own = drafters.load(f"{tmp_path}/mine.py:Own", context(demo_engine.target))
     engine = core.Engine(demo_engine.target, {"Own": own}, "Own", is_strict=True)
-    theirs = demo_engine.panel.drafters["draft_model"]
+    theirs = demo_engine.pool.drafters["draft_model"]
     for prompt in list(prompts.values())[:3]:
         s, events = run(engine, prompt, max_tokens=20, drafter="Own")
         assert s.output == plain(prompt, 20)
@@ -503,7 +503,7 @@ def test_an_error_in_somebody_s_drafter_says_where_and_what_to_return(
     engine = core.Engine(demo_engine.target, {"Mine": own}, "Mine")
     sequence, _ = run(engine, [5, 6, 7], max_tokens=6, drafter="Mine")
     assert sequence.output == plain([5, 6, 7], 6)
-    (warning,) = sequence.seat.warnings
+    (warning,) = sequence.warnings
     assert message.format(file) in warning
     assert warning.endswith(": went on without speculation") or method == "close"
 
@@ -547,13 +547,13 @@ def test_padded_embeddings_are_no_mismatch(tiny_folder, tmp_path, target_rows, d
     warm = core.Sampling(temperature=1.3, verification="rejection")
     greedy, sampled = together(engine, [request, replace(request, sampling=warm)])
     assert greedy.output == core.plain_decode(engine.target, request.prompt, 20, engine.eos_ids)
-    assert greedy.seat.warnings == sampled.seat.warnings == []
+    assert greedy.warnings == sampled.warnings == []
     assert sampled.statistics.num_draft_tokens > 10
     if target_rows > draft_rows:  # an id that the draft model cannot read costs that request alone
         pair = [replace(request, prompt=[5, start, 6]) for start in (4150, 7)]
         sequences = together(engine, pair)
         assert [s.statistics.num_draft_tokens > 0 for s in sequences] == [False, True]
-        assert all(s.seat.warnings == [] for s in sequences)
+        assert all(s.warnings == [] for s in sequences)
 
 
 def test_a_draft_keeps_to_frequent_words_where_the_text_does(
@@ -563,7 +563,7 @@ def test_a_draft_keeps_to_frequent_words_where_the_text_does(
     prompt = prompts["repetitive_colours"]
 
     def drafted(limit):
-        monkeypatch.setattr(demo_engine.panel.drafters["draft_model"], "_num_frequent", limit)
+        monkeypatch.setattr(demo_engine.pool.drafters["draft_model"], "_num_frequent", limit)
         sequence, events = run(demo_engine, prompt, max_tokens=30, drafter="draft_model")
         assert sequence.output == plain(prompt, 30)
         return [token for event in events for token in event["proposals"]]

@@ -161,7 +161,7 @@ def test_a_head_drafts_as_its_layout_says(
         embed = torch.randn(4096, contract.WIDTH)
         contract.holding("embed_tokens.weight", lambda _: embed)(tmp_path)
     engine = load(target_folder, tmp_path, kernels=kernels, allow_pickle=layout == "pickled")
-    assert bool(engine.panel.drafters["eagle3"]._kernels) == bool(engine.target.fast)
+    assert bool(engine.pool.drafters["eagle3"]._kernels) == bool(engine.target.compiled)
     contract.check_drafts(engine, "eagle3", partial(reference_draft, head, model, embed), 4)
 
 
@@ -217,17 +217,17 @@ def test_a_head_of_another_target_is_refused(target_folder, tmp_path):
 def test_rotations_stay_in_float32(target_folder, tmp_path):
     new_head(tmp_path)
     engine = load(target_folder, tmp_path, dtype="bfloat16")
-    head = engine.panel.drafters["eagle3"]._head
+    head = engine.pool.drafters["eagle3"]._head
     assert head.norm.weight.dtype == torch.bfloat16
     assert head.rotary_emb.inv_freq.dtype == torch.float32
 
 
 def test_a_head_is_there_where_it_is_given(head_folder, target_folder, prompts):
     engine = core.load_engine(core.Options(model=str(target_folder)))
-    assert "eagle3" not in engine.panel.drafters
+    assert "eagle3" not in engine.pool.drafters
     with pytest.raises(ValueError, match="give --eagle3"):
         core.load_engine(core.Options(model=str(target_folder), drafter="eagle3"))
     engine = load(TARGET, head_folder, drafter="auto", fixed_k=False)
     names = {"mtp", "eagle3", "ngram", "suffix", "draft_model"}
-    assert set(engine.panel.choices["auto"]) == names
+    assert set(engine.pool.choices["auto"]) == names
     assert_lossless(engine, prompts["hard_story"], 40, "auto")

@@ -55,7 +55,7 @@ def test_1_a_longer_context_helps(demo_engine, prompts):
                 state["next"][state["last"]] = token
                 state["last"] = state["last"][1], token
 
-    drafters = {d.name: d for d in (bigram(), Trigram(), demo_engine.panel.drafters["ngram"])}
+    drafters = {d.name: d for d in (bigram(), Trigram(), demo_engine.pool.drafters["ngram"])}
     found = totals(demo_engine, prompts, drafters)
     outputs = [output for output, _ in found.values()]
     assert outputs[0] == outputs[1] == outputs[2]
@@ -69,7 +69,7 @@ def test_2_a_draft_model_that_forgets_to_truncate_changes_no_output(
     demo_engine, prompts, monkeypatch
 ):
     """Its cache is soon longer than the text; it is given up, and the answers go on without it."""
-    drafter = demo_engine.panel.drafters["draft_model"]
+    drafter = demo_engine.pool.drafters["draft_model"]
     outputs, sound = totals(demo_engine, prompts, {"draft_model": drafter})["draft_model"]
     monkeypatch.setattr(drafter._draft.cache, "truncate", lambda row, length: None)
     same, worse = totals(demo_engine, prompts, {"draft_model": drafter})["draft_model"]

@@ -91,10 +91,10 @@ def test_a_drafter_s_fault_never_changes_a_token(port, fault, way):
 @pytest.mark.parametrize("guessed", [5, ["the"]], ids=str)
 def test_a_guess_that_is_no_tokens_costs_the_speculation_alone(demo_engine, guessed):
     engine = scripted_engine(demo_engine, lambda tokens, k: tokens[-k:])
-    engine.panel.drafters["scripted"].guess = lambda *_: guessed
+    engine.pool.drafters["scripted"].guess = lambda *_: guessed
     sequence = engine.open(core.Request(IDS, 4, "scripted"))
-    assert engine.panel.guess(sequence.seat, "scripted", 3) == ([], 0)
-    assert "scripted" in sequence.seat.warnings[0]
+    assert engine.pool.guess(sequence.seat, "scripted", 3) == ([], 0)
+    assert "scripted" in sequence.warnings[0]
     engine.close(sequence)
 
 

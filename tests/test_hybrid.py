@@ -40,11 +40,11 @@ def three(prompts):
 
 
 def test_it_is_found_by_name_and_health_says_what_it_is(engine):
-    assert set(engine.panel.drafters) == set(DRAFTERS)
+    assert set(engine.pool.drafters) == set(DRAFTERS)
     health = answers.health(engine, Worker(engine, OPTIONS), OPTIONS)
     assert health["model"] == "hybrid" and health["bitwise_lossless"] is True
     assert health["prefix_cache"] is None and len(engine.target.cache.recurrent) == 6
-    assert engine.target.fast.is_compiled and engine.panel.drafters["mtp"]._kernels
+    assert engine.target.compiled.is_compiled and engine.pool.drafters["mtp"]._kernels
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -56,7 +56,7 @@ def test_every_drafter_writes_the_text_of_plain_decoding(engine, prompts, alone,
     assert [s.output for s in sequences] == alone[way]
     total = sum((s.statistics for s in sequences), core.Statistics())
     assert 0 < total.num_accepted_draft_tokens < total.num_draft_tokens
-    assert not any(s.seat.warnings for s in sequences)
+    assert not any(s.warnings for s in sequences)
 
 
 @pytest.mark.parametrize("drafter", ["mtp", "ngram"])

@@ -50,7 +50,7 @@ def test_it_is_another_model_of_integers_a_near_one_and_health_says_so(
 ):
     target, options = engine.target, core.Options(quantize="int8")
     assert not any(type(part) is nn.Linear for part in target.model.modules())
-    decoder = target.fast.decoder
+    decoder = target.compiled.decoder
     every = [p for b in decoder.blocks for part in b.matrices.values() for p in part]
     assert {p.form for p in (*every, decoder.embedding, decoder.output)} == {"Q8"}
     floats = sum(weight.numel() for weight in target.model.parameters())
@@ -113,16 +113,16 @@ def assert_quantised(drafter):
 def test_an_eagle_head_is_quantised_with_its_target(target_folder, tmp_path):  # noqa: F811
     new_head(tmp_path)
     engine = load(target_folder, eagle3=str(tmp_path), quantize="int8")
-    assert_quantised(engine.panel.drafters["eagle3"])
+    assert_quantised(engine.pool.drafters["eagle3"])
     assert_lossless(engine, TEXT, 24, "eagle3")
 
 
 def test_mtp_head_and_output_layer_are_quantised_with_the_target(prompts):
     engine = load("embedded", quantize="int8")
-    assert_quantised(engine.panel.drafters["mtp"])
+    assert_quantised(engine.pool.drafters["mtp"])
     for name in ("mtp", "draft_model", "ngram"):
         s = assert_lossless(engine, prompts["code_class"], 40, name)
-        assert not s.seat.warnings
+        assert not s.warnings
     assert s.statistics.tokens_per_pass > 1
 
 
@@ -133,9 +133,9 @@ def test_the_model_in_int8_drafts_what_the_model_says(twins):
     s, plain = (run(twins, TEXT, drafter=name, **fields)[0] for name in ("self_int8", None))
     assert s.output == plain.output and s.logprobs == plain.logprobs
     # The model is a random one, whose choices are near ties.
-    assert s.statistics.draft_acceptance_rate > 0.5 and not s.seat.warnings
+    assert s.statistics.draft_acceptance_rate > 0.5 and not s.warnings
     twin, target = twins.panel.drafters["self_int8"]._draft, twins.target
-    assert twin.fast.decoder.embedding is target.fast.decoder.embedding
+    assert twin.compiled.decoder.embedding is target.compiled.decoder.embedding
     assert twin.cache is target.cache
     shared = {id(weight) for weight in target.model.parameters()}
     assert shared >= {id(weight) for weight in twin.model.parameters()}
@@ -145,7 +145,7 @@ def test_auto_takes_it_in_beside_an_mtp_head(monkeypatch, prompts):
     """Both want the output layer of the embedded target, which is shared."""
     monkeypatch.setattr("drafters.self_int8._FEW_WEIGHTS", 0)
     engine, prompt = core.load_engine(core.Options(model="embedded")), prompts["code_class"]
-    assert {"mtp", "self_int8"} < set(engine.panel.choices["auto"])
+    assert {"mtp", "self_int8"} < set(engine.pool.choices["auto"])
     assert_lossless(engine, prompt, 40, "auto")
     engine.planner = FixedK()  # the clock may say that it does not pay on a model so small
     assert assert_lossless(engine, prompt, 40, "self_int8").statistics.num_draft_tokens > 0
@@ -185,7 +185,7 @@ def test_neither_a_draft_that_fails_nor_its_nan_reaches_the_target(twins, monkey
 
     monkeypatch.setattr(draft, "forward", forward)
     s = assert_lossless(twins, TEXT, 40, "self_int8", num_speculative_tokens=3)
-    assert "drafter self_int8 failed (no numbers)" in s.seat.warnings[0]
+    assert "drafter self_int8 failed (no numbers)" in s.warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_windows_chunks_and_the_end_of_the_context(tiny_folder, family, dtype):
             running.append(engine.open(waiting.pop(0)))
         faults.step(engine, running)
         for s in [s for s in running if s.finish_reason]:
-            assert not any("failed" in warning for warning in s.seat.warnings)
+            assert not any("failed" in warning for warning in s.warnings)
             engine.close(s)
             running.remove(s)
             assert s.output == together(engine, [replace(s.request, drafter=None)])[0].output

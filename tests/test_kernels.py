@@ -49,14 +49,14 @@ def test_every_family_is_exact_in_modules_too(family, tiny_folder, tmp_path):
         save_small(family, tmp_path)
     with only_modules():
         target = load(tmp_path if family in ODD else tiny_folder(family)).target
-    assert not target.fast.is_compiled and target.report.is_exact
+    assert not target.compiled.is_compiled and target.report.is_exact
     assert all(layer._is_compiled for layer in target.cache.recurrent)
 
 
 @pytest.mark.parametrize(("dtype", "quantize"), KINDS)
 def test_speculation_alone_and_in_a_batch_keeps_every_bit(dtype, quantize, tiny_folder):
     engine = load(tiny_folder("qwen3"), dtype=dtype, quantize=quantize)
-    assert engine.target.fast.is_compiled and engine.target.report.is_exact
+    assert engine.target.compiled.is_compiled and engine.target.report.is_exact
     prompts = [TEXT, TEXT[2:] * 4, TEXT[::-1], TEXT[:3]]
     requests = [core.Request(prompt, 24, "ngram") for prompt in prompts]
     alone = [assert_lossless(engine, prompt, 24, "ngram").output for prompt in prompts]
@@ -81,7 +81,7 @@ def test_attention_of_any_shape_gives_what_torch_s_gives(
     found = []
     for compiled in (False, True):
         engine = load(tmp_path, kernels=compiled)
-        assert bool(engine.target.fast) == compiled
+        assert bool(engine.target.compiled) == compiled
         row = engine.target.cache.open_row()
         found.append(engine.target.forward([row], [text], [600]).logits[0])
     assert is_same(*found)
@@ -89,7 +89,7 @@ def test_attention_of_any_shape_gives_what_torch_s_gives(
 
 def test_a_row_without_numbers_is_not_hidden_by_integers(tiny_folder):
     engine = load(tiny_folder("llama"), quantize="int8")
-    panels, block = engine.target.fast.decoder.embedding, 512 + 32  # of Q8
+    panels, block = engine.target.compiled.decoder.embedding, 512 + 32  # of Q8
     scales = panels._data.view(torch.float16)
     begin = 900 // 16 * (panels.inputs // 32) * block + 512 + 2 * (900 % 16)
     scales[begin // 2] = torch.nan
@@ -103,16 +103,16 @@ def test_a_row_without_numbers_is_not_hidden_by_integers(tiny_folder):
 @pytest.mark.parametrize("number", [-1, 1 << 40])
 def test_nothing_is_read_or_written_where_nothing_is(tiny_folder, what, number):
     target, rows = load(tiny_folder("llama")).target, Rows()
-    target.fast.decoder.follow(target.cache)
+    target.compiled.decoder.follow(target.cache)
     rows.chain(0, 0, 3)
     rows.ids, rows.wanted = [5, 6, 7], [0, 1, 2]
     if what == "lines":  # numbers below 0 are places before the text, which no row sees
         rows.lines, number = [[0], [1], [2]], 1 << 40
-    target.fast.decoder(rows)
+    target.compiled.decoder(rows)
     given = getattr(rows, what)
     given[-1] = [number] if what == "lines" else number
     with pytest.raises(IndexError, match="that is not there"):
-        target.fast.decoder(rows)
+        target.compiled.decoder(rows)
 
 
 def test_without_a_compiler_transformers_modules_run(tiny_folder, monkeypatch):
@@ -120,7 +120,7 @@ def test_without_a_compiler_transformers_modules_run(tiny_folder, monkeypatch):
     monkeypatch.setenv("CC", "no-such-compiler")
     monkeypatch.setattr(library, "find_spec", lambda name: None)
     engine = load(tiny_folder("llama"))
-    assert engine.target.fast is None and not engine.target.report.is_exact
+    assert engine.target.compiled is None and not engine.target.report.is_exact
     with pytest.raises(ValueError, match="--quantize int8 needs the kernels in C"):
         load(tiny_folder("llama"), quantize="int8")
 
@@ -186,7 +186,7 @@ def test_what_was_compiled_is_used_again_and_a_broken_file_is_made_anew(tmp_path
 
 def test_rotations_are_computed_in_double_and_rounded_once(demo_engine):
     """torch's own tables depend on the CPU's instructions."""
-    ((kind, rope),) = demo_engine.target.fast.decoder.ropes.items()
+    ((kind, rope),) = demo_engine.target.compiled.decoder.ropes.items()
     cos, sin = rope.tables
     length, width = cos.shape
     parameters = demo_engine.target.model.config.rope_parameters
@@ -200,7 +200,7 @@ def test_rotations_are_computed_in_double_and_rounded_once(demo_engine):
 
 def test_a_short_context_has_short_tables(prompts):
     engine = core.load_engine(core.Options(model="embedded", drafter="mtp", max_model_len=6))
-    assert engine.panel.drafters["mtp"]._kernels
+    assert engine.pool.drafters["mtp"]._kernels
 
 
 # ------------------------------------------------------------------------------ linear layers
@@ -432,7 +432,7 @@ def drafting(request, target_folder, tmp_path_factory):  # noqa: F811
         new_head(head)
         given |= {"model": target_folder, "eagle3": str(head)}
     engine = load(given.pop("model"), **given)
-    return engine, engine.panel.drafters[request.param]
+    return engine, engine.pool.drafters[request.param]
 
 
 def drafts_of(engine, own, texts, limits, sampling, goes_on):
@@ -492,7 +492,7 @@ def test_a_draft_that_copies_takes_fewer_forwards(temperature, prompts, monkeypa
     for least in 0, 1 << 60:
         monkeypatch.setattr(chain, "_MANY", least)
         found.append([
-            drafts_of(engine, engine.panel.drafters["draft_model"], some, limits, sampling, None)
+            drafts_of(engine, engine.pool.drafters["draft_model"], some, limits, sampling, None)
             for some, limits in asked
         ])  # fmt: skip
     (guessing, held), (stepping, others_held) = (zip(*each, strict=True) for each in found)
@@ -506,15 +506,15 @@ def test_a_draft_that_copies_takes_fewer_forwards(temperature, prompts, monkeypa
     *_, (sequence, _) = engine.generate(
         core.Request(texts[0], 48, "draft_model", sampling=sampling)
     )
-    assert sequence.seat.records["draft_model"].steps < 0.9
+    assert sequence.drafting.records["draft_model"].steps < 0.9
 
 
 def test_a_chain_without_numbers_costs_its_draft_only(prompts):
     engine = load("embedded", drafter="draft_model")
-    decoder = engine.draft_model.fast.decoder
+    decoder = engine.draft_model.compiled.decoder
     decoder.output._data.view(torch.float32)[0] = torch.nan
     sequence = assert_lossless(engine, prompts["code_class"], 12, "draft_model")
-    assert "no probabilities" in sequence.seat.warnings[0]
+    assert "no probabilities" in sequence.warnings[0]
 
 
 def test_of_two_threads_that_compute_alone_each_gets_its_number_of_threads_back(

@@ -431,7 +431,7 @@ def test_what_came_with_a_target_may_be_missing(
     folder, places = str(tiny_folder("llama")), {drafter: "/nowhere/at/all"}
     monkeypatch.setattr(core.Options, "model_of", lambda _, name: places.get(name))
     engine = core.assemble_engine(core.Options(model=folder))
-    assert "ngram" in engine.panel.drafters and drafter not in engine.panel.drafters
+    assert "ngram" in engine.pool.drafters and drafter not in engine.pool.drafters
     (line,) = [message for message in caplog.messages if drafter in message]
     assert line.startswith(f"going on without {drafter}: ") and "\n" not in line
     monkeypatch.undo()

@@ -18,7 +18,7 @@ def test_output_equals_plain_decoding(demo_engine, prompts, plain, drafter, k, w
     prompt = prompts[NAMES[3 * DRAFTERS.index(drafter) + k.bit_length() // 2]]
     given = {"max_tokens": 24, "drafter": drafter, "num_speculative_tokens": k}
     sequence, _ = run(demo_engine, prompt, **given, **way)
-    assert sequence.output == plain(prompt, 24, **way) and sequence.seat.warnings == []
+    assert sequence.output == plain(prompt, 24, **way) and sequence.warnings == []
 
 
 @pytest.mark.parametrize("name", ["code_class", "hard_story", "repetitive_colours"])

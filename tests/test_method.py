@@ -27,7 +27,7 @@ def test_a_newcomer_calls_it_in_five_lines(demo_engine, prompts):
 def test_it_writes_what_plain_decoding_and_the_engine_write(demo_engine, prompts, way):
     """With each drafter; and the target runs less often than it writes tokens."""
     target, sampling, passes = demo_engine.target, SAMPLINGS[way], []
-    for name, drafter in demo_engine.panel.drafters.items():
+    for name, drafter in demo_engine.pool.drafters.items():
         for prompt in list(prompts.values())[:3]:
             fields = {"sampling": sampling, "seed": 7}
             text = core.speculate(target, drafter, prompt, 30, demo_engine.eos_ids, **fields)

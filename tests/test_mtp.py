@@ -183,7 +183,7 @@ def served(request, tmp_path_factory):
 def test_each_layer_drafts_by_the_equations_and_forgets_what_was_refused(served, length):
     """Whatever came before, verdicts and limits at random; two tokens are too few for a layer 2."""
     engine, equations, num_layers = served
-    drafter, chance, text = engine.panel.drafters["mtp"], Random(length), TEXT[:length]
+    drafter, chance, text = engine.pool.drafters["mtp"], Random(length), TEXT[:length]
     assert len(drafter._caches) == num_layers
     states = [fresh_state(engine, drafter, text), fresh_state(engine, drafter, TEXT[5:30])]
     for limit in (6, *(chance.randint(1, 6) for _ in range(6))):
@@ -207,5 +207,5 @@ def test_speculation_writes_the_text_of_plain_decoding(served):
     engine, _, _ = served
     expected, _ = run(engine, TEXT, max_tokens=20)
     sequence, _ = run(engine, TEXT, max_tokens=20, drafter="mtp")
-    assert sequence.output == expected.output and not sequence.seat.warnings
+    assert sequence.output == expected.output and not sequence.warnings
     assert sequence.statistics.num_draft_tokens > 5

@@ -32,13 +32,13 @@ def engine(demo_engine):
 
 def with_prefixes(engine, capacity_mb=64, drafters=None, **options):
     known = PrefixCache.of(engine.target, capacity_mb)
-    drafters = engine.panel.drafters if drafters is None else drafters
+    drafters = engine.pool.drafters if drafters is None else drafters
     return core.Engine(engine.target, drafters, prefixes=known, **options)
 
 
 def num_cached(engine, prompt, max_tokens=1, **fields):
     """How many tokens of a prompt need not be read."""
-    return run(engine, prompt, max_tokens=max_tokens, **fields)[0].seat.num_cached
+    return run(engine, prompt, max_tokens=max_tokens, **fields)[0].drafting.num_cached
 
 
 @pytest.mark.parametrize(
@@ -74,8 +74,8 @@ def test_a_chat_reads_each_token_once_and_no_bit_or_draft_differs(
             s, events = run(engine, prompt, **fields)
         assert s.output == expected.output and s.logprobs == expected.logprobs
         assert [e["proposals"] for e in events] == [e["proposals"] for e in drafts]
-        assert s.seat.num_cached == held // SIZE * SIZE and expected.seat.num_cached == 0
-        num_fed = len(prompt) - s.seat.num_cached + len(events) - 1
+        assert s.drafting.num_cached == held // SIZE * SIZE and expected.drafting.num_cached == 0
+        num_fed = len(prompt) - s.drafting.num_cached + len(events) - 1
         assert sum(map(len, fed)) == num_fed + sum(len(event["proposals"]) for event in events)
         fed.clear()
         held = len(s.tokens) - 1 if keeps_all else len(prompt)
@@ -96,7 +96,7 @@ def test_only_what_is_shared_from_the_beginning_counts(engine):
         (FIRST, MOST),
     ):
         assert num_cached(engine, prompt, max_tokens=2) == expected
-    assert engine.panel.prefixes.as_dict()["hit_tokens"] == 3 * SIZE + MOST
+    assert engine.pool.prefixes.as_dict()["hit_tokens"] == 3 * SIZE + MOST
 
 
 def test_a_head_waits_for_the_hidden_states_that_it_needs(engine):
@@ -109,7 +109,7 @@ def test_a_head_waits_for_the_hidden_states_that_it_needs(engine):
 @pytest.mark.parametrize("tail", [3, SIZE + 6], ids=["short", "long"])
 def test_hidden_states_are_remembered_where_they_stand(demo_engine, name, tail):
     """Whoever read what of a prompt, beside whom: its head drafts as without a memory."""
-    target, drafters = demo_engine.target, {name: demo_engine.panel.drafters[name]}
+    target, drafters = demo_engine.target, {name: demo_engine.pool.drafters[name]}
     random = torch.Generator().manual_seed(tail)
     prompt, other = torch.randint(4096, (2, 2 * SIZE + tail), generator=random).tolist()
     apart, expected = run(core.Engine(target, drafters), prompt, max_tokens=12, drafter=name)
@@ -120,12 +120,12 @@ def test_hidden_states_are_remembered_where_they_stand(demo_engine, name, tail):
         batch = together(engine, [core.Request(text, 4, drafter) for text, drafter in asked])
         assert not any(s.failure for s in batch)
         s, events = run(engine, prompt, max_tokens=12, drafter=name)
-        assert s.output == apart.output and not s.seat.warnings, (first, second, beside)
+        assert s.output == apart.output and not s.warnings, (first, second, beside)
         assert [e["proposals"] for e in events] == [e["proposals"] for e in expected]
 
 
 def test_the_draft_model_remembers_its_own_keys(demo_engine):
-    drafter = demo_engine.panel.drafters["draft_model"]
+    drafter = demo_engine.pool.drafters["draft_model"]
     known = drafter._prefixes
     before, prompt = known.num_found, [7, *SHARED]
     for _ in range(2):
@@ -144,7 +144,7 @@ def test_the_draft_model_remembers_its_own_keys(demo_engine):
 
 def test_memory_is_bounded_and_the_least_recently_used_goes_first(demo_engine):
     engine = with_prefixes(demo_engine, capacity_mb=3)
-    known, texts = engine.panel.prefixes, [[i, *SHARED[:300]] for i in range(9)]
+    known, texts = engine.pool.prefixes, [[i, *SHARED[:300]] for i in range(9)]
     for text in texts:
         for each in (text, texts[0]):  # the latter is in use all the time
             run(engine, each, max_tokens=1)
@@ -155,7 +155,7 @@ def test_memory_is_bounded_and_the_least_recently_used_goes_first(demo_engine):
 
 
 def test_the_end_of_a_prompt_is_forgotten_before_its_beginning(engine):
-    known = engine.panel.prefixes
+    known = engine.pool.prefixes
     texts = [SHARED[: 2 * SIZE + 1], SHARED[::-1][: 2 * SIZE + 1]]
     for text in texts:
         run(engine, text, max_tokens=1)
@@ -181,7 +181,7 @@ def test_requests_that_run_together_share_what_the_first_one_read(engine):
     while not one.num_steps:
         engine.step([one])
     other = engine.open(core.Request(SECOND, 8))
-    assert other.seat.num_cached == MOST
+    assert other.drafting.num_cached == MOST
     for s in finish(engine, [one, other]):
         assert s.output == core.plain_decode(engine.target, s.request.prompt, 8, engine.eos_ids)
 
@@ -191,7 +191,7 @@ def test_health_metrics_and_answers_tell(engine):
         sequence, _ = run(engine, prompt, max_tokens=2)
     worker = Worker(engine, core.Options())
     told = answers.health(engine, worker, core.Options())["prefix_cache"]
-    assert told["hit_tokens"] == sequence.seat.num_cached > 0
+    assert told["hit_tokens"] == sequence.drafting.num_cached > 0
     assert told["queried_tokens"] == len(FIRST) + len(SECOND)
     assert metrics.figures_of(engine).values["prefix_cache_hits"] == told["hit_tokens"]
     job = type("Job", (), {"sequence": sequence, "events": []})()
@@ -208,7 +208,7 @@ def test_what_is_measured_reads_its_prompt(engine):
 def test_it_can_be_turned_off(tiny_folder):
     options = core.Options(model=str(tiny_folder("llama")), drafter="ngram", prefix_cache_mb=0)
     engine = core.load_engine(options)
-    assert engine.panel.prefixes is None
+    assert engine.pool.prefixes is None
     assert answers.health(engine, Worker(engine, options), options)["prefix_cache"] is None
 
 

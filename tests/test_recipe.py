@@ -72,7 +72,7 @@ def test_a_drafter_learns_and_what_is_trained_is_what_drafts(kind, plan, monkeyp
         student.save(own.out)
     name = KINDS[kind]
     engine = load(TARGET, drafter=name, **{name: own.out})
-    drafter = engine.panel.drafters[name]
+    drafter = engine.pool.drafters[name]
     text, choose, seen = data.train[0][0].tokens.tolist(), drafter._sample, []
     monkeypatch.setattr(
         drafter, "_sample", lambda logits, *rest: seen.append(logits) or choose(logits, *rest)

@@ -144,7 +144,7 @@ def test_what_others_were_answered_changes_times_and_no_text(engine, prompts, pl
     given, num_outputs = {"max_tokens": 40, "drafter": "suffix"} | way, 0
     for name in ("hard_story", "code_class", "easy_table"):
         first, second = (run(engine, prompts[name], **given)[0] for _ in range(2))
-        assert first.output == second.output and second.seat.warnings == []
+        assert first.output == second.output and second.warnings == []
         num_outputs += 2 * (len(first.output) + 1)
         passes = second.statistics.target_passes
         if way.get("sampling") == REJECTION:
@@ -152,7 +152,7 @@ def test_what_others_were_answered_changes_times_and_no_text(engine, prompts, pl
         else:
             assert first.output == plain(prompts[name], 40, **way)
             assert passes <= -(-len(first.output) // 6) + 2 < first.statistics.target_passes
-    assert len(engine.panel.drafters["suffix"].past) == num_outputs
+    assert len(engine.pool.drafters["suffix"].past) == num_outputs
 
 
 def test_what_comes_after_a_stop_string_is_not_kept(engine, prompts):
@@ -160,7 +160,7 @@ def test_what_comes_after_a_stop_string_is_not_kept(engine, prompts):
     for _ in range(2):
         s, _ = run(engine, prompts["repetitive_colours"], **given)
         assert s.finish_reason == "stop"
-    past = engine.panel.drafters["suffix"].past
+    past = engine.pool.drafters["suffix"].past
     assert len(past) == 2 * (len(s.output) + 1)
 
 
@@ -185,5 +185,5 @@ def test_a_comparison_is_helped_neither_by_what_others_asked_nor_by_its_own_firs
     for wanted in (request, *runs_to_compare(request)[::2]):
         *_, (s, _) = engine.generate(wanted)
         passes.append(s.statistics.target_passes)
-    past = engine.panel.drafters["suffix"].past
+    past = engine.pool.drafters["suffix"].past
     assert passes == passes[:1] * 4 and len(past) == len(s.output) + 1

@@ -71,7 +71,7 @@ def test_a_tree_s_output_is_plain_decoding_s_to_the_bit(
         for k in (3, 7, 15):
             ours, events = run(tree, TEXT[seed:], num_speculative_tokens=k, **given)
             assert ours.output == plain.output and ours.logprobs == plain.logprobs
-            assert ours.statistics.num_accepted_draft_tokens > 3 and not ours.seat.warnings
+            assert ours.statistics.num_accepted_draft_tokens > 3 and not ours.warnings
             moved += sum(e["accepted_count"] > 0 and e["tree"] is not None for e in events)
     assert moved > 12
 
@@ -81,7 +81,7 @@ def test_trees_and_chains_share_a_pass(tiny_folder, way):
     chance, prompts = random.Random(2), [TEXT, TEXT[::-1], TEXT[2:] * 3, TEXT[5:], TEXT * 2]
     pairs = [with_trees(engine, prompt, chance, **way) for prompt in prompts]
     trees = {f"tree{i}": tree.panel.drafters["scripted"] for i, (tree, _) in enumerate(pairs[:3])}
-    shared = core.Engine(engine.target, engine.panel.drafters | trees)
+    shared = core.Engine(engine.target, engine.pool.drafters | trees)
     names = [*trees, "ngram", None]
     requests = [
         core.Request(prompt, COUNT, name, 6, logprobs=2, **way)
@@ -98,7 +98,7 @@ def test_a_tree_whose_pass_failed_is_verified_again(tiny_folder, monkeypatch, ca
     failing(tree, monkeypatch, lambda i, _: i == call)
     ours, _ = run(tree, TEXT, max_tokens=COUNT, drafter="scripted")
     assert ours.output == plain.output and tree.totals.num_faults == 1
-    assert not ours.seat.warnings
+    assert not ours.warnings
 
 
 # ------------------------------------------------------------------------ several drafters at once
@@ -115,7 +115,7 @@ def test_several_drafters_make_one_tree(several, prompts, way):
     members = {"ngram", "suffix", "mtp"}
     assert several.panel.can_branch and set(several.panel.choices["tree"]) == members
     engine = core.Engine(several.target, several.panel.drafters | {}, "tree")
-    engine.panel.choices["tree"] = ("draft_model", *several.panel.choices["tree"])
+    engine.pool.choices["tree"] = ("draft_model", *several.panel.choices["tree"])
     branched = 0
     for name in ("code_class", "hard_story", "easy_json"):
         plain, _ = run(engine, prompts[name], max_tokens=COUNT, **way)
@@ -124,14 +124,14 @@ def test_several_drafters_make_one_tree(several, prompts, way):
             limit, tokens = min(7, s.remaining - 1), list(s.tokens)
             cycle = engine.step([s])[s]
             branched += cycle.draft.parents is not None
-            for member, draft in s.seat.drafts.items() if limit > 0 else ():
-                drafter = engine.panel.drafters[member]
+            for member, draft in s.drafting.drafts.items() if limit > 0 else ():
+                drafter = engine.pool.drafters[member]
                 state = fresh_state(engine, drafter, tokens, s.request.sampling, s.noise)
                 if drafter.branches:
                     state.can_branch = True
                 assert propose_and_close(drafter, [state], [limit]) == [draft.tokens], member
         engine.close(s)
-        assert s.output == plain.output and not s.seat.warnings
+        assert s.output == plain.output and not s.warnings
     assert branched > 5
 
 
@@ -157,13 +157,13 @@ def test_where_the_classical_rule_judges_a_draft_is_a_chain(several, prompts):
 
 def test_where_nothing_is_compiled_the_longest_branch_is_the_draft(slow_engine, prompts, plain):
     engine, tokens, parents = scripted_engine(slow_engine, None), [5, 6, 7, 8], [-1, -1, 1, 0]
-    drafter = engine.panel.drafters["scripted"]
+    drafter = engine.pool.drafters["scripted"]
     drafter.propose = lambda _, limit: Draft(tokens[:limit], None, parents[:limit])
     ours, events = run(engine, prompts["hard_prose"], max_tokens=12, drafter="scripted")
-    assert ours.output == plain(prompts["hard_prose"], 12) and "tree" not in engine.panel.choices
+    assert ours.output == plain(prompts["hard_prose"], 12) and "tree" not in engine.pool.choices
     assert [event["proposals"] for event in events[1:-3]] == [[6, 7]] * 8
     with pytest.raises(ValueError, match="--drafter tree needs two drafters, and forwards in C"):
-        core.Engine(slow_engine.target, slow_engine.panel.drafters, "tree")
+        core.Engine(slow_engine.target, slow_engine.pool.drafters, "tree")
 
 
 # ------------------------------------------------------------------------------------ the parts
