@@ -27,7 +27,6 @@ Sources: Leviathan et al., arXiv 2211.17192; Chen et al., 2302.01318; Daliri et 
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import models.shortage  # isort: skip  # noqa: F401  (before torch, which takes seconds)
@@ -38,7 +37,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 import demo
 import drafters
-import engines
 from control.controller import Controller
 from control.planner import FixedK, Planner
 from control.statistics import Statistics, Totals, clock
@@ -60,7 +58,7 @@ from models.reference import Reference, check, refusal
 from sampling import ACCEPT, DRAW, RECOVER, TextStream, choose, draw, penalise, truncated_softmax
 from serving import answers, faults, http, openai
 from serving.options import Options, parse_arguments
-from serving.parsing import parse_request
+from serving.service import Service, read_body
 from serving.worker import Worker, warm_up
 
 
@@ -638,35 +636,35 @@ def load_engine(options: Options) -> Engine:
 
 
 # --------------------------------------------------------------------------------- Flask app
-def create_app(engine: Engine, options: Options, worker: Worker | None = None) -> Flask:
+def create_app(service: Service) -> Flask:
     """The web application: POST /generate, GET /health and /metrics, /v1, and the page at /."""
-    worker = worker or Worker(engine, options)
-    prompts = demo.read_prompts(options.is_chat(engine.target.tokenizer))
-    app = http.new_app(engine, worker, options, prompts)
-    begin = partial(http.begin, engine, worker, options)
-    whole = partial(answers.answer, dtype=engine.target.model.dtype)
+    app = service.new_app()  # the page, and GET /metrics
+    openai.register_routes(app, service)
 
     @app.post("/generate")
     def generate() -> Response | dict[str, Any]:
         """Answer with the whole text, or stream it."""
-        return http.respond(*begin(http.read_body()), whole)
+        return service.respond(read_body())
 
     @app.get("/health")
     def get_health() -> tuple[dict[str, Any], int]:
-        return http.with_status(answers.health(engine, worker, options))
+        health = service.health()
+        return health, 200 if health["status"] == "ok" else 503
 
-    read = partial(openai.read_chat, engine.target, options.max_tokens)
-    openai.register_routes(app, engine.target.name, engine.target.max_length, begin, whole, read)
     return app
 
 
 def load_app(options: Options) -> Flask:
     """The application. The worker's thread loads and runs the models; no other thread does."""
+    if options.engine:
+        from engines.app import connect
+
+        return create_app(connect(options))
 
     def load(worker: Worker) -> tuple[Engine, Flask]:
         chosen = with_model(options)
         engine = load_engine(chosen)
-        return engine, create_app(engine, chosen, worker)
+        return engine, create_app(Service(engine, chosen, worker))
 
     return Worker(None, options, load).app
 
@@ -678,15 +676,15 @@ def main(arguments: list[str] | None = None) -> int:
     def act() -> int:
         given, options = parse_arguments(arguments)
         if given.port:
-            return http.serve(lambda: engines.load(options, load_app), given.port, options)
+            return http.serve(lambda: load_app(options), given.port, options)
         engine = load_engine(options := with_model(options))
-        if given.prompt is None:
-            show = engines.show_plan if given.plan else demo.show_demo
-            return show(engine, options, plain_decode, given)
-        is_chat = options.is_chat(engine.target.tokenizer)
-        body = {"prompt": given.prompt, "stop": given.stop, "chat": is_chat}
-        request, *_ = parse_request(body, engine, options.for_requests)
-        return demo.show_prompt(engine, request, given.explain)
+        if given.plan:
+            from engines.plan import show_plan
+
+            return show_plan(engine, options, given)
+        if given.demo:
+            return demo.show_demo(engine, options, plain_decode, given)
+        return demo.show_prompt(engine, options, given)
 
     return demo.exit_status(act)
 
