@@ -25,7 +25,7 @@ from server import (
 )  # fmt: skip
 
 from engines import app, client, relay
-from engines.app import KEY_VARIABLE, connect
+from engines.app import KEY_VARIABLE
 from messages import RequestError
 from models.loading import StartError
 from serving.options import Options
@@ -251,7 +251,7 @@ def test_an_engine_that_answers_anything_is_used_or_refused_in_one_line(replay, 
             if turn["path"] == path:
                 turn |= {"pieces": [told], "status": status}
         try:
-            made = core.create_app(connect(Options(engine=replay.url))).test_client()
+            made = core.create_app(app.connect(Options(engine=replay.url))).test_client()
         except StartError as error:
             assert path == "/v1/models" and str(error).endswith("/v1/models names no model")
         else:
