@@ -20,7 +20,7 @@ from drafters.panel import PLAIN
 from messages import Json, Request, RequestError, Sampling
 from models.catalogue import CATALOGUE, DEFAULT, EMBEDDED, FALLBACK, PAIRS, entry_of
 from models.gguf_file import is_gguf
-from models.prompts import Tokenizer
+from models.prompts import Tokenizer, kind_of, read_prompts
 
 from .parsing import MAX_SPECULATIVE_TOKENS, SAMPLING_FIELDS, check_fields
 
@@ -468,8 +468,8 @@ def _check(given: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         if given.engine and getattr(given, name) != getattr(Options, name):
             flag = f"--{name.replace('_', '-')}"
             parser.error(f"{flag} is for this server's own engine: it does not go with --engine")
-    stems = {path.stem for path in (ROOT / "demo_prompts").glob("*.txt")}
-    known = sorted({*stems, *(stem.partition("_")[0] for stem in stems)})
+    names = read_prompts(is_chat=True)
+    known = sorted({*names, *map(kind_of, names)})
     is_file = given.plan and len(given.prompts or ()) == 1 and Path(given.prompts[0]).is_file()
     if not is_file and (unknown := set(given.prompts or ()) - set(known)):
         file = " or a file" if given.plan else ""
